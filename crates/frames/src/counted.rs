@@ -9,7 +9,7 @@ use crate::arena::{Arena, BLOCK_ORDER, in_block};
 use crate::folio::{FolioRef, FolioRun};
 use crate::frames::{Env, Frames};
 use crate::frozen::{Frozen, FrozenRun};
-use crate::refs::{self, LANES, Put, RefError, TryGet, WideCounts};
+use crate::refs::{self, LANES, Put, RefError, WideCounts};
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
@@ -63,25 +63,20 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// A reference for whoever holds none and only believes that the frame is what it wants; `None` if it is not the head
-    /// of anything counted. Check then, and put it if the frame is something else by now. Any context but NMI.
+    /// of anything counted, or just loses its last reference. Check then, and put it if the frame is something else by now.
+    /// Any context, locks held or not.
+    ///
+    /// Cost: as [`get`](Frames::get), a barrier, and a look at the line again.
     ///
     /// # Errors
     ///
     /// [`NotManaged`](RefError::NotManaged) outside every arena, [`Saturated`](RefError::Saturated) as for
     /// [`get`](Frames::get).
-    pub fn try_get<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Option<FolioRef>, RefError> {
-        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
-        let block = arena.block(pfn);
+    pub fn try_get(&self, pfn: Pfn) -> Result<Option<FolioRef>, RefError> {
+        let block = self.arena(pfn).ok_or(RefError::NotManaged)?.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
-        match refs::try_get(word, lane, &block.refs.side(in_block(pfn), &block.wide))? {
-            TryGet::Got => Ok(Some(FolioRef::make(pfn))),
-            TryGet::Dead => Ok(None),
-            TryGet::Last => {
-                let block = self.block_at(arena, pfn);
-                self.free(cx, block);
-                Ok(None)
-            }
-        }
+        let got = refs::try_get(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
+        Ok(got.then(|| FolioRef::make(pfn)))
     }
 
     /// Drops a reference, and frees the page or folio if it was the last; says whether it was. Any

@@ -28,7 +28,7 @@
 //! * The getter adds, then reads the bits; the putter changes the bits, then reads the count: each sees the other or
 //!   both do (store-load order on both sides, hence `SeqCst` on exactly these four accesses).
 //! * Backing out is a put like any other, because in the meantime another put may have consumed what the getter added.
-//!   So a failed speculative get can turn out to be the last put, and says so ([`TryGet::Last`]).
+//!   If that is the last, the getter has the only reference there is, and keeps it.
 //!
 //! At every step *references held + gets backing out = HELD-or-deciding + side*, from which all of this follows: no
 //! count goes below zero, and exactly one put is the last. loom runs these functions (`tests/loom.rs`).
@@ -87,18 +87,6 @@ pub enum Put {
     Last,
 }
 
-/// What a speculative get found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "a get must be put, and `Last` must be freed"]
-pub enum TryGet {
-    /// A reference; check now that the frame is still what was wanted.
-    Got,
-    /// The frame had none, or lost its last meanwhile.
-    Dead,
-    /// As `Dead`, but backing out was the last put: the frame is frozen and the caller's to free.
-    Last,
-}
-
 /// The two bits of lane `lane`.
 #[inline]
 const fn bits(word: u64, lane: u32) -> u64 {
@@ -132,34 +120,39 @@ pub fn get<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<
     if open_side(word, lane) { side.add() } else { Err(RefError::NotCounted) }
 }
 
-/// Takes a reference to a frame that may lose its last at any moment.
+/// Takes a reference to a frame that may lose its last, or be frozen, at any moment; false if it has none, or lost its last
+/// meanwhile.
 ///
 /// # Errors
 ///
 /// [`Saturated`](RefError::Saturated) where `side` has no room.
-pub fn try_get<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<TryGet, RefError> {
+pub fn try_get<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<bool, RefError> {
     let step = word.transition(Ordering::SeqCst, Ordering::SeqCst, |w| {
         (bits(w, lane) == HELD).then(|| with_bits(w, lane, HELD | SIDE))
     });
     if let Err(seen) = step
         && bits(seen, lane) != HELD | SIDE
     {
-        return Ok(TryGet::Dead);
+        return Ok(false);
     }
     side.add()?;
     // SeqCst: after the add, before the decision; pairs with the swap and the look at the count in `put`.
     fence(Ordering::SeqCst);
     if bits(word.load(Ordering::SeqCst), lane) == HELD | SIDE {
-        return Ok(TryGet::Got);
+        return Ok(true);
     }
     loop {
         if side.take() {
-            return Ok(TryGet::Dead);
+            return Ok(false);
         }
         // Another put consumed what was added here; so this frame lives, and backing out is putting.
         match put(word, lane, side) {
-            Ok(Put::Kept) => return Ok(TryGet::Dead),
-            Ok(Put::Last) => return Ok(TryGet::Last),
+            Ok(Put::Kept) => return Ok(false),
+            Ok(Put::Last) => {
+                // Nobody else has it, so it is what it was, and the reference is to be had after all.
+                hold(word, lane);
+                return Ok(true);
+            }
             Err(_) => spin_loop(),
         }
     }
@@ -356,7 +349,7 @@ mod tests {
                     }
                     4 => {
                         let got = try_get(word, lane, &side);
-                        let expected = match count { 0 => Ok(TryGet::Dead), _ if full => Err(RefError::Saturated), _ => Ok(TryGet::Got) };
+                        let expected = match count { 0 => Ok(false), _ if full => Err(RefError::Saturated), _ => Ok(true) };
                         prop_assert_eq!(got, expected);
                         if count > 0 && !full { model[frame] += 1; }
                     }

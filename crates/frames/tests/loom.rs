@@ -4,7 +4,7 @@
 
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
 use hugemm_frames::pcp::{Mailbox, Watch};
-use hugemm_frames::refs::{self, Dropped, PackedSide, Put, RefError, TryGet};
+use hugemm_frames::refs::{self, Dropped, PackedSide, Put, RefError};
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
@@ -32,9 +32,8 @@ impl Page {
     /// A speculative get, and the put that ends it; how often that was the last.
     fn visit(&self) -> u32 {
         match refs::try_get(&self.state, 0, &self.side()) {
-            Ok(TryGet::Got) => self.put(),
-            Ok(TryGet::Last) => 1,
-            Ok(TryGet::Dead) => 0,
+            Ok(true) => self.put(),
+            Ok(false) => 0,
             Err(error) => panic!("{error:?}"),
         }
     }
@@ -346,12 +345,11 @@ fn a_freeze_against_speculative_gets() {
             let visitor = thread::spawn(move || {
                 let page = &other.page;
                 match refs::try_get(&page.state, 0, &page.side()) {
-                    Ok(TryGet::Got) => {
+                    Ok(true) => {
                         other.content.with(|content| unsafe { core::hint::black_box(*content) });
                         page.put()
                     }
-                    Ok(TryGet::Last) => 1,
-                    Ok(TryGet::Dead) => 0,
+                    Ok(false) => 0,
                     Err(error) => panic!("{error:?}"),
                 }
             });

@@ -10,7 +10,7 @@ use core::cell::Cell;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{Cpu, NodeId, Order, PageSize, Pfn, TlbHw};
-use hugemm_frames::{Env, FolioRef, Frames, Frozen, RefError};
+use hugemm_frames::{FolioRef, Frozen, RefError};
 use hugemm_paging::{DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, TlbShootdown};
 use hugemm_vm::ageing::AROUND;
 use hugemm_vm::{AgeRun, Cx, Neighbours, Recency, Setup, UnhookedPage, Vm, VmError};
@@ -204,15 +204,20 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
         }
     }
 
-    /// Takes a reference to a folio that is on the LRU, hence alive; false if that is not possible. Called under the
-    /// LRU's lock, pinned: one atomic, no lock.
+    /// Takes a reference to a folio that is on the LRU; false if that is not possible. Whoever moves a page freezes it where
+    /// it is on the LRU, and without its lock: so this is a speculative get. Called under the LRU's lock, under which last
+    /// references go: what has been got here is the folio that is on the list. No lock is taken.
     pub(crate) fn hold(&self, head: Pfn) -> bool {
-        // SAFETY: under the LRU's lock, under which last references go: what is on a list has one.
-        let held = unsafe { hold(self.vm.frames(), head) };
-        if held == Err(RefError::Saturated) {
-            self.saturated.set(Some(head));
+        match self.vm.frames().try_get(head) {
+            // A number from here on.
+            Ok(folio) => folio.map(FolioRef::into_pfn).is_some(),
+            Err(error) => {
+                if error == RefError::Saturated {
+                    self.saturated.set(Some(head));
+                }
+                false
+            }
         }
-        held.is_ok()
     }
 
     /// Drops references that [`hold`](Side::hold) took; one may be the last if the folio's owner let go
@@ -289,14 +294,4 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
         self.pager.steps().enter(Step::Other);
         written
     }
-}
-
-/// Takes a reference that the caller keeps as a number.
-///
-/// # Safety
-///
-/// As [`Frames::get_at`].
-unsafe fn hold<E: Env>(frames: &Frames<'_, E>, head: Pfn) -> Result<(), RefError> {
-    // SAFETY: the caller's promise.
-    unsafe { frames.get_at(head) }.map(|folio| _ = folio.into_pfn())
 }

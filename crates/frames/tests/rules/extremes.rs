@@ -17,7 +17,7 @@ fn frames_that_do_not_exist() {
             assert_eq!(frames.node_of(pfn).is_some(), managed);
             assert_eq!((frames.head_of(pfn).is_some(), frames.descriptor(pfn).is_some()), (managed, managed));
             assert!(!frames.is_hwpoisoned(pfn) && frames.references(pfn) == 0);
-            assert!(!matches!(frames.try_get(&cx, pfn), Ok(Some(_))));
+            assert!(!matches!(frames.try_get(pfn), Ok(Some(_))));
             if !managed {
                 assert_eq!(frames.hwpoison(&cx, pfn), HwPoisoned::NotManaged);
             }

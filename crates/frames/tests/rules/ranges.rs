@@ -49,7 +49,7 @@ fn extra_references_split_runs() {
         assert_eq!(frames.stats(&cx).available(), 2047);
         let page = extra.pfn();
         assert_eq!(frames.put(&cx, extra), Ok(Put::Last));
-        assert_eq!((frames.references(page), frames.try_get(&cx, page)), (0, Ok(None)));
+        assert_eq!((frames.references(page), frames.try_get(page)), (0, Ok(None)));
         assert_eq!(frames.stats(&cx).available(), 2048);
     });
 }
@@ -95,7 +95,7 @@ fn ranges_of_other_things_are_left_alone() {
         assert_eq!(frames.references(folio.pfn()), 1);
         // Tails are never counted.
         let tail = Pfn::new(folio.pfn().number() + 1);
-        assert_eq!(frames.try_get(&cx, tail), Ok(None));
+        assert_eq!(frames.try_get(tail), Ok(None));
         assert_eq!(frames.head_of(tail), Some((folio.pfn(), order(4))));
         assert_eq!(frames.put(&cx, folio), Ok(Put::Last));
         frames.free(&cx, frozen);
