@@ -16,7 +16,7 @@
 //! nothing per 2 MiB or per frame.
 
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, Region, in_region};
-use crate::blockmap::{Blocks, Position, WORD_BITS, WORDS, count_runs, first_run, spans};
+use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
 use crate::freelist::{FreeLists, Places};
 use crate::frozen::Frozen;
@@ -169,15 +169,20 @@ impl<'m, E: Env> Frames<'m, E> {
         let region = arena.region(pfn);
         let careful = self.is_careful();
         if count.is_multiple_of(WORD_BITS) && content == Content::Dirty && !careful {
-            // Whole words, as in 1 GiB.
-            let first = in_region(pfn).word();
-            for at in first..(first + count / WORD_BITS).min(WORDS) {
+            // Whole words.
+            let whole = |at: usize| {
                 region.starts.fill(at, true);
                 if divided {
                     region.split.set_shared(at, u64::MAX, false);
                 }
                 region.zero.set_locked(at, u64::MAX, false);
                 region.free.fill(at, true);
+            };
+            let first = in_region(pfn).word();
+            match count {
+                // 1 GiB: a loop of a length that is known is unrolled.
+                SPAN => (0..WORDS).for_each(whole),
+                _ => (first..(first + count / WORD_BITS).min(WORDS)).for_each(whole),
             }
         } else {
             for (at, bits) in spans(in_region(pfn), count) {

@@ -72,12 +72,18 @@ impl<'m, E: Env> Frames<'m, E> {
         });
     }
 
-    /// Under the lock: frees what was queued.
+    /// Under the lock: frees what was queued. Part of every lock round, so one load where nothing was.
+    #[inline]
     pub(crate) fn free_deferred(&self, node: &Node<'_, E::Lock>, lists: &mut FreeLists) {
         // Relaxed: what is queued after this look is freed in the next round.
-        if node.deferred.load(Ordering::Relaxed) == 0 {
-            return;
+        if node.deferred.load(Ordering::Relaxed) != 0 {
+            self.free_queue(node, lists);
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn free_queue(&self, node: &Node<'_, E::Lock>, lists: &mut FreeLists) {
         // Acquire pairs with the Release of the push.
         let mut link = node.deferred.swap(0, Ordering::Acquire);
         while let Some(pfn) = link.checked_sub(1).map(Pfn::new) {
