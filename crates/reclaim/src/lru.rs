@@ -19,10 +19,9 @@
 //! their descriptors.
 //!
 //! * The pager inserts a folio when it is told of it, and drops references with `let_go`, which takes the folio off with the
-//!   last. So what is on a list is alive.
-//! * `isolate` takes up to [`BATCH`] folios off in one lock round, taking a reference to each under the lock; they are judged
-//!   without it; `put_back` takes one more round. The isolator then drops its references.
-//! * A folio that goes while it is isolated is only marked. The isolator finds it *left* when it puts it back.
+//!   last. So what is on a list has references, or is just frozen by whoever moves it, and has some again then.
+//! * `isolate` takes up to [`BATCH`] folios off in one lock round, with a speculative get of each under the lock; they are
+//!   judged without it; `put_back` takes one more round. The isolator then drops its references, so nothing goes meanwhile.
 //! * A folio that may be named to `promote` or `let_go` without being on the LRU (a locked one) has been left out.
 //!
 //! Context: any but NMI. The lock is held for 64 folios at most, and pinned; `promote` takes it under a page table's. One lock per node; a fault takes a
@@ -57,17 +56,6 @@ pub(crate) enum LruEnd {
     Oldest,
     /// The youngest list's oldest, to see whether they still are young; when [`Batch::ageing_due`] says so.
     Youngest,
-}
-
-/// What taking a folio off found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LruRemoval {
-    /// It was on a list and is not any more.
-    Yes,
-    /// Somebody is looking at it; it will not come back.
-    Isolated,
-    /// It was not on the LRU.
-    NotThere,
 }
 
 /// What is on an LRU and what has happened to it, in base pages unless it says otherwise.
@@ -182,8 +170,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         self.locked(cx, |lists| lists.isolate(self.frames, source, most_pages, batch, hold));
     }
 
-    /// Does with each folio of a batch what its verdict says, and marks those whose owners took them off meanwhile. One
-    /// lock round. The batch keeps the folios, so that their references can be dropped.
+    /// Does with each folio of a batch what its verdict says. One lock round. The batch keeps the folios, so that their references can be dropped.
     pub(crate) fn put_back<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &mut Batch) {
         if batch.is_empty() {
             return;

@@ -155,7 +155,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
     }
 
     /// Flushes once for the batch, then writes and frees what was unmapped. What cannot be written goes back, and counts
-    /// as not evicted then; as does what its owner has taken off the LRU meanwhile.
+    /// as not evicted then.
     fn evict(
         &self,
         cx: &mut Cx<'_, S>,
@@ -166,7 +166,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         self.flush(cx);
         progress.flushes += 1;
         for (folio, place) in batch.folios_mut().iter_mut().zip(&mut unhooked) {
-            let Some(page) = (if folio.left { None } else { place.take() }) else { continue };
+            let Some(page) = place.take() else { continue };
             match self.write_out(cx, page) {
                 Ok(freed) => progress.freed += freed,
                 Err((error, page)) => {

@@ -19,9 +19,6 @@ pub(crate) struct Folio {
     pub verdict: LruVerdict,
     /// Set by [`Lru::put_back`](super::Lru::put_back): it left the LRU by its verdict.
     pub(crate) released: bool,
-    /// Set by [`Lru::put_back`](super::Lru::put_back): its owner took it off while it was in the batch, so it is not on
-    /// the LRU, whatever the verdict.
-    pub left: bool,
 }
 
 impl Folio {
@@ -31,12 +28,11 @@ impl Folio {
         was: Was { youngest: false, referenced: false },
         verdict: LruVerdict::Rotate { referenced: false },
         released: false,
-        left: false,
     };
 
     /// Released, and to be put on again after all.
     pub(crate) fn returns(&self) -> bool {
-        self.released && !self.left && self.verdict != LruVerdict::Release
+        self.released && self.verdict != LruVerdict::Release
     }
 }
 

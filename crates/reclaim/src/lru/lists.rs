@@ -1,11 +1,11 @@
 //! The lists themselves: what is done under the LRU's lock.
 
+use super::LruEnd;
 use super::LruStats;
 use super::batch::{BATCH, Batch, Folio};
 use super::policy::{LruPolicy, LruVerdict, Was};
 use super::ring::{LABELS, Ring, label};
 use super::state::{Standing, State};
-use super::{LruEnd, LruRemoval};
 use crate::links::{List, Words};
 use crate::words::STATE;
 use hugemm_base::{Order, Pfn};
@@ -49,19 +49,13 @@ impl Lists {
         self.link(words, pfn, order, self.policy.entry(self.ring), false);
     }
 
-    pub(crate) fn remove(&mut self, words: &impl Words, pfn: Pfn) -> LruRemoval {
-        let state = state(words, pfn);
-        match state.standing {
-            Standing::Off | Standing::Isolated { left: true } => LruRemoval::NotThere,
-            Standing::On { label } => {
-                self.unlink(words, pfn, state.order, label);
-                words.set_word(pfn, STATE, 0);
-                LruRemoval::Yes
-            }
-            Standing::Isolated { left: false } => {
-                words.set_word(pfn, STATE, State { standing: Standing::Isolated { left: true }, ..state }.word());
-                LruRemoval::Isolated
-            }
+    /// Takes a folio off that lost its last reference; nothing if it had been left out.
+    pub(crate) fn remove(&mut self, words: &impl Words, pfn: Pfn) {
+        let State { standing, order, .. } = state(words, pfn);
+        debug_assert!(standing != Standing::Isolated, "whoever looks at it has a reference");
+        if let Standing::On { label } = standing {
+            self.unlink(words, pfn, order, label);
+            words.set_word(pfn, STATE, 0);
         }
     }
 
@@ -105,16 +99,12 @@ impl Lists {
                 self.link(words, pfn, order, age, referenced);
                 continue;
             }
-            words.set_word(
-                pfn,
-                STATE,
-                State { standing: Standing::Isolated { left: false }, order, referenced }.word(),
-            );
+            words.set_word(pfn, STATE, State { standing: Standing::Isolated, order, referenced }.word());
             self.stats.scanned += order.pages();
             self.stats.isolated += order.pages();
             let verdict = LruVerdict::Rotate { referenced };
             let was = self.was(from, referenced);
-            batch.push(Folio { pfn, order, was, verdict, released: false, left: false });
+            batch.push(Folio { pfn, order, was, verdict, released: false });
         }
         let (candidates, youngest) = self.sizes();
         batch.ageing_due = self.policy.ageing_due(candidates, youngest);
@@ -135,9 +125,7 @@ impl Lists {
     pub(crate) fn put_back(&mut self, words: &impl Words, folio: &mut Folio) {
         let pages = folio.order.pages();
         self.stats.isolated = self.stats.isolated.saturating_sub(pages);
-        folio.left = state(words, folio.pfn).standing == (Standing::Isolated { left: true });
-        let age = self.policy.place(self.ring, folio.was, folio.verdict).filter(|_| !folio.left);
-        match age {
+        match self.policy.place(self.ring, folio.was, folio.verdict) {
             Some(age) => {
                 let referenced = self.count(folio.verdict, pages);
                 self.link(words, folio.pfn, folio.order, age, referenced);
@@ -164,7 +152,7 @@ impl Lists {
     /// Treats a folio as if it had been looked at and found young. True if somebody is looking at it, who decides.
     pub(crate) fn promote(&mut self, words: &impl Words, pfn: Pfn) -> bool {
         let State { standing, order, referenced } = state(words, pfn);
-        let Standing::On { label: from } = standing else { return matches!(standing, Standing::Isolated { .. }) };
+        let Standing::On { label: from } = standing else { return standing == Standing::Isolated };
         let was = self.was(from, referenced);
         let verdict = self.policy.judge(was, true);
         let Some(age) = self.policy.place(self.ring, was, verdict) else { return false };

@@ -13,10 +13,7 @@ pub(crate) enum Standing {
         label: usize,
     },
     /// Taken off for a look, to be put back.
-    Isolated {
-        /// Its owner took it off meanwhile.
-        left: bool,
-    },
+    Isolated,
 }
 
 /// A state word, decoded.
@@ -32,14 +29,13 @@ const LABEL_SHIFT: u32 = 8;
 const ON: u64 = 1 << 16;
 const ISOLATED: u64 = 1 << 17;
 const REFERENCED: u64 = 1 << 18;
-const LEFT: u64 = 1 << 19;
 
 impl State {
     pub(crate) fn word(self) -> u64 {
         let standing = match self.standing {
             Standing::Off => return 0,
             Standing::On { label } => ON | (label as u64) << LABEL_SHIFT,
-            Standing::Isolated { left } => ISOLATED | if left { LEFT } else { 0 },
+            Standing::Isolated => ISOLATED,
         };
         standing | u64::from(self.order.get()) | if self.referenced { REFERENCED } else { 0 }
     }
@@ -47,7 +43,7 @@ impl State {
     pub(crate) fn from_word(word: u64) -> Self {
         let standing = match word & (ON | ISOLATED) {
             ON => Standing::On { label: (word >> LABEL_SHIFT) as usize & 3 },
-            ISOLATED => Standing::Isolated { left: word & LEFT != 0 },
+            ISOLATED => Standing::Isolated,
             _ => Standing::Off,
         };
         let order = Order::new((word & ORDER) as u32).unwrap_or(Order::ZERO);
@@ -63,10 +59,7 @@ mod tests {
     fn the_word_holds_everything() {
         for order in [0, 9, 18].map(|order| Order::new(order).expect("valid")) {
             for referenced in [false, true] {
-                for standing in [0, 1, 2, 3]
-                    .map(|label| Standing::On { label })
-                    .into_iter()
-                    .chain([false, true].map(|left| Standing::Isolated { left }))
+                for standing in [0, 1, 2, 3].map(|label| Standing::On { label }).into_iter().chain([Standing::Isolated])
                 {
                     let state = State { standing, order, referenced };
                     assert_eq!(State::from_word(state.word()), state);
