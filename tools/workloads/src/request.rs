@@ -201,6 +201,8 @@ named! {
         Panic = "panic",
         /// It reads an address that is not mapped.
         Fault = "fault",
+        /// It stores into the descriptor of a tail, whose memory a pool has given back.
+        Tail = "tail",
         /// It runs off its stack.
         Stack = "stack",
         /// All CPUs spin with interrupts on and make no progress.

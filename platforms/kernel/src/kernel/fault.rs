@@ -6,7 +6,7 @@
 use super::arch::traps::{self, Frame};
 use super::arch::{controller, exit, interrupts};
 use super::page_fault::PageFault;
-use super::{console, layout, percpu, smp, watchdog};
+use super::{console, layout, percpu, smp, vmemmap, watchdog};
 use crate::ExitCode;
 use core::fmt;
 use core::panic::PanicInfo;
@@ -94,6 +94,9 @@ pub(super) fn page_fault(frame: &Frame, fault: &PageFault) -> ! {
     };
     let null = if fault.cause == ABSENT && at < PAGE_BYTES { ": a null pointer" } else { "" };
     console::last_words(format_args!("page fault on cpu{cpu}: {access} at {at:#x}: {}{null}", fault.cause));
+    if let Some((frame, head)) = vmemmap::explain(at) {
+        console::last_words(format_args!("it is the descriptor of frame {frame}, a tail of the page at {head}"));
+    }
     end(Some(frame.at()), frame.chain())
 }
 

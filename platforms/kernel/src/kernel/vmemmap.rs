@@ -122,6 +122,16 @@ pub(crate) fn arrives(at: u64) -> bool {
     arrives
 }
 
+/// For a store that was refused at an address: whose descriptor it was meant for, and that page's head, if it met a shared tail.
+/// Only when nobody edits the area any more.
+pub(super) fn explain(at: u64) -> Option<(Pfn, Pfn)> {
+    let Vmemmap { map, tails, .. } =
+        VMEMMAP.try_get().filter(|_| (layout::DESCRIPTORS..layout::STACKS).contains(&at))?;
+    // SAFETY: as in `optimizer`; this one edits nothing.
+    let optimizer = unsafe { VmemmapOptimizer::new(frames(), map, tails, OptimizerPolicy::default()) };
+    optimizer.explain(VirtAddr::new(layout::DESCRIPTORS), VirtAddr::new(at))
+}
+
 /// How often descriptors were met on their way.
 pub fn faults() -> u64 {
     // Relaxed: a statistic.

@@ -1,8 +1,10 @@
 //! Failures on purpose, to show what is reported.
 
-use super::{Cx, Failure};
+use super::{Cx, Failure, pool};
+use hugemm_base::{Never, PageSize};
+use hugemm_hugetlb::{Nodes, OptimizerPolicy};
 use hugemm_kernel::arch::{self, interrupts};
-use hugemm_kernel::{percpu, smp};
+use hugemm_kernel::{layout, percpu, smp, vmemmap};
 use hugemm_workloads::request::Crash;
 
 /// An address in the upper half where nothing is ever mapped.
@@ -17,6 +19,17 @@ pub fn run(cx: Cx<'_>, how: Crash) -> Result<(), Failure> {
             // SAFETY: none is needed: the read faults, which is what is asked for.
             unsafe { NOWHERE.read_volatile() };
         }
+        Crash::Tail => pool::with_empty(cx, PageSize::Size2M, |cx, pool| {
+            // SAFETY: commands run one after the other and have one optimizer each.
+            let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy::default()) };
+            pool.set_size(cx, &optimizer, 1, Nodes::All, &Never)?;
+            if let Some((head, _)) = pool.pages().next() {
+                let tail = layout::DESCRIPTORS + (head.number() + 100) * layout::DESCRIPTOR_BYTES;
+                // SAFETY: none is needed: the store faults, which is what is asked for.
+                unsafe { (tail as *mut u64).write_volatile(1) };
+            }
+            Ok(())
+        })?,
         Crash::Stack => {
             core::hint::black_box(deep(core::hint::black_box(u64::MAX)));
         }
