@@ -1,6 +1,6 @@
 //! Whether anything is ever handed out twice: blocks of all orders up to 10, from one area, by several CPUs at once,
 //! each frame's owner kept in a bitmap beside the allocator. Parts of blocks are freed as pages, as ranges and by
-//! another CPU than the one that took them. Some are asked for below a frame. Meanwhile frames may be poisoned, and
+//! another CPU than the one that took them. Some are asked for below a frame, some taken and freed without waiting. Meanwhile frames may be poisoned, and
 //! aligned ranges isolated and claimed, and pieces of memory may come and go.
 
 use crate::random::Random;
@@ -202,7 +202,11 @@ pub fn run<P: Cpu, E: Env>(
             let limit =
                 (random.below(4) == 0).then(|| Pfn::new(area.end().number() - random.below(area.pages().max(1))));
             let request = AllocRequest::order(order);
-            let block = limit.map_or_else(|| frames.alloc(cx, request), |limit| frames.alloc_below(cx, limit, request));
+            let block = match limit {
+                Some(limit) => frames.alloc_below(cx, limit, request),
+                None if random.below(8) == 0 => frames.alloc_nowait(cx, request),
+                None => frames.alloc(cx, request),
+            };
             match block.ok().and_then(|block| frames.count(block).ok()) {
                 Some(folio) => {
                     let head = folio.into_pfn();
@@ -405,9 +409,18 @@ fn release<P: Cpu, E: Env>(
     // SAFETY: the entry was made of the only reference, and was taken out of where it stood.
     let folio = unsafe { FolioRef::from_pfn(head) };
     let last = |put| if put == Ok(Put::Last) { Ok(()) } else { Err(Broken::NotFreed(whole)) };
-    if random.below(2) == 0 {
-        ownership.give(whole);
-        return last(frames.put(cx, folio));
+    match random.below(8) {
+        0 => {
+            let block = frames.freeze(folio).map_err(|_| Broken::NotFreed(whole))?;
+            ownership.give(whole);
+            frames.free_nowait(cx, block);
+            return Ok(());
+        }
+        1..4 => {
+            ownership.give(whole);
+            return last(frames.put(cx, folio));
+        }
+        _ => {}
     }
     let pages = frames.split_counted(folio, Order::ZERO).map_err(|_| Broken::NotFreed(whole))?;
     // A border anywhere: a range on one side, the other page by page or as a second range.
