@@ -595,12 +595,16 @@ where
         let in_pool = at(&cast.prefaulted, cx, AT)?.checked_add(77).unwrap_or(Pfn::new(0));
         self.pool.note_hwpoison(cx, in_pool)?;
         cast.guests[0].touch(cx, self.vm)?;
-        for frame in [in_pool, at(&cast.guests[0].space, cx, AT)?] {
+        for (space, frame) in [(&cast.prefaulted, in_pool), (&cast.guests[0].space, at(&cast.guests[0].space, cx, AT)?)]
+        {
             match self.vm.frames().hwpoison(cx, frame) {
                 HwPoisoned::InUse => accounting.poisoned += 1,
                 _ => return Err(Mismatch::new("bad frames that were in use", 1, 0).into()),
             }
             accounting.check("frames known as bad", 1, self.vm.frames().is_hwpoisoned(frame).into())?;
+            let (mut told, head) = (0, self.vm.frames().head_of(frame).map_or(frame, |(head, _)| head));
+            self.vm.walk_mappings(cx, head, |_, place| told += u64::from(core::ptr::eq(place.space, &**space)));
+            accounting.check("machines to be told of a bad frame", 1, told)?;
         }
         Ok(())
     }
