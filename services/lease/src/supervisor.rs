@@ -49,9 +49,25 @@ pub struct Attached {
 /// [`AttachError`]: nothing has changed but `no_new_privs`, and the lease is over.
 pub fn attach(lease: Lease) -> Result<Attached, AttachError> {
     let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-    let (ours, theirs) = pair.map_err(|errno| AttachError::Supervisor(errno.into()))?;
-    let length = lease.about.bytes;
-    start(theirs, lease).map_err(AttachError::Supervisor)?;
+    let pair = pair.map_err(io::Error::from).and_then(|(ours, theirs)| Ok((split()?, ours, theirs)));
+    let attached = match pair {
+        Ok((Process::Supervisor, _, theirs)) => exit(run(theirs, lease).is_err().into()),
+        Ok((Process::Program, ours, theirs)) => {
+            // A supervisor that gets nothing ends when ours is closed.
+            drop(theirs);
+            report_to(ours, lease.about.bytes)
+        }
+        Err(error) => Err(AttachError::Supervisor(error)),
+    };
+    if attached.is_err() {
+        // Nobody else says so before this process ends, and a daemon that does not hear it notices that.
+        let _ = lease.end();
+    }
+    attached
+}
+
+/// Installs the filter and sends its listener to the supervisor.
+fn report_to(supervisor: OwnedFd, length: u64) -> Result<Attached, AttachError> {
     let (listener, no_new_privs) = match seccomp::report_ftruncate(length, true) {
         Ok(listener) => (listener, false),
         Err(FilterError::Other(Errno::ACCESS)) => (seccomp::report_ftruncate(length, false)?, true),
@@ -59,24 +75,28 @@ pub fn attach(lease: Lease) -> Result<Attached, AttachError> {
     };
     // The supervisor gets it, or ends, and with it the filter's power over this process but for calls of that length.
     // Nothing is waited for: the filter is there in either case.
-    crate::wire::send(ours.as_fd(), &(), Some(listener.as_fd())).map_err(AttachError::Supervisor)?;
-    Ok(Attached { no_new_privs })
+    let sent = crate::wire::send(supervisor.as_fd(), &(), Some(listener.as_fd()));
+    sent.map(|()| Attached { no_new_privs }).map_err(AttachError::Supervisor)
 }
 
-/// Starts the supervisor as nobody's child, so that the program does not find one that it has not started.
-fn start(from_program: OwnedFd, lease: Lease) -> io::Result<()> {
+/// Which of the two a process is.
+enum Process {
+    Program,
+    Supervisor,
+}
+
+/// Makes the supervisor's process, as nobody's child, so that the program does not find one that it has not started.
+fn split() -> io::Result<Process> {
     // SAFETY: the process has one thread, by the contract of `attach`, so the child may do what any program may.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
             let _ = rustix::process::setsid();
             // SAFETY: as above.
-            let pid = unsafe { libc::fork() };
-            if pid == 0 {
-                let done = run(from_program, lease);
-                exit(done.is_err().into());
+            match unsafe { libc::fork() } {
+                0 => Ok(Process::Supervisor),
+                pid => exit((pid < 0).into()),
             }
-            exit((pid < 0).into())
         }
         child => {
             let mut status = 0;
@@ -87,7 +107,7 @@ fn start(from_program: OwnedFd, lease: Lease) -> io::Result<()> {
                     return Err(error);
                 }
             }
-            if status == 0 { Ok(()) } else { Err(io::Error::from(io::ErrorKind::OutOfMemory)) }
+            if status == 0 { Ok(Process::Program) } else { Err(io::Error::from(io::ErrorKind::OutOfMemory)) }
         }
     }
 }

@@ -16,7 +16,7 @@ mod served;
 
 use killed::{clients_and_supervisors_are_killed, the_daemon_is_killed};
 use manager::{a_manager_holds_what_is_filled, kept_memory_survives_the_daemon};
-use programs::{a_descriptor_changes, programs_of_all_kinds};
+use programs::{a_descriptor_changes, a_lease_without_a_filter_is_over, programs_of_all_kinds};
 use roles::{client, daemon, keeper, program};
 use std::path::Path;
 use support::{PAGE, Pool};
@@ -41,7 +41,7 @@ fn main() {
 type Test = (&'static str, fn(&Pool));
 
 fn tests() {
-    let tests: [Test; 7] = [
+    let tests: [Test; 8] = [
         ("clients and supervisors are killed before every call", clients_and_supervisors_are_killed),
         ("the daemon is killed before every call", the_daemon_is_killed),
         ("a descriptor is closed while the supervisor looks", |pool| a_descriptor_changes(pool, "close")),
@@ -49,6 +49,7 @@ fn tests() {
         ("a service manager holds what is filled", a_manager_holds_what_is_filled),
         ("kept memory survives its program and the daemon", kept_memory_survives_the_daemon),
         ("programs with filters, children and old calls", programs_of_all_kinds),
+        ("a lease without a filter is over", a_lease_without_a_filter_is_over),
     ];
     let Some(pool) = Pool::with_free(4 * LEASE / PAGE) else { return };
     for (name, test) in tests {

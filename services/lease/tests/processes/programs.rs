@@ -6,7 +6,7 @@ use crate::served::{PROGRAM, SUPERVISOR, Served, rest};
 use crate::support::Pool;
 use crate::tracer::{Then, trace};
 use rustix::io::Errno;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::process::Stdio;
 
@@ -83,4 +83,17 @@ pub(crate) fn programs_of_all_kinds(_: &Pool) {
         let said = daemon.said(role);
         assert!(said.starts_with(expected), "{role}: {said}");
     }
+}
+
+/// Where no filter can be had the daemon has its memory back, however long the program runs without it.
+pub(crate) fn a_lease_without_a_filter_is_over(_: &Pool) {
+    let daemon = Served::start();
+    let mut program = daemon.client("listened").stdin(Stdio::piped()).spawn().expect("started");
+    let said = BufReader::new(program.stdout.take().expect("piped")).lines().next();
+    assert_eq!(said.expect("it says something").expect("text"), "taken");
+    let leases = daemon.status().expect("a status").leases;
+    assert!(program.try_wait().expect("a child").is_none(), "it runs, and waits for its input");
+    assert_eq!(leases.len(), 0, "{leases:?}");
+    drop(program.stdin.take());
+    program.wait().expect("ended");
 }

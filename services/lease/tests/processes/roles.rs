@@ -145,7 +145,7 @@ pub(crate) fn program(role: &str) {
     match answer {
         Err(Errno::NOSYS) => println!("ENOSYS"),
         Err(error) => println!("failed: {error}"),
-        Ok(()) => use_memory(&file, role == "stays"),
+        Ok(()) => use_memory(&file, matches!(role, "stays" | "listened")),
     }
 }
 
