@@ -156,12 +156,31 @@ fn a_preloaded_command_is_told_where_its_lease_waits() {
     daemon.wait_for("\"leases\":[]");
 }
 
+/// A command that no socket can be made for runs without its lease, which is over then.
+#[test]
+fn a_lease_that_cannot_be_offered_is_over() {
+    let Some(_pool) = pool(8) else { return };
+    let daemon = Daemon::start("leased-unoffered", 8, &[]);
+    let directory = alone(&daemon, "short");
+    std::fs::write(format!("{directory}/{LIBRARY}"), "").expect("a file");
+    let hugemm = format!("{directory}/hugemm");
+    let socket = daemon.scratch.path("socket");
+    // Three streams, the connection, the lease, and one end of the socket.
+    let status = format!("unset LD_PRELOAD; ulimit -S -n 64; {hugemm} pool status --json --socket {socket}");
+    let run = format!("ulimit -S -n 6; exec {hugemm} lease 8MB --mode preload --socket {socket} -- sh -c '{status}'");
+    let output = Command::new("sh").args(["-c", &run]).output().expect("it starts");
+    let (said, line) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && line.contains("no socket for the lease"), "{line}");
+    assert!(said.contains("\"leases\":[]"), "{said}");
+}
+
 /// What is wrong is named, and what is wanted; no directories are made for what is likely a slip.
 #[test]
 fn words_that_cannot_be_meant_are_refused_by_name() {
     for words in [&["lease", "8MB", "--node", "x", "--", "true"][..], &["pool", "forget", "a", "--user", "x"]] {
         misused(words, "'x' is no number");
     }
+    misused(&["pool", "serve", "--size", "1GB", "--shape", "1GBxtwo"], "'two' is no number of files");
     refused(&["bench", "lease", "--qemu", "/nosuch"], &["/nosuch", "--qemu"]);
     let scratch = Scratch::new("leased-slip");
     let socket = scratch.path("nosuch/deeper/socket");
