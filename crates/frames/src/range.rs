@@ -184,6 +184,17 @@ impl<'m, E: Env> Frames<'m, E> {
         let refused = self.is_careful() && region.refused.get(in_region(base));
         let starts = block.starts.snapshot();
         let mut at = at;
+        if !refused {
+            // A run that is not empty ends here. A word with a reference to each frame is one of 32 single pages, as tails have none; between
+            // two atomics nothing is looked at: loads would have to wait.
+            let count = if at.is_multiple_of(LANES as u64) { (upto - at) as usize / LANES } else { 0 };
+            let dropped = block.refs.drop_words(in_block(base).number() / LANES, count) * LANES as u64;
+            if dropped != 0 {
+                *run = Run { start: if run.end == run.start { at } else { run.start }, end: at + dropped };
+                report.freed += dropped;
+                at += dropped;
+            }
+        }
         while at < upto {
             let index = in_block(Pfn::new(at));
             let first_lane = index.number() % LANES;

@@ -264,6 +264,14 @@ impl BlockRefs {
         (&self.state[index / LANES], (index % LANES) as u32)
     }
 
+    /// Drops one reference of each frame of `count` words, from word `first` on, as long as every frame of a word is referenced
+    /// exactly once. Says of how many words: their frames are frozen and the caller's. An atomic for each.
+    #[inline]
+    pub(crate) fn drop_words(&self, first: usize, count: usize) -> u64 {
+        let words = self.state.iter().skip(first).take(count);
+        words.take_while(|word| lanes::put_all(*word)).count() as u64
+    }
+
     #[inline]
     pub(crate) fn side<'a>(
         &'a self,

@@ -38,14 +38,20 @@ const fn spread(lanes: u32) -> u64 {
     (x | x << 1) & ALL_HELD
 }
 
+/// Drops one reference of every lane, if each is referenced exactly once; false says nothing, and nothing has changed. One
+/// atomic.
+#[inline]
+pub(crate) fn put_all<W: AtomicWord>(word: &W) -> bool {
+    // Orderings as in `put_only`.
+    word.compare_exchange_weak(ALL_HELD, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+}
+
 /// Drops one reference of every lane in `lanes` that is referenced exactly once. One atomic however many.
 #[inline]
 pub fn put_lanes<W: AtomicWord>(word: &W, lanes: u32) -> Dropped {
-    if lanes == u32::MAX {
-        // The common case: 32 frames, each referenced once. Orderings as in `put_only`.
-        if word.compare_exchange_weak(ALL_HELD, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            return Dropped { last: u32::MAX, shared: 0, dead: 0 };
-        }
+    // The common case: 32 frames, each referenced once.
+    if lanes == u32::MAX && put_all(word) {
+        return Dropped { last: u32::MAX, shared: 0, dead: 0 };
     }
     let wanted = spread(lanes);
     let mut last = 0;
