@@ -147,12 +147,6 @@ impl<'m> Host<'m> {
         })
     }
 
-    /// The same with memory on another node.
-    pub fn with_node(mut self, node: NodeId) -> Self {
-        self.node = node;
-        self
-    }
-
     /// The same with a software store buffer per CPU: the `model` primitive's stores then reach memory in random order,
     /// at the latest at the fence. `seed` makes the order repeatable per CPU.
     pub fn with_store_model(mut self, seed: u64) -> Self {

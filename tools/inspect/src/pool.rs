@@ -278,11 +278,6 @@ impl PoolGuard {
         Self { entry }
     }
 
-    /// The size of the pool's pages.
-    pub fn page_size(&self) -> PageSize {
-        self.entry.size
-    }
-
     /// How many pages were added, beyond those that were free already.
     pub fn added(&self) -> u64 {
         self.entry.added.load(Ordering::Relaxed)
