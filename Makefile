@@ -11,7 +11,7 @@ PARTS = test-host=390 test-examples=40 test-release=60 test-loom=90 test-bare=20
 
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
 BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb vm reclaim lz4 workloads)
-LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb)
+LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames heap paging vm reclaim lz4 threads)
 
 .PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants soak lint lines package dist deep clean

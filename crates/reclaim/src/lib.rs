@@ -21,6 +21,7 @@
 //! | [`watermark`] | how much should be free; when a worker begins and when it rests |
 //! | [`reclaim`] | reclaim from address spaces: who is on which LRU, and when a reference to a page ends |
 //! | `pager.rs` | what a [`Vm`](hugemm_vm::Vm) needs of a pager; workers' turns, direct reclaim |
+//! | `wake.rs` | when a worker is woken, and when those who allocate help |
 //! | [`worker`] | how much of an LRU a pass looks at, and when to give up |
 //! | [`shrink`] | one pass: isolate, age, unmap, put back what stays, flush, write out, free |
 //! | `side.rs` | what is done to folios through their reverse map |
@@ -46,6 +47,7 @@ mod runs;
 pub mod shrink;
 mod side;
 pub mod swap;
+mod wake;
 pub mod watermark;
 pub mod ways;
 mod words;

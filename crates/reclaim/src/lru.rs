@@ -42,6 +42,7 @@ pub(crate) use batch::{Batch, Folio};
 pub use policy::LruPolicy;
 pub(crate) use policy::LruVerdict;
 
+use crate::wake::Wake;
 use core::fmt;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
@@ -103,6 +104,7 @@ impl LruStats {
 pub struct Lru<'f, 'm, E: Env, L: RawLock = SpinLock> {
     frames: &'f Frames<'m, E>,
     lists: PinnedLock<L, Lists>,
+    wake: Wake,
 }
 
 impl<E: Env, L: RawLock> fmt::Debug for Lru<'_, '_, E, L> {
@@ -119,7 +121,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
 
     /// An empty LRU for folios of `frames`.
     pub fn new(frames: &'f Frames<'m, E>, policy: LruPolicy) -> Self {
-        Lru { frames, lists: PinnedLock::new(Lists::new(policy)) }
+        Lru { frames, lists: PinnedLock::new(Lists::new(policy)), wake: Wake::new() }
     }
 
     /// One lock round.
@@ -131,9 +133,20 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         })
     }
 
+    /// What is noted of its node's free memory.
+    pub(crate) fn wake(&self) -> &Wake {
+        &self.wake
+    }
+
     /// Puts folios of `order` on that are not: at most [`BATCH`]. For their owner, who holds references to them. One lock round.
-    pub(crate) fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: impl Iterator<Item = Pfn>, order: Order) {
-        self.locked(cx, |lists| heads.for_each(|head| lists.insert(self.frames, head, order)));
+    /// Whether the level is to be looked at: once per [`BATCH`] base pages and one for each CPU, since a look goes over all CPUs.
+    pub(crate) fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: impl Iterator<Item = Pfn>, order: Order) -> bool {
+        let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
+        self.locked(cx, |lists| {
+            let before = lists.stats.inserted;
+            heads.for_each(|head| lists.insert(self.frames, head, order));
+            before / look_each != lists.stats.inserted / look_each
+        })
     }
 
     /// Drops references to folios, with `put`, which says what it gets when the reference was the last: then the folio is

@@ -1,12 +1,13 @@
 //! What a [`Vm`] needs of a [`Pager`], and the turns of those who reclaim from it.
 
 use crate::links::Words;
-use crate::lru::BATCH;
+use crate::lru::{BATCH, Lru};
 use crate::reclaim::Reclaim;
 use crate::runs::heads;
 use crate::shrink::{ShrinkBudget, ShrinkProgress};
 use crate::side::{self, Side};
 use crate::swap::{Swap, SwapSlot};
+use crate::watermark::Level;
 use crate::ways::{Step, Steps};
 use crate::words::STATE;
 use crate::worker::Turn;
@@ -27,8 +28,17 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
     /// Most CPUs: with more nothing is reclaimed.
     pub const MOST_CPUS: usize = side::MOST_CPUS;
 
+    /// Whether a node's worker has been woken since this was last asked: then it is to [`balance`](Reclaim::balance). If not it may
+    /// sleep until [`Steps::wake`] is called for the node; where a call that comes before it sleeps ends the sleep at once, no
+    /// wake is lost. Any context. One atomic.
+    ///
+    #[must_use = "a wake is taken by asking"]
+    pub fn take_wake(&self, node: NodeId) -> bool {
+        self.lru(node).is_some_and(|lru| lru.wake().take())
+    }
+
     /// One turn of a node's worker: evicts until *high* pages are free, or about `scan` pages have been looked at. To be called
-    /// where less than *low* is free: [`level`](crate::Watermarks::level).
+    /// when it has been [woken](Reclaim::take_wake), and again where its turn is [`Unfinished`](Turn::Unfinished).
     ///
     /// [`Hopeless`](Turn::Hopeless) too if there is no such node, or `vm` has another pager.
     ///
@@ -41,7 +51,13 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         scan: u64,
         stop: &impl Cancel,
     ) -> (Turn, ShrinkProgress) {
-        let turn = self.on_node(vm, cx, node, |cx, side| side.balance(cx, scan, stop));
+        let turn = self.on_node(vm, cx, node, |cx, side| {
+            side.lru.wake().reclaim(|| {
+                let (turn, progress) = side.balance(cx, scan, stop);
+                let freed = progress.freed > 0;
+                ((turn, progress), (freed || turn == Turn::Hopeless).then_some(freed))
+            })
+        });
         let (turn, progress) = turn.unwrap_or((Turn::Hopeless, ShrinkProgress::default()));
         self.counts().worker_freed.add(progress.freed);
         (turn, progress)
@@ -68,6 +84,15 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         let gathered = self.on_node(vm, cx, node, |cx, side| side.gather(cx, order)).unwrap_or(false);
         self.counts().gathered.add(u64::from(gathered));
         gathered
+    }
+
+    /// Looks at how much of a node is free, and wakes its worker if that is too little.
+    fn look(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, node: NodeId, lru: &Lru<'_, '_, S::Env, L>) -> Level {
+        let level = self.marks().level(frames.node_available(cx, node));
+        if lru.wake().note(level) {
+            self.steps().wake(node);
+        }
+        level
     }
 
     fn on_node<R>(
@@ -119,7 +144,11 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
                 // A descriptor is anything until then, and a run that ends may reach over to another node.
                 return heads.for_each(|head| frames.set_word(head, STATE, 0));
             };
-            lru.insert(cx, heads, order);
+            if lru.insert(cx, heads, order)
+                && let Some(node) = frames.node_of(some.base())
+            {
+                self.look(frames, cx, node, lru);
+            }
         });
     }
 
@@ -163,8 +192,15 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
     }
 
     fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool {
+        if order != Order::ZERO {
+            return frames.available(cx) >= order.pages() + RESERVE;
+        }
         // A page of 4 KiB is stored in its own frame if need be.
-        order == Order::ZERO || frames.available(cx) >= order.pages() + RESERVE
+        let mut nodes = self.lrus(frames).peekable();
+        let is_fine = |(node, lru): (_, &Lru<'_, '_, _, _>)| {
+            !lru.wake().is_critical() || self.look(frames, cx, node, lru) != Level::Critical
+        };
+        nodes.peek().is_none() || nodes.any(is_fine)
     }
 
     fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64 {
@@ -186,7 +222,10 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
             let mut freed = 0;
             for (node, lru) in nodes() {
                 if freed < need.pages {
-                    freed += Side::new(vm, self, node, lru, deferred).relieve(cx, need.pages - freed);
+                    freed += lru.wake().reclaim(|| {
+                        let some = Side::new(vm, self, node, lru, deferred).relieve(cx, need.pages - freed);
+                        (some, Some(some > 0))
+                    });
                 }
             }
             (freed, gather(cx))

@@ -1,5 +1,6 @@
 //! Ways of ageing, and what is told and counted of reclaiming.
 
+use hugemm_base::NodeId;
 use hugemm_base::counters::Counter;
 
 /// How accessed bits are read: values of one policy, so that the old ways can be measured beside the one to use.
@@ -54,10 +55,15 @@ pub enum Step {
     Outside,
 }
 
-/// Is told when a reclaiming task turns to something else. `()` is told nothing and costs nothing.
+/// Is told when a reclaiming task turns to something else, and when a worker is wanted. `()` is told nothing and costs nothing.
 pub trait Steps {
     /// From here on the calling task does `step`.
     fn enter(&self, step: Step);
+
+    /// Less than *low* of a node is free: its worker has something to do, and [`take_wake`](crate::Reclaim::take_wake) says so. Whoever
+    /// adds pages calls this, in whatever context it is, with none of reclaim's locks held: it must not sleep, or reclaim. Called once
+    /// until the worker has taken the wake.
+    fn wake(&self, _node: NodeId) {}
 }
 
 impl Steps for () {

@@ -121,7 +121,9 @@ pub fn run(args: &Age) -> Result<()> {
     machine.whole_pages(Size(memory), PageSize::Size2M)?;
     machine.whole_pages(Size(shared), PageSize::Size2M)?;
     let interrupts = if cpus > 1 { Some(MembarrierIpi::register(cpus as usize, real as usize)?) } else { None };
-    let places = machine.places(cpus as usize)?;
+    // One for the worker if no process has it. On one that a process has it would keep others waiting: who has been flushed
+    // answers between two accesses, not when its thread does not run.
+    let places = machine.places((cpus + 1).min(real.max(cpus)) as usize)?;
     let mut environment = Environment::read()?;
     let mut region = machine.memory(memory, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("hugemm", &region);

@@ -1,12 +1,16 @@
 //! How far passes, a worker's turns and direct reclaim go: idle pages go, others stay, and each ends where it should.
 
-use crate::rig::{Cpus, Cx, Handle, NODE, Rig, Size, no_faults, span, with_rig};
+use crate::rig::{Cpus, Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
 use crate::rules::{AT, SIZE, filled};
+use hugemm_base::lock::SpinLock;
 use hugemm_base::{CancelFlag, CpuId, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
-use hugemm_frames::{AllocRequest, Put};
+use hugemm_frames::{AllocRequest, FolioRun, Put};
 use hugemm_paging::Lookup;
-use hugemm_reclaim::{Lru, LruPolicy, Reclaim, ShrinkBudget, ShrinkProgress, Swap, Turn};
+use hugemm_reclaim::{
+    BATCH, Lru, LruPolicy, Reclaim, ShrinkBudget, ShrinkProgress, Step, Steps, Swap, Turn, Watermarks,
+};
 use hugemm_vm::{Backing, Pager, VmError, VmaKind};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 fn at(index: u64) -> u64 {
     AT + (index << 12)
@@ -254,5 +258,83 @@ fn the_pager_of_another_machine_reclaims_nothing() {
         assert_eq!(own.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Balanced);
         assert_eq!(other.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Hopeless);
         assert!(!other.gather(&rig.vm, cx, NODE));
+    });
+}
+
+/// Faults take what is above *min* without reclaiming, and wake the worker once there is less than *low*; below *min* they reclaim for
+/// themselves, wait for no worker, and leave *min* free. Nothing of that where nothing can be freed.
+#[test]
+fn who_faults_reclaims_below_min_only() {
+    with_rig(Size { policy: LruPolicy::TwoList, ..SIZE }, 31, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
+            let free = |cx: &Cx<'_, '_>| frames.node_available(cx, NODE);
+            let (marks, late) = (pager.marks(), BATCH as u64 + u64::from(rig.cpus()));
+            let pages = free(cx) + 500;
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(at(0), pages << 12), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            let (mut woken, mut direct, mut touched) = (Vec::new(), Vec::new(), 0);
+            for index in 0..pages {
+                let (before, asked) = (free(cx), pager.counts().direct.get());
+                rig.put(cx, &space, at(index) + 8, index).expect("memory");
+                touched += 1;
+                woken.extend(pager.take_wake(NODE).then_some(before));
+                direct.extend((pager.counts().direct.get() > asked).then_some(before));
+                assert!(free(cx) + late + 1 >= marks.min(), "{} of {} are free", free(cx), marks.min());
+            }
+            assert_eq!(touched, pages);
+            let first = *woken.first().expect("the worker is woken");
+            assert!(first <= marks.low() && first + late + 1 >= marks.low(), "woken with {first} free, {marks:?}");
+            assert!(!direct.is_empty() && direct.iter().all(|free| *free <= marks.min()), "{direct:?}, {marks:?}");
+            assert!(direct.len() as u64 <= pages / 16, "one reclaims for a batch");
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Is told of wakes.
+#[derive(Default)]
+struct Bell(AtomicU64);
+
+impl Steps for &Bell {
+    fn enter(&self, _: Step) {}
+
+    fn wake(&self, node: NodeId) {
+        assert_eq!(node, NODE);
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The worker is woken once until it has taken the wake, and again after that; never where enough is free.
+#[test]
+fn a_worker_is_woken_by_who_adds_pages() {
+    with_rig(SIZE, 32, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let (frames, bell) = (rig.vm.frames(), Bell::default());
+            for (low, wakes) in [(u64::MAX, 1), (u64::MAX, 2), (0, 2)] {
+                let lrus = [Lru::new(frames, SIZE.policy)];
+                let marks = Watermarks::new(0, low, low).expect("in order");
+                let pager: Reclaim<'_, '_, Model<'_>, _, SpinLock, _> = Reclaim::new(&lrus, rig.store, marks, &bell);
+                let pages =
+                    [(); 3 * BATCH].map(|()| frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory"));
+                let pages = pages.map(|page| {
+                    let extent = page.extent();
+                    let _ = frames.count(page).expect("managed").into_pfn();
+                    // SAFETY: counted just now, and it is told once.
+                    unsafe { pager.lru_add(frames, cx, extent, Order::ZERO) };
+                    extent
+                });
+                assert_eq!(bell.0.load(Ordering::Relaxed), wakes);
+                assert_eq!(pager.take_wake(NODE), low > 0);
+                assert!(!pager.take_wake(NODE) && !pager.take_wake(NodeId(7)));
+                for page in pages {
+                    // SAFETY: the reference that became a number above.
+                    unsafe { pager.drop_references(frames, cx, FolioRun::from_extent(page, Order::ZERO)) };
+                }
+            }
+        });
     });
 }

@@ -106,6 +106,11 @@ pub fn on_cpus(cx: &mut CpuCx<'static, Kernel>, cpus: u32, run: &(dyn Fn(&mut Cp
     }
 }
 
+/// Ends a CPU's wait for an interrupt. Any context.
+pub fn wake(cpu: u32) {
+    controller::wake(cpu);
+}
+
 /// Where CPUs wait for each other, spinning. Reusable.
 #[derive(Debug)]
 pub struct Rendezvous {

@@ -56,7 +56,7 @@ impl<'h> Touch<OnHost<'h>> for Touches<'_, 'h> {
     }
 }
 
-/// Builds the machine, calls `f` on it, and checks that no frame is lost.
+/// Builds the machine, of a CPU for each place, calls `f` on it, and checks that no frame is lost.
 pub fn on_machine<R>(
     machine: &Machine,
     memory: &mut [u8],
@@ -65,11 +65,11 @@ pub fn on_machine<R>(
     config: &RunConfig,
     f: impl for<'h> FnOnce(&Rig<'_, 'h>) -> Result<R>,
 ) -> Result<R> {
-    let host = Host::new(places, memory)?;
+    let (host, cpus) = (Host::new(places, memory)?, places.len() as u32);
     host.set_preempt_model(PreemptModel::Full);
-    let mmu = SoftMmu::new(&host, config.cpus, interrupts);
+    let mmu = SoftMmu::new(&host, cpus, interrupts);
     let arenas = [ArenaSpec { extent: host.frames(), node: NODE, descriptors: None }];
-    let layout = FramesConfig { arenas: &arenas, cpus: config.cpus, cpu_nodes: &[] };
+    let layout = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
     let bytes = Frames::<Plain>::required_bytes(&layout)?.size() as u64;
     let mut metadata = machine.memory(bytes.next_multiple_of(2 << 20), PageSize::Size2M, crate::args::Kind::Thp)?;
     let metadata = metadata.as_mut_slice();
@@ -77,14 +77,14 @@ pub fn on_machine<R>(
     let frames = unsafe { Frames::new(&layout, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
     // SAFETY: the only owner of the host's frames, released once.
     host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) })?;
-    let slots: Vec<TlbCpu> = (0..config.cpus).map(|_| TlbCpu::default()).collect();
+    let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = TlbShootdown::<&SoftMmu<'_, '_>>::inbox_words(slots.len());
     let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     // SAFETY: this view only, of the host's CPUs.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, &mmu) }?;
     let lrus = [Lru::new(&frames, config.policy)];
     let store = host
-        .run_on(CpuId(0), |cx| Compressed::new(&frames, cx, WordsOrLz4, config.cpus, config.swap >> 12))?
+        .run_on(CpuId(0), |cx| Compressed::new(&frames, cx, WordsOrLz4, cpus, config.swap >> 12))?
         .context("no memory for the compressor; give --swap more")?;
     let store = ManuallyDrop::new(store);
     let pager: Pages<'_> = Reclaim::new(&lrus, &*store, marks(host.frames().pages(), config.page), Clocked::default());
@@ -102,7 +102,7 @@ pub fn on_machine<R>(
         let store: Store<'_> = unsafe { std::ptr::read(&*store) };
         store.close(cx).map_err(|_| anyhow!("pages were left in swap"))
     })??;
-    for cpu in 0..config.cpus {
+    for cpu in 0..cpus {
         host.run_on(CpuId(cpu), |cx| frames.drain(cx))?;
     }
     let stats = host.run_on(CpuId(0), |cx| frames.stats(cx))?;

@@ -1,18 +1,19 @@
 //! Processes on one machine of `hugemm bench age`, with a worker that reclaims; each window of each process is checked.
 
 use crate::age::rig::{NODE, OWN_AT, OnHost, Rig, SHARED_AT, Touches, on_machine};
-use crate::age::watch::Watch;
+use crate::age::watch::{OnDrop, Watch};
 use crate::machine::Machine;
 use anyhow::{Result, bail};
 use hugemm_base::{Cpu, CpuCx, CpuId, Never, PageSize};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::interrupt;
 use hugemm_inspect::ipi::MembarrierIpi;
-use hugemm_reclaim::{Ageing, Level, LruPolicy};
+use hugemm_reclaim::{Ageing, LruPolicy, Steps};
 use hugemm_vm::{AddressSpaceRef, Pinned};
 use hugemm_workloads::age::{AgeFigures, Process};
 use hugemm_workloads::random::Random;
 use std::sync::{Barrier, Mutex, PoisonError};
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 /// One of so many forks ends a pin.
@@ -63,15 +64,33 @@ impl<'h> Rig<'_, 'h> {
         if config.check {
             self.as_cpu(CpuId(0), |cx| self.poison.begin(cx, self.vm.frames(), &mut Random::new(own)))?;
         }
-        let start = Barrier::new(config.cpus as usize);
+        let start = Barrier::new(self.host.cpus() as usize);
         let total: Mutex<AgeFigures> = Mutex::default();
+        let pager = self.vm.pager();
         let results: Vec<Result<()>> = std::thread::scope(|scope| {
+            // The last CPU, if it has no process.
+            let worker = (config.cpus < self.host.cpus()).then(|| {
+                scope.spawn(|| {
+                    self.as_cpu(CpuId(config.cpus), |cx| {
+                        pager.steps().work();
+                        start.wait();
+                        while watch.goes_on() {
+                            match pager.take_wake(NODE) {
+                                true => drop(pager.balance(self.vm, cx, NODE, u64::MAX, &Never)),
+                                false => std::thread::park(),
+                            }
+                        }
+                    })
+                })
+            });
             let cpus: Vec<_> = (0..config.cpus)
                 .map(|cpu| {
                     let (spaces, start, total) = (&spaces, &start, &total);
                     scope.spawn(move || {
                         let done = self.as_cpu(CpuId(cpu), |cx| {
                             start.wait();
+                            // The worker ends with the first.
+                            let _wakes = OnDrop(|| pager.steps().wake(NODE));
                             watch.cpu(|| self.play(cx, config, own, spaces, watch))
                         })??;
                         let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,11 +101,12 @@ impl<'h> Rig<'_, 'h> {
                     })
                 })
                 .collect();
-            cpus.into_iter().map(|cpu| cpu.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+            let join =
+                |cpu: ScopedJoinHandle<'_, _>| cpu.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            cpus.into_iter().chain(worker).map(join).collect()
         });
         results.into_iter().collect::<Result<()>>()?;
         let AgeFigures { seconds, windows, touched, .. } = total.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let pager = self.vm.pager();
         let reclaimed = self.as_cpu(CpuId(0), |cx| {
             AgeFigures::of_reclaim(cx, pager, self.store, NODE, |step| pager.steps().of(step))
         })?;
@@ -97,7 +117,7 @@ impl<'h> Rig<'_, 'h> {
         Ok(figures)
     }
 
-    /// Plays a CPU: its processes in turn, a window each; on CPU 0 the worker too.
+    /// Plays a CPU: its processes in turn, a window each; on CPU 0 the worker too, between two windows, if that has no CPU of its own.
     fn play(
         &self,
         cx: &mut CpuCx<'_, Host<'h>>,
@@ -114,7 +134,7 @@ impl<'h> Rig<'_, 'h> {
         let mut stores = vec![0; mine.len()];
         let mut pins: Vec<Option<Pinned<'_>>> = mine.iter().map(|_| None).collect();
         let mut random = Random::new(u64::from(cpu.0) + 7);
-        let (pager, free) = (self.vm.pager(), |cx: &CpuCx<'_, _>| self.vm.frames().available(cx));
+        let (pager, is_worker) = (self.vm.pager(), cpu.0 == 0 && config.cpus == self.host.cpus());
         let mut done = AgeFigures::default();
         let begin = Instant::now();
         let mut turn = 0;
@@ -122,7 +142,7 @@ impl<'h> Rig<'_, 'h> {
         let least = LEAST_WINDOWS * mine.len();
         while (begin.elapsed() < config.time || turn < least) && watch.goes_on() {
             interrupt::check()?;
-            if cpu.0 == 0 && pager.marks().level(free(cx)) <= Level::Short {
+            if is_worker && pager.take_wake(NODE) {
                 pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
             }
             if mine.is_empty() {

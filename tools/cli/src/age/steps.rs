@@ -1,8 +1,11 @@
 //! What reclaim's time goes into, by thread and in all.
 
+use hugemm_base::NodeId;
 use hugemm_reclaim::{Step, Steps};
 use std::cell::Cell;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::Thread;
 use std::time::Instant;
 
 thread_local! {
@@ -15,10 +18,11 @@ pub fn is_ageing() -> bool {
     STEP.get().0 == Step::Age
 }
 
-/// Adds up what reclaim spends its time on, over all threads.
+/// Adds up what reclaim spends its time on, over all threads, and wakes the worker.
 #[derive(Debug, Default)]
 pub struct Clocked {
     nanos: [AtomicU64; Step::Outside as usize + 1],
+    worker: OnceLock<Thread>,
 }
 
 impl Steps for Clocked {
@@ -30,9 +34,21 @@ impl Steps for Clocked {
             self.nanos[before as usize].fetch_add(nanos, Ordering::Relaxed);
         }
     }
+
+    fn wake(&self, _node: NodeId) {
+        // A thread that does not sleep yet will not sleep then.
+        if let Some(worker) = self.worker.get() {
+            worker.unpark();
+        }
+    }
 }
 
 impl Clocked {
+    /// The calling thread is the worker: it parks when it has nothing to do.
+    pub fn work(&self) {
+        let _ = self.worker.set(std::thread::current());
+    }
+
     /// Nanoseconds in all steps of reclaim.
     pub fn whole(&self) -> u64 {
         self.nanos[..Step::Outside as usize].iter().map(|nanos| nanos.load(Ordering::Relaxed)).sum()

@@ -76,7 +76,8 @@ impl Watch {
     }
 }
 
-struct OnDrop<F: FnMut()>(F);
+/// Calls it in the end, however that comes.
+pub struct OnDrop<F: FnMut()>(pub F);
 
 impl<F: FnMut()> Drop for OnDrop<F> {
     fn drop(&mut self) {

@@ -1,6 +1,6 @@
 //! Processes that share more memory than there is: reclaim on this machine's page tables, accessed bits and interrupts.
 //!
-//! Each CPU plays its processes in turn, a window of pages each; the boot CPU is the worker of the node besides. All
+//! Each CPU plays its processes in turn, a window of pages each. A CPU without any is the worker of the node, or the boot CPU is it besides. All
 //! accesses are loads and stores by the MMU; what they find is checked.
 
 use super::swapped::{self, OurSpaces, Store, SwapVm, Terms};
@@ -16,7 +16,7 @@ use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{percpu, smp, vm};
 use hugemm_kernel_commands::patience::Patience;
-use hugemm_reclaim::{Ageing, Level, LruPolicy, Swap};
+use hugemm_reclaim::{Ageing, LruPolicy, Swap};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Pinned, SharedRef, Vm, VmError, VmaKind};
 use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Process, Touch, Touched, Words, marks};
 use hugemm_workloads::random::Random;
@@ -74,6 +74,14 @@ pub struct ProcessPlan {
     pub seed: u64,
 }
 
+impl ProcessPlan {
+    /// The CPU that is the node's worker: the last if it has no process, or the first, between two windows.
+    fn worker(&self) -> u32 {
+        let cpus = percpu::count();
+        if self.procs < cpus { cpus - 1 } else { 0 }
+    }
+}
+
 /// Runs processes on all CPUs.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, plan: &ProcessPlan) -> Result<AgeFigures, Failure> {
@@ -88,6 +96,7 @@ pub fn run(cx: Cx<'_>, plan: &ProcessPlan) -> Result<AgeFigures, Failure> {
         marks: marks(plan.frames, plan.page),
         policy: plan.policy,
         ageing: plan.ageing,
+        worker: plan.worker(),
         unflushed: plan.unflushed,
     };
     let before = shootdown().counts();
@@ -195,7 +204,7 @@ fn play_all<'a>(
             random,
             touched: Touched::default(),
         };
-        let windows = task.play(cx, cpu == 0, &mut parts[..mine]);
+        let windows = task.play(cx, cpu == plan.worker(), &mut parts[..mine]);
         for part in parts.iter_mut().flatten() {
             if let Some(space) = spaces.get(part.number as usize).and_then(Option::as_ref) {
                 part.unpin(cx, vm, space);
@@ -248,13 +257,23 @@ impl<'t> Task<'t, '_, '_> {
         // Relaxed: only to end.
         while !self.stop.load(Ordering::Relaxed) && goes_on(cx) {
             percpu::beat();
-            if is_worker && pager.marks().level(frames().available(cx)) <= Level::Short {
-                pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
+            let idle = parts.is_empty();
+            if idle {
+                // No wake falls between looking and waiting.
+                interrupts::disable();
             }
-            if parts.is_empty() {
+            let woken = is_worker && pager.take_wake(NODE);
+            if idle && !woken {
                 // Until the next interrupt: one that only looked at swap all the time would be in the others' way.
                 frames().serve(cx);
-                interrupts::wait();
+                interrupts::enable_and_wait();
+                continue;
+            }
+            interrupts::enable();
+            if woken {
+                pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
+            }
+            if idle {
                 continue;
             }
             let number = turn % parts.len();

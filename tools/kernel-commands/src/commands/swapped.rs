@@ -6,7 +6,7 @@ use ::alloc::vec::Vec;
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{FrameUse, Order, PageSize};
+use hugemm_base::{FrameUse, NodeId, Order, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::Frozen;
 use hugemm_kernel::memory::{KernelEnv, frames};
@@ -45,10 +45,12 @@ pub struct CpuClock {
 /// Values of [`Step`].
 const STEPS: usize = Step::Outside as usize + 1;
 
-/// Adds up what reclaim spends its time on, on each CPU; the default one nothing.
+/// Adds up what reclaim spends its time on, on each CPU, and wakes the worker; the default one does nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Clocked<'a> {
     cpus: &'a [CpuClock],
+    /// The CPU that is the worker. The boot CPU looks for itself.
+    worker: u32,
     /// A planted bug: the flushes after unmapping are not made.
     unflushed: bool,
 }
@@ -67,6 +69,12 @@ impl Steps for Clocked<'_> {
         // At first a CPU is at a step that it has not begun.
         if since != 0 && before < STEPS {
             own.nanos[before].fetch_add(now - since, Ordering::Relaxed);
+        }
+    }
+
+    fn wake(&self, _node: NodeId) {
+        if self.worker != 0 {
+            smp::wake(self.worker);
         }
     }
 }
@@ -93,6 +101,8 @@ pub struct Terms {
     pub policy: LruPolicy,
     /// How accessed bits are read.
     pub ageing: Ageing,
+    /// The CPU that is the node's worker: it asks for wakes, and is interrupted for them unless it is the boot CPU.
+    pub worker: u32,
     /// A planted bug: pages are written out and freed without a flush.
     pub unflushed: bool,
 }
@@ -121,7 +131,12 @@ fn on_ration<R>(
     let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
     let store = Store::new(frames(), cx, WordsOrLz4, percpu::count(), terms.swap).map_err(|_| Failure::Memory)?;
     let lrus = [Lru::new(frames(), terms.policy)];
-    let pager = Reclaim::new(&lrus, &store, terms.marks, Clocked { cpus: clocks, unflushed: terms.unflushed });
+    let pager = Reclaim::new(
+        &lrus,
+        &store,
+        terms.marks,
+        Clocked { cpus: clocks, worker: terms.worker, unflushed: terms.unflushed },
+    );
     pager.set_ageing(terms.ageing);
     // SAFETY: the clearer is made from what `Features::detect` finds.
     let vm = unsafe { vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default()) }?;

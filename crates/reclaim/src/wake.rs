@@ -1,0 +1,167 @@
+//! When a node's worker is woken, and when those who allocate reclaim for themselves.
+//!
+//! Who puts pages on an LRU looks at the level once per so many pages, and notes it here. The worker takes what was noted before it
+//! looks at the level itself; whoever notes after that wakes it again. So it may look once too often, and never once too seldom.
+
+use crate::watermark::Level;
+use core::fmt;
+use hugemm_base::sync::{AtomicU32, Ordering};
+
+/// Less than *min* is free, and reclaiming may help.
+const CRITICAL: u32 = 1;
+
+/// The worker has been woken, and has not begun.
+const WOKEN: u32 = 2;
+
+/// Everything was looked at and nothing could be freed: nobody tries again before something has been, or memory is exhausted.
+const HOPELESS: u32 = 4;
+
+/// One who reclaims at this moment; how many do is in the bits from here on.
+const BUSY: u32 = 8;
+
+/// What is noted of a node.
+pub(crate) struct Wake(AtomicU32);
+
+impl fmt::Debug for Wake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Wake").field(&self.0.load(Ordering::Relaxed)).finish()
+    }
+}
+
+impl Wake {
+    /// Enough is free.
+    pub(crate) fn new() -> Self {
+        Wake(AtomicU32::new(0))
+    }
+
+    /// Memory was found at this level; whether the worker has to be woken. It is the caller who does that.
+    #[must_use = "who sets the worker to work wakes it"]
+    pub(crate) fn note(&self, level: Level) -> bool {
+        let (before, after) = self.change(|state| match level {
+            Level::Fair | Level::Ample => state & !(CRITICAL | HOPELESS),
+            _ if state & HOPELESS != 0 => state,
+            Level::Short => state & !CRITICAL | WOKEN,
+            Level::Critical => state | CRITICAL | WOKEN,
+        });
+        before & WOKEN < after & WOKEN
+    }
+
+    /// Takes a wake: whether there was one.
+    pub(crate) fn take(&self) -> bool {
+        self.change(|state| state & !WOKEN).0 & WOKEN != 0
+    }
+
+    /// Somebody reclaims with `f`, which says whether anything was freed; `None` if it was not looked for as hard as can be.
+    pub(crate) fn reclaim<T>(&self, f: impl FnOnce() -> (T, Option<bool>)) -> T {
+        self.change(|state| state + BUSY);
+        let (result, freed) = f();
+        self.change(|state| match freed {
+            None => state - BUSY,
+            Some(true) => (state - BUSY) & !HOPELESS,
+            Some(false) => (state - BUSY) & !CRITICAL | HOPELESS,
+        });
+        result
+    }
+
+    /// Whether those who allocate should look at the level, and help if it is critical: not if somebody is at it, because two are
+    /// in each other's way, and what is below *min* lasts until one has freed some. One load.
+    #[inline]
+    pub(crate) fn is_critical(&self) -> bool {
+        // Relaxed: a hint.
+        let state = self.0.load(Ordering::Relaxed);
+        state & CRITICAL != 0 && state < BUSY
+    }
+
+    /// What there was, and is now.
+    fn change(&self, next: impl Fn(u32) -> u32) -> (u32, u32) {
+        let mut before = self.0.load(Ordering::Relaxed);
+        loop {
+            let after = next(before);
+            // AcqRel, even where nothing changes: who takes a wake sees what all did that noted before. It pairs with itself.
+            match self.0.compare_exchange_weak(before, after, Ordering::AcqRel, Ordering::Relaxed) {
+                Ok(_) => return (before, after),
+                Err(now) => before = now,
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_is_woken_once_and_again_after_it_has_begun() {
+        let wake = Wake::new();
+        assert!(!wake.note(Level::Ample) && !wake.note(Level::Fair) && !wake.take());
+        assert!(wake.note(Level::Short) && !wake.is_critical());
+        assert!(!wake.note(Level::Critical), "it is awake");
+        assert!(wake.is_critical());
+        assert!(wake.take() && !wake.take());
+        wake.reclaim(|| (assert!(!wake.is_critical(), "somebody is at it"), None));
+        assert!(wake.is_critical(), "until somebody finds more free");
+        assert!(wake.note(Level::Short) && !wake.is_critical());
+        assert!(!wake.note(Level::Ample));
+        assert!(wake.take(), "a wake stays until it is taken");
+    }
+
+    #[test]
+    fn nobody_tries_again_what_is_hopeless() {
+        for ends in [
+            |wake: &Wake| wake.reclaim(|| ((), Some(true))),
+            |wake: &Wake| assert!(!wake.note(Level::Fair)),
+            |wake: &Wake| assert!(!wake.note(Level::Ample)),
+        ] {
+            let wake = Wake::new();
+            assert!(wake.note(Level::Critical) && wake.take());
+            wake.reclaim(|| ((), Some(false)));
+            assert!(!wake.is_critical() && !wake.note(Level::Critical) && !wake.note(Level::Short));
+            assert!(!wake.is_critical() && !wake.take());
+            ends(&wake);
+            assert!(wake.note(Level::Critical) && wake.is_critical());
+        }
+        let wake = Wake::new();
+        assert!(wake.note(Level::Short));
+        wake.reclaim(|| ((), Some(false)));
+        assert!(wake.take(), "who was woken before has a look");
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use hugemm_base::sync::AtomicU64;
+    use loom::sync::Arc;
+    use loom::sync::Notify;
+    use loom::thread;
+
+    /// Two that allocate, and a worker that sleeps when nobody has woken it: it sees what both took, and does not sleep for ever.
+    #[test]
+    fn no_wake_is_lost() {
+        loom::model(|| {
+            let rig = Arc::new((Wake::new(), AtomicU64::new(0), Notify::new()));
+            let takers: Vec<_> = (0..2)
+                .map(|_| {
+                    let rig = rig.clone();
+                    thread::spawn(move || {
+                        let (wake, taken, sleeper) = &*rig;
+                        taken.fetch_add(1, Ordering::Relaxed);
+                        if wake.note(Level::Short) {
+                            sleeper.notify();
+                        }
+                    })
+                })
+                .collect();
+            let (wake, taken, sleeper) = &*rig;
+            let mut seen = 0;
+            while seen < 2 {
+                if wake.take() {
+                    seen = taken.load(Ordering::Relaxed);
+                } else {
+                    sleeper.wait();
+                }
+            }
+            takers.into_iter().for_each(|taker| taker.join().expect("it ended"));
+        });
+    }
+}
