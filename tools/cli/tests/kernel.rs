@@ -44,6 +44,7 @@ fn selftest(cpus: u32) {
         "selftest.accesses",
         "selftest.zeroed_ahead",
         "selftest.refaults",
+        "selftest.poisoned",
     ] {
         assert!(value(metric) >= 1.0, "{metric}");
     }
@@ -125,6 +126,7 @@ fn the_selftest_finds_planted_bugs() {
         // Handed out twice, or too many at the end.
         ("double-free", "self-test"),
         ("double-alloc", "heap"),
+        ("forgotten-poison", "was handed out although it is poisoned"),
     ] {
         breaks(2, &[], &format!("selftest --seconds 30 --plant {plant}"), &["self-test", finding], "");
     }

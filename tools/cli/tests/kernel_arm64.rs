@@ -42,7 +42,7 @@ fn selftest(cpus: u32, model: &str) {
     assert_eq!(guest["cpus"], cpus);
     assert_eq!((&guest["machine"], &guest["interrupt_controller"]), (&"QEMU TCG, arm64".into(), &"GICv3".into()));
     let value = |metric: &str| rows(&document, metric)[0]["value"].as_f64().expect("a number");
-    for metric in ["rounds", "unmaps", "resized", "accesses", "seals", "refaults", "resizes"] {
+    for metric in ["rounds", "unmaps", "resized", "accesses", "seals", "refaults", "resizes", "poisoned"] {
         assert!(value(&format!("selftest.{metric}")) >= 1.0, "{metric}");
     }
     // Somebody among many has met a descriptor on its way to another frame.
@@ -178,6 +178,7 @@ fn the_selftest_finds_planted_bugs() {
         ("lost-dirty", "taken for clean"),
         ("double-free", "self-test"),
         ("double-alloc", "heap"),
+        ("forgotten-poison", "was handed out although it is poisoned"),
     ] {
         breaks("2", &format!("selftest --seconds 30 --plant {plant}"), &["self-test", finding], "");
     }

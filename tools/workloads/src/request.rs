@@ -149,6 +149,8 @@ named! {
         DoubleFree = "double-free",
         /// Memory of the heap is handed out twice.
         DoubleAlloc = "double-alloc",
+        /// A frame that went bad is handed out as before.
+        ForgottenPoison = "forgotten-poison",
         /// Pages go to swap, and their frames are freed, without the flush before.
         UnflushedSwap = "unflushed-swap",
     }
@@ -161,7 +163,7 @@ impl Plant {
             Plant::None => Part::All,
             Plant::FreeBeforeFlush | Plant::MissedCpu | Plant::LazyCpu => Part::Translations,
             Plant::UnflushedProtect | Plant::LostDirty => Part::Rights,
-            Plant::DoubleFree => Part::Frames,
+            Plant::DoubleFree | Plant::ForgottenPoison => Part::Frames,
             Plant::DoubleAlloc => Part::Heap,
             Plant::UnflushedSwap => Part::Pressure,
         }

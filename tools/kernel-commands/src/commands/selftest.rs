@@ -173,7 +173,7 @@ impl fmt::Display for Finding {
                 write!(f, "self-test: {found} frames are counted as in use for {of} at the end instead of {expected}")
             }
             Finding::Lost { expected, found } => {
-                write!(f, "self-test: {found} frames are free or descriptors' at the end instead of {expected}")
+                write!(f, "self-test: {found} frames are free, bad or descriptors' at the end instead of {expected}")
             }
         }
     }
@@ -188,10 +188,10 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
     let (mut unmaps, mut resized, mut seals, mut pooled) = (0, 0, 0, pools::Tally::default());
-    let (mut steps, mut zeroed, mut unplugged) = (0, 0, 0);
+    let (mut steps, mut zeroed, mut unplugged, mut poisoned) = (0, 0, 0, 0);
     let mut pressed = pressure::Tally::default();
     let before = tlb::shootdown().counts();
-    let pieces = frames_stress::pieces()?;
+    let (pieces, bad) = (frames_stress::pieces()?, frames_stress::bad()?);
     // A planted bug has the time to itself.
     let only = if args.plant == Plant::None { args.only } else { args.plant.part() };
     // It divides leaves of live tables by one store.
@@ -220,12 +220,13 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         if rounds > 0 && spent >= of && (unmaps > 0 || only != Part::All) {
             break;
         }
-        let free = frames_stress::free_pages(cx) + vmemmap::audit().frames;
+        let free = frames_stress::unowned_pages(cx) + vmemmap::audit().frames;
         let uses = percpu::counters().frames;
         let slice = ((of - spent.min(of)) / PARTS).clamp(SLICE_LEAST, most);
         let clock = cx.platform();
         if runs(Part::Frames) {
-            unplugged = frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice, &pieces)?;
+            let until = clock.now_ns() + slice;
+            (unplugged, poisoned) = frames_stress::round(cx, seed, args.plant, until, &pieces, &bad)?;
         }
         if runs(Part::Heap) {
             heap_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
@@ -256,7 +257,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         }
         // Blocks of descriptors that pools have left divided keep a table each.
         let descriptors = vmemmap::audit().frames;
-        let found = frames_stress::free_pages(cx) + descriptors;
+        let found = frames_stress::unowned_pages(cx) + descriptors;
         if found != free {
             return Err(Finding::Lost { expected: free, found }.into());
         }
@@ -265,6 +266,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     }
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unplugged", unplugged as f64, "times", &[]);
+    sample("selftest.poisoned", poisoned as f64, "frames", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
     sample("selftest.resized", resized as f64, "pieces of 2 MiB", &[]);
     sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);

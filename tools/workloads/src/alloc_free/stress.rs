@@ -105,6 +105,11 @@ impl<'a> Ownership<'a> {
             HwPoisoned::Free | HwPoisoned::InUse => {}
             HwPoisoned::Already | HwPoisoned::NotManaged => return false,
         }
+        self.note_poison(frame)
+    }
+
+    /// Notes that a frame is poisoned. False if there is no room.
+    pub fn note_poison(&self, frame: Pfn) -> bool {
         // Release pairs with the Acquire in `poisoned`: whoever sees the frame here allocates after it was poisoned.
         let note = |place: &&AtomicU64| {
             place.compare_exchange(0, frame.number() + 1, Ordering::Release, Ordering::Relaxed).is_ok()

@@ -1,6 +1,7 @@
 //! All CPUs take, pass on and free blocks of all orders; a bitmap beside the allocator knows every frame's owner.
 
 use super::{Cx, Failure, Finding, vec_of};
+use ::alloc::vec::Vec;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
@@ -15,6 +16,9 @@ use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
 const STEPS: u64 = 5_000;
+/// One frame of so many goes bad at most, and no more than [`MOST_BAD`]: large blocks stay possible.
+const FRAMES_PER_BAD: u64 = 8192;
+const MOST_BAD: u64 = 64;
 /// Blocks that a CPU holds at most.
 const HELD: usize = 64;
 /// Places through which blocks go from one CPU to another.
@@ -36,6 +40,12 @@ pub fn pieces() -> Result<Pieces, Failure> {
     Ok([a?, b?, c?])
 }
 
+/// Room for the frames that go bad in all rounds.
+pub fn bad() -> Result<Vec<AtomicU64>, Failure> {
+    let most = (beyond().number() / FRAMES_PER_BAD).clamp(1, MOST_BAD);
+    vec_of(most as usize, || AtomicU64::new(0))
+}
+
 fn piece(number: u64) -> Result<Lock<SpinLock, Plugged>, Failure> {
     let pages = PageSize::Size2M.pages();
     let extent = Extent::new(Pfn::new(beyond().number() + number * pages), pages).unwrap_or_default();
@@ -46,9 +56,17 @@ fn piece(number: u64) -> Result<Lock<SpinLock, Plugged>, Failure> {
     Ok(Lock::new(unsafe { Plugged::new(extent, room) }))
 }
 
-/// One round on all CPUs, until `until` at the latest; how often pieces have been unplugged in all rounds.
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, pieces: &Pieces) -> Result<u64, Failure> {
-    let mut unplugged = 0;
+/// One round on all CPUs, until `until` at the latest; how often pieces have been unplugged, and how many frames have gone bad, in all
+/// rounds.
+pub fn round(
+    cx: Cx<'_>,
+    seed: u64,
+    plant: Plant,
+    until: u64,
+    pieces: &Pieces,
+    bad: &[AtomicU64],
+) -> Result<(u64, usize), Failure> {
+    let mut done = (0, 0);
     let cpus = percpu::count();
     let wide = beyond().number() + PIECES as u64 * PageSize::Size2M.pages();
     let area = Extent::new(Pfn::new(0), wide).unwrap_or_default();
@@ -57,12 +75,12 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, pieces: &Pieces) -
     let found: Lock<SpinLock, Option<Broken>> = Lock::new(None);
     let stop = AtomicBool::new(false);
     if let Some(ownership) = Ownership::new(area, &words) {
-        let ownership = ownership.with_plugged(beyond());
+        let ownership = ownership.with_plugged(beyond()).with_poison(bad);
         smp::on_cpus(cx, cpus, &|cx, cpu| {
             let mut random = Random::new(seed ^ u64::from(cpu) << 32);
             let mut own = [0; HELD];
             let steps = 200;
-            for _ in 0..STEPS / steps {
+            for turn in 0..STEPS / steps {
                 // Relaxed: only to end sooner.
                 if stop.load(Ordering::Relaxed) {
                     return;
@@ -71,8 +89,14 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, pieces: &Pieces) -
                     break;
                 }
                 percpu::beat();
-                if plant == Plant::DoubleFree && cpu == 0 {
-                    free_twice(cx);
+                match plant {
+                    _ if cpu != 0 => {}
+                    Plant::DoubleFree => free_twice(cx),
+                    Plant::ForgottenPoison => forget_poison(cx, &ownership),
+                    _ if turn == 0 || random.below(8) == 0 => {
+                        ownership.poison(cx, frames(), &mut random);
+                    }
+                    _ => {}
                 }
                 let mut done =
                     stress::run(cx, frames(), &ownership, &exchange, &mut own, steps, &mut random).map(|_| ());
@@ -89,19 +113,20 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, pieces: &Pieces) -
             return Err(Finding::Frames(broken).into());
         }
         stress::finish(cx, frames(), &ownership, &exchange, &mut Random::new(seed)).map_err(Finding::Frames)?;
-        free_pages(cx);
-        unplugged = stress::unplug(cx, frames(), pieces).map_err(Finding::Frames)?;
+        unowned_pages(cx);
+        done = (stress::unplug(cx, frames(), pieces).map_err(Finding::Frames)?, ownership.poisoned());
     }
-    Ok(unplugged)
+    Ok(done)
 }
 
-/// Free frames, those in all CPUs' caches included.
-pub fn free_pages(cx: Cx<'_>) -> u64 {
+/// Frames that nobody has: free ones, those in all CPUs' caches included, and bad ones that are out for good.
+pub fn unowned_pages(cx: Cx<'_>) -> u64 {
     smp::on_cpus(cx, percpu::count(), &|cx, _| {
         heap().into_iter().for_each(|heap| heap.trim(cx));
         frames().drain(cx);
     });
-    frames().available(cx)
+    let stats = frames().stats(cx);
+    stats.available() + stats.refused
 }
 
 /// The planted bug: a block is given back by two owners.
@@ -112,5 +137,13 @@ fn free_twice(cx: Cx<'_>) {
         frames().free(cx, block);
         // SAFETY: none: this is the bug that the ownership map must find.
         frames().free(cx, unsafe { hugemm_frames::Frozen::assume_owned(pfn, order, Mobility::Unmovable) });
+    }
+}
+
+/// The planted bug: a frame is known to be bad, and is handed out as before.
+fn forget_poison(cx: Cx<'_>, ownership: &Ownership<'_>) {
+    if let Ok(page) = frames().alloc(cx, AllocRequest::order(Order::ZERO)) {
+        ownership.note_poison(page.pfn());
+        frames().free(cx, page);
     }
 }

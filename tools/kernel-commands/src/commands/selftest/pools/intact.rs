@@ -3,7 +3,7 @@
 use super::super::{free_all, vec_for};
 use super::{Cx, Failure, Finding, Pool};
 use crate::commands::selftest::descriptors::WORD;
-use crate::commands::selftest::frames_stress::free_pages;
+use crate::commands::selftest::frames_stress::unowned_pages;
 use ::alloc::vec::Vec;
 use core::ops::Range;
 use hugemm_base::lock::{Lock, SpinLock};
@@ -70,7 +70,7 @@ impl Intact {
             others.push(block);
             frames().free(cx, gap);
         }
-        let frames = free_pages(cx) + vmemmap::audit().frames;
+        let frames = unowned_pages(cx) + vmemmap::audit().frames;
         Ok(Intact { others, free, frames })
     }
 
@@ -82,7 +82,7 @@ impl Intact {
     /// Looks at everything, while nobody resizes.
     pub fn check<'m>(&mut self, cx: Cx<'_>, pools: [&Pool<'m>; 2]) -> Result<(), Failure> {
         let pooled: u64 = pools.iter().map(|pool| pool.counts(cx).counts.total * pool.size().pages()).sum();
-        let found = free_pages(cx) + vmemmap::audit().frames + pooled;
+        let found = unowned_pages(cx) + vmemmap::audit().frames + pooled;
         if found != self.frames {
             return Err(Finding::Lost { expected: self.frames, found }.into());
         }
