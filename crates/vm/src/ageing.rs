@@ -6,6 +6,7 @@
 
 use crate::cpu_masks::SpaceTlb;
 use crate::setup::{Cx, Setup};
+use crate::space::AddressSpace;
 use crate::vm::Vm;
 use crate::vma::Vma;
 use core::cell::RefCell;
@@ -90,7 +91,6 @@ impl<S: Setup> Vm<'_, S> {
             let slot = &mut slots[place(*offset)];
             slot.page = if slot.page == 0 { head.number() + 1 } else { slot.page };
         }
-        let Some(object) = self.registry().shared().get(run.object) else { return };
         if size > 1 {
             neighbours = None;
         }
@@ -99,76 +99,57 @@ impl<S: Setup> Vm<'_, S> {
             None => last.saturating_add(size),
         };
         let from = if neighbours.is_some() { base } else { first };
-        let mut mapped = false;
-        let mut going = false;
-        {
-            // SAFETY: `Registry::get` took a reference.
-            let areas = unsafe { object.as_ref() }.areas.shared();
-            for area in areas.iter() {
-                if part(area, first, last.saturating_add(size)).is_none() {
-                    continue;
+        let shown = |area: &Vma<S>| {
+            part(area, first, last.saturating_add(size))?;
+            part(area, from, to)
+        };
+        let going = self.look(cx, run.object, shown, |cx, area, (first, last), space| {
+            let here = |offset: u64| (first..last).contains(&offset);
+            let Some(space) = space else {
+                let pages = run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset));
+                return pages.for_each(|(_, page)| page.keep = true);
+            };
+            let start = area.info.range.first_page() + (first - area.info.offset);
+            let Some(span) = crate::vma::pages(start, start + (last - first)) else { return };
+            let task = RefCell::new(&mut *cx);
+            let mut table = space.table().exclusive(self.tables(&task));
+            let mut count = 0;
+            let choose = |page: u64, frame: Pfn| {
+                let slot = &mut slots[place(first + (page - start))];
+                if slot.page == 0 && neighbours.as_ref().is_some_and(|neighbours| (neighbours.wants)(frame)) {
+                    slot.page = frame.number() + 1;
+                    heads[count] = frame;
+                    count += 1;
                 }
-                let Some((first, last)) = part(area, from, to) else { continue };
-                let here = |offset: u64| (first..last).contains(&offset);
-                if area.info.kind.locked {
-                    let pages = run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset));
-                    pages.for_each(|(_, page)| page.keep = true);
-                    continue;
-                }
-                // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
-                let space = unsafe { area.space.as_ref() };
-                if space.is_exiting() {
-                    going = true;
-                    continue;
-                }
-                mapped = true;
-                if area.info.kind.no_recency {
-                    continue;
-                }
-                let start = area.info.range.first_page() + (first - area.info.offset);
-                let Some(span) = crate::vma::pages(start, start + (last - first)) else { continue };
-                let task = RefCell::new(&mut *cx);
-                let mut table = space.table().exclusive(self.tables(&task));
-                let mut count = 0;
-                let choose = |page: u64, frame: Pfn| {
-                    let slot = &mut slots[place(first + (page - start))];
-                    if slot.page == 0 && neighbours.as_ref().is_some_and(|neighbours| (neighbours.wants)(frame)) {
-                        slot.page = frame.number() + 1;
-                        heads[count] = frame;
-                        count += 1;
-                    }
-                    // If not, it is another page of the object at the same offset: a process's own copy.
-                    let chosen = slot.page == frame.number() + 1;
-                    slot.users += u32::from(chosen);
-                    chosen
-                };
-                // In bounds: the area is.
-                let _ = table.test_and_clear_young_of(span, choose);
-                if let Some(neighbours) = neighbours.as_mut().filter(|_| count > 0) {
-                    (neighbours.take)(&**task.borrow(), &heads[..count]);
-                }
-                drop(table);
-                if space.is_followed() {
-                    for ((offset, _), page) in run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset)) {
-                        let at =
-                            VirtAddr::new((area.info.range.first_page() + (offset - area.info.offset)) << PAGE_SHIFT);
-                        let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
-                        page.young |= young;
-                        page.users += u32::from(young);
-                    }
+                // If not, it is another page of the object at the same offset: a process's own copy.
+                let chosen = slot.page == frame.number() + 1;
+                slot.users += u32::from(chosen);
+                chosen
+            };
+            // In bounds: the area is.
+            let _ = table.test_and_clear_young_of(span, choose);
+            if let Some(neighbours) = neighbours.as_mut().filter(|_| count > 0) {
+                (neighbours.take)(&**task.borrow(), &heads[..count]);
+            }
+            drop(table);
+            if space.is_followed() {
+                for ((offset, _), page) in run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset)) {
+                    let at = VirtAddr::new((area.info.range.first_page() + (offset - area.info.offset)) << PAGE_SHIFT);
+                    let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
+                    page.young |= young;
+                    page.users += u32::from(young);
                 }
             }
-        }
+        });
         for ((offset, head), page) in run_pages().zip(&mut *found) {
             let slot = slots[place(*offset)];
             let users = if slot.page == head.number() + 1 { slot.users } else { 0 };
             page.young |= users > 0;
             page.users += users;
         }
-        if going && !mapped {
+        if going {
             found.iter_mut().for_each(|page| page.keep = true);
         }
-        self.put_object(cx, object);
     }
 
     /// The old way, one page at a time: one walk of the page tables for each mapping, as the patch series has it, and for
@@ -182,17 +163,48 @@ impl<S: Setup> Vm<'_, S> {
         mut stale: impl FnMut(&mut Cx<'_, S>, &SpaceTlb, VirtRange),
     ) -> Recency {
         let mut found = Recency::default();
-        let (mut mapped, mut going) = (false, false);
         let Some(owner) = self.owner(head) else { return found };
-        let Some(object) = self.registry().shared().get(owner.object) else { return found };
+        let shown = |area: &Vma<S>| VirtRange::new(area.address_of(owner.offset)?, order.bytes()).ok();
+        let going = self.look(cx, owner.object, shown, |cx, _, span, space| {
+            let Some(space) = space else {
+                found.keep = true;
+                return;
+            };
+            let young = {
+                let task = RefCell::new(&mut *cx);
+                let mut table = space.table().shared(self.tables(&task));
+                table.test_and_clear_young_of(span, |_, frame| frame == head)
+            };
+            let young = young.is_ok_and(|young| young.young > 0);
+            if young {
+                stale(cx, space.tlb(), span);
+            }
+            let young = young | (space.is_followed() && space.followers_age(span));
+            found.young |= young;
+            found.users += u32::from(young);
+        });
+        found.keep |= going;
+        found
+    }
+
+    /// Calls `each` for those areas of an object whose mappings count, with what is `shown` there: with the space, or with
+    /// none if the area is locked. Returns whether all that are not locked are in spaces that go away, and there are some.
+    fn look<'p, T>(
+        &self,
+        cx: &mut Cx<'p, S>,
+        object: u64,
+        shown: impl Fn(&Vma<S>) -> Option<T>,
+        mut each: impl FnMut(&mut Cx<'p, S>, &Vma<S>, T, Option<&AddressSpace<S>>),
+    ) -> bool {
+        let (mut mapped, mut going) = (false, false);
+        let Some(object) = self.registry().shared().get(object) else { return false };
         {
             // SAFETY: `Registry::get` took a reference.
             let areas = unsafe { object.as_ref() }.areas.shared();
             for area in areas.iter() {
-                let Some(at) = area.address_of(owner.offset) else { continue };
-                let Ok(span) = VirtRange::new(at, order.bytes()) else { continue };
+                let Some(part) = shown(area) else { continue };
                 if area.info.kind.locked {
-                    found.keep = true;
+                    each(cx, area, part, None);
                     continue;
                 }
                 // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
@@ -202,26 +214,13 @@ impl<S: Setup> Vm<'_, S> {
                     continue;
                 }
                 mapped = true;
-                if area.info.kind.no_recency {
-                    continue;
+                if !area.info.kind.no_recency {
+                    each(cx, area, part, Some(space));
                 }
-                let young = {
-                    let task = RefCell::new(&mut *cx);
-                    let mut table = space.table().shared(self.tables(&task));
-                    table.test_and_clear_young_of(span, |_, frame| frame == head)
-                };
-                let young = young.is_ok_and(|young| young.young > 0);
-                if young {
-                    stale(cx, space.tlb(), span);
-                }
-                let young = young | (space.is_followed() && space.followers_age(span));
-                found.young |= young;
-                found.users += u32::from(young);
             }
         }
         self.put_object(cx, object);
-        found.keep |= going && !mapped;
-        found
+        going && !mapped
     }
 }
 
