@@ -199,11 +199,6 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
         self.on.load(Ordering::Relaxed)
     }
 
-    /// How it optimizes.
-    pub fn policy(&self) -> OptimizerPolicy {
-        self.policy
-    }
-
     /// How many flushes there were.
     pub fn flushes(&self) -> u64 {
         // Relaxed: a statistic.

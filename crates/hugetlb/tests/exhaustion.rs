@@ -32,6 +32,7 @@ fn heads_can_be_written(m: &Machine<'_, Faults>, pool: &HugePool<'_>) {
 fn run(
     m: &Machine<'_, Faults>,
     pool: &HugePool<'_>,
+    flush: FlushPolicy,
     steps: &[u64],
     mut armed: impl FnMut(usize),
     mut after: impl FnMut(usize, u64),
@@ -42,7 +43,7 @@ fn run(
         let failed = m.frames.env().inject.disarm();
         heads_can_be_written(m, pool);
         // Flushes are two per batch up and one per batch down, and one for what is carved, whatever failed.
-        if m.optimizer.policy().flush == FlushPolicy::Batch {
+        if flush == FlushPolicy::Batch {
             let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
             assert!(report.flushes <= most, "{report:?}");
         }
@@ -70,6 +71,7 @@ fn every_allocation_of_a_resize_can_fail() {
                         run(
                             m,
                             &pool,
+                            policy.flush,
                             &steps,
                             |step| {
                                 if step == target {
