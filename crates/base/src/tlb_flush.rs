@@ -116,11 +116,6 @@ impl<K, Q> FlushDomain<K, Q> {
         }
     }
 
-    /// The quarantine.
-    pub fn quarantine(&self) -> &Q {
-        &self.quarantine
-    }
-
     /// How many debts were dropped instead of discharged.
     pub fn dropped_debts(&self) -> u64 {
         self.dropped.get()
@@ -369,18 +364,18 @@ mod tests {
         let debt = debt.release(&flush(&other, VirtRange::ALL)).expect_err("another domain");
         let debt = debt.release(&flush(&domain, range(0x1000, 0x1000))).expect_err("one page short");
         assert_eq!(debt.release(&flush(&domain, range(0x1000, 0x2000))).expect("paid"), 7);
-        assert!(domain.quarantine().0.borrow().is_empty());
+        assert!(domain.quarantine.0.borrow().is_empty());
     }
 
     #[test]
     fn a_dropped_debt_is_quarantined_and_counted_never_freed() {
         let domain: FlushDomain<Kernel, Held> = FlushDomain::new(Held::default());
         drop(domain.unhooked(9_u64, range(0x1000, 0x1000)));
-        assert_eq!(*domain.quarantine().0.borrow(), [(9, range(0x1000, 0x1000))]);
+        assert_eq!(*domain.quarantine.0.borrow(), [(9, range(0x1000, 0x1000))]);
         assert_eq!(domain.dropped_debts(), 1);
         drop(domain.unhooked_tables(8_u64, range(0x3000, 0x1000)));
         assert_eq!(domain.dropped_debts(), 2);
-        assert_eq!(domain.quarantine().0.borrow()[1..], [(8, range(0x3000, 0x1000))]);
+        assert_eq!(domain.quarantine.0.borrow()[1..], [(8, range(0x3000, 0x1000))]);
     }
 
     /// The third flush is the first that is sure to see what was stored after the second began.

@@ -14,8 +14,8 @@ use hugemm_paging::{
     TlbSpace, UserSpace, X86_64,
 };
 use std::cell::Cell;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use support::{Heap, at, extent, lower, span};
 
 /// A CPU that the thread plays.
@@ -528,7 +528,7 @@ fn all_cpus_shoot_each_other_under_a_lock_convoy() {
 }
 
 #[derive(Default)]
-struct Kept(Mutex<Vec<Detached>>);
+struct Kept(Arc<Mutex<Vec<Detached>>>);
 
 // SAFETY: the test that takes it out has flushed, or has no CPU that walks.
 unsafe impl Quarantine<Detached> for Kept {
@@ -549,13 +549,13 @@ fn what_was_detached_is_paid_for_by_its_own_space() {
     let (heap, parts, cpu) = (Heap::new(NoFaults), Parts::new(1), Player::new(0));
     let shootdown = parts.shootdown(Counting);
     let (table, other) = (table(&heap), table(&heap));
-    let new = |table: &PageTable<X86_64, EditLock>| {
-        let masks = words(2);
+    let new = |table: &PageTable<X86_64, EditLock>, kept: &Arc<_>| {
+        let (kept, masks) = (Kept(Arc::clone(kept)), words(2));
         // SAFETY: each of another table; nothing is walked.
-        unsafe { TlbSpace::<UserSpace, _, _>::with_masks(&shootdown, table.root().start(), Kept::default(), masks) }
-            .expect("fits")
+        unsafe { TlbSpace::<UserSpace, _, _>::with_masks(&shootdown, table.root().start(), kept, masks) }.expect("fits")
     };
-    let (space, others) = (new(&table), new(&other));
+    let kept = Arc::default();
+    let (space, others) = (new(&table, &kept), new(&other, &Arc::default()));
     let small = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
     table.exclusive(&heap).map(span(10, 10), [extent(70, 10)], small).expect("mapped");
 
@@ -580,7 +580,7 @@ fn what_was_detached_is_paid_for_by_its_own_space() {
     let unhooked = table.exclusive(&heap).detach(span(15, 3), Editing::LIVE).expect("detached");
     drop(ShootdownBatch::new(&space).detached(unhooked).expect("its own"));
     assert_eq!(space.domain().dropped_debts(), 1);
-    assert_eq!(space.domain().quarantine().0.lock().expect("unpoisoned").len(), 1);
+    assert_eq!(kept.lock().expect("unpoisoned").len(), 1);
     assert_eq!(table.shared(&heap).lookup(at(15)), Lookup::Busy);
     let mut left = 0;
     // SAFETY: nothing is cached anywhere, and the quarantined token is not used any more.
