@@ -278,11 +278,6 @@ impl PoolGuard {
         Self { entry }
     }
 
-    /// How many pages were added, beyond those that were free already.
-    pub fn added(&self) -> u64 {
-        self.entry.added.load(Ordering::Relaxed)
-    }
-
     /// Puts the pool back now.
     ///
     /// # Errors
