@@ -54,11 +54,6 @@ impl ZeroWorker {
         let clearer = Clearer::new(*clearer.features(), policy).unwrap_or(*clearer);
         ZeroWorker { clearer, order: size.order().max(least), percent: percent.clamp(1, 100) }
     }
-
-    /// How it clears.
-    pub fn policy(&self) -> &ClearPolicy {
-        self.clearer.policy()
-    }
 }
 
 impl<S: Setup> Vm<'_, S>

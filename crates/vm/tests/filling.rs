@@ -139,11 +139,13 @@ fn who_clears_ahead_rests() {
             use hugemm_base::Clock;
             let mut turn = |percent| {
                 let worker = ZeroWorker::new(rig.vm.clearer(), PageSize::Size4K, percent);
-                assert_eq!(worker.policy().unit, Some(256 << 10));
+                let looks = Cell::new(0);
+                let asked = Asked(|| looks.set(looks.get() + 1));
                 let start = cx.platform().now_ns();
-                let ZeroTurn::Cleared { bytes, rest } = rig.vm.zero_ahead(cx, &worker, &Never) else {
+                let ZeroTurn::Cleared { bytes, rest } = rig.vm.zero_ahead(cx, &worker, &asked) else {
                     panic!("there is more")
                 };
+                assert_eq!(looks.get(), bytes / (256 << 10));
                 assert_eq!(bytes, 4 << 20, "larger than what CPUs keep for themselves");
                 (rest, cx.platform().now_ns() - start)
             };
