@@ -137,12 +137,6 @@ impl<S: Setup> AddressSpace<S> {
         let areas = self.areas.shared();
         areas.find(at.get() >> PAGE_SHIFT).map(|area| area.info).ok_or(VmError::NoArea { at })
     }
-
-    /// Every area, in ascending order. `visit` is called under the area list's lock: it calls nothing that adds or
-    /// removes areas, or forks.
-    pub fn for_each_vma(&self, mut visit: impl FnMut(&VmaInfo)) {
-        self.areas.shared().meeting(0, u64::MAX).for_each(|area| visit(&area.info));
-    }
 }
 
 /// Where pages go, and who is told what is going on: the same in all steps of a fault or of a fill.
