@@ -54,7 +54,8 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// # Safety
     ///
-    /// `pfn` is the first frame of a counted folio that has a reference which nobody drops until this returns.
+    /// `pfn` is the first frame of a counted folio that has a reference which nobody drops until this returns. The reference
+    /// goes as [`try_get`](Frames::try_get) says.
     pub unsafe fn get_at(&self, pfn: Pfn) -> Result<FolioRef, RefError> {
         let block = self.arena(pfn).ok_or(RefError::NotManaged)?.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
@@ -72,7 +73,21 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// [`NotManaged`](RefError::NotManaged) outside every arena, [`Saturated`](RefError::Saturated) as for
     /// [`get`](Frames::get).
-    pub fn try_get(&self, pfn: Pfn) -> Result<Option<FolioRef>, RefError> {
+    ///
+    /// # Safety
+    ///
+    /// The reference goes the way in which the folio's owner lets its references go, because any may be the last: one to a
+    /// page that an LRU lists is dropped under that list's lock, by whoever takes the page off with it. After a plain
+    /// [`put`](Frames::put) the frame would be free and listed, and the list would write to its next owner's descriptor. So
+    /// safe code cannot have one:
+    ///
+    /// ```compile_fail,E0133
+    /// # use hugemm_frames::{Env, Frames};
+    /// fn listed_and_free<E: Env>(frames: &Frames<'_, E>, mapped: hugemm_base::Pfn) {
+    ///     let _ = frames.try_get(mapped); // error: call to unsafe function
+    /// }
+    /// ```
+    pub unsafe fn try_get(&self, pfn: Pfn) -> Result<Option<FolioRef>, RefError> {
         let block = self.arena(pfn).ok_or(RefError::NotManaged)?.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
         let got = refs::try_get(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;

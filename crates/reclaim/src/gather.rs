@@ -67,7 +67,8 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         self.pager.steps().enter(Step::Unmap);
         for page in (first.number()..block.end().number()).map(Pfn::new) {
             let Some(next) = unhooked.get_mut(count) else { break };
-            if let Some(held) = self.vm.hold_mapped(cx, page) {
+            // SAFETY: given to `unhook`; what comes back is released to the pager.
+            if let Some(held) = unsafe { self.vm.hold_mapped(cx, page) } {
                 match self.vm.unhook(cx, held, Order::ZERO, self.deferred) {
                     Ok(unhooked) => {
                         *next = Some(unhooked);

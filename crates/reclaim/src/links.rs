@@ -23,8 +23,8 @@ impl<E: Env> Words for Frames<'_, E> {
     #[inline]
     fn set_word(&self, pfn: Pfn, word: usize, value: u64) {
         // SAFETY: what is on a list is allocated: the list's owner's, or a page of which the pager was told, which promised
-        // that it is counted and that its references go through the pager: it is taken off with the last. Its users leave
-        // these words to the list, whose lock is held.
+        // that it is counted and that its references go through the pager, as whoever gets one by number does: it is taken
+        // off with the last. Its users leave these words to the list, whose lock is held.
         if let Some(desc) = unsafe { self.descriptor_at(pfn) } {
             desc.store(word, value);
         }

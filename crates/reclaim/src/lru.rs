@@ -19,7 +19,8 @@
 //! their descriptors.
 //!
 //! * The pager inserts a folio when it is told of it, and drops references with `let_go`, which takes the folio off with the
-//!   last. So what is on a list has references, or is just frozen by whoever moves it, and has some again then.
+//!   last. Nobody else drops one: a page's owner drops its own through the pager, and getting one by number is `unsafe`, with
+//!   that promise. So what is on a list has references, or is just frozen by whoever moves it, and has some again then.
 //! * `isolate` takes up to [`BATCH`] folios off in one lock round, with a speculative get of each under the lock; they are
 //!   judged without it; `put_back` takes one more round. The isolator then drops its references, so nothing goes meanwhile.
 //! * A folio that may be named to `promote` or `let_go` without being on the LRU (a locked one) has been left out.

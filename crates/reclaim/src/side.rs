@@ -206,9 +206,10 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
 
     /// Takes a reference to a folio that is on the LRU; false if that is not possible. Whoever moves a page freezes it where
     /// it is on the LRU, and without its lock: so this is a speculative get. Called under the LRU's lock, under which last
-    /// references go: what has been got here is the folio that is on the list. No lock is taken.
+    /// references go, because safe code cannot have one to a page that is listed: what has been got here is the folio that is on the list. No lock is taken.
     pub(crate) fn hold(&self, head: Pfn) -> bool {
-        match self.vm.frames().try_get(head) {
+        // SAFETY: it is given to `unmap`, or dropped by `release`, under the LRU's lock: by the pager, as the folio's others.
+        match unsafe { self.vm.frames().try_get(head) } {
             // A number from here on.
             Ok(folio) => folio.map(FolioRef::into_pfn).is_some(),
             Err(error) => {

@@ -19,7 +19,12 @@ impl<S: Setup> Vm<'_, S> {
     /// Takes a reference to the 4 KiB page in a frame that may be anything, if it is one that some object has: what the
     /// descriptor says of a frame that is something else is believed only if the object agrees.
     /// Interrupts are on; the caller holds no lock.
-    pub fn hold_mapped(&self, cx: &mut Cx<'_, S>, frame: Pfn) -> Option<FolioRef> {
+    ///
+    /// # Safety
+    ///
+    /// The reference is given to [`unhook`](Vm::unhook), or dropped by the pager if that one was told of the page
+    /// ([`Pager::lru_add`](crate::Pager::lru_add)): it may be the last by then, because whoever unmaps the page drops the others.
+    pub unsafe fn hold_mapped(&self, cx: &mut Cx<'_, S>, frame: Pfn) -> Option<FolioRef> {
         let owner = self.owner(frame)?;
         let handle = self.registry().shared().get(owner.object)?;
         // SAFETY: `Registry::get` took a reference.

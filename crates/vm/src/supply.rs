@@ -258,7 +258,7 @@ impl<S: Setup> Vm<'_, S> {
     /// its 2 MiB has more than fifteen.
     pub(crate) fn get_page(&self, cx: &mut Cx<'_, S>, head: Pfn) -> Result<(), VmError> {
         loop {
-            // SAFETY: the callers have a reference, or hold the lock of an entry that is one.
+            // SAFETY: the callers have a reference, or hold the lock of an entry that is one; this one goes as those do.
             match unsafe { self.frames().get_at(head) } {
                 Ok(folio) => {
                     // A number again, for the entry that the callers make.

@@ -114,7 +114,8 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// # Errors
     ///
-    /// The reference: the page is pinned, locked, moving, or has other holders.
+    /// The reference: the page is pinned, locked, moving, or has other holders. It may be the last by now, and goes as whoever
+    /// made it has promised ([`hold_mapped`](Vm::hold_mapped), [`Frames::try_get`](hugemm_frames::Frames::try_get)).
     pub fn unhook<'d, M: AsRef<[AtomicU64]>>(
         &'d self,
         cx: &mut Cx<'_, S>,

@@ -94,7 +94,7 @@ impl<S: Setup> Vm<'_, S> {
                 if S::Pager::ACTIVE
                     && !area.kind.pooled
                     && young & bit == 0
-                    // SAFETY: as said: the leaf's reference.
+                    // SAFETY: as said: the leaf's reference. This one goes through `drop_pages`.
                     && let Ok(folio) = unsafe { self.frames().get_at(frame) }
                 {
                     heads[held] = folio.into_pfn();

@@ -54,6 +54,11 @@ fn hold<const AWAY: bool>(rig: &Rig<'_, Metered, AWAY>, head: Pfn) -> FolioRef {
     unsafe { rig.vm.frames().get_at(head) }.expect("it has references")
 }
 
+fn hold_mapped<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, frame: Pfn) -> Option<FolioRef> {
+    // SAFETY: the tests' pager lists nothing, so that `let_go` may drop it.
+    unsafe { rig.vm.hold_mapped(cx, frame) }
+}
+
 fn let_go<'h>(rig: &Away<'h>, cx: &Cx<'_, 'h>, folio: FolioRef) {
     let _ = rig.vm.frames().put(cx, folio);
 }
@@ -512,18 +517,18 @@ fn only_mapped_pages_are_held_for_moving() {
             let space = filled(rig, cx, PageSize::Size4K, 4);
             let at = |index: u64| AT + (index << 12);
             let head = leaf(rig, cx, &space, at(1)).frame;
-            let held = rig.vm.hold_mapped(cx, head).expect("a page");
+            let held = hold_mapped(rig, cx, head).expect("a page");
             assert_eq!((held.pfn(), rig.vm.frames().references(head)), (head, 2));
             let_go(rig, cx, held);
             // Its descriptor still names its owner, which has another page there or none.
             let other = leaf(rig, cx, &space, at(2)).frame;
             rig.vm.unmap(cx, &space, span(at(1), 0x1000)).expect("unmapped");
-            assert_eq!(rig.vm.hold_mapped(cx, head).map(|held| held.pfn()), None);
+            assert_eq!(hold_mapped(rig, cx, head).map(|held| held.pfn()), None);
             let child = rig.vm.fork(cx, &space).expect("forked");
             rig.store(cx, &space, at(2), 9).expect("a copy");
             let copy = leaf(rig, cx, &space, at(2)).frame;
             for (page, space) in [(copy, &space), (other, &child)] {
-                let held = rig.vm.hold_mapped(cx, page).expect("either's own");
+                let held = hold_mapped(rig, cx, page).expect("either's own");
                 assert_eq!(leaf(rig, cx, space, at(2)).frame, held.pfn());
                 let_go(rig, cx, held);
             }
@@ -534,17 +539,17 @@ fn only_mapped_pages_are_held_for_moving() {
             for at in [2 * AT, 3 * AT] {
                 rig.store(cx, &space, at, 1).expect("memory");
                 let head = leaf(rig, cx, &space, at).frame;
-                assert_eq!(rig.vm.hold_mapped(cx, head).map(|held| held.pfn()), None);
+                assert_eq!(hold_mapped(rig, cx, head).map(|held| held.pfn()), None);
                 assert_eq!(rig.vm.frames().references(head), 1);
             }
-            assert_eq!(rig.vm.hold_mapped(cx, Pfn::new(1 << 40)).map(|held| held.pfn()), None);
+            assert_eq!(hold_mapped(rig, cx, Pfn::new(1 << 40)).map(|held| held.pfn()), None);
             // A shared object's, as long as the object has it.
             let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
             let small = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(4 * AT, 0x4000), small, Backing::Shared(&object, 0)).expect("an area");
             rig.store(cx, &space, 4 * AT + 0x2000, 1).expect("memory");
             let shared = leaf(rig, cx, &space, 4 * AT + 0x2000).frame;
-            let held = rig.vm.hold_mapped(cx, shared).expect("the object's");
+            let held = hold_mapped(rig, cx, shared).expect("the object's");
             assert_eq!(held.pfn(), shared);
             let_go(rig, cx, held);
             // But no large one's.
@@ -552,14 +557,14 @@ fn only_mapped_pages_are_held_for_moving() {
             rig.vm.map(cx, &space, span(5 * AT, 2 << 20), large, Backing::Shared(&pages, 0)).expect("an area");
             rig.store(cx, &space, 5 * AT, 1).expect("memory");
             let head = leaf(rig, cx, &space, 5 * AT).frame;
-            assert_eq!(rig.vm.hold_mapped(cx, head).map(|held| held.pfn()), None);
+            assert_eq!(hold_mapped(rig, cx, head).map(|held| held.pfn()), None);
             rig.vm.close(cx, pages).expect("its own");
             rig.vm.close(cx, object).expect("its own");
             rig.leave(cx, &space);
             for space in [space, child] {
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
-            assert_eq!(rig.vm.hold_mapped(cx, shared).map(|held| held.pfn()), None, "its object is gone");
+            assert_eq!(hold_mapped(rig, cx, shared).map(|held| held.pfn()), None, "its object is gone");
         });
     });
 }
