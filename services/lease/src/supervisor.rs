@@ -103,8 +103,12 @@ fn split() -> io::Result<Process> {
             // SAFETY: waits for the child just made.
             while unsafe { libc::waitpid(child, &raw mut status, 0) } < 0 {
                 let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
+                match error.raw_os_error() {
+                    Some(libc::EINTR) => {}
+                    // SIGCHLD is ignored, which outlives an exec: it has ended, and how is not known. If it made no
+                    // supervisor, sending to that one fails.
+                    Some(libc::ECHILD) => break,
+                    _ => return Err(error),
                 }
             }
             if status == 0 { Ok(Process::Program) } else { Err(io::Error::from(io::ErrorKind::OutOfMemory)) }

@@ -73,6 +73,8 @@ pub(crate) fn programs_of_all_kinds(_: &Pool) {
         // What it starts has the filter, too.
         ("child", "leased"),
         ("filtered", "leased"),
+        // A child's end that nobody is told of.
+        ("ignores", "leased"),
         // Linux allows one listener: the one that is there stays, and the program runs without a lease.
         ("listened", "taken\nplain"),
         ("listens", "Err(Taken)\nleased"),
