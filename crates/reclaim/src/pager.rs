@@ -31,7 +31,6 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
     /// Whether a node's worker has been woken since this was last asked: then it is to [`balance`](Reclaim::balance). If not it may
     /// sleep until [`Steps::wake`] is called for the node; where a call that comes before it sleeps ends the sleep at once, no
     /// wake is lost. Any context. One atomic.
-    ///
     #[must_use = "a wake is taken by asking"]
     pub fn take_wake(&self, node: NodeId) -> bool {
         self.lru(node).is_some_and(|lru| lru.wake().take())
@@ -195,7 +194,8 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
         if order != Order::ZERO {
             return frames.available(cx) >= order.pages() + RESERVE;
         }
-        // A page of 4 KiB is stored in its own frame if need be.
+        // A page of 4 KiB is stored in its own frame if need be. One node that has more than *min* is enough: it may be taken from
+        // there, and is unless the allocation insists on another node or has not looked there yet.
         let mut nodes = self.lrus(frames).peekable();
         let is_fine = |(node, lru): (_, &Lru<'_, '_, _, _>)| {
             !lru.wake().is_critical() || self.look(frames, cx, node, lru) != Level::Critical

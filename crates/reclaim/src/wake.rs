@@ -16,8 +16,11 @@ const WOKEN: u32 = 2;
 /// Everything was looked at and nothing could be freed: nobody tries again before something has been, or memory is exhausted.
 const HOPELESS: u32 = 4;
 
+/// Of those who reclaim at this moment one met another.
+const SHARED: u32 = 8;
+
 /// One who reclaims at this moment; how many do is in the bits from here on.
-const BUSY: u32 = 8;
+const BUSY: u32 = 16;
 
 /// What is noted of a node.
 pub(crate) struct Wake(AtomicU32);
@@ -52,19 +55,25 @@ impl Wake {
     }
 
     /// Somebody reclaims with `f`, which says whether anything was freed; `None` if it was not looked for as hard as can be.
+    /// Who frees nothing beside others knows nothing: they may have had the pages, and have freed some.
     pub(crate) fn reclaim<T>(&self, f: impl FnOnce() -> (T, Option<bool>)) -> T {
-        self.change(|state| state + BUSY);
+        self.change(|state| (state + BUSY) | if state < BUSY { 0 } else { SHARED });
         let (result, freed) = f();
-        self.change(|state| match freed {
-            None => state - BUSY,
-            Some(true) => (state - BUSY) & !HOPELESS,
-            Some(false) => (state - BUSY) & !CRITICAL | HOPELESS,
+        self.change(|state| {
+            let left = state - BUSY;
+            let left = if left < BUSY { left & !SHARED } else { left };
+            match freed {
+                Some(true) => left & !HOPELESS,
+                Some(false) if state & SHARED == 0 => left & !CRITICAL | HOPELESS,
+                Some(false) | None => left,
+            }
         });
         result
     }
 
     /// Whether those who allocate should look at the level, and help if it is critical: not if somebody is at it, because two are
-    /// in each other's way, and what is below *min* lasts until one has freed some. One load.
+    /// in each other's way, and what is below *min* lasts until one has freed some. Two who look at the same time may both begin. One
+    /// load.
     #[inline]
     pub(crate) fn is_critical(&self) -> bool {
         // Relaxed: a hint.
@@ -124,6 +133,19 @@ mod tests {
         assert!(wake.note(Level::Short));
         wake.reclaim(|| ((), Some(false)));
         assert!(wake.take(), "who was woken before has a look");
+    }
+
+    /// In the inner turn somebody else has the pages that the outer one does not find, or the other way round.
+    #[test]
+    fn who_was_not_alone_does_not_know_that_it_is_hopeless() {
+        for (inner, outer) in [(Some(true), Some(false)), (Some(false), None), (Some(false), Some(false))] {
+            let wake = Wake::new();
+            assert!(wake.note(Level::Critical));
+            wake.reclaim(|| (wake.reclaim(|| ((), inner)), outer));
+            assert!(wake.is_critical(), "{inner:?} in {outer:?}");
+            wake.reclaim(|| ((), Some(false)));
+            assert!(!wake.is_critical(), "it was alone");
+        }
     }
 }
 

@@ -5,10 +5,10 @@
 //! | from *high* on | [`Ample`](Level::Ample) | rests | goes on |
 //! | from *low* to below *high* | [`Fair`](Level::Fair) | finishes what it began, and does not begin | goes on |
 //! | from *min* to below *low* | [`Short`](Level::Short) | begins | goes on |
-//! | below *min* | [`Critical`](Level::Critical) | works | reclaims directly when it may and nobody else does |
+//! | below *min* | [`Critical`](Level::Critical) | works | reclaims directly when it may and, as a rule, nobody else does |
 //!
-//! What is below *min* is for those who free memory by using some, and for who allocates while others do. Whoever puts pages on an LRU looks at the level now and
-//! then, and wakes the worker ([`Steps::wake`](crate::Steps::wake)).
+//! What is below *min* is for those who free memory by using some, and for who allocates while others do, or where another node has more. Whoever puts pages on an
+//! LRU looks at the level now and then, and wakes the worker ([`Steps::wake`](crate::Steps::wake)).
 
 /// The marks of one node, in base pages; `min <= low <= high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -108,7 +108,8 @@ pub unsafe trait Pager<S: Setup> {
     /// The caller holds the slot, and does not any more.
     unsafe fn free(&self, cx: &Cx<'_, S>, slot: u64);
 
-    /// Whether a block of `order` may be taken without reclaiming first: not if what is free then is needed to store pages.
+    /// Whether a block of `order` may be taken without reclaiming first: not if what is free then is needed to store pages. If not,
+    /// [`relieve`](Pager::relieve) is called once, and then the block is taken if there is one.
     fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool;
 
     /// Makes memory free: direct reclaim; how many frames became free. Called with nothing locked.

@@ -14,7 +14,7 @@ use core::fmt;
 use hugemm_base::counters::Counter;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Order, Pressure, Shortfall};
+use hugemm_base::{CpuCx, Order, Pressure, Shortfall};
 use hugemm_clear::Clearer;
 use hugemm_frames::{AllocError, Frames, Placement};
 use hugemm_paging::{PageTable, ShootdownPolicy, TlbShootdown};
@@ -208,32 +208,31 @@ impl<'m, S: Setup> Vm<'m, S> {
         from: Placement,
         mut attempt: impl FnMut(&mut Cx<'p, S>) -> Result<T, AllocError>,
     ) -> Result<T, VmError> {
+        let pager = &self.parts.pager;
+        // What the pager keeps free is there: the pager alone is asked for more, once, and then it is taken.
+        let is_kept = S::Pager::ACTIVE && !pager.may_take(self.parts.frames, cx, order);
+        let mut pager_gives = !is_kept || pager.relieve(self, cx, shortfall(cx, order, from)) != 0;
         for _ in 0..RELIEF_ROUNDS {
-            let tried = match S::Pager::ACTIVE && !self.parts.pager.may_take(self.parts.frames, cx, order) {
-                true => Err(AllocError::OutOfMemory),
-                false => attempt(cx),
-            };
-            match tried {
+            match attempt(cx) {
                 Ok(done) => return Ok(done),
                 Err(AllocError::OutOfMemory) => {}
                 Err(_) => return Err(VmError::NoMemory),
             }
-            if !self.relieve(cx, order, from) {
+            let helped = match core::mem::replace(&mut pager_gives, true) {
+                true => self.relieve(cx, order, from),
+                // It had nothing to give just now.
+                false => self.parts.pressure.relieve(cx, shortfall(cx, order, from)) != 0,
+            };
+            if !helped {
                 break;
             }
         }
-        // What is kept free for reclaim serves when reclaim has nothing to do.
         attempt(cx).map_err(|_| VmError::NoMemory)
     }
 
     /// Asks for a block of `order`, from where it is to be; whether it may have helped.
     pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order, from: Placement) -> bool {
-        let may_sleep = cx.platform().may_sleep();
-        let node = match from {
-            Placement::Only(node) => Some(node),
-            Placement::Local | Placement::Prefer(_) => None,
-        };
-        let need = Shortfall { order, pages: order.pages(), node, may_sleep };
+        let need = shortfall(cx, order, from);
         self.parts.pager.relieve(self, cx, need) != 0 || self.parts.pressure.relieve(cx, need) != 0
     }
 
@@ -241,4 +240,13 @@ impl<'m, S: Setup> Vm<'m, S> {
     pub(crate) fn may_retry(&self, cx: &mut Cx<'_, S>, round: u32) -> bool {
         round < RELIEF_ROUNDS && self.relieve(cx, Order::ZERO, Placement::Local)
     }
+}
+
+/// That a block of `order` is missing, from where it is to be.
+fn shortfall<P: Cpu>(cx: &CpuCx<'_, P>, order: Order, from: Placement) -> Shortfall {
+    let node = match from {
+        Placement::Only(node) => Some(node),
+        Placement::Local | Placement::Prefer(_) => None,
+    };
+    Shortfall { order, pages: order.pages(), node, may_sleep: cx.platform().may_sleep() }
 }
