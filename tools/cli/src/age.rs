@@ -40,7 +40,7 @@ const RATE_RUNS: u32 = 7;
 /// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript, processes: &Processes, cpus: u32) -> Results {
     let sizes = processes.sizes(Processes::KERNEL_MEMORY);
-    results_of(&results::of_guest(transcript), title(processes, sizes, cpus))
+    results_of(&results::of_guest(transcript), title(processes, sizes, &format!("{cpus} CPUs")))
 }
 
 /// A line per run; judged is what is ours: ageing by runs.
@@ -77,10 +77,10 @@ fn results_of(lines: &[Line<AgeFigures>], title: String) -> Results {
 }
 
 /// What the processes have.
-fn title(processes: &Processes, [shared, memory, swap]: [u64; 3], cpus: u32) -> String {
+fn title(processes: &Processes, [shared, memory, swap]: [u64; 3], cpus: &str) -> String {
     let Processes { procs, seconds, .. } = processes;
     format!(
-        "{procs} processes, {} shared, {} of memory, swap at most {} of it, {cpus} CPUs, {seconds} s each",
+        "{procs} processes, {} shared, {} of memory, swap at most {} of it, {cpus}, {seconds} s each",
         Size(shared),
         Size(memory),
         Size(swap)
@@ -120,10 +120,14 @@ pub fn run(args: &Age) -> Result<()> {
     let [shared, memory, swap] = args.processes.sizes(Processes::MEMORY);
     machine.whole_pages(Size(memory), PageSize::Size2M)?;
     machine.whole_pages(Size(shared), PageSize::Size2M)?;
-    let interrupts = if cpus > 1 { Some(MembarrierIpi::register(cpus as usize, real as usize)?) } else { None };
     // One for the worker if no process has it. On one that a process has it would keep others waiting: who has been flushed
     // answers between two accesses, not when its thread does not run.
     let places = machine.places((cpus + 1).min(real.max(cpus)) as usize)?;
+    let interrupts = match places.len() {
+        1 => None,
+        all => Some(MembarrierIpi::register(all, real as usize)?),
+    };
+    let worker = if places.len() > cpus as usize { "a CPU of its own" } else { "CPU 0" };
     let mut environment = Environment::read()?;
     let mut region = machine.memory(memory, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("hugemm", &region);
@@ -157,6 +161,7 @@ pub fn run(args: &Age) -> Result<()> {
             ("young", config.ageing.name().into()),
             ("procs", config.procs.into()),
             ("cpus", config.cpus.into()),
+            ("worker", worker.into()),
         ]);
         line.runs.push(figures);
         // By the kernel's count, which includes others'.
@@ -182,7 +187,8 @@ pub fn run(args: &Age) -> Result<()> {
         };
         costs = ageing_costs(&machine, region.as_mut_slice(), &places[..1], &config, RATE_RUNS)?;
     }
-    let title = title(&args.processes, [shared, memory, swap], cpus);
+    let on = format!("{cpus} CPU{}, the worker on {worker}", if cpus == 1 { "" } else { "s" });
+    let title = title(&args.processes, [shared, memory, swap], &on);
     if args.check {
         if !machine.quiet() {
             let of = |count: fn(&AgeFigures) -> u64| lines.iter().flat_map(|line| &line.runs).map(count).sum::<u64>();

@@ -11,7 +11,8 @@ use hugemm_workloads::request;
 pub struct Age {
     #[command(flatten)]
     pub processes: request::Age,
-    /// CPUs, each a thread on a CPU of its own [default: as many as there are, at most one per process].
+    /// CPUs that have processes, each a thread on a CPU of its own [default: as many as there are, at most one per process]. The worker that
+    /// reclaims has one more if there is one, and otherwise its turns between two windows of the first.
     #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub cpus: Option<u32>,
     /// Check content and nothing else: the processes also fork, and unmap and map anew, devices have pages pinned, free frames

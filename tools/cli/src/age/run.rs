@@ -77,7 +77,11 @@ impl<'h> Rig<'_, 'h> {
                         while watch.goes_on() {
                             match pager.take_wake(NODE) {
                                 true => drop(pager.balance(self.vm, cx, NODE, u64::MAX, &Never)),
-                                false => std::thread::park(),
+                                false => {
+                                    // Who has run out may have asked for what this CPU has cached.
+                                    self.vm.frames().serve(cx);
+                                    std::thread::park();
+                                }
                             }
                         }
                     })
