@@ -109,7 +109,8 @@ pub unsafe trait Pager<S: Setup> {
     unsafe fn free(&self, cx: &Cx<'_, S>, slot: u64);
 
     /// Whether a block of `order` may be taken without reclaiming first: not if what is free then is needed to store pages. If not,
-    /// [`relieve`](Pager::relieve) is called once, and then the block is taken if there is one.
+    /// [`relieve`](Pager::relieve) is called, once for a page of 4 KiB, for a larger one up to three times while it helps and the answer
+    /// is no; then the block is taken if there is one.
     fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool;
 
     /// Makes memory free: direct reclaim; how many frames became free. Called with nothing locked.

@@ -209,9 +209,16 @@ impl<'m, S: Setup> Vm<'m, S> {
         mut attempt: impl FnMut(&mut Cx<'p, S>) -> Result<T, AllocError>,
     ) -> Result<T, VmError> {
         let pager = &self.parts.pager;
-        // What the pager keeps free is there: the pager alone is asked for more, once, and then it is taken.
-        let is_kept = S::Pager::ACTIVE && !pager.may_take(self.parts.frames, cx, order);
-        let mut pager_gives = !is_kept || pager.relieve(self, cx, shortfall(cx, order, from)) != 0;
+        let mut pager_gives = true;
+        // What the pager keeps free is there: the pager alone is asked for more, and then it is taken. For a large block it is
+        // asked as long as it gives: the next large page that it stores takes what it keeps.
+        let rounds = if order == Order::ZERO { 1 } else { RELIEF_ROUNDS };
+        for _ in 0..rounds {
+            if !pager_gives || !S::Pager::ACTIVE || pager.may_take(self.parts.frames, cx, order) {
+                break;
+            }
+            pager_gives = pager.relieve(self, cx, shortfall(cx, order, from)) != 0;
+        }
         for _ in 0..RELIEF_ROUNDS {
             match attempt(cx) {
                 Ok(done) => return Ok(done),
