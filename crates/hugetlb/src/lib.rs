@@ -33,7 +33,7 @@
 //!
 //! pool.set_overcommit(&cx, 1); // `nr_overcommit_hugepages`
 //! pool.reserve_or_overcommit(&mut cx, &optimizer, 3)?; // two are free and not promised: one is made
-//! assert_eq!(pool.counts(&cx).counts.surplus, 1);
+//! assert_eq!(pool.node_counts(&cx, NodeId(0)).surplus, 1);
 //! # pool.unreserve(&cx, 3)?;
 //! # pool.unreserve(&cx, 1)?;
 //! # pool.tidy(&mut cx, &optimizer)?;

@@ -218,6 +218,11 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         unsafe { &*core::ptr::from_ref(self).cast() }
     }
 
+    /// What it counts on one node; zeroes if there is no such node. Context and cost as of [`counts`](HugePool::counts).
+    pub fn node_counts<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> HugePageCounts {
+        self.locked(cx, |state| state.nodes.get(node.0 as usize).copied().unwrap_or_default())
+    }
+
     /// How many nodes there are. Context and cost as of [`counts`](HugePool::counts).
     pub(crate) fn nodes<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> u32 {
         self.locked(cx, |state| state.nodes.len() as u32)
@@ -581,6 +586,7 @@ mod tests {
             let Ok(pool) = pool else { continue };
             let threads = Threads::new(());
             assert_eq!((pool.size(), pool.nodes(&threads.cx())), (PageSize::Size2M, nodes as u32));
+            assert_eq!(pool.node_counts(&threads.cx(), NodeId(9)), HugePageCounts::default());
         }
     }
 

@@ -380,17 +380,17 @@ fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         let up = pool.set_size(&mut cx, &m.optimizer, 201, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean), (201, 201));
-        let on = |node| m.pages_on(&pool, node);
-        assert_eq!((on(0), on(1)), (101, 100));
+        let on = |cx: &_, node| pool.node_counts(cx, NodeId(node)).total;
+        assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 100));
         assert_eq!(m.optimizer.shared_frames(), 2);
         // Only one node's part.
         pool.set_size(&mut cx, &m.optimizer, 20, Nodes::Only(NodeId(1)), &Never).expect("idle");
-        assert_eq!((on(0), on(1)), (101, 20));
+        assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 20));
         pool.set_size(&mut cx, &m.optimizer, 150, Nodes::Only(NodeId(1)), &Never).expect("idle");
-        assert_eq!((on(0), on(1)), (101, 150));
+        assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 150));
         // A node that runs dry does not stop the other.
         let more = pool.set_size(&mut cx, &m.optimizer, 450, Nodes::All, &Never).expect("idle");
-        assert!(more.entered == 199 && on(1) > 200, "{more:?} {} {}", on(0), on(1));
+        assert!(more.entered == 199 && on(&cx, 1) > 200, "{more:?} {} {}", on(&cx, 0), on(&cx, 1));
         assert!(pool.is_consistent(&cx));
         assert_eq!(pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 450);
         assert_nothing_is_lost(m, 0);

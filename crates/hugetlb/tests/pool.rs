@@ -308,7 +308,7 @@ fn pages_leave_evenly_and_only_where_they_are() {
         let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
         set(m, &small, 201);
         set(m, &small, 50);
-        let on = |node| m.pages_on(&small, node);
+        let on = |node| small.node_counts(&m.threads.cx(), NodeId(node)).total;
         assert_eq!((on(0) + on(1), on(0).abs_diff(on(1))), (50, 0));
         set(m, &small, 0);
         let one = Nodes::Only(NodeId(1));
@@ -349,7 +349,7 @@ fn pages_come_evenly_and_from_where_there_are_some() {
     machine(&Shape { nodes: vec![4, 4, 4], ..Shape::spans(0) }, NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let pool = memory.pool();
-        let on = || [0, 1, 2].map(|node| m.pages_on(&pool, node));
+        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).total);
         for (pages, expected) in [(1, [1, 0, 0]), (6, [3, 2, 1]), (200, [68, 67, 65])] {
             set(m, &pool, pages);
             assert_eq!(on(), expected);
@@ -359,7 +359,7 @@ fn pages_come_evenly_and_from_where_there_are_some() {
     machine(&Shape { nodes: vec![1, 8, 3], ..Shape::spans(0) }, NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let pool = memory.pool();
-        let on = || [0, 1, 2].map(|node| m.pages_on(&pool, node));
+        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).total);
         set(m, &pool, 600);
         let [first, second, third] = on();
         assert!(first > 40 && first < 64 && third > 150 && third <= 192 && first + second + third == 600, "{:?}", on());
@@ -376,15 +376,14 @@ fn surplus_is_kept_and_lent_on_every_node() {
     machine(&Shape { nodes: vec![3, 3], ..Shape::spans(0) }, NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        let surplus = || pool.counts(&m.threads.cx()).counts.surplus;
+        let surplus = || [0, 1].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).surplus);
         pool.set_overcommit(&cx, 6);
         pool.reserve_or_overcommit(&mut cx, &m.optimizer, 6).expect("within the limit");
-        assert_eq!(surplus(), 6);
+        assert_eq!(surplus(), [3, 3]);
         let held: Vec<_> = (0..6).map(|_| pool.take(&cx, Nodes::All, true).expect("promised")).collect();
-        assert_eq!((m.set(&pool, 5).kept, surplus()), (5, 1));
-        assert_eq!((m.set(&pool, 1).lent, surplus()), (4, 5));
-        assert_eq!((m.set(&pool, 0).lent, surplus()), (1, 6));
-        assert!(pool.is_consistent(&cx));
+        assert_eq!((m.set(&pool, 5).kept, surplus()), (5, [0, 1]));
+        assert_eq!((m.set(&pool, 1).lent, surplus()), (4, [3, 2]));
+        assert_eq!((m.set(&pool, 0).lent, surplus()), (1, [3, 3]));
         for page in held {
             pool.put(&cx, page, false).expect("its own");
         }

@@ -399,12 +399,6 @@ impl<I: Inject> Machine<'_, I> {
         }
     }
 
-    /// How many of the pool's pages a node has.
-    pub fn pages_on(&self, pool: &HugePool<'_>, node: u32) -> u64 {
-        let areas = || self.areas.iter().filter(|area| area.node() == NodeId(node));
-        pool.pages().filter(|(page, _)| areas().any(|area| area.extent().contains(*page))).count() as u64
-    }
-
     /// Brings a pool to a size, on this CPU.
     pub fn set(&self, pool: &HugePool<'_>, pages: u64) -> ResizeReport {
         pool.set_size(&mut self.threads.cx(), &self.optimizer, pages, Nodes::All, &Never).expect("idle")
