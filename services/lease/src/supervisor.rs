@@ -19,6 +19,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
+use std::mem;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::time::{Duration, Instant};
@@ -87,6 +88,27 @@ enum Process {
 
 /// Makes the supervisor's process, as nobody's child, so that the program does not find one that it has not started.
 fn split() -> io::Result<Process> {
+    // Where SIGCHLD is ignored, which outlives an exec, nobody is told how a child ended.
+    // SAFETY: all zero is the default, with no flags and nothing blocked.
+    let default: libc::sigaction = unsafe { mem::zeroed() };
+    let own = on_child(&default)?;
+    let which = split_waiting();
+    on_child(&own)?;
+    which
+}
+
+/// Says what becomes of SIGCHLD, and what became of it before.
+fn on_child(action: &libc::sigaction) -> io::Result<libc::sigaction> {
+    // SAFETY: as in `split`; it is overwritten.
+    let mut before = unsafe { mem::zeroed() };
+    // SAFETY: two actions that live as long as the call; the handler, if there is one, is the program's own.
+    match unsafe { libc::sigaction(libc::SIGCHLD, action, &raw mut before) } {
+        0 => Ok(before),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn split_waiting() -> io::Result<Process> {
     // SAFETY: the process has one thread, by the contract of `attach`, so the child may do what any program may.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
@@ -103,12 +125,8 @@ fn split() -> io::Result<Process> {
             // SAFETY: waits for the child just made.
             while unsafe { libc::waitpid(child, &raw mut status, 0) } < 0 {
                 let error = io::Error::last_os_error();
-                match error.raw_os_error() {
-                    Some(libc::EINTR) => {}
-                    // SIGCHLD is ignored, which outlives an exec: it has ended, and how is not known. If it made no
-                    // supervisor, sending to that one fails.
-                    Some(libc::ECHILD) => break,
-                    _ => return Err(error),
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
                 }
             }
             if status == 0 { Ok(Process::Program) } else { Err(io::Error::from(io::ErrorKind::OutOfMemory)) }

@@ -65,6 +65,10 @@ pub(crate) fn client(socket: &Path, role: &str) {
     }
     match lease(socket) {
         Ok(lease) => match attach(lease) {
+            // SAFETY: as above.
+            Ok(_) if role == "ignores" && unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) } != libc::SIG_IGN => {
+                println!("SIGCHLD is not ignored any more")
+            }
             Ok(_) => {}
             Err(AttachError::Filter(FilterError::Taken)) => println!("taken"),
             Err(error) => println!("not attached: {error}"),
