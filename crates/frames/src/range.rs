@@ -62,6 +62,21 @@ struct Run {
     end: u64,
 }
 
+impl Run {
+    fn is_empty(&self) -> bool {
+        self.end == self.start
+    }
+
+    /// Adds pages from `at` on, which is where it ends unless it is empty.
+    #[inline]
+    fn add(&mut self, at: u64, pages: u64) {
+        if self.is_empty() {
+            self.start = at;
+        }
+        self.end = at + pages;
+    }
+}
+
 impl<'m, E: Env> Frames<'m, E> {
     /// Drops the references of a run and frees what lost its last. An empty run is fine. May sleep if the platform says
     /// that the caller may; otherwise callable in interrupts, and unbounded then. Folios of more than one frame are dropped
@@ -185,12 +200,12 @@ impl<'m, E: Env> Frames<'m, E> {
         let starts = block.starts.snapshot();
         let mut at = at;
         if !refused {
-            // A run that is not empty ends here. A word with a reference to each frame is one of 32 single pages, as tails have none; between
-            // two atomics nothing is looked at: loads would have to wait.
+            // A run that is not empty ends here. A word with a reference to each frame is one of 32 single pages, as tails have
+            // none; between two atomics nothing is looked at: loads would have to wait.
             let count = if at.is_multiple_of(LANES as u64) { (upto - at) as usize / LANES } else { 0 };
             let dropped = block.refs.drop_words(in_block(base).number() / LANES, count) * LANES as u64;
             if dropped != 0 {
-                *run = Run { start: if run.end == run.start { at } else { run.start }, end: at + dropped };
+                run.add(at, dropped);
                 report.freed += dropped;
                 at += dropped;
             }
@@ -208,11 +223,8 @@ impl<'m, E: Env> Frames<'m, E> {
             let valid = if single { (here & next) as u32 & lanes } else { 0 };
             let (state, _) = block.refs.word(index);
             let dropped = refs::put_lanes(state, valid);
-            if dropped.last == u32::MAX && !refused && (run.end == at || run.end == run.start) {
-                if run.end == run.start {
-                    run.start = at;
-                }
-                run.end = at + LANES as u64;
+            if dropped.last == u32::MAX && !refused && (run.end == at || run.is_empty()) {
+                run.add(at, LANES as u64);
                 report.freed += LANES as u64;
                 at += LANES as u64;
                 continue;
@@ -243,11 +255,10 @@ impl<'m, E: Env> Frames<'m, E> {
                     self.close(cx, run, report, owned);
                     cx.pinned(|pin| self.retire(pin, arena, pfn));
                 } else {
-                    if run.end != pfn.number() || run.end == run.start {
+                    if run.end != pfn.number() {
                         self.close(cx, run, report, owned);
-                        *run = Run { start: pfn.number(), end: pfn.number() };
                     }
-                    run.end += 1;
+                    run.add(pfn.number(), 1);
                     report.freed += 1;
                 }
             }
