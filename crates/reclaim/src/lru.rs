@@ -184,7 +184,8 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         self.locked(cx, |lists| lists.isolate(self.frames, source, most_pages, batch, hold));
     }
 
-    /// Does with each folio of a batch what its verdict says. One lock round. The batch keeps the folios, so that their references can be dropped.
+    /// Does with each folio of a batch what its verdict says. One lock round. The batch keeps the folios, so that their
+    /// references can be dropped.
     pub(crate) fn put_back<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &mut Batch) {
         if batch.is_empty() {
             return;

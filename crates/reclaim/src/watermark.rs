@@ -7,8 +7,9 @@
 //! | from *min* to below *low* | [`Short`](Level::Short) | begins | goes on |
 //! | below *min* | [`Critical`](Level::Critical) | works | reclaims directly when it may and, as a rule, nobody else does |
 //!
-//! What is below *min* is for those who free memory by using some, and for who allocates while others do, or where another node has more. Whoever puts pages on an
-//! LRU looks at the level now and then, and wakes the worker ([`Steps::wake`](crate::Steps::wake)).
+//! What is below *min* is for those who free memory by using some, and for who allocates while others do, or where another
+//! node has more. Whoever puts pages on an LRU looks at the level now and then, and wakes the worker
+//! ([`Steps::wake`](crate::Steps::wake)).
 
 /// The marks of one node, in base pages; `min <= low <= high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,11 +1,10 @@
 //! The lists themselves: what is done under the LRU's lock.
 
-use super::LruEnd;
-use super::LruStats;
 use super::batch::{BATCH, Batch, Folio};
 use super::policy::{LruPolicy, LruVerdict, Was};
 use super::ring::{LABELS, Ring, label};
 use super::state::{Standing, State};
+use super::{LruEnd, LruStats};
 use crate::links::{List, Words};
 use crate::words::STATE;
 use hugemm_base::{Order, Pfn};
