@@ -3,9 +3,9 @@
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, Extent, Never, Order, PageSize, Pfn, PhysMap, Shortfall, SingleCpu, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
-use hugemm_frames::{AllocRequest, FolioRun, Frames};
-use hugemm_paging::{Counting, DeferredUnmap, Lookup, TlbCpu, TlbShootdown};
-use hugemm_vm::{Access, AddressSpace, Backing, DefaultSetup, LostPage, Pager, Parts, Vm, VmError, VmaKind};
+use hugemm_frames::{AllocRequest, Carved, FolioRun, Frames};
+use hugemm_paging::{Counting, DeferredUnmap, FrameTables, Lookup, PageTable, TlbCpu, TlbShootdown};
+use hugemm_vm::{Access, AddressSpace, Backing, DefaultSetup, LostPage, Pager, Parts, Setup, Vm, VmError, VmaKind};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 
 const BYTES: usize = 4 << 20;
@@ -71,8 +71,13 @@ fn nobody_takes_pages_away(vm: &Vm<'_, Single>, cx: &mut Cx<'_>, space: &Address
     assert_eq!(area, Err(VmError::NoPool));
 }
 
-#[test]
-fn every_operation_is_sound() {
+/// One half of the addresses.
+fn half(start: u64) -> VirtRange {
+    VirtRange::new(VirtAddr::new(start), 1 << 47).expect("half of the addresses")
+}
+
+/// What `f` does with memory of its own gives all of it back.
+fn with_memory(f: impl FnOnce(&mut Cx<'_>, &Frames<'_, Carved>, &TlbShootdown<'_, Counting>)) {
     let layout = Layout::from_size_align(BYTES, 2 << 20).expect("a layout");
     let ram = Extent::new(Pfn::new(512), BYTES as u64 / PAGE).expect("frames");
     // SAFETY: the layout has a size.
@@ -85,12 +90,52 @@ fn every_operation_is_sound() {
     let inboxes: Vec<AtomicU64> = (0..TlbShootdown::<Counting>::inbox_words(1)).map(|_| AtomicU64::new(0)).collect();
     // SAFETY: no CPU translates by any of the tables.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }.expect("enough words");
+    f(cx, &frames, &shootdown);
+    frames.drain(cx);
+    assert_eq!(frames.stats(cx).available(), frames.managed(), "every frame is back");
+    // SAFETY: allocated above with this layout; nothing refers to it any more.
+    unsafe { dealloc(base, layout) };
+}
+
+#[test]
+fn every_operation_is_sound() {
+    with_memory(operate);
+}
+
+/// The root's entries for what is common are the same in each space.
+#[test]
+fn what_is_common_is_in_every_space() {
+    with_memory(|cx, frames, shootdown| {
+        let words = |cx: &Cx<'_>, root: Pfn| {
+            let table = cx.platform().open(Extent::block(root, Order::ZERO), None).expect("mapped");
+            // SAFETY: a table of 512 words; one thread.
+            unsafe { table.ptr.cast::<[u64; 512]>().read() }
+        };
+        // SAFETY: one allocation is a direct map; no CPU translates by the tables.
+        let common: PageTable<<Single as Setup>::Format, _> =
+            unsafe { PageTable::with_fixed_top(&mut FrameTables::new(frames, cx), half(u64::MAX << 47)) }
+                .expect("memory");
+        let parts = Parts::new(frames, shootdown, Clearer::uncalibrated());
+        // SAFETY: as above; one platform; nobody edits what is common.
+        let vm: Vm<'_, Single> = unsafe { Vm::new(parts).expect("small objects").beside(&common) };
+        let space = vm.create(cx, half(0)).expect("a space");
+        let (own, theirs) = (words(cx, Pfn::containing(space.root())), words(cx, common.root()));
+        assert!(theirs[256..].iter().all(|entry| *entry != 0));
+        assert_eq!(own[256..], theirs[256..]);
+        assert!(vm.destroy(cx, space).is_ok());
+        vm.trim(cx);
+        drop(vm);
+        // SAFETY: nobody is beside it any more.
+        unsafe { common.retire(&mut FrameTables::new(frames, cx), |_| ()) };
+    });
+}
+
+fn operate(cx: &mut Cx<'_>, frames: &Frames<'_, Carved>, shootdown: &TlbShootdown<'_, Counting>) {
     // SAFETY: one allocation is a direct map; one platform.
     let vm: Vm<'_, Single> =
-        unsafe { Vm::new(Parts::new(&frames, &shootdown, Clearer::uncalibrated())) }.expect("small objects");
+        unsafe { Vm::new(Parts::new(frames, shootdown, Clearer::uncalibrated())) }.expect("small objects");
 
-    let half = VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half of the addresses");
-    let space = vm.create(cx, half).expect("a space");
+    let space = vm.create(cx, half(0)).expect("a space");
     let kind = VmaKind::private(PageSize::Size4K);
     vm.map(cx, &space, span(AT, 16), kind, Backing::Private).expect("an area");
     store(&vm, cx, &space, AT, 1);
@@ -126,7 +171,7 @@ fn every_operation_is_sound() {
     let Lookup::Mapped(leaf) = vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
     // A page of one place, and one of an object with two, are taken away and put back.
     // SAFETY: used with this manager's TLBs only.
-    let deferred: DeferredUnmap = unsafe { DeferredUnmap::new(&shootdown) }.expect("one CPU");
+    let deferred: DeferredUnmap = unsafe { DeferredUnmap::new(shootdown) }.expect("one CPU");
     for head in [leaf.frame, shared] {
         // SAFETY: the page is mapped, and nobody else is there to let it go.
         let folio = unsafe { frames.get_at(head) }.expect("mapped");
@@ -145,9 +190,4 @@ fn every_operation_is_sound() {
         assert!(vm.destroy(cx, space).is_ok());
     }
     vm.trim(cx);
-    drop(vm);
-    frames.drain(cx);
-    assert_eq!(frames.stats(cx).available(), frames.managed(), "every frame is back");
-    // SAFETY: allocated above with this layout; nothing refers to it any more.
-    unsafe { dealloc(base, layout) };
 }
