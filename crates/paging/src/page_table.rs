@@ -373,8 +373,21 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// Whether no leaf reaches over either end of the range. One load for each level at whose borders an end does not lie: leaves
     /// of 4 KiB are not read, nor anything that spans no page of this table.
     pub(crate) fn check_ends(&self, first: u64, end: u64) -> Result<(), PagingError> {
+        let (mut table, mut level) = (self.table(self.root), Self::ROOT);
+        // One walk does for both ends as long as they lie under the same entry, whose leaf would reach over the end at least.
+        while first >> level::shift(level) == end >> level::shift(level) {
+            let entry = table.get(level::index(first, level));
+            match kind::<F>(entry, level) {
+                Kind::Table => (table, level) = (self.below(entry), level - 1),
+                Kind::Leaf => {
+                    let over = if first & (level::pages(level) - 1) == 0 { end } else { first };
+                    return Err(PagingError::NeedsSplit { at: level::address(over) });
+                }
+                _ => return Ok(()),
+            }
+        }
         for page in [first, end] {
-            let (mut table, mut level) = (self.table(self.root), Self::ROOT);
+            let (mut table, mut level) = (table, level);
             while page & (level::pages(level) - 1) != 0 {
                 let entry = table.get(level::index(page, level));
                 match kind::<F>(entry, level) {

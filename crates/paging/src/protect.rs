@@ -203,7 +203,7 @@ impl Edit {
             if index.is_multiple_of(LINE) && entry & 1 != 0 {
                 self.prepare::<F>(entry);
                 if self.plain {
-                    let same = table.flip_alike::<F, false>((index, to), self.bits, self.delta, ahead.unwrap_or(table));
+                    let same = table.flip_alike::<F, false>((index, to), self.bits, self.delta, ahead);
                     if same != 0 {
                         if self.delta != 0 {
                             self.changed += same as u64;

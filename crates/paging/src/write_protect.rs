@@ -125,7 +125,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let done = match kind::<F>(first, level - 1) {
                 _ if level == 1 && edit.pages::<F>(below, 0, ENTRIES, ahead) => ENTRIES,
                 Kind::Table if !is_read_only::<F>(first) => {
-                    below.flip_alike::<F, true>((0, ENTRIES), first, F::READ_ONLY_TABLE, below)
+                    below.flip_alike::<F, true>((0, ENTRIES), first, F::READ_ONLY_TABLE, None)
                 }
                 _ => 0,
             };

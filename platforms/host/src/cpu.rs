@@ -396,12 +396,11 @@ impl Topology for Host<'_> {
 unsafe impl PhysMap for Host<'_> {
     #[inline]
     fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
-        let within = self.frames.intersection(extent);
-        if within.is_empty() || within.base() != extent.base() {
-            return None;
-        }
-        let ptr = self.address(within.base())?.as_ptr();
-        Some(Window { ptr, pages: within.pages() })
+        // A frame before the first is as far away as any behind the last.
+        let offset = extent.base().number().wrapping_sub(self.frames.base().number());
+        let pages = self.frames.pages().saturating_sub(offset).min(extent.pages());
+        // SAFETY: the extent's first frame is in the mapping, so the offset is within it.
+        (pages > 0).then(|| Window { ptr: unsafe { self.base.add((offset * PAGE_BYTES) as usize) }.as_ptr(), pages })
     }
 }
 

@@ -1,6 +1,6 @@
 //! A thread is one CPU of one machine, and gets what that machine grants.
 
-use hugemm_base::{Cpu, CpuId, NodeId};
+use hugemm_base::{Cpu, CpuId, Extent, NodeId, PAGE_BYTES, Pfn, PhysMap};
 use hugemm_host::cpu::{CpuError, CpuPlace, Host};
 
 fn machine(cpus: usize) -> Host<'static> {
@@ -38,4 +38,25 @@ fn vector_registers_are_granted_until_the_machine_is_told_otherwise() {
     assert!(!granted());
     host.grant_vectors(true);
     assert!(granted());
+}
+
+/// What begins in the memory is opened as far as the memory goes, and nothing else is.
+#[test]
+fn only_the_machines_memory_is_opened() {
+    #[repr(align(4096))]
+    struct Pages([u8; 4 * PAGE_BYTES as usize]);
+    let mut memory = Pages([0; 4 * PAGE_BYTES as usize]);
+    let bytes = &mut memory.0[..];
+    let start = bytes.as_mut_ptr();
+    let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a machine");
+    let first = host.frames().base().number();
+    let open = |frame: u64, pages: u64| {
+        let window = host.open(Extent::new(Pfn::new(frame), pages).expect("an extent"), None)?;
+        Some((window.ptr.addr() - start.addr(), window.pages))
+    };
+    assert_eq!(open(first + 1, 2), Some((PAGE_BYTES as usize, 2)));
+    assert_eq!(open(first + 3, 2), Some((3 * PAGE_BYTES as usize, 1)), "as far as it goes");
+    assert_eq!(open(first + 4, 1), None, "behind the last");
+    assert_eq!(open(first - 1, 2), None, "before the first");
+    assert_eq!(open(first, 0), None, "nothing");
 }
