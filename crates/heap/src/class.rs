@@ -45,9 +45,9 @@ impl Source {
     /// That of a layout.
     #[inline]
     pub(crate) const fn of(layout: Layout) -> Self {
-        let size = if layout.size() == 0 { 1 } else { layout.size() };
-        // Layouts promise that this does not overflow.
-        let bytes = size.next_multiple_of(layout.align());
+        let (size, mask) = (if layout.size() == 0 { 1 } else { layout.size() }, layout.align() - 1);
+        // Layouts promise that this does not overflow, and alignments are powers of two: `next_multiple_of` would divide.
+        let bytes = (size + mask) & !mask;
         if bytes > MOST {
             return block(bytes);
         }
