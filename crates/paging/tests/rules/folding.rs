@@ -5,7 +5,9 @@ use super::{runs, table, unmap};
 use hugemm_base::PageSize::{Size1G, Size2M, Size4K};
 use hugemm_base::VirtRange;
 use hugemm_base::inject::NoFaults;
-use hugemm_paging::{Aarch64, Change, Editing, Flags, Leaf, Lookup, Mapping, PageTable, PagingError, X86_64};
+use hugemm_paging::{
+    Aarch64, Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, TableMemory, X86_64,
+};
 
 const WRITTEN: Flags = Flags::WRITE.with(Flags::DIRTY);
 const SMALL: Mapping = Mapping { flags: WRITTEN, largest: Size4K };
@@ -242,4 +244,23 @@ fn a_group_that_reaches_over_the_bounds_stays() {
     assert_eq!(part.exclusive(&heap).folded(span(0, 32)), None);
     let _ = part.exclusive(&heap).write_protect(span(0, 32)).expect("whole groups");
     assert!(leaf(&table, &heap, 39).flags.contains(Flags::WRITE));
+}
+
+/// Behind the last page of a table nothing is read: tables there are another lock's, who may be freeing them.
+#[test]
+fn nothing_is_read_behind_the_bounds() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<Aarch64, _>(&heap);
+    table.shared(&heap).map_folded(span(0, 512), [extent(0x1000, 512)], SMALL).expect("free");
+    // SAFETY: one heap, and the whole table is left alone meanwhile.
+    let part = unsafe { PageTable::<Aarch64>::adopt(table.root(), span(0, 512)) }.expect("a part");
+    let mut upper = (&heap).reach(table.root()).cast::<u64>();
+    for _ in 0..2 {
+        // SAFETY: a table of this test, whose first entry refers to a table.
+        upper = (&heap).reach(Aarch64::frame(unsafe { upper.read() })).cast();
+    }
+    // SAFETY: as above. The entry refers to a frame that the heap has not, and panics at.
+    unsafe { upper.add(1).write(upper.read() | 1 << 40) };
+    assert_eq!(part.exclusive(&heap).folded(span(16, 496)), None);
+    let _ = part.exclusive(&heap).write_protect(span(16, 496)).expect("whole groups");
 }
