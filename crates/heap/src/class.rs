@@ -67,6 +67,7 @@ impl Source {
 /// assert_eq!(hugemm_heap::usable_size(Layout::new::<[u8; 130]>()), Some(160));
 /// assert_eq!(hugemm_heap::usable_size(Layout::new::<[u8; 8193]>()), Some(16384));
 /// ```
+#[inline]
 pub const fn usable_size(layout: Layout) -> Option<usize> {
     match Source::of(layout) {
         Source::Slab(class) => Some(piece(class as usize) as usize),
