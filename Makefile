@@ -14,7 +14,7 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb vm
 LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames heap paging vm reclaim lz4 threads)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants soak lint lines package dist deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants soak races lint lines package dist deep clean
 
 help:
 	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
@@ -26,6 +26,7 @@ help:
 	@echo "make dist   a static binary, manual pages, systemd units, and a Debian package of them, in target/dist"
 	@echo "make lines  what each package costs in lines"
 	@echo "make soak   half an hour of everything at once, in which not one byte may be wrong (SOAK=600 seconds for each)"
+	@echo "make races  the engine's tests with atomics that let other threads run now and then (ten minutes)"
 	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
 
 build:
@@ -112,6 +113,11 @@ soak: build
 	$(HUGEMM) bench stress --seconds $(SOAK)
 	$(HUGEMM) bench age --check --memory 64MB --seconds $$(($(SOAK) / 4)) --young noflush,batch --page 4KB
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
+
+# Races that need a thread to stop between two steps: see crates/base/src/perturb.rs.
+races:
+	RUSTFLAGS="--cfg perturb" CARGO_TARGET_DIR=target/perturb \
+	$(CARGO) test --locked --tests $(addprefix -p hugemm-,base frames heap paging hugetlb vm reclaim)
 
 lint:
 	$(CARGO) fmt --all --check

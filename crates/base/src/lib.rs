@@ -35,8 +35,8 @@
 //! | [`inject`] | [`Inject`](inject::Inject): the one fault-injection harness |
 //! | [`lock`] | [`RawLock`](lock::RawLock): how the platform waits |
 //! | [`counters`] | always-on counters, one relaxed add each |
-//! | [`sync`] | atomics, or loom's under `cfg(loom)` |
-#![cfg_attr(not(any(test, loom)), no_std)]
+//! | [`sync`] | atomics, or loom's under `cfg(loom)`, or those of `perturb.rs` under `cfg(perturb)`, which let others run now and then |
+#![cfg_attr(not(any(test, loom, perturb)), no_std)]
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -51,6 +51,8 @@ pub mod extent;
 pub mod inject;
 pub mod lock;
 pub mod pending;
+#[cfg(perturb)]
+mod perturb;
 pub mod platform;
 pub mod pressure;
 mod single_cpu;

@@ -1,12 +1,16 @@
-//! Atomics and fences: `core`'s, or loom's under `cfg(loom)`.
+//! Atomics and fences: `core`'s, loom's under `cfg(loom)`, or under `cfg(perturb)` `core`'s that let others run now and then.
 //!
 //! Ordering-sensitive code in hugemm imports from here and nowhere else, so that loom explores the function that ships
 //! and not a copy of it. Every use of an `Ordering` names the use it pairs with.
 
+#[cfg(perturb)]
+pub use crate::perturb::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 #[cfg(not(loom))]
 pub use core::hint::spin_loop;
+#[cfg(not(any(loom, perturb)))]
+pub use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 #[cfg(not(loom))]
-pub use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
+pub use core::sync::atomic::{Ordering, fence};
 #[cfg(loom)]
 pub use loom::hint::spin_loop;
 #[cfg(loom)]
@@ -164,8 +168,8 @@ macro_rules! atomic_word {
 }
 
 atomic_word!(AtomicU64);
-// Words of hardware's, such as table entries, which loom does not have.
-#[cfg(loom)]
+// Words of hardware's, such as table entries, which neither of the two has.
+#[cfg(any(loom, perturb))]
 atomic_word!(core::sync::atomic::AtomicU64);
 
 #[cfg(all(test, not(loom)))]

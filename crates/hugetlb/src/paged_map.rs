@@ -46,7 +46,7 @@ impl<F: PageFormat, X, H, M> core::fmt::Debug for PagedMap<'_, F, X, H, M> {
     }
 }
 
-impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m, F, X, H, M> {
+impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[sync::AtomicU64]>> PagedMap<'m, F, X, H, M> {
     /// The blocks of the tables at `root`.
     ///
     /// # Safety
@@ -80,7 +80,9 @@ impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m
 // SAFETY: slots are the entries that hardware walks; they and tables are reached through a direct map; entries are kernel
 // data, not executable, write-back, and bit 0 is what makes one valid in every format. Shootdowns of the kernel's space reach every
 // CPU and say that tables are among what goes; so do broadcasts, which a map that breaks has (see `new`).
-unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> DescriptorMap for PagedMap<'_, F, X, H, M> {
+unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[sync::AtomicU64]>> DescriptorMap
+    for PagedMap<'_, F, X, H, M>
+{
     type Kind = KernelSpace;
     type Held = Keep;
 

@@ -3,6 +3,7 @@
 
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
+use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
     Cpu, CpuCx, CpuId, Dirty, Extent, FlushDomain, Flushed, Never, NodeId, Order, PageSize, Pfn, RangeSet, VirtAddr,
     VirtRange,
@@ -20,7 +21,6 @@ use hugemm_paging::{Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown, Tlb
 use hugemm_threads::Random;
 use std::cell::Cell;
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU64;
 
 const CPUS: u32 = 4;
 const SPANS: u64 = 6;
@@ -41,7 +41,7 @@ unsafe impl DescriptorMap for Watched<'_> {
     type Kind = KernelSpace;
     type Held = Keep;
 
-    fn slot(&self, block: VirtAddr) -> Option<&AtomicU64> {
+    fn slot(&self, block: VirtAddr) -> Option<&core::sync::atomic::AtomicU64> {
         self.map.slot(block)
     }
 
