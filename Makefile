@@ -44,8 +44,8 @@ test-host:
 
 # Programs that a newcomer would start from; each checks what it did.
 test-examples:
-	$(CARGO) run --profile test --locked -p hugemm-example-std-platform
-	$(CARGO) run --profile test --locked -p hugemm-example-vmm-prefault -- 64
+	$(CARGO) run --locked -p hugemm-example-std-platform
+	$(CARGO) run --locked -p hugemm-example-vmm-prefault -- 64
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
 	    CARGO="$(CARGO)" examples/ring0/run.sh; \
 	else echo "skipped: the ring-0 example"; fi
