@@ -157,7 +157,8 @@ pub fn run(args: &Map) -> Result<()> {
     if !machine.quiet() {
         table::print("4 KiB pages, ns per page that is changed", &lines);
         goals.print();
-        if let Some(note) = peers::note(args.measured.no_peers) {
+        let other = "The other side's tables come from the same allocator; no CPU translates by them.";
+        if let Some(note) = if peers(args) { Some(other) } else { peers::note(args.measured.no_peers) } {
             println!("\n  {note}");
         }
     }
