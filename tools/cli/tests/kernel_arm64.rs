@@ -189,6 +189,7 @@ fn the_selftest_finds_planted_bugs() {
 fn a_guest_that_breaks_says_why_and_where() {
     breaks("2", "crash panic", &["the guest broke", "panic on cpu0", "asked to"], "crash::run");
     breaks("2", "crash fault", &["page fault on cpu0", "read at", "nothing is mapped"], "crash::run");
+    breaks("2", "crash tail", &["page fault on cpu0", "write at", "does not allow it"], "a tail of the page");
     breaks("2", "crash stack", &["stack overflow on cpu0"], "the stack of cpu0 ran over");
     breaks("1", "crash reset", &["reset by itself"], "");
     // Whoever keeps interrupts off is asked by one that it cannot keep off.
