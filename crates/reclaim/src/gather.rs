@@ -61,6 +61,8 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
     }
 
     /// Moves pages of the block, from `first` on, with one flush; whether the first has moved.
+    // Not inlined: 4 KiB of stack that other ways of making room do without.
+    #[inline(never)]
     fn move_out(&self, cx: &mut Cx<'_, S>, first: Pfn, block: Extent) -> bool {
         let mut unhooked: [Option<Unhooked<'s, S>>; BATCH] = [const { None }; BATCH];
         let mut count = 0;
@@ -86,7 +88,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         }
         self.pager.steps().enter(Step::Write);
         let mut moved = false;
-        for page in unhooked.into_iter().flatten() {
+        for page in unhooked.iter_mut().filter_map(Option::take) {
             let head = page.head();
             let done = self.vm.move_page(cx, page);
             self.pager.counts().moved.add(u64::from(done));

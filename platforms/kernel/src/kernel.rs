@@ -55,6 +55,7 @@ pub mod page_fault;
 pub mod percpu;
 pub mod platform;
 pub mod smp;
+pub mod stack;
 pub mod tables;
 pub mod tlb;
 pub mod vm;

@@ -16,7 +16,7 @@ use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Extent, Never, Order, PAGE_BYTES, PageSize, Pfn, PhysMap, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
 use hugemm_reclaim::Watermarks;
-use hugemm_vm::{Access, AddressSpace, Backing, Cx, Pinned, Setup, Vm, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Cx, Pinned, Served, Setup, Vm, VmError, VmaKind};
 
 /// Pages in a window, as in the patch series' program.
 pub const WINDOW: u64 = 1024;
@@ -465,8 +465,15 @@ impl Process<'_> {
             }
             shared = true;
             let at = VirtAddr::new(self.at.get() + page * PAGE_BYTES);
+            let is_there = |mapped| matches!(mapped, Lookup::Mapped(leaf) if extent.base() == leaf.frame);
+            // Reclaim may have been at the page when it was pinned: then it puts it back, and a fault says when. Had the page
+            // gone, the fault would bring another frame.
+            while !is_there(vm.lookup(cx, space, at)) && vm.fault(cx, space, at, Access::Read) == Ok(Served::Meanwhile)
+            {
+                cx.cond_resched();
+            }
             let mapped = vm.lookup(cx, space, at);
-            if !matches!(mapped, Lookup::Mapped(leaf) if extent.base() == leaf.frame) {
+            if !is_there(mapped) {
                 return Err(Failed::Torn(Torn { process: self.number, page, pinned: frame, mapped }));
             }
             let (word, expected) = (self.number as usize, if wrote == MARKED { 0 } else { u64::from(wrote) });

@@ -26,8 +26,8 @@ pub const DEVICES: u64 = 0xffff_f800_0000_0000;
 /// The image's offset: its physical address is less by this.
 pub const IMAGE: u64 = mmu::IMAGE;
 
-/// Bytes of a stack, and of the hole below it.
-pub const STACK_BYTES: u64 = 64 << 10;
+/// Bytes of a stack, and of the hole below it. Half of it is for the commands, which keep what they count with there.
+pub const STACK_BYTES: u64 = 128 << 10;
 
 unsafe extern "C" {
     static image_start: u8;

@@ -120,6 +120,8 @@ pub(crate) fn build(machine: &mut Machine) {
     }
     for cpu in 0..cpus {
         let stack = free.take(layout::STACK_BYTES / PAGE_BYTES, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
+        // SAFETY: just taken, and reachable on the boot tables; nobody runs on it yet. `stack::deepest` tells by it what was used.
+        unsafe { layout::direct(stack.base().start().get()).write_bytes(0, layout::STACK_BYTES as usize) };
         map(&table, free, layout::stack_bottom(cpu), stack, DATA, Changes::Never);
     }
     for (at, registers) in devices.iter().filter(|(_, registers)| !registers.is_empty()) {

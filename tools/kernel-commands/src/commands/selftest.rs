@@ -16,7 +16,7 @@ use super::{Cx, Failure, free_all, vec_for, vec_of};
 use crate::output::{note, progress, sample};
 use core::fmt;
 use hugemm_base::{Clock, FrameUse, FramesInUse, PageSize};
-use hugemm_kernel::{percpu, tables, tlb, vmemmap};
+use hugemm_kernel::{percpu, stack, tables, tlb, vmemmap};
 use hugemm_reclaim::Ageing;
 use hugemm_workloads::alloc_free::stress::Broken;
 use hugemm_workloads::request::{Part, Plant, Selftest};
@@ -281,6 +281,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.dissolved", pooled.dissolved as f64, "pages", &[]);
     sample("selftest.surplus", pooled.surplus as f64, "pages", &[]);
     sample("selftest.faults", pooled.faults as f64, "allocations", &[]);
+    sample("selftest.stack", stack::deepest() as f64, "bytes", &[]);
     if vmemmap::BREAKS {
         sample("selftest.descriptor_faults", vmemmap::faults() as f64, "faults", &[]);
     }
