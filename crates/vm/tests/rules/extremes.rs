@@ -1,14 +1,10 @@
 //! Numbers at the end of their types, through every call that takes one: an error or nothing, no panic, no wrap, and no loop
 //! over what is not there.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{bounds, no_faults, span, with_rig};
 use hugemm_base::{CpuId, Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, AgeRun, Backing, Neighbours, Recency, VmError, VmaKind};
-use support::{bounds, no_faults, span, with_rig};
 
 /// Addresses in 64 bits, in pages.
 const ALL: u64 = 1 << 52;

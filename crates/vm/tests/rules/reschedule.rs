@@ -1,15 +1,11 @@
 //! Nothing that takes long goes on for long without letting others run, and what others do then is right.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::metered::{TABLE, most_between_reschedules};
+use crate::support::{bounds, no_faults, span, with_rig};
 use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize};
 use hugemm_hugetlb::Nodes;
 use hugemm_vm::{Access, Backing, Phase, VmError, VmaKind};
 use std::sync::atomic::{AtomicU64, Ordering};
-use support::metered::{TABLE, most_between_reschedules};
-use support::{bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 

@@ -1,9 +1,6 @@
 //! What is called back calls the manager, as the traits say that it may, and is answered.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Cpus, Cx, Follower, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
 use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Lookup};
@@ -11,7 +8,6 @@ use hugemm_vm::{Access, AddressSpace, Backing, Notifier, Served, VmError, VmaKin
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use support::{Cpus, Cx, Follower, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
 
 const AT: u64 = 0x4000_0000;
 const KIND: VmaKind = VmaKind::private(PageSize::Size4K);

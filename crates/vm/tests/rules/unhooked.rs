@@ -1,15 +1,11 @@
 //! Pages that are taken out of their page tables: they come back as they were, move, or go away, and nobody loses a store.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Cx, Handle, Metered, Model, Rig, bounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
 use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, UnhookedPage, VmError, VmaKind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use support::{Cx, Handle, Metered, Model, Rig, bounds, no_faults, span, with_format};
 
 const AT: u64 = 0x4000_0000;
 const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
@@ -479,7 +475,7 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
 #[test]
 fn unmapping_flushes_what_is_moving_without_a_pager() {
     const PAGES: u64 = 16;
-    support::with_rig(16, 2, 102, &no_faults(), |rig| {
+    crate::support::with_rig(16, 2, 102, &no_faults(), |rig| {
         let at = |index: u64| AT + (index << 12);
         let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");

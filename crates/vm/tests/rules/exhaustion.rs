@@ -1,9 +1,6 @@
 //! Memory can run out at every allocation: whatever was going on, the space stays right, and every frame comes back.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Cx, Handle, Metered, Rig, bounds, no_faults, relief_asked, span, with_format, with_rig};
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
 use hugemm_frames::AllocRequest;
@@ -11,7 +8,6 @@ use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Served, VmError, VmaKind};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
-use support::{Cx, Handle, Metered, Rig, bounds, no_faults, relief_asked, span, with_format, with_rig};
 
 const AT: u64 = 0x4000_0000;
 

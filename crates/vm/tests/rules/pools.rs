@@ -1,7 +1,5 @@
 //! Areas over the pools of `hugemm-hugetlb`: promises, the lack of a page as an error, and which node pages come from.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuId, Dirty, Never, NodeId, PageSize, PhysMap, VirtAddr, VirtRange};

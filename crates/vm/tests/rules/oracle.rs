@@ -1,15 +1,11 @@
 //! Random sequences of everything, by several CPUs, against what every byte has to be.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Handle, Model, Rig, bounds, no_faults, span, with_format, with_rig};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, PageFormat};
 use hugemm_vm::{Backing, SharedRef, VmError, VmaKind};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-use support::{Handle, Model, Rig, bounds, no_faults, span, with_format, with_rig};
 
 const AT: u64 = 0x4000_0000;
 const SPACES: usize = 3;

@@ -1,10 +1,7 @@
 //! A hypervisor's second stage that follows an address space, over a page table of its own: the example of a notifier, and
 //! the proof that no store of a guest goes to a page that the space no longer has.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Cpus, Cx, Follower, Handle, Rig, bounds, no_faults, span, with_rig};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Extent, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, Plain};
@@ -12,7 +9,6 @@ use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Lookup, Mapping, Page
 use hugemm_vm::{Access, Backing, Following, Notifier, VmError, VmaKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use support::{Cpus, Cx, Follower, Handle, Rig, bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 

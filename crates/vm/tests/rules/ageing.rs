@@ -1,16 +1,12 @@
 //! What ageing finds in the mappings of a page, and what it leaves there.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_rig};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{AgeRun, Backing, Neighbours, Notifier, Recency, SharedRef, VmError, VmaKind};
 use std::cell::RefCell;
 use std::sync::Arc;
-use support::{Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 const KIND: VmaKind = VmaKind::private(PageSize::Size4K);

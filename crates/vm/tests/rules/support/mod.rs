@@ -1,6 +1,7 @@
 //! What the tests run on: a manager over the model MMU, whose TLBs keep what they may, and a program that accesses memory
 //! as a task does: translate, fault, repeat.
-#![allow(dead_code, unreachable_pub)]
+
+#![allow(unreachable_pub)]
 
 pub mod metered;
 pub mod slots;

@@ -1,12 +1,8 @@
 //! Requests that cannot be served say why and where, and leave everything as it was.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{areas, bounds, no_faults, span, with_rig};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_vm::{Backing, PinError, VmError, VmaKind};
-use support::{areas, bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);

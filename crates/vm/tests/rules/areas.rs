@@ -1,14 +1,10 @@
 //! Areas, faults, unmapping, the reverse map: one rule per test, on the model MMU.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{areas, bounds, no_faults, span, with_rig};
 use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Phase, Protection, Served, VmError, VmaKind};
-use support::{areas, bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 

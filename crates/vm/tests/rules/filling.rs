@@ -1,15 +1,11 @@
 //! Filling and pinning ranges that begin and end anywhere: every page once, where it belongs.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Cx, Handle, Rig, bounds, no_faults, span, with_rig};
 use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{Backing, Owner, Phase, Pinned, Protection, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::cell::Cell;
-use support::{Cx, Handle, Rig, bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);

@@ -1,13 +1,9 @@
 //! Several CPUs at once: one page is cleared once, none is lost, and bad memory does not spread.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{bounds, no_faults, span, with_rig};
 use hugemm_base::{CancelFlag, CpuId, Never, PageSize, VirtAddr};
 use hugemm_vm::{Access, Backing, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::Barrier;
-use support::{bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 

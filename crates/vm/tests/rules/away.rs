@@ -1,14 +1,10 @@
 //! What becomes of pages that are away when their addresses go.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
 use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Lookup};
 use hugemm_vm::{Access, AddressSpace, Backing, Pager, UnhookedPage, VmError, VmaKind};
-use support::{Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
 
 const AT: u64 = 0x4000_0000;
 const GIB: u64 = 1 << 30;

@@ -1,15 +1,11 @@
 //! How pages are copied and cleared: in which order, and by the size of the whole request.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Model, bounds, no_faults, parts, span, with_rig};
 use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize, VirtAddr};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Backing, Parts, Vm, VmError, VmaKind};
 use std::cell::Cell;
-use support::{Model, bounds, no_faults, parts, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 

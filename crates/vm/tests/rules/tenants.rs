@@ -1,13 +1,9 @@
 //! What belongs to one space is out of reach for the others, whatever safe code asks for.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{bounds, no_faults, span, with_rig};
 use hugemm_base::{CpuId, PageSize, VirtAddr};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{Backing, Protection, VmaKind};
-use support::{bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 const SECRET: u64 = 0x5ec2e7;

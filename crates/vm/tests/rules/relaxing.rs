@@ -1,13 +1,9 @@
 //! CPUs that go on refusing by what they keep, as arm64's may: rights that are given reach them all the same.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Metered, bounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_host::mmu::Fault;
 use hugemm_vm::{Access, Backing, Served, VmaKind};
-use support::{Metered, bounds, no_faults, span, with_format};
 
 const AT: u64 = 0x4000_0000;
 

@@ -1,10 +1,8 @@
 //! Which pages of a range have been used: exactly those, once, and whoever takes pages away is told.
 
-#![cfg(all(target_os = "linux", not(miri)))]
 #![allow(clippy::single_range_in_vec_init, reason = "runs of pages are what is compared")]
 
-mod support;
-
+use crate::support::{Cx, Follower, Metered, Model, Rig, bounds, no_faults, span, with_format};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
@@ -13,7 +11,6 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
-use support::{Cx, Follower, Metered, Model, Rig, bounds, no_faults, span, with_format};
 
 const AT: u64 = 0x4000_0000;
 /// Page number of `AT`.

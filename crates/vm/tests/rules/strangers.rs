@@ -1,17 +1,13 @@
 //! Spaces, objects and pins are taken by the manager and the space that they belong to, and by nobody else; and a space with
 //! pinned pages does not end.
 
-#![cfg(all(target_os = "linux", not(miri)))]
-
-mod support;
-
+use crate::support::{Follower, Model, PoolMemory, bounds, map, no_faults, parts, span, with_rig};
 use hugemm_base::{CpuId, Dirty, Never, NodeId, Order, PageSize, VirtAddr};
 use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_hugetlb::{Nodes, VmemmapOptimizer};
 use hugemm_paging::Lookup;
 use hugemm_threads::Memory;
 use hugemm_vm::{Access, Backing, Parts, Pools, Vm, VmError, VmaKind};
-use support::{Follower, Model, PoolMemory, bounds, map, no_faults, parts, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 

@@ -1,0 +1,25 @@
+//! One test per rule that random operations do not single out, by subject; and random operations, beside a model of them.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod ageing;
+mod areas;
+mod away;
+mod callbacks;
+mod clears;
+mod exhaustion;
+mod extremes;
+mod filling;
+mod folding;
+mod oracle;
+mod pools;
+mod races;
+mod refused;
+mod relaxing;
+mod reschedule;
+mod stage2;
+mod strangers;
+mod support;
+mod tenants;
+mod unhooked;
+mod working_set;
