@@ -1,16 +1,24 @@
-//! One test per rule that random operations do not single out, by subject.
+//! One test per rule that random operations do not single out, by subject; and random operations beside a model.
 
+mod accounting;
 mod added;
 mod below;
+mod carve;
 mod claims;
 mod configuration;
+mod corpus;
 mod counted;
 mod descriptors;
+#[cfg(all(target_os = "linux", not(miri)))]
+mod engine;
 mod errors;
 mod extremes;
 // Miri has no part of a mapping given back.
 #[cfg(not(miri))]
 mod gone;
+mod interrupts;
+mod model;
+mod nowait;
 mod ownership;
 mod places;
 mod poison;
@@ -19,6 +27,9 @@ mod shortage;
 mod slabs;
 #[path = "../support/mod.rs"]
 mod support;
+mod threads;
+#[cfg(all(target_os = "linux", not(miri)))]
+mod untouched;
 mod uses;
 mod zero;
 

@@ -2,16 +2,12 @@
 //! counted and given back. A free of 1 GiB that looked at its frames one by one would touch 256 pages of descriptors per
 //! 16384 frames, or every one of its 512 blocks.
 
-#![cfg(all(target_os = "linux", not(miri), not(loom)))]
-
-mod support;
-
+use crate::support::{Memory, Threads, arena, extent, release};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CpuCx, Order};
 use hugemm_frames::{AllocRequest, Frames, FramesConfig, Frozen, Plain};
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use support::{Memory, Threads, arena, extent, release};
 
 const PAGE: usize = 4096;
 

@@ -1,15 +1,11 @@
 //! Zeroed memory by the clearing engine, on real memory: in bounded units, never twice.
 
-#![cfg(all(target_os = "linux", not(miri), not(loom)))]
-
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CpuId, Never, NodeId, Order, PreemptModel};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Features, Profile};
 use hugemm_frames::{AllocRequest, ArenaSpec, FramesConfig};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host, allowed_cpus};
 use hugemm_host::mmap::Mmap;
-
-mod support;
 
 /// A zeroed block is cleared by the engine, in units with a reschedule point each, and a block that is
 /// known to be zero is handed out as it is.
@@ -27,7 +23,7 @@ fn zeroed_blocks_are_cleared_in_units_and_once() {
 
     let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
     let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
-    let memory = support::Memory::for_config(&config);
+    let memory = crate::support::Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     // SAFETY: the only owner of the host's frames, made once, released once.
     host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) }).expect("a CPU");

@@ -1,14 +1,12 @@
 //! Memory that runs out at every place where it can, and resizes at random while others look.
 
-mod support;
-
+use crate::support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{CpuCx, Never, PageSize, Pfn};
 use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
 use hugemm_threads::Random;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as};
 
 const POLICIES: [OptimizerPolicy; 4] = [
     OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true },

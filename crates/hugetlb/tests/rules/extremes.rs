@@ -1,12 +1,10 @@
 //! Numbers at the end of their types, through every call that takes one: an error or nothing, no panic, and an end.
 
-mod support;
-
+use crate::support::{Shape, machine};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Extent, Never, NodeId, Order, PageSize, Pfn};
 use hugemm_hugetlb::counts;
 use hugemm_hugetlb::{HugePage, HugePageCounts, Nodes, PoolError};
-use support::{Shape, machine};
 
 const NUMBERS: [u64; 7] = [1, 1 << 20, 1 << 40, 1 << 52, 1 << 63, u64::MAX - 1, u64::MAX];
 

@@ -1,5 +1,4 @@
 //! A manager carved out of the memory it manages: nothing is lost, nothing is handed out twice, metadata never.
-#![cfg(not(loom))]
 
 use hugemm_base::platform::{Cpu, LinearMap, PhysMap, Window};
 use hugemm_base::{CpuCx, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn, Ram, SingleCpu, VirtAddr};

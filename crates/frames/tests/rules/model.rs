@@ -1,7 +1,5 @@
 //! Random operations against the model: every answer, and the sum of free and used after every step.
 
-mod support;
-
 use proptest::prelude::*;
 
 proptest! {
@@ -9,6 +7,6 @@ proptest! {
 
     #[test]
     fn random_operations_agree_with_the_model(data in proptest::collection::vec(any::<u8>(), 0..if cfg!(miri) { 60 } else { 1500 })) {
-        support::ops::run(&data);
+        crate::support::ops::run(&data);
     }
 }

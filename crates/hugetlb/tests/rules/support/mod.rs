@@ -1,6 +1,6 @@
 //! A small machine: sparse physical memory, descriptors behind software tables, TLBs that keep stale entries and evict at
 //! random, and an allocator over all of it.
-#![allow(dead_code, unreachable_pub)]
+#![allow(unreachable_pub)]
 
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject, NoFaults};
 use hugemm_base::lock::SpinLock;

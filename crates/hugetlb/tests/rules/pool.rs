@@ -1,13 +1,11 @@
 //! What a pool does beyond its size: handing out, reservations, surplus, poison, dissolving, demoting.
 
-mod support;
-
+use crate::support::{BASE, Faults, Machine, SPAN, Shape, machine, run_as};
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
 use hugemm_base::{Cpu, CpuCx, Never, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::HwPoisoned;
 use hugemm_hugetlb::{HugePage, HugePageCounts, HugePool, Nodes, PoolError, Resize, ResizeReport};
 use proptest::prelude::*;
-use support::{BASE, Faults, Machine, SPAN, Shape, machine, run_as};
 
 /// A page that nobody has promised: a surplus one if none is free.
 fn take_more<P: Cpu, I: Inject>(
@@ -322,7 +320,7 @@ fn pages_leave_evenly_and_only_where_they_are() {
         // Their descriptors are in memory of their node.
         let node = m.areas[1].extent();
         for (pfn, lean) in small.pages() {
-            assert!(lean && node.contains(m.map.walk(support::descriptor_of(pfn)).expect("mapped").frame));
+            assert!(lean && node.contains(m.map.walk(crate::support::descriptor_of(pfn)).expect("mapped").frame));
         }
     });
 }
@@ -465,7 +463,7 @@ fn what_is_known_to_be_zero_stays_known() {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, cx) = (memory.pool(), m.threads.cx());
         // The upper half of memory is known to be zero.
-        let half = support::extent(BASE + 2 * SPAN, 2 * SPAN);
+        let half = crate::support::extent(BASE + 2 * SPAN, 2 * SPAN);
         let claimed = m.frames.alloc_contig_range(&cx, half).expect("free");
         // SAFETY: sparse memory that nobody has touched is zero, and it was claimed.
         let zeroed = unsafe { hugemm_base::Zeroed::assume_owned(claimed.into_extent()) };

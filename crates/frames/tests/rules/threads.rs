@@ -1,5 +1,4 @@
 //! Which types may go from thread to thread: nearly all, since a frame is anybody's who is given it, and a manager is everybody's.
-#![cfg(not(loom))]
 
 use hugemm_base::lock::SpinLock;
 use hugemm_frames::*;

@@ -1,12 +1,10 @@
 //! Which types may go from thread to thread: nearly all, since pools are everybody's and a page is anybody's who has it.
 
-mod support;
-
 use hugemm_frames::Plain;
 use hugemm_hugetlb::counts::ResizePlan;
 use hugemm_hugetlb::*;
 
-type Map = support::Map<'static>;
+type Map = crate::support::Map<'static>;
 
 #[test]
 fn every_type() {

@@ -1,7 +1,5 @@
 //! Replays the fuzz corpus as an ordinary test.
 
-mod support;
-
 #[test]
 #[cfg_attr(miri, ignore = "reads files; the property test runs the same under Miri")]
 fn the_fuzz_corpus_agrees_with_the_model() {
@@ -9,7 +7,7 @@ fn the_fuzz_corpus_agrees_with_the_model() {
     let mut seen = 0;
     for entry in std::fs::read_dir(directory).expect("the corpus is part of the repository") {
         let path = entry.expect("readable").path();
-        support::ops::run(&std::fs::read(&path).expect("readable"));
+        crate::support::ops::run(&std::fs::read(&path).expect("readable"));
         seen += 1;
     }
     assert!(seen > 0, "the corpus is empty");

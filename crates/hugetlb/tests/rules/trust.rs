@@ -1,8 +1,7 @@
 //! What must not happen whatever safe code does, and whenever it stops: a page in two hands, or free memory whose descriptors
 //! somebody cannot write.
 
-mod support;
-
+use crate::support::{Machine, Shape, extent, machine, run_as};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{CancelFlag, CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn};
@@ -15,7 +14,6 @@ use hugemm_threads::Random;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use support::{Machine, Shape, extent, machine, run_as};
 
 const POLICIES: [OptimizerPolicy; 4] = [
     OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: false },

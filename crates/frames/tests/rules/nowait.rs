@@ -1,13 +1,11 @@
 //! Allocating and freeing without waiting, also while somebody else really holds the node's lock.
 
-mod support;
-
+use crate::support::{Memory, Threads, arena, extent, with_one_arena};
 use hugemm_base::Order;
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::{RawLock, SpinLock};
 use hugemm_frames::{AllocError, AllocRequest, Env, Frames, FramesConfig};
 use std::sync::atomic::{AtomicU32, Ordering};
-use support::{Memory, Threads, arena, extent, with_one_arena};
 
 /// Who gives the lock back next keeps it until the other thread says so.
 static STAGE: AtomicU32 = AtomicU32::new(IDLE);

@@ -1,13 +1,11 @@
 //! What growing and shrinking do to descriptors, counted.
 
-mod support;
-
+use crate::support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CancelFlag, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{DescriptorMap, FlushPolicy, Mapped, Nodes, OptimizerPolicy};
 use std::sync::atomic::{AtomicBool, Ordering};
-use support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as};
 
 const OLD_WAY: OptimizerPolicy = OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: false };
 
@@ -415,7 +413,7 @@ fn beside_a_looker<R>(m: &Machine<'_, NoFaults>, operation: impl FnOnce() -> R) 
         operation()
     });
     *hw.looker.lock().unwrap() = None;
-    let left = descriptors(m).find(|frame| m.map.walk(support::descriptor_of(*frame)).is_none());
+    let left = descriptors(m).find(|frame| m.map.walk(crate::support::descriptor_of(*frame)).is_none());
     assert_eq!(left, None, "nothing is left invalid");
     (result, hw.helped.load(Ordering::Relaxed))
 }

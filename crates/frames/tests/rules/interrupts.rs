@@ -1,6 +1,5 @@
 //! What comes in between: interrupts that allocate and free wherever they could come, and poison that strikes at the last
 //! moment.
-#![cfg(not(loom))]
 
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::{RawLock, SpinLock};

@@ -1,12 +1,10 @@
 //! A range free and the same pages freed one by one leave the same accounts behind.
 
-mod support;
-
+use crate::support::{Threads, counted_pages, folio, pages, with_one_arena};
 use hugemm_base::{Extent, Order, Pfn};
 use hugemm_frames::{AllocRequest, Frames, HwPoisoned, NodeStats, Put};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
-use support::{Threads, counted_pages, folio, pages, with_one_arena};
 
 const PAGES: u64 = 2048;
 
