@@ -6,7 +6,7 @@ use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Extent, Order, PageSize, Pfn};
-use hugemm_frames::{AllocRequest, Mobility};
+use hugemm_frames::AllocRequest;
 use hugemm_kernel::heap::heap;
 use hugemm_kernel::memory::{self, KernelEnv, frames};
 use hugemm_kernel::{percpu, smp};
