@@ -45,6 +45,7 @@ fn selftest(cpus: u32, model: &str) {
     for metric in ["rounds", "unmaps", "resized", "accesses", "seals", "refaults", "resizes", "poisoned"] {
         assert!(value(&format!("selftest.{metric}")) >= 1.0, "{metric}");
     }
+    assert_eq!(value("selftest.offline") >= 1.0, cpus > 1, "somebody went offline");
     assert!(value("selftest.stack") < 61440.0, "{} bytes of a stack were used", value("selftest.stack"));
     // Somebody among many has met a descriptor on its way to another frame.
     assert!(cpus < 4 || value("selftest.descriptor_faults") >= 1.0);

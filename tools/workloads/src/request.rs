@@ -187,6 +187,8 @@ named! {
         Descriptors = "descriptors",
         /// All flush under a lock.
         Convoy = "convoy",
+        /// A CPU goes offline and comes back.
+        Hotplug = "hotplug",
         /// Faults, forks and unmaps.
         AddressSpaces = "address-spaces",
         /// The same while pages go to swap and come back.

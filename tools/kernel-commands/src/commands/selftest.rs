@@ -6,6 +6,7 @@ mod convoy;
 mod descriptors;
 mod frames_stress;
 mod heap_stress;
+mod hotplug;
 mod pools;
 mod pressure;
 mod rights;
@@ -26,7 +27,7 @@ const SLICE_LEAST: u64 = 100_000_000;
 const SLICE_MOST: u64 = 2_000_000_000;
 
 /// How many parts there are.
-const PARTS: u64 = 9;
+const PARTS: u64 = 10;
 
 /// What the self-test found.
 #[derive(Debug)]
@@ -73,6 +74,13 @@ pub enum Finding {
         /// What is there.
         found: u64,
         /// Who looked.
+        cpu: u32,
+    },
+    /// What a CPU had cached that is offline is still in its cache.
+    Cached {
+        /// One of the frames.
+        frame: u64,
+        /// Whose.
         cpu: u32,
     },
     /// No page is in a pool, and yet not every descriptor has a frame of its own.
@@ -154,6 +162,12 @@ impl fmt::Display for Finding {
                     "self-test, descriptors: cpu{cpu} found {found:#x} in that of frame {frame:#x}, not what was written"
                 )
             }
+            Finding::Cached { frame, cpu } => {
+                write!(
+                    f,
+                    "self-test, hotplug: frame {frame:#x}, which cpu{cpu} had cached when it went offline, is not free"
+                )
+            }
             Finding::Lean { at } => {
                 write!(f, "self-test, pools: descriptors at {at:#x} have no frames of their own with all pools empty")
             }
@@ -188,7 +202,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
     let (mut unmaps, mut resized, mut seals, mut pooled) = (0, 0, 0, pools::Tally::default());
-    let (mut steps, mut zeroed, mut unplugged, mut poisoned) = (0, 0, 0, 0);
+    let (mut steps, mut zeroed, mut unplugged, mut poisoned, mut offline) = (0, 0, 0, 0, 0);
     let mut pressed = pressure::Tally::default();
     let before = tlb::shootdown().counts();
     let (pieces, bad) = (frames_stress::pieces()?, frames_stress::bad()?);
@@ -244,6 +258,9 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         if runs(Part::Convoy) {
             convoy::round(cx, clock.now_ns() + slice)?;
         }
+        if runs(Part::Hotplug) {
+            offline += hotplug::round(cx, seed, clock.now_ns() + slice)?;
+        }
         if runs(Part::AddressSpaces) {
             let (taken, cleared) = address_spaces::round(cx, seed, clock.now_ns() + slice)?;
             (steps, zeroed) = (steps + taken, zeroed + cleared);
@@ -267,6 +284,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unplugged", unplugged as f64, "times", &[]);
     sample("selftest.poisoned", poisoned as f64, "frames", &[]);
+    sample("selftest.offline", offline as f64, "times", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
     sample("selftest.resized", resized as f64, "pieces of 2 MiB", &[]);
     sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);

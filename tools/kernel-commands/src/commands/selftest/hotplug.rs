@@ -1,0 +1,104 @@
+//! A CPU goes offline and comes back. What it has cached is given back on its behalf, and nobody's flush of the kernel's half waits for
+//! it: its interrupts are off, so that one which asked it would stand still, and the watchdog would say where.
+
+use super::descriptors::stamp;
+use super::{Cx, Failure, Finding};
+use core::sync::atomic::{AtomicU64, Ordering};
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{Clock, CpuId, Extent, Order, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_frames::AllocRequest;
+use hugemm_kernel::memory::frames;
+use hugemm_kernel::tlb::{kernel_half, shootdown};
+use hugemm_kernel::{layout, percpu, smp};
+use hugemm_paging::{ShootdownBatch, ShootdownPolicy};
+use hugemm_workloads::random::Random;
+
+/// Times in a round, at most.
+const TURNS: u64 = 20;
+
+/// It has not left yet, and is to come back. Between the two: a frame that it has cached, and one more.
+const HERE: u64 = 0;
+const BACK: u64 = u64::MAX;
+
+/// One round, until `until` at the latest; how often a CPU was offline. None is where there is but one.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
+    let others = u64::from(percpu::count() - 1);
+    let mut random = Random::new(seed);
+    for turn in 0..if others == 0 { 0 } else { TURNS } {
+        once(cx, 1 + random.below(others) as u32, turn, &mut random)?;
+        if cx.platform().now_ns() >= until {
+            return Ok(turn + 1);
+        }
+    }
+    Ok(if others == 0 { 0 } else { TURNS })
+}
+
+/// That CPU goes offline and comes back.
+fn once(cx: Cx<'_>, leaver: u32, turn: u64, random: &mut Random) -> Result<(), Failure> {
+    let phase = AtomicU64::new(HERE);
+    let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
+    let seed = random.word();
+    smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
+        let result = match cpu {
+            0 => beside(cx, CpuId(leaver), &phase),
+            cpu if cpu == leaver => {
+                leave(cx, &phase);
+                stamp(cx, cpu, turn, &mut Random::new(seed))
+            }
+            _ => Ok(()),
+        };
+        if let Err(finding) = result {
+            wrong.lock().get_or_insert(finding);
+        }
+    });
+    let found = wrong.lock().take();
+    found.map_or(Ok(()), |finding| Err(finding.into()))
+}
+
+/// The calling CPU is offline, with frames in its cache, until it is told to come back.
+fn leave(cx: Cx<'_>, phase: &AtomicU64) {
+    let cached = frames().alloc(cx, AllocRequest::order(Order::ZERO)).map(|frame| {
+        let pfn = frame.pfn();
+        frames().free(cx, frame);
+        pfn.number()
+    });
+    let cx = &*cx;
+    cx.pinned(|_| {
+        kernel_half().offline(cx);
+        // Release and Acquire pair with `beside`: what is in the cache is seen there, and what is left of it here.
+        phase.store(1 + cached.unwrap_or(0), Ordering::Release);
+        while phase.load(Ordering::Acquire) != BACK {
+            core::hint::spin_loop();
+        }
+        kernel_half().online(shootdown(), cx);
+    });
+}
+
+/// What the boot CPU does meanwhile.
+fn beside(cx: Cx<'_>, leaver: CpuId, phase: &AtomicU64) -> Result<(), Finding> {
+    let cached = loop {
+        percpu::beat();
+        match phase.load(Ordering::Acquire) {
+            HERE => core::hint::spin_loop(),
+            frame => break Pfn::new(frame - 1),
+        }
+    };
+    // SAFETY: it spins, pinned, until the store below.
+    unsafe { frames().drain_offline(cx, leaver) };
+    if let Ok(range) = VirtRange::new(VirtAddr::new(layout::DESCRIPTORS), PageSize::Size2M.bytes()) {
+        let mut batch = ShootdownBatch::new(kernel_half());
+        batch.changed(range, PageSize::Size2M);
+        let _receipt = batch.flush(shootdown(), cx, &ShootdownPolicy::BATCHED);
+    }
+    // 0: there was none to cache.
+    let taken = (cached != Pfn::new(0)).then(|| frames().alloc_contig_range(cx, Extent::block(cached, Order::ZERO)));
+    phase.store(BACK, Ordering::Release);
+    match taken {
+        Some(Err(_)) => Err(Finding::Cached { frame: cached.number(), cpu: leaver.0 }),
+        Some(Ok(frame)) => {
+            frames().free_extent(cx, frame);
+            Ok(())
+        }
+        None => Ok(()),
+    }
+}
