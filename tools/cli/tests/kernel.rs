@@ -123,7 +123,7 @@ fn the_selftest_finds_planted_bugs() {
         ("missed-cpu", "translations"),
         ("free-before-flush", "translations"),
         ("lazy-cpu", "translations"),
-        ("unflushed-protect", "was stored to after it had become read-only"),
+        ("unflushed-protect", "was stored to although it is read-only"),
         ("lost-dirty", "taken for clean"),
         // Handed out twice, or too many at the end.
         ("double-free", "self-test"),

@@ -176,7 +176,7 @@ fn the_selftest_finds_planted_bugs() {
     for (plant, finding) in [
         ("missed-cpu", "translations"),
         ("free-before-flush", "translations"),
-        ("unflushed-protect", "was stored to after it had become read-only"),
+        ("unflushed-protect", "was stored to although it is read-only"),
         ("lost-dirty", "taken for clean"),
         ("double-free", "self-test"),
         ("double-alloc", "heap"),

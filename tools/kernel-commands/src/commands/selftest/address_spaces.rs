@@ -3,8 +3,9 @@
 //!
 //! Each CPU has a plot of its own, an area of 4 KiB pages and one of 2 MiB pages: it knows what it stored in every page, and
 //! that a page which it has unmapped is zero again. In the common area, which is shared memory, each CPU has a word of its
-//! own in every page. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
+//! own in every page. A third area can be read, and nobody may store there. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
 
+use super::rights::Broken;
 use super::{Cx, Failure, Finding, vec_of};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
@@ -14,7 +15,9 @@ use hugemm_kernel::page_fault::{load, store};
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_kernel::{percpu, smp};
 use hugemm_paging::ShootdownPolicy;
-use hugemm_vm::{AddressSpace, Backing, NoPager, Pools, SharedRef, Vm, VmError, VmaKind, ZeroTurn, ZeroWorker};
+use hugemm_vm::{
+    AddressSpace, Backing, NoPager, Pools, Protection, SharedRef, Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
+};
 use hugemm_workloads::random::Random;
 
 /// Where the plots are.
@@ -29,6 +32,8 @@ const SMALL_PAGES: u64 = 256;
 const HUGE_PAGES: u64 = 2;
 /// Where the common area is.
 const COMMON: u64 = 0x10_0000_0000;
+/// Where an area is that nobody may store to, as large.
+const READ_ONLY: u64 = 0x18_0000_0000;
 /// Steps of each CPU in a round, at most.
 const STEPS: u64 = 300;
 /// Accesses of a step.
@@ -128,6 +133,8 @@ fn set_up<'v>(
             manager.map(cx, space, part, kind, Backing::Private)?;
         }
     }
+    let read_only = VmaKind::private(PageSize::Size4K).allowing(Protection::USER);
+    manager.map(cx, space, span(READ_ONLY, SMALL_PAGES), read_only, Backing::Private)?;
     let common = manager.create_shared(cx, SMALL_PAGES, PageSize::Size4K, false)?;
     let span = span(COMMON, SMALL_PAGES);
     match manager.map(cx, space, span, VmaKind::private(PageSize::Size4K), Backing::Shared(&common, 0)) {
@@ -196,8 +203,14 @@ impl Task<'_> {
         }
     }
 
-    /// Stores and loads; what cannot be served for lack of memory has changed nothing.
+    /// Stores and loads; what cannot be served for lack of memory, or is not allowed, has changed nothing.
     fn access(&mut self, word: u64) -> Result<(), Failure> {
+        let at = VirtAddr::new(READ_ONLY + self.random.below(SMALL_PAGES) * PAGE_BYTES);
+        check(self.cpu, at, 0)?;
+        // SAFETY: nobody has anything there.
+        if unsafe { store(at, word) } {
+            return Err(Finding::Rights(Broken::Stored(at.get())).into());
+        }
         for _ in 0..ACCESSES {
             let (cpu, writes) = (self.cpu, self.random.below(2) == 0);
             let (at, known) = self.any_page();

@@ -36,7 +36,7 @@ const WAIT: u64 = 3000;
 /// What should not be.
 #[derive(Clone, Copy, Debug)]
 pub enum Broken {
-    /// A store went through after the right to it had gone.
+    /// A store went through after the right to it had gone, or where nobody had it.
     Stored(u64),
     /// A page was written and is not known to have been.
     Forgotten(u64),
@@ -45,7 +45,7 @@ pub enum Broken {
 impl fmt::Display for Broken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Broken::Stored(at) => write!(f, "{at:#x} was stored to after it had become read-only on all CPUs"),
+            Broken::Stored(at) => write!(f, "{at:#x} was stored to although it is read-only on all CPUs"),
             Broken::Forgotten(at) => write!(f, "the page at {at:#x} was written and is taken for clean"),
         }
     }
