@@ -465,15 +465,17 @@ impl Process<'_> {
             }
             shared = true;
             let at = VirtAddr::new(self.at.get() + page * PAGE_BYTES);
-            let is_there = |mapped| matches!(mapped, Lookup::Mapped(leaf) if extent.base() == leaf.frame);
             // Reclaim may have been at the page when it was pinned: then it puts it back, and a fault says when. Had the page
             // gone, the fault would bring another frame.
-            while !is_there(vm.lookup(cx, space, at)) && vm.fault(cx, space, at, Access::Read) == Ok(Served::Meanwhile)
-            {
+            let mapped = loop {
+                let found = vm.lookup(cx, space, at);
+                if matches!(found, Lookup::Mapped(_)) || vm.fault(cx, space, at, Access::Read) != Ok(Served::Meanwhile)
+                {
+                    break found;
+                }
                 cx.cond_resched();
-            }
-            let mapped = vm.lookup(cx, space, at);
-            if !is_there(mapped) {
+            };
+            if !matches!(mapped, Lookup::Mapped(leaf) if leaf.frame == extent.base()) {
                 return Err(Failed::Torn(Torn { process: self.number, page, pinned: frame, mapped }));
             }
             let (word, expected) = (self.number as usize, if wrote == MARKED { 0 } else { u64::from(wrote) });
