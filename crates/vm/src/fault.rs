@@ -167,7 +167,7 @@ impl<S: Setup> Vm<'_, S> {
             Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
             Found::Meanwhile => Ok(Served::Meanwhile),
             Found::Busy => {
-                self.breathe(cx);
+                self.cond_resched(cx);
                 Ok(Served::Meanwhile)
             }
         }
@@ -229,7 +229,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Served, VmError> {
         let Site { space, area, phases } = site;
         let page = area.page_at(at);
-        let Some(_claim) = space.claim(page.first_page(), || self.breathe(cx)) else {
+        let Some(_claim) = space.claim(page.first_page(), || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let want = Want::of_fault(area, at);
@@ -355,7 +355,7 @@ impl<S: Setup> Vm<'_, S> {
         let Ok(place) = VirtRange::new(VirtAddr::new(offset << PAGE_SHIFT), want.page.bytes()) else {
             return Err(VmError::OtherKind);
         };
-        let Some(_claim) = index.inflight.claim(offset, || self.breathe(cx)) else { return Ok(false) };
+        let Some(_claim) = index.inflight.claim(offset, || self.cond_resched(cx)) else { return Ok(false) };
         // The pool has promised all pages of a shared object.
         let want = Want { reserved: index.pooled, ..*want };
         let owner = Owner { object: object.id, offset };

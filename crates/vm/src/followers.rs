@@ -122,7 +122,7 @@ where
                     return change(&mut followers.list);
                 }
             }
-            self.breathe(cx);
+            self.cond_resched(cx);
         }
     }
 }

@@ -97,7 +97,7 @@ impl<S: Setup> Vm<'_, S> {
     fn fork_into(&self, cx: &mut Cx<'_, S>, parent: &AddressSpace<S>, child: &AddressSpace<S>) -> Result<(), VmError> {
         while core::mem::replace(&mut parent.areas().exclusive().forking, true) {
             // Another fork.
-            self.breathe(cx);
+            self.cond_resched(cx);
         }
         let mut forking = Forking { vm: self, cx, mark: Mark(parent), batch: ShootdownBatch::new(parent.tlb()) };
         let batch = &mut forking.batch;
@@ -128,7 +128,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
             }
             next = area.range.end_page();
-            self.breathe(cx);
+            self.cond_resched(cx);
         }
         Ok(())
     }
@@ -171,7 +171,7 @@ impl<S: Setup> Vm<'_, S> {
             let task = RefCell::new(&mut *cx);
             from = self.share_until_moving(&task, parent, child, area, (from, to), changed)?;
             // Whoever moves a page, if there was one, may wait for this CPU.
-            self.breathe(cx);
+            self.cond_resched(cx);
         }
         Ok(())
     }
@@ -297,14 +297,14 @@ impl<S: Setup> Vm<'_, S> {
         let pages_of_area = (area.range.first_page()..area.range.end_page()).step_by(size as usize);
         for (index, page) in (1_u64..).zip(pages_of_area) {
             if index.is_multiple_of(PART) {
-                self.breathe(cx);
+                self.cond_resched(cx);
             }
             let task = &RefCell::new(&mut *cx);
             let Some(span) = pages(page, page + size) else { return Err(VmError::Unreachable) };
             let shared = loop {
                 match self.share_one(task, parent, child, area, span, changed)? {
                     // Whoever moves it may wait for this CPU.
-                    One::Moving => self.breathe(&mut task.borrow_mut()),
+                    One::Moving => self.cond_resched(&mut task.borrow_mut()),
                     shared => break shared,
                 }
             };

@@ -32,29 +32,29 @@ impl InflightFaults {
     }
 
     /// Claims a page. If another CPU is at it, waits a little until it no longer is, and returns `None`: looking again
-    /// tells what has become of the page. `breathe` is called now and then meanwhile: that CPU may itself be waiting for
+    /// tells what has become of the page. `cond_resched` is called now and then meanwhile: that CPU may itself be waiting for
     /// this one to answer.
-    pub(crate) fn claim(&self, page: u64, breathe: impl FnMut()) -> Option<Claim<'_>> {
+    pub(crate) fn claim(&self, page: u64, cond_resched: impl FnMut()) -> Option<Claim<'_>> {
         let place = self.place(page);
         // Relaxed: a claim publishes nothing.
         match place.compare_exchange(0, page + 1, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_) => Some(Claim(Some(place))),
             Err(other) if other == page + 1 => {
-                self.wait(page, breathe);
+                self.wait(page, cond_resched);
                 None
             }
             Err(_) => Some(Claim(None)),
         }
     }
 
-    fn wait(&self, page: u64, mut breathe: impl FnMut()) {
+    fn wait(&self, page: u64, mut cond_resched: impl FnMut()) {
         for look in 1..=PATIENCE {
             // Relaxed: as above.
             if self.place(page).load(Ordering::Relaxed) != page + 1 {
                 return;
             }
             if look % 64 == 0 {
-                breathe();
+                cond_resched();
             } else {
                 spin_loop();
             }
@@ -105,15 +105,15 @@ mod tests {
             inflight.wait(page, || panic!("nobody is at it"));
             let claim = Cell::new(inflight.claim(page, || ()));
             inflight.wait(neighbour(&inflight, page), || panic!("nobody is at that one"));
-            let breaths = Cell::new(0);
-            inflight.wait(page, || breaths.set(breaths.get() + 1));
-            assert_eq!(breaths.get(), PATIENCE / 64, "not for ever");
-            breaths.set(0);
+            let turns = Cell::new(0);
+            inflight.wait(page, || turns.set(turns.get() + 1));
+            assert_eq!(turns.get(), PATIENCE / 64, "not for ever");
+            turns.set(0);
             inflight.wait(page, || {
-                breaths.set(breaths.get() + 1);
+                turns.set(turns.get() + 1);
                 drop(claim.take());
             });
-            assert_eq!(breaths.get(), 1);
+            assert_eq!(turns.get(), 1);
         }
     }
 

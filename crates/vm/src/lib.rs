@@ -42,7 +42,7 @@
 //! | file | the rule it owns |
 //! |---|---|
 //! | [`setup`] | which types an embedder chooses |
-//! | `vm.rs` | what all spaces share; asking for relief |
+//! | `vm.rs` | what all spaces share; asking for relief; letting others run |
 //! | [`vma`] | areas never change; finding them |
 //! | `protection.rs` | what an area may be asked to allow |
 //! | `cpu_masks.rs` | which CPUs use a space: as many words as there are CPUs for |

@@ -216,7 +216,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                     Err(error) => return Err(VmError::Paging(error)),
                 }
             }
-            self.breathe(cx);
+            self.cond_resched(cx);
         };
         let detached = unhooked.and_then(|unhooked| self.flush_unhooked(cx, space, unhooked));
         if let Some(detached) = detached {

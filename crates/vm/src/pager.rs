@@ -3,6 +3,9 @@
 //! A pager with [`ACTIVE`](Pager::ACTIVE) is told of every page when it becomes somebody's, drops the references to it, so
 //! that it can forget a page in the moment in which the last reference goes, and stores pages' contents in *slots*. What
 //! it does with pages it does through the manager's [`evict`](crate::evict) operations.
+//!
+//! [`relieve`](Pager::relieve) is given the manager, and so is a cycle: a fault that finds no memory reclaims, and reclaim takes pages
+//! away through the manager that faulted. All else is about frames and slots and knows no manager.
 
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;

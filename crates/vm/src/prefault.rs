@@ -216,7 +216,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
             };
             if !filled {
                 // Somebody is at the page, or holds what the pool has promised for it.
-                self.vm.breathe(cx);
+                self.vm.cond_resched(cx);
                 continue;
             }
             self.done.fetch_add(size.pages(), Ordering::Relaxed);

@@ -30,7 +30,7 @@ impl<S: Setup> Vm<'_, S> {
         let Site { space, area, .. } = site;
         let page = area.page_at(at);
         let want = &Want::of_fault(area, at);
-        let Some(_claim) = space.claim(page.first_page(), || self.breathe(cx)) else {
+        let Some(_claim) = space.claim(page.first_page(), || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let Some(held) = self.hold_away(cx, space.table(), page.start(), word)? else { return Ok(Served::Meanwhile) };
@@ -65,7 +65,7 @@ impl<S: Setup> Vm<'_, S> {
         word: u64,
     ) -> Result<bool, VmError> {
         let Some(index) = &object.index else { return Err(VmError::OtherKind) };
-        let Some(_claim) = index.inflight.claim(offset, || self.breathe(cx)) else { return Ok(false) };
+        let Some(_claim) = index.inflight.claim(offset, || self.cond_resched(cx)) else { return Ok(false) };
         let at = VirtAddr::new(offset << PAGE_SHIFT);
         let Some(held) = self.hold_away(cx, &index.table, at, word)? else { return Ok(false) };
         let brought = self.page_from(cx, held, want, Owner { object: object.id, offset });
@@ -91,7 +91,7 @@ impl<S: Setup> Vm<'_, S> {
         word: u64,
     ) -> Result<Option<u64>, VmError> {
         if let SwapEntry::Moving { .. } = SwapEntry::of(word) {
-            self.breathe(cx);
+            self.cond_resched(cx);
             return Ok(None);
         }
         let task = RefCell::new(cx);

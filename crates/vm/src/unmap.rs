@@ -11,7 +11,6 @@ use crate::vm::Vm;
 use crate::vma::{Areas, Vma, VmaInfo, pages};
 use core::cell::RefCell;
 use core::ptr::NonNull;
-use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{
@@ -157,20 +156,10 @@ impl<S: Setup> Vm<'_, S> {
             };
             if busy {
                 // Another task is between its own detach and harvest near here, or forks.
-                self.breathe(cx);
+                self.cond_resched(cx);
             } else {
                 spare.put(self.memory_for(cx)?);
             }
-        }
-    }
-
-    /// A reschedule point where the caller may sleep.
-    pub(crate) fn breathe(&self, cx: &mut Cx<'_, S>) {
-        self.shootdown().handle_ipi(cx);
-        if cx.platform().may_sleep() {
-            cx.cond_resched();
-        } else {
-            hugemm_base::sync::spin_loop();
         }
     }
 
@@ -264,7 +253,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
             }
             if rest.is_some() {
-                self.breathe(cx);
+                self.cond_resched(cx);
             }
         }
         pages

@@ -13,7 +13,7 @@ use crate::tables::Tables;
 use core::fmt;
 use hugemm_base::counters::Counter;
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::sync::{AtomicU64, Ordering, spin_loop};
 use hugemm_base::{CpuCx, Order, Pressure, Shortfall};
 use hugemm_clear::Clearer;
 use hugemm_frames::{AllocError, Frames, Placement};
@@ -198,6 +198,16 @@ impl<'m, S: Setup> Vm<'m, S> {
     ) -> Tables<'a, 't, 'p, 'm, S::Platform, S::Env> {
         // SAFETY: `new` requires a direct map of all frames.
         unsafe { Tables::new(self.parts.frames, task) }
+    }
+
+    /// Serves shootdowns and, where the caller may sleep, passes a reschedule point: for tasks that wait or work for long.
+    pub(crate) fn cond_resched(&self, cx: &mut Cx<'_, S>) {
+        self.shootdown().handle_ipi(cx);
+        if cx.platform().may_sleep() {
+            cx.cond_resched();
+        } else {
+            spin_loop();
+        }
     }
 
     /// Tries until it succeeds, or nobody can give memory back. Called with nothing locked.

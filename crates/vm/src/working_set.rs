@@ -61,7 +61,7 @@ impl<S: Setup> Vm<'_, S> {
                 run.1 = next;
             }
             from = to;
-            self.breathe(cx);
+            self.cond_resched(cx);
         }
         show(run);
         Ok(used)

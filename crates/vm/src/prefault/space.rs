@@ -76,7 +76,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 let filled = self.fill_some(cx, site, next, end, cancel)?;
                 if filled == 0 {
                     // Somebody is at the same page, or the area has gone or ends elsewhere now.
-                    self.vm.breathe(cx);
+                    self.vm.cond_resched(cx);
                     let there = space.find_vma(VirtAddr::new(next << PAGE_SHIFT))?;
                     if !there.same_at(&area, next) {
                         return Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) });

@@ -96,7 +96,7 @@ where
             match granularity {
                 Granularity::Extent => vm.prefault(&self.space, pages(at, count)?, None).work(cx, &Never)?,
                 Granularity::Page => (0..count).try_for_each(|page| {
-                    breathe(cx, page);
+                    cond_resched(cx, page);
                     let at = VirtAddr::new(at + page * PAGE_BYTES);
                     vm.fault(cx, &self.space, at, Access::Write).map(|_| ())
                 })?,
@@ -123,7 +123,7 @@ where
     }
 
     fn write_page(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, page: Page) -> Result<(), HostRunError> {
-        breathe(cx, page.number);
+        cond_resched(cx, page.number);
         let start = access(cx, vm, &self.space, page.at(), true)?;
         for word in words(self.number, page.own) {
             // SAFETY: the word lies in the page, and nothing takes that away before this task's next fault.
@@ -146,7 +146,7 @@ where
     }
 
     fn check_page(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, page: Page) -> Result<(), HostRunError> {
-        breathe(cx, page.number);
+        cond_resched(cx, page.number);
         let start = access(cx, vm, &self.space, page.at(), false)?;
         for word in words(self.number, page.own) {
             // SAFETY: as in `write_page`.
@@ -226,7 +226,7 @@ where
 }
 
 /// A reschedule point, every so many pages.
-fn breathe<P: Cpu>(cx: &mut CpuCx<'_, P>, page: u64) {
+fn cond_resched<P: Cpu>(cx: &mut CpuCx<'_, P>, page: u64) {
     if page.is_multiple_of(256) {
         cx.cond_resched();
     }
