@@ -1,6 +1,6 @@
 //! What ageing finds in the mappings of a page, and what it leaves there.
 
-use crate::support::{Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_rig};
+use crate::support::{Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_cpu, with_rig};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Lookup};
@@ -66,85 +66,73 @@ fn age<'p, 'h>(
 /// What was used is young once, and nothing is taken from pages between and around those that were asked for.
 #[test]
 fn a_run_is_harvested_and_nothing_else() {
-    with_rig(16, 1, 61, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = filled(rig, cx, KIND, None, 100);
-            assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [USED; 3]);
-            assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [OLD; 3], "their bits are taken");
-            (0..100).for_each(|page| assert_eq!(is_young(rig, cx, &space, page), ![3, 4, 9].contains(&page), "{page}"));
-            assert_eq!(age(rig, cx, &space, &[2, 3, 10, 63], None), [USED, OLD, USED, USED]);
-            rig.vm.age(
-                cx,
-                &AgeRun { object: 1 << 40, pages: &[(0, Pfn::new(0))], order: Order::ZERO },
-                &mut [OLD],
-                None,
-            );
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    with_cpu(16, 1, 61, |rig, cx| {
+        let space = filled(rig, cx, KIND, None, 100);
+        assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [USED; 3]);
+        assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [OLD; 3], "their bits are taken");
+        (0..100).for_each(|page| assert_eq!(is_young(rig, cx, &space, page), ![3, 4, 9].contains(&page), "{page}"));
+        assert_eq!(age(rig, cx, &space, &[2, 3, 10, 63], None), [USED, OLD, USED, USED]);
+        rig.vm.age(cx, &AgeRun { object: 1 << 40, pages: &[(0, Pfn::new(0))], order: Order::ZERO }, &mut [OLD], None);
+        rig.vm.destroy(cx, space).expect("destroyed");
     });
 }
 
 /// Each mapping counts once, in each space that has it; a process's own copy at the same offset is another page.
 #[test]
 fn mappings_are_counted() {
-    with_rig(16, 1, 62, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
-            let spaces = [0, 1, 2].map(|_| filled(rig, cx, KIND, Some(&object), 8));
-            let everywhere = Recency { users: 3, ..USED };
-            assert_eq!(age(rig, cx, &spaces[0], &[1, 2], None), [everywhere; 2]);
-            let head = frame(rig, cx, &spaces[0], 3);
-            let mut places = 0;
-            assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| places += 1), everywhere);
-            assert_eq!(places, 3, "each is told");
-            assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| places += 1), OLD);
-            assert_eq!(places, 3, "nobody used it");
-            rig.vm.close(cx, object).expect("its own");
+    with_cpu(16, 1, 62, |rig, cx| {
+        let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
+        let spaces = [0, 1, 2].map(|_| filled(rig, cx, KIND, Some(&object), 8));
+        let everywhere = Recency { users: 3, ..USED };
+        assert_eq!(age(rig, cx, &spaces[0], &[1, 2], None), [everywhere; 2]);
+        let head = frame(rig, cx, &spaces[0], 3);
+        let mut places = 0;
+        assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| places += 1), everywhere);
+        assert_eq!(places, 3, "each is told");
+        assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| places += 1), OLD);
+        assert_eq!(places, 3, "nobody used it");
+        rig.vm.close(cx, object).expect("its own");
 
-            let parent = filled(rig, cx, KIND, None, 8);
-            let child = rig.vm.fork(cx, &parent).expect("forked");
-            use_pages(rig, cx, &child, 0..4);
-            // Pages 0 to 3 are copies in the child; both still show 4 to 7, which both have used.
-            let found = age(rig, cx, &parent, &[0, 1, 5], None);
-            assert_eq!(found, [USED, USED, Recency { users: 2, ..USED }]);
-            assert!(is_young(rig, cx, &child, 0), "the copy was not asked for");
-            let head = frame(rig, cx, &child, 1);
-            assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| ()), USED);
-            assert_eq!(age(rig, cx, &child, &[0, 1], None), [USED, OLD]);
-            for space in spaces.into_iter().chain([parent, child]) {
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-        });
+        let parent = filled(rig, cx, KIND, None, 8);
+        let child = rig.vm.fork(cx, &parent).expect("forked");
+        use_pages(rig, cx, &child, 0..4);
+        // Pages 0 to 3 are copies in the child; both still show 4 to 7, which both have used.
+        let found = age(rig, cx, &parent, &[0, 1, 5], None);
+        assert_eq!(found, [USED, USED, Recency { users: 2, ..USED }]);
+        assert!(is_young(rig, cx, &child, 0), "the copy was not asked for");
+        let head = frame(rig, cx, &child, 1);
+        assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| ()), USED);
+        assert_eq!(age(rig, cx, &child, &[0, 1], None), [USED, OLD]);
+        for space in spaces.into_iter().chain([parent, child]) {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
     });
 }
 
 /// Locked areas keep their pages and areas without recency say nothing; neither loses its bits.
 #[test]
 fn areas_say_what_their_use_means() {
-    with_rig(16, 1, 63, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            for (kind, expected) in
-                [(VmaKind { locked: true, ..KIND }, KEPT), (VmaKind { no_recency: true, ..KIND }, OLD)]
-            {
-                let space = filled(rig, cx, kind, None, 4);
-                assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
-                let head = frame(rig, cx, &space, 1);
-                let found = rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| panic!("no use of it counts"));
-                assert_eq!(found, expected);
-                assert!((0..4).all(|page| is_young(rig, cx, &space, page)));
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-            // One locked mapping of two keeps what it shows, and no more.
-            let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
-            let plain = filled(rig, cx, KIND, Some(&object), 8);
-            let locked = filled(rig, cx, VmaKind { locked: true, ..KIND }, Some(&object), 4);
-            let kept = Recency { keep: true, ..USED };
-            assert_eq!(age(rig, cx, &plain, &[3, 4], None), [kept, USED]);
-            for space in [plain, locked] {
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-            rig.vm.close(cx, object).expect("its own");
-        });
+    with_cpu(16, 1, 63, |rig, cx| {
+        for (kind, expected) in [(VmaKind { locked: true, ..KIND }, KEPT), (VmaKind { no_recency: true, ..KIND }, OLD)]
+        {
+            let space = filled(rig, cx, kind, None, 4);
+            assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
+            let head = frame(rig, cx, &space, 1);
+            let found = rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| panic!("no use of it counts"));
+            assert_eq!(found, expected);
+            assert!((0..4).all(|page| is_young(rig, cx, &space, page)));
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
+        // One locked mapping of two keeps what it shows, and no more.
+        let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
+        let plain = filled(rig, cx, KIND, Some(&object), 8);
+        let locked = filled(rig, cx, VmaKind { locked: true, ..KIND }, Some(&object), 4);
+        let kept = Recency { keep: true, ..USED };
+        assert_eq!(age(rig, cx, &plain, &[3, 4], None), [kept, USED]);
+        for space in [plain, locked] {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
+        rig.vm.close(cx, object).expect("its own");
     });
 }
 
@@ -196,25 +184,23 @@ fn neighbours_are_offered_once() {
 /// their bits stay.
 #[test]
 fn a_run_lies_in_one_stretch() {
-    with_rig(16, 1, 67, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let parent = filled(rig, cx, KIND, None, 130);
-            let child = rig.vm.fork(cx, &parent).expect("forked");
-            use_pages(rig, cx, &child, 0..1);
-            use_pages(rig, cx, &parent, 0..1);
-            assert_eq!(age(rig, cx, &parent, &[63, 64, 127], None)[1..], [OLD; 2]);
-            assert_eq!(age(rig, cx, &parent, &[64, 127, 128], None)[2], OLD);
-            assert!(is_young(rig, cx, &parent, 128) && !is_young(rig, cx, &parent, 127));
-            let object = parent.find_vma(VirtAddr::new(AT)).expect("an area").object;
-            let pages = [&parent, &child].map(|space| (0, frame(rig, cx, space, 0)));
-            let mut found = [OLD; 2];
-            rig.vm.age(cx, &AgeRun { object, pages: &pages, order: Order::ZERO }, &mut found, None);
-            assert_eq!(found, [USED, OLD]);
-            assert!(!is_young(rig, cx, &parent, 0) && is_young(rig, cx, &child, 0));
-            for space in [child, parent] {
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-        });
+    with_cpu(16, 1, 67, |rig, cx| {
+        let parent = filled(rig, cx, KIND, None, 130);
+        let child = rig.vm.fork(cx, &parent).expect("forked");
+        use_pages(rig, cx, &child, 0..1);
+        use_pages(rig, cx, &parent, 0..1);
+        assert_eq!(age(rig, cx, &parent, &[63, 64, 127], None)[1..], [OLD; 2]);
+        assert_eq!(age(rig, cx, &parent, &[64, 127, 128], None)[2], OLD);
+        assert!(is_young(rig, cx, &parent, 128) && !is_young(rig, cx, &parent, 127));
+        let object = parent.find_vma(VirtAddr::new(AT)).expect("an area").object;
+        let pages = [&parent, &child].map(|space| (0, frame(rig, cx, space, 0)));
+        let mut found = [OLD; 2];
+        rig.vm.age(cx, &AgeRun { object, pages: &pages, order: Order::ZERO }, &mut found, None);
+        assert_eq!(found, [USED, OLD]);
+        assert!(!is_young(rig, cx, &parent, 0) && is_young(rig, cx, &child, 0));
+        for space in [child, parent] {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
     });
 }
 
@@ -232,90 +218,84 @@ impl<P: Cpu> Notifier<P> for Guest {
 /// Whoever follows a space is asked of each page, at its address.
 #[test]
 fn followers_are_asked() {
-    with_rig(16, 1, 65, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = filled(rig, cx, KIND, None, 8);
-            let follower = rig.vm.follow(cx, &space, Follower(Arc::new(Guest(AT + 0x3000)))).expect("memory");
-            let twice = Recency { users: 2, ..USED };
-            assert_eq!(age(rig, cx, &space, &[2, 3], None), [twice, USED]);
-            assert_eq!(age(rig, cx, &space, &[1, 2, 3], None), [twice, USED, OLD]);
-            let mut stale = 0;
-            let [first, third] = [0, 3].map(|page| frame(rig, cx, &space, page));
-            assert!(rig.vm.age_page(cx, first, Order::ZERO, |_, _, _| stale += 1).young);
-            assert_eq!(rig.vm.age_page(cx, first, Order::ZERO, |_, _, _| stale += 1), USED, "by the follower only");
-            assert_eq!(stale, 1, "what a follower did leaves no translation of the space's");
-            assert_eq!(rig.vm.age_page(cx, third, Order::ZERO, |_, _, _| ()), OLD);
-            // SAFETY: the follower is this space's.
-            let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    with_cpu(16, 1, 65, |rig, cx| {
+        let space = filled(rig, cx, KIND, None, 8);
+        let follower = rig.vm.follow(cx, &space, Follower(Arc::new(Guest(AT + 0x3000)))).expect("memory");
+        let twice = Recency { users: 2, ..USED };
+        assert_eq!(age(rig, cx, &space, &[2, 3], None), [twice, USED]);
+        assert_eq!(age(rig, cx, &space, &[1, 2, 3], None), [twice, USED, OLD]);
+        let mut stale = 0;
+        let [first, third] = [0, 3].map(|page| frame(rig, cx, &space, page));
+        assert!(rig.vm.age_page(cx, first, Order::ZERO, |_, _, _| stale += 1).young);
+        assert_eq!(rig.vm.age_page(cx, first, Order::ZERO, |_, _, _| stale += 1), USED, "by the follower only");
+        assert_eq!(stale, 1, "what a follower did leaves no translation of the space's");
+        assert_eq!(rig.vm.age_page(cx, third, Order::ZERO, |_, _, _| ()), OLD);
+        // SAFETY: the follower is this space's.
+        let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
+        rig.vm.destroy(cx, space).expect("destroyed");
     });
 }
 
 /// A space that is being taken apart does not count, and if nobody else has a page it is left alone: it goes by itself.
 #[test]
 fn spaces_that_end_do_not_count() {
-    with_rig(16, 3, 66, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            for shared in [false, true] {
-                let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
-                let ends = filled(rig, cx, KIND, Some(&object), 4);
-                let stays = shared.then(|| filled(rig, cx, KIND, Some(&object), 4));
-                let beside = [0, 2].map(|offset| {
-                    let space = rig.vm.create(cx, bounds()).expect("a space");
-                    let pages = span(AT, if offset == 0 { 0x1000 } else { 0x2000 });
-                    rig.vm.map(cx, &space, pages, KIND, Backing::Shared(&object, offset)).expect("an area");
-                    space
+    with_cpu(16, 3, 66, |rig, cx| {
+        for shared in [false, true] {
+            let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
+            let ends = filled(rig, cx, KIND, Some(&object), 4);
+            let stays = shared.then(|| filled(rig, cx, KIND, Some(&object), 4));
+            let beside = [0, 2].map(|offset| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let pages = span(AT, if offset == 0 { 0x1000 } else { 0x2000 });
+                rig.vm.map(cx, &space, pages, KIND, Backing::Shared(&object, offset)).expect("an area");
+                space
+            });
+            let number = ends.find_vma(VirtAddr::new(AT)).expect("an area").object;
+            let head = frame(rig, cx, &ends, 1);
+            // A CPU is still on its tables, and has to be asked.
+            rig.mmu.as_cpu(CpuId(1), |cx| {
+                rig.enter(cx, &ends);
+                rig.lazy(cx, &ends);
+            });
+            let meanwhile = || {
+                rig.mmu.as_cpu(CpuId(2), |cx| {
+                    let mut found = [OLD];
+                    rig.vm.age(
+                        cx,
+                        &AgeRun { object: number, pages: &[(1, head)], order: Order::ZERO },
+                        &mut found,
+                        None,
+                    );
+                    let expected = if shared { USED } else { KEPT };
+                    assert_eq!(found, [expected]);
+                    if shared {
+                        use_pages(rig, cx, stays.as_ref().expect("one"), 1..2);
+                    }
+                    assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| ()), expected);
                 });
-                let number = ends.find_vma(VirtAddr::new(AT)).expect("an area").object;
-                let head = frame(rig, cx, &ends, 1);
-                // A CPU is still on its tables, and has to be asked.
-                rig.mmu.as_cpu(CpuId(1), |cx| {
-                    rig.enter(cx, &ends);
-                    rig.lazy(cx, &ends);
-                });
-                let meanwhile = || {
-                    rig.mmu.as_cpu(CpuId(2), |cx| {
-                        let mut found = [OLD];
-                        rig.vm.age(
-                            cx,
-                            &AgeRun { object: number, pages: &[(1, head)], order: Order::ZERO },
-                            &mut found,
-                            None,
-                        );
-                        let expected = if shared { USED } else { KEPT };
-                        assert_eq!(found, [expected]);
-                        if shared {
-                            use_pages(rig, cx, stays.as_ref().expect("one"), 1..2);
-                        }
-                        assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| ()), expected);
-                    });
-                };
-                at_flush(&meanwhile, || rig.vm.destroy(cx, ends).expect("destroyed"));
-                for space in stays.into_iter().chain(beside) {
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                }
-                rig.vm.close(cx, object).expect("its own");
+            };
+            at_flush(&meanwhile, || rig.vm.destroy(cx, ends).expect("destroyed"));
+            for space in stays.into_iter().chain(beside) {
+                rig.vm.destroy(cx, space).expect("destroyed");
             }
-        });
+            rig.vm.close(cx, object).expect("its own");
+        }
     });
 }
 
 /// A space that could not be destroyed, because a CPU uses it, counts again.
 #[test]
 fn a_space_that_does_not_end_counts() {
-    with_rig(16, 2, 68, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            rig.mmu.as_cpu(CpuId(1), |cx| rig.enter(cx, &space));
-            let (error, space) = rig.vm.destroy(cx, space).expect_err("in use");
-            assert_eq!(error, VmError::InUse);
-            rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
-            rig.vm.map(cx, &space, span(AT, 0x1000), KIND, Backing::Private).expect("an area");
-            use_pages(rig, cx, &space, 0..1);
-            assert_eq!(age(rig, cx, &space, &[0], None), [USED]);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    with_cpu(16, 2, 68, |rig, cx| {
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        rig.mmu.as_cpu(CpuId(1), |cx| rig.enter(cx, &space));
+        let (error, space) = rig.vm.destroy(cx, space).expect_err("in use");
+        assert_eq!(error, VmError::InUse);
+        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        rig.vm.map(cx, &space, span(AT, 0x1000), KIND, Backing::Private).expect("an area");
+        use_pages(rig, cx, &space, 0..1);
+        assert_eq!(age(rig, cx, &space, &[0], None), [USED]);
+        rig.vm.destroy(cx, space).expect("destroyed");
     });
 }
 
@@ -323,43 +303,41 @@ fn a_space_that_does_not_end_counts() {
 #[test]
 fn large_pages_are_aged_by_their_place_in_the_object() {
     const SIZE: PageSize = PageSize::Size2M;
-    with_rig(32, 1, 69, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let pages = SIZE.pages();
-            let object = rig.vm.create_shared(cx, 200 * pages, SIZE, false).expect("an object");
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            // Offsets 66 to 71, of the stretch that begins with 64.
-            let (kind, backing) = (VmaKind::private(SIZE), Backing::Shared(&object, 66 * pages));
-            rig.vm.map(cx, &space, span(AT, 6 * SIZE.bytes()), kind, backing).expect("an area");
-            let at = |page: u64| VirtAddr::new(AT + (page - 66) * SIZE.bytes());
-            rig.enter(cx, &space);
-            (66..72).for_each(|page| rig.store(cx, &space, at(page).get(), page).expect("memory"));
-            rig.leave(cx, &space);
-            let guest = Guest(at(68).get());
-            let follower = rig.vm.follow(cx, &space, Follower(Arc::new(guest))).expect("memory");
-            let run = [66, 68, 71].map(|page| match rig.vm.lookup(cx, &space, at(page)) {
-                Lookup::Mapped(leaf) => (page * pages, leaf.frame),
-                found => panic!("{found:?}"),
-            });
-            let object_number = space.find_vma(at(66)).expect("an area").object;
-            for expected in [[Recency { users: 2, ..USED }, USED, USED], [USED, OLD, OLD]] {
-                let mut found = [OLD; 3];
-                let wants = |_: Pfn| panic!("of large pages no others are looked at");
-                let mut take = |_: &Cx<'_, '_>, _: &[Pfn]| panic!("none are wanted");
-                let neighbours = Some(Neighbours { wants: &wants, take: &mut take });
-                let run = AgeRun { object: object_number, pages: &run, order: SIZE.order() };
-                rig.vm.age(cx, &run, &mut found, neighbours);
-                assert_eq!(found, expected);
-            }
-            let young = (66..72).filter(|page| {
-                let found = rig.vm.lookup(cx, &space, at(*page));
-                matches!(found, Lookup::Mapped(leaf) if leaf.flags.contains(Flags::ACCESSED))
-            });
-            assert_eq!(young.collect::<Vec<_>>(), [67, 69, 70]);
-            // SAFETY: the follower is this space's.
-            let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
-            rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object).expect("its own");
+    with_cpu(32, 1, 69, |rig, cx| {
+        let pages = SIZE.pages();
+        let object = rig.vm.create_shared(cx, 200 * pages, SIZE, false).expect("an object");
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        // Offsets 66 to 71, of the stretch that begins with 64.
+        let (kind, backing) = (VmaKind::private(SIZE), Backing::Shared(&object, 66 * pages));
+        rig.vm.map(cx, &space, span(AT, 6 * SIZE.bytes()), kind, backing).expect("an area");
+        let at = |page: u64| VirtAddr::new(AT + (page - 66) * SIZE.bytes());
+        rig.enter(cx, &space);
+        (66..72).for_each(|page| rig.store(cx, &space, at(page).get(), page).expect("memory"));
+        rig.leave(cx, &space);
+        let guest = Guest(at(68).get());
+        let follower = rig.vm.follow(cx, &space, Follower(Arc::new(guest))).expect("memory");
+        let run = [66, 68, 71].map(|page| match rig.vm.lookup(cx, &space, at(page)) {
+            Lookup::Mapped(leaf) => (page * pages, leaf.frame),
+            found => panic!("{found:?}"),
         });
+        let object_number = space.find_vma(at(66)).expect("an area").object;
+        for expected in [[Recency { users: 2, ..USED }, USED, USED], [USED, OLD, OLD]] {
+            let mut found = [OLD; 3];
+            let wants = |_: Pfn| panic!("of large pages no others are looked at");
+            let mut take = |_: &Cx<'_, '_>, _: &[Pfn]| panic!("none are wanted");
+            let neighbours = Some(Neighbours { wants: &wants, take: &mut take });
+            let run = AgeRun { object: object_number, pages: &run, order: SIZE.order() };
+            rig.vm.age(cx, &run, &mut found, neighbours);
+            assert_eq!(found, expected);
+        }
+        let young = (66..72).filter(|page| {
+            let found = rig.vm.lookup(cx, &space, at(*page));
+            matches!(found, Lookup::Mapped(leaf) if leaf.flags.contains(Flags::ACCESSED))
+        });
+        assert_eq!(young.collect::<Vec<_>>(), [67, 69, 70]);
+        // SAFETY: the follower is this space's.
+        let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
+        rig.vm.destroy(cx, space).expect("destroyed");
+        rig.vm.close(cx, object).expect("its own");
     });
 }

@@ -48,9 +48,8 @@ fn a_fork_that_unwinds_is_over() {
     let test = std::panic::AssertUnwindSafe(|| {
         with_rig(16, 52, |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
                 let kind = VmaKind::private(PageSize::Size4K);
-                rig.vm.map(cx, &space, span(AT, 0x8000), kind, Backing::Private).expect("an area");
+                let space = rig.space(cx, span(AT, 0x8000), kind);
                 rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
                 page_out(rig, cx, &space, AT);
                 // SAFETY: nothing of the space is used after this but its list of areas.
@@ -101,8 +100,7 @@ fn content_goes_with_its_address() {
                 assert_eq!(of_swap(cx), 0);
                 let gone = VirtAddr::new(at(1));
                 assert_eq!(rig.load(cx, &space, at(1)), Err(VmError::NoArea { at: gone }));
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
+                rig.end(cx, space);
             });
         });
     }
@@ -116,9 +114,8 @@ fn giving_up_what_is_away_lets_others_run() {
     let page = PageSize::Size2M;
     with_rig(64, 52, |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let area = span(AT, GIBS * GIB);
-            rig.vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
+            let space = rig.space(cx, area, VmaKind::private(page));
             for gib in 0..GIBS {
                 let part = span(AT + gib * GIB, EACH * page.bytes());
                 rig.vm.prefault(&space, part, None).work(cx, &Never).expect("memory");
@@ -167,9 +164,8 @@ fn a_fork_without_memory_shares_nothing_that_is_away() {
     for room in 0..12 {
         with_rig(8, 58, |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
                 let kind = VmaKind::private(PageSize::Size4K);
-                rig.vm.map(cx, &space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
+                let space = rig.space(cx, span(AT, 0x1000), kind);
                 rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
                 page_out(rig, cx, &space, AT);
                 let request = AllocRequest::order(Order::ZERO);

@@ -1,6 +1,6 @@
 //! How pages are copied and cleared: in which order, and by the size of the whole request.
 
-use crate::support::{Model, bounds, no_faults, parts, span, with_rig};
+use crate::support::{Model, bounds, no_faults, parts, span, with_cpu, with_rig};
 use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize, VirtAddr};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_paging::Lookup;
@@ -16,26 +16,23 @@ fn a_copy_ends_where_it_is_touched() {
     let touched = 300;
     let reached = [(511, 0), (0, 1), (touched, 2)].map(|(bad, parts)| {
         let mut passed = 0;
-        with_rig(32, 1, 71, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                let kind = VmaKind::private(PageSize::Size2M);
-                rig.vm.map(cx, &space, span(AT, 2 << 20), kind, Backing::Private).expect("an area");
-                rig.enter(cx, &space);
-                rig.store(cx, &space, AT, 1).expect("a page");
-                let child = rig.vm.fork(cx, &space).expect("forked");
-                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
-                let frame = hugemm_base::Pfn::new(leaf.frame.number() + bad);
-                let _ = rig.vm.frames().hwpoison(cx, frame);
-                let before = cx.platform().counters().reschedules.get();
-                let stored = rig.store(cx, &space, AT + (touched << 12), 2);
-                assert_eq!(stored, Err(VmError::HwPoisoned { frame }));
-                passed = cx.platform().counters().reschedules.get() - before;
-                rig.leave(cx, &space);
-                for space in [space, child] {
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                }
-            });
+        with_cpu(32, 1, 71, |rig, cx| {
+            let kind = VmaKind::private(PageSize::Size2M);
+            let space = rig.space(cx, span(AT, 2 << 20), kind);
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 1).expect("a page");
+            let child = rig.vm.fork(cx, &space).expect("forked");
+            let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
+            let frame = hugemm_base::Pfn::new(leaf.frame.number() + bad);
+            let _ = rig.vm.frames().hwpoison(cx, frame);
+            let before = cx.platform().counters().reschedules.get();
+            let stored = rig.store(cx, &space, AT + (touched << 12), 2);
+            assert_eq!(stored, Err(VmError::HwPoisoned { frame }));
+            passed = cx.platform().counters().reschedules.get() - before;
+            rig.leave(cx, &space);
+            for space in [space, child] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
         });
         (parts, passed)
     });
@@ -135,28 +132,26 @@ fn a_page_whose_clearing_is_stopped_goes_back() {
     for (page, pooled) in [(PageSize::Size4K, false), (PageSize::Size2M, false), (PageSize::Size2M, true)] {
         let mut stopped = 0;
         for look in 1..12 {
-            with_rig(32, 1, 74, &no_faults(), |rig| {
-                rig.mmu.as_cpu(CpuId(0), |cx| {
-                    rig.fill_pool(cx, 3);
-                    let space = rig.vm.create(cx, bounds()).expect("a space");
-                    let kind = VmaKind { pooled, ..VmaKind::private(page) };
-                    let area = span(AT, 4 << 20);
-                    rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
-                    let used = rig.used(cx);
-                    let filling = rig.vm.prefault(&space, area, None);
-                    match filling.work(cx, &At(Cell::new(look))) {
-                        Ok(()) => assert_eq!(filling.done(), area.pages()),
-                        Err(error) => {
-                            assert_eq!(error, VmError::Cancelled);
-                            stopped += 1;
-                            let tables = rig.used(cx) - used - if pooled { 0 } else { filling.done() };
-                            assert!(tables <= 4, "{tables} frames more, at look {look}");
-                        }
+            with_cpu(32, 1, 74, |rig, cx| {
+                rig.fill_pool(cx, 3);
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let kind = VmaKind { pooled, ..VmaKind::private(page) };
+                let area = span(AT, 4 << 20);
+                rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
+                let used = rig.used(cx);
+                let filling = rig.vm.prefault(&space, area, None);
+                match filling.work(cx, &At(Cell::new(look))) {
+                    Ok(()) => assert_eq!(filling.done(), area.pages()),
+                    Err(error) => {
+                        assert_eq!(error, VmError::Cancelled);
+                        stopped += 1;
+                        let tables = rig.used(cx) - used - if pooled { 0 } else { filling.done() };
+                        assert!(tables <= 4, "{tables} frames more, at look {look}");
                     }
-                    rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                    assert_eq!(rig.pool_available(cx), 3);
-                });
+                }
+                rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+                rig.vm.destroy(cx, space).expect("destroyed");
+                assert_eq!(rig.pool_available(cx), 3);
             });
         }
         assert!(stopped > 2, "{stopped}");

@@ -1,6 +1,8 @@
 //! Memory can run out at every allocation: whatever was going on, the space stays right, and every frame comes back.
 
-use crate::support::{Cx, Handle, Metered, Rig, bounds, no_faults, relief_asked, span, with_format, with_rig};
+use crate::support::{
+    Cx, Handle, Metered, Rig, bounds, no_faults, relief_asked, span, with_cpu, with_format, with_rig,
+};
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
 use hugemm_frames::AllocRequest;
@@ -137,60 +139,58 @@ fn exhaustion_asks_for_relief() {
     let needs = [Space, Object, Vma, Cut, Page, Table, SharedPage, Fill, Fork];
     for (needs, room) in needs.into_iter().flat_map(|needs| (0..6).map(move |room| (needs, room))) {
         for (pager_helps, others_help) in [(false, false), (true, false), (false, true)] {
-            with_rig(8, 1, 22, &no_faults(), |rig| {
-                rig.mmu.as_cpu(CpuId(0), |cx| {
-                    let space = rig.vm.create(cx, bounds()).expect("a space");
-                    let kind = VmaKind::private(PageSize::Size4K);
-                    let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
-                    rig.vm.map(cx, &space, span(AT, 4 << 20), kind, Backing::Private).expect("an area");
-                    rig.vm.map(cx, &space, span(8 * AT, 0x8000), kind, Backing::Shared(&object, 0)).expect("an area");
-                    rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never).expect("memory");
-                    rig.vm.prefault(&space, span(AT + (1 << 20), 2 << 20), None).work(cx, &Never).expect("memory");
-                    let mut taken = Vec::new();
-                    while let Ok(block) = rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)) {
-                        taken.push(block);
-                    }
-                    taken.drain(..room).for_each(|block| rig.vm.frames().free(cx, block));
-                    rig.vm.pager().helps.store(pager_helps, Ordering::Relaxed);
-                    rig.vm.pager().asked.store(0, Ordering::Relaxed);
-                    let (mut spaces, mut objects) = (Vec::new(), Vec::new());
-                    let mut done = Ok(());
-                    let others = relief_asked(others_help, || {
-                        done = match needs {
-                            Space => rig.vm.create(cx, bounds()).map(|space| spaces.push(space)),
-                            Object => {
-                                rig.vm.create_shared(cx, 4, PageSize::Size4K, false).map(|object| objects.push(object))
-                            }
-                            Vma => rig.vm.map(cx, &space, span(9 * AT, 0x1000), kind, Backing::Private).map(|_| ()),
-                            Cut => rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x1000)).map(|_| ()),
-                            Page => rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()),
-                            Table => rig.vm.fault(cx, &space, VirtAddr::new(8 * AT), Access::Write).map(|_| ()),
-                            SharedPage => {
-                                rig.vm.fault(cx, &space, VirtAddr::new(8 * AT + 0x5000), Access::Write).map(|_| ())
-                            }
-                            Fill => rig.vm.prefault_shared(&object, 6, 7).work(cx, &Never),
-                            Fork => rig.vm.fork(cx, &space).map(|space| spaces.push(space)),
-                        };
-                    });
-                    let pager = rig.vm.pager().asked.load(Ordering::Relaxed);
-                    let expected = match (done, pager_helps, others_help) {
-                        (Ok(()), ..) => (0, 0),
-                        (_, true, _) => (3, 0),
-                        (_, _, true) => (3, 3),
-                        _ => (1, 1),
+            with_cpu(8, 1, 22, |rig, cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let kind = VmaKind::private(PageSize::Size4K);
+                let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
+                rig.vm.map(cx, &space, span(AT, 4 << 20), kind, Backing::Private).expect("an area");
+                rig.vm.map(cx, &space, span(8 * AT, 0x8000), kind, Backing::Shared(&object, 0)).expect("an area");
+                rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never).expect("memory");
+                rig.vm.prefault(&space, span(AT + (1 << 20), 2 << 20), None).work(cx, &Never).expect("memory");
+                let mut taken = Vec::new();
+                while let Ok(block) = rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)) {
+                    taken.push(block);
+                }
+                taken.drain(..room).for_each(|block| rig.vm.frames().free(cx, block));
+                rig.vm.pager().helps.store(pager_helps, Ordering::Relaxed);
+                rig.vm.pager().asked.store(0, Ordering::Relaxed);
+                let (mut spaces, mut objects) = (Vec::new(), Vec::new());
+                let mut done = Ok(());
+                let others = relief_asked(others_help, || {
+                    done = match needs {
+                        Space => rig.vm.create(cx, bounds()).map(|space| spaces.push(space)),
+                        Object => {
+                            rig.vm.create_shared(cx, 4, PageSize::Size4K, false).map(|object| objects.push(object))
+                        }
+                        Vma => rig.vm.map(cx, &space, span(9 * AT, 0x1000), kind, Backing::Private).map(|_| ()),
+                        Cut => rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x1000)).map(|_| ()),
+                        Page => rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()),
+                        Table => rig.vm.fault(cx, &space, VirtAddr::new(8 * AT), Access::Write).map(|_| ()),
+                        SharedPage => {
+                            rig.vm.fault(cx, &space, VirtAddr::new(8 * AT + 0x5000), Access::Write).map(|_| ())
+                        }
+                        Fill => rig.vm.prefault_shared(&object, 6, 7).work(cx, &Never),
+                        Fork => rig.vm.fork(cx, &space).map(|space| spaces.push(space)),
                     };
-                    assert_eq!((pager, others), expected, "{needs:?} with {room} frames: {done:?}");
-                    assert!(done.is_ok() || done == Err(VmError::NoMemory), "{done:?}");
-                    // Slabs may have room for small objects; everything else needs a frame, and six are enough.
-                    assert!(done.is_err() || room > 0 || matches!(needs, Object | Vma | Cut), "{needs:?}");
-                    taken.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
-                    for space in spaces.into_iter().chain([space]) {
-                        rig.vm.destroy(cx, space).expect("destroyed");
-                    }
-                    for object in objects.into_iter().chain([object]) {
-                        rig.vm.close(cx, object).expect("its own");
-                    }
                 });
+                let pager = rig.vm.pager().asked.load(Ordering::Relaxed);
+                let expected = match (done, pager_helps, others_help) {
+                    (Ok(()), ..) => (0, 0),
+                    (_, true, _) => (3, 0),
+                    (_, _, true) => (3, 3),
+                    _ => (1, 1),
+                };
+                assert_eq!((pager, others), expected, "{needs:?} with {room} frames: {done:?}");
+                assert!(done.is_ok() || done == Err(VmError::NoMemory), "{done:?}");
+                // Slabs may have room for small objects; everything else needs a frame, and six are enough.
+                assert!(done.is_err() || room > 0 || matches!(needs, Object | Vma | Cut), "{needs:?}");
+                taken.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+                for space in spaces.into_iter().chain([space]) {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+                for object in objects.into_iter().chain([object]) {
+                    rig.vm.close(cx, object).expect("its own");
+                }
             });
         }
     }
@@ -202,9 +202,8 @@ fn exhaustion_asks_for_relief() {
 fn what_the_pager_needs_is_taken_last() {
     with_format::<Metered, true>(8, 1, 23, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, 1 << 20), kind, Backing::Private).expect("an area");
+            let space = rig.space(cx, span(AT, 1 << 20), kind);
             let (pager, frames) = (rig.vm.pager(), rig.vm.frames());
             let mut fault = |at, is_left, asked| {
                 let rest = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok());
@@ -232,33 +231,29 @@ fn what_the_pager_needs_is_taken_last() {
 /// is pinned, and the page before it has lost nothing.
 #[test]
 fn a_run_is_pinned_as_a_whole_or_not_at_all() {
-    with_rig(8, 1, 24, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let area = span(AT, 0x3000);
-            rig.vm.map(cx, &space, area, VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
-            rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
-            let mut pins = Vec::new();
-            let second = span(AT + 0x1000, 0x1000);
-            for _ in 0..14 {
-                rig.vm.pin(cx, &space, second, None, &Never, |pin| pins.push(pin)).expect("few references");
-            }
-            let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
-            let held: Vec<_> = all.collect();
-            let error =
-                rig.vm.pin(cx, &space, area, None, &Never, |_| panic!("not all of them")).expect_err("no memory");
-            assert_eq!((error.pinned, error.cause), (0, VmError::NoMemory));
-            let references = [0, 1, 2].map(|page| {
-                let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12)));
-                let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
-                rig.vm.frames().references(leaf.frame)
-            });
-            assert_eq!(references, [1, 15, 1]);
-            held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
-            for pin in pins {
-                rig.vm.unpin(cx, &space, pin).expect("its own");
-            }
-            rig.vm.destroy(cx, space).expect("nothing is pinned");
+    with_cpu(8, 1, 24, |rig, cx| {
+        let area = span(AT, 0x3000);
+        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+        let mut pins = Vec::new();
+        let second = span(AT + 0x1000, 0x1000);
+        for _ in 0..14 {
+            rig.vm.pin(cx, &space, second, None, &Never, |pin| pins.push(pin)).expect("few references");
+        }
+        let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+        let held: Vec<_> = all.collect();
+        let error = rig.vm.pin(cx, &space, area, None, &Never, |_| panic!("not all of them")).expect_err("no memory");
+        assert_eq!((error.pinned, error.cause), (0, VmError::NoMemory));
+        let references = [0, 1, 2].map(|page| {
+            let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12)));
+            let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
+            rig.vm.frames().references(leaf.frame)
         });
+        assert_eq!(references, [1, 15, 1]);
+        held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+        for pin in pins {
+            rig.vm.unpin(cx, &space, pin).expect("its own");
+        }
+        rig.vm.destroy(cx, space).expect("nothing is pinned");
     });
 }

@@ -1,8 +1,8 @@
 //! Numbers at the end of their types, through every call that takes one: an error or nothing, no panic, no wrap, and no loop
 //! over what is not there.
 
-use crate::support::{bounds, no_faults, span, with_rig};
-use hugemm_base::{CpuId, Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
+use crate::support::{bounds, span, with_cpu};
+use hugemm_base::{Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, AgeRun, Backing, Neighbours, Recency, VmError, VmaKind};
 
@@ -21,105 +21,100 @@ fn ranges() -> impl Iterator<Item = VirtRange> {
 /// A shared object has as many pages as it says: a number whose bytes are more than 64 bits can say is not cut off.
 #[test]
 fn objects_are_as_large_as_they_say() {
-    with_rig(16, 1, 71, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            for pages in [0, 512, 1 << 27, 1 << 36, ALL - 512, ALL, ALL + 512, 1 << 63, u64::MAX - 511, u64::MAX] {
-                for (page, pooled) in [(PageSize::Size4K, false), (PageSize::Size2M, false), (PageSize::Size2M, true)] {
-                    let Ok(object) = rig.vm.create_shared(cx, pages, page, pooled) else {
-                        assert!(pages == 0 || pages > 1 << 35 || pooled || pages % 512 != 0, "{pages:#x}");
-                        continue;
-                    };
-                    assert!(pages <= ALL && object.pages() == pages, "{pages:#x} pages became {}", object.pages());
-                    for (from, to) in
-                        [(0, 0), (u64::MAX, 0), (u64::MAX - 511, u64::MAX), (pages, u64::MAX), (u64::MAX, u64::MAX)]
-                    {
-                        let filled = rig.vm.prefault_shared(&object, from, to).work(cx, &Never);
-                        assert!(matches!(filled, Ok(()) | Err(VmError::Misaligned { .. })), "{filled:?}");
-                    }
-                    let space = rig.vm.create(cx, bounds()).expect("a space");
-                    let kind = VmaKind { pooled, ..VmaKind::private(page) };
-                    for offset in [pages, ALL - 512, ALL, 1 << 63, u64::MAX - 511, u64::MAX] {
-                        let backing = Backing::Shared(&object, offset);
-                        let mapped = rig.vm.map(cx, &space, span(0, 2 << 20), kind, backing);
-                        assert!(
-                            matches!(mapped, Err(VmError::OutOfBounds { .. } | VmError::Misaligned { .. })),
-                            "{mapped:?}"
-                        );
-                    }
-                    rig.vm.destroy(cx, space).expect("idle");
-                    rig.vm.close(cx, object).expect("its own");
+    with_cpu(16, 1, 71, |rig, cx| {
+        for pages in [0, 512, 1 << 27, 1 << 36, ALL - 512, ALL, ALL + 512, 1 << 63, u64::MAX - 511, u64::MAX] {
+            for (page, pooled) in [(PageSize::Size4K, false), (PageSize::Size2M, false), (PageSize::Size2M, true)] {
+                let Ok(object) = rig.vm.create_shared(cx, pages, page, pooled) else {
+                    assert!(pages == 0 || pages > 1 << 35 || pooled || pages % 512 != 0, "{pages:#x}");
+                    continue;
+                };
+                assert!(pages <= ALL && object.pages() == pages, "{pages:#x} pages became {}", object.pages());
+                for (from, to) in
+                    [(0, 0), (u64::MAX, 0), (u64::MAX - 511, u64::MAX), (pages, u64::MAX), (u64::MAX, u64::MAX)]
+                {
+                    let filled = rig.vm.prefault_shared(&object, from, to).work(cx, &Never);
+                    assert!(matches!(filled, Ok(()) | Err(VmError::Misaligned { .. })), "{filled:?}");
                 }
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let kind = VmaKind { pooled, ..VmaKind::private(page) };
+                for offset in [pages, ALL - 512, ALL, 1 << 63, u64::MAX - 511, u64::MAX] {
+                    let backing = Backing::Shared(&object, offset);
+                    let mapped = rig.vm.map(cx, &space, span(0, 2 << 20), kind, backing);
+                    assert!(
+                        matches!(mapped, Err(VmError::OutOfBounds { .. } | VmError::Misaligned { .. })),
+                        "{mapped:?}"
+                    );
+                }
+                rig.vm.destroy(cx, space).expect("idle");
+                rig.vm.close(cx, object).expect("its own");
             }
-        });
+        }
     });
 }
 
 #[test]
 fn spaces_take_any_range() {
-    with_rig(16, 1, 72, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            for bounds in ranges() {
-                let Ok(space) = rig.vm.create(cx, bounds) else { continue };
-                let _ = rig.vm.map(cx, &space, bounds, SMALL, Backing::Private);
-                for at in [bounds.start(), bounds.last()] {
-                    let _ = rig.vm.fault(cx, &space, at, Access::Write);
-                }
-                rig.vm.destroy(cx, space).expect("idle");
+    with_cpu(16, 1, 72, |rig, cx| {
+        for bounds in ranges() {
+            let Ok(space) = rig.vm.create(cx, bounds) else { continue };
+            let _ = rig.vm.map(cx, &space, bounds, SMALL, Backing::Private);
+            for at in [bounds.start(), bounds.last()] {
+                let _ = rig.vm.fault(cx, &space, at, Access::Write);
             }
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            rig.vm.map(cx, &space, span(0, 4 << 20), SMALL, Backing::Private).expect("room");
-            let last = span((1 << 47) - PAGE_BYTES, PAGE_BYTES);
-            rig.vm.map(cx, &space, last, SMALL, Backing::Private).expect("room");
-            for at in [0, (1 << 47) - 1] {
-                rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Write).expect("memory");
-            }
-            for at in [1 << 47, 1 << 48, !0 << 47, 1 << 63, u64::MAX].map(VirtAddr::new) {
-                assert_eq!(rig.vm.fault(cx, &space, at, Access::Read), Err(VmError::NoArea { at }));
-                assert_eq!((rig.vm.lookup(cx, &space, at), space.find_vma(at).is_err()), (Lookup::Absent, true));
-            }
-            for range in ranges() {
-                let _ = rig.vm.test_and_clear_young(cx, &space, range, |_| {});
-                for total in [None, Some(0), Some(u64::MAX)] {
-                    let there = span(0, 4 << 20).covers(range) || range == last;
-                    assert_eq!(rig.vm.prefault(&space, range, total).work(cx, &Never).is_ok(), there, "{range}");
-                    let mut pins = Vec::new();
-                    assert_eq!(
-                        rig.vm.pin(cx, &space, range, total, &Never, |pin| pins.push(pin)).is_ok(),
-                        there,
-                        "{range}"
-                    );
-                    for pin in pins {
-                        rig.vm.unpin(cx, &space, pin).expect("its own");
-                    }
-                }
-            }
-            for range in ranges() {
-                let _ = rig.vm.unmap(cx, &space, range);
-            }
-            assert!(space.find_vma(VirtAddr::new(0)).is_err());
-            for frame in [0, 1, u64::MAX >> 12, u64::MAX].map(Pfn::new).into_iter().chain([Pfn::LIMIT]) {
-                // SAFETY: the test's pager lists nothing.
-                assert!(unsafe { rig.vm.hold_mapped(cx, frame) }.is_none());
-                let _: Recency = rig.vm.age_page(cx, frame, hugemm_base::Order::MAX, |_, _, _| {});
-            }
-            // Pages of which nobody asks, and such as no object has.
-            rig.vm.map(cx, &space, span(0, 2 << 20), SMALL, Backing::Private).expect("room");
-            rig.vm.fault(cx, &space, VirtAddr::new(0), Access::Write).expect("memory");
-            let area = space.find_vma(VirtAddr::new(0)).expect("mapped");
-            let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(0)) else { panic!("mapped") };
-            let first = (area.offset, leaf.frame);
-            let mut found = [Recency::default(); 2];
-            for (pages, room) in
-                [(&[first][..], 0), (&[first, (u64::MAX, Pfn::LIMIT)], 2), (&[(u64::MAX, Pfn::LIMIT), first], 2)]
-            {
-                for order in [Order::ZERO, Order::MAX] {
-                    let run = AgeRun { object: area.object, pages, order };
-                    let none = Neighbours { wants: &|_| false, take: &mut |_, _| () };
-                    rig.vm.age(cx, &run, &mut found[..room], Some(none));
-                }
-            }
-            assert!(found[0].young, "nobody took its bit who could not say so");
             rig.vm.destroy(cx, space).expect("idle");
-        });
+        }
+        let space = rig.space(cx, span(0, 4 << 20), SMALL);
+        let last = span((1 << 47) - PAGE_BYTES, PAGE_BYTES);
+        rig.vm.map(cx, &space, last, SMALL, Backing::Private).expect("room");
+        for at in [0, (1 << 47) - 1] {
+            rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Write).expect("memory");
+        }
+        for at in [1 << 47, 1 << 48, !0 << 47, 1 << 63, u64::MAX].map(VirtAddr::new) {
+            assert_eq!(rig.vm.fault(cx, &space, at, Access::Read), Err(VmError::NoArea { at }));
+            assert_eq!((rig.vm.lookup(cx, &space, at), space.find_vma(at).is_err()), (Lookup::Absent, true));
+        }
+        for range in ranges() {
+            let _ = rig.vm.test_and_clear_young(cx, &space, range, |_| {});
+            for total in [None, Some(0), Some(u64::MAX)] {
+                let there = span(0, 4 << 20).covers(range) || range == last;
+                assert_eq!(rig.vm.prefault(&space, range, total).work(cx, &Never).is_ok(), there, "{range}");
+                let mut pins = Vec::new();
+                assert_eq!(
+                    rig.vm.pin(cx, &space, range, total, &Never, |pin| pins.push(pin)).is_ok(),
+                    there,
+                    "{range}"
+                );
+                for pin in pins {
+                    rig.vm.unpin(cx, &space, pin).expect("its own");
+                }
+            }
+        }
+        for range in ranges() {
+            let _ = rig.vm.unmap(cx, &space, range);
+        }
+        assert!(space.find_vma(VirtAddr::new(0)).is_err());
+        for frame in [0, 1, u64::MAX >> 12, u64::MAX].map(Pfn::new).into_iter().chain([Pfn::LIMIT]) {
+            // SAFETY: the test's pager lists nothing.
+            assert!(unsafe { rig.vm.hold_mapped(cx, frame) }.is_none());
+            let _: Recency = rig.vm.age_page(cx, frame, hugemm_base::Order::MAX, |_, _, _| {});
+        }
+        // Pages of which nobody asks, and such as no object has.
+        rig.vm.map(cx, &space, span(0, 2 << 20), SMALL, Backing::Private).expect("room");
+        rig.vm.fault(cx, &space, VirtAddr::new(0), Access::Write).expect("memory");
+        let area = space.find_vma(VirtAddr::new(0)).expect("mapped");
+        let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(0)) else { panic!("mapped") };
+        let first = (area.offset, leaf.frame);
+        let mut found = [Recency::default(); 2];
+        for (pages, room) in
+            [(&[first][..], 0), (&[first, (u64::MAX, Pfn::LIMIT)], 2), (&[(u64::MAX, Pfn::LIMIT), first], 2)]
+        {
+            for order in [Order::ZERO, Order::MAX] {
+                let run = AgeRun { object: area.object, pages, order };
+                let none = Neighbours { wants: &|_| false, take: &mut |_, _| () };
+                rig.vm.age(cx, &run, &mut found[..room], Some(none));
+            }
+        }
+        assert!(found[0].young, "nobody took its bit who could not say so");
+        rig.vm.destroy(cx, space).expect("idle");
     });
 }

@@ -31,9 +31,8 @@ fn folded<'h, const AWAY: bool>(rig: &Rig<'h, Aarch64, AWAY>, space: &AddressSpa
 
 /// A page is pinned and its area forked.
 fn pin_and_fork<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
-    let space = rig.vm.create(cx, bounds()).expect("a space");
     let all = span(AT, PAGES * 4096);
-    rig.vm.map(cx, &space, all, VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
+    let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
     rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
     assert_eq!(folded(rig, &space), PAGES);
     // A fork of an area with a pinned page goes page by page.
@@ -49,9 +48,8 @@ fn pin_and_fork<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
 
 /// A page is taken out of its entry, and comes back.
 fn take_away<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
-    let space = rig.vm.create(cx, bounds()).expect("a space");
     let all = span(AT, PAGES * 4096);
-    rig.vm.map(cx, &space, all, VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
+    let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
     rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
     assert_eq!(folded(rig, &space), PAGES);
     let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT + 3 * 4096)) else { panic!("prefaulted") };
@@ -99,8 +97,7 @@ fn a_part_that_changes_is_unfolded_first() {
                 assert_eq!(rig.mmu.check(), Ok(()), "seed {seed}");
             };
             let (parent, child) = rig.mmu.as_cpu(CpuId(0), |cx| {
-                let parent = rig.vm.create(cx, bounds()).expect("a space");
-                rig.vm.map(cx, &parent, all(), VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
+                let parent = rig.space(cx, all(), VmaKind::private(PageSize::Size4K));
                 rig.vm.prefault(&parent, all(), None).work(cx, &Never).expect("memory");
                 assert_eq!(folded(rig, &parent), PAGES, "in blocks, so in groups");
                 rig.enter(cx, &parent);

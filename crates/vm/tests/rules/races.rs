@@ -1,6 +1,6 @@
 //! Several CPUs at once: one page is cleared once, none is lost, and bad memory does not spread.
 
-use crate::support::{bounds, no_faults, span, with_rig};
+use crate::support::{bounds, no_faults, span, with_cpu, with_rig};
 use hugemm_base::{CancelFlag, CpuId, Never, PageSize, VirtAddr};
 use hugemm_vm::{Access, Backing, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::Barrier;
@@ -14,10 +14,8 @@ fn cpus_that_meet_at_a_page_enter_it_once() {
     for (page, pages) in [(PageSize::Size4K, 512_u64), (PageSize::Size2M, 16)] {
         with_rig(64, 4, 41, &no_faults(), |rig| {
             let space = rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
                 let area = span(AT, pages * page.bytes());
-                rig.vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
-                space
+                rig.space(cx, area, VmaKind::private(page))
             });
             let start = Barrier::new(4);
             std::thread::scope(|scope| {
@@ -48,8 +46,7 @@ fn cpus_that_meet_at_a_page_enter_it_once() {
                         assert_eq!(rig.load(cx, &space, AT + index * page.bytes() + cpu * 8), Ok(index + 1));
                     }
                 }
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
+                rig.end(cx, space);
             });
         });
     }
@@ -68,9 +65,7 @@ fn a_promise_is_kept_whoever_meets_at_a_page() {
                 if round == 0 {
                     rig.fill_pool(cx, PAGES);
                 }
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                rig.vm.map(cx, &space, area, kind, Backing::Private).expect("all of them");
-                space
+                rig.space(cx, area, kind)
             });
             let (prefault, start) = (rig.vm.prefault(&space, area, None), Barrier::new(3));
             std::thread::scope(|scope| {
@@ -116,10 +111,8 @@ fn a_promise_is_kept_whoever_meets_at_a_page() {
 fn no_store_is_lost_while_others_fork() {
     with_rig(64, 3, 42, &no_faults(), |rig| {
         let space = rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, 1 << 20), kind, Backing::Private).expect("an area");
-            space
+            rig.space(cx, span(AT, 1 << 20), kind)
         });
         let done = CancelFlag::new();
         std::thread::scope(|scope| {
@@ -155,8 +148,7 @@ fn no_store_is_lost_while_others_fork() {
                             rig.store(cx, &child, at + 64, 1).expect("memory");
                             assert_eq!(rig.load(cx, &child, at), Ok(first), "the parent stored into its child");
                         }
-                        rig.leave(cx, &child);
-                        rig.vm.destroy(cx, child).expect("destroyed");
+                        rig.end(cx, child);
                     }
                     done.raise();
                 });
@@ -219,30 +211,27 @@ fn faults_meet_unmapping() {
 /// A copy that meets bad memory is reported, and is not mapped; the page can still be read where it is.
 #[test]
 fn poison_stops_a_copy() {
-    with_rig(32, 1, 43, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let parent = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size2M);
-            rig.vm.map(cx, &parent, span(AT, 2 << 20), kind, Backing::Private).expect("an area");
-            rig.enter(cx, &parent);
-            rig.store(cx, &parent, AT, 1).expect("a page");
-            let child = rig.vm.fork(cx, &parent).expect("forked");
-            let hugemm_paging::Lookup::Mapped(leaf) = rig.vm.lookup(cx, &parent, VirtAddr::new(AT)) else { panic!() };
-            let bad = leaf.frame.checked_add(77).expect("inside");
-            rig.vm.frames().hwpoison(cx, bad);
-            let used = rig.used(cx);
-            let error = rig.vm.fault(cx, &parent, VirtAddr::new(AT), Access::Write).expect_err("bad memory");
-            assert_eq!(error, VmError::HwPoisoned { frame: bad });
-            assert_eq!(rig.used(cx), used, "the copy went back");
-            assert_eq!(rig.vm.lookup(cx, &parent, VirtAddr::new(AT)), {
-                let flags = leaf.flags;
-                hugemm_paging::Lookup::Mapped(hugemm_paging::Leaf { flags, ..leaf })
-            });
-            assert_eq!(rig.load(cx, &parent, AT), Ok(1));
-            rig.leave(cx, &parent);
-            rig.vm.destroy(cx, child).expect("destroyed");
-            rig.vm.destroy(cx, parent).expect("destroyed");
+    with_cpu(32, 1, 43, |rig, cx| {
+        let kind = VmaKind::private(PageSize::Size2M);
+        let parent = rig.space(cx, span(AT, 2 << 20), kind);
+        rig.enter(cx, &parent);
+        rig.store(cx, &parent, AT, 1).expect("a page");
+        let child = rig.vm.fork(cx, &parent).expect("forked");
+        let hugemm_paging::Lookup::Mapped(leaf) = rig.vm.lookup(cx, &parent, VirtAddr::new(AT)) else { panic!() };
+        let bad = leaf.frame.checked_add(77).expect("inside");
+        rig.vm.frames().hwpoison(cx, bad);
+        let used = rig.used(cx);
+        let error = rig.vm.fault(cx, &parent, VirtAddr::new(AT), Access::Write).expect_err("bad memory");
+        assert_eq!(error, VmError::HwPoisoned { frame: bad });
+        assert_eq!(rig.used(cx), used, "the copy went back");
+        assert_eq!(rig.vm.lookup(cx, &parent, VirtAddr::new(AT)), {
+            let flags = leaf.flags;
+            hugemm_paging::Lookup::Mapped(hugemm_paging::Leaf { flags, ..leaf })
         });
+        assert_eq!(rig.load(cx, &parent, AT), Ok(1));
+        rig.leave(cx, &parent);
+        rig.vm.destroy(cx, child).expect("destroyed");
+        rig.vm.destroy(cx, parent).expect("destroyed");
     });
 }
 
@@ -250,35 +239,31 @@ fn poison_stops_a_copy() {
 #[test]
 fn memory_zeroed_ahead_is_not_cleared_again() {
     use hugemm_base::platform::Cpu;
-    with_rig(64, 1, 44, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let worker = ZeroWorker::new(rig.vm.clearer(), PageSize::Size2M, 25);
-            let stop = CancelFlag::new();
-            stop.raise();
-            assert_eq!(rig.vm.zero_ahead(cx, &worker, &stop), ZeroTurn::Stopped);
-            let mut bytes = 0;
-            loop {
-                match rig.vm.zero_ahead(cx, &worker, &Never) {
-                    ZeroTurn::Cleared { bytes: more, .. } => bytes += more,
-                    ZeroTurn::Nothing => break,
-                    ZeroTurn::Stopped => panic!("nobody asked"),
-                }
+    with_cpu(64, 1, 44, |rig, cx| {
+        let worker = ZeroWorker::new(rig.vm.clearer(), PageSize::Size2M, 25);
+        let stop = CancelFlag::new();
+        stop.raise();
+        assert_eq!(rig.vm.zero_ahead(cx, &worker, &stop), ZeroTurn::Stopped);
+        let mut bytes = 0;
+        loop {
+            match rig.vm.zero_ahead(cx, &worker, &Never) {
+                ZeroTurn::Cleared { bytes: more, .. } => bytes += more,
+                ZeroTurn::Nothing => break,
+                ZeroTurn::Stopped => panic!("nobody asked"),
             }
-            assert_eq!(bytes, 64 << 20, "all of it");
-            let before = cx.platform().counters().snapshot();
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size2M);
-            rig.vm.map(cx, &space, span(AT, 32 << 20), kind, Backing::Private).expect("an area");
-            rig.vm.prefault(&space, span(AT, 16 << 20), None).work(cx, &Never).expect("memory");
-            rig.enter(cx, &space);
-            for page in 0..16 {
-                assert_eq!(rig.load(cx, &space, AT + page * (2 << 20) + 0x1_0000), Ok(0));
-            }
-            let after = cx.platform().counters().snapshot().since(before);
-            assert_eq!(after.units, 0, "cleared again");
-            assert!(after.clears_skipped >= 16);
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+        }
+        assert_eq!(bytes, 64 << 20, "all of it");
+        let before = cx.platform().counters().snapshot();
+        let kind = VmaKind::private(PageSize::Size2M);
+        let space = rig.space(cx, span(AT, 32 << 20), kind);
+        rig.vm.prefault(&space, span(AT, 16 << 20), None).work(cx, &Never).expect("memory");
+        rig.enter(cx, &space);
+        for page in 0..16 {
+            assert_eq!(rig.load(cx, &space, AT + page * (2 << 20) + 0x1_0000), Ok(0));
+        }
+        let after = cx.platform().counters().snapshot().since(before);
+        assert_eq!(after.units, 0, "cleared again");
+        assert!(after.clears_skipped >= 16);
+        rig.end(cx, space);
     });
 }

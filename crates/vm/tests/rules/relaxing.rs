@@ -1,9 +1,9 @@
 //! CPUs that go on refusing by what they keep, as arm64's may: rights that are given reach them all the same.
 
-use crate::support::{Metered, bounds, no_faults, span, with_format};
+use crate::support::{Metered, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_host::mmu::Fault;
-use hugemm_vm::{Access, Backing, Served, VmaKind};
+use hugemm_vm::{Access, Served, VmaKind};
 
 const AT: u64 = 0x4000_0000;
 
@@ -16,9 +16,8 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
             rig.mmu.keep_refusals();
             let at = VirtAddr::new(AT);
             let (parent, child) = rig.mmu.as_cpu(CpuId(0), |cx| {
-                let parent = rig.vm.create(cx, bounds()).expect("a space");
                 let area = span(AT, size.bytes());
-                rig.vm.map(cx, &parent, area, VmaKind::private(size), Backing::Private).expect("an area");
+                let parent = rig.space(cx, area, VmaKind::private(size));
                 rig.enter(cx, &parent);
                 rig.store(cx, &parent, AT, 1).expect("served");
                 let child = rig.vm.fork(cx, &parent).expect("a child");
@@ -51,9 +50,8 @@ fn flushes_to_note<const DROPS: bool>(access: Access) -> u64 {
     let mut flushes = 0;
     with_format::<Metered<DROPS>, false>(16, 1, 3, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, 4096), kind, Backing::Private).expect("an area");
+            let space = rig.space(cx, span(AT, 4096), kind);
             rig.vm.prefault(&space, span(AT, 4096), None).work(cx, &Never).expect("memory");
             rig.vm.test_and_clear_young(cx, &space, span(AT, 4096), |_| ()).expect("in the space");
             let before = rig.vm.shootdown().counts();

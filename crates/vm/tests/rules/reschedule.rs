@@ -1,7 +1,7 @@
 //! Nothing that takes long goes on for long without letting others run, and what others do then is right.
 
 use crate::support::metered::{TABLE, most_between_reschedules};
-use crate::support::{bounds, no_faults, span, with_rig};
+use crate::support::{bounds, no_faults, span, with_cpu, with_rig};
 use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize};
 use hugemm_hugetlb::Nodes;
 use hugemm_vm::{Access, Backing, Phase, VmError, VmaKind};
@@ -16,35 +16,33 @@ const PART: u64 = 16_384 + 5 * TABLE;
 #[test]
 fn forks_let_others_run() {
     for pinned in [false, true] {
-        with_rig(256, 1, 41, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                let pages = if pinned { 20_000 } else { 50_000 };
-                let area = span(AT + 0x5000, pages << 12);
-                let kind = VmaKind::private(PageSize::Size4K);
-                rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
-                rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
-                let mut pins = Vec::new();
-                if pinned {
-                    let first = span(area.start().get(), 0x1000);
-                    rig.vm.pin(cx, &space, first, None, &Never, |run| pins.push(run)).expect("pinned");
-                }
-                let counters: *const _ = cx.platform().counters();
-                let mut child = None;
-                // SAFETY: the CPU's counters stay where they are.
-                let most = most_between_reschedules(unsafe { &*counters }, || {
-                    child = Some(rig.vm.fork(cx, &space).expect("forked"));
-                });
-                // One by one, a page is looked at in the parent and made for the child besides.
-                let bound = if pinned { 3 * PART } else { PART };
-                assert!((bound / 2..bound).contains(&most), "{most} entries");
-                for pin in pins {
-                    rig.vm.unpin(cx, &space, pin).expect("its own");
-                }
-                for space in child.into_iter().chain([space]) {
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                }
+        with_cpu(256, 1, 41, |rig, cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let pages = if pinned { 20_000 } else { 50_000 };
+            let area = span(AT + 0x5000, pages << 12);
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
+            rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+            let mut pins = Vec::new();
+            if pinned {
+                let first = span(area.start().get(), 0x1000);
+                rig.vm.pin(cx, &space, first, None, &Never, |run| pins.push(run)).expect("pinned");
+            }
+            let counters: *const _ = cx.platform().counters();
+            let mut child = None;
+            // SAFETY: the CPU's counters stay where they are.
+            let most = most_between_reschedules(unsafe { &*counters }, || {
+                child = Some(rig.vm.fork(cx, &space).expect("forked"));
             });
+            // One by one, a page is looked at in the parent and made for the child besides.
+            let bound = if pinned { 3 * PART } else { PART };
+            assert!((bound / 2..bound).contains(&most), "{most} entries");
+            for pin in pins {
+                rig.vm.unpin(cx, &space, pin).expect("its own");
+            }
+            for space in child.into_iter().chain([space]) {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
         });
     }
 }
@@ -69,11 +67,7 @@ fn a_fork_is_one_moment_for_each_thread() {
         let (low, high) = (AT, AT + bytes - 0x1000);
         let (before, behind) = (AT - 0x10_0000, AT + 2 * bytes);
         let stop = AtomicU64::new(0);
-        let space = rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            rig.vm.map(cx, &space, span(AT, bytes), kind, Backing::Private).expect("an area");
-            space
-        });
+        let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.space(cx, span(AT, bytes), kind));
         std::thread::scope(|scope| {
             let (space, stop) = (&space, &stop);
             // Stores a number at a place, in a page of its own, and last high up.
@@ -121,8 +115,7 @@ fn a_fork_is_one_moment_for_each_thread() {
                     assert!(own >= last, "{last} was stored after {own}");
                     let [below, above] = [before, behind].map(|at| rig.load(cx, &child, at));
                     assert!(below == Ok(0) || above != Ok(0), "{above:?} without {below:?}");
-                    rig.leave(cx, &child);
-                    rig.vm.destroy(cx, child).expect("destroyed");
+                    rig.end(cx, child);
                 }
             });
         });
@@ -143,33 +136,31 @@ impl Cancel for After {
 #[test]
 fn waiting_for_a_promised_page_lets_others_run() {
     const LOOKS: u64 = 100;
-    with_rig(16, 2, 43, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            rig.fill_pool(cx, 2);
-            let object = rig.vm.create_shared(cx, 1024, PageSize::Size2M, true).expect("two pages");
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size2M).pooled();
-            let area = span(AT, 4 << 20);
-            rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
-            let waits = |phase| {
-                if phase != Phase::Map {
-                    return;
-                }
-                // The first page is taken and not entered yet; the second is missing for now.
-                rig.mmu.as_cpu(CpuId(1), |cx| {
-                    let missing = rig.pool.take(cx, Nodes::All, true).expect("promised");
-                    let before = cx.platform().counters().reschedules.get();
-                    let filled = rig.vm.prefault_shared(&object, 512, 1024).work(cx, &After(AtomicU64::new(LOOKS)));
-                    assert_eq!(filled, Err(VmError::Cancelled));
-                    let passed = cx.platform().counters().reschedules.get() - before;
-                    assert!(passed >= LOOKS - 2, "{passed} reschedule points in {LOOKS} looks");
-                    rig.pool.put(cx, missing, true).expect("its own");
-                });
-            };
-            rig.vm.fault_observed(cx, &space, area.start(), Access::Write, &waits).expect("promised");
-            rig.vm.prefault_shared(&object, 0, 1024).work(cx, &Never).expect("promised");
-            rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object).expect("its own");
-        });
+    with_cpu(16, 2, 43, |rig, cx| {
+        rig.fill_pool(cx, 2);
+        let object = rig.vm.create_shared(cx, 1024, PageSize::Size2M, true).expect("two pages");
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        let kind = VmaKind::private(PageSize::Size2M).pooled();
+        let area = span(AT, 4 << 20);
+        rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
+        let waits = |phase| {
+            if phase != Phase::Map {
+                return;
+            }
+            // The first page is taken and not entered yet; the second is missing for now.
+            rig.mmu.as_cpu(CpuId(1), |cx| {
+                let missing = rig.pool.take(cx, Nodes::All, true).expect("promised");
+                let before = cx.platform().counters().reschedules.get();
+                let filled = rig.vm.prefault_shared(&object, 512, 1024).work(cx, &After(AtomicU64::new(LOOKS)));
+                assert_eq!(filled, Err(VmError::Cancelled));
+                let passed = cx.platform().counters().reschedules.get() - before;
+                assert!(passed >= LOOKS - 2, "{passed} reschedule points in {LOOKS} looks");
+                rig.pool.put(cx, missing, true).expect("its own");
+            });
+        };
+        rig.vm.fault_observed(cx, &space, area.start(), Access::Write, &waits).expect("promised");
+        rig.vm.prefault_shared(&object, 0, 1024).work(cx, &Never).expect("promised");
+        rig.vm.destroy(cx, space).expect("destroyed");
+        rig.vm.close(cx, object).expect("its own");
     });
 }

@@ -1,9 +1,9 @@
 //! A hypervisor's second stage that follows an address space, over a page table of its own: the example of a notifier, and
 //! the proof that no store of a guest goes to a page that the space no longer has.
 
-use crate::support::{Cpus, Cx, Follower, Handle, Rig, bounds, no_faults, span, with_rig};
+use crate::support::{Cpus, Cx, Follower, Handle, Rig, bounds, span, with_cpu};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, Extent, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, Extent, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, Plain};
 use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Lookup, Mapping, PageTable, X86_64};
 use hugemm_vm::{Access, Backing, Following, Notifier, VmError, VmaKind};
@@ -94,68 +94,64 @@ impl<'h> Stage2<'h> {
 #[test]
 fn a_second_stage_follows() {
     for page in [PageSize::Size4K, PageSize::Size2M] {
-        with_rig(64, 2, 31, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                let guest = span(0, 8 << 20);
-                rig.vm.map(cx, &space, span(AT, 8 << 20), VmaKind::private(page), Backing::Private).expect("an area");
-                let frames = rig.vm.frames();
-                // SAFETY: the model's memory is a direct map; no CPU walks this table.
-                let table = unsafe { PageTable::new(&mut FrameTables::new(frames, cx), span(0, 1 << 39)) };
-                let stage2 = Arc::new(Stage2 {
-                    frames,
-                    table: table.expect("a root"),
-                    following: Following::new(),
-                    guest,
-                    invalidated: AtomicU64::new(0),
-                });
-                let follower = rig.vm.follow(cx, &space, Follower(stage2.clone())).expect("memory");
-                stage2.guest_store(rig, cx, &space, 0x230, 1).expect("served");
-                stage2.guest_store(rig, cx, &space, page.bytes() + 8, 2).expect("served");
-                rig.enter(cx, &space);
-                assert_eq!(rig.load(cx, &space, AT + 0x230), Ok(1), "the guest's stores are the space's");
-                // A fork takes rights away: the guest's next store makes a copy, and the child does not see it.
-                let child = rig.vm.fork(cx, &space).expect("forked");
-                assert_eq!(stage2.invalidated.load(Ordering::Relaxed), 2 * page.pages());
-                stage2.guest_store(rig, cx, &space, 0x230, 3).expect("served");
-                assert_eq!(rig.load(cx, &space, AT + 0x230), Ok(3));
-                rig.enter(cx, &child);
-                assert_eq!(rig.load(cx, &child, AT + 0x230), Ok(1));
-                // The other way round: the space copies, and the guest is moved to the copy.
-                rig.enter(cx, &space);
-                rig.leave(cx, &child);
-                rig.vm.destroy(cx, child).expect("destroyed");
-                let child = rig.vm.fork(cx, &space).expect("forked");
-                stage2.guest_store(rig, cx, &space, page.bytes() + 8, 4).expect("served");
-                rig.store(cx, &space, AT + 0x230, 5).expect("served");
-                stage2.guest_store(rig, cx, &space, 0x238, 6).expect("served");
-                assert_eq!(rig.load(cx, &space, AT + 0x238), Ok(6));
-                assert_eq!(rig.load(cx, &space, AT + page.bytes() + 8), Ok(4));
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, child).expect("destroyed");
-                // What is unmapped is gone from the second stage before its frames are free.
-                rig.vm.unmap(cx, &space, span(AT, 8 << 20)).expect("unmapped");
-                let lost = stage2.guest_store(rig, cx, &space, 0x230, 7);
-                assert_eq!(lost, Err(VmError::NoArea { at: VirtAddr::new(AT + 0x230) }));
-                let (error, space) = rig.vm.destroy(cx, space).expect_err("it is followed");
-                assert_eq!(error, VmError::InUse);
-                // SAFETY: it follows this space.
-                drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
-                rig.vm.destroy(cx, space).expect("destroyed");
-                // What remains are the tables themselves.
-                {
-                    // SAFETY: as above.
-                    let mut table = stage2.table.exclusive(unsafe { FrameTables::new(frames, cx) });
-                    let unhooked = table.detach(stage2.table.bounds(), Editing::LIVE).expect("all of it");
-                    // SAFETY: as above.
-                    let detached = unsafe { unhooked.assume_flushed() };
-                    let harvest = table.harvest(detached, Flags::HARDWARE, |_| ()).map_err(|(error, _)| error);
-                    assert_eq!(harvest.expect("harvested").pages, 0);
-                }
-                // SAFETY: as above; nothing hangs below the root.
-                unsafe { hugemm_paging::TableMemory::free(&mut FrameTables::new(frames, cx), stage2.table.root()) };
-                assert_eq!(cx.platform().counters().snapshot().fences_on_drop, 0);
+        with_cpu(64, 2, 31, |rig, cx| {
+            let guest = span(0, 8 << 20);
+            let space = rig.space(cx, span(AT, 8 << 20), VmaKind::private(page));
+            let frames = rig.vm.frames();
+            // SAFETY: the model's memory is a direct map; no CPU walks this table.
+            let table = unsafe { PageTable::new(&mut FrameTables::new(frames, cx), span(0, 1 << 39)) };
+            let stage2 = Arc::new(Stage2 {
+                frames,
+                table: table.expect("a root"),
+                following: Following::new(),
+                guest,
+                invalidated: AtomicU64::new(0),
             });
+            let follower = rig.vm.follow(cx, &space, Follower(stage2.clone())).expect("memory");
+            stage2.guest_store(rig, cx, &space, 0x230, 1).expect("served");
+            stage2.guest_store(rig, cx, &space, page.bytes() + 8, 2).expect("served");
+            rig.enter(cx, &space);
+            assert_eq!(rig.load(cx, &space, AT + 0x230), Ok(1), "the guest's stores are the space's");
+            // A fork takes rights away: the guest's next store makes a copy, and the child does not see it.
+            let child = rig.vm.fork(cx, &space).expect("forked");
+            assert_eq!(stage2.invalidated.load(Ordering::Relaxed), 2 * page.pages());
+            stage2.guest_store(rig, cx, &space, 0x230, 3).expect("served");
+            assert_eq!(rig.load(cx, &space, AT + 0x230), Ok(3));
+            rig.enter(cx, &child);
+            assert_eq!(rig.load(cx, &child, AT + 0x230), Ok(1));
+            // The other way round: the space copies, and the guest is moved to the copy.
+            rig.enter(cx, &space);
+            rig.end(cx, child);
+            let child = rig.vm.fork(cx, &space).expect("forked");
+            stage2.guest_store(rig, cx, &space, page.bytes() + 8, 4).expect("served");
+            rig.store(cx, &space, AT + 0x230, 5).expect("served");
+            stage2.guest_store(rig, cx, &space, 0x238, 6).expect("served");
+            assert_eq!(rig.load(cx, &space, AT + 0x238), Ok(6));
+            assert_eq!(rig.load(cx, &space, AT + page.bytes() + 8), Ok(4));
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, child).expect("destroyed");
+            // What is unmapped is gone from the second stage before its frames are free.
+            rig.vm.unmap(cx, &space, span(AT, 8 << 20)).expect("unmapped");
+            let lost = stage2.guest_store(rig, cx, &space, 0x230, 7);
+            assert_eq!(lost, Err(VmError::NoArea { at: VirtAddr::new(AT + 0x230) }));
+            let (error, space) = rig.vm.destroy(cx, space).expect_err("it is followed");
+            assert_eq!(error, VmError::InUse);
+            // SAFETY: it follows this space.
+            drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
+            rig.vm.destroy(cx, space).expect("destroyed");
+            // What remains are the tables themselves.
+            {
+                // SAFETY: as above.
+                let mut table = stage2.table.exclusive(unsafe { FrameTables::new(frames, cx) });
+                let unhooked = table.detach(stage2.table.bounds(), Editing::LIVE).expect("all of it");
+                // SAFETY: as above.
+                let detached = unsafe { unhooked.assume_flushed() };
+                let harvest = table.harvest(detached, Flags::HARDWARE, |_| ()).map_err(|(error, _)| error);
+                assert_eq!(harvest.expect("harvested").pages, 0);
+            }
+            // SAFETY: as above; nothing hangs below the root.
+            unsafe { hugemm_paging::TableMemory::free(&mut FrameTables::new(frames, cx), stage2.table.root()) };
+            assert_eq!(cx.platform().counters().snapshot().fences_on_drop, 0);
         });
     }
 }
@@ -212,21 +208,19 @@ impl<'h> Notifier<Cpus<'h>> for Silent {
 /// A reference to a follower passes everything on; who knows of no accesses has used nothing.
 #[test]
 fn a_reference_follows_too() {
-    with_rig(8, 1, 32, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let told = Told::default();
-            let [first, second] = [AT, 2 * AT].map(|at| span(at, 0x2000));
-            fn through<'h>(by: impl Notifier<Cpus<'h>>, cx: &mut Cx<'_, 'h>, ranges: [VirtRange; 2]) -> [bool; 2] {
-                by.begin(cx, ranges[0]);
-                let young = ranges.map(|range| by.young(range));
-                by.end(cx, ranges[1]);
-                young
-            }
-            assert_eq!(through(&told, cx, [first, second]), [true, false]);
-            let expected = [("begin", first), ("young", first), ("young", second), ("end", second)];
-            assert_eq!(*told.0.lock().expect("told"), expected);
-            assert_eq!(through(Silent, cx, [first, second]), [false, false]);
-        });
+    with_cpu(8, 1, 32, |_, cx| {
+        let told = Told::default();
+        let [first, second] = [AT, 2 * AT].map(|at| span(at, 0x2000));
+        fn through<'h>(by: impl Notifier<Cpus<'h>>, cx: &mut Cx<'_, 'h>, ranges: [VirtRange; 2]) -> [bool; 2] {
+            by.begin(cx, ranges[0]);
+            let young = ranges.map(|range| by.young(range));
+            by.end(cx, ranges[1]);
+            young
+        }
+        assert_eq!(through(&told, cx, [first, second]), [true, false]);
+        let expected = [("begin", first), ("young", first), ("young", second), ("end", second)];
+        assert_eq!(*told.0.lock().expect("told"), expected);
+        assert_eq!(through(Silent, cx, [first, second]), [false, false]);
     });
 }
 
@@ -244,65 +238,57 @@ impl<'h> Notifier<Cpus<'h>> for Failing {
 /// A change that ends by unwinding has ended: whoever was told that it begins is told so, and nobody waits for it.
 #[test]
 fn a_change_that_unwinds_is_over() {
-    with_rig(16, 1, 34, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            rig.vm
-                .map(cx, &space, span(AT, 0x8000), VmaKind::private(PageSize::Size4K), Backing::Private)
-                .expect("one");
-            let told = [0, 1].map(|_| Arc::new(Told::default()));
-            let mut followers = Vec::new();
-            for who in [Follower(told[0].clone()), Follower(Arc::new(Failing)), Follower(told[1].clone())] {
-                followers.push(rig.vm.follow(cx, &space, who).expect("memory"));
-            }
-            let all = span(AT, 0x1000);
-            let unmap = std::panic::AssertUnwindSafe(|| rig.vm.unmap(cx, &space, all).is_ok());
-            assert!(std::panic::catch_unwind(unmap).is_err(), "the second fails");
-            assert_eq!(*told[0].0.lock().expect("told"), [("begin", all), ("end", all)]);
-            assert_eq!(*told[1].0.lock().expect("told"), [], "nobody came so far");
-            for follower in followers {
-                // SAFETY: it follows this space.
-                drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
-            }
-            rig.vm.unmap(cx, &space, all).expect("as it was");
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    with_cpu(16, 1, 34, |rig, cx| {
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        rig.vm.map(cx, &space, span(AT, 0x8000), VmaKind::private(PageSize::Size4K), Backing::Private).expect("one");
+        let told = [0, 1].map(|_| Arc::new(Told::default()));
+        let mut followers = Vec::new();
+        for who in [Follower(told[0].clone()), Follower(Arc::new(Failing)), Follower(told[1].clone())] {
+            followers.push(rig.vm.follow(cx, &space, who).expect("memory"));
+        }
+        let all = span(AT, 0x1000);
+        let unmap = std::panic::AssertUnwindSafe(|| rig.vm.unmap(cx, &space, all).is_ok());
+        assert!(std::panic::catch_unwind(unmap).is_err(), "the second fails");
+        assert_eq!(*told[0].0.lock().expect("told"), [("begin", all), ("end", all)]);
+        assert_eq!(*told[1].0.lock().expect("told"), [], "nobody came so far");
+        for follower in followers {
+            // SAFETY: it follows this space.
+            drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
+        }
+        rig.vm.unmap(cx, &space, all).expect("as it was");
+        rig.vm.destroy(cx, space).expect("destroyed");
     });
 }
 
 /// Every change is announced before and after to all followers, with the range that it concerns.
 #[test]
 fn followers_are_told_of_every_change() {
-    with_rig(16, 1, 33, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, 0x8000), kind, Backing::Private).expect("an area");
-            rig.enter(cx, &space);
-            rig.store(cx, &space, AT, 1).expect("memory");
-            let told = [0, 1].map(|_| Arc::new(Told::default()));
-            let followers =
-                [0, 1].map(|index| rig.vm.follow(cx, &space, Follower(told[index].clone())).expect("memory"));
-            let child = rig.vm.fork(cx, &space).expect("forked");
-            rig.store(cx, &space, AT, 2).expect("a copy");
-            rig.leave(cx, &space);
-            let hole = span(AT + 0x2000, 0x3000);
-            rig.vm.unmap(cx, &space, hole).expect("unmapped");
-            for follower in followers {
-                // SAFETY: it follows this space.
-                drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
-            }
-            rig.vm.unmap(cx, &space, span(AT, 0x1000)).expect("nobody is told");
-            let expected: Vec<_> = [bounds(), span(AT, 0x1000), hole]
-                .into_iter()
-                .flat_map(|changed| ["begin", "end"].map(|what| (what, changed)))
-                .collect();
-            for told in told {
-                assert_eq!(*told.0.lock().expect("told"), expected);
-            }
-            for space in [space, child] {
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-        });
+    with_cpu(16, 1, 33, |rig, cx| {
+        let kind = VmaKind::private(PageSize::Size4K);
+        let space = rig.space(cx, span(AT, 0x8000), kind);
+        rig.enter(cx, &space);
+        rig.store(cx, &space, AT, 1).expect("memory");
+        let told = [0, 1].map(|_| Arc::new(Told::default()));
+        let followers = [0, 1].map(|index| rig.vm.follow(cx, &space, Follower(told[index].clone())).expect("memory"));
+        let child = rig.vm.fork(cx, &space).expect("forked");
+        rig.store(cx, &space, AT, 2).expect("a copy");
+        rig.leave(cx, &space);
+        let hole = span(AT + 0x2000, 0x3000);
+        rig.vm.unmap(cx, &space, hole).expect("unmapped");
+        for follower in followers {
+            // SAFETY: it follows this space.
+            drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
+        }
+        rig.vm.unmap(cx, &space, span(AT, 0x1000)).expect("nobody is told");
+        let expected: Vec<_> = [bounds(), span(AT, 0x1000), hole]
+            .into_iter()
+            .flat_map(|changed| ["begin", "end"].map(|what| (what, changed)))
+            .collect();
+        for told in told {
+            assert_eq!(*told.0.lock().expect("told"), expected);
+        }
+        for space in [space, child] {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
     });
 }

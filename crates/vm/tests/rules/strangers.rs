@@ -1,7 +1,7 @@
 //! Spaces, objects and pins are taken by the manager and the space that they belong to, and by nobody else; and a space with
 //! pinned pages does not end.
 
-use crate::support::{Follower, Model, PoolMemory, bounds, map, no_faults, parts, span, with_rig};
+use crate::support::{Follower, Model, PoolMemory, bounds, map, no_faults, parts, span, with_cpu, with_rig};
 use hugemm_base::{CpuId, Dirty, Never, NodeId, Order, PageSize, VirtAddr};
 use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_hugetlb::{Nodes, VmemmapOptimizer};
@@ -19,8 +19,7 @@ fn another_managers_things_are_refused() {
         let other: Vm<'_, Model<'_>> = unsafe { Vm::new(parts(rig.vm.frames(), rig.vm.shootdown())) }.expect("small");
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let (area, at, kind) = (span(AT, 0x4000), VirtAddr::new(AT), VmaKind::private(PageSize::Size4K));
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
+            let space = rig.space(cx, area, kind);
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 7).expect("a page");
             let mut pins = Vec::new();
@@ -56,8 +55,7 @@ fn another_managers_things_are_refused() {
             assert!(matches!(rig.vm.lookup(cx, &space, VirtAddr::new(AT + 0x1000)), Lookup::Absent));
             rig.vm.unpin(cx, &space, pin).expect("its own");
             rig.vm.close(cx, object).expect("its own");
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.end(cx, space);
             other.destroy(cx, own).expect("destroyed");
             other.trim(cx);
         });
@@ -67,25 +65,23 @@ fn another_managers_things_are_refused() {
 /// A pin is counted in its space, and in no other of the same manager.
 #[test]
 fn another_spaces_pins_are_refused() {
-    with_rig(16, 1, 52, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let kind = VmaKind::private(PageSize::Size4K);
-            let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
-            for space in [&first, &second] {
-                rig.vm.map(cx, space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
-            }
-            let mut pins = Vec::new();
-            rig.vm.pin(cx, &first, span(AT, 0x1000), None, &Never, |run| pins.push(run)).expect("pinned");
-            let (error, pin) = rig.vm.unpin(cx, &second, pins.remove(0)).expect_err("another's");
-            assert_eq!(error, VmError::Foreign);
-            let copied = second.counters().copied.get();
-            let child = rig.vm.fork(cx, &second).expect("forked");
-            assert_eq!(second.counters().copied.get(), copied);
-            rig.vm.unpin(cx, &first, pin).expect("its own");
-            for space in [first, second, child] {
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-        });
+    with_cpu(16, 1, 52, |rig, cx| {
+        let kind = VmaKind::private(PageSize::Size4K);
+        let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
+        for space in [&first, &second] {
+            rig.vm.map(cx, space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
+        }
+        let mut pins = Vec::new();
+        rig.vm.pin(cx, &first, span(AT, 0x1000), None, &Never, |run| pins.push(run)).expect("pinned");
+        let (error, pin) = rig.vm.unpin(cx, &second, pins.remove(0)).expect_err("another's");
+        assert_eq!(error, VmError::Foreign);
+        let copied = second.counters().copied.get();
+        let child = rig.vm.fork(cx, &second).expect("forked");
+        assert_eq!(second.counters().copied.get(), copied);
+        rig.vm.unpin(cx, &first, pin).expect("its own");
+        for space in [first, second, child] {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
     });
 }
 
@@ -94,29 +90,26 @@ fn another_spaces_pins_are_refused() {
 #[test]
 fn a_space_with_pins_does_not_end() {
     for page in [PageSize::Size4K, PageSize::Size2M] {
-        with_rig(16, 1, 53, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                let area = span(AT, 2 * page.bytes());
-                rig.vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
-                rig.enter(cx, &space);
-                rig.store(cx, &space, AT, 7).expect("a page");
-                let mut pins = Vec::new();
-                rig.vm.pin(cx, &space, span(AT, page.bytes()), None, &Never, |run| pins.push(run)).expect("pinned");
-                rig.leave(cx, &space);
-                let (error, space) = rig.vm.destroy(cx, space).expect_err("pinned");
-                assert_eq!(error, VmError::InUse);
-                rig.enter(cx, &space);
-                assert_eq!(rig.load(cx, &space, AT), Ok(7), "it is as it was");
-                rig.leave(cx, &space);
-                rig.vm.unmap(cx, &space, area).expect("unmapped");
-                let (error, space) = rig.vm.destroy(cx, space).expect_err("still pinned");
-                assert_eq!(error, VmError::InUse);
-                let used = rig.used(cx);
-                rig.vm.unpin(cx, &space, pins.remove(0)).expect("its own");
-                assert!(rig.used(cx) < used, "the pin kept the page");
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
+        with_cpu(16, 1, 53, |rig, cx| {
+            let area = span(AT, 2 * page.bytes());
+            let space = rig.space(cx, area, VmaKind::private(page));
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 7).expect("a page");
+            let mut pins = Vec::new();
+            rig.vm.pin(cx, &space, span(AT, page.bytes()), None, &Never, |run| pins.push(run)).expect("pinned");
+            rig.leave(cx, &space);
+            let (error, space) = rig.vm.destroy(cx, space).expect_err("pinned");
+            assert_eq!(error, VmError::InUse);
+            rig.enter(cx, &space);
+            assert_eq!(rig.load(cx, &space, AT), Ok(7), "it is as it was");
+            rig.leave(cx, &space);
+            rig.vm.unmap(cx, &space, area).expect("unmapped");
+            let (error, space) = rig.vm.destroy(cx, space).expect_err("still pinned");
+            assert_eq!(error, VmError::InUse);
+            let used = rig.used(cx);
+            rig.vm.unpin(cx, &space, pins.remove(0)).expect("its own");
+            assert!(rig.used(cx) < used, "the pin kept the page");
+            rig.vm.destroy(cx, space).expect("destroyed");
         });
     }
 }
@@ -124,24 +117,21 @@ fn a_space_with_pins_does_not_end() {
 /// A space that somebody follows comes back as it was.
 #[test]
 fn a_followed_space_does_not_end() {
-    with_rig(16, 1, 54, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
-            rig.enter(cx, &space);
-            rig.store(cx, &space, AT, 7).expect("a page");
-            let follower = rig.vm.follow(cx, &space, Follower(std::sync::Arc::new(()))).expect("memory");
-            rig.leave(cx, &space);
-            let (error, space) = rig.vm.destroy(cx, space).expect_err("followed");
-            assert_eq!(error, VmError::InUse);
-            rig.enter(cx, &space);
-            assert_eq!(rig.load(cx, &space, AT), Ok(7), "it is as it was");
-            rig.leave(cx, &space);
-            // SAFETY: the follower is this space's.
-            let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    with_cpu(16, 1, 54, |rig, cx| {
+        let kind = VmaKind::private(PageSize::Size4K);
+        let space = rig.space(cx, span(AT, 0x1000), kind);
+        rig.enter(cx, &space);
+        rig.store(cx, &space, AT, 7).expect("a page");
+        let follower = rig.vm.follow(cx, &space, Follower(std::sync::Arc::new(()))).expect("memory");
+        rig.leave(cx, &space);
+        let (error, space) = rig.vm.destroy(cx, space).expect_err("followed");
+        assert_eq!(error, VmError::InUse);
+        rig.enter(cx, &space);
+        assert_eq!(rig.load(cx, &space, AT), Ok(7), "it is as it was");
+        rig.leave(cx, &space);
+        // SAFETY: the follower is this space's.
+        let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
+        rig.vm.destroy(cx, space).expect("destroyed");
     });
 }
 
@@ -149,42 +139,40 @@ fn a_followed_space_does_not_end() {
 /// before, and nothing is mapped: at a fault, and when a range is filled.
 #[test]
 fn a_pool_of_other_frames_is_refused() {
-    with_rig(32, 1, 55, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let block = rig.vm.frames().alloc(cx, AllocRequest::order(Order::new(11).expect("valid"))).expect("8 MiB");
-            let arenas = [ArenaSpec { extent: block.extent(), node: NodeId(0), descriptors: None }];
-            let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
-            let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
-            // SAFETY: zeroed, of this size, used once; one platform.
-            let others = unsafe { Frames::new(&config, Plain::default(), metadata.ptr(), metadata.bytes()) };
-            let others: Frames<'_, Plain> = others.expect("large enough");
-            // SAFETY: the block is this test's.
-            unsafe { others.release(cx, Dirty::assume_owned(block.extent())) };
-            let map = map(rig.mmu, block.extent());
-            // SAFETY: nothing is mapped by it.
-            let optimizer = unsafe { VmemmapOptimizer::new(&others, &map, &[], Default::default()) };
-            optimizer.set_enabled(false);
-            let mut pool = PoolMemory::new(block.extent());
-            let pool = pool.pool();
-            {
-                pool.set_size(cx, &optimizer, 3, Nodes::All, &Never).expect("nobody else resizes");
-                let parts = parts(rig.vm.frames(), rig.vm.shootdown());
-                let parts = Parts { pools: Pools::default().with(&pool), ..parts };
-                // SAFETY: as the rig's own.
-                let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small objects");
-                let space = vm.create(cx, bounds()).expect("a space");
-                let kind = VmaKind::private(PageSize::Size2M).pooled();
-                let area = span(AT, 4 << 20);
-                vm.map(cx, &space, area, kind, Backing::Private).expect("promised");
-                assert_eq!(vm.fault(cx, &space, area.start(), Access::Write), Err(VmError::OtherKind));
-                assert_eq!(vm.prefault(&space, area, None).work(cx, &Never), Err(VmError::OtherKind));
-                assert_eq!(vm.lookup(cx, &space, area.start()), Lookup::Absent);
-                assert_eq!(pool.counts(cx).reserved, 2);
-                vm.destroy(cx, space).expect("destroyed");
-                vm.trim(cx);
-                assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 3));
-            }
-            rig.vm.frames().free(cx, block);
-        });
+    with_cpu(32, 1, 55, |rig, cx| {
+        let block = rig.vm.frames().alloc(cx, AllocRequest::order(Order::new(11).expect("valid"))).expect("8 MiB");
+        let arenas = [ArenaSpec { extent: block.extent(), node: NodeId(0), descriptors: None }];
+        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+        // SAFETY: zeroed, of this size, used once; one platform.
+        let others = unsafe { Frames::new(&config, Plain::default(), metadata.ptr(), metadata.bytes()) };
+        let others: Frames<'_, Plain> = others.expect("large enough");
+        // SAFETY: the block is this test's.
+        unsafe { others.release(cx, Dirty::assume_owned(block.extent())) };
+        let map = map(rig.mmu, block.extent());
+        // SAFETY: nothing is mapped by it.
+        let optimizer = unsafe { VmemmapOptimizer::new(&others, &map, &[], Default::default()) };
+        optimizer.set_enabled(false);
+        let mut pool = PoolMemory::new(block.extent());
+        let pool = pool.pool();
+        {
+            pool.set_size(cx, &optimizer, 3, Nodes::All, &Never).expect("nobody else resizes");
+            let parts = parts(rig.vm.frames(), rig.vm.shootdown());
+            let parts = Parts { pools: Pools::default().with(&pool), ..parts };
+            // SAFETY: as the rig's own.
+            let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small objects");
+            let space = vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size2M).pooled();
+            let area = span(AT, 4 << 20);
+            vm.map(cx, &space, area, kind, Backing::Private).expect("promised");
+            assert_eq!(vm.fault(cx, &space, area.start(), Access::Write), Err(VmError::OtherKind));
+            assert_eq!(vm.prefault(&space, area, None).work(cx, &Never), Err(VmError::OtherKind));
+            assert_eq!(vm.lookup(cx, &space, area.start()), Lookup::Absent);
+            assert_eq!(pool.counts(cx).reserved, 2);
+            vm.destroy(cx, space).expect("destroyed");
+            vm.trim(cx);
+            assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 3));
+        }
+        rig.vm.frames().free(cx, block);
     });
 }

@@ -1,7 +1,7 @@
 //! What belongs to one space is out of reach for the others, whatever safe code asks for.
 
-use crate::support::{bounds, no_faults, span, with_rig};
-use hugemm_base::{CpuId, PageSize, VirtAddr};
+use crate::support::{bounds, span, with_cpu};
+use hugemm_base::{PageSize, VirtAddr};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{Backing, Protection, VmaKind};
 
@@ -21,27 +21,24 @@ fn protections() -> impl Iterator<Item = Protection> {
 /// allow.
 #[test]
 fn no_translation_outlives_its_space() {
-    with_rig(16, 1, 31, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            for protection in protections() {
-                let kind = VmaKind::private(PageSize::Size4K).allowing(protection);
-                let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
-                for space in [&first, &second] {
-                    rig.vm.map(cx, space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
-                }
-                rig.enter(cx, &first);
-                rig.store(cx, &first, AT, SECRET).expect("a page");
-                let found = rig.vm.lookup(cx, &first, VirtAddr::new(AT));
-                let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
-                assert_eq!(leaf.flags, protection.flags() | Flags::HARDWARE, "what was asked for, and nothing else");
-                rig.leave(cx, &first);
-                rig.enter(cx, &second);
-                assert_eq!(rig.load(cx, &second, AT), Ok(0), "what another wrote, {protection:?}");
-                rig.vm.destroy(cx, first).expect("destroyed");
-                assert_eq!(rig.load(cx, &second, AT), Ok(0), "what has been freed, {protection:?}");
-                rig.leave(cx, &second);
-                rig.vm.destroy(cx, second).expect("destroyed");
+    with_cpu(16, 1, 31, |rig, cx| {
+        for protection in protections() {
+            let kind = VmaKind::private(PageSize::Size4K).allowing(protection);
+            let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
+            for space in [&first, &second] {
+                rig.vm.map(cx, space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
             }
-        });
+            rig.enter(cx, &first);
+            rig.store(cx, &first, AT, SECRET).expect("a page");
+            let found = rig.vm.lookup(cx, &first, VirtAddr::new(AT));
+            let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
+            assert_eq!(leaf.flags, protection.flags() | Flags::HARDWARE, "what was asked for, and nothing else");
+            rig.leave(cx, &first);
+            rig.enter(cx, &second);
+            assert_eq!(rig.load(cx, &second, AT), Ok(0), "what another wrote, {protection:?}");
+            rig.vm.destroy(cx, first).expect("destroyed");
+            assert_eq!(rig.load(cx, &second, AT), Ok(0), "what has been freed, {protection:?}");
+            rig.end(cx, second);
+        }
     });
 }

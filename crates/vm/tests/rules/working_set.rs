@@ -53,9 +53,8 @@ fn frame<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Process<'h>, at: u64) 
 fn what_was_used_is_shown_once() {
     with_rig(16, 81, |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, 300 << 12), kind, Backing::Private).expect("an area");
+            let space = rig.space(cx, span(AT, 300 << 12), kind);
             rig.vm.map(cx, &space, span(AT + (400 << 12), 100 << 12), kind, Backing::Private).expect("another");
             let used = [0, 1, 2, 60, 62, 63, 64, 65, 126, 127, 128, 200, 299, 400, 401, 499];
             use_pages(rig, cx, &space, PageSize::Size4K, &used);
@@ -85,9 +84,8 @@ fn what_was_used_is_shown_once() {
 fn large_pages_are_used_as_a_whole() {
     with_rig(32, 82, |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let page = PageSize::Size2M;
-            rig.vm.map(cx, &space, span(AT, 100 << 21), VmaKind::private(page), Backing::Private).expect("an area");
+            let space = rig.space(cx, span(AT, 100 << 21), VmaKind::private(page));
             use_pages(rig, cx, &space, page, &[0, 1, 63, 64, 70]);
             // From the middle of one page to that of another.
             assert_eq!(look(rig, cx, &space, 100..700), [100..700]);
@@ -120,9 +118,8 @@ fn followers_use_pages_too() {
     for size in [PageSize::Size4K, PageSize::Size2M] {
         with_rig(32, 83, |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
                 let area = span(AT, 100 * size.bytes());
-                rig.vm.map(cx, &space, area, VmaKind::private(size), Backing::Private).expect("an area");
+                let space = rig.space(cx, area, VmaKind::private(size));
                 use_pages(rig, cx, &space, size, &[2, 3, 5, 66, 70]);
                 let pages = size.pages();
                 let all = 0..100 * pages;
@@ -157,9 +154,8 @@ fn whoever_takes_pages_away_is_told() {
     with_rig(32, 84, |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             rig.fill_pool(cx, 1);
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, 200 << 12), kind, Backing::Private).expect("an area");
+            let space = rig.space(cx, span(AT, 200 << 12), kind);
             let pooled = VmaKind::private(PageSize::Size2M).pooled();
             rig.vm.map(cx, &space, span(AT + (4 << 20), 2 << 20), pooled, Backing::Private).expect("one page");
             // Adjoining frames, in both directions and with gaps.

@@ -24,7 +24,9 @@ use hugemm_hugetlb::{
 };
 use hugemm_paging::{EditLock, Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown};
 use hugemm_threads::Memory;
-use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Notifier, Parts, Pools, Setup, Vm, VmError, VmaInfo};
+use hugemm_vm::{
+    Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaInfo, VmaKind,
+};
 pub use metered::Metered;
 pub use slots::Slots;
 use std::cell::Cell;
@@ -222,6 +224,11 @@ pub fn with_rig(mib: u64, cpus: u32, seed: u64, inject: &FaultPlan, test: impl f
     with_format(mib, cpus, seed, inject, test);
 }
 
+/// [`with_rig`] where nothing fails, as the first CPU.
+pub fn with_cpu(mib: u64, cpus: u32, seed: u64, test: impl for<'h> FnOnce(&Rig<'h>, &mut Cx<'_, 'h>)) {
+    with_rig(mib, cpus, seed, &no_faults(), |rig| rig.mmu.as_cpu(CpuId(0), |cx| test(rig, cx)));
+}
+
 /// The same for another format: one whose entries are x86-64's all the same, or arm64's.
 pub fn with_format<F: PageFormat, const AWAY: bool>(
     mib: u64,
@@ -399,6 +406,19 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
     /// Ends that.
     pub fn leave(&self, cx: &Cx<'_, 'h>, space: &AddressSpace<Model<'h, F, AWAY>>) {
         space.tlb().switch_out(self.vm.shootdown(), cx);
+    }
+
+    /// A space with one area that has no backing of its own.
+    pub fn space(&self, cx: &mut Cx<'_, 'h>, range: VirtRange, kind: VmaKind) -> Handle<'_, 'h, F, AWAY> {
+        let space = self.vm.create(cx, bounds()).expect("a space");
+        self.vm.map(cx, &space, range, kind, Backing::Private).expect("an area");
+        space
+    }
+
+    /// Leaves a space and ends it.
+    pub fn end(&self, cx: &mut Cx<'_, 'h>, space: Handle<'_, 'h, F, AWAY>) {
+        self.leave(cx, &space);
+        self.vm.destroy(cx, space).expect("destroyed");
     }
 
     /// Makes the CPU promise to use none of the space's addresses, whose tables it keeps.
