@@ -34,12 +34,11 @@ static SLOW: [Slow; 1] = [Slow {
     reason: "Skylake and Cascade Lake: MOVNT stores measured 4 % slower than rep stosb past the last-level cache",
 }];
 
-/// Why the MOVNT family ([`crate::primitive::Primitive::is_movnt`]) should not be used on this CPU; `None` if nothing
+/// Why the MOVNT family (`Primitive::is_movnt`) should not be used on this CPU; `None` if nothing
 /// speaks against it. CLZERO and MOVDIR64B are not meant.
 ///
 /// A short scan of a constant table; callable from any context.
-#[must_use]
-pub fn movnt_slow(cpu: &CpuIdentity) -> Option<&'static str> {
+pub(crate) fn movnt_slow(cpu: &CpuIdentity) -> Option<&'static str> {
     SLOW.iter()
         .find(|s| s.vendor == cpu.vendor && s.family == cpu.family && s.models.contains(&cpu.model))
         .map(|s| s.reason)

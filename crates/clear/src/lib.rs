@@ -24,7 +24,7 @@
 //! |---|---|
 //! | [`primitive`] | the clearing primitives by name |
 //! | [`raw`] | their stores |
-//! | [`features`], [`deny`] | which of them this CPU has, and which are known to be slow |
+//! | [`features`], `deny.rs` | which of them this CPU has, and which are known to be slow |
 //! | [`profile`] | what is known of the machine |
 //! | [`mod@calibrate`] | measuring it |
 //! | [`policy`] | which primitive, in which units |
@@ -41,7 +41,7 @@
 
 pub mod calibrate;
 pub mod clearer;
-pub mod deny;
+mod deny;
 pub mod features;
 pub mod folio;
 pub mod parallel;

@@ -53,7 +53,7 @@ pub const UNIT_TARGET_US: u64 = 2_000;
 
 /// Unit of a primitive whose bandwidth was not measured: 8 MiB, about 1 ms at 10 GB/s ("mm, folio_zero_user: support
 /// clearing page ranges").
-pub const DEFAULT_UNIT: u64 = 8 << 20;
+const DEFAULT_UNIT: u64 = 8 << 20;
 
 /// The policy: a profile, and values that override what it says. A plain value; change it by replacing it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

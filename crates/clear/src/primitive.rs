@@ -136,8 +136,7 @@ impl Primitive {
 
     /// Whether its stores are of the MOVNT family, the ones that [`crate::deny::movnt_slow`] is about.
     #[inline]
-    #[must_use]
-    pub const fn is_movnt(self) -> bool {
+    pub(crate) const fn is_movnt(self) -> bool {
         matches!(self, Self::Movnti | Self::Avx2Stream | Self::Avx512Stream)
     }
 }

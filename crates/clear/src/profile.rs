@@ -98,14 +98,14 @@ pub struct Profile {
 }
 
 /// The threshold of "huge page clearing optimizations" where the last-level cache's size is not known either: 8 MiB.
-pub const DEFAULT_THRESHOLD: u64 = 8 << 20;
+const DEFAULT_THRESHOLD: u64 = 8 << 20;
 
 impl Profile {
     /// A guess from features alone, for early boot and machines without a clock: what the kernel's series chose.
     ///
     /// Bulk prefers instructions that write a line whole (CLZERO, MOVDIR64B), then the widest streaming store; the
-    /// MOVNT family is left out where [`deny`] lists the CPU. The threshold is the last-level cache's size if `llc` is
-    /// given, else [`DEFAULT_THRESHOLD`].
+    /// MOVNT family is left out on CPUs where it is known to be slow. The threshold is the last-level cache's size if `llc` is
+    /// given, else 8 MiB.
     pub fn uncalibrated(features: &Features, llc: Option<u64>) -> Self {
         let denied = features.identity().is_some_and(|cpu| deny::movnt_slow(&cpu).is_some());
         let first = |order: &[Primitive]| {

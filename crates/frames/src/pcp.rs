@@ -115,14 +115,14 @@ impl<W: AtomicWord> Mailbox<W> {
 
     /// Whether the owner may allocate on its fast path: one relaxed load.
     #[inline]
-    pub fn is_quiet(&self) -> bool {
+    pub(crate) fn is_quiet(&self) -> bool {
         // Relaxed: `serve` acquires; seeing a request late only means serving it later.
         self.attention.load(Ordering::Relaxed) == 0
     }
 
     /// Whether the owner may free a block of this place on its fast path: one relaxed load.
     #[inline]
-    pub fn admits_place(&self, place: u32) -> bool {
+    pub(crate) fn admits_place(&self, place: u32) -> bool {
         // Relaxed: as in `is_quiet`.
         self.closed.load(Ordering::Relaxed) >> (place & 63) & 1 == 0
     }
@@ -135,7 +135,7 @@ impl<W: AtomicWord> Mailbox<W> {
 
     /// Whether the owner should [`serve`](Mailbox::serve): something is asked, or frees are kept off the fast path for
     /// nothing. `watching` says whether there are places to look out for.
-    pub fn wants_service(&self, watching: bool) -> bool {
+    pub(crate) fn wants_service(&self, watching: bool) -> bool {
         let closed = self.closed.load(Ordering::Relaxed);
         // All closed without a request: whoever posted it was late with the second step.
         !self.is_quiet() || closed == u64::MAX || closed != 0 && !watching

@@ -44,7 +44,7 @@ impl HugePageCounts {
     }
 
     /// `pages` new ones, free.
-    pub const fn enter(self, pages: u64, surplus: bool) -> HugePageCounts {
+    pub(crate) const fn enter(self, pages: u64, surplus: bool) -> HugePageCounts {
         HugePageCounts {
             total: self.total.saturating_add(pages),
             free: self.free.saturating_add(pages),
@@ -53,7 +53,7 @@ impl HugePageCounts {
     }
 
     /// `pages` free ones leave the pool, surplus ones first. `None` if so many are not free.
-    pub const fn leave(self, pages: u64) -> Option<HugePageCounts> {
+    pub(crate) const fn leave(self, pages: u64) -> Option<HugePageCounts> {
         if self.free < pages {
             return None;
         }
@@ -65,7 +65,7 @@ impl HugePageCounts {
     }
 
     /// `pages` free persistent ones leave the pool; the surplus stays what it is.
-    pub const fn leave_persistent(self, pages: u64) -> Option<HugePageCounts> {
+    pub(crate) const fn leave_persistent(self, pages: u64) -> Option<HugePageCounts> {
         if self.free < pages || self.persistent() < pages {
             return None;
         }
@@ -73,7 +73,7 @@ impl HugePageCounts {
     }
 
     /// A free one is handed out. `None` if none is free.
-    pub const fn take(self) -> Option<HugePageCounts> {
+    pub(crate) const fn take(self) -> Option<HugePageCounts> {
         match self.free.checked_sub(1) {
             Some(free) => Some(HugePageCounts { free, ..self }),
             None => None,
@@ -81,25 +81,25 @@ impl HugePageCounts {
     }
 
     /// An active one comes back. `None` if none is active.
-    pub const fn give(self) -> Option<HugePageCounts> {
+    pub(crate) const fn give(self) -> Option<HugePageCounts> {
         if self.active() == 0 { None } else { Some(HugePageCounts { free: self.free + 1, ..self }) }
     }
 
     /// Up to `pages` surplus ones become persistent; how many.
-    pub const fn keep(self, pages: u64) -> (HugePageCounts, u64) {
+    pub(crate) const fn keep(self, pages: u64) -> (HugePageCounts, u64) {
         let kept = least(self.surplus, pages);
         (HugePageCounts { surplus: self.surplus - kept, ..self }, kept)
     }
 
     /// Up to `pages` persistent ones become surplus; how many.
-    pub const fn lend(self, pages: u64) -> (HugePageCounts, u64) {
+    pub(crate) const fn lend(self, pages: u64) -> (HugePageCounts, u64) {
         let lent = least(self.persistent(), pages);
         (HugePageCounts { surplus: self.surplus + lent, ..self }, lent)
     }
 
     /// Free pages that may go because they are surplus and, with `available` pages not reserved in the whole pool,
     /// nobody was promised them.
-    pub const fn trimmable(self, available: u64) -> u64 {
+    pub(crate) const fn trimmable(self, available: u64) -> u64 {
         least(least(self.free, self.surplus), available)
     }
 }
@@ -129,7 +129,7 @@ impl Sum for HugePageCounts {
 
 /// What has to be done to bring a pool to a size. At most one of `grow` and `remove` + `lend` is not zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ResizePlan {
+pub(crate) struct ResizePlan {
     /// Surplus pages to declare persistent.
     pub keep: u64,
     /// Pages to allocate.
@@ -143,7 +143,7 @@ pub struct ResizePlan {
 /// The plan for a pool of `all` pages, `reserved` of them promised, to have `target` persistent ones. Only pages of the
 /// nodes whose sum is `allowed` may be changed; `remove` and `lend` are upper bounds there, because which node's pages
 /// are the promised ones is not decided before they are taken.
-pub fn plan(all: HugePageCounts, reserved: u64, allowed: HugePageCounts, target: u64) -> ResizePlan {
+pub(crate) fn plan(all: HugePageCounts, reserved: u64, allowed: HugePageCounts, target: u64) -> ResizePlan {
     let wanted = target.saturating_sub(all.persistent());
     let keep = wanted.min(allowed.surplus);
     let grow = wanted - keep;
@@ -155,12 +155,12 @@ pub fn plan(all: HugePageCounts, reserved: u64, allowed: HugePageCounts, target:
 }
 
 /// How many pages a reservation of `pages` is short of: they must come as surplus pages first. 0: it can be granted.
-pub const fn shortfall(all: HugePageCounts, reserved: u64, pages: u64) -> u64 {
+pub(crate) const fn shortfall(all: HugePageCounts, reserved: u64, pages: u64) -> u64 {
     reserved.saturating_add(pages).saturating_sub(all.free)
 }
 
 /// Whether `pages` more surplus pages are within the limit.
-pub const fn may_overcommit(all: HugePageCounts, overcommit: u64, pages: u64) -> bool {
+pub(crate) const fn may_overcommit(all: HugePageCounts, overcommit: u64, pages: u64) -> bool {
     match all.surplus.checked_add(pages) {
         Some(surplus) => surplus <= overcommit,
         None => false,
@@ -332,5 +332,25 @@ mod tests {
         });
         assert!(!may_overcommit(HugePageCounts { total: 1, free: 1, surplus: 1 }, u64::MAX, u64::MAX));
         assert_eq!(shortfall(HugePageCounts::default(), 1, u64::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn numbers_at_the_end_of_their_type() {
+        const NUMBERS: [u64; 7] = [1, 1 << 20, 1 << 40, 1 << 52, 1 << 63, u64::MAX - 1, u64::MAX];
+        for a in NUMBERS {
+            for b in NUMBERS {
+                for c in NUMBERS {
+                    let counts = HugePageCounts { total: a, free: b, surplus: c };
+                    if !counts.is_consistent() {
+                        continue;
+                    }
+                    let all = counts + counts.enter(b, true);
+                    assert!(all.total >= a && all.free >= b && all.surplus >= c);
+                    let _ = (counts.leave(c), counts.leave_persistent(c), counts.take(), counts.give());
+                    let _ = (counts.keep(c), counts.lend(c), counts.trimmable(c), counts.active());
+                    let _ = (plan(all, c, counts, a), shortfall(all, c, a), may_overcommit(all, c, a));
+                }
+            }
+        }
     }
 }

@@ -48,7 +48,7 @@
 //!
 //! | file | the rule it owns |
 //! |---|---|
-//! | [`counts`] | what a pool counts, and what each event does to it |
+//! | `counts.rs` | what a pool counts, and what each event does to it |
 //! | `group.rs` | 64 pages to a cache line; where they and their descriptors are |
 //! | `page.rs` | the handle on a page |
 //! | `pool.rs` | handing out, taking back, reservations |
@@ -79,7 +79,7 @@
 #![deny(clippy::missing_errors_doc)]
 
 mod broken;
-pub mod counts;
+mod counts;
 mod group;
 mod mapping;
 mod ops;

@@ -195,7 +195,7 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
     }
 
     /// Whether pages that enter a pool are optimized.
-    pub fn is_enabled(&self) -> bool {
+    pub(crate) fn is_enabled(&self) -> bool {
         self.on.load(Ordering::Relaxed)
     }
 

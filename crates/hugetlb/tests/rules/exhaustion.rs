@@ -1,6 +1,6 @@
 //! Memory that runs out at every place where it can, and resizes at random while others look.
 
-use crate::support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as};
+use crate::support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as, with_pool};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{CpuCx, Never, PageSize, Pfn};
 use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
@@ -106,9 +106,7 @@ fn every_allocation_of_a_resize_can_fail() {
 #[test]
 fn memory_runs_out_and_comes_back_at_random() {
     for (policy, breaks) in POLICIES.into_iter().flat_map(|policy| [(policy, false), (policy, true)]) {
-        machine(&Shape { policy, breaks, ..Shape::spans(5) }, Faults::default(), |m| {
-            let mut memory = m.pool_memory(PageSize::Size2M);
-            let (pool, cx) = (memory.pool(), m.threads.cx());
+        with_pool(&Shape { policy, breaks, ..Shape::spans(5) }, Faults::default(), |m, pool, cx| {
             let others = Others::new(m, 60);
             let used: u64 = others.0.iter().map(|(block, _)| block.extent().pages()).sum();
             let mut random = Random(11);

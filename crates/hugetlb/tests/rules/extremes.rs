@@ -3,7 +3,6 @@
 use crate::support::{Shape, machine};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Extent, Never, NodeId, Order, PageSize, Pfn};
-use hugemm_hugetlb::counts;
 use hugemm_hugetlb::{HugePage, HugePageCounts, Nodes, PoolError};
 
 const NUMBERS: [u64; 7] = [1, 1 << 20, 1 << 40, 1 << 52, 1 << 63, u64::MAX - 1, u64::MAX];
@@ -55,25 +54,5 @@ fn a_pool_asked_for_anything() {
             assert!(pool.is_consistent(&cx));
             assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
         });
-    }
-}
-
-#[test]
-fn counts_of_anything() {
-    for a in NUMBERS {
-        for b in NUMBERS {
-            for c in NUMBERS {
-                let counts = HugePageCounts { total: a, free: b, surplus: c };
-                if !counts.is_consistent() {
-                    continue;
-                }
-                let all = counts + counts.enter(b, true);
-                assert!(all.total >= a && all.free >= b && all.surplus >= c);
-                let _ = (counts.leave(c), counts.leave_persistent(c), counts.take(), counts.give());
-                let _ = (counts.keep(c), counts.lend(c), counts.trimmable(c), counts.active());
-                let _ =
-                    (counts::plan(all, c, counts, a), counts::shortfall(all, c, a), counts::may_overcommit(all, c, a));
-            }
-        }
     }
 }

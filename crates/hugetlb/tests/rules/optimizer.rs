@@ -1,6 +1,6 @@
 //! What growing and shrinking do to descriptors, counted.
 
-use crate::support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as};
+use crate::support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as, with_pool};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CancelFlag, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
@@ -48,9 +48,7 @@ fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
 /// Heads go where there is room, a frame at a time if need be.
 #[test]
 fn a_whole_block_is_swapped_when_free_memory_is_in_single_frames() {
-    machine(&Shape::spans(2), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(2), NoFaults, |m, pool, mut cx| {
         let used = occupy_the_first_span(m);
         for frame in (0..80).map(|index| m.descriptors.end().number() + 2 * index) {
             // SAFETY: of the first span, which was occupied just now.
@@ -67,9 +65,7 @@ fn a_whole_block_is_swapped_when_free_memory_is_in_single_frames() {
 #[test]
 fn parts_of_blocks_take_two_flushes_and_keep_one_of_eight_frames() {
     for breaks in [false, true] {
-        machine(&Shape { breaks, ..Shape::spans(3) }, NoFaults, |m| {
-            let mut memory = m.pool_memory(PageSize::Size2M);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        with_pool(&Shape { breaks, ..Shape::spans(3) }, NoFaults, |m, pool, mut cx| {
             let used = occupy_the_first_span(m);
             let up = pool.set_size(&mut cx, &m.optimizer, 40, Nodes::All, &Never).expect("idle");
             assert_eq!((up.entered, up.lean, up.flushes, up.batches), (40, 40, 2, 1));
@@ -110,9 +106,7 @@ fn a_1_gib_page_keeps_one_head_and_one_table() {
 fn flushes_do_not_grow_with_the_number_of_pages_and_the_old_way_s_do() {
     for policy in [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }] {
         for pages in [1, 7, 64, 100, 300] {
-            machine(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m| {
-                let mut memory = m.pool_memory(PageSize::Size2M);
-                let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            with_pool(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m, pool, mut cx| {
                 let up = pool.set_size(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle");
                 assert!(up.entered == pages && up.batches == 1 && up.flushes <= 2, "{up:?}");
                 let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
@@ -120,9 +114,7 @@ fn flushes_do_not_grow_with_the_number_of_pages_and_the_old_way_s_do() {
             });
         }
     }
-    machine(&Shape { policy: OLD_WAY, ..Shape::spans(4) }, NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape { policy: OLD_WAY, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
         let used = occupy_the_first_span(m);
         let up = pool.set_size(&mut cx, &m.optimizer, 100, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean, up.flushes), (100, 100, 100 + 2), "one each, and one for each split");
@@ -134,9 +126,7 @@ fn flushes_do_not_grow_with_the_number_of_pages_and_the_old_way_s_do() {
 
 #[test]
 fn the_optimization_can_be_switched_while_pages_are_in_the_pool() {
-    machine(&Shape::spans(4), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(4), NoFaults, |m, pool, mut cx| {
         let used = occupy_the_first_span(m);
         m.optimizer.set_enabled(false);
         let up = pool.set_size(&mut cx, &m.optimizer, 30, Nodes::All, &Never).expect("idle");
@@ -155,9 +145,7 @@ fn the_optimization_can_be_switched_while_pages_are_in_the_pool() {
 
 #[test]
 fn a_block_is_whole_again_after_all_of_it_has_left() {
-    machine(&Shape::spans(4), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(4), NoFaults, |m, pool, mut cx| {
         occupy_the_first_span(m);
         let block = VirtAddr::new(ORIGIN + (BASE + SPAN) * 64);
         let before = m.map.mapped(block);
@@ -251,9 +239,7 @@ fn a_request_that_fits_only_with_the_savings_succeeds() {
         m.optimizer.set_enabled(false);
         pool.set_size(&mut cx, &m.optimizer, u64::MAX >> 20, Nodes::All, &Never).expect("idle").entered
     });
-    machine(&Shape::spans(spans), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(spans), NoFaults, |m, pool, mut cx| {
         let up = pool.set_size(&mut cx, &m.optimizer, fat + 30, Nodes::All, &Never).expect("idle");
         assert_eq!(up.entered, fat + 30, "{up:?}");
         assert!(pool.is_consistent(&cx));
@@ -325,9 +311,7 @@ fn without_carving_pages_that_cannot_be_restored_become_surplus() {
 
 #[test]
 fn a_cancelled_resize_keeps_what_it_has() {
-    machine(&Shape::spans(6), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(6), NoFaults, |m, pool, mut cx| {
         let flag = CancelFlag::new();
         flag.raise();
         let up = pool.set_size(&mut cx, &m.optimizer, 100, Nodes::All, &flag).expect("idle");
@@ -354,9 +338,7 @@ fn a_cancelled_resize_keeps_what_it_has() {
 /// A stray store into a tail traps; the report names the tail and its page.
 #[test]
 fn a_tail_is_read_only_and_explained() {
-    machine(&Shape::spans(3), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(3), NoFaults, |m, pool, mut cx| {
         occupy_the_first_span(m);
         pool.set_size(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
         let head = pool.pages().next().expect("64").0;
@@ -373,9 +355,7 @@ fn a_tail_is_read_only_and_explained() {
 
 #[test]
 fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
-    machine(&Shape { nodes: vec![4, 4], ..Shape::spans(0) }, NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape { nodes: vec![4, 4], ..Shape::spans(0) }, NoFaults, |m, pool, mut cx| {
         let up = pool.set_size(&mut cx, &m.optimizer, 201, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean), (201, 201));
         let on = |cx: &_, node| pool.node_counts(cx, NodeId(node)).total;
@@ -438,9 +418,7 @@ fn descriptors(m: &Machine<'_, NoFaults>) -> impl Iterator<Item = Pfn> {
 fn entries_that_break_first_are_made_by_whoever_needs_them() {
     let policies = [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }, OLD_WAY];
     for policy in policies {
-        machine(&Shape { breaks: true, policy, ..Shape::spans(4) }, NoFaults, |m| {
-            let mut memory = m.pool_memory(PageSize::Size2M);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        with_pool(&Shape { breaks: true, policy, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
             occupy_the_first_span(m);
             let mut resize = |pages| {
                 beside_a_looker(m, || pool.set_size(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle"))

@@ -1,6 +1,6 @@
 //! What a pool does beyond its size: handing out, reservations, surplus, poison, dissolving, demoting.
 
-use crate::support::{BASE, Faults, Machine, SPAN, Shape, machine, run_as};
+use crate::support::{BASE, Faults, Machine, SPAN, Shape, machine, run_as, with_pool};
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
 use hugemm_base::{Cpu, CpuCx, Never, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::HwPoisoned;
@@ -23,9 +23,7 @@ fn set<I: Inject>(m: &Machine<'_, I>, pool: &HugePool<'_>, pages: u64) {
 
 #[test]
 fn a_page_belongs_to_whoever_took_it() {
-    machine(&Shape::spans(3), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(3), NoFaults, |m, pool, cx| {
         assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
         set(m, &pool, 5);
         let mut held: Vec<HugePage> = (0..5).map(|_| pool.take(&cx, Nodes::All, false).expect("five")).collect();
@@ -60,9 +58,7 @@ fn a_page_belongs_to_whoever_took_it() {
 
 #[test]
 fn promises_are_kept_and_surplus_stays_within_its_limit() {
-    machine(&Shape::spans(4), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(4), NoFaults, |m, pool, mut cx| {
         set(m, &pool, 3);
         assert_eq!(pool.reserve(&cx, 2), Ok(()));
         let first = pool.take(&cx, Nodes::All, false).expect("one is not promised");
@@ -100,9 +96,7 @@ fn promises_are_kept_and_surplus_stays_within_its_limit() {
 /// A poisoned frame's page is not handed out again and leaves; the frame never comes back.
 #[test]
 fn poison_survives_the_optimization() {
-    machine(&Shape::spans(3), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(3), NoFaults, |m, pool, mut cx| {
         set(m, &pool, 64);
         let (head, lean) = pool.pages().next().expect("64");
         assert!(lean);
@@ -131,9 +125,7 @@ fn poison_survives_the_optimization() {
 /// Whoever is promised a page gets a good one, or is told that there is none.
 #[test]
 fn a_poisoned_page_backs_no_promise() {
-    machine(&Shape::spans(4), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(4), NoFaults, |m, pool, mut cx| {
         set(m, &pool, 3);
         let (first, _) = pool.pages().next().expect("three");
         // Outside every area, and in the area but no page of the pool.
@@ -271,9 +263,7 @@ fn a_page_dissolves_or_stays() {
 /// Surplus pages need memory as others do: without it the request fails, and nothing is promised.
 #[test]
 fn overcommitting_without_memory_is_told_apart_from_the_limit() {
-    machine(&Shape::spans(3), Faults::default(), |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(3), Faults::default(), |m, pool, mut cx| {
         set(m, &pool, 2);
         assert_eq!(pool.unreserve(&cx, 0), Ok(false), "nothing is surplus");
         pool.set_overcommit(&cx, 8);
@@ -371,9 +361,7 @@ fn pages_come_evenly_and_from_where_there_are_some() {
 /// What is kept of the surplus, and what becomes surplus, is counted over all nodes together.
 #[test]
 fn surplus_is_kept_and_lent_on_every_node() {
-    machine(&Shape { nodes: vec![3, 3], ..Shape::spans(0) }, NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape { nodes: vec![3, 3], ..Shape::spans(0) }, NoFaults, |m, pool, mut cx| {
         let surplus = || [0, 1].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).surplus);
         pool.set_overcommit(&cx, 6);
         pool.reserve_or_overcommit(&mut cx, &m.optimizer, 6).expect("within the limit");
@@ -550,9 +538,7 @@ proptest! {
 
     #[test]
     fn a_pool_counts_as_documented(ops in prop::collection::vec(op(), 1..60)) {
-        machine(&Shape { stale: false, ..Shape::spans(6) }, NoFaults, |m| {
-            let mut memory = m.pool_memory(PageSize::Size2M);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        with_pool(&Shape { stale: false, ..Shape::spans(6) }, NoFaults, |m, pool, mut cx| {
             let (mut oracle, mut held): (Oracle, Vec<HugePage>) = (Oracle::default(), Vec::new());
             for op in ops {
                 match op {

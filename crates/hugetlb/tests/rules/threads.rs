@@ -1,7 +1,6 @@
 //! Which types may go from thread to thread: nearly all, since pools are everybody's and a page is anybody's who has it.
 
 use hugemm_frames::Plain;
-use hugemm_hugetlb::counts::ResizePlan;
 use hugemm_hugetlb::*;
 
 type Map = crate::support::Map<'static>;
@@ -11,7 +10,7 @@ fn every_type() {
     hugemm_threads::across_threads! {
         concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { SoftMap, PagedMap }
         both {
-            HugePool<'static>, PoolCounts, PoolError, PoolArena, Group, HugePage, HugePageCounts, Nodes, ResizePlan, ResizeReport,
+            HugePool<'static>, PoolCounts, PoolError, PoolArena, Group, HugePage, HugePageCounts, Nodes, ResizeReport,
             Resize<'static, 'static, 'static, hugemm_base::lock::SpinLock, Plain, Map>, VmemmapOptimizer<'static, Plain, Map>,
             Map, OptimizerPolicy, FlushPolicy, DescriptorLeaf, Mapped, Tail, FlatMemory, Descriptors,
         }

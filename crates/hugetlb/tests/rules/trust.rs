@@ -1,7 +1,7 @@
 //! What must not happen whatever safe code does, and whenever it stops: a page in two hands, or free memory whose descriptors
 //! somebody cannot write.
 
-use crate::support::{Machine, Shape, extent, machine, run_as};
+use crate::support::{Machine, Shape, extent, machine, run_as, with_pool};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{CancelFlag, CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn};
@@ -46,9 +46,7 @@ fn can_be_written(m: &Machine<'_, NoFaults>, frames: Extent) {
 #[test]
 fn whoever_gets_a_freed_page_can_write_its_descriptors() {
     for (policy, breaks) in POLICIES.into_iter().flat_map(|policy| [(policy, false), (policy, true)]) {
-        machine(&Shape { policy, breaks, ..Shape::spans(4) }, NoFaults, |m| {
-            let mut memory = m.pool_memory(PageSize::Size2M);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        with_pool(&Shape { policy, breaks, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
             pool.set_size(&mut cx, &m.optimizer, 130, Nodes::All, &Never).expect("idle");
             let pages: Vec<Pfn> = pool.pages().map(|(page, _)| page).collect();
             assert_eq!((pages.len(), pool.lean_pages()), (130, 130));
@@ -168,9 +166,7 @@ fn a_resize_that_unwinds_frees_nothing_that_is_not_whole() {
 /// The others go home: nobody waits for a worker that is gone.
 #[test]
 fn workers_do_not_wait_for_one_that_unwound() {
-    machine(&Shape::spans(6), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(6), NoFaults, |m, pool, mut cx| {
         m.map.hw().edits_left.store(2, Ordering::Relaxed);
         let mut unwound = 0;
         let share = |_: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
@@ -198,9 +194,7 @@ fn workers_do_not_wait_for_one_that_unwound() {
 /// one, and go with it.
 #[test]
 fn a_resize_whose_share_unwinds_loses_no_page_and_blocks_nobody() {
-    machine(&Shape::spans(5), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(5), NoFaults, |m, pool, mut cx| {
         m.set(&pool, 200);
         let unwinds = |_: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| panic!("planned");
         let ended = catch_unwind(AssertUnwindSafe(|| pool.resize(&mut cx, &m.optimizer, 50, Nodes::All, unwinds)));
@@ -263,9 +257,7 @@ fn who_resizes_smaller_pages_does_not_wait_for_larger_ones() {
 /// A page that is on its way out when poison strikes it, and stays after all, is not handed out.
 #[test]
 fn poison_strikes_a_page_under_way() {
-    machine(&Shape::spans(3), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(3), NoFaults, |m, pool, mut cx| {
         m.set(&pool, 2);
         let (struck, _) = pool.pages().last().expect("two");
         let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
@@ -342,9 +334,7 @@ fn a_pool_begins_empty_whatever_its_memory_says() {
 /// Pages come from one allocator and go back to it, and one mapping has their descriptors.
 #[test]
 fn a_pool_is_resized_with_the_optimizer_that_filled_it() {
-    machine(&Shape::spans(3), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(3), NoFaults, |m, pool, mut cx| {
         m.set(&pool, 9);
         machine(&Shape::spans(3), NoFaults, |other| {
             let refused = pool.set_size(&mut cx, &other.optimizer, 0, Nodes::All, &Never);

@@ -4,7 +4,7 @@
 
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject, NoFaults};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
@@ -315,6 +315,15 @@ impl Others {
         self.check(m);
         self.0.into_iter().for_each(|(block, _)| m.frames.free(&m.threads.cx(), block));
     }
+}
+
+/// [`machine`] with an empty pool of 2 MiB pages.
+pub fn with_pool<I: Inject, R>(
+    shape: &Shape,
+    inject: I,
+    test: impl FnOnce(&Machine<'_, I>, HugePool<'_>, CpuCx<'_, Threads>) -> R,
+) -> R {
+    machine(shape, inject, |m| test(m, m.pool_memory(PageSize::Size2M).pool(), m.threads.cx()))
 }
 
 /// Builds a machine for `test`.
