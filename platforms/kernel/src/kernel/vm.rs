@@ -45,7 +45,7 @@ impl<K: Paging> Setup for OnKernel<K> {
 pub type KernelVm<'m, K = Resident> = Vm<'m, OnKernel<K>>;
 
 /// One of its address spaces.
-pub type KernelSpace<K = Resident> = AddressSpace<OnKernel<K>>;
+pub type KernelAddressSpace<K = Resident> = AddressSpace<OnKernel<K>>;
 
 /// A manager that clears with `clearer`, flushes by `shootdown_policy`, takes pages away by `pager`, and has these pools.
 ///
@@ -81,7 +81,7 @@ pub fn lower_half() -> Result<VirtRange, VmError> {
 pub fn with<T>(
     cx: &mut CpuCx<'static, Kernel>,
     vm: &KernelVm<'_>,
-    space: &KernelSpace,
+    space: &KernelAddressSpace,
     f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> T,
 ) -> T {
     let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| vm.fault(cx, space, at, access).is_ok();
@@ -93,7 +93,7 @@ pub fn with<T>(
 pub fn touch<K: Paging>(
     cx: &mut CpuCx<'static, Kernel>,
     vm: &KernelVm<'_, K>,
-    space: &KernelSpace<K>,
+    space: &KernelAddressSpace<K>,
     addresses: &mut dyn Iterator<Item = VirtAddr>,
     phases: &dyn Phases,
 ) -> Result<(), VmError> {

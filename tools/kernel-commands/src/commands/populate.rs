@@ -127,7 +127,7 @@ fn filled(cx: Cx<'_>, manager: &vm::KernelVm<'_, Swapped<'_>>, fill: &Fill) -> R
 fn run<'m, 'a>(
     cx: Cx<'_>,
     manager: &vm::KernelVm<'m, Swapped<'a>>,
-    space: &vm::KernelSpace<Swapped<'a>>,
+    space: &vm::KernelAddressSpace<Swapped<'a>>,
     creation: &Creation<'_, '_, 'm, vm::OnKernel<Swapped<'a>>>,
     fill: &Fill,
 ) -> Result<Created, Failure> {

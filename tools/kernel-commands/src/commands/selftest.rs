@@ -35,7 +35,7 @@ pub enum Finding {
     /// The allocator broke a rule.
     Frames(Broken),
     /// A translation was used after its flush.
-    Translations(translations::Stale),
+    Translations(translations::StaleWord),
     /// A space does not contain what was stored in it.
     Content {
         /// Where.
@@ -139,7 +139,7 @@ impl fmt::Display for Finding {
         match self {
             Finding::Frames(broken) => write!(f, "self-test, frames: {broken}"),
             Finding::Translations(stale) => {
-                let translations::Stale { at, expected, found, written, cpu } = stale;
+                let translations::StaleWord { at, expected, found, written, cpu } = stale;
                 let what = if *written { "was written to after its flush" } else { "was read through what is gone" };
                 write!(
                     f,

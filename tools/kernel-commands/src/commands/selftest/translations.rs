@@ -47,7 +47,7 @@ fn pattern(frame: u64) -> u64 {
 
 /// A word that should not be there.
 #[derive(Clone, Copy, Debug)]
-pub struct Stale {
+pub struct StaleWord {
     /// Where it was read: an address, or a frame's address in the direct map.
     pub at: u64,
     /// What should be there.
@@ -83,7 +83,7 @@ struct Round<'a> {
     plant: Plant,
     until: u64,
     stop: AtomicBool,
-    found: Lock<SpinLock, Option<Stale>>,
+    found: Lock<SpinLock, Option<StaleWord>>,
     unmaps: AtomicU64,
     resized: AtomicU64,
 }
@@ -98,7 +98,7 @@ pub struct Tally {
 }
 
 impl Round<'_> {
-    fn report(&self, stale: Stale) {
+    fn report(&self, stale: StaleWord) {
         self.stop.store(true, Ordering::Relaxed);
         self.found.lock().get_or_insert(stale);
     }
@@ -178,13 +178,13 @@ impl List<'_> {
     }
 
     /// Looks at the word that CPUs write to, and at one more of every frame.
-    fn check(&self, cpu: u32, random: &mut Random) -> Option<Stale> {
+    fn check(&self, cpu: u32, random: &mut Random) -> Option<StaleWord> {
         self.frames().find_map(|frame| {
             [WRITTEN, random.below(WORDS)].into_iter().find_map(|index| {
                 let at = layout::direct(frame * PAGE_BYTES).cast::<u64>().wrapping_add(index as usize);
                 // SAFETY: as in `overwrite`.
                 let found = unsafe { at.read_volatile() };
-                let stale = Stale { at: at as u64, expected: pattern(frame), found, written: true, cpu };
+                let stale = StaleWord { at: at as u64, expected: pattern(frame), found, written: true, cpu };
                 (found != stale.expected).then_some(stale)
             })
         })
@@ -278,7 +278,7 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
 }
 
 /// Reads and writes words of pages of the space; pages that are not there come.
-fn touch(cpu: u32, random: &mut Random) -> Option<Stale> {
+fn touch(cpu: u32, random: &mut Random) -> Option<StaleWord> {
     (0..TOUCHES).find_map(|_| {
         let page = START + random.below(PIECES * 512) * PAGE_BYTES;
         let index = random.below(WORDS);
@@ -288,7 +288,7 @@ fn touch(cpu: u32, random: &mut Random) -> Option<Stale> {
             at(WRITTEN).write_volatile(word(page, WRITTEN));
             at(index).read_volatile()
         };
-        let stale = Stale { at: page + 8 * index, expected: word(page, index), found, written: false, cpu };
+        let stale = StaleWord { at: page + 8 * index, expected: word(page, index), found, written: false, cpu };
         (found != stale.expected).then_some(stale)
     })
 }
