@@ -1,9 +1,9 @@
 //! What a forgotten flush does, and that it is seen: the same runs with flushes, and with CPUs that do not hear of them.
 
-use crate::rig::{Cx, Handle, Rig, Size, bounds, no_faults, span, with_rig};
+use crate::rig::{Cx, Handle, Rig, Size, no_faults, span, with_rig};
 use hugemm_base::{CpuId, PageSize, VirtAddr};
 use hugemm_reclaim::LruPolicy;
-use hugemm_vm::{Backing, VmaKind};
+use hugemm_vm::VmaKind;
 use std::sync::atomic::Ordering;
 
 const AT: u64 = 0x4000_0000;
@@ -11,10 +11,8 @@ const PAGES: u64 = 64;
 const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1, strange: false };
 
 fn space<'v, 'h>(rig: &'v Rig<'h>, cx: &mut Cx<'_, 'h>) -> Handle<'v, 'h> {
-    let space = rig.vm.create(cx, bounds()).expect("a space");
     let kind = VmaKind::private(PageSize::Size4K);
-    rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Private).expect("an area");
-    space
+    rig.space(cx, span(AT, PAGES << 12), kind)
 }
 
 fn at(index: u64) -> u64 {
@@ -60,8 +58,7 @@ fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
     rig.mmu.as_cpu(CpuId(0), |cx| {
         rig.enter(cx, &space);
         let lost = (0..PAGES).filter(|index| rig.get(cx, &space, at(*index)) != Ok(2)).count();
-        rig.leave(cx, &space);
-        rig.vm.destroy(cx, space).expect("destroyed");
+        rig.end(cx, space);
         lost as u64
     })
 }
@@ -83,8 +80,7 @@ fn fork_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
     rig.mmu.as_cpu(CpuId(0), |cx| {
         rig.enter(cx, &child);
         let seen = (0..PAGES).filter(|index| rig.get(cx, &child, at(*index)) != Ok(1)).count();
-        rig.leave(cx, &child);
-        rig.vm.destroy(cx, child).expect("destroyed");
+        rig.end(cx, child);
         rig.vm.destroy(cx, space).expect("destroyed");
         seen as u64
     })

@@ -325,8 +325,7 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
                     while !program.devices.is_empty() {
                         program.unpin(cx, &space);
                     }
-                    rig.leave(cx, &space);
-                    rig.vm.destroy(cx, space).expect("destroyed");
+                    rig.end(cx, space);
                     if ended.fetch_add(1, Ordering::SeqCst) + 2 == CPUS {
                         over.raise();
                     }

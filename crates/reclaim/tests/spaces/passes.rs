@@ -1,9 +1,9 @@
 //! How far passes, a worker's turns and direct reclaim go: idle pages go, others stay, and each ends where it should.
 
-use crate::rig::{Cpus, Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
+use crate::rig::{Cpus, Cx, Handle, Model, NODE, Rig, Size, span, with_cpu};
 use crate::rules::{AT, SIZE, filled};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{CancelFlag, CpuId, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
+use hugemm_base::{CancelFlag, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRun, Put};
 use hugemm_paging::Lookup;
 use hugemm_reclaim::{
@@ -23,16 +23,13 @@ fn with_pages(
     test: impl for<'v, 'h> Fn(LruPolicy, &'v Rig<'h>, &mut Cx<'_, 'h>, &Handle<'v, 'h>),
 ) {
     for policy in LruPolicy::ALL {
-        with_rig(Size { policy, ..size }, 17, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = filled(rig, cx, PageSize::Size4K, pages);
-                test(policy, rig, cx, &space);
-                for index in 0..pages {
-                    assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index + 1), "{policy:?}");
-                }
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
+        with_cpu(Size { policy, ..size }, 17, |rig, cx| {
+            let space = filled(rig, cx, PageSize::Size4K, pages);
+            test(policy, rig, cx, &space);
+            for index in 0..pages {
+                assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index + 1), "{policy:?}");
+            }
+            rig.end(cx, space);
         });
     }
 }
@@ -204,47 +201,44 @@ fn direct_reclaim_frees_what_is_missing() {
 /// Out of memory and out of swap: one access fails, nothing is wedged, and what is there stays right.
 #[test]
 fn out_of_everything_is_an_error_of_one_access() {
-    with_rig(Size { mib: 4, swap: 100, ..SIZE }, 18, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            const PAGES: u64 = 4000;
-            let space = filled(rig, cx, PageSize::Size4K, 1);
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(at(1), PAGES << 12), kind, Backing::Private).expect("an area");
-            let mut rng = crate::support::Rng(6);
-            let mut known = Vec::new();
-            // Hardly compressible.
-            let mut error = None;
-            'pages: for index in 1..PAGES {
-                for word in 0..60 {
-                    let (at, value) = (at(index) + word * 64, rng.below(1 << 32));
-                    match rig.put(cx, &space, at, value) {
-                        Ok(()) => known.push((at, value)),
-                        Err(found) => {
-                            error = Some(found);
-                            break 'pages;
-                        }
+    with_cpu(Size { mib: 4, swap: 100, ..SIZE }, 18, |rig, cx| {
+        const PAGES: u64 = 4000;
+        let space = filled(rig, cx, PageSize::Size4K, 1);
+        let kind = VmaKind::private(PageSize::Size4K);
+        rig.vm.map(cx, &space, span(at(1), PAGES << 12), kind, Backing::Private).expect("an area");
+        let mut rng = crate::support::Rng(6);
+        let mut known = Vec::new();
+        // Hardly compressible.
+        let mut error = None;
+        'pages: for index in 1..PAGES {
+            for word in 0..60 {
+                let (at, value) = (at(index) + word * 64, rng.below(1 << 32));
+                match rig.put(cx, &space, at, value) {
+                    Ok(()) => known.push((at, value)),
+                    Err(found) => {
+                        error = Some(found);
+                        break 'pages;
                     }
                 }
             }
-            assert_eq!(error, Some(VmError::NoMemory));
-            // One word or two of each page: each looks for memory where there is none.
-            for (at, value) in known.iter().step_by(37) {
-                // May fail again, but what it finds is right.
-                match rig.get(cx, &space, *at) {
-                    Ok(found) => assert_eq!(found, *value),
-                    Err(error) => assert_eq!(error, VmError::NoMemory),
-                }
+        }
+        assert_eq!(error, Some(VmError::NoMemory));
+        // One word or two of each page: each looks for memory where there is none.
+        for (at, value) in known.iter().step_by(37) {
+            // May fail again, but what it finds is right.
+            match rig.get(cx, &space, *at) {
+                Ok(found) => assert_eq!(found, *value),
+                Err(error) => assert_eq!(error, VmError::NoMemory),
             }
-            // Memory comes back, and so does service.
-            let half = known.len() as u64 / 120;
-            rig.vm.unmap(cx, &space, span(at(1), half << 12)).expect("whole pages of an area");
-            assert_eq!(rig.get(cx, &space, at(PAGES)), Ok(0));
-            for (at, value) in known.iter().filter(|(at, _)| *at >= self::at(1 + half)) {
-                assert_eq!(rig.get(cx, &space, *at), Ok(*value));
-            }
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+        }
+        // Memory comes back, and so does service.
+        let half = known.len() as u64 / 120;
+        rig.vm.unmap(cx, &space, span(at(1), half << 12)).expect("whole pages of an area");
+        assert_eq!(rig.get(cx, &space, at(PAGES)), Ok(0));
+        for (at, value) in known.iter().filter(|(at, _)| *at >= self::at(1 + half)) {
+            assert_eq!(rig.get(cx, &space, *at), Ok(*value));
+        }
+        rig.end(cx, space);
     });
 }
 
@@ -265,33 +259,29 @@ fn the_pager_of_another_machine_reclaims_nothing() {
 /// themselves, wait for no worker, and leave *min* free. Nothing of that where nothing can be freed.
 #[test]
 fn who_faults_reclaims_below_min_only() {
-    with_rig(Size { policy: LruPolicy::TwoList, ..SIZE }, 31, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
-            let free = |cx: &Cx<'_, '_>| frames.node_available(cx, NODE);
-            let (marks, late) = (pager.marks(), BATCH as u64 + u64::from(rig.cpus()));
-            let pages = free(cx) + 500;
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(at(0), pages << 12), kind, Backing::Private).expect("an area");
-            rig.enter(cx, &space);
-            let (mut woken, mut direct, mut touched) = (Vec::new(), Vec::new(), 0);
-            for index in 0..pages {
-                let (before, asked) = (free(cx), pager.counts().direct.get());
-                rig.put(cx, &space, at(index) + 8, index).expect("memory");
-                touched += 1;
-                woken.extend(pager.take_wake(NODE).then_some(before));
-                direct.extend((pager.counts().direct.get() > asked).then_some(before));
-                assert!(free(cx) + late + 1 >= marks.min(), "{} of {} are free", free(cx), marks.min());
-            }
-            assert_eq!(touched, pages);
-            let first = *woken.first().expect("the worker is woken");
-            assert!(first <= marks.low() && first + late + 1 >= marks.low(), "woken with {first} free, {marks:?}");
-            assert!(!direct.is_empty() && direct.iter().all(|free| *free <= marks.min()), "{direct:?}, {marks:?}");
-            assert!(direct.len() as u64 <= pages / 16, "one reclaims for a batch");
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    with_cpu(Size { policy: LruPolicy::TwoList, ..SIZE }, 31, |rig, cx| {
+        let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
+        let free = |cx: &Cx<'_, '_>| frames.node_available(cx, NODE);
+        let (marks, late) = (pager.marks(), BATCH as u64 + u64::from(rig.cpus()));
+        let pages = free(cx) + 500;
+        let kind = VmaKind::private(PageSize::Size4K);
+        let space = rig.space(cx, span(at(0), pages << 12), kind);
+        rig.enter(cx, &space);
+        let (mut woken, mut direct, mut touched) = (Vec::new(), Vec::new(), 0);
+        for index in 0..pages {
+            let (before, asked) = (free(cx), pager.counts().direct.get());
+            rig.put(cx, &space, at(index) + 8, index).expect("memory");
+            touched += 1;
+            woken.extend(pager.take_wake(NODE).then_some(before));
+            direct.extend((pager.counts().direct.get() > asked).then_some(before));
+            assert!(free(cx) + late + 1 >= marks.min(), "{} of {} are free", free(cx), marks.min());
+        }
+        assert_eq!(touched, pages);
+        let first = *woken.first().expect("the worker is woken");
+        assert!(first <= marks.low() && first + late + 1 >= marks.low(), "woken with {first} free, {marks:?}");
+        assert!(!direct.is_empty() && direct.iter().all(|free| *free <= marks.min()), "{direct:?}, {marks:?}");
+        assert!(direct.len() as u64 <= pages / 16, "one reclaims for a batch");
+        rig.end(cx, space);
     });
 }
 
@@ -311,30 +301,27 @@ impl Steps for &Bell {
 /// The worker is woken once until it has taken the wake, and again after that; never where enough is free.
 #[test]
 fn a_worker_is_woken_by_who_adds_pages() {
-    with_rig(SIZE, 32, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let (frames, bell) = (rig.vm.frames(), Bell::default());
-            for (low, wakes) in [(u64::MAX, 1), (u64::MAX, 2), (0, 2)] {
-                let lrus = [Lru::new(frames, SIZE.policy)];
-                let marks = Watermarks::new(0, low, low).expect("in order");
-                let pager: Reclaim<'_, '_, Model<'_>, _, SpinLock, _> = Reclaim::new(&lrus, rig.store, marks, &bell);
-                let pages =
-                    [(); 3 * BATCH].map(|()| frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory"));
-                let pages = pages.map(|page| {
-                    let extent = page.extent();
-                    let _ = frames.count(page).expect("managed").into_pfn();
-                    // SAFETY: counted just now, and it is told once.
-                    unsafe { pager.lru_add(frames, cx, extent, Order::ZERO) };
-                    extent
-                });
-                assert_eq!(bell.0.load(Ordering::Relaxed), wakes);
-                assert_eq!(pager.take_wake(NODE), low > 0);
-                assert!(!pager.take_wake(NODE) && !pager.take_wake(NodeId(7)));
-                for page in pages {
-                    // SAFETY: the reference that became a number above.
-                    unsafe { pager.drop_references(frames, cx, FolioRun::from_extent(page, Order::ZERO)) };
-                }
+    with_cpu(SIZE, 32, |rig, cx| {
+        let (frames, bell) = (rig.vm.frames(), Bell::default());
+        for (low, wakes) in [(u64::MAX, 1), (u64::MAX, 2), (0, 2)] {
+            let lrus = [Lru::new(frames, SIZE.policy)];
+            let marks = Watermarks::new(0, low, low).expect("in order");
+            let pager: Reclaim<'_, '_, Model<'_>, _, SpinLock, _> = Reclaim::new(&lrus, rig.store, marks, &bell);
+            let pages = [(); 3 * BATCH].map(|()| frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory"));
+            let pages = pages.map(|page| {
+                let extent = page.extent();
+                let _ = frames.count(page).expect("managed").into_pfn();
+                // SAFETY: counted just now, and it is told once.
+                unsafe { pager.lru_add(frames, cx, extent, Order::ZERO) };
+                extent
+            });
+            assert_eq!(bell.0.load(Ordering::Relaxed), wakes);
+            assert_eq!(pager.take_wake(NODE), low > 0);
+            assert!(!pager.take_wake(NODE) && !pager.take_wake(NodeId(7)));
+            for page in pages {
+                // SAFETY: the reference that became a number above.
+                unsafe { pager.drop_references(frames, cx, FolioRun::from_extent(page, Order::ZERO)) };
             }
-        });
+        }
     });
 }

@@ -74,9 +74,8 @@ fn two_faults_at_a_page(rig: &Rig<'_>, shared: bool) {
 fn fork_beside_put_back(rig: &Rig<'_>) {
     let at = |index: u64| AT + (index << 12);
     let space = rig.mmu.as_cpu(CpuId(0), |cx| {
-        let space = rig.vm.create(cx, bounds()).expect("a space");
         let kind = VmaKind::private(PageSize::Size4K);
-        rig.vm.map(cx, &space, span(AT, 2 << 12), kind, Backing::Private).expect("an area");
+        let space = rig.space(cx, span(AT, 2 << 12), kind);
         rig.enter(cx, &space);
         (0..2).for_each(|index| rig.put(cx, &space, at(index) + 8, index + 1).expect("memory"));
         (0..3).for_each(|_| _ = rig.evict_all(cx));
@@ -105,8 +104,7 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
                 rig.leave(cx, &space);
                 rig.enter(cx, &child);
                 (0..2).for_each(|index| assert_eq!(rig.get(cx, &child, at(index) + 8), Ok(index + 1)));
-                rig.leave(cx, &child);
-                rig.vm.destroy(cx, child).expect("destroyed");
+                rig.end(cx, child);
             });
         });
         rig.store.sharing.wait();

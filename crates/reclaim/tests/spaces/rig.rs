@@ -19,7 +19,7 @@ use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Swap, SwapStats, Watermarks};
 use hugemm_threads::Memory;
-use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Notifier, Parts, Setup, Vm, VmError};
+use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Setup, Vm, VmError, VmaKind};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -163,6 +163,11 @@ pub fn with_rig(size: Size, seed: u64, inject: &FaultPlan, test: impl for<'h> Fn
     let host: &Host<'_> = &host;
     let mmu = Mmu::new(host, size.cpus, 2, seed);
     run(&mmu, host.frames(), size, inject, test);
+}
+
+/// [`with_rig`] where nothing fails, as the first CPU.
+pub fn with_cpu(size: Size, seed: u64, test: impl for<'h> FnOnce(&Rig<'h>, &mut Cx<'_, 'h>)) {
+    with_rig(size, seed, &no_faults(), |rig| rig.mmu.as_cpu(CpuId(0), |cx| test(rig, cx)));
 }
 
 fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
@@ -318,6 +323,19 @@ impl<'h> Rig<'h> {
 
     pub fn leave(&self, cx: &Cx<'_, 'h>, space: &AddressSpace<Model<'h>>) {
         space.tlb().switch_out(self.vm.shootdown(), cx);
+    }
+
+    /// A space with one area that has no backing of its own.
+    pub fn space(&self, cx: &mut Cx<'_, 'h>, range: VirtRange, kind: VmaKind) -> AddressSpaceRef<'_, Model<'h>> {
+        let space = self.vm.create(cx, bounds()).expect("a space");
+        self.vm.map(cx, &space, range, kind, Backing::Private).expect("an area");
+        space
+    }
+
+    /// Leaves a space and ends it.
+    pub fn end(&self, cx: &mut Cx<'_, 'h>, space: AddressSpaceRef<'_, Model<'h>>) {
+        self.leave(cx, &space);
+        self.vm.destroy(cx, space).expect("destroyed");
     }
 
     /// Evicts what can be evicted, whatever it takes; how many pages became free.

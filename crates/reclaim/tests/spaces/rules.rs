@@ -1,7 +1,7 @@
 //! Pages go away and come back: one CPU, one rule each.
 
-use crate::rig::{Handle, Rig, Size, bounds, no_faults, span, with_rig};
-use hugemm_base::{CpuId, PageSize, VirtAddr};
+use crate::rig::{Handle, Rig, Size, bounds, span, with_cpu};
+use hugemm_base::{PageSize, VirtAddr};
 use hugemm_paging::Lookup;
 use hugemm_reclaim::{LruPolicy, Swap};
 use hugemm_vm::{Backing, VmError, VmaKind};
@@ -17,9 +17,8 @@ pub(crate) fn filled<'v, 'h>(
     page: PageSize,
     pages: u64,
 ) -> Handle<'v, 'h> {
-    let space = rig.vm.create(cx, bounds()).expect("a space");
     let area = span(AT, pages * page.bytes());
-    rig.vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
+    let space = rig.space(cx, area, VmaKind::private(page));
     rig.enter(cx, &space);
     for index in 0..pages {
         rig.put(cx, &space, AT + index * page.bytes() + 8, index + 1).expect("memory");
@@ -36,27 +35,24 @@ pub(crate) fn expect(rig: &Rig<'_>, away: bool, found: Lookup) {
 fn private_pages_go_away_and_come_back() {
     for page in SIZES {
         let pages = if page == PageSize::Size4K { 100 } else { 3 };
-        with_rig(SIZE, 1, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = filled(rig, cx, page, pages);
-                let before = rig.vm.frames().stats(cx).available();
-                // Young at first, idle after that.
-                let freed = rig.evict_all(cx) + rig.evict_all(cx) + rig.evict_all(cx);
-                assert_eq!(freed, pages * page.pages());
-                assert!(rig.vm.frames().stats(cx).available() > before);
-                for index in 0..pages {
-                    expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + index * page.bytes())));
-                }
-                for index in 0..pages {
-                    assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 8), Ok(index + 1));
-                    assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 16), Ok(0));
-                    rig.put(cx, &space, AT + index * page.bytes() + 16, 7).expect("writable");
-                }
-                assert_eq!(space.counters().refaulted.get(), pages);
-                assert_eq!(rig.store.stats(cx).pages, 0, "a slot goes with its page");
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
+        with_cpu(SIZE, 1, |rig, cx| {
+            let space = filled(rig, cx, page, pages);
+            let before = rig.vm.frames().stats(cx).available();
+            // Young at first, idle after that.
+            let freed = rig.evict_all(cx) + rig.evict_all(cx) + rig.evict_all(cx);
+            assert_eq!(freed, pages * page.pages());
+            assert!(rig.vm.frames().stats(cx).available() > before);
+            for index in 0..pages {
+                expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + index * page.bytes())));
+            }
+            for index in 0..pages {
+                assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 8), Ok(index + 1));
+                assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 16), Ok(0));
+                rig.put(cx, &space, AT + index * page.bytes() + 16, 7).expect("writable");
+            }
+            assert_eq!(space.counters().refaulted.get(), pages);
+            assert_eq!(rig.store.stats(cx).pages, 0, "a slot goes with its page");
+            rig.end(cx, space);
         });
     }
 }
@@ -64,23 +60,20 @@ fn private_pages_go_away_and_come_back() {
 #[test]
 fn unmapping_what_is_away_frees_its_slots() {
     for page in SIZES {
-        with_rig(SIZE, 2, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = filled(rig, cx, page, 3);
-                (0..3).for_each(|_| _ = rig.evict_all(cx));
-                assert!(rig.store.stats(cx).stores > 0);
-                rig.vm.unmap(cx, &space, span(AT + page.bytes(), page.bytes())).expect("unmapped");
-                assert_eq!(rig.get(cx, &space, AT + 8), Ok(1));
-                assert_eq!(
-                    rig.get(cx, &space, AT + page.bytes() + 8),
-                    Err(VmError::NoArea { at: VirtAddr::new(AT + page.bytes() + 8) })
-                );
-                assert_eq!(rig.get(cx, &space, AT + 2 * page.bytes() + 8), Ok(3));
-                // One stays away: its slot goes with the space.
-                (0..3).for_each(|_| _ = rig.evict_all(cx));
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
+        with_cpu(SIZE, 2, |rig, cx| {
+            let space = filled(rig, cx, page, 3);
+            (0..3).for_each(|_| _ = rig.evict_all(cx));
+            assert!(rig.store.stats(cx).stores > 0);
+            rig.vm.unmap(cx, &space, span(AT + page.bytes(), page.bytes())).expect("unmapped");
+            assert_eq!(rig.get(cx, &space, AT + 8), Ok(1));
+            assert_eq!(
+                rig.get(cx, &space, AT + page.bytes() + 8),
+                Err(VmError::NoArea { at: VirtAddr::new(AT + page.bytes() + 8) })
+            );
+            assert_eq!(rig.get(cx, &space, AT + 2 * page.bytes() + 8), Ok(3));
+            // One stays away: its slot goes with the space.
+            (0..3).for_each(|_| _ = rig.evict_all(cx));
+            rig.end(cx, space);
         });
     }
 }
@@ -88,35 +81,33 @@ fn unmapping_what_is_away_frees_its_slots() {
 #[test]
 fn a_fork_shares_what_is_away_and_each_gets_its_own() {
     for page in SIZES {
-        with_rig(SIZE, 3, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let parent = filled(rig, cx, page, 2);
-                (0..3).for_each(|_| _ = rig.evict_all(cx));
-                let stored = rig.store.stats(cx);
-                let child = rig.vm.fork(cx, &parent).expect("forked");
-                assert_eq!(rig.store.stats(cx).stores, stored.stores, "nothing is stored twice");
-                rig.put(cx, &parent, AT + 8, 100).expect("memory");
-                rig.leave(cx, &parent);
-                rig.enter(cx, &child);
-                assert_eq!(rig.get(cx, &child, AT + 8), Ok(1));
-                assert_eq!(rig.get(cx, &child, AT + page.bytes() + 8), Ok(2));
-                rig.leave(cx, &child);
-                // Shared by fork while present: stored once, found by both.
-                let grandchild = rig.vm.fork(cx, &child).expect("forked");
-                let stores = rig.store.stats(cx).stores;
-                (0..4).for_each(|_| _ = rig.evict_all(cx));
-                // The child's two pages, which the grandchild shares, and the parent's own.
-                assert_eq!(rig.store.stats(cx).stores - stores, 3 * page.pages());
-                for space in [&child, &grandchild] {
-                    rig.enter(cx, space);
-                    assert_eq!(rig.get(cx, space, AT + 8), Ok(1));
-                    rig.put(cx, space, AT + 8, 55).expect("its own");
-                    rig.leave(cx, space);
-                }
-                for space in [parent, child, grandchild] {
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                }
-            });
+        with_cpu(SIZE, 3, |rig, cx| {
+            let parent = filled(rig, cx, page, 2);
+            (0..3).for_each(|_| _ = rig.evict_all(cx));
+            let stored = rig.store.stats(cx);
+            let child = rig.vm.fork(cx, &parent).expect("forked");
+            assert_eq!(rig.store.stats(cx).stores, stored.stores, "nothing is stored twice");
+            rig.put(cx, &parent, AT + 8, 100).expect("memory");
+            rig.leave(cx, &parent);
+            rig.enter(cx, &child);
+            assert_eq!(rig.get(cx, &child, AT + 8), Ok(1));
+            assert_eq!(rig.get(cx, &child, AT + page.bytes() + 8), Ok(2));
+            rig.leave(cx, &child);
+            // Shared by fork while present: stored once, found by both.
+            let grandchild = rig.vm.fork(cx, &child).expect("forked");
+            let stores = rig.store.stats(cx).stores;
+            (0..4).for_each(|_| _ = rig.evict_all(cx));
+            // The child's two pages, which the grandchild shares, and the parent's own.
+            assert_eq!(rig.store.stats(cx).stores - stores, 3 * page.pages());
+            for space in [&child, &grandchild] {
+                rig.enter(cx, space);
+                assert_eq!(rig.get(cx, space, AT + 8), Ok(1));
+                rig.put(cx, space, AT + 8, 55).expect("its own");
+                rig.leave(cx, space);
+            }
+            for space in [parent, child, grandchild] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
         });
     }
 }
@@ -124,43 +115,39 @@ fn a_fork_shares_what_is_away_and_each_gets_its_own() {
 #[test]
 fn a_shared_page_is_stored_once_and_read_once() {
     for page in SIZES {
-        with_rig(SIZE, 4, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let object = rig.vm.create_shared(cx, 2 * page.pages(), page, false).expect("an object");
-                let spaces: Vec<_> = (0..5)
-                    .map(|_| {
-                        let space = rig.vm.create(cx, bounds()).expect("a space");
-                        let from = Backing::Shared(&object, 0);
-                        rig.vm
-                            .map(cx, &space, span(AT, 2 * page.bytes()), VmaKind::private(page), from)
-                            .expect("an area");
-                        space
-                    })
-                    .collect();
-                for (value, space) in (1..).zip(&spaces) {
-                    rig.enter(cx, space);
-                    rig.put(cx, space, AT + value * 8, value).expect("memory");
-                    rig.leave(cx, space);
+        with_cpu(SIZE, 4, |rig, cx| {
+            let object = rig.vm.create_shared(cx, 2 * page.pages(), page, false).expect("an object");
+            let spaces: Vec<_> = (0..5)
+                .map(|_| {
+                    let space = rig.vm.create(cx, bounds()).expect("a space");
+                    let from = Backing::Shared(&object, 0);
+                    rig.vm.map(cx, &space, span(AT, 2 * page.bytes()), VmaKind::private(page), from).expect("an area");
+                    space
+                })
+                .collect();
+            for (value, space) in (1..).zip(&spaces) {
+                rig.enter(cx, space);
+                rig.put(cx, space, AT + value * 8, value).expect("memory");
+                rig.leave(cx, space);
+            }
+            (0..3).for_each(|_| _ = rig.evict_all(cx));
+            let stats = rig.store.stats(cx);
+            assert_eq!((stats.stores, stats.loads), (page.pages(), 0));
+            for space in &spaces {
+                rig.enter(cx, space);
+                for value in 1..=5 {
+                    assert_eq!(rig.get(cx, space, AT + value * 8), Ok(value));
                 }
-                (0..3).for_each(|_| _ = rig.evict_all(cx));
-                let stats = rig.store.stats(cx);
-                assert_eq!((stats.stores, stats.loads), (page.pages(), 0));
-                for space in &spaces {
-                    rig.enter(cx, space);
-                    for value in 1..=5 {
-                        assert_eq!(rig.get(cx, space, AT + value * 8), Ok(value));
-                    }
-                    rig.leave(cx, space);
-                }
-                assert_eq!(rig.store.stats(cx).loads, page.pages(), "one read serves all");
-                // Away again, and the object goes with what is in swap.
-                (0..3).for_each(|_| _ = rig.evict_all(cx));
-                for space in spaces {
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                }
-                assert!(rig.store.stats(cx).pages > 0);
-                rig.vm.close(cx, object).expect("its own");
-            });
+                rig.leave(cx, space);
+            }
+            assert_eq!(rig.store.stats(cx).loads, page.pages(), "one read serves all");
+            // Away again, and the object goes with what is in swap.
+            (0..3).for_each(|_| _ = rig.evict_all(cx));
+            for space in spaces {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+            assert!(rig.store.stats(cx).pages > 0);
+            rig.vm.close(cx, object).expect("its own");
         });
     }
 }

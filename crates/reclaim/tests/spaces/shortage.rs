@@ -1,6 +1,6 @@
 //! Too little memory: full swap, failing allocations, overcommitment, pieces, nodes.
 
-use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
+use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, span, with_cpu, with_rig};
 use crate::rules::{AT, SIZE, SIZES, expect, filled};
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr};
@@ -15,31 +15,27 @@ use hugemm_vm::{Backing, Pager, VmaKind};
 fn full_swap_keeps_pages() {
     for page in SIZES {
         // Just the compressor's working memory and a little.
-        with_rig(Size { swap: 60, ..SIZE }, 9, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let pages = if page == PageSize::Size4K { 800 } else { 4 };
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                let kind = VmaKind::private(page);
-                rig.vm.map(cx, &space, span(AT, pages * page.bytes()), kind, Backing::Private).expect("an area");
-                rig.enter(cx, &space);
-                let mut rng = crate::support::Rng(5);
-                let mut content = Vec::new();
-                for index in 0..pages * page.pages() {
-                    // Too much to compress well.
-                    for word in 0..100 {
-                        let value = rng.below(u64::MAX >> 32);
-                        rig.put(cx, &space, AT + index * 4096 + word * 40, value).expect("memory");
-                        content.push((AT + index * 4096 + word * 40, value));
-                    }
+        with_cpu(Size { swap: 60, ..SIZE }, 9, |rig, cx| {
+            let pages = if page == PageSize::Size4K { 800 } else { 4 };
+            let kind = VmaKind::private(page);
+            let space = rig.space(cx, span(AT, pages * page.bytes()), kind);
+            rig.enter(cx, &space);
+            let mut rng = crate::support::Rng(5);
+            let mut content = Vec::new();
+            for index in 0..pages * page.pages() {
+                // Too much to compress well.
+                for word in 0..100 {
+                    let value = rng.below(u64::MAX >> 32);
+                    rig.put(cx, &space, AT + index * 4096 + word * 40, value).expect("memory");
+                    content.push((AT + index * 4096 + word * 40, value));
                 }
-                (0..5).for_each(|_| _ = rig.evict_all(cx));
-                assert!(rig.store.stats(cx).refused_full > 0);
-                for (at, value) in content {
-                    assert_eq!(rig.get(cx, &space, at), Ok(value));
-                }
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
+            }
+            (0..5).for_each(|_| _ = rig.evict_all(cx));
+            assert!(rig.store.stats(cx).refused_full > 0);
+            for (at, value) in content {
+                assert_eq!(rig.get(cx, &space, at), Ok(value));
+            }
+            rig.end(cx, space);
         });
     }
 }
@@ -81,19 +77,16 @@ fn every_allocation_may_fail() {
 #[test]
 fn memory_may_be_overcommitted() {
     for (page, policy) in SIZES.into_iter().flat_map(|page| LruPolicy::ALL.map(|policy| (page, policy))) {
-        with_rig(Size { policy, ..SIZE }, 11, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let pages = (24 << 20) / page.bytes();
-                let space = filled(rig, cx, page, pages);
-                for index in 0..pages {
-                    assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 8), Ok(index + 1));
-                }
-                assert!(rig.vm.pager().counts().direct_freed.get() > 0);
-                let flags = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (pages - 1) * page.bytes()));
-                assert!(matches!(flags, Lookup::Mapped(leaf) if leaf.flags.contains(Flags::WRITE)));
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
+        with_cpu(Size { policy, ..SIZE }, 11, |rig, cx| {
+            let pages = (24 << 20) / page.bytes();
+            let space = filled(rig, cx, page, pages);
+            for index in 0..pages {
+                assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 8), Ok(index + 1));
+            }
+            assert!(rig.vm.pager().counts().direct_freed.get() > 0);
+            let flags = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (pages - 1) * page.bytes()));
+            assert!(matches!(flags, Lookup::Mapped(leaf) if leaf.flags.contains(Flags::WRITE)));
+            rig.end(cx, space);
         });
     }
 }
@@ -102,63 +95,61 @@ fn memory_may_be_overcommitted() {
 #[test]
 fn a_large_page_comes_back_where_memory_is_in_pieces() {
     for (shared, policy) in [false, true].into_iter().zip(LruPolicy::ALL) {
-        with_rig(Size { mib: 32, policy, ..SIZE }, 13, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let large = filled(rig, cx, PageSize::Size2M, 1);
-                (0..3).for_each(|_| _ = rig.evict_all(cx));
-                expect(rig, true, rig.vm.lookup(cx, &large, VirtAddr::new(AT)));
-                rig.leave(cx, &large);
-                // All other memory in small pages of two spaces in turn, of which one goes.
-                let pages = rig.vm.frames().stats(cx).available() / 2 - 100;
-                let object = rig.vm.create_shared(cx, pages, PageSize::Size4K, false).expect("an object");
-                let at = |index: u64| AT + (index << 12);
-                let [gone, small] = [false, shared].map(|shared| {
-                    let space = rig.vm.create(cx, bounds()).expect("a space");
-                    let from = if shared { Backing::Shared(&object, 0) } else { Backing::Private };
-                    let kind = VmaKind::private(PageSize::Size4K);
-                    rig.vm.map(cx, &space, span(AT, pages << 12), kind, from).expect("an area");
-                    space
-                });
-                for index in 0..pages {
-                    for space in [&gone, &small] {
-                        rig.enter(cx, space);
-                        rig.put(cx, space, at(index) + 8, index).expect("memory");
-                        rig.leave(cx, space);
-                    }
-                }
-                let child = rig.vm.fork(cx, &small).expect("forked");
-                let mut pins = Vec::new();
-                rig.vm.pin(cx, &small, span(at(7), 4096), None, &Never, |pin| pins.push(pin)).expect("pinned");
-                rig.vm.destroy(cx, gone).expect("destroyed");
-                rig.vm.frames().drain(cx);
-                let stored = rig.store.stats(cx).stores;
-                assert_eq!(rig.vm.frames().stats(cx).extents(PageSize::Size2M.order()), 0, "in pieces");
-                rig.enter(cx, &large);
-                assert_eq!(rig.get(cx, &large, AT + 8), Ok(1));
-                rig.leave(cx, &large);
-                assert_eq!(rig.vm.pager().counts().gathered.get(), 1);
-                // Ahead of any fault.
-                assert!(rig.vm.pager().gather(&rig.vm, cx, NODE));
-                assert_eq!(rig.vm.pager().counts().gathered.get(), 2);
-                assert_eq!(rig.vm.frames().stats(cx).extents(PageSize::Size2M.order()), 1);
-                assert_eq!(rig.store.stats(cx).stores, stored, "pages move, none goes away");
-                for space in [&small, &child] {
+        with_cpu(Size { mib: 32, policy, ..SIZE }, 13, |rig, cx| {
+            let large = filled(rig, cx, PageSize::Size2M, 1);
+            (0..3).for_each(|_| _ = rig.evict_all(cx));
+            expect(rig, true, rig.vm.lookup(cx, &large, VirtAddr::new(AT)));
+            rig.leave(cx, &large);
+            // All other memory in small pages of two spaces in turn, of which one goes.
+            let pages = rig.vm.frames().stats(cx).available() / 2 - 100;
+            let object = rig.vm.create_shared(cx, pages, PageSize::Size4K, false).expect("an object");
+            let at = |index: u64| AT + (index << 12);
+            let [gone, small] = [false, shared].map(|shared| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let from = if shared { Backing::Shared(&object, 0) } else { Backing::Private };
+                let kind = VmaKind::private(PageSize::Size4K);
+                rig.vm.map(cx, &space, span(AT, pages << 12), kind, from).expect("an area");
+                space
+            });
+            for index in 0..pages {
+                for space in [&gone, &small] {
                     rig.enter(cx, space);
-                    for index in 0..pages {
-                        assert_eq!(rig.get(cx, space, at(index) + 8), Ok(index));
-                    }
+                    rig.put(cx, space, at(index) + 8, index).expect("memory");
                     rig.leave(cx, space);
                 }
-                for pin in pins {
-                    let found = rig.vm.lookup(cx, &small, pin.at());
-                    assert!(matches!(found, Lookup::Mapped(leaf) if leaf.frame == pin.extent().base()), "{found:?}");
-                    rig.vm.unpin(cx, &small, pin).expect("its own");
+            }
+            let child = rig.vm.fork(cx, &small).expect("forked");
+            let mut pins = Vec::new();
+            rig.vm.pin(cx, &small, span(at(7), 4096), None, &Never, |pin| pins.push(pin)).expect("pinned");
+            rig.vm.destroy(cx, gone).expect("destroyed");
+            rig.vm.frames().drain(cx);
+            let stored = rig.store.stats(cx).stores;
+            assert_eq!(rig.vm.frames().stats(cx).extents(PageSize::Size2M.order()), 0, "in pieces");
+            rig.enter(cx, &large);
+            assert_eq!(rig.get(cx, &large, AT + 8), Ok(1));
+            rig.leave(cx, &large);
+            assert_eq!(rig.vm.pager().counts().gathered.get(), 1);
+            // Ahead of any fault.
+            assert!(rig.vm.pager().gather(&rig.vm, cx, NODE));
+            assert_eq!(rig.vm.pager().counts().gathered.get(), 2);
+            assert_eq!(rig.vm.frames().stats(cx).extents(PageSize::Size2M.order()), 1);
+            assert_eq!(rig.store.stats(cx).stores, stored, "pages move, none goes away");
+            for space in [&small, &child] {
+                rig.enter(cx, space);
+                for index in 0..pages {
+                    assert_eq!(rig.get(cx, space, at(index) + 8), Ok(index));
                 }
-                for space in [large, small, child] {
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                }
-                rig.vm.close(cx, object).expect("its own");
-            });
+                rig.leave(cx, space);
+            }
+            for pin in pins {
+                let found = rig.vm.lookup(cx, &small, pin.at());
+                assert!(matches!(found, Lookup::Mapped(leaf) if leaf.frame == pin.extent().base()), "{found:?}");
+                rig.vm.unpin(cx, &small, pin).expect("its own");
+            }
+            for space in [large, small, child] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+            rig.vm.close(cx, object).expect("its own");
         });
     }
 }
@@ -174,177 +165,163 @@ fn node_at<'h>(rig: &Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, space: &Handle<'_
 /// Each node has its own LRU and marks: what is short on one is freed there, whatever the other has.
 #[test]
 fn each_node_is_reclaimed_by_itself() {
-    with_rig(Size { nodes: 2, ..SIZE }, 14, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let pager = rig.vm.pager();
-            let free = |cx: &crate::rig::Cx<'_, '_>, node| rig.vm.frames().node_stats(cx, NodeId(node)).available();
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let at = |node: u32, index: u64| AT * u64::from(node + 1) + (index << 12) + 8;
-            rig.enter(cx, &space);
-            // Node 1 down to its low mark, node 0 less than half full.
-            for (node, pages) in [(0, 500), (1, free(cx, 1) - pager.marks().low() / 2)] {
-                let kind = VmaKind { from: Placement::Only(NodeId(node)), ..VmaKind::private(PageSize::Size4K) };
-                rig.vm.map(cx, &space, span(at(node, 0) - 8, pages << 12), kind, Backing::Private).expect("an area");
-                (0..pages).for_each(|index| rig.put(cx, &space, at(node, index), index).expect("memory"));
-            }
-            assert!(free(cx, 1) < pager.marks().low() && free(cx, 0) > pager.marks().high());
-            let (turn, done) = pager.balance(&rig.vm, cx, NodeId(0), u64::MAX, &Never);
-            assert_eq!((turn, done.scanned), (Turn::Balanced, 0));
-            let (turn, done) = pager.balance(&rig.vm, cx, NodeId(1), u64::MAX, &Never);
-            assert_eq!(turn, Turn::Balanced);
-            assert!(done.freed > 0 && free(cx, 1) >= pager.marks().high());
-            assert!(
-                (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
-                "nothing of node 0 went"
-            );
-            let away =
-                (0..500).find(|index| node_at(rig, cx, &space, at(1, *index)).is_none()).expect("some of node 1 did");
-            assert_eq!(rig.get(cx, &space, at(1, away)), Ok(away));
-            assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId(1)), "back where the area wants it");
-            // A fault that finds its node empty takes from that node too, and no longer than it needs.
-            let (before, pages) = (pager.counts().direct_freed.get(), free(cx, 1) + 256);
-            let kind = VmaKind { from: Placement::Only(NodeId(1)), ..VmaKind::private(PageSize::Size4K) };
-            rig.vm.map(cx, &space, span(5 * AT, pages << 12), kind, Backing::Private).expect("an area");
-            for index in 0..pages {
-                // Where all are young, the first looks find nothing.
-                let put = (0..8).any(|_| rig.put(cx, &space, 5 * AT + (index << 12), index).is_ok());
-                assert!(put, "page {index} of {pages}");
-            }
-            assert!(pager.counts().direct_freed.get() > before, "no fault had to take pages");
-            assert!(
-                (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
-                "nothing of node 0 went"
-            );
-            // An object is filled where it is wanted, not where the worker is.
-            let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("an object");
-            rig.vm.prefault_shared(&object, 0, 16).from(Placement::Only(NodeId(1))).work(cx, &Never).expect("memory");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(4 * AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
-            for index in 0..16 {
-                assert_eq!(rig.get(cx, &space, 4 * AT + (index << 12)), Ok(0));
-                assert_eq!(node_at(rig, cx, &space, 4 * AT + (index << 12)), Some(NodeId(1)));
-            }
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object).expect("its own");
-        });
+    with_cpu(Size { nodes: 2, ..SIZE }, 14, |rig, cx| {
+        let pager = rig.vm.pager();
+        let free = |cx: &crate::rig::Cx<'_, '_>, node| rig.vm.frames().node_stats(cx, NodeId(node)).available();
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        let at = |node: u32, index: u64| AT * u64::from(node + 1) + (index << 12) + 8;
+        rig.enter(cx, &space);
+        // Node 1 down to its low mark, node 0 less than half full.
+        for (node, pages) in [(0, 500), (1, free(cx, 1) - pager.marks().low() / 2)] {
+            let kind = VmaKind { from: Placement::Only(NodeId(node)), ..VmaKind::private(PageSize::Size4K) };
+            rig.vm.map(cx, &space, span(at(node, 0) - 8, pages << 12), kind, Backing::Private).expect("an area");
+            (0..pages).for_each(|index| rig.put(cx, &space, at(node, index), index).expect("memory"));
+        }
+        assert!(free(cx, 1) < pager.marks().low() && free(cx, 0) > pager.marks().high());
+        let (turn, done) = pager.balance(&rig.vm, cx, NodeId(0), u64::MAX, &Never);
+        assert_eq!((turn, done.scanned), (Turn::Balanced, 0));
+        let (turn, done) = pager.balance(&rig.vm, cx, NodeId(1), u64::MAX, &Never);
+        assert_eq!(turn, Turn::Balanced);
+        assert!(done.freed > 0 && free(cx, 1) >= pager.marks().high());
+        assert!(
+            (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
+            "nothing of node 0 went"
+        );
+        let away =
+            (0..500).find(|index| node_at(rig, cx, &space, at(1, *index)).is_none()).expect("some of node 1 did");
+        assert_eq!(rig.get(cx, &space, at(1, away)), Ok(away));
+        assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId(1)), "back where the area wants it");
+        // A fault that finds its node empty takes from that node too, and no longer than it needs.
+        let (before, pages) = (pager.counts().direct_freed.get(), free(cx, 1) + 256);
+        let kind = VmaKind { from: Placement::Only(NodeId(1)), ..VmaKind::private(PageSize::Size4K) };
+        rig.vm.map(cx, &space, span(5 * AT, pages << 12), kind, Backing::Private).expect("an area");
+        for index in 0..pages {
+            // Where all are young, the first looks find nothing.
+            let put = (0..8).any(|_| rig.put(cx, &space, 5 * AT + (index << 12), index).is_ok());
+            assert!(put, "page {index} of {pages}");
+        }
+        assert!(pager.counts().direct_freed.get() > before, "no fault had to take pages");
+        assert!(
+            (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
+            "nothing of node 0 went"
+        );
+        // An object is filled where it is wanted, not where the worker is.
+        let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("an object");
+        rig.vm.prefault_shared(&object, 0, 16).from(Placement::Only(NodeId(1))).work(cx, &Never).expect("memory");
+        let kind = VmaKind::private(PageSize::Size4K);
+        rig.vm.map(cx, &space, span(4 * AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+        for index in 0..16 {
+            assert_eq!(rig.get(cx, &space, 4 * AT + (index << 12)), Ok(0));
+            assert_eq!(node_at(rig, cx, &space, 4 * AT + (index << 12)), Some(NodeId(1)));
+        }
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
     });
 }
 
 /// Neighbours in a page table may be of another node, whose LRU has a lock of its own: looking around leaves them to it.
 #[test]
 fn look_around_keeps_to_its_own_node() {
-    with_rig(Size { nodes: 2, ..SIZE }, 15, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            const PAGES: u64 = 256;
-            let pager = rig.vm.pager();
-            let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
-            for index in 0..PAGES {
-                let node = Placement::Only(NodeId((index % 2) as u32));
-                rig.vm.prefault_shared(&object, index, index + 1).from(node).work(cx, &Never).expect("memory");
-            }
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            for index in 0..PAGES {
-                assert_eq!(rig.get(cx, &space, AT + (index << 12)), Ok(0));
-                assert_eq!(node_at(rig, cx, &space, AT + (index << 12)), Some(NodeId((index % 2) as u32)));
-            }
-            let stats = |cx: &crate::rig::Cx<'_, '_>, node| pager.lru(NodeId(node)).expect("a node").stats(cx);
-            let budget = ShrinkBudget { free: u64::MAX, scan: 8 };
-            let looked = pager.shrink(&rig.vm, cx, NodeId(0), budget, &Never);
-            assert!(looked.young > 0, "{looked:?}");
-            assert!(stats(cx, 0).promoted > 0, "there was something to look around at");
-            assert_eq!(stats(cx, 1).promoted, 0);
-            for node in [0, 1] {
-                assert_eq!((stats(cx, node).folios, stats(cx, node).pages()), (PAGES / 2, PAGES / 2), "of node {node}");
-            }
-            // Each node's are found on its own lists, and go from there.
-            let budget = ShrinkBudget { free: u64::MAX, scan: 4 * PAGES };
-            for node in [0, 1] {
-                assert_eq!(pager.shrink(&rig.vm, cx, NodeId(node), budget, &Never).freed, PAGES / 2, "of node {node}");
-            }
-            for index in 0..PAGES {
-                assert_eq!(rig.get(cx, &space, AT + (index << 12)), Ok(0));
-            }
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object).expect("its own");
-        });
+    with_cpu(Size { nodes: 2, ..SIZE }, 15, |rig, cx| {
+        const PAGES: u64 = 256;
+        let pager = rig.vm.pager();
+        let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
+        for index in 0..PAGES {
+            let node = Placement::Only(NodeId((index % 2) as u32));
+            rig.vm.prefault_shared(&object, index, index + 1).from(node).work(cx, &Never).expect("memory");
+        }
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        let kind = VmaKind::private(PageSize::Size4K);
+        rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        for index in 0..PAGES {
+            assert_eq!(rig.get(cx, &space, AT + (index << 12)), Ok(0));
+            assert_eq!(node_at(rig, cx, &space, AT + (index << 12)), Some(NodeId((index % 2) as u32)));
+        }
+        let stats = |cx: &crate::rig::Cx<'_, '_>, node| pager.lru(NodeId(node)).expect("a node").stats(cx);
+        let budget = ShrinkBudget { free: u64::MAX, scan: 8 };
+        let looked = pager.shrink(&rig.vm, cx, NodeId(0), budget, &Never);
+        assert!(looked.young > 0, "{looked:?}");
+        assert!(stats(cx, 0).promoted > 0, "there was something to look around at");
+        assert_eq!(stats(cx, 1).promoted, 0);
+        for node in [0, 1] {
+            assert_eq!((stats(cx, node).folios, stats(cx, node).pages()), (PAGES / 2, PAGES / 2), "of node {node}");
+        }
+        // Each node's are found on its own lists, and go from there.
+        let budget = ShrinkBudget { free: u64::MAX, scan: 4 * PAGES };
+        for node in [0, 1] {
+            assert_eq!(pager.shrink(&rig.vm, cx, NodeId(node), budget, &Never).freed, PAGES / 2, "of node {node}");
+        }
+        for index in 0..PAGES {
+            assert_eq!(rig.get(cx, &space, AT + (index << 12)), Ok(0));
+        }
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
     });
 }
 
 /// References are dropped together: a batch takes a few rounds of the LRU's lock, not one per page.
 #[test]
 fn a_batch_takes_few_lock_rounds() {
-    with_rig(SIZE, 16, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            const PAGES: u64 = 256;
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Private).expect("an area");
-            rig.enter(cx, &space);
-            (0..PAGES).for_each(|index| rig.put(cx, &space, AT + (index << 12), index).expect("memory"));
-            let lru = rig.vm.pager().lru(NODE).expect("a node");
-            let rounds = |cx: &crate::rig::Cx<'_, '_>| lru.stats(cx).lock_rounds;
-            let before = rounds(cx);
-            let budget = ShrinkBudget { free: u64::MAX, scan: 128 };
-            let kept = rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
-            assert!(kept.freed == 0 && kept.batches == 4 && lru.stats(cx).promoted > 0, "{kept:?}");
-            // The policy, isolation, neighbours, putting back, and the batch's references.
-            let taken = rounds(cx) - before - 2;
-            assert!(taken <= 4 * 5 + 1, "{taken} rounds");
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    with_cpu(SIZE, 16, |rig, cx| {
+        const PAGES: u64 = 256;
+        let kind = VmaKind::private(PageSize::Size4K);
+        let space = rig.space(cx, span(AT, PAGES << 12), kind);
+        rig.enter(cx, &space);
+        (0..PAGES).for_each(|index| rig.put(cx, &space, AT + (index << 12), index).expect("memory"));
+        let lru = rig.vm.pager().lru(NODE).expect("a node");
+        let rounds = |cx: &crate::rig::Cx<'_, '_>| lru.stats(cx).lock_rounds;
+        let before = rounds(cx);
+        let budget = ShrinkBudget { free: u64::MAX, scan: 128 };
+        let kept = rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
+        assert!(kept.freed == 0 && kept.batches == 4 && lru.stats(cx).promoted > 0, "{kept:?}");
+        // The policy, isolation, neighbours, putting back, and the batch's references.
+        let taken = rounds(cx) - before - 2;
+        assert!(taken <= 4 * 5 + 1, "{taken} rounds");
+        rig.end(cx, space);
     });
 }
 
 /// A page of 4 KiB may always be taken, a larger one only if enough stays free for storing two of 2 MiB.
 #[test]
 fn large_pages_leave_room_for_storing_them() {
-    with_rig(SIZE, 12, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            const RESERVE: u64 = 2 * 513;
-            let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
-            let mut taken = Vec::new();
-            for (order, room) in [(9, 512 + RESERVE), (3, 8 + RESERVE), (0, 0)] {
-                let order = Order::new(order).expect("valid");
-                for room in [room + 1, room, room.saturating_sub(1)] {
-                    while frames.stats(cx).available() > room {
-                        taken.push(frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("there is some"));
-                    }
-                    let enough = order == Order::ZERO || frames.stats(cx).available() >= order.pages() + RESERVE;
-                    let may = Pager::<crate::rig::Model<'_>>::may_take(pager, frames, cx, order);
-                    assert_eq!(may, enough, "order {} with {room} free", order.get());
+    with_cpu(SIZE, 12, |rig, cx| {
+        const RESERVE: u64 = 2 * 513;
+        let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
+        let mut taken = Vec::new();
+        for (order, room) in [(9, 512 + RESERVE), (3, 8 + RESERVE), (0, 0)] {
+            let order = Order::new(order).expect("valid");
+            for room in [room + 1, room, room.saturating_sub(1)] {
+                while frames.stats(cx).available() > room {
+                    taken.push(frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("there is some"));
                 }
+                let enough = order == Order::ZERO || frames.stats(cx).available() >= order.pages() + RESERVE;
+                let may = Pager::<crate::rig::Model<'_>>::may_take(pager, frames, cx, order);
+                assert_eq!(may, enough, "order {} with {room} free", order.get());
             }
-            taken.into_iter().for_each(|block| frames.free(cx, block));
-        });
+        }
+        taken.into_iter().for_each(|block| frames.free(cx, block));
     });
 }
 
 /// Direct reclaim of a task that may not sleep does nothing; of others it is counted, with what it freed; so is a worker's.
 #[test]
 fn what_is_reclaimed_is_counted() {
-    with_rig(SIZE, 13, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = filled(rig, cx, PageSize::Size4K, 200);
-            rig.leave(cx, &space);
-            let pager = rig.vm.pager();
-            let need = Shortfall { order: Order::ZERO, pages: 50, node: None, may_sleep: true };
-            assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { may_sleep: false, ..need }), 0);
-            assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (0, 0));
-            assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { node: Some(NodeId(7)), ..need }), 0);
-            let freed = pager.relieve(&rig.vm, cx, need);
-            assert!((50..114).contains(&freed), "{freed}");
-            assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (2, freed));
-            assert_eq!(pager.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Balanced);
-            assert_eq!(pager.balance(&rig.vm, cx, NodeId(7), 1000, &Never).0, Turn::Hopeless, "no such node");
-            assert_eq!(pager.counts().worker_freed.get(), 0);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    with_cpu(SIZE, 13, |rig, cx| {
+        let space = filled(rig, cx, PageSize::Size4K, 200);
+        rig.leave(cx, &space);
+        let pager = rig.vm.pager();
+        let need = Shortfall { order: Order::ZERO, pages: 50, node: None, may_sleep: true };
+        assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { may_sleep: false, ..need }), 0);
+        assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (0, 0));
+        assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { node: Some(NodeId(7)), ..need }), 0);
+        let freed = pager.relieve(&rig.vm, cx, need);
+        assert!((50..114).contains(&freed), "{freed}");
+        assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (2, freed));
+        assert_eq!(pager.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Balanced);
+        assert_eq!(pager.balance(&rig.vm, cx, NodeId(7), 1000, &Never).0, Turn::Hopeless, "no such node");
+        assert_eq!(pager.counts().worker_freed.get(), 0);
+        rig.vm.destroy(cx, space).expect("destroyed");
     });
 }
 
@@ -352,90 +329,83 @@ fn what_is_reclaimed_is_counted() {
 /// reaches from one to the other, and what their descriptors said before they were pages is believed by nobody.
 #[test]
 fn pages_without_an_lru_are_on_none() {
-    with_rig(Size { nodes: 2, ..SIZE }, 16, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let frames = rig.vm.frames();
-            let all = rig.mmu.host().frames();
-            let first = Pfn::new(all.base().number() + all.pages() / 2 - 1);
-            let next = Pfn::new(first.number() + 1);
-            assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId(1))]);
-            let nowhere =
-                [ArenaSpec { extent: Extent::block(Pfn::new(1 << 30), Order::ZERO), node: NODE, descriptors: None }];
-            let config = FramesConfig { arenas: &nowhere, cpus: 1, cpu_nodes: &[] };
-            let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
-            // SAFETY: zeroed, of this size, used once; one platform; nobody else has the frame's number.
-            let others =
-                unsafe { Frames::new(&config, *frames.env(), metadata.ptr(), metadata.bytes()) }.expect("room");
-            for (lru, strays) in [(Lru::new(frames, SIZE.policy), false), (Lru::new(&others, SIZE.policy), true)] {
-                let lrus = [lru];
-                frames.drain(cx);
-                let pager: Reclaim<'_, '_, Model<'_>, _> = Reclaim::new(&lrus, rig.store, rig.vm.pager().marks(), ());
-                let mut victim = frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory");
-                let victims = frames.descriptor_mut(&mut victim).expect("managed");
-                (0..8).for_each(|word| victims.store(word, 7));
-                for pfn in [first, next] {
-                    let page = Extent::block(pfn, Order::ZERO);
-                    let _ = frames.alloc_contig_range(cx, page).expect("free").into_extent();
-                    // SAFETY: taken just now.
-                    let mut page = unsafe { Frozen::assume_owned(pfn, Order::ZERO, Mobility::Movable) };
-                    let descriptor = frames.descriptor_mut(&mut page).expect("managed");
-                    // As a folio's on a list between others.
-                    for (word, value) in [(2, victim.pfn().number() + 1), (3, victim.pfn().number() + 1), (4, 1 << 16)]
-                    {
-                        descriptor.store(word, value);
-                    }
-                    let extent = page.extent();
-                    let _ = frames.count(page).expect("managed").into_pfn();
-                    // SAFETY: counted just now, and it is told once.
-                    unsafe { pager.lru_add(frames, cx, extent, Order::ZERO) };
+    with_cpu(Size { nodes: 2, ..SIZE }, 16, |rig, cx| {
+        let frames = rig.vm.frames();
+        let all = rig.mmu.host().frames();
+        let first = Pfn::new(all.base().number() + all.pages() / 2 - 1);
+        let next = Pfn::new(first.number() + 1);
+        assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId(1))]);
+        let nowhere =
+            [ArenaSpec { extent: Extent::block(Pfn::new(1 << 30), Order::ZERO), node: NODE, descriptors: None }];
+        let config = FramesConfig { arenas: &nowhere, cpus: 1, cpu_nodes: &[] };
+        let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+        // SAFETY: zeroed, of this size, used once; one platform; nobody else has the frame's number.
+        let others = unsafe { Frames::new(&config, *frames.env(), metadata.ptr(), metadata.bytes()) }.expect("room");
+        for (lru, strays) in [(Lru::new(frames, SIZE.policy), false), (Lru::new(&others, SIZE.policy), true)] {
+            let lrus = [lru];
+            frames.drain(cx);
+            let pager: Reclaim<'_, '_, Model<'_>, _> = Reclaim::new(&lrus, rig.store, rig.vm.pager().marks(), ());
+            let mut victim = frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory");
+            let victims = frames.descriptor_mut(&mut victim).expect("managed");
+            (0..8).for_each(|word| victims.store(word, 7));
+            for pfn in [first, next] {
+                let page = Extent::block(pfn, Order::ZERO);
+                let _ = frames.alloc_contig_range(cx, page).expect("free").into_extent();
+                // SAFETY: taken just now.
+                let mut page = unsafe { Frozen::assume_owned(pfn, Order::ZERO, Mobility::Movable) };
+                let descriptor = frames.descriptor_mut(&mut page).expect("managed");
+                // As a folio's on a list between others.
+                for (word, value) in [(2, victim.pfn().number() + 1), (3, victim.pfn().number() + 1), (4, 1 << 16)] {
+                    descriptor.store(word, value);
                 }
-                assert_eq!(lrus[0].stats(cx).folios, u64::from(!strays));
-                let both = Extent::new(first, 2).expect("in range");
-                // SAFETY: the references that became numbers above.
-                unsafe { pager.drop_references(frames, cx, FolioRun::from_extent(both, Order::ZERO)) };
-                assert_eq!(lrus[0].stats(cx).folios, 0);
-                let victims = frames.descriptor(victim.pfn()).expect("managed");
-                assert!((0..8).all(|word| victims.load(word) == 7), "a stranger was linked");
-                frames.free(cx, victim);
+                let extent = page.extent();
+                let _ = frames.count(page).expect("managed").into_pfn();
+                // SAFETY: counted just now, and it is told once.
+                unsafe { pager.lru_add(frames, cx, extent, Order::ZERO) };
             }
-        });
+            assert_eq!(lrus[0].stats(cx).folios, u64::from(!strays));
+            let both = Extent::new(first, 2).expect("in range");
+            // SAFETY: the references that became numbers above.
+            unsafe { pager.drop_references(frames, cx, FolioRun::from_extent(both, Order::ZERO)) };
+            assert_eq!(lrus[0].stats(cx).folios, 0);
+            let victims = frames.descriptor(victim.pfn()).expect("managed");
+            assert!((0..8).all(|word| victims.load(word) == 7), "a stranger was linked");
+            frames.free(cx, victim);
+        }
     });
 }
 
 /// An LRU for other frames is nobody's: what is on it is not looked at, held or let go, whoever asks for memory of its node.
 #[test]
 fn a_strangers_lru_is_left_alone() {
-    with_rig(Size { nodes: 2, strange: true, ..SIZE }, 17, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            // Of the same number as a page that is in use here.
-            let space = filled(rig, cx, PageSize::Size4K, 1);
-            let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
-            let (pager, page) = (rig.vm.pager(), Extent::block(leaf.frame, Order::ZERO));
-            assert_eq!(rig.others.node_of(leaf.frame), Some(NODE));
-            let theirs = pager.lru(NodeId(1)).expect("one for each node");
-            let other: Reclaim<'_, '_, Model<'_>, _> =
-                Reclaim::new(std::slice::from_ref(theirs), rig.store, pager.marks(), ());
-            // SAFETY: it has been given to neither that manager nor anybody in its name; nobody looks at its bytes.
-            let frozen = unsafe { Frozen::assume_owned(page.base(), Order::ZERO, Mobility::Movable) };
-            let _ = rig.others.count(frozen).expect("managed").into_pfn();
-            // SAFETY: counted just now, and it is told once.
-            unsafe { other.lru_add(rig.others, cx, page, Order::ZERO) };
-            assert_eq!(theirs.stats(cx).folios, 1);
-            let before = rig.vm.frames().stats(cx);
-            let budget = ShrinkBudget { free: 8, scan: 8 };
-            assert_eq!(pager.shrink(&rig.vm, cx, NodeId(1), budget, &Never).scanned, 0);
-            assert!(!pager.gather(&rig.vm, cx, NodeId(1)));
-            let need = Shortfall { order: Order::ZERO, pages: 8, node: Some(NodeId(1)), may_sleep: true };
-            assert_eq!(pager.relieve(&rig.vm, cx, need), 0);
-            assert_eq!(pager.counts().aged.get(), 0, "looked at");
-            assert_eq!((theirs.stats(cx).folios, rig.others.references(page.base())), (1, 1));
-            assert_eq!(rig.vm.frames().stats(cx).free, before.free);
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
-            // SAFETY: the reference that became a number above.
-            unsafe { other.drop_references(rig.others, cx, FolioRun::from_extent(page, Order::ZERO)) };
-            assert_eq!(theirs.stats(cx).folios, 0);
-        });
+    with_cpu(Size { nodes: 2, strange: true, ..SIZE }, 17, |rig, cx| {
+        // Of the same number as a page that is in use here.
+        let space = filled(rig, cx, PageSize::Size4K, 1);
+        let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
+        let (pager, page) = (rig.vm.pager(), Extent::block(leaf.frame, Order::ZERO));
+        assert_eq!(rig.others.node_of(leaf.frame), Some(NODE));
+        let theirs = pager.lru(NodeId(1)).expect("one for each node");
+        let other: Reclaim<'_, '_, Model<'_>, _> =
+            Reclaim::new(std::slice::from_ref(theirs), rig.store, pager.marks(), ());
+        // SAFETY: it has been given to neither that manager nor anybody in its name; nobody looks at its bytes.
+        let frozen = unsafe { Frozen::assume_owned(page.base(), Order::ZERO, Mobility::Movable) };
+        let _ = rig.others.count(frozen).expect("managed").into_pfn();
+        // SAFETY: counted just now, and it is told once.
+        unsafe { other.lru_add(rig.others, cx, page, Order::ZERO) };
+        assert_eq!(theirs.stats(cx).folios, 1);
+        let before = rig.vm.frames().stats(cx);
+        let budget = ShrinkBudget { free: 8, scan: 8 };
+        assert_eq!(pager.shrink(&rig.vm, cx, NodeId(1), budget, &Never).scanned, 0);
+        assert!(!pager.gather(&rig.vm, cx, NodeId(1)));
+        let need = Shortfall { order: Order::ZERO, pages: 8, node: Some(NodeId(1)), may_sleep: true };
+        assert_eq!(pager.relieve(&rig.vm, cx, need), 0);
+        assert_eq!(pager.counts().aged.get(), 0, "looked at");
+        assert_eq!((theirs.stats(cx).folios, rig.others.references(page.base())), (1, 1));
+        assert_eq!(rig.vm.frames().stats(cx).free, before.free);
+        rig.end(cx, space);
+        // SAFETY: the reference that became a number above.
+        unsafe { other.drop_references(rig.others, cx, FolioRun::from_extent(page, Order::ZERO)) };
+        assert_eq!(theirs.stats(cx).folios, 0);
     });
 }
 
@@ -444,51 +414,48 @@ fn a_strangers_lru_is_left_alone() {
 fn few_blocks_are_tried() {
     const ORDER: Order = PageSize::Size2M.order();
     for (movable, gathered) in [(7, true), (8, false)] {
-        with_rig(Size { mib: 32, ..SIZE }, 26, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let frames = rig.vm.frames();
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                let area = span(AT, 2 << 20);
-                rig.vm.map(cx, &space, area, VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
-                let fault = |cx: &mut _, page: u64| {
-                    let at = VirtAddr::new(AT + (page << 12));
-                    rig.vm.fault(cx, &space, at, hugemm_vm::Access::Write).expect("memory");
-                    let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, at) else { panic!("mapped") };
-                    leaf.frame
-                };
-                // Its table.
-                fault(cx, 511);
-                rig.vm.unmap(cx, &space, span(AT + (511 << 12), 0x1000)).expect("its own");
-                let all = |cx: &Cx<'_, '_>, order| {
-                    core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(order)).ok()).collect()
-                };
-                let blocks: Vec<Frozen> = all(cx, ORDER);
-                let few: Vec<Frozen> = all(cx, Order::ZERO);
-                assert!(blocks.len() > 9, "{}", blocks.len());
-                // In each of nine blocks one page of the space. Of one the other frames are free.
-                let mut kept = Vec::new();
-                for (page, block) in (0..).zip(blocks) {
-                    let extent = block.extent();
-                    let mut rest = frames.split(block, Order::ZERO).expect("its own");
-                    if page < 9 {
-                        frames.free(cx, rest.pop().expect("one"));
-                        assert!(extent.contains(fault(cx, page)));
-                    }
-                    kept.push(rest);
+        with_cpu(Size { mib: 32, ..SIZE }, 26, |rig, cx| {
+            let frames = rig.vm.frames();
+            let area = span(AT, 2 << 20);
+            let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+            let fault = |cx: &mut _, page: u64| {
+                let at = VirtAddr::new(AT + (page << 12));
+                rig.vm.fault(cx, &space, at, hugemm_vm::Access::Write).expect("memory");
+                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, at) else { panic!("mapped") };
+                leaf.frame
+            };
+            // Its table.
+            fault(cx, 511);
+            rig.vm.unmap(cx, &space, span(AT + (511 << 12), 0x1000)).expect("its own");
+            let all = |cx: &Cx<'_, '_>, order| {
+                core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(order)).ok()).collect()
+            };
+            let blocks: Vec<Frozen> = all(cx, ORDER);
+            let few: Vec<Frozen> = all(cx, Order::ZERO);
+            assert!(blocks.len() > 9, "{}", blocks.len());
+            // In each of nine blocks one page of the space. Of one the other frames are free.
+            let mut kept = Vec::new();
+            for (page, block) in (0..).zip(blocks) {
+                let extent = block.extent();
+                let mut rest = frames.split(block, Order::ZERO).expect("its own");
+                if page < 9 {
+                    frames.free(cx, rest.pop().expect("one"));
+                    assert!(extent.contains(fault(cx, page)));
                 }
-                let mut emptied = kept.remove(movable);
-                while let Some(frame) = emptied.pop() {
+                kept.push(rest);
+            }
+            let mut emptied = kept.remove(movable);
+            while let Some(frame) = emptied.pop() {
+                frames.free(cx, frame);
+            }
+            few.into_iter().for_each(|block| frames.free(cx, block));
+            assert_eq!(rig.vm.pager().gather(&rig.vm, cx, NODE), gathered, "block {movable}");
+            for mut run in kept {
+                while let Some(frame) = run.pop() {
                     frames.free(cx, frame);
                 }
-                few.into_iter().for_each(|block| frames.free(cx, block));
-                assert_eq!(rig.vm.pager().gather(&rig.vm, cx, NODE), gathered, "block {movable}");
-                for mut run in kept {
-                    while let Some(frame) = run.pop() {
-                        frames.free(cx, frame);
-                    }
-                }
-                rig.vm.destroy(cx, space).expect("nobody uses it");
-            });
+            }
+            rig.vm.destroy(cx, space).expect("nobody uses it");
         });
     }
 }

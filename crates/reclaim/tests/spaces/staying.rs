@@ -1,8 +1,8 @@
 //! What is not taken away: pinned and poisoned pages, and those that a follower uses.
 
-use crate::rig::{Follower, NODE, no_faults, span, with_rig};
+use crate::rig::{Follower, NODE, span, with_cpu};
 use crate::rules::{AT, SIZE, SIZES, expect, filled};
-use hugemm_base::{CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{Never, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::HwPoisoned;
 use hugemm_paging::Lookup;
 use hugemm_vm::Notifier;
@@ -13,23 +13,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[test]
 fn pinned_pages_stay() {
     for page in SIZES {
-        with_rig(SIZE, 7, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = filled(rig, cx, page, 2);
-                let mut pins = Vec::new();
-                rig.vm.pin(cx, &space, span(AT, page.bytes()), None, &Never, |pin| pins.push(pin)).expect("pinned");
-                (0..4).for_each(|_| _ = rig.evict_all(cx));
-                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("gone") };
-                assert_eq!(leaf.frame, pins[0].extent().base());
-                expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + page.bytes())));
-                rig.put(cx, &space, AT + 8, 9).expect("still writable");
-                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
-                (0..4).for_each(|_| _ = rig.evict_all(cx));
-                expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT)));
-                assert_eq!(rig.get(cx, &space, AT + 8), Ok(9));
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
+        with_cpu(SIZE, 7, |rig, cx| {
+            let space = filled(rig, cx, page, 2);
+            let mut pins = Vec::new();
+            rig.vm.pin(cx, &space, span(AT, page.bytes()), None, &Never, |pin| pins.push(pin)).expect("pinned");
+            (0..4).for_each(|_| _ = rig.evict_all(cx));
+            let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("gone") };
+            assert_eq!(leaf.frame, pins[0].extent().base());
+            expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + page.bytes())));
+            rig.put(cx, &space, AT + 8, 9).expect("still writable");
+            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            (0..4).for_each(|_| _ = rig.evict_all(cx));
+            expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT)));
+            assert_eq!(rig.get(cx, &space, AT + 8), Ok(9));
+            rig.end(cx, space);
         });
     }
 }
@@ -38,22 +35,19 @@ fn pinned_pages_stay() {
 #[test]
 fn a_page_with_a_poisoned_frame_stays() {
     for page in SIZES {
-        with_rig(SIZE, 7, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = filled(rig, cx, page, 2);
-                let Lookup::Mapped(before) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
-                let last = Pfn::new(before.frame.number() + page.pages() - 1);
-                assert_eq!(rig.vm.frames().hwpoison(cx, last), HwPoisoned::InUse);
-                (0..4).for_each(|_| _ = rig.evict_all(cx));
-                rig.vm.pager().gather(&rig.vm, cx, NODE);
-                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("gone") };
-                assert_eq!(leaf.frame, before.frame);
-                expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + page.bytes())));
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-                rig.vm.frames().drain(cx);
-                assert_eq!(rig.vm.frames().stats(cx).refused, 1);
-            });
+        with_cpu(SIZE, 7, |rig, cx| {
+            let space = filled(rig, cx, page, 2);
+            let Lookup::Mapped(before) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
+            let last = Pfn::new(before.frame.number() + page.pages() - 1);
+            assert_eq!(rig.vm.frames().hwpoison(cx, last), HwPoisoned::InUse);
+            (0..4).for_each(|_| _ = rig.evict_all(cx));
+            rig.vm.pager().gather(&rig.vm, cx, NODE);
+            let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("gone") };
+            assert_eq!(leaf.frame, before.frame);
+            expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + page.bytes())));
+            rig.end(cx, space);
+            rig.vm.frames().drain(cx);
+            assert_eq!(rig.vm.frames().stats(cx).refused, 1);
         });
     }
 }
@@ -77,25 +71,22 @@ fn followers_are_asked_and_told() {
         }
         fn end(&self, _cx: &mut hugemm_base::CpuCx<'_, P>, _range: VirtRange) {}
     }
-    with_rig(SIZE, 8, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = filled(rig, cx, PageSize::Size4K, 4);
-            let second = Arc::new(Second::default());
-            second.uses.store(1, Ordering::Relaxed);
-            let follower = rig.vm.follow(cx, &space, Follower(second.clone())).expect("followed");
-            (0..4).for_each(|_| assert_eq!(rig.evict_all(cx), 0));
-            assert!(second.asked.load(Ordering::Relaxed) >= 16);
-            assert_eq!(second.told.load(Ordering::Relaxed), 0);
-            let mut runs = Vec::new();
-            let taken = rig.vm.test_and_clear_young(cx, &space, span(AT, 4 << 12), |run| runs.push(run));
-            assert_eq!((taken, runs), (Ok(4), vec![span(AT, 4 << 12)]), "what only a follower has used counts");
-            second.uses.store(0, Ordering::Relaxed);
-            assert_eq!((0..4).map(|_| rig.evict_all(cx)).sum::<u64>(), 4);
-            assert_eq!(second.told.load(Ordering::Relaxed), 4);
-            // SAFETY: it came from `follow` on this space.
-            let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    with_cpu(SIZE, 8, |rig, cx| {
+        let space = filled(rig, cx, PageSize::Size4K, 4);
+        let second = Arc::new(Second::default());
+        second.uses.store(1, Ordering::Relaxed);
+        let follower = rig.vm.follow(cx, &space, Follower(second.clone())).expect("followed");
+        (0..4).for_each(|_| assert_eq!(rig.evict_all(cx), 0));
+        assert!(second.asked.load(Ordering::Relaxed) >= 16);
+        assert_eq!(second.told.load(Ordering::Relaxed), 0);
+        let mut runs = Vec::new();
+        let taken = rig.vm.test_and_clear_young(cx, &space, span(AT, 4 << 12), |run| runs.push(run));
+        assert_eq!((taken, runs), (Ok(4), vec![span(AT, 4 << 12)]), "what only a follower has used counts");
+        second.uses.store(0, Ordering::Relaxed);
+        assert_eq!((0..4).map(|_| rig.evict_all(cx)).sum::<u64>(), 4);
+        assert_eq!(second.told.load(Ordering::Relaxed), 4);
+        // SAFETY: it came from `follow` on this space.
+        let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
+        rig.end(cx, space);
     });
 }
