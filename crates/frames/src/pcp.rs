@@ -115,14 +115,14 @@ impl<W: AtomicWord> Mailbox<W> {
 
     /// Whether the owner may allocate on its fast path: one relaxed load.
     #[inline]
-    pub(crate) fn is_quiet(&self) -> bool {
+    pub fn is_quiet(&self) -> bool {
         // Relaxed: `serve` acquires; seeing a request late only means serving it later.
         self.attention.load(Ordering::Relaxed) == 0
     }
 
     /// Whether the owner may free a block of this place on its fast path: one relaxed load.
     #[inline]
-    pub(crate) fn admits_place(&self, place: u32) -> bool {
+    pub fn admits_place(&self, place: u32) -> bool {
         // Relaxed: as in `is_quiet`.
         self.closed.load(Ordering::Relaxed) >> (place & 63) & 1 == 0
     }
