@@ -8,10 +8,11 @@ use crate::run::args::{RUN_HELP, Run};
 use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::PreemptModel;
-use hugemm_clear::Primitive;
-use hugemm_workloads::options::{cpus, runs};
-use hugemm_workloads::request;
+use hugemm_clear::{Primitive, Warmth};
+use hugemm_workloads::options::{cpus, list, named, runs};
+use hugemm_workloads::request::{self, Clearing};
 use hugemm_workloads::size::Size;
+use hugemm_workloads::words::List;
 use std::path::PathBuf;
 
 /// Memory management by extents: probes this machine, measures, compares.
@@ -204,19 +205,6 @@ pub struct Memset {
     pub common: Common,
 }
 
-/// How hugemm clears: values of the same policy, for comparison.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Clear {
-    /// 4 KiB at a time, cached, with a reschedule point each: the old way.
-    Page,
-    /// 8 MiB at most at a time, cached, as Linux does where the kernel is not preemptible.
-    Batch,
-    /// The whole extent at a time, cached, as Linux does where the kernel is preemptible.
-    Extent,
-    /// What the calibrated policy chooses.
-    Policy,
-}
-
 /// `hugemm bench mem mmap`
 #[derive(Debug, Args)]
 #[command(mut_arg("function", |arg| arg.default_value("demand")))]
@@ -232,9 +220,9 @@ pub struct Mmap {
     /// Touch each page at a random offset, from this seed, instead of at its first byte.
     #[arg(short, long, value_name = "SEED")]
     pub randomize: Option<u64>,
-    /// hugemm's side: the policy values to compare.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "page,batch,extent,policy")]
-    pub clear: Vec<Clear>,
+    /// How hugemm clears.
+    #[arg(long, default_value = "page,batch,extent,bulk", value_parser = list(named::<Clearing>()))]
+    pub clear: List<Clearing>,
     /// Kind of huge pages.
     #[arg(long, value_enum, default_value_t = Kind::Auto)]
     pub kind: Kind,
@@ -267,39 +255,6 @@ pub struct Interference {
     pub common: Common,
 }
 
-/// Preemption models by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Preempt {
-    /// Tasks give up the CPU only where they sleep.
-    None,
-    /// At reschedule points.
-    Voluntary,
-    /// Anywhere, at the next tick.
-    Lazy,
-    /// Anywhere, at once.
-    Full,
-}
-
-impl From<Preempt> for PreemptModel {
-    fn from(model: Preempt) -> Self {
-        match model {
-            Preempt::None => PreemptModel::None,
-            Preempt::Voluntary => PreemptModel::Voluntary,
-            Preempt::Lazy => PreemptModel::Lazy,
-            Preempt::Full => PreemptModel::Full,
-        }
-    }
-}
-
-/// Warmth by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Warm {
-    /// In the caches.
-    Hot,
-    /// In memory.
-    Cold,
-}
-
 /// `hugemm explain`
 #[derive(Debug, Args)]
 pub struct Explain {
@@ -313,11 +268,11 @@ pub struct Explain {
     #[arg(long, value_name = "PAGE")]
     pub touch: Option<u64>,
     /// Warmth of the destination.
-    #[arg(long, value_enum, default_value_t = Warm::Cold)]
-    pub warmth: Warm,
+    #[arg(long, default_value = "cold", value_parser = named::<Warmth>())]
+    pub warmth: Warmth,
     /// Preemption model.
-    #[arg(long, value_enum, default_value_t = Preempt::Full)]
-    pub preempt: Preempt,
+    #[arg(long, default_value = "full", value_parser = named::<PreemptModel>())]
+    pub preempt: PreemptModel,
     /// Largest unit under a cooperative model [default: what 2 ms allow at the measured bandwidth].
     #[arg(long)]
     pub unit: Option<Size>,
@@ -371,9 +326,6 @@ pub struct Replay {
     /// Runs of the whole trace, each with a fresh allocator.
     #[arg(short, long, default_value_t = 7, value_parser = runs())]
     pub runs: u32,
-    /// Refuse a trace in which a page is allocated twice with no free between, instead of counting the missing free.
-    #[arg(long)]
-    pub strict: bool,
     #[command(flatten)]
     pub common: Common,
 }

@@ -26,11 +26,12 @@ pub fn print(environment: &Environment) {
     let or_unknown = |text: &Option<String>| text.clone().unwrap_or("unknown".into());
     println!("machine");
     println!(
-        "  CPU       {}, {} of {} CPUs usable, {} nodes",
+        "  CPU       {}, {} of {} CPUs usable, {} node{}",
         or_unknown(&e.cpu.model),
         e.cpu.allowed_cpus.len(),
         e.cpu.online_cpus,
-        e.numa_nodes.len()
+        e.numa_nodes.len(),
+        if e.numa_nodes.len() == 1 { "" } else { "s" }
     );
     let features: Vec<&str> =
         FEATURES.into_iter().filter(|name| e.cpu.features.iter().any(|feature| feature == name)).collect();
@@ -65,7 +66,7 @@ pub fn print(environment: &Environment) {
     );
     for region in &e.regions {
         println!(
-            "  {:9} {} of {} really in {} pages",
+            "  {:9} {} of {} in {} pages",
             region.label,
             Size(region.huge_bytes.max(if region.page_bytes == e.base_page_bytes { region.bytes } else { 0 })),
             Size(region.bytes),

@@ -1,15 +1,16 @@
 //! `hugemm explain`: clears one extent and prints what was done in which order, and why.
 
-use crate::args::{Explain, Kind, Warm};
+use crate::args::{Explain, Kind};
 use crate::document::Row;
 use crate::machine::Machine;
 use crate::table;
 use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Never, PAGE_SHIFT, PageSize, PreemptModel, Sweep};
-use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Unit, Warmth, folio};
+use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Unit, folio};
 use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_inspect::environment::Environment;
 use hugemm_workloads::size::Size;
+use hugemm_workloads::words::Named;
 
 /// Runs the command.
 pub fn run(args: &Explain) -> Result<()> {
@@ -38,11 +39,11 @@ pub fn run(args: &Explain) -> Result<()> {
         ..ClearPolicy::new(profile)
     };
     let clearer = Clearer::new(machine.features, policy)?;
-    let warmth = if args.warmth == Warm::Hot { Warmth::Hot } else { Warmth::Cold };
-    let request = ClearRequest { touch_soon: args.touch.is_some(), ..ClearRequest::bulk(total.0).with_warmth(warmth) };
+    let request =
+        ClearRequest { touch_soon: args.touch.is_some(), ..ClearRequest::bulk(total.0).with_warmth(args.warmth) };
 
     let host = Host::new(&machine.places(1)?, &mut region.as_mut_slice()[..bytes as usize])?;
-    let model = PreemptModel::from(args.preempt);
+    let model = args.preempt;
     host.set_preempt_model(model);
     let mut units: Vec<Unit> = Vec::new();
     host.run_on(CpuId(0), |cx| {
@@ -98,7 +99,7 @@ fn decision(policy: &ClearPolicy, request: &ClearRequest, model: PreemptModel) -
     } else {
         let threshold =
             policy.threshold.unwrap_or(policy.profile.crossover.for_case(request.warmth, request.touch_soon));
-        let warm = if request.warmth == Warmth::Hot { "hot" } else { "cold" };
+        let warm = request.warmth.name();
         let touched = if request.touch_soon { ", touched at once" } else { "" };
         let source = if policy.threshold.is_some() { "given" } else { "measured" };
         let (relation, kind) =

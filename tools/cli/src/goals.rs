@@ -113,13 +113,11 @@ impl Goals {
         others.into_iter().map(|(row, ..): (Row, _, _)| row.without(&["goal", "met", "bound"])).collect()
     }
 
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Prints goal, measured, met or not.
+    /// Prints goal, measured, met or not; nothing if no goal was measured.
     pub fn print(&self) {
+        if self.0.is_empty() {
+            return;
+        }
         let mut lines = table::new(["goal", "wanted", "measured", "met"]);
         for (row, wanted, met) in &self.0 {
             let verdict = if *met { "yes" } else { "NO" };

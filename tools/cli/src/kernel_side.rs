@@ -5,12 +5,24 @@
 //! next touch is then the hypervisor's work, which may take ten times as long as the kernel's own. So each pass comes right after
 //! one more whose memory it gets: what came back last is handed out first.
 
+use crate::results::Line;
 use anyhow::{Context, Result, bail};
 use hugemm_base::PageSize;
 use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
 use hugemm_workloads::request::Function;
 use std::sync::Barrier;
 use std::time::Instant;
+
+/// What tables call the side of a line: this machine's kernel, or how hugemm cleared.
+pub fn title<R>(line: &Line<R>) -> &'static str {
+    match line.label("side").as_str() {
+        "kernel" => "this machine's kernel",
+        "hugemm-page" => "hugemm, page at a time",
+        "hugemm-batch" => "hugemm, 8 MiB units, cached",
+        "hugemm-extent" => "hugemm, whole extents, cached",
+        _ => "hugemm, calibrated policy",
+    }
+}
 
 /// Nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]

@@ -5,7 +5,7 @@
 //! in the order of the same faults, but its fault is a function call: a *software fault*, without a trap and without
 //! page tables. The two are printed under one another and never divided by each other.
 
-use crate::args::{Clear, Kind, Mmap};
+use crate::args::{Kind, Mmap};
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
@@ -14,7 +14,7 @@ use crate::memset::{PERF_GB, RATE};
 use crate::results::{self, Line, Results};
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Result, bail};
-use hugemm_base::{CpuId, Dirty, PageSize, PreemptModel};
+use hugemm_base::{CpuId, Dirty, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
@@ -23,29 +23,14 @@ use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_workloads::Pass;
 use hugemm_workloads::faults::{self, Populate};
-use hugemm_workloads::request::{self, Function};
+use hugemm_workloads::random::Random;
+use hugemm_workloads::request::{self, Clearing, Function};
 use hugemm_workloads::size::Size;
 use hugemm_workloads::words::Named;
 use std::sync::Barrier;
 
-/// Who is measured: hugemm with a policy value, or this machine's kernel.
-type Side = Option<Clear>;
-
-/// A side as rows are labelled.
-fn label(side: Side) -> String {
-    side.map_or("kernel".to_owned(), |clear| format!("hugemm-{clear:?}").to_lowercase())
-}
-
-/// A side as the table shows it, by its label.
-fn name_of(label: &str) -> &'static str {
-    match label {
-        "kernel" => "this machine's kernel",
-        "hugemm-page" => "hugemm, page at a time",
-        "hugemm-batch" => "hugemm, 8 MiB units, cached",
-        "hugemm-extent" => "hugemm, whole extents, cached",
-        _ => "hugemm, calibrated policy",
-    }
-}
+/// Who is measured: hugemm, which clears so, or this machine's kernel.
+type Side = Option<Clearing>;
 
 /// Everything about a pass but who does it.
 struct Job {
@@ -58,12 +43,8 @@ struct Job {
 impl Job {
     /// The offset at which a page is touched: perf's, the first byte, or a random one.
     fn offset(&self, index: u64) -> u64 {
-        // splitmix64, so that an offset depends on seed and page alone and both sides touch the same ones.
-        self.seed.map_or(0, |seed| {
-            let mut x = seed.wrapping_add((index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            x ^ (x >> 27)
-        })
+        // By seed and page alone, so that both sides touch the same ones.
+        self.seed.map_or(0, |seed| Random::new(seed.wrapping_add(index)).word())
     }
 }
 
@@ -96,7 +77,7 @@ pub fn run(args: &Mmap) -> Result<()> {
     let calibrated = Clearer::new(machine.features, calibrate(&machine, args, region.as_mut_slice())?)?;
     let host = Host::new(&places, region.as_mut_slice())?;
     let job = Job { bytes, page, threads: args.threads, seed: args.randomize };
-    let sides: Vec<Side> = std::iter::once(None).chain(args.clear.iter().copied().map(Some)).collect();
+    let sides: Vec<Side> = std::iter::once(None).chain(args.clear.iter().map(Some)).collect();
 
     let repeat = Repeat { runs: loops, warmup: args.warmup.warmup };
     let bar = progress::bar((sides.len() * functions.iter().count() * repeat.all()) as u64, machine.quiet());
@@ -106,7 +87,7 @@ pub fn run(args: &Mmap) -> Result<()> {
     for function in functions.iter() {
         let line = |side: &Side| {
             Line::new([
-                ("side", label(*side).into()),
+                ("side", side.map_or("kernel", Clearing::side).into()),
                 ("function", function.name().into()),
                 ("page", page.to_string().into()),
                 ("backing", backing_name(backing).into()),
@@ -120,7 +101,7 @@ pub fn run(args: &Mmap) -> Result<()> {
             for i in 0..sides.len() {
                 interrupt::check()?;
                 let index = (i + turn) % sides.len();
-                bar.set_message(name_of(&label(sides[index])));
+                bar.set_message(kernel_side::title(&lines[index]));
                 let nanos;
                 (memory, nanos) = match sides[index] {
                     None => {
@@ -164,20 +145,13 @@ fn calibrate(machine: &Machine, args: &Mmap, scratch: &mut [u8]) -> Result<Clear
 fn hugemm_pass(
     host: &Host<'_>,
     calibrated: &Clearer,
-    clear: Clear,
+    clear: Clearing,
     memory: Dirty,
     job: &Job,
     function: Function,
 ) -> Result<(Dirty, u64)> {
-    let cached = ClearPolicy { threshold: Some(u64::MAX), ..*calibrated.policy() };
-    let (model, policy) = match clear {
-        Clear::Page => (PreemptModel::None, ClearPolicy { unit: Some(4096), ..cached }),
-        Clear::Batch => (PreemptModel::None, ClearPolicy { unit: Some(8 << 20), ..cached }),
-        Clear::Extent => (PreemptModel::Full, cached),
-        Clear::Policy => (PreemptModel::Full, *calibrated.policy()),
-    };
-    host.set_preempt_model(model);
-    let clearer = Clearer::new(*calibrated.features(), policy)?;
+    host.set_preempt_model(clear.preempt_model());
+    let clearer = Clearer::new(*calibrated.features(), clear.of(*calibrated.policy()))?;
     let populate = match function {
         Function::Demand => Populate::Demand,
         Function::Populate => Populate::Prefault { total: job.bytes },
@@ -220,7 +194,7 @@ fn report(lines: &[Line<Pass>], results: &mut Results) {
         let samples = line.samples(&RATE);
         let micros = page.bytes() as f64 / PERF_GB / samples.mean().max(f64::MIN_POSITIVE) * 1e6;
         out.add_row([
-            name_of(&line.label("side")).to_owned(),
+            kernel_side::title(line).to_owned(),
             format!("{:.2}", samples.mean()),
             format!("{:.2}%", samples.stdev_percent()),
             format!("{micros:.1} µs"),

@@ -88,7 +88,7 @@ pub fn run(args: &Pool) -> Result<()> {
     if !machine.quiet() {
         environment_text::print(&environment);
         println!(
-            "\nFrames are numbers and descriptors are behind software tables; nothing is cleared. Median of {} runs.\n\
+            "\nFrames are only numbers here, and descriptors are reached through page tables in software; nothing is cleared. Median of {} runs.\n\
              Interrupts are modelled: a flush interrupts every other CPU.",
             runs
         );

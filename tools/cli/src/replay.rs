@@ -26,7 +26,7 @@ pub fn run(args: &Replay) -> Result<()> {
     let total = std::fs::metadata(&args.file).map_or(0, |metadata| metadata.len());
     let bar = progress::bar(total, machine.quiet());
     bar.set_message("reading the trace");
-    let trace = trace::read(&args.file, args.strict, |bytes| bar.set_position(bytes))?;
+    let trace = trace::read(&args.file, |bytes| bar.set_position(bytes))?;
     bar.finish_and_clear();
     let plan = &trace.plan;
 

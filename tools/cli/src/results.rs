@@ -87,9 +87,7 @@ impl Results {
         for (title, lines) in &self.tables {
             table::print(title, lines);
         }
-        if !self.goals.is_empty() {
-            self.goals.print();
-        }
+        self.goals.print();
         if !self.remarks.is_empty() {
             println!("\n  {}", self.remarks.join("\n  "));
         }

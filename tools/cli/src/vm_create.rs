@@ -18,7 +18,7 @@ use crate::vm_create::args::VmCreate;
 use crate::vm_create::pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{Cpu, CpuId, NoPressure, PageSize, PreemptModel, VirtAddr, VirtRange};
+use hugemm_base::{Cpu, CpuId, NoPressure, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_frames::{Frames, Plain};
 use hugemm_host::cpu::Host;
@@ -181,7 +181,7 @@ fn measure(side: &Side<'_, '_, '_>, ways: &[Way], runs: u32, bar: &ProgressBar) 
         for i in 0..ways.len() {
             interrupt::check()?;
             let index = (i + turn) % ways.len();
-            bar.set_message(title(&lines[index]));
+            bar.set_message(kernel_side::title(&lines[index]));
             let (nanos, split) = side.pass(&ways[index])?;
             bar.inc(1);
             // The first turn touches memory that may be new to the machine below a virtual one.
@@ -247,9 +247,8 @@ impl Side<'_, '_, '_> {
     }
 
     fn hugemm(&self, line: &Way, clear: Clearing) -> Result<(u64, Split)> {
-        let model = if clear == Clearing::Page { PreemptModel::None } else { PreemptModel::Full };
         let policy = clear.of(self.policy);
-        self.host.set_preempt_model(model);
+        self.host.set_preempt_model(clear.preempt_model());
         let slots: Vec<TlbCpu> = (0..line.workers).map(|_| TlbCpu::default()).collect();
         let words = TlbShootdown::<Counting>::inbox_words(slots.len());
         let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
@@ -308,15 +307,6 @@ impl Side<'_, '_, '_> {
     }
 }
 
-fn title(line: &Line<Created>) -> &'static str {
-    match line.label("side").as_str() {
-        "kernel" => "this machine's kernel",
-        "hugemm-page" => "hugemm, page at a time",
-        "hugemm-extent" => "hugemm, extents, cached",
-        _ => "hugemm, calibrated",
-    }
-}
-
 /// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript) -> Results {
     results_of(&results::of_guest(transcript))
@@ -331,7 +321,7 @@ fn results_of(lines: &[Line<Created>]) -> Results {
         for line in lines {
             let rate = line.samples(&RATE);
             let seconds = line.number("size") as f64 / rate.median().max(f64::MIN_POSITIVE) / 1e9;
-            let mut cells = vec![line.label("how"), line.label("workers"), title(line).to_owned()];
+            let mut cells = vec![line.label("how"), line.label("workers"), kernel_side::title(line).to_owned()];
             cells.push(format!("{:.1} ms", seconds * 1e3));
             cells.extend([format!("{:.2}", rate.median()), format!("{:.1}%", rate.stdev_percent())]);
             cells.extend(SHARES.iter().map(|share| match line.samples(share) {

@@ -183,7 +183,7 @@ fn threads_populate_parts_of_the_memory() {
         println!("skipped: one CPU");
         return;
     }
-    let command = "bench mem mmap -p 4KB -s 16MB -l 2 -t 2 --clear policy --json";
+    let command = "bench mem mmap -p 4KB -s 16MB -l 2 -t 2 --clear bulk --json";
     let document = document(&command.split(' ').collect::<Vec<_>>());
     assert_eq!(rows(&document, "bench.mem.mmap").len(), 2);
 }

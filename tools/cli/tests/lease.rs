@@ -480,7 +480,7 @@ fn doctor_says_what_limits_leases() {
     assert!(daemon["remedy"].as_str().is_some_and(|remedy| remedy.contains("pool serve")), "{daemon}");
     assert!(find("doctor.seccomp_listener")["found"].as_str().is_some_and(|found| !found.is_empty()));
     let text = hugemm(&["pool", "doctor", "--socket", &scratch.path("socket")]);
-    assert!(text.status.success() && said(&text).contains("who has huge pages"), "{}", said(&text));
+    assert!(text.status.success() && said(&text).contains("users of huge pages"), "{}", said(&text));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use crate::vm_create::CreateMethod;
 use crate::words::{List, Word, named};
 use core::fmt;
 use core::str::FromStr;
-use hugemm_base::{Order, PageSize};
+use hugemm_base::{Order, PageSize, PreemptModel};
 use hugemm_clear::ClearPolicy;
 use hugemm_reclaim::{Ageing, LruPolicy};
 
@@ -235,7 +235,9 @@ named! {
     Clearing {
         /// 4 KiB at a time, cached, with a reschedule point each: the old way.
         Page = "page",
-        /// Whole extents, cached.
+        /// 8 MiB at most at a time, cached, as Linux does where the kernel is not preemptible.
+        Batch = "batch",
+        /// Whole extents, cached, as Linux does where the kernel is preemptible.
         Extent = "extent",
         /// What the calibrated policy makes of the size of the whole request.
         Bulk = "bulk",
@@ -248,15 +250,25 @@ impl Clearing {
         let cached = ClearPolicy { threshold: Some(u64::MAX), ..calibrated };
         match self {
             Clearing::Page => ClearPolicy { unit: Some(PageSize::Size4K.bytes()), ..cached },
+            Clearing::Batch => ClearPolicy { unit: Some(8 << 20), ..cached },
             Clearing::Extent => cached,
             Clearing::Bulk => calibrated,
         }
     }
 
-    /// The side that it is in tables and results.
+    /// The preemption model that it is for.
+    pub const fn preempt_model(self) -> PreemptModel {
+        match self {
+            Clearing::Page | Clearing::Batch => PreemptModel::None,
+            Clearing::Extent | Clearing::Bulk => PreemptModel::Full,
+        }
+    }
+
+    /// The side that it is in results.
     pub const fn side(self) -> &'static str {
         match self {
             Clearing::Page => "hugemm-page",
+            Clearing::Batch => "hugemm-batch",
             Clearing::Extent => "hugemm-extent",
             Clearing::Bulk => "hugemm-bulk",
         }

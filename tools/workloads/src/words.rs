@@ -1,7 +1,8 @@
 //! How arguments are written as words of a line: numbers, values that have names, and short lists of them.
 
 use core::fmt;
-use hugemm_base::{Order, PageSize};
+use hugemm_base::{Order, PageSize, PreemptModel};
+use hugemm_clear::Warmth;
 use hugemm_reclaim::{Ageing, LruPolicy};
 
 /// Most values that a list can have.
@@ -186,6 +187,28 @@ named! {
         Size2M = "2MB",
         /// Gigantic pages.
         Size1G = "1GB",
+    }
+}
+
+named! {
+    for PreemptModel {
+        /// Tasks give up the CPU only where they sleep.
+        None = PreemptModel::None.name(),
+        /// At reschedule points.
+        Voluntary = PreemptModel::Voluntary.name(),
+        /// Anywhere, at the next tick.
+        Lazy = PreemptModel::Lazy.name(),
+        /// Anywhere, at once.
+        Full = PreemptModel::Full.name(),
+    }
+}
+
+named! {
+    for Warmth {
+        /// In the caches.
+        Hot = "hot",
+        /// In memory.
+        Cold = "cold",
     }
 }
 

@@ -60,8 +60,8 @@ pub fn run(args: &Alloc) -> Result<()> {
         .collect();
     let pin = pin(&area)?;
     let pin_note = format!(
-        "A thread's pin is nothing ({pin:.1} ns), a kernel turns interrupts off and on: hugemm boot -- bench alloc has the \
-         same loop with both"
+        "Pinning costs {pin:.1} ns here; a kernel turns interrupts off and on for it: 'hugemm boot -- bench alloc' has the same \
+         loop both ways"
     );
     let sides = 1 + usize::from(args.counted) + peers::count(args.measured.no_peers);
     let turns = cases.len() * threads.len() * sides * args.measured.repeat(args.pairs.runs).all();

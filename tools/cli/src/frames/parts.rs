@@ -158,7 +158,9 @@ pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &
     }
     if !machine.quiet() {
         let size = Size(count << PAGE_SHIFT);
-        bar.suspend(|| table::print(&format!("An array of {count} counted pages ({size}), as vfree has"), &lines));
+        bar.suspend(|| {
+            table::print(&format!("An array of {count} counted pages ({size}), freed as vfree does"), &lines)
+        });
     }
     Ok(rows)
 }

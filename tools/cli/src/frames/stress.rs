@@ -161,8 +161,8 @@ fn report(
         environment_text::print(&environment);
         table::print(&format!("Blocks taken from {} by {threads} CPUs in {} s", args.size, args.seconds), &lines);
         println!(
-            "\n  {all} blocks, {claims} claims of 2 MiB, {poisoned} frames poisoned, pieces of 2 MiB unplugged {unplugged} times, {failed} \
-             requests that found nothing; no frame was handed out twice or poisoned, none was lost"
+            "\n  {all} blocks taken, {failed} requests found no memory; {claims} ranges of 2 MiB claimed, {unplugged} unplugged, {poisoned} frames \
+             poisoned\n  no frame was handed out twice, no poisoned frame was handed out, no frame was lost"
         );
     }
     machine.report(&args.common, environment, rows)

@@ -219,10 +219,10 @@ fn mounts(facts: &Facts) -> Finding {
 fn seccomp(facts: &Facts) -> Finding {
     let name = "seccomp listener";
     match facts.listener {
-        Ok(false) => ok(name, "to be had"),
+        Ok(false) => ok(name, "available"),
         Ok(true) => limits(
             name,
-            "to be had, but setuid helpers of a leased program (qemu-bridge-helper) get no rights",
+            "available, but setuid helpers of a leased program (qemu-bridge-helper) get no rights",
             "start it with CAP_SYS_ADMIN, or lease by @LEASE@ or --path",
         ),
         Err(error) => limits(name, error.to_string(), "lease by @LEASE@ or --path"),
@@ -260,7 +260,7 @@ fn who(facts: &Facts) -> Finding {
         list = format!("{list} and {more} more");
     }
     let nobody = if rustix::process::geteuid().is_root() { "nobody" } else { "nobody of this user's; root sees all" };
-    ok("who has huge pages", if list.is_empty() { nobody.to_owned() } else { list })
+    ok("users of huge pages", if list.is_empty() { nobody.to_owned() } else { list })
 }
 
 #[cfg(test)]

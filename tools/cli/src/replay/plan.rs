@@ -14,8 +14,7 @@
 //!   kernel stacks, compaction's targets, `alloc_contig_range`).
 //! * A free of a part splits the block. A compound allocation is one folio and is split when Linux splits it (a huge page
 //!   whose tails are freed one by one); another block of order > 0 may be freed in parts at any time.
-//! * An allocation of frames that are in use means that their free was not recorded. It is supplied, and counted; or,
-//!   under `strict`, it is an error.
+//! * An allocation of frames that are in use means that their free was not recorded. It is supplied, and counted.
 //!
 //! Blocks are naturally aligned powers of two, so two of them are either disjoint or one contains the other.
 
@@ -81,7 +80,6 @@ struct Block {
     order: Order,
     slot: u32,
     compound: bool,
-    line: u64,
 }
 
 /// A block that is freed without having been allocated.
@@ -95,7 +93,6 @@ struct Adopted {
 /// The plan under construction.
 #[derive(Debug, Default)]
 pub struct Planner {
-    strict: bool,
     ops: Vec<Op>,
     turns: Vec<Turn>,
     slots: u32,
@@ -132,30 +129,18 @@ pub struct Plan {
 }
 
 impl Planner {
-    /// An empty plan.
-    pub fn new(strict: bool) -> Self {
-        Planner { strict, ..Planner::default() }
-    }
-
-    /// Adds an event. `line` is for messages. O(log blocks in use), and O(pieces) for a free of a part.
-    pub fn event(&mut self, line: u64, cpu: u32, event: Event<'_>) -> Result<(), String> {
+    /// Adds an event. O(log blocks in use), and O(pieces) for a free of a part.
+    pub fn event(&mut self, cpu: u32, event: Event<'_>) -> Result<(), String> {
         match event {
             Event::Alloc { pfn: None, .. } => self.counts.failed += 1,
             Event::Alloc { pfn: Some(pfn), order, mobility, compound } => {
-                if let Some((at, block)) = self.first_in(pfn, order) {
-                    if self.strict {
-                        return Err(format!(
-                            "frame {at:#x} is in use since line {} and allocated again: events were lost; record with \
-                             a larger buffer (perf record -m 64M), or leave out --strict",
-                            block.line
-                        ));
-                    }
+                if self.first_in(pfn, order).is_some() {
                     self.counts.supplied += 1;
                     self.counts.supplied_pages += self.release(cpu, pfn, order)?.0;
                 }
                 let slot = self.new_slots(1)?;
                 self.push(cpu, Op::Alloc { slot, order, mobility });
-                self.live.insert(pfn, Block { order, slot, compound, line });
+                self.live.insert(pfn, Block { order, slot, compound });
                 self.counts.allocs += 1;
                 self.counts.compound += u64::from(compound);
                 self.counts.alloc_pages += order.pages();

@@ -26,21 +26,21 @@ pub struct Trace {
 }
 
 /// Reads a trace file. `progress` is called with the bytes read so far.
-pub fn read(path: &Path, strict: bool, progress: impl FnMut(u64)) -> Result<Trace> {
+pub fn read(path: &Path, progress: impl FnMut(u64)) -> Result<Trace> {
     let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
     if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
         bail!("{} is a directory; name a file with a trace in it", path.display());
     }
-    from(BufReader::with_capacity(1 << 20, file), &path.display().to_string(), strict, progress)
+    from(BufReader::with_capacity(1 << 20, file), &path.display().to_string(), progress)
 }
 
 /// Reads a trace; `name` is for messages.
-pub fn from(mut input: impl BufRead, name: &str, strict: bool, mut progress: impl FnMut(u64)) -> Result<Trace> {
+pub fn from(mut input: impl BufRead, name: &str, mut progress: impl FnMut(u64)) -> Result<Trace> {
     let start = input.fill_buf().with_context(|| format!("cannot read {name}"))?;
     if let Some(remedy) = binary(start, name) {
         bail!(remedy);
     }
-    let mut planner = Planner::new(strict);
+    let mut planner = Planner::default();
     let (mut lost, mut bytes, mut buffer) = ((0, 0), 0, Vec::new());
     for number in 1_u64.. {
         buffer.clear();
@@ -69,7 +69,7 @@ pub fn from(mut input: impl BufRead, name: &str, strict: bool, mut progress: imp
             Line::Nothing => {}
             Line::Lost(count) => lost = (lost.0 + 1, lost.1 + count.unwrap_or(0)),
             Line::Event(cpu, event) => {
-                planner.event(number, cpu, event).map_err(|why| anyhow!("{name}, line {number}: {why}"))?;
+                planner.event(cpu, event).map_err(|why| anyhow!("{name}, line {number}: {why}"))?;
             }
         }
     }

@@ -7,7 +7,7 @@ const PERF: &str = include_str!("../../tests/data/kmem-perf.txt");
 const TRACE_CMD: &str = include_str!("../../tests/data/kmem-trace-cmd.txt");
 
 fn read(bytes: &[u8]) -> Result<Trace> {
-    from(bytes, "t.txt", false, |_| ())
+    from(bytes, "t.txt", |_| ())
 }
 
 fn refusal(bytes: &[u8]) -> String {

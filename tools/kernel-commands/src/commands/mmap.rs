@@ -6,7 +6,7 @@ use crate::output::{progress, record};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_vm::Pools;
 use hugemm_workloads::Pass;
-use hugemm_workloads::request::{Function, KERNEL_SIZE, Mmap};
+use hugemm_workloads::request::{Clearing, Function, KERNEL_SIZE, Mmap};
 use hugemm_workloads::vm_create::{CreateMethod, Created};
 use hugemm_workloads::words::Named;
 
@@ -34,8 +34,9 @@ pub fn run(cx: Cx<'_>, args: &Mmap) -> Result<(), Failure> {
                 continue;
             }
             done += 1;
+            let side = Clearing::Bulk.side();
             let labels = [
-                ("side", (&"hugemm-policy").into()),
+                ("side", (&side).into()),
                 ("function", (&name).into()),
                 ("page", (&page).into()),
                 ("backing", (&"free memory").into()),
