@@ -156,15 +156,14 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         mut owners: impl FnMut(VirtAddr, PageSize, u64),
     ) -> Result<Unhooked, PagingError> {
         let (first, end) = self.tree.check(span)?;
-        self.tree.check_ends(first, end)?;
+        let (table, level) = self.tree.narrowed(first, end, |table, index, _| table.get(index))?;
         self.tree.check_groups(first, end)?;
         if let Some(page) = self.outstanding().meets(span) {
             return Err(PagingError::Busy { at: level::address(page) });
         }
         let nothing = Detached { range: span, root: self.tree.root, any: false, next: first };
         let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, smallest: level::of(PageSize::Size1G) };
-        let root = self.tree.table(self.tree.root);
-        self.tree.detach(root, Tree::<F, M>::ROOT, first, end, editing, &mut unhooked, &mut owners);
+        self.tree.detach(table, level, first, end, editing, &mut unhooked, &mut owners);
         if unhooked.entries() > 0 {
             unhooked.detached.any = true;
             self.outstanding().add(span);

@@ -150,6 +150,13 @@ pub(crate) fn is_read_only<F: PageFormat>(entry: u64) -> bool {
     (entry ^ F::table(Pfn::new(0))) & F::READ_ONLY_TABLE != 0
 }
 
+/// Bits of a leaf, those of [`PageFormat::CLEAN`] flipped, that are all set if it is present, writable and dirty.
+#[inline]
+pub(crate) fn written<F: PageFormat>() -> u64 {
+    let written = Flags::WRITE | Flags::DIRTY;
+    1 | F::mask(written) & (F::leaf(Pfn::new(0), 0, written) ^ F::CLEAN)
+}
+
 /// The present entry behind a detached one; any other as it is.
 #[inline]
 pub(crate) fn undetached<F: PageFormat>(entry: u64) -> u64 {

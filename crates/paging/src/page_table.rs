@@ -370,23 +370,43 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         Ok(())
     }
 
-    /// Whether no leaf reaches over either end of the range. One load for each level at whose borders an end does not lie: leaves
-    /// of 4 KiB are not read, nor anything that spans no page of this table.
-    pub(crate) fn check_ends(&self, first: u64, end: u64) -> Result<(), PagingError> {
+    /// The lowest table under which all of the range lies: a walk for it may begin there. One load for each level above. `way` reads
+    /// an entry on the way down.
+    ///
+    /// # Errors
+    ///
+    /// [`NeedsSplit`](PagingError::NeedsSplit) if a leaf reaches over either end: one load more for each level below at whose
+    /// borders an end does not lie. Leaves of 4 KiB are not read, nor anything that spans no page of this table.
+    #[inline]
+    pub(crate) fn narrowed(
+        &self,
+        first: u64,
+        end: u64,
+        mut way: impl FnMut(Table, usize, u32) -> u64,
+    ) -> Result<(Table, u32), PagingError> {
         let (mut table, mut level) = (self.table(self.root), Self::ROOT);
-        // One walk does for both ends as long as they lie under the same entry, whose leaf would reach over the end at least.
+        // As long as both ends lie under the same entry, its leaf would reach over the end at least.
         while first >> level::shift(level) == end >> level::shift(level) {
-            let entry = table.get(level::index(first, level));
+            let entry = way(table, level::index(first, level), level);
             match kind::<F>(entry, level) {
                 Kind::Table => (table, level) = (self.below(entry), level - 1),
                 Kind::Leaf => {
                     let over = if first & (level::pages(level) - 1) == 0 { end } else { first };
                     return Err(PagingError::NeedsSplit { at: level::address(over) });
                 }
-                _ => return Ok(()),
+                _ => return Ok((table, level)),
             }
         }
-        for page in [first, end] {
+        let border = level::pages(level) - 1;
+        if (first | end) & border != 0 {
+            self.check_ends([first, end], table, level)?;
+        }
+        Ok((table, level))
+    }
+
+    /// Whether no leaf below a table reaches over one of these pages.
+    fn check_ends(&self, ends: [u64; 2], table: Table, level: u32) -> Result<(), PagingError> {
+        for page in ends {
             let (mut table, mut level) = (table, level);
             while page & (level::pages(level) - 1) != 0 {
                 let entry = table.get(level::index(page, level));

@@ -3,12 +3,13 @@
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
-use crate::format::{Kind, PageFormat, kind};
+use crate::format::{Kind, PageFormat, is_read_only, kind, written};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Shared, Tree};
 use crate::stale::Stale;
-use crate::table::{LINE, Table};
+use crate::table::{Ask, LINE, Table, alike};
+use crate::write_protect::NO_WRITE;
 use hugemm_base::VirtRange;
 
 /// Which flags to change.
@@ -100,7 +101,13 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn protect(&mut self, span: VirtRange, change: Change, way: Way) -> Result<Stale, PagingError> {
         let (first, end) = self.check(span)?;
         self.check_flags(change.set, span.start())?;
-        self.check_ends(first, end)?;
+        let mut edit = Edit::new(change, way);
+        let hands_down = edit.hands_down();
+        let (table, level) = self.narrowed(first, end, |table, index, level| {
+            let entry = table.get(index);
+            let denies = hands_down && kind::<F>(entry, level) == Kind::Table && is_read_only::<F>(entry);
+            if denies { self.hand_down(table, index, level) } else { entry }
+        })?;
         if !change.notes() {
             self.check_groups(first, end)?;
         }
@@ -110,31 +117,28 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         if !change.keeps_groups() && !way.editing().retypes::<F>() {
             self.check_no_group(first, end)?;
         }
-        let root = self.table(self.root);
-        let mut edit = Edit::new(change, way);
-        self.protect_table(root, Self::ROOT, first, end, None, &mut edit);
+        self.protect_table(table, level, first, end, Ask::Own, &mut edit);
         let stale = edit.stale(span);
         // Where a refusal drops nothing, a CPU may also keep refusing by a read-only table that has been handed down here.
         Ok(if change.set.contains(Flags::WRITE) && !F::FAULT_DROPS { stale.through_tables() } else { stale })
     }
 
-    /// Changes what `first..end` maps; `ahead` is the last-level table that comes after this one.
-    fn protect_table(&self, table: Table, level: u32, first: u64, end: u64, ahead: Option<Table>, edit: &mut Edit) {
+    /// Changes what `first..end` maps; `ask` is what to do ahead.
+    fn protect_table(&self, table: Table, level: u32, first: u64, end: u64, ask: Ask, edit: &mut Edit) {
         if level == 0 {
             let from = level::index(first, 0);
-            edit.pages::<F>(table, from, from + (end - first) as usize, ahead);
+            edit.pages::<F>(table, from, from + (end - first) as usize, ask);
             return;
         }
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
                 Kind::Table => {
-                    let ahead = self.ahead(table, level, &slot, end);
-                    // What leaves are to allow has to be allowed here; and who hands down beside others does it by plain stores.
-                    if edit.change.set.contains(Flags::WRITE) || matches!(edit.way, Way::Atomic) {
+                    let ask = self.ahead(table, level, &slot, end).map_or(Ask::Own, Ask::Next);
+                    if edit.hands_down() {
                         self.hand_down(table, slot.index, level);
                     }
-                    self.protect_table(self.below(entry), level - 1, slot.first, slot.end, ahead, edit);
+                    self.protect_table(self.below(entry), level - 1, slot.first, slot.end, ask, edit);
                 }
                 Kind::Leaf => edit.leaf::<F>(table, slot.index, level, entry),
                 _ => {}
@@ -153,6 +157,9 @@ pub(crate) struct Edit {
     delta: u64,
     /// Whether plain stores will do.
     plain: bool,
+    /// Leaves that have all of these bits, those of [`PageFormat::CLEAN`] flipped, become different in the same ones, and plain
+    /// stores will do for them, whatever else they say. 0: only those that are alike do.
+    enough: u64,
     changed: u64,
     /// Level of the smallest leaf that became different.
     smallest: u32,
@@ -160,7 +167,7 @@ pub(crate) struct Edit {
 
 impl Edit {
     const fn new(change: Change, way: Way) -> Self {
-        Edit { change, way, bits: 0, delta: 0, plain: false, changed: 0, smallest: u32::MAX }
+        Edit { change, way, bits: 0, delta: 0, plain: false, enough: 0, changed: 0, smallest: u32::MAX }
     }
 
     /// Under an exclusive guard, while CPUs may be translating.
@@ -173,6 +180,12 @@ impl Edit {
         Edit::new(change, Way::HandingDown(editing))
     }
 
+    /// Whether tables on the way are handed down: what leaves are to allow has to be allowed there; and who hands down beside others
+    /// does it by plain stores.
+    fn hands_down(&self) -> bool {
+        self.change.set.contains(Flags::WRITE) || matches!(self.way, Way::Atomic)
+    }
+
     /// What became different, all of it in the span.
     pub(crate) fn stale(&self, span: VirtRange) -> Stale {
         Stale::new(span).leaves(self.changed, self.smallest)
@@ -181,29 +194,46 @@ impl Edit {
     /// Makes `delta` and `plain` those of a present leaf.
     #[inline]
     fn prepare<F: PageFormat>(&mut self, entry: u64) {
-        let bits = entry & !F::FRAME;
-        if bits != self.bits {
-            self.bits = bits;
-            self.delta = entry ^ F::change(entry, self.change.set, self.change.clear);
-            self.plain = match self.way {
-                Way::Atomic => false,
-                Way::Alone(editing) => editing.plain::<F>(entry),
-                // An accessed bit that hardware sets between load and store is lost, which costs one look of ageing; one that is
-                // cleared meanwhile comes back, and costs as much. A dirty bit is not: `plain` says that none can come.
-                Way::HandingDown(editing) => editing.plain::<F>(entry | F::ACCESSED),
-            };
+        if entry & !F::FRAME != self.bits {
+            self.prepare_others::<F>(entry);
         }
     }
 
+    /// Once for each kind of leaf that follows another: not a part of the loops that it would make longer.
+    #[inline(never)]
+    fn prepare_others<F: PageFormat>(&mut self, entry: u64) {
+        self.bits = entry & !F::FRAME;
+        self.delta = entry ^ F::change(entry, self.change.set, self.change.clear);
+        self.plain = match self.way {
+            Way::Atomic => false,
+            Way::Alone(editing) => editing.plain::<F>(entry),
+            // An accessed bit that hardware sets between load and store is lost, which costs one look of ageing; one that is
+            // cleared meanwhile comes back, and costs as much. A dirty bit is not: `plain` says that none can come.
+            Way::HandingDown(editing) => editing.plain::<F>(entry | F::ACCESSED),
+        };
+        let accessed = if matches!(self.way, Way::HandingDown(_)) { 0 } else { F::ACCESSED };
+        let enough = written::<F>() | accessed;
+        self.enough = if self.change == NO_WRITE && !(entry ^ F::CLEAN) & enough == 0 { enough } else { 0 };
+    }
+
     /// Changes entries `from..to` of a last-level table, by cache lines where their flags are the same. Whether all were leaves.
-    pub(crate) fn pages<F: PageFormat>(&mut self, table: Table, from: usize, to: usize, ahead: Option<Table>) -> bool {
+    pub(crate) fn pages<F: PageFormat>(&mut self, table: Table, from: usize, to: usize, ask: Ask) -> bool {
         let (mut index, mut all) = (from, true);
         while index < to {
             let entry = table.get(index);
             if index.is_multiple_of(LINE) && entry & 1 != 0 {
                 self.prepare::<F>(entry);
                 if self.plain {
-                    let same = table.flip_alike::<F, false>((index, to), self.bits, self.delta, ahead);
+                    // What has been written is looked at by half the instructions: most of what becomes read-only.
+                    let same = match self.enough {
+                        0 => {
+                            table.flip_alike::<false>((index, to), |line| alike::<F>(line, self.bits), self.delta, ask)
+                        }
+                        enough => {
+                            let all = |line: &[u64; LINE]| line.iter().fold(!0, |all, entry| all & (entry ^ F::CLEAN));
+                            table.flip_alike::<false>((index, to), |line| !all(line) & enough == 0, self.delta, ask)
+                        }
+                    };
                     if same != 0 {
                         if self.delta != 0 {
                             self.changed += same as u64;
@@ -245,5 +275,50 @@ impl Edit {
         }
         self.changed += 1;
         self.smallest = self.smallest.min(level);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::aarch64::Aarch64;
+    use crate::x86_64::X86_64;
+    use hugemm_base::Pfn;
+
+    /// A leaf that has been written becomes read-only by flipping the same bits, whatever else it says; and only such a leaf has all
+    /// the bits that say so.
+    fn is_enough<F: PageFormat>() {
+        const OTHERS: [Flags; 8] = [
+            Flags::EXEC,
+            Flags::USER,
+            Flags::GLOBAL,
+            Flags::WRITE_THROUGH,
+            Flags::UNCACHED,
+            Flags::ACCESSED,
+            Flags::OWNER0,
+            Flags::OWNER1,
+        ];
+        let mut same = None;
+        for set in 0..1_u64 << OTHERS.len() {
+            let member = |n: usize| OTHERS[n].only_if(set >> n & 1 != 0);
+            let others = (0..OTHERS.len()).fold(Flags::NONE, |flags, n| flags | member(n));
+            for (folded, written_to) in [(0, Flags::DIRTY), (F::CONTIGUOUS, Flags::DIRTY), (0, Flags::NONE)] {
+                for write in [Flags::WRITE, Flags::NONE] {
+                    let leaf = F::leaf(Pfn::new(set), 0, others | write | written_to) | folded;
+                    let has_all = !(leaf ^ F::CLEAN) & written::<F>() == 0;
+                    assert_eq!(has_all, write == Flags::WRITE && written_to == Flags::DIRTY, "{leaf:#x}");
+                    if has_all {
+                        let delta = leaf ^ F::change(leaf, NO_WRITE.set, NO_WRITE.clear);
+                        assert_eq!(*same.get_or_insert(delta), delta, "{leaf:#x}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_has_been_written_becomes_read_only_in_the_same_bits() {
+        is_enough::<X86_64>();
+        is_enough::<Aarch64>();
     }
 }

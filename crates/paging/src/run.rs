@@ -8,7 +8,7 @@ use crate::walker;
 use core::fmt;
 use core::marker::PhantomData;
 use core::mem::MaybeUninit;
-use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
 
 /// One leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,11 +72,36 @@ impl<F: PageFormat> Leaves<'_, F> {
     #[inline]
     pub fn as_run(&self, differ: Flags) -> Option<Run> {
         let differ = overlooked::<F>(differ);
-        let all = self.stretches(differ).next().filter(|stretch| stretch.leaves == self.entries.len())?;
-        let pages = (all.leaves as u64) << level::shift(self.level);
-        let leaf = self.leaf(all.entry & !differ | (all.any ^ F::CLEAN) & differ);
+        let first = *self.entries.first().filter(|entry| is_leaf::<F>(**entry, self.level))?;
+        // A step that the compiler knows stands in the instructions.
+        let any = match self.level {
+            0 => self.any_of_run(first, PAGE_BYTES, !differ),
+            level => self.any_of_run(first, level::pages(level) << PAGE_SHIFT, !differ),
+        }?;
+        let pages = (self.entries.len() as u64) << level::shift(self.level);
+        let leaf = self.leaf(first & !differ | (any ^ F::CLEAN) & differ);
         let extent = Extent::new(leaf.frame, pages).ok()?;
         Some(Run { at: level::address(self.first), extent, size: leaf.size, flags: leaf.flags })
+    }
+
+    /// Every bit that any leaf has, as in [`Open`], if each continues the one before as far as the bits `keep` go.
+    #[inline]
+    fn any_of_run(&self, first: u64, step: u64, keep: u64) -> Option<u64> {
+        let (lines, rest) = self.entries.as_chunks::<LINE>();
+        let (mut expected, mut any) = (first, first ^ F::CLEAN);
+        for (index, line) in lines.iter().enumerate() {
+            ask(self.ahead, index * LINE);
+            any |= any_of_line::<F>(line, expected, step, keep)?;
+            expected = expected.wrapping_add(step * LINE as u64);
+        }
+        for entry in rest {
+            if (entry ^ expected) & keep != 0 {
+                return None;
+            }
+            any |= entry ^ F::CLEAN;
+            expected = expected.wrapping_add(step);
+        }
+        Some(any)
     }
 
     /// Each leaf with its address, in ascending order. 8 bytes read per entry; of a leaf is worked out what is looked at.
@@ -122,6 +147,19 @@ fn overlooked<F: PageFormat>(differ: Flags) -> u64 {
 #[inline]
 fn is_leaf<F: PageFormat>(entry: u64, level: u32) -> bool {
     entry & 1 != 0 && F::is_leaf(entry, level)
+}
+
+/// Every bit that any leaf of a line has, as in [`Open`], if the line goes on as `expected` as far as the bits `keep` go. Nobody
+/// looks at the frame's. Three instructions an entry where leaves differ in nothing.
+#[inline]
+fn any_of_line<F: PageFormat>(line: &[u64; LINE], expected: u64, step: u64, keep: u64) -> Option<u64> {
+    let differences = |(place, seen): (usize, &u64)| seen ^ expected.wrapping_add(step * place as u64);
+    let wrong = line.iter().enumerate().map(differences).fold(0, |wrong, difference| wrong | difference);
+    match wrong {
+        0 => Some(expected ^ F::CLEAN),
+        wrong if wrong & keep == 0 => Some(line.iter().fold(0, |any, seen| any | seen ^ F::CLEAN)),
+        _ => None,
+    }
 }
 
 /// Asks for the cache line that begins at `index` of the table `ahead`, if one does.
@@ -174,14 +212,7 @@ impl<F: PageFormat> Iterator for Stretches<'_, F> {
                 && let Some(line) = self.entries[next..].first_chunk::<LINE>()
             {
                 ask(self.ahead, next);
-                let (mut wrong, mut all) = (0, 0);
-                for (place, seen) in line.iter().enumerate() {
-                    wrong |= seen ^ expected.wrapping_add(step * place as u64);
-                    all |= seen ^ F::CLEAN;
-                }
-                if wrong & self.keep != 0 {
-                    break;
-                }
+                let Some(all) = any_of_line::<F>(line, expected, step, self.keep) else { break };
                 any |= all;
                 expected = expected.wrapping_add(step * LINE as u64);
                 next += LINE;

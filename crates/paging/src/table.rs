@@ -14,6 +14,18 @@ use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence, spin_loop};
 /// Entries in a cache line.
 pub(crate) const LINE: usize = 8;
 
+/// Which cache lines to ask for ahead of their use, while a table is gone through.
+#[derive(Clone, Copy)]
+pub(crate) enum Ask {
+    /// Those of the table that comes next: one with each line of this one.
+    Next(Table),
+    /// This table's own, its first ones together: who comes from elsewhere goes on elsewhere, and a CPU does not foresee a walk
+    /// that has just begun.
+    Own,
+    /// None: who comes from the table before is foreseen, and asking costs more than it saves.
+    Nothing,
+}
+
 /// A handle on a table's entries. As good as the table: see [`Table::at`].
 #[derive(Clone, Copy)]
 pub(crate) struct Table(NonNull<AtomicU64>);
@@ -73,21 +85,19 @@ impl Table {
         self.entry(index).store(entry, Ordering::Relaxed);
     }
 
-    /// Flips `bits` in the entries `from..to`, by whole cache lines and plain loads and stores, up to the first line with an entry
-    /// that differs from `like` outside of its frame. Returns how many entries it flipped. `ahead` is the table that comes next: a
-    /// cache line of it is asked for with each that is written. If none does, who comes here comes from elsewhere, and this table's
-    /// own lines are asked for ahead: its first ones together, since a CPU does not foresee a walk that has just begun. `TABLES`
-    /// says that the entries refer to tables, which others may have hooked in just now and go through meanwhile.
+    /// Flips `bits` in the entries `from..to`, by whole cache lines and plain loads and stores, up to the first line that is not
+    /// `alike`. Returns how many entries it flipped. Lines are asked for ahead as `ask` says. `TABLES` says that the entries refer to
+    /// tables, which others may have hooked in just now and go through meanwhile.
     ///
     /// Four lines to a turn: a loop of one has as many branches as a CPU remembers, so that its end is not foreseen and the next
     /// table's first loads wait for it. That and an index for each entry took a table from 0.57 to 0.68 µs.
     #[inline]
-    pub(crate) fn flip_alike<F: PageFormat, const TABLES: bool>(
+    pub(crate) fn flip_alike<const TABLES: bool>(
         self,
         (from, to): (usize, usize),
-        like: u64,
+        alike: impl Fn(&[u64; LINE]) -> bool,
         bits: u64,
-        ahead: Option<Table>,
+        ask: Ask,
     ) -> usize {
         debug_assert!(from <= to && to <= ENTRIES);
         let turns = |table: Table| {
@@ -95,16 +105,18 @@ impl Table {
             let entries = unsafe { core::slice::from_raw_parts(table.0.as_ptr().add(from), to - from) };
             entries.as_chunks::<LINE>().0.as_chunks::<4>().0
         };
-        let (asked, distance) = (turns(ahead.unwrap_or(self)), if ahead.is_some() { 0 } else { 4 });
+        let (asked, distance) = match ask {
+            Ask::Next(next) => (turns(next), 0),
+            Ask::Own => (turns(self), 4),
+            Ask::Nothing => (&[][..], 0),
+        };
         asked.iter().take(distance).flatten().for_each(walker::prefetch);
         let mut flipped = 0;
         for (turn, lines) in turns(self).iter().enumerate() {
             asked.get(turn + distance).into_iter().flatten().for_each(walker::prefetch);
             for line in lines {
                 // Relaxed: nobody goes where a leaf leads by what is read or written here.
-                let entries = line.each_ref().map(|place| place.load(Ordering::Relaxed));
-                let (any, all) = entries.iter().fold((0, !0), |(any, all), entry| (any | entry, all & entry));
-                if ((any ^ like) | (all ^ like)) & !F::FRAME != 0 {
+                if !alike(&line.each_ref().map(|place| place.load(Ordering::Relaxed))) {
                     return flipped;
                 }
                 if TABLES {
@@ -204,6 +216,13 @@ impl Table {
             entry = entry.wrapping_add(step);
         }
     }
+}
+
+/// Whether no entry of a line differs from `like` outside of its frame.
+#[inline]
+pub(crate) fn alike<F: PageFormat>(line: &[u64; LINE], like: u64) -> bool {
+    let (any, all) = line.iter().fold((0, !0), |(any, all), entry| (any | entry, all & entry));
+    ((any ^ like) | (all ^ like)) & !F::FRAME == 0
 }
 
 /// Between the reserving stores of a range and the first [`Table::set`] that commits one of them.
@@ -341,7 +360,7 @@ mod loom_tests {
             let flipped = upper.clone();
             let flip = thread::spawn(move || {
                 let table = Table(NonNull::from(&flipped[0]));
-                table.flip_alike::<X86_64, true>((0, 4 * LINE), PRESENT, FLIPPED, None);
+                table.flip_alike::<true>((0, 4 * LINE), |line| alike::<X86_64>(line, PRESENT), FLIPPED, Ask::Own);
             });
             let (walked, below) = (upper.clone(), lower.clone());
             let walker = thread::spawn(move || {

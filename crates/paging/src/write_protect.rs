@@ -22,12 +22,12 @@ use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, is_read_only, kind};
-use crate::level::{ENTRIES, slots};
+use crate::level::{self, ENTRIES, Slot, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Tree};
 use crate::protect::{Change, Edit};
 use crate::stale::Stale;
-use crate::table::Table;
+use crate::table::{Ask, Table, alike};
 use hugemm_base::VirtRange;
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
@@ -45,11 +45,15 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// group does. Nothing has changed.
     pub fn write_protect(&mut self, span: VirtRange) -> Result<Stale, PagingError> {
         let (first, end) = self.tree.check(span)?;
-        self.tree.check_ends(first, end)?;
+        let mut read_only = false;
+        let (table, level) = self.tree.narrowed(first, end, |table, index, level| {
+            let entry = table.get(index);
+            read_only |= kind::<F>(entry, level) == Kind::Table && is_read_only::<F>(entry);
+            entry
+        })?;
         self.tree.check_groups(first, end)?;
-        let root = self.tree.table(self.tree.root);
         let mut edit = Edit::alone(NO_WRITE);
-        let tables = self.tree.write_protect(root, Tree::<F, M>::ROOT, first, end, &mut edit);
+        let tables = if read_only { 0 } else { self.tree.write_protect(table, level, first, end, &mut edit) };
         Ok(edit.stale(span).with_tables(tables, 0))
     }
 
@@ -74,16 +78,19 @@ pub(crate) const NO_WRITE: Change = Change { set: Flags::NONE, clear: Flags::WRI
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// Returns how many tables became read-only; leaves are counted by `edit`.
     fn write_protect(&self, table: Table, level: u32, first: u64, end: u64, edit: &mut Edit) -> u64 {
-        let mut tables = 0;
-        for slot in slots(first, end, level) {
+        let (mut tables, mut next) = (0, first);
+        while next < end {
+            let slot = Slot::of(next, end, level);
+            next = slot.end;
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
                 Kind::Leaf => edit.leaf::<F>(table, slot.index, level, entry),
                 Kind::Table if is_read_only::<F>(entry) => {}
                 Kind::Table if slot.whole && self.may_unhook(level) => {
-                    // A plain store: hardware does not write to entries that refer to tables (`PageFormat::table`).
-                    table.set(slot.index, entry ^ F::READ_ONLY_TABLE);
-                    tables += 1;
+                    let whole = (end - slot.first) >> level::shift(level);
+                    let alike = restrict_tables::<F>(table, slot.index, slot.index + whole as usize, level);
+                    tables += alike;
+                    next = slot.first + (alike << level::shift(level));
                 }
                 Kind::Table => tables += self.write_protect(self.below(entry), level - 1, slot.first, slot.end, edit),
                 _ => {}
@@ -97,7 +104,13 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     #[inline]
     pub(crate) fn hand_down(&self, table: Table, index: usize, level: u32) -> u64 {
         let entry = table.get(index);
-        if is_read_only::<F>(entry) { self.hand_down_now(table, index, level, None, Editing::LIVE) } else { entry }
+        if !is_read_only::<F>(entry) {
+            return entry;
+        }
+        // Who wrote below the table before this one goes on in order, as far as it can be seen.
+        let before = if index > 0 { table.get(index - 1) } else { 0 };
+        let in_order = kind::<F>(before, level) == Kind::Table && !is_read_only::<F>(before);
+        self.hand_down_now(table, index, level, if in_order { Ask::Nothing } else { Ask::Own }, Editing::LIVE)
     }
 
     fn hand_down_all(&self, table: Table, level: u32, first: u64, end: u64, editing: Editing) {
@@ -107,7 +120,8 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 continue;
             }
             if is_read_only::<F>(entry) {
-                entry = self.hand_down_now(table, slot.index, level, self.ahead(table, level, &slot, end), editing);
+                let ask = self.ahead(table, level, &slot, end).map_or(Ask::Own, Ask::Next);
+                entry = self.hand_down_now(table, slot.index, level, ask, editing);
             }
             if level > 1 {
                 self.hand_down_all(self.below(entry), level - 1, slot.first, slot.end, editing);
@@ -116,16 +130,16 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     }
 
     #[cold]
-    fn hand_down_now(&self, table: Table, index: usize, level: u32, ahead: Option<Table>, editing: Editing) -> u64 {
+    fn hand_down_now(&self, table: Table, index: usize, level: u32, ask: Ask, editing: Editing) -> u64 {
         table.claimed(index, F::CLAIMED, is_read_only::<F>, |entry| {
             let below = self.below(entry);
             let mut edit = Edit::handing_down(NO_WRITE, editing);
             // Tables of a table are alike, as a rule.
             let first = below.get(0);
             let done = match kind::<F>(first, level - 1) {
-                _ if level == 1 && edit.pages::<F>(below, 0, ENTRIES, ahead) => ENTRIES,
+                _ if level == 1 && edit.pages::<F>(below, 0, ENTRIES, ask) => ENTRIES,
                 Kind::Table if !is_read_only::<F>(first) => {
-                    below.flip_alike::<F, true>((0, ENTRIES), first, F::READ_ONLY_TABLE, None)
+                    below.flip_alike::<true>((0, ENTRIES), |line| alike::<F>(line, first), F::READ_ONLY_TABLE, Ask::Own)
                 }
                 _ => 0,
             };
@@ -133,6 +147,23 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             entry ^ F::READ_ONLY_TABLE
         })
     }
+}
+
+/// Lets nothing below the entries `from..to` of a table of `level` be written, up to the first that refers to no table that allows
+/// stores; how many. A loop of a few instructions: most of the time that it takes to protect a range goes here.
+#[inline]
+fn restrict_tables<F: PageFormat>(table: Table, from: usize, to: usize, level: u32) -> u64 {
+    let mut index = from;
+    while index < to {
+        let entry = table.get(index);
+        if kind::<F>(entry, level) != Kind::Table || is_read_only::<F>(entry) {
+            break;
+        }
+        // A plain store: hardware does not write to entries that refer to tables (`PageFormat::table`).
+        table.set(index, entry ^ F::READ_ONLY_TABLE);
+        index += 1;
+    }
+    (index - from) as u64
 }
 
 /// Lets nothing below one entry of `level` be written; also below a detached one, whose leaves are still to be shown.

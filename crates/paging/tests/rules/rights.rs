@@ -88,6 +88,44 @@ fn a_range_is_handed_down_at_once() {
     }
 }
 
+/// Leaves become read-only by lines where most of them have been written; what is known of each stays, whichever of them differs,
+/// and by how much. A line's other leaves are the odd one's neighbours, so it may be any of a line's and of four lines' turn.
+#[test]
+fn what_is_known_of_each_stays_when_lines_become_read_only() {
+    fn rule<F: PageFormat>(odd: Flags, handed_down: bool) {
+        let heap = Heap::new(NoFaults);
+        let table = table::<F, _>(&heap);
+        let flags = |page: u64| if page % 37 == 5 || page == 300 { odd } else { Flags::WRITE | Flags::HARDWARE };
+        for page in 0..512 {
+            let how = Mapping { flags: flags(page), ..SMALL };
+            table.exclusive(&heap).map(span(page, 1), [extent(page * 7 % 512, 1)], how).expect("mapped");
+        }
+        let changed = (0..512).filter(|page| flags(*page).contains(Flags::WRITE)).count() as u64;
+        let mut guard = table.exclusive(&heap);
+        if handed_down {
+            let _ = guard.write_protect(span(0, 512)).expect("in bounds");
+            guard.hand_down(span(0, 512), Editing::LIVE).expect("in bounds");
+        } else {
+            let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+            let stale = guard.protect(span(0, 512), change, Editing::LIVE).expect("in bounds");
+            assert_eq!(stale.entries(), changed);
+        }
+        for page in 0..512 {
+            let Lookup::Mapped(leaf) = guard.lookup(at(page)) else { panic!("page {page}") };
+            assert_eq!(leaf.frame, Pfn::new(page * 7 % 512));
+            assert_eq!(leaf.flags, flags(page).without(Flags::WRITE), "{} page {page}, {odd:?}", F::NAME);
+        }
+    }
+    let with = |flags: Flags| Flags::WRITE | flags;
+    let odd = [with(Flags::NONE), with(Flags::ACCESSED), with(Flags::DIRTY), Flags::HARDWARE, Flags::NONE];
+    for odd in odd.into_iter().chain([with(Flags::HARDWARE | Flags::OWNER0 | Flags::USER)]) {
+        for handed_down in [false, true] {
+            rule::<X86_64>(odd, handed_down);
+            rule::<Aarch64>(odd, handed_down);
+        }
+    }
+}
+
 /// Nobody translates by the tables of a test.
 fn quiet() -> Editing {
     // SAFETY: it is so.
@@ -246,7 +284,8 @@ fn write_protection_is_one_store_per_table() {
     let table = table::<X86_64, _>(&heap);
     let (first, pages) = (8 * GIB - 3, 2 * GIB + 3);
     let mapped = [first, 8 * GIB, 8 * GIB + 1, 8 * GIB + 512, 9 * GIB + 5];
-    for page in mapped {
+    let beyond = [first - 1, first + pages + 7];
+    for page in mapped.into_iter().chain(beyond) {
         table.exclusive(&heap).map(span(page, 1), [extent(page, 1)], SMALL).expect("mapped");
     }
     let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
@@ -260,9 +299,12 @@ fn write_protection_is_one_store_per_table() {
     assert_eq!((stale.entries(), stale.tables()), (1 + 2, true), "a page, and two entries of 1 GiB");
     let again = table.exclusive(&heap).write_protect(span(first, pages)).expect("in bounds");
     assert_eq!((again.flush(), again.tables()), (None, false));
+    let part = table.exclusive(&heap).write_protect(span(8 * GIB + 1, 1)).expect("in bounds");
+    assert_eq!(part.flush(), None, "below a table that is read-only everything is");
     for page in mapped {
         assert!(read(page) && !write(page) && !writable(page));
     }
+    assert!(beyond.into_iter().all(|page| write(page) && writable(page)), "what is next to it stays");
     let guard = table.shared(&heap);
     let mut runs = Vec::new();
     guard.walk(span(8 * GIB, 4), Flags::NONE, |run| runs.push(run.flags)).expect("in bounds");
