@@ -5,8 +5,9 @@
 //! "MSR Access in x2APIC Mode"). Otherwise it is two registers in memory, mapped uncached, which are written in order after
 //! all earlier stores; the command before has to have been taken.
 //!
-//! Targets are named by their controllers' numbers (physical destination mode, bit 11 of the command is 0), so clusters of
-//! logical mode do not come into it, and one command reaches one CPU or all others.
+//! A target is named by its controller's number (physical destination mode). Several are named by one command in x2APIC mode, where
+//! hardware has put numbers that differ in their lowest four bits only into a *cluster* (SDM volume 3, "Logical Destination Mode
+//! in x2APIC Mode"): no machine that this has run on has that mode, so it is tested on paper. Elsewhere it is a command for each.
 
 /// Offset of the low half of the command in memory; of the whole in x2APIC mode.
 pub const COMMAND: u32 = 0x300;
@@ -14,6 +15,13 @@ pub const COMMAND: u32 = 0x300;
 pub const COMMAND_HIGH: u32 = 0x310;
 /// In the low half, not in x2APIC mode: the command before has not been taken.
 pub const BUSY: u32 = 1 << 12;
+
+/// In the command: the target is a cluster and which of its members, not a number.
+const LOGICAL: u32 = 1 << 11;
+/// log2 of the numbers in a cluster.
+const CLUSTER: u32 = 4;
+/// Bits of a number whose cluster can be named.
+const NUMBERED: u32 = 20;
 
 /// The registers of the calling CPU's controller.
 pub trait Registers {
@@ -42,6 +50,24 @@ pub fn send(registers: &impl Registers, apic_id: u32, command: u32) {
         registers.write(COMMAND_HIGH, apic_id << 24);
         registers.write(COMMAND, command);
     });
+}
+
+/// Sends a command to the CPUs whose controllers have these numbers, after all earlier stores: one command for those in a row that
+/// are of one cluster, where there are clusters.
+pub fn send_to_each(registers: &impl Registers, apic_ids: impl Iterator<Item = u32>, command: u32) {
+    let mut apic_ids = apic_ids.peekable();
+    while let Some(id) = apic_ids.next() {
+        if !registers.is_x2() || id >> NUMBERED != 0 {
+            send(registers, id, command);
+            continue;
+        }
+        let (cluster, member) = (id >> CLUSTER, |id: u32| 1_u32 << (id & ((1 << CLUSTER) - 1)));
+        let mut members = member(id);
+        while let Some(id) = apic_ids.next_if(|id| id >> CLUSTER == cluster) {
+            members |= member(id);
+        }
+        send(registers, cluster << 16 | members, command | LOGICAL);
+    }
 }
 
 /// Writes the command register of x2APIC mode after all earlier stores.
@@ -126,6 +152,25 @@ mod tests {
         let two = [Event::Write(COMMAND_HIGH, 5 << 24), Event::Write(COMMAND, 0x4041)];
         let [high, low] = two;
         assert_eq!(events(false, 5), [Event::Off, high, low, Event::On]);
+    }
+
+    fn events_of_each(x2: bool, apic_ids: &[u32]) -> Vec<Event> {
+        let mock = Mock { x2, busy: Cell::new(0), events: RefCell::default() };
+        send_to_each(&mock, apic_ids.iter().copied(), 0x4041);
+        mock.events.into_inner()
+    }
+
+    #[test]
+    fn one_command_reaches_those_of_a_cluster() {
+        let logical = |target: u64| Event::X2(target << 32 | 0x4841);
+        assert_eq!(events_of_each(true, &[0, 1, 3, 15]), [logical(0x800b)]);
+        assert_eq!(events_of_each(true, &[15, 16, 18, 0xf_ffff]), [0x8000, 0x1_0005, 0xffff_8000].map(logical));
+        assert_eq!(events_of_each(true, &[16, 0x22, 18]), [0x1_0001, 0x2_0004, 0x1_0004].map(logical), "in a row");
+        let far = 1 << 20;
+        assert_eq!(events_of_each(true, &[far, far + 1])[1], Event::X2(0x10_0001 << 32 | 0x4041), "no cluster has it");
+        let each = events_of_each(false, &[5, 6]);
+        assert_eq!(each.len(), 8, "a command for each");
+        assert_eq!(each[5..7], [Event::Write(COMMAND_HIGH, 6 << 24), Event::Write(COMMAND, 0x4041)]);
     }
 
     /// By disassembly, since no machine that runs this need have x2APIC: nothing but the two fences comes before the write.

@@ -89,17 +89,14 @@ unsafe impl TlbHw for Hardware {
     }
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
-        let mut rest = cpus;
-        let unflushed = percpu::own().unflushed.load(Ordering::Relaxed);
-        while rest != 0 {
-            let target = first.0 + rest.trailing_zeros();
-            rest &= rest - 1;
-            if unflushed || rest == 0 && MISS_ONE.load(Ordering::Relaxed) {
-                serve(CpuId(target));
-            } else {
-                controller::shoot(target);
-            }
-        }
+        let last = (1_u64 << 63).checked_shr(cpus.leading_zeros()).unwrap_or(0);
+        let missed = match percpu::own().unflushed.load(Ordering::Relaxed) {
+            true => cpus,
+            false if MISS_ONE.load(Ordering::Relaxed) => last,
+            false => 0,
+        };
+        each(first, missed).for_each(|cpu| serve(CpuId(cpu)));
+        controller::shoot(each(first, cpus & !missed));
     }
 
     fn tags(&self) -> usize {
@@ -115,6 +112,11 @@ unsafe impl TlbHw for Hardware {
         // SAFETY: the kernel's own root; as above.
         unsafe { mmu::unload(PhysAddr::new(tables::root())) };
     }
+}
+
+/// CPU `first + n` for each set bit `n`.
+fn each(first: CpuId, cpus: u64) -> impl Iterator<Item = u32> {
+    (0..u64::BITS).filter(move |n| cpus >> n & 1 != 0).map(move |n| first.0 + n)
 }
 
 /// The TLBs of this machine.

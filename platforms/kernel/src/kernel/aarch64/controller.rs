@@ -167,9 +167,9 @@ pub(crate) fn wake(cpu: u32) {
     send(cpu, WAKE);
 }
 
-/// Has another CPU look for what it is to invalidate.
-pub(crate) fn shoot(cpu: u32) {
-    send(cpu, SHOOT);
+/// Has other CPUs look for what they are to invalidate.
+pub(crate) fn shoot(cpus: impl Iterator<Item = u32>) {
+    cpus.for_each(|cpu| send(cpu, SHOOT));
 }
 
 /// Interrupts another CPU even if it has interrupts off.

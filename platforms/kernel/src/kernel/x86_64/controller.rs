@@ -164,9 +164,9 @@ pub(crate) fn wake(cpu: u32) {
     send(cpu, vector::WAKE);
 }
 
-/// Has another CPU look for what it is to invalidate.
-pub(crate) fn shoot(cpu: u32) {
-    send(cpu, vector::SHOOTDOWN);
+/// Has other CPUs look for what they are to invalidate.
+pub(crate) fn shoot(cpus: impl Iterator<Item = u32>) {
+    interrupt_command::send_to_each(&Local, cpus.map(id_of), FIXED | ASSERT | u32::from(vector::SHOOTDOWN));
 }
 
 /// Interrupts another CPU.
