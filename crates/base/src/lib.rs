@@ -35,6 +35,7 @@
 //! | [`inject`] | [`Inject`](inject::Inject): the one fault-injection harness |
 //! | [`lock`] | [`RawLock`](lock::RawLock): how the platform waits |
 //! | [`counters`] | always-on counters, one relaxed add each |
+//! | [`prefetch`] | cache lines that are asked for ahead
 //! | [`sync`] | atomics, or loom's under `cfg(loom)`, or those of `perturb.rs` under `cfg(perturb)`, which let others run now and then |
 #![cfg_attr(not(any(test, loom, perturb)), no_std)]
 #![warn(missing_debug_implementations)]
@@ -54,6 +55,7 @@ pub mod pending;
 #[cfg(perturb)]
 mod perturb;
 pub mod platform;
+pub mod prefetch;
 pub mod pressure;
 mod single_cpu;
 pub mod size;

@@ -25,7 +25,6 @@ use core::cell::Cell;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
 
 /// Where every claim can be made to fail.
@@ -298,7 +297,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// The same for a group of single pages.
     fn mark_group(&self, lists: &mut FreeLists, arena: &Arena<'m>, group: Pfn, isolated: bool) {
         arena.region(group).isolated.put_locked(in_region(group), isolated);
-        let free = arena.block(group).count.load(Ordering::Relaxed);
+        let free = arena.block(group).count();
         if isolated {
             lists.isolated += free;
             self.careful().isolate(1, true);

@@ -6,7 +6,7 @@
 //! | kept per | bytes | what |
 //! |---|---|---|
 //! | frame | 64 | [`Descriptor`] |
-//! | 2 MiB block | 704 | [`Block`]: mobility, counts of what is free, start, free, zero and refused bits, references |
+//! | 2 MiB block | 704 | [`Block`]: mobility, how much is known to be zero, start, free, zero and refused bits, references |
 //! | 1 GiB region | 3904 | [`Region`]: start, split, free, zero, refused and isolated bits over its blocks; where what is free |
 //!
 //! 33 480 bytes per 2 MiB: 1.596 % of memory, of which references take 0.76 bytes per frame.
@@ -55,9 +55,7 @@ pub(crate) struct Block {
     mobility: AtomicU64,
     /// Wide reference counters, or null; set once.
     pub(crate) wide: AtomicPtr<WideCounts>,
-    /// How many pages inside are free, while it is a group. Node's lock.
-    pub(crate) count: AtomicU64,
-    /// How many of those are known to be zero. Node's lock.
+    /// How many pages that are free inside are known to be zero, while it is a group. Node's lock.
     pub(crate) zeroes: AtomicU64,
     /// Of which kinds the region has this block's bit: see [`free4k`](crate::free4k). Node's lock.
     pub(crate) hints: AtomicU64,
@@ -90,7 +88,11 @@ impl Block {
     /// All of it is free, or nothing. Node's lock.
     pub(crate) fn set_free(&self, free: bool) {
         (0..WORDS).for_each(|at| self.free.fill(at, free));
-        self.count.store(if free { SPAN as u64 } else { 0 }, Ordering::Relaxed);
+    }
+
+    /// How many pages inside are free, while it is a group. Node's lock.
+    pub(crate) fn count(&self) -> u64 {
+        self.free.snapshot().iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
     /// All of it is known to be zero, or nothing. Node's lock.
@@ -110,7 +112,6 @@ impl Block {
         let block = Block {
             mobility: AtomicU64::new(Mobility::Unmovable.index() as u64),
             wide: AtomicPtr::new(core::ptr::null_mut()),
-            count: AtomicU64::new(0),
             zeroes: AtomicU64::new(0),
             hints: AtomicU64::new(0),
             takers: Takers::default(),

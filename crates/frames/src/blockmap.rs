@@ -93,6 +93,18 @@ impl<L: position::Level> Bits512<L> {
         self.words[at % WORDS].store(if value { u64::MAX } else { 0 }, Ordering::Relaxed);
     }
 
+    /// Asks for the line, to write to it.
+    #[inline]
+    pub(crate) fn prefetch(&self) {
+        hugemm_base::prefetch::write(self);
+    }
+
+    /// Replaces word number `at`: for words that one lock protects.
+    #[inline]
+    pub(crate) fn replace(&self, at: usize, value: u64) {
+        self.words[at % WORDS].store(value, Ordering::Relaxed);
+    }
+
     /// Replaces bits of word number `at`, if they are not so already: for words that one lock protects.
     #[inline]
     pub(crate) fn set_locked(&self, at: usize, bits: u64, value: bool) {

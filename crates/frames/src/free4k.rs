@@ -13,8 +13,9 @@
 //!
 //! # Cost
 //!
-//! Under the node's lock. Freeing pages of one word: two lines of what is kept for the 2 MiB (counts, free bits), a third for
-//! blocks of several pages, and two bits of the region and of the node where there was no run as large before.
+//! Under the node's lock. Freeing pages of one word: a line of what is kept for the 2 MiB (free bits) and a look at a second
+//! (hints), a third for blocks of several pages, and two bits of the region and of the node where there was no run as large before.
+//! How many pages are free is not counted per 2 MiB: only a word that becomes full can have made all of it free.
 //! Taking: the same, and a scan of the row and of the region's bits.
 
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
@@ -24,6 +25,7 @@ use crate::blockmap::{
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, descending, lowest};
 use crate::freelist::{FreeLists, Places};
+use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
 use crate::pcp::{self, PerCpu};
@@ -91,6 +93,9 @@ fn end_of(room: &[u64; WORDS]) -> u32 {
     }
 }
 
+/// The lowest run of each order in a word.
+pub(crate) const RUNS: [u64; 7] = [1, 3, 0xf, 0xff, 0xffff, 0xffff_ffff, u64::MAX];
+
 /// The largest order of which there may be a run that touches word `at`, plus 1.
 #[inline]
 fn end_at(free: &Bits512<Pages>, at: usize) -> u32 {
@@ -102,13 +107,13 @@ fn end_at(free: &Bits512<Pages>, at: usize) -> u32 {
     7 + u32::from(whole(2)) + u32::from(whole(4))
 }
 
-/// Whether the pages `bits` of word `at` may be in a free run of an order, or the word be full if that is larger. No only if
+/// Whether the pages `bits` of a word may be in a free run of an order, or the word be full if that is larger. No only if
 /// they are certainly not.
 #[inline]
-fn may_be_in_run(free: &Bits512<Pages>, at: usize, bits: u64, order: u32) -> bool {
-    let size = 1 << order.min(WORD_BITS.ilog2());
-    let run = u64::MAX >> (WORD_BITS as u32 - size) << (bits.trailing_zeros() & !(size - 1) & 63);
-    bits & !run != 0 || free.load(at) & run == run
+fn may_be_in_run(free: u64, bits: u64, order: u32) -> bool {
+    let order = order.min(WORD_BITS.ilog2());
+    let run = RUNS[order as usize] << (bits.trailing_zeros() >> order << order & 63);
+    (bits & !run != 0) | (free & run == run)
 }
 
 /// A run of free pages inside 2 MiB, and what else there can be had.
@@ -133,6 +138,60 @@ impl Place<'_> {
     fn is_exact(&self, order: u32) -> bool {
         let pair = Position::<Pages>::new(self.index.number() & !((2 << order) - 1));
         !spans(pair, 2 << order).all(|(at, bits)| self.room[at] & bits == bits)
+    }
+}
+
+/// Pages of one word of a 2 MiB that are freed together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WordPages<'m> {
+    block: &'m Block,
+    /// As a cache has one of the blocks that they were: a frame, and whether it is known to be zero.
+    word: u64,
+    bits: u64,
+}
+
+impl<'m> WordPages<'m> {
+    /// Those of a block of an arena, `bits` if it lay at the beginning of its word.
+    #[inline]
+    pub(crate) fn of(arena: &Arena<'m>, block: &Frozen, bits: u64) -> Self {
+        let index = in_block(block.pfn());
+        WordPages { block: arena.block(block.pfn()), word: block.word(), bits: bits << index.bit() }
+    }
+
+    /// Whether a block lies in the same word, and is known to be zero if these are.
+    #[inline]
+    pub(crate) fn holds(&self, block: &Frozen) -> bool {
+        block.is_beside(self.word, WORD_BITS.ilog2())
+    }
+
+    /// Adds such a block, of the same arena.
+    #[inline]
+    pub(crate) fn add(&mut self, block: &Frozen, bits: u64) {
+        self.bits |= bits << in_block(block.pfn()).bit();
+    }
+
+    /// Makes each page a block by itself in the map. The caller owns them.
+    pub(crate) fn divide(&self) {
+        self.block.starts.set_shared(self.at(), self.bits, true);
+    }
+
+    /// Asks for the lines that freeing them touches.
+    #[inline]
+    pub(crate) fn warm(&self) {
+        self.block.free.prefetch();
+        hugemm_base::prefetch::read(&self.block.hints);
+    }
+
+    const fn near(&self) -> Pfn {
+        Pfn::new(Frozen::number_of(self.word))
+    }
+
+    const fn is_zero(&self) -> bool {
+        Frozen::zero_of(self.word)
+    }
+
+    const fn at(&self) -> usize {
+        Position::<Pages>::new(Frozen::number_of(self.word) as usize).word()
     }
 }
 
@@ -197,50 +256,51 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let end = spans(in_block(pfn), count).map(|(at, _)| end_at(&block.free, at)).max();
         lists.pages += count as u64;
-        self.note_free(lists, arena, pfn, count as u64, zero, end.unwrap_or(0));
+        if zero {
+            note_zero(lists, block, count as u64);
+        }
+        if self.is_isolating() && arena.region(pfn).isolated.get(in_region(pfn)) {
+            lists.isolated += count as u64;
+        }
+        self.note_run(lists, arena, pfn, zero, end.unwrap_or(0));
     }
 
-    /// Frees pages of word `at` of the 2 MiB that `near` is in. Each is a block by itself in the map. The caller counts them.
+    /// Frees pages of one word. Each is a block by itself in the map already; the caller counts them. Nothing is isolated.
+    ///
+    /// Two lines, of which one is only read.
     #[inline]
-    pub(crate) fn free_bits(
-        &self,
-        lists: &mut FreeLists,
-        arena: &Arena<'m>,
-        near: Pfn,
-        at: usize,
-        bits: u64,
-        zero: bool,
-    ) {
-        let block = arena.block(near);
-        block.free.set_locked(at, bits, true);
+    pub(crate) fn free_pages(&self, lists: &mut FreeLists, pages: &WordPages<'m>) {
+        let WordPages { block, bits, .. } = *pages;
+        let (at, zero) = (pages.at(), pages.is_zero());
+        let free = block.free.load(at) | bits;
+        block.free.replace(at, free);
         if zero {
             block.zero.set_locked(at, bits, true);
+            note_zero(lists, block, bits.count_ones().into());
         }
         // The word is searched for runs only if these pages may have made one that is larger than any that is known.
         let hints = Hints(block.hints.load(Ordering::Relaxed));
         let known = hints.end(Sought::Any).min(hints.end(freed_as(zero)));
-        let stale = hints.mobility() != block.mobility();
-        let end = if stale || may_be_in_run(&block.free, at, bits, known) { end_at(&block.free, at) } else { known };
-        self.note_free(lists, arena, near, bits.count_ones().into(), zero, end);
+        if (hints.mobility() != block.mobility()) | may_be_in_run(free, bits, known) {
+            self.note_word(lists, pages.near(), zero);
+        }
     }
 
-    /// Counts pages of one 2 MiB that have become free, in runs of orders below `end`. Those of the node are the caller's.
-    #[inline(always)]
-    fn note_free(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn, freed: u64, zero: bool, end: u32) {
+    #[inline(never)]
+    fn note_word(&self, lists: &mut FreeLists, near: Pfn, zero: bool) {
+        if let Some(arena) = self.arena(near) {
+            let end = end_at(&arena.block(near).free, in_block(near).word());
+            self.note_run(lists, arena, near, zero, end);
+        }
+    }
+
+    /// Pages of one 2 MiB have become free, and are in runs of orders below `end`, or of all if that is all there are.
+    fn note_run(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn, zero: bool, end: u32) {
         let block = arena.block(near);
-        // Relaxed: the lock orders, here and below.
-        let count = block.count.load(Ordering::Relaxed) + freed;
-        block.count.store(count, Ordering::Relaxed);
-        if zero {
-            block.zeroes.store(block.zeroes.load(Ordering::Relaxed) + freed, Ordering::Relaxed);
-            lists.zero_4k += freed;
-        }
-        if self.is_isolating() && arena.region(near).isolated.get(in_region(near)) {
-            lists.isolated += freed;
-        }
-        if count == SPAN as u64 {
+        if end == SMALL as u32 && (0..WORDS).all(|at| block.free.load(at) == u64::MAX) {
             return self.make_2m(lists, arena, near);
         }
+        // Relaxed: the lock orders, here and below.
         let hints = Hints(block.hints.load(Ordering::Relaxed));
         if end > hints.end(Sought::Any) || end > hints.end(freed_as(zero)) || hints.mobility() != block.mobility() {
             self.raise(arena, near, freed_as(zero), end);
@@ -264,7 +324,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The same of pages that are no longer isolated.
     pub(crate) fn raise_all(&self, arena: &Arena<'m>, near: Pfn) {
-        if arena.block(near).count.load(Ordering::Relaxed) != 0 {
+        if arena.block(near).count() != 0 {
             self.raise(arena, near, Sought::Dirty, SMALL as u32);
             self.raise(arena, near, Sought::Zero, SMALL as u32);
         }
@@ -467,13 +527,19 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Adds up the free blocks of less than 2 MiB of one node by order. A line per 2 MiB of which parts are free.
     pub(crate) fn count_4k(&self, lists: &FreeLists, blocks: &mut [u64; ORDERS]) {
         for arena in self.arena_table().on(lists) {
-            for block in arena.blocks.iter().filter(|block| block.count.load(Ordering::Relaxed) != 0) {
-                for (sum, count) in blocks.iter_mut().zip(count_runs(block.free.snapshot())) {
+            for free in arena.blocks.iter().map(|block| block.free.snapshot()).filter(|free| *free != [0; WORDS]) {
+                for (sum, count) in blocks.iter_mut().zip(count_runs(free)) {
                     *sum += count;
                 }
             }
         }
     }
+}
+
+/// Pages of one 2 MiB that have become free are known to be zero.
+fn note_zero(lists: &mut FreeLists, block: &Block, count: u64) {
+    block.zeroes.store(block.zeroes.load(Ordering::Relaxed) + count, Ordering::Relaxed);
+    lists.zero_4k += count;
 }
 
 /// Takes free pages of 2 MiB from a position on; says whether all were zero.
@@ -486,7 +552,6 @@ fn take_words(lists: &mut FreeLists, block: &Block, index: Position<Pages>, coun
 fn take_bits(lists: &mut FreeLists, block: &Block, at: usize, bits: u64) -> u64 {
     let taken = u64::from(bits.count_ones());
     block.free.set_locked(at, bits, false);
-    block.count.store(block.count.load(Ordering::Relaxed) - taken, Ordering::Relaxed);
     lists.pages -= taken;
     let zeroes = block.zeroes.load(Ordering::Relaxed);
     if zeroes == 0 {
@@ -561,7 +626,7 @@ mod tests {
             for index in (0..SPAN).filter(|index| free.get(Position::new(*index))) {
                 for order in 0..=BLOCK_ORDER {
                     let inside = order.min(6);
-                    let found = may_be_in_run(&free, index / WORD_BITS, 1 << (index % WORD_BITS), order);
+                    let found = may_be_in_run(free.load(index / WORD_BITS), 1 << (index % WORD_BITS), order);
                     prop_assert_eq!(found, whole(index >> inside << inside, inside));
                 }
             }

@@ -39,6 +39,30 @@ impl Frozen {
         self.0.get()
     }
 
+    /// The word, to look at.
+    #[inline]
+    pub(crate) const fn word(&self) -> u64 {
+        self.0.get()
+    }
+
+    /// The number of the first frame of the block that a word stands for.
+    #[inline]
+    pub(crate) const fn number_of(word: u64) -> u64 {
+        word >> PFN_SHIFT
+    }
+
+    /// Whether the block that a word stands for is known to be zero.
+    #[inline]
+    pub(crate) const fn zero_of(word: u64) -> bool {
+        word & ZERO != 0
+    }
+
+    /// Whether the block lies in the same aligned 2^`order` frames as that of a word, and is known to be zero if that is.
+    #[inline]
+    pub(crate) const fn is_beside(&self, word: u64, order: u32) -> bool {
+        (self.0.get() ^ word) & (u64::MAX << (PFN_SHIFT + order) | ZERO) == 0
+    }
+
     /// The handle that a cache held.
     ///
     /// # Safety

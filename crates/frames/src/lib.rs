@@ -54,6 +54,7 @@
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `page_alloc.rs` | allocating and freeing blocks; known-zero memory first for those who ask |
 //! | `refill.rs` | what moves between a cache and its node |
+//! | `drain.rs` | how a cache's blocks are freed there |
 //! | `below.rs` | blocks below an address |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
@@ -89,6 +90,7 @@ mod chunk;
 mod class;
 mod counted;
 pub mod descriptor;
+mod drain;
 mod folio;
 mod frames;
 mod free2m;

@@ -3,8 +3,7 @@
 //! When and how much is said in [`pcp`](crate::pcp). One lock round moves many blocks: a refill as many as the cache wants,
 //! a drain 64.
 
-use crate::arena::{Arena, BLOCK_ORDER, in_block};
-use crate::blockmap::WORD_BITS;
+use crate::arena::BLOCK_ORDER;
 use crate::chunk;
 use crate::class::Class;
 use crate::frames::{Env, Frames};
@@ -13,13 +12,10 @@ use crate::free4k::Run;
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
-use crate::node::{Content, Taken};
+use crate::node::Taken;
 use crate::pcp::{self, PerCpu};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, CpuPin, NodeId, Order};
-
-/// Entries that a drain of blocks of less than 2 MiB hands over at once: one lock round.
-const BATCH: usize = 64;
 
 /// Words of a 2 MiB that a refill takes blocks of in one lock round.
 const RUNS: usize = 16;
@@ -96,7 +92,7 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn return_gathered(&self, lists: &mut FreeLists, own: &PerCpu<'m>) {
         if lists.node == own.node {
             own.gathered().for_each(|(class, order)| {
-                class.drain_highest(class.len(), |words| self.free_batch(lists, order, words));
+                class.drain_highest(class.len(), |words| self.free_few(lists, order, words));
             });
         }
     }
@@ -104,73 +100,6 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Moves blocks that are on their way to the node there.
     pub(crate) fn drain_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, order: u32) {
         own.drain_leavers(class, |words| self.free_cached(pin, own.node, order, words));
-    }
-
-    /// Frees cached blocks of one order: one lock round per 64, or less.
-    fn free_cached(&self, pin: CpuPin<'_>, node: NodeId, order: u32, words: &[u64]) {
-        match order {
-            BLOCK_ORDER => self.free_cached_2m(pin, node, words),
-            _ => words.chunks(BATCH).for_each(|batch| self.free_cached_small(pin, node, order, batch)),
-        }
-    }
-
-    /// The same for blocks of less than 2 MiB: one lock round.
-    fn free_cached_small(&self, pin: CpuPin<'_>, node: NodeId, order: u32, batch: &[u64]) {
-        self.warm(batch);
-        self.with_node(pin, node, |lists| self.free_batch(lists, order, batch));
-    }
-
-    /// Frees blocks of one order, less than 2 MiB. Those of a word that come one after another are freed together.
-    fn free_batch(&self, lists: &mut FreeLists, order: u32, batch: &[u64]) {
-        // SAFETY: a cache's, which gives them up.
-        let mut blocks = batch.iter().map(|word| unsafe { Frozen::from_word(*word) }).peekable();
-        let (careful, mut freed) = (self.is_careful(), 0);
-        while let Some(first) = blocks.next() {
-            let Some(arena) = self.arena(first.pfn()) else { continue };
-            if careful || order >= WORD_BITS.ilog2() {
-                self.free_handle(lists, arena, first);
-                continue;
-            }
-            let mask = |block: &Frozen| ((1 << (1_u64 << order)) - 1) << in_block(block.pfn()).bit();
-            let mut bits = mask(&first);
-            while let Some(next) = blocks.next_if(|next| {
-                next.pfn().number() / WORD_BITS as u64 == first.pfn().number() / WORD_BITS as u64
-                    && next.is_zero() == first.is_zero()
-                    && arena.contains(next.pfn())
-            }) {
-                bits |= mask(&next);
-            }
-            let at = in_block(first.pfn()).word();
-            if order != 0 {
-                arena.block(first.pfn()).starts.set_shared(at, bits, true);
-            }
-            self.free_bits(lists, arena, first.pfn(), at, bits, first.is_zero());
-            freed += u64::from(bits.count_ones());
-        }
-        // Once, because whoever waits for the lock looks at the same line.
-        lists.pages += freed;
-    }
-
-    /// Frees one block under its node's lock.
-    pub(crate) fn free_handle(&self, lists: &mut FreeLists, arena: &Arena<'m>, block: Frozen) {
-        let content = Content::of(block.is_zero());
-        match self.is_careful() {
-            true => self.free_careful_locked(lists, arena, block.extent(), content),
-            false => self.free_mapped(lists, arena, block.pfn(), block.log(), content),
-        }
-    }
-
-    /// Fetches the lines that freeing these blocks will touch: all at once instead of one after another, and before the
-    /// lock instead of under it.
-    fn warm(&self, batch: &[u64]) {
-        for word in batch {
-            // SAFETY: a cache's, and only looked at.
-            let block = unsafe { Frozen::from_word(*word) };
-            if let Some(arena) = self.arena(block.pfn()) {
-                let (meta, index) = (arena.block(block.pfn()), in_block(block.pfn()));
-                core::hint::black_box(meta.free.get(index) ^ (meta.mobility() == Mobility::Movable));
-            }
-        }
     }
 
     /// Moves everything a CPU has cached to its node. The caller is pinned to that CPU, or it runs nothing.

@@ -4,11 +4,10 @@ use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, ENTRIES};
 use crate::table::{LINE, Table};
-use crate::walker;
 use core::fmt;
 use core::marker::PhantomData;
 use core::mem::MaybeUninit;
-use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, VirtAddr, prefetch};
 
 /// One leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -168,7 +167,7 @@ fn ask(ahead: Option<&[u64; ENTRIES]>, index: usize) {
     if index.is_multiple_of(LINE)
         && let Some(ahead) = ahead
     {
-        walker::prefetch(&ahead[index & (ENTRIES - 1)]);
+        prefetch::read(&ahead[index & (ENTRIES - 1)]);
     }
 }
 

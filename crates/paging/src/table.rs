@@ -6,9 +6,9 @@
 use crate::format::PageFormat;
 use crate::level::ENTRIES;
 use crate::memory::TableMemory;
-use crate::walker;
 use core::ptr::NonNull;
 use hugemm_base::Pfn;
+use hugemm_base::prefetch;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence, spin_loop};
 
 /// Entries in a cache line.
@@ -76,7 +76,7 @@ impl Table {
     /// Asks for a cache line ahead of its use.
     #[inline]
     pub(crate) fn prefetch(self, index: usize) {
-        walker::prefetch(self.entry(index));
+        prefetch::read(self.entry(index));
     }
 
     /// Writes an entry. What it publishes has been ordered by a fence, or needs no order.
@@ -110,10 +110,10 @@ impl Table {
             Ask::Own => (turns(self), 4),
             Ask::Nothing => (&[][..], 0),
         };
-        asked.iter().take(distance).flatten().for_each(walker::prefetch);
+        asked.iter().take(distance).flatten().for_each(prefetch::read);
         let mut flipped = 0;
         for (turn, lines) in turns(self).iter().enumerate() {
-            asked.get(turn + distance).into_iter().flatten().for_each(walker::prefetch);
+            asked.get(turn + distance).into_iter().flatten().for_each(prefetch::read);
             for line in lines {
                 // Relaxed: nobody goes where a leaf leads by what is read or written here.
                 if !alike(&line.each_ref().map(|place| place.load(Ordering::Relaxed))) {
