@@ -183,9 +183,13 @@ fn join(extents: &[Extent], arenas: &mut [ArenaSpec]) -> usize {
 }
 
 /// Pages of a layout, and the order of the block that holds them.
+#[inline]
 fn block_of(layout: Layout) -> Option<(u64, Order)> {
     let pages = (layout.size() as u64).div_ceil(PAGE_BYTES);
     let align = (layout.align() as u64) >> PAGE_SHIFT;
+    if pages == 1 && align <= 1 {
+        return Some((1, Order::ZERO));
+    }
     let order = Order::new(pages.max(align).next_power_of_two().trailing_zeros()).ok()?;
     (pages != 0).then_some((pages, order))
 }
@@ -194,17 +198,20 @@ fn extent_of(address: Paddr, size: usize) -> Option<Extent> {
     Extent::from_bytes(PhysAddr::new(address as u64), size as u64).ok().filter(|extent| !extent.is_empty())
 }
 
+#[inline]
 fn allocate<E: Env>(manager: &Frames<'static, E>, cx: &CpuCx<'_, Ostd>, pages: u64, order: Order) -> Option<Pfn> {
+    // Nearly all are single pages; of a constant order, taking one is short.
+    if order == Order::ZERO {
+        return manager.alloc(cx, Order::ZERO).ok().map(|page| page.pfn());
+    }
     let block = manager.alloc(cx, order).ok()?;
     let first = block.pfn();
-    if order != Order::ZERO {
-        // Whole in the map only if it is a block of its own, which it is.
-        let run = manager.split(block, Order::ZERO).ok()?;
-        let (_, rest) = run.into_dirty().into_extent().split_at(pages);
-        if !rest.is_empty() {
-            // SAFETY: the run was this caller's, who keeps only what comes before.
-            manager.free_extent(cx, unsafe { Dirty::assume_owned(rest) });
-        }
+    // Whole in the map only if it is a block of its own, which it is.
+    let run = manager.split(block, Order::ZERO).ok()?;
+    let (_, rest) = run.into_dirty().into_extent().split_at(pages);
+    if !rest.is_empty() {
+        // SAFETY: the run was this caller's, who keeps only what comes before.
+        manager.free_extent(cx, unsafe { Dirty::assume_owned(rest) });
     }
     Some(first)
 }
@@ -224,17 +231,17 @@ impl GlobalFrameAllocator for OstdFrames {
 
     #[inline]
     fn dealloc(&self, address: Paddr, size: usize) {
-        let (Some(manager), Some(extent)) = (self.manager(), extent_of(address, size)) else { return };
-        self.platform.with_cx(|cx| {
-            if extent.pages() == 1 {
-                // SAFETY: by the trait's contract the caller owns the page, and each is a block of its own since `alloc`. OSTD's
-                // own account sees to it that breaking the contract spoils nothing but the manager's.
-                manager.free(cx, unsafe { Frozen::assume_owned(extent.base(), Order::ZERO, Mobility::Unmovable) });
-            } else {
-                // SAFETY: as above.
-                manager.free_extent(cx, unsafe { Dirty::assume_owned(extent) });
-            }
-        });
+        let Some(manager) = self.manager() else { return };
+        if size == PAGE_BYTES as usize {
+            let page = Pfn::new(address as u64 >> PAGE_SHIFT);
+            // SAFETY: by the trait's contract the caller owns the page, and each is a block of its own since `alloc`. OSTD's own
+            // account sees to it that breaking the contract spoils nothing but the manager's.
+            let page = unsafe { Frozen::assume_owned(page, Order::ZERO, Mobility::Unmovable) };
+            self.platform.with_cx(|cx| manager.free(cx, page));
+        } else if let Some(extent) = extent_of(address, size) {
+            // SAFETY: as above.
+            self.platform.with_cx(|cx| manager.free_extent(cx, unsafe { Dirty::assume_owned(extent) }));
+        }
     }
 
     fn add_free_memory(&self, address: Paddr, size: usize) {

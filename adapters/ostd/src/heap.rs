@@ -3,6 +3,7 @@
 use crate::frames::OstdFrames;
 use crate::platform::Ostd;
 use core::alloc::{AllocError, Layout};
+use core::hint::unreachable_unchecked;
 use core::mem;
 use core::ptr::NonNull;
 use hugemm_base::CpuCx;
@@ -67,15 +68,19 @@ impl OstdHeap {
 /// pointer and a size, and OSTD gives both back as they are.
 macro_rules! handles {
     ($($size:literal)*) => {
-        fn handle(memory: NonNull<u8>, size: usize) -> Option<HeapSlot> {
+        /// # Safety
+        ///
+        /// The size is one that memory of the heap has.
+        #[inline]
+        unsafe fn handle(memory: NonNull<u8>, size: usize) -> Option<HeapSlot> {
             match size {
                 $($size => list::<$size>(memory).pop(),)*
-                _ => None,
+                // SAFETY: all sizes are here, as is checked below; so there is nothing to look for when this runs.
+                _ => unsafe { unreachable_unchecked() },
             }
         }
 
         /// Every size that there is a handle for.
-        #[cfg(ktest)]
         const SIZES: &[usize] = &[$($size),*];
     };
 }
@@ -85,6 +90,20 @@ handles! {
     0x2000 0x4000 0x8000 0x1_0000 0x2_0000 0x4_0000 0x8_0000 0x10_0000 0x20_0000 0x40_0000 0x80_0000 0x100_0000 0x200_0000
     0x400_0000 0x800_0000 0x1000_0000 0x2000_0000 0x4000_0000
 }
+
+// Whatever a heap has: from the smallest size on, the one that serves a byte more. An alignment only rounds sizes up.
+const _: () = {
+    let (mut count, mut layout) = (0, Layout::new::<()>());
+    while let Some(size) = usable_size(layout) {
+        assert!(count < SIZES.len() && SIZES[count] == size);
+        layout = match Layout::from_size_align(size + 1, 1) {
+            Ok(layout) => layout,
+            Err(_) => unreachable!(),
+        };
+        count += 1;
+    }
+    assert!(count == SIZES.len());
+};
 
 /// A list of OSTD's that holds one piece of memory of the heap.
 fn list<const SIZE: usize>(memory: NonNull<u8>) -> SlabSlotList<SIZE> {
@@ -103,14 +122,14 @@ fn list<const SIZE: usize>(memory: NonNull<u8>) -> SlabSlotList<SIZE> {
 impl GlobalHeapAllocator for OstdHeap {
     #[inline]
     fn alloc(&self, layout: Layout) -> Result<HeapSlot, AllocError> {
-        let size = usable_size(layout).ok_or(AllocError)?;
         self.frames.platform.with_cx(|cx| {
             let heap = match self.heap.get() {
                 Some(heap) => heap,
                 None => self.start(cx).ok_or(AllocError)?,
             };
-            let memory = heap.alloc(cx, layout).map_err(|_| AllocError)?;
-            handle(memory, size).ok_or(AllocError)
+            let memory = heap.alloc_usable(cx, layout).map_err(|_| AllocError)?;
+            // SAFETY: memory of the heap.
+            unsafe { handle(memory.cast(), memory.len()) }.ok_or(AllocError)
         })
     }
 

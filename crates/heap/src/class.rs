@@ -18,9 +18,6 @@ pub(crate) const HEADER: u32 = 128;
 /// The largest piece.
 const MOST: usize = 6144;
 
-/// Sizes up to here rise by 16.
-const FINE: usize = 128;
-
 /// The class whose pieces would be frames.
 const FRAME: u8 = 28;
 
@@ -48,12 +45,26 @@ impl Source {
         let (size, mask) = (if layout.size() == 0 { 1 } else { layout.size() }, layout.align() - 1);
         // Layouts promise that this does not overflow, and alignments are powers of two: `next_multiple_of` would divide.
         let bytes = (size + mask) & !mask;
-        if bytes > MOST {
+        let last = bytes.wrapping_sub(1);
+        if last / 8 < FINE.len() {
+            return Source::Slab(FINE[last / 8]);
+        }
+        if last / 256 >= COARSE.len() {
             return block(bytes);
         }
-        match class(bytes) {
+        match COARSE[last / 256] {
             FRAME => Source::Block(Order::ZERO),
             class => Source::Slab(class),
+        }
+    }
+
+    /// How many bytes memory from it has.
+    #[inline]
+    pub(crate) const fn bytes(self) -> usize {
+        match self {
+            Source::Slab(class) => SHAPES[class as usize].piece as usize,
+            Source::Block(order) => order.bytes() as usize,
+            Source::TooLarge => 0,
         }
     }
 }
@@ -70,9 +81,8 @@ impl Source {
 #[inline]
 pub const fn usable_size(layout: Layout) -> Option<usize> {
     match Source::of(layout) {
-        Source::Slab(class) => Some(piece(class as usize) as usize),
-        Source::Block(order) => Some(order.bytes() as usize),
         Source::TooLarge => None,
+        source => Some(source.bytes()),
     }
 }
 
@@ -84,18 +94,24 @@ const fn block(bytes: usize) -> Source {
     }
 }
 
-/// The smallest class with pieces of so many bytes, which are at least 1 and at most [`MOST`].
-#[inline]
-const fn class(bytes: usize) -> u8 {
-    if bytes <= 8 {
-        return 0;
+/// The classes of sizes by eights of bytes, up to 1024: nearly all that is asked for, and no branch would foresee which it is.
+/// Constants, so that the class of a constant layout is one too.
+const FINE: [u8; 128] = classes(8);
+
+/// Those of larger sizes, by 256 bytes.
+const COARSE: [u8; MOST / 256] = classes(256);
+
+/// The smallest classes with pieces of 1, 2, 3… times so many bytes.
+const fn classes<const N: usize>(step: usize) -> [u8; N] {
+    let (mut classes, mut class, mut at) = ([0; N], 0, 0);
+    while at < N {
+        while (piece(class) as usize) < (at + 1) * step {
+            class += 1;
+        }
+        classes[at] = class as u8;
+        at += 1;
     }
-    if bytes <= FINE {
-        return bytes.div_ceil(16) as u8;
-    }
-    let last = bytes - 1;
-    let log = last.ilog2();
-    (9 + 4 * (log - FINE.ilog2()) + (last >> (log - 2) & 3) as u32) as u8
+    classes
 }
 
 /// The bytes of a class's pieces.

@@ -125,18 +125,28 @@ impl<'m, E: Env> Heap<'m, E> {
 
     /// Memory of a layout, which may be of size 0; its bytes are anything.
     ///
-    /// From a slab: no atomics, two or three cache lines. A block of 4 to 32 KiB or 2 MiB: as [`Frames::alloc`] from its cache.
+    /// From a slab: no atomics, two cache lines. A block of 4 to 32 KiB or 2 MiB: as [`Frames::alloc`] from its cache.
     ///
     /// # Errors
     ///
     /// Any of [`HeapError`]. Counted.
     #[inline]
     pub fn alloc<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, layout: Layout) -> Result<NonNull<u8>, HeapError> {
-        match Source::of(layout) {
+        self.alloc_from(cx, Source::of(layout), layout)
+    }
+
+    /// Memory of a layout from its source.
+    #[inline]
+    fn alloc_from<P: Cpu + LinearMap>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        source: Source,
+        layout: Layout,
+    ) -> Result<NonNull<u8>, HeapError> {
+        match source {
             Source::Slab(class) => cx.pinned(|pin| {
                 if let Some(own) = self.own(pin)
-                    && let Some(slab) = own.current(class)
-                    && let Some(piece) = slab.pop()
+                    && let Some(piece) = own.pop(class)
                 {
                     return Ok(piece);
                 }
@@ -147,8 +157,24 @@ impl<'m, E: Env> Heap<'m, E> {
         }
     }
 
-    /// The same, all bytes zero. Blocks are looked for in memory that is known to be zero first, and cleared with ordinary
-    /// stores, unpinned, if there was none.
+    /// The same, as all the bytes that may be used: [`usable_size`](crate::usable_size) of them, without looking the layout up again.
+    ///
+    /// # Errors
+    ///
+    /// As [`alloc`](Heap::alloc).
+    #[inline]
+    pub fn alloc_usable<P: Cpu + LinearMap>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        layout: Layout,
+    ) -> Result<NonNull<[u8]>, HeapError> {
+        let source = Source::of(layout);
+        let memory = self.alloc_from(cx, source, layout)?;
+        Ok(NonNull::slice_from_raw_parts(memory, source.bytes()))
+    }
+
+    /// The same as [`alloc`](Heap::alloc), all bytes zero. Blocks are looked for in memory that is known to be zero first, and
+    /// cleared with ordinary stores, unpinned, if there was none.
     ///
     /// # Errors
     ///
@@ -176,38 +202,26 @@ impl<'m, E: Env> Heap<'m, E> {
     /// `memory` came from this heap, for this layout, has not been given back since, and nobody uses it any more.
     #[inline]
     pub unsafe fn free<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>, layout: Layout) {
-        match Source::of(layout) {
+        // SAFETY: the caller's promise.
+        unsafe { self.free_to(cx, memory, Source::of(layout)) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`free`](Heap::free), of a layout with this source.
+    #[inline]
+    unsafe fn free_to<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>, source: Source) {
+        match source {
             Source::Slab(class) => {
-                // Exposed: from here on the piece is reached by the slab's address and an offset.
-                let address = memory.as_ptr().expose_provenance();
-                let physical = address.wrapping_sub(self.offset);
-                let offset = (physical & (SHAPES[class as usize].bytes() - 1)) as u32;
-                if cfg!(debug_assertions)
-                    && let Err(misuse) = self.check_piece(physical, class, offset)
-                {
+                let place = self.find_piece(memory, class);
+                if let Some(misuse) = self.misuse_of(class, place) {
                     return self.refuse(misuse);
                 }
-                // SAFETY: a piece of a slab of this class, which begins at a multiple of its size in physical memory, and stays
-                // while a piece of it is in use.
-                let slab = unsafe { Slab::at(address - offset as usize) };
-                let missed = cx.pinned(|pin| {
-                    if let Some(own) = self.own(pin)
-                        && slab.owner() == pin.cpu().0
-                    {
-                        // SAFETY: pinned to the slab's CPU; the piece is the caller's.
-                        unsafe {
-                            let slab = slab.own();
-                            if slab.push(offset) && slab.place() != Place::Current {
-                                self.has_free_pieces(cx, own, slab);
-                            }
-                        }
-                        return false;
+                // SAFETY: the piece is the caller's.
+                unsafe {
+                    if !cx.pinned(|pin| self.own(pin).is_some_and(|own| self.give_piece(cx, pin, own, class, place))) {
+                        self.free_remote(place);
                     }
-                    true
-                });
-                if missed {
-                    // SAFETY: the piece is the caller's.
-                    unsafe { self.free_remote(slab, offset) };
                 }
             }
             // SAFETY: the caller's promise.
@@ -235,16 +249,58 @@ impl<'m, E: Env> Heap<'m, E> {
     ) -> Result<NonNull<u8>, HeapError> {
         // SAFETY: the caller's promise.
         let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
-        if Source::of(layout) == Source::of(wanted) && Source::of(wanted) != Source::TooLarge {
+        let (from, to) = (Source::of(layout), Source::of(wanted));
+        if from == to && to != Source::TooLarge {
             return Ok(memory);
         }
-        let new = self.alloc(cx, wanted)?;
+        let common = layout.size().min(size);
+        if let (Source::Slab(from), Source::Slab(to)) = (from, to)
+            // SAFETY: the caller's promise.
+            && let Some(new) = unsafe { self.move_piece(cx, memory, from, to, common) }
+        {
+            return Ok(new);
+        }
+        let new = self.alloc_from(cx, to, wanted)?;
         // SAFETY: the former memory is the caller's and the new one is ours; the shorter of them is copied.
         unsafe {
-            new.copy_from_nonoverlapping(memory, layout.size().min(size));
-            self.free(cx, memory, layout);
+            new.copy_from_nonoverlapping(memory, common);
+            self.free_to(cx, memory, from);
         }
         Ok(new)
+    }
+
+    /// From a piece of one class to one of another, if there is one at hand: under one pin, for there are 6 KiB to copy at most.
+    ///
+    /// # Safety
+    ///
+    /// As [`free`](Heap::free), of a layout of the class `from`, if it answers a piece; both have the bytes in common.
+    #[inline]
+    unsafe fn move_piece<P: Cpu + LinearMap>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        memory: NonNull<u8>,
+        from: u8,
+        to: u8,
+        common: usize,
+    ) -> Option<NonNull<u8>> {
+        let place = self.find_piece(memory, from);
+        if self.misuse_of(from, place).is_some() {
+            return None;
+        }
+        let (new, given) = cx.pinned(|pin| {
+            let own = self.own(pin)?;
+            let new = own.pop(to)?;
+            // SAFETY: the former piece is the caller's and the new one is ours.
+            unsafe {
+                new.copy_from_nonoverlapping(memory, common);
+                Some((new, self.give_piece(cx, pin, own, from, place)))
+            }
+        })?;
+        if !given {
+            // SAFETY: the piece is the caller's.
+            unsafe { self.free_remote(place) };
+        }
+        Some(new)
     }
 
     /// Gives the calling CPU's empty slabs back to the manager, those that are kept included, and those that other CPUs' frees
@@ -282,6 +338,47 @@ impl<'m, E: Env> Heap<'m, E> {
         self.cpus.get(pin.cpu().0 as usize).map(|cpu| unsafe { cpu.own() })
     }
 
+    /// Where the slab of a piece of a class begins, and the piece's offset in it.
+    #[inline]
+    fn find_piece(&self, memory: NonNull<u8>, class: u8) -> (usize, u32) {
+        // Exposed: from here on the piece is reached by the slab's address and an offset.
+        let address = memory.as_ptr().expose_provenance();
+        // A slab begins at a multiple of its size in physical memory.
+        let offset = address.wrapping_sub(self.offset) & (SHAPES[class as usize].bytes() - 1);
+        (address - offset, offset as u32)
+    }
+
+    /// Gives a piece back to its slab, which begins at `start`; not if that is another CPU's.
+    ///
+    /// # Safety
+    ///
+    /// There is such a slab, and the piece at the offset is the caller's.
+    #[inline]
+    unsafe fn give_piece<P: Cpu + LinearMap>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        pin: CpuPin<'_>,
+        own: OwnCpu<'_>,
+        class: u8,
+        (start, offset): (usize, u32),
+    ) -> bool {
+        // SAFETY: the caller's promise; the slab stays while a piece of it is in use, and is looked at only if it is this CPU's.
+        unsafe {
+            if own.push(class, start, offset) {
+                return true;
+            }
+            let slab = Slab::at(start);
+            if slab.owner() != pin.cpu().0 {
+                return false;
+            }
+            let slab = slab.own();
+            if slab.push(offset) {
+                self.has_free_pieces(cx, own, slab);
+            }
+        }
+        true
+    }
+
     #[cold]
     #[inline(never)]
     fn fail<T>(&self, error: HeapError) -> Result<T, HeapError> {
@@ -308,15 +405,15 @@ impl<'m, E: Env> Heap<'m, E> {
     ) -> Result<NonNull<u8>, HeapError> {
         let Some(own) = self.own(pin) else { return self.fail(HeapError::OtherCpu) };
         loop {
-            if let Some(slab) = own.current(class) {
-                if let Some(piece) = slab.pop() {
-                    return Ok(piece);
-                }
-                // What cannot be put aside has just been given pieces.
-                if slab.replenish() || !slab.put_aside() {
-                    continue;
-                }
-                own.clear_current(class);
+            if let Some(piece) = own.pop(class) {
+                return Ok(piece);
+            }
+            // What cannot be put aside has just been given pieces.
+            if let Some(slab) = own.take_current(class)
+                && (slab.replenish() || !slab.put_aside())
+            {
+                own.set_current(slab);
+                continue;
             }
             if own.advance(class) {
                 continue;
@@ -468,23 +565,29 @@ impl<'m, E: Env> Heap<'m, E> {
         });
     }
 
-    /// Debug builds: whether the piece at an offset of a slab may be freed.
-    fn check_piece(&self, physical: usize, class: u8, offset: u32) -> Result<(), Misuse> {
-        let head = Pfn::new((physical - offset as usize) as u64 >> PAGE_SHIFT);
-        misuse::check(self.frames, head, misuse::slab_of(class))?;
+    /// Debug builds: why the piece at an offset of the slab at `start` may not be freed, if it may not.
+    #[inline]
+    fn misuse_of(&self, class: u8, place: (usize, u32)) -> Option<Misuse> {
+        if cfg!(debug_assertions) { self.check_piece(class, place).err() } else { None }
+    }
+
+    fn check_piece(&self, class: u8, (start, offset): (usize, u32)) -> Result<(), Misuse> {
+        misuse::check(self.frames, self.frame(start), misuse::slab_of(class))?;
         misuse::check_offset(class, offset)?;
         // SAFETY: there is a slab of this class, and it has a piece there, which the caller has or somebody has freed.
-        let free = unsafe { Slab::at(self.address(head)).is_marked(offset) };
+        let free = unsafe { Slab::at(start).is_marked(offset) };
         if free { Err(Misuse::FreedTwice) } else { Ok(()) }
     }
 
-    /// Gives a piece back to another CPU's slab.
+    /// Gives a piece back to another CPU's slab, which begins at `start`.
     ///
     /// # Safety
     ///
-    /// The piece at the offset is the caller's.
+    /// There is such a slab, and the piece at the offset is the caller's.
     #[inline(never)]
-    unsafe fn free_remote(&self, slab: Slab, offset: u32) {
+    unsafe fn free_remote(&self, (start, offset): (usize, u32)) {
+        // SAFETY: the slab stays while a piece of it is in use; its owner's number stays as it is.
+        let slab = unsafe { Slab::at(start) };
         let owner = slab.owner();
         // SAFETY: the caller's piece, until it is pushed.
         if slab.remote().push(offset, |next| unsafe { slab.link(offset, next) })
@@ -539,9 +642,8 @@ impl<'m, E: Env> Heap<'m, E> {
     fn trim_own<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>) {
         self.serve(cx, own);
         for class in 0..SHAPES.len() as u8 {
-            if let Some(slab) = own.current(class).filter(|slab| slab.is_empty()) {
-                own.clear_current(class);
-                own.link(slab);
+            if let Some(slab) = own.take_current(class) {
+                if slab.is_empty() { own.link(slab) } else { own.set_current(slab) }
             }
             for slab in own.listed(class).filter(|slab| slab.is_empty()) {
                 self.retire(cx, own, slab);

@@ -5,15 +5,17 @@
 
 use crate::class::CLASSES;
 use crate::remote::Woken;
-use crate::slab::{Header, OwnSlab, Place, Slab};
+use crate::slab::{Header, OwnSlab, Pieces, Place, Slab};
 use core::cell::UnsafeCell;
-use core::ptr::null_mut;
+use core::ptr::{NonNull, null_mut};
 use hugemm_base::counters::CpuCounter;
 use hugemm_base::sync::AtomicU64;
 
 /// One class's slabs on one CPU.
 struct List {
     current: *mut Header,
+    /// The current slab's; none if there is no such slab.
+    pieces: Pieces,
     first: *mut Header,
     last: *mut Header,
     /// Whether an empty slab is on the list, to be kept.
@@ -42,7 +44,8 @@ unsafe impl Sync for PerCpu {}
 impl PerCpu {
     pub(crate) fn new() -> Self {
         let lists = UnsafeCell::new(
-            [const { List { current: null_mut(), first: null_mut(), last: null_mut(), keeps: false } }; CLASSES],
+            [const { List { current: null_mut(), pieces: Pieces::NONE, first: null_mut(), last: null_mut(), keeps: false } };
+                CLASSES],
         );
         let own = Own { lists, taken: CpuCounter::default(), given: CpuCounter::default() };
         PerCpu { woken: Woken::new(AtomicU64::new(0)), own }
@@ -88,24 +91,50 @@ impl OwnCpu<'_> {
         self.0.own.given.add(pages);
     }
 
-    /// The slab that allocations come from.
+    /// Takes a free piece of the slab that allocations come from.
     #[inline]
-    pub(crate) fn current(self, class: u8) -> Option<OwnSlab> {
-        // SAFETY: pinned.
-        OwnSlab::from_link(unsafe { (*self.list(class)).current })
+    pub(crate) fn pop(self, class: u8) -> Option<NonNull<u8>> {
+        let list = self.list(class);
+        // SAFETY: pinned; the pieces are the current slab's, and there are none without one.
+        unsafe { (*list).pieces.pop((*list).current) }
+    }
+
+    /// Gives a piece of the slab at `start` back, if allocations come from that.
+    ///
+    /// # Safety
+    ///
+    /// The piece at the offset is the caller's.
+    #[inline]
+    pub(crate) unsafe fn push(self, class: u8, start: usize, offset: u32) -> bool {
+        let list = self.list(class);
+        // SAFETY: pinned; the pieces are the current slab's, which is not null, and the piece is the caller's.
+        unsafe {
+            if (*list).current.addr() != start {
+                return false;
+            }
+            (*list).pieces.push((*list).current, offset);
+        }
+        true
     }
 
     /// Makes a slab that is on no list the one that allocations come from.
     pub(crate) fn set_current(self, slab: OwnSlab) {
+        let list = self.list(slab.class());
         slab.set_place(Place::Current);
         // SAFETY: pinned.
-        unsafe { (*self.list(slab.class())).current = slab.as_link() }
+        unsafe { ((*list).current, (*list).pieces) = (slab.as_link(), slab.pieces()) }
     }
 
-    /// There is none; what it was goes where the caller puts it.
-    pub(crate) fn clear_current(self, class: u8) {
+    /// Takes the slab that allocations come from, if there is one: it goes where the caller puts it.
+    pub(crate) fn take_current(self, class: u8) -> Option<OwnSlab> {
+        let list = self.list(class);
         // SAFETY: pinned.
-        unsafe { (*self.list(class)).current = null_mut() }
+        unsafe {
+            let slab = OwnSlab::from_link((*list).current)?;
+            slab.set_pieces((*list).pieces);
+            ((*list).current, (*list).pieces) = (null_mut(), Pieces::NONE);
+            Some(slab)
+        }
     }
 
     /// Allocations come from the first slab of the list, if there is one.

@@ -1,7 +1,8 @@
 //! A slab: a block of frames that is divided into pieces of one size, and belongs to one CPU.
 //!
 //! Its header is its first bytes, so it is found by rounding a piece's address down. The header's first line is for the owner,
-//! under its pin; the other line is what all CPUs use.
+//! under its pin; the other line is what all CPUs use. Headers lie at multiples of 4096, so those of all sizes share a few sets of a
+//! cache: while allocations come from a slab its [`Pieces`] are with its owner's lists, and its header is left alone.
 //!
 //! A free piece holds the offset of the next one in its first four bytes. Pieces that were never used are not linked: the
 //! slab's memory is touched as it is needed.
@@ -26,13 +27,61 @@ pub(crate) enum Place {
     Full,
 }
 
-/// What the owner knows.
-#[repr(C, align(64))]
-struct Own {
+/// Which pieces of a slab are free, and how many are not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pieces {
     /// Offset of the first free piece; 0 for none.
     free: u32,
     /// Pieces that are not free, those included that others have freed and the owner has not taken.
     used: u32,
+}
+
+impl Pieces {
+    /// None is free, and none is used.
+    pub(crate) const NONE: Pieces = Pieces { free: 0, used: 0 };
+
+    /// Takes a free piece.
+    ///
+    /// # Safety
+    ///
+    /// They are the slab's with this header; if there are none, it may be null.
+    #[inline]
+    pub(crate) unsafe fn pop(&mut self, slab: *mut Header) -> Option<NonNull<u8>> {
+        if self.free == 0 {
+            return None;
+        }
+        // SAFETY: a free piece of the slab, which holds its link, written by `link`.
+        unsafe {
+            let piece = Slab(NonNull::new_unchecked(slab)).piece(self.free);
+            self.free = piece.cast::<u32>().read();
+            if cfg!(debug_assertions) {
+                piece.cast::<u32>().add(1).write(0);
+            }
+            self.used = self.used.wrapping_add(1);
+            Some(piece)
+        }
+    }
+
+    /// Gives a piece back; whether the slab had no free one, or none is used any more.
+    ///
+    /// # Safety
+    ///
+    /// They are the slab's with this header; `offset` is that of a piece that is in use, and whose user is the caller.
+    #[inline]
+    pub(crate) unsafe fn push(&mut self, slab: *mut Header, offset: u32) -> bool {
+        let before = self.free;
+        // SAFETY: the slab is there, and the piece is the caller's.
+        unsafe { Slab(NonNull::new_unchecked(slab)).link(offset, before) };
+        (self.free, self.used) = (offset, self.used.wrapping_sub(1));
+        before == 0 || self.used == 0
+    }
+}
+
+/// What the owner knows.
+#[repr(C, align(64))]
+struct Own {
+    /// Out of date while allocations come from the slab.
+    pieces: Pieces,
     /// Offset of the first piece that was never used.
     fresh: u32,
     class: u8,
@@ -83,8 +132,7 @@ impl Slab {
         // SAFETY: the caller's promise; a frame has room for a header.
         unsafe {
             (&raw mut (*header.as_ptr()).own).write(Own {
-                free: 0,
-                used: 0,
+                pieces: Pieces::NONE,
                 fresh,
                 class,
                 place: Place::Current,
@@ -232,8 +280,7 @@ macro_rules! fields {
 
 impl OwnSlab {
     fields! {
-        free, set_free: u32;
-        used, set_used: u32;
+        pieces, set_pieces: Pieces;
         fresh, set_fresh: u32;
         place, set_place: Place;
         armed, set_armed: bool;
@@ -273,45 +320,26 @@ impl OwnSlab {
         &SHAPES[self.class() as usize]
     }
 
-    /// Takes a free piece.
-    #[inline]
-    pub(crate) fn pop(self) -> Option<NonNull<u8>> {
-        let offset = self.free();
-        if offset == 0 {
-            return None;
-        }
-        let piece = self.0.piece(offset);
-        // SAFETY: a free piece of the slab, which holds its link, written by `link`.
-        unsafe {
-            self.set_free(piece.cast::<u32>().read());
-            if cfg!(debug_assertions) {
-                piece.cast::<u32>().add(1).write(0);
-            }
-        }
-        self.set_used(self.used().wrapping_add(1));
-        Some(piece)
-    }
-
     /// Gives a piece back; whether the slab had no free one, or none is used any more.
     ///
     /// # Safety
     ///
-    /// `offset` is that of a piece that is in use, and whose user is the caller.
+    /// `offset` is that of a piece that is in use, and whose user is the caller. Allocations do not come from the slab.
     #[inline]
     pub(crate) unsafe fn push(self, offset: u32) -> bool {
-        let (before, used) = (self.free(), self.used().wrapping_sub(1));
-        // SAFETY: the piece is the caller's.
-        unsafe { self.0.link(offset, before) };
-        self.set_free(offset);
-        self.set_used(used);
-        before == 0 || used == 0
+        let mut pieces = self.pieces();
+        // SAFETY: the caller's promise.
+        let told = unsafe { pieces.push(self.as_link(), offset) };
+        self.set_pieces(pieces);
+        told
     }
 
     /// Finds free pieces for a slab that has run out: what others have freed, or what was never used. Whether there are any.
+    /// Allocations do not come from it.
     pub(crate) fn replenish(self) -> bool {
+        let used = self.pieces().used;
         if let Some((first, count)) = self.0.remote().take() {
-            self.set_free(first);
-            self.set_used(self.used().wrapping_sub(count));
+            self.set_pieces(Pieces { free: first, used: used.wrapping_sub(count) });
             return true;
         }
         let (shape, fresh) = (self.shape(), self.fresh());
@@ -324,13 +352,13 @@ impl OwnSlab {
             offset = next;
         }
         self.set_fresh(end);
-        self.set_free(if fresh < end { fresh } else { 0 });
+        self.set_pieces(Pieces { free: if fresh < end { fresh } else { 0 }, used });
         fresh < end
     }
 
-    /// Whether every piece is free, those included that others have freed.
+    /// Whether every piece is free, those included that others have freed. Allocations do not come from it.
     pub(crate) fn is_empty(self) -> bool {
-        self.used() == self.0.remote().count()
+        self.pieces().used == self.0.remote().count()
     }
 
     /// Puts a slab without free pieces aside until one is freed; not if others have freed some.
@@ -368,6 +396,14 @@ mod tests {
         unsafe { Slab::new(NonNull::from(block).cast(), Pfn::new(0), class, 0).own() }
     }
 
+    fn pop(slab: OwnSlab) -> Option<NonNull<u8>> {
+        let mut pieces = slab.pieces();
+        // SAFETY: the slab's.
+        let piece = unsafe { pieces.pop(slab.as_link()) };
+        slab.set_pieces(pieces);
+        piece
+    }
+
     /// Pieces that were never used are linked a few at a time, and the others' memory stays as it is.
     #[test]
     fn memory_is_touched_as_it_is_needed() {
@@ -376,13 +412,13 @@ mod tests {
         let touched = (slab.shape().first + FRESH * 128) as usize;
         assert!(slab.replenish() && touched + 128 < slab.shape().end as usize);
         for _ in 0..FRESH {
-            assert!(slab.pop().is_some());
+            assert!(pop(slab).is_some());
         }
-        assert!(slab.pop().is_none() && slab.replenish() && slab.pop().is_some());
+        assert!(pop(slab).is_none() && slab.replenish() && pop(slab).is_some());
         // The second few begin where the first end, and there are no more than there is room for.
         assert_eq!(slab.fresh(), slab.shape().end.min(touched as u32 + FRESH * 128));
-        while slab.pop().is_some() || slab.replenish() {}
-        assert_eq!((slab.used(), slab.free()), ((4096 - 128) / 128, 0));
+        while pop(slab).is_some() || slab.replenish() {}
+        assert_eq!(slab.pieces(), Pieces { free: 0, used: (4096 - 128) / 128 });
 
         let mut block = Block([0xaa; 4096]);
         assert!(self::slab(&mut block).replenish());
@@ -395,11 +431,11 @@ mod tests {
         let mut block = Block([0; 4096]);
         let own = slab(&mut block);
         let offset = own.shape().first;
-        own.set_used(1);
+        own.set_pieces(Pieces { free: 0, used: 1 });
         // SAFETY: nobody has the piece.
         assert!(!own.slab().remote().push(offset, |next| unsafe { own.slab().link(offset, next) }));
         assert!(!own.put_aside() && !own.armed());
-        assert!(own.replenish() && own.pop().is_some());
+        assert!(own.replenish() && pop(own).is_some());
         assert!(own.put_aside() && own.armed() && own.place() == Place::Full);
     }
 }
