@@ -2,16 +2,36 @@
 //!
 //! That trait has no `self`, so a kernel says in one [`Home`] where its manager and its platform are:
 //!
-//! ```ignore
+//! ```
+//! # #[cfg(target_arch = "x86_64")] {
+//! use hugemm_frames::{Carved, Frames};
+//! use hugemm_page_table_multiarch::{Home, HugeFrames};
+//! # use hugemm_threads::{Memory as MyMemory, Threads};
+//! # type MyPlatform = Threads<MyMemory>;
+//! # use std::sync::OnceLock as Once;
+//!
+//! static PLATFORM: Once<MyPlatform> = Once::new();
+//! static FRAMES: Once<Frames<'static, Carved>> = Once::new();
+//!
 //! struct Kernel;
-//! // SAFETY: page tables are edited by tasks on this platform's CPUs.
+//! // SAFETY: all who edit page tables are tasks on this platform's CPUs.
 //! unsafe impl Home for Kernel {
 //!     type Platform = MyPlatform;
 //!     type Env = Carved;
 //!     fn frames() -> Option<&'static Frames<'static, Carved>> { FRAMES.get() }
-//!     fn platform() -> &'static MyPlatform { &PLATFORM }
+//!     fn platform() -> &'static MyPlatform { PLATFORM.get().expect("set before the frames") }
 //! }
-//! let table = X64PageTable::<HugeFrames<Kernel>>::try_new()?;
+//! type Tables = page_table_multiarch::x86_64::X64PageTable<HugeFrames<Kernel>>;
+//!
+//! # let (threads, ram) = Threads::with_memory(4 << 20);
+//! # let platform = PLATFORM.get_or_init(|| threads);
+//! # let frames = FRAMES.get_or_init(|| Frames::carve(&platform.cx(), ram).expect("memory"));
+//! # let before = frames.available(&platform.cx());
+//! let table = Tables::try_new().expect("memory");
+//! # assert_eq!(frames.available(&platform.cx()), before - 1);
+//! # drop(table);
+//! # assert_eq!(frames.available(&platform.cx()), before);
+//! # }
 //! ```
 #![no_std]
 #![warn(missing_debug_implementations)]

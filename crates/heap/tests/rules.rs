@@ -185,6 +185,23 @@ fn empty_slabs_go_back_but_for_one() {
     });
 }
 
+/// A trim leaves the slab in use where it is: what comes next is from there, not from one that has waited.
+#[test]
+fn a_trim_leaves_the_slab_in_use() {
+    with_heap(8, |threads, _, heap| {
+        let (cx, wanted) = (threads.cx(), layout(6144, 8));
+        let slab = |memory: NonNull<u8>| memory.addr().get() >> 15;
+        // One slab of five pieces, and two of another.
+        let mut held: Vec<_> = (0..7).map(|_| heap.alloc(&cx, wanted).expect("memory")).collect();
+        free(heap, &cx, held.swap_remove(0), wanted);
+        heap.trim(&cx);
+        let next = heap.alloc(&cx, wanted).expect("memory");
+        assert!(held.iter().filter(|memory| slab(**memory) == slab(next)).count() == 2);
+        held.push(next);
+        held.into_iter().for_each(|memory| free(heap, &cx, memory, wanted));
+    });
+}
+
 /// Slabs that are kept, and those that others have emptied, are given back before memory is said to be out.
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes")]
@@ -565,6 +582,11 @@ fn wrong_frees_are_named_and_left_alone() {
         free(heap, &cx, spare, small);
         assert_eq!((heap.stats().misused, heap.stats().last_misuse), (14, Some(Misuse::FreedTwice)));
         run_as(0);
+        // So is a wrong change of size, which gives memory of its own all the same.
+        // SAFETY: of the test's memory, with another size, which is left alone.
+        let moved = unsafe { heap.realloc(&cx, piece, layout(200, 8), 300) }.expect("memory");
+        assert_eq!((heap.stats().misused, heap.stats().last_misuse), (15, Some(Misuse::NotAllocated)));
+        free(heap, &cx, moved, layout(300, 8));
         free(heap, &cx, piece, small);
         free(heap, &cx, block, large);
         frames.free(&cx, page);
@@ -575,7 +597,7 @@ fn wrong_frees_are_named_and_left_alone() {
             (0..25).for_each(|word| unsafe { memory.cast::<u32>().add(word).write(value) });
             free(heap, &cx, memory, small);
         }
-        assert_eq!(heap.stats().misused, 14);
+        assert_eq!(heap.stats().misused, 15);
     });
 }
 
