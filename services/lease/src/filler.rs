@@ -30,13 +30,58 @@ pub fn fill(daemon: &Daemon, manners: &Manners, free: impl Fn() -> Option<u64>) 
         daemon.waits(error);
         return;
     }
-    let began = Instant::now();
+    fill_on(&ThisMachine { began: Instant::now(), free }, daemon, manners);
+}
+
+fn fill_on(machine: &impl Machine, daemon: &Daemon, manners: &Manners) {
     // More than any machine does.
     let mut throttle = Throttle::new(manners.cap.unwrap_or(64 << 30));
     while let Some(bytes) = daemon.wait_for_missing() {
-        let mut filler = Filler { daemon, manners, began, throttle: &mut throttle, looked: None };
-        let file = filler.file(bytes, &free);
+        let mut filler = Filler { machine, daemon, manners, throttle: &mut throttle, looked: None };
+        let file = filler.file(bytes);
         daemon.fill_ended(file);
+    }
+}
+
+/// What filling finds: time, pages, others. Tests have one on which nobody waits, so that how fast it fills is not a matter of how
+/// busy the machine is that they run on.
+trait Machine {
+    /// The time since some beginning.
+    fn now(&self) -> Duration;
+    /// Lets so much time go by; false if the daemon has stopped, or is drained, before.
+    fn wait(&self, daemon: &Daemon, pause: Duration) -> bool;
+    /// Whether others wait for what filling uses.
+    fn is_busy(&self) -> bool;
+    /// As [`fill`] says.
+    fn free(&self) -> Option<u64>;
+    /// Fills a part of a file.
+    fn fill(&self, file: &MemoryFile, from: u64, to: u64) -> Result<(), FileError>;
+}
+
+struct ThisMachine<F> {
+    began: Instant,
+    free: F,
+}
+
+impl<F: Fn() -> Option<u64>> Machine for ThisMachine<F> {
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    fn wait(&self, daemon: &Daemon, pause: Duration) -> bool {
+        daemon.may_go_on(pause)
+    }
+
+    fn is_busy(&self) -> bool {
+        machine_is_busy()
+    }
+
+    fn free(&self) -> Option<u64> {
+        (self.free)()
+    }
+
+    fn fill(&self, file: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
+        file.fill(from, to)
     }
 }
 
@@ -63,67 +108,68 @@ fn prepare_thread(node: Option<u32>, cpus: &[usize]) -> Result<(), String> {
     Ok(())
 }
 
-struct Filler<'a> {
+struct Filler<'a, M> {
+    machine: &'a M,
     daemon: &'a Daemon,
     manners: &'a Manners,
-    began: Instant,
     throttle: &'a mut Throttle,
-    looked: Option<Instant>,
+    looked: Option<Duration>,
 }
 
-impl Filler<'_> {
+impl<M: Machine> Filler<'_, M> {
     /// A full file, or nothing if there is no going on with it.
-    fn file(&mut self, bytes: u64, free: &impl Fn() -> Option<u64>) -> Option<MemoryFile> {
-        let page = self.daemon.config().page;
+    fn file(&mut self, bytes: u64) -> Option<MemoryFile> {
+        let (machine, daemon) = (self.machine, self.daemon);
+        let page = daemon.config().page;
         let file = match MemoryFile::new(page, bytes) {
             Ok(file) => file,
             Err(error) => {
-                self.daemon.waits(no_file(page, error));
-                self.daemon.may_go_on(RETRY);
+                daemon.waits(no_file(page, error));
+                machine.wait(daemon, RETRY);
                 return None;
             }
         };
         let mut done = 0;
         while done < bytes {
-            if self.looked.is_none_or(|looked| looked.elapsed() >= LOOK) {
-                self.throttle.observe(machine_is_busy());
-                self.looked = Some(Instant::now());
+            if self.looked.is_none_or(|looked| machine.now() - looked >= LOOK) {
+                self.throttle.observe(machine.is_busy());
+                self.looked = Some(machine.now());
             }
-            let pause = self.throttle.pause(self.began.elapsed()).max(self.daemon.rest());
-            if !self.daemon.may_go_on(pause) {
+            let pause = self.throttle.pause(machine.now()).max(daemon.rest());
+            if !machine.wait(daemon, pause) {
                 return None;
             }
-            if !self.daemon.rest().is_zero() {
+            if !daemon.rest().is_zero() {
                 // Another lease meanwhile.
                 continue;
             }
             let chunk = self.throttle.chunk(page.bytes()).min(bytes - done);
-            if let Some(free) = free()
+            if let Some(free) = machine.free()
                 && free < self.manners.keep_free.saturating_add(chunk)
             {
-                self.daemon.waits(no_pages(page, bytes - done, free, self.manners.keep_free));
-                if !self.daemon.may_go_on(RETRY) {
+                daemon.waits(no_pages(page, bytes - done, free, self.manners.keep_free));
+                if !machine.wait(daemon, RETRY) {
                     return None;
                 }
                 continue;
             }
-            self.throttle.begin(self.began.elapsed(), chunk);
-            self.daemon.fills();
-            let (time, cpu) = (Instant::now(), background::cpu_time());
-            match file.fill(done, done + chunk) {
+            self.throttle.begin(machine.now(), chunk);
+            daemon.fills();
+            let (time, cpu) = (machine.now(), background::cpu_time());
+            match machine.fill(&file, done, done + chunk) {
                 Ok(()) => {
                     done += chunk;
-                    self.daemon.filled(chunk, time.elapsed(), background::cpu_time() - cpu);
+                    daemon.filled(chunk, machine.now() - time, background::cpu_time() - cpu);
                 }
                 Err(FileError::NoPages) => {
-                    self.daemon.waits(no_pages(page, bytes - done, 0, self.manners.keep_free));
-                    if !self.daemon.may_go_on(RETRY) {
+                    daemon.waits(no_pages(page, bytes - done, 0, self.manners.keep_free));
+                    if !machine.wait(daemon, RETRY) {
                         return None;
                     }
                 }
                 Err(error) => {
-                    self.daemon.waits(error.to_string());
-                    self.daemon.may_go_on(RETRY);
+                    daemon.waits(error.to_string());
+                    machine.wait(daemon, RETRY);
                     return None;
                 }
             }
@@ -158,8 +204,77 @@ mod tests {
     use crate::daemon::{PoolConfig, REST};
     use crate::policy::{Asker, LendingPolicy};
     use crate::stock::Shapes;
+    use crate::throttle::most_in_a_second;
     use crate::wire::Wish;
-    use std::cell::Cell;
+    use std::cell::{Cell, RefCell};
+
+    /// Time goes by when somebody waits for it, and there are as many pages as are wanted. A wait may take longer, as one of a thread at
+    /// idle priority does.
+    #[derive(Default)]
+    struct Paced {
+        now: Cell<Duration>,
+        late: Duration,
+        filled: RefCell<Vec<(Duration, u64)>>,
+    }
+
+    impl Machine for Paced {
+        fn now(&self) -> Duration {
+            self.now.get()
+        }
+
+        fn wait(&self, daemon: &Daemon, pause: Duration) -> bool {
+            let seldom = self.filled.borrow().len() % 7 == 3;
+            self.now.set(self.now.get() + pause + if seldom { self.late } else { Duration::ZERO });
+            daemon.may_go_on(Duration::ZERO)
+        }
+
+        fn is_busy(&self) -> bool {
+            false
+        }
+
+        fn free(&self) -> Option<u64> {
+            None
+        }
+
+        fn fill(&self, _: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
+            self.filled.borrow_mut().push((self.now.get(), to - from));
+            Ok(())
+        }
+    }
+
+    /// As the daemon's thread fills: in no second more than a tenth above `--max-bandwidth`, and in all no less than it allows.
+    #[test]
+    fn no_second_sees_more_than_the_cap_and_a_tenth() {
+        let page = Page::Transparent;
+        // Files of some seconds each, and of a few chunks.
+        for (cap, file) in [(24, 60), (50, 7), (1000, 4000), (333, 2)].map(|(cap, pages)| (cap * page.bytes(), pages)) {
+            for late in [Duration::ZERO, Duration::from_millis(700)] {
+                let files = 200_u64.div_ceil(file).max(2);
+                let shapes = Shapes(vec![file * page.bytes(); files as usize]);
+                let policy = LendingPolicy::closed(0);
+                let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+                let machine = Paced { late, ..Paced::default() };
+                let manners = Manners { cap: Some(cap), ..Manners::default() };
+                std::thread::scope(|scope| {
+                    let daemon = &daemon;
+                    scope.spawn(move || {
+                        while daemon.status().ready.len() < files as usize {
+                            std::thread::yield_now();
+                        }
+                        daemon.stop();
+                    });
+                    fill_on(&machine, daemon, &manners);
+                });
+                let filled = machine.filled.borrow();
+                let all: u64 = filled.iter().map(|(_, bytes)| bytes).sum();
+                assert_eq!(all, files * file * page.bytes());
+                let most = most_in_a_second(&filled);
+                assert!(most * 10 <= cap * 11, "{most} bytes in a second at a cap of {cap}");
+                let rate = all as f64 / machine.now().as_secs_f64();
+                assert!(!late.is_zero() || rate > 0.9 * cap as f64, "and it is used: {rate} of {cap}");
+            }
+        }
+    }
 
     #[test]
     fn a_program_starts_before_the_next_file_is_filled() {
@@ -169,19 +284,19 @@ mod tests {
         // As if nothing were free; says when it was looked at, and ends the filling.
         let looked = || {
             let at = Cell::new(None);
-            let mut filler = Filler {
-                daemon: &daemon,
-                manners: &Manners::default(),
-                began: Instant::now(),
-                throttle: &mut Throttle::new(1 << 30),
-                looked: None,
-            };
             let free = || {
                 at.set(Some(Instant::now()));
                 daemon.drain(true);
                 Some(0)
             };
-            assert!(filler.file(page.bytes(), &free).is_none());
+            let mut filler = Filler {
+                machine: &ThisMachine { began: Instant::now(), free },
+                daemon: &daemon,
+                manners: &Manners::default(),
+                throttle: &mut Throttle::new(1 << 30),
+                looked: None,
+            };
+            assert!(filler.file(page.bytes()).is_none());
             daemon.drain(false);
             at.get().expect("looked")
         };

@@ -79,19 +79,18 @@ fn some_avg10(text: &str) -> Option<f64> {
     line.split_whitespace().find_map(|word| word.strip_prefix("avg10="))?.parse().ok()
 }
 
+/// The most bytes of the `done`, each with its time, in any second.
+#[cfg(test)]
+pub(crate) fn most_in_a_second(done: &[(Duration, u64)]) -> u64 {
+    let second = |at: Duration| done.iter().filter(move |(t, _)| *t >= at && *t < at + Duration::from_secs(1));
+    done.iter().map(|(at, _)| second(*at).map(|(_, bytes)| bytes).sum()).max().unwrap_or(0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
-
-    const SECOND: Duration = Duration::from_secs(1);
-
-    /// The most bytes of the `done`, each with its time, in any second.
-    fn most_in_a_second(done: &[(Duration, u64)]) -> u64 {
-        let second = |at: Duration| done.iter().filter(move |(t, _)| *t >= at && *t < at + SECOND);
-        done.iter().map(|(at, _)| second(*at).map(|(_, bytes)| bytes).sum()).max().unwrap_or(0)
-    }
 
     /// Chunks as fast as they are allowed by a thread that is kept from running at any point, as one at idle priority is: in no
     /// second more than the cap is begun, nor more than a tenth above it ended.

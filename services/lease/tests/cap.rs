@@ -1,4 +1,5 @@
-//! The cap on filling, on this machine's pages.
+//! The cap on filling, on this machine's pages and in its time. One that is busy fills less than it may, so haste is what the test of
+//! `filler` looks for, whose time goes by when it is waited for.
 
 mod support;
 
