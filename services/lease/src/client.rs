@@ -161,8 +161,17 @@ impl Connection {
     pub fn ask(&self, request: &Request) -> Result<(Answer, Option<OwnedFd>), ClientError> {
         let patience = (!matches!(request, Request::Lease(_))).then_some(PATIENCE);
         set_socket_timeout(&self.0, Timeout::Recv, patience).map_err(io::Error::from)?;
-        wire::send(self.0.as_fd(), request, None)?;
-        let answer = wire::receive(self.0.as_fd()).map_err(|error| match error.kind() {
+        match wire::send(self.0.as_fd(), request, None) {
+            // A daemon that has nothing for this user says so at once, and closes the connection.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+            other => other?,
+        }
+        let mut answer = wire::receive(self.0.as_fd());
+        if answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset) {
+            // The kernel tells first that the request was not read, then what was said before.
+            answer = wire::receive(self.0.as_fd());
+        }
+        let answer = answer.map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => io::Error::other("no answer in 5 s; is it stopped?"),
             _ => error,
         });

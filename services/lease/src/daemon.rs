@@ -1,11 +1,12 @@
 //! The daemon's state: what is ready, who has what; taking, lending, ending. No socket here, and no thread of its own.
 
 use crate::kept::{Kept, MOST_NAME, OwnerProcess};
+use crate::left::{Watch, Watches};
 use crate::log;
 use crate::memory_file::{FileError, MemoryFile, Page};
 use crate::policy::{Asker, LendingPolicy, Refusal};
 use crate::service;
-use crate::status::{Counts, Filling, KeptMemory, LeaseTimes, Lent, Status};
+use crate::status::{Counts, Filling, KeptMemory, LeaseTimes, Left, Lent, Status};
 use crate::stock::{Choice, Shapes, choose, missing};
 use crate::wire::{Forget, KeepAs, Leased, Refused, RefusedKind, Seen, Wish};
 use rustix::rand::GetRandomFlags;
@@ -40,6 +41,7 @@ pub struct Daemon {
     state: Mutex<State>,
     /// Something of the state is different: what is ready, what it is told to do.
     changed: Condvar,
+    watches: Watches,
     /// Where a line is written for each event.
     log: Option<File>,
 }
@@ -55,6 +57,8 @@ struct State {
     stopping: bool,
     leases: BTreeMap<u64, Lease>,
     kept: BTreeMap<(u32, String), KeptEntry>,
+    /// What was lent, is nobody's now as far as leases say, and may be somebody's still.
+    left: Vec<(Watch, Left)>,
     leases_ever: u64,
     /// When filling was put off last, for [`REST`].
     put_off: Option<Instant>,
@@ -72,12 +76,15 @@ struct Lease {
     since: Instant,
     /// Under which name the memory is kept.
     keep: Option<String>,
+    /// What says whether anybody has the memory.
+    watch: Option<Watch>,
 }
 
 #[derive(Debug)]
 struct KeptEntry {
     memory: Kept,
     lease: Option<u64>,
+    watch: Option<Watch>,
 }
 
 /// A chunk that takes longer than this is filled by a thread that others keep from running: it takes hundredths of a second, the
@@ -102,11 +109,12 @@ impl Lease {
 }
 
 impl State {
-    /// What a user has: leases, and kept memory that no lease has now.
+    /// What a user has: leases, kept memory that no lease has now, and what is left of leases.
     fn has(&self, uid: u32) -> u64 {
         let leased = self.leases.values().filter(|lease| lease.uid == uid).map(|lease| lease.bytes);
         let kept = self.kept.iter().filter(|((owner, _), kept)| *owner == uid && kept.lease.is_none());
-        leased.chain(kept.map(|(_, kept)| kept.memory.bytes())).sum()
+        let left = self.left.iter().filter(|(_, left)| left.uid == uid).map(|(_, left)| left.bytes);
+        leased.chain(kept.map(|(_, kept)| kept.memory.bytes())).chain(left).sum()
     }
 
     /// By how much no file is to grow at present.
@@ -136,7 +144,7 @@ fn refused(kind: RefusedKind, message: impl Into<String>) -> Refused {
 impl Daemon {
     /// With nothing ready.
     pub fn new(config: PoolConfig) -> Self {
-        Daemon { config, state: Mutex::default(), changed: Condvar::new(), log: None }
+        Daemon { config, state: Mutex::default(), changed: Condvar::new(), watches: Watches::new(), log: None }
     }
 
     /// The same, with a line in `log` for each event.
@@ -180,8 +188,9 @@ impl Daemon {
         let mut state = self.state();
         let (uid, name) = memory.key();
         let asker = Asker { uid, gid: uid };
-        let lease = running.map(|owner| state.enter(asker, owner.pid(), memory.bytes(), Some(name.clone())));
-        state.kept.insert((uid, name), KeptEntry { memory, lease });
+        let watch = memory.memory().ok().and_then(|file| self.watches.add(file));
+        let lease = running.map(|owner| state.enter(asker, owner.pid(), memory.bytes(), Some(name.clone()), watch));
+        state.kept.insert((uid, name), KeptEntry { memory, lease, watch });
         lease
     }
 
@@ -252,14 +261,18 @@ impl Daemon {
         }
         let lease = {
             let mut state = self.state();
+            state.forget_returned(&self.watches);
             let allowed = policy.allows(asker, wish.bytes, state.has(asker.uid), *node);
             allowed.map_err(|why: Refusal| refused(RefusedKind::LendingPolicy, why.to_string()))?;
             // Entered before anything is taken, so that two requests at once do not pass the quota together.
             let keep = wish.keep.as_ref().map(|keep| keep.name.clone());
-            state.enter(asker, pid, wish.bytes, keep)
+            state.enter(asker, pid, wish.bytes, keep, None)
         };
         match self.take(asker, wish.bytes) {
-            Ok((file, filled_late)) => {
+            Ok((file, filled_late, watch)) => {
+                if let Some(entered) = self.state().leases.get_mut(&lease) {
+                    entered.watch = watch;
+                }
                 let leased = Leased {
                     lease,
                     bytes: wish.bytes,
@@ -278,8 +291,8 @@ impl Daemon {
         }
     }
 
-    /// A file of the length, marked as lent, and how many bytes of it were filled just now.
-    fn take(&self, asker: Asker, bytes: u64) -> Result<(MemoryFile, u64), Refused> {
+    /// A file of the length, marked as lent, how many bytes of it were filled just now, and what says whether anybody has it.
+    fn take(&self, asker: Asker, bytes: u64) -> Result<(MemoryFile, u64, Option<Watch>), Refused> {
         let short = |had, why: &str| {
             let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
             Err(refused(RefusedKind::Empty, message))
@@ -301,8 +314,10 @@ impl Daemon {
             service::let_go(&file);
             let had = file.bytes();
             // Whoever fills is told when it is certain that something is missing, and whether a program starts.
-            match prepare(&mut file, had, bytes).and_then(|()| file.make_lent(asker.uid, asker.gid)) {
-                Ok(()) => {
+            let prepared = prepare(&mut file, had, bytes);
+            let watch = || self.watches.add(&file);
+            match prepared.and_then(|()| file.make_lent_after(asker.uid, asker.gid, watch)) {
+                Ok(watch) => {
                     let late = bytes.saturating_sub(had);
                     let mut state = self.state();
                     state.counts.filled_late_bytes += late;
@@ -310,7 +325,7 @@ impl Daemon {
                         state.put_off = Some(Instant::now());
                     }
                     self.changed.notify_all();
-                    return Ok((file, late));
+                    return Ok((file, late, watch));
                 }
                 // It goes back to the kernel, which knows which page of it is broken.
                 Err(FileError::HwPoisoned) => {
@@ -356,10 +371,11 @@ impl Daemon {
         let refusal = match secret().map(new) {
             Some(Ok(memory)) => {
                 let mut state = self.state();
+                let watch = state.leases.get(&leased.lease).and_then(|lease| lease.watch);
                 if let Entry::Vacant(entry) = state.kept.entry(memory.key()) {
                     service::store_kept(&memory);
                     leased.secret = Some(memory.secret().to_owned());
-                    entry.insert(KeptEntry { memory, lease: Some(leased.lease) });
+                    entry.insert(KeptEntry { memory, lease: Some(leased.lease), watch });
                     return Ok((leased, file.into_fd()));
                 }
                 "another program has just taken that name"
@@ -390,7 +406,8 @@ impl Daemon {
             return no(&format!("it cannot be written who has the memory: {error}"));
         }
         let (page, secret) = (kept.memory.page(), kept.memory.secret().to_owned());
-        let lease = state.enter(asker, pid, bytes, Some(keep.name.clone()));
+        let watch = kept.watch;
+        let lease = state.enter(asker, pid, bytes, Some(keep.name.clone()), watch);
         if let Some(kept) = state.kept.get_mut(&key) {
             kept.lease = Some(lease);
         }
@@ -417,6 +434,11 @@ impl Daemon {
             }
             Some(_) => {
                 let kept = state.kept.remove(&key);
+                // Whoever has it by a lease is said to have it by that.
+                let free = kept.as_ref().filter(|kept| kept.lease.is_none());
+                if let Some((watch, bytes)) = free.and_then(|kept| Some((kept.watch?, kept.memory.bytes()))) {
+                    state.left.push((watch, Left { uid, bytes }));
+                }
                 drop(state);
                 // With nothing locked: it takes a while.
                 kept.iter().for_each(|kept| service::let_go_of_kept(&kept.memory));
@@ -442,8 +464,10 @@ impl Daemon {
         let ended = state.leases.remove(&lease)?;
         let key = ended.keep.clone().map(|name| (ended.uid, name));
         let kept = key.and_then(|key| state.kept.get_mut(&key)).filter(|kept| kept.lease == Some(lease));
-        if let Some(kept) = kept {
-            kept.lease = None;
+        match (kept, ended.watch) {
+            (Some(kept), _) => kept.lease = None,
+            (None, Some(watch)) => state.left.push((watch, Left { uid: ended.uid, bytes: ended.bytes })),
+            (None, None) => {}
         }
         Some(ended)
     }
@@ -492,9 +516,31 @@ impl Daemon {
         (state.waiting(), state.filling.is_some())
     }
 
+    /// What may be said to a stranger: nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`]: no line of the policy names whoever asks.
+    pub(crate) fn knows(&self, asker: Asker) -> Result<(), Refused> {
+        let known = self.config.policy.names(asker);
+        known.map_err(|why| refused(RefusedKind::LendingPolicy, why.to_string()))
+    }
+
+    /// How things stand, as far as it concerns `asker`: whoever may not give commands sees no leases but its own.
+    pub(crate) fn status_for(&self, asker: Asker) -> Status {
+        let mut status = self.status();
+        if !self.may_command(asker) {
+            status.leases.retain(|lease| lease.uid == asker.uid);
+            status.kept.retain(|kept| kept.uid == asker.uid);
+            status.left.retain(|left| left.uid == asker.uid);
+        }
+        status
+    }
+
     /// How things stand.
     pub fn status(&self) -> Status {
-        let state = self.state();
+        let mut state = self.state();
+        state.forget_returned(&self.watches);
         Status {
             page: self.config.page,
             node: self.config.node,
@@ -514,6 +560,7 @@ impl Daemon {
                     lease: k.lease,
                 })
                 .collect(),
+            left: state.left.iter().map(|(_, left)| *left).collect(),
             counts: state.counts,
             times: state.times,
         }
@@ -600,11 +647,19 @@ impl Daemon {
 }
 
 impl State {
-    fn enter(&mut self, asker: Asker, pid: u32, bytes: u64, keep: Option<String>) -> u64 {
+    fn enter(&mut self, asker: Asker, pid: u32, bytes: u64, keep: Option<String>, watch: Option<Watch>) -> u64 {
         self.leases_ever += 1;
-        let lease = Lease { uid: asker.uid, pid, bytes, since: Instant::now(), keep };
+        let lease = Lease { uid: asker.uid, pid, bytes, since: Instant::now(), keep, watch };
         self.leases.insert(self.leases_ever, lease);
         self.leases_ever
+    }
+
+    /// Forgets what is nobody's any more of what was left.
+    fn forget_returned(&mut self, watches: &Watches) {
+        if !self.left.is_empty() {
+            let alive = watches.alive();
+            self.left.retain(|(watch, _)| alive.contains(watch));
+        }
     }
 }
 

@@ -181,12 +181,45 @@ impl Kept {
 }
 
 impl Record {
+    /// Only what this user's daemon has written: an owner of memory can make that as long as a record, and write one into it.
     fn read(file: &File) -> Option<Self> {
-        if file.metadata().ok()?.size() != RECORD as u64 {
+        let found = file.metadata().ok()?;
+        if found.size() != RECORD as u64 || found.uid() != rustix::process::geteuid().as_raw() {
             return None;
         }
         let mut text = [0; RECORD];
         file.read_exact_at(&mut text, 0).ok()?;
         serde_json::from_slice(&text).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory_file::MemoryFile;
+    use rustix::fs::{Uid, fchown};
+
+    /// An owner of transparent pages can cut its memory to a record's length, and write into it that others' memory is its own.
+    #[test]
+    fn a_record_that_an_owner_has_written_is_none() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root has other users");
+            return;
+        }
+        let kept = |uid, name: &str| {
+            let memory = MemoryFile::new(Page::Transparent, Page::Transparent.bytes()).expect("a file").into_fd();
+            Kept::new(memory, uid, name.to_owned(), name.to_owned(), None).expect("a record")
+        };
+        let (owner, forged) = (kept(1000, "owner"), kept(1000, "forged"));
+        let text = Record { uid: 2000, inode: owner.inode(), ..forged.record };
+        forged.written.write_all_at(&serde_json::to_vec(&text).expect("text"), 0).expect("written");
+        let find = || {
+            let copies = [forged.written.as_fd(), owner.memory.as_fd(), owner.written.as_fd()];
+            let (found, _) = Kept::find(copies.map(|fd| fd.try_clone_to_owned().expect("a descriptor")).into());
+            found.iter().map(|kept| kept.record.uid).collect::<Vec<_>>()
+        };
+        assert_eq!(find(), [2000], "the first that names it");
+        fchown(&forged.written, Some(Uid::from_raw(2000)), None).expect("root may");
+        assert_eq!(find(), [1000]);
     }
 }

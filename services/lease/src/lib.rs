@@ -12,6 +12,7 @@
 //! | [`filler`], [`background`] | the thread that fills, and how it gives way |
 //! | [`policy`] | who may have how much |
 //! | [`daemon`], [`status`] | taking, lending, keeping, ending; how things stand |
+//! | `left` | whether anybody still has what was lent |
 //! | [`wire`], [`server`], [`client`] | the socket |
 //! | [`service`], [`metrics`], `log` | what a service manager, a scraper and a journal are told |
 //! | `own_file` | which file of a program a leased one may take the place of |
@@ -25,6 +26,7 @@ pub mod client;
 pub mod daemon;
 pub mod filler;
 pub mod kept;
+mod left;
 mod log;
 pub mod memory_file;
 pub mod metrics;

@@ -225,9 +225,16 @@ impl MemoryFile {
     ///
     /// [`FileError::Refused`]: it must not be lent then.
     pub fn make_lent(&self, uid: u32, gid: u32) -> Result<(), FileError> {
+        self.make_lent_after(uid, gid, || ())
+    }
+
+    /// The same, and what `look` finds while this process may open the file by its path and its owner may not yet.
+    pub(crate) fn make_lent_after<R>(&self, uid: u32, gid: u32, look: impl FnOnce() -> R) -> Result<R, FileError> {
         rustix::fs::fchmod(&self.fd, LENT).map_err(refused("fchmod"))?;
+        let found = look();
         let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
-        rustix::fs::fchown(&self.fd, Some(uid), Some(gid)).map_err(refused("fchown"))
+        rustix::fs::fchown(&self.fd, Some(uid), Some(gid)).map_err(refused("fchown"))?;
+        Ok(found)
     }
 
     /// Gives the descriptor up.

@@ -31,12 +31,14 @@ pub fn text(status: &Status) -> String {
     sizes.iter().for_each(|&size| out.sample("hugemm_lease_files_wanted", &of(size), number(&status.wanted, size)));
     let leased: u64 = status.leases.iter().map(|lease| lease.bytes).sum();
     let kept: u64 = status.kept.iter().map(|kept| kept.bytes).sum();
+    let left: u64 = status.left.iter().map(|left| left.bytes).sum();
     let counts = &status.counts;
     let seconds = |ns: u64| ns as f64 / 1e9;
     for (name, help, value) in [
         ("hugemm_lease_leased_bytes", "Memory that is lent.", leased as f64),
         ("hugemm_lease_leases", "Leases.", status.leases.len() as f64),
         ("hugemm_lease_kept_bytes", "Memory that is kept for programs that come back, lent or not.", kept as f64),
+        ("hugemm_lease_left_bytes", "Memory of leases that are over that somebody still has.", left as f64),
         ("hugemm_lease_drained", "1 if the daemon was told to fill nothing.", f64::from(u8::from(status.drained))),
         (
             "hugemm_lease_waiting",
@@ -193,6 +195,7 @@ mod tests {
             drained: false,
             leases: vec![Lent { lease: 1, uid: 0, pid: 1, bytes: 4 << 20, seconds: 1 }],
             kept: Vec::new(),
+            left: Vec::new(),
             counts: Counts { hits: 3, misses: 1, fill_cpu_ns: 1_500_000_000, ..Counts::default() },
             times,
         }

@@ -117,6 +117,23 @@ impl LendingPolicy {
         asker.uid == 0 || asker.uid == self.owner
     }
 
+    /// Whether anything is said of `asker`.
+    ///
+    /// # Errors
+    ///
+    /// [`Refusal::NotNamed`].
+    pub fn names(&self, asker: Asker) -> Result<(), Refusal> {
+        if self.is_owner(asker) { Ok(()) } else { self.rule(asker).map(drop) }
+    }
+
+    fn rule(&self, asker: Asker) -> Result<&Rule, Refusal> {
+        let named = |rule: &&Rule| match rule.who {
+            Who::User(uid) => uid == asker.uid,
+            Who::Group(gid) => gid == asker.gid,
+        };
+        self.rules.iter().find(named).ok_or(Refusal::NotNamed)
+    }
+
     /// Whether `asker`, who has `has` bytes, may have `bytes` more, of `node` if a node is known.
     ///
     /// # Errors
@@ -126,11 +143,7 @@ impl LendingPolicy {
         if self.is_owner(asker) {
             return Ok(());
         }
-        let named = |rule: &&Rule| match rule.who {
-            Who::User(uid) => uid == asker.uid,
-            Who::Group(gid) => gid == asker.gid,
-        };
-        let rule = self.rules.iter().find(named).ok_or(Refusal::NotNamed)?;
+        let rule = self.rule(asker)?;
         if !rule.nodes.is_empty() && node.is_none_or(|node| !rule.nodes.contains(&node)) {
             return Err(Refusal::Node);
         }

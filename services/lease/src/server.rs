@@ -7,12 +7,14 @@ use crate::wire::{self, Answer, Refused, RefusedKind, Request};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Resource, getrlimit};
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 /// A socket that listens, and is removed when dropped if it was made here.
@@ -108,6 +110,7 @@ pub fn adopt(daemon: &Arc<Daemon>, kept: Vec<Kept>) {
 ///
 /// The socket's.
 pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) -> io::Result<()> {
+    let connections = Arc::new(Connections::default());
     loop {
         let mut wait = [PollFd::new(&listener.fd, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
         match poll(&mut wait, None) {
@@ -128,20 +131,69 @@ pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) ->
             }
             Err(error) => return Err(error.into()),
         };
+        let Ok(peer) = rustix::net::sockopt::socket_peercred(&connection) else { continue };
+        let asker = Asker { uid: peer.uid.as_raw(), gid: peer.gid.as_raw() };
+        // Whoever may have nothing, or has too much, gets no thread. The socket is new, so there is room for the answer.
+        let counted = match daemon.knows(asker).and_then(|()| connections.count(daemon, asker)) {
+            Ok(counted) => counted,
+            Err(refused) => {
+                let _ = wire::send(connection.as_fd(), &Answer::Refused(refused), None);
+                continue;
+            }
+        };
         let daemon = Arc::clone(daemon);
         // A client that is refused a thread sees its connection closed.
         let _ = thread::Builder::new().name("client".to_owned()).spawn(move || {
             // What goes wrong with one client's connection is that client's end.
-            let _ = client(&daemon, connection.as_fd());
+            let _ = client(&daemon, connection.as_fd(), peer.pid, asker);
+            drop(counted);
         });
     }
 }
 
-fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
-    let peer = rustix::net::sockopt::socket_peercred(connection)?;
-    let asker = Asker { uid: peer.uid.as_raw(), gid: peer.gid.as_raw() };
+/// How many connections each user has.
+#[derive(Default)]
+struct Connections(Mutex<BTreeMap<u32, usize>>);
+
+/// Most connections of one user, who has one for each program that is supervised, and for each that leases by itself.
+const MOST: u64 = 1024;
+
+impl Connections {
+    /// One more. Root and the daemon's own user have as many as they want.
+    fn count(self: &Arc<Self>, daemon: &Daemon, asker: Asker) -> Result<Counted, Refused> {
+        let most = getrlimit(Resource::Nofile).current.map_or(MOST, |fds| MOST.min(fds / 4));
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_user = all.entry(asker.uid).or_default();
+        if *of_user as u64 >= most && !daemon.may_command(asker) {
+            let message = format!("this user has {most} connections to the daemon already; end some of its programs");
+            return Err(Refused { kind: RefusedKind::LendingPolicy, message });
+        }
+        *of_user += 1;
+        Ok(Counted { all: Arc::clone(self), uid: asker.uid })
+    }
+}
+
+/// A connection that counts until it is dropped.
+struct Counted {
+    all: Arc<Connections>,
+    uid: u32,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let mut all = self.all.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(of_user) = all.get_mut(&self.uid) {
+            *of_user -= 1;
+            if *of_user == 0 {
+                all.remove(&self.uid);
+            }
+        }
+    }
+}
+
+fn client(daemon: &Daemon, connection: BorrowedFd<'_>, pid: Pid, asker: Asker) -> io::Result<()> {
     // Before the first answer, so that the number still is that process's.
-    let process = pidfd_open(peer.pid, PidfdFlags::empty()).ok();
+    let process = pidfd_open(pid, PidfdFlags::empty()).ok();
     let mut held = Held { daemon, leases: Vec::new() };
     loop {
         let (request, fd) = match wire::receive::<Request>(connection) {
@@ -159,9 +211,10 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
         // No request has one.
         drop(fd);
         match request {
-            Request::Lease(wish) => lease(daemon, connection, asker, peer.pid, &wish, &mut held)?,
-            Request::Status {} => wire::send(connection, &Answer::Status(Box::new(daemon.status())), None)?,
-            Request::Seen(seen) => daemon.seen(held.leases.last().copied(), seen),
+            Request::Lease(wish) => lease(daemon, connection, asker, pid, &wish, &mut held)?,
+            Request::Status {} => wire::send(connection, &Answer::Status(Box::new(daemon.status_for(asker))), None)?,
+            // Of a lease that there is.
+            Request::Seen(seen) => held.leases.last().into_iter().for_each(|lease| daemon.seen(Some(*lease), seen)),
             Request::End {} => {
                 held.end();
                 wire::send(connection, &Answer::Done {}, None)?;

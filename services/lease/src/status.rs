@@ -25,6 +25,8 @@ pub struct Status {
     pub leases: Vec<Lent>,
     /// What is kept for programs that come back.
     pub kept: Vec<KeptMemory>,
+    /// What somebody still has of leases that are over.
+    pub left: Vec<Left>,
     /// Sums since the start.
     pub counts: Counts,
     /// How long those who got a lease waited for it.
@@ -89,6 +91,16 @@ pub struct KeptMemory {
     pub bytes: u64,
     /// The lease that has it now.
     pub lease: Option<u64>,
+}
+
+/// Memory of a lease that is over, which a process has open or mapped still: a child of the one that leased it, say. It counts as its
+/// user's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Left {
+    /// Whose lease it was.
+    pub uid: u32,
+    /// How much.
+    pub bytes: u64,
 }
 
 /// Sums since the daemon's start.

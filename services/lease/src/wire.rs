@@ -157,7 +157,9 @@ pub fn send(socket: BorrowedFd<'_>, what: &impl Serialize, fd: Option<BorrowedFd
     if let Some(fds) = &fds {
         control.push(SendAncillaryMessage::ScmRights(fds));
     }
-    rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)?;
+    rustix::io::retry_on_intr(|| {
+        rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
+    })?;
     Ok(())
 }
 
@@ -170,7 +172,10 @@ pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option
     let mut bytes = vec![0; MOST];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let got = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    // A wait that has an end is cut short where the process is stopped and goes on (signal(7)).
+    let got = rustix::io::retry_on_intr(|| {
+        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
+    })?;
     let mut fd = None;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(mut fds) = message {
@@ -185,4 +190,34 @@ pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option
     }
     let what = serde_json::from_slice(&bytes[..got.bytes])?;
     Ok(Some((what, fd)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::sockopt::{Timeout, set_socket_timeout};
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use std::os::fd::AsFd;
+    use std::os::unix::thread::JoinHandleExt;
+    use std::time::Duration;
+
+    /// As where a client is stopped while it waits, and goes on.
+    #[test]
+    fn a_wait_is_not_cut_short_by_a_signal() {
+        extern "C" fn nothing(_: libc::c_int) {}
+        // SAFETY: a handler that does nothing, for a signal that nothing else here uses.
+        unsafe { libc::signal(libc::SIGUSR2, nothing as *const () as libc::sighandler_t) };
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let (ours, theirs) = pair.expect("a pair");
+        // The kernel begins a wait that has an end not anew.
+        set_socket_timeout(&theirs, Timeout::Recv, Some(Duration::from_secs(60))).expect("a timeout");
+        let waits = std::thread::spawn(move || receive::<u32>(theirs.as_fd()).map(|packet| packet.map(|(n, _)| n)));
+        for _ in 0..50 {
+            // SAFETY: the thread is there, for nobody has joined it.
+            unsafe { libc::pthread_kill(waits.as_pthread_t(), libc::SIGUSR2) };
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        send(ours.as_fd(), &7_u32, None).expect("sent");
+        assert_eq!(waits.join().expect("no panic").expect("received"), Some(7));
+    }
 }

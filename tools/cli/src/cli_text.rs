@@ -1,11 +1,12 @@
 //! `hugemm completions` and `hugemm man`: both are made from the definition of the command line, so they cannot lag behind;
 //! and what is wrong with a command line, on one line.
 
-use crate::args::Cli;
+use crate::args::{self, Cli};
+use crate::lease::args::Lease;
 use crate::unmeasured_args::{Completions, Man};
 use anyhow::{Context, Result, anyhow};
 use clap::error::ErrorKind;
-use clap::{Command, CommandFactory, FromArgMatches};
+use clap::{Args, Command, CommandFactory, FromArgMatches};
 use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
@@ -27,9 +28,22 @@ pub fn usage_error(error: &clap::Error) -> String {
 /// # Errors
 /// What clap says; help that was asked for is an error, too.
 pub fn parse() -> Result<Cli, clap::Error> {
+    if let Some(lease) = lease_alone(std::env::args_os()) {
+        return Ok(Cli { command: args::Command::Lease(lease) });
+    }
     let mut command = numbers_may_be_negative(Cli::command());
     let matches = command.try_get_matches_from_mut(std::env::args_os())?;
     Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+}
+
+/// `hugemm lease`, whose program waits meanwhile: without a look at the other commands' options, of which there are hundreds. What
+/// it cannot make sense of is for [`parse`] to explain.
+fn lease_alone(words: impl Iterator<Item = OsString>) -> Option<Lease> {
+    let words = words.skip(1);
+    let mut words = words.peekable();
+    words.peek().filter(|word| *word == "lease")?;
+    let command = numbers_may_be_negative(Lease::augment_args(Command::new("lease")));
+    Lease::from_arg_matches(&command.try_get_matches_from(words).ok()?).ok()
 }
 
 /// Values such as -1 reach the options' own parsers, which say what they want, instead of being taken for options.
@@ -110,6 +124,29 @@ mod tests {
         let tip = of(&["hugemm", "run", "--siz", "3GB"]);
         assert_eq!(tip, "unexpected argument '--siz' found; a similar argument exists: '--size'");
         assert_eq!(of(&["hugemm", "lease", "--size", "1G"]), "unexpected argument '--size' found");
+    }
+
+    /// A lease's own parser says what that of all commands does, and leaves to it what is wrong.
+    #[test]
+    fn a_lease_is_made_sense_of_alone() {
+        let words = |line: &str| line.split(' ').map(OsString::from).collect::<Vec<_>>();
+        let alone =
+            |line: &str| lease_alone(words(line).into_iter()).map(|lease| format!("{:?}", args::Command::Lease(lease)));
+        for line in [
+            "hugemm lease 1GB -- qemu -m 1G --help",
+            "hugemm lease 2MB --page thp --node 1 --require --mode preload --socket /s -- a",
+            "hugemm lease 4GB --keep k --secret s --scrub --profile p --fd 7 -- a @LEASE@",
+            "hugemm lease 4GB --json",
+        ] {
+            let all = Cli::try_parse_from(words(line)).expect("makes sense").command;
+            assert_eq!(alone(line), Some(format!("{all:?}")), "{line}");
+        }
+        for line in
+            ["hugemm lease", "hugemm lease 1GB --frob", "hugemm lease --help", "hugemm lease 1GB --node -1 -- a"]
+        {
+            assert_eq!(alone(line), None, "{line}");
+        }
+        assert_eq!(alone("hugemm pool status"), None);
     }
 
     #[test]

@@ -94,8 +94,16 @@ def lease(name=None, bytes=0, page=None, node=None, *, secret=None, socket=None)
 
 
 def _ask(connection, request):
-    connection.send(json.dumps(request).encode())
-    packet, fds, _, _ = _socket.recv_fds(connection, _MOST, 1)
+    try:
+        connection.send(json.dumps(request).encode())
+    except BrokenPipeError:
+        # A daemon that has nothing for this user says so at once, and closes the connection.
+        pass
+    try:
+        packet, fds, _, _ = _socket.recv_fds(connection, _MOST, 1)
+    except ConnectionResetError:
+        # The kernel tells first that the request was not read, then what was said before.
+        packet, fds, _, _ = _socket.recv_fds(connection, _MOST, 1)
     answer = json.loads(packet) if packet else {"refused": {"message": "the lease daemon is gone"}}
     for fd in fds:
         os.set_inheritable(fd, False)

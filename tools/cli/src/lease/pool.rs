@@ -19,6 +19,7 @@ use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
 use hugemm_workloads::size::Size;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use std::fs;
 use std::os::fd::AsFd;
@@ -79,6 +80,9 @@ fn serve(args: &Serve) -> Result<()> {
             LendingPolicy::read(owner, &text, size).with_context(|| path.display().to_string())?
         }
     };
+    // A connection for each program, and as many threads; what a shell allows is for programs that wait for a few with `select`.
+    let files = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: files.maximum, ..files });
     let pool = args.page.pool();
     if let Some(size) = pool {
         // Says what the kernel has not, before anybody waits for it.
@@ -203,6 +207,10 @@ fn print(status: &Status) {
     );
     let gib = counts.filled_bytes as f64 / (1u64 << 30) as f64;
     println!("  filled   {gib:.1} GiB ahead in {:.1} s of CPU time", counts.fill_cpu_ns as f64 / 1e9);
+    if !status.left.is_empty() {
+        let left: Vec<u64> = status.left.iter().map(|left| left.bytes).collect();
+        println!("  left     {} of leases that are over, which other processes of their users still have", sum(&left));
+    }
     if status.leases.is_empty() {
         return;
     }

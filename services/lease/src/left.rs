@@ -1,0 +1,67 @@
+//! Whether anybody still has a file that was lent: the kernel says so to whoever watches its inode, who need not have it open
+//! (inotify(7), IN_DELETE_SELF of a file without a name).
+
+use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+/// Watches over files that are given away.
+#[derive(Debug)]
+pub(crate) struct Watches(Option<OwnedFd>);
+
+/// One of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Watch(i32);
+
+impl Watches {
+    /// Where the kernel has none left for this user, nothing is watched.
+    pub(crate) fn new() -> Self {
+        Watches(inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).ok())
+    }
+
+    /// Watches a file, which this process must be allowed to read. `None`: it cannot be known who has it.
+    pub(crate) fn add(&self, file: impl AsFd) -> Option<Watch> {
+        let path = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+        inotify::add_watch(self.0.as_ref()?, path, WatchFlags::DELETE_SELF).ok().map(Watch)
+    }
+
+    /// Those whose files somebody has open or mapped. A page alone, in a pipe or pinned by a device, is not seen. Costs a line of text
+    /// for each.
+    ///
+    /// A watch goes with its file. The events that say so are left unread: their queue has an end, and the kernel's list of the watches
+    /// that are left has none (proc_pid_fdinfo(5)).
+    pub(crate) fn alive(&self) -> BTreeSet<Watch> {
+        let Some(fd) = &self.0 else { return BTreeSet::new() };
+        let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).unwrap_or_default();
+        text.lines().filter_map(watch).collect()
+    }
+}
+
+fn watch(line: &str) -> Option<Watch> {
+    let number = line.strip_prefix("inotify wd:")?.split(' ').next()?;
+    i32::from_str_radix(number, 16).ok().map(Watch)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    #[test]
+    fn a_file_is_seen_until_nobody_has_it() {
+        let watches = Watches::new();
+        let file = |_| memfd_create(c"watched", MemfdFlags::CLOEXEC).expect("a file");
+        // More than ten: the kernel writes their numbers in hexadecimal.
+        let (files, others): (Vec<_>, Vec<_>) = ((0..20).map(file).collect(), (0..20).map(file).collect());
+        let add = |files: &[OwnedFd]| files.iter().map(|file| watches.add(file).expect("watched")).collect();
+        let (watched, more): (BTreeSet<_>, BTreeSet<_>) = (add(&files), add(&others));
+        assert_eq!(watches.alive(), &watched | &more);
+        let copy = others[3].try_clone().expect("a descriptor");
+        drop(others);
+        assert_eq!(watches.alive().difference(&watched).count(), 1, "a duplicate is left");
+        drop(copy);
+        assert_eq!(watches.alive(), watched);
+        drop(files);
+        assert_eq!(watches.alive(), BTreeSet::new());
+    }
+}

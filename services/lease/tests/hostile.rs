@@ -1,0 +1,244 @@
+//! Clients who mean no good, over the socket: what they can have, see, and keep from others.
+
+mod support;
+
+use hugemm_lease::client::{ClientError, Connection, Lease};
+use hugemm_lease::daemon::{Daemon, PoolConfig};
+use hugemm_lease::filler::{Manners, fill};
+use hugemm_lease::memory_file::Page;
+use hugemm_lease::policy::LendingPolicy;
+use hugemm_lease::server::{Listener, connect, serve};
+use hugemm_lease::status::{Left, Status};
+use hugemm_lease::stock::Shapes;
+use hugemm_lease::wire::{Answer, RefusedKind, Request, Wish};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use std::io::IoSlice;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use support::{PAGE, Pool, wait_for};
+
+/// Users that the policy names, with two pages each, and one that it does not.
+const NAMED: [u32; 2] = [61_001, 61_002];
+const STRANGER: u32 = 61_003;
+
+/// As many as any attack takes, so that nothing waits for filling, which a busy machine has no time for.
+const FILES: u64 = 5;
+
+/// Runs `attack` beside a daemon; skips, with a line, where there are no pages or no other users can be had.
+fn with_daemon(name: &str, attack: impl FnOnce(&Path)) {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can be other users");
+        return;
+    }
+    let Some(pool) = Pool::with_free(FILES) else { return };
+    let socket = std::env::temp_dir().join(format!("hugemm-hostile-{name}-{}", std::process::id()));
+    let shapes = Shapes::new(&[(PAGE, FILES)], FILES * PAGE, PAGE).expect("shapes");
+    let lines = format!("uid {} 4\nuid {} 4\n", NAMED[0], NAMED[1]);
+    let size = |text: &str| text.parse::<u64>().ok().map(|mib| mib << 20);
+    let policy = LendingPolicy::read(0, &lines, size).expect("lines");
+    let config = PoolConfig { page: Page::Huge2M, node: None, shapes, size: FILES * PAGE, policy };
+    let daemon = Arc::new(Daemon::new(config));
+    let listener = Listener::bind(&socket, true).expect("a socket");
+    let (stop, told) = std::io::pipe().expect("a pipe");
+    std::thread::scope(|scope| {
+        scope.spawn(|| fill(&daemon, &Manners::default(), || None));
+        scope.spawn(|| serve(&daemon, &listener, stop.as_fd()));
+        wait_for("all is ready", || status(&socket).ready.len() as u64 == FILES);
+        // Ends the daemon even if the attack succeeds.
+        let attacked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            attack(&socket);
+            wait_for("nothing is lent", || status(&socket).leases.is_empty());
+        }));
+        drop(told);
+        if let Err(cause) = attacked {
+            daemon.stop();
+            std::panic::resume_unwind(cause);
+        }
+    });
+    drop(daemon);
+    pool.wait_until_lacks(0);
+}
+
+/// As root, whom every daemon answers.
+fn status(socket: &Path) -> Status {
+    match Connection::open(socket).and_then(|daemon| daemon.ask(&Request::Status {})) {
+        Ok((Answer::Status(status), _)) => *status,
+        other => panic!("root is not answered: {other:?}"),
+    }
+}
+
+/// On a thread that is that user: its connections are, and stay, that user's.
+fn as_user<R: Send>(uid: u32, run: impl FnOnce() -> R + Send) -> R {
+    let thread = || {
+        // SAFETY: the calls themselves, not the C library's, which change every thread's user.
+        let changed = unsafe {
+            libc::syscall(libc::SYS_setresgid, uid, uid, uid) == 0
+                && libc::syscall(libc::SYS_setresuid, uid, uid, uid) == 0
+        };
+        assert!(changed, "root may");
+        run()
+    };
+    std::thread::scope(|scope| scope.spawn(thread).join()).unwrap_or_else(|cause| std::panic::resume_unwind(cause))
+}
+
+fn lease(socket: &Path, uid: u32, bytes: u64) -> Result<Lease, ClientError> {
+    let wish = Wish { bytes, page: None, node: None, keep: None };
+    as_user(uid, || Connection::open(socket)?.lease(wish))
+}
+
+/// A lease is as long as its process, which is this one for all of them.
+fn end(leases: impl IntoIterator<Item = Lease>) {
+    leases.into_iter().for_each(|lease| lease.end().expect("heard"));
+}
+
+#[track_caller]
+fn is_refused<T: std::fmt::Debug>(result: Result<T, ClientError>, why: &str) {
+    match result.expect_err("refused") {
+        ClientError::Refused(refused) => {
+            assert!(refused.kind == RefusedKind::LendingPolicy && refused.message.contains(why), "{refused:?}");
+        }
+        other => panic!("{other}"),
+    }
+}
+
+/// Memory counts as long as anybody has it, whoever says that its lease is over.
+#[test]
+fn a_quota_is_not_passed_by_ending_leases() {
+    with_daemon("quota", |socket| {
+        let [user, other] = NAMED;
+        let (first, second) = (lease(socket, user, PAGE).expect("leased"), lease(socket, user, PAGE).expect("leased"));
+        is_refused(lease(socket, user, PAGE), "has 4194304 leased already");
+        let copy = first.file.try_clone().expect("a descriptor");
+        first.end().expect("heard");
+        second.end().expect("heard");
+        wait_for("one is back", || status(socket).left == [Left { uid: user, bytes: PAGE }]);
+        let third = lease(socket, user, PAGE).expect("as much as is back");
+        is_refused(lease(socket, user, PAGE), "has 4194304 leased already");
+        // A mapping is enough to have it.
+        let mapped = third.map().expect("mapped");
+        third.end().expect("heard");
+        is_refused(lease(socket, user, 2 * PAGE), "has 4194304 leased already");
+        drop((copy, mapped));
+        let fourth = lease(socket, user, PAGE).expect("all is back");
+        assert!(status(socket).left.is_empty());
+        // Nobody else's quota was touched.
+        end([lease(socket, other, PAGE).expect("leased"), fourth]);
+    });
+}
+
+/// The path of a lease is for its owner, and others' leases are not even named.
+#[test]
+fn nobody_sees_what_is_anothers() {
+    with_daemon("others", |socket| {
+        let [user, other] = NAMED;
+        let leased = lease(socket, user, PAGE).expect("leased");
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&leased.file));
+        let open = || std::fs::File::options().read(true).open(&path).map(drop).map_err(|error| error.kind());
+        // A duplicate of its number: this process is root's, so the file's own mode decides.
+        assert_eq!(as_user(user, open), Ok(()));
+        assert_eq!(as_user(other, open), Err(std::io::ErrorKind::PermissionDenied));
+        let seen = |uid| as_user(uid, || Connection::open(socket)?.ask(&Request::Status {}));
+        for (uid, leases) in [(user, 1), (other, 0)] {
+            match seen(uid) {
+                Ok((Answer::Status(status), _)) => assert_eq!(status.leases.len(), leases, "{uid}"),
+                answer => panic!("{answer:?}"),
+            }
+        }
+        is_refused(seen(STRANGER), "no line");
+        is_refused(lease(socket, STRANGER, PAGE), "no line");
+        for command in [Request::Drain {}, Request::Fill {}] {
+            is_refused(as_user(user, || Connection::open(socket)?.ask(&command)), "only root");
+        }
+        end([leased]);
+    });
+}
+
+/// Descriptors of this process, among which the daemon's are, but for files of memory, which come and go.
+fn descriptors() -> usize {
+    let all = std::fs::read_dir("/proc/self/fd").expect("a directory").flatten();
+    let links = all.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+    links.filter(|link| !link.display().to_string().contains("memfd:")).count()
+}
+
+fn send(socket: &OwnedFd, text: &[u8], fds: &[&OwnedFd]) -> rustix::io::Result<usize> {
+    let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(text)], &mut control, SendFlags::NOSIGNAL)
+}
+
+/// The socket that the client below is for.
+const SOCKET: &str = "HUGEMM_HOSTILE_SOCKET";
+
+/// A client that is deaf, says half of something, or goes away in the middle.
+#[test]
+#[ignore = "a client of the test below"]
+fn client_that_makes_no_sense() {
+    let Some(socket) = std::env::var_os(SOCKET).map(std::path::PathBuf::from) else { return };
+    let fd = OwnedFd::from(std::fs::File::open("/dev/null").expect("there"));
+    let wish: &[u8] = b"{\"lease\":{\"bytes\":2097152}}";
+    let words: [&[u8]; 6] = [b"{\"lea", wish, b"\xff\xfe", b"{\"status\":{}}", b"[]", b"{\"end\":{}}"];
+    as_user(NAMED[0], || {
+        for round in 0..200 {
+            let one = connect(&socket).expect("connected");
+            // More descriptors than there is room for, too.
+            let words = words[round % words.len()];
+            // Two leases at most, so that there are ready files for others however slowly this machine fills.
+            let words = if words == wish && round >= 2 * 6 { b"{}" } else { words };
+            send(&one, words, &[&fd; 8][..round % 9]).expect("sent");
+            if round % 5 == 0 {
+                send(&one, &[b' '; 70_000][..60_000 + round * 50], &[&fd]).expect("sent");
+            }
+            // Gone before the answer.
+        }
+        let deaf = connect(&socket).expect("connected");
+        // Until the daemon waits for answers to be taken, and no more is taken from here.
+        rustix::io::ioctl_fionbio(&deaf, true).expect("a socket");
+        while send(&deaf, b"{\"status\":{}}", &[]).is_ok() {}
+    });
+}
+
+/// Whoever says nothing, half of something, or goes away in the middle keeps nobody from being served, and leaves nothing behind.
+#[test]
+fn a_client_that_makes_no_sense_is_its_own_trouble() {
+    with_daemon("nonsense", |socket| {
+        let before = descriptors();
+        let quiet: Vec<OwnedFd> = as_user(NAMED[0], || (0..20).map(|_| connect(socket).expect("connected")).collect());
+        let mut client = std::process::Command::new(std::env::current_exe().expect("a path"));
+        client.args(["--ignored", "--exact", "client_that_makes_no_sense"]).env(SOCKET, socket);
+        let output = client.output().expect("it starts");
+        assert!(output.status.success(), "{output:?}");
+        end([lease(socket, NAMED[1], PAGE).expect("others are served")]);
+        drop(quiet);
+        wait_for("all is closed", || descriptors() <= before);
+        wait_for("nothing is lent, nor left", || status(socket).leases.is_empty() && status(socket).left.is_empty());
+    });
+}
+
+/// One user has so many connections and no more, so that others have some.
+#[test]
+fn connections_are_counted() {
+    with_daemon("connections", |socket| {
+        let mut all = Vec::new();
+        let refused = as_user(NAMED[0], || {
+            for _ in 0..2000 {
+                let connection = Connection::open(socket).expect("connected");
+                match connection.ask(&Request::Status {}) {
+                    Ok(_) => all.push(connection),
+                    Err(why) => return Some(why),
+                }
+            }
+            None
+        });
+        is_refused(Err::<(), _>(refused.expect("refused at some time")), "connections to the daemon already");
+        assert!(all.len() >= 100, "{}", all.len());
+        end([lease(socket, NAMED[1], PAGE).expect("others are served")]);
+        drop(all);
+        let again = || as_user(NAMED[0], || Connection::open(socket)?.ask(&Request::Status {}));
+        wait_for("they are forgotten", || again().is_ok());
+    });
+}
