@@ -19,7 +19,7 @@ const ROUNDS: usize = 4;
 /// Blocks that are tried: a claim may have to wait for other CPUs' caches.
 const TRIES: usize = 8;
 
-impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, '_, S, W, L, O> {
+impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, 'v, '_, '_, S, W, L, O> {
     /// Empties and frees a block of the LRU's node; false if none of those that were tried, eight at most, could be emptied.
     /// Moves at most 511 pages for each. Looks at up to 256 of the LRU's pages, which are rotated, so that the next call
     /// tries others.
@@ -64,14 +64,14 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
     // Not inlined: 4 KiB of stack that other ways of making room do without.
     #[inline(never)]
     fn move_out(&self, cx: &mut Cx<'_, S>, first: Pfn, block: Extent) -> bool {
-        let mut unhooked: [Option<Unhooked<'s, S>>; BATCH] = [const { None }; BATCH];
+        let mut unhooked: [Option<Unhooked<'s, 'v, S>>; BATCH] = [const { None }; BATCH];
         let mut count = 0;
         self.pager.steps().enter(Step::Unmap);
         for page in (first.number()..block.end().number()).map(Pfn::new) {
             let Some(next) = unhooked.get_mut(count) else { break };
             // SAFETY: given to `unhook`; what comes back is released to the pager.
             if let Some(held) = unsafe { self.vm.hold_mapped(cx, page) } {
-                match self.vm.unhook(cx, held, Order::ZERO, self.deferred) {
+                match self.vm.unhook(cx, held, self.deferred) {
                     Ok(unhooked) => {
                         *next = Some(unhooked);
                         count += 1;
@@ -90,7 +90,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         let mut moved = false;
         for page in unhooked.iter_mut().filter_map(Option::take) {
             let head = page.head();
-            let done = self.vm.move_page(cx, page);
+            let done = page.move_elsewhere(cx);
             self.pager.counts().moved.add(u64::from(done));
             moved |= done && head == first;
         }

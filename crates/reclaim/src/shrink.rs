@@ -74,7 +74,7 @@ impl ShrinkProgress {
 
 const KEEP: LruVerdict = LruVerdict::Rotate { referenced: false };
 
-impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, '_, S, W, L, O> {
+impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, 'v, '_, '_, S, W, L, O> {
     /// Evicts idle folios of the node until the budget is used up, nothing is left, swap is full, or `stop` asks.
     ///
     /// Context: interrupts on, no locks. Passes a reschedule point per batch where the platform says that the caller may
@@ -131,7 +131,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         looks: &[Look; BATCH],
         progress: &mut ShrinkProgress,
     ) {
-        let mut unhooked: [Option<Unhooked<'s, S>>; BATCH] = [const { None }; BATCH];
+        let mut unhooked: [Option<Unhooked<'s, 'v, S>>; BATCH] = [const { None }; BATCH];
         for ((folio, unhooked), look) in batch.folios_mut().iter_mut().zip(&mut unhooked).zip(looks) {
             let pages = folio.order.pages();
             folio.verdict = match look {
@@ -174,7 +174,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         &self,
         cx: &mut Cx<'_, S>,
         batch: &mut Batch,
-        unhooked: &mut [Option<Unhooked<'s, S>>; BATCH],
+        unhooked: &mut [Option<Unhooked<'s, 'v, S>>; BATCH],
         progress: &mut ShrinkProgress,
     ) {
         self.flush(cx);
@@ -194,7 +194,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         if unhooked.iter().any(Option::is_some) {
             // On the LRU first: once it is mapped its owner may want to take it off.
             self.lru.put_again(cx, batch);
-            unhooked.iter_mut().filter_map(Option::take).for_each(|page| self.vm.put_back(cx, page));
+            unhooked.iter_mut().filter_map(Option::take).for_each(|page| page.put_back(cx));
         }
     }
 

@@ -25,7 +25,7 @@ type Masks = [AtomicU64; 2 * MOST_CPUS / 64];
 pub(crate) type Batch = DeferredUnmap<Keep, Masks>;
 
 /// A page that waits for it.
-pub(crate) type Unhooked<'s, S> = UnhookedPage<'s, S, Masks>;
+pub(crate) type Unhooked<'s, 'v, S> = UnhookedPage<'s, 'v, S, Masks>;
 
 /// For one batch after the other. `None` if there are more CPUs than [`MOST_CPUS`].
 ///
@@ -255,11 +255,11 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
 
     /// Unhooks all mappings of a folio, leaving the flush for later. `None`, with everything mapped as before and the
     /// reference still the caller's, if that is not possible.
-    pub(crate) fn unmap(&self, cx: &mut Cx<'_, S>, folio: &Folio) -> Option<Unhooked<'s, S>> {
+    pub(crate) fn unmap(&self, cx: &mut Cx<'_, S>, folio: &Folio) -> Option<Unhooked<'s, 'v, S>> {
         self.pager.steps().enter(Step::Unmap);
         // SAFETY: the reference that `hold` took; it is that again if the page stays.
         let held = unsafe { FolioRef::from_pfn(folio.pfn) };
-        let unhooked = self.vm.unhook(cx, held, folio.order, self.deferred);
+        let unhooked = self.vm.unhook(cx, held, self.deferred);
         self.pager.steps().enter(Step::Other);
         unhooked.map_err(FolioRef::into_pfn).ok()
     }
@@ -274,13 +274,13 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
 
     /// Stores a page, makes the unhooked entries say where it is, and frees it; how many base pages became free. The page
     /// is off the LRU, so a back end may [keep its frame](Swap::evict): then none. With an error the page comes back, for
-    /// [`Vm::put_back`].
+    /// [`put_back`](UnhookedPage::put_back).
     #[allow(clippy::result_large_err, reason = "the page comes back")]
     pub(crate) fn write_out(
         &self,
         cx: &mut Cx<'_, S>,
-        page: Unhooked<'s, S>,
-    ) -> Result<u64, (Unwritten, Unhooked<'s, S>)> {
+        page: Unhooked<'s, 'v, S>,
+    ) -> Result<u64, (Unwritten, Unhooked<'s, 'v, S>)> {
         self.pager.steps().enter(Step::Write);
         let swap = self.pager.swap();
         let evict = |cx: &Cx<'_, S>, block| match swap.evict(cx, block) {
@@ -291,7 +291,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
             swap.store(cx, block, page).map(SwapSlot::into_bits).map_err(Unwritten::from)
         };
         // SAFETY: new slots of the swap of this `vm`'s pager, which hands a page back that it does not keep.
-        let written = unsafe { self.vm.page_out(cx, page, evict, store) };
+        let written = unsafe { page.page_out(cx, evict, store) };
         self.pager.steps().enter(Step::Other);
         written
     }

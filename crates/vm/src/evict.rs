@@ -3,7 +3,7 @@
 //! In this order, and each step finds what the one before has left, whatever else has happened to the page's spaces:
 //! [unhook](Vm::unhook), flush, freeze, store; then what says that the page is moving says where it is. Entries that were
 //! unmapped meanwhile are not missed. If somebody else uses the page, or it cannot be stored, it comes back to the caller,
-//! to be [put back](Vm::put_back).
+//! to be [put back](UnhookedPage::put_back).
 
 use crate::error::VmError;
 use crate::pager::Pager;
@@ -17,9 +17,9 @@ use hugemm_base::{FrameUse, Order, VirtAddr};
 use hugemm_frames::Frozen;
 use hugemm_paging::OwnerNext;
 
-impl<S: Setup> Vm<'_, S> {
-    /// Stores an unhooked page and frees it, after its flush; how many frames became free. With an error the page comes
-    /// back: [put it back](Vm::put_back).
+impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
+    /// Stores the page and frees it, after its flush; how many frames became free. With an error the page comes
+    /// back: [put it back](UnhookedPage::put_back).
     ///
     /// `store` stores page number `n` of the block and answers with its slot. A page of 4 KiB is given to `evict`, which
     /// may keep the frame (`None`).
@@ -34,17 +34,17 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// A slot that `evict` or `store` answers with is this manager's pager's, and nobody else holds it. With an error `evict`
     /// hands back the block that it was given.
-    pub unsafe fn page_out<'d, M: AsRef<[AtomicU64]>, E: From<VmError>>(
-        &self,
+    pub unsafe fn page_out<E: From<VmError>>(
+        mut self,
         cx: &mut Cx<'_, S>,
-        mut page: UnhookedPage<'d, S, M>,
         evict: impl FnOnce(&Cx<'_, S>, Frozen) -> Result<(u64, Option<Frozen>), (E, Frozen)>,
         mut store: impl FnMut(&Cx<'_, S>, &Frozen, u64) -> Result<u64, E>,
-    ) -> Result<u64, (E, UnhookedPage<'d, S, M>)> {
-        let Some(block) = self.freeze_unhooked(cx, &mut page) else { return Err((VmError::InUse.into(), page)) };
-        let stored = match page.order.get() {
+    ) -> Result<u64, (E, Self)> {
+        let vm = self.vm;
+        let Some(block) = vm.freeze_unhooked(cx, &mut self) else { return Err((VmError::InUse.into(), self)) };
+        let stored = match self.order.get() {
             0 => evict(cx, block).map(|(slot, freed)| (SwapEntry::Slot(slot).word(), freed)),
-            _ => match self.store_large(cx, &block, page.places, &mut store) {
+            _ => match vm.store_large(cx, &block, self.places, &mut store) {
                 Ok(word) => Ok((word, Some(block))),
                 Err(error) => Err((error, block)),
             },
@@ -52,19 +52,21 @@ impl<S: Setup> Vm<'_, S> {
         let (word, freed) = match stored {
             Ok(stored) => stored,
             Err((error, block)) => {
-                self.thaw(cx, &mut page, block);
-                return Err((error, page));
+                vm.thaw(cx, &mut self, block);
+                return Err((error, self));
             }
         };
-        self.say_where(cx, &page, word);
+        vm.say_where(cx, &self, word);
         let pages = freed.as_ref().map_or(0, |block| block.extent().pages());
         if let Some(block) = freed {
-            self.frames().free(cx, block);
+            vm.frames().free(cx, block);
         }
-        self.consume(cx, page);
+        vm.consume(cx, self);
         Ok(pages)
     }
+}
 
+impl<S: Setup> Vm<'_, S> {
     /// A page of 2 MiB: 512 slots in a frame, which can have as many references as the page has places.
     fn store_large<E: From<VmError>>(
         &self,
@@ -107,7 +109,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Replaces what says that a page is moving by where it is. The word's holder is whoever comes last; all others get
     /// shares.
-    fn say_where<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &UnhookedPage<'_, S, M>, word: u64) {
+    fn say_where<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &UnhookedPage<'_, '_, S, M>, word: u64) {
         let said = match &page.object().index {
             Some(index) => match self.moving_at(cx, &index.table, offset_at(page.owner), page.head) {
                 Some((moving, _)) => {

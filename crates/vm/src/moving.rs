@@ -11,9 +11,38 @@ use crate::unhook::{UnhookedPage, offset_at};
 use crate::vm::Vm;
 use core::cell::RefCell;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Extent, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Extent, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{FolioRef, Placement};
 use hugemm_paging::{Lookup, PageTable};
+
+impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, '_, S, M> {
+    /// Moves a page of 4 KiB to another frame, of its node if one is free there, after its flush, and drops the
+    /// caller's reference. False if the page is larger, somebody else uses it, there is no frame, or the content is bad: then
+    /// it is back where it was. Asks nobody for relief. Interrupts are on: it may wait for other CPUs; the caller holds no lock.
+    pub fn move_elsewhere(mut self, cx: &mut Cx<'_, S>) -> bool {
+        let vm = self.vm;
+        let frozen = if self.order == Order::ZERO { vm.freeze_unhooked(cx, &mut self) } else { None };
+        let Some(block) = frozen else {
+            self.put_back(cx);
+            return false;
+        };
+        let copy = vm.copy_elsewhere(cx, block.extent(), self.owner, self.places);
+        let Some(copy) = copy else {
+            vm.thaw(cx, &mut self, block);
+            self.put_back(cx);
+            return false;
+        };
+        let entered = vm.enter_again(cx, &self, copy.base());
+        for _ in entered..self.places {
+            vm.drop_pages(cx, copy, PageSize::Size4K, false);
+        }
+        // Counted again, so that whoever lists pages forgets it in the moment in which it goes.
+        self.folio = vm.frames().count(block).ok();
+        vm.drop_own(cx, &mut self);
+        vm.consume(cx, self);
+        true
+    }
+}
 
 impl<S: Setup> Vm<'_, S> {
     /// Takes a reference to the 4 KiB page in a frame that may be anything, if it is one that some object has: what the
@@ -51,31 +80,6 @@ impl<S: Setup> Vm<'_, S> {
         self.put_object(cx, handle);
         // SAFETY: the reference that was taken just now.
         held.then(|| unsafe { FolioRef::from_pfn(frame) })
-    }
-
-    /// Moves an unhooked page of 4 KiB to another frame, of its node if one is free there, after its flush, and drops the
-    /// caller's reference. False if somebody else uses the page, there is no frame, or the content is bad: then the page is
-    /// back where it was. Asks nobody for relief. Interrupts are on: it may wait for other CPUs; the caller holds no lock.
-    pub fn move_page<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, mut page: UnhookedPage<'_, S, M>) -> bool {
-        let Some(block) = self.freeze_unhooked(cx, &mut page) else {
-            self.put_back(cx, page);
-            return false;
-        };
-        let copy = self.copy_elsewhere(cx, block.extent(), page.owner, page.places);
-        let Some(copy) = copy else {
-            self.thaw(cx, &mut page, block);
-            self.put_back(cx, page);
-            return false;
-        };
-        let entered = self.enter_again(cx, &page, copy.base());
-        for _ in entered..page.places {
-            self.drop_pages(cx, copy, PageSize::Size4K, false);
-        }
-        // Counted again, so that whoever lists pages forgets it in the moment in which it goes.
-        page.folio = self.frames().count(block).ok();
-        self.drop_own(cx, &mut page);
-        self.consume(cx, page);
-        true
     }
 
     /// A copy, with so many references, that belongs where the page does.

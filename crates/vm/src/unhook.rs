@@ -1,8 +1,8 @@
 //! Taking a page out of every page table, as one value, and putting it back.
 //!
 //! A page is found through its object's areas. While it is away an [`UnhookedPage`] owns what was taken: the object, the
-//! references that the places had, and the flush that is owed. Only [paging out](Vm::page_out), [moving](Vm::move_page) and
-//! [putting back](Vm::put_back) consume it, and each of them pays the flush before it does anything else: CPUs that have
+//! references that the places had, and the flush that is owed. Only [paging out](UnhookedPage::page_out),
+//! [moving](UnhookedPage::move_elsewhere) and [putting back](UnhookedPage::put_back) consume it, in the manager that it came from, and each of them pays the flush before it does anything else: CPUs that have
 //! the page's old translation go on storing to it until then. What each leaf was (its rights, its accessed and dirty bits)
 //! stands in the word that took its place, so that a place which goes away meanwhile takes it along, and is skipped.
 //!
@@ -28,7 +28,6 @@ use core::cell::RefCell;
 use core::fmt;
 use core::mem::ManuallyDrop;
 use core::ptr::NonNull;
-use hugemm_base::counters::Counter;
 use hugemm_base::sync::{AtomicU64, spin_loop};
 use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, Pending, Pfn, TlbFlush, VirtAddr, VirtRange};
 use hugemm_frames::{FolioRef, Frozen, RefError};
@@ -39,8 +38,20 @@ use hugemm_paging::{Deferred, DeferredUnmap, Flags, Keep, Leaf, Lookup, OwnerNex
 /// Whoever loses one, by dropping or forgetting it, which safe code can, stops others: a fault at the page says
 /// [`Meanwhile`](crate::Served::Meanwhile) every time, and a fork of the space, a prefault and a pin of the page wait for ever, at
 /// reschedule points and with nothing locked. Unmapping it and destroying its spaces end; its frames and its object stay lost.
+///
+/// It knows its manager, so no other one is given it, where its frames and its object's number may be somebody else's:
+///
+/// ```compile_fail,E0599
+/// # use hugemm_base::CpuCx;
+/// # use hugemm_vm::{Setup, UnhookedPage, Vm};
+/// fn rule<S: Setup>(other: &Vm<'_, S>, cx: &mut CpuCx<'_, S::Platform>, page: UnhookedPage<'_, '_, S>) {
+///     other.put_back(cx, page); // error: no such method; `page.put_back(cx)` is the way
+/// }
+/// ```
 #[must_use = "dropping this loses the page for whoever uses it: put it back"]
-pub struct UnhookedPage<'d, S: Setup, M: AsRef<[AtomicU64]> = [AtomicU64; 2]> {
+pub struct UnhookedPage<'d, 'm, S: Setup, M: AsRef<[AtomicU64]> = [AtomicU64; 2]> {
+    /// Whose it is.
+    pub(crate) vm: &'d Vm<'m, S>,
     /// With a reference.
     object: NonNull<Object<S>>,
     pub(crate) owner: Owner,
@@ -52,16 +63,15 @@ pub struct UnhookedPage<'d, S: Setup, M: AsRef<[AtomicU64]> = [AtomicU64; 2]> {
     pub(crate) places: u64,
     debt: Option<Debt<'d>>,
     deferred: &'d DeferredUnmap<Keep, M>,
-    lost: &'d Counter,
 }
 
 /// The flush of one page in all its spaces.
 type Debt<'d> = Pending<(), TlbFlush<'d, Deferred, Keep>>;
 
-// SAFETY: it owns a reference to its object, all of whose parts may be shared.
-unsafe impl<S: Setup, M: AsRef<[AtomicU64]> + Sync> Send for UnhookedPage<'_, S, M> {}
+// SAFETY: it owns a reference to its object, all of whose parts may be shared, and its manager may be.
+unsafe impl<'m, S: Setup, M: AsRef<[AtomicU64]> + Sync> Send for UnhookedPage<'_, 'm, S, M> where Vm<'m, S>: Sync {}
 
-impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, S, M> {
+impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, '_, S, M> {
     /// Its first frame.
     pub fn head(&self) -> Pfn {
         self.head
@@ -79,16 +89,30 @@ impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, S, M> {
     pub(crate) fn extent(&self) -> Extent {
         Extent::block(self.head, self.order)
     }
-}
 
-impl<S: Setup, M: AsRef<[AtomicU64]>> Drop for UnhookedPage<'_, S, M> {
-    /// Nothing can be done without a context: the page stays away, whoever touches it waits, and it is counted.
-    fn drop(&mut self) {
-        self.lost.add(1);
+    /// Puts the page back where it was, after the flush: with the accessed and dirty bits that were found, and the rights
+    /// that were found as far as the area there allows them now. Where it has been unmapped meanwhile it stays away; if
+    /// that is so everywhere the page is freed. Drops the reference. Interrupts are on: it may wait for other CPUs.
+    pub fn put_back(mut self, cx: &mut Cx<'_, S>) {
+        let vm = self.vm;
+        vm.flush_page(cx, &mut self);
+        let entered = vm.enter_again(cx, &self, self.head);
+        for _ in entered..self.places {
+            vm.drop_pages(cx, self.extent(), self.size(), false);
+        }
+        vm.drop_own(cx, &mut self);
+        vm.consume(cx, self);
     }
 }
 
-impl<S: Setup, M: AsRef<[AtomicU64]>> fmt::Debug for UnhookedPage<'_, S, M> {
+impl<S: Setup, M: AsRef<[AtomicU64]>> Drop for UnhookedPage<'_, '_, S, M> {
+    /// Nothing can be done without a context: the page stays away, whoever touches it waits, and it is counted.
+    fn drop(&mut self) {
+        self.vm.lost().add(1);
+    }
+}
+
+impl<S: Setup, M: AsRef<[AtomicU64]>> fmt::Debug for UnhookedPage<'_, '_, S, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut page = f.debug_struct("UnhookedPage");
         page.field("head", &self.head).field("order", &self.order).field("places", &self.places).finish_non_exhaustive()
@@ -102,8 +126,8 @@ pub(crate) struct Place<'a, S: Setup> {
     pub(crate) area: &'a VmaInfo,
 }
 
-impl<S: Setup> Vm<'_, S> {
-    /// Takes a page of `order` out of every page table. If it has to stay nothing has changed, and the reference comes back;
+impl<'m, S: Setup> Vm<'m, S> {
+    /// Takes a page out of every page table. If it has to stay nothing has changed, and the reference comes back;
     /// a page with a poisoned frame stays, since nobody may read it.
     ///
     /// The flush that is owed is the first thing that is done with the value. Many pages of one `deferred` share one: call
@@ -120,19 +144,20 @@ impl<S: Setup> Vm<'_, S> {
         &'d self,
         cx: &mut Cx<'_, S>,
         folio: FolioRef,
-        order: Order,
         deferred: &'d DeferredUnmap<Keep, M>,
-    ) -> Result<UnhookedPage<'d, S, M>, FolioRef> {
+    ) -> Result<UnhookedPage<'d, 'm, S, M>, FolioRef> {
         let head = folio.pfn();
+        // The block that the reference keeps together says how large the page is, not the caller.
+        let Some((_, order)) = self.frames().head_of(head) else { return Err(folio) };
         // Whoever stores or moves it reads it.
         if self.frames().first_hwpoisoned(Extent::block(head, order)).is_some() {
             return Err(folio);
         }
         let Some(owner) = self.owner(head) else { return Err(folio) };
         let Some(handle) = self.registry().shared().get(owner.object) else { return Err(folio) };
-        let (folio, lost) = (Some(folio), self.lost());
+        let folio = Some(folio);
         let mut page =
-            UnhookedPage { object: handle, owner, head, folio, order, places: 0, debt: None, deferred, lost };
+            UnhookedPage { vm: self, object: handle, owner, head, folio, order, places: 0, debt: None, deferred };
         // SAFETY: `Registry::get` took a reference, which the page has.
         let object = unsafe { handle.as_ref() };
         match &object.index {
@@ -151,7 +176,7 @@ impl<S: Setup> Vm<'_, S> {
     fn take_from_index<M: AsRef<[AtomicU64]>>(
         &self,
         cx: &mut Cx<'_, S>,
-        page: &mut UnhookedPage<'_, S, M>,
+        page: &mut UnhookedPage<'_, '_, S, M>,
         object: &Object<S>,
         index: &PageTable<S::Format, S::Lock>,
     ) {
@@ -177,7 +202,7 @@ impl<S: Setup> Vm<'_, S> {
     fn take_private<M: AsRef<[AtomicU64]>>(
         &self,
         cx: &mut Cx<'_, S>,
-        page: &mut UnhookedPage<'_, S, M>,
+        page: &mut UnhookedPage<'_, '_, S, M>,
         object: &Object<S>,
     ) {
         let head = page.head;
@@ -206,7 +231,7 @@ impl<S: Setup> Vm<'_, S> {
     fn take_leaf<M: AsRef<[AtomicU64]>>(
         &self,
         cx: &mut Cx<'_, S>,
-        page: &mut UnhookedPage<'_, S, M>,
+        page: &mut UnhookedPage<'_, '_, S, M>,
         place: &Place<'_, S>,
         word: impl Fn(Leaf) -> Option<u64>,
         owes: impl FnOnce(&Result<Leaf, Lookup>) -> bool,
@@ -233,7 +258,7 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Pays the flush that is owed, unless that has been done.
-    pub(crate) fn flush_page<M: AsRef<[AtomicU64]>>(&self, cx: &Cx<'_, S>, page: &mut UnhookedPage<'_, S, M>) {
+    pub(crate) fn flush_page<M: AsRef<[AtomicU64]>>(&self, cx: &Cx<'_, S>, page: &mut UnhookedPage<'_, '_, S, M>) {
         let Some(debt) = page.debt.take() else { return };
         if let Err(debt) = debt.release(&page.deferred.domain().latest(false)) {
             let paid = debt.release(&page.deferred.flush(self.shootdown(), cx));
@@ -245,7 +270,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn freeze_unhooked<M: AsRef<[AtomicU64]>>(
         &self,
         cx: &mut Cx<'_, S>,
-        page: &mut UnhookedPage<'_, S, M>,
+        page: &mut UnhookedPage<'_, '_, S, M>,
     ) -> Option<Frozen> {
         self.flush_page(cx, page);
         // If all are the caller's, nobody can get another.
@@ -270,7 +295,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn thaw<M: AsRef<[AtomicU64]>>(
         &self,
         cx: &mut Cx<'_, S>,
-        page: &mut UnhookedPage<'_, S, M>,
+        page: &mut UnhookedPage<'_, '_, S, M>,
         block: Frozen,
     ) {
         // It was counted before, so it can be again.
@@ -281,7 +306,12 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Takes the references of a page's places again, which fitted before: somebody who only guesses at the frame may be in
     /// the way.
-    fn count_places<M: AsRef<[AtomicU64]>>(&self, cx: &Cx<'_, S>, page: &mut UnhookedPage<'_, S, M>, folio: FolioRef) {
+    fn count_places<M: AsRef<[AtomicU64]>>(
+        &self,
+        cx: &Cx<'_, S>,
+        page: &mut UnhookedPage<'_, '_, S, M>,
+        folio: FolioRef,
+    ) {
         for _ in 0..page.places {
             while let Err(RefError::Saturated) = self.frames().get(&folio).map(FolioRef::into_pfn) {
                 self.shootdown().handle_ipi(cx);
@@ -291,21 +321,8 @@ impl<S: Setup> Vm<'_, S> {
         page.folio = Some(folio);
     }
 
-    /// Puts a page back where it was, after the flush: with the accessed and dirty bits that were found, and the rights
-    /// that were found as far as the area there allows them now. Where it has been unmapped meanwhile it stays away; if
-    /// that is so everywhere the page is freed. Drops the reference. Interrupts are on: it may wait for other CPUs.
-    pub fn put_back<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, mut page: UnhookedPage<'_, S, M>) {
-        self.flush_page(cx, &mut page);
-        let entered = self.enter_again(cx, &page, page.head);
-        for _ in entered..page.places {
-            self.drop_pages(cx, page.extent(), page.size(), false);
-        }
-        self.drop_own(cx, &mut page);
-        self.consume(cx, page);
-    }
-
     /// Drops the page's own reference.
-    pub(crate) fn drop_own<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &mut UnhookedPage<'_, S, M>) {
+    pub(crate) fn drop_own<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &mut UnhookedPage<'_, '_, S, M>) {
         if let Some(folio) = page.folio.take() {
             let _ = folio.into_pfn();
             self.drop_pages(cx, page.extent(), page.size(), false);
@@ -317,7 +334,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn enter_again<M: AsRef<[AtomicU64]>>(
         &self,
         cx: &mut Cx<'_, S>,
-        page: &UnhookedPage<'_, S, M>,
+        page: &UnhookedPage<'_, '_, S, M>,
         to: Pfn,
     ) -> u64 {
         let size = page.size();
@@ -357,7 +374,7 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Ends a page's being away: all that it owned has been given to somebody.
-    pub(crate) fn consume<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: UnhookedPage<'_, S, M>) {
+    pub(crate) fn consume<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: UnhookedPage<'_, '_, S, M>) {
         debug_assert!(page.debt.is_none(), "nobody has flushed");
         debug_assert!(page.folio.is_none(), "somebody has the page");
         self.put_object(cx, ManuallyDrop::new(page).object);

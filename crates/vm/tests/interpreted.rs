@@ -175,8 +175,8 @@ fn operate(cx: &mut Cx<'_>, frames: &Frames<'_, Carved>, shootdown: &TlbShootdow
     for head in [leaf.frame, shared] {
         // SAFETY: the page is mapped, and nobody else is there to let it go.
         let folio = unsafe { frames.get_at(head) }.expect("mapped");
-        let page = vm.unhook(cx, folio, Order::ZERO, &deferred).expect("nobody else has it");
-        vm.put_back(cx, page);
+        let page = vm.unhook(cx, folio, &deferred).expect("nobody else has it");
+        page.put_back(cx);
     }
     assert_eq!((load(&vm, cx, &space, AT), load(&vm, cx, &child, 2 * AT + 3 * PAGE)), (1, 7));
     vm.close(cx, object).expect("its own");

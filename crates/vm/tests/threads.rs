@@ -17,7 +17,7 @@ fn every_type() {
             Following, Recency, Unmapped, ZeroTurn, ZeroWorker, AgeRun<'static>,
         }
         // One task has it in hand.
-        send { UnhookedPage<'static, Here, [AtomicU64; 2]>, Follower<Here>, }
+        send { UnhookedPage<'static, 'static, Here, [AtomicU64; 2]>, Follower<Here>, }
         // Closures of one task, for one call.
         neither { Neighbours<'static, 'static, Here>, }
     }

@@ -102,14 +102,14 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
             let hugemm_paging::Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
             // SAFETY: mapped, and nobody else is there to take it away.
             let held = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("mapped");
-            unhooked.extend(rig.vm.unhook(cx, held, hugemm_base::Order::ZERO, &deferred));
+            unhooked.extend(rig.vm.unhook(cx, held, &deferred));
             assert_eq!(unhooked.len() as u64, index + 1);
         }
         rig.vm.shootdown().hw().deaf.store(deaf, Ordering::Relaxed);
         rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
         rig.vm.shootdown().hw().deaf.store(false, Ordering::Relaxed);
         let used = (0..PAGES).filter(|index| rig.mmu.load(CpuId(1), VirtAddr::new(at(*index))).is_ok()).count();
-        unhooked.into_iter().for_each(|page| rig.vm.put_back(cx, page));
+        unhooked.into_iter().for_each(|page| page.put_back(cx));
         rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
         rig.vm.destroy(cx, space).expect("destroyed");
         used as u64

@@ -1,7 +1,7 @@
 //! Faults and forks beside reclaim, step by step.
 
 use crate::rig::{Rig, Size, bounds, no_faults, span, with_rig};
-use hugemm_base::{CpuId, Order, PageSize, VirtAddr};
+use hugemm_base::{CpuId, PageSize, VirtAddr};
 use hugemm_paging::{DeferredUnmap, Lookup};
 use hugemm_reclaim::LruPolicy;
 use hugemm_vm::{Backing, VmaKind};
@@ -91,7 +91,7 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
         let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
         // SAFETY: mapped, and nobody else is there to take it away.
         let held = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("mapped");
-        rig.vm.unhook(cx, held, Order::ZERO, &deferred).expect("unhooked")
+        rig.vm.unhook(cx, held, &deferred).expect("unhooked")
     });
     let [waits, over, unused] = [const { AtomicBool::new(false) }; 3];
     rig.store.sharing.arm(0);
@@ -111,7 +111,7 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
         let (waits, over) = (&waits, &over);
         scope.spawn(move || {
             rig.beside_others_noting(1, waits, |cx| {
-                rig.vm.put_back(cx, page);
+                page.put_back(cx);
                 over.store(true, Ordering::SeqCst);
             });
         });

@@ -37,9 +37,9 @@ fn unhook<'d, 'h>(
     space: &AddressSpace<Model<'h>>,
     at: u64,
     deferred: &'d DeferredUnmap,
-) -> UnhookedPage<'d, Model<'h>> {
+) -> UnhookedPage<'d, 'h, Model<'h>> {
     let leaf = leaf(rig, cx, space, at);
-    rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), deferred).expect("nobody else has it")
+    rig.vm.unhook(cx, hold(rig, leaf.frame), deferred).expect("nobody else has it")
 }
 
 /// One more reference to a page.
@@ -113,15 +113,15 @@ fn a_pin_that_comes_late_keeps_the_page() {
                     let unhooked = unhook(rig, cx, &space, AT, &deferred);
                     let late = hold(rig, before.frame);
                     if moves {
-                        assert!(!rig.vm.move_page(cx, unhooked));
+                        assert!(!unhooked.move_elsewhere(cx));
                     } else {
-                        let (error, unhooked) = page_out(rig, cx, unhooked).expect_err("pinned");
+                        let (error, unhooked) = page_out(cx, unhooked).expect_err("pinned");
                         assert_eq!(error, VmError::InUse);
-                        rig.vm.put_back(cx, unhooked);
+                        unhooked.put_back(cx);
                     }
                     assert_eq!(leaf(rig, cx, &space, AT), before);
                     // Seen at the first look now.
-                    let own = rig.vm.unhook(cx, hold(rig, before.frame), before.size.order(), &deferred);
+                    let own = rig.vm.unhook(cx, hold(rig, before.frame), &deferred);
                     put(rig, cx, own.expect_err("pinned"), before.size.order());
                     assert_eq!(leaf(rig, cx, &space, AT), before);
                     rig.put(cx, &space, AT + 8, 9).expect("memory");
@@ -140,13 +140,12 @@ fn a_pin_that_comes_late_keeps_the_page() {
 /// Pages out to swap that is full.
 #[allow(clippy::result_large_err, reason = "the page comes back")]
 fn page_out<'d, 'h>(
-    rig: &Rig<'h>,
     cx: &mut Cx<'_, 'h>,
-    page: UnhookedPage<'d, Model<'h>>,
-) -> Result<u64, (VmError, UnhookedPage<'d, Model<'h>>)> {
+    page: UnhookedPage<'d, 'h, Model<'h>>,
+) -> Result<u64, (VmError, UnhookedPage<'d, 'h, Model<'h>>)> {
     let refuse = |_: &Cx<'_, 'h>, block: Frozen| Err((VmError::NoMemory, block));
     // SAFETY: there are no slots.
-    unsafe { rig.vm.page_out(cx, page, refuse, |_: &Cx<'_, 'h>, _: &Frozen, _| Err(VmError::NoMemory)) }
+    unsafe { page.page_out(cx, refuse, |_: &Cx<'_, 'h>, _: &Frozen, _| Err(VmError::NoMemory)) }
 }
 
 /// What a leaf allowed and what was known of its use comes back with it, exactly.
@@ -174,13 +173,13 @@ fn a_leaf_comes_back_as_it_was() {
                     assert_eq!(before.flags.contains(Flags::WRITE), index < 3);
                     let unhooked = unhook(rig, cx, &space, at(index), &deferred);
                     // Also if it could not be stored.
-                    let (error, unhooked) = page_out(rig, cx, unhooked).expect_err("refused");
+                    let (error, unhooked) = page_out(cx, unhooked).expect_err("refused");
                     assert_eq!(error, VmError::NoMemory);
-                    rig.vm.put_back(cx, unhooked);
+                    unhooked.put_back(cx);
                     assert_eq!(leaf(rig, cx, &space, at(index)), before);
                     if page == PageSize::Size4K {
                         let unhooked = unhook(rig, cx, &space, at(index), &deferred);
-                        assert!(rig.vm.move_page(cx, unhooked));
+                        assert!(unhooked.move_elsewhere(cx));
                         let moved = leaf(rig, cx, &space, at(index));
                         assert_ne!(moved.frame, before.frame);
                         assert_eq!(Leaf { frame: before.frame, ..moved }, before);
@@ -216,7 +215,7 @@ fn stores_through_old_translations_are_not_lost() {
                 let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
                 let unhooked = unhook(rig, cx, &space, AT, &deferred);
                 let asked = rig.vm.shootdown().hw().interrupts.load(Ordering::Relaxed);
-                rig.vm.put_back(cx, unhooked);
+                unhooked.put_back(cx);
                 assert_eq!(
                     rig.vm.shootdown().hw().interrupts.load(Ordering::Relaxed),
                     asked + 1,
@@ -257,7 +256,7 @@ fn stores_through_old_translations_do_not_reach_a_child() {
                 // SAFETY: one machine.
                 let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
                 let unhooked = unhook(rig, cx, &space, AT, &deferred);
-                rig.vm.put_back(cx, unhooked);
+                unhooked.put_back(cx);
                 rig.leave(cx, &space);
                 let child = rig.vm.fork(cx, &space).expect("forked");
                 assert!(rig.mmu.store(CpuId(1), VirtAddr::new(AT), 2).is_err(), "it is shared with the child");
@@ -291,10 +290,10 @@ fn a_page_comes_back_only_where_it_is_still_wanted() {
                         let head = unhooked.head();
                         rig.vm.unmap(cx, unmapper, area).expect("unmapped");
                         if moves {
-                            assert!(rig.vm.move_page(cx, unhooked));
+                            assert!(unhooked.move_elsewhere(cx));
                             assert_eq!(rig.vm.frames().references(head), 0, "the frame is free");
                         } else {
-                            rig.vm.put_back(cx, unhooked);
+                            unhooked.put_back(cx);
                         }
                         assert_eq!(rig.vm.lookup(cx, unmapper, VirtAddr::new(AT)), Lookup::Absent);
                         if std::ptr::eq(unmapper, &raw const parent) {
@@ -380,12 +379,12 @@ fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
                 let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
                 let mut refused = Vec::new();
                 for head in &heads {
-                    let unhooked = rig.vm.unhook(cx, hold(rig, *head), Order::ZERO, &deferred);
+                    let unhooked = rig.vm.unhook(cx, hold(rig, *head), &deferred);
                     let unhooked = unhooked.expect("nobody else has it");
-                    refused.push(page_out(rig, cx, unhooked).expect_err("full").1);
+                    refused.push(page_out(cx, unhooked).expect_err("full").1);
                 }
                 let after = stores(3);
-                refused.into_iter().for_each(|page| rig.vm.put_back(cx, page));
+                refused.into_iter().for_each(|page| page.put_back(cx));
                 [before, after]
             });
             asking.open();

@@ -25,14 +25,13 @@ fn page_out<'h>(rig: &SwapEntry<'h>, cx: &mut Cx<'_, 'h>, space: &AddressSpace<M
     let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(at)) else { panic!("not mapped") };
     // SAFETY: used with this manager's TLBs only.
     let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-    let unhooked = rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), &deferred).expect("nobody else has it");
+    let unhooked = rig.vm.unhook(cx, hold(rig, leaf.frame), &deferred).expect("nobody else has it");
     let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
-    let freed: Result<u64, (VmError, UnhookedPage<'_, Model<'h, Metered, true>>)> =
+    let freed: Result<u64, (VmError, UnhookedPage<'_, 'h, Model<'h, Metered, true>>)> =
         // SAFETY: the slots are new ones of this pager.
         unsafe {
-            rig.vm.page_out(
+            unhooked.page_out(
                 cx,
-                unhooked,
                 |cx: &Cx<'_, 'h>, block| Ok((store(cx, &block, 0), Some(block))),
                 |cx: &Cx<'_, 'h>, block: &Frozen, page| Ok(store(cx, block, page)),
             )

@@ -41,8 +41,8 @@ fn unhook<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>) {
     let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
     // SAFETY: it is mapped, and nobody else is there to let it go.
     let folio = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("it has references");
-    let page = rig.vm.unhook(cx, folio, leaf.size.order(), &deferred).expect("nobody else has it");
-    rig.vm.put_back(cx, page);
+    let page = rig.vm.unhook(cx, folio, &deferred).expect("nobody else has it");
+    page.put_back(cx);
 }
 
 fn unmap<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>) {

@@ -57,9 +57,9 @@ fn take_away<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
     let folio = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("it has a reference");
     // SAFETY: used with this manager's TLBs only.
     let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-    let page = rig.vm.unhook(cx, folio, leaf.size.order(), &deferred).expect("nobody else has it");
+    let page = rig.vm.unhook(cx, folio, &deferred).expect("nobody else has it");
     assert_eq!(folded(rig, &space), PAGES - 16);
-    rig.vm.put_back(cx, page);
+    page.put_back(cx);
     rig.vm.destroy(cx, space).expect("nobody uses it");
 }
 

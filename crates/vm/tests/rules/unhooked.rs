@@ -12,7 +12,7 @@ const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 type Away<'h> = Rig<'h, Metered, true>;
 type Process<'h, const AWAY: bool = true> = AddressSpace<Model<'h, Metered, AWAY>>;
-type Page<'d, 'h, const AWAY: bool = true> = UnhookedPage<'d, Model<'h, Metered, AWAY>>;
+type Page<'d, 'h, const AWAY: bool = true> = UnhookedPage<'d, 'h, Model<'h, Metered, AWAY>>;
 
 fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
     with_format(mib, 2, seed, &no_faults(), test);
@@ -73,7 +73,7 @@ fn unhook<'d, 'h, const AWAY: bool>(
     deferred: &'d DeferredUnmap,
 ) -> Page<'d, 'h, AWAY> {
     let leaf = leaf(rig, cx, space, at);
-    let page = rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), deferred).expect("nobody else has it");
+    let page = rig.vm.unhook(cx, hold(rig, leaf.frame), deferred).expect("nobody else has it");
     assert_eq!(page.head(), leaf.frame);
     page
 }
@@ -95,7 +95,7 @@ fn page_out<'d, 'h>(
         if page < room { Ok(store(cx, block, page)) } else { Err(VmError::NoMemory) }
     };
     // SAFETY: the slots are new ones of this pager.
-    unsafe { rig.vm.page_out(cx, page, evict, store) }
+    unsafe { page.page_out(cx, evict, store) }
 }
 
 /// What a leaf allowed and what was known of its use comes back with it, whether it was put back, could not be stored, or
@@ -128,7 +128,7 @@ fn a_leaf_comes_back_as_it_was() {
                     assert_eq!(before.flags.contains(Flags::WRITE), index < 3);
                     let page = unhook(rig, cx, &space, at(index), &deferred);
                     assert!(matches!(rig.vm.lookup(cx, &space, VirtAddr::new(at(index))), Lookup::Owner(_)));
-                    rig.vm.put_back(cx, page);
+                    page.put_back(cx);
                     assert_eq!(leaf(rig, cx, &space, at(index)), before);
                     // Also when there is no room for it, or for the last of it.
                     for room in [0, size.pages() - 1] {
@@ -136,12 +136,12 @@ fn a_leaf_comes_back_as_it_was() {
                         let (error, page) = page_out(rig, cx, page, room).expect_err("no room");
                         assert_eq!(error, VmError::NoMemory);
                         assert_eq!(rig.vm.pager().used(), 0, "what was stored of it is given up");
-                        rig.vm.put_back(cx, page);
+                        page.put_back(cx);
                         assert_eq!(leaf(rig, cx, &space, at(index)), before);
                     }
                     if size == PageSize::Size4K {
                         let page = unhook(rig, cx, &space, at(index), &deferred);
-                        assert!(rig.vm.move_page(cx, page));
+                        assert!(page.move_elsewhere(cx));
                         let moved = leaf(rig, cx, &space, at(index));
                         assert_ne!(moved.frame, before.frame);
                         assert_eq!(Leaf { frame: before.frame, ..moved }, before);
@@ -186,10 +186,10 @@ fn a_page_comes_back_where_it_is_still_wanted() {
                             rig.vm.unmap(cx, spaces[gone], span(AT, size.bytes())).expect("unmapped");
                         }
                         if moves {
-                            assert!(rig.vm.move_page(cx, page));
+                            assert!(page.move_elsewhere(cx));
                             assert_eq!(rig.vm.frames().references(old), 0);
                         } else {
-                            rig.vm.put_back(cx, page);
+                            page.put_back(cx);
                         }
                         let left = &spaces[(gone + 1).min(3)..];
                         for space in left {
@@ -227,37 +227,36 @@ fn a_page_that_somebody_holds_stays() {
                 rig.store(cx, &space, AT << 1, 1).expect("memory");
                 for at in [AT, AT << 1] {
                     let before = leaf(rig, cx, &space, at);
-                    let order = size.order();
                     let late = {
                         let page = unhook(rig, cx, &space, at, &deferred);
                         let late = hold(rig, before.frame);
                         if size == PageSize::Size4K {
-                            assert!(!rig.vm.move_page(cx, page), "somebody came late");
+                            assert!(!page.move_elsewhere(cx), "somebody came late");
                         } else {
                             let (error, page) = page_out(rig, cx, page, size.pages()).expect_err("somebody came late");
                             assert_eq!(error, VmError::InUse);
-                            rig.vm.put_back(cx, page);
+                            page.put_back(cx);
                         }
                         late
                     };
                     if at == AT {
                         assert_eq!(leaf(rig, cx, &space, at), before);
                     }
-                    let refused = rig.vm.unhook(cx, hold(rig, before.frame), order, &deferred).expect_err("held");
+                    let refused = rig.vm.unhook(cx, hold(rig, before.frame), &deferred).expect_err("held");
                     assert_eq!(refused.pfn(), before.frame);
                     let_go(rig, cx, refused);
                     let_go(rig, cx, late);
                     rig.store(cx, &space, at, 9).expect("it is there");
                     assert_eq!(leaf(rig, cx, &space, at).frame, before.frame);
                     let page = unhook(rig, cx, &space, at, &deferred);
-                    rig.vm.put_back(cx, page);
+                    page.put_back(cx);
                     assert_eq!(rig.load(cx, &space, at), Ok(9));
                 }
                 assert_eq!(space.counters().copied.get(), 0);
                 // What no object has is nobody's to take away.
                 let block = rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory");
                 let own = rig.vm.frames().count(block).expect("a page");
-                let own = rig.vm.unhook(cx, own, Order::ZERO, &deferred).expect_err("of no object");
+                let own = rig.vm.unhook(cx, own, &deferred).expect_err("of no object");
                 let_go(rig, cx, own);
                 rig.vm.close(cx, object).expect("its own");
                 rig.leave(cx, &space);
@@ -443,7 +442,7 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
                         rig.vm.shootdown().handle_ipi(cx);
                         std::thread::yield_now();
                     }
-                    if AWAY { rig.vm.put_back(cx, page) } else { assert!(rig.vm.move_page(cx, page)) }
+                    if AWAY { page.put_back(cx) } else { assert!(page.move_elsewhere(cx)) }
                 });
             });
             scope.spawn(move || {
@@ -464,6 +463,26 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
         });
         rig.mmu.as_cpu(CpuId(0), |cx| {
             pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// A page of 2 MiB does not move: where it was asked to, it is back, with all that is in it.
+#[test]
+fn a_large_page_stays_where_it_is() {
+    with_rig(32, 98, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, PageSize::Size2M, 1);
+            let last = AT + PageSize::Size2M.bytes() - 8;
+            rig.store(cx, &space, last, 7).expect("it is there");
+            let (before, used) = (leaf(rig, cx, &space, AT), rig.used(cx));
+            let deferred = deferred(rig);
+            let page = unhook(rig, cx, &space, AT, &deferred);
+            assert!(!page.move_elsewhere(cx));
+            assert_eq!((leaf(rig, cx, &space, AT), rig.used(cx)), (before, used));
+            assert_eq!((rig.load(cx, &space, AT), rig.load(cx, &space, last)), (Ok(1), Ok(7)));
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
         });
@@ -494,7 +513,7 @@ fn unmapping_flushes_what_is_moving_without_a_pager() {
             rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
             let reached = (0..PAGES).filter(|index| rig.mmu.store(CpuId(1), VirtAddr::new(at(*index)), 8).is_ok());
             assert_eq!(reached.count(), 0, "unmapped, and reached by old translations");
-            pages.into_iter().for_each(|page| rig.vm.put_back(cx, page));
+            pages.into_iter().for_each(|page| page.put_back(cx));
         });
         rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
         rig.mmu.as_cpu(CpuId(0), |cx| {
@@ -578,15 +597,15 @@ fn a_page_that_cannot_move_stays() {
                 taken.push(block);
             }
             let page = unhook(rig, cx, &space, AT, &deferred);
-            assert!(!rig.vm.move_page(cx, page), "there is no frame");
+            assert!(!page.move_elsewhere(cx), "there is no frame");
             assert_eq!(leaf(rig, cx, &space, AT), before);
             taken.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
             let page = unhook(rig, cx, &space, AT, &deferred);
             let _ = rig.vm.frames().hwpoison(cx, before.frame);
-            assert!(!rig.vm.move_page(cx, page), "its content has gone bad");
+            assert!(!page.move_elsewhere(cx), "its content has gone bad");
             assert_eq!(leaf(rig, cx, &space, AT), before);
             // From then on nobody begins.
-            let refused = rig.vm.unhook(cx, hold(rig, before.frame), Order::ZERO, &deferred);
+            let refused = rig.vm.unhook(cx, hold(rig, before.frame), &deferred);
             let Err(folio) = refused else { panic!("its content is bad") };
             let_go(rig, cx, folio);
             assert_eq!(leaf(rig, cx, &space, AT), before);
@@ -632,10 +651,10 @@ fn a_page_of_too_many_places_stays() {
             let mut children = Vec::new();
             for (places, goes) in [(MOST, true), (MOST + 1, false)] {
                 children.resize_with(places - 1, || rig.vm.fork(cx, &space).expect("memory"));
-                match rig.vm.unhook(cx, hold(rig, head), Order::ZERO, &deferred) {
+                match rig.vm.unhook(cx, hold(rig, head), &deferred) {
                     Ok(page) => {
                         assert!(goes);
-                        rig.vm.put_back(cx, page);
+                        page.put_back(cx);
                     }
                     Err(folio) => {
                         assert!(!goes);
