@@ -58,16 +58,9 @@ impl Wake {
     /// Who frees nothing beside others knows nothing: they may have had the pages, and have freed some.
     pub(crate) fn reclaim<T>(&self, f: impl FnOnce() -> (T, Option<bool>)) -> T {
         self.change(|state| (state + BUSY) | if state < BUSY { 0 } else { SHARED });
+        let mut at_it = AtIt { wake: self, freed: None };
         let (result, freed) = f();
-        self.change(|state| {
-            let left = state - BUSY;
-            let left = if left < BUSY { left & !SHARED } else { left };
-            match freed {
-                Some(true) => left & !HOPELESS,
-                Some(false) if state & SHARED == 0 => left & !CRITICAL | HOPELESS,
-                Some(false) | None => left,
-            }
-        });
+        at_it.freed = freed;
         result
     }
 
@@ -81,6 +74,19 @@ impl Wake {
         state & CRITICAL != 0 && state < BUSY
     }
 
+    /// One who reclaimed has ended.
+    fn over(&self, freed: Option<bool>) {
+        self.change(|state| {
+            let left = state - BUSY;
+            let left = if left < BUSY { left & !SHARED } else { left };
+            match freed {
+                Some(true) => left & !HOPELESS,
+                Some(false) if state & SHARED == 0 => left & !CRITICAL | HOPELESS,
+                Some(false) | None => left,
+            }
+        });
+    }
+
     /// What there was, and is now.
     fn change(&self, next: impl Fn(u32) -> u32) -> (u32, u32) {
         let mut before = self.0.load(Ordering::Relaxed);
@@ -92,6 +98,18 @@ impl Wake {
                 Err(now) => before = now,
             }
         }
+    }
+}
+
+/// Somebody who reclaims, until that ends by returning or by unwinding: counted for ever, it would keep all others from helping.
+struct AtIt<'a> {
+    wake: &'a Wake,
+    freed: Option<bool>,
+}
+
+impl Drop for AtIt<'_> {
+    fn drop(&mut self) {
+        self.wake.over(self.freed);
     }
 }
 
@@ -112,6 +130,16 @@ mod tests {
         assert!(wake.note(Level::Short) && !wake.is_critical());
         assert!(!wake.note(Level::Ample));
         assert!(wake.take(), "a wake stays until it is taken");
+    }
+
+    /// Followers, steps and whoever may cancel are called meanwhile.
+    #[test]
+    fn who_ends_by_unwinding_is_not_at_it_any_more() {
+        let wake = Wake::new();
+        assert!(wake.note(Level::Critical));
+        let unwinds = std::panic::AssertUnwindSafe(|| wake.reclaim(|| -> ((), _) { panic!("planned") }));
+        assert!(std::panic::catch_unwind(unwinds).is_err());
+        assert!(wake.is_critical());
     }
 
     #[test]
