@@ -60,6 +60,7 @@ fn stress(exchange: u64, trims: bool) {
     let heap = Heap::new(&frames, &cx, CPUS).expect("enough memory");
     let before = frames.available(&cx);
     let (stamps, shelf) = (AtomicU64::new(1), Mutex::new(Vec::new()));
+    let _watched = hugemm_threads::Watchdog::new();
     std::thread::scope(|scope| {
         for cpu in 0..CPUS {
             let (threads, heap, stamps, shelf) = (&threads, &heap, &stamps, &shelf);
@@ -137,6 +138,7 @@ fn a_producer_lives_on_what_its_consumer_frees() {
     let before = frames.available(&cx);
     let (sender, receiver) = std::sync::mpsc::sync_channel::<Held>(200);
     let layout = Layout::new::<[u64; 100]>();
+    let _watched = hugemm_threads::Watchdog::new();
     std::thread::scope(|scope| {
         let (threads, heap) = (&threads, &heap);
         scope.spawn(move || {

@@ -485,6 +485,7 @@ fn all_cpus_shoot_each_other_under_a_lock_convoy() {
     let space = parts.space(&shootdown);
     let (convoy, done, ready) = (Mutex::new(0_u32), AtomicU32::new(0), AtomicBool::new(false));
     let (shootdown, space, convoy, done, ready) = (&shootdown, &space, &convoy, &done, &ready);
+    let _watched = hugemm_threads::Watchdog::new();
     std::thread::scope(|scope| {
         for number in 0..CPUS {
             scope.spawn(move || {

@@ -460,6 +460,7 @@ fn pages_survive_on_several_cpus() {
         let store: Store<'_, '_, FaultPlan> =
             Compressed::new(frames, &machine.cx(), Runs, CPUS, 400).expect("memory for work");
         let common: Mutex<Vec<(SwapSlot, Content)>> = Mutex::new(Vec::new());
+        let _watched = hugemm_threads::Watchdog::new();
         std::thread::scope(|scope| {
             for cpu in 0..CPUS {
                 let (machine, store, common) = (&machine, &store, &common);

@@ -41,16 +41,19 @@
 //! | `cpu.rs` | one task at a time on a CPU that is pinned; an interrupt wherever one could come |
 //! | `lock.rs` | a lock that finds who would wait for itself |
 //! | `memory.rs` | memory as frames whose numbers nobody else has |
+//! | `watchdog.rs` | an end for a test that would not end by itself |
 #![warn(missing_debug_implementations)]
 
 pub mod across;
 mod cpu;
 mod lock;
 mod memory;
+mod watchdog;
 
 pub use cpu::{CPUS, Threads, interrupt_point, run_as, this_cpu};
 pub use lock::TestLock;
 pub use memory::Memory;
+pub use watchdog::Watchdog;
 
 /// Random numbers, the same ones for the same seed: SplitMix64, for which any seed is as good as any other, also one beside it.
 #[derive(Clone, Debug, Default)]

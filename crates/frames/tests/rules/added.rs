@@ -154,6 +154,7 @@ fn arenas_come_while_others_allocate() {
     release(&frames, extent(0, 1024));
     let (frames, threads): (_, &Threads) = (&frames, &Threads::default());
     let rounds = if cfg!(miri) { 4 } else { 40 };
+    let _watched = hugemm_threads::Watchdog::new();
     let won: u64 = std::thread::scope(|scope| {
         let adders: Vec<_> = (0..2)
             .map(|cpu| {
@@ -375,6 +376,7 @@ fn arenas_come_and_go_while_others_allocate() {
     let (frames, threads): (_, &Threads) = (&frames, &Threads::default());
     let rounds = if cfg!(miri) { 3 } else { 200 };
     let (done, gone) = (&AtomicBool::new(false), &AtomicU64::new(0));
+    let _watched = hugemm_threads::Watchdog::new();
     std::thread::scope(|scope| {
         for cpu in 2..4 {
             scope.spawn(move || {

@@ -71,6 +71,7 @@ fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
     frames.drain(&cx);
     let pages: u64 = blocks.iter().map(|order| order.pages()).sum();
     assert_eq!(frames.stats(&cx).free, 4096 - pages);
+    let _watched = hugemm_threads::Watchdog::new();
     std::thread::scope(|scope| {
         STAGE.store(KEEP, Ordering::SeqCst);
         scope.spawn(|| {

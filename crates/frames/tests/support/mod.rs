@@ -76,6 +76,7 @@ pub fn with_arenas(
     cpu_nodes: &[NodeId],
     test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads),
 ) {
+    let _watched = hugemm_threads::Watchdog::new();
     let config = FramesConfig { arenas, cpus, cpu_nodes };
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);

@@ -72,6 +72,7 @@ fn concurrent_writers_hand_a_table_down_once() {
         // The entry of 512 GiB.
         let all = span(0, 1 << 27);
         assert_eq!(table.exclusive(&heap).write_protect(all).map(|stale| stale.entries()), Ok(1));
+        let _watched = hugemm_threads::Watchdog::new();
         std::thread::scope(|scope| {
             for thread in 0..THREADS {
                 let (heap, table) = (&heap, &table);
@@ -97,6 +98,7 @@ fn a_change_beside_a_handing_down_is_kept() {
     let settled = Mapping { flags: Flags::WRITE | Flags::HARDWARE, ..SMALL };
     table.exclusive(&heap).map(span(0, 512), [extent(0, 512)], settled).expect("mapped");
     let done = AtomicBool::new(false);
+    let _watched = hugemm_threads::Watchdog::new();
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
@@ -133,6 +135,7 @@ fn concurrent_mappers_share_tables() {
     for round in 0..rounds {
         let heap = Heap::new(NoFaults);
         let table = table::<X86_64, _>(&heap);
+        let _watched = hugemm_threads::Watchdog::new();
         std::thread::scope(|scope| {
             for thread in 0..THREADS {
                 let (heap, table) = (&heap, &table);
@@ -167,6 +170,7 @@ fn of_several_mappers_of_one_page_one_wins() {
     let pages = if cfg!(miri) { 10 } else { 2000 };
     let heap = Heap::new(NoFaults);
     let table = table::<Aarch64, _>(&heap);
+    let _watched = hugemm_threads::Watchdog::new();
     let won: u64 = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..3_u64)
             .map(|thread| {
@@ -192,6 +196,7 @@ fn hardware_bits_survive_edits_of_live_entries() {
     for _ in 0..if cfg!(miri) { 1 } else { 200 } {
         table.exclusive(&heap).map(span(0, PAGES), [extent(0, PAGES)], SMALL).expect("mapped");
         let done = AtomicBool::new(false);
+        let _watched = hugemm_threads::Watchdog::new();
         let written = std::thread::scope(|scope| {
             let writer = scope.spawn(|| {
                 let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();

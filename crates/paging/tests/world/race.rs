@@ -34,6 +34,7 @@ impl<F: PageFormat> World<F> {
     pub fn race(&self, manager: CpuId, users: [CpuId; 2]) {
         self.mmu.see_edits();
         let (shared, stop) = (Shared(self), AtomicBool::new(false));
+        let _watched = hugemm_threads::Watchdog::new();
         std::thread::scope(|scope| {
             for cpu in users {
                 let (shared, stop) = (&shared, &stop);

@@ -18,7 +18,7 @@ use hugemm_host::mmap::Mmap;
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Swap, SwapStats, Watermarks};
-use hugemm_threads::Memory;
+use hugemm_threads::{Memory, Watchdog};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Setup, Vm, VmError, VmaKind};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -171,6 +171,7 @@ pub fn with_cpu(size: Size, seed: u64, test: impl for<'h> FnOnce(&Rig<'h>, &mut 
 }
 
 fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
+    let _watched = Watchdog::new();
     let cpus = size.cpus;
     let each = memory.pages() / u64::from(size.nodes);
     let arena = |node: u32| {

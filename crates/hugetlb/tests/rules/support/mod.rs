@@ -13,7 +13,7 @@ use hugemm_hugetlb::{
 };
 use hugemm_paging::Keep;
 pub use hugemm_threads::{CPUS, run_as};
-use hugemm_threads::{Memory, Random, Threads, this_cpu};
+use hugemm_threads::{Memory, Random, Threads, Watchdog, this_cpu};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 use std::sync::Mutex;
@@ -328,6 +328,7 @@ pub fn with_pool<I: Inject, R>(
 
 /// Builds a machine for `test`.
 pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machine<'_, I>) -> R) -> R {
+    let _watched = Watchdog::new();
     run_as(0);
     let spans: u64 = shape.nodes.iter().sum();
     let all = extent(BASE, spans * SPAN);

@@ -23,7 +23,7 @@ use hugemm_hugetlb::{
     FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
 };
 use hugemm_paging::{EditLock, Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown};
-use hugemm_threads::Memory;
+use hugemm_threads::{Memory, Watchdog};
 use hugemm_vm::{
     Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaInfo, VmaKind,
 };
@@ -278,6 +278,7 @@ fn run<F: PageFormat, const AWAY: bool>(
     inject: &FaultPlan,
     test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>),
 ) {
+    let _watched = Watchdog::new();
     let arenas = [ArenaSpec { extent: memory, node: NodeId(0), descriptors: None }];
     let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
