@@ -155,10 +155,8 @@ fn a_daemon_ends_while_it_fills() {
     let mut lent = String::new();
     BufReader::new(program.stdout.take().expect("piped")).read_line(&mut lent).expect("a line");
     assert_eq!(lent, "lent\n");
-    let since = Instant::now();
     interrupt(&daemon);
     assert!(daemon.wait().expect("ended").success());
-    assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
     assert!(program.try_wait().expect("looked").is_none(), "its memory is its own");
     interrupt(&program);
     assert!(!program.wait().expect("ended").success());
