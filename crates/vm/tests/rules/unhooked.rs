@@ -442,7 +442,11 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
                         rig.vm.shootdown().handle_ipi(cx);
                         std::thread::yield_now();
                     }
-                    if AWAY { page.put_back(cx) } else { assert!(page.move_elsewhere(cx)) }
+                    if AWAY {
+                        page.put_back(cx);
+                    } else {
+                        assert_eq!(page.move_elsewhere(cx), size == PageSize::Size4K, "only small ones move");
+                    }
                 });
             });
             scope.spawn(move || {
