@@ -29,9 +29,21 @@ struct UnderWay<'a, 'p, S: Setup> {
 
 impl<S: Setup> Drop for UnderWay<'_, '_, S> {
     fn drop(&mut self) {
+        let whole = Whole;
         let followers = self.space.followers().shared();
         followers.list.iter().take(self.told).for_each(|node| node.notifier.end(self.cx, self.range));
         followers.under_way.fetch_sub(1, Ordering::Relaxed);
+        core::mem::forget(whole);
+    }
+}
+
+/// Forgotten when all followers have been told of an end. If one of them unwinds instead, this panics once more, which ends the program:
+/// what was unmapped would be blocked for ever, and its areas would be found where they are no longer.
+struct Whole;
+
+impl Drop for Whole {
+    fn drop(&mut self) {
+        panic!("a change was left by unwinding: `Notifier::end` must not panic");
     }
 }
 

@@ -17,7 +17,7 @@ use intrusive_collections::{LinkedList, LinkedListAtomicLink, UnsafeRef, intrusi
 /// needed for [looking addresses up](crate::Vm::lookup): the old entries are found at the beginning, the new ones at the end.
 /// May wait for other CPUs, but passes no reschedule point. Calls nothing else of the manager. Following the space or ending that
 /// waits for this change, for ever; where pages are being unhooked, so do forks, prefaults and pins, and what unmaps the same
-/// range. If the change ends by unwinding, `end` comes all the same.
+/// range. If the change ends by unwinding, `end` comes all the same; if `end` itself unwinds, that ends the program.
 pub trait Notifier<P: Cpu> {
     /// Translations in the range are about to be taken away or to lose rights.
     fn begin(&self, cx: &mut CpuCx<'_, P>, range: VirtRange);

@@ -260,6 +260,43 @@ fn a_change_that_unwinds_is_over() {
     });
 }
 
+/// Fails where it is told of ends.
+struct FailingLate;
+
+impl<'h> Notifier<Cpus<'h>> for FailingLate {
+    fn begin(&self, _cx: &mut CpuCx<'_, Cpus<'h>>, _range: VirtRange) {}
+
+    fn end(&self, _cx: &mut CpuCx<'_, Cpus<'h>>, _range: VirtRange) {
+        panic!("planned");
+    }
+}
+
+/// What was unmapped would be blocked for ever, its areas would stay on their objects' lists, and other followers would never be told: a
+/// follower that unwinds at the end ends the program.
+#[test]
+fn an_end_that_unwinds_is_the_end() {
+    const NAME: &str = "HUGEMM_TEST_END_UNWINDS";
+    if std::env::var(NAME).is_ok() {
+        with_rig(16, 1, 35, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let (all, kind) = (span(AT, 0x8000), VmaKind::private(PageSize::Size4K));
+                rig.vm.map(cx, &space, all, kind, Backing::Private).expect("an area");
+                let _follower = rig.vm.follow(cx, &space, Follower(Arc::new(FailingLate))).expect("memory");
+                let unmap = std::panic::AssertUnwindSafe(|| rig.vm.unmap(cx, &space, all).is_ok());
+                let _ = std::panic::catch_unwind(unmap);
+                std::process::exit(0);
+            });
+        });
+    }
+    let mut again = std::process::Command::new(std::env::current_exe().expect("this program"));
+    let again = again.args(["--exact", "stage2::an_end_that_unwinds_is_the_end", "--nocapture"]).env(NAME, "");
+    let output = again.output().expect("it starts");
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), None, "it was not ended by a signal: {err}");
+    assert!(err.contains("planned") && err.contains("a change was left by unwinding"), "{err}");
+}
+
 /// Every change is announced before and after to all followers, with the range that it concerns.
 #[test]
 fn followers_are_told_of_every_change() {
