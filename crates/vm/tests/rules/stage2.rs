@@ -277,16 +277,14 @@ impl<'h> Notifier<Cpus<'h>> for FailingLate {
 fn an_end_that_unwinds_is_the_end() {
     const NAME: &str = "HUGEMM_TEST_END_UNWINDS";
     if std::env::var(NAME).is_ok() {
-        with_rig(16, 1, 35, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                let (all, kind) = (span(AT, 0x8000), VmaKind::private(PageSize::Size4K));
-                rig.vm.map(cx, &space, all, kind, Backing::Private).expect("an area");
-                let _follower = rig.vm.follow(cx, &space, Follower(Arc::new(FailingLate))).expect("memory");
-                let unmap = std::panic::AssertUnwindSafe(|| rig.vm.unmap(cx, &space, all).is_ok());
-                let _ = std::panic::catch_unwind(unmap);
-                std::process::exit(0);
-            });
+        with_cpu(16, 1, 35, |rig, cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let (all, kind) = (span(AT, 0x8000), VmaKind::private(PageSize::Size4K));
+            rig.vm.map(cx, &space, all, kind, Backing::Private).expect("an area");
+            let _follower = rig.vm.follow(cx, &space, Follower(Arc::new(FailingLate))).expect("memory");
+            let unmap = std::panic::AssertUnwindSafe(|| rig.vm.unmap(cx, &space, all).is_ok());
+            let _ = std::panic::catch_unwind(unmap);
+            std::process::exit(0);
         });
     }
     let mut again = std::process::Command::new(std::env::current_exe().expect("this program"));
