@@ -338,7 +338,8 @@ pub enum TlbScope {
 /// # Safety
 ///
 /// * When [`invalidate`](TlbHw::invalidate) returns, the CPU holds no translation of the scope and addresses that was
-///   derived from entries as they were before the call, and, if `what.tables` is set, no entry of a table cache.
+///   derived from entries as they were before the call, and, if `what.tables` is set, no entry of a table cache. If
+///   [one leaf size](Invalidation::leaf_size) is said, translations of other leaves may stay.
 /// * When [`broadcast`](TlbHw::broadcast) has returned a number, and then [`sync`](TlbHw::sync) has returned on the same CPU, that is
 ///   so on every CPU and under every tag.
 /// * After [`interrupt`](TlbHw::interrupt), each of the CPUs calls the shootdown's `serve` with a bounded delay once it

@@ -10,7 +10,7 @@
 //! # use hugemm_base::{FlushDomain, Flushed, RangeSet};
 //! # struct Kernel;
 //! fn rule<'d, Q>(domain: &'d FlushDomain<Kernel, Q>) -> Flushed<'d, Kernel, Q> {
-//!     Flushed { domain, generation: u64::MAX, ranges: RangeSet::ALL, tables: true } // error: private fields
+//!     Flushed { domain, generation: u64::MAX, ranges: RangeSet::ALL, tables: true, leaf_size: None } // error: private fields
 //! }
 //! ```
 //!
@@ -56,8 +56,9 @@
 use crate::chain::{ExtentChain, ExtentLinks};
 use crate::counters::Counter;
 use crate::pending::{Barrier, Pending};
+use crate::size::PageSize;
 use crate::sync::{AtomicU64, AtomicWord, FencePoint, Ordering, full_fence};
-use crate::tlb_ranges::RangeSet;
+use crate::tlb_ranges::{Invalidation, RangeSet};
 use crate::virt_range::VirtRange;
 use core::fmt;
 use core::marker::PhantomData;
@@ -136,7 +137,15 @@ impl<K, Q> FlushDomain<K, Q> {
     where
         Q: Quarantine<T>,
     {
-        Pending::new(value, TlbFlush { domain: self, need: self.due(), range, tables: false })
+        Pending::new(value, TlbFlush { domain: self, need: self.due(), range, tables: false, leaf_size: None })
+    }
+
+    /// The same where all those entries were leaves of `size`: a flush of leaves of that size alone pays as well.
+    pub fn unhooked_leaves<T>(&self, value: T, range: VirtRange, size: PageSize) -> Pending<T, TlbFlush<'_, K, Q>>
+    where
+        Q: Quarantine<T>,
+    {
+        Pending::new(value, TlbFlush { domain: self, need: self.due(), range, tables: false, leaf_size: Some(size) })
     }
 
     /// The same where `value` is or includes page tables: only a flush that reaches every CPU that may walk them pays,
@@ -145,7 +154,7 @@ impl<K, Q> FlushDomain<K, Q> {
     where
         Q: Quarantine<T>,
     {
-        Pending::new(value, TlbFlush { domain: self, need: self.due(), range, tables: true })
+        Pending::new(value, TlbFlush { domain: self, need: self.due(), range, tables: true, leaf_size: None })
     }
 
     /// The first generation whose flush is certain to see the caller's entry stores. One full fence.
@@ -163,14 +172,16 @@ impl<K, Q> FlushDomain<K, Q> {
     ///
     /// # Safety
     ///
-    /// When `invalidate` returns, no CPU can use a translation that was derived from entries of `ranges` as they were
-    /// before the call; if `tables`, no CPU walks a page table that was unhooked there before the call either. CPUs to
-    /// be asked must be looked up by `invalidate` and not before: one that becomes a user of the domain in between sees
-    /// the generation instead.
-    pub unsafe fn flush(&self, ranges: RangeSet, tables: bool, invalidate: impl FnOnce(u64)) -> Flushed<'_, K, Q> {
+    /// When `invalidate` returns, no CPU can use a translation that was derived from entries of `what.ranges` as they were
+    /// before the call (from leaves of [that size](Invalidation::leaf_size) alone, if it says one); if `what.tables`, no CPU walks
+    /// a page table that was unhooked there before the call either. CPUs to be asked must be looked up by `invalidate` and not
+    /// before: one that becomes a user of the domain in between sees the generation instead.
+    pub unsafe fn flush(&self, what: &Invalidation, invalidate: impl FnOnce(u64)) -> Flushed<'_, K, Q> {
+        let Invalidation { ranges, tables, .. } = *what;
+        let leaf_size = what.leaf_size();
         let generation = self.advance();
         invalidate(generation);
-        if ranges.is_all() {
+        if ranges.is_all() && leaf_size.is_none() {
             for done in &self.all_done[..=usize::from(tables)] {
                 // Release pairs with the Acquire in `latest`: whoever relies on this flush comes after its
                 // invalidations. The error is that a later flush has been completed: nothing to record.
@@ -179,7 +190,7 @@ impl<K, Q> FlushDomain<K, Q> {
                 });
             }
         }
-        Flushed { domain: self, generation, ranges, tables }
+        Flushed { domain: self, generation, ranges, tables, leaf_size }
     }
 
     /// The receipt of the latest completed flush of all addresses that anybody has made (or of none: it pays for
@@ -188,7 +199,7 @@ impl<K, Q> FlushDomain<K, Q> {
     pub fn latest(&self, tables: bool) -> Flushed<'_, K, Q> {
         // Acquire pairs with the Release in `flush`.
         let generation = self.all_done[usize::from(tables)].load(Ordering::Acquire);
-        Flushed { domain: self, generation, ranges: RangeSet::ALL, tables }
+        Flushed { domain: self, generation, ranges: RangeSet::ALL, tables, leaf_size: None }
     }
 
     /// Starts a generation and returns it: changes made before are seen by every CPU that reads it.
@@ -211,6 +222,8 @@ pub struct TlbFlush<'d, K, Q> {
     need: u64,
     range: VirtRange,
     tables: bool,
+    /// The size of all leaves that are owed, if it is known.
+    leaf_size: Option<PageSize>,
 }
 
 impl<K, Q> TlbFlush<'_, K, Q> {
@@ -249,6 +262,7 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
         let paid = core::ptr::eq(debt.domain, receipt.domain)
             && receipt.generation >= debt.need
             && receipt.tables >= debt.tables
+            && (receipt.leaf_size.is_none() || receipt.leaf_size == debt.leaf_size)
             && receipt.ranges.covers(debt.range);
         if paid { Ok(self.into_parts().0) } else { Err(self) }
     }
@@ -267,6 +281,7 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
             need: mine.need.max(theirs.need),
             range: mine.range.hull(theirs.range),
             tables: mine.tables || theirs.tables,
+            leaf_size: mine.leaf_size.filter(|_| mine.leaf_size == theirs.leaf_size),
         };
         Ok(Pending::new(join(a, b), barrier))
     }
@@ -310,6 +325,8 @@ pub struct Flushed<'d, K, Q> {
     generation: u64,
     ranges: RangeSet,
     tables: bool,
+    /// Leaves of another size are not paid for.
+    leaf_size: Option<PageSize>,
 }
 
 impl<K, Q> Flushed<'_, K, Q> {
@@ -352,7 +369,7 @@ mod tests {
 
     fn flush<Q>(domain: &FlushDomain<Kernel, Q>, range: VirtRange) -> Flushed<'_, Kernel, Q> {
         // SAFETY: no CPU holds any translation.
-        unsafe { domain.flush(range.into(), false, |_| ()) }
+        unsafe { domain.flush(&Invalidation { ranges: range.into(), ..Invalidation::ALL_LEAVES }, |_| ()) }
     }
 
     #[test]
@@ -390,7 +407,7 @@ mod tests {
         let debt = domain.unhooked((), range(0x1000, 0x1000));
         assert_eq!((debt.barrier().need(), debt.barrier().range()), (3, range(0x1000, 0x1000)));
         // SAFETY: no CPU holds any translation.
-        let receipt = unsafe { domain.flush(RangeSet::ALL, false, |generation| assert_eq!(generation, 3)) };
+        let receipt = unsafe { domain.flush(&Invalidation::ALL_LEAVES, |generation| assert_eq!(generation, 3)) };
         assert_eq!((receipt.generation(), domain.latest(false).generation()), (3, 3));
         assert!(debt.release(&receipt).is_ok());
     }
@@ -461,7 +478,9 @@ mod tests {
         let both = both.release(&between).expect_err("the later began after it");
         let both = both.release(&flush(&domain, VirtRange::ALL)).expect_err("it left out who only walks tables");
         // SAFETY: no CPU holds any translation.
-        let through = |range: VirtRange| unsafe { domain.flush(range.into(), true, |_| ()) };
+        let through = |range: VirtRange| unsafe {
+            domain.flush(&Invalidation { ranges: range.into(), ..Invalidation::ALL }, |_| ())
+        };
         let both = both.release(&through(range(0x1000, 0x1000))).expect_err("the later's range");
         let both = both.release(&through(range(0x8000, 0x1000))).expect_err("the earlier's range");
         assert!(both.release(&through(range(0x1000, 0x8000))).is_ok());
@@ -489,7 +508,7 @@ mod tests {
         let debt = debt.release(&flush(&domain, VirtRange::ALL)).expect_err("lazy CPUs were skipped");
         let debt = debt.release(&domain.latest(true)).expect_err("nor has anybody else reached them");
         // SAFETY: no CPU holds any translation.
-        unsafe { domain.flush(RangeSet::ALL, true, |_| ()) };
+        unsafe { domain.flush(&Invalidation::ALL, |_| ()) };
         assert_eq!(debt.release(&domain.latest(true)).expect("paid"), 1);
     }
 
@@ -500,9 +519,39 @@ mod tests {
         let mut ranges = RangeSet::from(range(0x1000, 0x1000));
         ranges.add(range(0x9000, 0x1000));
         // SAFETY: no CPU holds any translation.
-        let receipt = unsafe { domain.flush(ranges, false, |_| ()) };
+        let receipt = unsafe { domain.flush(&Invalidation { ranges, ..Invalidation::ALL_LEAVES }, |_| ()) };
         let debt = debt.release(&receipt).expect_err("not flushed");
         debt.release(&flush(&domain, VirtRange::ALL)).expect("paid");
+    }
+
+    /// A flush of leaves of one size pays for those, and is none of everything, however wide it is.
+    #[test]
+    fn a_flush_of_one_size_pays_for_that_size() {
+        let domain: FlushDomain<Kernel, Held> = FlushDomain::new(Held::default());
+        let (small, large) = (PageSize::Size4K, PageSize::Size2M);
+        let (some, all) = (range(0x1000, 0x1000), VirtRange::ALL);
+        let of = |size, range: VirtRange| {
+            let what = Invalidation { ranges: range.into(), stride: size, tables: false, uniform: true };
+            // SAFETY: no CPU holds any translation.
+            unsafe { domain.flush(&what, |_| ()) }
+        };
+        let debt = domain.unhooked_leaves(1_u64, some, small).release(&of(large, all)).expect_err("another size");
+        assert_eq!(debt.release(&of(small, some)).expect("paid"), 1);
+        let debt = domain.unhooked(2_u64, some).release(&of(small, all)).expect_err("of any size");
+        let debt = debt.release(&domain.latest(false)).expect_err("nothing has flushed everything");
+        assert_eq!(debt.release(&flush(&domain, some)).expect("paid"), 2);
+        let debt = domain.unhooked_leaves(3_u64, some, small);
+        assert_eq!(debt.release(&flush(&domain, some)).expect("any size is that one too"), 3);
+        // Joined, they are of one size if both are of the same.
+        let domain = FlushDomain::<Kernel, _>::new(Leak);
+        let receipt = |size| {
+            let what = Invalidation { ranges: all.into(), stride: size, tables: false, uniform: true };
+            // SAFETY: as above.
+            unsafe { domain.flush(&what, |_| ()) }
+        };
+        let owed = |size| domain.unhooked_leaves((), some, size);
+        assert!(owed(small).merge(owed(small)).expect("one domain").release(&receipt(small)).is_ok());
+        assert!(owed(small).merge(owed(large)).expect("one domain").release(&receipt(small)).is_err());
     }
 }
 
@@ -541,8 +590,13 @@ mod loom_tests {
             if debt.barrier().need <= generation {
                 assert_eq!(refilled, 1, "freed while a TLB could still hold the old entry");
             }
-            let receipt =
-                Flushed { domain: &domain, generation: domain.advance(), ranges: RangeSet::ALL, tables: false };
+            let receipt = Flushed {
+                domain: &domain,
+                generation: domain.advance(),
+                ranges: RangeSet::ALL,
+                tables: false,
+                leaf_size: None,
+            };
             debt.release(&receipt).expect("a flush of its own pays");
         });
     }
@@ -557,7 +611,7 @@ mod loom_tests {
                 loom::thread::spawn(move || {
                     let walk = |_| refilled.store(entry.load(Ordering::Relaxed), Ordering::Relaxed);
                     // SAFETY: the only TLB is `refilled`, which the walk replaces.
-                    unsafe { domain.flush(RangeSet::ALL, false, walk) };
+                    unsafe { domain.flush(&Invalidation::ALL_LEAVES, walk) };
                 })
             };
             entry.store(1, Ordering::Relaxed);

@@ -114,11 +114,22 @@ pub struct Invalidation {
     pub stride: PageSize,
     /// Whether page tables were unhooked too, so that entries of table caches must go as well.
     pub tables: bool,
+    /// Whether leaves of exactly that size are all that has to go: then hardware may be told so, and may leave others.
+    pub uniform: bool,
 }
 
 impl Invalidation {
     /// Everything of the scope.
-    pub const ALL: Invalidation = Invalidation { ranges: RangeSet::ALL, stride: PageSize::Size4K, tables: true };
+    pub const ALL: Invalidation =
+        Invalidation { ranges: RangeSet::ALL, stride: PageSize::Size4K, tables: true, uniform: false };
+
+    /// Everything of the scope but what CPUs keep of tables.
+    pub const ALL_LEAVES: Invalidation = Invalidation { tables: false, ..Invalidation::ALL };
+
+    /// The size of all leaves that have to go, if they are of one size and nothing else has to.
+    pub fn leaf_size(&self) -> Option<PageSize> {
+        (self.uniform && !self.tables).then_some(self.stride)
+    }
 
     /// What one CPU executes for it on x86-64. `tagged`: CR4.PCIDE is set.
     ///
@@ -166,7 +177,12 @@ mod tests {
         // The whole space page by page would not end.
         let steps = |scope, what: Invalidation, tagged| what.on_x86_64(scope, tagged).take(9).collect::<Vec<_>>();
         let page = |at| X86Flush::Page(VirtAddr::new(at));
-        let small = |tables| Invalidation { ranges: range(0x3000, 0x2000).into(), stride: PageSize::Size4K, tables };
+        let small = |tables| Invalidation {
+            ranges: range(0x3000, 0x2000).into(),
+            stride: PageSize::Size4K,
+            tables,
+            uniform: false,
+        };
         for tagged in [false, true] {
             assert_eq!(steps(TlbScope::Space, Invalidation::ALL, tagged), [X86Flush::Space]);
             assert_eq!(steps(TlbScope::Kernel, Invalidation::ALL, tagged), [X86Flush::All]);
@@ -177,7 +193,7 @@ mod tests {
         assert_eq!(steps(TlbScope::Kernel, small(true), true), [X86Flush::All]);
         let mut ranges = RangeSet::from(range(0x3f_f000, 0x2000));
         ranges.add(range(u64::MAX - 0xfff, 0x1000));
-        let huge = Invalidation { ranges, stride: PageSize::Size2M, tables: false };
+        let huge = Invalidation { ranges, stride: PageSize::Size2M, tables: false, uniform: false };
         let top = page(0u64.wrapping_sub(1 << 21));
         assert_eq!(steps(TlbScope::Space, huge, true), [page(0x20_0000), page(0x40_0000), top]);
     }

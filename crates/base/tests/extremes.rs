@@ -79,7 +79,7 @@ fn addresses_ranges_and_flushes() {
                 for tables in [false, true] {
                     let mut one = RangeSet::default();
                     one.add(range);
-                    let what = Invalidation { ranges: one, stride: size, tables };
+                    let what = Invalidation { ranges: one, stride: size, tables, uniform: false };
                     for scope in [TlbScope::Space, TlbScope::Kernel] {
                         // One by one, so long as nobody says `ALL`: how many are too many is the shootdown's to say.
                         let _ = what.on_x86_64(scope, true).take(100).count();

@@ -139,7 +139,7 @@ unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[sync::AtomicU64]>> De
     }
 
     unsafe fn broadcast(&self, cpu: CpuId, range: VirtRange) {
-        let what = Invalidation { ranges: range.into(), stride: PageSize::Size4K, tables: true };
+        let what = Invalidation { ranges: range.into(), ..Invalidation::ALL };
         // SAFETY: the caller's promise.
         let done = unsafe { self.shootdown.broadcast(cpu, TlbScope::Kernel, &what) };
         debug_assert!(done.is_some(), "a format that breaks, on hardware that does not broadcast");

@@ -11,8 +11,8 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync;
 use hugemm_base::{
-    CpuCx, CpuId, Extent, ExtentChain, FlushDomain, Flushed, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, Quarantine,
-    RangeSet, VirtAddr, VirtRange,
+    CpuCx, CpuId, Extent, ExtentChain, FlushDomain, Flushed, Invalidation, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn,
+    Quarantine, VirtAddr, VirtRange,
 };
 
 /// What a machine remembers of walks, if anything: a model of TLBs.
@@ -202,10 +202,9 @@ unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<
     }
 
     fn flush<P: Cpu>(&self, _cx: &CpuCx<'_, P>, range: VirtRange) -> Flushed<'_, Descriptors, Q> {
-        let mut ranges = RangeSet::EMPTY;
-        ranges.add(range);
+        let what = Invalidation { ranges: range.into(), ..Invalidation::ALL };
         // SAFETY: `hw` is all that remembers walks, on any CPU, and forgets the range; nothing remembers tables.
-        unsafe { self.domain.flush(ranges, true, |_| self.hw.flush(range)) }
+        unsafe { self.domain.flush(&what, |_| self.hw.flush(range)) }
     }
 
     fn helpers(&self) -> Option<&sync::AtomicU64> {

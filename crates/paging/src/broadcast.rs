@@ -127,7 +127,7 @@ mod tests {
 
     fn what(start: u64, bytes: u64, stride: PageSize, tables: bool) -> Invalidation {
         let range = VirtRange::new(VirtAddr::new(start), bytes).expect("a range");
-        Invalidation { ranges: range.into(), stride, tables }
+        Invalidation { ranges: range.into(), stride, tables, uniform: false }
     }
 
     #[test]
@@ -160,7 +160,7 @@ mod tests {
             for (page, pages) in starts {
                 ranges.add(VirtRange::new(VirtAddr::new(page << 12), pages << 12).expect("a range"));
             }
-            let request = Invalidation { ranges, stride: PageSize::Size4K, tables: false };
+            let request = Invalidation { ranges, stride: PageSize::Size4K, tables: false, uniform: false };
             let mut named = Vec::new();
             for one in (Broadcast { more }).plan(TlbScope::Space, &request) {
                 prop_assert!(one.ecx <= more);

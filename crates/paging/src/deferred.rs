@@ -34,8 +34,7 @@ use core::fmt;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, AtomicWord, Ordering, spin_loop};
 use hugemm_base::{
-    CpuCx, FlushDomain, Flushed, Invalidation, PageSize, Pending, Quarantine, RangeSet, TlbFlush, TlbHw, TlbScope,
-    VirtRange,
+    CpuCx, FlushDomain, Flushed, Invalidation, Pending, Quarantine, TlbFlush, TlbHw, TlbScope, VirtRange,
 };
 
 /// The pure transitions of a space's word: pending count in the low half, flushed count in the high half. Both wrap; they
@@ -182,7 +181,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
                     // Acquire pairs with the Release in `unmapped`. Relaxed: only the flush under way uses it.
                     asked.store(gathered.swap(0, Ordering::Acquire), Ordering::Relaxed);
                 }
-                let what = Invalidation { ranges: RangeSet::ALL, stride: PageSize::Size4K, tables: false };
+                let what = Invalidation::ALL_LEAVES;
                 let request = Request { space: ANY_SPACE, generation: 0, scope: TlbScope::Space, unload: false, what };
                 shootdown.shoot(cx, asked, None, &request);
             };
@@ -190,7 +189,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
             // unmapped before the count were gathered before it; each
             // either invalidates everything now, or was taken by an earlier flush that did so after that unmap and is
             // over, or has left the space since and sees the space's generation before it uses it again.
-            unsafe { self.domain.flush(RangeSet::ALL, false, invalidate) }
+            unsafe { self.domain.flush(&Invalidation::ALL_LEAVES, invalidate) }
         };
         self.flushing.store(false, Ordering::Release);
         receipt
@@ -204,13 +203,13 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     pub fn settle<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
         // Acquire pairs with the Release in `DeferredUnmap::unmapped`.
         let Some(pending) = word::pending(AtomicWord::load(&self.deferred, Ordering::Acquire)) else { return };
-        let what = Invalidation { ranges: RangeSet::ALL, stride: PageSize::Size4K, tables: false };
+        let what = Invalidation::ALL_LEAVES;
         let invalidate = |generation| {
             let request = Request { space: self.id, generation, scope: TlbScope::Space, unload: false, what };
             shootdown.shoot(cx, self.users(), Some(self.lazy()), &request);
         };
         // SAFETY: as in `ShootdownBatch::flush`, for all addresses and no tables.
-        let _receipt = unsafe { self.domain.flush(RangeSet::ALL, false, invalidate) };
+        let _receipt = unsafe { self.domain.flush(&Invalidation::ALL_LEAVES, invalidate) };
         // Release: whoever finds the count settled comes after the flush. The error is that a later one is done.
         let _ = AtomicWord::transition(&self.deferred, Ordering::Release, Ordering::Relaxed, |now| {
             word::flushed(now, pending)

@@ -29,6 +29,7 @@ use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, is_detached, kind};
+use crate::leaf_sizes::LeafSizes;
 use crate::level::{self, Slot, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Tree};
@@ -43,8 +44,8 @@ pub struct Unhooked {
     detached: Detached,
     leaves: u64,
     tables: u64,
-    /// Level of the smallest leaf among them, as far as it is known.
-    smallest: u32,
+    /// Of the leaves among them.
+    sizes: LeafSizes,
 }
 
 impl Unhooked {
@@ -66,7 +67,12 @@ impl Unhooked {
 
     /// How far apart the pages to be invalidated are at least: what is below a table that went as a whole may be any size.
     pub fn stride(&self) -> PageSize {
-        level::size(self.smallest)
+        self.sizes.smallest()
+    }
+
+    /// The size of all leaves that CPUs may have to let go of, if it is one and nothing else has to go.
+    pub fn leaf_size(&self) -> Option<PageSize> {
+        self.sizes.only().filter(|_| self.tables == 0)
     }
 
     /// The root of the table that it comes from.
@@ -80,9 +86,11 @@ impl Unhooked {
         self,
         domain: &FlushDomain<K, Q>,
     ) -> Pending<Detached, TlbFlush<'_, K, Q>> {
-        let range = self.detached.range;
+        let (range, leaf_size) = (self.detached.range, self.leaf_size());
         if self.tables > 0 {
             domain.unhooked_tables(self.detached, range)
+        } else if let Some(size) = leaf_size {
+            domain.unhooked_leaves(self.detached, range, size)
         } else {
             domain.unhooked(self.detached, range)
         }
@@ -162,7 +170,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             return Err(PagingError::Busy { at: level::address(page) });
         }
         let nothing = Detached { range: span, root: self.tree.root, any: false, next: first };
-        let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, smallest: level::of(PageSize::Size1G) };
+        let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, sizes: self.tree.no_leaves() };
         self.tree.detach(table, level, first, end, editing, &mut unhooked, &mut owners);
         if unhooked.entries() > 0 {
             unhooked.detached.any = true;
@@ -343,7 +351,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let slot = Slot::of(next, end, level);
             if level == 0 && end - next >= LINE as u64 && detach_line::<F>(table, slot.index, editing) {
                 unhooked.leaves += LINE as u64;
-                unhooked.smallest = 0;
+                unhooked.sizes.add(0);
                 next += LINE as u64;
                 continue;
             }
@@ -357,13 +365,13 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                         table.flip(slot.index, F::DETACHED);
                     }
                     unhooked.leaves += 1;
-                    unhooked.smallest = unhooked.smallest.min(level);
+                    unhooked.sizes.add(level);
                 }
                 Kind::Table if slot.whole && self.may_unhook(level) => {
                     // Hardware does not write to entries that refer to tables: see `PageFormat::table`.
                     table.set(slot.index, entry ^ F::DETACHED);
                     unhooked.tables += 1;
-                    unhooked.smallest = 0;
+                    unhooked.sizes.add_any(0);
                 }
                 Kind::Table => {
                     self.detach(self.below(entry), level - 1, slot.first, slot.end, editing, unhooked, owners);

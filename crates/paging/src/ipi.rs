@@ -36,6 +36,7 @@ pub(crate) const ANY_SPACE: u64 = u64::MAX;
 const FLAG_KERNEL: u64 = 1 << 8;
 const FLAG_UNLOAD: u64 = 1 << 9;
 const FLAG_TABLES: u64 = 1 << 10;
+const FLAG_UNIFORM: u64 = 1 << 11;
 
 /// A CPU's request as an initiator. Written by it while nobody is asked; read by those who are.
 #[derive(Debug)]
@@ -75,7 +76,8 @@ impl Slot {
         let flag = |set: bool, flag: u64| if set { flag } else { 0 };
         let flags = flag(request.scope == TlbScope::Kernel, FLAG_KERNEL)
             | flag(request.unload, FLAG_UNLOAD)
-            | flag(request.what.tables, FLAG_TABLES);
+            | flag(request.what.tables, FLAG_TABLES)
+            | flag(request.what.uniform, FLAG_UNIFORM);
         self.shape.store(members.len() as u64 | (stride as u64) << 4 | flags, relaxed);
         self.outstanding.store(1, relaxed);
     }
@@ -96,7 +98,7 @@ impl Slot {
             generation: self.generation.load(relaxed),
             scope: if shape & FLAG_KERNEL != 0 { TlbScope::Kernel } else { TlbScope::Space },
             unload: shape & FLAG_UNLOAD != 0,
-            what: Invalidation { ranges, stride, tables: shape & FLAG_TABLES != 0 },
+            what: Invalidation { ranges, stride, tables: shape & FLAG_TABLES != 0, uniform: shape & FLAG_UNIFORM != 0 },
         }
     }
 
@@ -152,7 +154,7 @@ mod tests {
         for i in 0..8 {
             ranges.add(VirtRange::new(hugemm_base::VirtAddr::new(i << 30), 4096 << i).expect("a range"));
             for (stride, tables) in [(PageSize::Size4K, false), (PageSize::Size2M, true), (PageSize::Size1G, false)] {
-                let what = Invalidation { ranges, stride, tables };
+                let what = Invalidation { ranges, stride, tables, uniform: stride != PageSize::Size4K };
                 let scope = if tables { TlbScope::Kernel } else { TlbScope::Space };
                 let request = Request { space: i, generation: i + 1, scope, unload: i == 3, what };
                 slot.open(&request);

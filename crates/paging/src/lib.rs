@@ -73,6 +73,7 @@ pub mod format;
 mod frames_memory;
 pub mod invalidate;
 mod ipi;
+mod leaf_sizes;
 mod level;
 pub mod map;
 pub mod memory;

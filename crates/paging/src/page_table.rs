@@ -4,6 +4,7 @@ use crate::edit_lock::{EditLock, RawEditLock};
 use crate::error::PagingError;
 use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, is_read_only, kind};
+use crate::leaf_sizes::LeafSizes;
 use crate::level::{self, Slot, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::outstanding::Outstanding;
@@ -12,6 +13,7 @@ use crate::table::Table;
 use core::cell::UnsafeCell;
 use core::fmt;
 use core::marker::PhantomData;
+use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::{Pfn, VirtAddr, VirtRange};
 
 /// The tables that translate one range of addresses (an address space, or the kernel's half).
@@ -25,6 +27,8 @@ pub struct PageTable<F, L = EditLock> {
     fixed_top: bool,
     /// Its leaves may be [global](Flags::GLOBAL).
     global: bool,
+    /// Leaves have changed their size in place, or may have before this handle was there. Written under exclusive guards.
+    resized: AtomicBool,
     lock: L,
     outstanding: UnsafeCell<Outstanding>,
     format: PhantomData<F>,
@@ -61,7 +65,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
             unsafe { memory.free(root) };
         }
         // A flush of a space keeps global translations, so it has none.
-        new.map(|new: Self| PageTable { global: false, ..new })
+        new.map(|new: Self| PageTable { global: false, resized: AtomicBool::new(false), ..new })
     }
 
     /// The same for addresses that every address space has in common, such as the kernel's: the tables below the root are
@@ -136,7 +140,8 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
             return Err(PagingError::OutOfBounds { at: first });
         }
         let outstanding = UnsafeCell::new(Outstanding::new());
-        Ok(PageTable { root, bounds, fixed_top: false, global: true, lock: L::new(), outstanding, format: PhantomData })
+        let (resized, lock) = (AtomicBool::new(true), L::new());
+        Ok(PageTable { root, bounds, fixed_top: false, global: true, resized, lock, outstanding, format: PhantomData })
     }
 
     /// Takes the table apart and gives every table of it back, the root included. Shows `visit` what is still mapped, by
@@ -186,7 +191,9 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
 
     fn tree<M>(&self, memory: M) -> Tree<F, M> {
         let PageTable { root, bounds, fixed_top, global, .. } = *self;
-        Tree { root, bounds, fixed_top, global, memory, format: PhantomData }
+        // Relaxed: ordered by the lock.
+        let resized = self.resized.load(Ordering::Relaxed);
+        Tree { root, bounds, fixed_top, global, resized, memory, format: PhantomData }
     }
 }
 
@@ -226,6 +233,13 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     pub(crate) fn outstanding(&mut self) -> &mut Outstanding {
         // SAFETY: the lock is held exclusively, and the guard is borrowed exclusively.
         unsafe { &mut *self.table.outstanding.get() }
+    }
+
+    /// Leaves are about to change their size in place: CPUs may have the old ones beside the new until they have been flushed.
+    pub(crate) fn resizes_in_place(&mut self) {
+        // Relaxed: ordered by the lock.
+        self.table.resized.store(true, Ordering::Relaxed);
+        self.tree.resized = true;
     }
 }
 
@@ -293,6 +307,7 @@ pub(crate) struct Tree<F, M> {
     bounds: VirtRange,
     fixed_top: bool,
     global: bool,
+    resized: bool,
     pub(crate) memory: M,
     format: PhantomData<F>,
 }
@@ -312,6 +327,11 @@ pub(crate) struct End {
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// The root's level.
     pub(crate) const ROOT: u32 = F::LEVELS - 1;
+
+    /// No leaf yet, and whether sizes can be relied on: see [`leaf_sizes`](crate::leaf_sizes).
+    pub(crate) fn no_leaves(&self) -> LeafSizes {
+        if F::BREAK_BEFORE_MAKE && !self.resized { LeafSizes::NONE } else { LeafSizes::NONE_KNOWN }
+    }
 
     /// A table of this tree.
     #[inline]

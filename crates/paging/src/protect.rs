@@ -4,6 +4,7 @@ use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, is_read_only, kind, written};
+use crate::leaf_sizes::LeafSizes;
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Shared, Tree};
@@ -118,7 +119,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             self.check_no_group(first, end)?;
         }
         self.protect_table(table, level, first, end, Ask::Own, &mut edit);
-        let stale = edit.stale(span);
+        let stale = edit.stale(span, self.no_leaves());
         // Where a refusal drops nothing, a CPU may also keep refusing by a read-only table that has been handed down here.
         Ok(if change.set.contains(Flags::WRITE) && !F::FAULT_DROPS { stale.through_tables() } else { stale })
     }
@@ -161,13 +162,13 @@ pub(crate) struct Edit {
     /// stores will do for them, whatever else they say. 0: only those that are alike do.
     enough: u64,
     changed: u64,
-    /// Level of the smallest leaf that became different.
-    smallest: u32,
+    /// Of the leaves that became different.
+    sizes: LeafSizes,
 }
 
 impl Edit {
     const fn new(change: Change, way: Way) -> Self {
-        Edit { change, way, bits: 0, delta: 0, plain: false, enough: 0, changed: 0, smallest: u32::MAX }
+        Edit { change, way, bits: 0, delta: 0, plain: false, enough: 0, changed: 0, sizes: LeafSizes::NONE }
     }
 
     /// Under an exclusive guard, while CPUs may be translating.
@@ -186,9 +187,9 @@ impl Edit {
         self.change.set.contains(Flags::WRITE) || matches!(self.way, Way::Atomic)
     }
 
-    /// What became different, all of it in the span.
-    pub(crate) fn stale(&self, span: VirtRange) -> Stale {
-        Stale::new(span).leaves(self.changed, self.smallest)
+    /// What became different, all of it in the span; `none` as in [`Stale::new`].
+    pub(crate) fn stale(&self, span: VirtRange, none: LeafSizes) -> Stale {
+        Stale::new(span, none).leaves(self.changed, self.sizes)
     }
 
     /// Makes `delta` and `plain` those of a present leaf.
@@ -237,7 +238,7 @@ impl Edit {
                     if same != 0 {
                         if self.delta != 0 {
                             self.changed += same as u64;
-                            self.smallest = 0;
+                            self.sizes.add(0);
                         }
                         index += same;
                         continue;
@@ -274,7 +275,7 @@ impl Edit {
             }
         }
         self.changed += 1;
-        self.smallest = self.smallest.min(level);
+        self.sizes.add(level);
     }
 }
 

@@ -103,14 +103,14 @@ pub struct ShootdownBatch<'s, K, Q, M> {
 impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
     /// Nothing yet.
     pub fn new(space: &'s TlbSpace<K, Q, M>) -> Self {
-        let what = Invalidation { ranges: RangeSet::EMPTY, stride: PageSize::Size1G, tables: false };
+        let what = Invalidation { ranges: RangeSet::EMPTY, stride: PageSize::Size1G, tables: false, uniform: true };
         ShootdownBatch { space, what, need: 0 }
     }
 
     /// Entries in `range`, leaves of `stride` or larger, have been changed (demoted, cleaned, removed). Call it after
     /// the entry stores. Any context; one full fence.
     pub fn changed(&mut self, range: VirtRange, stride: PageSize) {
-        self.note(range, stride, false);
+        self.note(range, stride, None, false);
         self.need = self.need.max(self.space.domain.due());
     }
 
@@ -118,7 +118,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
     /// if it changed nothing.
     pub fn stale(&mut self, stale: Stale) {
         let Some(range) = stale.flush() else { return };
-        self.note(range, stale.stride(), stale.tables());
+        self.note(range, stale.stride(), stale.leaf_size(), stale.tables());
         self.need = self.need.max(self.space.domain.due());
     }
 
@@ -133,7 +133,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
     where
         Q: Quarantine<T>,
     {
-        self.note(range, stride, tables);
+        self.note(range, stride, None, tables);
         let domain = &self.space.domain;
         let debt = if tables { domain.unhooked_tables(value, range) } else { domain.unhooked(value, range) };
         self.need = self.need.max(debt.barrier().need());
@@ -155,13 +155,16 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
             return Err(unhooked);
         }
         let Some(range) = unhooked.flush() else { return Ok(None) };
-        self.note(range, unhooked.stride(), unhooked.tables());
+        self.note(range, unhooked.stride(), unhooked.leaf_size(), unhooked.tables());
         let debt = unhooked.behind(&self.space.domain);
         self.need = self.need.max(debt.barrier().need());
         Ok(Some(debt))
     }
 
-    fn note(&mut self, range: VirtRange, stride: PageSize, tables: bool) {
+    /// `leaf_size`: of all leaves there that CPUs may have, if it is known.
+    fn note(&mut self, range: VirtRange, stride: PageSize, leaf_size: Option<PageSize>, tables: bool) {
+        let first = self.what.ranges.is_empty();
+        self.what.uniform &= leaf_size.is_some_and(|size| first || size == self.what.stride);
         self.what.ranges.add(range);
         self.what.stride = self.what.stride.min(stride);
         self.what.tables |= tables;
@@ -190,7 +193,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
             return latest;
         }
         if what.ranges.touched(what.stride) > policy.range_limit {
-            what.ranges = RangeSet::ALL;
+            (what.ranges, what.uniform) = (RangeSet::ALL, false);
         }
         let invalidate = |generation| {
             let request = Request { space: space.id, generation, scope: K::SCOPE, unload: false, what };
@@ -199,7 +202,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
         // SAFETY: `shoot` reads the masks after the count, and returns when every CPU in them has invalidated `what` or
         // has seen this or a later generation. CPUs not in them, and lazy ones, use nothing of the space before they see
         // the generation (`TlbSpace::switch_in`), and lazy ones are left out only if no table was unhooked.
-        unsafe { space.domain.flush(what.ranges, what.tables, invalidate) }
+        unsafe { space.domain.flush(&what, invalidate) }
     }
 }
 

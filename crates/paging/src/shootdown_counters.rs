@@ -51,6 +51,8 @@ counts! {
     flushes_all,
     /// Flushes of ranges.
     flushes_range,
+    /// Of those, flushes of leaves of one size and of nothing else: a TLBI of arm64 names their level where it can (FEAT_TTL).
+    flushes_uniform,
     /// Flushes that were not needed because somebody else's had started late enough.
     elided,
     /// Pages that flushes of ranges named.

@@ -47,7 +47,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             return Err(PagingError::NeedsBreak { at: span.start() });
         }
         let mut stock = Stock::fill(&mut self.tree, need)?;
-        let mut stale = Stale::new(span);
+        if need > 0 {
+            self.resizes_in_place();
+        }
+        let mut stale = Stale::new(span, self.tree.no_leaves());
         self.tree.split(root, Tree::<F, M>::ROOT, first, end, to, editing, &mut stock, &mut stale);
         stock.empty(&mut self.tree);
         Ok(stale)
@@ -95,10 +98,11 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         if !new.fits::<F>(level) {
             return Err(PagingError::NotUniform { at });
         }
+        self.resizes_in_place();
         // Hardware does not write to entries that refer to tables, so a plain store loses nothing.
         table.publish(level::index(page, level), F::leaf(new.frame, level, new.flags));
         old_table(F::frame(entry));
-        Ok(Stale::new(block).with_tables(1, level - 1))
+        Ok(Stale::new(block, self.tree.no_leaves()).with_tables(1, level - 1))
     }
 
     /// Makes what was detached, and has been flushed, present again: in leaves of `size` where it can be. Larger ones become
@@ -286,7 +290,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     let entry = if is_folded::<F>(entry) { unfold_group::<F>(table, slot.index) } else { entry };
                     fill_split::<F>(below, entry, level);
                     swap_in::<F>(table, slot.index, entry, frame, editing, |now| fill_split::<F>(below, now, level));
-                    *stale = stale.leaves(1, level - 1);
+                    let mut sizes = self.no_leaves();
+                    sizes.add(level - 1);
+                    *stale = stale.leaves(1, sizes);
                     below
                 }
                 _ => continue,

@@ -1,6 +1,6 @@
 //! What CPUs may still believe after entries have been changed.
 
-use crate::level;
+use crate::leaf_sizes::LeafSizes;
 use hugemm_base::{PageSize, VirtRange};
 
 /// Entries were changed that CPUs may have cached. Nothing is to be freed, so nothing is unsafe, but until the range has
@@ -10,29 +10,34 @@ use hugemm_base::{PageSize, VirtRange};
 pub struct Stale {
     range: VirtRange,
     entries: u64,
-    /// Level of the smallest leaf among them, old or new.
-    smallest: u32,
+    /// Of the leaves among them, old and new.
+    sizes: LeafSizes,
     tables: bool,
 }
 
 impl Stale {
-    /// Nothing in the span yet.
-    pub(crate) fn new(span: VirtRange) -> Self {
-        Stale { range: span, entries: 0, smallest: level::of(PageSize::Size1G), tables: false }
+    /// Nothing in the span yet; `none`: what is known of [leaves](LeafSizes) in such a table.
+    pub(crate) fn new(span: VirtRange, none: LeafSizes) -> Self {
+        Stale { range: span, entries: 0, sizes: none, tables: false }
     }
 
-    /// With `entries` leaves of `level` or larger.
-    pub(crate) fn leaves(mut self, entries: u64, level: u32) -> Self {
+    /// With `entries` leaves of those sizes.
+    pub(crate) fn leaves(mut self, entries: u64, sizes: LeafSizes) -> Self {
         if entries > 0 {
             self.entries += entries;
-            self.smallest = self.smallest.min(level);
+            self.sizes.join(sizes);
         }
         self
     }
 
     /// With `entries` that refer to tables whose smallest leaves are of `level`.
-    pub(crate) fn with_tables(self, entries: u64, level: u32) -> Self {
-        Stale { tables: self.tables | (entries > 0), ..self.leaves(entries, level) }
+    pub(crate) fn with_tables(mut self, entries: u64, level: u32) -> Self {
+        if entries > 0 {
+            self.entries += entries;
+            self.sizes.add_any(level);
+            self.tables = true;
+        }
+        self
     }
 
     /// What CPUs keep of the tables on the way is old too, if any leaf is.
@@ -48,7 +53,12 @@ impl Stale {
     /// How far apart the pages to be invalidated are at least: the size of the smallest leaf that was there or is now.
     /// What is below a table that changed as a whole may be any size.
     pub fn stride(&self) -> PageSize {
-        level::size(self.smallest)
+        self.sizes.smallest()
+    }
+
+    /// The size of all leaves that CPUs may have to let go of, if it is one and nothing else has to go.
+    pub fn leaf_size(&self) -> Option<PageSize> {
+        self.sizes.only().filter(|_| !self.tables)
     }
 
     /// Whether entries that refer to tables are among them: then what CPUs keep of upper levels has to go too, and a

@@ -298,6 +298,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
             } else {
                 own.counters.flushes_range.add(1);
                 own.counters.pages.add(request.what.ranges.touched(request.what.stride));
+                own.counters.flushes_uniform.add(u64::from(request.what.leaf_size().is_some()));
             }
             // SAFETY: the caller's CPU, on which this stays.
             let broadcast = || unsafe { self.broadcast(me, request.scope, &request.what) };
@@ -327,11 +328,11 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
         Some(instructions)
     }
 
-    /// Has all CPUs let go of what they keep of user pages, leaves of `stride`, and waits for nobody: some time later they have.
+    /// Has all CPUs let go of what they keep of user pages, all of them leaves of `stride`, and waits for nobody: some time later they have.
     /// Nothing happens where hardware does not [broadcast](TlbHw::broadcast). For hints only, such as that a page's
     /// accessed bit was cleared: there is no receipt. [`sync`](TlbShootdown::sync) waits for all that this CPU has asked for. Any context.
     pub fn invalidate_nosync<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange, stride: PageSize) {
-        let what = Invalidation { ranges: range.into(), stride, tables: false };
+        let what = Invalidation { ranges: range.into(), stride, tables: false, uniform: true };
         cx.staying(|| {
             let me = cx.platform().current();
             let instructions = self.hw.broadcast(me, TlbScope::Space, &what);

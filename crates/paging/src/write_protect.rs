@@ -54,7 +54,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         self.tree.check_groups(first, end)?;
         let mut edit = Edit::alone(NO_WRITE);
         let tables = if read_only { 0 } else { self.tree.write_protect(table, level, first, end, &mut edit) };
-        Ok(edit.stale(span).with_tables(tables, 0))
+        Ok(edit.stale(span, self.tree.no_leaves()).with_tables(tables, 0))
     }
 
     /// Puts what read-only tables deny into the leaves of the span, and leaves it to the leaves alone; tables along the ends are

@@ -65,6 +65,25 @@ fn groups_that_are_changed_in_part() {
     }
 }
 
+/// Hardware that is told of another size of leaves keeps those that are there.
+#[test]
+fn a_flush_of_another_level() {
+    let error = (0..40).find_map(|seed| run_on::<Aarch64>(ARM64, seed, Some(Plant::AnotherLevel)).err());
+    let stale = ["stale translation", "two translations", "stored to a read-only page"];
+    assert!(error.as_ref().is_some_and(|error| stale.iter().any(|what| error.contains(what))), "{error:?}");
+}
+
+/// Where sizes have changed in place, a flush reaches leaves of all of them.
+#[test]
+fn a_part_of_a_page_that_was_divided_in_place() {
+    for seed in 0..20 {
+        let done = world::with_memory(|memory| {
+            World::<Aarch64>::on(ARM64_RESIZES, memory, seed, None).unmap_part_of_a_split()
+        });
+        assert_eq!(done, Ok(()), "seed {seed}");
+    }
+}
+
 /// Whether a page that changes its size so, in use, is all right: in twenty runs, or not in all of them.
 fn resizes<F: PageFormat>(walks: Tables, how: Resizing) -> Result<(), String> {
     (0..20).try_for_each(|seed| world::with_memory(|memory| World::<F>::on(walks, memory, seed, None).resize(how)))

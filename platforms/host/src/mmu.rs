@@ -12,7 +12,7 @@
 //! * It keeps entries of upper levels too, those of the kernel's half under the tag of every space that walked them, and
 //!   walks from any of them.
 //! * It invalidates exactly what x86-64's instructions for a request do, page by page at the stride it is told; arm64's do so
-//!   under every tag, and by broadcast, which reaches nobody before it is waited for.
+//!   under every tag, and by broadcast, which reaches nobody before it is waited for; told one size of leaves, they leave others.
 //! * A store that it refuses drops the translation, unless it is told to [keep](Mmu::keep_refusals) it.
 //! * It walks speculatively, lazy CPUs included, and sets accessed bits, and dirty bits on stores, by locked updates.
 //!

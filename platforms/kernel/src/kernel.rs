@@ -36,7 +36,7 @@
 //! | `traps` | `load`: what happens at an exception or an interrupt; `Frame`: where it was |
 //! | `controller` | interrupts to other CPUs, among them one that cannot be kept off; starting CPUs; the timer |
 //! | `counter` | time |
-//! | `mmu` | control bits, what may be changed in place, loading tables, invalidating here and everywhere |
+//! | `mmu` | control bits, what may be changed in place, loading tables, invalidating here and everywhere, what a conflict of translations does |
 //! | `serial`, `exit` | words, the end |
 
 #[cfg_attr(target_arch = "aarch64", path = "kernel/aarch64/mod.rs")]

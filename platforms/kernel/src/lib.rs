@@ -21,6 +21,7 @@
 //!
 //! | module | rule it owns |
 //! |---|---|
+//! | [`abort`] | what a memory abort of arm64 was |
 //! | [`pvh`] | what a PVH loader hands over |
 //! | [`memory_map`] | which memory is ours, and who gets it before there is an allocator |
 //! | [`cpus`] | which CPUs there are, from ACPI |
@@ -30,6 +31,7 @@
 //! The rest exists on `x86_64-unknown-none` and `aarch64-unknown-none-softfloat` only.
 #![cfg_attr(not(test), no_std)]
 
+pub mod abort;
 pub mod cpus;
 pub mod device_tree;
 pub mod interrupt_command;

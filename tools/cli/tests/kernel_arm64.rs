@@ -42,7 +42,7 @@ fn selftest(cpus: u32, model: &str) {
     assert_eq!(guest["cpus"], cpus);
     assert_eq!((&guest["machine"], &guest["interrupt_controller"]), (&"QEMU TCG, arm64".into(), &"GICv3".into()));
     let value = |metric: &str| rows(&document, metric)[0]["value"].as_f64().expect("a number");
-    for metric in ["rounds", "unmaps", "resized", "accesses", "seals", "refaults", "resizes", "poisoned"] {
+    for metric in ["rounds", "unmaps", "resized", "accesses", "seals", "refaults", "resizes", "poisoned", "conflicts"] {
         assert!(value(&format!("selftest.{metric}")) >= 1.0, "{metric}");
     }
     assert_eq!(value("selftest.offline") >= 1.0, cpus > 1, "somebody went offline");
@@ -54,7 +54,7 @@ fn selftest(cpus: u32, model: &str) {
         let row = shootdowns.iter().find(|row| row["what"] == what).expect("counted");
         row["value"].as_f64().expect("a number")
     };
-    assert!(count("broadcasts") > 0.0);
+    assert!(count("broadcasts") > 0.0 && count("flushes_uniform") > 0.0);
     assert_eq!((count("targets"), count("interrupts")), (0.0, 0.0));
 }
 
@@ -81,6 +81,17 @@ fn the_selftest_is_clean_on_4_cpus() {
 #[ignore = "needs QEMU: make test-arm"]
 fn the_selftest_is_clean_on_8_cpus() {
     selftest(8, "max");
+}
+
+/// As many CPUs as the smallest group of the interrupt controller's targets has, and memory above 4 GiB.
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn a_large_machine_boots() {
+    let args = ["--cpus", "16", "--memory", "6GB", "--json", "--", "bench", "free", "-n", "4", "-o", "18", "-r", "1"];
+    let document = document(&[&BOOT[..], &args].concat());
+    let guest = &document["environment"]["guest"];
+    assert_eq!(guest["cpus"], 16);
+    assert!(guest["managed_bytes"].as_u64().is_some_and(|managed| managed > 5 << 30), "{guest}");
 }
 
 /// Leaves of the descriptors' area are divided and joined in place where CPUs have FEAT_BBM level 2.
@@ -184,6 +195,12 @@ fn the_selftest_finds_planted_bugs() {
     ] {
         breaks("2", &format!("selftest --seconds 30 --plant {plant}"), &["self-test", finding], "");
     }
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn a_missing_flush_before_swap_is_seen_in_the_pages() {
+    breaks("4", "selftest --seconds 60 --plant unflushed-swap", &["reclaim has lost data"], "");
 }
 
 #[test]

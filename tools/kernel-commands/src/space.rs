@@ -126,7 +126,7 @@ impl<'a> BareSpace<'a> {
     }
 
     /// Unmaps in the wrong order, on purpose: what was mapped is given to `visit`, and then `reuse` runs, before the
-    /// flush.
+    /// flush. For planted bugs, and for what is to be seen of translations that are kept.
     pub fn unmap_before_flush(
         &self,
         cx: &mut CpuCx<'static, Kernel>,
@@ -136,7 +136,7 @@ impl<'a> BareSpace<'a> {
         reuse: impl FnOnce(&mut CpuCx<'static, Kernel>),
     ) -> Result<Harvest, PagingError> {
         let unhooked = self.table.exclusive(memory(cx)).detach(span, Editing::LIVE)?;
-        // SAFETY: none: this is the planted bug, which the self-test must find.
+        // SAFETY: none: a planted bug, which the self-test must find, or translations of frames that are nobody else's meanwhile.
         let detached = unsafe { unhooked.assume_flushed() };
         let harvest = self.table.exclusive(memory(cx)).harvest(detached, Flags::HARDWARE, visit);
         reuse(cx);

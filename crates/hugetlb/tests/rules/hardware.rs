@@ -5,8 +5,8 @@ use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
-    Cpu, CpuCx, CpuId, Dirty, Extent, FlushDomain, Flushed, Never, NodeId, Order, PageSize, Pfn, RangeSet, VirtAddr,
-    VirtRange,
+    Cpu, CpuCx, CpuId, Dirty, Extent, FlushDomain, Flushed, Invalidation, Never, NodeId, Order, PageSize, Pfn,
+    VirtAddr, VirtRange,
 };
 use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host};
@@ -90,7 +90,7 @@ unsafe impl DescriptorMap for Watched<'_> {
             return self.map.flush(cx, range);
         }
         // SAFETY: none: the planted bug.
-        unsafe { self.map.domain().flush(RangeSet::ALL, true, |_| ()) }
+        unsafe { self.map.domain().flush(&Invalidation::ALL, |_| ()) }
     }
 }
 

@@ -163,3 +163,54 @@ fn rights_and_owners_stay() {
     one.exclusive(&heap).attach(part, Size2M).expect("its own");
     assert_eq!(size(&one, &heap, 1024), Size4K);
 }
+
+/// What a flush is told of sizes: one where all that CPUs can have is of it, and nothing where tables went, or sizes have changed in place.
+#[test]
+fn one_size_is_said_of_leaves_alone() {
+    fn rule<F: PageFormat>() {
+        let said = |size: PageSize| F::BREAK_BEFORE_MAKE.then_some(size);
+        let heap = Heap::new(NoFaults);
+        let table = table::<F, _>(&heap);
+        let map =
+            |first, frame, how| table.exclusive(&heap).map(span(first, 512), [extent(frame, 512)], how).expect("free");
+        map(0, 512, DATA);
+        map(512, 1024, SMALL);
+        map(1024, 1536, DATA);
+        map(1536, 2048, SMALL);
+        let accessed = Change { set: Flags::ACCESSED, clear: Flags::NONE };
+        let young =
+            |first, pages| table.shared(&heap).protect(span(first, pages), accessed).expect("mapped").leaf_size();
+        assert_eq!(young(0, 512), said(Size2M));
+        assert_eq!((young(512, 512), young(512, 512)), (said(Size4K), None), "nothing is different the second time");
+        assert_eq!(young(1024, 1024), None, "two sizes");
+        let store = Change { set: Flags::WRITE, clear: Flags::NONE };
+        let no_store = Change { set: Flags::NONE, clear: Flags::WRITE };
+        let change = |change| table.shared(&heap).protect(span(512, 512), change).expect("mapped");
+        assert_eq!(change(no_store).leaf_size(), said(Size4K));
+        assert_eq!(change(store).leaf_size(), said(Size4K).filter(|_| F::FAULT_DROPS), "through tables");
+        let part = table.exclusive(&heap).write_protect(span(512, 5)).expect("mapped");
+        assert_eq!((part.leaf_size(), part.tables()), (said(Size4K), false));
+        assert_eq!(table.exclusive(&heap).write_protect(span(512, 512)).expect("mapped").leaf_size(), None);
+        let gone = |first, pages| {
+            let unhooked = table.exclusive(&heap).detach(span(first, pages), Editing::LIVE).expect("mapped");
+            let size = unhooked.leaf_size();
+            // SAFETY: nothing is cached anywhere.
+            let part = unsafe { unhooked.assume_flushed() };
+            table.exclusive(&heap).attach(part, Size1G).expect("its own");
+            size
+        };
+        assert_eq!((gone(0, 512), gone(517, 40)), (said(Size2M), said(Size4K)));
+        assert_eq!((gone(512, 512), gone(1024, 522)), (None, None), "a table; two sizes");
+        // SAFETY: no CPU uses it.
+        let editing = unsafe { Editing::live_resizing() };
+        let split = table.exclusive(&heap).split(span(1024, 512), Size4K, editing).expect("a page");
+        assert_eq!(split.leaf_size(), None);
+        assert_eq!((gone(0, 512), gone(517, 40), change(no_store).leaf_size()), (None, None, None), "for good");
+        // SAFETY: nothing else uses it.
+        let adopted: PageTable<F> = unsafe { PageTable::adopt(table.root(), table.bounds()) }.expect("in bounds");
+        let of_others = adopted.exclusive(&heap).detach(span(0, 512), Editing::LIVE).expect("mapped");
+        assert_eq!(of_others.leaf_size(), None);
+    }
+    rule::<Aarch64>();
+    rule::<X86_64>();
+}

@@ -14,7 +14,8 @@ pub use scenes::Resizing;
 use frames::{Aligned, Pool};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
-    Cpu, CpuCx, CpuId, Invalidation, PAGE_BYTES, Pending, Pfn, PhysAddr, TlbFlush, TlbHw, TlbScope, VirtAddr, VirtRange,
+    Cpu, CpuCx, CpuId, Invalidation, PAGE_BYTES, PageSize, Pending, Pfn, PhysAddr, TlbFlush, TlbHw, TlbScope, VirtAddr,
+    VirtRange,
 };
 use hugemm_host::cpu::Host;
 use hugemm_host::mmu::{Mmu, Tables};
@@ -46,24 +47,37 @@ pub enum Plant {
     MapBeforeFlush,
     UnfoldWithoutFlush,
     PartOfAGroup,
+    AnotherLevel,
 }
 
-/// The model's hardware; with [`Plant::MissedCpu`], one CPU acknowledges and invalidates nothing.
+/// The model's hardware; with [`Plant::MissedCpu`], one CPU acknowledges and invalidates nothing; with [`Plant::AnotherLevel`], all are
+/// told of another size where there is one only.
 pub struct Hw<'w> {
     mmu: &'w Mmu<'w, 'w>,
     deaf: Option<CpuId>,
+    another_level: bool,
+}
+
+impl Hw<'_> {
+    fn told(&self, what: &Invalidation) -> Invalidation {
+        match what.leaf_size() {
+            Some(PageSize::Size2M) if self.another_level => Invalidation { stride: PageSize::Size4K, ..*what },
+            Some(_) if self.another_level => Invalidation { stride: PageSize::Size2M, ..*what },
+            _ => *what,
+        }
+    }
 }
 
 // SAFETY: the model's promise, except for the planted bug, which is there to break it.
 unsafe impl TlbHw for Hw<'_> {
     fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         if self.deaf != Some(cpu) {
-            self.mmu.invalidate(cpu, scope, what);
+            self.mmu.invalidate(cpu, scope, &self.told(what));
         }
     }
 
     fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
-        if self.deaf.is_none() { self.mmu.broadcast(cpu, scope, what) } else { None }
+        if self.deaf.is_none() { self.mmu.broadcast(cpu, scope, &self.told(what)) } else { None }
     }
 
     fn sync(&self, cpu: CpuId) {
@@ -126,8 +140,9 @@ impl<F: PageFormat> World<F> {
         let cpus = Box::leak((0..CPUS).map(|_| TlbCpu::default()).collect::<Box<[_]>>());
         let inboxes = Box::leak((0..CPUS).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>());
         let deaf = (plant == Some(Plant::MissedCpu)).then_some(CpuId(1));
+        let another_level = plant == Some(Plant::AnotherLevel);
         // SAFETY: the model's CPUs and memory of their own.
-        let shootdown = unsafe { TlbShootdown::new(cpus, inboxes, Hw { mmu, deaf }) }.expect("fits");
+        let shootdown = unsafe { TlbShootdown::new(cpus, inboxes, Hw { mmu, deaf, another_level }) }.expect("fits");
         let pool = Pool::new(mmu);
         let spaces = (0..SPACES).map(|_| {
             let bounds = VirtRange::new(VirtAddr::new(0), 1 << 46).expect("the lower half");

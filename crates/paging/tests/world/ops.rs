@@ -2,7 +2,7 @@
 
 use super::{PAGES, Plant, SPACES, World, at, number};
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Cpu, CpuCx, CpuId, Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{Cpu, CpuCx, CpuId, Extent, Invalidation, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_paging::{
     Change, Detached, Editing, Flags, Leaf, Lookup, Mapping, OwnerNext, PageFormat, ShootdownBatch, ShootdownPolicy,
@@ -221,7 +221,7 @@ impl<F: PageFormat> World<F> {
         if self.planted(Plant::FreeBeforeDeferredFlush) {
             // Everybody is asked for a receipt, and nobody is flushed.
             // SAFETY: none: this is the bug.
-            let receipt = unsafe { self.deferred.domain().flush(hugemm_base::RangeSet::ALL, false, |_generation| ()) };
+            let receipt = unsafe { self.deferred.domain().flush(&Invalidation::ALL_LEAVES, |_generation| ()) };
             for (space, debt) in late {
                 self.harvest(space, debt.release(&receipt).map_err(|_| "unpaid")?)?;
             }

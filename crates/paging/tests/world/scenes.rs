@@ -113,6 +113,26 @@ impl<F: PageFormat> World<F> {
         old.into_iter().for_each(|old| unsafe { (&self.pool).free(old) });
     }
 
+    /// A page of 2 MiB is divided in place, and before that has been flushed one of its parts goes: the other CPU may still have all of it.
+    pub fn unmap_part_of_a_split(&self) -> Result<(), String> {
+        let (this, block) = (&self.spaces[0], self.block());
+        let large = Mapping { largest: PageSize::Size2M, ..SMALL };
+        this.table.shared(&self.pool).map(span(512, 512), [block], large).expect("free");
+        self.mmu.as_cpu(OTHER, |cx| this.tlb.switch_in(&self.shootdown, cx));
+        (0..8).for_each(|_| self.mmu.store(OTHER, at(517), 7).expect("mapped"));
+        // SAFETY: what the model's hardware can is the test's subject.
+        let editing = unsafe { Editing::live_resizing() };
+        let stale = this.table.exclusive(&self.pool).split(span(512, 512), PageSize::Size4K, editing);
+        self.mmu.as_cpu(ME, |cx| {
+            self.unmap_page(cx, 0, 517);
+            (0..8).for_each(|_| _ = self.mmu.load(OTHER, at(517)));
+            let mut batch = ShootdownBatch::new(&this.tlb);
+            batch.stale(stale.expect("a page"));
+            batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
+        });
+        self.checked()
+    }
+
     fn break_and_make(&self, cx: &Cx<'_>, to: PageSize, flushed: bool) {
         let this = &self.spaces[0];
         let unhooked = this.table.exclusive(&self.pool).detach(span(512, 512), Editing::LIVE).expect("all of it");

@@ -1,6 +1,7 @@
 //! The platform's traits for simulated CPUs.
 
 use super::entries::Tables;
+use super::tlb::Reach;
 use super::{Mmu, PLAYED, lock};
 use hugemm_base::platform::StoreBuffer;
 use hugemm_base::{
@@ -68,7 +69,9 @@ unsafe impl TlbHw for Mmu<'_, '_> {
     fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         let mut tlb = self.tlb(cpu);
         let every_tag = self.walks != Tables::X86_64;
-        what.on_x86_64(scope, self.tags > 1).for_each(|step| tlb.execute(step, scope, what.tables, every_tag));
+        let level = what.leaf_size().filter(|_| every_tag).map(|size| size.pages().ilog2() / 9);
+        let all = Reach { scope, tables: what.tables, tags: every_tag, level };
+        what.on_x86_64(scope, self.tags > 1).for_each(|step| tlb.execute(step, all));
     }
 
     fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {

@@ -42,6 +42,18 @@ pub(super) struct CachedTable {
     pub(super) seen: u64,
 }
 
+/// What an invalidation has to reach.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reach {
+    pub(super) scope: TlbScope,
+    /// Upper levels too; else they stay.
+    pub(super) tables: bool,
+    /// What is under every tag, not under the present one alone.
+    pub(super) tags: bool,
+    /// Leaves of this level; others stay.
+    pub(super) level: Option<u32>,
+}
+
 /// Bytes that an entry of a level translates.
 pub(super) const fn reach(level: u32) -> u64 {
     1 << (PAGE_SHIFT + 9 * level)
@@ -149,11 +161,9 @@ impl CpuTlb {
         self.recent.push((at, access));
     }
 
-    /// Does exactly what an instruction does and no more: less even, where nothing more was asked for. What it must reach
-    /// is of `scope`; upper levels stay unless `tables` are asked for. `tags`: what is under every tag goes, not under the
-    /// present one alone.
-    pub(super) fn execute(&mut self, step: X86Flush, scope: TlbScope, tables: bool, tags: bool) {
-        let tag = self.tag;
+    /// Does exactly what an instruction does and no more: less even, where nothing more was asked for.
+    pub(super) fn execute(&mut self, step: X86Flush, reach_of: Reach) {
+        let (Reach { scope, tables, tags, level }, tag) = (reach_of, self.tag);
         let mine = |t: &Translation| match scope {
             TlbScope::Space => (tags || t.tag == tag) && !t.global,
             TlbScope::Kernel => t.global,
@@ -162,7 +172,7 @@ impl CpuTlb {
             X86Flush::Page(at) => at.get().wrapping_sub(base) < bytes,
             X86Flush::Space | X86Flush::All => true,
         };
-        self.leaves.retain(|t| !(mine(t) && named(t.base, t.bytes)));
+        self.leaves.retain(|t| !(mine(t) && named(t.base, t.bytes) && level.is_none_or(|level| t.level == level)));
         if tables {
             // Tables have no global mark: those of the kernel's half are under each tag whose space has walked them.
             let every_tag = tags || step == X86Flush::All;

@@ -6,7 +6,7 @@ use super::platform::KERNEL;
 use super::{percpu, tables};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, CpuId, Invalidation, PhysAddr, TlbHw, TlbScope};
+use hugemm_base::{CpuCx, CpuId, Invalidation, PhysAddr, TlbHw, TlbScope, VirtAddr};
 use hugemm_paging::{KernelSpace, TlbCpu, TlbShootdown, TlbSpace};
 
 /// The architecture's instructions and interrupts.
@@ -15,6 +15,17 @@ pub struct Hardware;
 
 /// Whether one instruction invalidates on all CPUs.
 pub const BROADCASTS: bool = mmu::BROADCAST.is_some();
+
+/// Whether CPUs report that they have two translations of an address.
+pub const CONFLICTS: bool = mmu::CONFLICT.is_some();
+
+/// Has the calling CPU go through what follows when its TLB has two translations of an address (arm64's conflict abort), though it has
+/// not: no emulator reports one. Nothing where there is no such thing.
+pub fn conflict(at: VirtAddr) {
+    if let Some(answer) = mmu::CONFLICT {
+        answer(at.get());
+    }
+}
 
 /// The planted bug of a missed CPU: the highest CPU of every interrupt is left out, and somebody answers for it; of every broadcast
 /// all others are.

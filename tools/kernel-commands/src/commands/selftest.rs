@@ -2,6 +2,7 @@
 //! on purpose show that it would.
 
 mod address_spaces;
+mod conflict;
 mod convoy;
 mod descriptors;
 mod frames_stress;
@@ -203,7 +204,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let (mut rounds, mut seed) = (0_u64, 1_u64);
     let (mut unmaps, mut resized, mut seals, mut pooled) = (0, 0, 0, pools::Tally::default());
     let (mut steps, mut zeroed, mut unplugged, mut poisoned, mut offline) = (0, 0, 0, 0, 0);
-    let mut pressed = pressure::Tally::default();
+    let (mut pressed, mut conflicts) = (pressure::Tally::default(), 0);
     let before = tlb::shootdown().counts();
     let (pieces, bad) = (frames_stress::pieces()?, frames_stress::bad()?);
     // A planted bug has the time to itself.
@@ -251,6 +252,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         if runs(Part::Translations) {
             let done = translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
             (unmaps, resized) = (unmaps + done.unmaps, resized + done.resized);
+            conflicts += conflict::round(cx)?;
         }
         if runs(Part::Descriptors) {
             descriptors::round(cx, seed, clock.now_ns() + slice)?;
@@ -300,6 +302,9 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.surplus", pooled.surplus as f64, "pages", &[]);
     sample("selftest.faults", pooled.faults as f64, "allocations", &[]);
     sample("selftest.stack", stack::deepest() as f64, "bytes", &[]);
+    if tlb::CONFLICTS {
+        sample("selftest.conflicts", conflicts as f64, "aborts", &[]);
+    }
     if vmemmap::BREAKS {
         sample("selftest.descriptor_faults", vmemmap::faults() as f64, "faults", &[]);
     }

@@ -51,13 +51,14 @@ pub(crate) fn has_gigantic_leaves() -> bool {
 /// Whether every CPU that has run [`set_control_bits`] has FEAT_BBM level 2.
 static RESIZES: AtomicBool = AtomicBool::new(true);
 
-/// Whether every CPU that has run [`set_control_bits`] has FEAT_TLBIRANGE.
+/// Whether every CPU that has run [`set_control_bits`] has FEAT_TLBIRANGE, and FEAT_TTL.
 static RANGES: AtomicBool = AtomicBool::new(true);
+static LEVELS: AtomicBool = AtomicBool::new(true);
 
 /// What every CPU has of TLBI.
 fn tlbi() -> Tlbi {
     // Relaxed: as above.
-    if RANGES.load(Ordering::Relaxed) { Tlbi::RANGES } else { Tlbi::PAGES }
+    Tlbi { ranges: RANGES.load(Ordering::Relaxed), levels: LEVELS.load(Ordering::Relaxed) }
 }
 
 /// How leaves that CPUs are using are divided and joined by one store; `None` where they may not be.
@@ -70,14 +71,15 @@ pub(crate) fn resizing() -> Option<Editing> {
 
 /// Lets hardware note accesses and stores, as far as it can.
 pub(crate) fn set_control_bits() {
-    if read!("id_aa64mmfr2_el1") >> 52 & 15 < 2 {
+    let mmfr2 = read!("id_aa64mmfr2_el1");
+    if mmfr2 >> 52 & 15 < 2 {
         // Relaxed: see `resizing`.
         RESIZES.store(false, Ordering::Relaxed);
     }
-    if Tlbi::from_isar0(read!("id_aa64isar0_el1")) == Tlbi::PAGES {
-        // Relaxed: a CPU that starts has nothing of what others invalidated before.
-        RANGES.store(false, Ordering::Relaxed);
-    }
+    let own = Tlbi::from_registers(read!("id_aa64isar0_el1"), mmfr2);
+    // Relaxed: a CPU that starts has nothing of what others invalidated before.
+    RANGES.fetch_and(own.ranges, Ordering::Relaxed);
+    LEVELS.fetch_and(own.levels, Ordering::Relaxed);
     let noted = match read!("id_aa64mmfr1_el1") & 15 {
         0 => 0,
         1 => TCR_ACCESSED,
@@ -129,6 +131,9 @@ unsafe fn broadcast(what: &Invalidation) -> u64 {
     // SAFETY: EL1; every CPU has them; the caller's promise.
     unsafe { invalidate::everywhere(tlbi(), what) }
 }
+
+/// What the calling CPU does at a TLB conflict abort of a load.
+pub(crate) const CONFLICT: Option<fn(u64)> = Some(super::traps::conflict);
 
 /// Waits until what this CPU has begun to invalidate everywhere is done.
 pub(crate) fn wait_for_broadcasts() {

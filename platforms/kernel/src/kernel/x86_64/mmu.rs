@@ -52,6 +52,9 @@ pub(crate) unsafe fn invalidate(scope: TlbScope, what: &Invalidation) {
 /// Invalidates on all CPUs by one instruction: none that has run here.
 pub(crate) const BROADCAST: Option<unsafe fn(&Invalidation) -> u64> = None;
 
+/// No CPU reports two translations of one address.
+pub(crate) const CONFLICT: Option<fn(u64)> = None;
+
 /// There is nothing to wait for.
 pub(crate) fn wait_for_broadcasts() {}
 
