@@ -26,6 +26,9 @@ use std::time::Duration;
 /// The kernel says something every few seconds while any of its CPUs takes interrupts.
 const SILENCE: Duration = Duration::from_secs(30);
 
+/// The same where its seconds are counted in instructions, of which a busy machine may take minutes for one.
+const SILENCE_COUNTED: Duration = Duration::from_secs(300);
+
 /// CPU model under emulation: all that it can do.
 pub const CPU_MODEL: &str = "max";
 
@@ -48,6 +51,11 @@ pub struct Done {
 }
 
 impl VirtualMachine<'_> {
+    /// For how long it may say nothing.
+    fn silence(&self) -> Duration {
+        if self.accel == Accel::Icount { SILENCE_COUNTED } else { SILENCE }
+    }
+
     /// Whether the kernel runs on such a machine.
     pub fn check(&self) -> Result<()> {
         if self.cpus == 0 || self.cpus > MAX_CPUS {
@@ -81,7 +89,7 @@ impl VirtualMachine<'_> {
             append: request.to_string(),
             options: options.iter().map(Into::into).collect(),
             deadline: self.timeout,
-            silence: SILENCE,
+            silence: self.silence(),
         };
         let mut transcript = Transcript::default();
         let ended = guest.run(|line| {
@@ -208,7 +216,7 @@ fn broken(machine: &VirtualMachine<'_>, transcript: &Transcript, ended: &Ended) 
     let why = match ended.status {
         None => format!(
             "the guest hangs: no word for {} s, not even from its watchdog; its last words: {last}",
-            SILENCE.as_secs()
+            machine.silence().as_secs()
         ),
         Some(status) if status.success() => format!("the guest reset by itself; its last words: {last}"),
         Some(status) if status.code() == Some(ExitCode::Broken.of_qemu()) => {
