@@ -80,12 +80,6 @@ impl Goals {
         self.add(noted(row, note), Bound::AtLeast, goal);
     }
 
-    /// The smallest of values measured at different sizes (each a median over runs) is at least `goal`.
-    pub fn at_least_everywhere(&mut self, metric: &str, by_size: &Samples, goal: f64) {
-        let row = Row::single(metric, by_size.min(), "ratio").label("sizes", by_size.runs());
-        self.add(row, Bound::AtLeast, goal);
-    }
-
     /// The median over runs is at most `goal`, both in `unit`.
     pub fn at_most(&mut self, metric: &str, samples: &Samples, unit: &'static str, goal: f64) {
         let row = Row::median(metric, samples, unit);

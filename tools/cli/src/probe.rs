@@ -138,22 +138,19 @@ fn measure(
         heads.extend(subjects.iter().map(Subject::name));
         heads.push("policy/best".into());
         let mut lines = table::new(heads);
-        let mut worst = Samples::default();
-        for (field, each) in fields[range.clone()].iter().zip(&measured[range]) {
+        for (field, each) in fields[range.clone()].iter().zip(&measured[range.clone()]) {
             let mut line = vec![Size(field.size).to_string()];
             for (subject, samples) in subjects.iter().zip(each) {
                 line.push(table::gbps(samples.median()));
                 rows.push(Row::median(metric, samples, "GB/s").label(key, field.size).label("subject", subject.name()));
             }
-            let share = policy_share(each);
-            line.push(format!("{share:.2}"));
-            worst.push(share);
+            line.push(format!("{:.2}", share(each, best(each))));
             lines.add_row(line);
         }
         if !quiet {
             table::print(title, &lines);
         }
-        worst
+        worst_share(&measured[range])
     };
     let kind = format!("GB/s, median of {} runs", args.runs);
     section(&format!("Chunks, cold, one fence per chunk ({kind})"), "clear.chunk", "chunk", chunks.len(), &mut rows);
@@ -187,9 +184,9 @@ fn measure(
     if let Some(stosb) = chunk_2m.and_then(|each| column(each, Subject::Primitive(Primitive::RepStosb))) {
         goals.at_least("clear.bulk_vs_rep_stosb", &policy.per_run_ratio(&stosb), 2.2);
     }
-    goals.at_least_everywhere("clear.worst_vs_best_hot", &hot, 0.95);
-    goals.at_least_everywhere("clear.worst_vs_best_cold", &cold, 0.95);
-    goals.at_least_everywhere("clear.worst_vs_best_cold_touched", &touched, 0.95);
+    goals.at_least("clear.worst_vs_best_hot", &hot, 0.95);
+    goals.at_least("clear.worst_vs_best_cold", &cold, 0.95);
+    goals.at_least("clear.worst_vs_best_cold_touched", &touched, 0.95);
     goals.at_most("clear.worst_unit_ms", &worst_unit, "ms", 4.0);
     if !quiet {
         goals.print();
@@ -212,11 +209,36 @@ fn crossovers(profile: &Profile) -> impl Iterator<Item = Row> + use<> {
     switching.map(|(case, bytes)| Row::single("clear.crossover", bytes as f64, "bytes").label("case", case))
 }
 
-/// The policy's bandwidth as a share of the best primitive's, run by run; the median. The policy is the last subject.
-fn policy_share(each: &[Samples]) -> f64 {
-    let Some((policy, primitives)) = each.split_last() else { return 0.0 };
-    let best = primitives.iter().max_by(|a, b| a.median().total_cmp(&b.median()));
-    best.map_or(0.0, |best| policy.per_run_ratio(best).median())
+/// Which primitive has the highest bandwidth. The policy is the last subject, and none of them.
+fn best(each: &[Samples]) -> usize {
+    let medians = each.iter().map(Samples::median).take(each.len().saturating_sub(1));
+    medians.enumerate().max_by(|a, b| a.1.total_cmp(&b.1)).map_or(0, |(index, _)| index)
+}
+
+/// The policy's bandwidth as a share of a primitive's, run by run; the median.
+fn share(each: &[Samples], primitive: usize) -> f64 {
+    each.last().map_or(0.0, |policy| policy.per_run_ratio(&each[primitive]).median())
+}
+
+/// The policy's share of the best primitive's bandwidth at the size where that is least. Size and primitive are chosen by one half of
+/// the runs and measured by the other, and the other way round: the least of ten shares of the best of eight figures is low by noise alone.
+fn worst_share(sizes: &[Vec<Samples>]) -> Samples {
+    let halves = [0, 1].map(|half| -> Vec<Vec<Samples>> {
+        let half = |each: &Vec<Samples>| each.iter().map(|samples| samples.halves()[half].clone()).collect();
+        sizes.iter().map(half).collect()
+    });
+    let mut shares = Samples::default();
+    for (chosen, measured) in [(&halves[0], &halves[1]), (&halves[1], &halves[0])] {
+        let worst = chosen
+            .iter()
+            .map(|each| best(each))
+            .enumerate()
+            .min_by(|a, b| share(&chosen[a.0], a.1).total_cmp(&share(&chosen[b.0], b.1)));
+        if let Some((size, primitive)) = worst {
+            shares.push(share(&measured[size], primitive));
+        }
+    }
+    shares
 }
 
 /// The longest time in ms between two reschedule points of a cooperative clear of all memory, by run; cached and bulk
@@ -254,4 +276,37 @@ fn worst_unit(
     host.grant_vectors(true);
     host.set_preempt_model(PreemptModel::Full);
     Ok((worst, memory))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs of two primitives and the policy.
+    fn size(first: [f64; 4], second: [f64; 4], policy: [f64; 4]) -> Vec<Samples> {
+        [first, second, policy]
+            .map(|runs| {
+                runs.into_iter().fold(Samples::default(), |mut samples, run| {
+                    samples.push(run);
+                    samples
+                })
+            })
+            .into()
+    }
+
+    #[test]
+    fn a_slow_choice_is_found_where_it_is() {
+        let right = size([20.0; 4], [40.0; 4], [40.0; 4]);
+        let wrong = size([50.0; 4], [40.0; 4], [40.0; 4]);
+        let shares = worst_share(&[right.clone(), wrong, right]);
+        assert_eq!((shares.runs(), shares.min(), shares.max()), (2, 0.8, 0.8));
+    }
+
+    /// A primitive that two runs favoured has not shown that the policy chose wrongly: the others do not say so.
+    #[test]
+    fn luck_is_no_slow_choice() {
+        let lucky = size([80.0, 40.0, 80.0, 40.0], [40.0; 4], [40.0; 4]);
+        assert_eq!(share(&lucky, best(&lucky)), 0.75);
+        assert_eq!(worst_share(&[lucky]).median(), 1.0);
+    }
 }

@@ -164,7 +164,7 @@ fn explain_traces_the_neighbourhood_order() {
 #[test]
 fn documents_have_the_promised_form() {
     let document = document(&["bench", "mem", "memset", "-s", "16MB", "-k", "4KB,2MB", "-l", "2", "--json"]);
-    assert_eq!(document["schema"], 6);
+    assert_eq!(document["schema"], 7);
     assert!(document["command"].as_str().is_some_and(|c| c.starts_with("bench mem memset -s 16MB")));
     assert!(document["environment"]["regions"][0]["huge_share"].as_f64().is_some_and(|share| share > 0.9));
     let all = rows(&document, "bench.mem.memset");
