@@ -32,7 +32,8 @@
 //! | [`x86_64`], [`aarch64`] | their entries, bit by bit |
 //! | [`memory`], `frames_memory.rs` | where tables come from |
 //! | `table.rs` | the only code that touches entries, and what is atomic |
-//! | `level.rs` | cutting a range at entry borders |
+//! | `level.rs` | cutting a range at entry borders
+//! | `leaf_sizes.rs` | of which sizes the leaves are that an operation changes |
 //! | [`edit_lock`] | who may edit when |
 //! | `page_table.rs` | a page table, its guards, walking down |
 //! | `source.rs`, [`map`] | mapping: reserve, then commit |

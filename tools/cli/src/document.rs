@@ -18,7 +18,7 @@ use std::path::Path;
 /// | 4 | `machine.atomic`, and with it the goals in atomics, had a store before each add that the add waits for; `frames.*_vs_best` had no LLFree; `lease.path_*` and `lease.descriptor_*` had QEMU fill what was filled already |
 /// | 5 | `paging.protect_tables_speedup` was of one call whose code had not run for long on either side; `bench.lease.*` and `lease.*` charged every lease with the caches that filling had just emptied, and `prealloc=off` with warm ones; `clear.matrix.bandwidth` was under a fully preemptible model |
 /// | 6 | the kernel's side of `vm.create_vs_host_kernel`, `bench vm-create` and `bench mem mmap` populated memory that a hypervisor might have taken back in between; `bench.lease.*` and `lease.*` let QEMU run once before each leased start (but `leased, wrapper, cold caches`), which follows a filling now |
-/// | 7 | `clear.worst_vs_best_*` chose size and primitive by the runs that it judged, so that noise alone made it less |
+/// | 7 | `clear.worst_vs_best_*` chose size and primitive by the runs that it judged, so that noise alone made it less; the atomic was measured before the CPU had come to its speed |
 pub const SCHEMA: u32 = 7;
 
 /// What a command measured, where, and how it was called.

@@ -241,7 +241,7 @@ fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle
     if let Some((up, down)) =
         find(lines, "off").filter(had).filter(|_| page == PageSize::Size2M.name()).map(|off| extra(on, off))
     {
-        results.goals.at_most("pool.extra_ns_up", &once(up), "ns per page", 200.0);
+        results.goals.at_most("pool.extra_ns_up", &once(up), "ns per page", 60.0);
         results.goals.at_most("pool.extra_ns_down", &once(down), "ns per page", 60.0);
     }
     if let Some(last) = on.runs.last() {

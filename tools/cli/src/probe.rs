@@ -299,7 +299,7 @@ mod tests {
         let right = size([20.0; 4], [40.0; 4], [40.0; 4]);
         let wrong = size([50.0; 4], [40.0; 4], [40.0; 4]);
         let shares = worst_share(&[right.clone(), wrong, right]);
-        assert_eq!((shares.runs(), shares.min(), shares.max()), (2, 0.8, 0.8));
+        assert_eq!((shares.runs(), shares.median(), shares.max()), (2, 0.8, 0.8));
     }
 
     /// A primitive that two runs favoured has not shown that the policy chose wrongly: the others do not say so.

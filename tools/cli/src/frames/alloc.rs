@@ -261,20 +261,12 @@ fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], colum
     };
     let mut nanos = |metric: &str, samples: Option<&Samples>, goal: f64| {
         if let Some(samples) = samples {
-            goals.at_most_noted(metric, samples, "ns", goal, if metric.contains("pair0") { scale.pin } else { "" });
+            goals.at_most(metric, samples, "ns", goal);
         }
     };
-    match (case.pattern, case.order.get(), threads) {
-        (Pattern::Pair, 0, 1) => {
-            nanos("frames.pair0_1t_ns", get(FROZEN, 0), 6.0);
-            nanos("frames.counted_pair0_ns", get(COUNTED, 0), 14.0);
-        }
-        (Pattern::Pair, 0, 2) => nanos("frames.pair0_2t_ns", get(FROZEN, 0), 6.0),
-        (Pattern::Bulk, 9, 2) => {
-            nanos("frames.alloc9_2t_ns", get(FROZEN, 0), 15.0);
-            nanos("frames.free9_2t_ns", get(FROZEN, 1), 12.0);
-        }
-        _ => {}
+    if let (Pattern::Bulk, 9, 2) = (case.pattern, case.order.get(), threads) {
+        nanos("frames.alloc9_2t_ns", get(FROZEN, 0), 10.0);
+        nanos("frames.free9_2t_ns", get(FROZEN, 1), 12.0);
     }
     let mut ratio = |metric: &str, samples: Option<&Samples>, to: Option<Samples>, goal: f64| {
         if let (Some(samples), Some(to)) = (samples, to) {
@@ -292,10 +284,13 @@ fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], colum
     }
     let mut atomics = |metric: &str, samples: Option<&Samples>, goal: f64| {
         if let Some(samples) = samples {
-            goals.at_most(metric, &samples.map(|ns| ns / scale.atomic), "atomics", goal);
+            let note = if metric.contains("pair0") { scale.pin } else { "" };
+            goals.at_most_noted(metric, &samples.map(|ns| ns / scale.atomic), "atomics", goal, note);
         }
     };
     match (case.pattern, case.order.get(), threads) {
+        (Pattern::Pair, 0, 1) => atomics("frames.pair0_1t_atomics", get(FROZEN, 0), 1.0),
+        (Pattern::Pair, 0, 2) => atomics("frames.pair0_2t_atomics", get(FROZEN, 0), 1.0),
         (Pattern::Pair, 6, 1) => atomics("frames.pair6_atomics", get(FROZEN, 0), 6.0),
         (Pattern::Random, 0, 2) => atomics("frames.free0_random_2t_atomics", get(FROZEN, 1), 5.0),
         (Pattern::Random, 9, 2) => {

@@ -8,6 +8,7 @@ use crate::frames::area::{Area, AreaPlan, Columns, Sides, Work, alternate, cell,
 use crate::frames::args::Free;
 use crate::frames::peers;
 use crate::goals::Goals;
+use crate::headline;
 use crate::machine::Machine;
 use crate::results::{self, Line, Results};
 use crate::stats::Samples;
@@ -270,7 +271,8 @@ fn note_goals(goals: &mut Goals, order: Order, columns: &[Columns]) {
     match order.get() {
         9 => {
             if let (Some(range), Some(speedup)) = (get(0, 1), get(0, 3)) {
-                goals.at_most("frames.free512_range_ns", range, "ns", 200.0);
+                let atomic = headline::atomic().median();
+                goals.at_most("frames.free512_range_atomics", &range.map(|ns| ns / atomic), "atomics", 25.0);
                 goals.at_least("frames.free512_speedup", speedup, 12.0);
             }
         }

@@ -57,7 +57,7 @@ const FIRST_WRITE: &str = "write_again";
 /// What is measured over the field as it is asked for, in the order in which [`columns`] gives it.
 const WHATS: [What; 9] = [
     what("map", "map", Some(("paging.map4k_speedup", 15.0))),
-    what("unmap", "unmap", Some(("paging.unmap4k_speedup", 10.0))),
+    what("unmap", "unmap", Some(("paging.unmap4k_speedup", 15.0))),
     what("protect_settled", "read-only by leaf", Some(("paging.protect4k_speedup", 5.0))),
     what("protect_live", "read-only by leaf, live", Some(("paging.protect4k_live_speedup", 5.0))),
     what("protect_tables", "read-only by table", Some(("paging.protect_tables_speedup", 1.0))),
