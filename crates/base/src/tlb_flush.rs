@@ -472,7 +472,7 @@ mod tests {
         let domain = FlushDomain::<Kernel, _>::new(Leak);
         let early = domain.unhooked((), range(0x1000, 0x1000));
         // SAFETY: no CPU holds any translation.
-        let between = unsafe { domain.flush(RangeSet::ALL, true, |_| ()) };
+        let between = unsafe { domain.flush(&Invalidation::ALL_LEAVES, |_| ()) };
         let tables = domain.unhooked_tables((), range(0x8000, 0x1000));
         let both = early.merge(tables).expect("one domain");
         let both = both.release(&between).expect_err("the later began after it");

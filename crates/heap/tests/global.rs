@@ -64,6 +64,9 @@ fn work(thread: u64) -> (BTreeMap<u64, String>, HashMap<u64, Vec<u64>>) {
     (tree, table)
 }
 
+// A closure that a thread runs is a `Box` that is freed while it is still an argument. Whoever keeps free memory in a list writes to it then,
+// which Miri's models of aliasing refuse every global allocator but its own.
+#[cfg_attr(miri, ignore = "a freed Box is written to while it is an argument")]
 #[test]
 fn a_program_runs_on_it() {
     let (threads, ram) = Threads::with_memory(BYTES as u64);
