@@ -43,7 +43,9 @@ pub(crate) use batch::{Batch, Folio};
 pub use policy::LruPolicy;
 pub(crate) use policy::LruVerdict;
 
+use crate::links::Words;
 use crate::wake::Wake;
+use crate::words::STATE;
 use core::fmt;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
@@ -213,6 +215,9 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         if heads.is_empty() {
             return 0;
         }
+        // Nobody has looked at these for long: all of their lines are asked for at once, and before the lock, so that promotions do
+        // not wait for them one after the other.
+        core::hint::black_box(heads.iter().fold(0, |seen, head| seen ^ self.frames.word(*head, STATE)));
         self.locked(cx, |lists| {
             let before = lists.stats.promoted;
             heads.iter().filter(|head| lists.promote(self.frames, **head)).for_each(|head| isolated(*head));

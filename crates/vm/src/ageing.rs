@@ -81,7 +81,8 @@ impl<S: Setup> Vm<'_, S> {
         let size = run.order.pages();
         let reach = AROUND * size;
         let base = first - first % reach;
-        let place = |offset: u64| (offset >> run.order.get() & (AROUND - 1)) as usize;
+        let order = run.order.get();
+        let place = move |offset: u64| (offset >> order & (AROUND - 1)) as usize;
         let run_pages = || run.pages.iter().take_while(|(offset, _)| offset.wrapping_sub(base) < reach);
         let mut slots = [Slot { page: 0, users: 0 }; AROUND as usize];
         let mut heads = [Pfn::new(0); AROUND as usize];
@@ -114,8 +115,9 @@ impl<S: Setup> Vm<'_, S> {
             let task = RefCell::new(&mut *cx);
             let mut table = space.table().exclusive(self.tables(&task));
             let mut count = 0;
+            let (slots, shift) = (&mut slots, first.wrapping_sub(start));
             let choose = |page: u64, frame: Pfn| {
-                let slot = &mut slots[place(first + (page - start))];
+                let slot = &mut slots[place(page.wrapping_add(shift))];
                 if slot.page == 0 && neighbours.as_ref().is_some_and(|neighbours| (neighbours.wants)(frame)) {
                     slot.page = frame.number() + 1;
                     heads[count] = frame;
