@@ -3,7 +3,7 @@
 //! No emulator raises one. So a page gets another frame and no flush, until the CPU is seen to keep the old translation, and then goes the
 //! way that hardware goes at such an abort, from its vector on and back.
 
-use super::translations::Stale;
+use super::translations::StaleWord;
 use super::{Cx, Failure, Finding};
 use crate::space::BareSpace;
 use core::ptr;
@@ -32,7 +32,7 @@ pub fn round(cx: Cx<'_>) -> Result<u64, Failure> {
     space.free(cx, |_| ());
     frames().free(cx, block);
     let (kept, found) = seen?;
-    let stale = Stale { at: AT.get(), expected: NEW, found, written: false, cpu: percpu::current() };
+    let stale = StaleWord { at: AT.get(), expected: NEW, found, written: false, cpu: percpu::current() };
     if found == NEW { Ok(u64::from(kept)) } else { Err(Finding::Translations(stale).into()) }
 }
 
