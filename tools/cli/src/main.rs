@@ -49,6 +49,7 @@ mod table;
 mod units;
 mod unmeasured_args;
 mod vm_create;
+mod worker;
 
 use args::{Bench, Command, Mem};
 use hugemm_inspect::interrupt;

@@ -231,7 +231,12 @@ pub fn rows(log: &Log, sides: &[Side], setting: &RunConditions, accounting: &Acc
             }
             if phase == RunPhase::Pressure && *side != Side::Kernel {
                 let counts = figures.reclaimed;
-                let all = [("stored", counts.stored), ("loaded", counts.loaded), ("age_flushes", counts.age_flushes)];
+                let all = [
+                    ("stored", counts.stored),
+                    ("worker_freed", counts.worker_freed),
+                    ("loaded", counts.loaded),
+                    ("age_flushes", counts.age_flushes),
+                ];
                 rows.extend(all.map(|(name, count)| label(Row::single(format!("run.{name}"), count as f64, "count"))));
             }
             if figures.saved != 0 {

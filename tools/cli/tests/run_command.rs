@@ -44,6 +44,12 @@ fn a_run_adds_up_by_extent_and_page_by_page() {
     assert!((made - destroyed).abs() / made < 1e-6, "{made} pages were made and {destroyed} destroyed");
     let stored = rows(&document, "run.stored");
     assert!(of(&stored, "extent", "pressure")["value"].as_f64().expect("a number") > 0.0, "there was pressure");
+    let freed = rows(&document, "run.worker_freed");
+    let workers = std::thread::available_parallelism().expect("CPUs").get();
+    for side in ["page", "cached", "extent"] {
+        let freed = of(&freed, side, "pressure")["value"].as_f64().expect("a number");
+        assert_eq!(freed > 0.0, workers > 1, "{side}: a worker frees pages where a CPU is left for it");
+    }
     assert_eq!(rows(&document, "run.poisoned")[0]["value"], 2.0);
     assert_eq!(rows(&document, "run.refused_machines")[0]["value"], 1.0);
     assert!(rows(&document, "run.failed_accesses")[0]["value"].as_f64().expect("a number") >= 1.0);

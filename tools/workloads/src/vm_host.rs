@@ -141,6 +141,7 @@ record! {
         interrupts: u64,
         saved: i64,
         reclaimed.stored: u64,
+        reclaimed.worker_freed: u64,
         reclaimed.loaded: u64,
         reclaimed.aged: u64,
         reclaimed.age_flushes: u64,
@@ -180,6 +181,8 @@ impl FramesUsed {
 pub struct SwapCounts {
     /// Pages that went to swap.
     pub stored: u64,
+    /// Pages that a worker freed.
+    pub worker_freed: u64,
     /// Pages that came back.
     pub loaded: u64,
     /// Pages whose accessed bits were looked at.
@@ -192,6 +195,7 @@ impl SwapCounts {
     fn since(self, earlier: Self) -> Self {
         SwapCounts {
             stored: self.stored - earlier.stored,
+            worker_freed: self.worker_freed - earlier.worker_freed,
             loaded: self.loaded - earlier.loaded,
             aged: self.aged - earlier.aged,
             age_flushes: self.age_flushes - earlier.age_flushes,
@@ -227,6 +231,18 @@ pub trait Site<'c, 'v, 'm, S: Setup> {
     /// Has the CPUs of a guest, by its number up to and with [`GUESTS`], load its space, so that flushes have to reach them,
     /// or leave it.
     fn load(&mut self, cx: &mut Cx<'c, S>, guest: u32, space: &AddressSpaceRef<'_, S>, on: bool);
+
+    /// The calling CPU plays a guest from here on, or has done so: it has the guest's space loaded, so that who takes its pages away
+    /// meanwhile waits for it. For sites where somebody may.
+    fn play(&mut self, _cx: &mut Cx<'c, S>, _space: &AddressSpaceRef<'_, S>, _on: bool) {}
+
+    /// Runs `f`, and a worker beside it that keeps memory free, if the site has a CPU for one.
+    fn beside_worker<R>(&mut self, cx: &mut Cx<'c, S>, f: impl FnOnce(&mut Cx<'c, S>, &mut Self) -> R) -> R
+    where
+        Self: Sized,
+    {
+        f(cx, self)
+    }
 
     /// What flushes have cost so far.
     fn barriers(&self) -> FlushCounts;
@@ -541,11 +557,17 @@ where
     ) -> Result<(), HostRunError> {
         let greedy = Guest::greedy(cx, self.vm, self.sizes.greedy)?;
         site.load(cx, greedy.number(), &greedy.space, true);
-        greedy.write(cx, self.vm)?;
-        for guest in &cast.guests {
-            guest.check(cx, self.vm)?;
-        }
-        greedy.check(cx, self.vm)?;
+        site.beside_worker(cx, |cx, site| {
+            let mut play = |cx: &mut Cx<'c, S>, guest: &Guest<'_, S>, writes: bool| {
+                site.play(cx, &guest.space, true);
+                let played = if writes { guest.write(cx, self.vm) } else { guest.check(cx, self.vm) };
+                site.play(cx, &guest.space, false);
+                played
+            };
+            play(cx, &greedy, true)?;
+            cast.guests.iter().try_for_each(|guest| play(cx, guest, false))?;
+            play(cx, &greedy, false)
+        })?;
         figures.small(self.sizes.greedy + self.sizes.shared + GUESTS as u64 * self.sizes.own);
         accounting.given += self.sizes.greedy << PAGE_SHIFT;
         accounting.end_guest(&greedy);

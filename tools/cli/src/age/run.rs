@@ -3,6 +3,7 @@
 use crate::age::rig::{NODE, OWN_AT, OnHost, Rig, SHARED_AT, Touches, on_machine};
 use crate::age::watch::{OnDrop, Watch};
 use crate::machine::Machine;
+use crate::worker;
 use anyhow::{Result, bail};
 use hugemm_base::{Cpu, CpuCx, CpuId, Never, PageSize};
 use hugemm_host::cpu::{CpuPlace, Host};
@@ -74,16 +75,7 @@ impl<'h> Rig<'_, 'h> {
                     self.as_cpu(CpuId(config.cpus), |cx| {
                         pager.steps().work();
                         start.wait();
-                        while watch.goes_on() {
-                            match pager.take_wake(NODE) {
-                                true => drop(pager.balance(self.vm, cx, NODE, u64::MAX, &Never)),
-                                false => {
-                                    // Who has run out may have asked for what this CPU has cached.
-                                    self.vm.frames().serve(cx);
-                                    std::thread::park();
-                                }
-                            }
-                        }
+                        worker::work(cx, self.vm, pager, NODE, || watch.goes_on());
                     })
                 })
             });

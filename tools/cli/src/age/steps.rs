@@ -1,11 +1,10 @@
 //! What reclaim's time goes into, by thread and in all.
 
+use crate::worker::Wakes;
 use hugemm_base::NodeId;
 use hugemm_reclaim::{Step, Steps};
 use std::cell::Cell;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::Thread;
 use std::time::Instant;
 
 thread_local! {
@@ -22,7 +21,7 @@ pub fn is_ageing() -> bool {
 #[derive(Debug, Default)]
 pub struct Clocked {
     nanos: [AtomicU64; Step::Outside as usize + 1],
-    worker: OnceLock<Thread>,
+    worker: Wakes,
 }
 
 impl Steps for Clocked {
@@ -36,17 +35,14 @@ impl Steps for Clocked {
     }
 
     fn wake(&self, _node: NodeId) {
-        // A thread that does not sleep yet will not sleep then.
-        if let Some(worker) = self.worker.get() {
-            worker.unpark();
-        }
+        self.worker.wake();
     }
 }
 
 impl Clocked {
     /// The calling thread is the worker: it parks when it has nothing to do.
     pub fn work(&self) {
-        let _ = self.worker.set(std::thread::current());
+        self.worker.begin();
     }
 
     /// Nanoseconds in all steps of reclaim.

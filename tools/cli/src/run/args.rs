@@ -14,7 +14,8 @@ The work of a virtual machine host, once through, by hugemm on memory of this ma
   pin VM         a machine of a quarter of the pool is created and pinned, as for a device
   4 KiB guests   four guests share memory and have their own; all of it is written to
   working sets   which pages guests have used, twice
-  pressure       one more guest wants as much as there is: idle pages go to compressed swap, and come back when touched
+  pressure       one more guest wants as much as there is: idle pages go to compressed swap, and come back when touched; where two CPUs
+                 create machines, a worker on the second keeps memory free meanwhile
   failures        a machine too large for the pool, a guest that takes all there is, two frames that go bad
   destroy        everything is unmapped and freed
   shrink pool    the pool is emptied and its descriptors restored

@@ -1,18 +1,23 @@
 //! The run on this machine's memory: frames, descriptors behind software tables, CPUs that nobody plays.
 
 use super::Side;
+use crate::age::watch::OnDrop;
 use crate::pool::machine::{Ground, GroundPlan, Soft};
 use crate::stand_in::StandIn;
+use crate::worker::{self, Wakes};
 use anyhow::{Context, Result, bail};
+use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CounterSnapshot, CpuCx, CpuId, NoPressure, PageSize, PreemptModel};
+use hugemm_base::{CounterSnapshot, CpuCx, CpuId, Invalidation, NoPressure, NodeId, PageSize, PhysAddr, PreemptModel};
+use hugemm_base::{TlbHw, TlbScope};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_host::cpu::Host;
+use hugemm_host::crew::{Crew, Serving};
 use hugemm_hugetlb::{FlushPolicy, OptimizerPolicy, VmemmapOptimizer};
 use hugemm_inspect::interrupt::UserStops;
 use hugemm_inspect::memory::Region;
 use hugemm_lz4::WordsOrLz4;
-use hugemm_paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
+use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Ageing, Compressed, Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{AddressSpaceRef, Cx, Parts, Pinned, Pools, Setup, Vm, VmError};
 use hugemm_workloads::request::Clearing;
@@ -23,7 +28,8 @@ use hugemm_workloads::vm_host::{
 };
 use std::marker::PhantomData;
 use std::ptr::NonNull;
-use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Barrier, Mutex, PoisonError};
 
 /// How it is run.
 pub struct SideSetup {
@@ -45,7 +51,7 @@ pub struct SideSetup {
 type Store<'e> = Compressed<'e, 'e, Soft<'e>, WordsOrLz4>;
 
 /// Who takes pages away and brings them back.
-type Pages<'r, 'e, S> = Reclaim<'r, 'e, S, Store<'e>>;
+type Pages<'r, 'e, S> = Reclaim<'r, 'e, S, Store<'e>, SpinLock, Wakes>;
 
 /// Address spaces on this machine.
 struct OnHost<'h, 'e, 'r>(PhantomData<(&'h (), &'r &'e ())>);
@@ -54,11 +60,34 @@ impl<'h, 'e, 'r> Setup for OnHost<'h, 'e, 'r> {
     type Platform = Host<'h>;
     type Env = Soft<'e>;
     type Format = X86_64;
-    type Lock = EditLock;
-    type Tlb = Counting;
+    type Lock = EditLock<Serving>;
+    type Tlb = Played;
     type Pager = Pages<'r, 'e, Self>;
     type Pressure = NoPressure;
     type Notifier = ();
+}
+
+/// CPUs below `played` are threads, which answer flushes between a guest's accesses. Nobody plays the others: whoever flushes does
+/// their part, one at a time.
+struct Played {
+    played: u32,
+    others: Mutex<()>,
+}
+
+// SAFETY: what a thread has looked up it uses before it answers, and no CPU remembers any translation; of the others, every one that
+// was interrupted has served when `interrupt` returns.
+unsafe impl TlbHw for Played {
+    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
+
+    fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
+        let _one = self.others.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = (0..u64::BITS).filter(|bit| cpus & 1 << bit != 0).map(|bit| CpuId(first.0 + bit));
+        all.filter(|cpu| cpu.0 >= self.played).for_each(serve);
+    }
+
+    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+
+    fn unload(&self, _cpu: CpuId) {}
 }
 
 /// Runs once in the memory that begins at `start`.
@@ -103,9 +132,10 @@ fn on_ground(
     // The last of the guests is the greedy one.
     let cpus = setting.workers + (GUESTS as u32 + 1) * setting.vcpus;
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
-    let inboxes: Vec<_> = (0..TlbShootdown::<Counting>::inbox_words(slots.len())).map(|_| AtomicU64::new(0)).collect();
+    let inboxes: Vec<_> = (0..TlbShootdown::<Played>::inbox_words(slots.len())).map(|_| AtomicU64::new(0)).collect();
+    let played = Played { played: setting.workers, others: Mutex::default() };
     // SAFETY: this view only; no CPU translates by any of the tables.
-    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }?;
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, played) }?;
     let lrus = [Lru::new(ground.frames, LruPolicy::TwoList)];
     // What is stored compresses to about a tenth, so that this is enough for the pressure, and not for the greed after it.
     let limit = setting.sizes.greedy / 8;
@@ -113,7 +143,7 @@ fn on_ground(
     let store: Store<'_> = store.context("no memory for the compressor; use a larger --size")?;
     let accounting = ground.with_pool(PageSize::Size2M, |pool| {
         let marks = Watermarks::for_node(setting.sizes.greedy);
-        let pager = Reclaim::new(&lrus, &store, marks, ());
+        let pager = Reclaim::new(&lrus, &store, marks, Wakes::default());
         pager.set_ageing(ageing);
         let parts = Parts {
             pools: Pools::default().with(pool),
@@ -136,7 +166,7 @@ struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'r: 'm> {
     vm: &'a Vm<'m, OnHost<'h, 'e, 'r>>,
     store: &'a Store<'e>,
     host: &'a Host<'h>,
-    shootdown: &'a TlbShootdown<'a, Counting>,
+    shootdown: &'a TlbShootdown<'a, Played>,
     optimizer: &'a VmemmapOptimizer<'e, Soft<'e>, crate::pool::machine::Map<'e>>,
     setting: &'a SideSetup,
     pins: Vec<Pinned<'a>>,
@@ -207,6 +237,54 @@ impl<'c, 'a, 'h, 'm, 'e, 'r> Site<'c, 'a, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'
         }
     }
 
+    fn play(&mut self, cx: &mut Cx<'c, OnHost<'h, 'e, 'r>>, space: &AddressSpaceRef<'_, OnHost<'h, 'e, 'r>>, on: bool) {
+        match on {
+            true => space.tlb().switch_in(self.shootdown, cx),
+            false => space.tlb().switch_out(self.shootdown, cx),
+        }
+    }
+
+    /// The worker is CPU 1, which creates machines at other times.
+    fn beside_worker<R>(
+        &mut self,
+        cx: &mut Cx<'c, OnHost<'h, 'e, 'r>>,
+        f: impl FnOnce(&mut Cx<'c, OnHost<'h, 'e, 'r>>, &mut Self) -> R,
+    ) -> R {
+        if self.setting.workers < 2 {
+            return f(cx, self);
+        }
+        let (vm, host) = (self.vm, self.host);
+        let (crew, over, start) = (Crew::default(), AtomicBool::new(false), Barrier::new(2));
+        let (pager, goes_on) = (vm.pager(), || !over.load(Ordering::Relaxed));
+        let serve = || {
+            // SAFETY: an interrupt's context, which ends before the interrupted one is used again.
+            vm.shootdown().handle_ipi(&unsafe { CpuCx::new(host) });
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let works = |cx: &mut CpuCx<'_, Host<'h>>| {
+                    crew.work(&serve, || {
+                        pager.steps().begin();
+                        start.wait();
+                        worker::work(cx, vm, pager, NodeId(0), goes_on);
+                    });
+                };
+                // A thread that could not be bound does not work, and the guests reclaim for themselves.
+                if host.run_on(CpuId(1), works).is_err() {
+                    start.wait();
+                }
+            });
+            crew.work(&serve, || {
+                start.wait();
+                let _ends = OnDrop(|| {
+                    over.store(true, Ordering::Relaxed);
+                    pager.steps().wake();
+                });
+                f(cx, self)
+            })
+        })
+    }
+
     fn barriers(&self) -> FlushCounts {
         let (counts, descriptors) = (self.shootdown.counts(), self.optimizer.flushes());
         FlushCounts {
@@ -223,7 +301,8 @@ impl<'c, 'a, 'h, 'm, 'e, 'r> Site<'c, 'a, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'
     fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'r>>) -> Option<SwapCounts> {
         let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
         let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
-        Some(SwapCounts { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
+        let worker_freed = counts.worker_freed.get();
+        Some(SwapCounts { stored: swap.stores, worker_freed, loaded: swap.loads, aged, age_flushes })
     }
 
     fn swap_frames(&self, cx: &Cx<'c, OnHost<'h, 'e, 'r>>) -> u64 {

@@ -63,9 +63,9 @@ pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides:
     {
         let (ours, old) = (&ours.figures.reclaimed, &old.figures.reclaimed);
         println!(
-            "\nUnder pressure {} pages went to compressed swap and {} came back. {} looks at accessed bits caused {} flushes \
-             by extent, {} caused {} page by page",
-            ours.stored, ours.loaded, ours.aged, ours.age_flushes, old.aged, old.age_flushes
+            "\nUnder pressure {} pages went to compressed swap (a worker freed {}), and {} came back. {} looks at accessed bits \
+             caused {} flushes by extent, {} caused {} page by page",
+            ours.stored, ours.worker_freed, ours.loaded, ours.aged, ours.age_flushes, old.aged, old.age_flushes
         );
     }
     uses(log);
@@ -139,7 +139,12 @@ const CAUSES: [(RunPhase, &str, &str, bool); 7] = [
     (RunPhase::Prefault, "creating a machine", "pages are cleared whole, not 4 KiB at a time", true),
     (RunPhase::Guests, "filling guests", "one request takes the place of a fault for each page", false),
     (RunPhase::WorkingSets, "finding working sets", "one walk covers an area and not one page table", false),
-    (RunPhase::Pressure, "running out of memory", "accessed bits are read by runs of pages", false),
+    (
+        RunPhase::Pressure,
+        "running out of memory",
+        "accessed bits are read by runs of pages: what takes longest, compressing pages and restoring them, is the same page by page",
+        false,
+    ),
     (RunPhase::Destroy, "destroying everything", "frames that were taken together go by runs", false),
     (RunPhase::Shrink, "emptying the pool", "whole blocks of descriptors are swapped back", false),
 ];

@@ -195,7 +195,8 @@ impl<'v, 'a, 'm> Site<'static, 'v, 'm, OurSpaces<'a>> for Here<'_, 'v, 'a, 'm> {
     fn reclaimed(&self, cx: &CpuCx<'static, Kernel>) -> Option<SwapCounts> {
         let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
         let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
-        Some(SwapCounts { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
+        let worker_freed = counts.worker_freed.get();
+        Some(SwapCounts { stored: swap.stores, worker_freed, loaded: swap.loads, aged, age_flushes })
     }
 
     fn swap_frames(&self, cx: &CpuCx<'static, Kernel>) -> u64 {

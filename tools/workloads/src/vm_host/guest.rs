@@ -126,7 +126,7 @@ where
         cond_resched(cx, page.number);
         let start = access(cx, vm, &self.space, page.at(), true)?;
         for word in words(self.number, page.own) {
-            // SAFETY: the word lies in the page, and nothing takes that away before this task's next fault.
+            // SAFETY: the word lies in the page, which stays until this task's next access: see `access`.
             let before = unsafe { start.add(word).replace(self.stamp(page.number, word)) };
             if before != 0 {
                 return Err(Mismatch::new("words of fresh memory that are zero", 0, before).into());
@@ -242,7 +242,8 @@ fn words(guest: u64, own: bool) -> core::iter::StepBy<core::ops::Range<usize>> {
     if own { (first..512).step_by(16) } else { (first..first + 1).step_by(1) }
 }
 
-/// The word at `at`, as the calling task reaches it until its next fault; faults as long as it has to.
+/// The word at `at`, as the calling task reaches it until its next access: either nobody else takes pages away, or the calling CPU has
+/// the space loaded, and whoever does waits until it answers, which it does here. Faults as long as it has to.
 fn access<S: Setup>(
     cx: &mut Cx<'_, S>,
     vm: &Vm<'_, S>,
@@ -252,8 +253,8 @@ fn access<S: Setup>(
 ) -> Result<NonNull<u64>, VmError> {
     let kind = if write { Access::Write } else { Access::Read };
     loop {
-        // SAFETY: the tables are the space's, which no other task changes: the run has one task but for creations, which
-        // concern other spaces.
+        vm.shootdown().handle_ipi(cx);
+        // SAFETY: the tables are the space's, and go with it.
         if let Some(word) = unsafe { reach::<S::Format>(cx.platform(), space.root(), at, write) } {
             return Ok(word);
         }
