@@ -63,12 +63,12 @@ unsafe impl<const DROPS: bool> PageFormat for Metered<DROPS> {
     const BREAK_BEFORE_MAKE: bool = X86_64::BREAK_BEFORE_MAKE;
 
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {
-        note(1);
+        note(if frame == Pfn::new(0) { 0 } else { 1 });
         X86_64::leaf(frame, level, flags)
     }
 
     fn table(frame: Pfn) -> u64 {
-        // What fills it works out a leaf's bits once for all of them. Frame 0 is asked for to see the bits of any table.
+        // What fills it works out a leaf's bits once for all of them. Frame 0 is asked for to see the bits of any table, and of any leaf.
         note(if frame == Pfn::new(0) { 0 } else { TABLE });
         X86_64::table(frame)
     }
