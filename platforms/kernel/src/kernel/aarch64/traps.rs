@@ -71,13 +71,13 @@ global_asm!(
     r#"
     .set FRAME, {frame}
 
-    # Bit 16 is set in the addresses of every stack, and clear in the hole below it: where the frame would lie in the hole, the
+    # A bit is set in the addresses of every stack, and clear in the hole below it: where the frame would lie in the hole, the
     # stack has run over. There is no user mode, so its thread register is free.
     .macro vector kind
     .balign 0x80
     msr tpidr_el0, x0
     sub x0, sp, #FRAME
-    tbz x0, #16, 1f
+    tbz x0, #{stack_bit}, 1f
     mov sp, x0
     mrs x0, tpidr_el0
     stp x0, x1, [sp]
@@ -171,6 +171,7 @@ stack_overflow:
     .ltorg
     "#,
     frame = const size_of::<Frame>(),
+    stack_bit = const layout::STACK_BYTES.trailing_zeros(),
     entry = sym trap_entry,
     emergency = sym EMERGENCY_STACKS,
     overflown = sym overflown,
