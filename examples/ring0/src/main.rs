@@ -51,8 +51,9 @@ mod kernel {
         // SAFETY: the only context of the only CPU, but for those that the heap makes for a call.
         let cx = &unsafe { CpuCx::new(&PLATFORM) };
         let frames = Frames::carve(cx, ram).expect("enough memory");
+        let pointer = &raw const frames;
         // SAFETY: this function does not return, so what is on its stack stays.
-        let frames: &'static KernelFrames<'static> = unsafe { &*&raw const frames };
+        let frames: &'static KernelFrames<'static> = unsafe { &*pointer };
         let metadata = bytes - frames.stats(cx).available() * PageSize::Size4K.bytes();
         let heap = Heap::new(frames, cx, 1).expect("memory for a heap");
         // SAFETY: once; this task on the only CPU is all that runs.
