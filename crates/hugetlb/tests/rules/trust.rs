@@ -32,6 +32,16 @@ fn look_at_all(m: &Machine<'_, NoFaults>) {
     }
 }
 
+/// Now and then, this CPU waits until somebody else has begun a flush, if anybody does.
+fn wait_for_a_flush(m: &Machine<'_, NoFaults>, random: &mut Random) {
+    let flushes = || m.map.hw().flushes.load(Ordering::SeqCst);
+    let (before, since) = (flushes(), Instant::now());
+    let wait = random.below(4) == 0;
+    while wait && flushes() == before && since.elapsed() < HELD_UP {
+        std::thread::yield_now();
+    }
+}
+
 /// Every descriptor of these frames can be written, by what this CPU remembers and by the tables.
 fn can_be_written(m: &Machine<'_, NoFaults>, frames: Extent) {
     for frame in (frames.base().number()..frames.end().number()).step_by(64).map(Pfn::new) {
@@ -89,13 +99,7 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
                                 // may allocate what it has just freed.
                                 let mut random = Random(cpu.into());
                                 let held_up = |cx: &mut CpuCx<'_, _>| {
-                                    // Until somebody else has begun a flush, if anybody does.
-                                    let flushes = || m.map.hw().flushes.load(Ordering::SeqCst);
-                                    let (before, since) = (flushes(), Instant::now());
-                                    let wait = random.below(4) == 0;
-                                    while wait && flushes() == before && since.elapsed() < HELD_UP {
-                                        std::thread::yield_now();
-                                    }
+                                    wait_for_a_flush(m, &mut random);
                                     let Ok(block) = m.frames.alloc(cx, AllocRequest::order(nine)) else { return };
                                     if pages.contains(&block.pfn()) {
                                         run_as(4);
@@ -118,6 +122,47 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
             assert_eq!(report.left, 130);
             // Some are descriptors of others by then.
             assert!(got.load(Ordering::Relaxed) > 100, "{got:?}");
+        });
+    }
+}
+
+/// On the way up too each worker waits for the flush of what it did itself, also where another's has taken its debts along: before
+/// that no entry becomes valid that says something else than what a CPU remembers.
+#[test]
+fn a_growing_worker_goes_on_after_its_own_flush() {
+    for policy in POLICIES.into_iter().filter(|policy| policy.flush == FlushPolicy::Page) {
+        with_pool(&Shape { policy, breaks: true, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
+            *m.map.hw().delay.lock().unwrap() = HELD_UP;
+            let done = AtomicBool::new(false);
+            let share = |_: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
+                std::thread::scope(|s| {
+                    let done = &done;
+                    // The model asserts that all CPUs that know a descriptor know the same of it.
+                    let lookers = [4, 5].map(|cpu| {
+                        s.spawn(move || {
+                            run_as(cpu);
+                            while !done.load(Ordering::Acquire) {
+                                look_at_all(m);
+                            }
+                        })
+                    });
+                    let workers = [1, 2].map(|cpu| {
+                        s.spawn(move || {
+                            run_as(cpu);
+                            let mut random = Random(cpu.into());
+                            let held_up = |_: &mut CpuCx<'_, _>| wait_for_a_flush(m, &mut random);
+                            m.threads.interrupted(held_up, |cx| resize.work(cx, &Never));
+                        })
+                    });
+                    let all_well = workers.map(|worker| worker.join().is_ok());
+                    // Release pairs with the Acquire above.
+                    done.store(true, Ordering::Release);
+                    lookers.into_iter().for_each(|looker| looker.join().expect("no panic"));
+                    assert_eq!(all_well, [true; 2]);
+                })
+            };
+            let report = pool.resize(&mut cx, &m.optimizer, 130, Nodes::All, share).expect("idle");
+            assert_eq!((report.entered, pool.lean_pages()), (130, 130));
         });
     }
 }
