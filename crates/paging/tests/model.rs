@@ -199,6 +199,16 @@ fn a_cpu_that_comes_back_is_no_longer_lazy() {
     }
 }
 
+/// A CPU that comes back to a space has missed the flush of a deferred unmap there, and catches up by the space's generation.
+#[test]
+fn a_cpu_that_comes_back_catches_up_with_a_deferred_unmap() {
+    // Odd seeds have two tags.
+    for seed in (1..40).step_by(2) {
+        let done = world::with_memory(|memory| World::new(memory, seed, None).come_back_after_a_deferred_unmap());
+        assert_eq!(done, Ok(()), "seed {seed}");
+    }
+}
+
 /// The table that a larger page has replaced is freed after every CPU that may walk it has let go of it, lazy ones included.
 #[test]
 fn a_collapsed_table_is_walked_by_nobody() {

@@ -165,6 +165,32 @@ impl<F: PageFormat> World<F> {
         self.checked()
     }
 
+    /// The other CPU leaves a space, whose translations it keeps under their tag, and comes back after a page has gone by a deferred
+    /// unmap, whose flush has not asked it.
+    pub fn come_back_after_a_deferred_unmap(&self) -> Result<(), String> {
+        self.in_use(0, 5, self.pool.take().expect("a frame"));
+        self.mmu.as_cpu(OTHER, |cx| {
+            self.spaces[0].tlb.switch_out(&self.shootdown, cx);
+            self.spaces[1].tlb.switch_in(&self.shootdown, cx);
+        });
+        self.mmu.as_cpu(ME, |cx| {
+            let this = &self.spaces[0];
+            let unhooked = this.table.exclusive(&self.pool).detach(span(5, 1), Editing::LIVE).expect("mapped");
+            let range = unhooked.flush().expect("something");
+            // SAFETY: the deferred flush stands in for the space's.
+            let detached = unsafe { unhooked.assume_flushed() };
+            let debt = self.deferred.unmapped(&this.tlb, detached, range);
+            let before = self.shootdown.counts();
+            let detached = debt.release(&self.deferred.flush(&self.shootdown, cx)).expect("paid");
+            assert_eq!(self.shootdown.counts().since(before).targets, 0, "it is elsewhere");
+            let give = |run: hugemm_paging::Run| self.pool.give(run.extent);
+            this.table.exclusive(&self.pool).harvest(detached, Flags::NONE, give).expect("its own");
+        });
+        self.mmu.as_cpu(OTHER, |cx| self.spaces[0].tlb.switch_in(&self.shootdown, cx));
+        let _ = self.mmu.load(OTHER, at(5));
+        self.checked()
+    }
+
     /// An aligned block of 2 MiB of frames.
     fn block(&self) -> Extent {
         loop {
