@@ -8,11 +8,12 @@ use hugemm_base::{CpuId, NodeId, PageSize};
 use hugemm_clear::{Features, Profile, calibrate};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt::SignalReceived;
 use hugemm_inspect::limits::Limits;
-use hugemm_inspect::memory::{MemoryError, Region, RegionBacking, RegionRequest};
+use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
+use hugemm_inspect::roots::Roots;
 use hugemm_inspect::topology::MachineTopology;
 use hugemm_workloads::size::Size;
-use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
@@ -88,7 +89,7 @@ impl Machine {
             (PageSize::Size2M, Kind::Thp) => allocate(RegionBacking::Thp),
             (PageSize::Size1G, Kind::Auto) | (_, Kind::Hugetlb) => allocate(RegionBacking::Hugetlb(page)),
             (PageSize::Size2M, Kind::Auto) => match allocate(RegionBacking::Hugetlb(page)) {
-                Err(error) if !is_interrupt(&error) => allocate(RegionBacking::Thp),
+                Err(error) if !error.is::<SignalReceived>() => allocate(RegionBacking::Thp),
                 result => result,
             },
         }
@@ -98,12 +99,9 @@ impl Machine {
         let bar = progress::bar(bytes, self.quiet);
         bar.set_message(format!("taking and touching {} of memory", Size(bytes)));
         let request = RegionRequest { bytes, backing, raise_pool: true, node, ..RegionRequest::default() };
-        let region = Region::allocate_with(&request, |progress| {
-            bar.set_position(progress.done);
-            ControlFlow::Continue(())
-        });
+        let region = Region::allocate_on(&Roots::default(), &request, |done| bar.set_position(done));
         bar.finish_and_clear();
-        Ok(region?)
+        region
     }
 
     /// The profile: read from the user's file, or measured in `scratch`, whose content is lost.
@@ -144,9 +142,4 @@ impl Machine {
         let up = up.ok_or_else(|| anyhow!("{size} is larger than any memory"))?;
         bail!("{size} is not a multiple of the page size {page}; the next size up is {}", Size(up))
     }
-}
-
-/// Whether an error means that the user wants the program to end.
-fn is_interrupt(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref::<MemoryError>(), Some(MemoryError::Interrupted(_)))
 }

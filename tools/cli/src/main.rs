@@ -77,7 +77,7 @@ fn main() -> ExitCode {
         // It becomes another program, so it catches no signals and has one thread.
         return ended(&cli.command, lease::run(args));
     }
-    let result = interrupt::install().map_err(anyhow::Error::from).and_then(|()| match &cli.command {
+    let result = interrupt::install().and_then(|()| match &cli.command {
         Command::Run(args) => run::run(args),
         Command::Probe(args) => probe::run(args),
         Command::Bench(Bench::Headline(args)) => headline::run(args),

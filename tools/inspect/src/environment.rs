@@ -9,7 +9,8 @@ mod warnings;
 use crate::cgroup::cpu_quota;
 use crate::memory::Region;
 use crate::roots::{Roots, text};
-use crate::topology::{HostNode, MachineTopology, ThpSettings, TopologyError};
+use crate::topology::{HostNode, MachineTopology, ThpSettings};
+use anyhow::Result;
 use read::{cache_info, flag, load_average, memory_info, pool_info, read_cpu, read_frequency, read_kernel};
 use serde::{Deserialize, Serialize};
 
@@ -212,8 +213,8 @@ impl Environment {
     /// Reads the running machine. A few hundred small files at most; no measurement is made.
     ///
     /// # Errors
-    /// [`TopologyError`] if the CPUs cannot be known. All else that is missing is `None`.
-    pub fn read() -> Result<Self, TopologyError> {
+    /// If the CPUs cannot be known. All else that is missing is `None`.
+    pub fn read() -> Result<Self> {
         Self::read_from(&Roots::default())
     }
 
@@ -222,7 +223,7 @@ impl Environment {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn read_from(roots: &Roots) -> Result<Self, TopologyError> {
+    pub fn read_from(roots: &Roots) -> Result<Self> {
         let topology = MachineTopology::read_from(roots)?;
         let first_cpu = topology.cpus[0].id;
         let cpuinfo = text(roots.proc.join("cpuinfo")).unwrap_or_default();

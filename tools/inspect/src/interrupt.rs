@@ -13,9 +13,11 @@
 
 use crate::pool;
 use crate::roots::{field, text};
+use anyhow::{Result, anyhow};
 use hugemm_base::Cancel;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use std::fmt;
 use std::io;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -29,34 +31,32 @@ static RECEIVED: AtomicI32 = AtomicI32::new(0);
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The operation was stopped by a signal; all that it had taken has been given back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("interrupted by {}; everything taken has been given back", signal_name(*.signal))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SignalReceived {
     /// The signal's number.
     pub signal: i32,
 }
 
-impl SignalReceived {
-    /// The exit status by which a shell knows a program that ended by this signal: 128 + its number.
-    pub fn exit_code(self) -> u8 {
-        u8::try_from(self.signal.saturating_add(128)).unwrap_or(1)
+impl fmt::Display for SignalReceived {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "interrupted by {}; everything taken has been given back", signal_name(self.signal))
     }
 }
 
-/// Handlers cannot be installed.
-#[derive(Debug, thiserror::Error)]
-#[error("signal handlers cannot be installed ({source}); Ctrl-C would leave a raised hugetlb pool behind")]
-pub struct InstallError {
-    #[from]
-    source: io::Error,
-}
+impl std::error::Error for SignalReceived {}
 
 /// Catches SIGINT, SIGTERM and SIGHUP from now on, by a thread of its own. Call it once, early, from `main`; further
 /// calls do nothing.
 ///
 /// # Errors
-/// [`InstallError`] if the system has no thread or no handler left.
-pub fn install() -> Result<(), InstallError> {
+/// If the system has no thread or no handler left.
+pub fn install() -> Result<()> {
+    install_handlers().map_err(|why| {
+        anyhow!("signal handlers cannot be installed ({why}); Ctrl-C would leave a raised hugetlb pool behind")
+    })
+}
+
+fn install_handlers() -> io::Result<()> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
     let mut installed = INSTALLED.lock().unwrap_or_else(|e| e.into_inner());
     if *installed {
@@ -142,7 +142,7 @@ fn end_at_once(signal: i32) -> ! {
     restore_pools();
     // Ends the process as the signal does by default, so that a shell sees why.
     let _ = signal_hook::low_level::emulate_default_handler(signal);
-    signal_hook::low_level::exit(SignalReceived { signal }.exit_code().into())
+    signal_hook::low_level::exit(signal.saturating_add(128))
 }
 
 fn signal_name(signal: i32) -> &'static str {
@@ -159,8 +159,6 @@ mod tests {
     fn the_error_says_what_happened() {
         let interrupted = SignalReceived { signal: SIGINT };
         assert_eq!(interrupted.to_string(), "interrupted by SIGINT; everything taken has been given back");
-        assert_eq!(interrupted.exit_code(), 130);
-        assert_eq!(SignalReceived { signal: SIGTERM }.exit_code(), 143);
     }
 
     #[test]

@@ -5,28 +5,10 @@
 //! of a shootdown are real as long as each simulated CPU is a thread that runs on a CPU of its own, spinning. It cannot
 //! choose among those CPUs. How many interrupts there were is in `/proc/interrupts`.
 
+use anyhow::{Context, Result, bail};
 use hugemm_base::platform::CpuId;
 use hugemm_base::{Invalidation, PhysAddr, TlbHw, TlbScope};
 use rustix::thread::{MembarrierCommand, MembarrierQuery};
-
-/// Why there are no real interrupts.
-#[derive(Debug, thiserror::Error)]
-pub enum IpiError {
-    /// The system call is missing or has no expedited private form.
-    #[error("this kernel has no membarrier(PRIVATE_EXPEDITED); use Linux 4.14 or later, or --counted-only")]
-    Missing,
-    /// Registering failed.
-    #[error("cannot register for membarrier: {0}; use --counted-only")]
-    Register(std::io::Error),
-    /// Fewer real CPUs than simulated ones.
-    #[error("{cpus} CPUs need as many real ones to interrupt, and this process may use {real}; ask for at most {real}")]
-    TooManyCpus {
-        /// Asked for.
-        cpus: usize,
-        /// Real ones.
-        real: usize,
-    },
-}
 
 /// TLB hardware whose interrupts are real and whose TLBs are not there: for timing, over tables that no CPU walks.
 #[derive(Debug)]
@@ -34,16 +16,18 @@ pub struct MembarrierIpi(());
 
 impl MembarrierIpi {
     /// Registers the process. `cpus` threads, bound to one CPU each, are going to be the CPUs; `real` are there.
-    pub fn register(cpus: usize, real: usize) -> Result<Self, IpiError> {
+    pub fn register(cpus: usize, real: usize) -> Result<Self> {
         if cpus > real {
-            return Err(IpiError::TooManyCpus { cpus, real });
+            bail!(
+                "{cpus} CPUs need as many real ones to interrupt, and this process may use {real}; ask for at most {real}"
+            );
         }
         let needed = MembarrierQuery::PRIVATE_EXPEDITED | MembarrierQuery::REGISTER_PRIVATE_EXPEDITED;
         if !rustix::thread::membarrier_query().contains(needed) {
-            return Err(IpiError::Missing);
+            bail!("this kernel has no membarrier(PRIVATE_EXPEDITED); use Linux 4.14 or later, or --counted-only");
         }
         rustix::thread::membarrier(MembarrierCommand::RegisterPrivateExpedited)
-            .map_err(|error| IpiError::Register(error.into()))?;
+            .context("cannot register for membarrier; use --counted-only")?;
         Ok(MembarrierIpi(()))
     }
 }

@@ -8,10 +8,10 @@
 //! These are snapshots: others may take memory a moment later. [`Region`](crate::memory::Region) therefore reads them
 //! again between the chunks that it populates.
 
-use crate::cgroup::{CgroupLimit, hugetlb_cgroups, memory_cgroups};
+use crate::cgroup::{CgroupLimit, MIN_CGROUP_RESERVE, hugetlb_cgroups, memory_cgroups};
 use crate::roots::{Human, Roots, field_kib, text};
+use anyhow::{Context, Result, bail};
 use rustix::process::{Resource, getrlimit};
-use std::path::PathBuf;
 
 /// The least that stays free on the machine, in bytes: 512 MiB.
 pub const MIN_RESERVE: u64 = 512 << 20;
@@ -27,86 +27,6 @@ pub enum Bound {
     Commit,
     /// `RLIMIT_AS` or `RLIMIT_DATA` of this process.
     AddressSpace,
-}
-
-/// A request is larger than what may be taken. Each message is one line: the cause, then the way out.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum OverLimit {
-    /// The machine has not enough available memory.
-    #[error(
-        "{} asked for, but only {} may be taken: {} of memory is available and {} of it stays free for the machine; \
-         ask for less or stop other programs",
-        Human(*.requested), Human(*.takeable), Human(*.available), Human(*.reserve)
-    )]
-    Machine {
-        /// Bytes asked for.
-        requested: u64,
-        /// Bytes that may be taken.
-        takeable: u64,
-        /// Bytes available on the machine.
-        available: u64,
-        /// Bytes that stay free.
-        reserve: u64,
-    },
-    /// A memory cgroup has not enough room: taking more would have the kernel kill this process.
-    #[error(
-        "{} asked for, but the cgroup limit {} = {} leaves {}; ask for less or raise that limit",
-        Human(*.requested), .limit.file.display(), Human(.limit.limit), Human(.limit.takeable())
-    )]
-    Cgroup {
-        /// Bytes asked for.
-        requested: u64,
-        /// The limit that is met first.
-        limit: CgroupLimit,
-    },
-    /// A hugetlb cgroup has not enough room: a later page fault would be answered by SIGBUS.
-    #[error(
-        "{} of huge pages asked for, but the cgroup limit {} = {} leaves {}; ask for less or raise that limit",
-        Human(*.requested), .limit.file.display(), Human(.limit.limit), Human(.limit.left())
-    )]
-    HugetlbCgroup {
-        /// Bytes asked for.
-        requested: u64,
-        /// The limit that is met first.
-        limit: CgroupLimit,
-    },
-    /// Strict overcommit accounting leaves too little.
-    #[error(
-        "{} asked for, but vm.overcommit_memory is 2 and only {} may still be committed; ask for less or raise \
-         vm.overcommit_ratio",
-        Human(*.requested), Human(*.left)
-    )]
-    Commit {
-        /// Bytes asked for.
-        requested: u64,
-        /// Bytes that may still be committed.
-        left: u64,
-    },
-    /// The process's own address space limit leaves too little.
-    #[error(
-        "{} asked for, but this process's address space limit leaves {}; ask for less or raise it with `ulimit -v` \
-         and `ulimit -d`",
-        Human(*.requested), Human(*.left)
-    )]
-    AddressSpace {
-        /// Bytes asked for.
-        requested: u64,
-        /// Bytes of address space left.
-        left: u64,
-    },
-}
-
-/// The limits cannot be known.
-#[derive(Debug, thiserror::Error)]
-pub enum LimitsError {
-    /// `/proc/meminfo` is missing or lacks a field.
-    #[error("{} cannot be read or has no {field}: mount the proc file system (Linux 3.14 or later)", .path.display())]
-    NoMemInfo {
-        /// The file.
-        path: PathBuf,
-        /// The missing field.
-        field: &'static str,
-    },
 }
 
 /// Every bound on this process's memory, in bytes, at one moment. `None` means that there is no such bound.
@@ -132,8 +52,8 @@ impl Limits {
     /// Reads the running machine's limits for this process. A few dozen small files at most.
     ///
     /// # Errors
-    /// [`LimitsError`] if available memory cannot be known. A missing cgroup file system is not an error.
-    pub fn read() -> Result<Self, LimitsError> {
+    /// If available memory cannot be known. A missing cgroup file system is not an error.
+    pub fn read() -> Result<Self> {
         Self::read_from(&Roots::default())
     }
 
@@ -141,10 +61,15 @@ impl Limits {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn read_from(roots: &Roots) -> Result<Self, LimitsError> {
+    pub fn read_from(roots: &Roots) -> Result<Self> {
         let path = roots.proc.join("meminfo");
         let report = text(&path).unwrap_or_default();
-        let get = |field| field_kib(&report, field).ok_or(LimitsError::NoMemInfo { path: path.clone(), field });
+        let get = |field| {
+            let file = path.display();
+            field_kib(&report, field).with_context(|| {
+                format!("{file} cannot be read or has no {field}: mount the proc file system (Linux 3.14 or later)")
+            })
+        };
         let total = get("MemTotal")?;
         let available = get("MemAvailable")?;
         let strict = text(roots.proc.join("sys/vm/overcommit_memory")).as_deref() == Some("2");
@@ -193,50 +118,79 @@ impl Limits {
     /// May `requested` bytes of ordinary memory be taken?
     ///
     /// # Errors
-    /// [`OverLimit`], naming the tightest bound, if not.
-    pub fn check(&self, requested: u64) -> Result<(), OverLimit> {
+    /// If not; the tightest bound is named.
+    pub fn check(&self, requested: u64) -> Result<()> {
         let (takeable, bound) = self.takeable();
         if requested <= takeable {
             return Ok(());
         }
-        Err(match bound {
-            Bound::Machine => self.machine_error(requested),
-            Bound::Cgroup(limit) => OverLimit::Cgroup { requested, limit },
-            Bound::Commit => OverLimit::Commit { requested, left: takeable },
-            Bound::AddressSpace => OverLimit::AddressSpace { requested, left: takeable },
-        })
+        let (asked, left) = (Human(requested), Human(takeable));
+        match bound {
+            Bound::Machine => self.check_machine(requested),
+            Bound::Cgroup(limit) => bail!("{asked} asked for, but {}", too_little(&limit, takeable)),
+            Bound::Commit => bail!(
+                "{asked} asked for, but vm.overcommit_memory is 2 and only {left} may still be committed; ask for less or \
+                 raise vm.overcommit_ratio"
+            ),
+            Bound::AddressSpace => bail!(
+                "{asked} asked for, but this process's address space limit leaves {left}; ask for less or raise it with \
+                 `ulimit -v` and `ulimit -d`"
+            ),
+        }
     }
 
     /// May `requested` bytes leave the machine's free memory, whoever they are charged to? Hugetlb pools take memory
     /// that no memory cgroup accounts for.
     ///
     /// # Errors
-    /// [`OverLimit::Machine`] if not.
-    pub fn check_machine(&self, requested: u64) -> Result<(), OverLimit> {
-        if requested <= self.available.saturating_sub(self.reserve) {
-            Ok(())
-        } else {
-            Err(self.machine_error(requested))
-        }
+    /// If not.
+    pub fn check_machine(&self, requested: u64) -> Result<()> {
+        self.check_reserve(requested, self.reserve)
     }
 
-    fn machine_error(&self, requested: u64) -> OverLimit {
-        OverLimit::Machine {
-            requested,
-            takeable: self.available.saturating_sub(self.reserve),
-            available: self.available,
-            reserve: self.reserve,
+    fn check_reserve(&self, requested: u64, reserve: u64) -> Result<()> {
+        let takeable = self.available.saturating_sub(reserve);
+        if requested > takeable {
+            bail!(
+                "{} asked for, but only {} may be taken: {} of memory is available and {} of it stays free for the machine; \
+                 ask for less or stop other programs",
+                Human(requested),
+                Human(takeable),
+                Human(self.available),
+                Human(reserve)
+            );
+        }
+        Ok(())
+    }
+
+    /// May `requested` bytes more be populated? Half of each reserve may go meanwhile: estimates move, and the request as a whole was
+    /// checked before.
+    pub(crate) fn check_more(&self, requested: u64) -> Result<()> {
+        self.check_reserve(requested, self.reserve / 2)?;
+        match self.cgroups.iter().min_by_key(|limit| limit.left()) {
+            Some(limit) if limit.left() < requested.saturating_add(MIN_CGROUP_RESERVE / 2) => {
+                bail!("{} asked for, but {}", Human(requested), too_little(limit, limit.takeable()))
+            }
+            _ => Ok(()),
         }
     }
 }
 
-/// May `requested` bytes of huge pages of `page_bytes` be taken under the hugetlb cgroups?
+fn too_little(limit: &CgroupLimit, left: u64) -> String {
+    let (file, limit) = (limit.file.display(), Human(limit.limit));
+    format!("the cgroup limit {file} = {limit} leaves {}; ask for less or raise that limit", Human(left))
+}
+
+/// May `requested` bytes of huge pages of `page_bytes` be taken? Beyond a hugetlb cgroup's limit a page fault would be answered by
+/// SIGBUS.
 ///
 /// # Errors
-/// [`OverLimit::HugetlbCgroup`], naming the tightest limit, if not.
-pub fn check_hugetlb_cgroups(roots: &Roots, page_bytes: u64, requested: u64) -> Result<(), OverLimit> {
+/// If not; the tightest limit is named.
+pub fn check_hugetlb_cgroups(roots: &Roots, page_bytes: u64, requested: u64) -> Result<()> {
     match hugetlb_cgroups(roots, page_bytes).into_iter().min_by_key(CgroupLimit::left) {
-        Some(limit) if limit.left() < requested => Err(OverLimit::HugetlbCgroup { requested, limit }),
+        Some(limit) if limit.left() < requested => {
+            bail!("{} of huge pages asked for, but {}", Human(requested), too_little(&limit, limit.left()))
+        }
         _ => Ok(()),
     }
 }

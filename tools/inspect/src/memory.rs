@@ -10,24 +10,21 @@
 //!
 //! let region = Region::allocate(&RegionRequest { bytes: 4 << 30, backing: RegionBacking::Thp, ..Default::default() })?;
 //! println!("{} at {:p}: {}", region.len(), region.as_ptr(), region.verified());
-//! # Ok::<(), hugemm_inspect::memory::MemoryError>(())
+//! # anyhow::Ok(())
 //! ```
 //!
 //! Nothing is taken that the machine, a cgroup or the process cannot spare ([`Limits`]), and that is checked again
-//! between chunks of 64 MiB, which are also the points where Ctrl-C ([`crate::interrupt`]) and the caller's progress
-//! function can stop it.
+//! between chunks of 64 MiB, which are also the points where Ctrl-C ([`crate::interrupt`]) can stop it.
 
 mod error;
 mod plan;
 mod smaps;
 
-pub use error::MemoryError;
-
-use crate::cgroup::MIN_CGROUP_RESERVE;
 use crate::interrupt;
-use crate::limits::{Limits, OverLimit};
+use crate::limits::Limits;
 use crate::pool::PoolGuard;
 use crate::roots::{Human, Roots};
+use anyhow::{Result, anyhow, bail};
 use error::{call_error, shortage_cause};
 use hugemm_base::PageSize;
 use hugemm_host::mmap::{Kind, Mmap};
@@ -35,13 +32,12 @@ use plan::{RegionPlan, bind_to, map_hugetlb};
 use rustix::io::Errno;
 use smaps::Seen;
 use std::fmt;
-use std::ops::ControlFlow;
 use std::ptr::NonNull;
 
 /// How much is populated between two cancellation points, in bytes (one page, if that is larger).
 pub const CHUNK: u64 = 64 << 20;
 
-/// The share of transparent huge pages that is required unless the caller says otherwise.
+/// The share of transparent huge pages that is required. Of hugetlb pages it is all.
 pub const REQUIRED_THP_SHARE: f64 = 0.95;
 
 /// What pages a region is made of.
@@ -68,33 +64,14 @@ pub struct RegionRequest {
     pub populate: bool,
     /// Take memory from this NUMA node only.
     pub node: Option<u32>,
-    /// The share of huge pages, 0 to 1, below which allocation fails. By default 1 for hugetlb and
-    /// [`REQUIRED_THP_SHARE`] for transparent huge pages; of no effect for [`RegionBacking::Small`].
-    pub required_share: Option<f64>,
     /// Whether the hugetlb pool may be raised for this region. It is put back when the region is dropped.
     pub raise_pool: bool,
 }
 
 impl Default for RegionRequest {
     fn default() -> Self {
-        Self {
-            bytes: 0,
-            backing: RegionBacking::Thp,
-            populate: true,
-            node: None,
-            required_share: None,
-            raise_pool: false,
-        }
+        Self { bytes: 0, backing: RegionBacking::Thp, populate: true, node: None, raise_pool: false }
     }
-}
-
-/// How far populating has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PopulateProgress {
-    /// Bytes populated so far.
-    pub done: u64,
-    /// Bytes to populate in all.
-    pub total: u64,
 }
 
 /// What the kernel reports of a region.
@@ -163,33 +140,18 @@ impl Region {
     /// to 3 s per GiB on the first touch inside a virtual machine.
     ///
     /// # Errors
-    /// [`MemoryError`]; everything taken has been given back by then.
-    pub fn allocate(request: &RegionRequest) -> Result<Self, MemoryError> {
-        Self::allocate_with(request, |_| ControlFlow::Continue(()))
+    /// What could not be had, and the way out; everything taken has been given back by then.
+    pub fn allocate(request: &RegionRequest) -> Result<Self> {
+        Self::allocate_on(&Roots::default(), request, |_| ())
     }
 
-    /// As [`allocate`](Self::allocate), telling `on_progress` before each chunk of [`CHUNK`] bytes and at the end; it
-    /// stops the allocation by returning `Break`.
+    /// The same with settings, limits and pools read from the given roots. The memory itself, and the report by which it is verified,
+    /// are always the running process's own. `on_progress` hears of the bytes populated before each chunk of [`CHUNK`] bytes and at
+    /// the end.
     ///
     /// # Errors
-    /// As [`allocate`](Self::allocate), and [`MemoryError::Cancelled`].
-    pub fn allocate_with(
-        request: &RegionRequest,
-        on_progress: impl FnMut(PopulateProgress) -> ControlFlow<()>,
-    ) -> Result<Self, MemoryError> {
-        Self::allocate_on(&Roots::default(), request, on_progress)
-    }
-
-    /// As [`allocate_with`](Self::allocate_with), with settings, limits and pools read from the given roots. The memory
-    /// itself, and the report by which it is verified, are always the running process's own.
-    ///
-    /// # Errors
-    /// As [`allocate_with`](Self::allocate_with).
-    pub fn allocate_on(
-        roots: &Roots,
-        request: &RegionRequest,
-        mut on_progress: impl FnMut(PopulateProgress) -> ControlFlow<()>,
-    ) -> Result<Self, MemoryError> {
+    /// As [`allocate`](Self::allocate).
+    pub fn allocate_on(roots: &Roots, request: &RegionRequest, mut on_progress: impl FnMut(u64)) -> Result<Self> {
         let plan = RegionPlan::check(roots, request)?;
         let bind = bind_to(roots, request.node)?;
         let (pool, mapping) = match plan.backing {
@@ -218,25 +180,19 @@ impl Region {
     }
 
     /// Populates all of it, then verifies.
-    fn populate(
-        &mut self,
-        on_progress: &mut dyn FnMut(PopulateProgress) -> ControlFlow<()>,
-    ) -> Result<(), MemoryError> {
+    fn populate(&mut self, on_progress: &mut dyn FnMut(u64)) -> Result<()> {
         let total = self.plan.bytes;
         let chunk = CHUNK.max(self.plan.page);
         let mut done = 0;
         while done < total {
             interrupt::check()?;
-            if on_progress(PopulateProgress { done, total }).is_break() {
-                return Err(MemoryError::Cancelled { done, total });
-            }
+            on_progress(done);
             let next = total.min(done + chunk);
             if !matches!(self.plan.backing, RegionBacking::Hugetlb(_)) {
-                still_room(&Limits::read_from(&self.roots)?, next - done).map_err(|source| MemoryError::RanShort {
-                    done,
-                    total,
-                    source,
-                })?;
+                let (now, all) = (Human(done), Human(total));
+                Limits::read_from(&self.roots)?
+                    .check_more(next - done)
+                    .map_err(|why| anyhow!("memory became short after {now} of {all} and was given back: {why}"))?;
             }
             let page = match self.plan.backing {
                 RegionBacking::Hugetlb(_) => self.plan.page as usize,
@@ -244,22 +200,24 @@ impl Region {
             };
             self.mapping.populate(done as usize..next as usize, page).map_err(|e| {
                 match (self.plan.backing, e.errno) {
-                    (RegionBacking::Hugetlb(size), Errno::FAULT | Errno::NOMEM) => {
-                        MemoryError::PoolRanOut { size, done, total }
-                    }
+                    (RegionBacking::Hugetlb(size), Errno::FAULT | Errno::NOMEM) => anyhow!(
+                        "the pool of {size} pages ran out after {} of {}: the node has too few of them or a hugetlb cgroup limit \
+                         was met; raise the pool of that node or the limit",
+                        Human(done),
+                        Human(total)
+                    ),
                     _ => call_error(e, next - done),
                 }
             })?;
             done = next;
         }
-        // The end is reported, but no longer a point to stop at.
-        let _ = on_progress(PopulateProgress { done, total });
+        on_progress(done);
         self.require_share()
     }
 
     /// Verifies; where transparent huge pages are short, has the kernel collapse small pages once, and fails if that
     /// was not enough.
-    fn require_share(&mut self) -> Result<(), MemoryError> {
+    fn require_share(&mut self) -> Result<()> {
         let mut verified = self.verify()?;
         let required = self.plan.required;
         if verified.huge_share() < required && self.plan.backing == RegionBacking::Thp {
@@ -273,10 +231,19 @@ impl Region {
         }
         if verified.huge_share() < required {
             let cause = shortage_cause(&self.roots, self.plan.backing);
-            return Err(MemoryError::TooFewHuge { verified, required, cause });
+            bail!(
+                "only {} of {} came in huge pages, {} are required: {cause}",
+                Percent(verified.huge_share()),
+                Human(verified.total_bytes),
+                Percent(required)
+            );
         }
         if verified.resident_bytes < verified.total_bytes {
-            return Err(MemoryError::NotResident { verified });
+            bail!(
+                "only {} of {} stayed in memory after populating: the machine is swapping; ask for less",
+                Human(verified.resident_bytes),
+                Human(verified.total_bytes)
+            );
         }
         Ok(())
     }
@@ -285,13 +252,15 @@ impl Region {
     /// in small pages.
     ///
     /// # Errors
-    /// [`MemoryError::Unverifiable`] if the report cannot be read.
-    pub fn verify(&mut self) -> Result<Verified, MemoryError> {
-        let report = std::fs::read_to_string("/proc/self/smaps")
-            .map_err(|e| MemoryError::Unverifiable { reason: format!("/proc/self/smaps cannot be read: {e}") })?;
+    /// If the report cannot be read.
+    pub fn verify(&mut self) -> Result<Verified> {
         let start = self.mapping.start().as_ptr() as u64;
-        let seen = Seen::read(&report, start, start + self.plan.bytes)
-            .map_err(|reason| MemoryError::Unverifiable { reason })?;
+        let seen = std::fs::read_to_string("/proc/self/smaps")
+            .map_err(|error| format!("/proc/self/smaps cannot be read: {error}"))
+            .and_then(|report| Seen::read(&report, start, start + self.plan.bytes))
+            .map_err(|why| {
+                anyhow!("page sizes cannot be verified: {why}; mount the proc file system and use Linux 4.6 or later")
+            })?;
         self.verified = Verified {
             huge_bytes: match self.plan.backing {
                 RegionBacking::Hugetlb(_) if seen.page == self.plan.page => seen.hugetlb,
@@ -329,24 +298,6 @@ impl Region {
     /// What the kernel reported when it was asked last; nothing resident if the region was never populated.
     pub fn verified(&self) -> Verified {
         self.verified
-    }
-}
-
-/// While populating, half of each reserve may go: estimates move, and the request as a whole was checked before.
-fn still_room(limits: &Limits, chunk: u64) -> Result<(), OverLimit> {
-    if limits.available < chunk.saturating_add(limits.reserve / 2) {
-        return Err(OverLimit::Machine {
-            requested: chunk,
-            takeable: limits.available.saturating_sub(limits.reserve / 2),
-            available: limits.available,
-            reserve: limits.reserve / 2,
-        });
-    }
-    match limits.cgroups.iter().min_by_key(|limit| limit.left()) {
-        Some(limit) if limit.left() < chunk.saturating_add(MIN_CGROUP_RESERVE / 2) => {
-            Err(OverLimit::Cgroup { requested: chunk, limit: limit.clone() })
-        }
-        _ => Ok(()),
     }
 }
 

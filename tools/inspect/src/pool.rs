@@ -11,19 +11,17 @@
 //! - Pool pages are taken from the machine's free memory at once, so the machine's reserve is respected
 //!   ([`Limits::check_machine`]).
 
-mod error;
 mod files;
-
-pub use error::HugetlbError;
 
 use crate::interrupt;
 use crate::limits::Limits;
 use crate::roots::{Human, Roots};
 use crate::topology::node_ids;
-use error::short_cause;
+use anyhow::{Context, Result, anyhow, bail};
 use files::PoolFiles;
 use hugemm_base::PageSize;
 use std::io::{self, ErrorKind};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
@@ -85,8 +83,8 @@ impl HugetlbPool {
     /// The pool's numbers, of the whole machine or of one node. Reads five small files.
     ///
     /// # Errors
-    /// [`HugetlbError::Unsupported`], [`HugetlbError::NoSuchNode`], [`HugetlbError::Io`].
-    pub fn status(&self, size: PageSize, node: Option<u32>) -> Result<PoolStatus, HugetlbError> {
+    /// There is no such pool, or no such node, or a file cannot be read.
+    pub fn status(&self, size: PageSize, node: Option<u32>) -> Result<PoolStatus> {
         self.files(size, node)?.status()
     }
 
@@ -97,8 +95,8 @@ impl HugetlbPool {
     /// as the kernel takes to find the pages (and, for 1 GiB pages, to move others out of the way).
     ///
     /// # Errors
-    /// Any [`HugetlbError`] but `Restore`; whatever had been added has been put back by then.
-    pub fn ensure(&self, size: PageSize, pages: u64, node: Option<u32>) -> Result<PoolGuard, HugetlbError> {
+    /// Why not, and the way out; whatever had been added has been put back by then.
+    pub fn ensure(&self, size: PageSize, pages: u64, node: Option<u32>) -> Result<PoolGuard> {
         let files = self.files(size, node)?;
         let before = self.usable(&files, size)?;
         let missing = pages.saturating_sub(before);
@@ -106,9 +104,12 @@ impl HugetlbPool {
         if missing == 0 {
             return Ok(guard);
         }
-        let bytes = missing.checked_mul(size.bytes()).ok_or(HugetlbError::Overflow { size, pages })?;
-        let limits = Limits::read_from(&self.roots)?;
-        limits.check_machine(bytes).map_err(|source| HugetlbError::TooLarge { size, source })?;
+        let bytes = missing
+            .checked_mul(size.bytes())
+            .with_context(|| format!("{pages} pages of {size} are more than any machine holds; ask for less"))?;
+        Limits::read_from(&self.roots)?
+            .check_machine(bytes)
+            .map_err(|why| anyhow!("the pool of {size} pages cannot be raised: {why}"))?;
 
         let step = (self.step_bytes / size.bytes()).max(1);
         let mut left = missing;
@@ -130,21 +131,21 @@ impl HugetlbPool {
         let interrupted = interrupt::check();
         guard.release()?;
         interrupted?;
-        Err(HugetlbError::Short { size, got, wanted: pages, cause: short_cause(size) })
+        Err(short(size, got, pages))
     }
 
     /// The shell command that adds `pages` pages to a pool as it is now.
     ///
     /// # Errors
     /// As [`status`](Self::status).
-    pub fn command_to_add(&self, size: PageSize, pages: u64, node: Option<u32>) -> Result<String, HugetlbError> {
+    pub fn command_to_add(&self, size: PageSize, pages: u64, node: Option<u32>) -> Result<String> {
         let files = self.files(size, node)?;
         Ok(files.command(files.status()?.persistent().saturating_add(pages)))
     }
 
     /// Free pages of the pool that are promised to nobody. A node's own files do not tell promises, so that the whole
     /// machine's bound those, too.
-    fn usable(&self, files: &PoolFiles, size: PageSize) -> Result<u64, HugetlbError> {
+    fn usable(&self, files: &PoolFiles, size: PageSize) -> Result<u64> {
         let own = files.status()?.unreserved();
         if files.node.is_none() {
             return Ok(own);
@@ -152,18 +153,21 @@ impl HugetlbPool {
         Ok(own.min(self.files(size, None)?.status()?.unreserved()))
     }
 
-    fn files(&self, size: PageSize, node: Option<u32>) -> Result<PoolFiles, HugetlbError> {
+    fn files(&self, size: PageSize, node: Option<u32>) -> Result<PoolFiles> {
         let name = format!("hugepages-{}kB", size.bytes() >> 10);
         let whole = self.roots.sys.join("kernel/mm/hugepages").join(&name);
         if !whole.is_dir() {
-            return Err(HugetlbError::Unsupported { size, directory: whole });
+            bail!(
+                "there is no hugetlb pool of {size} pages here ({} is missing); use transparent huge pages instead",
+                whole.display()
+            );
         }
         let directory = match node {
             None => whole,
             Some(node) => {
                 let directory = self.roots.sys.join(format!("devices/system/node/node{node}/hugepages")).join(&name);
                 if !directory.is_dir() {
-                    return Err(HugetlbError::NoSuchNode { node, existing: node_ids(&self.roots) });
+                    bail!("NUMA node {node} does not exist; the nodes here are {:?}", node_ids(&self.roots));
                 }
                 directory
             }
@@ -198,11 +202,30 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The kernel gave fewer pages than asked for.
+fn short(size: PageSize, got: u64, wanted: u64) -> anyhow::Error {
+    let cause = match size {
+        PageSize::Size1G => {
+            "free memory has no more aligned runs of that size; reserve them at boot with the kernel parameters \
+             hugepagesz=1G hugepages=N, or use 2MB pages"
+        }
+        _ => {
+            "free memory is fragmented or short; stop other programs or run \
+             `echo 1 | sudo tee /proc/sys/vm/compact_memory`, then try again"
+        }
+    };
+    anyhow!("the kernel gave {got} of {wanted} free {size} pages and the pool was put back: {cause}")
+}
+
+fn unusable(file: &Path, why: &io::Error) -> anyhow::Error {
+    anyhow!("{} cannot be used: {why}", file.display())
+}
+
 /// The kernel refused to raise a pool.
 struct Refusal(io::Error);
 
 impl Refusal {
-    fn explain(self, entry: &Entry, free: u64, wanted: u64) -> HugetlbError {
+    fn explain(self, entry: &Entry, free: u64, wanted: u64) -> anyhow::Error {
         let size = entry.size;
         if let Err(interrupted) = interrupt::check() {
             return interrupted.into();
@@ -210,13 +233,15 @@ impl Refusal {
         match self.0.kind() {
             ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
                 let target = entry.files.persistent().unwrap_or(free).saturating_add(wanted.saturating_sub(free));
-                HugetlbError::NoPermission { size, free, wanted, command: entry.files.command(target) }
+                anyhow!(
+                    "the pool of {size} pages has {free} free pages, {wanted} are needed, and this process may not raise it; \
+                     run `{}` first, or run as root",
+                    entry.files.command(target)
+                )
             }
             // What a kernel says that cannot make pages of this size after boot.
-            ErrorKind::InvalidInput if size == PageSize::Size1G => {
-                HugetlbError::Short { size, got: free, wanted, cause: short_cause(size) }
-            }
-            _ => HugetlbError::Io { path: entry.files.setting(), source: self.0 },
+            ErrorKind::InvalidInput if size == PageSize::Size1G => short(size, free, wanted),
+            _ => unusable(&entry.files.setting(), &self.0),
         }
     }
 }
@@ -243,7 +268,7 @@ impl Entry {
     }
 
     /// Takes away what was added.
-    fn restore(&self, _turn: &MutexGuard<'_, ()>) -> Result<(), HugetlbError> {
+    fn restore(&self, _turn: &MutexGuard<'_, ()>) -> Result<()> {
         let added = self.added.load(Ordering::Relaxed);
         if added == 0 {
             return Ok(());
@@ -251,10 +276,9 @@ impl Entry {
         let _exclusive = self.files.exclusive();
         let now = self.files.persistent();
         let target = now.as_ref().map_or(self.original.load(Ordering::Relaxed), |now| now.saturating_sub(added));
-        now.and_then(|_| self.files.set(target)).map_err(|source| HugetlbError::Restore {
-            size: self.size,
-            command: self.files.command(target),
-            source,
+        now.and_then(|_| self.files.set(target)).map_err(|why| {
+            let (size, command) = (self.size, self.files.command(target));
+            anyhow!("the pool of {size} pages could not be put back ({why}); run `{command}`")
         })?;
         self.added.store(0, Ordering::Relaxed);
         Ok(())
@@ -281,15 +305,15 @@ impl PoolGuard {
     /// Puts the pool back now.
     ///
     /// # Errors
-    /// [`HugetlbError::Restore`], with the command that does it.
-    pub fn release(self) -> Result<(), HugetlbError> {
+    /// If it cannot be; the command that does it is named.
+    pub fn release(self) -> Result<()> {
         let result = self.put_back();
         // The error has been told; drop must not try and tell again.
         self.entry.added.store(0, Ordering::Relaxed);
         result
     }
 
-    fn put_back(&self) -> Result<(), HugetlbError> {
+    fn put_back(&self) -> Result<()> {
         let turn = lock(&TURN);
         self.entry.restore(&turn)
     }

@@ -4,29 +4,9 @@
 //! missing gives the plain answer (one node, no cache known), never an error, except for the list of CPUs.
 
 use crate::roots::{Roots, chosen, field, field_kib, number, text};
+use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
-use std::path::PathBuf;
-
-/// The machine's shape cannot be known.
-#[derive(Debug, thiserror::Error)]
-pub enum TopologyError {
-    /// No CPU is both online and allowed.
-    #[error("no CPU found that is online ({}) and that this process may run on ({}); mount proc and sysfs",
-        .online.display(), .allowed.display())]
-    NoCpus {
-        /// The file that lists CPUs that are online.
-        online: PathBuf,
-        /// The file that lists CPUs that are allowed.
-        allowed: PathBuf,
-    },
-    /// A list of CPUs or nodes is not of the form `0-3,8`.
-    #[error("`{text}` is not a list of CPUs such as 0-3,8")]
-    BadList {
-        /// The text.
-        text: String,
-    },
-}
 
 /// One CPU (a hardware thread).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -197,8 +177,8 @@ impl MachineTopology {
     /// thread is pinned. Reads a few files for each CPU and node.
     ///
     /// # Errors
-    /// [`TopologyError`] if the CPUs cannot be known.
-    pub fn read() -> Result<Self, TopologyError> {
+    /// If the CPUs cannot be known.
+    pub fn read() -> Result<Self> {
         Self::read_from(&Roots::default())
     }
 
@@ -206,7 +186,7 @@ impl MachineTopology {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn read_from(roots: &Roots) -> Result<Self, TopologyError> {
+    pub fn read_from(roots: &Roots) -> Result<Self> {
         let online_file = roots.sys.join("devices/system/cpu/online");
         let allowed_file = roots.proc.join("self/status");
         let online = text(&online_file).map(|t| parse_list(&t)).transpose()?;
@@ -223,7 +203,10 @@ impl MachineTopology {
             (None, None) => Vec::new(),
         };
         if ids.is_empty() {
-            return Err(TopologyError::NoCpus { online: online_file, allowed: allowed_file });
+            let (online, allowed) = (online_file.display(), allowed_file.display());
+            bail!(
+                "no CPU found that is online ({online}) and that this process may run on ({allowed}); mount proc and sysfs"
+            );
         }
         let nodes = read_nodes(roots, online.as_deref().unwrap_or(&ids));
         let cpus: Vec<HostCpu> = ids.iter().map(|&id| read_cpu(roots, id, &nodes)).collect();
@@ -294,10 +277,10 @@ pub fn node_ids(roots: &Roots) -> Vec<u32> {
 /// without duplicates. Strided groups (`0-7:1/2`) are understood.
 ///
 /// # Errors
-/// [`TopologyError::BadList`] for anything else, and for a list of more than a million.
-pub fn parse_list(list: &str) -> Result<Vec<u32>, TopologyError> {
+/// For anything else, and for a list of more than a million.
+pub fn parse_list(list: &str) -> Result<Vec<u32>> {
     const MOST: usize = 1 << 20;
-    let bad = || TopologyError::BadList { text: list.to_owned() };
+    let bad = || anyhow!("`{list}` is not a list of CPUs such as 0-3,8");
     let num = |t: &str| t.parse::<u32>().map_err(|_| bad());
     let mut out = Vec::new();
     for part in list.trim().split(',').map(str::trim).filter(|p| !p.is_empty()) {
@@ -406,7 +389,8 @@ mod tests {
     #[test]
     fn a_bare_sandbox_still_has_a_shape() {
         let m = FakeMachine::new();
-        assert!(matches!(MachineTopology::read_from(&m.roots()), Err(TopologyError::NoCpus { .. })));
+        let why = MachineTopology::read_from(&m.roots()).unwrap_err().to_string();
+        assert!(why.starts_with("no CPU found that is online"), "{why}");
         m.file("proc/self/status", "Cpus_allowed_list:\t0-1\n").file("proc/meminfo", "MemTotal: 4 kB\n");
         let t = MachineTopology::read_from(&m.roots()).unwrap();
         assert_eq!((t.online, t.cores(), t.nodes.len()), (2, 2, 1));

@@ -1,12 +1,11 @@
 //! Signals, each test in processes of its own, on a made-up machine whose pool is a file.
 
 use hugemm_base::PageSize;
-use hugemm_inspect::memory::{MemoryError, Region, RegionBacking, RegionRequest};
+use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_inspect::{interrupt, roots::Roots};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, BufReader, Read};
-use std::ops::ControlFlow;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -91,21 +90,20 @@ fn child() {
             }
             let err = interrupt::check().unwrap_err();
             drop(guard);
-            std::process::exit(err.exit_code().into());
+            std::process::exit(128 + err.signal);
         }
         "allocates" => {
             let request = RegionRequest { bytes: 96 << 20, backing: RegionBacking::Small, ..Default::default() };
-            let result = Region::allocate_with(&request, |progress| {
-                if progress.done == 0 {
+            let result = Region::allocate_on(&Roots::default(), &request, |done| {
+                if done == 0 {
                     println!("ready");
                     while !interrupt::requested() {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                 }
-                ControlFlow::Continue(())
             });
             drop(guard);
-            assert!(matches!(result, Err(MemoryError::Interrupted(_))), "{result:?}");
+            assert!(result.is_err_and(|error| error.is::<interrupt::SignalReceived>()));
             std::process::exit(7);
         }
         "hangs" => {

@@ -2,8 +2,8 @@
 //! error is what is tested.
 
 use hugemm_base::PageSize;
-use hugemm_inspect::memory::{MemoryError, Region, RegionBacking, RegionRequest};
-use hugemm_inspect::pool::{HugetlbError, HugetlbPool};
+use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
+use hugemm_inspect::pool::HugetlbPool;
 
 const MIB: u64 = 1 << 20;
 
@@ -11,20 +11,21 @@ fn request(bytes: u64, backing: RegionBacking) -> RegionRequest {
     RegionRequest { bytes, backing, ..Default::default() }
 }
 
+/// It is one of these that the machine does not allow.
+#[track_caller]
+fn says(error: &anyhow::Error, any: &[&str]) {
+    let why = error.to_string();
+    assert!(any.iter().any(|words| why.contains(words)), "{why}");
+}
+
 /// Transparent huge pages can be off or short on the machine that runs the tests.
 fn thp(bytes: u64) -> Option<Region> {
     match Region::allocate(&request(bytes, RegionBacking::Thp)) {
         Ok(region) => Some(region),
-        Err(
-            e @ (MemoryError::NoThp { .. }
-            | MemoryError::ThpNever { .. }
-            | MemoryError::ThpOffForProcess
-            | MemoryError::TooFewHuge { .. }),
-        ) => {
-            assert!(e.to_string().contains("huge pages"), "{e}");
+        Err(error) => {
+            says(&error, &["no transparent huge pages", "huge pages are off", "came in huge pages"]);
             None
         }
-        Err(e) => panic!("{e}"),
     }
 }
 
@@ -53,7 +54,7 @@ fn neighbours_are_told_apart() {
 fn a_gibibyte_is_aligned_to_itself_and_populated_on_demand() {
     let unpopulated = RegionRequest { populate: false, ..request(1 << 30, RegionBacking::Small) };
     let mut region = match Region::allocate(&unpopulated) {
-        Err(MemoryError::OverLimit(e)) => return println!("not enough memory here: {e}"),
+        Err(e) if e.to_string().contains("ask for less") => return println!("not enough memory here: {e}"),
         other => other.unwrap(),
     };
     assert_eq!(region.as_ptr().as_ptr() as usize % (1 << 30), 0);
@@ -75,16 +76,14 @@ fn a_node_that_exists_is_fine() {
     match Region::allocate(&on_node) {
         Ok(region) => assert_eq!(region.verified().resident_bytes, 2 * MIB),
         // Node 0 can be missing, out of bounds or not to be chosen.
-        Err(MemoryError::NoSuchNode { .. } | MemoryError::Call { call: "mbind", .. }) => {}
-        Err(e) => panic!("{e}"),
+        Err(error) => says(&error, &["does not exist", "mbind of"]),
     }
 }
 
 #[test]
 fn more_than_the_machine_has_is_refused() {
     let err = Region::allocate(&request(1 << 50, RegionBacking::Small)).unwrap_err();
-    assert!(matches!(err, MemoryError::OverLimit(_)), "{err}");
-    assert!(err.to_string().contains("ask for less"), "{err}");
+    says(&err, &["ask for less"]);
 }
 
 /// The numbers of a pool are the whole machine's: tests that change or compare them take turns.
@@ -106,13 +105,7 @@ fn hugetlb(size: PageSize, bytes: u64) {
             // What the region had been given is given back, at the least what others left of it.
             assert!(after.total <= during.total, "{during:?} {after:?}");
         }
-        Err(MemoryError::Pool(e @ HugetlbError::NoPermission { .. })) => {
-            assert!(e.to_string().contains("sudo tee"), "{e}");
-        }
-        Err(MemoryError::Pool(
-            HugetlbError::Unsupported { .. } | HugetlbError::Short { .. } | HugetlbError::TooLarge { .. },
-        )) => {}
-        Err(e) => panic!("{e}"),
+        Err(error) => says(&error, &["sudo tee", "no hugetlb pool of", "the kernel gave", "cannot be raised"]),
     }
 }
 
@@ -136,10 +129,7 @@ fn without_leave_to_raise_the_pool_the_command_is_named() {
         populate: false,
         ..request(bytes, RegionBacking::Hugetlb(PageSize::Size2M))
     }) {
-        Err(e @ MemoryError::PoolShort { .. }) => {
-            assert!(e.to_string().contains("hugepages-2048kB/nr_hugepages"), "{e}");
-        }
-        Err(MemoryError::OverLimit(_)) => {}
-        other => panic!("{other:?}"),
+        Err(error) => says(&error, &["hugepages-2048kB/nr_hugepages", "the cgroup limit"]),
+        Ok(region) => panic!("{region:?}"),
     }
 }

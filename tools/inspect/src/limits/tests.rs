@@ -17,7 +17,6 @@ fn the_machine_keeps_a_reserve() {
     assert_eq!(limits.reserve, 16 * GIB / 20);
     assert!(limits.check_machine(8 * GIB - limits.reserve).is_ok());
     let err = limits.check_machine(8 * GIB - limits.reserve + 1).unwrap_err();
-    assert!(matches!(err, OverLimit::Machine { available, .. } if available == 8 * GIB), "{err}");
     let text = err.to_string();
     assert!(text.contains("8 GiB of memory is available") && text.contains("ask for less"), "{text}");
     assert!(!text.contains('\n'));
@@ -51,8 +50,8 @@ fn version_2_is_read_up_the_hierarchy() {
     assert_eq!(limits.cgroups[0].left(), 3 * GIB);
     assert_eq!(limits.cgroups[1].left(), GIB);
     let err = limits.check(GIB).unwrap_err();
-    assert!(matches!(&err, OverLimit::Cgroup { limit, .. } if limit.file.ends_with("user.slice/memory.max")));
-    assert!(err.to_string().contains("raise that limit"), "{err}");
+    let err = err.to_string();
+    assert!(err.contains("user.slice/memory.max = 3 GiB leaves") && err.contains("raise that limit"), "{err}");
     assert_eq!(cpu_quota(&m.roots()), Some(1.5));
 }
 
@@ -104,7 +103,8 @@ fn strict_overcommit_is_a_bound() {
     )
     .file("proc/sys/vm/overcommit_memory", "2\n");
     let err = Limits::read_from(&m.roots()).unwrap().check(2 * GIB).unwrap_err();
-    assert_eq!(err, OverLimit::Commit { requested: 2 * GIB, left: GIB });
+    let left = "2 GiB asked for, but vm.overcommit_memory is 2 and only 1 GiB may still be committed";
+    assert!(err.to_string().starts_with(left), "{err}");
 }
 
 #[test]

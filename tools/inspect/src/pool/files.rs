@@ -1,7 +1,8 @@
 //! The files of one pool.
 
-use super::{HugetlbError, PoolStatus};
+use super::{PoolStatus, unusable};
 use crate::roots::number;
+use anyhow::Result;
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
@@ -15,12 +16,12 @@ pub(super) struct PoolFiles {
 }
 
 impl PoolFiles {
-    pub(super) fn status(&self) -> Result<PoolStatus, HugetlbError> {
+    pub(super) fn status(&self) -> Result<PoolStatus> {
         let need = |name: &str| {
             let path = self.directory.join(name);
-            let text =
-                std::fs::read_to_string(&path).map_err(|source| HugetlbError::Io { path: path.clone(), source })?;
-            text.trim().parse().map_err(|_| HugetlbError::Io { path, source: ErrorKind::InvalidData.into() })
+            std::fs::read_to_string(&path)
+                .and_then(|text| text.trim().parse().map_err(|_| ErrorKind::InvalidData.into()))
+                .map_err(|why| unusable(&path, &why))
         };
         let may = |name: &str| number(self.directory.join(name)).unwrap_or(0);
         Ok(PoolStatus {

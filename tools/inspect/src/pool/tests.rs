@@ -1,5 +1,4 @@
 use super::*;
-use crate::limits::OverLimit;
 use crate::roots::testing::FakeMachine;
 
 const DIR: &str = "sys/kernel/mm/hugepages/hugepages-2048kB";
@@ -79,7 +78,7 @@ fn two_guards_put_back_in_any_order() {
 fn a_short_pool_is_put_back_and_says_why() {
     let m = machine(1, false);
     let err = pool(&m).ensure(PageSize::Size2M, 9, None).unwrap_err();
-    assert!(matches!(err, HugetlbError::Short { got: 1, wanted: 9, .. }), "{err}");
+    assert!(err.to_string().starts_with("the kernel gave 1 of 9 free"), "{err}");
     assert!(err.to_string().contains("compact_memory"), "{err}");
     assert_eq!(setting(&m), "1");
 }
@@ -93,7 +92,7 @@ fn reserved_and_surplus_pages_are_not_ours() {
     // 1 of 3 wanted is there. The write of 3 + 2 persistent pages turns the surplus page into one of them on a real
     // kernel; this machine just follows the file, which reads 5, one of them surplus.
     let err = pool(&m).ensure(PageSize::Size2M, 3, None).unwrap_err();
-    assert!(matches!(err, HugetlbError::Short { got: 2, wanted: 3, .. }), "{err}");
+    assert!(err.to_string().starts_with("the kernel gave 2 of 3 free"), "{err}");
     assert_eq!(pool(&m).status(PageSize::Size2M, None).unwrap().total, 3);
 }
 
@@ -112,7 +111,7 @@ fn without_permission_the_command_is_named() {
         perms.set_readonly(true);
         std::fs::set_permissions(&path, perms).unwrap();
         let err = pool(&m).ensure(PageSize::Size2M, 8, None).unwrap_err();
-        assert!(matches!(err, HugetlbError::NoPermission { .. }), "{err}");
+        assert!(err.to_string().contains("this process may not raise it"), "{err}");
     }
 }
 
@@ -124,16 +123,17 @@ fn a_refused_write_is_an_error_and_changes_nothing() {
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
     let err = pool(&m).ensure(PageSize::Size2M, 1, None).unwrap_err();
-    assert!(matches!(&err, HugetlbError::Io { path: p, .. } if *p == path), "{err}");
+    assert!(err.to_string().starts_with(&format!("{} cannot be used", path.display())), "{err}");
 }
 
 #[test]
 fn more_than_the_machine_can_spare_is_refused() {
     let m = machine(0, true);
     let err = pool(&m).ensure(PageSize::Size2M, 4096, None).unwrap_err();
-    assert!(matches!(err, HugetlbError::TooLarge { source: OverLimit::Machine { .. }, .. }), "{err}");
+    let why = err.to_string();
+    assert!(why.contains("cannot be raised") && why.contains("stays free for the machine"), "{why}");
     let err = pool(&m).ensure(PageSize::Size2M, u64::MAX / 2, None).unwrap_err();
-    assert!(matches!(err, HugetlbError::Overflow { .. }), "{err}");
+    assert!(err.to_string().contains("more than any machine holds"), "{err}");
     assert_eq!(setting(&m), "0");
 }
 
@@ -143,9 +143,10 @@ fn sizes_and_nodes_that_do_not_exist_are_named() {
     m.file("sys/devices/system/node/online", "0-1\n");
     let err = pool(&m).ensure(PageSize::Size1G, 1, None).unwrap_err();
     assert!(err.to_string().contains("no hugetlb pool of 1GB pages"), "{err}");
-    assert!(matches!(pool(&m).status(PageSize::Size4K, None), Err(HugetlbError::Unsupported { .. })));
+    let err = pool(&m).status(PageSize::Size4K, None).unwrap_err();
+    assert!(err.to_string().contains("no hugetlb pool of 4KB pages"), "{err}");
     let err = pool(&m).ensure(PageSize::Size2M, 1, Some(7)).unwrap_err();
-    assert!(matches!(&err, HugetlbError::NoSuchNode { node: 7, existing } if existing[..] == [0, 1]), "{err}");
+    assert_eq!(err.to_string(), "NUMA node 7 does not exist; the nodes here are [0, 1]");
 }
 
 #[test]
@@ -171,8 +172,10 @@ fn the_running_machine_raises_or_says_why_not() {
             assert!(pool.status(PageSize::Size2M, None).unwrap().unreserved() >= wanted);
             guard.release().unwrap();
         }
-        Err(HugetlbError::NoPermission { command, .. }) => assert!(command.contains("sudo tee"), "{command}"),
-        Err(HugetlbError::Short { .. } | HugetlbError::TooLarge { .. }) => {}
-        Err(other) => panic!("{other}"),
+        Err(error) => {
+            let why = error.to_string();
+            let told = ["sudo tee", "the kernel gave", "cannot be raised"].iter().any(|words| why.contains(words));
+            assert!(told, "{why}");
+        }
     }
 }
