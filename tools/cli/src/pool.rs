@@ -2,14 +2,12 @@
 
 pub mod args;
 pub mod machine;
-pub mod projection;
 
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::machine::Machine;
 use crate::pool::args::Pool;
 use crate::pool::machine::{Ground, GroundPlan};
-use crate::pool::projection::Here;
 use crate::results::{self, Line, Results};
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
@@ -274,7 +272,7 @@ fn once(value: f64) -> Samples {
     samples
 }
 
-/// What only this machine of numbers can say, and projections.
+/// What only this machine of numbers can say.
 fn summarise(lines: &[Line<Cycle>], size: PageSize, plan: &GroundPlan, results: &mut Results) {
     let (Some(off), Some(on)) = (find(lines, "off"), find(lines, "on")) else { return };
     let Some(last) = on.runs.last() else { return };
@@ -286,16 +284,6 @@ fn summarise(lines: &[Line<Cycle>], size: PageSize, plan: &GroundPlan, results: 
     let ([on_up, on_down], [off_up, off_down]) = (each(on), each(off));
     results.rows.push(Row::single("pool.tax_up", on_up / off_up, "ratio"));
     results.rows.push(Row::single("pool.tax_down", on_down / off_down, "ratio"));
-    let old = find(lines, "on, flush per page").and_then(|line| line.runs.last());
-    if let Some(old) = old.filter(|_| size == PageSize::Size2M) {
-        let here = |extra_ns: f64, timed: &Timed, old: &Timed| Here {
-            extra_ns,
-            flushes: timed.report.flushes as f64,
-            old_flushes: old.report.flushes as f64 / last.up.report.entered as f64,
-        };
-        let (up, down) = extra(on, off);
-        projection::add(here(up, &last.up, &old.up), here(down, &last.down, &old.down), results);
-    }
 }
 
 #[cfg(test)]
