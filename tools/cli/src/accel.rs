@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 /// under both.
 const TRIAL: Trial = Trial { pages: 16 << 10, rounds: 12 };
 
-/// Memory of its machine.
 const MEMORY: Size = Size(128 << 20);
 
 /// Its CPUs: flushes have somebody to reach.
@@ -78,7 +77,6 @@ impl Choice {
     }
 }
 
-/// What a comparison has shown.
 #[derive(Debug, PartialEq, Eq)]
 enum Verdict {
     Kvm,

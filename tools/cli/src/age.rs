@@ -34,10 +34,8 @@ use hugemm_workloads::request::Age as Processes;
 use hugemm_workloads::size::Size;
 use std::time::Duration;
 
-/// Runs of the comparison of ageing rates.
 const RATE_RUNS: u32 = 7;
 
-/// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript, processes: &Processes, cpus: u32) -> Results {
     let sizes = processes.sizes(Processes::KERNEL_MEMORY);
     results_of(&results::of_guest(transcript), title(processes, sizes, &format!("{cpus} CPUs")))
@@ -111,7 +109,6 @@ impl Alone {
     }
 }
 
-/// Runs the command.
 pub fn run(args: &Age) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let real = machine.topology.cpus.len() as u32;

@@ -3,7 +3,6 @@
 use crate::image::Image;
 use clap::ValueEnum;
 
-/// An architecture of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Arch {
     /// A PC.
@@ -17,7 +16,6 @@ impl Arch {
     /// This machine's; x86-64 on any that is neither.
     pub const NATIVE: Arch = if cfg!(target_arch = "aarch64") { Arch::Arm64 } else { Arch::X86 };
 
-    /// The reference kernel's image.
     pub const fn kernel(self) -> Image {
         let (beside, target) = match self {
             Arch::X86 => ("hugemm-kernel-commands", "x86_64-unknown-none"),

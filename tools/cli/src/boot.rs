@@ -32,7 +32,6 @@ const SILENCE_COUNTED: Duration = Duration::from_secs(300);
 /// CPU model under emulation: all that it can do.
 pub const CPU_MODEL: &str = "max";
 
-/// A virtual machine for the kernel.
 pub struct VirtualMachine<'a> {
     pub image: &'a Path,
     pub arch: Arch,
@@ -40,11 +39,9 @@ pub struct VirtualMachine<'a> {
     pub cpu_model: &'a str,
     pub cpus: u32,
     pub memory: Size,
-    /// The longest that it may run.
     pub timeout: Duration,
 }
 
-/// A command that the kernel has carried out.
 pub struct Done {
     pub boot: BootLine,
     pub transcript: Transcript,
@@ -109,7 +106,6 @@ impl VirtualMachine<'_> {
     }
 }
 
-/// Runs the command.
 pub fn run(args: &Boot) -> Result<()> {
     let request = args::request(&args.command, "hugemm boot", Request::commands())?;
     let mut environment = Environment::read()?;

@@ -11,9 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Lanes for runs of frames on one node: more than any machine has, unless its nodes are interleaved by page.
 const LANES: usize = 64;
 
-/// What one pass showed.
 pub struct Pass {
-    /// How long it took.
     pub nanos: u64,
     /// The longest time between two reschedule points.
     pub longest: u64,

@@ -85,7 +85,6 @@ fn named_command(words: impl Iterator<Item = OsString>) -> String {
     name
 }
 
-/// Prints the completion script.
 pub fn completions(args: &Completions) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "hugemm", &mut script);

@@ -34,7 +34,6 @@ impl fmt::Display for Regression {
 
 impl std::error::Error for Regression {}
 
-/// Runs the command.
 pub fn run(args: &Compare) -> Result<()> {
     let (a, b) = (read(&args.a.0)?, read(&args.b.0)?);
     let quiet = args.common.json_only();

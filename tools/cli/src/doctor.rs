@@ -12,7 +12,6 @@ use checks::{Finding, State};
 use comfy_table::CellAlignment;
 use facts::Facts;
 
-/// Runs the command.
 pub fn run(args: &Doctor) -> Result<()> {
     document::check_writable(args.common.json.as_deref())?;
     let facts = Facts::read()?;
@@ -37,7 +36,6 @@ pub fn run(args: &Doctor) -> Result<()> {
     Ok(())
 }
 
-/// Prints a table of them.
 pub fn print(title: &str, findings: &[Finding]) {
     let mut lines = table::new(["", "", "what was found", "remedy"]);
     for index in 1..4 {
@@ -51,7 +49,6 @@ pub fn print(title: &str, findings: &[Finding]) {
     table::print(title, &lines);
 }
 
-/// As a row of the JSON.
 pub fn row(finding: &Finding) -> Row {
     let severity = match finding.state {
         State::Ok => 0.0,

@@ -27,13 +27,11 @@ pub struct Document {
     schema: u32,
     /// The command line after the program's name.
     command: String,
-    /// Version of hugemm.
     version: &'static str,
     environment: Environment,
     results: Vec<Row>,
 }
 
-/// One measured figure.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Row {
     metric: String,
@@ -63,24 +61,20 @@ impl Row {
         Row { stdev: samples.stdev(), runs: samples.runs(), ..Row::single(metric, samples.mean(), unit) }
     }
 
-    /// The median over runs.
     pub fn median(metric: impl Into<String>, samples: &Samples, unit: impl Into<Cow<'static, str>>) -> Self {
         Row { value: samples.median(), ..Row::mean(metric, samples, unit) }
     }
 
-    /// The same with a label.
     pub fn label(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.labels.insert(name.to_owned(), value.into());
         self
     }
 
-    /// The same without some of its labels.
     pub fn without(mut self, names: &[&str]) -> Self {
         self.labels.retain(|name, _| !names.contains(&name.as_str()));
         self
     }
 
-    /// The figure's name.
     pub fn metric(&self) -> &str {
         &self.metric
     }
@@ -90,7 +84,6 @@ impl Row {
         self.value
     }
 
-    /// Its unit.
     pub fn unit(&self) -> &str {
         &self.unit
     }
@@ -100,7 +93,6 @@ impl Row {
         self.stdev
     }
 
-    /// Over how many runs it was taken.
     pub fn runs(&self) -> usize {
         self.runs
     }
@@ -112,7 +104,6 @@ impl Row {
 }
 
 impl Document {
-    /// A document of the command now running.
     pub fn new(environment: Environment, results: Vec<Row>) -> Self {
         // A file's name need not be text.
         let words = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned());

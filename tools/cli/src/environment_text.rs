@@ -19,7 +19,6 @@ const FEATURES: [&str; 12] = [
     "hypervisor",
 ];
 
-/// Prints the block and the warnings.
 pub fn print(environment: &Environment) {
     let e = environment;
     let size = |bytes: Option<u64>| bytes.map_or("?".into(), |bytes| Size(bytes).rounded());

@@ -12,7 +12,6 @@ use hugemm_inspect::environment::Environment;
 use hugemm_workloads::size::Size;
 use hugemm_workloads::words::Named;
 
-/// Runs the command.
 pub fn run(args: &Explain) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let bytes = machine.whole_pages(args.size, PageSize::Size4K)?;

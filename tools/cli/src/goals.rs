@@ -10,14 +10,11 @@ pub const NOTE: &str = "note";
 /// On which side of its goal a figure is wanted. Stored with the row: a figure that equals its goal does not show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// No less than the goal.
     AtLeast,
-    /// No more than the goal.
     AtMost,
 }
 
 impl Bound {
-    /// The label in the JSON.
     pub fn name(self) -> &'static str {
         match self {
             Bound::AtLeast => "at least",
@@ -25,7 +22,6 @@ impl Bound {
         }
     }
 
-    /// The sign before the goal.
     pub fn sign(self) -> &'static str {
         match self {
             Bound::AtLeast => "≥",
@@ -41,7 +37,6 @@ impl Bound {
         }
     }
 
-    /// Reads the label.
     pub fn of(row: &Row) -> Option<Self> {
         let name = row.labels().get("bound")?.as_str()?;
         [Bound::AtLeast, Bound::AtMost].into_iter().find(|bound| bound.name() == name)
@@ -52,12 +47,10 @@ fn noted(row: Row, note: &str) -> Row {
     if note.is_empty() { row } else { row.label(NOTE, note) }
 }
 
-/// A list of goals with their measurements.
 #[derive(Debug, Default)]
 pub struct Goals(Vec<(Row, String, bool)>);
 
 impl Goals {
-    /// No goals yet.
     pub fn new() -> Self {
         Self::default()
     }
@@ -68,7 +61,6 @@ impl Goals {
         self.0.push((row, format!("{} {goal}", bound.sign()), met));
     }
 
-    /// The median over runs is at least `goal`.
     pub fn at_least(&mut self, metric: &str, samples: &Samples, goal: f64) {
         let row = Row::median(metric, samples, "ratio");
         self.add(row, Bound::AtLeast, goal);

@@ -19,7 +19,6 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// A command, and the goals that its document has.
 struct Step {
     command: &'static str,
     goals: &'static [&'static str],
@@ -155,7 +154,6 @@ struct Line {
     rows: Vec<Row>,
 }
 
-/// Runs the command.
 pub fn run(args: &Headline) -> Result<()> {
     document::check_writable(args.common.json.as_deref())?;
     let quiet = args.common.json_only();
@@ -324,7 +322,6 @@ mod tests {
         }
     }
 
-    /// Each has its place in the documentation.
     #[test]
     fn every_goal_is_defined_in_the_documentation() {
         let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/goals.md");

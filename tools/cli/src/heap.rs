@@ -47,7 +47,6 @@ pub struct HeapArgs {
     pub common: Common,
 }
 
-/// The name of the C library's.
 const MALLOC: &str = "malloc (libc)";
 
 /// A side with its type forgotten: does rounds of a work on so many CPUs, and counts what is left.
@@ -78,7 +77,6 @@ fn entry<'a, S: Side + 'a>(name: &'static str, host: &'a Host<'a>, most: u32, si
     Entry { name, run: Box::new(run), left: Box::new(left) }
 }
 
-/// Runs the command.
 pub fn run(args: &HeapArgs) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let all = machine.topology.cpus.len() as u32;
@@ -108,7 +106,6 @@ pub fn run(args: &HeapArgs) -> Result<()> {
     machine.report(&args.common, environment, rows)
 }
 
-/// Measures every side, prints tables, and answers rows.
 fn compare<'a>(
     args: &HeapArgs,
     machine: &Machine,

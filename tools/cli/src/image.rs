@@ -15,7 +15,6 @@ pub struct Image {
     pub package: &'static str,
     /// The program's name where it lies beside this command.
     pub beside: &'static str,
-    /// The target's triple.
     pub target: &'static str,
 }
 
@@ -98,7 +97,6 @@ fn source_tree() -> Option<PathBuf> {
     tree.join("Cargo.lock").is_file().then(|| tree.to_owned())
 }
 
-/// Whether the standard library for a target is installed.
 pub fn has_target(target: &str) -> bool {
     sysroot().is_some_and(|sysroot| sysroot.join("lib/rustlib").join(target).join("lib").is_dir())
 }

@@ -16,7 +16,6 @@ use hugemm_workloads::chase::Chase;
 use hugemm_workloads::size::Size;
 use std::sync::Barrier;
 
-/// Runs the command.
 pub fn run(args: &Interference) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     if machine.topology.cpus.len() < 2 {
@@ -102,7 +101,6 @@ pub fn run(args: &Interference) -> Result<()> {
     machine.report(&args.common, environment, rows)
 }
 
-/// What a neighbour does.
 fn name(neighbour: Option<Primitive>) -> &'static str {
     neighbour.map_or("nobody", Primitive::name)
 }
@@ -123,7 +121,6 @@ fn working_sets(args: &Interference, machine: &Machine) -> Result<Vec<u64>> {
     Ok(args.working_set.iter().map(|set| set.0).collect())
 }
 
-/// A byte slice as cache lines.
 pub fn lines_in(bytes: &mut [u8]) -> &mut [[u64; 8]] {
     // SAFETY: any bytes are valid u64s.
     let (_, lines, _) = unsafe { bytes.align_to_mut::<[u64; 8]>() };

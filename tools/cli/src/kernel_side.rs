@@ -27,7 +27,6 @@ pub fn title<R>(line: &Line<R>) -> &'static str {
 /// Nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Took {
-    /// Populating.
     pub populate: u64,
     /// Unmapping as much, and whatever is put back with it.
     pub unmap: u64,

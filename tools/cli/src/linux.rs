@@ -23,7 +23,6 @@ use serde_json::Value;
 use std::ops::ControlFlow;
 use std::time::Duration;
 
-/// What all guests run on.
 #[derive(Clone, Copy)]
 pub struct VirtualCpu<'a> {
     pub arch: Arch,
@@ -34,7 +33,6 @@ pub struct VirtualCpu<'a> {
 /// Emulated machines now and then panic while they boot, before the first process; such a boot is tried again.
 const BOOTS: u32 = 3;
 
-/// Runs the command.
 pub fn run(args: &Linux) -> Result<()> {
     let work = args::work(&args.command, args.runs)?;
     let images = args.kernels.iter().map(|file| LinuxImage::open(file)).collect::<Result<Vec<_>>>()?;
@@ -123,7 +121,6 @@ fn words(work: &Work, runs: u32) -> String {
     }
 }
 
-/// A page's size in KiB.
 pub fn kib(page: PageSize) -> u64 {
     page.bytes() >> 10
 }

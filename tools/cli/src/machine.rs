@@ -20,19 +20,14 @@ const MIB: u64 = 1 << 20;
 /// A gibibyte: the least that large regions are measured in, unless the user says otherwise.
 pub const GIB: u64 = 1 << 30;
 
-/// This machine as the commands see it.
 pub struct Machine {
-    /// Its CPUs, nodes and caches.
     pub topology: MachineTopology,
-    /// What clearing primitives its CPUs have.
     pub features: Features,
     /// Whether standard output belongs to JSON.
     quiet: bool,
 }
 
-/// A profile, and how it came to be.
 pub struct Calibrated {
-    /// The profile.
     pub profile: Profile,
     /// How long measuring it took; `None` if it was read from a file.
     pub took: Option<Duration>,
@@ -46,7 +41,6 @@ impl Machine {
         Ok(Machine { topology, features: Features::detect(), quiet: common.json_only() })
     }
 
-    /// Whether standard output belongs to JSON.
     pub fn quiet(&self) -> bool {
         self.quiet
     }
@@ -133,7 +127,6 @@ impl Machine {
         Document::new(environment, rows).write(common.json.as_deref())
     }
 
-    /// Checks a user's size against a page size.
     pub fn whole_pages(&self, size: Size, page: PageSize) -> Result<u64> {
         if size.0.is_multiple_of(page.bytes()) {
             return Ok(size.0);

@@ -43,7 +43,6 @@ struct Cell {
     places: Vec<CpuPlace>,
 }
 
-/// Measures and prints the matrix, and returns its rows.
 pub fn run(args: &Probe, machine: &Machine) -> Result<()> {
     let size = match args.size {
         Some(size) => machine.whole_pages(size, PageSize::Size2M)?,

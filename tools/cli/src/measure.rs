@@ -19,10 +19,8 @@ const SETTLE_PASSES: u64 = 12;
 /// Where that ends: what is larger than 64 MiB has fewer passes, and one at least.
 const SETTLE_MOST: u64 = 768 << 20;
 
-/// How often something is measured.
 #[derive(Clone, Copy, Debug)]
 pub struct Repeat {
-    /// Measured runs.
     pub runs: u32,
     /// Untimed runs before them.
     pub warmup: u32,
@@ -34,23 +32,19 @@ impl Repeat {
         self.runs as usize + self.warmup as usize
     }
 
-    /// Whether the run of this number, from 0, counts.
     pub fn is_measured(self, run: usize) -> bool {
         run >= self.warmup as usize
     }
 }
 
-/// What clears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Subject {
-    /// One primitive.
     Primitive(Primitive),
     /// The engine with its policy.
     Policy,
 }
 
 impl Subject {
-    /// Its column's head.
     pub fn name(&self) -> String {
         match self {
             Subject::Primitive(p) => p.name().to_owned(),
@@ -62,7 +56,6 @@ impl Subject {
 /// One line of a table: what is cleared, and how.
 #[derive(Clone, Copy, Debug)]
 pub struct Field {
-    /// Chunk or region size in bytes.
     pub size: u64,
     /// Bytes that a run clears, at least.
     total: u64,
@@ -86,7 +79,6 @@ impl Field {
         Field { size: region, total: region.max(enough), warmth: Warmth::Hot, touch: false }
     }
 
-    /// For a progress bar.
     pub fn title(&self) -> String {
         let warmth = if self.warmth == Warmth::Hot { "hot" } else { "cold" };
         let touch = if self.touch { ", read" } else { "" };

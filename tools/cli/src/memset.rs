@@ -21,11 +21,9 @@ use hugemm_workloads::size::Size;
 /// perf's gigabyte: 2^30 bytes.
 pub const PERF_GB: f64 = (1_u64 << 30) as f64;
 
-/// The bandwidth of a pass as perf gives it.
 pub const RATE: Metric<Pass> =
     Metric::new("", "GiB/s", |pass| pass.bytes as f64 / PERF_GB / (pass.nanos.max(1) as f64 / 1e9));
 
-/// Runs the command.
 pub fn run(args: &Memset) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let subjects = subjects(args, &machine)?;
@@ -96,7 +94,6 @@ fn results_of(names: &[String], measured: Vec<(u64, Vec<Samples>)>, size: u64, l
     Results { tables: vec![(title, lines)], rows, ..Results::default() }
 }
 
-/// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript) -> Results {
     let lines: Vec<Line<Pass>> = results::of_guest(transcript);
     let Some(first) = lines.first() else { return Results::default() };
@@ -108,7 +105,6 @@ pub fn of_guest(transcript: &Transcript) -> Results {
     results_of(&names, measured, first.number("size"), first.runs.len())
 }
 
-/// The primitives that were asked for.
 fn subjects(args: &Memset, machine: &Machine) -> Result<Vec<Subject>> {
     let mut subjects = Vec::new();
     for name in &args.function {

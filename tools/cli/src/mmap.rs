@@ -48,7 +48,6 @@ impl Job {
     }
 }
 
-/// Runs the command.
 pub fn run(args: &Mmap) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let request::Mmap { size, page, function: functions, loops } = args.loops;
@@ -184,7 +183,6 @@ fn hugemm_pass(
     Ok((rest, slowest))
 }
 
-/// The table and the rows of one function.
 fn report(lines: &[Line<Pass>], results: &mut Results) {
     let Some(first) = lines.first() else { return };
     let of = |name| first.label(name);
@@ -212,7 +210,6 @@ fn report(lines: &[Line<Pass>], results: &mut Results) {
     results.tables.push((title, out));
 }
 
-/// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript) -> Results {
     let (lines, mut results) = (results::of_guest(transcript), Results::default());
     lines.chunk_by(|a, b| a.label("function") == b.label("function")).for_each(|lines| report(lines, &mut results));

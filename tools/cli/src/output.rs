@@ -30,7 +30,6 @@ fn remember(result: std::io::Result<()>) {
     }
 }
 
-/// Whether everything has been printed.
 pub fn finish() -> Result<()> {
     remember(stdout().flush());
     match FAILED.get() {

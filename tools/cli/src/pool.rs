@@ -56,7 +56,6 @@ fn name(line: &Line<Cycle>) -> &'static str {
     }
 }
 
-/// Runs the command.
 pub fn run(args: &Pool) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let Resizes { n, page: size, hvo, flush, runs } = args.resizes;
@@ -202,7 +201,6 @@ fn together<'e>(
     Ok(Timed { report, nanos: nanos?, interrupts: 0 })
 }
 
-/// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript) -> Results {
     let lines = results::of_guest(transcript);
     let heads = INTERRUPTS.map(|metric| metric.head.to_owned());

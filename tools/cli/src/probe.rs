@@ -22,7 +22,6 @@ const CHUNKS: [u64; 7] = [4 << 10, 64 << 10, 2 * MIB, 8 * MIB, 32 * MIB, 128 * M
 /// Bytes that one measurement of a region smaller than this repeats it for.
 const ENOUGH: u64 = 256 * MIB;
 
-/// Runs the command.
 pub fn run(args: &Probe) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     if args.matrix {
@@ -66,7 +65,6 @@ pub fn run(args: &Probe) -> Result<()> {
     machine.report(&args.common, environment, rows)
 }
 
-/// What was found out, in words.
 fn print_profile(calibrated: &Calibrated, calibration: &Calibration) {
     let Profile { cached, bulk, crossover, cached_mbps, bulk_mbps } = calibrated.profile;
     match (calibrated.took, &calibration.profile) {

@@ -87,7 +87,6 @@ fn from_json(text: &str) -> Result<Profile> {
     })
 }
 
-/// The profile as a Rust constant.
 pub fn to_rust(profile: &Profile) -> String {
     let best = |b: Best| format!("Best {{ general: Primitive::{:?}, any: Primitive::{:?} }}", b.general, b.any);
     let mbps = |mbps: Mbps| format!("Mbps {{ general: {}, any: {} }}", mbps.general, mbps.any);
@@ -112,13 +111,11 @@ pub fn to_rust(profile: &Profile) -> String {
     text
 }
 
-/// Saves a profile; the form follows the file's extension.
 pub fn save(path: &Path, profile: &Profile) -> Result<()> {
     let text = if path.extension().is_some_and(|e| e == "rs") { to_rust(profile) } else { to_json(profile)? };
     std::fs::write(path, text).with_context(|| format!("cannot write the profile to {}", path.display()))
 }
 
-/// Reads a profile that was saved as JSON.
 pub fn load(path: &Path) -> Result<Profile> {
     let text = std::fs::read_to_string(path).with_context(|| {
         format!("cannot read the profile {}; make one with `hugemm probe --save-profile FILE`", path.display())

@@ -26,19 +26,16 @@ const LAST_WORDS: usize = 40;
 /// Memory that QEMU itself needs, about.
 const OWN_BYTES: u64 = 256 << 20;
 
-/// What executes the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accel {
     /// Translation in software: works everywhere, and only ratios and counts mean something.
     Tcg,
     /// The same, and time is counted: an instruction takes a nanosecond, whatever else this machine does.
     Icount,
-    /// The processor, through /dev/kvm.
     Kvm,
 }
 
 impl Accel {
-    /// The name for people.
     pub fn name(self) -> &'static str {
         match self {
             Accel::Tcg => "tcg",
@@ -48,40 +45,28 @@ impl Accel {
     }
 }
 
-/// A machine to start.
 #[derive(Clone, Debug)]
 pub struct Guest {
-    /// Its architecture.
     pub arch: Arch,
-    /// What executes it.
     pub accel: Accel,
     /// CPU model and flags, in QEMU's notation; `host` replaces it under kvm.
     pub cpu_model: String,
-    /// CPUs.
     pub cpus: u32,
-    /// Memory.
     pub memory: Size,
-    /// What to boot.
     pub kernel: PathBuf,
-    /// Its initial file system.
     pub initrd: Option<PathBuf>,
-    /// Its command line.
     pub append: String,
-    /// More of QEMU's options.
     pub options: Vec<OsString>,
-    /// The longest that it may run.
     pub deadline: Duration,
     /// The longest that it may say nothing, once it has said something.
     pub silence: Duration,
 }
 
-/// How a guest ended.
 #[derive(Debug)]
 pub struct Ended {
     /// How QEMU ended; `None` if it was made to: the deadline had passed, the guest had been silent for too long, or the
     /// reader had heard enough.
     pub status: Option<ExitStatus>,
-    /// Whether the deadline had passed.
     pub timed_out: bool,
     /// The last lines of the serial port.
     pub last_words: VecDeque<String>,
@@ -115,7 +100,6 @@ pub fn ready(arch: Arch, accel: Accel, memory: Size) -> Result<()> {
     version.map(|_| ()).map_err(|error| not_started(arch, error))
 }
 
-/// Why QEMU cannot be started.
 fn not_started(arch: Arch, error: std::io::Error) -> anyhow::Error {
     let (program, [debian, fedora]) = arch.qemu();
     match error.kind() {

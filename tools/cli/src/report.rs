@@ -26,7 +26,6 @@ use std::path::{Path, PathBuf};
 /// Where the page goes if nothing else is asked for.
 const DEFAULT: &str = "hugemm-report.html";
 
-/// Runs the command.
 pub fn run(args: &Report) -> Result<()> {
     document::check_writable(args.html.as_deref())?;
     let documents = args.files.iter().map(|file| Ok((stem(file), Saved::read(file)?))).collect::<Result<Vec<_>>>()?;

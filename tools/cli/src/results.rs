@@ -13,17 +13,14 @@ use serde_json::{Map, Value};
 pub struct Line<R> {
     /// What tells it from others, as its rows are labelled.
     pub labels: Map<String, Value>,
-    /// A record for each run.
     pub runs: Vec<R>,
 }
 
 impl<R> Line<R> {
-    /// A line with these labels, not run yet.
     pub fn new<const N: usize>(labels: [(&str, Value); N]) -> Self {
         Line { labels: labels.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(), runs: Vec::new() }
     }
 
-    /// A metric over the runs that have it.
     pub fn samples(&self, metric: &Metric<R>) -> Samples {
         let mut samples = Samples::default();
         self.runs.iter().map(metric.of).filter(|value| value.is_finite()).for_each(|value| samples.push(value));
@@ -44,7 +41,6 @@ impl<R> Line<R> {
         self.labels.get(name).and_then(Value::as_u64).unwrap_or(0)
     }
 
-    /// A row with the line's labels.
     pub fn labelled(&self, row: Row) -> Row {
         self.labels.iter().fold(row, |row, (name, value)| row.label(name, value.clone()))
     }
@@ -71,11 +67,8 @@ pub fn of_guest<R: Record>(transcript: &Transcript) -> Vec<Line<R>> {
 /// Tables, figures as rows, goals, and what has to be known to read them.
 #[derive(Default)]
 pub struct Results {
-    /// With their titles.
     pub tables: Vec<(String, Table)>,
-    /// What else is said.
     pub remarks: Vec<String>,
-    /// Figures.
     pub rows: Vec<Row>,
     /// Goals that they decide.
     pub goals: Goals,

@@ -35,15 +35,12 @@ pub enum Side {
     Cached,
     /// The same, cleared as the calibrated policy wants it: past the cache where that is faster.
     Extent,
-    /// This machine's kernel.
     Kernel,
 }
 
 impl Side {
-    /// In the order of the columns.
     pub const ALL: [Side; 4] = [Side::Page, Side::Cached, Side::Extent, Side::Kernel];
 
-    /// As rows are labelled.
     pub fn name(self) -> &'static str {
         match self {
             Side::Page => "page",
@@ -57,27 +54,22 @@ impl Side {
 /// One phase on one side, over all runs.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
-    /// Milliseconds.
     pub millis: Samples,
     /// Of the last run.
     pub figures: PhaseFigures,
 }
 
-/// On what it was run.
 pub struct RunConditions {
-    /// Bytes of memory.
     pub bytes: u64,
     /// CPUs that create machines.
     pub workers: u32,
     /// CPUs that flushes have to reach.
     pub flushed_cpus: u32,
-    /// Runs.
     pub runs: u32,
     /// What interrupts are.
     pub ipis: &'static str,
 }
 
-/// Everything that was measured.
 #[derive(Default)]
 pub struct Log {
     entries: Vec<(Side, RunPhase, Measured)>,
@@ -108,7 +100,6 @@ impl Log {
         Some((log, accounting))
     }
 
-    /// What was measured of a phase on a side.
     pub fn get(&self, side: Side, phase: RunPhase) -> Option<&Measured> {
         self.entries.iter().find(|entry| (entry.0, entry.1) == (side, phase)).map(|entry| &entry.2)
     }
@@ -119,7 +110,6 @@ impl Log {
     }
 }
 
-/// Runs the command.
 pub fn run(args: &Run) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     document::check_writable(args.report.as_deref())?;

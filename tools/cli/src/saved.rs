@@ -20,16 +20,12 @@ const MOST_BYTES: u64 = 64 << 20;
 pub struct Saved {
     /// By which [schema](SCHEMA) its figures are to be read.
     pub schema: u32,
-    /// The command line that made it.
     #[serde(default)]
     pub command: String,
-    /// The version of hugemm that made it.
     #[serde(default)]
     pub version: String,
-    /// Where it was made.
     #[serde(default)]
     pub environment: Value,
-    /// The figures.
     pub results: Vec<Row>,
 }
 

@@ -5,12 +5,10 @@
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// Adds a run's value.
     pub fn push(&mut self, value: f64) {
         self.0.push(value);
     }
 
-    /// How many runs.
     pub fn runs(&self) -> usize {
         self.0.len()
     }
@@ -30,7 +28,6 @@ impl Samples {
         (self.0.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (n - 1) as f64).sqrt()
     }
 
-    /// Standard deviation in percent of the mean.
     pub fn stdev_percent(&self) -> f64 {
         let mean = self.mean();
         if mean == 0.0 { 0.0 } else { 100.0 * self.stdev() / mean }

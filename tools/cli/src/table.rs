@@ -16,7 +16,6 @@ pub fn new(heads: impl IntoIterator<Item = impl Into<String>>) -> Table {
     table
 }
 
-/// Prints a table under a title.
 pub fn print(title: &str, table: &Table) {
     println!("\n{title}");
     // Trailing blanks of right-padded cells would only make diffs and copies ugly.
@@ -25,7 +24,6 @@ pub fn print(title: &str, table: &Table) {
     }
 }
 
-/// A bandwidth in GB/s, to one decimal.
 pub fn gbps(value: f64) -> String {
     format!("{value:.1}")
 }

@@ -62,7 +62,6 @@ impl<'h, 'r, 'e> Setup for OnHost<'h, 'r, 'e> {
 /// Pages that swap may take; nothing goes there, because there is room.
 const SWAP: u64 = 1024;
 
-/// One way to create a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Way {
     how: CreateMethod,
@@ -71,7 +70,6 @@ struct Way {
     clear: Option<Clearing>,
 }
 
-/// Runs the command.
 pub fn run(args: &VmCreate) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let mut environment = Environment::read()?;
@@ -307,7 +305,6 @@ impl Side<'_, '_, '_> {
     }
 }
 
-/// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript) -> Results {
     results_of(&results::of_guest(transcript))
 }

@@ -104,7 +104,6 @@ fn swap_to_zram(bytes: u64, limit: u64) -> Result<()> {
     Ok(())
 }
 
-/// A process, and what it says.
 struct Player {
     child: Child,
     says: BufReader<ChildStderr>,

@@ -37,7 +37,6 @@ pub fn run(words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// What the memory is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Huge {
     Small,
@@ -46,7 +45,6 @@ enum Huge {
 }
 
 impl Huge {
-    /// Sees to it that there are such pages.
     fn prepare(kib: u64, kind: &str, bytes: u64) -> Result<Self> {
         let flag = match (kib, kind) {
             (4, _) => return Ok(Huge::Small),
@@ -69,7 +67,6 @@ impl Huge {
     }
 }
 
-/// A private mapping, unmapped on drop.
 struct Memory {
     mapped: NonNull<u8>,
     length: usize,
@@ -112,7 +109,6 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Whether transparent huge pages were really used.
     fn verify(&self) -> Result<()> {
         if self.huge != Huge::Transparent {
             return Ok(());
@@ -126,7 +122,6 @@ impl Memory {
         Ok(())
     }
 
-    /// Populates a part.
     fn populate(&self, from: usize, to: usize, page: usize, how: &str) -> Result<()> {
         match how {
             "demand" => {

@@ -12,7 +12,6 @@ pub struct Interrupts {
 }
 
 impl Interrupts {
-    /// Reads the counts.
     pub fn read() -> Result<Self> {
         Ok(Self::parse(&std::fs::read_to_string("/proc/interrupts").context("cannot read /proc/interrupts")?))
     }

@@ -56,7 +56,6 @@ fn prepare() -> Result<()> {
     Ok(())
 }
 
-/// One line of the result.
 fn say(line: Value) {
     // A line feed first: the kernel may have written half a line.
     println!("\n{line}");

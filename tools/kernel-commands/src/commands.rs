@@ -33,10 +33,8 @@ use hugemm_workloads::request::{Request, RequestError};
 
 macro_rules! failures {
     ($($(#[$doc:meta])* $variant:ident($type:ty),)+) => {
-        /// Why a command failed.
         #[derive(Debug)]
         pub enum Failure {
-            /// Memory for what is measured is not there.
             Memory,
             /// The architecture does not have it, or not yet; what to do instead.
             NotHere(&'static str),
@@ -64,29 +62,19 @@ macro_rules! failures {
 }
 
 failures! {
-    /// The line could not be read.
     Request(RequestError),
-    /// A loop found no memory.
     Exhausted(Exhausted),
-    /// Blocks could not be divided, or there were none.
     Ranges(RangesError),
-    /// Clearing stopped.
     Clear(Reason),
-    /// The machine could not be measured.
     Calibrate(CalibrateError),
-    /// The measured policy does not fit the CPU.
     Policy(ProfileError),
     /// A page table refused what a command asked of it.
     Paging(PagingError),
     /// A huge page pool refused what a command asked of it.
     Pool(PoolError),
-    /// An address space could not be filled.
     Vm(VmError),
-    /// A host run ended early.
     HostRun(hugemm_workloads::vm_host::HostRunError),
-    /// Processes did not find what they had written.
     Age(hugemm_workloads::age::Failed),
-    /// The self-test found something.
     Found(selftest::Finding),
 }
 
@@ -111,7 +99,6 @@ pub fn main(cx: Cx<'_>, boot: &BootInfo) -> ExitCode {
     }
 }
 
-/// Runs a command.
 fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
     match request {
         Request::Memset(args) => memset::run(cx, args),
@@ -143,7 +130,6 @@ fn vec_for<T>(most: usize) -> Result<Vec<T>, Failure> {
     Ok(all)
 }
 
-/// Gives blocks back.
 fn free_all(cx: Cx<'_>, blocks: impl IntoIterator<Item = Frozen>) {
     blocks.into_iter().for_each(|block| frames().free(cx, block));
 }

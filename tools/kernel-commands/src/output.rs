@@ -44,7 +44,6 @@ pub fn record<R: Record>(record: &R, labels: Fields<'_>) {
     write("record", &fields[..count], Some(labels));
 }
 
-/// How far a command is.
 pub fn progress(done: u64, of: u64, what: &str) {
     line("progress", &[("done", done.into()), ("of", of.into()), ("what", (&what).into())]);
 }
@@ -54,7 +53,6 @@ pub fn note(text: fmt::Arguments<'_>) {
     line("note", &[("text", (&text).into())]);
 }
 
-/// The first line: what the machine is.
 pub fn boot(boot: &BootInfo) {
     line(
         "boot",

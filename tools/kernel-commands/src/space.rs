@@ -26,14 +26,12 @@ pub trait Pages: Sync {
     fn fill(&self, at: VirtAddr, bytes: &mut [u8]);
 }
 
-/// An address space.
 pub struct BareSpace<'a> {
     table: PageTable<Format>,
     tlb: TlbSpace<UserSpace>,
     pages: Option<&'a dyn Pages>,
 }
 
-/// Tables from the kernel's allocator.
 pub fn memory<'a>(cx: &'a mut CpuCx<'static, Kernel>) -> FrameTables<'a, 'static, 'static, Kernel, KernelEnv> {
     let frames: &'static KernelFrames = frames();
     // SAFETY: the direct map has every frame, always.
@@ -82,7 +80,6 @@ impl<'a> BareSpace<'a> {
         unsafe { self.tlb.enter_lazy(shootdown(), cx) };
     }
 
-    /// Maps frames.
     pub fn map(
         &self,
         cx: &mut CpuCx<'static, Kernel>,
@@ -174,7 +171,6 @@ impl<'a> BareSpace<'a> {
         let _receipt = batch.flush(shootdown(), cx, &ShootdownPolicy::BATCHED);
     }
 
-    /// How many flushes there have been.
     pub fn flushes(&self) -> u64 {
         self.tlb.domain().generation()
     }

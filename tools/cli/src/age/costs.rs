@@ -29,7 +29,6 @@ pub struct Cost {
     pub kept: Kept,
 }
 
-/// See [`Cost::kept`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Kept {
     pub pages: u64,
@@ -199,7 +198,6 @@ impl<'h> Rig<'_, 'h> {
     }
 }
 
-/// What reclaim has done so far.
 #[derive(Clone, Copy)]
 struct Seen {
     pages: u64,
@@ -212,7 +210,6 @@ struct Seen {
 mod tests {
     use super::*;
 
-    /// Whatever ageing causes makes its rate smaller.
     #[test]
     fn everything_that_ageing_causes_is_charged() {
         let kept = Kept { pages: 1000, whole_ns: 4000, age_ns: 1000 };

@@ -22,7 +22,6 @@ const PRESENT: u64 = 1;
 const SMALL: usize = 2048;
 const HUGE: usize = 64;
 
-/// One translation.
 #[derive(Clone, Copy)]
 struct Known {
     /// Page number + 1; 0 is none.
@@ -46,7 +45,6 @@ struct SoftCpu(UnsafeCell<Tlb>);
 // SAFETY: a CPU's part is used by the thread that is the CPU: see `SoftMmu`.
 unsafe impl Sync for SoftCpu {}
 
-/// See the [module](self).
 pub struct SoftMmu<'a, 'h> {
     host: &'a Host<'h>,
     cpus: Vec<SoftCpu>,

@@ -14,16 +14,13 @@ const FRAMES_PER_POISON: u64 = 1024;
 /// What is written into a poisoned frame that nobody has. Whoever got it would clear it, or write something else.
 const MARK: u64 = 0x5015_0bad_5015_0bad;
 
-/// What is known of poisoned frames.
 #[derive(Debug, Default)]
 pub struct Poison {
-    /// How many there are.
     frames: AtomicU64,
     /// Those that hold the mark.
     marked: Mutex<Vec<Pfn>>,
 }
 
-/// How many frames are poisoned at most.
 fn most(host: &Host<'_>) -> u64 {
     host.frames().pages() / FRAMES_PER_POISON
 }

@@ -26,7 +26,6 @@ pub const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
 
 pub const NODE: NodeId = NodeId(0);
 
-/// Address spaces that processes on this machine use.
 pub struct OnHost<'h>(PhantomData<&'h ()>);
 
 type Store<'h> = Compressed<'h, 'h, Plain, WordsOrLz4>;
@@ -43,7 +42,6 @@ impl<'h> Setup for OnHost<'h> {
     type Notifier = ();
 }
 
-/// A process's accesses.
 pub struct Touches<'a, 'h>(pub &'a SoftMmu<'h, 'h>);
 
 impl<'h> Touch<OnHost<'h>> for Touches<'_, 'h> {
@@ -115,7 +113,6 @@ pub fn on_machine<R>(
     Ok(result)
 }
 
-/// The machine while something runs on it.
 pub struct Rig<'a, 'h> {
     pub host: &'a Host<'h>,
     pub mmu: &'a SoftMmu<'h, 'h>,
@@ -163,7 +160,6 @@ impl<'h> Rig<'_, 'h> {
         })?
     }
 
-    /// Ends the processes.
     pub fn end<'v>(
         &'v self,
         object: SharedRef<'v, OnHost<'h>>,

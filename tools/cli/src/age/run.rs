@@ -26,7 +26,6 @@ const LEAST_WINDOWS: usize = 16;
 /// Nobody is without a window for so long, however busy the machine is.
 const STUCK: Duration = Duration::from_secs(60);
 
-/// What is run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RunConfig {
     pub page: PageSize,

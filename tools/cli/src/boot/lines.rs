@@ -14,47 +14,23 @@ use serde_json::{Map, Value};
 #[derive(Debug, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum Line {
-    /// What the machine is.
     Boot(BootLine),
-    /// How far the command is.
-    Progress {
-        /// Steps done.
-        done: u64,
-        /// Steps in all.
-        of: u64,
-        /// What is being done.
-        what: String,
-    },
-    /// A figure.
+    Progress { done: u64, of: u64, what: String },
     Sample(Sample),
-    /// What a run counted.
     Record(Counted),
-    /// A remark.
-    Note {
-        /// The text.
-        text: String,
-    },
-    /// The command failed.
-    Failed {
-        /// Why.
-        text: String,
-    },
-    /// The command succeeded.
+    Note { text: String },
+    Failed { text: String },
     Done {},
 }
 
-/// What the machine is.
 #[derive(Clone, Debug, Deserialize)]
 pub struct BootLine {
-    /// CPUs that run.
     pub cpus: u32,
     /// Bytes that the allocator manages.
     pub memory: u64,
-    /// Interrupt controller.
     pub interrupt_controller: String,
 }
 
-/// A figure.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Sample {
     metric: String,
@@ -79,17 +55,14 @@ struct Numbered {
     line: Line,
 }
 
-/// All that a guest has said.
 #[derive(Debug, Default)]
 pub struct Transcript {
     next: u64,
-    /// What the machine is.
     pub boot: Option<BootLine>,
     /// What was said of single figures.
     pub rows: Vec<Row>,
     /// What runs counted, in order.
     counted: Vec<Counted>,
-    /// Remarks.
     pub notes: Vec<String>,
     /// The lines of a report of a panic, a fault or a hang.
     pub report: Vec<String>,

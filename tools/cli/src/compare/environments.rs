@@ -4,14 +4,11 @@ use crate::saved::{Saved, plain};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// Something that is not the same on both sides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// What it is.
     pub what: &'static str,
     /// In A's documents; several values are joined.
     pub a: String,
-    /// In B's.
     pub b: String,
 }
 
@@ -70,7 +67,6 @@ fn command(line: &str) -> String {
     line.split_whitespace().filter(|word| !word.starts_with("--json")).collect::<Vec<_>>().join(" ")
 }
 
-/// The CPU features that only one side has.
 fn features(a: &[Saved], b: &[Saved]) -> Option<(String, String)> {
     let set = |side: &[Saved]| -> BTreeSet<String> {
         let lists = side.iter().filter_map(|saved| saved.environment.pointer("/cpu/features")?.as_array());

@@ -13,7 +13,6 @@ const T99: [f64; 30] = [
 /// From 120 degrees of freedom on; between 30 and 120 the quantile for 30 stands, which is on the safe side.
 const T99_MANY: f64 = 2.617;
 
-/// What is said of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Worse beyond the threshold and the noise.
@@ -44,7 +43,6 @@ impl Verdict {
         Verdict::Same,
     ];
 
-    /// For people, and in the JSON.
     pub fn words(self) -> &'static str {
         match self {
             Verdict::Worse => "worse",
@@ -58,14 +56,12 @@ impl Verdict {
     }
 }
 
-/// The result for one pair.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Judgement {
     /// B - A in percent of A; none if A is 0 or a side has no figure.
     pub percent: Option<f64>,
     /// Half the width of the 99 % interval of that difference, in percent of A; none where it is unknown.
     pub noise: Option<f64>,
-    /// What follows.
     pub verdict: Verdict,
 }
 

@@ -6,14 +6,10 @@ use crate::units::{self, Better};
 use serde_json::Value;
 use std::collections::HashMap;
 
-/// A figure of one side.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Figure {
-    /// The value.
     pub value: f64,
-    /// The sample standard deviation over the runs.
     pub stdev: f64,
-    /// The runs.
     pub runs: usize,
 }
 
@@ -32,18 +28,14 @@ impl Figure {
     }
 }
 
-/// One figure on both sides.
 #[derive(Clone, Debug)]
 pub struct Pair {
     /// Metric and labels for people.
     pub name: String,
-    /// The metric.
     pub metric: String,
     /// The labels that tell it from others of the metric.
     pub labels: Vec<(String, Value)>,
-    /// The unit.
     pub unit: String,
-    /// Which way is better.
     pub better: Option<Better>,
     /// The side compared with.
     pub a: Figure,
@@ -71,10 +63,8 @@ impl Pair {
     }
 }
 
-/// All figures of two sides.
 #[derive(Debug, Default)]
 pub struct Paired {
-    /// Figures of both.
     pub pairs: Vec<Pair>,
     /// Names of figures that only A has.
     pub missing: Vec<String>,

@@ -18,10 +18,8 @@ const PLENTY: u64 = 32 * GIB;
 /// Locked memory that a recording of page allocations needs (`perf record -m 8M`, per CPU).
 const RECORDING: u64 = 8 * MIB;
 
-/// How bad it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Nothing to do.
     Ok,
     /// Something cannot be measured, or worse than elsewhere.
     Limits,
@@ -30,7 +28,6 @@ pub enum State {
 }
 
 impl State {
-    /// For people, and in the JSON.
     pub fn word(self) -> &'static str {
         match self {
             State::Ok => "ok",
@@ -40,12 +37,10 @@ impl State {
     }
 }
 
-/// What one check found.
 #[derive(Clone, Debug)]
 pub struct Finding {
     /// What was looked at; the name in the JSON, with underscores.
     pub name: &'static str,
-    /// How bad it is.
     pub state: State,
     /// What was found, and what follows from it.
     pub fact: String,
@@ -53,7 +48,6 @@ pub struct Finding {
     pub remedy: Option<String>,
 }
 
-/// All is well.
 pub fn ok(name: &'static str, fact: impl Into<String>) -> Finding {
     Finding { name, state: State::Ok, fact: fact.into(), remedy: None }
 }

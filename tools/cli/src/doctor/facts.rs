@@ -20,9 +20,7 @@ pub const TARGETS: [(&str, &str); 4] = [
     ("aarch64-unknown-linux-musl", "arm64 tests in 'make test'"),
 ];
 
-/// What is known of the machine.
 pub struct Facts {
-    /// The environment block.
     pub environment: Environment,
     /// Bytes that may be taken, and what bounds them.
     pub takeable: (u64, Bound),
@@ -32,7 +30,6 @@ pub struct Facts {
     pub thp: Option<(String, &'static str)>,
     /// Page sizes whose pool this process may resize.
     pub pools_writable: Vec<u64>,
-    /// Whether this process is root's.
     pub root: bool,
     /// Clearing primitives by name, and whether each writes past the cache.
     pub primitives: Vec<(&'static str, bool)>,
@@ -42,7 +39,6 @@ pub struct Facts {
     pub kvm: Result<(), String>,
     /// The first lines of `cargo --version` and `cc --version`.
     pub cargo: Option<String>,
-    /// As `cargo`.
     pub cc: Option<String>,
     /// The missing ones of [`TARGETS`].
     pub targets_missing: Vec<&'static str>,

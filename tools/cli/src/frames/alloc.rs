@@ -23,18 +23,15 @@ use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
 /// Most blocks that are freed at random where an allocator's time grows with the number of holes.
 const MOST_HOLES: u64 = 16_384;
 
-/// The allocator's own sides.
 const FROZEN: &str = "hugemm, frozen";
 const COUNTED: &str = "hugemm, counted";
 
-/// One table.
 #[derive(Clone, Copy)]
 struct Case {
     pattern: Pattern,
     order: Order,
 }
 
-/// Runs the command.
 pub fn run(args: &Alloc) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
     let threads = threads(args, &machine);
@@ -123,7 +120,6 @@ fn threads(args: &Alloc, machine: &Machine) -> Vec<u32> {
     threads
 }
 
-/// The work of one measurement.
 #[derive(Clone, Copy)]
 struct Loops {
     case: Case,
@@ -241,15 +237,12 @@ fn name(pattern: Pattern) -> &'static str {
     }
 }
 
-/// What figures are set against.
 struct Scale<'a> {
     /// Nanoseconds of an uncontended atomic.
     atomic: f64,
-    /// What has to be known of a pin.
     pin: &'a str,
 }
 
-/// The goals that a measurement decides.
 fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], columns: &[Columns], scale: &Scale<'_>) {
     let get = |side: &str, figure: usize| -> Option<&Samples> {
         columns.get(names.iter().position(|name| *name == side)?)?.get(figure)?.as_ref()
@@ -337,7 +330,6 @@ fn curve_table(case: Case, threads: &[u32], names: &[impl AsRef<str>], curve: &[
     (format!("Order {}, {what}", case.order), lines)
 }
 
-/// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript) -> Results {
     let (pairs, pins): (Vec<_>, Vec<_>) =
         results::of_guest(transcript).into_iter().partition(|line: &Line<Pair>| line.label("pattern") == "pair");
@@ -360,7 +352,6 @@ pub fn of_guest(transcript: &Transcript) -> Results {
     results
 }
 
-/// The figures as rows.
 fn rows_of(case: Case, threads: &[u32], names: &[&str], curve: &[Vec<Columns>]) -> Vec<Row> {
     let mut rows = Vec::new();
     for (threads, columns) in threads.iter().zip(curve) {

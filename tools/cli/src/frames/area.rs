@@ -21,12 +21,9 @@ use std::alloc::Layout;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// What is to be managed.
 pub struct AreaPlan {
-    /// Which frames.
     pub extent: Extent,
     cpus: u32,
-    /// What the allocator needs for itself.
     pub metadata: Layout,
 }
 
@@ -43,14 +40,12 @@ impl AreaPlan {
         AreaPlan::over(extent, cpus)
     }
 
-    /// For these frames.
     pub fn over(extent: Extent, cpus: u32) -> Result<Self> {
         let arenas = [arena(extent)];
         let metadata = Frames::<Plain>::required_bytes(&FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] })?;
         Ok(AreaPlan { extent, cpus, metadata })
     }
 
-    /// Memory for the allocator's own data.
     pub fn memory(&self, machine: &Machine) -> Result<Region> {
         let bytes = (self.metadata.size() as u64).next_multiple_of(PageSize::Size2M.bytes());
         let managed = Size(self.extent.bytes());
@@ -75,7 +70,6 @@ impl AreaPlan {
         Ok(frames)
     }
 
-    /// The same with a machine of its own.
     pub fn area<'m>(&self, machine: &Machine, memory: &'m mut Region) -> Result<Area<'m>> {
         let host = Host::new(&machine.places(self.cpus as usize)?, &mut [])?;
         // SAFETY: there is no memory behind the numbers that anybody could own; the area has one host, and only its contexts reach
@@ -89,18 +83,13 @@ fn arena(extent: Extent) -> ArenaSpec {
     ArenaSpec { extent, node: NodeId(0), descriptors: None }
 }
 
-/// An allocator and its machine.
 pub struct Area<'m> {
-    /// The CPUs.
     pub host: Host<'m>,
-    /// The allocator.
     pub frames: Frames<'m>,
-    /// All its frames.
     pub extent: Extent,
 }
 
 impl<'m> Area<'m> {
-    /// How often the allocator's lock has been taken.
     pub fn lock_rounds(&self) -> Result<u64> {
         // The question itself takes it once.
         Ok(self.host.run_on(CpuId(0), |cx| self.frames.stats(cx).lock_rounds)?.saturating_sub(1))
@@ -162,9 +151,7 @@ impl Drop for BreakOnPanic<'_> {
 
 /// One side of a comparison: a run of it returns one figure per column, `None` where there is no such operation.
 pub struct Side<'a> {
-    /// Its name.
     pub name: &'static str,
-    /// Measures once.
     pub run: Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>,
 }
 
@@ -185,16 +172,13 @@ pub trait Work<'a>: Copy {
         S::Block: Send;
 }
 
-/// Collects the sides of one comparison.
 pub struct Sides<'a, W> {
     area: &'a Area<'a>,
     work: W,
-    /// So far.
     pub sides: Vec<Side<'a>>,
 }
 
 impl<'a, W: Work<'a> + 'a> Sides<'a, W> {
-    /// None so far.
     pub fn new(area: &'a Area<'a>, work: W) -> Self {
         Sides { area, work, sides: Vec::new() }
     }

@@ -47,7 +47,6 @@ struct State {
     gigantic: u64,
 }
 
-/// Runs the command.
 pub fn run(args: &Churn) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let plan = AreaPlan::new(&machine, args.size, 1, Order::MAX)?;

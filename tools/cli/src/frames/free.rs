@@ -34,7 +34,6 @@ const WHOLE_NANOS: u64 = 2_000_000;
 /// Most pages that a run may take: what is beyond would take days.
 const MOST_PAGES: u64 = 1 << 40;
 
-/// Runs the command.
 pub fn run(args: &Free) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
     let largest = args.blocks.order.iter().max().unwrap_or(Order::ZERO);
@@ -123,7 +122,6 @@ fn check(args: &Free, plan: &AreaPlan, order: Order) -> Result<()> {
     Ok(())
 }
 
-/// The work of one table.
 #[derive(Clone, Copy)]
 struct Blocks<'a> {
     args: &'a Free,
@@ -249,7 +247,6 @@ fn blocks_table(order: Order, n: u64, names: &[impl AsRef<str>], columns: &[Colu
     (format!("Order {order}, {n} blocks of {pages} pages"), lines)
 }
 
-/// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript) -> Results {
     let lines: Vec<Line<DividedBlocks>> = results::of_guest(transcript);
     let mut results =

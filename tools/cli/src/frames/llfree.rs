@@ -19,7 +19,6 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 const CHILD: u64 = 512;
 const WORDS: usize = 8;
 
-/// Order of a child.
 const HUGE: u32 = 9;
 
 /// A child's entry that is in use as a whole: no number of free frames.
@@ -61,7 +60,6 @@ struct Local {
     frees: AtomicU64,
 }
 
-/// The allocator.
 pub struct LlFree {
     bits: Box<[Bits]>,
     children: Box<[AtomicU16]>,

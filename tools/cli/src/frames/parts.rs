@@ -19,7 +19,6 @@ use indicatif::ProgressBar;
 const CLAIM_PAGES: u64 = 16_384;
 const ARRAY_PAGES: u64 = 65_536;
 
-/// Who frees the parts of one block.
 #[derive(Clone, Copy)]
 enum Parts {
     /// One CPU, all in one call.
@@ -74,7 +73,6 @@ pub fn two_cpus(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressB
     Ok((both.per_run_ratio(halves), rows))
 }
 
-/// The sides of the claim table.
 struct Claims<'a> {
     area: &'a Area<'a>,
     extents: Vec<Extent>,
@@ -104,7 +102,6 @@ impl<'a> Claims<'a> {
     }
 }
 
-/// Contiguous claims and arrays.
 pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressBar) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     let pages = area.extent.pages();

@@ -11,7 +11,6 @@ use hugemm_base::{Order, PAGE_BYTES, PAGE_SHIFT};
 use hugemm_workloads::size::Size;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Visits all of them.
 pub fn each(visitor: &mut impl Visit) -> Result<()> {
     visitor.visit::<Locked<BuddySystem>>()?;
     visitor.visit::<Locked<Bitmap>>()?;

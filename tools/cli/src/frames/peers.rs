@@ -18,14 +18,12 @@ pub trait Peer: Send + Sync + Sized + 'static {
     const CLAIMS: bool;
     /// Whether a free takes longer the more holes there are: such a one is left out where there would be too many.
     const SCANS_HOLES: bool = false;
-    /// The largest order that it has.
     const LARGEST: u32 = Order::MAX.get();
 
     /// An allocator of this many frames, all free. `Err` says why it cannot have as many.
     fn new(frames: u64) -> Result<Self>;
     /// Takes a naturally aligned block.
     fn alloc(&self, cpu: impl FnOnce() -> u32, order: Order) -> Option<u64>;
-    /// Frees a block.
     fn free(&self, cpu: impl FnOnce() -> u32, frame: u64, order: Order);
     /// From here on parts of a block are freed.
     fn divide(&self, _frame: u64, _order: Order) {}
@@ -151,7 +149,6 @@ fn number<P: Cpu>(cx: &CpuCx<'_, P>) -> u32 {
 /// Something to be done with each peer, whatever its type.
 #[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "as above"))]
 pub trait Visit {
-    /// Called once per peer.
     fn visit<T: Peer>(&mut self) -> Result<()>;
 }
 

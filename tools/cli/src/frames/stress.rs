@@ -28,7 +28,6 @@ const PAGES_PER_POISON: u64 = 512;
 /// Places where CPUs hand blocks to each other.
 const PLACES: usize = 64;
 
-/// Runs the command.
 pub fn run(args: &Stress) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let threads = args.threads.unwrap_or(machine.topology.cpus.len() as u32);
@@ -124,7 +123,6 @@ pub fn run(args: &Stress) -> Result<()> {
     report(args, &machine, environment, threads, &sums, hazards)
 }
 
-/// What happened meanwhile.
 struct Hazards {
     poisoned: u64,
     claims: u64,

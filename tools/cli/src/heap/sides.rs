@@ -8,7 +8,6 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
 use std::ptr::NonNull;
 
-/// A heap that several CPUs use.
 pub trait Side: Sync {
     /// Memory, or null.
     fn alloc(&self, cx: &CpuCx<'_, Host<'_>>, layout: Layout) -> *mut u8;
@@ -34,11 +33,8 @@ pub trait Side: Sync {
     fn idle(&self, _cx: &CpuCx<'_, Host<'_>>) {}
 }
 
-/// hugemm's.
 pub struct Own<'m, E: Env> {
-    /// The heap.
     pub heap: Heap<'m, E>,
-    /// What it is on.
     pub frames: &'m Frames<'m, E>,
 }
 

@@ -9,7 +9,6 @@ use std::alloc::Layout;
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::Instant;
 
-/// One kind of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     /// 256 pieces of 64 bytes taken, then freed, the last one first.
@@ -25,10 +24,8 @@ pub enum Work {
 }
 
 impl Work {
-    /// All of them.
     pub const ALL: [Work; 5] = [Work::Fixed, Work::Mixed, Work::HandOver, Work::Tree, Work::Strings];
 
-    /// Its name in rows and tables.
     pub const fn name(self) -> &'static str {
         match self {
             Work::Fixed => "fixed",
@@ -78,7 +75,6 @@ fn mixed(random: &mut Random) -> Layout {
     layout(16 + random.below(most - 15))
 }
 
-/// What CPUs share while they work.
 pub struct Shared {
     start: Barrier,
     end: Barrier,
@@ -87,7 +83,6 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// For so many CPUs.
     pub fn new(cpus: u32) -> Self {
         let both = || Barrier::new(cpus as usize);
         Shared { start: both(), end: both(), boxes: (0..cpus).map(|_| Mutex::default()).collect() }

@@ -17,7 +17,6 @@ use serde_json::{Value, json};
 /// What a Linux guest needs besides its image.
 pub const MODULES: [&str; 2] = ["lz4", "zram"];
 
-/// The arguments of the guest's init.
 pub fn words(work: &Age, runs: u32) -> String {
     let [shared, memory, swap] = work.sizes(Age::MEMORY);
     let millis = (work.seconds * 1000.0) as u64;
@@ -64,7 +63,6 @@ fn rate(event: &Value, field: &str) -> Option<f64> {
     Some(event[field].as_f64()? / event["seconds"].as_f64().filter(|seconds| *seconds > 0.0)?)
 }
 
-/// The table and its rows.
 pub fn report(work: &Age, cells: &[Cell], quiet: bool) -> Vec<Row> {
     let mut lines = table::new(["kernel", "CPUs", "lists"].into_iter().chain(COLUMNS.map(|column| column.0)));
     let mut rows = Vec::new();

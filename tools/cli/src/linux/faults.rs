@@ -35,7 +35,6 @@ fn workers(work: &VmCreate) -> List<u32> {
     work.workers.unwrap_or(List::one(1))
 }
 
-/// The arguments of the guest's init.
 pub fn words(work: &VmCreate) -> String {
     let ((size, page), functions) = (size(work), work.how.map(function));
     format!("faults {size} {} {} {functions} {} {}", work.runs, kib(page), workers(work), kind(work))
@@ -54,7 +53,6 @@ pub fn events(transcript: &Transcript) -> Vec<Value> {
     results::of_guest(transcript).into_iter().flat_map(of_line).collect()
 }
 
-/// The table and its rows.
 pub fn report(work: &VmCreate, cells: &[Cell], quiet: bool) -> Vec<Row> {
     let ((bytes, page), kind) = (size(work), kind(work));
     let mut lines = table::new(["kernel", "CPUs", "function", "workers", "GB/s", "± stdev"]);

@@ -23,19 +23,15 @@ const ARM64: usize = 0x38;
 /// What is in every kernel, before its release.
 const BANNER: &[u8] = b"Linux version ";
 
-/// A kernel to boot.
 #[derive(Clone, Debug)]
 pub struct LinuxImage {
-    /// The file.
     pub file: PathBuf,
-    /// What it runs on.
     pub arch: Arch,
     /// What the image says it is, up to the first blank: `6.12.107-cloud-amd64`.
     pub release: String,
 }
 
 impl LinuxImage {
-    /// Looks at an image.
     pub fn open(file: &Path) -> Result<Self> {
         let name = file.display();
         let image = File::open(file).with_context(|| format!("cannot read {name}"))?;
@@ -60,7 +56,6 @@ impl LinuxImage {
         Ok(LinuxImage { file: file.to_owned(), arch, release })
     }
 
-    /// The architecture of all of them.
     pub fn common_arch(images: &[LinuxImage]) -> Result<Arch> {
         let arch = images.first().map_or(Arch::NATIVE, |image| image.arch);
         match images.iter().find(|image| image.arch != arch) {
@@ -95,7 +90,6 @@ impl Initramfs {
         Ok(initramfs)
     }
 
-    /// The file.
     pub fn path(&self) -> &Path {
         &self.0
     }

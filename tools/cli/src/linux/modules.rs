@@ -5,7 +5,6 @@ use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A module, as the kernel takes it.
 #[derive(Debug)]
 pub struct Module {
     pub name: String,

@@ -27,7 +27,6 @@ pub fn events(transcript: &Transcript) -> Vec<Value> {
     results::of_guest(transcript).into_iter().flat_map(of_line).collect()
 }
 
-/// Its pages.
 pub fn wanted(pool: &Pool) -> u64 {
     pool.n.and_then(|n| n.iter().next()).unwrap_or(0)
 }
@@ -51,7 +50,6 @@ fn per_page(event: &Value, sum: f64) -> Option<f64> {
     (pages > 0.0).then(|| sum / pages)
 }
 
-/// The tables and their rows.
 pub fn report(pool: &Pool, cells: &[Cell], quiet: bool) -> Vec<Row> {
     let wanted = wanted(pool);
     let heads = ["kernel", "CPUs", "hvo", "pages", "up µs", "down µs", "up IPIs", "down IPIs"];

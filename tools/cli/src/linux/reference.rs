@@ -19,7 +19,6 @@ use std::time::Duration;
 /// Its name in the column of kernels.
 pub const NAME: &str = "hugemm";
 
-/// The reference kernel and what it is to do.
 pub struct Reference<'w> {
     image: PathBuf,
     virtual_cpu: VirtualCpu<'w>,

@@ -98,7 +98,6 @@ const EXISTING: [What; 2] = [
     what("unmap_existing", "unmap 4 KiB runs, tables stay", Some(("paging.unmap_existing_speedup", 1.0))),
 ];
 
-/// Everything, in the order of the columns.
 fn whats() -> impl Iterator<Item = &'static What> {
     WHATS.iter().chain(SCATTERED.iter().flat_map(|(_, whats)| whats)).chain(&EXISTING)
 }
@@ -106,7 +105,6 @@ fn whats() -> impl Iterator<Item = &'static What> {
 /// The size that the goals are stated for.
 const GOAL_SIZE: u64 = 64 << 30;
 
-/// Runs the command.
 pub fn run(args: &Map) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
     let fields = args.size.iter().map(|size| field(&machine, args, *size)).collect::<Result<Vec<_>>>()?;
@@ -171,7 +169,6 @@ fn peers(args: &Map) -> bool {
     cfg!(feature = "peers") && !args.measured.no_peers
 }
 
-/// Checks the user's sizes.
 fn field(machine: &Machine, args: &Map, size: Size) -> Result<Field> {
     let bytes = machine.whole_pages(size, PageSize::Size4K)?;
     if bytes > LOWER - AT.get() {
@@ -196,7 +193,6 @@ fn table_memory(machine: &Machine, largest: u64) -> Result<Region> {
         .with_context(|| format!("the page tables of {} of addresses", Size(largest)))
 }
 
-/// What both sides run on.
 #[derive(Clone, Copy)]
 struct Bench<'b, 'm> {
     host: &'b Host<'m>,

@@ -143,7 +143,6 @@ impl<P: Cpu> PerPage<'_, '_, '_, P> {
         Some(unsafe { &*table.cast::<AtomicU64>().add(usize::from(page.p1_index())) })
     }
 
-    /// Gives the root back.
     pub fn end(mut self) {
         // SAFETY: nothing hangs below it any more, and nobody uses it.
         unsafe { self.source.deallocate_frame(self.root) };

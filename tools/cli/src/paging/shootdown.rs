@@ -38,7 +38,6 @@ use std::time::{Duration, Instant};
 /// Memory for page tables of 2^18 pages, and the allocator's caches.
 const TABLES: u64 = 8 << 20;
 
-/// Where the pages are.
 const AT: VirtAddr = VirtAddr::new(1 << 40);
 
 /// A measurement that takes longer is run three times.
@@ -68,7 +67,6 @@ unsafe impl TlbHw for Costly {
     fn unload(&self, _cpu: CpuId) {}
 }
 
-/// What was measured of one operation under one policy.
 struct Figures {
     shots: Line<Shot>,
     /// Interrupts per operation by the kernel's count, which includes others'.
@@ -77,7 +75,6 @@ struct Figures {
     left_out: Option<f64>,
 }
 
-/// Runs the command.
 pub fn run(args: &Shootdown) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let environment = Environment::read()?;
@@ -270,7 +267,6 @@ fn on_machine<H: TlbHw + Sync>(
     })
 }
 
-/// Ends the peers, however the measurement ends.
 struct StopOnDrop<'a>(&'a AtomicBool);
 
 impl Drop for StopOnDrop<'_> {
@@ -349,7 +345,6 @@ const HEADS: [&str; 3] = ["operation", "pages", "CPUs"];
 const TIMES: [&str; 3] = ["batched, ns", "per page, ns", "ratio"];
 const COUNTED: [&str; 4] = ["flushes", "per page", "IPIs", "per page"];
 
-/// One line: both policies.
 fn line(operation: &str, pages: u64, cpus: u64, figures: &[Figures; 2], timed: bool) -> Vec<String> {
     let mut cells = vec![operation.to_owned(), pages.to_string(), cpus.to_string()];
     if timed {
@@ -363,7 +358,6 @@ fn line(operation: &str, pages: u64, cpus: u64, figures: &[Figures; 2], timed: b
     cells
 }
 
-/// What the reference kernel has measured.
 pub fn of_guest(transcript: &Transcript) -> Results {
     let lines: Vec<Line<Shot>> = results::of_guest(transcript);
     let mut results = Results::default();

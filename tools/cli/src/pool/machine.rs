@@ -35,10 +35,8 @@ unsafe impl WalkCache for CountedFlushes {
     }
 }
 
-/// The tables.
 pub type Map<'m> = SoftMap<'m, CountedFlushes, Keep>;
 
-/// The allocator's surroundings.
 #[derive(Debug)]
 pub struct Soft<'m>(&'m Map<'m>, &'m [Descriptor; 1]);
 
@@ -63,11 +61,8 @@ unsafe impl Env for Soft<'_> {
     }
 }
 
-/// Everything that a pool stands on.
 pub struct Ground<'m> {
-    /// The allocator.
     pub frames: &'m Frames<'m, Soft<'m>>,
-    /// The tables.
     pub map: &'m Map<'m>,
     areas: Vec<PoolArena>,
     tails: &'m [Tail],
@@ -76,7 +71,6 @@ pub struct Ground<'m> {
 /// The memory of a machine for pools of up to `pages` pages of `size`.
 pub struct GroundPlan {
     all: Extent,
-    /// Bytes of the allocator's own data.
     pub metadata: usize,
 }
 
@@ -173,13 +167,11 @@ impl GroundPlan {
 }
 
 impl<'m> Ground<'m> {
-    /// An optimizer with this policy.
     pub fn optimizer(&self, policy: OptimizerPolicy) -> VmemmapOptimizer<'m, Soft<'m>, Map<'m>> {
         // SAFETY: the frames behind the descriptors were claimed for them by `build_in`; the bench has one at a time.
         unsafe { VmemmapOptimizer::new(self.frames, self.map, self.tails, policy) }
     }
 
-    /// An empty pool for `f`.
     pub fn with_pool<R>(&self, size: PageSize, f: impl FnOnce(&HugePool<'_>) -> Result<R>) -> Result<R> {
         let mut areas = self.areas.clone();
         let mut groups: Vec<Group> =

@@ -1,6 +1,5 @@
 //! Where values lie on a vertical axis or along a bar, and which of them are labelled.
 
-/// A mapping of values to pixels.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Axis {
     low: f64,
@@ -41,7 +40,6 @@ impl Axis {
         Axis { low, high: if high > low { high } else { low + 1.0 }, log: false, from, to }
     }
 
-    /// Whether it is logarithmic.
     pub fn is_log(&self) -> bool {
         self.log
     }
@@ -56,7 +54,6 @@ impl Axis {
         self.from + share.clamp(0.0, 1.0) * (self.to - self.from)
     }
 
-    /// The values that get a line and a label.
     pub fn ticks(&self) -> Vec<f64> {
         if !self.log {
             let step = step(self.high - self.low);

@@ -12,7 +12,6 @@ use std::collections::HashMap;
 /// A row, and the document that it comes from where several have its metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Figure<'a> {
-    /// The row.
     pub row: &'a Row,
     /// The document's name; empty if only one has the metric.
     pub source: &'a str,
@@ -49,7 +48,6 @@ fn text(name: &str, figure: &Figure<'_>) -> Option<String> {
     }
 }
 
-/// Several labels' values in one text.
 fn texts(names: &[&str], figure: &Figure<'_>) -> String {
     names.iter().filter_map(|name| text(name, figure)).collect::<Vec<_>>().join(", ")
 }
@@ -94,7 +92,6 @@ const SIDES: [&str; 10] =
 /// Labels that say how much was done: where another label tells figures apart as well, that one is more telling.
 const AMOUNTS: [&str; 4] = ["n", "pages", "size", "runs"];
 
-/// The plots of a view.
 pub fn by_view(view: &View, all: &[Figure<'_>]) -> Vec<Plot> {
     let metric = |figure: &Figure<'_>| view.metrics.iter().find(|(name, _)| *name == figure.row.metric());
     let figures: Vec<Figure<'_>> = all
@@ -258,7 +255,6 @@ fn switching(case: &str, all: &[Figure<'_>]) -> Option<Mark> {
     Some(Mark { x, text: format!("the policy switches at {}", Size(x as u64).rounded()) })
 }
 
-/// A name for files and links.
 pub fn slug(text: &str) -> String {
     let mut slug = String::new();
     for c in text.chars() {

@@ -8,47 +8,36 @@ use crate::goals::Bound;
 use crate::saved::{Saved, identity};
 use std::collections::{BTreeMap, HashSet};
 
-/// A goal and whether it was met.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Goal {
-    /// The metric.
     pub name: String,
     /// The document, where there are several.
     pub source: String,
-    /// What was wanted.
     pub wanted: String,
-    /// What was measured.
     pub measured: String,
-    /// Whether it was met.
     pub met: bool,
 }
 
 /// A figure that stands alone.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Single {
-    /// Metric and labels.
     pub name: String,
     /// The document, where there are several.
     pub source: String,
-    /// The figure with its deviation and unit.
     pub value: String,
 }
 
-/// All of it.
 #[derive(Debug)]
 pub struct Content<'a> {
-    /// Goals, in the order of the documents.
     pub goals: Vec<Goal>,
     /// The commands that measured, and the plots of each.
     pub sections: Vec<(String, Vec<Plot>)>,
     /// Figures without others to stand beside.
     pub singles: Vec<Single>,
-    /// The documents with their names.
     pub documents: Vec<(&'a str, &'a Saved)>,
 }
 
 impl<'a> Content<'a> {
-    /// Sorts the figures of documents.
     pub fn of(documents: &'a [(String, Saved)]) -> Self {
         let name = |index: usize| if documents.len() > 1 { documents[index].0.as_str() } else { "" };
         let mut sources: BTreeMap<&str, HashSet<usize>> = BTreeMap::new();

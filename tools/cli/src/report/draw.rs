@@ -7,16 +7,13 @@ use super::svg::{Anchor, COLOURS, Svg, width};
 /// Width of every picture. Small, so that text stays readable when a telephone shrinks it.
 const WIDTH: f64 = 440.0;
 
-/// Height of the area of lines.
 const AREA: f64 = 250.0;
 
 /// Labels of more letters than this are cut into lines.
 const LABEL: usize = 20;
 
-/// Height of a line of text.
 const TEXT: f64 = 14.0;
 
-/// Draws a plot. Returns the picture and its height.
 pub fn draw(plot: &Plot) -> (Svg, f64) {
     match &plot.x {
         X::Numbers(scale, title) => lines(plot, *scale, title),

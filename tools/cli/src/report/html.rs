@@ -35,7 +35,6 @@ figcaption,figure .note{grid-column:1/-1}figure,tr{break-inside:avoid}h2,h3{brea
 details::details-content{content-visibility:visible}details.all{display:none}summary{display:none}\
 table{font-size:7pt}.wide{overflow:visible}th,td{padding:.1rem .3rem;white-space:normal}}";
 
-/// The whole page.
 pub fn page(content: &Content<'_>) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
@@ -75,7 +74,6 @@ pub fn page(content: &Content<'_>) -> String {
     out
 }
 
-/// What the report is of: the commands.
 pub fn subject(content: &Content<'_>) -> String {
     let commands = content.documents.iter().map(|(_, saved)| machine::command_name(&saved.command));
     let mut commands: Vec<String> = commands.collect();

@@ -23,7 +23,6 @@ fn bytes(environment: &Value, pointer: &str) -> Option<String> {
     environment.pointer(pointer)?.as_u64().map(|bytes| Size(bytes).rounded())
 }
 
-/// The machine in a line.
 pub fn line(environment: &Value) -> String {
     let cpus = environment.pointer("/cpu/allowed_cpus").and_then(Value::as_array).map(Vec::len);
     let parts = [

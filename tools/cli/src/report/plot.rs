@@ -3,7 +3,6 @@
 use crate::units::Better;
 use hugemm_workloads::size::Size;
 
-/// How the numbers on the horizontal axis are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
     /// Bytes, logarithmic.
@@ -32,7 +31,6 @@ impl Scale {
     }
 }
 
-/// The horizontal axis.
 #[derive(Clone, Debug, PartialEq)]
 pub enum X {
     /// Numbers, with the axis's title.
@@ -41,21 +39,15 @@ pub enum X {
     Groups(Vec<String>),
 }
 
-/// One figure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
-    /// Where it stands.
     pub x: f64,
-    /// The figure.
     pub y: f64,
-    /// Its standard deviation over the runs.
     pub stdev: f64,
 }
 
-/// Figures that belong together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Series {
-    /// Its name.
     pub name: String,
     /// Its points, by ascending `x`.
     pub points: Vec<Point>,
@@ -67,7 +59,6 @@ impl Series {
         self.name.starts_with("hugemm") || self.name == "policy"
     }
 
-    /// The figure at a place.
     pub fn at(&self, x: f64) -> Option<&Point> {
         self.points.iter().find(|point| point.x == x)
     }
@@ -76,9 +67,7 @@ impl Series {
 /// Something worth seeing at a place of the horizontal axis.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mark {
-    /// Where.
     pub x: f64,
-    /// What.
     pub text: String,
 }
 
@@ -87,19 +76,13 @@ pub struct Mark {
 pub struct Plot {
     /// A name for files and links: small letters, digits and hyphens.
     pub id: String,
-    /// What is shown.
     pub title: String,
     /// What a reader should know.
     pub note: &'static str,
-    /// The horizontal axis.
     pub x: X,
-    /// The unit of the figures.
     pub unit: String,
-    /// Which way is better, if that is known.
     pub better: Option<Better>,
-    /// The figures.
     pub series: Vec<Series>,
-    /// The marks.
     pub marks: Vec<Mark>,
 }
 
@@ -118,12 +101,10 @@ impl Plot {
         places
     }
 
-    /// All points.
     pub fn points(&self) -> impl Iterator<Item = &Point> + Clone {
         self.series.iter().flat_map(|series| &series.points)
     }
 
-    /// A place's name.
     pub fn place_text(&self, x: f64) -> String {
         match &self.x {
             X::Numbers(scale, _) => scale.text(x),
@@ -199,7 +180,6 @@ impl Plot {
     }
 }
 
-/// A figure with its deviation.
 fn cell(point: &Point) -> String {
     match point.stdev {
         0.0 => number(point.y),

@@ -26,7 +26,6 @@ pub const STYLE: &str = "\
 .s6{stroke:var(--s6);fill:var(--s6)}.s7{stroke:var(--s7);fill:var(--s7)}\
 @media print{svg,.bar{-webkit-print-color-adjust:exact;print-color-adjust:exact}}";
 
-/// How many colours there are.
 pub const COLOURS: usize = 8;
 
 /// Text as it may stand in XML, HTML and attribute values.
@@ -58,37 +57,29 @@ pub fn width(text: &str) -> f64 {
     text.chars().count() as f64 * 7.0
 }
 
-/// A picture under construction.
 #[derive(Debug)]
 pub struct Svg {
     body: String,
     width: f64,
 }
 
-/// Where a text is anchored.
 #[derive(Clone, Copy, Debug)]
 pub enum Anchor {
-    /// It begins there.
     Start,
-    /// Its middle is there.
     Middle,
-    /// It ends there.
     End,
 }
 
 impl Svg {
-    /// Nothing yet, of this width.
     pub fn new(width: f64) -> Self {
         Svg { body: String::new(), width }
     }
 
-    /// A straight line.
     pub fn line(&mut self, class: &str, from: (f64, f64), to: (f64, f64)) {
         let (x1, y1, x2, y2) = (at(from.0), at(from.1), at(to.0), at(to.1));
         self.push(format_args!("<line class=\"{class}\" x1=\"{x1}\" y1=\"{y1}\" x2=\"{x2}\" y2=\"{y2}\"/>"));
     }
 
-    /// A line through points.
     pub fn path(&mut self, class: &str, points: &[(f64, f64)]) {
         let mut d = String::new();
         for (index, (x, y)) in points.iter().enumerate() {
@@ -132,7 +123,6 @@ impl Svg {
         ));
     }
 
-    /// Text.
     pub fn text(&mut self, class: &str, anchor: Anchor, (x, y): (f64, f64), text: &str) {
         let anchor = match anchor {
             Anchor::Start => "start",

@@ -7,7 +7,6 @@ use super::plot::Scale;
 /// How the rows of one or more metrics become plots.
 #[derive(Clone, Debug)]
 pub struct View {
-    /// What is shown.
     pub title: &'static str,
     /// The metrics, each with its name among the others; empty where there is only one.
     pub metrics: &'static [(&'static str, &'static str)],
@@ -21,11 +20,9 @@ pub struct View {
     pub only: Option<(&'static str, &'static [&'static str])>,
     /// Mark where primitives that write past the cache overtake the others; and where the policy of this case switches.
     pub crossover: Option<&'static str>,
-    /// What a reader should know.
     pub note: &'static str,
 }
 
-/// A view of nothing special.
 const PLAIN: View =
     View { title: "", metrics: &[], x: None, groups: &[], split: &[], only: None, crossover: None, note: "" };
 
@@ -45,10 +42,8 @@ const fn clearing(
     View { title, metrics, x, crossover: Some(case), ..PLAIN }
 }
 
-/// What is said of extents that are left.
 const LEFT: &str = "More is better: the same memory is in use on all sides.";
 
-/// All views.
 pub const VIEWS: [View; 24] = [
     View {
         title: "Time of each phase",

@@ -31,15 +31,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
 
-/// How it is run.
 pub struct SideSetup {
-    /// By whom.
     pub side: Side,
-    /// How large everything is.
     pub sizes: HostSizes,
-    /// The calibrated policy.
     pub policy: ClearPolicy,
-    /// This CPU's primitives.
     pub features: Features,
     /// CPUs that create machines.
     pub workers: u32,
@@ -47,13 +42,10 @@ pub struct SideSetup {
     pub vcpus: u32,
 }
 
-/// Swap in memory.
 type Store<'e> = Compressed<'e, 'e, Soft<'e>, WordsOrLz4>;
 
-/// Who takes pages away and brings them back.
 type Pages<'r, 'e, S> = Reclaim<'r, 'e, S, Store<'e>, SpinLock, Wakes>;
 
-/// Address spaces on this machine.
 struct OnHost<'h, 'e, 'r>(PhantomData<(&'h (), &'r &'e ())>);
 
 impl<'h, 'e, 'r> Setup for OnHost<'h, 'e, 'r> {
@@ -161,7 +153,6 @@ fn on_ground(
     if closed { Ok(accounting) } else { bail!("pages were left in swap") }
 }
 
-/// This machine, as the run sees it.
 struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'r: 'm> {
     vm: &'a Vm<'m, OnHost<'h, 'e, 'r>>,
     store: &'a Store<'e>,

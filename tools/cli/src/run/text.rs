@@ -7,7 +7,6 @@ use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_host::accounting::Accounting;
 use hugemm_workloads::vm_host::{FramesUsed, RunPhase};
 
-/// Prints everything.
 pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides: &[Side]) {
     let with_kernel = sides.contains(&Side::Kernel);
     let mut heads =
@@ -124,7 +123,6 @@ fn times(factor: f64) -> String {
 /// Below this a gain is none, and above its inverse a loss is none.
 const GAIN: f64 = 1.1;
 
-/// A factor in words.
 fn words(factor: f64) -> String {
     match factor {
         f if f >= GAIN => format!("{f:.1} times as fast"),
@@ -247,7 +245,6 @@ mod tests {
         );
     }
 
-    /// No bandwidth of memory that nobody touches.
     #[test]
     fn what_is_not_touched_has_a_time_per_page() {
         let log = log(RunPhase::Destroy, [20, 30, 512]);

@@ -10,7 +10,6 @@ use hugemm_reclaim::Ageing;
 use hugemm_workloads::age::AgeFigures;
 use hugemm_workloads::request::Age;
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Age) -> Result<(), Failure> {
     let [shared, memory, swap] = args.sizes(Age::KERNEL_MEMORY);

@@ -17,7 +17,6 @@ use hugemm_workloads::request::Alloc;
 /// Pairs between two looks at the clock.
 const BATCH: u64 = 1000;
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Alloc) -> Result<(), Failure> {
     let counts = cpu_counts(percpu::count()).count() as u64;
@@ -40,7 +39,6 @@ pub fn run(cx: Cx<'_>, args: &Alloc) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How pairs are made.
 #[derive(Clone, Copy)]
 struct How {
     order: Order,
@@ -101,7 +99,6 @@ fn side<S: Source<Kernel> + Sync>(cx: Cx<'_>, name: &str, source: &S, how: How) 
     Ok(())
 }
 
-/// A batch of pairs.
 fn batch<S: Source<Kernel>>(
     cx: &mut CpuCx<'static, Kernel>,
     source: &S,

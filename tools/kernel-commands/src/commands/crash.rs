@@ -10,7 +10,6 @@ use hugemm_workloads::request::Crash;
 /// An address in the upper half where nothing is ever mapped.
 const NOWHERE: *const u64 = 0xffff_c000_dead_b000 as *const u64;
 
-/// Fails.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, how: Crash) -> Result<(), Failure> {
     match how {

@@ -15,7 +15,6 @@ const PAGES: u64 = 1 << 18;
 /// Blocks held at once, if they fit.
 const HELD: u64 = 64;
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Free) -> Result<(), Failure> {
     let of = u64::from(args.runs) * args.order.iter().count() as u64;

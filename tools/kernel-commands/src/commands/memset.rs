@@ -8,7 +8,6 @@ use hugemm_kernel::memory::frames;
 use hugemm_workloads::request::{KERNEL_SIZE, Memset};
 use hugemm_workloads::sweep::{self, ClearWith};
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Memset) -> Result<(), Failure> {
     let features = Features::detect();

@@ -10,7 +10,6 @@ use hugemm_workloads::request::{Clearing, Function, KERNEL_SIZE, Mmap};
 use hugemm_workloads::vm_create::{CreateMethod, Created};
 use hugemm_workloads::words::Named;
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Mmap) -> Result<(), Failure> {
     let features = Features::detect();

@@ -13,7 +13,6 @@ use hugemm_workloads::pool::{Cycle, Timed, resize};
 use hugemm_workloads::request::{FlushEach, Optimization, Pool};
 use hugemm_workloads::words::List;
 
-/// One way to resize.
 #[derive(Clone, Copy)]
 struct Side {
     hvo: bool,
@@ -37,7 +36,6 @@ const SIDES: [(Side, Optimization, FlushEach); 4] = [
 /// Pages, if nothing is said.
 const PAGES: u64 = 200;
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Pool) -> Result<(), Failure> {
     with_empty(cx, args.page, |cx, pool| all_sides(cx, args, pool))

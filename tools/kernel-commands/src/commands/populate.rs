@@ -64,23 +64,17 @@ pub fn with_pool<T>(
     })
 }
 
-/// What is filled, and how.
 #[derive(Clone, Copy)]
 pub struct Fill {
     /// A multiple of the page size.
     pub bytes: u64,
-    /// Page size.
     pub page: PageSize,
-    /// By whom.
     pub how: CreateMethod,
-    /// CPUs.
     pub workers: u32,
-    /// Pages come from the pool.
     pub pooled: bool,
 }
 
 impl Fill {
-    /// Where its pages come from.
     pub fn from(&self) -> PagesFrom {
         if self.pooled { PagesFrom::Pool } else { PagesFrom::Frames }
     }

@@ -27,7 +27,6 @@ const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
 
 const NODE: NodeId = NodeId(0);
 
-/// Processes at most.
 const MOST: usize = MOST_PROCESSES as usize;
 
 /// Pages that have not come back when the time is over are waited for as long as reclaim works: until it has looked at
@@ -43,14 +42,11 @@ const PIN_EACH: u64 = 16;
 /// A CPU forks after so many windows.
 const FORK_EACH: usize = 4;
 
-/// What is run.
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessPlan {
     /// Size of all pages: 4 KiB or 2 MiB.
     pub page: PageSize,
-    /// Which pages are old.
     pub policy: LruPolicy,
-    /// How accessed bits are read.
     pub ageing: Ageing,
     /// Processes, [`MOST_PROCESSES`] at most.
     pub procs: u32,
@@ -70,7 +66,6 @@ pub struct ProcessPlan {
     pub forks: bool,
     /// A planted bug: pages go to swap without a flush.
     pub unflushed: bool,
-    /// What is chosen.
     pub seed: u64,
 }
 
@@ -82,7 +77,6 @@ impl ProcessPlan {
     }
 }
 
-/// Runs processes on all CPUs.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, plan: &ProcessPlan) -> Result<AgeFigures, Failure> {
     let own =
@@ -231,7 +225,6 @@ fn play_all<'a>(
     Ok(AgeFigures { seconds, windows, touched, ..reclaimed })
 }
 
-/// What one CPU does.
 struct Task<'t, 'v, 'a> {
     vm: &'t SwapVm<'a>,
     store: &'t Store,

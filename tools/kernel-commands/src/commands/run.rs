@@ -30,7 +30,6 @@ use hugemm_workloads::vm_host::{
 /// Frames that the run's own arrays may take.
 const OWN: u64 = 4096;
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
     let features = Features::detect();
@@ -113,16 +112,13 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
     Ok(())
 }
 
-/// This machine, as the run sees it.
 struct Here<'b, 'v, 'a, 'm> {
     vm: &'v KernelVm<'m, Swapped<'a>>,
     store: &'b Store,
     pins: &'b mut [Option<Pinned<'v>>],
-    /// How many are kept.
     kept: usize,
 }
 
-/// The types of the run's address spaces.
 type OurSpaces<'a> = OnKernel<Swapped<'a>>;
 
 impl<'v, 'a, 'm> Site<'static, 'v, 'm, OurSpaces<'a>> for Here<'_, 'v, 'a, 'm> {

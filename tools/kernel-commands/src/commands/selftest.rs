@@ -30,58 +30,42 @@ const SLICE_MOST: u64 = 2_000_000_000;
 /// How many parts there are.
 const PARTS: u64 = 10;
 
-/// What the self-test found.
 #[derive(Debug)]
 pub enum Finding {
     /// The allocator broke a rule.
     Frames(Broken),
-    /// A translation was used after its flush.
     Translations(translations::StaleWord),
     /// A space does not contain what was stored in it.
     Content {
-        /// Where.
         at: u64,
-        /// What was stored.
         expected: u64,
-        /// What is there.
         found: u64,
-        /// Who looked.
         cpu: u32,
     },
     /// A store went through that should not have, or was forgotten.
     Rights(rights::Broken),
     /// Memory of the heap does not contain what its owner wrote.
     Heap {
-        /// Where.
         at: usize,
-        /// What was written.
         expected: u64,
-        /// What is there.
         found: u64,
-        /// Who looked.
         cpu: u32,
     },
     /// The convoy's lock did not exclude.
     Convoy {
-        /// How often it was taken.
         expected: u64,
-        /// How often it was counted.
         found: u64,
     },
     /// A descriptor does not contain what its owner wrote.
     Descriptor {
-        /// Whose.
         frame: u64,
-        /// What is there.
         found: u64,
-        /// Who looked.
         cpu: u32,
     },
     /// What a CPU had cached that is offline is still in its cache.
     Cached {
         /// One of the frames.
         frame: u64,
-        /// Whose.
         cpu: u32,
     },
     /// No page is in a pool, and yet not every descriptor has a frame of its own.
@@ -91,46 +75,33 @@ pub enum Finding {
     },
     /// Swap holds pages whose spaces have ended.
     InSwap {
-        /// How many.
         pages: u64,
     },
     /// Memory was to be short and was not, or nothing came back from swap.
     NoPressure {
-        /// Size of the pages.
         page: PageSize,
-        /// How they were aged.
         ageing: Ageing,
         /// How many should have come back.
         least: u64,
-        /// Pages that came back.
         back: u64,
-        /// Pages that were stored.
         stored: u64,
-        /// Pages that reclaim looked at.
         looked: u64,
-        /// Flushes for that.
         flushes: u64,
-        /// Pages that were touched.
         touched: u64,
         /// Of those, touches, forks and unmaps for which there was no memory.
         refused: u64,
-        /// How long it took.
         seconds: f64,
     },
     /// What is in use for something is not what there should be.
     Use {
         /// For what.
         of: &'static str,
-        /// Frames that there should be.
         expected: i64,
-        /// Frames that are counted.
         found: i64,
     },
     /// Frames are missing at the end.
     Lost {
-        /// How many there should be.
         expected: u64,
-        /// How many there are.
         found: u64,
     },
 }
@@ -196,7 +167,6 @@ impl fmt::Display for Finding {
 
 impl core::error::Error for Finding {}
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();

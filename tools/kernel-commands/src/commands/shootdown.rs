@@ -25,7 +25,6 @@ const START: u64 = 0x20_0000_0000;
 const WORKING_SET: u64 = 0x10_0000_0000;
 const WORKING_PAGES: u64 = 512;
 
-/// One measurement.
 #[derive(Clone, Copy)]
 struct Cell {
     cpus: u32,
@@ -37,7 +36,6 @@ struct Cell {
     interrupts: bool,
 }
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Shootdown) -> Result<(), Failure> {
     let block = region(cx, PAGE_BYTES)?;

@@ -25,13 +25,10 @@ impl<'a> Paging for Swapped<'a> {
     type Pager = Reclaim<'a, 'static, OnKernel<Self>, Store, SpinLock, Clocked<'a>>;
 }
 
-/// Swap in memory.
 pub type Store = Compressed<'static, 'static, KernelEnv, WordsOrLz4>;
 
-/// The types of such address spaces.
 pub type OurSpaces<'a> = OnKernel<Swapped<'a>>;
 
-/// Their manager.
 pub type SwapVm<'a> = KernelVm<'static, Swapped<'a>>;
 
 /// What one CPU does for reclaim, since when, and what it has spent on what. Its CPU writes.
@@ -89,7 +86,6 @@ impl Clocked<'_> {
 /// On what terms pages come and go.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
-    /// Size of the pages.
     pub page: PageSize,
     /// Frames that there are, those of compressed pages included; all others are held back.
     pub frames: u64,
@@ -97,9 +93,7 @@ pub struct Terms {
     pub swap: u64,
     /// When pages go.
     pub marks: Watermarks,
-    /// Which pages are old.
     pub policy: LruPolicy,
-    /// How accessed bits are read.
     pub ageing: Ageing,
     /// The CPU that is the node's worker: it asks for wakes, and is interrupted for them unless it is the boot CPU.
     pub worker: u32,

@@ -13,7 +13,6 @@ use hugemm_workloads::request::{Clearing, KERNEL_SIZE, PagesFrom, VmCreate};
 use hugemm_workloads::vm_create::Created;
 use hugemm_workloads::words::{List, Named};
 
-/// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &VmCreate) -> Result<(), Failure> {
     let features = Features::detect();

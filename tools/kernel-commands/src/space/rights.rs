@@ -9,12 +9,10 @@ use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_paging::{Change, Editing, Flags, Lookup, PageFormat, PagingError, ShootdownBatch, ShootdownPolicy, Stale};
 
-/// Which way to take the right to store away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// By whole tables where the span covers them.
     Tables,
-    /// Leaf by leaf.
     Leaves,
     /// By whole tables, and no CPU is told: a planted bug.
     Untold,
@@ -69,7 +67,6 @@ impl BareSpace<'_> {
         }
     }
 
-    /// Clears accessed bits, while CPUs store.
     pub fn age(&self, cx: &mut CpuCx<'static, Kernel>, span: VirtRange) -> Result<(), PagingError> {
         self.table.shared(memory(cx)).test_and_clear_young(span, |_| ()).map(|_| ())
     }

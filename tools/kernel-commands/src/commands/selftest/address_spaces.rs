@@ -51,7 +51,6 @@ struct Known {
     common: [u64; SMALL_PAGES as usize],
 }
 
-/// What all CPUs share in a round.
 struct Round<'v> {
     vm: &'v Manager,
     space: &'v AddressSpace<Own>,
@@ -64,7 +63,6 @@ struct Round<'v> {
     zeroed: AtomicU64,
 }
 
-/// One CPU's part.
 struct Task<'r> {
     round: &'r Round<'r>,
     cpu: u32,

@@ -30,7 +30,6 @@ const LOOKS: u64 = 1000;
 
 type Pool<'m> = HugePool<'m, IrqLock>;
 
-/// What a round did.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
     /// Steps: pools resized, or a page demoted, dissolved or lent.
@@ -46,7 +45,6 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// The sum.
     pub fn plus(self, other: Tally) -> Tally {
         Tally {
             resizes: self.resizes + other.resizes,
@@ -135,7 +133,6 @@ fn look(random: &mut Random) {
     }
 }
 
-/// What a step does.
 #[derive(Clone, Copy)]
 enum Step {
     Huge(u64),

@@ -35,7 +35,6 @@ const PIECE: u32 = 3;
 /// for ever.
 const PROCESSES: core::ops::RangeInclusive<u32> = 6..=12;
 
-/// What rounds have done, in 4 KiB pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
     /// Touched, and what was in them checked.
@@ -49,7 +48,6 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// The sum.
     pub fn plus(self, more: Tally) -> Tally {
         Tally {
             checked: self.checked + more.checked,

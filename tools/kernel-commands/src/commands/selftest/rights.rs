@@ -33,7 +33,6 @@ const PATIENCE: u64 = 1_000_000;
 /// Loops between two looks.
 const WAIT: u64 = 3000;
 
-/// What should not be.
 #[derive(Clone, Copy, Debug)]
 pub enum Broken {
     /// A store went through after the right to it had gone, or where nobody had it.

@@ -45,22 +45,17 @@ fn pattern(frame: u64) -> u64 {
     !frame.wrapping_mul(0xd6e8_feb8_6659_fd93)
 }
 
-/// A word that should not be there.
 #[derive(Clone, Copy, Debug)]
 pub struct StaleWord {
     /// Where it was read: an address, or a frame's address in the direct map.
     pub at: u64,
-    /// What should be there.
     pub expected: u64,
-    /// What was.
     pub found: u64,
     /// Whether somebody wrote to a frame after its flush; otherwise somebody read through what was gone.
     pub written: bool,
-    /// Which CPU noticed.
     pub cpu: u32,
 }
 
-/// The pages of the stressed space.
 struct Checked;
 
 impl Pages for Checked {
@@ -77,7 +72,6 @@ impl Pages for Checked {
     }
 }
 
-/// What all CPUs share in a round.
 struct Round<'a> {
     space: BareSpace<'a>,
     plant: Plant,
@@ -88,7 +82,6 @@ struct Round<'a> {
     resized: AtomicU64,
 }
 
-/// What was done in a round.
 #[derive(Clone, Copy, Default)]
 pub struct Tally {
     /// Ranges that were unmapped.
@@ -190,7 +183,6 @@ impl List<'_> {
         })
     }
 
-    /// Frees everything.
     fn give_back(&mut self, cx: &mut CpuCx<'static, Kernel>) {
         for run in &self.runs[..self.count] {
             // SAFETY: the harvest handed the frames over, each once.
@@ -200,7 +192,6 @@ impl List<'_> {
     }
 }
 
-/// One CPU's part, with the space loaded.
 fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut Random) {
     let cpu = percpu::current();
     for _ in 0..STEPS {

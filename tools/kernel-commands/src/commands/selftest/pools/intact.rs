@@ -22,7 +22,6 @@ const ALL: Range<usize> = 0..8;
 /// What those of free memory and of pools have theirs in: the word that is the owner's whoever it is.
 const ONE: Range<usize> = WORD..WORD + 1;
 
-/// What is looked at.
 pub struct Intact {
     /// Blocks of others: what is in their descriptors was written once.
     others: Vec<Frozen>,
@@ -32,7 +31,6 @@ pub struct Intact {
     frames: u64,
 }
 
-/// What is written into a descriptor.
 fn mark(frame: u64, word: usize) -> u64 {
     !(frame << 8 | word as u64)
 }
@@ -44,7 +42,6 @@ fn write(frame: u64, words: Range<usize>) {
     }
 }
 
-/// Looks for the marks.
 fn read(cpu: u32, frame: u64, mut words: Range<usize>) -> Result<(), Finding> {
     let Some(descriptor) = frames().descriptor(Pfn::new(frame)) else { return Ok(()) };
     let wrong = words.find_map(|word| Some(descriptor.load(word)).filter(|found| *found != mark(frame, word)));
@@ -79,7 +76,6 @@ impl Intact {
         read(cpu, self.others[random.below(OTHERS as u64) as usize].pfn().number(), ALL)
     }
 
-    /// Looks at everything, while nobody resizes.
     pub fn check<'m>(&mut self, cx: Cx<'_>, pools: [&Pool<'m>; 2]) -> Result<(), Failure> {
         let pooled: u64 = pools.iter().map(|pool| pool.counts(cx).counts.total * pool.size().pages()).sum();
         let found = unowned_pages(cx) + vmemmap::audit().frames + pooled;
@@ -129,7 +125,6 @@ impl Intact {
         }
     }
 
-    /// Gives everything back.
     pub fn free(self, cx: Cx<'_>) {
         free_all(cx, self.others);
     }
