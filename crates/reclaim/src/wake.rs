@@ -14,6 +14,9 @@ const CRITICAL: u32 = 1;
 const WOKEN: u32 = 2;
 
 /// Everything was looked at and nothing could be freed: nobody tries again before something has been, or memory is exhausted.
+///
+/// Pages may become idle meanwhile, and nobody looks. Nobody waits for it either: those who allocate go on below *min*, and who then
+/// finds nothing left reclaims for itself, whatever this says. What that frees ends it, and the next look wakes the worker.
 const HOPELESS: u32 = 4;
 
 /// Of those who reclaim at this moment one met another.

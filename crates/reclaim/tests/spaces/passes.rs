@@ -285,6 +285,44 @@ fn who_faults_reclaims_below_min_only() {
     });
 }
 
+/// What was hopeless once is not for ever. Nothing is on the LRU when the worker looks, so nobody wakes it for the pages that are put
+/// there and become idle; who runs out frees some of them by itself, no access fails, and from then on the worker is woken again.
+#[test]
+fn what_was_hopeless_is_tried_again_when_memory_is_out() {
+    for policy in LruPolicy::ALL {
+        with_cpu(Size { policy, ..SIZE }, 33, |rig, cx| {
+            let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
+            let free = |cx: &Cx<'_, '_>| frames.node_available(cx, NODE);
+            let mut others = Vec::new();
+            while free(cx) >= pager.marks().min() {
+                others.push(frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory"));
+            }
+            assert_eq!(pager.balance(&rig.vm, cx, NODE, u64::MAX, &Never).0, Turn::Hopeless);
+
+            let pages = 2 * free(cx);
+            let space = rig.space(cx, span(at(0), pages << 12), VmaKind::private(PageSize::Size4K));
+            rig.enter(cx, &space);
+            let (mut least, mut woken) = (u64::MAX, None);
+            for index in 0..pages {
+                rig.put(cx, &space, at(index) + 8, index).expect("memory, or idle pages");
+                least = least.min(free(cx));
+                if pager.take_wake(NODE) {
+                    woken = woken.or(Some((index, pager.counts().direct_freed.get())));
+                }
+            }
+            let (index, freed) = woken.expect("the worker is woken");
+            assert!(freed > 0 && least < 2 * BATCH as u64, "woken at page {index}, {freed} freed, {least} were left");
+            let turn = pager.balance(&rig.vm, cx, NODE, u64::MAX, &Never);
+            assert!(turn.1.freed > 0, "{turn:?}");
+            for index in 0..pages {
+                assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index), "{policy:?}");
+            }
+            others.into_iter().for_each(|block| frames.free(cx, block));
+            rig.end(cx, space);
+        });
+    }
+}
+
 /// Is told of wakes.
 #[derive(Default)]
 struct Bell(AtomicU64);
