@@ -209,6 +209,17 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
         })
     }
 
+    /// Whether every flush of the space asks the calling CPU: it has switched in, and is not lazy. For who reaches pages by walking the
+    /// tables in software. Any context; pins.
+    pub fn asks_this_cpu<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
+        cx.pinned(|pin| {
+            let (word, bit) = place(pin.cpu());
+            // Relaxed: only this CPU changes its own bits.
+            let has = |words: &[AtomicU64]| words[word].load(Ordering::Relaxed) & bit != 0;
+            has(self.users()) && !has(self.lazy())
+        })
+    }
+
     /// Leaves the calling CPU out of shootdowns that free no tables until it switches in again, though the space's tables
     /// stay loaded: an idle CPU, or a kernel task. Any context; pins. One atomic.
     ///

@@ -233,8 +233,8 @@ pub trait Site<'c, 'v, 'm, S: Setup> {
     fn load(&mut self, cx: &mut Cx<'c, S>, guest: u32, space: &AddressSpaceRef<'_, S>, on: bool);
 
     /// The calling CPU plays a guest from here on, or has done so: it has the guest's space loaded, so that who takes its pages away
-    /// meanwhile waits for it. For sites where somebody may.
-    fn play(&mut self, _cx: &mut Cx<'c, S>, _space: &AddressSpaceRef<'_, S>, _on: bool) {}
+    /// meanwhile waits for it.
+    fn play(&mut self, cx: &mut Cx<'c, S>, space: &AddressSpaceRef<'_, S>, on: bool);
 
     /// Runs `f`, and a worker beside it that keeps memory free, if the site has a CPU for one.
     fn beside_worker<R>(&mut self, cx: &mut Cx<'c, S>, f: impl FnOnce(&mut Cx<'c, S>, &mut Self) -> R) -> R
@@ -560,6 +560,11 @@ where
         site.beside_worker(cx, |cx, site| {
             let mut play = |cx: &mut Cx<'c, S>, guest: &Guest<'_, S>, writes: bool| {
                 site.play(cx, &guest.space, true);
+                accounting.check(
+                    "CPUs that have loaded the guest that they play",
+                    1,
+                    guest.space.tlb().asks_this_cpu(cx).into(),
+                )?;
                 let played = if writes { guest.write(cx, self.vm) } else { guest.check(cx, self.vm) };
                 site.play(cx, &guest.space, false);
                 played
