@@ -1,5 +1,6 @@
 //! The environment block: what of the machine matters for the figures below it.
 
+use crate::doctor::checks;
 use hugemm_inspect::environment::Environment;
 use hugemm_workloads::size::Size;
 
@@ -82,7 +83,7 @@ pub fn print(environment: &Environment) {
             guest.interrupt_controller
         );
     }
-    for warning in e.warnings() {
-        println!("  note      {warning}");
+    for note in checks::notes(e) {
+        println!("  note      {note}");
     }
 }

@@ -4,7 +4,6 @@
 //! fields are only ever added. What this machine does not tell is `null`, never a guess.
 
 mod read;
-mod warnings;
 
 use crate::cgroup::cpu_quota;
 use crate::memory::Region;

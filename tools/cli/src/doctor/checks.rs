@@ -1,7 +1,7 @@
 //! The checks: each looks at the facts and says ok, limits or blocks, and the one line to type.
 
 use super::facts::Facts;
-use hugemm_inspect::environment::PoolInfo;
+use hugemm_inspect::environment::{Environment, PoolInfo};
 use hugemm_inspect::limits::Bound;
 use hugemm_workloads::size::Size;
 
@@ -61,35 +61,30 @@ fn blocks(name: &'static str, fact: impl Into<String>, remedy: impl Into<String>
     Finding { state: State::Blocks, ..limits(name, fact, remedy) }
 }
 
-/// Every check, the machine first, then the kernel, then what is installed.
+/// Every check: of what every command notes before it measures, and of the rest.
 pub fn all(facts: &Facts) -> Vec<Finding> {
-    const CHECKS: [fn(&Facts) -> Finding; 20] = [
-        cpus,
-        quota,
-        features,
-        virtualisation,
-        governor,
-        load,
-        memory,
-        swap,
-        locked,
-        transparent,
-        defrag,
-        pool_2m,
-        pool_1g,
-        permissions,
-        zeroing,
-        balancing,
-        building,
-        targets,
-        qemu,
-        kvm,
-    ];
-    CHECKS.iter().map(|check| check(facts)).collect()
+    const CHECKS: [fn(&Facts) -> Finding; 10] =
+        [features, memory, locked, pool_2m, pool_1g, permissions, building, targets, qemu, kvm];
+    let of_facts = CHECKS.iter().map(|check| check(facts));
+    of_environment(&facts.environment).into_iter().chain(of_facts).collect()
 }
 
-fn cpus(facts: &Facts) -> Finding {
-    let cpu = &facts.environment.cpu;
+/// What disturbs measurements, or makes this machine unlike others.
+fn of_environment(environment: &Environment) -> Vec<Finding> {
+    const CHECKS: [fn(&Environment) -> Finding; 10] =
+        [cpus, quota, virtualisation, governor, load, swap, transparent, defrag, zeroing, balancing];
+    CHECKS.iter().map(|check| check(environment)).collect()
+}
+
+/// What of that is not as it should be, in a line each.
+pub fn notes(environment: &Environment) -> impl Iterator<Item = String> {
+    let bad = |finding: &Finding| finding.state != State::Ok;
+    let note = |Finding { name, fact, remedy, .. }| format!("{name}: {fact}; {}", remedy.unwrap_or_default());
+    of_environment(environment).into_iter().filter(bad).map(note)
+}
+
+fn cpus(environment: &Environment) -> Finding {
+    let cpu = &environment.cpu;
     let (usable, online) = (cpu.allowed_cpus.len(), cpu.online_cpus);
     let fact = format!("{usable} of {online} CPUs usable, {} cores", cpu.cores);
     match usable {
@@ -115,20 +110,14 @@ fn cpus(facts: &Facts) -> Finding {
     }
 }
 
-fn quota(facts: &Facts) -> Finding {
-    let usable = facts.environment.cpu.allowed_cpus.len() as f64;
-    match facts.environment.cpu_quota_cpus {
-        Some(quota) if quota < usable => {
-            let remedy = match &facts.cpu_max {
-                Some(file) => format!("echo max | sudo tee {}", file.display()),
-                None => "raise the CPU limit of the container or the service".to_owned(),
-            };
-            limits(
-                "CPU time",
-                format!("a cgroup allows {quota:.2} of {usable} CPUs: runs are stopped now and then"),
-                remedy,
-            )
-        }
+fn quota(environment: &Environment) -> Finding {
+    let usable = environment.cpu.allowed_cpus.len() as f64;
+    match environment.cpu_quota_cpus {
+        Some(quota) if quota < usable => limits(
+            "CPU time",
+            format!("a cgroup allows {quota:.2} of {usable} CPUs: runs are stopped now and then"),
+            "raise the CPU limit of the container or the service (cpu.max of its control group)",
+        ),
         _ => ok("CPU time", "no cgroup limits it"),
     }
 }
@@ -155,8 +144,8 @@ fn features(facts: &Facts) -> Finding {
     ok("CPU features", fact)
 }
 
-fn virtualisation(facts: &Facts) -> Finding {
-    let machine = &facts.environment.virtualization;
+fn virtualisation(environment: &Environment) -> Finding {
+    let machine = &environment.virtualization;
     let product = machine.product.as_deref().unwrap_or("unnamed");
     if machine.hypervisor {
         return limits(
@@ -168,14 +157,14 @@ fn virtualisation(facts: &Facts) -> Finding {
     ok("virtualisation", "bare metal")
 }
 
-fn governor(facts: &Facts) -> Finding {
-    let frequency = &facts.environment.frequency;
+fn governor(environment: &Environment) -> Finding {
+    let frequency = &environment.frequency;
     match frequency.governor.as_deref() {
         None => ok("frequency", "not governed from here"),
         Some("performance") if frequency.boost == Some(true) => limits(
             "frequency",
             "governor performance, boost on: short runs are faster than long ones",
-            match facts.environment.frequency.driver.as_deref() {
+            match environment.frequency.driver.as_deref() {
                 Some(driver) if driver.starts_with("intel") => {
                     "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
                 }
@@ -191,9 +180,9 @@ fn governor(facts: &Facts) -> Finding {
     }
 }
 
-fn load(facts: &Facts) -> Finding {
-    let cpus = facts.environment.cpu.allowed_cpus.len();
-    match facts.environment.load_average {
+fn load(environment: &Environment) -> Finding {
+    let cpus = environment.cpu.allowed_cpus.len();
+    match environment.load_average {
         None => ok("load", "not known"),
         Some([load, ..]) if load >= 0.5 * cpus as f64 || (cpus > 2 && load >= 1.5) => limits(
             "load",
@@ -222,8 +211,8 @@ fn memory(facts: &Facts) -> Finding {
     }
 }
 
-fn swap(facts: &Facts) -> Finding {
-    match facts.environment.memory.swap_used_bytes {
+fn swap(environment: &Environment) -> Finding {
+    match environment.memory.swap_used_bytes {
         Some(used) if used > 64 * MIB => limits(
             "swap",
             format!("{} are swapped out: memory is or was short", Size(used).rounded()),
@@ -234,7 +223,7 @@ fn swap(facts: &Facts) -> Finding {
 }
 
 fn locked(facts: &Facts) -> Finding {
-    match facts.memlock {
+    match facts.environment.memory.memlock_bytes {
         Some(bytes) if bytes < RECORDING && !facts.root => limits(
             "locked memory",
             format!("{} may be locked: too little to record traces for 'hugemm replay'", Size(bytes).rounded()),
@@ -245,28 +234,28 @@ fn locked(facts: &Facts) -> Finding {
     }
 }
 
-fn transparent(facts: &Facts) -> Finding {
+fn transparent(environment: &Environment) -> Finding {
     const NAME: &str = "transparent huge pages";
-    match &facts.thp {
+    match environment.transparent_huge_pages.deciding() {
         None => blocks(
             NAME,
             "this kernel has none; the default kind of memory needs them",
             "boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE=y, or use --kind hugetlb",
         ),
-        Some((mode, file)) if mode == "never" => {
+        Some(("never", file)) => {
             blocks(NAME, "off", format!("echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/{file}"))
         }
-        Some(_) if facts.environment.transparent_huge_pages.off_for_process => blocks(
+        Some(_) if environment.transparent_huge_pages.off_for_process => blocks(
             NAME,
             "off for this process and its children (set by a parent)",
             "start hugemm from another shell: the parent called prctl(PR_SET_THP_DISABLE)",
         ),
-        Some((mode, _)) => ok(NAME, mode.clone()),
+        Some((mode, _)) => ok(NAME, mode),
     }
 }
 
-fn defrag(facts: &Facts) -> Finding {
-    match facts.environment.transparent_huge_pages.defrag.as_deref() {
+fn defrag(environment: &Environment) -> Finding {
+    match environment.transparent_huge_pages.defrag.as_deref() {
         Some(mode @ ("never" | "defer")) => limits(
             "THP defrag",
             format!("{mode}: a fault takes a huge page only where one is free"),
@@ -310,8 +299,8 @@ fn permissions(facts: &Facts) -> Finding {
     limits("permissions", "not root: pools stay as they are, the preemption model may be unknown", "sudo hugemm …")
 }
 
-fn zeroing(facts: &Facts) -> Finding {
-    match facts.environment.kernel.init_on_alloc {
+fn zeroing(environment: &Environment) -> Finding {
+    match environment.kernel.init_on_alloc {
         Some(true) => limits(
             "kernel zeroing",
             "init_on_alloc=1: the kernel clears every page it allocates, so its side is slower",
@@ -322,9 +311,9 @@ fn zeroing(facts: &Facts) -> Finding {
     }
 }
 
-fn balancing(facts: &Facts) -> Finding {
-    let nodes = facts.environment.numa_nodes.len();
-    if facts.environment.kernel.numa_balancing == Some(true) && nodes > 1 {
+fn balancing(environment: &Environment) -> Finding {
+    let nodes = environment.numa_nodes.len();
+    if environment.kernel.numa_balancing == Some(true) && nodes > 1 {
         let fact = format!("{nodes} nodes, balancing on: pages move during a run");
         return limits("NUMA", fact, "sudo sysctl kernel.numa_balancing=0");
     }
@@ -378,7 +367,7 @@ fn kvm(facts: &Facts) -> Finding {
 mod tests {
     use super::*;
     use hugemm_inspect::cgroup::CgroupLimit;
-    use hugemm_inspect::environment::Environment;
+    use hugemm_inspect::topology::{HostNode, ThpSettings};
 
     /// A machine on which nothing is wrong.
     fn sound() -> Facts {
@@ -391,7 +380,9 @@ mod tests {
         environment.load_average = Some([0.1; 3]);
         environment.cpu_quota_cpus = None;
         environment.memory.swap_used_bytes = Some(0);
-        environment.transparent_huge_pages.defrag = Some("madvise".to_owned());
+        let madvise = || Some("madvise".to_owned());
+        (environment.memory.memlock_bytes, environment.transparent_huge_pages.enabled) = (None, madvise());
+        (environment.transparent_huge_pages.enabled_2m, environment.transparent_huge_pages.defrag) = (None, madvise());
         environment.transparent_huge_pages.off_for_process = false;
         let pool = |page_bytes| PoolInfo {
             page_bytes,
@@ -407,8 +398,6 @@ mod tests {
         Facts {
             environment,
             takeable: (64 * GIB, Bound::Machine),
-            memlock: None,
-            thp: Some(("madvise".to_owned(), "enabled")),
             pools_writable: vec![2 * MIB, GIB],
             root: true,
             primitives: vec![("rep-stosb", false), ("movnti", true)],
@@ -417,7 +406,6 @@ mod tests {
             cargo: Some("cargo".to_owned()),
             cc: Some("cc".to_owned()),
             targets_missing: Vec::new(),
-            cpu_max: None,
         }
     }
 
@@ -443,9 +431,17 @@ mod tests {
         let cgroup = CgroupLimit { file: "/sys/fs/cgroup/x/memory.max".into(), limit: GIB, used: 0, reclaimable: 0 };
         found(|f| f.takeable = (GIB / 2, Bound::Cgroup(cgroup.clone())), "memory", State::Blocks, "x/memory.max");
         found(|f| f.takeable = (GIB / 2, Bound::Commit), "memory", State::Blocks, "sysctl vm.overcommit_memory=0");
-        let never = Some(("never".to_owned(), "hugepages-2048kB/enabled"));
-        found(|f| f.thp = never.clone(), "transparent huge pages", State::Blocks, "hugepages-2048kB/enabled");
-        found(|f| f.thp = None, "transparent huge pages", State::Blocks, "--kind hugetlb");
+        let thp = |change: fn(&mut ThpSettings), remedy| {
+            found(
+                |f| change(&mut f.environment.transparent_huge_pages),
+                "transparent huge pages",
+                State::Blocks,
+                remedy,
+            );
+        };
+        thp(|thp| thp.enabled_2m = Some("never".to_owned()), "hugepages-2048kB/enabled");
+        thp(|thp| thp.enabled = None, "--kind hugetlb");
+        thp(|thp| thp.off_for_process = true, "another shell");
         found(|f| f.cargo = None, "Rust", State::Blocks, "https://rustup.rs");
         found(|f| f.cc = None, "Rust", State::Blocks, "apt-get install gcc");
     }
@@ -460,7 +456,20 @@ mod tests {
         found(|f| f.environment.load_average = Some([3.0; 3]), "load", State::Limits, "top");
         let governor = Some("powersave".to_owned());
         found(|f| f.environment.frequency.governor = governor.clone(), "frequency", State::Limits, "cpupower");
+        let performance = |f: &mut Facts| {
+            (f.environment.frequency.governor, f.environment.frequency.boost) =
+                (Some("performance".into()), Some(true));
+        };
+        found(performance, "frequency", State::Limits, "| sudo tee /sys/devices/system/cpu/");
         found(|f| f.environment.virtualization.hypervisor = true, "virtualisation", State::Limits, "bare metal");
+        found(|f| f.environment.cpu.cores = 2, "CPUs", State::Limits, "smt/control");
+        found(|f| f.environment.cpu.online_cpus = 8, "CPUs", State::Limits, "taskset -c 0-7");
+        found(|f| f.environment.memory.swap_used_bytes = Some(512 * MIB), "swap", State::Limits, "swapoff");
+        let two_nodes = |f: &mut Facts| {
+            let node = HostNode { id: 0, cpus: vec![], memory_bytes: 1, distances: vec![] };
+            (f.environment.numa_nodes, f.environment.kernel.numa_balancing) = (vec![node.clone(), node], Some(true));
+        };
+        found(two_nodes, "NUMA", State::Limits, "numa_balancing=0");
         found(
             |f| f.targets_missing = vec!["x86_64-unknown-none"],
             "Rust targets",
@@ -470,7 +479,7 @@ mod tests {
         found(|f| f.qemu = None, "QEMU", State::Limits, "apt-get install qemu-system-x86");
         let missing = "this machine has no /dev/kvm; use --accel tcg".to_owned();
         found(|f| f.kvm = Err(missing.clone()), "KVM", State::Limits, "--accel tcg");
-        let user = |f: &mut Facts| (f.root, f.memlock) = (false, Some(64 << 10));
+        let user = |f: &mut Facts| (f.root, f.environment.memory.memlock_bytes) = (false, Some(64 << 10));
         let bad: Vec<_> = {
             let mut facts = sound();
             user(&mut facts);

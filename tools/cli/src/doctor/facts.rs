@@ -7,9 +7,7 @@ use hugemm_clear::{Features, PrimitiveClass};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::limits::{Bound, Limits};
 use hugemm_inspect::roots::Roots;
-use hugemm_inspect::topology::ThpSettings;
 use rustix::fs::{Access, access};
-use std::path::PathBuf;
 use std::process::Command;
 
 /// Rust targets, and what needs them.
@@ -24,10 +22,6 @@ pub struct Facts {
     pub environment: Environment,
     /// Bytes that may be taken, and what bounds them.
     pub takeable: (u64, Bound),
-    /// The soft limit on locked memory.
-    pub memlock: Option<u64>,
-    /// The setting that decides on transparent huge pages, and its file below /sys/kernel/mm/transparent_hugepage.
-    pub thp: Option<(String, &'static str)>,
     /// Page sizes whose pool this process may resize.
     pub pools_writable: Vec<u64>,
     pub root: bool,
@@ -42,15 +36,12 @@ pub struct Facts {
     pub cc: Option<String>,
     /// The missing ones of [`TARGETS`].
     pub targets_missing: Vec<&'static str>,
-    /// The file with this process's own limit on CPU time.
-    pub cpu_max: Option<PathBuf>,
 }
 
 impl Facts {
     /// Looks at the running machine. Starts five small programs; takes a fraction of a second.
     pub fn read() -> Result<Self> {
         let environment = Environment::read()?;
-        let limits = Limits::read()?;
         let roots = Roots::default();
         let pools = environment.hugetlb_pools.iter().map(|pool| pool.page_bytes);
         let writable = |bytes: &u64| {
@@ -60,9 +51,7 @@ impl Facts {
         let pools_writable = pools.filter(writable).collect();
         let streaming = |class| class == PrimitiveClass::Streaming;
         Ok(Facts {
-            takeable: limits.takeable(),
-            memlock: limits.memlock,
-            thp: ThpSettings::read(&roots).deciding().map(|(mode, file)| (mode.to_owned(), file)),
+            takeable: Limits::read()?.takeable(),
             pools_writable,
             root: rustix::process::geteuid().is_root(),
             primitives: Features::detect().iter().map(|p| (p.name(), streaming(p.class()))).collect(),
@@ -75,7 +64,6 @@ impl Facts {
                 .map(|(name, _)| name)
                 .filter(|name| !image::has_target(name))
                 .collect(),
-            cpu_max: cpu_max(&roots),
             environment,
         })
     }
@@ -85,12 +73,4 @@ impl Facts {
 fn first_line(program: &str) -> Option<String> {
     let output = Command::new(program).arg("--version").output().ok().filter(|output| output.status.success())?;
     String::from_utf8_lossy(&output.stdout).lines().next().map(str::to_owned)
-}
-
-/// The file of the CPU limit of this process's own version 2 cgroup.
-fn cpu_max(roots: &Roots) -> Option<PathBuf> {
-    let own = std::fs::read_to_string(roots.proc.join("self/cgroup")).ok()?;
-    let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
-    let file = roots.sys.join("fs/cgroup").join(path).join("cpu.max");
-    file.is_file().then_some(file)
 }

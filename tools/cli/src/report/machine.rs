@@ -2,6 +2,7 @@
 //! other versions have more fields, or fewer.
 
 use super::plot::number;
+use crate::doctor::checks;
 use crate::document::Row;
 use crate::saved::{identity, plain};
 use hugemm_inspect::environment::Environment;
@@ -55,7 +56,7 @@ pub fn facts(environment: &Value) -> Vec<(&'static str, String)> {
     }
     // A document of another version may lack what the warnings need.
     if let Ok(environment) = Environment::deserialize(environment) {
-        facts.extend(environment.warnings().into_iter().map(|warning| ("note", warning)));
+        facts.extend(checks::notes(&environment).map(|note| ("note", note)));
     }
     facts.retain(|(_, text)| !text.is_empty());
     facts

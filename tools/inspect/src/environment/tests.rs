@@ -68,52 +68,6 @@ fn everything_is_read_and_survives_json() {
 }
 
 #[test]
-fn noise_is_warned_of() {
-    let m = noisy();
-    let mut env = Environment::read_from(&m.roots()).unwrap();
-    env.cpu_quota_cpus = Some(1.5);
-    env.regions.push(RegionInfo {
-        label: "guest".into(),
-        bytes: 100,
-        page_bytes: 2 << 20,
-        huge_bytes: 99,
-        huge_share: 0.9999,
-    });
-    let warnings = env.warnings();
-    let all = warnings.join("\n");
-    for part in [
-        "load average is 3.10 on 4 CPUs",
-        "virtual machine (Cloud Box)",
-        "governor is powersave",
-        "boost is on",
-        "4 CPUs are hyperthreads of 2 cores",
-        "may use 4 of 8 CPUs",
-        "a cgroup allows 1.50 of 4",
-        "NUMA balancing",
-        "transparent huge pages are off",
-        "512 MiB are swapped out",
-        "may be taken",
-        "region guest: only 99.9 %",
-    ] {
-        assert!(all.contains(part), "{part} is missing in\n{all}");
-    }
-    assert!(warnings.iter().all(|line| !line.contains('\n')));
-}
-
-#[test]
-fn a_quiet_machine_has_no_warnings() {
-    let m = FakeMachine::new();
-    m.file("proc/self/status", "Cpus_allowed_list:\t0-3\n")
-        .file("proc/loadavg", "0.10 0.20 0.30 1/2 3\n")
-        .file("sys/devices/system/cpu/online", "0-3\n")
-        .file("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance\n")
-        .file("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n");
-    let env = Environment::read_from(&m.roots()).unwrap();
-    assert_eq!(env.warnings(), Vec::<String>::new());
-    assert_eq!(env.kernel.preemption, None);
-}
-
-#[test]
 fn the_preemption_model_is_found_in_order() {
     let dynamic = "#1 SMP PREEMPT_DYNAMIC x";
     let cases = [
