@@ -26,10 +26,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-/// A pool's numbers of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStatus {
-    /// All pages of the pool, surplus ones included.
     pub total: u64,
     /// Pages that hold nothing.
     pub free: u64,
@@ -69,12 +67,10 @@ impl Default for HugetlbPool {
 }
 
 impl HugetlbPool {
-    /// The running machine's pools.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The pools described below the given roots.
     pub fn at(roots: Roots) -> Self {
         // One step is what an interruption waits for: about a second where memory is cold.
         Self { roots, step_bytes: 1 << 30 }
