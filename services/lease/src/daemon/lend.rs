@@ -1,0 +1,254 @@
+//! Lending: which file becomes whose, cut or grown to the length that is asked for.
+
+use super::{Daemon, PoolConfig, REST, State, refused};
+use crate::kept::MOST_NAME;
+use crate::left::Watch;
+use crate::memory_file::{FileError, MemoryFile};
+use crate::policy::{Asker, Refusal};
+use crate::service;
+use crate::stock::{Choice, choose};
+use crate::wire::{Leased, Refused, RefusedKind, Wish};
+use serde_json::json;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+/// After a file was taken out and could not grow, none is tried for half as much again for that long, and for so many times what the try
+/// took, or until a lease comes back. Whoever asks on and on, for less each time, so keeps a ready file from others for a fifth of the
+/// time at most: the tries of one pause take twice as long as its first.
+const GROW_AGAIN: Duration = Duration::from_millis(100);
+const GROW_AGAIN_TIMES: u32 = 9;
+
+impl State {
+    /// By how much no file is to grow at present.
+    fn growth(&self) -> u64 {
+        self.short.filter(|(_, until)| Instant::now() < *until).map_or(u64::MAX, |(bytes, _)| bytes)
+    }
+}
+
+impl Daemon {
+    /// Leases memory to the process `pid` of `asker`. May fill what is missing, in the caller's time, and says how much.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`]; nothing was taken then.
+    pub fn lease(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
+        let asked = Instant::now();
+        let result = self.lease_or_refuse(asker, pid, wish);
+        let mut state = self.state();
+        if result.is_ok() {
+            state.times.add(asked.elapsed());
+        }
+        match &result {
+            Ok((leased, _)) if leased.filled_late > 0 => state.counts.grown += 1,
+            Ok(_) => state.counts.hits += 1,
+            Err(Refused { kind: RefusedKind::Empty, .. }) => state.counts.misses += 1,
+            Err(_) => state.counts.refused += 1,
+        }
+        drop(state);
+        let (uid, bytes, ms) = (asker.uid, wish.bytes, asked.elapsed().as_micros() as f64 / 1e3);
+        match &result {
+            // Without the secret.
+            Ok((Leased { lease, filled_late, resumed, .. }, _)) => self.log(
+                "leased",
+                json!({
+                    "lease": lease, "uid": uid, "pid": pid, "bytes": bytes, "filled_late": filled_late,
+                    "keep": wish.keep.as_ref().map(|keep| &keep.name), "resumed": resumed, "ms": ms,
+                }),
+            ),
+            Err(Refused { kind, message }) => {
+                self.log(
+                    "refused",
+                    json!({ "uid": uid, "pid": pid, "bytes": bytes, "kind": kind, "message": message }),
+                );
+            }
+        }
+        result
+    }
+
+    fn lease_or_refuse(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
+        let PoolConfig { page, node, policy, .. } = &self.config;
+        let invalid = |message: String| Err(refused(RefusedKind::Invalid, message));
+        if wish.page.is_some_and(|wanted| wanted != *page) {
+            return invalid(format!("this daemon has pages of {page}; ask without --page, or ask another daemon"));
+        }
+        if wish.bytes == 0 || !wish.bytes.is_multiple_of(page.bytes()) {
+            return invalid(format!("{} bytes are not a multiple of the page size, {}", wish.bytes, page.bytes()));
+        }
+        if wish.bytes > self.config.size {
+            let message =
+                format!("{} bytes are more than the pool's {}; serve a larger one", wish.bytes, self.config.size);
+            return invalid(message);
+        }
+        if wish.node.is_some() && wish.node != *node {
+            return invalid(match node {
+                Some(node) => format!("this daemon's memory is on node {node}"),
+                None => "this daemon's memory may be on any node; serve one pool per node with --node".to_owned(),
+            });
+        }
+        if wish.keep.as_ref().is_some_and(|keep| keep.name.is_empty() || keep.name.len() > MOST_NAME) {
+            return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes"));
+        }
+        if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, wish.bytes, keep)) {
+            return resumed;
+        }
+        let lease = {
+            let mut state = self.state();
+            state.forget_returned(&self.watches);
+            let allowed = policy.allows(asker, wish.bytes, state.has(asker.uid), *node);
+            allowed.map_err(|why: Refusal| refused(RefusedKind::LendingPolicy, why.to_string()))?;
+            // Entered before anything is taken, so that two requests at once do not pass the quota together.
+            let keep = wish.keep.as_ref().map(|keep| keep.name.clone());
+            state.enter(asker, pid, wish.bytes, keep, None)
+        };
+        match self.take(asker, wish.bytes) {
+            Ok((file, filled_late, watch)) => {
+                if let Some(entered) = self.state().leases.get_mut(&lease) {
+                    entered.watch = watch;
+                }
+                let leased = Leased {
+                    lease,
+                    bytes: wish.bytes,
+                    page: *page,
+                    node: *node,
+                    filled_late,
+                    secret: None,
+                    resumed: false,
+                };
+                self.keep(asker, pid, leased, file, wish.keep.as_ref())
+            }
+            Err(why) => {
+                self.remove(lease);
+                Err(why)
+            }
+        }
+    }
+
+    /// A file of the length, marked as lent, how many bytes of it were filled just now, and what says whether anybody has it.
+    fn take(&self, asker: Asker, bytes: u64) -> Result<(MemoryFile, u64, Option<Watch>), Refused> {
+        let short = |had, why: &str| {
+            let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
+            Err(refused(RefusedKind::Empty, message))
+        };
+        loop {
+            let began = Instant::now();
+            let mut file = {
+                let mut state = self.state();
+                let index = match choose(&state.lengths(), bytes, state.growth()) {
+                    Choice::Exact(index) | Choice::Cut(index) | Choice::Grow(index) => index,
+                    Choice::Short(had) => return short(had, "it could not grow just now; ask again in a while"),
+                    Choice::Empty => {
+                        let why = state.waiting().unwrap_or_else(|| "it is being filled".to_owned());
+                        return Err(refused(RefusedKind::Empty, format!("nothing is ready: {why}")));
+                    }
+                };
+                state.ready.swap_remove(index)
+            };
+            service::let_go(&file);
+            let had = file.bytes();
+            // Whoever fills is told when it is certain that something is missing, and whether a program starts.
+            let prepared = prepare(&mut file, had, bytes);
+            let watch = || self.watches.add(&file);
+            match prepared.and_then(|()| file.make_lent_after(asker.uid, asker.gid, watch)) {
+                Ok(watch) => {
+                    let late = bytes.saturating_sub(had);
+                    let mut state = self.state();
+                    state.counts.filled_late_bytes += late;
+                    if state.put_off.is_none_or(|since| since.elapsed() >= 2 * REST) {
+                        state.put_off = Some(Instant::now());
+                    }
+                    self.changed.notify_all();
+                    return Ok((file, late, watch));
+                }
+                // It goes back to the kernel, which knows which page of it is broken.
+                Err(FileError::HwPoisoned) => {
+                    self.state().counts.poisoned += 1;
+                    self.changed.notify_all();
+                    self.log("poisoned", json!({ "bytes": file.bytes() }));
+                }
+                Err(why) => {
+                    let whole = file.resize(had).is_ok();
+                    if whole {
+                        service::store(&file);
+                    }
+                    let mut state = self.state();
+                    if bytes > had {
+                        let until = Instant::now() + GROW_AGAIN.max(began.elapsed() * GROW_AGAIN_TIMES);
+                        // A short try does not end the pause after a long one.
+                        let until = state.short.map_or(until, |(_, before)| before.max(until));
+                        let less = state.growth().min((bytes - had) / 2);
+                        state.short = Some((less, until));
+                    }
+                    state.ready.extend(whole.then_some(file));
+                    self.changed.notify_all();
+                    return short(had, &why.to_string());
+                }
+            }
+        }
+    }
+}
+
+/// Makes a file of `had` filled bytes one of `bytes`, all there and none broken.
+fn prepare(file: &mut MemoryFile, had: u64, bytes: u64) -> Result<(), FileError> {
+    if bytes != had {
+        file.resize(bytes)?;
+    }
+    if bytes > had {
+        fill_in_parallel(file, had, bytes)?;
+    }
+    file.check()
+}
+
+/// Fills a part by all CPUs, for somebody waits.
+fn fill_in_parallel(file: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
+    let page = file.page().bytes();
+    let pages = (to - from) / page;
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u64).min(pages).max(1);
+    std::thread::scope(|scope| {
+        let parts: Vec<_> = (0..threads)
+            .map(|n| (from + pages * n / threads * page, from + pages * (n + 1) / threads * page))
+            .map(|(from, to)| scope.spawn(move || file.populate(from, to)))
+            .collect();
+        parts.into_iter().try_for_each(|part| part.join().unwrap_or(Err(FileError::NoPages)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory_file::Page;
+    use crate::policy::LendingPolicy;
+    use crate::stock::Shapes;
+
+    /// Who asks again and again for more than can be had does not keep what is ready from others.
+    #[test]
+    fn a_file_that_cannot_grow_stays_ready() {
+        let page = Page::Transparent;
+        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
+        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+        let file = MemoryFile::new(page, page.bytes()).expect("a file");
+        let lease = |bytes| {
+            let wish = Wish { bytes, page: None, node: None, keep: None };
+            daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish)
+        };
+        daemon.fill_ended(Some(file));
+        let refusal = |bytes| lease(bytes).expect_err("too long").message;
+        // The kernel refuses at once.
+        let long = 1 << 63;
+        assert!(refusal(long).contains("ftruncate"), "tried");
+        assert!(refusal(long).contains("just now") && refusal(long + page.bytes()).contains("just now"), "not again");
+        assert!(refusal(long - page.bytes()).contains("just now"), "nor for a page less");
+        assert_eq!(daemon.state().growth(), (long - page.bytes()) / 2, "much less may be had");
+        daemon.state().short = Some((page.bytes(), Instant::now()));
+        assert!(refusal(long).contains("ftruncate"), "tried again, later");
+        // As after a try that took long, of more than twice as much.
+        let until = Instant::now() + Duration::from_secs(60);
+        daemon.state().short = Some((long, until));
+        assert!(refusal(long).contains("ftruncate"), "less than that");
+        assert_eq!(daemon.state().short.map(|(_, until)| until), Some(until), "a short try ends no long pause");
+        let (leased, file) = lease(page.bytes()).expect("nobody else waits");
+        drop(file);
+        assert!(daemon.state().growth() < long);
+        daemon.end(leased.lease);
+        assert_eq!(daemon.state().growth(), u64::MAX, "its memory is there again");
+    }
+}

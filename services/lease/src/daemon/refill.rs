@@ -1,0 +1,162 @@
+//! Refilling, as the thread that fills is told of it and tells: what is missing, when it waits, how far it is.
+
+use super::{Daemon, State};
+use crate::memory_file::MemoryFile;
+use crate::service;
+use crate::status::Filling;
+use crate::stock::missing;
+use serde_json::json;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+/// A chunk that takes longer than this is filled by a thread that others keep from running: it takes hundredths of a second, the
+/// largest page some tenths.
+const STARVES: Duration = Duration::from_secs(2);
+
+/// How long nothing is filled after a file was lent: its program starts then, and filling beside it has it wait for memory and
+/// caches. Then filling has its turn for as long, whoever leases meanwhile: many small leases put it off half of the time at most.
+pub(crate) const REST: Duration = Duration::from_millis(100);
+
+impl State {
+    /// Why nothing is filled though something is missing: what the thread that fills has said, or that it cannot say anything.
+    pub(super) fn waiting(&self) -> Option<String> {
+        let starves = || {
+            let since = self.chunk.map(|since| since.elapsed()).filter(|since| *since > STARVES)?;
+            let seconds = since.as_secs();
+            Some(format!("filling gets no idle CPU for {seconds} s; name CPUs that have some with --cpus, or wait"))
+        };
+        self.waiting.clone().or_else(starves)
+    }
+}
+
+impl Daemon {
+    /// Waits until something is missing, and says how long it is to be. `None`: the daemon stops.
+    pub(crate) fn wait_for_missing(&self) -> Option<u64> {
+        let mut state = self.state();
+        loop {
+            if state.stopping {
+                return None;
+            }
+            if !state.drained
+                && let Some(bytes) = missing(&self.config.shapes.0, &state.lengths())
+            {
+                state.filling = Some(Filling { bytes, done: 0 });
+                return Some(bytes);
+            }
+            state.waiting = None;
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits for `pause`; false if there is nothing to go on with: the daemon stops, or is drained.
+    pub(crate) fn may_go_on(&self, pause: Duration) -> bool {
+        let state = self.state();
+        let idle = |state: &mut State| !state.stopping && !state.drained;
+        let waited = self.changed.wait_timeout_while(state, pause, idle);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        !state.stopping && !state.drained
+    }
+
+    /// How much is left of the time after a lease in which nothing is filled.
+    pub(crate) fn rest(&self) -> Duration {
+        self.state().put_off.map_or(Duration::ZERO, |since| REST.saturating_sub(since.elapsed()))
+    }
+
+    /// A chunk is being filled from now on.
+    pub(crate) fn fills(&self) {
+        self.state().chunk = Some(Instant::now());
+    }
+
+    /// A chunk has been filled, in `time`, with so much CPU time.
+    pub(crate) fn filled(&self, bytes: u64, time: Duration, cpu: Duration) {
+        let mut state = self.state();
+        (state.waiting, state.chunk) = (None, None);
+        if let Some(filling) = &mut state.filling {
+            filling.done += bytes;
+        }
+        state.counts.filled_bytes += bytes;
+        state.counts.fill_ns += time.as_nanos() as u64;
+        state.counts.fill_cpu_ns += cpu.as_nanos() as u64;
+    }
+
+    /// Why it does not go on at present.
+    pub(crate) fn waits(&self, why: String) {
+        let mut state = self.state();
+        (state.waiting, state.chunk) = (Some(why), None);
+    }
+
+    /// A file is full, or was given up.
+    pub(crate) fn fill_ended(&self, file: Option<MemoryFile>) {
+        if let Some(file) = &file {
+            // Before anybody can have it: the manager is told to let go of it after it was told to hold it.
+            service::store(file);
+        }
+        let mut state = self.state();
+        state.filling = None;
+        let Some(file) = file else { return };
+        if state.drained {
+            drop(state);
+            // In the meantime: back to the kernel.
+            service::let_go(&file);
+            return;
+        }
+        let bytes = file.bytes();
+        state.ready.push(file);
+        self.changed.notify_all();
+        drop(state);
+        self.log("filled", json!({ "bytes": bytes }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::daemon::PoolConfig;
+    use crate::memory_file::Page;
+    use crate::policy::{Asker, LendingPolicy};
+    use crate::stock::Shapes;
+    use crate::wire::{RefusedKind, Wish};
+
+    /// Who asks for what is not to be had does not keep the daemon from filling, and who leases again and again keeps it at most
+    /// half of the time.
+    #[test]
+    fn filling_is_not_put_off_for_ever() {
+        let page = Page::Transparent;
+        let (shapes, policy) = (Shapes(vec![page.bytes(); 2]), LendingPolicy::closed(0));
+        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+        let lease = |bytes| {
+            let wish = Wish { bytes, page: None, node: None, keep: None };
+            daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish)
+        };
+        let fill = || daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        fill();
+        // Longer than any file: the kernel refuses at once.
+        assert_eq!(lease(1 << 63).expect_err("too long").kind, RefusedKind::Empty);
+        assert_eq!((daemon.rest(), daemon.status().ready), (Duration::ZERO, vec![page.bytes()]));
+        let leased_again = |after: Duration| {
+            daemon.state().put_off = Instant::now().checked_sub(after);
+            fill();
+            lease(page.bytes()).expect("leased");
+            daemon.rest() > Duration::ZERO
+        };
+        assert!(!leased_again(REST), "filling has its turn first");
+        assert!(leased_again(2 * REST));
+    }
+
+    /// A thread at idle priority that gets no CPU says nothing; its daemon does.
+    #[test]
+    fn filling_that_gets_no_cpu_is_seen() {
+        let shapes = Shapes(vec![Page::Huge2M.bytes()]);
+        let policy = LendingPolicy::closed(0);
+        let daemon =
+            Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: Page::Huge2M.bytes(), policy });
+        assert_eq!(daemon.wait_for_missing(), Some(Page::Huge2M.bytes()));
+        daemon.fills();
+        assert_eq!(daemon.waiting(), (None, true));
+        daemon.state().chunk = Instant::now().checked_sub(STARVES + Duration::from_secs(1));
+        assert!(daemon.waiting().0.is_some_and(|why| why.contains("no idle CPU for 3 s")));
+        assert_eq!(daemon.status().waiting, daemon.waiting().0);
+        daemon.filled(Page::Huge2M.bytes(), Duration::ZERO, Duration::ZERO);
+        assert_eq!(daemon.waiting(), (None, true));
+    }
+}
