@@ -8,8 +8,8 @@
 //! (pages still in use become surplus, which the kernel frees as the process exits), or, where that fails, the exact
 //! command that does it is printed; and the process ends as the signal would have ended it.
 //!
-//! A signal that was ignored when the process started (`nohup`, a background job of a script) stays ignored. SIGKILL
-//! cannot be caught: after it a raised pool stays raised.
+//! A signal that was ignored when the process started (`nohup`, a background job of a script) stays ignored. After
+//! SIGKILL, which cannot be caught, a shell puts the pools back (`pool/survivor.rs`).
 
 use crate::pool;
 use crate::roots::{field, text};

@@ -12,6 +12,7 @@
 //!   ([`Limits::check_machine`]).
 
 mod files;
+mod survivor;
 
 use crate::interrupt;
 use crate::limits::Limits;
@@ -25,6 +26,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
+use survivor::Survivor;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStatus {
@@ -181,6 +183,8 @@ struct Entry {
     added: AtomicU64,
     /// The setting before the first addition, for the message of last resort.
     original: AtomicU64,
+    /// What puts the pool back if this process is killed; from the first addition on. Used under [`TURN`] only.
+    survivor: Mutex<Option<Survivor>>,
 }
 
 /// Every entry that may have pages to give back. Held for moments only.
@@ -252,13 +256,21 @@ impl Entry {
         let _exclusive = self.files.exclusive();
         let before = self.files.persistent().map_err(Refusal)?;
         let target = before.checked_add(pages).ok_or_else(|| Refusal(ErrorKind::InvalidInput.into()))?;
-        if self.added.load(Ordering::Relaxed) == 0 {
+        let added = self.added.load(Ordering::Relaxed);
+        if added == 0 {
             self.original.store(before, Ordering::Relaxed);
         }
+        let mut survivor = lock(&self.survivor);
+        if survivor.is_none() {
+            *survivor = Survivor::start(&self.files);
+        }
+        let mut tell = |added, step| survivor.iter_mut().for_each(|survivor| survivor.tell(added, step, before));
+        tell(added, pages);
         let written = self.files.set(target);
         // Even a failed write may have added pages.
         let given = self.files.persistent().unwrap_or(before).saturating_sub(before).min(pages);
         self.added.fetch_add(given, Ordering::Relaxed);
+        tell(added + given, 0);
         written.map_err(Refusal)?;
         Ok(given)
     }
@@ -277,11 +289,13 @@ impl Entry {
             anyhow!("the pool of {size} pages could not be put back ({why}); run `{command}`")
         })?;
         self.added.store(0, Ordering::Relaxed);
+        lock(&self.survivor).iter_mut().for_each(|survivor| survivor.tell(0, 0, 0));
         Ok(())
     }
 }
 
-/// Keeps a pool raised; puts it back when dropped, or on the second Ctrl-C.
+/// Keeps a pool raised; puts it back when dropped, or on the second Ctrl-C. If the process is killed, a shell that it has started
+/// does it.
 ///
 /// Drop the memory that was mapped from the pool first. If putting it back fails on drop, the command that does it is
 /// printed to standard error; [`release`](Self::release) returns that as an error instead.
@@ -293,7 +307,13 @@ pub struct PoolGuard {
 
 impl PoolGuard {
     fn register(files: PoolFiles, size: PageSize) -> Self {
-        let entry = Arc::new(Entry { files, size, added: AtomicU64::new(0), original: AtomicU64::new(0) });
+        let entry = Arc::new(Entry {
+            files,
+            size,
+            added: AtomicU64::new(0),
+            original: AtomicU64::new(0),
+            survivor: Mutex::default(),
+        });
         lock(&ENTRIES).push(Arc::clone(&entry));
         Self { entry }
     }

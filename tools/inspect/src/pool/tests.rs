@@ -74,6 +74,31 @@ fn two_guards_put_back_in_any_order() {
     assert_eq!(setting(&m), "0");
 }
 
+/// As after SIGKILL: whatever was told last is the end of it.
+#[test]
+fn what_a_killed_program_had_added_is_taken_away() {
+    // Pages of the pool, surplus ones among them; added, being added, the pool before that; what is left.
+    for (nr, surplus, told, left) in [
+        (20, 0, Some((7, 0, 3)), 13),
+        (20, 2, Some((7, 0, 3)), 11),
+        (8, 0, Some((0, 10, 3)), 3),
+        (18, 0, Some((10, 10, 13)), 3),
+        (30, 0, Some((0, 10, 3)), 20),
+        (2, 0, Some((0, 10, 3)), 2),
+        (2, 0, Some((7, 0, 0)), 0),
+        (20, 0, Some((0, 0, 3)), 20),
+        (20, 0, None, 20),
+    ] {
+        let m = machine(nr, true);
+        m.file(&format!("{DIR}/surplus_hugepages"), &format!("{surplus}\n"));
+        let files = PoolFiles { directory: m.path().join(DIR), node: None };
+        let mut survivor = Survivor::start(&files).expect("a shell");
+        told.into_iter().for_each(|(added, step, before)| survivor.tell(added, step, before));
+        drop(survivor);
+        assert_eq!(setting(&m), left.to_string(), "{nr}, {surplus}, {told:?}");
+    }
+}
+
 #[test]
 fn a_short_pool_is_put_back_and_says_why() {
     let m = machine(1, false);
