@@ -1,6 +1,6 @@
 //! A client's side: ask a daemon, get a descriptor.
 
-use crate::server::connect;
+use crate::server::{connect, socket};
 use crate::wire::{self, Answer, Forget, KeepAs, Leased, Refused, Request, Seen, Wish};
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -39,7 +39,14 @@ pub enum ClientError {
     },
     /// The connection broke, or what came was no answer.
     #[error("lease daemon: {0}")]
-    Connection(#[from] io::Error),
+    Connection(io::Error),
+}
+
+// Not its source: the message has it.
+impl From<io::Error> for ClientError {
+    fn from(error: io::Error) -> Self {
+        ClientError::Connection(error)
+    }
 }
 
 fn way_out(cause: &io::Error) -> &'static str {
@@ -152,15 +159,14 @@ impl Connection {
         connect(path).map(Connection).map_err(|cause| ClientError::NoDaemon { path: path.to_owned(), cause })
     }
 
-    /// Asks something and waits for the answer: for a lease as long as filling takes, if that has to be waited for; for anything
-    /// else five seconds.
+    /// Asks something and waits for the answer: five seconds, and for a lease, which may have to be filled, as long as the daemon
+    /// answers others.
     ///
     /// # Errors
     ///
     /// [`ClientError::Refused`], [`ClientError::Connection`].
     pub fn ask(&self, request: &Request) -> Result<(Answer, Option<OwnedFd>), ClientError> {
-        let patience = (!matches!(request, Request::Lease(_))).then_some(PATIENCE);
-        set_socket_timeout(&self.0, Timeout::Recv, patience).map_err(io::Error::from)?;
+        set_socket_timeout(&self.0, Timeout::Recv, Some(PATIENCE)).map_err(io::Error::from)?;
         match wire::send(self.0.as_fd(), request, None) {
             // A daemon that has nothing for this user says so at once, and closes the connection.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
@@ -169,6 +175,12 @@ impl Connection {
         let mut answer = wire::receive(self.0.as_fd());
         if answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset) {
             // The kernel tells first that the request was not read, then what was said before.
+            answer = wire::receive(self.0.as_fd());
+        }
+        while matches!(request, Request::Lease(_))
+            && answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+        {
+            self.again()?.ask(&Request::Status {})?;
             answer = wire::receive(self.0.as_fd());
         }
         let answer = answer.map_err(|error| match error.kind() {
@@ -180,6 +192,14 @@ impl Connection {
             Some((Answer::Refused(refused), _)) => Err(ClientError::Refused(refused)),
             Some(answer) => Ok(answer),
         }
+    }
+
+    /// Another connection to the same daemon.
+    fn again(&self) -> io::Result<Self> {
+        let daemon = rustix::net::getpeername(&self.0)?.ok_or(io::ErrorKind::NotConnected)?;
+        let fd = socket()?;
+        rustix::net::connect(&fd, &daemon)?;
+        Ok(Connection(fd))
     }
 
     /// Leases memory that is kept as `name`, with its bytes if it is kept already. `file` has its secret: the first lease makes it,

@@ -162,7 +162,10 @@ impl<M: Machine> Filler<'_, M> {
                     daemon.filled(chunk, machine.now() - time, background::cpu_time() - cpu);
                 }
                 Err(FileError::NoPages) => {
-                    daemon.waits(no_pages(page, bytes - done, 0, self.manners.keep_free));
+                    daemon.waits(match machine.free() {
+                        Some(free) if free >= chunk => not_ours(bytes - done, free),
+                        _ => no_pages(page, bytes - done, 0, self.manners.keep_free),
+                    });
                     if !machine.wait(daemon, RETRY) {
                         return None;
                     }
@@ -183,6 +186,14 @@ fn no_file(page: Page, error: FileError) -> String {
         Page::Huge1G => format!("no file of 1 GiB pages: {error}; boot with hugepagesz=1G hugepages=N"),
         _ => format!("no file of {page} pages: {error}"),
     }
+}
+
+/// The kernel has pages, and does not give them to this process.
+fn not_ours(missing: u64, free: u64) -> String {
+    format!(
+        "{missing} bytes missing, and the kernel keeps the {free} that are free in its pool from this daemon: by a limit of its \
+         control group (hugetlb.2MB.max, say), or because they are on another node; see: hugemm pool doctor"
+    )
 }
 
 fn no_pages(page: Page, missing: u64, free: u64, keep_free: u64) -> String {
@@ -273,6 +284,46 @@ mod tests {
                 let rate = all as f64 / machine.now().as_secs_f64();
                 assert!(!late.is_zero() || rate > 0.9 * cap as f64, "and it is used: {rate} of {cap}");
             }
+        }
+    }
+
+    /// Whoever has too few pages is told what to add; whoever may not have those that are there is not.
+    #[test]
+    fn why_there_are_no_pages_is_said_as_it_is() {
+        struct Full(u64);
+        impl Machine for Full {
+            fn now(&self) -> Duration {
+                Duration::ZERO
+            }
+            fn wait(&self, daemon: &Daemon, _: Duration) -> bool {
+                daemon.waiting().0.is_none()
+            }
+            fn is_busy(&self) -> bool {
+                false
+            }
+            fn free(&self) -> Option<u64> {
+                Some(self.0)
+            }
+            fn fill(&self, _: &MemoryFile, _: u64, _: u64) -> Result<(), FileError> {
+                Err(FileError::NoPages)
+            }
+        }
+        let page = Page::Huge2M;
+        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
+        for (free, said) in [(page.bytes(), "hugetlb.2MB.max"), (0, "for 1 pages more: echo")] {
+            let shapes = shapes.clone();
+            let config = PoolConfig { page, node: None, shapes, size: page.bytes(), policy: policy.clone() };
+            let daemon = Daemon::new(config);
+            let mut filler = Filler {
+                machine: &Full(free),
+                daemon: &daemon,
+                manners: &Manners::default(),
+                throttle: &mut Throttle::new(1 << 30),
+                looked: None,
+            };
+            assert!(filler.file(page.bytes()).is_none());
+            let why = daemon.waiting().0.expect("it waits");
+            assert!(why.contains(said), "{why}");
         }
     }
 

@@ -24,15 +24,18 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::time::{Duration, Instant};
 
-/// Why a program cannot be started on a lease. It can be started without.
+/// Why a program cannot be started on a lease.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// No filter.
+    /// No filter. The program can be started without.
     #[error(transparent)]
     Filter(#[from] FilterError),
-    /// No process for the supervisor.
+    /// No process for the supervisor. The program can be started without.
     #[error("cannot start the lease's supervisor: {0}")]
     Supervisor(io::Error),
+    /// The supervisor was killed before it had begun. The filter is there: a program would find that its memory cannot be made.
+    #[error("the lease's supervisor ended ({0}), and no program can make memory of that length here; start it anew")]
+    Gone(io::Error),
 }
 
 /// What came of it.
@@ -47,7 +50,7 @@ pub struct Attached {
 ///
 /// # Errors
 ///
-/// [`AttachError`]: nothing has changed but `no_new_privs`, and the lease is over.
+/// [`AttachError`]: the lease is over, and nothing has changed but `no_new_privs`, or as [`AttachError::Gone`] says.
 pub fn attach(lease: Lease) -> Result<Attached, AttachError> {
     let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let pair = pair.map_err(io::Error::from).and_then(|(ours, theirs)| Ok((split()?, ours, theirs)));
@@ -77,7 +80,7 @@ fn report_to(supervisor: OwnedFd, length: u64) -> Result<Attached, AttachError> 
     // The supervisor gets it, or ends, and with it the filter's power over this process but for calls of that length.
     // Nothing is waited for: the filter is there in either case.
     let sent = crate::wire::send(supervisor.as_fd(), &(), Some(listener.as_fd()));
-    sent.map(|()| Attached { no_new_privs }).map_err(AttachError::Supervisor)
+    sent.map(|()| Attached { no_new_privs }).map_err(AttachError::Gone)
 }
 
 /// Which of the two a process is.
@@ -154,11 +157,6 @@ fn run(from_program: OwnedFd, lease: Lease) -> io::Result<()> {
 
 /// Closes everything else: a program waits for the end of pipes that its starter had open. Standard streams go nowhere.
 fn keep_only(fds: &[i32]) -> io::Result<()> {
-    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-    rustix::stdio::dup2_stdin(&null)?;
-    rustix::stdio::dup2_stdout(&null)?;
-    rustix::stdio::dup2_stderr(&null)?;
-    drop(null);
     let mut keep = fds.to_vec();
     keep.sort_unstable();
     let mut from = 3;
@@ -170,6 +168,12 @@ fn keep_only(fds: &[i32]) -> io::Result<()> {
         }
         from = end.map_or(u32::MAX, |fd| fd as u32 + 1);
     }
+    // Now there is a free number, however few the process may have.
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    rustix::stdio::dup2_stderr(&null)?;
+    drop(null);
     rustix::process::chdir("/")?;
     let name = c"hugemm-lease";
     // SAFETY: a string with its end.

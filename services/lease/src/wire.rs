@@ -185,8 +185,12 @@ pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option
     if got.bytes == 0 {
         return Ok(None);
     }
-    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
-        return Err(io::Error::new(ErrorKind::InvalidData, "a packet longer than any that is sent"));
+    let invalid = |what| Err(io::Error::new(ErrorKind::InvalidData, what));
+    if got.flags.contains(ReturnFlags::TRUNC) {
+        return invalid("a packet longer than any that is sent");
+    }
+    if got.flags.contains(ReturnFlags::CTRUNC) {
+        return invalid("no free descriptor for the one that came (ulimit -n), or more than one came");
     }
     let what = serde_json::from_slice(&bytes[..got.bytes])?;
     Ok(Some((what, fd)))

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use args::{Lease, Mode};
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
 use hugemm_lease::preload::{self, Offer};
-use hugemm_lease::supervisor::{attach, private_by_arguments};
+use hugemm_lease::supervisor::{AttachError, attach, private_by_arguments};
 use hugemm_lease::wire::{Request, Wish};
 use hugemm_workloads::size::Size;
 use rustix::fs::{Access, SealFlags, access};
@@ -104,7 +104,7 @@ fn start_on(args: &Lease, lease: Leased, libraries: Option<OsString>) -> Result<
             eprintln!("hugemm lease: without CAP_SYS_ADMIN, setuid helpers of {} will not work", name(&args.command));
         }
         Ok(_) => {}
-        Err(error) if args.require => return Err(error.into()),
+        Err(error) if args.require || matches!(error, AttachError::Gone(_)) => return Err(error.into()),
         Err(error) => {
             eprintln!("hugemm lease: {error}; {} is started without; see --mode preload", name(&args.command));
         }

@@ -1,10 +1,10 @@
 //! Clients, supervisors and daemons, each killed before each of its system calls.
 
-use crate::LEASE;
 use crate::roles::{gone, me};
 use crate::served::{PROCESSES, PROGRAM, SUPERVISOR, Served, new_socket, rest};
 use crate::support::{PAGE, Pool};
 use crate::tracer::{Then, trace};
+use crate::{LEASE, goes_on};
 use hugemm_lease::client::Connection;
 use hugemm_lease::wire::Request;
 use std::collections::BTreeSet;
@@ -32,6 +32,7 @@ pub(crate) fn clients_and_supervisors_are_killed(pool: &Pool) {
     steps.extend((0..calls[SUPERVISOR]).map(|n| (SUPERVISOR, n, Then::KillOther(PROGRAM))));
     let (mut seen, mut answers) = (BTreeSet::new(), BTreeSet::new());
     for (process, number, then) in steps {
+        goes_on();
         daemon.wait_until_idle();
         let output = trace(&mut daemon.client("plain"), |stop| {
             if (stop.process, stop.number) == (process, number) { then } else { Then::Go }
@@ -60,6 +61,7 @@ pub(crate) fn clients_and_supervisors_are_killed(pool: &Pool) {
 pub(crate) fn the_daemon_is_killed(pool: &Pool) {
     let mut binds = None;
     for number in 0.. {
+        goes_on();
         let socket = new_socket();
         let name = socket.to_str().expect("UTF-8");
         let mut client = me(&["client", name, "stays"]);

@@ -37,6 +37,13 @@ fn main() {
     }
 }
 
+/// Whatever hangs ends the test program, and that all that it traces. To be called before each step: how many of them take how long is
+/// a matter of what else runs, for the daemon fills at idle priority.
+fn goes_on() {
+    // SAFETY: a timer of this process.
+    unsafe { libc::alarm(600) };
+}
+
 /// A name, and what is done.
 type Test = (&'static str, fn(&Pool));
 
@@ -53,9 +60,7 @@ fn tests() {
     ];
     let Some(pool) = Pool::with_free(4 * LEASE / PAGE) else { return };
     for (name, test) in tests {
-        // Whatever hangs ends the test program, and that all that it traces.
-        // SAFETY: a timer of this process.
-        unsafe { libc::alarm(300) };
+        goes_on();
         test(&pool);
         pool.wait_until_lacks(0);
         println!("test {name} ... ok");

@@ -1,10 +1,10 @@
 //! Programs that make it difficult: that move the descriptor meanwhile, have filters and listeners, start others, call as of old.
 
-use crate::LEASE;
 use crate::roles::DONE;
 use crate::served::{PROGRAM, SUPERVISOR, Served, rest};
 use crate::support::Pool;
 use crate::tracer::{Then, trace};
+use crate::{LEASE, goes_on};
 use rustix::io::Errno;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
@@ -18,6 +18,7 @@ const ADD_FD: u64 = 0x4018_2103;
 pub(crate) fn a_descriptor_changes(_: &Pool, how: &str) {
     let daemon = Served::start();
     for number in 0.. {
+        goes_on();
         daemon.wait_until_idle();
         let mut command = daemon.client(how);
         let (read, mut write) = std::io::pipe().expect("a pipe");

@@ -16,6 +16,7 @@ use hugemm_lease::wire::{KeepAs, Wish};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
+use rustix::process::Signal;
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -31,8 +32,10 @@ pub(crate) fn me(words: &[&str]) -> Command {
 }
 
 pub(crate) fn daemon(path: &Path) {
+    // Tests that hang are ended by a signal, and nobody else would end it.
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).expect("a process");
     let shapes = Shapes::new(&[(LEASE, 1)], LEASE, PAGE).expect("a shape");
-    // SAFETY: the first thing that this process does.
+    // SAFETY: the first thing that this process does with descriptors.
     let inherited = unsafe { service::inherited() }.expect("what is passed makes sense");
     let listener = inherited.listener.map_or_else(|| Listener::bind(path, false), Ok).expect("a socket");
     let policy = LendingPolicy::closed(rustix::process::geteuid().as_raw());
