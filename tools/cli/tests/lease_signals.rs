@@ -11,7 +11,7 @@ use hugemm_inspect::pool::HugetlbPool;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use support::lease::{Daemon, pool};
@@ -53,6 +53,22 @@ fn job(words: &[&str]) -> Command {
 fn interrupt(job: &Child) {
     // SAFETY: the group of a child that has not been waited for.
     assert_eq!(unsafe { libc::kill(-(job.id() as i32), libc::SIGINT) }, 0);
+}
+
+/// Waits for the end. Nothing to do with a job's speed: one that waits for what its program has would wait for ten minutes.
+#[track_caller]
+fn end_of(job: &mut Child, what: &str) -> ExitStatus {
+    let end = Instant::now() + Duration::from_secs(120);
+    loop {
+        match job.try_wait().expect("looked") {
+            Some(status) => return status,
+            None if Instant::now() >= end => {
+                job.kill().expect("killed");
+                panic!("{what}");
+            }
+            None => sleep(Duration::from_millis(20)),
+        }
+    }
 }
 
 /// What a traced command did.
@@ -156,19 +172,7 @@ fn a_daemon_ends_while_it_fills() {
     BufReader::new(program.stdout.take().expect("piped")).read_line(&mut lent).expect("a line");
     assert_eq!(lent, "lent\n");
     interrupt(&daemon);
-    // Nothing to do with its speed: a daemon that waits for its holder would wait for ten minutes.
-    let end = Instant::now() + Duration::from_secs(120);
-    let ended = loop {
-        match daemon.try_wait().expect("looked") {
-            Some(status) => break status,
-            None if Instant::now() >= end => {
-                daemon.kill().expect("killed");
-                panic!("the daemon does not end while somebody has its memory");
-            }
-            None => sleep(Duration::from_millis(20)),
-        }
-    };
-    assert!(ended.success());
+    assert!(end_of(&mut daemon, "the daemon does not end while somebody has its memory").success());
     assert!(program.try_wait().expect("looked").is_none(), "its memory is its own");
     interrupt(&program);
     assert!(!program.wait().expect("ended").success());
@@ -177,24 +181,56 @@ fn a_daemon_ends_while_it_fills() {
     assert!(free >= 32, "{free} pages are free");
 }
 
-/// Ctrl-C at any time of the bench, which raises the pool and has a daemon, holders and machines.
+/// Whether the command that runs the bench can; a line if it cannot.
+fn has_qemu() -> bool {
+    let found = Command::new("qemu-system-x86_64").arg("--version").output().is_ok();
+    if !found {
+        eprintln!("skipped: no QEMU");
+    }
+    found
+}
+
+/// A bench, which raises the pool and has a daemon, holders and machines.
+fn bench() -> Child {
+    let words = ["bench", "lease", "--sizes", "32MB", "--runs", "3", "--warmup", "0"];
+    job(&words).stdout(Stdio::null()).spawn().expect("a bench")
+}
+
+/// Ctrl-C at any time of the bench.
 #[test]
 fn the_bench_ends_at_any_time() {
-    if Command::new("qemu-system-x86_64").arg("--version").output().is_err() {
-        eprintln!("skipped: no QEMU");
-        return;
-    }
     // Root alone can raise the pool; the lock is what is wanted of it.
-    let Some(_pool) = pool(1) else { return };
+    let Some(_pool) = pool(1).filter(|_| has_qemu()) else { return };
     let before = pool_has();
     for after in [50, 200, 400, 800, 1600, 3200] {
-        let words = ["bench", "lease", "--sizes", "32MB", "--runs", "3", "--warmup", "0"];
-        let mut bench = job(&words).stdout(Stdio::null()).spawn().expect("a bench");
+        let mut bench = bench();
         sleep(Duration::from_millis(after));
         interrupt(&bench);
-        let code = bench.wait().expect("ended").code();
+        let code = end_of(&mut bench, "the bench does not end").code();
         // Before its handlers are there, the signal ends it, and it has nothing yet.
         assert!(matches!(code, Some(130 | 0) | None), "after {after} ms: {code:?}");
+        wait_until_pool_has(before);
+    }
+}
+
+/// Killed at any time after it has raised the pool, by itself or with its process group: the pool is as it was, and so no daemon is left
+/// that has pages of it.
+#[test]
+fn a_killed_bench_leaves_the_pool_as_it_was() {
+    let Some(_pool) = pool(1).filter(|_| has_qemu()) else { return };
+    let before = pool_has();
+    for (after, group) in [(0, false), (100, true), (400, false), (1000, true)] {
+        let mut bench = bench();
+        let end = Instant::now() + Duration::from_secs(60);
+        while pool_has() == before {
+            assert!(Instant::now() < end, "it does not raise the pool");
+            sleep(Duration::from_millis(1));
+        }
+        sleep(Duration::from_millis(after));
+        let id = bench.id() as i32;
+        // SAFETY: a child that has not been waited for, or its group.
+        assert_eq!(unsafe { libc::kill(if group { -id } else { id }, libc::SIGKILL) }, 0);
+        end_of(&mut bench, "the bench is not killed");
         wait_until_pool_has(before);
     }
 }

@@ -93,6 +93,104 @@ fn figures_are_fetched_from_a_socket() {
     assert!(fetch("POST / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
 }
 
+/// As a script that has just started a daemon does.
+#[test]
+fn what_is_not_ready_yet_is_waited_for() {
+    let Some(_pool) = pool(8) else { return };
+    let scratch = Scratch::new("leased-wait");
+    let socket = scratch.path("socket");
+    let wait = |seconds| hugemm(&["pool", "status", "--wait", seconds, "--json", "--socket", &socket]);
+    let nobody = wait("1");
+    assert!(!nobody.status.success() && String::from_utf8_lossy(&nobody.stderr).contains("no lease daemon"));
+    let serve = |options: &[&str]| {
+        let words = ["pool", "serve", "--size", "8MB", "--shape", "4MBx2", "--socket", &socket];
+        let mut daemon = Command::new(env!("CARGO_BIN_EXE_hugemm"));
+        daemon.args(words).args(options).stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
+        daemon.spawn().expect("a daemon")
+    };
+    for (options, ready) in [(&[][..], true), (&["--keep-free", "1TB"], false)] {
+        let mut daemon = serve(options);
+        let output = wait(if ready { "60" } else { "2" });
+        daemon.kill().expect("killed");
+        daemon.wait().expect("ended");
+        let line = String::from_utf8_lossy(&output.stderr);
+        let status: serde_json::Value = serde_json::from_slice(&output.stdout).expect("a document");
+        assert_eq!(output.status.success(), ready, "{line}");
+        assert_eq!(status["ready"].as_array().map(Vec::len), Some(if ready { 2 } else { 0 }), "{status}");
+        assert!(ready || line.contains("not all is ready after 2 s"), "{line}");
+    }
+}
+
+/// What a command has changed is seen in its answer.
+#[test]
+fn commands_answer_with_how_things_stand() {
+    let Some(_pool) = pool(8) else { return };
+    let daemon = Daemon::start("leased-commands", 8, &[]);
+    let socket = daemon.scratch.path("socket");
+    let file = daemon.scratch.path("status.json");
+    let told = |words: &[&str]| {
+        let output = hugemm(&[words, &["--socket", &socket]].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    };
+    let status = |text: &[u8]| serde_json::from_slice::<serde_json::Value>(text).expect("one document");
+    let drained = status(&told(&["pool", "drain", "--json"]));
+    assert_eq!((&drained["drained"], &drained["ready"]), (&true.into(), &serde_json::json!([])));
+    let to_a_file = told(&["pool", "fill", &format!("--json={file}")]);
+    assert_eq!(status(&std::fs::read(&file).expect("written"))["drained"], false);
+    daemon.wait_for("\"ready\":[8388608]");
+    let secret = daemon.scratch.path("secret");
+    let keep = ["lease", "8MB", "--require", "--keep", "a", "--secret", &secret, "--socket", &socket, "--", "true"];
+    assert!(hugemm(&keep).status.success());
+    let forgotten = status(&told(&["pool", "forget", "a", "--secret", &secret, "--json"]));
+    assert_eq!(forgotten["kept"], serde_json::json!([]));
+    assert!(to_a_file.is_empty() && told(&["pool", "drain"]).is_empty(), "nothing for people");
+}
+
+/// However few descriptors a program may have, it has its lease, or it runs as without, and a line says so: never does the call fail
+/// that makes its memory.
+#[test]
+fn a_program_that_may_open_little_runs() {
+    let Some(_pool) = pool(8) else { return };
+    let daemon = Daemon::start("leased-few", 8, &[]);
+    let (socket, file) = (daemon.scratch.path("socket"), daemon.scratch.path("file"));
+    let mut without = 0;
+    for descriptors in 4..12 {
+        daemon.wait_for("\"ready\":[8388608]");
+        let run = format!(
+            "ulimit -S -n {descriptors}; exec {} lease 8MB --socket {socket} -- truncate -s 8M {file}",
+            env!("CARGO_BIN_EXE_hugemm")
+        );
+        let output = Command::new("sh").args(["-c", &run]).output().expect("it starts");
+        let line = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && line.lines().count() < 2, "{descriptors}: {line}");
+        without += usize::from(line.contains("is started without"));
+        daemon.wait_for("\"leases\":[]");
+    }
+    assert!((1..7).contains(&without), "{without} were started without");
+}
+
+/// A daemon that does not answer keeps no program waiting for its memory.
+#[test]
+fn a_stopped_daemon_is_not_waited_for() {
+    let Some(_pool) = pool(8) else { return };
+    let daemon = Daemon::start("leased-stopped", 8, &[]);
+    let signal = |signal| {
+        // SAFETY: a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(daemon.child.id() as i32, signal) }, 0);
+    };
+    signal(libc::SIGSTOP);
+    let socket = daemon.scratch.path("socket");
+    let words = ["60", env!("CARGO_BIN_EXE_hugemm"), "lease", "8MB", "--socket", &socket, "--", "echo", "ran"];
+    let output = Command::new("timeout").args(words).output().expect("it starts");
+    let line = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && output.stdout == b"ran\n" && line.contains("is it stopped?"), "{line}");
+    // What it was asked for and nobody wants any more is not lent.
+    signal(libc::SIGCONT);
+    daemon.wait_for("\"leases\":[]");
+    daemon.wait_for("\"ready\":[8388608]");
+}
+
 /// `hugemm`, alone in a directory.
 fn alone(daemon: &Daemon, directory: &str) -> String {
     let directory = daemon.scratch.path(directory);
@@ -183,6 +281,9 @@ fn words_that_cannot_be_meant_are_refused_by_name() {
     misused(&["pool", "serve", "--size", "1GB", "--shape", "1GBxtwo"], "'two' is no number of files");
     refused(&["bench", "lease", "--qemu", "/nosuch"], &["/nosuch", "--qemu"]);
     let scratch = Scratch::new("leased-slip");
+    let long = scratch.path(&format!("{}/socket", "x".repeat(100)));
+    refused(&["pool", "serve", "--page", "thp", "--size", "2MB", "--socket", &long], &["cannot listen", "--socket"]);
+    assert!(!std::path::Path::new(&long).parent().expect("a directory").exists());
     let socket = scratch.path("nosuch/deeper/socket");
     let words = ["10", env!("CARGO_BIN_EXE_hugemm"), "pool", "serve", "--page", "thp", "--size", "2MB", "--socket"];
     let output = Command::new("timeout").args(words).arg(&socket).output().expect("it starts");
@@ -208,15 +309,15 @@ fn stock_qemu_starts_in_every_way() {
     let document = document(&words);
     let told = std::fs::read_to_string(&log).expect("QEMU was started");
     // Kept memory takes two starts, `prealloc=off` on warm caches too, and one before all asks for the version.
-    assert_eq!(told.lines().count(), 12, "{told}");
-    assert_eq!(told.lines().filter(|words| words.contains("prealloc=off")).count(), 3, "{told}");
+    assert_eq!(told.lines().count(), 14, "{told}");
+    assert_eq!(told.lines().filter(|words| words.contains("prealloc=off")).count(), 4, "{told}");
     let times = rows(&document, "bench.lease.exec_to_ready");
-    assert_eq!(times.len(), 9);
+    assert_eq!(times.len(), 11);
     assert!(times.iter().all(|row| row["value"].as_f64().is_some_and(|ms| ms > 0.0) && row["size"] == 32 << 20));
-    for goal in ["wrapper", "path", "descriptor"] {
+    for goal in ["wrapper", "wrapper_off", "path", "descriptor"] {
         assert_eq!(rows(&document, &format!("lease.{goal}_vs_prealloc_off"))[0]["goal"], 1.2);
     }
     let filled = rows(&document, "bench.lease.filled")[0]["value"].as_f64();
-    assert!(filled >= Some(9.0 / 32.0), "{filled:?} GiB, for 9 ways of 32 MiB");
+    assert!(filled >= Some(10.0 / 32.0), "{filled:?} GiB, for 10 ways of 32 MiB");
     assert!(rows(&document, "bench.lease.fill_cpu_per_gib")[0]["value"].as_f64().is_some_and(|seconds| seconds > 0.0));
 }

@@ -83,7 +83,7 @@ pub enum Pool {
     /// Fill memory in the background and lease it, until told to stop.
     Serve(Serve),
     /// What is ready, what is lent, what is missing and why.
-    Status(Ask),
+    Status(AskStatus),
     /// Give the ready memory back to the kernel and fill no more, until `fill`.
     Drain(Ask),
     /// Fill again.
@@ -105,9 +105,8 @@ pub struct ForgetKept {
     /// Whose it is, by number; for root and the daemon's user [default: this user].
     #[arg(long, value_name = "UID", value_parser = number)]
     pub user: Option<u32>,
-    /// Where the daemon listens.
-    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
-    pub socket: Option<PathBuf>,
+    #[command(flatten)]
+    pub ask: Ask,
 }
 
 /// `hugemm pool serve`
@@ -174,6 +173,16 @@ pub struct Ask {
     pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub common: Common,
+}
+
+/// `hugemm pool status`
+#[derive(Debug, Args)]
+pub struct AskStatus {
+    /// Wait until the daemon answers and all is ready, for so many seconds at most; an error if it is not.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub wait: Option<u64>,
+    #[command(flatten)]
+    pub ask: Ask,
 }
 
 /// Of a node or a user.

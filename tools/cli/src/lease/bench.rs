@@ -21,7 +21,9 @@ use hugemm_lease::status::{Counts, Status};
 use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
 use hugemm_workloads::chase::Chase;
 use hugemm_workloads::size::Size;
+use rustix::process::Signal;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -38,8 +40,10 @@ enum Way {
     OneThread,
     /// The same by several.
     Threads,
-    /// Leased; QEMU is told nothing, and replaced its file is.
+    /// Leased; QEMU is told nothing, and replaced its file is. It is told to fill it, as libvirt tells it, and looks at each page.
     Wrapper,
+    /// The same by the words of `Off`: what the lease alone costs.
+    WrapperOff,
     /// Leased; QEMU is given a path of a process that holds it. Filled it is already, so `prealloc` is left out.
     Path,
     /// Leased; QEMU inherits the descriptor, and fills nothing either.
@@ -51,13 +55,14 @@ enum Way {
 }
 
 /// In the order in which the daemon's file is filled least often.
-const WAYS: [Way; 9] = [
+const WAYS: [Way; 10] = [
     Way::Off,
     Way::OffAfterFilling,
     Way::OneThread,
     Way::Threads,
     Way::Empty,
     Way::Wrapper,
+    Way::WrapperOff,
     Way::Path,
     Way::Descriptor,
     Way::Kept,
@@ -72,6 +77,7 @@ impl Way {
             Way::OneThread => "prealloc=on, 1 thread",
             Way::Threads => "prealloc=on, threads",
             Way::Wrapper => "leased, wrapper",
+            Way::WrapperOff => "leased, wrapper, prealloc=off",
             Way::Path => "leased, path",
             Way::Descriptor => "leased, descriptor",
             Way::Kept => "kept, second start",
@@ -83,12 +89,25 @@ impl Way {
     fn goal(self) -> Option<&'static str> {
         match self {
             Way::Wrapper => Some("lease.wrapper_vs_prealloc_off"),
+            Way::WrapperOff => Some("lease.wrapper_off_vs_prealloc_off"),
             Way::Path => Some("lease.path_vs_prealloc_off"),
             Way::Descriptor => Some("lease.descriptor_vs_prealloc_off"),
             _ => None,
         }
     }
+
+    /// Whether its own filling is the most of its start.
+    fn is_slow(self) -> bool {
+        matches!(self, Way::OneThread | Way::Threads | Way::Empty)
+    }
 }
+
+/// Most measured runs of what takes many times as long as the rest, and differs little from run to run.
+const SLOW_RUNS: usize = 3;
+
+/// A machine that fills its own by several threads, right after the pool was raised: pages that nothing has touched since the kernel
+/// found them. In a virtual machine the one below it may have to find them, too.
+const FIRST_USE: &str = "prealloc=on, threads, first use";
 
 /// Under which name memory is kept.
 const KEPT: &str = "bench";
@@ -124,6 +143,8 @@ pub fn run(args: &BenchLease) -> Result<()> {
                 continue;
             }
         };
+        bar.set_message(format!("{size}, {FIRST_USE}"));
+        let first_use = first_use(args, bytes, threads)?;
         let bench = Bench::start(args, bytes, threads)?;
         let mut times = vec![Samples::default(); WAYS.len()];
         for run in 0..repeat.all() {
@@ -131,11 +152,14 @@ pub fn run(args: &BenchLease) -> Result<()> {
                 interrupt::check()?;
                 let index = (i + run) % WAYS.len();
                 bar.set_message(format!("{size}, {}", WAYS[index].name()));
+                bar.inc(1);
+                if WAYS[index].is_slow() && times[index].runs() == SLOW_RUNS {
+                    continue;
+                }
                 let time = bench.once(WAYS[index])?;
                 if repeat.is_measured(run) {
                     times[index].push(time.as_secs_f64() * 1e3);
                 }
-                bar.inc(1);
             }
         }
         for (index, (way, times_of)) in WAYS.iter().zip(&times).enumerate() {
@@ -152,6 +176,13 @@ pub fn run(args: &BenchLease) -> Result<()> {
             let row = row.label("size", bytes).label("memory", way.name());
             rows.push(if *way == Way::Threads { row.label("threads", threads) } else { row });
         }
+        let mut first = Samples::default();
+        first.push(first_use.as_secs_f64() * 1e3);
+        let ratio = first.median() / times[0].median();
+        let cells = ["", FIRST_USE, &format!("{:.1}", first.median()), "one run", &format!("{ratio:.2} ×")];
+        lines.add_row(cells);
+        let row = Row::median("bench.lease.exec_to_ready", &first, "ms").label("size", bytes);
+        rows.push(row.label("memory", FIRST_USE).label("threads", threads));
         let counts = bench.status()?.counts;
         filled.filled_bytes += counts.filled_bytes;
         filled.fill_ns += counts.fill_ns;
@@ -214,13 +245,10 @@ impl<'a> Bench<'a> {
         let dir = std::env::temp_dir().join(format!("hugemm-bench-lease-{}", std::process::id()));
         std::fs::create_dir_all(&dir).with_context(|| format!("{} cannot be made", dir.display()))?;
         let size = format!("{bytes}");
-        let daemon = Command::new(std::env::current_exe()?)
-            .args(["pool", "serve", "--page", "2M", "--size", &size, "--shape", &size, "--socket"])
-            .arg(dir.join("socket"))
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .context("the lease daemon cannot be started")?;
+        let mut daemon = Command::new(std::env::current_exe()?);
+        daemon.args(["pool", "serve", "--page", "2M", "--size", &size, "--shape", &size, "--socket"]);
+        daemon.arg(dir.join("socket")).stdout(Stdio::null()).stderr(Stdio::null());
+        let daemon = end_with_this(&mut daemon, Signal::TERM).spawn().context("the lease daemon cannot be started")?;
         let bench = Bench { args, bytes, threads, daemon, dir };
         bench.wait_until("the daemon answers", || Ok(bench.status().is_ok()))?;
         Ok(bench)
@@ -309,13 +337,6 @@ impl<'a> Bench<'a> {
         Ok(command)
     }
 
-    /// QEMU's words for a machine on this memory.
-    fn qemu(&self, command: &mut Command, backend: &str) {
-        let memory = format!("{backend},id=m,size={},share=on", self.bytes);
-        let words = ["-M", "q35,memory-backend=m", "-accel", "tcg", "-nodefaults", "-display", "none", "-S"];
-        command.args(words).args(["-m", &format!("{}M", self.bytes >> 20), "-qmp", "stdio", "-object", &memory]);
-    }
-
     /// One start. A filling leaves the caches without QEMU: it comes right before each start but two. `prealloc=off`, which the goals
     /// are held to, is started once more before it is measured, as whoever has no daemon has it; and what is kept has its first start.
     fn once(&self, way: Way) -> Result<Duration> {
@@ -330,9 +351,9 @@ impl<'a> Bench<'a> {
                 self.drain()?;
                 self.start_machine(way)?
             }
-            Way::Wrapper | Way::Path | Way::Descriptor => {
+            Way::Wrapper | Way::WrapperOff | Way::Path | Way::Descriptor => {
                 let time = self.start_machine(way)?;
-                if way == Way::Wrapper {
+                if matches!(way, Way::Wrapper | Way::WrapperOff) {
                     self.check_placed(before.counts.placed + 1)?;
                 }
                 time
@@ -358,8 +379,7 @@ impl<'a> Bench<'a> {
 
     /// Starts a machine on whatever there is.
     fn start_machine(&self, way: Way) -> Result<Duration> {
-        const OWN: &str = "memory-backend-memfd,hugetlb=on,hugetlbsize=2M";
-        let qemu = &self.args.qemu;
+        let (qemu, bytes) = (&self.args.qemu, self.bytes);
         let from = Instant::now();
         let mut holder = None;
         let mut command;
@@ -368,28 +388,29 @@ impl<'a> Bench<'a> {
                 command = Command::new(qemu);
                 let prealloc = match way {
                     Way::Off | Way::OffAfterFilling => "prealloc=off".to_owned(),
-                    Way::OneThread => "prealloc=on,prealloc-threads=1".to_owned(),
-                    _ => format!("prealloc=on,prealloc-threads={}", self.threads),
+                    Way::OneThread => filled_by(1),
+                    _ => filled_by(self.threads),
                 };
-                self.qemu(&mut command, &format!("{OWN},{prealloc}"));
+                words(&mut command, bytes, &format!("{OWN},{prealloc}"));
             }
-            Way::Wrapper => {
+            Way::Wrapper | Way::WrapperOff => {
                 command = self.lease(&["--require", "--"])?;
-                self.qemu(command.arg(qemu), &format!("{OWN},prealloc=on"));
+                let prealloc = if way == Way::Wrapper { "on" } else { "off" };
+                words(command.arg(qemu), bytes, &format!("{OWN},prealloc={prealloc}"));
             }
             Way::Kept => {
                 command = self.lease(&["--require", "--keep", KEPT, "--secret"])?;
                 command.arg(self.secret()).arg("--").arg(qemu);
                 // A file can be sealed once.
-                self.qemu(&mut command, &format!("{OWN},prealloc=on,seal=off"));
+                words(&mut command, bytes, &format!("{OWN},prealloc=on,seal=off"));
             }
             Way::Descriptor => {
                 command = self.lease(&["--fd", "9", "--"])?;
-                self.qemu(command.arg(qemu), "memory-backend-file,mem-path=/proc/self/fd/9");
+                words(command.arg(qemu), bytes, "memory-backend-file,mem-path=/proc/self/fd/9");
             }
             Way::Empty => {
                 command = self.lease(&["--"])?;
-                self.qemu(command.arg(qemu), &format!("{OWN},prealloc=on"));
+                words(command.arg(qemu), bytes, &format!("{OWN},prealloc=on"));
             }
             Way::Path => {
                 let output = self.lease(&["--json"])?.output().context("no path is had")?;
@@ -398,12 +419,12 @@ impl<'a> Bench<'a> {
                 let path = about["path"].as_str().context("`hugemm lease --json` names no path")?;
                 holder = about["holder"].as_i64();
                 command = Command::new(qemu);
-                self.qemu(&mut command, &format!("memory-backend-file,mem-path={path}"));
+                words(&mut command, bytes, &format!("memory-backend-file,mem-path={path}"));
             }
         }
         let time = until_ready(&mut command, from);
         if let Some(pid) = holder.and_then(|pid| rustix::process::Pid::from_raw(pid as i32)) {
-            rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
+            rustix::process::kill_process(pid, Signal::TERM)?;
         }
         time.with_context(|| format!("{} does not start", way.name()))
     }
@@ -429,9 +450,44 @@ impl Drop for Bench<'_> {
     }
 }
 
+/// What QEMU makes for itself.
+const OWN: &str = "memory-backend-memfd,hugetlb=on,hugetlbsize=2M";
+
+fn filled_by(threads: usize) -> String {
+    format!("prealloc=on,prealloc-threads={threads}")
+}
+
+/// QEMU's words for a machine on this memory.
+fn words(command: &mut Command, bytes: u64, backend: &str) {
+    let memory = format!("{backend},id=m,size={bytes},share=on");
+    let words = ["-M", "q35,memory-backend=m", "-accel", "tcg", "-nodefaults", "-display", "none", "-S"];
+    command.args(words).args(["-m", &format!("{}M", bytes >> 20), "-qmp", "stdio", "-object", &memory]);
+}
+
+/// One start as [`FIRST_USE`] says.
+fn first_use(args: &BenchLease, bytes: u64, threads: usize) -> Result<Duration> {
+    let mut command = Command::new(&args.qemu);
+    words(&mut command, bytes, &format!("{OWN},{}", filled_by(threads)));
+    until_ready(&mut command, Instant::now()).with_context(|| format!("{FIRST_USE} does not start"))
+}
+
+/// Has a program end if this thread does, killed or not: nobody else would end it.
+fn end_with_this(command: &mut Command, signal: Signal) -> &mut Command {
+    let parent = rustix::process::getpid();
+    let end = move || {
+        rustix::process::set_parent_process_death_signal(Some(signal))?;
+        // Killed meanwhile, it sends none.
+        let is_there = rustix::process::getppid() == Some(parent);
+        is_there.then_some(()).ok_or_else(|| std::io::ErrorKind::NotFound.into())
+    };
+    // SAFETY: between fork and exec it makes two system calls.
+    unsafe { command.pre_exec(end) }
+}
+
 /// Starts a machine, and ends it when it answers. The time since `from`.
 fn until_ready(command: &mut Command, from: Instant) -> Result<Duration> {
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
+    let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = end_with_this(command, Signal::KILL).spawn()?;
     let answered = ask(&mut child).map(|()| from.elapsed());
     // Whatever it answered; dropping its input is not enough for a machine that did not.
     let _ = child.stdin.take().map(|mut input| input.write_all(b"{\"execute\":\"quit\"}\n"));

@@ -44,7 +44,8 @@ pub fn findings(socket: Option<&Path>) -> Result<Vec<Finding>> {
 /// What is known of the machine.
 #[derive(Clone, Debug)]
 struct Facts {
-    daemon: Result<Status, String>,
+    /// What the daemon says, or why it says nothing, and the remedy.
+    daemon: Result<Status, (String, String)>,
     /// The 2 MiB pool, if the kernel has one, and the command that adds a GiB to it.
     pool: Option<(PoolStatus, String)>,
     /// Limits on huge pages, and on memory, of the control groups that hold this process.
@@ -66,8 +67,15 @@ impl Facts {
         let socket = socket.map_or_else(default_socket, Path::to_owned);
         let daemon = match Connection::open(&socket).and_then(|daemon| daemon.ask(&Request::Status {})) {
             Ok((Answer::Status(status), _)) => Ok(*status),
-            Ok(_) => Err("the daemon answers something else; are daemon and command of one version?".to_owned()),
-            Err(error) => Err(error.to_string()),
+            Ok(_) => {
+                Err(("it answers something else".to_owned(), "use a command and a daemon of one version".to_owned()))
+            }
+            // As the message is made: what is so; what to do.
+            Err(error) => {
+                let said = error.to_string();
+                let (fact, remedy) = said.split_once("; ").unwrap_or((&said, "hugemm pool serve --size SIZE"));
+                Err((fact.to_owned(), remedy.to_owned()))
+            }
         };
         let (pool, size) = (HugetlbPool::new(), PageSize::Size2M);
         let pool = pool.status(size, None).ok().zip(pool.command_to_add(size, GIB / size.bytes(), None).ok());
@@ -163,7 +171,7 @@ fn judge(facts: &Facts) -> Vec<Finding> {
 fn daemon(facts: &Facts) -> Finding {
     let sum = |sizes: &[u64]| Size(sizes.iter().sum()).rounded();
     match &facts.daemon {
-        Err(why) => limits("lease daemon", why.as_str(), "hugemm pool serve --size 8GB"),
+        Err((fact, remedy)) => limits("lease daemon", fact.as_str(), remedy.as_str()),
         Ok(status) if status.drained => limits("lease daemon", "drained: it fills nothing", "hugemm pool fill"),
         Ok(status) => {
             let fact = format!("{} of {} ready, pages of {}", sum(&status.ready), sum(&status.wanted), status.page);
@@ -271,7 +279,7 @@ mod tests {
     fn sound() -> Facts {
         let pool = PoolStatus { total: 4, free: 4, ..PoolStatus::default() };
         Facts {
-            daemon: Err("no daemon".to_owned()),
+            daemon: Err(("no daemon".to_owned(), "hugemm pool serve".to_owned())),
             pool: Some((pool, "echo 512".to_owned())),
             cgroups: Vec::new(),
             mounts: Vec::new(),

@@ -2,6 +2,7 @@
 
 use super::args::{Ask, ForgetKept, Pool, Serve};
 use super::doctor;
+use crate::document;
 use crate::table;
 use anyhow::{Context, Result, bail};
 use comfy_table::CellAlignment;
@@ -26,32 +27,32 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
+use std::time::{Duration, Instant};
 
 /// Runs the commands.
 pub fn run(args: &Pool) -> Result<()> {
     match args {
         Pool::Serve(args) => serve(args),
-        Pool::Status(args) => status(args),
-        Pool::Drain(args) => tell(args.socket.as_deref(), &Request::Drain {}),
-        Pool::Fill(args) => tell(args.socket.as_deref(), &Request::Fill {}),
+        Pool::Status(args) => status(&args.ask, args.wait),
+        Pool::Drain(args) => command(args, &Request::Drain {}),
+        Pool::Fill(args) => command(args, &Request::Fill {}),
         Pool::Forget(args) => forget(args),
         Pool::Doctor(args) => doctor::run(args),
     }
 }
 
 fn forget(args: &ForgetKept) -> Result<()> {
+    document::check_writable(args.ask.common.json.as_deref())?;
     let secret = match &args.secret {
         Some(path) => read_secret(path).with_context(|| format!("{} cannot be read", path.display()))?,
         None => None,
     };
     let keep = KeepAs { name: args.name.clone(), secret };
-    tell(args.socket.as_deref(), &Request::Forget(Forget { keep, uid: args.user }))?;
-    match &args.secret {
-        Some(path) if path.exists() => {
-            fs::remove_file(path).with_context(|| format!("{} cannot be removed", path.display()))
-        }
-        _ => Ok(()),
+    tell(args.ask.socket.as_deref(), &Request::Forget(Forget { keep, uid: args.user }))?;
+    if let Some(path) = args.secret.as_ref().filter(|path| path.exists()) {
+        fs::remove_file(path).with_context(|| format!("{} cannot be removed", path.display()))?;
     }
+    say_status(&args.ask)
 }
 
 fn serve(args: &Serve) -> Result<()> {
@@ -115,7 +116,7 @@ fn serve(args: &Serve) -> Result<()> {
         // The handler sets a flag; the socket's thread waits for a descriptor.
         let mut said = false;
         while !interrupt::requested() {
-            thread::sleep(std::time::Duration::from_millis(100));
+            thread::sleep(Duration::from_millis(100));
             let (waiting, filling) = watched.waiting();
             if let Some(why) = waiting.as_ref().filter(|_| !said) {
                 watched.log("waiting", json!({ "why": why }));
@@ -146,13 +147,15 @@ fn serve(args: &Serve) -> Result<()> {
 }
 
 fn listen(path: &Path, open: bool) -> Result<Listener> {
+    let no_listener = || format!("cannot listen at {}; choose another place with --socket", path.display());
+    // Before anything is made for it.
+    std::os::unix::net::SocketAddr::from_pathname(path).with_context(no_listener)?;
     // Only the last: a missing one above it is likelier a slip.
     if let Some(directory) = path.parent().filter(|directory| !directory.exists() && *directory != Path::new("")) {
         fs::create_dir(directory)
             .with_context(|| format!("{} cannot be made; choose another place with --socket", directory.display()))?;
     }
-    Listener::bind(path, open)
-        .with_context(|| format!("cannot listen at {}; choose another place with --socket", path.display()))
+    Listener::bind(path, open).with_context(no_listener)
 }
 
 fn ask(socket: Option<&Path>, request: &Request) -> Result<Answer> {
@@ -167,8 +170,30 @@ fn tell(socket: Option<&Path>, request: &Request) -> Result<()> {
     }
 }
 
-fn status(args: &Ask) -> Result<()> {
-    let Answer::Status(status) = ask(args.socket.as_deref(), &Request::Status {})? else {
+/// Tells the daemon to do something; with `--json`, how things stand then.
+fn command(args: &Ask, request: &Request) -> Result<()> {
+    document::check_writable(args.common.json.as_deref())?;
+    tell(args.socket.as_deref(), request)?;
+    say_status(args)
+}
+
+/// With `--json` alone.
+fn say_status(args: &Ask) -> Result<()> {
+    if args.common.json.is_some() { status(args, None) } else { Ok(()) }
+}
+
+fn status(args: &Ask, wait: Option<u64>) -> Result<()> {
+    let end = wait.map(|seconds| Instant::now() + Duration::from_secs(seconds));
+    let found = loop {
+        let found = ask(args.socket.as_deref(), &Request::Status {});
+        let full = matches!(&found, Ok(Answer::Status(status)) if is_full(status));
+        if full || end.is_none_or(|end| Instant::now() >= end) {
+            break found?;
+        }
+        interrupt::check()?;
+        thread::sleep(Duration::from_millis(50));
+    };
+    let Answer::Status(status) = found else {
         bail!("the daemon answered something else; are daemon and command of one version?");
     };
     match &args.common.json {
@@ -177,7 +202,17 @@ fn status(args: &Ask) -> Result<()> {
             .with_context(|| format!("{} cannot be written", path.display()))?,
         None => print(&status),
     }
-    Ok(())
+    match wait {
+        Some(seconds) if !is_full(&status) => {
+            bail!("not all is ready after {seconds} s; see what it waits for, or wait longer")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether there is a file for each that should be ready.
+fn is_full(status: &Status) -> bool {
+    status.ready.len() >= status.wanted.len()
 }
 
 fn print(status: &Status) {

@@ -24,7 +24,7 @@ pub(crate) fn pool(pages: u64) -> Option<(PoolGuard, File)> {
 
 /// A daemon, ended when dropped.
 pub(crate) struct Daemon {
-    child: Child,
+    pub(crate) child: Child,
     pub(crate) scratch: Scratch,
 }
 
