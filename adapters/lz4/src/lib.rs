@@ -10,6 +10,19 @@
 //! itself, and from no length that the page says; that the output has room for the worst it checks first. The match table (4096 positions of
 //! 16 bits, cleared for every page) lives in the working memory that the store keeps per CPU, so that compressing takes little stack and no
 //! heap. Making that memory, once per CPU, takes 8 KiB of stack for a moment.
+//!
+//! ```
+//! use hugemm_lz4::WordsOrLz4;
+//! use hugemm_reclaim::{Compressor, PageBytes};
+//!
+//! let mut memory = core::mem::MaybeUninit::uninit();
+//! let (table, mut out) = (WordsOrLz4.init(&mut memory), [0; WordsOrLz4::WORST]);
+//! let (page, mut back): (PageBytes, PageBytes) = ([7; 4096], [0; 4096]);
+//! let bytes = WordsOrLz4.compress(table, &page, &mut out).ok_or("it does not get smaller")?;
+//! WordsOrLz4.decompress(&out[..bytes], &mut back)?;
+//! assert_eq!(back, page);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 #![cfg_attr(not(test), no_std)]
 #![warn(missing_debug_implementations)]
 

@@ -63,7 +63,7 @@
 //! | address spaces | `vm::Vm` | `vm`, which brings `clear` and `hugetlb` |
 //! | ageing, LRU, compressed swap | `reclaim::Reclaim`, `reclaim::Lru` | `reclaim`, which brings `vm` |
 //!
-//! All features are on by default, and any one alone builds. The book beside the code (`docs/`) has a page for each crate, a
+//! All features are on by default, and any one alone builds. `docs/` in the repository has a page for each crate, a
 //! glossary, and a guide for those who embed it.
 #![no_std]
 #![warn(missing_debug_implementations)]

@@ -10,6 +10,14 @@ pub type PageBytes = [u8; PAGE_BYTES as usize];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Corrupt;
 
+impl core::fmt::Display for Corrupt {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("what was stored of a page is damaged")
+    }
+}
+
+impl core::error::Error for Corrupt {}
+
 /// Makes pages smaller. Allocates nothing: what it needs is a [`Scratch`](Compressor::Scratch), which the store keeps
 /// per CPU in frames.
 ///
