@@ -133,16 +133,13 @@ fn compare<'a>(
         for cpus in threads {
             let rounds = rounds(&entries[0], work, *cpus, args.millis)?;
             let mut columns: Vec<Samples> = entries.iter().map(|_| Samples::default()).collect();
-            for turn in 0..repeat.all() {
-                for index in 0..entries.len() {
-                    interrupt::check()?;
-                    let index = (index + turn) % entries.len();
-                    bar.set_message(entries[index].name);
-                    bar.inc(1);
-                    let each = (entries[index].run)(work, rounds, *cpus)?;
-                    if repeat.is_measured(turn) {
-                        columns[index].push(each);
-                    }
+            for (index, counts) in repeat.turns(entries.len()) {
+                interrupt::check()?;
+                bar.set_message(entries[index].name);
+                bar.inc(1);
+                let each = (entries[index].run)(work, rounds, *cpus)?;
+                if counts {
+                    columns[index].push(each);
                 }
             }
             let mut line = vec![format!("{}, {cpus}", work.name())];

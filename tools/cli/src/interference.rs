@@ -49,18 +49,15 @@ pub fn run(args: &Interference) -> Result<()> {
         let chase = Chase::new(lines_in(&mut set_region.as_mut_slice()[..set as usize]), 0x9e37_79b9);
         let mut latency = vec![Samples::default(); neighbours.len()];
         let mut bandwidth = latency.clone();
-        for run in 0..repeat.all() {
-            for i in 0..neighbours.len() {
-                interrupt::check()?;
-                let index = (i + run) % neighbours.len();
-                bar.set_message(format!("{} beside {}", Size(set), name(neighbours[index])));
-                let (ns, gbps) = once(&host, &calibrated, neighbours[index], &chase, args.millis)?;
-                if repeat.is_measured(run) {
-                    latency[index].push(ns);
-                    bandwidth[index].push(gbps);
-                }
-                bar.inc(1);
+        for (index, counts) in repeat.turns(neighbours.len()) {
+            interrupt::check()?;
+            bar.set_message(format!("{} beside {}", Size(set), name(neighbours[index])));
+            let (ns, gbps) = once(&host, &calibrated, neighbours[index], &chase, args.millis)?;
+            if counts {
+                latency[index].push(ns);
+                bandwidth[index].push(gbps);
             }
+            bar.inc(1);
         }
         for (index, neighbour) in neighbours.iter().enumerate() {
             let slowed = latency[index].per_run_ratio(&latency[0]).map(|ratio| (ratio - 1.0) * 100.0);

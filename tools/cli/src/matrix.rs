@@ -66,19 +66,18 @@ pub fn run(args: &Probe, machine: &Machine) -> Result<()> {
     let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
     let bar = progress::bar((cells.len() * repeat.all()) as u64, machine.quiet());
     let mut measured = vec![<[Samples; 4]>::default(); cells.len()];
-    for run in 0..repeat.all() {
-        for (cell, samples) in cells.iter().zip(&mut measured) {
-            interrupt::check()?;
-            let memory = &mut memories[cell.memory];
-            bar.set_message(format!("{} CPUs of node {}, memory of node {}", cell.threads, cell.cpu_node, memory.node));
-            let figures = once(cell, memory, &clearer)?;
-            if repeat.is_measured(run) {
-                samples.iter_mut().zip(figures).for_each(|(samples, figure)| {
-                    figure.into_iter().for_each(|figure| samples.push(figure));
-                });
-            }
-            bar.inc(1);
+    for (index, counts) in repeat.turns(cells.len()) {
+        interrupt::check()?;
+        let cell = &cells[index];
+        let memory = &mut memories[cell.memory];
+        bar.set_message(format!("{} CPUs of node {}, memory of node {}", cell.threads, cell.cpu_node, memory.node));
+        let figures = once(cell, memory, &clearer)?;
+        if counts {
+            measured[index].iter_mut().zip(figures).for_each(|(samples, figure)| {
+                figure.into_iter().for_each(|figure| samples.push(figure));
+            });
         }
+        bar.inc(1);
     }
     bar.finish_and_clear();
 

@@ -35,6 +35,12 @@ impl Repeat {
     pub fn is_measured(self, run: usize) -> bool {
         run >= self.warmup as usize
     }
+
+    /// Each side in each run, and whether that counts: in an order that changes from run to run, so that drift hits all alike.
+    pub fn turns(self, sides: usize) -> impl Iterator<Item = (usize, bool)> {
+        let run = move |run| (0..sides).map(move |side| ((side + run) % sides, self.is_measured(run)));
+        (0..self.all()).flat_map(run)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,33 +108,30 @@ pub fn bandwidths(
     let total = memory.extent().pages();
     let span = (field.total >> PAGE_SHIFT).min(total);
     let mut cursor = 0;
-    for run in 0..repeat.all() {
-        for i in 0..subjects.len() {
-            interrupt::check()?;
-            let index = (i + run) % subjects.len();
-            let how = match subjects[index] {
-                Subject::Primitive(primitive) => ClearWith::Primitive { primitive, features: clearer.features() },
-                Subject::Policy => ClearWith::Policy { clearer, warmth: field.warmth },
-            };
-            let pass;
-            (memory, pass) = match field.warmth {
-                Warmth::Hot => part(memory, 0, field.size >> PAGE_SHIFT, |region| hot(cx, how, region, field))?,
-                Warmth::Cold => {
-                    if cursor + span > total {
-                        cursor = 0;
-                    }
-                    let from = cursor;
-                    cursor += span;
-                    part(memory, from, span, |region| {
-                        sweep::pass(cx, how, region, field.size, field.touch).map_err(|e| e.reason.into())
-                    })?
+    for (index, counts) in repeat.turns(subjects.len()) {
+        interrupt::check()?;
+        let how = match subjects[index] {
+            Subject::Primitive(primitive) => ClearWith::Primitive { primitive, features: clearer.features() },
+            Subject::Policy => ClearWith::Policy { clearer, warmth: field.warmth },
+        };
+        let pass;
+        (memory, pass) = match field.warmth {
+            Warmth::Hot => part(memory, 0, field.size >> PAGE_SHIFT, |region| hot(cx, how, region, field))?,
+            Warmth::Cold => {
+                if cursor + span > total {
+                    cursor = 0;
                 }
-            };
-            if repeat.is_measured(run) {
-                samples[index].push(pass.bytes as f64 / pass.nanos.max(1) as f64);
+                let from = cursor;
+                cursor += span;
+                part(memory, from, span, |region| {
+                    sweep::pass(cx, how, region, field.size, field.touch).map_err(|e| e.reason.into())
+                })?
             }
-            tick();
+        };
+        if counts {
+            samples[index].push(pass.bytes as f64 / pass.nanos.max(1) as f64);
         }
+        tick();
     }
     Ok((memory, samples))
 }

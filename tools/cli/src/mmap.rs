@@ -96,25 +96,22 @@ pub fn run(args: &Mmap) -> Result<()> {
             ])
         };
         let mut lines: Vec<Line<Pass>> = sides.iter().map(line).collect();
-        for turn in 0..repeat.all() {
-            for i in 0..sides.len() {
-                interrupt::check()?;
-                let index = (i + turn) % sides.len();
-                bar.set_message(kernel_side::title(&lines[index]));
-                let nanos;
-                (memory, nanos) = match sides[index] {
-                    None => {
-                        let offset = |index| job.offset(index);
-                        let took = kernel_side::together(bytes, page, backing, function, args.threads, &offset)?;
-                        (memory, took.populate)
-                    }
-                    Some(clear) => hugemm_pass(&host, &calibrated, clear, memory, &job, function)?,
-                };
-                if repeat.is_measured(turn) {
-                    lines[index].runs.push(Pass { bytes, nanos });
+        for (index, counts) in repeat.turns(sides.len()) {
+            interrupt::check()?;
+            bar.set_message(kernel_side::title(&lines[index]));
+            let nanos;
+            (memory, nanos) = match sides[index] {
+                None => {
+                    let offset = |index| job.offset(index);
+                    let took = kernel_side::together(bytes, page, backing, function, args.threads, &offset)?;
+                    (memory, took.populate)
                 }
-                bar.inc(1);
+                Some(clear) => hugemm_pass(&host, &calibrated, clear, memory, &job, function)?,
+            };
+            if counts {
+                lines[index].runs.push(Pass { bytes, nanos });
             }
+            bar.inc(1);
         }
         report(&lines, &mut results);
     }

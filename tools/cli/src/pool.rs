@@ -6,6 +6,7 @@ pub mod machine;
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::machine::Machine;
+use crate::measure::Repeat;
 use crate::pool::args::Pool;
 use crate::pool::machine::{Ground, GroundPlan};
 use crate::results::{self, Line, Results};
@@ -90,15 +91,12 @@ pub fn run(args: &Pool) -> Result<()> {
             runs
         );
     }
-    for run in 0..runs {
-        for index in 0..sides.len() {
-            interrupt::check()?;
-            let turn = (index + run as usize) % sides.len();
-            let side = &mut sides[turn];
-            bar.inc(1);
-            // Each side has a machine of its own, so that none finds what another left of the tables.
-            plan.build(&host, threads, &mut metadata, |ground| measure(&host, ground, size, side))?;
-        }
+    for (index, _) in (Repeat { runs, warmup: 0 }).turns(sides.len()) {
+        interrupt::check()?;
+        let side = &mut sides[index];
+        bar.inc(1);
+        // Each side has a machine of its own, so that none finds what another left of the tables.
+        plan.build(&host, threads, &mut metadata, |ground| measure(&host, ground, size, side))?;
     }
     bar.finish_and_clear();
     let lines: Vec<Line<Cycle>> = sides.into_iter().map(|side| side.line).collect();

@@ -13,6 +13,7 @@ use crate::boot::lines::Transcript;
 use crate::frames::area::AreaPlan;
 use crate::goals::Goals;
 use crate::machine::{GIB, Machine};
+use crate::measure::Repeat;
 use crate::results::{self, Line, Results};
 use crate::vm_create::args::VmCreate;
 use crate::vm_create::pool::with_pool;
@@ -175,17 +176,14 @@ fn measure(side: &Side<'_, '_, '_>, ways: &[Way], runs: u32, bar: &ProgressBar) 
         ])
     };
     let mut lines: Vec<Line<Created>> = ways.iter().map(line).collect();
-    for turn in 0..=runs as usize {
-        for i in 0..ways.len() {
-            interrupt::check()?;
-            let index = (i + turn) % ways.len();
-            bar.set_message(kernel_side::title(&lines[index]));
-            let (nanos, split) = side.pass(&ways[index])?;
-            bar.inc(1);
-            // The first turn touches memory that may be new to the machine below a virtual one.
-            if turn > 0 {
-                lines[index].runs.push(Created { bytes: side.bytes, nanos, split });
-            }
+    // The first turn touches memory that may be new to the machine below a virtual one.
+    for (index, counts) in (Repeat { runs, warmup: 1 }).turns(ways.len()) {
+        interrupt::check()?;
+        bar.set_message(kernel_side::title(&lines[index]));
+        let (nanos, split) = side.pass(&ways[index])?;
+        bar.inc(1);
+        if counts {
+            lines[index].runs.push(Created { bytes: side.bytes, nanos, split });
         }
     }
     Ok(lines)
