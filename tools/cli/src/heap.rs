@@ -196,7 +196,6 @@ fn rounds(own: &Entry<'_>, work: Work, cpus: u32, millis: u64) -> Result<u64> {
     }
 }
 
-#[cfg(feature = "peers")]
 fn add_peers<'a>(
     machine: &Machine,
     host: &'a Host<'a>,
@@ -213,10 +212,5 @@ fn add_peers<'a>(
     entries.push(entry("linked_list_allocator", host, most, sides::peers::list(memory()?)));
     entries.push(entry("buddy_system_allocator", host, most, sides::peers::buddy(memory()?)));
     entries.push(entry("buddy-slab-allocator", host, most, sides::peers::buddy_slab(memory()?, most)?));
-    Ok(())
-}
-
-#[cfg(not(feature = "peers"))]
-fn add_peers<'a>(_: &Machine, _: &'a Host<'a>, _: u64, _: u32, _: &mut Vec<Entry<'a>>) -> Result<()> {
     Ok(())
 }

@@ -2,7 +2,6 @@
 
 pub mod args;
 pub mod map;
-#[cfg(feature = "peers")]
 pub mod per_page;
 pub mod shootdown;
 pub mod shootdown_args;

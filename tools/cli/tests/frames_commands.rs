@@ -75,8 +75,6 @@ fn free_shows_both_ways_and_its_goals() {
     let metadata = rows(&document, "frames.metadata_pct")[0]["value"].as_f64().expect("a number");
     assert!((1.5..1.7).contains(&metadata), "{metadata}");
 }
-
-#[cfg(feature = "peers")]
 #[test]
 fn others_are_measured_in_the_same_run() {
     let document = document(&["bench", "free", "-s", "1GB", "-n", "4", "-o", "9", "-r", "1", "--json"]);

@@ -10,7 +10,7 @@ fn every_heap_does_every_work_and_hugemm_gives_all_memory_back() {
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(2);
     let threads = ["1", "1,2"][cpus - 1];
     let document = document(&["bench", "heap", "-t", threads, "-r", "1", "--warmup", "0", "-s", "64MB", "--json"]);
-    let heaps = if cfg!(feature = "peers") { 6 } else { 2 };
+    let heaps = 6;
     let pairs = rows(&document, "bench.heap.pair");
     assert!(pairs.iter().all(|row| row["value"].as_f64().is_some_and(|value| value > 0.0)));
     for (label, count) in [("work", 5), ("cpus", cpus), ("side", heaps)] {

@@ -37,10 +37,9 @@ fn map_measures_both_ways_at_every_size() {
     ];
     for what in whats {
         let figures = rows(&document, &format!("bench.map.{what}"));
-        let sides = if cfg!(feature = "peers") { 2 } else { 1 };
-        assert_eq!(figures.len(), 3 * sides, "{what}");
+        assert_eq!(figures.len(), 6, "{what}");
         assert!(figures.iter().all(|row| row["value"].as_f64().is_some_and(|v| v > 0.0)), "{what}");
-        assert_eq!(rows(&document, &format!("bench.map.{what}_speedup")).len(), 3 * (sides - 1));
+        assert_eq!(rows(&document, &format!("bench.map.{what}_speedup")).len(), 3);
     }
     assert!(rows(&document, "paging.map4k_speedup").is_empty(), "the goal is stated for 64 GiB");
 }

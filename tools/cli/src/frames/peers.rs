@@ -8,7 +8,6 @@ use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_workloads::alloc_free::{Source, Unclaimed};
 
 /// Another allocator of frames, numbered from 0. `cpu` asks which CPU calls.
-#[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "nobody implements it without the peers"))]
 pub trait Peer: Send + Sync + Sized + 'static {
     /// Its name, on the crate registry if it is there.
     const NAME: &'static str;
@@ -34,7 +33,6 @@ pub trait Peer: Send + Sync + Sized + 'static {
 }
 
 /// One that a single CPU at a time can use: see [`Peer`].
-#[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "as above"))]
 #[allow(missing_docs, reason = "as in `Peer`")]
 pub trait OneCpu: Send + Sized + 'static {
     const NAME: &'static str;
@@ -50,7 +48,6 @@ pub trait OneCpu: Send + Sized + 'static {
 }
 
 /// Such a one under its lock.
-#[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "as above"))]
 pub struct Locked<T>(Lock<SpinLock, T>);
 
 impl<T: OneCpu> Peer for Locked<T> {
@@ -91,7 +88,6 @@ pub struct Managed<T> {
 
 impl<T: Peer> Managed<T> {
     /// One that manages as many frames as `area`, all free.
-    #[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "as above"))]
     pub fn new(area: Extent) -> Result<Self> {
         Ok(Managed { peer: T::new(area.pages())?, base: area.base().number() })
     }
@@ -147,19 +143,13 @@ fn number<P: Cpu>(cx: &CpuCx<'_, P>) -> u32 {
 }
 
 /// Something to be done with each peer, whatever its type.
-#[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "as above"))]
 pub trait Visit {
     fn visit<T: Peer>(&mut self) -> Result<()>;
 }
 
-/// Visits every peer that was compiled in, unless the user wants none.
+/// Visits every peer, unless the user wants none.
 pub fn each(none: bool, visitor: &mut impl Visit) -> Result<()> {
-    let _ = &visitor;
-    if !none {
-        #[cfg(feature = "peers")]
-        crate::frames::peer_adapters::each(visitor)?;
-    }
-    Ok(())
+    if none { Ok(()) } else { crate::frames::peer_adapters::each(visitor) }
 }
 
 struct Count(usize);
@@ -181,12 +171,8 @@ pub fn count(none: bool) -> usize {
 
 /// What a table says of them.
 pub fn note(none: bool) -> Option<&'static str> {
-    match (none, cfg!(feature = "peers")) {
-        (true, _) => None,
-        (false, true) => Some(
-            "Each other allocator manages as many frames, LLFree without a lock and the others under one spin lock; none keeps \
-             references. – : it has no such operation.",
-        ),
-        (false, false) => Some("Other allocators are not compiled in: build with --features peers."),
-    }
+    (!none).then_some(
+        "Each other allocator manages as many frames, LLFree without a lock and the others under one spin lock; none keeps \
+         references. – : it has no such operation.",
+    )
 }

@@ -103,7 +103,6 @@ pub fn set_cpu(cpu: u32) {
 }
 
 /// The other heaps, each with the lock that its documentation uses.
-#[cfg(feature = "peers")]
 pub mod peers {
     use super::{CPU, Global};
     use anyhow::{Result, anyhow, ensure};

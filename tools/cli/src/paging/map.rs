@@ -14,7 +14,6 @@
 
 use crate::document::Row;
 use crate::frames::area::{AreaPlan, Columns, Side, alternate, cell, figure};
-use crate::frames::peers;
 use crate::goals::Goals;
 use crate::machine::Machine;
 use crate::paging::args::Map;
@@ -124,7 +123,7 @@ pub fn run(args: &Map) -> Result<()> {
     let cost = FlushCost::measure().context("what a flush costs")?;
     let bench = Bench { host: &host, frames: &frames, offset, cost };
 
-    let sides = if peers(args) { 2 } else { 1 };
+    let sides = if args.measured.no_peers { 1 } else { 2 };
     let turns = fields.len() * sides * args.measured.repeat(args.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     if !machine.quiet() {
@@ -139,8 +138,7 @@ pub fn run(args: &Map) -> Result<()> {
     let (mut rows, mut goals, mut lines) = (Vec::new(), Goals::new(), new_table(sides));
     for (size, field) in args.size.iter().zip(fields) {
         let mut sides = vec![bench.by_range(field)];
-        #[cfg(feature = "peers")]
-        if peers(args) {
+        if !args.measured.no_peers {
             sides.push(bench.per_page(field));
         }
         let columns = alternate(&mut sides, args.measured.repeat(args.runs), &bar)?;
@@ -155,18 +153,12 @@ pub fn run(args: &Map) -> Result<()> {
     if !machine.quiet() {
         table::print("4 KiB pages, ns per page that is changed", &lines);
         goals.print();
-        let other = "The other side's tables come from the same allocator; no CPU translates by them.";
-        if let Some(note) = if peers(args) { Some(other) } else { peers::note(args.measured.no_peers) } {
-            println!("\n  {note}");
+        if !args.measured.no_peers {
+            println!("\n  The other side's tables come from the same allocator; no CPU translates by them.");
         }
     }
     rows.extend(goals.into_rows());
     machine.report(&args.measured.common, environment, rows)
-}
-
-/// Whether the per-page mapper is measured too.
-fn peers(args: &Map) -> bool {
-    cfg!(feature = "peers") && !args.measured.no_peers
 }
 
 fn field(machine: &Machine, args: &Map, size: Size) -> Result<Field> {
@@ -197,7 +189,6 @@ fn table_memory(machine: &Machine, largest: u64) -> Result<Region> {
 struct Bench<'b, 'm> {
     host: &'b Host<'m>,
     frames: &'b Frames<'m>,
-    #[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "for the other side"))]
     offset: VirtAddr,
     cost: FlushCost,
 }
@@ -229,8 +220,6 @@ impl<'b> Bench<'b, '_> {
         };
         Side { name: "hugemm, by range", run: Box::new(run) }
     }
-
-    #[cfg(feature = "peers")]
     fn per_page(self, field: Field) -> Side<'b>
     where
         Self: 'b,
