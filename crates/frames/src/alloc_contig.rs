@@ -136,8 +136,8 @@ impl<'m, E: Env> Frames<'m, E> {
         arena.filter(|arena| arena.extent.covers(extent)).ok_or(AllocContigError::NotManaged)
     }
 
-    /// Takes exactly these frames if all of them are free in the node. One lock round, a line per 2 MiB of which parts are free.
-    /// Frames in CPUs' caches count as in use: [`alloc_contig_pages`](Frames::alloc_contig_pages) gets those too.
+    /// Takes exactly these frames if all of them are free in the node. One lock round, a line per 2 MiB of which parts are free; and one
+    /// for 64 words of pages that this CPU has on their way there. Other frames in CPUs' caches count as in use: [`alloc_contig_pages`](Frames::alloc_contig_pages) gets those too.
     ///
     /// # Errors
     ///
@@ -150,6 +150,7 @@ impl<'m, E: Env> Frames<'m, E> {
             return Err(AllocContigError::InUse(extent.base()));
         }
         let result = cx.pinned(|pin| {
+            self.own(pin).into_iter().for_each(|own| self.return_words(pin, own));
             self.with_node(pin, arena.node, |lists| {
                 self.all_free(arena, extent)?;
                 if self.any_isolated(arena, extent) {

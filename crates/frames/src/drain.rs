@@ -1,93 +1,187 @@
 //! Blocks that a CPU's cache gives back to their node.
 //!
-//! One lock round frees [`ROUND`] blocks of less than 2 MiB. What can be known without the lock is found out before it: which words of
-//! which 2 MiB they are in, and which bits there; and the lines of those are asked for, all at once.
+//! Those of a word or less go to the CPU's [table of words](crate::words) first, and from there on in rounds: one lock round frees
+//! [`ROUND`] words. What can be known without the lock is found out before it: what is kept for a word's 2 MiB; and its lines are asked
+//! for, all at once.
 
 use crate::arena::{Arena, BLOCK_ORDER};
-use crate::blockmap::WORD_BITS;
 use crate::frames::{Env, Frames};
-use crate::free4k::{RUNS, WordPages};
+use crate::free4k::WordPages;
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::node::Content;
-use hugemm_base::{CpuPin, NodeId};
+use crate::pcp::{PerCpu, is_stocked};
+use crate::words::{WORD_ORDER, Word, words_of};
+use core::mem::MaybeUninit;
+use hugemm_base::CpuPin;
 
-/// The order of a word's pages.
-const WORD_ORDER: u32 = WORD_BITS.ilog2();
-
-/// Blocks of less than 2 MiB that are freed in one lock round.
+/// Words that are freed in one lock round, or blocks that are larger.
 const ROUND: usize = 64;
 
-/// Blocks that are freed under a lock that is held already: no class that is only gathered has more.
-const FEW: usize = 8;
+/// Words that are to be freed in one lock round. Their lines have been asked for.
+struct Round<'m> {
+    /// The first of them are there.
+    words: [MaybeUninit<WordPages<'m>>; ROUND],
+    len: usize,
+    pages: u64,
+}
 
-/// Gathers blocks of less than a word that a cache had, and asks for the lines that freeing them touches. Those that come one after
-/// another in one word are one. There are as many places as blocks at least, all empty.
-#[inline]
-fn gather<'m, E: Env>(frames: &Frames<'m, E>, order: u32, batch: &[u64], gathered: &mut [Option<WordPages<'m>>]) {
-    let mut places = gathered.iter_mut();
-    let bits = RUNS[order as usize % RUNS.len()];
-    // SAFETY: a cache's, and only looked at.
-    let mut blocks = batch.iter().map(|word| unsafe { Frozen::from_word(*word) }).peekable();
-    while let Some(first) = blocks.next() {
-        let Some(arena) = frames.arena(first.pfn()) else { continue };
-        let mut pages = WordPages::of(arena, &first, bits);
-        while let Some(next) = blocks.next_if(|next| pages.holds(next) && arena.contains(next.pfn())) {
-            pages.add(&next, bits);
+impl<'m> Round<'m> {
+    #[inline]
+    const fn new() -> Self {
+        Round { words: [const { MaybeUninit::uninit() }; ROUND], len: 0, pages: 0 }
+    }
+
+    const fn is_full(&self) -> bool {
+        self.len == ROUND
+    }
+
+    fn push(&mut self, word: WordPages<'m>) {
+        if let Some(place) = self.words.get_mut(self.len) {
+            self.pages += word.count();
+            place.write(word);
+            self.len += 1;
         }
-        pages.warm();
-        if order != 0 {
-            pages.divide();
-        }
-        places.next().into_iter().for_each(|place| *place = Some(pages));
+    }
+
+    fn words(&self) -> &[WordPages<'m>] {
+        // SAFETY: `push` has written so many, one after another.
+        unsafe { core::slice::from_raw_parts(self.words.as_ptr().cast(), self.len) }
     }
 }
 
 impl<'m, E: Env> Frames<'m, E> {
-    /// Frees cached blocks of one order: one lock round per 64, or less.
-    pub(crate) fn free_cached(&self, pin: CpuPin<'_>, node: NodeId, order: u32, words: &[u64]) {
+    /// Frees blocks of one order that a CPU's cache had, or keeps them in its table of words.
+    pub(crate) fn free_cached(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, order: u32, blocks: &[u64]) {
         match order {
-            0..WORD_ORDER => words.chunks(ROUND).for_each(|batch| {
-                let mut gathered = [None; ROUND];
-                gather(self, order, batch, &mut gathered);
-                self.with_node(pin, node, |lists| self.free_gathered(lists, order, batch, &gathered));
-            }),
-            BLOCK_ORDER => self.free_cached_2m(pin, node, words),
-            _ => words.chunks(ROUND).for_each(|batch| {
+            0 => self.gather(pin, own, 0, blocks),
+            1..WORD_ORDER if is_stocked(order) => self.gather(pin, own, order, blocks),
+            BLOCK_ORDER => self.free_cached_2m(pin, own.node, blocks),
+            _ => blocks.chunks(ROUND).for_each(|batch| {
                 self.warm(batch);
-                self.with_node(pin, node, |lists| self.free_each(lists, batch));
+                self.with_node(pin, own.node, |lists| self.free_few(lists, batch));
             }),
         }
     }
 
-    /// Frees a few blocks of one order, less than 2 MiB, under the lock.
+    /// Adds blocks of an order to a CPU's table of words, and frees what has to leave that.
+    #[inline(always)]
+    fn gather(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, order: u32, blocks: &[u64]) {
+        own.words.come((blocks.len() as u64) << order);
+        let mut round = Round::new();
+        if own.words.rests() {
+            words_of(order, blocks).for_each(|(word, zero)| self.add_to_round(pin, own, &mut round, word, zero));
+        } else {
+            own.words.add(order, blocks, |word, zero| self.add_leaver(pin, own, &mut round, word, zero));
+        }
+        self.free_round(pin, own, &mut round);
+        if own.words.is_over() {
+            self.return_all_words(pin, own);
+        }
+    }
+
+    /// Frees all that a CPU has gathered by word. The caller is pinned to that CPU, or it runs nothing.
+    #[inline]
+    pub(crate) fn return_words(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
+        if own.words.pages() != 0 {
+            self.return_all_words(pin, own);
+        }
+    }
+
     #[inline(never)]
-    pub(crate) fn free_few(&self, lists: &mut FreeLists, order: u32, words: &[u64]) {
-        for batch in words.chunks(FEW) {
-            if order < WORD_ORDER {
-                let mut gathered = [None; FEW];
-                gather(self, order, batch, &mut gathered);
-                self.free_gathered(lists, order, batch, &gathered);
-            } else {
-                self.free_each(lists, batch);
+    fn return_all_words(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
+        let mut round = Round::new();
+        own.words.drain(|word| self.add_leaver(pin, own, &mut round, word, false));
+        self.free_round(pin, own, &mut round);
+    }
+
+    /// Adds a word to a round, which is freed when it is full.
+    #[inline]
+    fn add_to_round(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, round: &mut Round<'m>, word: Word, zero: bool) {
+        let (first, last) = (word.frame(word.pages.trailing_zeros()), word.frame(word.pages.ilog2()));
+        match self.arena(first) {
+            Some(arena) if arena.contains(last) => self.add_pages(pin, own, round, arena, word, zero),
+            _ => self.add_parts(pin, own, round, word, zero),
+        }
+    }
+
+    /// The same, in nobody's way.
+    #[inline(never)]
+    fn add_leaver(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, round: &mut Round<'m>, word: Word, zero: bool) {
+        self.add_to_round(pin, own, round, word, zero);
+    }
+
+    /// The same where arenas meet inside a word.
+    #[cold]
+    #[inline(never)]
+    fn add_parts(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, round: &mut Round<'m>, word: Word, zero: bool) {
+        let mut left = word.pages;
+        while left != 0 {
+            let Some(arena) = self.arena(word.frame(left.trailing_zeros())) else { return };
+            let upto = (arena.extent.end().number() - word.frame(0).number()).min(64) as u32;
+            let mut part = word;
+            part.pages = left & u64::MAX >> (64 - upto);
+            left &= !part.pages;
+            self.add_pages(pin, own, round, arena, part, zero);
+        }
+    }
+
+    #[inline]
+    fn add_pages(
+        &self,
+        pin: CpuPin<'_>,
+        own: &PerCpu<'m>,
+        round: &mut Round<'m>,
+        arena: &Arena<'m>,
+        word: Word,
+        zero: bool,
+    ) {
+        let pages = WordPages::new(arena, word.frame(word.pages.trailing_zeros()), word.pages, zero);
+        pages.warm();
+        if word.has_blocks() {
+            pages.divide();
+        }
+        round.push(pages);
+        if round.is_full() {
+            self.free_round(pin, own, round);
+        }
+    }
+
+    /// Frees a round: one lock round, or none if it is empty, as it is then.
+    #[inline(never)]
+    fn free_round(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, round: &mut Round<'m>) {
+        if round.len == 0 {
+            return;
+        }
+        self.with_node(pin, own.node, |lists| self.free_words(lists, round));
+        own.words.gone(round.pages);
+        (round.len, round.pages) = (0, 0);
+    }
+
+    /// Frees words under the lock, or block by block if they may have to be looked at.
+    #[inline]
+    fn free_words(&self, lists: &mut FreeLists, round: &Round<'m>) {
+        if self.is_careful() {
+            return self.free_words_careful(lists, round);
+        }
+        round.words().iter().for_each(|pages| self.free_pages(lists, pages));
+        // Once, because whoever waits for the lock looks at the same line.
+        lists.pages += round.pages;
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn free_words_careful(&self, lists: &mut FreeLists, round: &Round<'m>) {
+        for (run, content) in round.words().iter().flat_map(WordPages::runs) {
+            if let Some(arena) = self.arena(run.base()) {
+                self.free_careful_locked(lists, arena, run, content);
             }
         }
     }
 
-    /// Frees blocks that have been gathered, or one by one if they may have to be looked at.
-    #[inline]
-    fn free_gathered(&self, lists: &mut FreeLists, order: u32, batch: &[u64], gathered: &[Option<WordPages<'m>>]) {
-        if self.is_careful() {
-            return self.free_each(lists, batch);
-        }
-        gathered.iter().map_while(Option::as_ref).for_each(|pages| self.free_pages(lists, pages));
-        // Once, because whoever waits for the lock looks at the same line.
-        lists.pages += (batch.len() as u64) << order;
-    }
-
-    /// Frees blocks one by one.
+    /// Frees a few blocks, less than 2 MiB, under the lock.
     #[inline(never)]
-    fn free_each(&self, lists: &mut FreeLists, batch: &[u64]) {
+    pub(crate) fn free_few(&self, lists: &mut FreeLists, batch: &[u64]) {
         // SAFETY: a cache's, which gives them up.
         for block in batch.iter().map(|word| unsafe { Frozen::from_word(*word) }) {
             if let Some(arena) = self.arena(block.pfn()) {
@@ -101,7 +195,7 @@ impl<'m, E: Env> Frames<'m, E> {
         // SAFETY: a cache's, and only looked at.
         for block in batch.iter().map(|word| unsafe { Frozen::from_word(*word) }) {
             if let Some(arena) = self.arena(block.pfn()) {
-                WordPages::of(arena, &block, 1).warm();
+                WordPages::new(arena, block.pfn(), 1, false).warm();
             }
         }
     }

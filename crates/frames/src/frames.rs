@@ -91,8 +91,8 @@ impl<E: Env> fmt::Debug for Frames<'_, E> {
 }
 
 impl<'m, E: Env> Frames<'m, E> {
-    /// Size and alignment of the metadata that a manager needs: at most 1.6 % of the memory it manages, apart from a few
-    /// KiB per CPU.
+    /// Size and alignment of the metadata that a manager needs: at most 1.6 % of the memory it manages, apart from what
+    /// the CPUs' caches need: 88 KiB each at most, less where a CPU's share of memory is less than 8 GiB.
     ///
     /// # Errors
     ///

@@ -25,14 +25,13 @@ use crate::blockmap::{
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, descending, lowest};
 use crate::freelist::{FreeLists, Places};
-use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
 use crate::pcp::{self, PerCpu};
 use crate::rows::SMALL;
 use crate::stats::ORDERS;
-use hugemm_base::Pfn;
 use hugemm_base::sync::Ordering;
+use hugemm_base::{Extent, Pfn};
 
 /// Kinds of one mobility.
 const ROWS: usize = 3 * SMALL;
@@ -145,29 +144,22 @@ impl Place<'_> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WordPages<'m> {
     block: &'m Block,
-    /// As a cache has one of the blocks that they were: a frame, and whether it is known to be zero.
-    word: u64,
+    /// A frame of the word, from bit 1 on, and in bit 0 whether the pages are known to be zero.
+    near: u64,
     bits: u64,
 }
 
 impl<'m> WordPages<'m> {
-    /// Those of a block of an arena, `bits` if it lay at the beginning of its word.
+    /// The pages `bits` of the word of a frame of an arena.
     #[inline]
-    pub(crate) fn of(arena: &Arena<'m>, block: &Frozen, bits: u64) -> Self {
-        let index = in_block(block.pfn());
-        WordPages { block: arena.block(block.pfn()), word: block.word(), bits: bits << index.bit() }
+    pub(crate) fn new(arena: &Arena<'m>, near: Pfn, bits: u64, zero: bool) -> Self {
+        WordPages { block: arena.block(near), near: near.number() << 1 | u64::from(zero), bits }
     }
 
-    /// Whether a block lies in the same word, and is known to be zero if these are.
+    /// How many.
     #[inline]
-    pub(crate) fn holds(&self, block: &Frozen) -> bool {
-        block.is_beside(self.word, WORD_BITS.ilog2())
-    }
-
-    /// Adds such a block, of the same arena.
-    #[inline]
-    pub(crate) fn add(&mut self, block: &Frozen, bits: u64) {
-        self.bits |= bits << in_block(block.pfn()).bit();
+    pub(crate) const fn count(&self) -> u64 {
+        self.bits.count_ones() as u64
     }
 
     /// Makes each page a block by itself in the map. The caller owns them.
@@ -182,16 +174,29 @@ impl<'m> WordPages<'m> {
         hugemm_base::prefetch::read(&self.block.hints);
     }
 
+    /// Each run of them, and its content.
+    pub(crate) fn runs(&self) -> impl Iterator<Item = (Extent, Content)> + use<> {
+        let (near, at, content) = (self.near(), self.at(), Content::of(self.is_zero()));
+        let mut left = self.bits;
+        core::iter::from_fn(move || {
+            let first = (left != 0).then(|| left.trailing_zeros())?;
+            let count = (left >> first).trailing_ones();
+            left &= u64::MAX.unbounded_shl(first + count);
+            let base = Position::<Pages>::in_word(at, first).pfn(near);
+            Some((Extent::new(base, count.into()).ok()?, content))
+        })
+    }
+
     const fn near(&self) -> Pfn {
-        Pfn::new(Frozen::number_of(self.word))
+        Pfn::new(self.near >> 1)
     }
 
     const fn is_zero(&self) -> bool {
-        Frozen::zero_of(self.word)
+        self.near & 1 != 0
     }
 
     const fn at(&self) -> usize {
-        Position::<Pages>::new(Frozen::number_of(self.word) as usize).word()
+        Position::<Pages>::new((self.near >> 1) as usize).word()
     }
 }
 
@@ -276,7 +281,7 @@ impl<'m, E: Env> Frames<'m, E> {
         block.free.replace(at, free);
         if zero {
             block.zero.set_locked(at, bits, true);
-            note_zero(lists, block, bits.count_ones().into());
+            note_zero(lists, block, pages.count());
         }
         // The word is searched for runs only if these pages may have made one that is larger than any that is known.
         let hints = Hints(block.hints.load(Ordering::Relaxed));

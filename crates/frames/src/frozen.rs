@@ -39,16 +39,16 @@ impl Frozen {
         self.0.get()
     }
 
-    /// The word, to look at.
+    /// In which aligned 2^`order` frames of memory the block that a word stands for is.
     #[inline]
-    pub(crate) const fn word(&self) -> u64 {
-        self.0.get()
+    pub(crate) const fn place_of(word: u64, order: u32) -> u64 {
+        word >> (PFN_SHIFT + order)
     }
 
-    /// The number of the first frame of the block that a word stands for.
+    /// Where it begins among those.
     #[inline]
-    pub(crate) const fn number_of(word: u64) -> u64 {
-        word >> PFN_SHIFT
+    pub(crate) const fn index_of(word: u64, order: u32) -> u64 {
+        word >> PFN_SHIFT & ((1 << order) - 1)
     }
 
     /// Whether the block that a word stands for is known to be zero.
@@ -57,10 +57,10 @@ impl Frozen {
         word & ZERO != 0
     }
 
-    /// Whether the block lies in the same aligned 2^`order` frames as that of a word, and is known to be zero if that is.
+    /// Whether two of them are in the same aligned 2^`order` frames, and both known to be zero or both not.
     #[inline]
-    pub(crate) const fn is_beside(&self, word: u64, order: u32) -> bool {
-        (self.0.get() ^ word) & (u64::MAX << (PFN_SHIFT + order) | ZERO) == 0
+    pub(crate) const fn are_beside(word: u64, other: u64, order: u32) -> bool {
+        (word ^ other) & (u64::MAX << (PFN_SHIFT + order) | ZERO) == 0
     }
 
     /// The handle that a cache held.

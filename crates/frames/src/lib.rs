@@ -54,6 +54,7 @@
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `page_alloc.rs` | allocating and freeing blocks; known-zero memory first for those who ask |
 //! | `refill.rs` | what moves between a cache and its node |
+//! | `words.rs` | pages that a CPU gives back, gathered by word |
 //! | `drain.rs` | how a cache's blocks are freed there |
 //! | `below.rs` | blocks below an address |
 //! | `nowait.rs` | the same without ever waiting |
@@ -112,6 +113,7 @@ mod slab;
 mod stats;
 mod takers;
 mod uses;
+mod words;
 
 pub use alloc_contig::{AllocContigError, FAULT_CLAIM, Migrate, NoMigration};
 pub use arena::ArenaSpec;

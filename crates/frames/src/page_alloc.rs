@@ -3,7 +3,8 @@
 //! | path | atomics | locks | lines |
 //! |---|---|---|---|
 //! | cached order, cache not empty / not full | 0 | 0 | 3 of the cache |
-//! | refill or drain | 1 per 4 to 64 blocks | 1 round for all | |
+//! | refill | 1 per 4 to 512 blocks | 1 round for all | |
+//! | drain | 1 per 64 words of pages, or 64 larger blocks | 1 round for these | |
 //! | other orders | 1 (the lock) | 1 round | 5 to 7, whatever the size |
 //!
 //! What the first may cost in branches, loads and stores is in `tests/golden/fast_paths.txt`.
@@ -302,7 +303,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     Ok(()) => return,
                     Err(back) => block = back,
                 }
-                self.drain_class(pin, class, block.log(), arena.node, class.excess());
+                self.drain_class(pin, own, class, block.log(), class.excess());
             }
         }
         self.with_node(pin, arena.node, |lists| self.free_handle(lists, arena, block));

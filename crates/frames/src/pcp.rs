@@ -14,16 +14,19 @@
 //!   cache that hands the same places out again and again keeps 2 MiB blocks from ever becoming free. They are allocated from the
 //!   node, from its lowest addresses, unless that would give the same block back: what is gathered lies no higher than the block
 //!   that this CPU took at its last visit there, and that was the lowest.
-//! * A refill brings half a cache in one lock round, or all of it if the last one was followed by another; a drain takes
-//!   three quarters, or seven eighths, 64 blocks in a round: those that lie highest, so that low
-//!   memory is used first.
+//! * A refill brings half a cache in one lock round, or all of it if the last one was followed by another. A drain takes
+//!   three quarters, those that lie highest, so that low memory is used first; or all, where drains follow one another.
+//! * What a drain takes of orders 0 to 3 goes to the CPU's [table of words](crate::words) and no further: bits of pages, which are the CPU's
+//!   like all that is cached. It counts as cached, no block of it is handed out, and every path that drains the cache drains the table
+//!   after it; so a request that is served leaves nothing there, whatever was posted for: isolation, poison, exhaustion, an arena that
+//!   goes. Whether pages must be looked at is seen under the lock, as of all that comes from a cache. Words leave in rounds of 64.
 //! * The high watermark moves: three refills, or three drains, without the other in between mean that the cache is too
 //!   small for how this CPU works, and double it. A change of direction means that a small one will do, and so does
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
 //!
 //! * A cache hands the places that were freed last out again, wherever they lie, while the node has room in lower ones.
-//!   So what is freed above the 2 MiB where the class's last refill found room is only gathered. All that is gathered goes
-//!   back before this CPU takes anything from the node: it may be the lowest place, or make a larger block with what is there.
+//!   So what is freed above the 2 MiB where the class's last refill found room is only gathered. All that is gathered, and the table of
+//!   words, goes back before this CPU takes anything from the node: it may be the lowest place, or make a larger block with what is there.
 //!
 //! Cost of a hit: three lines, of the mailbox, of the class and of its entries; 5 loads and 1 store to allocate, 6 and 2
 //! to free. Nothing of the frame itself is touched.
@@ -33,6 +36,7 @@ use crate::class::Class;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::takers::Chunks;
+use crate::words::Words;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence};
 use hugemm_base::{Extent, NodeId, Pfn};
 
@@ -185,6 +189,15 @@ impl<W: AtomicWord> Mailbox<W> {
     }
 }
 
+/// How large a CPU's cache may become.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Capacities {
+    /// Entries of each order's two classes.
+    blocks: [u64; CLASSES / 2],
+    /// Slots for words.
+    words: u64,
+}
+
 /// One CPU's cache. On lines of its own.
 #[repr(align(128))]
 #[derive(Debug)]
@@ -201,6 +214,8 @@ pub(crate) struct PerCpu<'m> {
     /// What this CPU took at its last visit to a node, if that was the lowest block of an order that is only gathered: its first
     /// frame plus 1 from bit [`LOWEST_SHIFT`] on, and its class; 0 otherwise.
     lowest: AtomicU64,
+    /// What it gives back, by word.
+    pub(crate) words: Words<'m>,
     classes: [Class<'m>; CLASSES],
 }
 
@@ -209,18 +224,20 @@ impl<'m> PerCpu<'m> {
     /// share, so that a small memory is not swallowed by caches. That of 2 MiB may hold 1/16 where a CPU's share is 1 GiB or
     /// more: CPUs that take or free many at once would wait for each other's lines if the batches were smaller, and only
     /// who does that ever has so many. What is only gathered is one block, or 1/256.
-    pub(crate) fn capacities(frames: u64, cpus: u32) -> [u64; CLASSES / 2] {
+    pub(crate) fn capacities(frames: u64, cpus: u32) -> Capacities {
         let share = frames / u64::from(cpus.max(1));
-        core::array::from_fn(|order| {
+        let blocks = core::array::from_fn(|order| {
             let large = order as u32 == BLOCK_ORDER && share >> REGION_ORDER != 0;
             let most = MOST[order].min((if large { share / 16 } else { share / 64 }) >> order);
             if is_stocked(order as u32) { most } else { most.min(((share / 256) >> order).max(1)) }
-        })
+        });
+        Capacities { blocks, words: Words::slots(share) }
     }
 
     /// How many entries those are.
-    pub(crate) fn entries(capacities: &[u64; CLASSES / 2]) -> u64 {
-        2 * capacities.iter().map(|most| most + most / LEAVERS).sum::<u64>()
+    pub(crate) fn entries(capacities: &Capacities) -> u64 {
+        let blocks = capacities.blocks.iter().map(|most| most + most / LEAVERS).sum::<u64>();
+        2 * blocks + Words::entries(capacities.words)
     }
 
     /// A CPU's empty cache over `entries`, as many as [`entries`](PerCpu::entries) says. `local` are frames of the node:
@@ -229,12 +246,12 @@ impl<'m> PerCpu<'m> {
         number: u32,
         node: NodeId,
         local: Extent,
-        capacities: &[u64; CLASSES / 2],
+        capacities: &Capacities,
         entries: &'m [AtomicU64],
     ) -> Self {
         let mut rest = entries;
         let classes = core::array::from_fn(|class| {
-            let most = capacities[class / 2];
+            let most = capacities.blocks[class / 2];
             let (own, others) = rest.split_at_checked((most + most / LEAVERS) as usize).unwrap_or((&[], rest));
             rest = others;
             Class::new(own, if class / 2 == BLOCK_ORDER as usize { LEAST_2M } else { LEAST }, local.pages())
@@ -247,6 +264,7 @@ impl<'m> PerCpu<'m> {
             local,
             leaving: AtomicU64::new(0),
             lowest: AtomicU64::new(0),
+            words: Words::new(rest, capacities.words),
             classes,
         }
     }
@@ -336,11 +354,11 @@ impl<'m> PerCpu<'m> {
         if lowest != 0 && of_class { class.pop_lowest(Pfn::new(lowest >> LOWEST_SHIFT)) } else { None }
     }
 
-    /// The classes of orders that are only gathered here, with their orders.
-    pub(crate) fn gathered(&self) -> impl Iterator<Item = (&Class<'m>, u32)> {
-        let orders = STOCKED.trailing_ones()..BLOCK_ORDER;
-        let classes = self.classes.iter().skip(2 * orders.start as usize);
-        classes.zip(orders.flat_map(|order| [order, order])).filter(|(class, _)| class.len() != 0)
+    /// The classes of orders that are only gathered here, those that have some.
+    pub(crate) fn gathered(&self) -> impl Iterator<Item = &Class<'m>> {
+        let orders = STOCKED.trailing_ones() as usize..BLOCK_ORDER as usize;
+        let classes = self.classes.get(2 * orders.start..2 * orders.end).unwrap_or(&[]);
+        classes.iter().filter(|class| class.len() != 0)
     }
 
     /// Every class with its order.
@@ -350,7 +368,7 @@ impl<'m> PerCpu<'m> {
 
     /// Frames in the cache: exact for the owner, a snapshot for others.
     pub(crate) fn pages(&self) -> u64 {
-        self.all().map(|(class, order)| class.all() << order).sum()
+        self.all().map(|(class, order)| class.all() << order).sum::<u64>() + self.words.pages()
     }
 }
 
@@ -373,22 +391,25 @@ mod tests {
             [512, 128, 64, 32, 8, 8, 8].into_iter().chain(gathered).chain([blocks]).collect()
         };
         for cpus in [1, 2] {
-            let capacities = |share: u64| PerCpu::capacities(share * u64::from(cpus), cpus).to_vec();
+            let sizes = |share: u64| PerCpu::capacities(share * u64::from(cpus), cpus);
+            let capacities = |share: u64| sizes(share).blocks.to_vec();
             assert_eq!(capacities(GIB), large([8, 4], 32));
             assert_eq!(capacities(GIB - 1), large([7, 3], 7));
             assert_eq!(capacities(64 * GIB), large([8, 8], 256));
             assert_eq!(capacities(6400), [100, 50, 25, 12, 1, 1, 1, 0, 0, 0]);
+            assert_eq!([6400, GIB].map(|share| sizes(share).words), [8, 512]);
         }
-        assert_eq!(PerCpu::capacities(6400, 0), PerCpu::capacities(6400, 1));
-        // For every four one more that leaves; two mobilities.
-        assert_eq!(PerCpu::entries(&[8, 4, 3, 0, 0, 0, 0, 0, 0, 1]), 2 * (10 + 5 + 3 + 1));
+        assert_eq!(PerCpu::capacities(6400, 0).blocks, PerCpu::capacities(6400, 1).blocks);
+        // For every four one more that leaves; two mobilities. Two words for each slot, and a bit.
+        let sizes = Capacities { blocks: [8, 4, 3, 0, 0, 0, 0, 0, 0, 1], words: 8 };
+        assert_eq!(PerCpu::entries(&sizes), 2 * (10 + 5 + 3 + 1) + 2 * 8 + 1);
     }
 
     /// A cache over these frames, with eight entries and two for those that leave in each class.
     fn with_cache(local: Extent, test: impl FnOnce(&PerCpu<'_>)) {
-        let capacities = [8; CLASSES / 2];
+        let capacities = Capacities { blocks: [8; CLASSES / 2], words: 8 };
         let entries: Vec<AtomicU64> = (0..PerCpu::entries(&capacities)).map(|_| AtomicU64::new(0)).collect();
-        assert_eq!(entries.len(), CLASSES * 10);
+        assert_eq!(entries.len(), CLASSES * 10 + 17);
         test(&PerCpu::new(0, NodeId(0), local, &capacities, &entries));
     }
 
@@ -436,7 +457,8 @@ mod tests {
             let leaver = block(1 << 20, 1);
             assert_eq!(own.push_leaver(own.class(1, Mobility::Unmovable).expect("cached"), leaver), Ok(()));
             assert!(own.gathered().next().is_none() && own.has_leavers());
-            assert_eq!(own.pages(), 1 + 1 + 8 + 512 + 2);
+            own.words.come(5);
+            assert_eq!(own.pages(), 1 + 1 + 8 + 512 + 2 + 5);
             assert!(own.class(10, Mobility::Unmovable).is_none() && own.class_of(&block(0, 10)).is_none());
             assert!(own.stock(4, Mobility::Movable).is_none());
             let stock = own.stock(3, Mobility::Movable).expect("stocked");
@@ -444,7 +466,8 @@ mod tests {
             for order in [4, 8] {
                 assert_eq!(own.class(order, Mobility::Movable).expect("cached").push(block(0, order)), Ok(()));
             }
-            assert!(own.gathered().map(|(_, order)| order).eq([4, 8]));
+            let orders = own.gathered().map(|class| class.pop().expect("one").log());
+            assert!(orders.eq([4, 8]));
             own.drain_leavers(own.class(1, Mobility::Unmovable).expect("cached"), |words| assert_eq!(words.len(), 1));
             assert!(!own.has_leavers());
         });

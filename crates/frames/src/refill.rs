@@ -1,7 +1,7 @@
 //! What moves between a CPU's cache and its node: refills, drains, and the requests of other CPUs for them.
 //!
 //! When and how much is said in [`pcp`](crate::pcp). One lock round moves many blocks: a refill as many as the cache wants,
-//! a drain 64.
+//! a drain 64 words of pages.
 
 use crate::arena::BLOCK_ORDER;
 use crate::chunk;
@@ -72,12 +72,12 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Moves up to `count` of a class's entries to the node, those that lie highest: one lock round per 64, or less.
-    pub(crate) fn drain_class(&self, pin: CpuPin<'_>, class: &Class<'m>, order: u32, node: NodeId, count: u64) {
-        class.drain_highest(count, |words| self.free_cached(pin, node, order, words));
+    /// Moves up to `count` of a class's entries to the node, those that lie highest, or to the CPU's table of words.
+    pub(crate) fn drain_class(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, order: u32, count: u64) {
+        class.drain_highest(count, |words| self.free_cached(pin, own, order, words));
     }
 
-    /// Before anything is taken from the node: gives back the blocks that this CPU has on their way there, lest something
+    /// Before anything is taken from the node: gives back the blocks and words that this CPU has on their way there, lest something
     /// goes to higher memory instead, or splits what they would make. Those of orders that are only
     /// gathered are left to [`return_gathered`](Frames::return_gathered), which needs no lock round of its own.
     pub(crate) fn return_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
@@ -86,20 +86,21 @@ impl<'m, E: Env> Frames<'m, E> {
                 self.drain_leavers(pin, own, class, order);
             }
         }
+        self.return_words(pin, own);
     }
 
     /// Under the node's lock: gives back what [`return_leavers`](Frames::return_leavers) has left.
     pub(crate) fn return_gathered(&self, lists: &mut FreeLists, own: &PerCpu<'m>) {
         if lists.node == own.node {
-            own.gathered().for_each(|(class, order)| {
-                class.drain_highest(class.len(), |words| self.free_few(lists, order, words));
+            own.gathered().for_each(|class| {
+                class.drain_highest(class.len(), |words| self.free_few(lists, words));
             });
         }
     }
 
     /// Moves blocks that are on their way to the node there.
     pub(crate) fn drain_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, order: u32) {
-        own.drain_leavers(class, |words| self.free_cached(pin, own.node, order, words));
+        own.drain_leavers(class, |words| self.free_cached(pin, own, order, words));
     }
 
     /// Moves everything a CPU has cached to its node. The caller is pinned to that CPU, or it runs nothing.
@@ -110,9 +111,10 @@ impl<'m, E: Env> Frames<'m, E> {
                 continue;
             }
             // Under the lock it is seen whether they must be looked at.
-            self.drain_class(pin, class, order, own.node, class.len());
+            self.drain_class(pin, own, class, order, class.len());
             self.drain_leavers(pin, own, class, order);
         }
+        self.return_words(pin, own);
     }
 
     /// Serves what others have asked this CPU for.
@@ -138,7 +140,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Gives everything that this CPU has cached back to its node, and shrinks the cache. Any context but NMI; a lock round
-    /// per 64 blocks.
+    /// per 64 words of pages or 64 larger blocks, at most some 70 of them in one pin.
     pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
             if let Some(own) = self.own(pin) {

@@ -31,6 +31,7 @@ mod threads;
 #[cfg(all(target_os = "linux", not(miri)))]
 mod untouched;
 mod uses;
+mod words;
 mod zero;
 
 use hugemm_base::platform::Cpu;

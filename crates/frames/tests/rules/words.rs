@@ -1,0 +1,247 @@
+//! Pages that a CPU gives back stay in its table of words first: counted, found by everyone who needs them, in the node in the end.
+
+use super::support::{Threads, arena, extent, with_arenas, with_one_arena};
+use super::{order, request};
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{CpuCx, CpuId, NodeId, Pfn, Zeroed};
+use hugemm_frames::{AllocError, Frames, Frozen, HwPoisoned, NoMigration, Plain};
+use hugemm_threads::{Random, run_as};
+use std::collections::BTreeSet;
+
+type Manager<'m> = Frames<'m, Plain<NoFaults>>;
+
+fn shuffled<T>(mut blocks: Vec<T>) -> Vec<T> {
+    let mut random = Random(1);
+    (1..blocks.len()).rev().for_each(|at| blocks.swap(at, random.below(at as u64 + 1) as usize));
+    blocks
+}
+
+/// The lowest `count` blocks of an order, or all there are, in random order.
+fn take(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, log: u32, count: usize) -> Vec<Frozen> {
+    shuffled(std::iter::from_fn(|| frames.alloc(cx, request(log)).ok()).take(count).collect())
+}
+
+fn free(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, blocks: impl IntoIterator<Item = Frozen>) {
+    blocks.into_iter().for_each(|block| frames.free(cx, block));
+}
+
+/// What is free when all CPUs have given back what they have.
+fn all_free(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, cpus: u32) -> u64 {
+    for cpu in 0..cpus {
+        // SAFETY: this thread is all of them.
+        unsafe { frames.drain_offline(cx, CpuId(cpu)) };
+    }
+    let stats = frames.stats(cx);
+    assert_eq!((stats.cached, stats.isolated, stats.deferred), (0, 0, 0));
+    assert_eq!((0..).zip(stats.blocks).map(|(order, count)| count << order).sum::<u64>(), stats.free);
+    stats.free
+}
+
+/// A lock round for 64 words, not for 64 pages; meanwhile all of it is cached, and can be had.
+#[test]
+fn pages_freed_at_random_go_back_by_word() {
+    for log in 0..=3 {
+        with_one_arena(0, 1 << 16, 1, |frames, threads| {
+            let cx = threads.cx();
+            let blocks = take(frames, &cx, log, 4096 >> log);
+            frames.drain(&cx);
+            let before = frames.stats(&cx);
+            let mut blocks = blocks.into_iter();
+            free(frames, &cx, blocks.by_ref().take(3072 >> log));
+            let between = frames.stats(&cx);
+            assert_eq!(between.available(), before.available() + 3072);
+            if log == 0 {
+                assert_eq!(between.cached, 3072, "no word is full yet");
+            }
+            free(frames, &cx, blocks);
+            frames.drain(&cx);
+            let after = frames.stats(&cx);
+            assert_eq!((after.blocks[16], after.cached), (1, 0));
+            let rounds = after.lock_rounds - before.lock_rounds;
+            assert!(rounds < 24, "order {log}: {rounds} for 64 words");
+        });
+    }
+}
+
+/// No more than a sixteenth of a CPU's share stays there, and what its stack has.
+#[test]
+fn a_cpu_keeps_a_sixteenth_of_its_share_by_word_at_most() {
+    with_one_arena(0, 1 << 16, 1, |frames, threads| {
+        let cx = threads.cx();
+        let blocks = take(frames, &cx, 0, 8192);
+        // None of the words becomes full.
+        for block in blocks.into_iter().filter(|block| block.pfn().number() % 64 != 63) {
+            let looked_at = block.pfn().number() % 64 == 0;
+            frames.free(&cx, block);
+            let cached = if looked_at { frames.stats(&cx).cached } else { 0 };
+            assert!(cached <= 4096 + 512, "{cached}");
+        }
+    });
+}
+
+/// What was freed as larger blocks is single pages then, each a block by itself.
+#[test]
+fn blocks_that_go_back_by_word_become_pages() {
+    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks = take(frames, &cx, 3, 512);
+        let kept = blocks.split_off(400);
+        free(frames, &cx, blocks);
+        for page in take(frames, &cx, 0, 3000) {
+            assert_eq!(frames.head_of(page.pfn()), Some((page.pfn(), order(0))));
+            frames.free(&cx, page);
+        }
+        free(frames, &cx, kept);
+        assert_eq!(all_free(frames, &cx, 1), 1 << 14);
+    });
+}
+
+/// Before a CPU takes anything from its node it gives back what it has in its table, lest it goes to higher memory.
+#[test]
+fn first_fit_finds_what_was_freed_by_word() {
+    with_one_arena(0, 1 << 16, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks = take(frames, &cx, 0, 4096);
+        let kept = blocks.split_off(3072);
+        let lowest = kept.iter().map(Frozen::pfn).min();
+        free(frames, &cx, blocks);
+        let low = [3, 6, 4].map(|log| frames.alloc(&cx, request(log)).map(|block| block.pfn()));
+        assert!(low[0].is_ok_and(|pfn| pfn.number() < 1024), "{low:?}");
+        // There is no run of 64; the next 2 MiB are whole.
+        assert_eq!(low[1], Ok(Pfn::new(4096)));
+        assert!(lowest.is_some_and(|pfn| pfn.number() < 64));
+    });
+}
+
+/// Particular pages are found there, too, by the CPU that has them.
+#[test]
+fn a_range_that_was_freed_by_word_can_be_taken() {
+    with_one_arena(0, 1 << 16, 1, |frames, threads| {
+        let cx = threads.cx();
+        let (low, high): (Vec<_>, Vec<_>) =
+            take(frames, &cx, 0, 4096).into_iter().partition(|b| b.pfn().number() < 1024);
+        let (range, rest): (Vec<_>, Vec<_>) = low.into_iter().partition(|block| block.pfn().number() % 64 < 32);
+        free(frames, &cx, range);
+        // On the stack, where they would count as in use, are others by now.
+        free(frames, &cx, high);
+        let taken = (0..16).filter(|word| frames.alloc_contig_range(&cx, extent(word * 64, 32)).is_ok()).count();
+        assert_eq!(taken, 16);
+        free(frames, &cx, rest);
+    });
+}
+
+/// A CPU for which nothing is left asks the others, and finds what they had the next time.
+#[test]
+fn what_a_cpu_has_by_word_is_found_when_nothing_else_is_left() {
+    with_one_arena(0, 1 << 14, 2, |frames, threads| {
+        let cx = threads.cx();
+        let blocks = take(frames, &cx, 0, usize::MAX);
+        assert_eq!(blocks.len(), 1 << 14);
+        let (mut blocks, mut kept): (Vec<_>, Vec<_>) =
+            blocks.into_iter().partition(|block| block.pfn().number() < 1024);
+        kept.extend(blocks.split_off(400));
+        free(frames, &cx, blocks);
+        assert_eq!(frames.stats(&cx).cached, 400, "none of the words is full");
+        run_as(1);
+        assert_eq!(frames.alloc(&cx, request(0)), Err(AllocError::OutOfMemory));
+        run_as(0);
+        frames.serve(&cx);
+        run_as(1);
+        let found = take(frames, &cx, 0, usize::MAX);
+        assert_eq!(found.len(), 400);
+        free(frames, &cx, found);
+        // Its own it finds at once.
+        let again = take(frames, &cx, 0, usize::MAX);
+        assert_eq!(again.len(), 400);
+        free(frames, &cx, again.into_iter().chain(kept));
+        run_as(0);
+        assert_eq!(all_free(frames, &cx, 2), 1 << 14);
+    });
+}
+
+/// A claim asks for it.
+#[test]
+fn claims_find_what_a_cpu_has_by_word() {
+    with_one_arena(0, 1 << 14, 2, |frames, threads| {
+        let mut cx = threads.cx();
+        let claimed = extent(1024, 512);
+        let (inside, rest): (Vec<_>, Vec<_>) =
+            take(frames, &cx, 0, usize::MAX).into_iter().partition(|block| claimed.contains(block.pfn()));
+        // A half of each word by each CPU: no word is full in either table.
+        let (mine, others): (Vec<_>, Vec<_>) = inside.into_iter().partition(|block| block.pfn().number() % 2 == 0);
+        free(frames, &cx, mine);
+        run_as(1);
+        free(frames, &cx, others);
+        assert_eq!(frames.stats(&cx).cached, 512);
+        run_as(0);
+        assert!(frames.alloc_contig_pages(&mut cx, claimed, &mut NoMigration).is_err(), "CPU 1 has not answered");
+        run_as(1);
+        frames.serve(&cx);
+        run_as(0);
+        let taken = frames.alloc_contig_pages(&mut cx, claimed, &mut NoMigration).expect("all there");
+        frames.free_extent(&cx, taken);
+        free(frames, &cx, rest);
+        assert_eq!(all_free(frames, &cx, 2), 1 << 14);
+    });
+}
+
+/// A frame is poisoned while it is in a table: it is never handed out again, and all around it is.
+#[test]
+fn poison_finds_what_a_cpu_has_by_word() {
+    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks = take(frames, &cx, 0, 2048);
+        let kept = blocks.split_off(512);
+        let bad: BTreeSet<Pfn> = blocks.iter().take(20).map(Frozen::pfn).collect();
+        free(frames, &cx, blocks);
+        for pfn in &bad {
+            assert_eq!(frames.hwpoison(&cx, *pfn), HwPoisoned::InUse, "as far as can be told: it is cached");
+        }
+        free(frames, &cx, kept);
+        let all = take(frames, &cx, 0, usize::MAX);
+        assert_eq!(all.len(), (1 << 14) - bad.len());
+        assert!(all.iter().all(|block| !bad.contains(&block.pfn())));
+        assert_eq!(frames.stats(&cx).refused, bad.len() as u64);
+        free(frames, &cx, all);
+        assert_eq!(all_free(frames, &cx, 1), (1 << 14) - bad.len() as u64);
+    });
+}
+
+/// Two arenas meet inside a word: each gets its own pages.
+#[test]
+fn arenas_that_meet_inside_a_word_get_their_own_pages() {
+    with_arenas(&[arena(0, 1000, 0), arena(1000, (1 << 14) - 1000, 0)], 1, &[NodeId(0)], |frames, threads| {
+        let cx = threads.cx();
+        for log in [0, 2] {
+            let blocks = take(frames, &cx, log, usize::MAX);
+            assert_eq!(blocks.len(), (1 << 14) >> log);
+            free(frames, &cx, blocks);
+            assert_eq!(all_free(frames, &cx, 1), 1 << 14);
+            let stats = frames.stats(&cx);
+            // 512 + 256 + 128 + 64 + 32 + 8 and 8 + 16 + 512, and 2 MiB from there on.
+            assert_eq!(stats.blocks[..9], [0, 0, 0, 2, 1, 1, 1, 1, 1]);
+        }
+    });
+}
+
+/// Zero pages do not mix with the others of their word.
+#[test]
+fn pages_freed_as_zero_stay_known() {
+    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+        let cx = threads.cx();
+        // Not all of any 2 MiB, which would be dirty as a whole.
+        for block in take(frames, &cx, 0, 4096).into_iter().filter(|block| block.pfn().number() % 512 != 511) {
+            if block.pfn().number() % 2 == 0 {
+                // SAFETY: ours; there is no memory behind the numbers.
+                frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(block.into_dirty().into_extent()) });
+            } else {
+                frames.free(&cx, block);
+            }
+        }
+        frames.drain(&cx);
+        let zero = |_: usize| frames.alloc(&cx, request(0).prefer_zeroed()).is_ok_and(|block| block.is_zero());
+        let found = (0..2048).filter(|at| zero(*at)).count();
+        assert_eq!((found, zero(0)), (2048, false));
+        assert!(frames.alloc(&cx, request(0)).is_ok_and(|block| block.order() == order(0) && !block.is_zero()));
+    });
+}
