@@ -79,7 +79,7 @@ impl OstdFrames {
         self.manager().map_or(0, |manager| self.platform.with_cx(|cx| manager.available(cx)))
     }
 
-    /// Frames that were handed over and could not be managed.
+    /// Frames that were handed over and could not be managed: too little to be worth it, too many pieces, or there already.
     pub fn refused(&self) -> u64 {
         // Relaxed: a statistic.
         self.refused.load(Ordering::Relaxed)
@@ -255,12 +255,13 @@ impl GlobalFrameAllocator for OstdFrames {
                 return;
             }
             let count = early.count;
+            let known = early.extents[..count].iter().any(|known| !known.intersection(extent).is_empty());
             match early.extents.get_mut(count) {
-                Some(next) => {
+                Some(next) if !known => {
                     *next = extent;
                     early.count += 1;
                 }
-                None => self.refuse(extent.pages()),
+                _ => self.refuse(extent.pages()),
             }
         });
     }

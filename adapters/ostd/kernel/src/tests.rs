@@ -137,9 +137,17 @@ fn memory_can_be_used_up_and_comes_back() {
 #[ktest]
 fn memory_can_be_added_later() {
     let before = free_pages() as usize;
-    let added = crate::plant::add_held_back();
+    let added = crate::plant::add_held_back(1);
     let more = free_pages() as usize - before;
     assert!(more <= added && more * 100 >= added * 98, "{more} of {added} pages can be had");
+    // Memory that is there already is counted and left alone, whether its end is used or free. OSTD's own would have it twice.
+    #[cfg(not(feature = "defaults"))]
+    for part in [1, 2] {
+        let (free, refused) = (free_pages(), crate::allocators::INNER.refused());
+        let again = crate::plant::add_held_back(part) as u64;
+        assert_eq!(free_pages(), free, "memory that was added twice can be had twice");
+        assert_eq!(crate::allocators::INNER.refused() - refused, again);
+    }
 }
 
 /// Log of the pages of the largest block that can be had.
