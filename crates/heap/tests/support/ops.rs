@@ -15,7 +15,7 @@ const CPUS: u32 = 3;
 const BYTES: u64 = 4 << 20;
 
 /// Of a large piece this much at both ends is looked at.
-const EDGE: usize = 4096;
+const EDGE: usize = if cfg!(miri) { 64 } else { 4096 };
 
 struct Live {
     memory: NonNull<u8>,
