@@ -23,7 +23,7 @@ use crate::document::Row;
 use crate::machine::Machine;
 use crate::results::{self, Line, Results};
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::Result;
 use hugemm_base::PageSize;
 use hugemm_inspect::environment::Environment;
@@ -187,14 +187,12 @@ pub fn run(args: &Age) -> Result<()> {
     let on = format!("{cpus} CPU{}, the worker on {worker}", if cpus == 1 { "" } else { "s" });
     let title = title(&args.processes, [shared, memory, swap], &on);
     if args.check {
-        if !machine.quiet() {
-            let of = |count: fn(&AgeFigures) -> u64| lines.iter().flat_map(|line| &line.runs).map(count).sum::<u64>();
-            let (pages, refaults) = (of(|it| it.touched.pages), of(|it| it.swap.loads));
-            environment_text::print(&environment);
-            println!("\n{title}\n  {pages} touches checked, {refaults} pages came back from swap: nothing was lost");
-        }
+        let of = |count: fn(&AgeFigures) -> u64| lines.iter().flat_map(|line| &line.runs).map(count).sum::<u64>();
+        let (pages, refaults) = (of(|it| it.touched.pages), of(|it| it.swap.loads));
+        let intro =
+            format!("{title}\n  {pages} touches checked, {refaults} pages came back from swap: nothing was lost");
         let rows = lines.iter().flat_map(|line| line.rows(&METRICS)).chain(interrupted).collect();
-        return machine.report(&args.common, environment, rows);
+        return machine.show(&args.common, environment, Results { intro, rows, ..Results::default() });
     }
     let mut results = results_of(&lines, title);
     if lines.iter().any(|line| line.label("young") == Ageing::NoSync.name()) {
@@ -202,11 +200,7 @@ pub fn run(args: &Age) -> Result<()> {
     }
     results.rows.extend(interrupted);
     alone(&costs, args, &mut results);
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        results.print();
-    }
-    machine.report(&args.common, environment, results.into_rows())
+    machine.show(&args.common, environment, results)
 }
 
 /// What ageing takes alone: its figures and goals.

@@ -8,8 +8,9 @@ use crate::document::Row;
 use crate::frames::area::{AreaPlan, cell};
 use crate::machine::Machine;
 use crate::measure::Repeat;
+use crate::results::Results;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Result, bail};
 use clap::Args;
 use hugemm_base::{CpuId, PageSize};
@@ -99,22 +100,21 @@ pub fn run(args: &HeapArgs) -> Result<()> {
     // SAFETY: the frames are the host's alone, initialised, and reached by its contexts only.
     let frames = unsafe { plan.frames(&host, metadata.as_mut_slice()) }?;
     let frames: &Frames<'_, Plain> = &frames;
-    let rows = host.run_on(CpuId(most), |cx| {
+    let results = host.run_on(CpuId(most), |cx| {
         let heap = Heap::new(frames, cx, most)?;
-        compare(args, &machine, &host, &environment, &threads, frames, heap)
+        compare(args, &machine, &host, &threads, frames, heap)
     })??;
-    machine.report(&args.common, environment, rows)
+    machine.show(&args.common, environment, results)
 }
 
 fn compare<'a>(
     args: &HeapArgs,
     machine: &Machine,
     host: &'a Host<'a>,
-    environment: &Environment,
     threads: &[u32],
     frames: &'a Frames<'a, Plain>,
     heap: Heap<'a, Plain>,
-) -> Result<Vec<Row>> {
+) -> Result<Results> {
     let (bytes, most) = (host.frames().bytes(), threads.iter().max().copied().unwrap_or(1));
     let mut entries = vec![entry("hugemm", host, most, Own { heap, frames })];
     if !args.no_peers {
@@ -161,26 +161,22 @@ fn compare<'a>(
         }
     }
     bar.finish_and_clear();
-    if !machine.quiet() {
-        environment_text::print(environment);
-        println!(
-            "\n{} per heap; ns per piece taken and freed, mean over CPUs, median of {} runs",
-            args.size, args.runs
-        );
-        table::print("Time", &lines);
-        println!(
-            "\n  Every heap does the same work; hugemm gives its empty slabs back before the clock stops. A thread's pin is"
-        );
-        println!(
-            "  nothing; a kernel turns interrupts off and on, for the locks of the others too. malloc is for scale."
-        );
-        let most = bytes / (64 * 1024);
-        table::print(
-            &format!("Blocks of 64 KiB that can still be had, of {most}, after mixed sizes on one CPU"),
-            &extents,
-        );
-    }
-    Ok(rows)
+    let intro =
+        format!("{} per heap; ns per piece taken and freed, mean over CPUs, median of {} runs", args.size, args.runs);
+    let most = bytes / (64 * 1024);
+    let left = format!("Blocks of 64 KiB that can still be had, of {most}, after mixed sizes on one CPU");
+    let remarks = vec![
+        "Every heap does the same work; hugemm gives its empty slabs back before the clock stops. A thread's pin is\n  nothing; a \
+         kernel turns interrupts off and on, for the locks of the others too. malloc is for scale."
+            .to_owned(),
+    ];
+    Ok(Results {
+        intro,
+        tables: vec![("Time".to_owned(), lines), (left, extents)],
+        remarks,
+        rows,
+        ..Results::default()
+    })
 }
 
 /// How many rounds take hugemm about so long.

@@ -4,8 +4,9 @@ use crate::args::{Interference, Kind};
 use crate::document::Row;
 use crate::machine::Machine;
 use crate::measure::Repeat;
+use crate::results::Results;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass};
@@ -86,16 +87,15 @@ pub fn run(args: &Interference) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        println!(
-            "\nOne CPU follows a random cycle through its working set; another clears {} over and over,",
-            Size(size)
-        );
-        println!("by 2 MiB page. Median of {} runs of {} ms.", args.runs, args.millis);
-        table::print("Interference", &lines);
-    }
-    machine.report(&args.common, environment, rows)
+    let intro = format!(
+        "One CPU follows a random cycle through its working set; another clears {} over and over,\nby 2 MiB page. Median of {} runs \
+         of {} ms.",
+        Size(size),
+        args.runs,
+        args.millis
+    );
+    let tables = vec![("Interference".to_owned(), lines)];
+    machine.show(&args.common, environment, Results { intro, tables, rows, ..Results::default() })
 }
 
 fn name(neighbour: Option<Primitive>) -> &'static str {

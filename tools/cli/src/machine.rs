@@ -2,7 +2,8 @@
 
 use crate::args::{Calibration, Common, Kind};
 use crate::document::{self, Document, Row};
-use crate::{noise, profile_file, progress};
+use crate::results::Results;
+use crate::{environment_text, noise, profile_file, progress};
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, NodeId, PageSize};
 use hugemm_clear::{Features, Profile, calibrate};
@@ -117,6 +118,15 @@ impl Machine {
     pub fn calibration_bytes(&self) -> usize {
         let llc = self.topology.caches.last_level().map_or(32 * MIB, |cache| cache.bytes);
         (4 * llc).clamp(64 * MIB, 256 * MIB) as usize
+    }
+
+    /// Prints what a command came to, or its JSON.
+    pub fn show(&self, common: &Common, environment: Environment, results: Results) -> Result<()> {
+        if !self.quiet {
+            environment_text::print(&environment);
+            results.print();
+        }
+        self.report(common, environment, results.into_rows())
     }
 
     /// Warns of noise, and prints or saves the results as JSON if the user wants them so.

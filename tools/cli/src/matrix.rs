@@ -7,8 +7,9 @@ use crate::document::Row;
 use crate::interference::lines_in;
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
+use crate::results::Results;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Result, ensure};
 use hugemm_base::{CancelFlag, CpuId, Never, NodeId, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, Clearer};
@@ -115,20 +116,15 @@ pub fn run(args: &Probe, machine: &Machine) -> Result<()> {
         }
         lines.add_row(line);
     }
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        println!(
-            "\n{} of each node's memory are cleared in one request, by the policy, under a cooperative model. A neighbour, a CPU of the",
-            Size(size)
-        );
-        println!(
-            "memory's node where one is left, follows a random cycle through {} there, a load",
-            Size(machine.calibration_bytes() as u64)
-        );
-        println!("after the other. Median of {} runs.", args.runs);
-        table::print("Matrix", &lines);
-    }
-    machine.report(&args.common, environment, rows)
+    let intro = format!(
+        "{} of each node's memory are cleared in one request, by the policy, under a cooperative model. A neighbour, a CPU of the\n\
+         memory's node where one is left, follows a random cycle through {} there, a load\nafter the other. Median of {} runs.",
+        Size(size),
+        Size(machine.calibration_bytes() as u64),
+        args.runs
+    );
+    let tables = vec![("Matrix".to_owned(), lines)];
+    machine.show(&args.common, environment, Results { intro, tables, rows, ..Results::default() })
 }
 
 /// Every node's CPUs with every node's memory: 1, 2, 4… CPUs, and all.

@@ -7,7 +7,7 @@ use crate::machine::{GIB, Machine};
 use crate::measure::{Field, Repeat, Subject, bandwidths};
 use crate::results::{self, Line, Results};
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Result, anyhow, bail};
 use hugemm_base::{CpuId, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Primitive, Profile};
@@ -70,11 +70,7 @@ pub fn run(args: &Memset) -> Result<()> {
         (chunk, each.iter().map(|samples| samples.map(|gbps| gbps * 1e9 / PERF_GB)).collect())
     };
     let results = results_of(&names, chunks.iter().zip(measured).map(of_chunk).collect(), size, loops as usize);
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        results.print();
-    }
-    machine.report(&args.common, environment, results.into_rows())
+    machine.show(&args.common, environment, results)
 }
 
 /// The table and the rows: by chunk, a bandwidth for each name.

@@ -12,7 +12,7 @@ use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
 use crate::memset::{PERF_GB, RATE};
 use crate::results::{self, Line, Results};
-use crate::{environment_text, kernel_side, progress, table};
+use crate::{kernel_side, progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Dirty, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer};
@@ -120,11 +120,7 @@ pub fn run(args: &Mmap) -> Result<()> {
         "A hugemm fault here is a software fault: a function call, without trap and page tables; the kernel's are real."
             .to_owned(),
     );
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        results.print();
-    }
-    machine.report(&args.common, environment, results.into_rows())
+    machine.show(&args.common, environment, results)
 }
 
 /// The profile for the calibrated side; cold memory is what faults get.

@@ -11,7 +11,7 @@ use crate::pool::args::Pool;
 use crate::pool::machine::{Ground, GroundPlan};
 use crate::results::{self, Line, Results};
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{Clock, CpuCx, CpuId, Never, PageSize};
 use hugemm_host::cpu::{CpuError, Host};
@@ -83,14 +83,6 @@ pub fn run(args: &Pool) -> Result<()> {
         }
     }
     let bar = progress::bar(sides.len() as u64 * u64::from(runs), machine.quiet());
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        println!(
-            "\nFrames are only numbers here, and descriptors are reached through page tables in software; nothing is cleared. Median of {} runs.\n\
-             Interrupts are modelled: a flush interrupts every other CPU.",
-            runs
-        );
-    }
     for (index, _) in (Repeat { runs, warmup: 0 }).turns(sides.len()) {
         interrupt::check()?;
         let side = &mut sides[index];
@@ -118,10 +110,11 @@ pub fn run(args: &Pool) -> Result<()> {
         }
     }
     summarise(&lines, size, &plan, &mut results);
-    if !machine.quiet() {
-        results.print();
-    }
-    machine.report(&args.common, environment, results.into_rows())
+    results.intro = format!(
+        "Frames are only numbers here, and descriptors are reached through page tables in software; nothing is cleared. Median of \
+         {runs} runs.\nInterrupts are modelled: a flush interrupts every other CPU."
+    );
+    machine.show(&args.common, environment, results)
 }
 
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.

@@ -67,6 +67,8 @@ pub fn of_guest<R: Record>(transcript: &Transcript) -> Vec<Line<R>> {
 /// Tables, figures as rows, goals, and what has to be known to read them.
 #[derive(Default)]
 pub struct Results {
+    /// Before everything else: what was done.
+    pub intro: String,
     pub tables: Vec<(String, Table)>,
     pub remarks: Vec<String>,
     pub rows: Vec<Row>,
@@ -77,6 +79,9 @@ pub struct Results {
 impl Results {
     /// Prints all but the rows.
     pub fn print(&self) {
+        if !self.intro.is_empty() {
+            println!("\n{}", self.intro);
+        }
         for (title, lines) in &self.tables {
             table::print(title, lines);
         }

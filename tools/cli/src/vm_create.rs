@@ -17,7 +17,7 @@ use crate::measure::Repeat;
 use crate::results::{self, Line, Results};
 use crate::vm_create::args::VmCreate;
 use crate::vm_create::pool::with_pool;
-use crate::{environment_text, kernel_side, progress, table};
+use crate::{kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{Cpu, CpuId, NoPressure, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer};
@@ -87,11 +87,7 @@ pub fn run(args: &VmCreate) -> Result<()> {
             .to_owned(),
     );
     results.remarks.extend(remarks);
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        results.print();
-    }
-    machine.report(&args.common, environment, results.into_rows())
+    machine.show(&args.common, environment, results)
 }
 
 /// A line for each way, and what has to be known to read them.

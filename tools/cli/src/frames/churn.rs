@@ -6,8 +6,9 @@ use crate::frames::args::Churn;
 use crate::frames::peers::{self, Managed, Peer, Visit};
 use crate::goals::{Bound, Goals};
 use crate::machine::Machine;
+use crate::results::Results;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Result, anyhow};
 use hugemm_base::{Clock, CpuId, Extent, Order, PAGE_SHIFT};
 use hugemm_host::cpu::Host;
@@ -108,29 +109,24 @@ pub fn run(args: &Churn) -> Result<()> {
         samples.push(worst);
         goals.at_least("frames.churn_2m_vs_best", &samples, 1.0);
     }
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        println!(
-            "\n{}, {} % in use: orders 0 to {} with random lifetimes, {} s each; the last requests are the same for all,",
-            args.size,
-            args.fill,
-            churn::LARGEST,
-            args.seconds
-        );
-        println!("and so is what is in use then. How many extents can be allocated now without moving anything?");
-        table::print("Extents left (of what the free memory could hold)", &lines);
-        if outcomes.len() > 1 {
-            let word = lost.map_or("yes".to_owned(), |Lost { name, percent, size, when }| {
-                format!("NO; {name} has {percent:.1} % more of {size} {when}")
-            });
-            println!("\n  At least as many 2 MiB and 1 GiB extents as any other: {word}");
-        }
-        if let Some(note) = peers::note(args.no_peers) {
-            println!("\n  {note}");
-        }
+    let intro = format!(
+        "{}, {} % in use: orders 0 to {} with random lifetimes, {} s each; the last requests are the same for all,\nand so is what is in \
+         use then. How many extents can be allocated now without moving anything?",
+        args.size,
+        args.fill,
+        churn::LARGEST,
+        args.seconds
+    );
+    let mut remarks = Vec::new();
+    if outcomes.len() > 1 {
+        let word = lost.map_or("yes".to_owned(), |Lost { name, percent, size, when }| {
+            format!("NO; {name} has {percent:.1} % more of {size} {when}")
+        });
+        remarks.push(format!("At least as many 2 MiB and 1 GiB extents as any other: {word}"));
     }
-    rows.extend(goals.into_rows());
-    machine.report(&args.common, environment, rows)
+    remarks.extend(peers::note(args.no_peers).map(str::to_owned));
+    let tables = vec![("Extents left (of what the free memory could hold)".to_owned(), lines)];
+    machine.show(&args.common, environment, Results { intro, tables, remarks, rows, goals })
 }
 
 /// What the first has of 2 MiB, as a part of what the best of the others has, at the moment where that is least.

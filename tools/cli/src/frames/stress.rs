@@ -8,7 +8,8 @@ use crate::document::Row;
 use crate::frames::area::AreaPlan;
 use crate::frames::args::Stress;
 use crate::machine::Machine;
-use crate::{environment_text, progress, table};
+use crate::results::Results;
+use crate::{progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::lock::Lock;
 use hugemm_base::{Clock, CpuId, Extent, Order, PageSize};
@@ -155,13 +156,14 @@ fn report(
     rows.push(Row::single("bench.stress.claimed", claims as f64, "ranges").label("cpus", threads));
     rows.push(Row::single("bench.stress.unplugged", unplugged as f64, "count").label("cpus", threads));
     rows.push(Row::single("bench.stress.handed_out_twice", 0.0, "count").label("cpus", threads));
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        table::print(&format!("Blocks taken from {} by {threads} CPUs in {} s", args.size, args.seconds), &lines);
-        println!(
-            "\n  {all} blocks taken, {failed} requests found no memory; {claims} ranges of 2 MiB claimed, {unplugged} unplugged, {poisoned} frames \
-             poisoned\n  no frame was handed out twice, no poisoned frame was handed out, no frame was lost"
-        );
-    }
-    machine.report(&args.common, environment, rows)
+    let title = format!("Blocks taken from {} by {threads} CPUs in {} s", args.size, args.seconds);
+    let remarks = vec![
+        format!(
+            "{all} blocks taken, {failed} requests found no memory; {claims} ranges of 2 MiB claimed, {unplugged} unplugged, {poisoned} \
+             frames poisoned"
+        ),
+        "no frame was handed out twice, no poisoned frame was handed out, no frame was lost".to_owned(),
+    ];
+    let tables = vec![(title, lines)];
+    machine.show(&args.common, environment, Results { tables, remarks, rows, ..Results::default() })
 }

@@ -16,7 +16,7 @@ use crate::paging::shootdown_args::Shootdown;
 use crate::results::{self, Line, Results};
 use crate::stand_in::StandIn;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Context, Result, anyhow};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Invalidation, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange};
@@ -123,31 +123,29 @@ pub fn run(args: &Shootdown) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        if let Some(Costly { cost, .. }) = &interrupts {
-            println!(
-                "\nEach CPU is a thread that spins on a CPU of its own; interrupts are membarrier's. Median of runs.\nAn \
-                 invalidation takes {:.0} ns for a page, and {:.0} ns for everything with {:.0} ns to translate \
-                 {WORKING_SET} pages anew, as in\nthis machine's kernel (by mprotect).",
-                cost.page_ns, cost.all_ns, cost.refill_ns
-            );
-            table::print("Time, flushes and interrupts (IPIs) per operation; real interrupts", &timed);
-            if longest > 0.0 {
-                println!(
-                    "\n  – : a flush per page would have taken more than --limit {} s, up to {longest:.0} s; raise it to measure that too.",
-                    args.ranges.limit,
-                );
-            }
-        }
-        table::print("Flushes and interrupts (IPIs) per operation, counted, not sent", &counted);
-    }
+    let mut results = Results { rows, ..Results::default() };
     if let Some(Costly { cost, .. }) = &interrupts {
-        rows.push(Row::single("bench.shootdown.invalidate_page", cost.page_ns, "ns"));
-        rows.push(Row::single("bench.shootdown.invalidate_all", cost.all_ns, "ns"));
-        rows.push(Row::single("bench.shootdown.refill", cost.refill_ns, "ns"));
+        let FlushCost { page_ns, all_ns, refill_ns } = *cost;
+        results.intro = format!(
+            "Each CPU is a thread that spins on a CPU of its own; interrupts are membarrier's. Median of runs.\nAn invalidation takes \
+             {page_ns:.0} ns for a page, and {all_ns:.0} ns for everything with {refill_ns:.0} ns to translate {WORKING_SET} pages anew, as \
+             in\nthis machine's kernel (by mprotect)."
+        );
+        let title = "Time, flushes and interrupts (IPIs) per operation; real interrupts";
+        results.tables.push((title.to_owned(), timed));
+        if longest > 0.0 {
+            let limit = args.ranges.limit;
+            results.remarks.push(format!(
+                "– : a flush per page would have taken more than --limit {limit} s, up to {longest:.0} s; raise it to measure that too."
+            ));
+        }
+        for (what, nanos) in [("page", page_ns), ("all", all_ns)] {
+            results.rows.push(Row::single(format!("bench.shootdown.invalidate_{what}"), nanos, "ns"));
+        }
+        results.rows.push(Row::single("bench.shootdown.refill", refill_ns, "ns"));
     }
-    machine.report(&args.common, environment, rows)
+    results.tables.push(("Flushes and interrupts (IPIs) per operation, counted, not sent".to_owned(), counted));
+    machine.show(&args.common, environment, results)
 }
 
 /// 1, 2, 4, … and all.
