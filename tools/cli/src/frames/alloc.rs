@@ -10,7 +10,7 @@ use crate::headline;
 use crate::machine::Machine;
 use crate::results::{self, Line, Results};
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Result, bail};
 use comfy_table::Table;
 use hugemm_base::{CpuId, Order};
@@ -64,37 +64,26 @@ pub fn run(args: &Alloc) -> Result<()> {
     let turns = cases.len() * threads.len() * sides * args.measured.repeat(args.pairs.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let atomic = headline::atomic().median();
-    let (mut rows, mut goals) = (Vec::new(), Goals::new());
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        println!("\n{} of numbered frames; median of {} runs; ns per operation", args.size, args.pairs.runs);
-    }
+    let intro = format!("{} of numbered frames; median of {} runs; ns per operation", args.size, args.pairs.runs);
+    let mut results = Results { intro, ..Results::default() };
     for case in cases {
         let mut curve = Vec::new();
         let mut names = Vec::new();
         for threads in &threads {
             let (found, columns) = measure(&area, case, *threads, args, &bar)?;
-            note_goals(&mut goals, case, *threads, &found, &columns, &Scale { atomic, pin: &pin_note });
+            note_goals(&mut results.goals, case, *threads, &found, &columns, &Scale { atomic, pin: &pin_note });
             names = found;
             curve.push(columns);
         }
-        if !machine.quiet() {
-            let (title, lines) = curve_table(case, &threads, &names, &curve);
-            bar.suspend(|| table::print(&title, &lines));
-        }
-        rows.extend(rows_of(case, &threads, &names, &curve));
+        results.tables.push(curve_table(case, &threads, &names, &curve));
+        results.rows.extend(rows_of(case, &threads, &names, &curve));
     }
     bar.finish_and_clear();
-    if !machine.quiet() {
-        if let Some(note) = peers::note(args.measured.no_peers) {
-            println!("\n  {note}");
-        }
-        println!("  A figure is the mean over CPUs. Lock rounds are hugemm's own, per operation. {pin_note}.");
-        goals.print();
-    }
-    rows.push(Row::single(PIN.name, pin, PIN.unit).label("side", "host"));
-    rows.extend(goals.into_rows());
-    machine.report(&args.measured.common, environment, rows)
+    results.remarks.extend(peers::note(args.measured.no_peers).map(str::to_owned));
+    let how = "A figure is the mean over CPUs. Lock rounds are hugemm's own, per operation.";
+    results.remarks.push(format!("{how} {pin_note}."));
+    results.rows.push(Row::single(PIN.name, pin, PIN.unit).label("side", "host"));
+    machine.show(&args.measured.common, environment, results)
 }
 
 /// Nanoseconds of pinning and unpinning, which each allocation and each free does once.

@@ -12,7 +12,7 @@ use crate::headline;
 use crate::machine::Machine;
 use crate::results::{self, Line, Results};
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Result, anyhow, bail};
 use comfy_table::Table;
 use hugemm_base::{CpuId, Extent, Order};
@@ -51,11 +51,8 @@ pub fn run(args: &Free) -> Result<()> {
     let turns =
         (args.blocks.order.iter().count() * sides + sides + 4 + 3) * args.measured.repeat(args.blocks.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        println!("\n{} of numbered frames; median of {} runs", args.size, args.blocks.runs);
-    }
-    let (mut rows, mut goals) = (Vec::new(), Goals::new());
+    let intro = format!("{} of numbered frames; median of {} runs", args.size, args.blocks.runs);
+    let mut results = Results { intro, ..Results::default() };
     for order in args.blocks.order.iter() {
         let mut sides = Sides::new(&area, Blocks { args, order });
         sides.add(COUNTED, CountedPages(&area.frames), true);
@@ -63,39 +60,20 @@ pub fn run(args: &Free) -> Result<()> {
         peers::each(args.measured.no_peers, &mut sides)?;
         let columns = alternate(&mut sides.sides, args.measured.repeat(args.blocks.runs), &bar)?;
         let names: Vec<_> = sides.sides.iter().map(|side| side.name).collect();
-        if !machine.quiet() {
-            let held = held(args, plan.extent.pages(), order);
-            let (title, lines) = blocks_table(order, blocks(args, order), &names, &columns);
-            bar.suspend(|| table::print(&format!("{title}, {held} at a time"), &lines));
-        }
-        for (name, columns) in names.iter().zip(&columns) {
-            for (metric, samples) in METRICS.iter().zip(columns) {
-                let Some(samples) = samples else { continue };
-                let row = Row::median(metric.name, samples, metric.unit).label("side", *name);
-                rows.push(row.label("order", order.get()).label("n", blocks(args, order)));
-            }
-        }
-        note_goals(&mut goals, order, &columns);
+        let held = format!(", {} at a time", held(args, plan.extent.pages(), order));
+        add(&mut results, order, blocks(args, order), &held, &names, &columns);
     }
     if cpus == 2 {
-        let (ratio, more) = parts::two_cpus(&machine, &area, args, &bar)?;
-        rows.extend(more);
-        goals.at_most("frames.free512_parts_2t_ratio", &ratio, "ratio", 1.2);
+        parts::two_cpus(&area, args, &bar, &mut results)?;
     }
-    rows.extend(parts::claims_and_arrays(&machine, &area, args, &bar)?);
+    parts::claims_and_arrays(&area, args, &bar, &mut results)?;
     bar.finish_and_clear();
     let percent = plan.metadata.size() as f64 * 100.0 / plan.extent.bytes() as f64;
     let mut metadata = Samples::default();
     metadata.push(percent);
-    goals.at_most("frames.metadata_pct", &metadata, "percent", 1.6);
-    if !machine.quiet() {
-        goals.print();
-        if let Some(note) = peers::note(args.measured.no_peers) {
-            println!("\n  {note}");
-        }
-    }
-    rows.extend(goals.into_rows());
-    machine.report(&args.measured.common, environment, rows)
+    results.goals.at_most("frames.metadata_pct", &metadata, "percent", 1.6);
+    results.remarks.extend(peers::note(args.measured.no_peers).map(str::to_owned));
+    machine.show(&args.measured.common, environment, results)
 }
 
 /// How many blocks a run takes.
@@ -249,18 +227,30 @@ fn blocks_table(order: Order, n: u64, names: &[impl AsRef<str>], columns: &[Colu
 
 pub fn of_guest(transcript: &Transcript) -> Results {
     let lines: Vec<Line<DividedBlocks>> = results::of_guest(transcript);
-    let mut results =
-        Results { rows: lines.iter().flat_map(|line| line.rows(&METRICS)).collect(), ..Results::default() };
+    let mut results = Results::default();
     for sides in lines.chunk_by(|a, b| a.number("order") == b.number("order")) {
         let Ok(order) = Order::new(sides[0].number("order") as u32) else { continue };
         let names: Vec<String> = sides.iter().map(|line| line.label("side")).collect();
         let figures = |line: &Line<DividedBlocks>| METRICS.map(|metric| line.samples(&metric)).into_iter();
         let columns: Vec<Columns> =
             sides.iter().map(|line| figures(line).map(|it| (it.runs() > 0).then_some(it)).collect()).collect();
-        results.tables.push(blocks_table(order, sides[0].number("n"), &names, &columns));
-        note_goals(&mut results.goals, order, &columns);
+        add(&mut results, order, sides[0].number("n"), "", &names, &columns);
     }
     results
+}
+
+/// The figures of one order: their table, rows and goals.
+fn add(results: &mut Results, order: Order, n: u64, held: &str, names: &[impl AsRef<str>], columns: &[Columns]) {
+    let (title, lines) = blocks_table(order, n, names, columns);
+    results.tables.push((title + held, lines));
+    for (name, columns) in names.iter().zip(columns) {
+        for (metric, samples) in METRICS.iter().zip(columns) {
+            let Some(samples) = samples else { continue };
+            let row = Row::median(metric.name, samples, metric.unit).label("side", name.as_ref());
+            results.rows.push(row.label("order", order.get()).label("n", n));
+        }
+    }
+    note_goals(&mut results.goals, order, columns);
 }
 
 fn note_goals(goals: &mut Goals, order: Order, columns: &[Columns]) {

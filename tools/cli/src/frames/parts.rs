@@ -4,7 +4,7 @@ use crate::document::Row;
 use crate::frames::area::{Area, Side, alternate, cell};
 use crate::frames::args::Free;
 use crate::frames::peers::{self, Managed, Peer, Visit};
-use crate::machine::Machine;
+use crate::results::Results;
 use crate::stats::Samples;
 use crate::table;
 use anyhow::{Result, anyhow, bail};
@@ -30,8 +30,8 @@ enum Parts {
 }
 
 /// Blocks of 512 counted pages, freed by two CPUs at once, half of each block: the time over that of one CPU that frees
-/// the same halves. Also the rows.
-pub fn two_cpus(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressBar) -> Result<(Samples, Vec<Row>)> {
+/// the same halves.
+pub fn two_cpus(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &mut Results) -> Result<()> {
     let source = CountedPages(&area.frames);
     let nine = Order::new(9)?;
     let count = (area.extent.pages() >> 9 >> 1).clamp(1, 256) as usize;
@@ -61,16 +61,14 @@ pub fn two_cpus(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressB
     let samples: Vec<Samples> = columns.into_iter().filter_map(|mut columns| columns.pop().flatten()).collect();
     let [whole, halves, both] = samples.as_slice() else { bail!("nothing was measured") };
     let mut lines = table::new(["ns per block", "free", "of one CPU, halves"]);
-    let mut rows = Vec::new();
     for ((name, _), samples) in ways.iter().zip([whole, halves, both]) {
         let ratio = samples.per_run_ratio(halves).median();
         lines.add_row([(*name).to_owned(), cell(Some(samples)), format!("{ratio:.2} ×")]);
-        rows.push(Row::median("bench.free.parts", samples, "ns per block").label("way", *name));
+        results.rows.push(Row::median("bench.free.parts", samples, "ns per block").label("way", *name));
     }
-    if !machine.quiet() {
-        bar.suspend(|| table::print(&format!("{count} blocks of 512 counted pages, freed in parts"), &lines));
-    }
-    Ok((both.per_run_ratio(halves), rows))
+    results.tables.push((format!("{count} blocks of 512 counted pages, freed in parts"), lines));
+    results.goals.at_most("frames.free512_parts_2t_ratio", &both.per_run_ratio(halves), "ratio", 1.2);
+    Ok(())
 }
 
 struct Claims<'a> {
@@ -102,8 +100,7 @@ impl<'a> Claims<'a> {
     }
 }
 
-pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressBar) -> Result<Vec<Row>> {
-    let mut rows = Vec::new();
+pub fn claims_and_arrays(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &mut Results) -> Result<()> {
     let pages = area.extent.pages();
     if pages >= CLAIM_PAGES {
         let step = |i: u64| area.extent.slice(i * CLAIM_PAGES, (i + 1) * CLAIM_PAGES);
@@ -118,12 +115,10 @@ pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &
             for (figure, samples) in ["claim", "claim_free"].iter().zip(columns) {
                 let Some(samples) = samples else { continue };
                 let row = Row::median(format!("bench.free.{figure}"), samples, "ns").label("side", side.name);
-                rows.push(row.label("pages", CLAIM_PAGES));
+                results.rows.push(row.label("pages", CLAIM_PAGES));
             }
         }
-        if !machine.quiet() {
-            bar.suspend(|| table::print(&format!("{CLAIM_PAGES} particular frames claimed, and freed"), &lines));
-        }
+        results.tables.push((format!("{CLAIM_PAGES} particular frames claimed, and freed"), lines));
     }
     let count = ARRAY_PAGES.min(pages / 2);
     let frames = FrozenBlocks(&area.frames);
@@ -148,16 +143,11 @@ pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &
     for ((name, _), columns) in ways.iter().zip(&columns) {
         lines.add_row([(*name).to_owned(), cell(columns[0].as_ref())]);
         if let Some(samples) = &columns[0] {
-            rows.push(
-                Row::median("bench.free.array", samples, "ns per page").label("way", *name).label("pages", count),
-            );
+            let row = Row::median("bench.free.array", samples, "ns per page").label("way", *name);
+            results.rows.push(row.label("pages", count));
         }
     }
-    if !machine.quiet() {
-        let size = Size(count << PAGE_SHIFT);
-        bar.suspend(|| {
-            table::print(&format!("An array of {count} counted pages ({size}), freed as vfree does"), &lines)
-        });
-    }
-    Ok(rows)
+    let size = Size(count << PAGE_SHIFT);
+    results.tables.push((format!("An array of {count} counted pages ({size}), freed as vfree does"), lines));
+    Ok(())
 }

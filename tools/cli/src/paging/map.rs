@@ -17,8 +17,9 @@ use crate::frames::area::{AreaPlan, Columns, Side, alternate, cell, figure};
 use crate::goals::Goals;
 use crate::machine::Machine;
 use crate::paging::args::Map;
+use crate::results::Results;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::Frames;
@@ -126,16 +127,13 @@ pub fn run(args: &Map) -> Result<()> {
     let sides = if args.measured.no_peers { 1 } else { 2 };
     let turns = fields.len() * sides * args.measured.repeat(args.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        let extent = args.extent.map_or("all of the range".to_owned(), |extent| extent.to_string());
-        println!("\nmedian of {} runs; contiguous frames: {extent}", args.runs);
-        println!(
-            "a flush of everything takes {:.0} ns here, and the refill of {WORKING_SET} translations {:.0} ns (by mprotect)",
-            cost.all_ns, cost.refill_ns
-        );
-    }
-    let (mut rows, mut goals, mut lines) = (Vec::new(), Goals::new(), new_table(sides));
+    let extent = args.extent.map_or("all of the range".to_owned(), |extent| extent.to_string());
+    let intro = format!(
+        "median of {} runs; contiguous frames: {extent}\na flush of everything takes {:.0} ns here, and the refill of {WORKING_SET} \
+         translations {:.0} ns (by mprotect)",
+        args.runs, cost.all_ns, cost.refill_ns
+    );
+    let (mut results, mut lines) = (Results { intro, ..Results::default() }, new_table(sides));
     for (size, field) in args.size.iter().zip(fields) {
         let mut sides = vec![bench.by_range(field)];
         if !args.measured.no_peers {
@@ -143,22 +141,19 @@ pub fn run(args: &Map) -> Result<()> {
         }
         let columns = alternate(&mut sides, args.measured.repeat(args.runs), &bar)?;
         let names: Vec<_> = sides.iter().map(|side| side.name).collect();
-        rows.extend(figures(*size, &names, &columns));
+        results.rows.extend(figures(*size, &names, &columns));
         lines.add_rows(whats().enumerate().map(|(index, what)| line(*size, what, index, &columns)));
         if size.0 == GOAL_SIZE && args.extent.is_none() {
-            note_goals(&mut goals, &columns);
+            note_goals(&mut results.goals, &columns);
         }
     }
     bar.finish_and_clear();
-    if !machine.quiet() {
-        table::print("4 KiB pages, ns per page that is changed", &lines);
-        goals.print();
-        if !args.measured.no_peers {
-            println!("\n  The other side's tables come from the same allocator; no CPU translates by them.");
-        }
+    results.tables.push(("4 KiB pages, ns per page that is changed".to_owned(), lines));
+    if !args.measured.no_peers {
+        let note = "The other side's tables come from the same allocator; no CPU translates by them.";
+        results.remarks.push(note.to_owned());
     }
-    rows.extend(goals.into_rows());
-    machine.report(&args.measured.common, environment, rows)
+    machine.show(&args.measured.common, environment, results)
 }
 
 fn field(machine: &Machine, args: &Map, size: Size) -> Result<Field> {
