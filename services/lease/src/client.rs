@@ -180,7 +180,11 @@ impl Connection {
         while matches!(request, Request::Lease(_))
             && answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
         {
-            self.again()?.ask(&Request::Status {})?;
+            match self.again()?.ask(&Request::Status {}) {
+                // Whatever it says, it is there.
+                Ok(_) | Err(ClientError::Refused(_)) => {}
+                Err(error) => return Err(error),
+            }
             answer = wire::receive(self.0.as_fd());
         }
         let answer = answer.map_err(|error| match error.kind() {
