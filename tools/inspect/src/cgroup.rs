@@ -11,6 +11,7 @@ pub const MIN_CGROUP_RESERVE: u64 = 64 << 20;
 pub struct CgroupLimit {
     /// The file that holds the limit, so that a message can name it.
     pub file: PathBuf,
+    /// The limit.
     pub limit: u64,
     /// What is charged now, page cache included.
     pub used: u64,

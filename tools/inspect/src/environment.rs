@@ -18,24 +18,33 @@ use serde::{Deserialize, Serialize};
 pub struct Environment {
     /// The processor architecture that this program was built for, e.g. `x86_64`.
     pub arch: String,
+    /// The processor.
     pub cpu: CpuInfo,
     /// Caches of the first allowed CPU, as the kernel states them.
     pub caches: CacheInfo,
+    /// NUMA nodes.
     pub numa_nodes: Vec<HostNode>,
+    /// The kernel.
     pub kernel: KernelInfo,
+    /// Settings of transparent huge pages.
     pub transparent_huge_pages: ThpSettings,
+    /// Hugetlb pools, one for each page size.
     pub hugetlb_pools: Vec<PoolInfo>,
     /// Whether the kernel gives back redundant page descriptors of hugetlb pages (`vm.hugetlb_optimize_vmemmap`).
     pub hugetlb_optimize_vmemmap: Option<bool>,
+    /// The base page size in bytes.
     pub base_page_bytes: u64,
     /// The page sizes really used by the measured regions, in the order of [`Environment::note_region`].
     pub regions: Vec<RegionInfo>,
     /// How the clock frequency is governed.
     pub frequency: FrequencyInfo,
+    /// Virtual machine or not.
     pub virtualization: VirtualizationInfo,
     /// Load averages over 1, 5 and 15 minutes.
     pub load_average: Option<[f64; 3]>,
+    /// Memory.
     pub memory: MemoryInfo,
+    /// CPU time that cgroups allow, in CPUs.
     pub cpu_quota_cpus: Option<f64>,
     /// The virtual machine in which the figures were measured, if they were not measured here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -49,7 +58,9 @@ pub struct GuestInfo {
     pub kernel: String,
     /// What ran it, e.g. `QEMU TCG`.
     pub machine: String,
+    /// Its CPUs.
     pub cpus: u32,
+    /// Its memory.
     pub memory_bytes: u64,
     /// Of that, what its allocator managed.
     pub managed_bytes: u64,
@@ -57,17 +68,24 @@ pub struct GuestInfo {
     pub interrupt_controller: String,
 }
 
+/// The processor.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CpuInfo {
+    /// The model name.
     pub model: Option<String>,
     /// The vendor, as the processor spells it.
     pub vendor: Option<String>,
+    /// Family number.
     pub family: Option<u32>,
+    /// Model number.
     pub model_number: Option<u32>,
+    /// Stepping number.
     pub stepping: Option<u32>,
+    /// Microcode revision.
     pub microcode: Option<String>,
     /// Clock of the first CPU when read, in MHz.
     pub mhz: Option<f64>,
+    /// CPUs online.
     pub online_cpus: usize,
     /// CPUs that this process may use.
     pub allowed_cpus: Vec<u32>,
@@ -81,10 +99,14 @@ pub struct CpuInfo {
     pub bugs: Vec<String>,
 }
 
+/// Cache sizes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheInfo {
+    /// First-level data cache in bytes.
     pub l1d_bytes: Option<u64>,
+    /// Second-level cache in bytes.
     pub l2_bytes: Option<u64>,
+    /// Third-level cache in bytes.
     pub l3_bytes: Option<u64>,
     /// The CPUs that share the third-level cache.
     pub l3_shared_cpus: Vec<u32>,
@@ -92,6 +114,7 @@ pub struct CacheInfo {
     pub line_bytes: Option<u64>,
 }
 
+/// The kernel.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KernelInfo {
     /// `uname -r`.
@@ -112,11 +135,16 @@ pub struct KernelInfo {
     pub numa_balancing: Option<bool>,
 }
 
+/// A hugetlb pool, in pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolInfo {
+    /// The page size in bytes.
     pub page_bytes: u64,
+    /// All pages.
     pub total_pages: Option<u64>,
+    /// Free pages.
     pub free_pages: Option<u64>,
+    /// Free pages that are promised.
     pub reserved_pages: Option<u64>,
     /// Pages beyond the pool's setting.
     pub surplus_pages: Option<u64>,
@@ -129,6 +157,7 @@ pub struct PoolInfo {
 pub struct RegionInfo {
     /// What it was for.
     pub label: String,
+    /// Its size in bytes.
     pub bytes: u64,
     /// The page size asked for, in bytes.
     pub page_bytes: u64,
@@ -138,15 +167,18 @@ pub struct RegionInfo {
     pub huge_share: f64,
 }
 
+/// How the clock frequency is governed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FrequencyInfo {
     /// The governor of the first allowed CPU.
     pub governor: Option<String>,
+    /// The scaling driver.
     pub driver: Option<String>,
     /// Whether the clock may rise above its nominal value.
     pub boost: Option<bool>,
 }
 
+/// Virtual machine or not.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VirtualizationInfo {
     /// A hypervisor is present.
@@ -157,14 +189,18 @@ pub struct VirtualizationInfo {
     pub product: Option<String>,
 }
 
+/// Memory, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryInfo {
+    /// All memory.
     pub total_bytes: Option<u64>,
     /// Available without swapping.
     pub available_bytes: Option<u64>,
     /// What this program would take at most.
     pub takeable_bytes: Option<u64>,
+    /// Swap space.
     pub swap_total_bytes: Option<u64>,
+    /// Swap space in use.
     pub swap_used_bytes: Option<u64>,
     /// The tightest memory cgroup limit.
     pub cgroup_limit_bytes: Option<u64>,

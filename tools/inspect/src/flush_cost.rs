@@ -19,12 +19,15 @@ pub const WORKING_SET: usize = 512;
 /// Calls of each kind; the fastest counts.
 const CALLS: usize = 300;
 
+/// Base pages.
 const PAGE: usize = 4096;
 
 /// Nanoseconds on one CPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct FlushCost {
+    /// Invalidating one page.
     pub page_ns: f64,
+    /// Invalidating everything.
     pub all_ns: f64,
     /// Translating a [working set](WORKING_SET) of 4 KiB pages anew after that.
     pub refill_ns: f64,

@@ -33,6 +33,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The operation was stopped by a signal; all that it had taken has been given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SignalReceived {
+    /// The signal's number.
     pub signal: i32,
 }
 
@@ -85,10 +86,12 @@ fn install_handlers() -> io::Result<()> {
     Ok(())
 }
 
+/// Has a signal been received? One relaxed load.
 pub fn requested() -> bool {
     signal().is_some()
 }
 
+/// The signal that was received first, if any.
 pub fn signal() -> Option<i32> {
     match RECEIVED.load(Ordering::Relaxed) {
         0 => None,

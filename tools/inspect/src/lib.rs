@@ -13,8 +13,6 @@
 //! | [`interrupt`] | Ctrl-C as a flag, so that everything is given back |
 //! | [`roots`] | where the kernel's reports are read from |
 
-#![allow(missing_docs, reason = "nobody builds on the tools: a name that says it needs no more")]
-
 pub mod cgroup;
 pub mod environment;
 pub mod flush_cost;

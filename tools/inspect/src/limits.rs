@@ -16,6 +16,7 @@ use rustix::process::{Resource, getrlimit};
 /// The least that stays free on the machine, in bytes: 512 MiB.
 pub const MIN_RESERVE: u64 = 512 << 20;
 
+/// Which bound is the tightest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Bound {
     /// The machine's available memory less the reserve.

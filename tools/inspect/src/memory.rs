@@ -40,6 +40,7 @@ pub const CHUNK: u64 = 64 << 20;
 /// The share of transparent huge pages that is required. Of hugetlb pages it is all.
 pub const REQUIRED_THP_SHARE: f64 = 0.95;
 
+/// What pages a region is made of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RegionBacking {
     /// Transparent huge pages of private anonymous memory: no privilege and no pool needed. 2 MiB on x86-64.
@@ -54,7 +55,9 @@ pub enum RegionBacking {
 /// What to allocate. `RegionRequest { bytes, ..Default::default() }` asks for populated transparent huge pages.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RegionRequest {
+    /// The size, a multiple of the page size.
     pub bytes: u64,
+    /// What pages to use.
     pub backing: RegionBacking,
     /// Populate and verify now (the default). Otherwise pages come on first touch, and nothing is known of them until
     /// [`Region::verify`].
@@ -71,12 +74,14 @@ impl Default for RegionRequest {
     }
 }
 
+/// What the kernel reports of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Verified {
     /// Bytes held in pages of `page_size`. For [`RegionBacking::Small`]: in huge pages, which is 0.
     pub huge_bytes: u64,
     /// Bytes that have memory at all.
     pub resident_bytes: u64,
+    /// The region's size.
     pub total_bytes: u64,
     /// The page size that was asked for, in bytes.
     pub page_size: u64,
@@ -274,6 +279,7 @@ impl Region {
         self.mapping.start()
     }
 
+    /// The size in bytes; never 0.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.mapping.len()
@@ -284,6 +290,7 @@ impl Region {
         self.mapping.bytes_mut()
     }
 
+    /// What backs the region.
     pub fn backing(&self) -> RegionBacking {
         self.plan.backing
     }

@@ -28,8 +28,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use survivor::Survivor;
 
+/// A pool's numbers of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStatus {
+    /// All pages of the pool, surplus ones included.
     pub total: u64,
     /// Pages that hold nothing.
     pub free: u64,
@@ -69,10 +71,12 @@ impl Default for HugetlbPool {
 }
 
 impl HugetlbPool {
+    /// The running machine's pools.
     pub fn new() -> Self {
         Self::default()
     }
 
+    /// The pools described below the given roots.
     pub fn at(roots: Roots) -> Self {
         // One step is what an interruption waits for: about a second where memory is cold.
         Self { roots, step_bytes: 1 << 30 }

@@ -8,13 +8,16 @@ use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
+/// One CPU (a hardware thread).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostCpu {
     /// The kernel's number of the CPU.
     pub id: u32,
+    /// Its NUMA node.
     pub node: u32,
     /// The first CPU of its core: CPUs with equal values are hyperthreads of one core.
     pub core: u32,
+    /// Its socket.
     pub package: u32,
 }
 
@@ -34,6 +37,7 @@ pub struct HostNode {
 /// One cache as sysfs describes it. Virtual machines often describe caches that they do not have the use of.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cache {
+    /// Its size in bytes.
     pub bytes: u64,
     /// Its line size in bytes, if stated.
     pub line_bytes: Option<u64>,
@@ -41,15 +45,21 @@ pub struct Cache {
     pub shared_cpus: Vec<u32>,
 }
 
+/// The caches of one CPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Caches {
+    /// First-level data cache.
     pub l1d: Option<Cache>,
+    /// First-level instruction cache.
     pub l1i: Option<Cache>,
+    /// Second-level cache.
     pub l2: Option<Cache>,
+    /// Third-level cache.
     pub l3: Option<Cache>,
 }
 
 impl Caches {
+    /// The caches of CPU `cpu`.
     pub fn of(roots: &Roots, cpu: u32) -> Self {
         let mut caches = Self::default();
         let dir = roots.sys.join(format!("devices/system/cpu/cpu{cpu}/cache"));
@@ -83,6 +93,7 @@ impl Caches {
 /// Page sizes that the kernel offers, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageSizes {
+    /// The base page.
     pub base: u64,
     /// Sizes for which the kernel has a hugetlb pool, ascending.
     pub hugetlb: Vec<u64>,
@@ -113,12 +124,14 @@ pub struct ThpSettings {
     pub enabled_2m: Option<String>,
     /// Who compacts memory on a fault: `always`, `defer`, `defer+madvise`, `madvise` or `never`.
     pub defrag: Option<String>,
+    /// The huge page size in bytes.
     pub page_bytes: Option<u64>,
     /// This process is exempt from transparent huge pages (`prctl(PR_SET_THP_DISABLE)`, often set by a parent).
     pub off_for_process: bool,
 }
 
 impl ThpSettings {
+    /// Reads them.
     pub fn read(roots: &Roots) -> Self {
         let get = |file: &str| {
             let selector = text(roots.sys.join("kernel/mm/transparent_hugepage").join(file))?;
@@ -153,7 +166,9 @@ pub struct MachineTopology {
     pub online: usize,
     /// NUMA nodes that are online, ascending; one made-up node 0 where the kernel reports none.
     pub nodes: Vec<HostNode>,
+    /// Caches of the first allowed CPU.
     pub caches: Caches,
+    /// Page sizes on offer.
     pub page_sizes: PageSizes,
 }
 
@@ -209,6 +224,7 @@ impl MachineTopology {
         self.cpus.iter().map(|cpu| cpu.core).collect::<BTreeSet<_>>().len()
     }
 
+    /// How many sockets the allowed CPUs belong to.
     pub fn packages(&self) -> usize {
         self.cpus.iter().map(|cpu| cpu.package).collect::<BTreeSet<_>>().len()
     }

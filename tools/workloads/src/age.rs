@@ -41,6 +41,7 @@ const TRIES: u32 = 10_000;
 
 /// Reaches a user's memory as the calling task.
 pub trait Touch<S: Setup> {
+    /// How the words of a page are accessed.
     type Page: Words;
 
     /// How the calling CPU accesses the page at `at`; `None` is a page fault that the caller serves.
@@ -97,13 +98,18 @@ impl Words for InPlace {
     }
 }
 
+/// What was found that should not be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WrongWord {
     /// Who found it.
     pub process: u32,
+    /// Which page of the region.
     pub page: u64,
+    /// Which word of it.
     pub word: usize,
+    /// What is there.
     pub found: u64,
+    /// What should be.
     pub expected: u64,
 }
 
@@ -112,6 +118,7 @@ pub struct WrongWord {
 pub struct Torn {
     /// Whose.
     pub process: u32,
+    /// Which page of the region.
     pub page: u64,
     /// The frame that the device has.
     pub pinned: Pfn,
@@ -156,8 +163,10 @@ impl From<VmError> for Failed {
     }
 }
 
+/// What windows did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Touched {
+    /// Pages touched.
     pub pages: u64,
     /// Faults on the way.
     pub faults: u64,
@@ -166,6 +175,7 @@ pub struct Touched {
 }
 
 impl Touched {
+    /// The sum.
     pub fn plus(self, more: Touched) -> Touched {
         Touched {
             pages: self.pages + more.pages,
@@ -186,6 +196,7 @@ pub struct Process<'a> {
     pub wrote: &'a mut [u32],
     /// Nobody else has the region, so a page that it never wrote has no mark.
     pub alone: bool,
+    /// Its choices.
     pub random: Random,
     /// Counts its stores.
     pub stores: u32,
@@ -199,6 +210,7 @@ pub fn marks(pages: u64, page: PageSize) -> Watermarks {
     Watermarks::new(min, low, high).filter(|_| page != PageSize::Size4K && high < pages / 2).unwrap_or(usual)
 }
 
+/// What came of looking at a page.
 enum Look {
     /// It is right, and was written to if it should be.
     Right,

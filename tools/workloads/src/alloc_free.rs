@@ -24,8 +24,10 @@ use hugemm_base::{Clock, CpuCx, Dirty, Extent, Order, Pfn};
 
 use hugemm_frames::{AllocRequest, Env, FolioRef, FolioRun, Frames, Frozen, Mobility, NoMigration};
 
+/// What one timed loop did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spent {
+    /// Operations.
     pub operations: u64,
     /// Nanoseconds for all of them.
     pub nanos: u64,
@@ -37,6 +39,7 @@ impl Spent {
         if self.operations == 0 { 0.0 } else { self.nanos as f64 / self.operations as f64 }
     }
 
+    /// Both added up.
     pub fn plus(self, other: Spent) -> Spent {
         Spent { operations: self.operations + other.operations, nanos: self.nanos + other.nanos }
     }
@@ -74,6 +77,7 @@ impl core::fmt::Display for Unclaimed {
 
 impl core::error::Error for Unclaimed {}
 
+/// An allocator as the loops see it.
 pub trait Source<P: Cpu> {
     /// What names an allocated block.
     type Block;
@@ -209,6 +213,7 @@ impl<P: Cpu, E: Env> Source<P> for CountedPages<'_, '_, E> {
     }
 }
 
+/// Times `f`, which does `operations`.
 #[inline]
 fn timed<P: Cpu + Clock, T>(
     cx: &mut CpuCx<'_, P>,

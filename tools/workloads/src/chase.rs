@@ -5,6 +5,7 @@
 
 use hugemm_base::{Cancel, Clock};
 
+/// Bytes of a cache line.
 const LINE: usize = 64;
 
 /// A working set with a cycle through all of its lines.
@@ -32,6 +33,7 @@ impl<'m> Chase<'m> {
         Chase { lines }
     }
 
+    /// Bytes of the working set.
     pub fn bytes(&self) -> u64 {
         size_of_val(self.lines) as u64
     }

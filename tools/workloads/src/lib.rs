@@ -23,7 +23,6 @@
 //! | [`words`] | how arguments are written as one line |
 //! | `options`, `size` | how a command line's are read; with the feature `clap` |
 #![cfg_attr(not(any(test, feature = "clap")), no_std)]
-#![allow(missing_docs, reason = "nobody builds on the tools: a name that says it needs no more")]
 
 pub mod age;
 pub mod alloc_free;
@@ -48,14 +47,17 @@ pub mod words;
 use hugemm_base::{Clock, Dirty, Extent};
 use hugemm_clear::StopReason;
 
+/// What one timed pass did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
+    /// Bytes cleared.
     pub bytes: u64,
     /// Nanoseconds it took.
     pub nanos: u64,
 }
 
 impl Pass {
+    /// Both added up.
     pub fn plus(self, other: Pass) -> Pass {
         Pass { bytes: self.bytes + other.bytes, nanos: self.nanos + other.nanos }
     }
@@ -68,7 +70,9 @@ record::record! {
 /// A pass that ended early; the frames come back with it.
 #[derive(Debug)]
 pub struct Interrupted {
+    /// The frames.
     pub memory: Dirty,
+    /// Why.
     pub reason: Reason,
 }
 
@@ -92,6 +96,7 @@ impl core::fmt::Display for Reason {
 
 impl core::error::Error for Reason {}
 
+/// Times `f`.
 fn timed<T>(clock: &impl Clock, f: impl FnOnce() -> T) -> (T, u64) {
     let start = clock.now_ns();
     let result = f();

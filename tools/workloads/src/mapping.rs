@@ -16,6 +16,7 @@ use hugemm_paging::{
 pub struct Field {
     /// First address, a multiple of 4 KiB.
     pub at: VirtAddr,
+    /// How many pages.
     pub pages: u64,
     /// First of the frames, of which there are as many.
     pub frames: Pfn,
@@ -92,13 +93,18 @@ pub enum MapLoopError {
     Range(VirtRangeError),
     /// A page operation was refused, at this page of the range.
     Page(u64),
+    /// Not all pages were there in the end.
     Lost {
+        /// How many should have been.
         wanted: u64,
+        /// How many were.
         found: u64,
     },
     /// A page can be written to and should not, or the other way round.
     Rights {
+        /// Its number in the field.
         page: u64,
+        /// Whether it can.
         writable: bool,
     },
 }

@@ -10,10 +10,12 @@ use clap::{Arg, Command, Error, value_parser};
 use hugemm_base::Order;
 use std::ffi::OsStr;
 
+/// How often something may be measured.
 pub fn runs() -> RangedI64ValueParser<u32> {
     value_parser!(u32).range(1..=1000)
 }
 
+/// How many CPUs or threads there may be.
 pub fn cpus() -> RangedI64ValueParser<u32> {
     value_parser!(u32).range(1..=4096)
 }
@@ -29,16 +31,19 @@ pub fn time(text: &str) -> Result<f64, String> {
     time.ok_or_else(|| format!("'{text}' is no time in seconds; give a number above 0"))
 }
 
+/// Reads an order.
 pub fn order(text: &str) -> Result<Order, String> {
     let help = "orders are 0 (4 KiB) to 18 (1 GiB)";
     let number: u32 = text.parse().map_err(|_| format!("'{text}' is no order; {help}"))?;
     Order::new(number).map_err(|_| format!("there is no order {number}; {help}"))
 }
 
+/// Reads a size in bytes.
 pub fn bytes(text: &str) -> Result<u64, String> {
     text.parse().map(|size: Size| size.0)
 }
 
+/// The same, of `least` or more.
 pub fn bytes_from(least: u64) -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync {
     move |text| match bytes(text)? {
         few if few < least => Err(format!("that is too little; give at least {}", Size(least))),
@@ -46,6 +51,7 @@ pub fn bytes_from(least: u64) -> impl Fn(&str) -> Result<u64, String> + Clone + 
     }
 }
 
+/// A value by its name.
 pub fn named<T: Named + Send + Sync>() -> impl TypedValueParser<Value = T> {
     one_of(|_: T| true)
 }
@@ -63,6 +69,7 @@ pub fn list<P>(each: P) -> ListParser<P> {
     ListParser(each)
 }
 
+/// See [`list`].
 #[derive(Clone, Debug)]
 pub struct ListParser<P>(P);
 

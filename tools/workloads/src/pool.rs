@@ -12,9 +12,12 @@ use hugemm_base::{Clock, CpuCx, Never};
 use hugemm_frames::Env;
 use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, PoolError, ResizeReport, VmemmapOptimizer};
 
+/// One resize and how long it took.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Timed {
+    /// What was done.
     pub report: ResizeReport,
+    /// Nanoseconds.
     pub nanos: u64,
     /// CPUs that its flushes interrupted, where that is counted.
     pub interrupts: u64,
@@ -39,6 +42,7 @@ impl Timed {
     }
 }
 
+/// Up and down once.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cycle {
     /// To the size.

@@ -5,10 +5,12 @@
 pub struct Random(u64);
 
 impl Random {
+    /// From a seed; any will do.
     pub const fn new(seed: u64) -> Self {
         Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
+    /// The next 64 bits.
     #[inline]
     pub fn word(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
@@ -23,6 +25,7 @@ impl Random {
         ((u128::from(self.word()) * u128::from(bound)) >> 64) as u64
     }
 
+    /// Shuffles in place.
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u64 + 1) as usize);

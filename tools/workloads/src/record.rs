@@ -2,7 +2,9 @@
 //!
 //! A record is sent as it is counted. Rows, tables and goals are made on the host, by the same code wherever it was measured.
 
+/// Counts with names.
 pub trait Record: Default {
+    /// The record's own name.
     const NAME: &'static str;
 
     /// Tells each field and its value.
@@ -35,21 +37,29 @@ macro_rules! record {
 
 pub(crate) use record;
 
+/// Which way is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Better {
+    /// Smaller figures.
     Lower,
+    /// Larger figures.
     Higher,
 }
 
+/// A figure that is made of a record.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric<R> {
+    /// Its name in saved results.
     pub name: &'static str,
+    /// Its unit.
     pub unit: &'static str,
     /// The head of its column; empty if it has none.
     pub head: &'static str,
+    /// Which way is better, if either is.
     pub better: Option<Better>,
     /// The name of its goal, and the most that it may be.
     pub goal: Option<(&'static str, f64)>,
+    /// Its value.
     pub of: fn(&R) -> f64,
 }
 

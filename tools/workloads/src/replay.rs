@@ -16,18 +16,25 @@ use hugemm_frames::{AllocError, AllocRequest, Env, FolioRef, Frames, Mobility, P
 pub enum Op {
     /// Allocates a block into an empty slot.
     Alloc {
+        /// The slot.
         slot: u32,
+        /// The block's order.
         order: Order,
         /// What it is for.
         mobility: Mobility,
     },
     /// Drops the only reference of the block in a slot.
-    Free { slot: u32 },
+    Free {
+        /// The slot.
+        slot: u32,
+    },
     /// Splits the block in a slot into blocks of one smaller order, which fill consecutive empty slots.
     Split {
+        /// The slot.
         slot: u32,
         /// How many blocks it becomes.
         pieces: u32,
+        /// Their order.
         to: Order,
         /// The slot of the first.
         first: u32,
@@ -93,8 +100,10 @@ impl From<RefError> for Refused {
     }
 }
 
+/// What came of the operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplayCounts {
+    /// Operations.
     pub ops: u64,
     /// Allocations for which there was no memory.
     pub failed: u64,
@@ -105,6 +114,7 @@ pub struct ReplayCounts {
 }
 
 impl ReplayCounts {
+    /// Both added up.
     pub fn plus(self, other: ReplayCounts) -> ReplayCounts {
         ReplayCounts {
             ops: self.ops + other.ops,

@@ -13,8 +13,10 @@ use hugemm_base::{Order, PageSize, PreemptModel};
 use hugemm_clear::ClearPolicy;
 use hugemm_reclaim::{Ageing, LruPolicy};
 
+/// Why a line is no request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestError {
+    /// There is no such command.
     NoSuchCommand,
     /// This argument is missing or has no valid value.
     Argument(&'static str),
@@ -38,6 +40,7 @@ fn after_name<'a>(name: &str, line: &'a str) -> Option<&'a str> {
     line.trim().strip_prefix(name).filter(|rest| rest.is_empty() || rest.starts_with(' '))
 }
 
+/// An argument by its name.
 fn value<T: Word>(line: &str, name: &str) -> Option<T> {
     line.split_ascii_whitespace().find_map(|word| T::read(word.strip_prefix(name)?.strip_prefix('=')?))
 }
@@ -54,6 +57,7 @@ macro_rules! requests {
             pub struct $type { $($(#[$fdoc])* #[cfg_attr(feature = "clap", arg($($arg)*))] pub $field: $kind,)* }
         )+
 
+        /// A command with its arguments.
         #[derive(Clone, Copy, Debug, PartialEq)]
         pub enum Request { $($(#[$doc])* $type($type),)+ }
 
@@ -94,6 +98,7 @@ macro_rules! requests {
                     .map(|command| command.no_binary_name(true))
             }
 
+            /// Reads a command from its matches.
             fn from_matches(name: &str, matches: &clap::ArgMatches) -> Result<Option<Self>, clap::Error> {
                 Ok(match name {
                     $($name => Some(Request::$type(clap::FromArgMatches::from_arg_matches(matches)?)),)+

@@ -27,16 +27,20 @@ pub trait Tables<P> {
     fn memory<'a, 'p>(&'a self, cx: &'a mut CpuCx<'p, P>) -> Self::Memory<'a, 'p>;
 }
 
+/// What is done to the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// They are unmapped, with whatever tables become unused.
     Unmap,
+    /// They become read-only.
     Protect,
 }
 
 impl Operation {
+    /// Both.
     pub const ALL: [Operation; 2] = [Operation::Unmap, Operation::Protect];
 
+    /// Lower-case name.
     pub const fn name(self) -> &'static str {
         match self {
             Operation::Unmap => "unmap",
@@ -45,10 +49,12 @@ impl Operation {
     }
 }
 
+/// What one operation took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shot {
     /// Nanoseconds for the change and all of its flushes.
     pub nanos: u64,
+    /// What was asked of the CPUs.
     pub counts: ShootdownCounts,
 }
 
@@ -69,8 +75,10 @@ record! {
     }
 }
 
+/// The time, where it is measured.
 pub const TIME: Metric<Shot> = Metric::new("bench.shootdown.time", "ns", |it: &Shot| it.nanos as f64);
 
+/// What is counted.
 pub const COUNTS: [Metric<Shot>; 3] = [
     Metric::new("bench.shootdown.flushes", "count", |it: &Shot| it.flushes() as f64).column("flushes"),
     Metric::new("bench.shootdown.targets", "count", |it: &Shot| it.counts.targets as f64),
@@ -96,8 +104,11 @@ pub fn too_long(probed: u64, pages: u64, limit: f64) -> Option<f64> {
 
 /// The machine as the workload uses it.
 pub struct ShootdownRig<'a, H, F, L, T, M> {
+    /// All TLBs.
     pub shootdown: &'a TlbShootdown<'a, H>,
+    /// Whose users are flushed.
     pub space: &'a TlbSpace<UserSpace, Keep, M>,
+    /// Its tables.
     pub table: &'a PageTable<F, L>,
     /// Where they come from.
     pub tables: &'a T,

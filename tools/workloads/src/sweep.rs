@@ -5,16 +5,19 @@ use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, Never, Owed, PAGE_BYTES, PAGE_SHIFT, PhysMap, Unfenced};
 use hugemm_clear::{ClearRequest, Clearer, Features, Primitive, PrimitiveClass, Warmth, raw};
 
+/// What does the clearing.
 #[derive(Clone, Copy, Debug)]
 pub enum ClearWith<'a> {
     /// One primitive, its fence after every chunk, and nothing else.
     Primitive {
         /// Which; one that is not in `features` is refused.
         primitive: Primitive,
+        /// What the CPU has.
         features: &'a Features,
     },
     /// The engine, which chooses.
     Policy {
+        /// The engine.
         clearer: &'a Clearer,
         /// What the policy is told of the destination.
         warmth: Warmth,

@@ -28,16 +28,21 @@ named! {
 pub struct Split {
     /// Taking frames and counting them.
     pub allocate: u64,
+    /// Clearing them.
     pub clear: u64,
+    /// Page tables.
     pub map: u64,
+    /// The rest.
     pub other: u64,
 }
 
 impl Split {
+    /// All of it.
     pub fn total(&self) -> u64 {
         self.allocate + self.clear + self.map + self.other
     }
 
+    /// Both added up.
     pub fn plus(self, more: Split) -> Split {
         Split {
             allocate: self.allocate + more.allocate,
@@ -48,8 +53,10 @@ impl Split {
     }
 }
 
+/// What one creation took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Created {
+    /// Memory that was filled.
     pub bytes: u64,
     /// Nanoseconds of the worker that took longest.
     pub nanos: u64,
@@ -75,9 +82,11 @@ record! {
     }
 }
 
+/// How fast it was.
 pub const RATE: Metric<Created> =
     Metric::new("bench.vm_create", "GB/s", |it: &Created| it.bytes as f64 / it.nanos.max(1) as f64).column("GB/s");
 
+/// Where the time went.
 pub const SHARES: [Metric<Created>; 3] = [
     Metric::new("bench.vm_create.allocate", "percent", |it: &Created| it.percent(it.split.allocate)).column("allocate"),
     Metric::new("bench.vm_create.clear", "percent", |it: &Created| it.percent(it.split.clear)).column("clear"),

@@ -41,8 +41,10 @@ pub enum Granularity {
 /// Pages that a kernel gathers while it unmaps, before it flushes and frees them: about what Linux's gather holds.
 pub const GATHERED: u64 = 8192;
 
+/// The parts of the run, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunPhase {
+    /// The pool is filled.
     Fill,
     /// A machine of half the pool is created by prefault.
     Prefault,
@@ -56,11 +58,14 @@ pub enum RunPhase {
     Pressure,
     /// More is asked for than there is, and memory goes bad.
     Failures,
+    /// Everything is unmapped and freed.
     Destroy,
+    /// The pool is emptied.
     Shrink,
 }
 
 impl RunPhase {
+    /// In order.
     pub const ALL: [RunPhase; 9] = [
         RunPhase::Fill,
         RunPhase::Prefault,
@@ -78,6 +83,7 @@ impl RunPhase {
         matches!(self, RunPhase::Prefault | RunPhase::Pin | RunPhase::Guests | RunPhase::Pressure | RunPhase::Failures)
     }
 
+    /// Lower-case name.
     pub const fn name(self) -> &'static str {
         match self {
             RunPhase::Fill => "fill pool",
@@ -93,8 +99,10 @@ impl RunPhase {
     }
 }
 
+/// What a phase did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PhaseFigures {
+    /// Nanoseconds.
     pub nanos: u64,
     /// Bytes of memory that the phase was about.
     pub bytes: u64,
@@ -106,6 +114,7 @@ pub struct PhaseFigures {
     pub interrupts: u64,
     /// Bytes of descriptors given back, less those taken.
     pub saved: i64,
+    /// What reclaim did.
     pub reclaimed: SwapCounts,
     /// Frames in use when it was over.
     pub used: FramesUsed,
@@ -147,9 +156,11 @@ record! {
 /// Frames in use by use, more than when the run began; below zero, fewer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FramesUsed {
+    /// Page tables.
     pub tables: i64,
     /// Areas, spaces and other small objects of the manager of address spaces.
     pub slabs: i64,
+    /// Swap.
     pub swap: i64,
     /// Frames behind descriptors, and their tables.
     pub descriptors: i64,
@@ -165,11 +176,14 @@ impl FramesUsed {
     }
 }
 
+/// What reclaim has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SwapCounts {
+    /// Pages that went to swap.
     pub stored: u64,
     /// Pages that a worker freed.
     pub worker_freed: u64,
+    /// Pages that came back.
     pub loaded: u64,
     /// Pages whose accessed bits were looked at.
     pub aged: u64,
@@ -189,9 +203,12 @@ impl SwapCounts {
     }
 }
 
+/// What flushes have cost so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FlushCounts {
+    /// Flushes.
     pub flushes: u64,
+    /// CPUs that were interrupted.
     pub interrupts: u64,
 }
 
@@ -244,6 +261,7 @@ pub trait Site<'c, 'v, 'm, S: Setup> {
     }
 }
 
+/// How large everything is.
 #[derive(Clone, Copy, Debug)]
 pub struct HostSizes {
     /// 2 MiB pages in the pool; a multiple of 4.
@@ -274,19 +292,26 @@ pub struct HostRun<'d, 'm, 'p, 'e, S: Setup, V: DescriptorMap> {
     pub vm: &'d Vm<'m, S>,
     /// The pool, empty, from which `vm` takes pooled areas' pages.
     pub pool: &'d HugePool<'p, <S::Env as Env>::Lock>,
+    /// What gives descriptors back.
     pub optimizer: &'d VmemmapOptimizer<'e, S::Env, V>,
     /// How work is handed over.
     pub granularity: Granularity,
+    /// How large everything is.
     pub sizes: HostSizes,
 }
 
+/// Why a run ended early.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostRunError {
+    /// An address space refused something.
     Vm(VmError),
+    /// The pool refused something.
     Pool(PoolError),
     /// The sizes make no addresses.
     Range(VirtRangeError),
+    /// Something is not what it should be.
     Mismatch(Mismatch),
+    /// The pool got fewer pages than planned.
     Short {
         /// How many it got.
         got: u64,
@@ -324,6 +349,7 @@ host_run_error! {
     Mismatch => Mismatch,
 }
 
+/// What there is while the guests run.
 struct Cast<'v, S: Setup> {
     prefaulted: AddressSpaceRef<'v, S>,
     pinned: AddressSpaceRef<'v, S>,

@@ -61,6 +61,7 @@ impl<T: Word> Word for Option<T> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct List<T>([Option<T>; MOST]);
 
+/// More values than a list can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TooMany;
 
@@ -84,6 +85,7 @@ impl<T: Copy> List<T> {
         if values.next().is_some() { Err(TooMany) } else { Ok(List(list)) }
     }
 
+    /// A list of one value.
     pub fn one(value: T) -> Self {
         let mut list = [None; MOST];
         list[0] = Some(value);
@@ -95,10 +97,12 @@ impl<T: Copy> List<T> {
         List(self.0.map(|value| value.map(&f)))
     }
 
+    /// The values.
     pub fn iter(&self) -> impl Iterator<Item = T> + Clone {
         self.0.iter().copied().flatten()
     }
 
+    /// Whether it has this value.
     pub fn contains(&self, value: T) -> bool
     where
         T: PartialEq,
@@ -135,6 +139,7 @@ pub trait Named: Copy + PartialEq + 'static {
     /// Every value, its name, and what it means.
     const VALUES: &'static [(Self, &'static str, &'static str)];
 
+    /// The value's name.
     fn name(self) -> &'static str {
         Self::VALUES.iter().find(|value| value.0 == self).map_or("?", |value| value.1)
     }

@@ -8,9 +8,12 @@ use hugemm_paging::ShootdownCounts;
 use hugemm_reclaim::{LruStats, Reclaim, Step, Steps, Swap, SwapStats};
 use hugemm_vm::{Cx, Setup};
 
+/// What the processes did, and reclaim meanwhile.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AgeFigures {
+    /// How long they ran.
     pub seconds: f64,
+    /// Windows touched.
     pub windows: u64,
     /// Touches of all processes.
     pub touched: Touched,
@@ -30,6 +33,7 @@ pub struct AgeFigures {
     pub age_flushes: u64,
     /// Flushes caused by unmapping.
     pub unmap_flushes: u64,
+    /// Pages freed.
     pub stolen: u64,
     /// Nanoseconds spent on reading accessed bits.
     pub age_ns: u64,
@@ -70,6 +74,7 @@ impl AgeFigures {
         }
     }
 
+    /// Windows per second.
     pub fn loops(&self) -> f64 {
         self.windows as f64 / self.seconds.max(f64::MIN_POSITIVE)
     }
@@ -125,6 +130,7 @@ const fn count(name: &'static str, of: fn(&AgeFigures) -> f64) -> Metric<AgeFigu
     Metric::new(name, "count", of)
 }
 
+/// All metrics of `hugemm bench age`.
 pub const METRICS: [Metric<AgeFigures>; 18] = [
     Metric::new("bench.age.loops", "1/s", AgeFigures::loops).column("loops/s").better(Better::Higher),
     count("bench.age.touched", |it| it.touched.pages as f64),

@@ -26,10 +26,12 @@ pub fn order(random: &mut Random) -> Order {
 /// Pages that a block of the mixture has on average, times 1000.
 pub const MILLIPAGES: u64 = 650 + 250 * (2 + 4 + 8) / 3 + 92 * (16 + 32 + 64 + 128 + 256) / 5 + 8 * 512;
 
+/// What a churn did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Churned {
     /// Allocations and frees, and the time of all.
     pub spent: Spent,
+    /// Allocations that failed.
     pub failed: u64,
 }
 

@@ -17,6 +17,7 @@ record! {
     Pair = "pair" { nanos: f64, }
 }
 
+/// The time of a pair.
 pub const PAIR: Metric<Pair> = Metric::new("bench.alloc.pair", "ns", |it| it.nanos);
 
 /// The time of a pin alone, which the taking and the freeing of a block do once each.

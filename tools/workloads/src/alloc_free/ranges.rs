@@ -9,15 +9,19 @@ use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
 
 use hugemm_frames::{AllocRequest, Env, FolioRef, Frames};
 
+/// How divided blocks are freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FreeMethod {
     /// One call for all pages of a block.
     Range,
+    /// A call for each page.
     EachPage,
 }
 
+/// Why a loop over divided blocks ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangesError {
+    /// Nothing left.
     Exhausted(Exhausted),
     /// The allocator cannot divide blocks.
     Indivisible,
@@ -68,6 +72,7 @@ fn each(spent: Spent) -> f64 {
     if spent.operations == 0 { f64::NAN } else { spent.each() }
 }
 
+/// All metrics of divided blocks.
 pub const METRICS: [Metric<DividedBlocks>; 6] = [
     Metric::new("bench.free.take_divide", "ns per block", |it| each(it.taking)),
     Metric::new("bench.free.free_range", "ns per block", |it| each(it.range)),

@@ -148,6 +148,7 @@ impl<'a> Ownership<'a> {
         })
     }
 
+    /// Notes that a block was handed out.
     pub fn take(&self, extent: Extent, order: Order) -> Result<(), Broken> {
         if !self.area.covers(extent) {
             return Err(Broken::Outside(extent.base()));
@@ -163,6 +164,7 @@ impl<'a> Ownership<'a> {
         Ok(())
     }
 
+    /// Notes that frames are about to be freed.
     pub fn give(&self, extent: Extent) {
         for (_, word, mask) in self.masks(extent) {
             // Relaxed: as above; the free that follows publishes.
@@ -174,6 +176,7 @@ impl<'a> Ownership<'a> {
 /// Blocks on their way from one CPU to another: places that hold a first frame + 1 and, in the low byte, an order.
 pub type Exchange<'a> = &'a [AtomicU64];
 
+/// What a CPU did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stressed {
     /// Blocks taken, by order.

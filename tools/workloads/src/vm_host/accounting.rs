@@ -9,6 +9,7 @@ use hugemm_frames::NodeStats;
 use hugemm_hugetlb::{DescriptorMap, ResizeReport};
 use hugemm_vm::{AddressSpace, Cx, Setup};
 
+/// Something is not what it should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mismatch {
     /// What was counted or read.
@@ -33,6 +34,7 @@ impl fmt::Display for Mismatch {
 
 impl core::error::Error for Mismatch {}
 
+/// What was counted over the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Accounting {
     /// Frames that were free at the beginning.
@@ -50,6 +52,7 @@ pub struct Accounting {
     pub failed_accesses: u64,
     /// Machines that were refused for want of pool.
     pub refused_machines: u64,
+    /// Checks that were made.
     pub checks: u64,
     start: Start,
     /// By all spaces' own counts.

@@ -16,6 +16,7 @@ const SHARED_AT: u64 = AT + (1 << 39);
 /// After so many accesses that could not be served, a greedy guest has understood.
 const PATIENCE: u64 = 8;
 
+/// The addresses of a machine.
 pub(crate) fn lower() -> Result<VirtRange, VirtRangeError> {
     VirtRange::new(VirtAddr::new(0), 1 << 47)
 }
@@ -44,7 +45,9 @@ impl Page {
     }
 }
 
+/// One guest.
 pub struct Guest<'v, S: Setup> {
+    /// Its address space.
     pub space: AddressSpaceRef<'v, S>,
     number: u64,
     spread: Spread,
