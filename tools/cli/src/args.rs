@@ -326,6 +326,9 @@ pub struct Replay {
     /// Runs of the whole trace, each with a fresh allocator.
     #[arg(short, long, default_value_t = 7, value_parser = runs())]
     pub runs: u32,
+    /// Replay through hugemm alone, not the other libraries too.
+    #[arg(long)]
+    pub no_peers: bool,
     #[command(flatten)]
     pub common: Common,
 }

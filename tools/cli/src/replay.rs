@@ -1,4 +1,4 @@
-//! `hugemm replay`: a Linux page allocation trace through hugemm's allocator.
+//! `hugemm replay`: a Linux page allocation trace through hugemm's allocator, and through others.
 
 mod parse;
 mod plan;
@@ -7,6 +7,7 @@ mod trace;
 
 use crate::args::Replay;
 use crate::document::Row;
+use crate::frames::peers;
 use crate::machine::{GIB, Machine};
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
@@ -40,12 +41,15 @@ pub fn run(args: &Replay) -> Result<()> {
     let mut metadata = machine.memory(bytes, PageSize::Size4K, crate::args::Kind::Thp)?;
     let bar = progress::bar(u64::from(args.runs) + 2, machine.quiet());
     bar.set_message(format!("replaying {} operations", plan.ops.len()));
-    let outcome = run::run(plan, &setup, args.runs, metadata.as_mut_slice(), || bar.inc(1))?;
+    let outcome = run::run(plan, &setup, args.runs, args.no_peers, metadata.as_mut_slice(), || bar.inc(1))?;
     bar.finish_and_clear();
 
     if !machine.quiet() {
         environment_text::print(&environment);
         print(&trace, &setup, &outcome);
+        if let Some(note) = peers::note(args.no_peers) {
+            println!("\n  {note} What cannot do what the trace asks for, or would take too long, is left out.");
+        }
     }
     machine.report(&args.common, environment, rows(&trace, &setup, &outcome))
 }
@@ -120,6 +124,10 @@ fn print(trace: &Trace, setup: &Setup, outcome: &Outcome) {
         outcome.loop_ns.median()
     );
     row("ns per operation", time, &what);
+    for (name, samples) in &outcome.others {
+        let time = format!("{:.1} ±{:.1}", samples.median(), samples.stdev());
+        row(&format!("… of {name}"), time, "the same, by turns");
+    }
     let cpus = format!("played by one thread, for the trace's {}; {} turns", plan.cpus.len(), plan.turns.len());
     row("virtual CPUs", setup.cpus.to_string(), &cpus);
     row("managed", Size(setup.pages * PAGE_BYTES).rounded(), "frame numbers only; no memory behind them is touched");
@@ -188,6 +196,12 @@ fn rows(trace: &Trace, setup: &Setup, outcome: &Outcome) -> Vec<Row> {
         number("live_pages", outcome.live_pages, "pages"),
         number("failures", outcome.tally.failed + outcome.unfit, "allocations"),
     ];
+    rows.extend(
+        outcome
+            .others
+            .iter()
+            .map(|(name, samples)| Row::median("replay.peer_op_ns", samples, "ns").label("side", *name)),
+    );
     for kind in &outcome.kinds {
         let row = Row::single("replay.kind_ns", f64::from(kind.quantile(500)), "ns");
         rows.push(

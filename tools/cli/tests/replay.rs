@@ -39,6 +39,25 @@ fn pages_are_conserved_on_both_recordings() {
     }
 }
 
+/// Each that can do what the trace asks for: where a folio is split, who cannot free a part of a block is left out.
+#[test]
+#[cfg(feature = "peers")]
+fn other_allocators_replay_the_same_trace() {
+    const DIVISIBLE: [&str; 4] = ["buddy_system_allocator", "bitmap-allocator", "free-list", "LLFree"];
+    for (name, indivisible) in [("kmem-perf.txt", None), ("kmem-trace-cmd.txt", Some("buddy-slab-allocator"))] {
+        let document = document(&[&data(name), "-r", "2", "--json"]);
+        let others = rows(&document, "replay.peer_op_ns");
+        let mut sides: Vec<&str> = others.iter().filter_map(|row| row["side"].as_str()).collect();
+        let mut expected: Vec<&str> = DIVISIBLE.into_iter().chain(indivisible).collect();
+        sides.sort_unstable();
+        expected.sort_unstable();
+        assert_eq!(sides, expected);
+        assert!(others.iter().all(|row| row["runs"].as_u64() == Some(2)), "{others:?}");
+    }
+    let alone = document(&[&data("kmem-perf.txt"), "-r", "1", "--no-peers", "--json"]);
+    assert!(rows(&alone, "replay.peer_op_ns").is_empty());
+}
+
 /// A huge page whose tails Linux freed one by one.
 #[test]
 fn the_recording_has_a_folio_that_was_split() {

@@ -5,8 +5,10 @@
 //! by a number, their *slot*; [`Slots`] holds where each was put this time. [`run`] does the work and [`walk`] goes the
 //! same way with no allocator behind it: the difference is the allocator's.
 //!
-//! Every block is counted, with one reference on its head, as a page or folio of Linux is; memory is not touched.
+//! Every block is counted, with one reference on its head, as a page or folio of Linux is; memory is not touched. [`run_on`] takes
+//! another allocator, which keeps no references.
 
+use crate::alloc_free::Source;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
 use hugemm_frames::{AllocError, AllocRequest, Env, FolioRef, Frames, Mobility, Put, RefError};
@@ -27,6 +29,8 @@ pub enum Op {
     Free {
         /// The slot.
         slot: u32,
+        /// The block's order.
+        order: Order,
     },
     /// Splits the block in a slot into blocks of one smaller order, which fill consecutive empty slots.
     Split {
@@ -81,6 +85,8 @@ pub enum Refused {
     Reference(RefError),
     /// It knows more references than the one that the plan has.
     StillReferenced,
+    /// It cannot split a block.
+    Indivisible,
 }
 
 impl core::fmt::Display for Refused {
@@ -88,6 +94,7 @@ impl core::fmt::Display for Refused {
         match self {
             Refused::Reference(error) => error.fmt(f),
             Refused::StillReferenced => f.write_str("the block has more references than the one it was given"),
+            Refused::Indivisible => f.write_str("it cannot split blocks"),
         }
     }
 }
@@ -128,8 +135,8 @@ impl ReplayCounts {
 /// What the operations are done to.
 trait Target {
     fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, Refused>;
-    fn free(&mut self, head: Pfn) -> Result<(), Refused>;
-    fn split(&mut self, head: Pfn, to: Order) -> Result<(), Refused>;
+    fn free(&mut self, head: Pfn, order: Order) -> Result<(), Refused>;
+    fn split(&mut self, head: Pfn, pieces: u32, to: Order) -> Result<(), Refused>;
 }
 
 struct Real<'a, 'm, 'p, E: Env, P: Cpu>(&'a Frames<'m, E>, &'a CpuCx<'p, P>);
@@ -148,7 +155,7 @@ impl<E: Env, P: Cpu> Target for Real<'_, '_, '_, E, P> {
     }
 
     #[inline]
-    fn free(&mut self, head: Pfn) -> Result<(), Refused> {
+    fn free(&mut self, head: Pfn, _: Order) -> Result<(), Refused> {
         // SAFETY: the plan frees what it allocated, or divided, once.
         match self.0.put(self.1, unsafe { FolioRef::from_pfn(head) }) {
             Ok(Put::Last) => Ok(()),
@@ -158,7 +165,7 @@ impl<E: Env, P: Cpu> Target for Real<'_, '_, '_, E, P> {
     }
 
     #[inline]
-    fn split(&mut self, head: Pfn, to: Order) -> Result<(), Refused> {
+    fn split(&mut self, head: Pfn, _: u32, to: Order) -> Result<(), Refused> {
         // SAFETY: as above; what it is divided into is freed instead.
         match self.0.split_counted(unsafe { FolioRef::from_pfn(head) }, to) {
             Ok(parts) => {
@@ -167,6 +174,28 @@ impl<E: Env, P: Cpu> Target for Real<'_, '_, '_, E, P> {
             }
             Err(_) => Err(Refused::StillReferenced),
         }
+    }
+}
+
+/// Another allocator, whose blocks are numbers.
+struct Other<'a, 'p, S, P: Cpu>(&'a S, &'a CpuCx<'p, P>);
+
+impl<P: Cpu, S: Source<P, Block = u64>> Target for Other<'_, '_, S, P> {
+    #[inline]
+    fn alloc(&mut self, order: Order, _: Mobility) -> Result<Option<Pfn>, Refused> {
+        Ok(self.0.alloc(self.1, order).map(Pfn::new))
+    }
+
+    #[inline]
+    fn free(&mut self, head: Pfn, order: Order) -> Result<(), Refused> {
+        self.0.free(self.1, head.number(), order);
+        Ok(())
+    }
+
+    #[inline]
+    fn split(&mut self, head: Pfn, pieces: u32, to: Order) -> Result<(), Refused> {
+        let from = Order::new(to.get() + pieces.ilog2()).map_err(|_| Refused::Indivisible)?;
+        self.0.divide(head.number(), from).map(|_| ()).map_err(|_| Refused::Indivisible)
     }
 }
 
@@ -181,13 +210,13 @@ impl Target for Nobody {
     }
 
     #[inline]
-    fn free(&mut self, head: Pfn) -> Result<(), Refused> {
+    fn free(&mut self, head: Pfn, _: Order) -> Result<(), Refused> {
         core::hint::black_box(head);
         Ok(())
     }
 
     #[inline]
-    fn split(&mut self, head: Pfn, _: Order) -> Result<(), Refused> {
+    fn split(&mut self, head: Pfn, _: u32, _: Order) -> Result<(), Refused> {
         core::hint::black_box(head);
         Ok(())
     }
@@ -202,15 +231,15 @@ fn each(target: &mut impl Target, ops: &[Op], slots: &mut Slots<'_>) -> ReplayCo
                 Some(head) => slots.put(slot, head),
                 None => tally.failed += 1,
             }),
-            Op::Free { slot } => match slots.take(slot) {
-                Some(head) => target.free(head),
+            Op::Free { slot, order } => match slots.take(slot) {
+                Some(head) => target.free(head, order),
                 None => {
                     tally.skipped += 1;
                     Ok(())
                 }
             },
             Op::Split { slot, pieces, to, first } => match slots.take(slot) {
-                Some(head) => target.split(head, to).map(|()| {
+                Some(head) => target.split(head, pieces, to).map(|()| {
                     for index in 0..pieces {
                         let at = head.number() + (u64::from(index) << to.get());
                         slots.put(first + index, Pfn::new(at));
@@ -237,6 +266,16 @@ pub fn run<P: Cpu, E: Env>(
     slots: &mut Slots<'_>,
 ) -> ReplayCounts {
     each(&mut Real(frames, cx), ops, slots)
+}
+
+/// The same with another allocator, whose blocks are known by number.
+pub fn run_on<P: Cpu, S: Source<P, Block = u64>>(
+    cx: &CpuCx<'_, P>,
+    source: &S,
+    ops: &[Op],
+    slots: &mut Slots<'_>,
+) -> ReplayCounts {
+    each(&mut Other(source, cx), ops, slots)
 }
 
 /// The same loop over the same slots with no allocator behind it: what [`run`] costs apart from the allocator.

@@ -225,7 +225,7 @@ impl Planner {
         while let Some((head, block)) = self.live.range(at..end).next() {
             let (head, block) = (*head, *block);
             self.live.remove(&head);
-            self.push(cpu, Op::Free { slot: block.slot });
+            self.push(cpu, Op::Free { slot: block.slot, order: block.order });
             gap(at, head);
             pages += block.order.pages();
             at = head + block.order.pages();
@@ -254,7 +254,7 @@ impl Planner {
         for (head, order) in gap.chunks(Order::MAX) {
             let slot = self.new_slots(1)?;
             self.adopted.push(Adopted { pfn: head.number(), order, slot });
-            self.push(cpu, Op::Free { slot });
+            self.push(cpu, Op::Free { slot, order });
         }
         self.counts.adopted_pages += gap.pages();
         self.net -= i128::from(gap.pages());

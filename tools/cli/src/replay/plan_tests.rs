@@ -33,7 +33,7 @@ fn check(plan: &Plan) -> u64 {
                 assert!(seen.insert(slot));
                 orders.insert(slot, order);
             }
-            Op::Free { slot } => assert!(orders.remove(&slot).is_some()),
+            Op::Free { slot, order } => assert_eq!(orders.remove(&slot), Some(order)),
             Op::Split { slot, pieces, to, first } => {
                 let whole = orders.remove(&slot).expect("in use");
                 assert_eq!(whole.pages(), u64::from(pieces) * to.pages());

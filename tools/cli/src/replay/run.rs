@@ -2,6 +2,7 @@
 
 use super::plan::Plan;
 use crate::frames::area::AreaPlan;
+use crate::frames::peers::{self, Managed, Peer, Visit};
 use crate::stats::Samples;
 use anyhow::{Result, bail};
 use hugemm_base::{CpuCx, CpuId, Extent, Order, Pfn};
@@ -63,6 +64,8 @@ pub struct Outcome {
     pub op_ns: Samples,
     /// What was subtracted for the loop, the slots and the timer, in nanoseconds per operation.
     pub loop_ns: Samples,
+    /// The same of the other allocators that can do what the trace asks for.
+    pub others: Vec<(&'static str, Samples)>,
     /// Each kind of operation.
     pub kinds: Vec<Kind>,
     /// What came of the operations (the same in every run).
@@ -77,9 +80,19 @@ pub struct Outcome {
     pub live_pages: u64,
 }
 
+/// Blocks of a trace at most that an allocator replays whose time grows with the number of holes.
+const MOST_SCANNED: u32 = 65_536;
+
 /// Runs a plan `runs` times for the time of the whole and once more for each operation's. `metadata` is as large as
 /// [`Setup::metadata_bytes`] says.
-pub fn run(plan: &Plan, setup: &Setup, runs: u32, metadata: &mut [u8], mut step: impl FnMut()) -> Result<Outcome> {
+pub fn run(
+    plan: &Plan,
+    setup: &Setup,
+    runs: u32,
+    no_peers: bool,
+    metadata: &mut [u8],
+    mut step: impl FnMut(),
+) -> Result<Outcome> {
     let places = vec![setup.place; setup.cpus as usize];
     // Binds the thread for good, so that becoming one CPU after the other never moves it.
     let anchor = Host::new(&[setup.place], &mut [])?;
@@ -96,6 +109,8 @@ pub fn run(plan: &Plan, setup: &Setup, runs: u32, metadata: &mut [u8], mut step:
             interrupt::check()?;
             let idle = replayer.walk(&mut words)?;
             let busy = replayer.whole(metadata, &mut words, &outcome)?;
+            let (failed, times) = (outcome.tally.failed + outcome.unfit, &mut outcome.others);
+            peers::each(no_peers, &mut Others { replayer: &replayer, words: &mut words, idle, failed, times })?;
             step();
             let per = |nanos: u64| nanos as f64 / plan.ops.len().max(1) as f64;
             outcome.op_ns.push(per(busy.saturating_sub(idle)));
@@ -200,7 +215,8 @@ impl<'h> Replayer<'_, 'h> {
                 self.plan.counts.live_pages()
             );
         }
-        let rest: Vec<Op> = self.plan.left.iter().map(|(slot, _)| Op::Free { slot: *slot }).collect();
+        let rest: Vec<Op> =
+            self.plan.left.iter().map(|(slot, order)| Op::Free { slot: *slot, order: *order }).collect();
         let freed = self.host.run_on(CpuId(0), |cx| replay::run(cx, frames, &rest, slots))?;
         self.drain(frames)?;
         let (available, managed) = (self.stats(frames)?.available(), frames.managed());
@@ -218,19 +234,14 @@ impl<'h> Replayer<'_, 'h> {
         let frames = self.manager(metadata)?;
         let mut slots = Slots::new(words);
         let unfit = self.before(&frames, &mut slots)?;
-        let mut orders = vec![0_u8; self.plan.slots as usize];
-        for op in &self.plan.before {
-            note_order(op, &mut orders);
-        }
         let (mut tally, mut done, mut at_peak) = (ReplayCounts::default(), 0, self.stats(&frames)?);
         let mut kinds = Kinds::default();
         self.turns(|cx, ops| {
             for op in ops {
-                note_order(op, &mut orders);
                 let start = Instant::now();
                 let part = replay::run(cx, &frames, std::slice::from_ref(op), &mut slots);
                 let nanos = start.elapsed().as_nanos() as u64;
-                kinds.add(op, &orders, nanos.saturating_sub(timer));
+                kinds.add(op, nanos.saturating_sub(timer));
                 tally = tally.plus(part);
                 done += 1;
                 if done == self.plan.peak_at {
@@ -240,18 +251,63 @@ impl<'h> Replayer<'_, 'h> {
         })?;
         let (at_end, live_pages) = self.settle(&frames, &mut slots, tally)?;
         let (op_ns, loop_ns, kinds) = (Samples::default(), Samples::default(), kinds.finish());
-        Ok(Outcome { op_ns, loop_ns, kinds, tally, unfit, at_peak, at_end, live_pages })
+        Ok(Outcome { op_ns, loop_ns, others: Vec::new(), kinds, tally, unfit, at_peak, at_end, live_pages })
     }
 }
 
-/// Remembers the order of the block in each slot, which frees do not carry.
-fn note_order(op: &Op, orders: &mut [u8]) {
-    match *op {
-        Op::Alloc { slot, order, .. } => orders[slot as usize] = order.get() as u8,
-        Op::Split { pieces, to, first, .. } => {
-            orders[first as usize..(first + pieces) as usize].fill(to.get() as u8);
+/// Whether an allocator can do what a plan asks for, in a bearable time.
+fn suits<T: Peer>(plan: &Plan) -> bool {
+    let all = || plan.before.iter().chain(&plan.ops);
+    let large = |op: &Op| matches!(op, Op::Alloc { order, .. } if order.get() > T::LARGEST);
+    let divided = plan.ops.iter().any(|op| matches!(op, Op::Split { .. }));
+    !(divided && !T::DIVISIBLE || T::SCANS_HOLES && plan.slots > MOST_SCANNED || all().any(large))
+}
+
+/// Replays a plan through other allocators too.
+struct Others<'a, 'h, 'w> {
+    replayer: &'a Replayer<'a, 'h>,
+    words: &'w mut [u64],
+    /// Nanoseconds of the loop alone.
+    idle: u64,
+    /// Allocations that failed in hugemm.
+    failed: u64,
+    times: &'w mut Vec<(&'static str, Samples)>,
+}
+
+impl Visit for Others<'_, '_, '_> {
+    fn visit<T: Peer>(&mut self) -> Result<()> {
+        let Replayer { plan, setup, host } = self.replayer;
+        if !suits::<T>(plan) {
+            return Ok(());
         }
-        Op::Free { .. } => {}
+        interrupt::check()?;
+        // One that cannot manage so many frames, or so few, is left out.
+        let Ok(peer) = Managed::<T>::new(Extent::new(BASE, setup.pages)?) else { return Ok(()) };
+        let mut slots = Slots::new(self.words);
+        let mut tally = host.run_on(CpuId(0), |cx| replay::run_on(cx, &peer, &plan.before, &mut slots))?;
+        let mut nanos = 0;
+        self.replayer.turns(|cx, ops| {
+            let start = Instant::now();
+            let part = replay::run_on(cx, &peer, ops, &mut slots);
+            nanos += start.elapsed().as_nanos() as u64;
+            tally = tally.plus(part);
+        })?;
+        if let Some(why) = tally.refused {
+            bail!("{} refused a block that it had handed out: {why}; please report this with the trace", T::NAME);
+        }
+        if tally.failed > self.failed {
+            // It did less.
+            return Ok(());
+        }
+        let index = match self.times.iter().position(|(name, _)| *name == T::NAME) {
+            Some(index) => index,
+            None => {
+                self.times.push((T::NAME, Samples::default()));
+                self.times.len() - 1
+            }
+        };
+        self.times[index].1.push(nanos.saturating_sub(self.idle) as f64 / plan.ops.len().max(1) as f64);
+        Ok(())
     }
 }
 
@@ -263,13 +319,12 @@ const NAMES: [&str; 3] = ["alloc", "free", "split"];
 struct Kinds([[Vec<u32>; BUCKETS.len()]; NAMES.len()]);
 
 impl Kinds {
-    fn add(&mut self, op: &Op, orders: &[u8], nanos: u64) {
-        let (what, slot) = match *op {
-            Op::Alloc { slot, .. } => (0, slot),
-            Op::Free { slot } => (1, slot),
-            Op::Split { slot, .. } => (2, slot),
+    fn add(&mut self, op: &Op, nanos: u64) {
+        let (what, order) = match *op {
+            Op::Alloc { order, .. } => (0, order.get()),
+            Op::Free { order, .. } => (1, order.get()),
+            Op::Split { pieces, to, .. } => (2, to.get() + pieces.ilog2()),
         };
-        let order = u32::from(orders[slot as usize]);
         let bucket = BUCKETS.iter().position(|(_, most)| order <= *most).unwrap_or(BUCKETS.len() - 1);
         self.0[what][bucket].push(u32::try_from(nanos).unwrap_or(u32::MAX));
     }
