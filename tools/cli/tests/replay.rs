@@ -41,7 +41,6 @@ fn pages_are_conserved_on_both_recordings() {
 
 /// Each that can do what the trace asks for: where a folio is split, who cannot free a part of a block is left out.
 #[test]
-#[cfg(feature = "peers")]
 fn other_allocators_replay_the_same_trace() {
     const DIVISIBLE: [&str; 4] = ["buddy_system_allocator", "bitmap-allocator", "free-list", "LLFree"];
     for (name, indivisible) in [("kmem-perf.txt", None), ("kmem-trace-cmd.txt", Some("buddy-slab-allocator"))] {
