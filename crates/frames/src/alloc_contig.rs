@@ -137,7 +137,8 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Takes exactly these frames if all of them are free in the node. One lock round, a line per 2 MiB of which parts are free; and one
-    /// for 64 words of pages that this CPU has on their way there. Other frames in CPUs' caches count as in use: [`alloc_contig_pages`](Frames::alloc_contig_pages) gets those too.
+    /// for 64 words of pages that this CPU has on their way there. Other frames in CPUs' caches count as in use:
+    /// [`alloc_contig_pages`](Frames::alloc_contig_pages) gets those too.
     ///
     /// # Errors
     ///
@@ -149,6 +150,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
+        self.return_words_apart(cx, |pin| self.own(pin));
         let result = cx.pinned(|pin| {
             self.own(pin).into_iter().for_each(|own| self.return_words(pin, own));
             self.with_node(pin, arena.node, |lists| {

@@ -13,10 +13,14 @@ use crate::node::Content;
 use crate::pcp::{PerCpu, is_stocked};
 use crate::words::{WORD_ORDER, Word, words_of};
 use core::mem::MaybeUninit;
-use hugemm_base::CpuPin;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, CpuPin};
 
 /// Words that are freed in one lock round, or blocks that are larger.
 const ROUND: usize = 64;
+
+/// So many rounds empty every table.
+const ROUNDS: u64 = 64;
 
 /// Words that are to be freed in one lock round. Their lines have been asked for.
 struct Round<'m> {
@@ -76,23 +80,48 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         self.free_round(pin, own, &mut round);
         if own.words.is_over() {
-            self.return_all_words(pin, own);
+            self.return_some_words(pin, own);
         }
     }
 
     /// Frees all that a CPU has gathered by word. The caller is pinned to that CPU, or it runs nothing.
-    #[inline]
     pub(crate) fn return_words(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        if own.words.pages() != 0 {
-            self.return_all_words(pin, own);
-        }
+        while self.return_some_words(pin, own) {}
+    }
+
+    /// Frees [`ROUND`] words, or as many as there are, in two lock rounds at most; whether there may be more.
+    #[inline]
+    pub(crate) fn return_some_words(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) -> bool {
+        own.words.pages() != 0 && self.return_groups(pin, own)
     }
 
     #[inline(never)]
-    fn return_all_words(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        let mut round = Round::new();
-        own.words.drain(|word| self.add_leaver(pin, own, &mut round, word, false));
-        self.free_round(pin, own, &mut round);
+    fn return_groups(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) -> bool {
+        let (mut round, mut words) = (Round::new(), 0);
+        loop {
+            let more = own.words.take_group(|word| {
+                words += 1;
+                self.add_leaver(pin, own, &mut round, word, false);
+            });
+            if !more || words >= ROUND {
+                self.free_round(pin, own, &mut round);
+                return more;
+            }
+        }
+    }
+
+    /// Frees all that the CPU which `of` names has gathered by word, a pin for each round: whoever has interrupts off meanwhile has them off
+    /// for a round, and not for the whole table. What interrupts add again goes too, within reason.
+    #[inline]
+    pub(crate) fn return_words_apart<'a, P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        of: impl Fn(CpuPin<'_>) -> Option<&'a PerCpu<'m>>,
+    ) where
+        'm: 'a,
+    {
+        let some = |_: &u64| cx.pinned(|pin| of(pin).is_some_and(|own| self.return_some_words(pin, own)));
+        (0..ROUNDS).take_while(some).for_each(drop);
     }
 
     /// Adds a word to a round, which is freed when it is full.

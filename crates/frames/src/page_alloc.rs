@@ -139,20 +139,39 @@ impl<'m, E: Env> Frames<'m, E> {
             return Err(AllocError::OutOfMemory);
         }
         let request = request.into();
-        cx.pinned(|pin| {
-            let own = self.own(pin);
-            let AllocRequest { order, mobility, from, prefer_zeroed } = request;
-            if let Some(own) = own
+        let AllocRequest { order, mobility, from, prefer_zeroed } = request;
+        let hit = cx.pinned(|pin| {
+            if let Some(own) = self.own(pin)
                 && own.mailbox.is_quiet()
                 && from == Placement::Local
                 && let Some(class) = own.stock(order.get(), mobility)
                 && (!prefer_zeroed || class.next_is_zero())
                 && let Some(block) = class.pop()
             {
-                return Ok(block);
+                return Some(block);
             }
-            self.alloc_slow(pin, order, mobility, from, prefer_zeroed)
-        })
+            None
+        });
+        match hit {
+            Some(block) => Ok(block),
+            None => self.alloc_again(cx, order, mobility, from, prefer_zeroed),
+        }
+    }
+
+    /// [`alloc_slow`](Frames::alloc_slow), after what this CPU has gathered by word has gone; in pins of their own. The parts of a
+    /// request, so that they travel in registers.
+    #[cold]
+    #[inline(never)]
+    fn alloc_again<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        order: Order,
+        mobility: Mobility,
+        from: Placement,
+        prefer_zeroed: bool,
+    ) -> Result<Frozen, AllocError> {
+        self.return_words_apart(cx, |pin| self.own(pin));
+        cx.pinned(|pin| self.alloc_slow(pin, order, mobility, from, prefer_zeroed))
     }
 
     /// The node of a request, and whether others will do.
@@ -171,9 +190,7 @@ impl<'m, E: Env> Frames<'m, E> {
         (0..if fallback { nodes } else { 1 }).map(move |step| NodeId((first.0 + step) % nodes))
     }
 
-    /// The parts of a request, so that they travel in registers.
-    #[cold]
-    #[inline(never)]
+    #[inline]
     fn alloc_slow(
         &self,
         pin: CpuPin<'_>,
@@ -271,6 +288,7 @@ impl<'m, E: Env> Frames<'m, E> {
     #[cold]
     #[inline(never)]
     fn free_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
+        self.return_words_apart(cx, |pin| self.asked(pin));
         cx.pinned(|pin| self.free_missed(pin, block));
     }
 

@@ -287,6 +287,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees frozen frames of one arena whose ends are block borders in the map: one lock round or none.
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
+        self.return_words_apart(cx, |pin| self.asked(pin));
         cx.pinned(|pin| self.free_slow(pin, extent, content));
     }
 

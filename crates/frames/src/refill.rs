@@ -124,6 +124,11 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
+    /// The CPU's cache if others have asked for it.
+    pub(crate) fn asked(&self, pin: CpuPin<'_>) -> Option<&PerCpu<'m>> {
+        self.own(pin).filter(|own| own.mailbox.pending())
+    }
+
     /// Asks every CPU that has something cached for it. This one's cache is empty.
     pub(crate) fn request_drains(&self) {
         self.caches().iter().filter(|cpu| cpu.pages() != 0).for_each(|cpu| cpu.mailbox.post());
@@ -132,6 +137,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Serves what other CPUs have asked this one for: to be called from idle loops and from an interrupt sent for the
     /// purpose. Cheap when there is nothing. Any context but NMI.
     pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        self.return_words_apart(cx, |pin| self.asked(pin));
         cx.pinned(|pin| {
             if let Some(own) = self.own(pin) {
                 self.serve_own(pin, own);
@@ -140,8 +146,9 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Gives everything that this CPU has cached back to its node, and shrinks the cache. Any context but NMI; a lock round
-    /// per 64 words of pages or 64 larger blocks, at most some 70 of them in one pin.
+    /// per 64 words of pages or 64 larger blocks. A pin for each round of words; what else is cached goes in one, some 50 rounds at most.
     pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        self.return_words_apart(cx, |pin| self.own(pin));
         cx.pinned(|pin| {
             if let Some(own) = self.own(pin) {
                 self.serve_own(pin, own);
@@ -156,6 +163,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
     pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
+        self.return_words_apart(cx, |_| self.caches().get(cpu.0 as usize));
         cx.pinned(|pin| {
             if let Some(cpu) = self.caches().get(cpu.0 as usize) {
                 self.serve_own(pin, cpu);

@@ -68,6 +68,8 @@ pub(crate) struct Words<'m> {
     groups: AtomicU64,
     /// How many pages are here, or on their way from the cache to the node.
     pages: AtomicU64,
+    /// Groups of slots below this go before those above.
+    turn: AtomicU64,
     /// How many batches pass the table by.
     rest: AtomicU64,
 }
@@ -93,7 +95,7 @@ impl<'m> Words<'m> {
     pub(crate) fn new(entries: &'m [AtomicU64], slots: u64) -> Self {
         let zero = || AtomicU64::new(0);
         let (slots, used) = entries.split_at_checked(2 * slots as usize).unwrap_or((&[], &[]));
-        Words { slots: slots.as_chunks().0, used, groups: zero(), pages: zero(), rest: zero() }
+        Words { slots: slots.as_chunks().0, used, groups: zero(), pages: zero(), turn: zero(), rest: zero() }
     }
 
     /// How many pages are here: exact for the owner.
@@ -175,17 +177,25 @@ impl<'m> Words<'m> {
         (word.key != 0).then_some(word)
     }
 
-    /// Takes all out, last slots first. Their pages count until they are [gone](Words::gone).
-    pub(crate) fn drain(&self, mut f: impl FnMut(Word)) {
-        for group in descending(self.groups.load(Ordering::Relaxed)) {
-            let Some(used) = self.used.get(group) else { continue };
+    /// Takes those of a group of slots out, [`WORD_BITS`] at most, last slots first; each group in its turn. Whether there may be more.
+    /// Their pages count until they are [gone](Words::gone).
+    pub(crate) fn take_group(&self, mut f: impl FnMut(Word)) -> bool {
+        let (groups, turn) = (self.groups.load(Ordering::Relaxed), self.turn.load(Ordering::Relaxed));
+        let below = groups & !u64::MAX.unbounded_shl(turn as u32);
+        let group = if below != 0 { below } else { groups }.checked_ilog2().unwrap_or(0) as usize;
+        if let Some(used) = self.used.get(group) {
             for bit in descending(used.load(Ordering::Relaxed)) {
                 self.take(group * WORD_BITS + bit).into_iter().for_each(&mut f);
             }
             used.store(0, Ordering::Relaxed);
         }
-        self.groups.store(0, Ordering::Relaxed);
-        self.rest.store(0, Ordering::Relaxed);
+        let left = groups & !(1 << group);
+        self.groups.store(left, Ordering::Relaxed);
+        self.turn.store(group as u64, Ordering::Relaxed);
+        if left == 0 {
+            self.rest.store(0, Ordering::Relaxed);
+        }
+        left != 0
     }
 }
 
@@ -236,6 +246,13 @@ fn extend(slots: &[Slot], word: Word) -> bool {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+
+    impl Words<'_> {
+        fn drain(&self, mut f: impl FnMut(Word)) {
+            while self.take_group(&mut f) {}
+        }
+    }
+
     use crate::mobility::Mobility;
     use hugemm_base::Order;
     use hugemm_threads::Random;
@@ -305,6 +322,27 @@ mod tests {
         with_slots(0, |words| {
             assert!(words.rests() && words.rests());
             words.drain(|word| panic!("{word:?}"));
+        });
+    }
+
+    /// A part goes at a time, and each part in its turn, whatever comes again.
+    #[test]
+    fn groups_go_in_turn() {
+        with_slots(256, |words| {
+            let fill = || leavers(words, 0, &[0, 64, 65, 128, 255].map(|word| block(word * 64, 0, false)));
+            let group = || {
+                let mut first = Vec::new();
+                let more = words.take_group(|word| first.push(word.frame(0).number() / 64));
+                (first, more)
+            };
+            fill();
+            assert_eq!(group(), (vec![255], true));
+            assert_eq!(leavers(words, 0, &[block(254 * 64, 0, false)]), []);
+            assert_eq!(group(), (vec![128], true));
+            assert_eq!(group(), (vec![65, 64], true));
+            assert_eq!(group(), (vec![0], true));
+            assert_eq!(group(), (vec![254], false));
+            assert_eq!(group(), (vec![], false));
         });
     }
 

@@ -20,6 +20,7 @@ mod interrupts;
 mod model;
 mod nowait;
 mod ownership;
+mod pins;
 mod places;
 mod poison;
 mod ranges;

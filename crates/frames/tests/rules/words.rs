@@ -8,7 +8,7 @@ use hugemm_frames::{AllocError, Frames, Frozen, HwPoisoned, NoMigration, Plain};
 use hugemm_threads::{Random, run_as};
 use std::collections::BTreeSet;
 
-type Manager<'m> = Frames<'m, Plain<NoFaults>>;
+pub(super) type Manager<'m> = Frames<'m, Plain<NoFaults>>;
 
 fn shuffled<T>(mut blocks: Vec<T>) -> Vec<T> {
     let mut random = Random(1);
@@ -17,16 +17,16 @@ fn shuffled<T>(mut blocks: Vec<T>) -> Vec<T> {
 }
 
 /// The lowest `count` blocks of an order, or all there are, in random order.
-fn take(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, log: u32, count: usize) -> Vec<Frozen> {
+pub(super) fn take(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, log: u32, count: usize) -> Vec<Frozen> {
     shuffled(std::iter::from_fn(|| frames.alloc(cx, request(log)).ok()).take(count).collect())
 }
 
-fn free(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, blocks: impl IntoIterator<Item = Frozen>) {
+pub(super) fn free(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, blocks: impl IntoIterator<Item = Frozen>) {
     blocks.into_iter().for_each(|block| frames.free(cx, block));
 }
 
 /// What is free when all CPUs have given back what they have.
-fn all_free(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, cpus: u32) -> u64 {
+pub(super) fn all_free(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, cpus: u32) -> u64 {
     for cpu in 0..cpus {
         // SAFETY: this thread is all of them.
         unsafe { frames.drain_offline(cx, CpuId(cpu)) };

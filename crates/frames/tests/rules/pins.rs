@@ -1,0 +1,65 @@
+//! How long a CPU keeps interrupts off, in lock rounds: a handler looks wherever one could come.
+
+use super::request;
+use super::support::{Threads, extent, with_one_arena};
+use super::words::{Manager, all_free, free, take};
+use hugemm_base::{CpuCx, CpuId, Pfn};
+use hugemm_frames::Frozen;
+use hugemm_threads::run_as;
+
+type Step = fn(&Manager<'_>, &mut CpuCx<'_, Threads>, &mut Vec<Frozen>);
+
+/// The most lock rounds in one pin of `body`. Each look is a round by itself.
+fn most_rounds(frames: &Manager<'_>, threads: &Threads, body: impl FnOnce(&mut CpuCx<'_, Threads>)) -> u64 {
+    let (mut last, mut most) = (frames.stats(&threads.cx()).lock_rounds, 0);
+    let look = |cx: &mut CpuCx<'_, Threads>| {
+        let now = frames.stats(cx).lock_rounds;
+        most = most.max(now - last - 1);
+        last = now;
+    };
+    threads.interrupted(look, body);
+    most
+}
+
+/// Who needs what a CPU has gathered by word gives it back in many short pins, not in a long one.
+#[test]
+fn a_table_of_words_goes_back_in_many_pins() {
+    // Two rounds of words, or one of them and what is taken.
+    const TAKES: u64 = 2;
+    // Those, and 512 + 128 pages that the cache has beside them.
+    const DRAINS: u64 = 2 + (512 + 128) / 64;
+    let steps: [(&str, u64, Step); 8] = [
+        ("a refill", TAKES, |frames, cx, held| held.extend(frames.alloc(cx, request(0).movable()).ok())),
+        ("a block of 32 pages", TAKES, |frames, cx, held| held.extend(frames.alloc(cx, request(5)).ok())),
+        ("below", TAKES, |frames, cx, held| held.extend(frames.alloc_below(cx, Pfn::new(1 << 20), request(0)).ok())),
+        ("a range", TAKES, |frames, cx, _| {
+            let range = frames.alloc_contig_range(cx, extent(1 << 17, 512)).expect("nobody has it");
+            frames.free_extent(cx, range);
+        }),
+        ("a drain", DRAINS, |frames, cx, _| frames.drain(cx)),
+        // SAFETY: it runs nothing else.
+        ("a drain for another", DRAINS, |frames, cx, _| unsafe { frames.drain_offline(cx, CpuId(0)) }),
+        ("a request", DRAINS, |frames, cx, _| frames.serve(cx)),
+        ("a request found by a free", DRAINS, |frames, cx, held| free(frames, cx, held.pop())),
+    ];
+    for (name, bound, step) in steps {
+        with_one_arena(0, 1 << 20, 2, |frames, threads| {
+            let cx = threads.cx();
+            let mut blocks = take(frames, &cx, 0, 1 << 16);
+            let mut kept = blocks.split_off(24 << 10);
+            free(frames, &cx, blocks);
+            assert!(frames.stats(&cx).cached > 23 << 10, "in 1024 words: 16 rounds");
+            if name.starts_with("a request") {
+                run_as(1);
+                // Until there is no more, and the other is asked.
+                let large = take(frames, &cx, 18, usize::MAX);
+                free(frames, &cx, large);
+                run_as(0);
+            }
+            let rounds = most_rounds(frames, threads, |cx| step(frames, cx, &mut kept));
+            assert!(rounds <= bound, "{name}: {rounds} lock rounds in one pin");
+            free(frames, &cx, kept);
+            assert_eq!(all_free(frames, &cx, 2), 1 << 20);
+        });
+    }
+}
