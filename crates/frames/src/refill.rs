@@ -134,10 +134,11 @@ impl<'m, E: Env> Frames<'m, E> {
         self.caches().iter().filter(|cpu| cpu.pages() != 0).for_each(|cpu| cpu.mailbox.post());
     }
 
-    /// Serves what other CPUs have asked this one for: to be called from idle loops and from an interrupt sent for the
-    /// purpose. Cheap when there is nothing. Any context but NMI.
+    /// Serves what other CPUs have asked this one for, and gives back what it has gathered by word, which they do not see: to be
+    /// called from idle loops, before interrupts go off there, and from an interrupt sent for the purpose. Cheap when there is nothing.
+    /// Any context but NMI.
     pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.return_words_apart(cx, |pin| self.asked(pin));
+        self.return_words_apart(cx, |pin| self.own(pin));
         cx.pinned(|pin| {
             if let Some(own) = self.own(pin) {
                 self.serve_own(pin, own);

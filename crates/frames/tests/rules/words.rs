@@ -159,6 +159,29 @@ fn what_a_cpu_has_by_word_is_found_when_nothing_else_is_left() {
     });
 }
 
+/// A CPU that has nothing to do gives back what nobody else sees, though nobody has asked; what it takes next itself it keeps.
+#[test]
+fn an_idle_cpu_keeps_nothing_by_word() {
+    with_one_arena(0, 1 << 16, 2, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks = take(frames, &cx, 0, 4096);
+        let kept = blocks.split_off(2048);
+        free(frames, &cx, blocks);
+        assert!(frames.stats(&cx).cached > 1024);
+        let before = frames.stats(&cx).free;
+        frames.serve(&cx);
+        let after = frames.stats(&cx);
+        assert!(after.cached <= 512 + 128 && after.free > before + 1024, "{after:?}");
+        // All that is left is another's, too, without a request.
+        run_as(1);
+        let found = take(frames, &cx, 0, after.free as usize);
+        assert_eq!(found.len() as u64, after.free);
+        free(frames, &cx, found.into_iter().chain(kept));
+        run_as(0);
+        assert_eq!(all_free(frames, &cx, 2), 1 << 16);
+    });
+}
+
 /// A claim asks for it.
 #[test]
 fn claims_find_what_a_cpu_has_by_word() {

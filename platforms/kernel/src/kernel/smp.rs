@@ -60,13 +60,13 @@ pub(crate) extern "C" fn ap_main(cpu: u64) -> ! {
     controller::start_timer();
     let own = percpu::own();
     loop {
+        // At the latest a tick later, who claims memory has what this CPU had cached.
+        frames().serve(&cx);
         // Interrupts off between looking and halting, so that no wake-up falls between them.
         interrupts::disable();
         // Acquire pairs with the Release in `on_cpus`.
         let work = own.work.load(Ordering::Acquire);
         if work.is_null() {
-            // At the latest a tick later, who claims memory has what this CPU had cached.
-            frames().serve(&cx);
             interrupts::enable_and_wait();
             continue;
         }
