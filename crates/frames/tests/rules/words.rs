@@ -211,23 +211,27 @@ fn claims_find_what_a_cpu_has_by_word() {
 /// A frame is poisoned while it is in a table: it is never handed out again, and all around it is.
 #[test]
 fn poison_finds_what_a_cpu_has_by_word() {
-    with_one_arena(0, 1 << 14, 1, |frames, threads| {
-        let cx = threads.cx();
-        let mut blocks = take(frames, &cx, 0, 2048);
-        let kept = blocks.split_off(512);
-        let bad: BTreeSet<Pfn> = blocks.iter().take(20).map(Frozen::pfn).collect();
-        free(frames, &cx, blocks);
-        for pfn in &bad {
-            assert_eq!(frames.hwpoison(&cx, *pfn), HwPoisoned::InUse, "as far as can be told: it is cached");
-        }
-        free(frames, &cx, kept);
-        let all = take(frames, &cx, 0, usize::MAX);
-        assert_eq!(all.len(), (1 << 14) - bad.len());
-        assert!(all.iter().all(|block| !bad.contains(&block.pfn())));
-        assert_eq!(frames.stats(&cx).refused, bad.len() as u64);
-        free(frames, &cx, all);
-        assert_eq!(all_free(frames, &cx, 1), (1 << 14) - bad.len() as u64);
-    });
+    for log in [0, 3] {
+        with_one_arena(0, 1 << 14, 1, |frames, threads| {
+            let cx = threads.cx();
+            let mut blocks = take(frames, &cx, log, 2048 >> log);
+            let kept = blocks.split_off(512 >> log);
+            // In the middle of its block, if there is one.
+            let bad: BTreeSet<Pfn> =
+                blocks.iter().take(20).map(|block| Pfn::new(block.pfn().number() + (1 << log) / 2)).collect();
+            free(frames, &cx, blocks);
+            for pfn in &bad {
+                assert_eq!(frames.hwpoison(&cx, *pfn), HwPoisoned::InUse, "as far as can be told: it is cached");
+            }
+            free(frames, &cx, kept);
+            let all = take(frames, &cx, 0, usize::MAX);
+            assert_eq!(all.len(), (1 << 14) - bad.len());
+            assert!(all.iter().all(|block| !bad.contains(&block.pfn())));
+            assert_eq!(frames.stats(&cx).refused, bad.len() as u64);
+            free(frames, &cx, all);
+            assert_eq!(all_free(frames, &cx, 1), (1 << 14) - bad.len() as u64);
+        });
+    }
 }
 
 /// Two arenas meet inside a word: each gets its own pages.
