@@ -25,7 +25,7 @@ use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
-use crate::pcp::PerCpu;
+use crate::pcp::{PerCpu, is_stocked};
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
@@ -140,18 +140,23 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let request = request.into();
         let AllocRequest { order, mobility, from, prefer_zeroed } = request;
-        let hit = cx.pinned(|pin| {
-            if let Some(own) = self.own(pin)
-                && own.mailbox.is_quiet()
-                && from == Placement::Local
-                && let Some(class) = own.stock(order.get(), mobility)
-                && (!prefer_zeroed || class.next_is_zero())
-                && let Some(block) = class.pop()
-            {
-                return Some(block);
-            }
+        // Other orders are not cached: no pin for a look in vain.
+        let hit = if is_stocked(order.get()) {
+            cx.pinned(|pin| {
+                if let Some(own) = self.own(pin)
+                    && own.mailbox.is_quiet()
+                    && from == Placement::Local
+                    && let Some(class) = own.stock(order.get(), mobility)
+                    && (!prefer_zeroed || class.next_is_zero())
+                    && let Some(block) = class.pop()
+                {
+                    return Some(block);
+                }
+                None
+            })
+        } else {
             None
-        });
+        };
         match hit {
             Some(block) => Ok(block),
             None => self.alloc_again(cx, order, mobility, from, prefer_zeroed),
