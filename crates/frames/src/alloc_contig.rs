@@ -152,6 +152,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         self.return_words_apart(cx, |pin| self.own(pin));
         let result = cx.pinned(|pin| {
+            // What interrupts have added meanwhile; and this may be another CPU.
             self.own(pin).into_iter().for_each(|own| self.return_words(pin, own));
             self.with_node(pin, arena.node, |lists| {
                 self.all_free(arena, extent)?;

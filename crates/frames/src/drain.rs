@@ -120,8 +120,11 @@ impl<'m, E: Env> Frames<'m, E> {
     ) where
         'm: 'a,
     {
-        let some = |_: &u64| cx.pinned(|pin| of(pin).is_some_and(|own| self.return_some_words(pin, own)));
-        (0..ROUNDS).take_while(some).for_each(drop);
+        for _ in 0..ROUNDS {
+            if !cx.pinned(|pin| of(pin).is_some_and(|own| self.return_some_words(pin, own))) {
+                return;
+            }
+        }
     }
 
     /// Adds a word to a round, which is freed when it is full.

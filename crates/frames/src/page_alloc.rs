@@ -140,19 +140,12 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let request = request.into();
         let AllocRequest { order, mobility, from, prefer_zeroed } = request;
-        // Other orders are not cached: no pin for a look in vain.
-        let hit = if is_stocked(order.get()) {
+        // Other orders, and other places, are not cached: no pin for a look in vain.
+        let hit = if from == Placement::Local && is_stocked(order.get()) {
             cx.pinned(|pin| {
-                if let Some(own) = self.own(pin)
-                    && own.mailbox.is_quiet()
-                    && from == Placement::Local
-                    && let Some(class) = own.stock(order.get(), mobility)
-                    && (!prefer_zeroed || class.next_is_zero())
-                    && let Some(block) = class.pop()
-                {
-                    return Some(block);
-                }
-                None
+                let own = self.own(pin).filter(|own| own.mailbox.is_quiet())?;
+                let class = own.stock(order.get(), mobility)?;
+                if prefer_zeroed && !class.next_is_zero() { None } else { class.pop() }
             })
         } else {
             None

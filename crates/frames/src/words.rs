@@ -246,17 +246,16 @@ fn extend(slots: &[Slot], word: Word) -> bool {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::mobility::Mobility;
+    use hugemm_base::Order;
+    use hugemm_threads::Random;
+    use std::collections::BTreeMap;
 
     impl Words<'_> {
         fn drain(&self, mut f: impl FnMut(Word)) {
             while self.take_group(&mut f) {}
         }
     }
-
-    use crate::mobility::Mobility;
-    use hugemm_base::Order;
-    use hugemm_threads::Random;
-    use std::collections::BTreeMap;
 
     fn with_slots(slots: u64, test: impl FnOnce(&Words<'_>)) {
         let entries: Vec<AtomicU64> = (0..Words::entries(slots)).map(|_| AtomicU64::new(0)).collect();

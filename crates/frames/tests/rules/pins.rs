@@ -63,3 +63,36 @@ fn a_table_of_words_goes_back_in_many_pins() {
         });
     }
 }
+
+/// Between two pins a task may come to another CPU, and has that one's words too.
+#[test]
+fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
+    // Before the first pin, and between two.
+    for moved in 0..3 {
+        with_one_arena(0, 1 << 16, 2, |frames, threads| {
+            let cx = threads.cx();
+            let wanted = extent(0, 32);
+            run_as(1);
+            let (low, rest): (Vec<_>, Vec<_>) =
+                take(frames, &cx, 0, 4096).into_iter().partition(|block| wanted.contains(block.pfn()));
+            let (high, kept): (Vec<_>, Vec<_>) =
+                rest.into_iter().partition(|block| block.pfn().number() >= 64 && block.pfn().number() % 64 >= 32);
+            free(frames, &cx, low);
+            // On the stack, where they would count as in use, are these by now.
+            free(frames, &cx, high);
+            run_as(0);
+            let (mut looks, mut taken) = (0, None);
+            let move_on = |_: &mut CpuCx<'_, Threads>| {
+                if looks == moved {
+                    run_as(1);
+                }
+                looks += 1;
+            };
+            threads.interrupted(move_on, |cx| taken = frames.alloc_contig_range(cx, wanted).ok());
+            let Some(taken) = taken else { panic!("not found where the task moved after {moved} of {looks} looks") };
+            frames.free_extent(&cx, taken);
+            free(frames, &cx, kept);
+            assert_eq!(all_free(frames, &cx, 2), 1 << 16);
+        });
+    }
+}
