@@ -9,7 +9,8 @@
 //! that has been up for a while. *Touched* adds reading the run right after it was cleared, which is what a faulting
 //! task does: a clear past the cache then pays for its misses.
 //!
-//! Of several timings on cold memory the shortest counts: whatever else the machine does only makes a run longer.
+//! Of several timings on cold memory the shortest counts: whatever else the machine does only makes a run longer. Primitives
+//! take turns there, so that what disturbs for a millisecond disturbs all of them.
 
 use crate::features::Features;
 use crate::primitive::{Primitive, PrimitiveClass};
@@ -25,6 +26,12 @@ pub const MIN_SCRATCH: usize = 16 * MIB;
 
 /// Run in which a primitive's hot bandwidth is measured: larger than the second-level caches, smaller than the last.
 const HOT_RUN: usize = 2 * MIB;
+
+/// How often a hot run is measured once the caches have settled.
+const HOT_RUNS: usize = 7;
+
+/// How often primitives take turns on cold memory.
+const COLD_ROUNDS: usize = 5;
 
 /// Bytes over which a primitive's cold bandwidth is measured, a run at a time.
 const COLD_RUN: usize = 2 * MIB;
@@ -102,7 +109,7 @@ pub fn calibrate<P: Cpu + Clock>(
     let cached =
         bench.best(features, PrimitiveClass::Cached, Bench::hot_run).unwrap_or(Best::only(Primitive::Portable));
     bench.fill_caches(cached.any);
-    let bulk = bench.best(features, PrimitiveClass::Streaming, Bench::cold_run);
+    let bulk = bench.best(features, PrimitiveClass::Streaming, |bench, of| bench.cold(of, COLD_RUN, false));
     let cached_mbps = bench.bandwidths(cached)?;
     let (crossover, bulk_mbps) = match bulk {
         None => (Crossover::always(u64::MAX), Mbps::UNKNOWN),
@@ -116,6 +123,9 @@ fn mbps(bytes: usize, nanos: u64) -> u32 {
     let rate = (bytes as u64 * 1000).checked_div(nanos).unwrap_or(0);
     u32::try_from(rate).unwrap_or(u32::MAX)
 }
+
+/// What is measured side by side.
+type Primitives = [Option<Primitive>; Primitive::ALL.len()];
 
 /// The scratch memory and where in it cold measurements have got to.
 struct Bench<'b, 'p, P> {
@@ -192,7 +202,7 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
     }
 
     /// Time to clear a run that was cleared just before by the same primitive: the median of several, because a shared
-    /// last-level cache does not treat all primitives alike (the shortest, where runs are long).
+    /// last-level cache does not treat all primitives alike, and in a virtual machine it is not always as large.
     ///
     /// Before that, passes go on until they no longer become shorter, or until enough was cleared. Where the last level only receives what the level above
     /// evicts, the caches take a dozen passes to settle on memory that a streaming primitive has pushed out of them, however
@@ -207,28 +217,27 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
             shortest = shortest.min(time);
             done += bytes;
         }
-        if bytes > 8 * MIB {
-            return shortest;
-        }
-        let mut times = [0; 7];
+        let mut times = [0; HOT_RUNS];
         times.fill_with(|| self.time(p, 0, bytes, touch));
         times.sort_unstable();
-        times[times.len() / 2]
+        times[HOT_RUNS / 2]
     }
 
-    /// Time to clear a run that was not used for as long as the scratch allows: the shortest of several.
-    fn cold(&mut self, p: Primitive, bytes: usize, touch: bool) -> u64 {
-        self.cx.cond_resched();
+    /// Times of primitives to clear a run that was not used for as long as the scratch allows: the shortest of several each.
+    fn cold<const N: usize>(&mut self, of: [Option<Primitive>; N], bytes: usize, touch: bool) -> [u64; N] {
         // Small runs are timed by the dozen, or the clock would be most of the time.
         let batch = (COLD_RUN / 8).max(bytes);
-        let mut shortest = u64::MAX;
-        for _ in 0..5 {
-            let mut sum = 0;
-            for _ in 0..batch / bytes {
-                let offset = self.runs.next(bytes);
-                sum += self.time(p, offset, bytes, touch);
+        let mut shortest = [u64::MAX; N];
+        for _ in 0..COLD_ROUNDS {
+            for (p, shortest) in of.iter().zip(&mut shortest).filter_map(|(p, shortest)| Some(((*p)?, shortest))) {
+                self.cx.cond_resched();
+                let mut sum = 0;
+                for _ in 0..batch / bytes {
+                    let offset = self.runs.next(bytes);
+                    sum += self.time(p, offset, bytes, touch);
+                }
+                *shortest = sum.min(*shortest);
             }
-            shortest = shortest.min(sum);
         }
         shortest
     }
@@ -238,20 +247,18 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
         &mut self,
         features: &Features,
         class: PrimitiveClass,
-        time: fn(&mut Self, Primitive) -> u64,
+        time: fn(&mut Self, Primitives) -> [u64; Primitive::ALL.len()],
     ) -> Option<Best> {
-        let mut timed = [None; Primitive::ALL.len()];
-        let members = features.iter().filter(|p| p.class() == class && *p != Primitive::Model);
-        for (slot, p) in timed.iter_mut().zip(members) {
-            if p.needs_vector() && self.cx.with_vector(true, |vector| vector.is_none()) {
-                continue;
-            }
-            *slot = Some((p, time(self, p)));
-        }
+        let vectors = self.cx.with_vector(true, |vector| vector.is_some());
+        let members =
+            features.iter().filter(|p| p.class() == class && *p != Primitive::Model && (vectors || !p.needs_vector()));
+        let mut of = [None; Primitive::ALL.len()];
+        of.iter_mut().zip(members).for_each(|(slot, p)| *slot = Some(p));
+        let times = time(self, of);
         // Of two as fast the first.
         let fastest = |vector: bool| {
-            let usable = timed.into_iter().flatten().filter(|(p, _)| vector || !p.needs_vector());
-            usable.min_by_key(|(_, time)| *time)
+            let timed = of.iter().zip(times).filter_map(|(p, time)| Some(((*p)?, time)));
+            timed.filter(|(p, _)| vector || !p.needs_vector()).min_by_key(|(_, time)| *time)
         };
         let (general, slow) = fastest(false)?;
         let (any, fast) = fastest(true)?;
@@ -259,35 +266,31 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
         Some(Best { general, any: if worth { any } else { general } })
     }
 
-    fn hot_run(&mut self, p: Primitive) -> u64 {
-        self.hot(p, HOT_RUN, false)
-    }
-
-    fn cold_run(&mut self, p: Primitive) -> u64 {
-        self.cold(p, COLD_RUN, false)
+    fn hot_run(&mut self, of: Primitives) -> [u64; Primitive::ALL.len()] {
+        of.map(|p| p.map_or(NOT_RUN, |p| self.hot(p, HOT_RUN, false)))
     }
 
     /// Bandwidths of two primitives on cold memory.
     fn bandwidths(&mut self, of: Best) -> Result<Mbps, CalibrateError> {
-        let mut bandwidth = |p| match self.cold_run(p) {
-            0 => Err(CalibrateError::ClockTooCoarse),
-            time => Ok(mbps(COLD_RUN, time)),
-        };
-        let general = bandwidth(of.general)?;
-        Ok(Mbps { general, any: if of.any == of.general { general } else { bandwidth(of.any)? } })
+        let other = (of.any != of.general).then_some(of.any);
+        match self.cold([Some(of.general), other], COLD_RUN, false) {
+            [0, _] | [_, 0] => Err(CalibrateError::ClockTooCoarse),
+            [general, any] => {
+                let general = mbps(COLD_RUN, general);
+                Ok(Mbps { general, any: if other.is_some() { mbps(COLD_RUN, any) } else { general } })
+            }
+        }
     }
 
     /// The crossovers between two primitives.
     fn crossovers(&mut self, cached: Primitive, bulk: Primitive) -> Crossover {
+        let of = [cached, bulk];
         let hot = |bench: &mut Self, touch| {
-            threshold(HOT_TIE, HOT_SIZES.map(|bytes| bench.pair(bytes, |b, p| b.hot(p, bytes, touch), [cached, bulk])))
+            threshold(HOT_TIE, HOT_SIZES.map(|bytes| bench.rung(bytes, |b| of.map(|p| b.hot(p, bytes, touch)))))
         };
         let (hot, hot_touched) = (hot(self, false), hot(self, true));
         let cold = |bench: &mut Self, touch| {
-            threshold(
-                COLD_TIE,
-                COLD_SIZES.map(|bytes| bench.pair(bytes, |b, p| b.cold(p, bytes, touch), [cached, bulk])),
-            )
+            threshold(COLD_TIE, COLD_SIZES.map(|bytes| bench.rung(bytes, |b| b.cold(of.map(Some), bytes, touch))))
         };
         let (cold, cold_touched) = (cold(self, false), cold(self, true));
         // Where streaming pays on cold memory at all, it also pays beyond what was measured hot: nothing of twice the
@@ -303,8 +306,8 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
     }
 
     /// A request size and the times of both primitives at it; no times if the scratch is too small for it.
-    fn pair(&mut self, bytes: usize, time: impl Fn(&mut Self, Primitive) -> u64, of: [Primitive; 2]) -> Rung {
-        Rung { bytes, times: if bytes <= self.runs.bytes { of.map(|p| time(self, p)) } else { [0, 0] } }
+    fn rung(&mut self, bytes: usize, time: impl Fn(&mut Self) -> [u64; 2]) -> Rung {
+        Rung { bytes, times: if bytes <= self.runs.bytes { time(self) } else { [0, 0] } }
     }
 }
 

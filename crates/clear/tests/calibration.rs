@@ -154,8 +154,10 @@ fn timed_in(
         // Every other reading ends a measurement.
         if reading.is_multiple_of(2) {
             count.set(reading / 2);
-            let last = script.last_event();
-            now += time(last == Some(Event::Fence), last == Some(Event::VectorBegin), reading / 2);
+            let streaming = script.last_event() == Some(Event::Fence);
+            let vector =
+                script.events().iter().rev().find(|event| **event != Event::Fence) == Some(&Event::VectorBegin);
+            now += time(streaming, vector, reading / 2);
         }
         now
     });
@@ -227,8 +229,8 @@ fn crossovers_follow_from_the_times() {
     assert_eq!(profile.crossover, expected);
     assert_eq!((profile.cached, profile.bulk), (Best::only(Primitive::Portable), Some(Best::only(Primitive::Movnti))));
     assert_eq!((profile.cached_mbps, profile.bulk_mbps), (Mbps::only(2 << 20), Mbps::only(2 << 20)));
-    // Up to 8 MiB until five are no faster, and seven times; 16 MiB without the seven.
-    let hot = 6 * 13 + 6;
+    // Each until five are no faster, and seven times.
+    let hot = 7 * 13;
     // Five batches of 256 KiB, or of one.
     let cold = 5 * (64 + 16 + 4 + 1 + 1 + 1 + 1);
     let choosing = 13 + 1 + 5;
@@ -237,13 +239,31 @@ fn crossovers_follow_from_the_times() {
     assert_eq!(count, small);
     // 32 MiB, where the scratch has as much: caches settle on it as they do on less.
     let larger = Memory::heap((32 << 20) / 4096);
-    assert_eq!(timed_in(larger, &both, 0, |_, _, _| 1000).1, small + 2 * (6 + 6));
+    assert_eq!(timed_in(larger, &both, 0, |_, _, _| 1000).1, small + 2 * (13 + 13));
     let never = timed(&both, 0, |streaming, _, _| if streaming { 2000 } else { 1000 }).0;
     assert_eq!(never.crossover, Crossover::always(u64::MAX));
     let always = timed(&both, 0, |streaming, _, _| if streaming { 500 } else { 1000 }).0;
     let expected = Crossover { hot: MIB / 4, hot_touched: MIB / 4, cold: 4096, cold_touched: 4096 };
     assert_eq!(always.crossover, expected);
     assert_eq!((always.cached_mbps, always.bulk_mbps), (Mbps::only(2 << 20), Mbps::only(4 << 20)));
+}
+
+/// What disturbs a machine for as long as one primitive's measurements take does not decide between two on cold memory.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn primitives_take_turns_on_cold_memory() {
+    if !Features::detect().contains(Primitive::Avx2Stream) {
+        return;
+    }
+    // SAFETY: the CPU has both.
+    let features = unsafe { Features::none().with(Primitive::Movnti).with(Primitive::Avx2Stream) };
+    let expected = Some(Best { general: Primitive::Movnti, any: Primitive::Avx2Stream });
+    // Choosing begins after 14: the cached run, and filling the caches.
+    for from in 15..=20 {
+        let disturbed = move |n: u64| (from..from + 5).contains(&n);
+        let time = move |_, vector: bool, n| (if vector { 900 } else { 1000 }) * (if disturbed(n) { 3 } else { 1 });
+        assert_eq!(timed(&features, u64::MAX, time).0.bulk, expected, "disturbed from {from}");
+    }
 }
 
 /// Vector registers are saved and restored for it, so it must be worth more than 2 %.
