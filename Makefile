@@ -46,6 +46,7 @@ test-host:
 test-examples:
 	$(CARGO) run --locked -p hugemm-example-std-platform
 	$(CARGO) run --locked -p hugemm-example-vmm-prefault -- 64
+	$(CARGO) run --locked -p hugemm-example-second-stage
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
 	    CARGO="$(CARGO)" examples/ring0/run.sh; \
 	else echo "skipped: the ring-0 example"; fi
