@@ -31,7 +31,7 @@ const HOT_RUN: usize = 2 * MIB;
 const HOT_RUNS: usize = 7;
 
 /// How often primitives take turns on cold memory.
-const COLD_ROUNDS: usize = 5;
+const COLD_ROUNDS: usize = 9;
 
 /// Bytes over which a primitive's cold bandwidth is measured, a run at a time.
 const COLD_RUN: usize = 2 * MIB;
