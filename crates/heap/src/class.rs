@@ -3,6 +3,8 @@
 //! Sizes rise by 16 bytes up to 128 and by a quarter, a fifth, a sixth and a seventh of a power of two from there on, so that
 //! rounding up loses a fifth at most. 4096 bytes are a frame, and what is above 6144 is a block of frames.
 //!
+//! What has grown from 2048 bytes to 4096 may be two pieces. Its address says so: a frame's is a multiple of 4096, theirs is not.
+//!
 //! Alignment needs no case of its own: a size that is a multiple of a power of two is rounded up to a multiple of it, and pieces
 //! lie at multiples of the largest power of two that divides their size.
 
@@ -20,6 +22,11 @@ const MOST: usize = 6144;
 
 /// The class whose pieces would be frames.
 const FRAME: u8 = 28;
+
+/// The one of half a frame: two of its pieces, one after the other, may stand for a frame.
+pub(crate) const HALF: u8 = 24;
+
+const _: () = assert!(PAGE_BYTES == piece(FRAME as usize) as u64 && PAGE_BYTES == 2 * piece(HALF as usize) as u64);
 
 /// A slab has so many pieces, if that takes no more than [`MOST_ORDER`].
 const ENOUGH: u32 = 16;

@@ -3,7 +3,7 @@
 //! Everything but [`PerCpu::woken`] is touched on that CPU only, under a pin. Allocations take from the front of a list and
 //! slabs that get free pieces go to its end, so that they gather more before it is their turn. One empty slab per class is kept.
 
-use crate::class::CLASSES;
+use crate::class::{CLASSES, SHAPES};
 use crate::remote::Woken;
 use crate::slab::{Header, OwnSlab, Pieces, Place, Slab};
 use core::cell::UnsafeCell;
@@ -97,6 +97,20 @@ impl OwnCpu<'_> {
         let list = self.list(class);
         // SAFETY: pinned; the pieces are the current slab's, and there are none without one.
         unsafe { (*list).pieces.pop((*list).current) }
+    }
+
+    /// Takes the piece behind the one at an offset of the slab at `start`, if allocations come from that and it is the next one.
+    /// Where the two begin.
+    #[inline]
+    pub(crate) fn pop_behind(self, class: u8, start: usize, offset: u32) -> Option<NonNull<u8>> {
+        let (list, piece) = (self.list(class), SHAPES[class as usize].piece);
+        // SAFETY: pinned; the pieces are the current slab's, which has the other one in front of this.
+        unsafe {
+            if (*list).current.addr() != start || (*list).pieces.next() != offset + piece {
+                return None;
+            }
+            self.pop(class).map(|behind| behind.sub(piece as usize))
+        }
     }
 
     /// Gives a piece of the slab at `start` back, if allocations come from that.

@@ -10,8 +10,8 @@
 use crate::class::{SHAPES, Shape};
 use crate::remote::Remote;
 use core::ptr::{NonNull, null_mut};
-use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::{PAGE_BYTES, Pfn};
 
 /// How many unused pieces are linked at once.
 const FRESH: u32 = 16;
@@ -39,6 +39,12 @@ pub(crate) struct Pieces {
 impl Pieces {
     /// None is free, and none is used.
     pub(crate) const NONE: Pieces = Pieces { free: 0, used: 0 };
+
+    /// Offset of the piece that is taken next; 0 for none.
+    #[inline]
+    pub(crate) fn next(&self) -> u32 {
+        self.free
+    }
 
     /// Takes a free piece.
     ///
@@ -103,6 +109,8 @@ struct Shared {
     woken_next: AtomicU64,
     /// Never changes.
     owner: u32,
+    /// Debug builds: which pieces of half a frame are pairs, a bit for each frame that a pair may begin in.
+    pairs: AtomicU64,
 }
 
 /// At the start of each slab.
@@ -146,6 +154,7 @@ impl Slab {
                 remote: Remote::new(AtomicU64::new(0)),
                 woken_next: AtomicU64::new(0),
                 owner,
+                pairs: AtomicU64::new(0),
             });
         }
         // By a piece's address the header is found, and by an offset the piece.
@@ -205,6 +214,24 @@ impl Slab {
         unsafe { self.0.cast::<u8>().add(offset as usize) }
     }
 
+    /// Debug builds: notes whether the piece of half a frame at an offset and the one behind it are a pair. Who has both does.
+    #[inline]
+    pub(crate) fn note_pair(self, offset: u32, is: bool) {
+        if cfg!(debug_assertions) {
+            // Relaxed: a bit is its pieces' user's.
+            match is {
+                true => self.shared().pairs.fetch_or(pair(offset), Ordering::Relaxed),
+                false => self.shared().pairs.fetch_and(!pair(offset), Ordering::Relaxed),
+            };
+        }
+    }
+
+    /// Debug builds: whether the piece of half a frame at an offset is one of a pair.
+    pub(crate) fn is_pair(self, offset: u32) -> bool {
+        // Relaxed: as above.
+        self.shared().pairs.load(Ordering::Relaxed) & pair(offset) != 0
+    }
+
     /// Links a free piece: `next` is the offset of what follows it. In debug builds it is marked as free.
     ///
     /// # Safety
@@ -233,6 +260,11 @@ impl Slab {
         // SAFETY: as in `link`.
         !cfg!(miri) && unsafe { self.piece(offset).cast::<u32>().add(1).read_volatile() == mark(offset) }
     }
+}
+
+/// The bit of the pair to which the piece of half a frame at an offset may belong: pairs begin in the middle of a frame.
+const fn pair(offset: u32) -> u64 {
+    1 << ((offset as u64 + PAGE_BYTES / 2) / PAGE_BYTES)
 }
 
 /// What says in debug builds that the piece at an offset is free.

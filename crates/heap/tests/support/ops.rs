@@ -97,8 +97,9 @@ impl Run<'_> {
         }
     }
 
-    fn realloc(&mut self, index: usize, size: usize) {
+    fn realloc(&mut self, index: usize, size: impl Fn(usize) -> usize) {
         let Some(live) = self.remove(index) else { return };
+        let size = size(live.layout.size());
         let Ok(wanted) = Layout::from_size_align(size, live.layout.align()) else {
             return self.add(live.memory, live.layout);
         };
@@ -144,7 +145,9 @@ pub(crate) fn run(data: &[u8]) {
                 Layout::from_size_align(size, align).into_iter().for_each(|layout| run.alloc(layout, what == 0));
             }
             6..11 => run.free(index),
-            11 | 12 => run.realloc(usize::from(op[1]), size),
+            11 => run.realloc(usize::from(op[1]), |_| size),
+            // As what grows does.
+            12 => run.realloc(index, |before| before * 2),
             13 | 14 => run_as(u32::from(op[1]) % CPUS),
             _ if op[1] < 64 => frames.drain(&cx),
             _ => heap.trim(&cx),
