@@ -9,17 +9,16 @@ pub mod pool;
 pub mod reference;
 
 use crate::arch::Arch;
+use crate::boot::lines::Transcript;
 use crate::document::{self, Document};
 use crate::linux::args::{Linux, Work};
 use crate::linux::image::{Initramfs, LinuxImage};
 use crate::linux::reference::Reference;
 use crate::qemu::{Accel, Ended, Guest};
-use crate::stats::Samples;
 use crate::{environment_text, noise, progress};
 use anyhow::{Result, bail};
-use hugemm_base::PageSize;
 use hugemm_inspect::environment::Environment;
-use serde_json::Value;
+use hugemm_workloads::request::Request;
 use std::ops::ControlFlow;
 use std::time::Duration;
 
@@ -42,7 +41,7 @@ pub fn run(args: &Linux) -> Result<()> {
     let quiet = args.common.json_only();
     let environment = Environment::read()?;
     args.accel.ready(arch, args.memory)?;
-    let words = words(&work, args.runs);
+    let request = work.request();
     let init = arch.linux_init().find(args.init.as_deref())?;
     let modules = |image: &LinuxImage| match &work {
         Work::Age(_) => modules::of(image, &age::MODULES),
@@ -50,7 +49,7 @@ pub fn run(args: &Linux) -> Result<()> {
     };
     let initramfs = images.iter().enumerate().map(|(number, image)| Initramfs::new(number, &init, &modules(image)?));
     let initramfs = initramfs.collect::<Result<Vec<_>>>()?;
-    let reference = if args.reference { Some(Reference::new(args, virtual_cpu, work)?) } else { None };
+    let reference = if args.reference { Some(Reference::new(args, virtual_cpu)?) } else { None };
     let accel = args.accel.decide(arch, || arch.kernel().find(None))?;
     let kernels = images.len() + usize::from(reference.is_some());
     let bar = progress::bar((kernels * args.cpus.len()) as u64, quiet);
@@ -58,16 +57,16 @@ pub fn run(args: &Linux) -> Result<()> {
     for (image, initramfs) in images.iter().zip(&initramfs) {
         for &cpus in &args.cpus {
             bar.set_message(format!("{} on {cpus} CPUs", image.release));
-            let events = boot(args, virtual_cpu, accel, image, initramfs, cpus, &words)?;
-            cells.push(Cell { kernel: image.release.clone(), cpus, events });
+            let transcript = boot(args, virtual_cpu, accel, image, initramfs, cpus, &request)?;
+            cells.push(Cell { kernel: image.release.clone(), cpus, transcript });
             bar.inc(1);
         }
     }
     if let Some(reference) = &reference {
         for &cpus in &args.cpus {
             bar.set_message(format!("{} on {cpus} CPUs", reference::NAME));
-            let events = reference.boot(args, accel, cpus)?;
-            cells.push(Cell { kernel: reference::NAME.to_owned(), cpus, events });
+            let transcript = reference.boot(args, accel, cpus, &request)?;
+            cells.push(Cell { kernel: reference::NAME.to_owned(), cpus, transcript });
             bar.inc(1);
         }
     }
@@ -90,7 +89,7 @@ pub fn run(args: &Linux) -> Result<()> {
         });
     }
     for cell in &cells {
-        if let Err(why) = &cell.events {
+        if let Err(why) = &cell.transcript {
             eprintln!("hugemm: {} on {} CPUs: {why}", cell.kernel, cell.cpus);
         }
     }
@@ -98,34 +97,21 @@ pub fn run(args: &Linux) -> Result<()> {
         println!("\n  {warning}");
     }
     Document::new(environment, rows).write(args.common.json.as_deref())?;
-    match cells.iter().filter(|cell| cell.events.is_err()).count() {
+    match cells.iter().filter(|cell| cell.transcript.is_err()).count() {
         0 => Ok(()),
         failed if failed == cells.len() => bail!("no guest did its work; the lines above say why"),
         failed => bail!("{failed} of {} guests did not do their work; the lines above say why", cells.len()),
     }
 }
 
-/// One guest's results, or why there are none.
+/// What one guest said, or why it did not do its work.
 pub struct Cell {
     pub kernel: String,
     pub cpus: u32,
-    pub events: Result<Vec<Value>, String>,
+    pub transcript: Result<Transcript, String>,
 }
 
-/// The arguments of the guest's init.
-fn words(work: &Work, runs: u32) -> String {
-    match work {
-        Work::Pool(pool) => format!("pool {} {} {runs} {}", pool::wanted(pool), kib(pool.page), pool.hvo),
-        Work::VmCreate(work) => faults::words(work),
-        Work::Age(work) => age::words(work, runs),
-    }
-}
-
-pub fn kib(page: PageSize) -> u64 {
-    page.bytes() >> 10
-}
-
-/// Boots one guest and collects its events. The outer error ends the command, the inner one is the cell's.
+/// Boots one guest, whose process 1 is asked, and answers, as the reference kernel is. The outer error ends the command, the inner one is the cell's.
 fn boot(
     args: &Linux,
     VirtualCpu { arch, model }: VirtualCpu<'_>,
@@ -133,8 +119,8 @@ fn boot(
     image: &LinuxImage,
     initramfs: &Initramfs,
     cpus: u32,
-    words: &str,
-) -> Result<Result<Vec<Value>, String>> {
+    request: &Request,
+) -> Result<Result<Transcript, String>> {
     let init_on_alloc = u8::from(args.init_on_alloc);
     let guest = Guest {
         arch,
@@ -146,7 +132,7 @@ fn boot(
         initrd: Some(initramfs.path().to_owned()),
         append: format!(
             "console={} quiet loglevel=1 panic=-1 init_on_alloc={init_on_alloc} hugetlb_free_vmemmap=on rdinit=/init -- \
-             {words}",
+             {request}",
             arch.linux_console()
         ),
         options: Vec::new(),
@@ -155,23 +141,20 @@ fn boot(
     };
     let mut tries = 1;
     loop {
-        let (mut events, mut panic, mut last) = (Vec::new(), None, None);
+        let (mut transcript, mut panic) = (Transcript::default(), None);
         let ended = guest.run(|line| {
             if let Some(at) = line.find("Kernel panic") {
                 panic.get_or_insert(line[at..].to_owned());
             }
-            let Ok(event) = serde_json::from_str::<Value>(line) else { return Ok(ControlFlow::Continue(())) };
-            match event["event"].as_str() {
-                Some("done") => last = Some(Ok(())),
-                Some("error") => last = Some(Err(event["message"].as_str().unwrap_or("no reason given").to_owned())),
-                _ => events.push(event),
+            if let Err(error) = transcript.take(line) {
+                transcript.result = Some(Err(format!("{error:#}")));
             }
-            Ok(if last.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+            Ok(if transcript.result.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         })?;
-        return Ok(match (last, panic) {
-            (Some(Ok(())), _) => Ok(events),
-            (Some(Err(why)), _) => Err(why),
-            (None, Some(_)) if events.is_empty() && tries < BOOTS => {
+        return Ok(match (&transcript.result, panic) {
+            (Some(Ok(())), _) => Ok(transcript),
+            (Some(Err(why)), _) => Err(why.clone()),
+            (None, Some(_)) if transcript.is_empty() && tries < BOOTS => {
                 tries += 1;
                 continue;
             }
@@ -192,26 +175,5 @@ fn died(ended: &Ended, accel: Accel, seconds: u64) -> String {
             format!("QEMU failed ({status}: {}); the guest's last words: {last}", ended.complaint.trim())
         }
         _ => format!("the guest ended before its work was done; its last words: {last}"),
-    }
-}
-
-/// The values of one field over the measured runs (run 0 warms up) of events where `key` is `value`.
-pub fn samples(events: &[Value], key: &str, value: &str, field: impl Fn(&Value) -> Option<f64>) -> Samples {
-    let mut samples = Samples::default();
-    let measured = events.iter().filter(|event| event["run"].as_u64() != Some(0) && event[key] == value);
-    measured.filter_map(field).for_each(|value| samples.push(value));
-    samples
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn the_first_run_only_warms_up() {
-        let events =
-            [json!({"run": 0, "k": "a", "v": 9}), json!({"run": 1, "k": "a", "v": 1}), json!({"run": 1, "k": "b"})];
-        assert_eq!(samples(&events, "k", "a", |event| event["v"].as_f64()).median(), 1.0);
     }
 }

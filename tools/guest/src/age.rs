@@ -5,11 +5,14 @@
 mod process;
 mod reclaim_time;
 
-pub use process::run as run_process;
+pub use process::{PROCESS, run as run_process};
 
 use crate::interrupts::Interrupts;
-use crate::{number, say};
+use crate::record;
 use anyhow::{Context, Result, bail};
+use hugemm_reclaim::LruPolicy;
+use hugemm_workloads::age::AgeFigures;
+use hugemm_workloads::request::Age;
 use reclaim_time::Tracing;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mount::{MountFlags, mount};
@@ -36,34 +39,23 @@ unsafe extern "C" {
     fn swapon(path: *const c_char, flags: c_int) -> c_int;
 }
 
-/// `age MEMORY SHARED SWAP PROCS MILLIS RUNS classic|generations,…`: processes share `SHARED` bytes where Linux calls `MEMORY`
-/// available, of which compressed pages may take `SWAP`. Run 0 warms up.
-pub fn run(words: &[&str]) -> Result<()> {
-    let names = ["MEMORY", "SHARED", "SWAP", "PROCS", "MILLIS", "RUNS"];
-    let mut numbers = [0; 6];
-    for (index, name) in names.into_iter().enumerate() {
-        numbers[index] = number(words, index, name)?;
-    }
-    let [memory, shared, swap, procs, millis, runs] = numbers;
-    let lists = words.get(6).context("the lists are missing: classic, generations or both")?;
+/// Processes share memory of which Linux calls less available; compressed pages may take a part of that. There is a run for each
+/// page size of the list, all of 4 KiB: the first warms up.
+pub fn run(work: &Age) -> Result<()> {
+    let [shared, memory, swap] = work.sizes(Age::MEMORY);
     insert_modules()?;
     swap_to_zram(shared, swap)?;
     let tracing = Tracing::new()?;
-    for run in 0..=runs {
-        for lists in lists.split(',') {
-            let on = match lists {
-                "classic" => "0",
-                "generations" => "7",
-                other => bail!("'{other}' is neither classic nor generations"),
-            };
+    for _ in work.page.iter() {
+        for lists in work.lru.iter() {
+            let on = if lists == LruPolicy::TwoList { "0" } else { "7" };
             match fs::write(GENERATIONS, on) {
-                Err(_) if lists == "classic" => {}
+                Err(_) if lists == LruPolicy::TwoList => {}
                 result => result.context("this kernel has no generations; use --lru classic")?,
             }
-            let mut event = measure(&tracing, memory, shared, procs, Duration::from_millis(millis))?;
-            event["run"] = run.into();
-            event["lru"] = lists.into();
-            say(event);
+            let time = Duration::from_secs_f64(work.seconds);
+            let figures = measure(&tracing, memory, shared, work.procs.into(), time)?;
+            record(&figures, &json!({"lru": lists.name()}));
         }
     }
     Ok(())
@@ -120,7 +112,7 @@ impl Player {
     }
 }
 
-fn measure(tracing: &Tracing, memory: u64, shared: u64, procs: u64, time: Duration) -> Result<Value> {
+fn measure(tracing: &Tracing, memory: u64, shared: u64, procs: u64, time: Duration) -> Result<AgeFigures> {
     let cpus = std::thread::available_parallelism()?.get() as u64;
     // Not closed in the processes, which open it anew.
     let region = memfd_create("shared", MemfdFlags::CLOEXEC).context("cannot make shared memory")?;
@@ -138,7 +130,7 @@ fn measure(tracing: &Tracing, memory: u64, shared: u64, procs: u64, time: Durati
     }
     let left = available()?.saturating_sub(memory >> 10);
     fs::write(BALLAST, (left / BALLAST_KIB).to_string()).context("cannot hold memory back")?;
-    let (had, before, interrupts) = (available()?, counts()?, Interrupts::read()?);
+    let (before, interrupts) = (counts()?, Interrupts::read()?);
     tracing.start()?;
     let begin = now()?;
     let until = begin + time;
@@ -161,13 +153,11 @@ fn measure(tracing: &Tracing, memory: u64, shared: u64, procs: u64, time: Durati
     let reclaim_ns = tracing.stop()?;
     let (after, interrupts) = (counts()?, Interrupts::read()?.since(interrupts));
     fs::write(BALLAST, "0").context("cannot give memory back")?;
-    let [out, back, scanned] = [0, 1, 2].map(|index| after[index] - before[index]);
-    let [windows, touched, refused] = total;
-    Ok(json!({
-        "event": "age", "seconds": (end - begin).as_secs_f64(), "windows": windows, "touched": touched,
-        "refused": refused, "out": out, "in": back, "scanned": scanned, "ipis": interrupts.tlb,
-        "reclaim_ns": reclaim_ns, "available_kib": had,
-    }))
+    let mut figures = AgeFigures { seconds: (end - begin).as_secs_f64(), reclaim_ns, ..AgeFigures::default() };
+    [figures.windows, figures.touched.pages, figures.touched.refused] = total;
+    [figures.stolen, figures.swap.loads, figures.lru.scanned] = [0, 1, 2].map(|index| after[index] - before[index]);
+    figures.shootdowns.interrupts = interrupts.tlb;
+    Ok(figures)
 }
 
 /// Starts the processes of one CPU; a token that is written to what is returned goes round among them.
@@ -187,7 +177,7 @@ fn ring(
         };
         let region = format!("/proc/{}/fd/{}", std::process::id(), region.as_raw_fd());
         let mut child = Command::new("/proc/self/exe")
-            .args(["age-process", &number.to_string(), &cpu.to_string(), &shared.to_string(), &region])
+            .args([PROCESS, &number.to_string(), &cpu.to_string(), &shared.to_string(), &region])
             .stdin(from)
             .stdout(to)
             .stderr(Stdio::piped())

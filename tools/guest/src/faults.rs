@@ -1,7 +1,11 @@
 //! Populating memory by page faults: touching each page, or one `MADV_POPULATE_WRITE`; by one thread or several.
 
-use crate::{number, say};
+use crate::record;
 use anyhow::{Context, Result, bail};
+use hugemm_base::PageSize;
+use hugemm_workloads::request::{KERNEL_SIZE, PagesFrom, VmCreate};
+use hugemm_workloads::vm_create::{CreateMethod, Created};
+use hugemm_workloads::words::{List, Named};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use serde_json::json;
 use std::fs;
@@ -15,22 +19,22 @@ const THP: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 /// A transparent huge page, and its alignment.
 const THP_BYTES: usize = 2 << 20;
 
-/// `faults BYTES RUNS 4|2048|1048576 demand|populate,… THREADS,… hugetlb|thp`: each run maps, populates and unmaps `BYTES`
-/// of private memory in pages of that many KiB. Run 0 warms up. Several threads divide the memory among themselves.
-pub fn run(words: &[&str]) -> Result<()> {
-    let (bytes, runs, kib) = (number(words, 0, "BYTES")?, number(words, 1, "RUNS")?, number(words, 2, "PAGE_KIB")?);
-    let hows = words.get(3).context("the functions are missing: demand, populate or both")?;
-    let threads = words.get(4).context("the numbers of threads are missing")?;
-    let threads: Vec<usize> = threads.split(',').map(str::parse).collect::<Result<_, _>>().context("THREADS")?;
-    let huge = Huge::prepare(kib, words.get(5).copied().unwrap_or("hugetlb"), bytes)?;
-    for run in 0..=runs {
-        for how in hows.split(',') {
-            for threads in threads.iter().copied() {
+/// Each run maps, populates and unmaps private memory. The first is not counted. Several threads divide the memory among
+/// themselves.
+pub fn run(work: &VmCreate) -> Result<()> {
+    let bytes = work.size.unwrap_or(KERNEL_SIZE);
+    let page = work.page.iter().next().unwrap_or(PageSize::Size2M);
+    let huge = Huge::prepare(page, work.from, bytes)?;
+    for run in 0..=work.runs {
+        for how in work.how.iter() {
+            for workers in work.workers.unwrap_or(List::one(1)).iter() {
                 let memory = Memory::map(usize::try_from(bytes)?, huge)?;
-                let nanos = populate(&memory, usize::try_from(kib << 10)?, how, threads)?;
+                let nanos = populate(&memory, usize::try_from(page.bytes())?, how, workers as usize)?;
                 memory.verify()?;
-                say(json!({"event": "faults", "run": run, "function": how, "workers": threads, "page_kib": kib,
-                    "bytes": bytes, "ns": nanos}));
+                if run > 0 {
+                    let created = Created { bytes, nanos, ..Created::default() };
+                    record(&created, &json!({"how": how.name(), "workers": workers}));
+                }
             }
         }
     }
@@ -45,17 +49,20 @@ enum Huge {
 }
 
 impl Huge {
-    fn prepare(kib: u64, kind: &str, bytes: u64) -> Result<Self> {
-        let flag = match (kib, kind) {
-            (4, _) => return Ok(Huge::Small),
-            (2048, "thp") => {
+    fn prepare(page: PageSize, from: PagesFrom, bytes: u64) -> Result<Self> {
+        let flag = match (page, from) {
+            (PageSize::Size4K, _) => return Ok(Huge::Small),
+            (PageSize::Size2M, PagesFrom::Frames) => {
                 fs::write(THP, "madvise").with_context(|| format!("cannot write {THP}"))?;
                 return Ok(Huge::Transparent);
             }
-            (2048, "hugetlb") => MapFlags::HUGE_2MB,
-            (1_048_576, "hugetlb") => MapFlags::HUGE_1GB,
-            _ => bail!("there are no pages of {kib} KiB of the kind '{kind}'"),
+            (PageSize::Size2M, PagesFrom::Pool) => MapFlags::HUGE_2MB,
+            (PageSize::Size1G, PagesFrom::Pool) => MapFlags::HUGE_1GB,
+            (PageSize::Size1G, PagesFrom::Frames) => {
+                bail!("transparent huge pages have no 1 GiB size; use --from pool")
+            }
         };
+        let kib = page.bytes() >> 10;
         let size = format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages");
         let pages = bytes.div_ceil(kib << 10);
         fs::write(&size, pages.to_string()).with_context(|| format!("cannot write {pages} to {size}"))?;
@@ -122,9 +129,9 @@ impl Memory {
         Ok(())
     }
 
-    fn populate(&self, from: usize, to: usize, page: usize, how: &str) -> Result<()> {
+    fn populate(&self, from: usize, to: usize, page: usize, how: CreateMethod) -> Result<()> {
         match how {
-            "demand" => {
+            CreateMethod::Demand => {
                 for offset in (from..to).step_by(page) {
                     // SAFETY: within the mapping, which is writable and nobody else's.
                     unsafe { self.at.add(offset).write_volatile(1) };
@@ -132,9 +139,10 @@ impl Memory {
                 Ok(())
             }
             // SAFETY: the mapping is ours; populating changes no content that was seen.
-            "populate" => unsafe { madvise(self.at.add(from).as_ptr().cast(), to - from, Advice::LinuxPopulateWrite) }
-                .context("cannot populate memory (MADV_POPULATE_WRITE, Linux 5.14)"),
-            other => bail!("'{other}' is neither demand nor populate"),
+            CreateMethod::Prefault | CreateMethod::Pin => {
+                unsafe { madvise(self.at.add(from).as_ptr().cast(), to - from, Advice::LinuxPopulateWrite) }
+                    .context("cannot populate memory (MADV_POPULATE_WRITE, Linux 5.14)")
+            }
         }
     }
 }
@@ -148,7 +156,7 @@ impl Drop for Memory {
 
 /// Populates all of it by so many threads, each a share of whole pages; the nanoseconds of the slowest, all having started
 /// at once.
-fn populate(memory: &Memory, page: usize, how: &str, threads: usize) -> Result<u64> {
+fn populate(memory: &Memory, page: usize, how: CreateMethod, threads: usize) -> Result<u64> {
     let pages = memory.bytes / page;
     let start = Barrier::new(threads);
     let share = |thread: usize| {

@@ -1,9 +1,9 @@
 //! Process 1 of a stock Linux guest: does the work that `hugemm linux` asks for, through the interfaces that Linux has for
 //! it, and says what it took.
 //!
-//! The kernel passes everything after `--` on its command line as arguments. Results are lines of JSON on the console,
-//! each an object with an `event`; the last is `done` or `error`. Then the machine is powered off. Whoever reads them
-//! must expect the kernel's own messages between the lines.
+//! It is asked as hugemm's reference kernel is, by a [`Request`] after `--` on the kernel's command line, and answers in the same
+//! lines of JSON on the console. Then the machine is powered off. Whoever reads them must expect the kernel's own messages
+//! between the lines.
 #![allow(unreachable_pub, reason = "in a binary, `pub` says what a module offers to the others")]
 
 mod age;
@@ -12,29 +12,34 @@ mod interrupts;
 mod pool;
 
 use anyhow::{Context, Result, bail};
+use hugemm_workloads::record::Record;
+use hugemm_workloads::request::Request;
 use rustix::mount::{MountFlags, mount};
 use rustix::system::{RebootCommand, reboot};
 use serde_json::{Value, json};
 use std::io::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 fn main() {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    if let ["age-process", rest @ ..] = words.as_slice() {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    if let [first, rest @ ..] = words.as_slice()
+        && first == age::PROCESS
+    {
         if let Err(error) = age::run_process(rest) {
             eprintln!("{}", json!({"failed": format!("{error:#}")}));
         }
         return;
     }
-    let result = prepare().and_then(|()| match words.as_slice() {
-        ["age", rest @ ..] => age::run(rest),
-        ["pool", rest @ ..] => pool::run(rest),
-        ["faults", rest @ ..] => faults::run(rest),
-        other => bail!("this init does not know how to do '{}'", other.join(" ")),
+    let line = words.join(" ");
+    let result = prepare().and_then(|()| match line.parse() {
+        Ok(Request::Age(work)) => age::run(&work),
+        Ok(Request::Pool(work)) => pool::run(&work),
+        Ok(Request::VmCreate(work)) => faults::run(&work),
+        _ => bail!("this init does not know how to do '{line}'"),
     });
     match result {
-        Ok(()) => say(json!({"event": "done"})),
-        Err(error) => say(json!({"event": "error", "message": format!("{error:#}")})),
+        Ok(()) => say(&json!({"kind": "done"})),
+        Err(error) => say(&json!({"kind": "failed", "text": format!("{error:#}")})),
     }
     if std::process::id() == 1 {
         rustix::fs::sync();
@@ -56,14 +61,19 @@ fn prepare() -> Result<()> {
     Ok(())
 }
 
-fn say(line: Value) {
+/// Says a line, an object, as `hugemm_kernel_commands::report` documents it.
+fn say(line: &Value) {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    // Relaxed: one thread talks.
+    let seq = NEXT.fetch_add(1, Ordering::Relaxed);
     // A line feed first: the kernel may have written half a line.
-    println!("\n{line}");
+    println!("\n{{\"seq\":{seq},{}", &line.to_string()[1..]);
     let _ = std::io::stdout().flush();
 }
 
-/// Argument number `index` as a number.
-fn number(words: &[&str], index: usize, name: &str) -> Result<u64> {
-    let word = words.get(index).with_context(|| format!("the argument {name} is missing"))?;
-    word.parse().with_context(|| format!("{name} is '{word}', which is no number"))
+/// What a run counted, and what tells it from others.
+fn record<R: Record>(record: &R, labels: &Value) {
+    let mut line = json!({"kind": "record", "name": R::NAME, "labels": labels});
+    record.each(&mut |field, value| line[field] = value.into());
+    say(&line);
 }

@@ -1,8 +1,10 @@
 //! Growing and shrinking Linux's hugetlb pool, with vmemmap optimization off and on.
 
 use crate::interrupts::Interrupts;
-use crate::{number, say};
+use crate::record;
 use anyhow::{Context, Result, bail};
+use hugemm_workloads::pool::Cycle;
+use hugemm_workloads::request::{Optimization, Pool};
 use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,55 +13,49 @@ use std::time::Instant;
 /// The run-time switch of vmemmap optimization.
 const SWITCH: &str = "/proc/sys/vm/hugetlb_optimize_vmemmap";
 
-/// `pool PAGES PAGE_KIB RUNS off|on|off,on`: each run grows the pool from nothing to `PAGES` pages and back.
-///
-/// Both sides' runs alternate. The first run of each side is numbered 0: it pays for splits that later ones find done.
-pub fn run(words: &[&str]) -> Result<()> {
-    let (pages, kib, runs) = (number(words, 0, "PAGES")?, number(words, 1, "PAGE_KIB")?, number(words, 2, "RUNS")?);
-    let sides = words.get(3).context("the sides are missing: off, on or off,on")?;
+/// Each run grows the pool from nothing to so many pages and back. Both sides' runs alternate; the first of each, which pays for splits
+/// that later ones find done, is not counted.
+pub fn run(work: &Pool) -> Result<()> {
+    let pages = work.n.and_then(|n| n.iter().next()).context("the number of pages is missing")?;
+    let kib = work.page.bytes() >> 10;
     let size = PathBuf::from(format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages"));
     if !size.exists() {
         bail!("this kernel has no pool of {kib} KiB pages ({} is missing)", size.display());
     }
     let has_switch = Path::new(SWITCH).exists();
-    for run in 0..=runs {
-        for side in sides.split(',') {
-            match (side, has_switch) {
-                ("on" | "off", true) => fs::write(SWITCH, if side == "on" { "1" } else { "0" })
-                    .with_context(|| format!("cannot write {SWITCH}"))?,
-                ("off", false) => {}
+    for run in 0..=work.runs {
+        for side in work.hvo.iter() {
+            let on = side != Optimization::Off;
+            match (on, has_switch) {
+                (_, true) => {
+                    fs::write(SWITCH, if on { "1" } else { "0" }).with_context(|| format!("cannot write {SWITCH}"))?
+                }
+                (false, false) => {}
                 // What is not there has no runs.
-                ("on", false) if sides != &"on" => continue,
-                ("on", false) => bail!("this kernel has no vmemmap optimization ({SWITCH} is missing)"),
-                (other, _) => bail!("'{other}' is neither on nor off"),
+                (true, false) if work.hvo.contains(Optimization::Off) => continue,
+                (true, false) => bail!("this kernel has no vmemmap optimization ({SWITCH} is missing)"),
             }
-            let up = resize(&size, pages)?;
-            let reached = read(&size)?;
-            let down = resize(&size, 0)?;
-            let left = read(&size)?;
-            say(json!({
-                "event": "pool", "run": run, "hvo": side, "page_kib": kib, "wanted": pages, "pages": reached,
-                "left": left,
-                "up_ns": up.nanos, "up_function_calls": up.ipis.function_calls, "up_tlb": up.ipis.tlb,
-                "down_ns": down.nanos, "down_function_calls": down.ipis.function_calls, "down_tlb": down.ipis.tlb,
-            }));
+            let mut cycle = Cycle::default();
+            (cycle.up.nanos, cycle.up.interrupts) = resize(&size, pages)?;
+            cycle.up.report.entered = read(&size)?;
+            (cycle.down.nanos, cycle.down.interrupts) = resize(&size, 0)?;
+            cycle.down.report.left = cycle.up.report.entered.saturating_sub(read(&size)?);
+            if run > 0 {
+                record(&cycle, &json!({"hvo": on}));
+            }
         }
     }
     Ok(())
 }
 
-/// What one resize took.
-struct Spent {
-    nanos: u64,
-    ipis: Interrupts,
-}
-
-fn resize(size: &Path, pages: u64) -> Result<Spent> {
+/// Nanoseconds of one resize, and interrupts.
+fn resize(size: &Path, pages: u64) -> Result<(u64, u64)> {
     let before = Interrupts::read()?;
     let start = Instant::now();
     fs::write(size, pages.to_string()).with_context(|| format!("cannot write {pages} to {}", size.display()))?;
     let nanos = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    Ok(Spent { nanos, ipis: Interrupts::read()?.since(before) })
+    let ipis = Interrupts::read()?.since(before);
+    Ok((nanos, ipis.function_calls + ipis.tlb))
 }
 
 fn read(size: &Path) -> Result<u64> {

@@ -105,6 +105,11 @@ impl Transcript {
         Ok(None)
     }
 
+    /// Whether nothing has been said yet.
+    pub fn is_empty(&self) -> bool {
+        self.next == 0
+    }
+
     /// What was said of single figures: a table and its rows.
     pub fn figures(&self) -> Results {
         let mut lines = table::new(["", "count", "of what"]);

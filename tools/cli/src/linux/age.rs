@@ -1,82 +1,59 @@
 //! `bench age` in Linux guests and in hugemm's kernel beside them: the same program, content and memory, compressed swap with
 //! LZ4 on both sides.
 
-use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
+use crate::linux::Cell;
 use crate::linux::reference::NAME;
-use crate::linux::{Cell, samples};
+use crate::results::{self, Line};
 use crate::stats::Samples;
 use crate::table;
 use hugemm_reclaim::LruPolicy;
 use hugemm_workloads::age::AgeFigures;
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::request::Age;
 use hugemm_workloads::size::Size;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// What a Linux guest needs besides its image.
 pub const MODULES: [&str; 2] = ["lz4", "zram"];
 
-pub fn words(work: &Age, runs: u32) -> String {
-    let [shared, memory, swap] = work.sizes(Age::MEMORY);
-    let millis = (work.seconds * 1000.0) as u64;
-    format!("age {memory} {shared} {swap} {} {millis} {runs} {}", work.procs, work.lru)
-}
-
-/// The kernel's runs as a Linux guest reports its own.
-pub fn events(transcript: &Transcript) -> Vec<Value> {
-    let mut runs = std::collections::BTreeMap::new();
-    let records = transcript.records().map(|(figures, labels): (AgeFigures, _)| {
-        let lists = labels["lru"].as_str().unwrap_or_default().to_owned();
-        let run = runs.entry(lists.clone()).or_insert(0_u32);
-        *run += 1;
-        json!({
-            "run": *run - 1, "lru": lists, "seconds": figures.seconds, "windows": figures.windows,
-            "touched": figures.touched.pages, "refused": figures.touched.refused, "out": figures.stolen,
-            "in": figures.swap.loads, "scanned": figures.lru.scanned, "ipis": figures.shootdowns.interrupts,
-            "reclaim_ns": figures.reclaim_ns,
-        })
-    });
-    records.collect()
-}
-
-/// What is shown: its heading, its metric, its unit, and how it follows from an event.
-type Column = (&'static str, &'static str, &'static str, fn(&Value) -> Option<f64>);
-
 const WINDOWS: &str = "linux.age.windows";
 const PER_CPU_SECOND: &str = "linux.age.windows_per_reclaim_second";
 
-const COLUMNS: [Column; 8] = [
-    ("windows/s", WINDOWS, "1/s", |event| rate(event, "windows")),
-    ("out/s", "linux.age.out", "1/s", |event| rate(event, "out")),
-    ("in/s", "linux.age.in", "1/s", |event| rate(event, "in")),
-    ("scanned/s", "linux.age.scanned", "1/s", |event| rate(event, "scanned")),
-    ("IPIs/s", "linux.age.ipis", "1/s", |event| rate(event, "ipis")),
-    ("refused", "linux.age.refused", "pages", |event| event["refused"].as_f64()),
-    ("reclaim, CPUs", "linux.age.reclaim_cpus", "CPUs", |event| Some(rate(event, "reclaim_ns")? / 1e9)),
-    ("windows/CPU s", PER_CPU_SECOND, "1/s", |event| {
-        Some(event["windows"].as_f64()? * 1e9 / event["reclaim_ns"].as_f64().filter(|nanos| *nanos > 0.0)?)
-    }),
+const METRICS: [Metric<AgeFigures>; 8] = [
+    Metric::new(WINDOWS, "1/s", AgeFigures::loops).column("windows/s"),
+    Metric::new("linux.age.out", "1/s", |it: &AgeFigures| it.stolen as f64 / it.seconds).column("out/s"),
+    Metric::new("linux.age.in", "1/s", |it: &AgeFigures| it.swap.loads as f64 / it.seconds).column("in/s"),
+    Metric::new("linux.age.scanned", "1/s", |it: &AgeFigures| it.lru.scanned as f64 / it.seconds).column("scanned/s"),
+    Metric::new("linux.age.ipis", "1/s", |it: &AgeFigures| it.shootdowns.interrupts as f64 / it.seconds)
+        .column("IPIs/s"),
+    Metric::new("linux.age.refused", "pages", |it: &AgeFigures| it.touched.refused as f64).column("refused"),
+    Metric::new("linux.age.reclaim_cpus", "CPUs", |it: &AgeFigures| it.reclaim_ns as f64 / 1e9 / it.seconds)
+        .column("reclaim, CPUs"),
+    // None without reclaim: what is not finite is left out.
+    Metric::new(PER_CPU_SECOND, "1/s", |it: &AgeFigures| it.windows as f64 * 1e9 / it.reclaim_ns as f64)
+        .column("windows/CPU s"),
 ];
 
-fn rate(event: &Value, field: &str) -> Option<f64> {
-    Some(event[field].as_f64()? / event["seconds"].as_f64().filter(|seconds| *seconds > 0.0)?)
-}
-
 pub fn report(work: &Age, cells: &[Cell], quiet: bool) -> Vec<Row> {
-    let mut lines = table::new(["kernel", "CPUs", "lists"].into_iter().chain(COLUMNS.map(|column| column.0)));
+    let mut lines = table::new(["kernel", "CPUs", "lists"].into_iter().chain(METRICS.map(|metric| metric.head)));
     let mut rows = Vec::new();
     for cell in cells {
-        let Ok(events) = &cell.events else {
+        let Ok(transcript) = &cell.transcript else {
             lines.add_row([&cell.kernel, &cell.cpus.to_string(), "no result"]);
             continue;
         };
+        let mut measured: Vec<Line<AgeFigures>> = results::of_guest(transcript);
+        // The first run only warms up.
+        measured.iter_mut().for_each(|line| _ = line.runs.remove(0));
         for lists in work.lru.iter().map(LruPolicy::name) {
             let mut line = vec![cell.kernel.clone(), cell.cpus.to_string(), lists.to_owned()];
-            for (_, metric, unit, field) in COLUMNS {
-                let samples = samples(events, "lru", lists, field);
+            let of_lists = measured.iter().find(|line| line.label("lru") == lists);
+            for metric in &METRICS {
+                let samples = of_lists.map(|line| line.samples(metric)).unwrap_or_default();
                 line.push(format!("{:.*}", usize::from(samples.median() < 10.0) * 2, samples.median()));
-                let row = Row::median(metric, &samples, unit).label("kernel", cell.kernel.as_str());
+                let row = Row::median(metric.name, &samples, metric.unit).label("kernel", cell.kernel.as_str());
                 rows.push(row.label("cpus", cell.cpus).label("lru", lists).label("procs", work.procs));
             }
             lines.add_row(line);
@@ -118,15 +95,6 @@ pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hugemm_workloads::request::Request;
-
-    #[test]
-    fn the_guest_is_told_all_of_the_work() {
-        let line =
-            "bench age procs=8 shared=- memory=268435456 swap=- seconds=5 young=batch lru=classic,generations page=4KB";
-        let Ok(Request::Age(work)) = line.parse() else { panic!("{line}") };
-        assert_eq!(words(&work, 3), "age 268435456 402653184 134217728 8 5000 3 classic,generations");
-    }
 
     fn row(kernel: &str, cpus: u32, lists: &str, value: f64) -> Row {
         Row::single(WINDOWS, value, "1/s").label("kernel", kernel).label("cpus", cpus).label("lru", lists)

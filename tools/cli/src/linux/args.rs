@@ -79,6 +79,16 @@ pub enum Work {
     Age(Age),
 }
 
+impl Work {
+    pub fn request(&self) -> Request {
+        match *self {
+            Work::Pool(work) => Request::Pool(work),
+            Work::VmCreate(work) => Request::VmCreate(work),
+            Work::Age(work) => Request::Age(work),
+        }
+    }
+}
+
 /// Those of the reference kernel's commands that stock Linux can be asked for, with the defaults that it has an answer to.
 fn commands() -> impl Iterator<Item = Command> {
     let defaults: [(&str, &[(&str, &str)]); 3] = [

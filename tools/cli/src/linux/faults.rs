@@ -1,92 +1,55 @@
 //! Memory populated in Linux guests and in hugemm's kernel beside them: mapped, and populated by touching each page or by one
 //! request, by some workers.
 
-use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
+use crate::linux::Cell;
 use crate::linux::reference::NAME;
-use crate::linux::{Cell, kib, samples};
-use crate::results::{self, Line};
+use crate::results;
 use crate::stats::Samples;
 use crate::table;
 use hugemm_base::PageSize;
 use hugemm_workloads::request::{Function, KERNEL_SIZE, PagesFrom, VmCreate};
 use hugemm_workloads::size::Size;
-use hugemm_workloads::vm_create::{CreateMethod, Created};
-use hugemm_workloads::words::{List, Named};
-use serde_json::{Value, json};
+use hugemm_workloads::vm_create::{CreateMethod, RATE};
+use hugemm_workloads::words::Named;
 
 /// As Linux has it.
-fn function(how: CreateMethod) -> Function {
-    if how == CreateMethod::Demand { Function::Demand } else { Function::Populate }
-}
-
-/// What Linux's huge pages are: from a pool that has been filled before, or transparent, from free memory.
-fn kind(work: &VmCreate) -> &'static str {
-    if work.from == PagesFrom::Pool { "hugetlb" } else { "thp" }
-}
-
-fn size(work: &VmCreate) -> (u64, PageSize) {
-    (work.size.unwrap_or(KERNEL_SIZE), work.page.iter().next().unwrap_or(PageSize::Size2M))
-}
-
-/// Numbers of workers; one where nothing is said.
-fn workers(work: &VmCreate) -> List<u32> {
-    work.workers.unwrap_or(List::one(1))
-}
-
-pub fn words(work: &VmCreate) -> String {
-    let ((size, page), functions) = (size(work), work.how.map(function));
-    format!("faults {size} {} {} {functions} {} {}", work.runs, kib(page), workers(work), kind(work))
-}
-
-/// The kernel's runs as a Linux guest reports its own.
-pub fn events(transcript: &Transcript) -> Vec<Value> {
-    let of_line = |line: Line<Created>| {
-        let function = if line.label("how") == "demand" { "demand" } else { "populate" };
-        let event = |(run, it): (usize, &Created)| {
-            let workers = line.number("workers");
-            json!({"run": run + 1, "function": function, "workers": workers, "bytes": it.bytes, "ns": it.nanos})
-        };
-        line.runs.iter().enumerate().map(event).collect::<Vec<_>>()
-    };
-    results::of_guest(transcript).into_iter().flat_map(of_line).collect()
+fn function(how: &str) -> &'static str {
+    if how == CreateMethod::Demand.name() { Function::Demand.name() } else { Function::Populate.name() }
 }
 
 pub fn report(work: &VmCreate, cells: &[Cell], quiet: bool) -> Vec<Row> {
-    let ((bytes, page), kind) = (size(work), kind(work));
+    let bytes = Size(work.size.unwrap_or(KERNEL_SIZE));
+    let page = work.page.iter().next().unwrap_or(PageSize::Size2M);
+    // What Linux's huge pages are: from a pool that has been filled before, or transparent, from free memory.
+    let kind = if work.from == PagesFrom::Pool { "hugetlb" } else { "thp" };
     let mut lines = table::new(["kernel", "CPUs", "function", "workers", "GB/s", "± stdev"]);
     let mut rows = Vec::new();
     for cell in cells {
-        let Ok(events) = &cell.events else {
+        let Ok(transcript) = &cell.transcript else {
             lines.add_row([&cell.kernel, &cell.cpus.to_string(), "no result"]);
             continue;
         };
-        let ways =
-            work.how.iter().flat_map(|how| workers(work).iter().map(move |n| (function(how), n)).collect::<Vec<_>>());
-        for (function, workers) in ways {
-            let mine: Vec<Value> = events.iter().filter(|event| event["workers"] == workers).cloned().collect();
-            let gbps = |event: &Value| Some(event["bytes"].as_f64()? / event["ns"].as_f64()?);
-            let rate = samples(&mine, "function", function.name(), gbps);
-            if rate.runs() == 0 {
-                continue;
-            }
+        for line in results::of_guest(transcript) {
+            let (function, workers) = (function(&line.label("how")), line.number("workers"));
+            let rate = line.samples(&RATE);
             lines.add_row([
                 cell.kernel.clone(),
                 cell.cpus.to_string(),
-                function.name().to_owned(),
+                function.to_owned(),
                 workers.to_string(),
                 format!("{:.2}", rate.median()),
                 format!("{:.1}%", rate.stdev_percent()),
             ]);
-            let row = Row::median("linux.mmap", &rate, "GB/s").label("kernel", cell.kernel.as_str());
-            let row = row.label("cpus", cell.cpus).label("function", function.name()).label("workers", workers);
-            rows.push(row.label("page_kib", kib(page)).label("kind", kind));
+            let row = Row::median("linux.mmap", &rate, RATE.unit).label("kernel", cell.kernel.as_str());
+            let row = row.label("cpus", cell.cpus).label("function", function).label("workers", workers);
+            rows.push(row.label("page_kib", page.bytes() >> 10).label("kind", kind));
         }
     }
     if !quiet {
         let kind = if page == PageSize::Size4K { "" } else { kind };
-        table::print(&format!("{} populated in {} pages {kind}", Size(bytes), Size(page.bytes())), &lines);
+        table::print(&format!("{bytes} populated in {page} pages {kind}"), &lines);
     }
     rows
 }
@@ -127,7 +90,6 @@ pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hugemm_workloads::request::Request;
 
     fn row(kernel: &str, function: &str, workers: u32, value: f64) -> Row {
         let row = Row::single("linux.mmap", value, "GB/s").label("kernel", kernel).label("cpus", 2);
@@ -151,15 +113,5 @@ mod tests {
             assert_eq!(all.len(), 3, "two ways that both have, one goal");
         }
         assert!(compare(&[row(NAME, "demand", 1, 3.0)], true).is_empty());
-    }
-
-    #[test]
-    fn the_guest_is_told_all_of_the_work() {
-        let line =
-            "bench vm-create size=1073741824 page=2MB how=demand,prefault workers=1,4 clear=bulk from=frames runs=3";
-        let Ok(Request::VmCreate(work)) = line.parse() else { panic!("{line}") };
-        assert_eq!(words(&work), "faults 1073741824 3 2048 demand,populate 1,4 thp");
-        let pool = VmCreate { from: PagesFrom::Pool, workers: None, ..work };
-        assert_eq!(words(&pool), "faults 1073741824 3 2048 demand,populate 1 hugetlb");
     }
 }

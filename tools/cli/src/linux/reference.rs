@@ -4,8 +4,8 @@ use crate::boot::VirtualMachine;
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux::args::{Linux, Work};
-use crate::linux::{VirtualCpu, age, faults, pool};
+use crate::linux::VirtualCpu;
+use crate::linux::args::Linux;
 use crate::qemu::Accel;
 use crate::stats::Samples;
 use crate::table;
@@ -22,13 +22,12 @@ pub const NAME: &str = "hugemm";
 pub struct Reference<'w> {
     image: PathBuf,
     virtual_cpu: VirtualCpu<'w>,
-    work: Work,
 }
 
 impl<'w> Reference<'w> {
     /// Finds or builds the image.
-    pub fn new(args: &Linux, virtual_cpu: VirtualCpu<'w>, work: Work) -> Result<Self> {
-        let reference = Reference { image: virtual_cpu.arch.kernel().find(None)?, virtual_cpu, work };
+    pub fn new(args: &Linux, virtual_cpu: VirtualCpu<'w>) -> Result<Self> {
+        let reference = Reference { image: virtual_cpu.arch.kernel().find(None)?, virtual_cpu };
         args.cpus.iter().try_for_each(|cpus| reference.machine(args, Accel::Tcg, *cpus).check())?;
         Ok(reference)
     }
@@ -39,16 +38,11 @@ impl<'w> Reference<'w> {
         VirtualMachine { image: &self.image, arch, accel, cpu_model: model, cpus, memory, timeout }
     }
 
-    /// Boots it and collects its events, as a guest's. The outer error ends the command, the inner one is the cell's.
-    pub fn boot(&self, args: &Linux, accel: Accel, cpus: u32) -> Result<Result<Vec<Value>, String>> {
-        let (request, events): (_, fn(&Transcript) -> Vec<Value>) = match self.work {
-            Work::Pool(work) => (Request::Pool(work), pool::events),
-            Work::VmCreate(work) => (Request::VmCreate(work), faults::events),
-            Work::Age(work) => (Request::Age(work), age::events),
-        };
-        let done = self.machine(args, accel, cpus).run(&request, |_, _, _| {});
+    /// Boots it and lets it do what is asked. The outer error ends the command, the inner one is the cell's.
+    pub fn boot(&self, args: &Linux, accel: Accel, cpus: u32, request: &Request) -> Result<Result<Transcript, String>> {
+        let done = self.machine(args, accel, cpus).run(request, |_, _, _| {});
         interrupt::check()?;
-        Ok(done.map(|done| events(&done.transcript)).map_err(|error| format!("{error:#}")))
+        Ok(done.map(|done| done.transcript).map_err(|error| format!("{error:#}")))
     }
 }
 

@@ -1,8 +1,7 @@
 //! One of the processes: it plays a window whenever the token comes to it.
 
 use super::now;
-use crate::number;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use hugemm_base::VirtAddr;
 use hugemm_workloads::age::{InPlace, Process, Touched};
 use hugemm_workloads::random::Random;
@@ -14,11 +13,14 @@ use std::io::{Read, Write, stdin, stdout};
 use std::ptr::{NonNull, null_mut};
 use std::time::Duration;
 
+/// What makes this program such a process.
+pub const PROCESS: &str = "age-process";
+
 /// `age-process NUMBER CPU SHARED FILE`: says `ready`; plays a window of the file's pages and hands the token on, until the
 /// time that the token says; then says what it did. The token comes by standard input and goes by standard output.
-pub fn run(words: &[&str]) -> Result<()> {
-    let (who, cpu, shared) = (number(words, 0, "NUMBER")?, number(words, 1, "CPU")?, number(words, 2, "SHARED")?);
-    let file = words.get(3).context("the file is missing")?;
+pub fn run(words: &[String]) -> Result<()> {
+    let [who, cpu, shared, file] = words else { bail!("four arguments are wanted") };
+    let (who, cpu, shared): (u64, u64, u64) = (who.parse()?, cpu.parse()?, shared.parse()?);
     let mut set = CpuSet::new();
     set.set(usize::try_from(cpu)?);
     sched_setaffinity(None, &set).context("cannot stay on one CPU")?;
