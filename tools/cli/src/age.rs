@@ -26,7 +26,6 @@ use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::Result;
 use hugemm_base::PageSize;
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
 use hugemm_reclaim::{Ageing, LruPolicy};
 use hugemm_workloads::age::{AgeFigures, METRICS};
@@ -57,9 +56,8 @@ fn results_of(lines: &[Line<AgeFigures>], title: String) -> Results {
     }
     for metric in &METRICS {
         let Some((name, most)) = metric.goal else { continue };
-        let mut samples = Samples::default();
         let ours = lines.iter().filter(|line| line.label("young") == Ageing::Batch.name());
-        ours.flat_map(|line| &line.runs).for_each(|figures| samples.push((metric.of)(figures)));
+        let samples: Samples = ours.flat_map(|line| &line.runs).map(metric.of).collect();
         if samples.runs() > 0 {
             results.goals.at_most(name, &samples, metric.unit, most);
         }
@@ -96,11 +94,7 @@ struct Alone {
 
 impl Alone {
     fn of(costs: &[[Cost; 2]]) -> Self {
-        let samples = |of: &dyn Fn(&[Cost; 2]) -> f64| {
-            let mut samples = Samples::default();
-            costs.iter().for_each(|pair| samples.push(of(pair)));
-            samples
-        };
+        let samples = |of: &dyn Fn(&[Cost; 2]) -> f64| costs.iter().map(of).collect();
         Alone {
             rate: [samples(&|pair| pair[0].rate()), samples(&|pair| pair[1].rate())],
             speedup: samples(&|pair| pair[0].whole_rate() / pair[1].whole_rate()),
@@ -125,9 +119,8 @@ pub fn run(args: &Age) -> Result<()> {
         all => Some(MembarrierIpi::register(all, real as usize)?),
     };
     let worker = if places.len() > cpus as usize { "a CPU of its own" } else { "CPU 0" };
-    let mut environment = Environment::read()?;
     let mut region = machine.memory(memory, PageSize::Size2M, Kind::Thp)?;
-    environment.note_region("hugemm", &region);
+    machine.note_region("hugemm", &region);
     let mut configs = Vec::new();
     for page in pages.iter() {
         for policy in lru.iter() {
@@ -192,7 +185,7 @@ pub fn run(args: &Age) -> Result<()> {
         let intro =
             format!("{title}\n  {pages} touches checked, {refaults} pages came back from swap: nothing was lost");
         let rows = lines.iter().flat_map(|line| line.rows(&METRICS)).chain(interrupted).collect();
-        return machine.show(&args.common, environment, Results { intro, rows, ..Results::default() });
+        return machine.show(Results { intro, rows, ..Results::default() });
     }
     let mut results = results_of(&lines, title);
     if lines.iter().any(|line| line.label("young") == Ageing::NoSync.name()) {
@@ -200,7 +193,7 @@ pub fn run(args: &Age) -> Result<()> {
     }
     results.rows.extend(interrupted);
     alone(&costs, args, &mut results);
-    machine.show(&args.common, environment, results)
+    machine.show(results)
 }
 
 /// What ageing takes alone: its figures and goals.
@@ -214,7 +207,8 @@ fn alone(costs: &[[Cost; 2]], args: &Age, results: &mut Results) {
             alone.speedup.median(),
             alone.ceiling.median()
         );
-        goals.at_least_noted("age.reclaim_of_ceiling_4k", &alone.speedup.per_run_ratio(&alone.ceiling), 0.8, &note);
+        goals.at_least("age.reclaim_of_ceiling_4k", &alone.speedup.per_run_ratio(&alone.ceiling), 0.8);
+        goals.note(&note);
         for (name, rate) in ["batch", "noflush"].into_iter().zip(&alone.rate) {
             rows.push(
                 Row::median("bench.age.rate", rate, "1/s").label("young", name).label("procs", args.processes.procs),

@@ -8,13 +8,13 @@ use crate::arch::Arch;
 use crate::boot::args::Boot;
 use crate::boot::lines::{BootLine, Transcript};
 use crate::boot::symbols::Symbols;
-use crate::document::{self, Document};
+use crate::machine::Machine;
 use crate::qemu::{Accel, Ended, Guest};
 use crate::results::Results;
 use crate::run::{self, Log, RunConditions, Side};
-use crate::{age, environment_text, frames, memset, mmap, paging, pool, progress, vm_create};
+use crate::{age, frames, memset, mmap, paging, pool, progress, vm_create};
 use anyhow::{Result, bail};
-use hugemm_inspect::environment::{Environment, GuestInfo};
+use hugemm_inspect::environment::GuestInfo;
 use hugemm_kernel::{ExitCode, MAX_CPUS, MIN_MEMORY};
 use hugemm_workloads::request::Request;
 use hugemm_workloads::size::Size;
@@ -108,17 +108,15 @@ impl VirtualMachine<'_> {
 
 pub fn run(args: &Boot) -> Result<()> {
     let request = args::request(&args.command, "hugemm boot", Request::commands())?;
-    let mut environment = Environment::read()?;
-    let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
+    let host = Machine::new(&args.common)?;
+    let cpus = args.cpus.unwrap_or((host.topology.cpus.len() as u32).clamp(1, MAX_CPUS));
     let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
     let arch = args.arch;
     let machine =
         |image, accel| VirtualMachine { image, arch, accel, cpu_model: &args.cpu_model, cpus, memory, timeout };
     machine(Path::new(""), Accel::Tcg).check()?;
-    document::check_writable(args.common.json.as_deref())?;
     args.accel.ready(arch, memory)?;
-    let quiet = args.common.json_only();
-    let bar = progress::bar(0, quiet);
+    let bar = progress::bar(0, host.quiet());
     bar.set_message("finding or building the kernel");
     let image = arch.kernel().find(args.image.as_deref())?;
     bar.set_message("seeing what executes guests fastest");
@@ -131,7 +129,7 @@ pub fn run(args: &Boot) -> Result<()> {
     });
     bar.finish_and_clear();
     let Done { boot, transcript } = done?;
-    environment.guest = Some(GuestInfo {
+    host.note_guest(GuestInfo {
         kernel: "hugemm reference kernel".to_owned(),
         machine: format!("QEMU {}{}", accel.name().to_uppercase(), if arch == Arch::X86 { "" } else { ", arm64" }),
         cpus: boot.cpus,
@@ -152,11 +150,11 @@ pub fn run(args: &Boot) -> Result<()> {
         Request::Selftest(_) | Request::Trial(_) | Request::CrashTest(_) => transcript.figures(),
     };
     let unjudged = if accel == Accel::Kvm { Vec::new() } else { results.goals.unjudged() };
-    let host = Log::of_guest(&transcript);
+    let run = Log::of_guest(&transcript);
     let (sides, runs) = (&Side::ALL[..3], if let Request::Run(args) = request { args.runs } else { 0 });
     let setting = RunConditions { bytes: boot.memory, workers: boot.cpus, flushed_cpus: boot.cpus, runs, ipis: "IPIs" };
-    if !quiet {
-        environment_text::print(&environment);
+    if !host.quiet() {
+        host.print_environment();
         if accel != Accel::Kvm {
             println!("  note      instructions are emulated: only ratios and counts mean something");
         }
@@ -164,7 +162,7 @@ pub fn run(args: &Boot) -> Result<()> {
             println!("  note      {note}");
         }
         results.print();
-        if let Some((log, accounting)) = &host {
+        if let Some((log, accounting)) = &run {
             run::text::print(log, accounting, &setting, sides);
         }
         for row in &unjudged {
@@ -172,11 +170,11 @@ pub fn run(args: &Boot) -> Result<()> {
         }
     }
     let mut rows = results.into_rows();
-    if let Some((log, accounting)) = &host {
+    if let Some((log, accounting)) = &run {
         rows.extend(run::rows(log, sides, &setting, accounting));
     }
     rows.extend(unjudged);
-    Document::new(environment, rows).write(args.common.json.as_deref())
+    host.save(rows)
 }
 
 /// The time that a guest had was up.

@@ -8,7 +8,6 @@ use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Never, PAGE_SHIFT, PageSize, PreemptModel, Sweep};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Unit, folio};
 use hugemm_host::cpu::{BASE_FRAME, Host};
-use hugemm_inspect::environment::Environment;
 use hugemm_workloads::size::Size;
 use hugemm_workloads::words::Named;
 
@@ -26,7 +25,6 @@ pub fn run(args: &Explain) -> Result<()> {
     if total < args.size {
         bail!("the whole request, {total}, cannot be smaller than its extent; use --total {} or more", args.size);
     }
-    let environment = Environment::read()?;
     // The extent and the calibration's scratch memory are one region; small extents need no pages of their own.
     let scratch = (machine.calibration_bytes() as u64).max(bytes.next_multiple_of(PageSize::Size2M.bytes()));
     let mut region = machine.memory(scratch, PageSize::Size2M, Kind::Thp)?;
@@ -83,7 +81,7 @@ pub fn run(args: &Explain) -> Result<()> {
             counters.iter().filter(|(_, value)| *value > 0).map(|(name, value)| format!("{name} {value}")).collect();
         println!("\n  counters: {}", counted.join(", "));
     }
-    machine.report(&args.common, environment, rows)
+    machine.report(rows)
 }
 
 /// The policy's reasoning in a sentence.

@@ -43,10 +43,6 @@ impl Bound {
     }
 }
 
-fn noted(row: Row, note: &str) -> Row {
-    if note.is_empty() { row } else { row.label(NOTE, note) }
-}
-
 #[derive(Debug, Default)]
 pub struct Goals(Vec<(Row, String, bool)>);
 
@@ -66,12 +62,6 @@ impl Goals {
         self.add(row, Bound::AtLeast, goal);
     }
 
-    /// The same, with what has to be known to read the figure.
-    pub fn at_least_noted(&mut self, metric: &str, samples: &Samples, goal: f64, note: &str) {
-        let row = Row::median(metric, samples, "ratio");
-        self.add(noted(row, note), Bound::AtLeast, goal);
-    }
-
     /// The median over runs is at most `goal`, both in `unit`.
     pub fn at_most(&mut self, metric: &str, samples: &Samples, unit: &'static str, goal: f64) {
         let row = Row::median(metric, samples, unit);
@@ -84,10 +74,11 @@ impl Goals {
         self.add(row, Bound::AtMost, goal);
     }
 
-    /// The same, with what has to be known to read the figure.
-    pub fn at_most_noted(&mut self, metric: &str, samples: &Samples, unit: &'static str, goal: f64, note: &str) {
-        let row = Row::median(metric, samples, unit);
-        self.add(noted(row, note), Bound::AtMost, goal);
+    /// What has to be known to read the figure that was added last.
+    pub fn note(&mut self, note: &str) {
+        if let Some((row, ..)) = self.0.last_mut() {
+            *row = row.clone().label(NOTE, note);
+        }
     }
 
     /// Takes out what is no count, and gives its rows back without a verdict: where instructions are emulated, only counts can be

@@ -5,14 +5,15 @@
 
 pub mod args;
 
-use crate::document::{self, Document, Row};
+use crate::document::Row;
 use crate::goals::{Bound, NOTE};
 use crate::headline::args::Headline;
+use crate::machine::Machine;
+use crate::results::Results;
 use crate::saved::Saved;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Context, Result, bail};
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use std::hint::black_box;
 use std::process::{Command, Stdio};
@@ -155,9 +156,7 @@ struct Line {
 }
 
 pub fn run(args: &Headline) -> Result<()> {
-    document::check_writable(args.common.json.as_deref())?;
-    let quiet = args.common.json_only();
-    let environment = Environment::read()?;
+    let machine = Machine::new(&args.common)?;
     let mut lines: Vec<Line> = STEPS
         .iter()
         .flat_map(|step| step.goals.iter().map(|metric| Line { metric, command: step.command, rows: Vec::new() }))
@@ -168,7 +167,7 @@ pub fn run(args: &Headline) -> Result<()> {
     if wanted.is_empty() {
         bail!("no goal begins with '{}'; 'hugemm bench headline --help' has them all", args.only.join("' or '"));
     }
-    let bar = progress::bar(wanted.len() as u64 * u64::from(args.runs), quiet);
+    let bar = progress::bar(wanted.len() as u64 * u64::from(args.runs), machine.quiet());
     let (mut failed, mut atomics) = (Vec::new(), Samples::default());
     for _ in 0..args.runs {
         for step in &wanted {
@@ -194,20 +193,18 @@ pub fn run(args: &Headline) -> Result<()> {
     bar.finish_and_clear();
     let atomic = Row::median(ATOMIC, &atomics, "ns");
     let results: Vec<(&Line, Option<Row>)> = lines.iter().map(|line| (line, judged(&line.rows))).collect();
-    if !quiet {
-        environment_text::print(&environment);
-        print(&results);
-        println!("  an uncontended atomic takes {:.1} ns on this machine", atomic.value());
-        for line in &failed {
-            println!("  failed: {line}");
-        }
+    let mut shown = shown(&results);
+    shown.remarks.push(format!("an uncontended atomic takes {:.1} ns on this machine", atomic.value()));
+    shown.remarks.extend(failed.iter().map(|line| format!("failed: {line}")));
+    if !machine.quiet() {
+        machine.print_environment();
+        shown.print();
     }
     let rows: Vec<Row> = results.into_iter().filter_map(|(_, row)| row).collect();
     if rows.is_empty() {
         bail!("nothing could be measured: {}", failed.first().map_or("no command had a goal", String::as_str));
     }
-    let rows = rows.into_iter().chain([atomic]).collect();
-    Document::new(environment, rows).write(args.common.json.as_deref())
+    machine.save(rows.into_iter().chain([atomic]).collect())
 }
 
 /// Runs one command of this program and returns the rows of its document that have a goal.
@@ -232,8 +229,7 @@ fn once(command: &str) -> Result<Vec<Row>> {
 /// by a goal and a bound is not met, whatever it says of itself.
 fn judged(rows: &[Row]) -> Option<Row> {
     let first = rows.first()?;
-    let mut samples = Samples::default();
-    rows.iter().for_each(|row| samples.push(row.value()));
+    let samples = rows.iter().map(Row::value).collect();
     let mut row = match rows.len() {
         1 => first.clone(),
         _ => Row::median(first.metric().to_owned(), &samples, first.unit().to_owned()),
@@ -246,7 +242,7 @@ fn judged(rows: &[Row]) -> Option<Row> {
     Some(row.label("met", met == Some(true)))
 }
 
-fn print(results: &[(&Line, Option<Row>)]) {
+fn shown(results: &[(&Line, Option<Row>)]) -> Results {
     let mut lines = table::new(["goal", "wanted", "measured", "± stdev", "met"]);
     let mut missing = Vec::new();
     let (mut met, mut measured) = (0, 0);
@@ -268,19 +264,14 @@ fn print(results: &[(&Line, Option<Row>)]) {
             if yes { "yes" } else { "NO" }.to_owned(),
         ]);
     }
-    table::print("Goals", &lines);
-    println!("\n  {met} of {measured} are met on this machine");
-    for line in missing {
-        println!("  not measured: {line} has no such figure on this machine");
-    }
+    let mut remarks = vec![format!("{met} of {measured} are met on this machine")];
+    remarks.extend(missing.iter().map(|line| format!("not measured: {line} has no such figure on this machine")));
     for (line, row) in results {
-        if let Some(note) = row.as_ref().and_then(|row| row.labels().get(NOTE)?.as_str()) {
-            println!("  {}: {note}", line.metric);
-        }
+        let note = row.as_ref().and_then(|row| row.labels().get(NOTE)?.as_str());
+        remarks.extend(note.map(|note| format!("{}: {note}", line.metric)));
     }
-    for (metric, command) in ELSEWHERE {
-        println!("  not measured here: {metric}: {command}");
-    }
+    remarks.extend(ELSEWHERE.iter().map(|(metric, command)| format!("not measured here: {metric}: {command}")));
+    Results { tables: vec![("Goals".to_owned(), lines)], remarks, ..Results::default() }
 }
 
 /// A figure with so many decimals that it can be told from its goal.
@@ -295,8 +286,7 @@ mod tests {
 
     /// What a command says of a figure, as `once` reads it.
     fn row(metric: &str, values: &[f64], goal: f64, at_least: bool) -> Row {
-        let mut samples = Samples::default();
-        values.iter().for_each(|value| samples.push(*value));
+        let samples = values.iter().copied().collect();
         let mut goals = Goals::new();
         match at_least {
             true => goals.at_least(metric, &samples, goal),

@@ -17,7 +17,6 @@ use hugemm_base::{CpuId, PageSize};
 use hugemm_frames::{Frames, Plain};
 use hugemm_heap::Heap;
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::size::Size;
 use sides::{Global, Own, Side};
@@ -91,9 +90,8 @@ pub fn run(args: &HeapArgs) -> Result<()> {
     // One more, for this thread, which waits while the others work: the heap is made and ends on it.
     let mut places = machine.places(most as usize)?;
     places.push(places[0]);
-    let mut environment = Environment::read()?;
     let mut memory = machine.memory(bytes, PageSize::Size2M, Kind::Thp)?;
-    environment.note_region("heap", &memory);
+    machine.note_region("heap", &memory);
     let host = Host::new(&places, memory.as_mut_slice())?;
     let plan = AreaPlan::over(host.frames(), most + 1)?;
     let mut metadata = plan.memory(&machine)?;
@@ -104,7 +102,7 @@ pub fn run(args: &HeapArgs) -> Result<()> {
         let heap = Heap::new(frames, cx, most)?;
         compare(args, &machine, &host, &threads, frames, heap)
     })??;
-    machine.show(&args.common, environment, results)
+    machine.show(results)
 }
 
 fn compare<'a>(

@@ -11,7 +11,6 @@ use anyhow::{Result, bail};
 use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass};
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::chase::Chase;
 use hugemm_workloads::size::Size;
@@ -25,12 +24,11 @@ pub fn run(args: &Interference) -> Result<()> {
     let places = machine.places(2)?;
     let size = machine.whole_pages(args.size, PageSize::Size2M)?;
     let sets = working_sets(args, &machine)?;
-    let mut environment = Environment::read()?;
     let mut region = machine.memory(size, PageSize::Size2M, Kind::Thp)?;
-    environment.note_region("cleared", &region);
+    machine.note_region("cleared", &region);
     let largest = sets.iter().max().copied().unwrap_or(4096).next_multiple_of(2 << 20);
     let mut set_region = machine.memory(largest, PageSize::Size2M, Kind::Thp)?;
-    environment.note_region("chased", &set_region);
+    machine.note_region("chased", &set_region);
     let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let calibrated = Clearer::new(machine.features, policy)?;
     // Nobody, the best cached primitive, and every streaming one: they differ in speed and in what they disturb.
@@ -95,7 +93,7 @@ pub fn run(args: &Interference) -> Result<()> {
         args.millis
     );
     let tables = vec![("Interference".to_owned(), lines)];
-    machine.show(&args.common, environment, Results { intro, tables, rows, ..Results::default() })
+    machine.show(Results { intro, tables, rows, ..Results::default() })
 }
 
 fn name(neighbour: Option<Primitive>) -> &'static str {

@@ -10,14 +10,13 @@ pub mod reference;
 
 use crate::arch::Arch;
 use crate::boot::lines::Transcript;
-use crate::document::{self, Document};
 use crate::linux::args::{Linux, Work};
 use crate::linux::image::{Initramfs, LinuxImage};
 use crate::linux::reference::Reference;
+use crate::machine::Machine;
+use crate::progress;
 use crate::qemu::{Accel, Ended, Guest};
-use crate::{environment_text, noise, progress};
 use anyhow::{Result, bail};
-use hugemm_inspect::environment::Environment;
 use hugemm_workloads::request::Request;
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -37,9 +36,7 @@ pub fn run(args: &Linux) -> Result<()> {
     let images = args.kernels.iter().map(|file| LinuxImage::open(file)).collect::<Result<Vec<_>>>()?;
     let arch = LinuxImage::common_arch(&images)?;
     let virtual_cpu = VirtualCpu { arch, model: args.cpu_model.as_deref().unwrap_or(arch.linux_cpu_model()) };
-    document::check_writable(args.common.json.as_deref())?;
-    let quiet = args.common.json_only();
-    let environment = Environment::read()?;
+    let machine = Machine::new(&args.common)?;
     args.accel.ready(arch, args.memory)?;
     let request = work.request();
     let init = arch.linux_init().find(args.init.as_deref())?;
@@ -52,7 +49,7 @@ pub fn run(args: &Linux) -> Result<()> {
     let reference = if args.reference { Some(Reference::new(args, virtual_cpu)?) } else { None };
     let accel = args.accel.decide(arch, || arch.kernel().find(None))?;
     let kernels = images.len() + usize::from(reference.is_some());
-    let bar = progress::bar((kernels * args.cpus.len()) as u64, quiet);
+    let bar = progress::bar((kernels * args.cpus.len()) as u64, machine.quiet());
     let mut cells = Vec::new();
     for (image, initramfs) in images.iter().zip(&initramfs) {
         for &cpus in &args.cpus {
@@ -71,32 +68,30 @@ pub fn run(args: &Linux) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    if !quiet {
-        environment_text::print(&environment);
-        println!("  guests    {} each, QEMU {}, CPU model {}", args.memory, accel.name(), virtual_cpu.model);
-    }
-    let mut rows = match &work {
-        Work::Pool(work) => pool::report(work, &cells, quiet),
-        Work::VmCreate(work) => faults::report(work, &cells, quiet),
-        Work::Age(work) => age::report(work, &cells, quiet),
+    let mut results = match &work {
+        Work::Pool(work) => pool::report(work, &cells),
+        Work::VmCreate(work) => faults::report(work, &cells),
+        Work::Age(work) => age::report(work, &cells),
     };
     // A side that clears its pages does more.
     if reference.is_some() && !args.init_on_alloc {
-        rows.extend(match &work {
-            Work::Pool(_) => reference::compare(&rows, quiet),
-            Work::VmCreate(_) => faults::compare(&rows, quiet),
-            Work::Age(_) => age::compare(&rows, quiet),
-        });
+        match &work {
+            Work::Pool(_) => reference::compare(&mut results),
+            Work::VmCreate(_) => faults::compare(&mut results),
+            Work::Age(_) => age::compare(&mut results),
+        }
+    }
+    if !machine.quiet() {
+        machine.print_environment();
+        println!("  guests    {} each, QEMU {}, CPU model {}", args.memory, accel.name(), virtual_cpu.model);
+        results.print();
     }
     for cell in &cells {
         if let Err(why) = &cell.transcript {
             eprintln!("hugemm: {} on {} CPUs: {why}", cell.kernel, cell.cpus);
         }
     }
-    if let Some(warning) = noise::warning(&rows).filter(|_| !quiet) {
-        println!("\n  {warning}");
-    }
-    Document::new(environment, rows).write(args.common.json.as_deref())?;
+    machine.report(results.into_rows())?;
     match cells.iter().filter(|cell| cell.transcript.is_err()).count() {
         0 => Ok(()),
         failed if failed == cells.len() => bail!("no guest did its work; the lines above say why"),

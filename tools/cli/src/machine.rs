@@ -8,13 +8,15 @@ use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, NodeId, PageSize};
 use hugemm_clear::{Features, Profile, calibrate};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_inspect::environment::Environment;
+use hugemm_inspect::environment::{Environment, GuestInfo};
 use hugemm_inspect::interrupt::SignalReceived;
 use hugemm_inspect::limits::Limits;
 use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
 use hugemm_inspect::roots::Roots;
 use hugemm_inspect::topology::MachineTopology;
 use hugemm_workloads::size::Size;
+use std::cell::RefCell;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
@@ -24,8 +26,11 @@ pub const GIB: u64 = 1 << 30;
 pub struct Machine {
     pub topology: MachineTopology,
     pub features: Features,
-    /// Whether standard output belongs to JSON.
+    /// What figures depend on, as it was in the beginning.
+    environment: RefCell<Environment>,
+    /// Whether standard output belongs to JSON, and where that goes.
     quiet: bool,
+    json: Option<PathBuf>,
 }
 
 pub struct Calibrated {
@@ -38,8 +43,9 @@ impl Machine {
     /// Looks at the machine, and whether the results can be saved where the user wants them.
     pub fn new(common: &Common) -> Result<Self> {
         document::check_writable(common.json.as_deref())?;
-        let topology = MachineTopology::read()?;
-        Ok(Machine { topology, features: Features::detect(), quiet: common.json_only() })
+        let (topology, environment) = (MachineTopology::read()?, RefCell::new(Environment::read()?));
+        let (quiet, json) = (common.json_only(), common.json.clone());
+        Ok(Machine { topology, features: Features::detect(), environment, quiet, json })
     }
 
     pub fn quiet(&self) -> bool {
@@ -120,21 +126,43 @@ impl Machine {
         (4 * llc).clamp(64 * MIB, 256 * MIB) as usize
     }
 
+    /// Notes what a measured region was really made of.
+    pub fn note_region(&self, label: impl Into<String>, region: &Region) {
+        self.environment.borrow_mut().note_region(label, region);
+    }
+
+    /// Notes that figures are of this virtual machine.
+    pub fn note_guest(&self, guest: GuestInfo) {
+        self.environment.borrow_mut().guest = Some(guest);
+    }
+
+    pub fn print_environment(&self) {
+        environment_text::print(&self.environment.borrow());
+    }
+
     /// Prints what a command came to, or its JSON.
-    pub fn show(&self, common: &Common, environment: Environment, results: Results) -> Result<()> {
+    pub fn show(&self, results: Results) -> Result<()> {
         if !self.quiet {
-            environment_text::print(&environment);
+            self.print_environment();
             results.print();
         }
-        self.report(common, environment, results.into_rows())
+        self.report(results.into_rows())
     }
 
     /// Warns of noise, and prints or saves the results as JSON if the user wants them so.
-    pub fn report(&self, common: &Common, environment: Environment, rows: Vec<Row>) -> Result<()> {
+    pub fn report(&self, rows: Vec<Row>) -> Result<()> {
         if let Some(warning) = noise::warning(&rows).filter(|_| !self.quiet) {
             println!("\n  {warning}");
         }
-        Document::new(environment, rows).write(common.json.as_deref())
+        self.save(rows)
+    }
+
+    pub fn save(&self, rows: Vec<Row>) -> Result<()> {
+        self.document(rows).write(self.json.as_deref())
+    }
+
+    pub fn document(&self, rows: Vec<Row>) -> Document {
+        Document::new(self.environment.borrow().clone(), rows)
     }
 
     pub fn whole_pages(&self, size: Size, page: PageSize) -> Result<u64> {

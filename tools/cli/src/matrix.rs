@@ -14,7 +14,6 @@ use anyhow::{Result, ensure};
 use hugemm_base::{CancelFlag, CpuId, Never, NodeId, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::memory::Region;
 use hugemm_inspect::topology::MachineTopology;
@@ -50,11 +49,10 @@ pub fn run(args: &Probe, machine: &Machine) -> Result<()> {
         None => GIB,
     };
     ensure!(size >= 64 << 20, "{} is too small to be cleared by several CPUs; use 64MB or more", Size(size));
-    let mut environment = Environment::read()?;
     let mut memories = Vec::new();
     for node in machine.topology.nodes.iter().filter(|node| node.memory_bytes > 0).map(|node| node.id) {
         let cleared = machine.memory_on(size, args.kind, node)?;
-        environment.note_region(format!("cleared, node {node}"), &cleared);
+        machine.note_region(format!("cleared, node {node}"), &cleared);
         let chased = machine.memory_on(machine.calibration_bytes() as u64, args.kind, node)?;
         memories.push(NodeMemory { node, cleared, chased });
     }
@@ -124,7 +122,7 @@ pub fn run(args: &Probe, machine: &Machine) -> Result<()> {
         args.runs
     );
     let tables = vec![("Matrix".to_owned(), lines)];
-    machine.show(&args.common, environment, Results { intro, tables, rows, ..Results::default() })
+    machine.show(Results { intro, tables, rows, ..Results::default() })
 }
 
 /// Every node's CPUs with every node's memory: 1, 2, 4… CPUs, and all.

@@ -12,7 +12,6 @@ use anyhow::{Result, anyhow, bail};
 use hugemm_base::{CpuId, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Primitive, Profile};
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_workloads::Pass;
 use hugemm_workloads::record::Metric;
 use hugemm_workloads::request;
@@ -40,9 +39,8 @@ pub fn run(args: &Memset) -> Result<()> {
         }
     }
     let places = machine.places(1)?;
-    let mut environment = Environment::read()?;
     let mut region = machine.memory(size, PageSize::Size2M, args.kind)?;
-    environment.note_region("measured", &region);
+    machine.note_region("measured", &region);
     // Nothing is chosen here, so nothing needs to be calibrated.
     let profile = Profile::uncalibrated(&machine.features, None);
     let clearer = Clearer::new(machine.features, ClearPolicy::new(profile))?;
@@ -70,7 +68,7 @@ pub fn run(args: &Memset) -> Result<()> {
         (chunk, each.iter().map(|samples| samples.map(|gbps| gbps * 1e9 / PERF_GB)).collect())
     };
     let results = results_of(&names, chunks.iter().zip(measured).map(of_chunk).collect(), size, loops as usize);
-    machine.show(&args.common, environment, results)
+    machine.show(results)
 }
 
 /// The table and the rows: by chunk, a bandwidth for each name.

@@ -17,7 +17,6 @@ use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Dirty, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt::{self, UserStops};
 use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
@@ -64,9 +63,8 @@ pub fn run(args: &Mmap) -> Result<()> {
             args.threads
         );
     }
-    let mut environment = Environment::read()?;
     let mut region = machine.memory(bytes, page, args.kind)?;
-    environment.note_region("hugemm", &region);
+    machine.note_region("hugemm", &region);
     let backing = region.backing();
     // The kernel's side needs a pool of its own; it goes back when the guard is dropped.
     let _pool = match backing {
@@ -120,7 +118,7 @@ pub fn run(args: &Mmap) -> Result<()> {
         "A hugemm fault here is a software fault: a function call, without trap and page tables; the kernel's are real."
             .to_owned(),
     );
-    machine.show(&args.common, environment, results)
+    machine.show(results)
 }
 
 /// The profile for the calibrated side; cold memory is what faults get.

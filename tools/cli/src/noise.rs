@@ -33,12 +33,9 @@ pub fn warning(rows: &[Row]) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::stats::Samples;
 
     fn row(metric: &str, values: &[f64], unit: &'static str) -> Row {
-        let mut samples = Samples::default();
-        values.iter().for_each(|value| samples.push(*value));
-        Row::median(metric, &samples, unit)
+        Row::median(metric, &values.iter().copied().collect(), unit)
     }
 
     #[test]

@@ -16,7 +16,6 @@ use anyhow::{Result, bail};
 use hugemm_base::{Clock, CpuCx, CpuId, Never, PageSize};
 use hugemm_host::cpu::{CpuError, Host};
 use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::pool::{self, Cycle, INTERRUPTS, METRICS, Timed};
 use hugemm_workloads::request::{FlushEach, Optimization, Pool as Resizes};
@@ -65,10 +64,9 @@ pub fn run(args: &Pool) -> Result<()> {
     let most = counts.iter().copied().max().unwrap_or(default);
     let threads = args.threads.iter().copied().max().unwrap_or(1);
     let plan = GroundPlan::new(size, most, threads)?;
-    let mut environment = Environment::read()?;
     let bytes = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
     let mut metadata = machine.memory(bytes, PageSize::Size2M, crate::args::Kind::Thp)?;
-    environment.note_region("metadata", &metadata);
+    machine.note_region("metadata", &metadata);
     let host = Host::new(&machine.places(threads as usize)?, &mut [])?;
     let mut sides = Vec::new();
     for n in &counts {
@@ -114,7 +112,7 @@ pub fn run(args: &Pool) -> Result<()> {
         "Frames are only numbers here, and descriptors are reached through page tables in software; nothing is cleared. Median of \
          {runs} runs.\nInterrupts are modelled: a flush interrupts every other CPU."
     );
-    machine.show(&args.common, environment, results)
+    machine.show(results)
 }
 
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
@@ -228,12 +226,12 @@ fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle
     if let Some((up, down)) =
         find(lines, "off").filter(had).filter(|_| page == PageSize::Size2M.name()).map(|off| extra(on, off))
     {
-        results.goals.at_most("pool.extra_ns_up", &once(up), "ns per page", 60.0);
-        results.goals.at_most("pool.extra_ns_down", &once(down), "ns per page", 60.0);
+        results.goals.at_most("pool.extra_ns_up", &Samples::once(up), "ns per page", 60.0);
+        results.goals.at_most("pool.extra_ns_down", &Samples::once(down), "ns per page", 60.0);
     }
     if let Some(last) = on.runs.last() {
-        results.goals.at_most("pool.flushes_up", &once(last.up.flushes_each()), "per batch", 2.0);
-        results.goals.at_most("pool.flushes_down", &once(last.down.flushes_each()), "per batch", 1.0);
+        results.goals.at_most("pool.flushes_up", &Samples::once(last.up.flushes_each()), "per batch", 2.0);
+        results.goals.at_most("pool.flushes_down", &Samples::once(last.down.flushes_each()), "per batch", 1.0);
     }
     results
 }
@@ -255,12 +253,6 @@ fn extra(on: &Line<Cycle>, off: &Line<Cycle>) -> (f64, f64) {
     (on_up - off_up, on_down - off_down)
 }
 
-fn once(value: f64) -> Samples {
-    let mut samples = Samples::default();
-    samples.push(value);
-    samples
-}
-
 /// What only this machine of numbers can say.
 fn summarise(lines: &[Line<Cycle>], size: PageSize, plan: &GroundPlan, results: &mut Results) {
     let (Some(off), Some(on)) = (find(lines, "off"), find(lines, "on")) else { return };
@@ -269,7 +261,7 @@ fn summarise(lines: &[Line<Cycle>], size: PageSize, plan: &GroundPlan, results: 
     let bytes = (last.up.report.entered * size.bytes()) as f64;
     let described = bytes / 64.0 - last.up.saved_kib() * 1024.0 * last.up.report.entered as f64;
     let left = 100.0 * described / bytes + plan.metadata_share();
-    results.goals.at_most("frames.metadata_pct_pool", &once(left), "percent", 0.25);
+    results.goals.at_most("frames.metadata_pct_pool", &Samples::once(left), "percent", 0.25);
     let ([on_up, on_down], [off_up, off_down]) = (each(on), each(off));
     results.rows.push(Row::single("pool.tax_up", on_up / off_up, "ratio"));
     results.rows.push(Row::single("pool.tax_down", on_down / off_down, "ratio"));

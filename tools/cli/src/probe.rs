@@ -5,12 +5,11 @@ use crate::document::{self, Row};
 use crate::machine::{Calibrated, GIB, Machine};
 use crate::measure::{Field, Repeat, Subject, bandwidths};
 use crate::stats::Samples;
-use crate::{environment_text, goals, matrix, profile_file, progress, table};
+use crate::{goals, matrix, profile_file, progress, table};
 use anyhow::Result;
 use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass, Profile, Unit, Warmth};
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::size::Size;
 
@@ -34,13 +33,12 @@ pub fn run(args: &Probe) -> Result<()> {
     };
     anyhow::ensure!(size >= 64 * MIB, "{} is too small to tell hot from cold; use 64MB or more", Size(size));
     let places = machine.places(1)?;
-    let mut environment = Environment::read()?;
     let mut region = machine.memory(size, PageSize::Size2M, args.kind)?;
-    environment.note_region("measured", &region);
+    machine.note_region("measured", &region);
     let calibrated = machine.profile(&args.calibration, region.as_mut_slice())?;
     let clearer = Clearer::new(machine.features, ClearPolicy::new(calibrated.profile))?;
     if !machine.quiet() {
-        environment_text::print(&environment);
+        machine.print_environment();
         println!("memory: {}", region.verified());
         print_profile(&calibrated, &args.calibration);
     }
@@ -62,7 +60,7 @@ pub fn run(args: &Probe) -> Result<()> {
             println!("\nprofile written to {}", path.display());
         }
     }
-    machine.report(&args.common, environment, rows)
+    machine.report(rows)
 }
 
 fn print_profile(calibrated: &Calibrated, calibration: &Calibration) {

@@ -9,10 +9,11 @@ use crate::args::Replay;
 use crate::document::Row;
 use crate::frames::peers;
 use crate::machine::{GIB, Machine};
-use crate::{environment_text, progress, table};
+use crate::results::Results;
+use crate::{progress, table};
 use anyhow::{Result, bail};
+use comfy_table::{CellAlignment, Table};
 use hugemm_base::{Order, PAGE_BYTES, PageSize};
-use hugemm_inspect::environment::Environment;
 use hugemm_workloads::size::Size;
 use plan::{Counts, Plan};
 use run::{Outcome, Setup};
@@ -36,7 +37,6 @@ pub fn run(args: &Replay) -> Result<()> {
         cpus: args.cpus.unwrap_or(plan.cpus.len().clamp(1, 4096) as u32),
         pages: pages(args, plan, &machine)?,
     };
-    let environment = Environment::read()?;
     let bytes = (setup.metadata_bytes()? as u64).next_multiple_of(PAGE_BYTES);
     let mut metadata = machine.memory(bytes, PageSize::Size4K, crate::args::Kind::Thp)?;
     let bar = progress::bar(u64::from(args.runs) + 2, machine.quiet());
@@ -44,14 +44,21 @@ pub fn run(args: &Replay) -> Result<()> {
     let outcome = run::run(plan, &setup, args.runs, args.no_peers, metadata.as_mut_slice(), || bar.inc(1))?;
     bar.finish_and_clear();
 
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        print(&trace, &setup, &outcome);
-        if let Some(note) = peers::note(args.no_peers) {
-            println!("\n  {note} What cannot do what the trace asks for, or would take too long, is left out.");
-        }
+    let tables = vec![
+        ("In the trace".to_owned(), events(&trace)),
+        ("Each operation timed by itself (one run; the timer's own time subtracted)".to_owned(), kinds(&outcome)),
+        ("Replayed".to_owned(), figures(plan, &setup, &outcome)),
+    ];
+    let mut remarks = Vec::new();
+    if plan.counts.supplied * 100 > plan.counts.allocs {
+        remarks.push(
+            "Many frees are missing, so the trace is not what happened; record again with a larger buffer.".to_owned(),
+        );
     }
-    machine.report(&args.common, environment, rows(&trace, &setup, &outcome))
+    let left_out = "What cannot do what the trace asks for, or would take too long, is left out.";
+    remarks.extend(peers::note(args.no_peers).map(|note| format!("{note} {left_out}")));
+    let rows = rows(&trace, &setup, &outcome);
+    machine.show(Results { tables, remarks, rows, ..Results::default() })
 }
 
 /// How much the allocator manages.
@@ -83,7 +90,7 @@ fn counted(counts: &Counts) -> [(&'static str, u64, &'static str); 10] {
     ]
 }
 
-fn print(trace: &Trace, setup: &Setup, outcome: &Outcome) {
+fn events(trace: &Trace) -> Table {
     let plan = &trace.plan;
     let mut lines = table::new(["event", "count", "meaning"]);
     for (name, count, what) in counted(&plan.counts) {
@@ -98,21 +105,19 @@ fn print(trace: &Trace, setup: &Setup, outcome: &Outcome) {
     for (name, count) in &plan.counts.others {
         lines.add_row([name.clone(), count.to_string(), about(name).to_owned()]);
     }
-    left(&mut lines);
-    table::print("In the trace", &lines);
-    if plan.counts.supplied * 100 > plan.counts.allocs {
-        println!(
-            "  note: many frees are missing, so the trace is not what happened; record again with a larger buffer"
-        );
-    }
+    left(lines)
+}
 
+fn kinds(outcome: &Outcome) -> Table {
     let mut lines = table::new(["operation", "order", "count", "median ns", "99 % ns", "longest ns"]);
     for kind in &outcome.kinds {
         let [median, most, longest] = [500, 990, 1000].map(|permille| kind.quantile(permille).to_string());
         lines.add_row([kind.what.to_owned(), orders(kind.orders), kind.nanos.len().to_string(), median, most, longest]);
     }
-    table::print("Each operation timed by itself (one run; the timer's own time subtracted)", &lines);
+    lines
+}
 
+fn figures(plan: &Plan, setup: &Setup, outcome: &Outcome) -> Table {
     let mut lines = table::new(["figure", "value", "meaning"]);
     let mut row = |name: &str, value: String, what: &str| {
         lines.add_row([name, &value, what]);
@@ -151,15 +156,15 @@ fn print(trace: &Trace, setup: &Setup, outcome: &Outcome) {
         );
         row("fragmentation", value, &what);
     }
-    left(&mut lines);
-    table::print("Replayed", &lines);
+    left(lines)
 }
 
 /// Explanations read better from the left.
-fn left(lines: &mut comfy_table::Table) {
+fn left(mut lines: Table) -> Table {
     if let Some(column) = lines.column_mut(2) {
-        column.set_cell_alignment(comfy_table::CellAlignment::Left);
+        column.set_cell_alignment(CellAlignment::Left);
     }
+    lines
 }
 
 /// Fragmentation at the peak and at the end.

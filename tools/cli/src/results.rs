@@ -22,9 +22,7 @@ impl<R> Line<R> {
     }
 
     pub fn samples(&self, metric: &Metric<R>) -> Samples {
-        let mut samples = Samples::default();
-        self.runs.iter().map(metric.of).filter(|value| value.is_finite()).for_each(|value| samples.push(value));
-        samples
+        self.runs.iter().map(metric.of).filter(|value| value.is_finite()).collect()
     }
 
     /// A label as a table shows it.

@@ -7,17 +7,16 @@ mod kernel;
 pub mod text;
 
 use crate::boot::lines::Transcript;
-use crate::document::{self, Document, Row};
+use crate::document::{self, Row};
 use crate::machine::{GIB, Machine};
 use crate::pool::machine;
 use crate::run::args::Run;
 use crate::stats::Samples;
-use crate::{environment_text, noise, progress, report, saved};
+use crate::{noise, progress, report, saved};
 use anyhow::{Context, Result, bail};
 use hugemm_base::{Extent, PageSize};
 use hugemm_clear::ClearPolicy;
 use hugemm_host::cpu::{BASE_FRAME, Host};
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_host::accounting::Accounting;
@@ -126,15 +125,14 @@ pub fn run(args: &Run) -> Result<()> {
         .with_context(|| format!("{} is too little; use --size 512MB or more", Size(bytes)))?;
     let workers = args.workers.unwrap_or(machine.topology.cpus.len().min(44) as u32);
     let places = machine.places(workers as usize)?;
-    let mut environment = Environment::read()?;
     let mut region = machine.memory(bytes, PageSize::Size2M, args.kind)?;
-    environment.note_region("hugemm", &region);
+    machine.note_region("hugemm", &region);
     let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let all = Extent::new(BASE_FRAME, bytes / 4096).context("the memory cannot be numbered; use a smaller --size")?;
     let plan = machine::GroundPlan::over(all, workers)?;
     let metadata = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
     let mut metadata = machine.memory(metadata, PageSize::Size2M, crate::args::Kind::Thp)?;
-    environment.note_region("metadata", &metadata);
+    machine.note_region("metadata", &metadata);
     let start = region.as_ptr();
     let host = Host::new(&places, region.as_mut_slice())?;
 
@@ -173,7 +171,7 @@ pub fn run(args: &Run) -> Result<()> {
     let setting = RunConditions { bytes, workers, flushed_cpus, runs: args.host.runs, ipis: "modelled IPIs" };
     let rows = rows(&log, sides, &setting, &accounting);
     if !machine.quiet() {
-        environment_text::print(&environment);
+        machine.print_environment();
         text::print(&log, &accounting, &setting, sides);
         notes.dedup();
         for note in &notes {
@@ -183,7 +181,7 @@ pub fn run(args: &Run) -> Result<()> {
             println!("\n  {warning}");
         }
     }
-    let document = Document::new(environment, rows);
+    let document = machine.document(rows);
     if let Some(file) = &args.report {
         report::write_page(file, saved::Saved::from_document(&document)?)?;
         if !machine.quiet() {

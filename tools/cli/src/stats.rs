@@ -4,7 +4,18 @@
 #[derive(Clone, Debug, Default)]
 pub struct Samples(Vec<f64>);
 
+impl FromIterator<f64> for Samples {
+    fn from_iter<I: IntoIterator<Item = f64>>(values: I) -> Self {
+        Samples(values.into_iter().collect())
+    }
+}
+
 impl Samples {
+    /// What was measured or counted once.
+    pub fn once(value: f64) -> Self {
+        Samples(vec![value])
+    }
+
     pub fn push(&mut self, value: f64) {
         self.0.push(value);
     }
@@ -75,7 +86,7 @@ mod tests {
     use super::*;
 
     fn samples(values: &[f64]) -> Samples {
-        Samples(values.to_vec())
+        values.iter().copied().collect()
     }
 
     #[test]

@@ -24,7 +24,6 @@ use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_frames::{Frames, Plain};
 use hugemm_host::cpu::Host;
 use hugemm_hugetlb::HugePool;
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt::{self, UserStops};
 use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
@@ -73,10 +72,9 @@ struct Way {
 
 pub fn run(args: &VmCreate) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let mut environment = Environment::read()?;
     let (mut lines, mut remarks) = (Vec::new(), Vec::new());
     for page in args.creations.page.iter() {
-        let (measured, note) = by_pages_of(page, args, &machine, &mut environment)?;
+        let (measured, note) = by_pages_of(page, args, &machine)?;
         lines.extend(measured);
         remarks.extend(note);
     }
@@ -87,16 +85,11 @@ pub fn run(args: &VmCreate) -> Result<()> {
             .to_owned(),
     );
     results.remarks.extend(remarks);
-    machine.show(&args.common, environment, results)
+    machine.show(results)
 }
 
 /// A line for each way, and what has to be known to read them.
-fn by_pages_of(
-    page: PageSize,
-    args: &VmCreate,
-    machine: &Machine,
-    environment: &mut Environment,
-) -> Result<(Vec<Line<Created>>, Option<String>)> {
+fn by_pages_of(page: PageSize, args: &VmCreate, machine: &Machine) -> Result<(Vec<Line<Created>>, Option<String>)> {
     let request::VmCreate { size, how, workers, clear, from, runs, .. } = args.creations;
     let bytes = match size {
         Some(size) => machine.whole_pages(Size(size), page)?,
@@ -115,7 +108,7 @@ fn by_pages_of(
     // A hugemm page of 1 GiB is so many frames, whatever the kernel made them of.
     let mut region =
         machine.memory(total, if page == PageSize::Size4K { page } else { PageSize::Size2M }, args.kind)?;
-    environment.note_region("hugemm", &region);
+    machine.note_region("hugemm", &region);
     let (kernel_backing, _pool, note) = kernel_side_memory(page, from, region.backing(), bytes);
     let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let host = Host::new(&places, region.as_mut_slice())?;

@@ -15,7 +15,6 @@ use anyhow::{Result, bail};
 use comfy_table::Table;
 use hugemm_base::{CpuId, Order};
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
 use hugemm_workloads::alloc_free::pairs::{self, PAIR, PIN, Pair};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
@@ -45,9 +44,8 @@ pub fn run(args: &Alloc) -> Result<()> {
             bail!("{} hold too few blocks of order {order} ({block}) for {most} CPUs; use a larger --size", args.size);
         }
     }
-    let mut environment = Environment::read()?;
     let mut memory = plan.memory(&machine)?;
-    environment.note_region("metadata", &memory);
+    machine.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
 
     let cases: Vec<Case> = args
@@ -83,7 +81,7 @@ pub fn run(args: &Alloc) -> Result<()> {
     let how = "A figure is the mean over CPUs. Lock rounds are hugemm's own, per operation.";
     results.remarks.push(format!("{how} {pin_note}."));
     results.rows.push(Row::single(PIN.name, pin, PIN.unit).label("side", "host"));
-    machine.show(&args.measured.common, environment, results)
+    machine.show(results)
 }
 
 /// Nanoseconds of pinning and unpinning, which each allocation and each free does once.
@@ -266,8 +264,10 @@ fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], colum
     }
     let mut atomics = |metric: &str, samples: Option<&Samples>, goal: f64| {
         if let Some(samples) = samples {
-            let note = if metric.contains("pair0") { scale.pin } else { "" };
-            goals.at_most_noted(metric, &samples.map(|ns| ns / scale.atomic), "atomics", goal, note);
+            goals.at_most(metric, &samples.map(|ns| ns / scale.atomic), "atomics", goal);
+            if metric.contains("pair0") {
+                goals.note(scale.pin);
+            }
         }
     };
     match (case.pattern, case.order.get(), threads) {

@@ -12,7 +12,6 @@ use crate::{progress, table};
 use anyhow::{Result, anyhow};
 use hugemm_base::{Clock, CpuId, Extent, Order, PAGE_SHIFT};
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::alloc_free::churn::{self, Churned, Live};
 use hugemm_workloads::alloc_free::{FrozenBlocks, Source};
@@ -51,9 +50,8 @@ struct State {
 pub fn run(args: &Churn) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let plan = AreaPlan::new(&machine, args.size, 1, Order::MAX)?;
-    let mut environment = Environment::read()?;
     let mut memory = plan.memory(&machine)?;
-    environment.note_region("metadata", &memory);
+    machine.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
     let sides = 1 + peers::count(args.no_peers) as u64;
     let bar = progress::bar(sides * args.seconds, machine.quiet());
@@ -105,9 +103,7 @@ pub fn run(args: &Churn) -> Result<()> {
     }
     let mut goals = Goals::new();
     if let Some(worst) = worst_2m(&outcomes) {
-        let mut samples = Samples::default();
-        samples.push(worst);
-        goals.at_least("frames.churn_2m_vs_best", &samples, 1.0);
+        goals.at_least("frames.churn_2m_vs_best", &Samples::once(worst), 1.0);
     }
     let intro = format!(
         "{}, {} % in use: orders 0 to {} with random lifetimes, {} s each; the last requests are the same for all,\nand so is what is in \
@@ -126,7 +122,7 @@ pub fn run(args: &Churn) -> Result<()> {
     }
     remarks.extend(peers::note(args.no_peers).map(str::to_owned));
     let tables = vec![("Extents left (of what the free memory could hold)".to_owned(), lines)];
-    machine.show(&args.common, environment, Results { intro, tables, remarks, rows, goals })
+    machine.show(Results { intro, tables, remarks, rows, goals })
 }
 
 /// What the first has of 2 MiB, as a part of what the best of the others has, at the moment where that is least.

@@ -17,7 +17,6 @@ use anyhow::{Result, anyhow, bail};
 use comfy_table::Table;
 use hugemm_base::{CpuId, Extent, Order};
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
 use hugemm_workloads::alloc_free::ranges::{self, DividedBlocks, FreeMethod, METRICS, RangesError};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
@@ -42,9 +41,8 @@ pub fn run(args: &Free) -> Result<()> {
     for order in args.blocks.order.iter() {
         check(args, &plan, order)?;
     }
-    let mut environment = Environment::read()?;
     let mut memory = plan.memory(&machine)?;
-    environment.note_region("metadata", &memory);
+    machine.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
 
     let sides = 2 + peers::count(args.measured.no_peers);
@@ -69,11 +67,9 @@ pub fn run(args: &Free) -> Result<()> {
     parts::claims_and_arrays(&area, args, &bar, &mut results)?;
     bar.finish_and_clear();
     let percent = plan.metadata.size() as f64 * 100.0 / plan.extent.bytes() as f64;
-    let mut metadata = Samples::default();
-    metadata.push(percent);
-    results.goals.at_most("frames.metadata_pct", &metadata, "percent", 1.6);
+    results.goals.at_most("frames.metadata_pct", &Samples::once(percent), "percent", 1.6);
     results.remarks.extend(peers::note(args.measured.no_peers).map(str::to_owned));
-    machine.show(&args.measured.common, environment, results)
+    machine.show(results)
 }
 
 /// How many blocks a run takes.

@@ -13,7 +13,6 @@ use crate::{progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::lock::Lock;
 use hugemm_base::{Clock, CpuId, Extent, Order, PageSize};
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::alloc_free::stress::{self, Ownership, PIECES, Pieces, Plugged, Stressed};
 use hugemm_workloads::random::Random;
@@ -34,7 +33,6 @@ pub fn run(args: &Stress) -> Result<()> {
     let threads = args.threads.unwrap_or(machine.topology.cpus.len() as u32);
     machine.places(threads as usize)?;
     let plan = AreaPlan::new(&machine, args.size, threads, Order::new(stress::LARGEST)?)?;
-    let mut environment = Environment::read()?;
     let mut memory = plan.memory(&machine)?;
     let wide = Extent::new(plan.extent.base(), plan.extent.pages() + PIECES as u64 * PageSize::Size2M.pages())?;
     let (_, beyond) = wide.split_at(plan.extent.pages());
@@ -46,7 +44,7 @@ pub fn run(args: &Stress) -> Result<()> {
         // SAFETY: the frames are numbers beyond the area's, and the memory stays longer than the manager.
         Lock::new(unsafe { Plugged::new(from.split_at(PageSize::Size2M.pages()).0, room) })
     });
-    environment.note_region("metadata", &memory);
+    machine.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
     let words: Vec<AtomicU64> = (0..wide.pages() / 64).map(|_| AtomicU64::new(0)).collect();
     let Some(ownership) = Ownership::new(wide, &words) else {
@@ -121,7 +119,7 @@ pub fn run(args: &Stress) -> Result<()> {
         bail!("{} frames of {} were lost or invented: free are {left}", sound.abs_diff(left), args.size);
     }
     let hazards = Hazards { poisoned, claims: claims.into_inner(), unplugged };
-    report(args, &machine, environment, threads, &sums, hazards)
+    report(args, &machine, threads, &sums, hazards)
 }
 
 struct Hazards {
@@ -130,14 +128,7 @@ struct Hazards {
     unplugged: u64,
 }
 
-fn report(
-    args: &Stress,
-    machine: &Machine,
-    environment: Environment,
-    threads: u32,
-    sums: &[Stressed],
-    hazards: Hazards,
-) -> Result<()> {
+fn report(args: &Stress, machine: &Machine, threads: u32, sums: &[Stressed], hazards: Hazards) -> Result<()> {
     let Hazards { poisoned, claims, unplugged } = hazards;
     let mut rows = Vec::new();
     let mut lines = table::new(["order", "taken"]);
@@ -165,5 +156,5 @@ fn report(
         "no frame was handed out twice, no poisoned frame was handed out, no frame was lost".to_owned(),
     ];
     let tables = vec![(title, lines)];
-    machine.show(&args.common, environment, Results { tables, remarks, rows, ..Results::default() })
+    machine.show(Results { tables, remarks, rows, ..Results::default() })
 }

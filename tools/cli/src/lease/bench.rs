@@ -8,12 +8,12 @@ use crate::goals::Goals;
 use crate::interference::lines_in;
 use crate::machine::Machine;
 use crate::measure::Repeat;
+use crate::results::Results;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use hugemm_base::{CpuId, Never, PageSize};
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lease::client::Connection;
@@ -126,7 +126,6 @@ pub fn run(args: &BenchLease) -> Result<()> {
     if let Err(error) = Command::new(&args.qemu).arg("--version").output() {
         bail!("{} cannot be run: {error}; name a QEMU with --qemu", args.qemu.display());
     }
-    let environment = Environment::read()?;
     let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
     let bar = progress::bar((args.sizes.len() * WAYS.len() * repeat.all()) as u64, machine.quiet());
     let mut lines = table::new(["size", "memory", "ms", "± stdev", "of prealloc=off"]);
@@ -176,8 +175,7 @@ pub fn run(args: &BenchLease) -> Result<()> {
             let row = row.label("size", bytes).label("memory", way.name());
             rows.push(if *way == Way::Threads { row.label("threads", threads) } else { row });
         }
-        let mut first = Samples::default();
-        first.push(first_use.as_secs_f64() * 1e3);
+        let first = Samples::once(first_use.as_secs_f64() * 1e3);
         let ratio = first.median() / times[0].median();
         let cells = ["", FIRST_USE, &format!("{:.1}", first.median()), "one run", &format!("{ratio:.2} ×")];
         lines.add_row(cells);
@@ -207,28 +205,20 @@ pub fn run(args: &BenchLease) -> Result<()> {
     rows.push(Row::single("bench.lease.filled", gib, "GiB"));
     rows.push(Row::single("bench.lease.fill_cpu_per_gib", cpu, "s"));
     rows.push(Row::single("bench.lease.fill_bandwidth", bandwidth, "GB/s"));
+    let title = format!("From exec to a machine that answers, {threads} threads; median of {} runs", args.runs);
+    let mut remarks = vec![format!(
+        "filled meanwhile, and moved, not saved: {gib:.1} GiB, {cpu:.2} s of CPU time per GiB, at {bandwidth:.1} GB/s"
+    )];
     if let Some(slowed) = &slowed {
         rows.push(Row::median("bench.lease.neighbour_slowdown", slowed, "×"));
+        remarks.push(format!(
+            "a neighbour whose {} are in the shared cache took {:.2} ± {:.2} × as long for a load while the last size was filled",
+            Size(NEIGHBOUR),
+            slowed.median(),
+            slowed.stdev()
+        ));
     }
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        let title = format!("From exec to a machine that answers, {threads} threads; median of {} runs", args.runs);
-        table::print(&title, &lines);
-        println!(
-            "\n  filled meanwhile, and moved, not saved: {gib:.1} GiB, {cpu:.2} s of CPU time per GiB, at {bandwidth:.1} GB/s"
-        );
-        if let Some(slowed) = &slowed {
-            println!(
-                "  a neighbour whose {} are in the shared cache took {:.2} ± {:.2} × as long for a load while the last size was filled",
-                Size(NEIGHBOUR),
-                slowed.median(),
-                slowed.stdev()
-            );
-        }
-        goals.print();
-    }
-    rows.extend(goals.into_rows());
-    machine.report(&args.common, environment, rows)
+    machine.show(Results { tables: vec![(title, lines)], remarks, rows, goals, ..Results::default() })
 }
 
 /// A daemon of its own, with one file of the size ready whenever a machine starts.
@@ -318,8 +308,7 @@ impl<'a> Bench<'a> {
         host.run_on(CpuId(0), |_| {
             // Once round, so that it is in the cache.
             step();
-            let mut alone = Samples::default();
-            (0..10).for_each(|_| alone.push(step()));
+            let alone: Samples = (0..10).map(|_| step()).collect();
             self.ask(&Request::Fill {})?;
             let mut slowed = Samples::default();
             self.wait_until("a file is ready", || {

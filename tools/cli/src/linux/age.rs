@@ -2,10 +2,9 @@
 //! LZ4 on both sides.
 
 use crate::document::Row;
-use crate::goals::Goals;
 use crate::linux::Cell;
 use crate::linux::reference::NAME;
-use crate::results::{self, Line};
+use crate::results::{self, Line, Results};
 use crate::stats::Samples;
 use crate::table;
 use hugemm_reclaim::LruPolicy;
@@ -36,7 +35,7 @@ const METRICS: [Metric<AgeFigures>; 8] = [
         .column("windows/CPU s"),
 ];
 
-pub fn report(work: &Age, cells: &[Cell], quiet: bool) -> Vec<Row> {
+pub fn report(work: &Age, cells: &[Cell]) -> Results {
     let mut lines = table::new(["kernel", "CPUs", "lists"].into_iter().chain(METRICS.map(|metric| metric.head)));
     let mut rows = Vec::new();
     for cell in cells {
@@ -59,20 +58,17 @@ pub fn report(work: &Age, cells: &[Cell], quiet: bool) -> Vec<Row> {
             lines.add_row(line);
         }
     }
-    if !quiet {
-        let [shared, memory, _] = work.sizes(Age::MEMORY).map(Size);
-        let title = format!("{} processes share {shared}, {memory} available, half of it at most for swap", work.procs);
-        table::print(&title, &lines);
-    }
-    rows
+    let [shared, memory, _] = work.sizes(Age::MEMORY).map(Size);
+    let title = format!("{} processes share {shared}, {memory} available, half of it at most for swap", work.procs);
+    Results { tables: vec![(title, lines)], rows, ..Results::default() }
 }
 
-/// hugemm's best lists against the best Linux guest's, for each number of CPUs: the goals of the worst, and their rows.
-pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
+/// hugemm's best lists against the best Linux guest's, for each number of CPUs: the goals of the worst.
+pub fn compare(results: &mut Results) {
+    let Results { rows, goals, .. } = results;
     let label = |row: &Row, name: &str| row.labels().get(name).cloned().unwrap_or_default();
     let mut cpus: Vec<Value> = rows.iter().map(|row| label(row, "cpus")).collect();
     cpus.dedup();
-    let mut goals = Goals::new();
     for (goal, metric) in [("age.vs_linux", WINDOWS), ("age.vs_linux_cpu", PER_CPU_SECOND)] {
         let best = |cpus: &Value, ours: bool| {
             let of = rows.iter().filter(|row| row.metric() == metric && label(row, "cpus") == *cpus);
@@ -81,15 +77,9 @@ pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
         };
         let ratios = cpus.iter().filter_map(|cpus| Some(best(cpus, true)? / best(cpus, false)?));
         if let Some(worst) = ratios.reduce(f64::min) {
-            let mut samples = Samples::default();
-            samples.push(worst);
-            goals.at_least(goal, &samples, 2.0);
+            goals.at_least(goal, &Samples::once(worst), 2.0);
         }
     }
-    if !quiet {
-        goals.print();
-    }
-    goals.into_rows().collect()
 }
 
 #[cfg(test)]
@@ -98,6 +88,12 @@ mod tests {
 
     fn row(kernel: &str, cpus: u32, lists: &str, value: f64) -> Row {
         Row::single(WINDOWS, value, "1/s").label("kernel", kernel).label("cpus", cpus).label("lru", lists)
+    }
+
+    fn goals(rows: &[Row]) -> Vec<Row> {
+        let mut results = Results { rows: rows.to_vec(), ..Results::default() };
+        compare(&mut results);
+        results.goals.into_rows().collect()
     }
 
     #[test]
@@ -109,11 +105,11 @@ mod tests {
             row(NAME, 1, "classic", 60.0),
             row(NAME, 1, "generations", 30.0),
         ];
-        let goal = |rows: &[Row]| compare(rows, true).into_iter().next().expect("a goal");
+        let goal = |rows: &[Row]| goals(rows).into_iter().next().expect("a goal");
         assert_eq!((goal(&rows).metric().to_owned(), goal(&rows).value()), ("age.vs_linux".to_owned(), 3.0));
         rows.extend([row("6.1", 2, "classic", 10.0), row(NAME, 2, "classic", 15.0)]);
         assert_eq!(goal(&rows).value(), 1.5, "the worst number of CPUs");
         assert_eq!(goal(&rows).labels()["met"], false);
-        assert!(compare(&rows[..3], true).is_empty());
+        assert!(goals(&rows[..3]).is_empty());
     }
 }

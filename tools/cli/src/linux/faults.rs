@@ -2,10 +2,9 @@
 //! request, by some workers.
 
 use crate::document::Row;
-use crate::goals::Goals;
 use crate::linux::Cell;
 use crate::linux::reference::NAME;
-use crate::results;
+use crate::results::{self, Results};
 use crate::stats::Samples;
 use crate::table;
 use hugemm_base::PageSize;
@@ -19,7 +18,7 @@ fn function(how: &str) -> &'static str {
     if how == CreateMethod::Demand.name() { Function::Demand.name() } else { Function::Populate.name() }
 }
 
-pub fn report(work: &VmCreate, cells: &[Cell], quiet: bool) -> Vec<Row> {
+pub fn report(work: &VmCreate, cells: &[Cell]) -> Results {
     let bytes = Size(work.size.unwrap_or(KERNEL_SIZE));
     let page = work.page.iter().next().unwrap_or(PageSize::Size2M);
     // What Linux's huge pages are: from a pool that has been filled before, or transparent, from free memory.
@@ -47,20 +46,18 @@ pub fn report(work: &VmCreate, cells: &[Cell], quiet: bool) -> Vec<Row> {
             rows.push(row.label("page_kib", page.bytes() >> 10).label("kind", kind));
         }
     }
-    if !quiet {
-        let kind = if page == PageSize::Size4K { "" } else { kind };
-        table::print(&format!("{bytes} populated in {page} pages {kind}"), &lines);
-    }
-    rows
+    let kind = if page == PageSize::Size4K { "" } else { kind };
+    let tables = vec![(format!("{bytes} populated in {page} pages {kind}"), lines)];
+    Results { tables, rows, ..Results::default() }
 }
 
 /// hugemm against each Linux: a table, the goal that it is ahead of all of them, and their rows.
-pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
+pub fn compare(results: &mut Results) {
     let label = |row: &Row, name: &str| row.labels().get(name).cloned().unwrap_or_default();
     let same = |row: &Row, other: &Row| {
         ["cpus", "function", "workers"].into_iter().all(|name| label(row, name) == label(other, name))
     };
-    let (ours, theirs): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| label(row, "kernel") == NAME);
+    let (ours, theirs): (Vec<&Row>, Vec<&Row>) = results.rows.iter().partition(|row| label(row, "kernel") == NAME);
     let mut lines = table::new(["Linux", "CPUs", "function", "workers", "hugemm / Linux"]);
     let (mut ratios, mut worst) = (Vec::new(), f64::INFINITY);
     for linux in theirs.iter().filter(|row| row.value() > 0.0) {
@@ -73,18 +70,12 @@ pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
         let labels = ["kernel", "cpus", "function", "workers", "page_kib", "kind"];
         ratios.push(labels.into_iter().fold(row, |row, name| row.label(name, label(linux, name))));
     }
-    if ratios.is_empty() {
-        return ratios;
+    if !ratios.is_empty() {
+        results.goals.at_least("vm.create_vs_linux", &Samples::once(worst), 2.0);
+        let title = "hugemm against Linux on the same virtual machine, bytes per second";
+        results.tables.push((title.to_owned(), lines));
+        results.rows.extend(ratios);
     }
-    let (mut samples, mut goals) = (Samples::default(), Goals::new());
-    samples.push(worst);
-    goals.at_least("vm.create_vs_linux", &samples, 2.0);
-    if !quiet {
-        table::print("hugemm against Linux on the same virtual machine, bytes per second", &lines);
-        goals.print();
-    }
-    ratios.extend(goals.into_rows());
-    ratios
 }
 
 #[cfg(test)]
@@ -96,22 +87,28 @@ mod tests {
         row.label("function", function).label("workers", workers)
     }
 
+    fn compared(rows: Vec<Row>) -> Vec<Row> {
+        let mut results = Results { rows, ..Results::default() };
+        compare(&mut results);
+        results.into_rows()
+    }
+
     #[test]
     fn the_goal_is_the_worst_of_all() {
         for (second, worst, met) in [(2.0, 2.0, true), (1.5, 1.5, false)] {
-            let rows = [
+            let rows = vec![
                 row("6.1", "demand", 1, 2.0),
                 row("7.3", "demand", 2, 1.0),
                 row(NAME, "demand", 1, 4.0),
                 row(NAME, "demand", 2, second),
                 row(NAME, "populate", 2, 0.1),
             ];
-            let all = compare(&rows, true);
+            let all = compared(rows);
             let goal = all.last().expect("a goal");
             assert_eq!((goal.metric(), goal.value()), ("vm.create_vs_linux", worst));
             assert_eq!(goal.labels()["met"], met);
-            assert_eq!(all.len(), 3, "two ways that both have, one goal");
+            assert_eq!(all.len(), 5 + 3, "two ways that both have, one goal");
         }
-        assert!(compare(&[row(NAME, "demand", 1, 3.0)], true).is_empty());
+        assert_eq!(compared(vec![row(NAME, "demand", 1, 3.0)]).len(), 1);
     }
 }

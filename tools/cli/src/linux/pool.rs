@@ -2,7 +2,7 @@
 
 use crate::document::Row;
 use crate::linux::Cell;
-use crate::results::{self, Line};
+use crate::results::{self, Line, Results};
 use crate::table;
 use hugemm_workloads::pool::Cycle;
 use hugemm_workloads::record::Metric;
@@ -20,7 +20,7 @@ const POOL: [Metric<Cycle>; 4] = [
 
 const PAGES: Metric<Cycle> = Metric::new("", "pages", |it| it.up.report.entered as f64);
 
-pub fn report(pool: &Pool, cells: &[Cell], quiet: bool) -> Vec<Row> {
+pub fn report(pool: &Pool, cells: &[Cell]) -> Results {
     let wanted = pool.n.and_then(|n| n.iter().next()).unwrap_or(0);
     let heads = ["kernel", "CPUs", "hvo", "pages", "up µs", "down µs", "up IPIs", "down IPIs"];
     let mut lines = table::new(heads);
@@ -78,11 +78,9 @@ pub fn report(pool: &Pool, cells: &[Cell], quiet: bool) -> Vec<Row> {
             }
         }
     }
-    if !quiet {
-        table::print(&format!("Pool of {wanted} {} pages, per page; medians", pool.page), &lines);
-        if !taxes.is_empty() {
-            table::print("What vmemmap optimization costs: on / off, and IPIs more per resize", &taxes);
-        }
+    let mut tables = vec![(format!("Pool of {wanted} {} pages, per page; medians", pool.page), lines)];
+    if !taxes.is_empty() {
+        tables.push(("What vmemmap optimization costs: on / off, and IPIs more per resize".to_owned(), taxes));
     }
-    rows
+    Results { tables, rows, ..Results::default() }
 }

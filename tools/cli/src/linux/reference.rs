@@ -3,10 +3,10 @@
 use crate::boot::VirtualMachine;
 use crate::boot::lines::Transcript;
 use crate::document::Row;
-use crate::goals::Goals;
 use crate::linux::VirtualCpu;
 use crate::linux::args::Linux;
 use crate::qemu::Accel;
+use crate::results::Results;
 use crate::stats::Samples;
 use crate::table;
 use anyhow::Result;
@@ -47,7 +47,8 @@ impl<'w> Reference<'w> {
 }
 
 /// hugemm with the optimization on against each Linux with the optimization off: a table, the goal, and their rows.
-pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
+pub fn compare(results: &mut Results) {
+    let rows = &results.rows;
     let label = |row: &Row, name: &str| row.labels().get(name).cloned().unwrap_or_default();
     let mut lines = table::new(["Linux", "CPUs", "up", "down"]);
     let (mut ratios, mut worst) = (Vec::new(), f64::NEG_INFINITY);
@@ -77,18 +78,12 @@ pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
             ratios.push(row.label("cpus", cpus.clone()).label("direction", direction));
         }
     }
-    if ratios.is_empty() {
-        return ratios;
+    if !ratios.is_empty() {
+        results.goals.at_most("pool.on_vs_linux_off", &Samples::once(worst), "ratio", 0.5);
+        let title = "hugemm with vmemmap optimization / Linux without, time per page";
+        results.tables.push((title.to_owned(), lines));
+        results.rows.extend(ratios);
     }
-    let (mut samples, mut goals) = (Samples::default(), Goals::new());
-    samples.push(worst);
-    goals.at_most("pool.on_vs_linux_off", &samples, "ratio", 0.5);
-    if !quiet {
-        table::print("hugemm with vmemmap optimization / Linux without, time per page", &lines);
-        goals.print();
-    }
-    ratios.extend(goals.into_rows());
-    ratios
 }
 
 #[cfg(test)]
@@ -100,6 +95,12 @@ mod tests {
         row.label("cpus", 2).label("hvo", optimizer)
     }
 
+    fn compared(rows: Vec<Row>) -> Vec<Row> {
+        let mut results = Results { rows, ..Results::default() };
+        compare(&mut results);
+        results.into_rows()
+    }
+
     fn table_of(down: f64) -> Vec<Row> {
         let mut rows = Vec::new();
         for (kernel, optimizer, up, down) in
@@ -107,7 +108,7 @@ mod tests {
         {
             rows.extend([row(kernel, optimizer, "up", up), row(kernel, optimizer, "down", down)]);
         }
-        compare(&rows, true)
+        compared(rows)
     }
 
     #[test]
@@ -117,13 +118,13 @@ mod tests {
             let goal = rows.last().expect("a goal");
             assert_eq!((goal.metric(), goal.value()), ("pool.on_vs_linux_off", worst));
             assert_eq!(goal.labels()["met"], met);
-            assert_eq!(rows.len(), 3, "one machine, two directions, one goal");
+            assert_eq!(rows.len(), 8 + 3, "one machine, two directions, one goal");
         }
     }
 
     #[test]
     fn without_both_there_is_no_goal() {
-        assert!(compare(&[row(NAME, "on", "up", 1.0)], true).is_empty());
-        assert!(compare(&[row("6.1", "off", "up", 1.0), row("6.1", "off", "down", 1.0)], true).is_empty());
+        assert_eq!(compared(vec![row(NAME, "on", "up", 1.0)]).len(), 1);
+        assert_eq!(compared(vec![row("6.1", "off", "up", 1.0), row("6.1", "off", "down", 1.0)]).len(), 2);
     }
 }

@@ -24,7 +24,6 @@ use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::Frames;
 use hugemm_host::cpu::Host;
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::memory::Region;
 use hugemm_paging::{FrameTables, PageTable, X86_64};
@@ -109,9 +108,8 @@ pub fn run(args: &Map) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
     let fields = args.size.iter().map(|size| field(&machine, args, *size)).collect::<Result<Vec<_>>>()?;
     let largest = args.size.iter().map(|size| size.0).max().unwrap_or(0);
-    let mut environment = Environment::read()?;
     let mut memory = table_memory(&machine, largest)?;
-    environment.note_region("tables", &memory);
+    machine.note_region("tables", &memory);
     let extent = Host::new(&machine.places(1)?, memory.as_mut_slice())?.frames();
     let plan = AreaPlan::over(extent, 1)?;
     let mut metadata = plan.memory(&machine)?;
@@ -153,7 +151,7 @@ pub fn run(args: &Map) -> Result<()> {
         let note = "The other side's tables come from the same allocator; no CPU translates by them.";
         results.remarks.push(note.to_owned());
     }
-    machine.show(&args.measured.common, environment, results)
+    machine.show(results)
 }
 
 fn field(machine: &Machine, args: &Map, size: Size) -> Result<Field> {

@@ -21,7 +21,6 @@ use anyhow::{Context, Result, anyhow};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Invalidation, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_inspect::environment::Environment;
 use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::interrupt;
 use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
@@ -77,7 +76,6 @@ struct Figures {
 
 pub fn run(args: &Shootdown) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let environment = Environment::read()?;
     let mut real = Vec::new();
     if !args.counted_only {
         real = if args.cpus.is_empty() { doubling(machine.topology.cpus.len() as u32) } else { args.cpus.clone() };
@@ -145,7 +143,7 @@ pub fn run(args: &Shootdown) -> Result<()> {
         results.rows.push(Row::single("bench.shootdown.refill", refill_ns, "ns"));
     }
     results.tables.push(("Flushes and interrupts (IPIs) per operation, counted, not sent".to_owned(), counted));
-    machine.show(&args.common, environment, results)
+    machine.show(results)
 }
 
 /// 1, 2, 4, … and all.

@@ -121,13 +121,8 @@ mod tests {
     #[test]
     fn rows_of_goals_get_their_figures_and_nothing_else_changes() {
         let mut goals = Goals::new();
-        let one = |value: f64| {
-            let mut samples = Samples::default();
-            samples.push(value);
-            samples
-        };
-        goals.at_least("a.speedup", &one(12.0), 10.0);
-        goals.at_most("b_ns", &one(7.0), "ns", 6.0);
+        goals.at_least("a.speedup", &Samples::once(12.0), 10.0);
+        goals.at_most("b_ns", &Samples::once(7.0), "ns", 6.0);
         let results = goals.into_rows().chain([crate::document::Row::single(ATOMIC, 8.04, "ns")]).collect();
         let environment = json!({"cpu": {"model": "X"}});
         let saved = Saved {

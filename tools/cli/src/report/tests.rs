@@ -14,12 +14,6 @@ fn saved(command: &str, results: Vec<Row>) -> (String, Saved) {
     ("doc".to_owned(), Saved { schema: crate::document::SCHEMA, command, version, environment, results })
 }
 
-fn samples(values: &[f64]) -> Samples {
-    let mut samples = Samples::default();
-    values.iter().for_each(|value| samples.push(*value));
-    samples
-}
-
 fn plots<'a>(content: &'a Content<'_>) -> impl Iterator<Item = &'a Plot> {
     content.sections.iter().flat_map(|(_, plots)| plots)
 }
@@ -130,8 +124,8 @@ fn markup_in_documents_stays_text() {
 #[test]
 fn goals_are_shown_with_their_bound() {
     let mut goals = Goals::new();
-    goals.at_least("clear.x", &samples(&[0.9, 1.0]), 0.97);
-    goals.at_most("frames.y_ns", &samples(&[5.0]), "ns", 6.0);
+    goals.at_least("clear.x", &Samples::from_iter([0.9, 1.0]), 0.97);
+    goals.at_most("frames.y_ns", &Samples::once(5.0), "ns", 6.0);
     let documents = [saved("probe", goals.into_rows().collect())];
     let content = Content::of(&documents);
     let shown: Vec<_> = content.goals.iter().map(|goal| (goal.wanted.as_str(), goal.met)).collect();
