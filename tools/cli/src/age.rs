@@ -5,7 +5,6 @@
 //! come back, and every touch checks what is in them. Interrupts for flushes are real (`membarrier`). What no CPU does here
 //! is translate by the tables, so a refill after a flush costs less than it would.
 
-pub mod args;
 pub mod costs;
 pub mod mmu;
 pub mod poison;
@@ -14,9 +13,9 @@ pub mod run;
 pub mod steps;
 pub mod watch;
 
-use crate::age::args::Age;
 use crate::age::costs::{Cost, ageing_costs};
 use crate::age::run::{RunConfig, run as run_one};
+use crate::args::Common;
 use crate::args::Kind;
 use crate::boot::lines::Transcript;
 use crate::document::Row;
@@ -25,13 +24,34 @@ use crate::results::{self, Line, Results};
 use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::Result;
+use clap::Args;
 use hugemm_base::PageSize;
 use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
 use hugemm_reclaim::{Ageing, LruPolicy};
 use hugemm_workloads::age::{AgeFigures, METRICS};
+use hugemm_workloads::request;
 use hugemm_workloads::request::Age as Processes;
 use hugemm_workloads::size::Size;
 use std::time::Duration;
+
+/// `hugemm bench age`
+#[derive(Debug, Args)]
+#[command(mut_arg("young", |arg| arg.default_value("flush,nosync,noflush,batch")))]
+#[command(mut_arg("lru", |arg| arg.default_value("classic,generations")))]
+pub struct Age {
+    #[command(flatten)]
+    pub processes: request::Age,
+    /// CPUs that have processes, each a thread on a CPU of its own [default: as many as there are, at most one per process]. The worker that
+    /// reclaims has one more if there is one, and otherwise its turns between two windows of the first.
+    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub cpus: Option<u32>,
+    /// Check content and nothing else: the processes also fork, and unmap and map anew, devices have pages pinned, free frames
+    /// are poisoned, and no figures are printed.
+    #[arg(long)]
+    pub check: bool,
+    #[command(flatten)]
+    pub common: Common,
+}
 
 const RATE_RUNS: u32 = 7;
 

@@ -3,8 +3,7 @@
 use crate::boot::args::Boot;
 use crate::frames::args as frames;
 use crate::linux::args::Linux;
-use crate::paging::args as paging;
-use crate::run::args::{RUN_HELP, Run};
+use crate::run::{RUN_HELP, Run};
 use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::PreemptModel;
@@ -77,8 +76,8 @@ pub enum Command {
 pub enum Bench {
     /// Every goal that this machine can measure, by the commands that measure it: goal, measured, met or not. A minute or
     /// two.
-    #[command(after_help = crate::headline::args::help())]
-    Headline(crate::headline::args::Headline),
+    #[command(after_help = crate::headline::help())]
+    Headline(crate::headline::Headline),
     /// Memory clearing, with the names and units of `perf bench mem`.
     #[command(subcommand)]
     Mem(Mem),
@@ -95,17 +94,17 @@ pub enum Bench {
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
     /// A huge page pool grown and shrunk, with and without vmemmap optimization.
-    Pool(crate::pool::args::Pool),
+    Pool(crate::pool::Pool),
     /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel.
-    VmCreate(crate::vm_create::args::VmCreate),
+    VmCreate(crate::vm_create::VmCreate),
     /// Processes share more memory than there is: ageing and swapping, with and without flushes.
-    Age(crate::age::args::Age),
+    Age(crate::age::Age),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
-    Shootdown(crate::paging::shootdown_args::Shootdown),
+    Shootdown(crate::paging::shootdown::Shootdown),
     /// Start stock QEMU on memory that it fills, and on leased memory: from exec to a machine that answers.
     Lease(crate::lease::args::BenchLease),
     /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.
-    Map(paging::Map),
+    Map(crate::paging::map::Map),
 }
 
 /// The workloads of `perf bench mem`.

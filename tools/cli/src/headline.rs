@@ -3,22 +3,40 @@
 //! Each step is this program again, as a process of its own: none finds what another has left of memory, and there is no
 //! second way to measure anything. What is kept of a step's document are the rows that have a goal.
 
-pub mod args;
-
+use crate::args::Common;
 use crate::document::Row;
 use crate::goals::{Bound, NOTE};
-use crate::headline::args::Headline;
 use crate::machine::Machine;
 use crate::results::Results;
 use crate::saved::Saved;
 use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
+use clap::Args;
 use hugemm_inspect::interrupt;
 use std::hint::black_box;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
+
+/// How the goals are chosen and what else there is.
+pub fn help() -> String {
+    let names: Vec<_> = crate::headline::goals().collect();
+    format!("The goals:\n  {}\n\ndocs/goals.md says what each is.", names.join("\n  "))
+}
+
+/// `hugemm bench headline`
+#[derive(Debug, Args)]
+pub struct Headline {
+    /// Only goals whose names begin like this: `clear`, `frames.free`, … [default: all].
+    #[arg(long, value_name = "PREFIX", value_delimiter = ',')]
+    pub only: Vec<String>,
+    /// Passes over all goals; with several, the median is judged.
+    #[arg(short, long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
+    #[command(flatten)]
+    pub common: Common,
+}
 
 struct Step {
     command: &'static str,

@@ -1,27 +1,45 @@
 //! `hugemm bench pool`: a pool grown and shrunk, with vmemmap optimization and without, flushes per batch and per page.
 
-pub mod args;
 pub mod machine;
 
+use crate::args::Common;
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::machine::Machine;
 use crate::measure::Repeat;
-use crate::pool::args::Pool;
 use crate::pool::machine::{Ground, GroundPlan};
 use crate::results::{self, Line, Results};
 use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::{Result, bail};
+use clap::Args;
 use hugemm_base::{Clock, CpuCx, CpuId, Never, PageSize};
 use hugemm_host::cpu::{CpuError, Host};
 use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
 use hugemm_inspect::interrupt;
+use hugemm_workloads::options::cpus;
 use hugemm_workloads::pool::{self, Cycle, INTERRUPTS, METRICS, Timed};
-use hugemm_workloads::request::{FlushEach, Optimization, Pool as Resizes};
+use hugemm_workloads::request::{self, FlushEach, Optimization, Pool as Resizes};
 use hugemm_workloads::words::{List, Named};
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicU32, Ordering};
+
+/// `hugemm bench pool`
+#[derive(Debug, Args)]
+#[command(mut_arg("hvo", |arg| arg.default_value("off,on,in-place")))]
+#[command(mut_arg("runs", |arg| arg.default_value("15")))]
+pub struct Pool {
+    #[command(flatten)]
+    pub resizes: request::Pool,
+    /// CPUs of the machine whose interrupts are counted (modelled: each flush interrupts all the others).
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16", value_parser = clap::value_parser!(u32).range(1..=8192))]
+    pub cpus: Vec<u32>,
+    /// Threads that resize together.
+    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = cpus())]
+    pub threads: Vec<u32>,
+    #[command(flatten)]
+    pub common: Common,
+}
 
 /// One way to resize, and what was measured of it.
 struct Side {

@@ -6,19 +6,19 @@
 //! fresh mapping, hugemm in frames that it manages, with real x86-64 tables that no hardware walks. hugemm's demand faults
 //! are function calls, *software faults*, and are not set against the kernel's.
 
-pub mod args;
 pub mod pool;
 
+use crate::args::{Calibration, Common, Kind};
 use crate::boot::lines::Transcript;
 use crate::frames::area::AreaPlan;
 use crate::goals::Goals;
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
 use crate::results::{self, Line, Results};
-use crate::vm_create::args::VmCreate;
 use crate::vm_create::pool::with_pool;
 use crate::{kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
+use clap::Args;
 use hugemm_base::{Cpu, CpuId, NoPressure, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_frames::{Frames, Plain};
@@ -38,6 +38,21 @@ use hugemm_workloads::words::Named;
 use indicatif::ProgressBar;
 use std::marker::PhantomData;
 use std::sync::{Barrier, Mutex, PoisonError};
+
+/// `hugemm bench vm-create`
+#[derive(Debug, Args)]
+#[command(mut_arg("runs", |arg| arg.default_value("5")))]
+pub struct VmCreate {
+    #[command(flatten)]
+    pub creations: request::VmCreate,
+    /// Kind of huge pages that the memory is made of.
+    #[arg(long, value_enum, default_value_t = Kind::Auto)]
+    pub kind: Kind,
+    #[command(flatten)]
+    pub calibration: Calibration,
+    #[command(flatten)]
+    pub common: Common,
+}
 
 /// Where the virtual machine's memory begins in its address space.
 const AT: VirtAddr = VirtAddr::new(1 << 40);

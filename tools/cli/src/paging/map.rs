@@ -14,13 +14,14 @@
 
 use crate::document::Row;
 use crate::frames::area::{AreaPlan, Columns, Side, alternate, cell, figure};
+use crate::frames::args::Measured;
 use crate::goals::Goals;
 use crate::machine::Machine;
-use crate::paging::args::Map;
 use crate::results::Results;
 use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::{Context, Result, anyhow, bail};
+use clap::Args;
 use hugemm_base::{CpuId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::Frames;
 use hugemm_host::cpu::Host;
@@ -28,7 +29,24 @@ use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::memory::Region;
 use hugemm_paging::{FrameTables, PageTable, X86_64};
 use hugemm_workloads::mapping::{ByRange, Field, MapperLoop, Times, pass, pass_in_tables, pass_with_tables};
+use hugemm_workloads::options::runs;
 use hugemm_workloads::size::Size;
+
+/// `hugemm bench map`
+#[derive(Debug, Args)]
+pub struct Map {
+    /// Sizes of the range of addresses. Tables take a 512th of the largest.
+    #[arg(short, long, value_delimiter = ',', default_value = "2MB,64MB,1GB,8GB,64GB")]
+    pub size: Vec<Size>,
+    /// How many bytes of the frames are contiguous [default: all]; each 4 KiB by itself is the worst that can happen.
+    #[arg(short, long)]
+    pub extent: Option<Size>,
+    /// Runs of each measurement.
+    #[arg(short, long, default_value_t = 25, value_parser = runs())]
+    pub runs: u32,
+    #[command(flatten)]
+    pub measured: Measured,
+}
 
 /// Where the range begins: a border of 512 GiB.
 const AT: VirtAddr = VirtAddr::new(2 << 40);

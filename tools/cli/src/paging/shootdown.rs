@@ -7,17 +7,18 @@
 //!
 //! Both sides change the pages in one walk. Page by page there is a flush for each.
 
+use crate::args::Common;
 use crate::args::Kind;
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::frames::area::{AreaPlan, figure};
 use crate::machine::Machine;
-use crate::paging::shootdown_args::Shootdown;
 use crate::results::{self, Line, Results};
 use crate::stand_in::StandIn;
 use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::{Context, Result, anyhow};
+use clap::Args;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Invalidation, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange};
 use hugemm_host::cpu::{CpuPlace, Host};
@@ -28,11 +29,33 @@ use hugemm_paging::{
     Counting, EditLock, FrameTables, Keep, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, UserSpace,
     X86_64,
 };
+use hugemm_workloads::options::cpus;
+use hugemm_workloads::request;
 use hugemm_workloads::shootdown::{
     self, COUNTS, FromFrames, LONG_RUNS, Operation, POLICIES, PROBE, ShootdownRig, Shot, TIME, too_long,
 };
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+
+/// `hugemm bench shootdown`
+#[derive(Debug, Args)]
+#[command(mut_arg("limit", |arg| arg.default_value("10")))]
+#[command(mut_arg("runs", |arg| arg.default_value("15")))]
+pub struct Shootdown {
+    #[command(flatten)]
+    pub ranges: request::Shootdown,
+    /// Numbers of CPUs to interrupt for real, each a thread on a CPU of its own [default: 1, 2, 4, … and all].
+    #[arg(short, long, value_delimiter = ',', value_parser = cpus())]
+    pub cpus: Vec<u32>,
+    /// Numbers of CPUs for which interrupts are only counted.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64", value_parser = cpus())]
+    pub counted: Vec<u32>,
+    /// Send no real interrupts.
+    #[arg(long)]
+    pub counted_only: bool,
+    #[command(flatten)]
+    pub common: Common,
+}
 
 /// Memory for page tables of 2^18 pages, and the allocator's caches.
 const TABLES: u64 = 8 << 20;
