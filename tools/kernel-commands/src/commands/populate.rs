@@ -2,7 +2,7 @@
 //! number of CPUs, through the page fault path or by requests. As in other kernels, each page that is not from a pool goes on an
 //! LRU, from which reclaim could take it.
 
-use super::selftest::Finding;
+use super::selftest::in_swap;
 use super::swapped::{Clocked, Store, Swapped};
 use super::{Cx, Failure, pool, region, vec_of};
 use crate::output::note;
@@ -95,7 +95,7 @@ pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, IrqLock>, fill: &Fill
         // What was filled did not fit: its time would be that of making room.
         Ok(()) if stored > 0 => took.and(Err(VmError::NoMemory.into())),
         Ok(()) => took,
-        Err(store) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+        Err(store) => Err(in_swap(store.stats(cx).pages).into()),
     }
 }
 

@@ -3,7 +3,7 @@
 //! Guests' accesses are walks in software, as on the host: the course is the same, and idle pages go to compressed swap.
 
 use super::populate::calibrated;
-use super::selftest::Finding;
+use super::selftest::in_swap;
 use super::swapped::{Clocked, Store, Swapped};
 use super::{Cx, Failure, vec_of};
 use crate::output::{progress, record};
@@ -103,7 +103,7 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
     let done = run.run(cx, &mut site, tell).map_err(Failure::from);
     drop(vm);
     let accounting = match (store.close(cx), done) {
-        (Err(store), Ok(_)) => return Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+        (Err(store), Ok(_)) => return Err(in_swap(store.stats(cx).pages).into()),
         (_, done) => done?,
     };
     if name == "extent" {

@@ -16,11 +16,10 @@ mod translations;
 use super::swapped::HELD_BACK;
 use super::{Cx, Failure, free_all, vec_for, vec_of};
 use crate::output::{note, progress, sample};
-use core::fmt;
-use hugemm_base::{Clock, FrameUse, FramesInUse, PageSize};
+use core::fmt::{self, Write};
+use core::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use hugemm_base::{Clock, FrameUse, FramesInUse};
 use hugemm_kernel::{percpu, stack, tables, tlb, vmemmap};
-use hugemm_reclaim::Ageing;
-use hugemm_workloads::alloc_free::stress::Broken;
 use hugemm_workloads::request::{Part, Plant, Selftest};
 
 /// Nanoseconds of each part of a round.
@@ -30,142 +29,70 @@ const SLICE_MOST: u64 = 2_000_000_000;
 /// How many parts there are.
 const PARTS: u64 = 10;
 
+/// That a part has found something wrong. The words are in [`FOUND`]: whoever finds that memory is wrong takes none to say so.
 #[derive(Debug)]
-pub enum Finding {
-    /// The allocator broke a rule.
-    Frames(Broken),
-    Translations(translations::StaleWord),
-    /// A space does not contain what was stored in it.
-    Content {
-        at: u64,
-        expected: u64,
-        found: u64,
-        cpu: u32,
-    },
-    /// A store went through that should not have, or was forgotten.
-    Rights(rights::Broken),
-    /// Memory of the heap does not contain what its owner wrote.
-    Heap {
-        at: usize,
-        expected: u64,
-        found: u64,
-        cpu: u32,
-    },
-    /// The convoy's lock did not exclude.
-    Convoy {
-        expected: u64,
-        found: u64,
-    },
-    /// A descriptor does not contain what its owner wrote.
-    Descriptor {
-        frame: u64,
-        found: u64,
-        cpu: u32,
-    },
-    /// What a CPU had cached that is offline is still in its cache.
-    Cached {
-        /// One of the frames.
-        frame: u64,
-        cpu: u32,
-    },
-    /// No page is in a pool, and yet not every descriptor has a frame of its own.
-    Lean {
-        /// The block of descriptors.
-        at: u64,
-    },
-    /// Swap holds pages whose spaces have ended.
-    InSwap {
-        pages: u64,
-    },
-    /// Memory was to be short and was not, or nothing came back from swap.
-    NoPressure {
-        page: PageSize,
-        ageing: Ageing,
-        /// How many should have come back.
-        least: u64,
-        back: u64,
-        stored: u64,
-        looked: u64,
-        flushes: u64,
-        touched: u64,
-        /// Of those, touches, forks and unmaps for which there was no memory.
-        refused: u64,
-        seconds: f64,
-    },
-    /// What is in use for something is not what there should be.
-    Use {
-        /// For what.
-        of: &'static str,
-        expected: i64,
-        found: i64,
-    },
-    /// Frames are missing at the end.
-    Lost {
-        expected: u64,
-        found: u64,
-    },
+pub struct Finding(());
+
+/// What was found first, in ASCII; how much of it; whether somebody says it.
+static FOUND: [AtomicU8; 512] = [const { AtomicU8::new(0) }; 512];
+static LENGTH: AtomicUsize = AtomicUsize::new(0);
+static IS_FOUND: AtomicBool = AtomicBool::new(false);
+
+/// Writes to [`FOUND`]. What does not fit is left out.
+struct Say;
+
+impl Write for Say {
+    fn write_str(&mut self, part: &str) -> fmt::Result {
+        // Relaxed: one CPU says something, and others read it after they have waited for that.
+        let from = LENGTH.fetch_add(part.len(), Ordering::Relaxed).min(FOUND.len());
+        FOUND[from..].iter().zip(part.bytes()).for_each(|(place, byte)| place.store(byte, Ordering::Relaxed));
+        Ok(())
+    }
+}
+
+impl Finding {
+    /// `of` is the part of the self-test.
+    pub fn new(of: &str, what: fmt::Arguments<'_>) -> Self {
+        // Relaxed: as above.
+        if !IS_FOUND.swap(true, Ordering::Relaxed) {
+            let _ = write!(Say, "self-test, {of}: {what}");
+        }
+        Finding(())
+    }
 }
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Finding::Frames(broken) => write!(f, "self-test, frames: {broken}"),
-            Finding::Translations(stale) => {
-                let translations::StaleWord { at, expected, found, written, cpu } = stale;
-                let what = if *written { "was written to after its flush" } else { "was read through what is gone" };
-                write!(
-                    f,
-                    "self-test, translations: {at:#x} {what}: {found:#x} instead of {expected:#x}, seen by cpu{cpu}"
-                )
-            }
-            Finding::Content { at, expected, found, cpu } => {
-                write!(f, "self-test, address spaces: cpu{cpu} found {found:#x} at {at:#x}, not {expected:#x}")
-            }
-            Finding::Heap { at, expected, found, cpu } => {
-                write!(f, "self-test, heap: cpu{cpu} found {found:#x} at {at:#x}, not {expected:#x}")
-            }
-            Finding::Rights(broken) => write!(f, "self-test, rights: {broken}"),
-            Finding::Convoy { expected, found } => {
-                write!(f, "self-test, locks: {found} turns were counted under a lock that was taken {expected} times")
-            }
-            Finding::Descriptor { frame, found, cpu } => {
-                write!(
-                    f,
-                    "self-test, descriptors: cpu{cpu} found {found:#x} in that of frame {frame:#x}, not what was written"
-                )
-            }
-            Finding::Cached { frame, cpu } => {
-                write!(
-                    f,
-                    "self-test, hotplug: frame {frame:#x}, which cpu{cpu} had cached when it went offline, is not free"
-                )
-            }
-            Finding::Lean { at } => {
-                write!(f, "self-test, pools: descriptors at {at:#x} have no frames of their own with all pools empty")
-            }
-            Finding::InSwap { pages } => {
-                write!(f, "{pages} pages are in swap though all address spaces have ended")
-            }
-            Finding::NoPressure { page, ageing, least, back, stored, looked, flushes, touched, refused, seconds } => {
-                write!(
-                    f,
-                    "self-test, pressure: {back} pages came back from swap, not {least}: nothing was shown (pages of \
-                     {page}, ageing {}: {touched} touched, {refused} of them without memory, {looked} looked at, {flushes} \
-                     flushes for that, {stored} stored in {seconds:.0} s)",
-                    ageing.name()
-                )
-            }
-            Finding::Use { of, expected, found } => {
-                write!(f, "self-test: {found} frames are counted as in use for {of} at the end instead of {expected}")
-            }
-            Finding::Lost { expected, found } => {
-                write!(f, "self-test: {found} frames are free, bad or descriptors' at the end instead of {expected}")
-            }
-        }
+        // Relaxed: as above.
+        let said = FOUND.iter().take(LENGTH.load(Ordering::Relaxed));
+        said.map(|byte| char::from(byte.load(Ordering::Relaxed))).try_for_each(|letter| f.write_char(letter))
     }
 }
 
 impl core::error::Error for Finding {}
+
+/// Pages of spaces that have ended are in swap.
+pub fn in_swap(pages: u64) -> Finding {
+    Finding::new("swap", format_args!("{pages} pages are in swap though all address spaces have ended"))
+}
+
+/// A store went through after the right to it had gone, or where nobody had it.
+fn stored(at: u64) -> Finding {
+    Finding::new("rights", format_args!("{at:#x} was stored to although it is read-only on all CPUs"))
+}
+
+/// A descriptor does not contain what its owner wrote.
+fn overwritten(frame: u64, found: u64, cpu: u32) -> Finding {
+    Finding::new(
+        "descriptors",
+        format_args!("cpu{cpu} found {found:#x} in that of frame {frame:#x}, not what was written"),
+    )
+}
+
+/// Frames are missing, or there are too many.
+fn lost(expected: u64, found: u64) -> Finding {
+    Finding::new("frames", format_args!("{found} are free, bad or descriptors' at the end instead of {expected}"))
+}
 
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
@@ -248,7 +175,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         let descriptors = vmemmap::audit().frames;
         let found = frames_stress::unowned_pages(cx) + descriptors;
         if found != free {
-            return Err(Finding::Lost { expected: free, found }.into());
+            return Err(lost(free, found).into());
         }
         check_uses(uses, descriptors)?;
         (rounds, seed) = (rounds + 1, seed.wrapping_mul(31).wrapping_add(7));
@@ -297,7 +224,10 @@ fn check_uses(before: FramesInUse, descriptors: u64) -> Result<(), Finding> {
     let kept = uses.map(|(name, of)| (name, before.of(of), now.of(of)));
     let seen = ("descriptors", descriptors as i64, now.of(FrameUse::DESCRIPTORS));
     match kept.into_iter().chain([seen]).find(|(_, expected, found)| expected != found) {
-        Some((of, expected, found)) => Err(Finding::Use { of, expected, found }),
+        Some((of, expected, found)) => Err(Finding::new(
+            "frames",
+            format_args!("{found} are counted as in use for {of} at the end instead of {expected}"),
+        )),
         None => Ok(()),
     }
 }

@@ -1,6 +1,6 @@
 //! Address spaces whose idle pages go to compressed swap, on as much of this machine's memory as is left to them.
 
-use super::selftest::Finding;
+use super::selftest::in_swap;
 use super::{Cx, Failure, vec_for, vec_of};
 use ::alloc::vec::Vec;
 use core::marker::PhantomData;
@@ -138,7 +138,7 @@ fn on_ration<R>(
     vm.trim(cx);
     drop(vm);
     match (store.close(cx), result) {
-        (Err(store), Ok(_)) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+        (Err(store), Ok(_)) => Err(in_swap(store.stats(cx).pages).into()),
         (_, result) => result,
     }
 }

@@ -5,8 +5,7 @@
 //! that a page which it has unmapped is zero again. In the common area, which is shared memory, each CPU has a word of its
 //! own in every page. A third area can be read, and nobody may store there. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
 
-use super::rights::Broken;
-use super::{Cx, Failure, Finding, vec_of};
+use super::{Cx, Failure, Finding, stored, vec_of};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
@@ -207,7 +206,7 @@ impl Task<'_> {
         check(self.cpu, at, 0)?;
         // SAFETY: nobody has anything there.
         if unsafe { store(at, word) } {
-            return Err(Finding::Rights(Broken::Stored(at.get())).into());
+            return Err(stored(at.get()).into());
         }
         for _ in 0..ACCESSES {
             let (cpu, writes) = (self.cpu, self.random.below(2) == 0);
@@ -311,7 +310,11 @@ impl Task<'_> {
 fn check(cpu: u32, at: VirtAddr, expected: u64) -> Result<(), Failure> {
     // SAFETY: a word of the loaded space, which this part's tasks alone access.
     match unsafe { load(at) } {
-        Some(found) if found != expected => Err(Finding::Content { at: at.get(), expected, found, cpu }.into()),
+        Some(found) if found != expected => Err(Finding::new(
+            "address spaces",
+            format_args!("cpu{cpu} found {found:#x} at {:#x}, not {expected:#x}", at.get()),
+        )
+        .into()),
         // A page whose content is known to be something is there, or can be read from where it was taken to.
         _ => Ok(()),
     }

@@ -3,14 +3,14 @@
 //! No emulator raises one. So a page gets another frame and no flush, until the CPU is seen to keep the old translation, and then goes the
 //! way that hardware goes at such an abort, from its vector on and back.
 
-use super::translations::StaleWord;
-use super::{Cx, Failure, Finding};
+use super::translations::stale;
+use super::{Cx, Failure};
 use crate::space::BareSpace;
 use core::ptr;
 use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
 use hugemm_kernel::memory::frames;
-use hugemm_kernel::{layout, percpu, tlb};
+use hugemm_kernel::{layout, tlb};
 use hugemm_paging::PagingError;
 
 /// Where the page is.
@@ -32,8 +32,7 @@ pub fn round(cx: Cx<'_>) -> Result<u64, Failure> {
     space.free(cx, |_| ());
     frames().free(cx, block);
     let (kept, found) = seen?;
-    let stale = StaleWord { at: AT.get(), expected: NEW, found, written: false, cpu: percpu::current() };
-    if found == NEW { Ok(u64::from(kept)) } else { Err(Finding::Translations(stale).into()) }
+    stale(AT.get(), NEW, found, false).map_or(Ok(u64::from(kept)), |finding| Err(finding.into()))
 }
 
 /// Whether the CPU kept the old translation after the page had its other frame, and what it read after the abort.

@@ -43,5 +43,6 @@ pub fn round(cx: Cx<'_>, until: u64) -> Result<(), Failure> {
     });
     let (expected, found) = (taken.load(Ordering::Relaxed), *total.lock());
     space.free(cx, |_| ());
-    if found == expected { Ok(()) } else { Err(Finding::Convoy { expected, found }.into()) }
+    let what = format_args!("{found} turns were counted under a lock that was taken {expected} times");
+    if found == expected { Ok(()) } else { Err(Finding::new("locks", what).into()) }
 }

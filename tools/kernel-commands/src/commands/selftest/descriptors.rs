@@ -6,7 +6,7 @@
 //! table that was freed too early leads anywhere. Only where CPUs let leaves change their size in place: nobody who uses a
 //! descriptor can wait for it.
 
-use super::{Cx, Failure, Finding};
+use super::{Cx, Failure, Finding, overwritten};
 use crate::space;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
@@ -87,7 +87,7 @@ pub fn stamp(cx: Cx<'_>, cpu: u32, turn: u64, random: &mut Random) -> Result<(),
     for frame in held.into_iter().flatten() {
         let found = frames().descriptor(frame.pfn()).map(|descriptor| descriptor.load(WORD));
         if found != Some(value(&frame)) {
-            result = Err(Finding::Descriptor { frame: frame.pfn().number(), found: found.unwrap_or(0), cpu });
+            result = Err(overwritten(frame.pfn().number(), found.unwrap_or(0), cpu));
         }
         frames().free(cx, frame);
     }

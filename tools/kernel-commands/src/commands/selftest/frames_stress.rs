@@ -56,6 +56,10 @@ fn piece(number: u64) -> Result<Lock<SpinLock, Plugged>, Failure> {
     Ok(Lock::new(unsafe { Plugged::new(extent, room) }))
 }
 
+fn broke(broken: Broken) -> Finding {
+    Finding::new("frames", format_args!("{broken}"))
+}
+
 /// One round on all CPUs, until `until` at the latest; how often pieces have been unplugged, and how many frames have gone bad, in all
 /// rounds.
 pub fn round(
@@ -110,11 +114,11 @@ pub fn round(
             frames().drain(cx);
         });
         if let Some(broken) = found.lock().take() {
-            return Err(Finding::Frames(broken).into());
+            return Err(broke(broken).into());
         }
-        stress::finish(cx, frames(), &ownership, &exchange, &mut Random::new(seed)).map_err(Finding::Frames)?;
+        stress::finish(cx, frames(), &ownership, &exchange, &mut Random::new(seed)).map_err(broke)?;
         unowned_pages(cx);
-        done = (stress::unplug(cx, frames(), pieces).map_err(Finding::Frames)?, ownership.poisoned());
+        done = (stress::unplug(cx, frames(), pieces).map_err(broke)?, ownership.poisoned());
     }
     Ok(done)
 }

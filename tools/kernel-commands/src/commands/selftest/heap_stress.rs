@@ -48,7 +48,8 @@ impl Words {
             let expected = self.word(index);
             if *found != expected {
                 let at = core::ptr::from_ref(found).addr();
-                return Err(Finding::Heap { at, expected, found: *found, cpu });
+                let what = format_args!("cpu{cpu} found {found:#x} at {at:#x}, not {expected:#x}");
+                return Err(Finding::new("heap", what));
             }
         }
         Ok(())

@@ -94,7 +94,14 @@ fn beside(cx: Cx<'_>, leaver: CpuId, phase: &AtomicU64) -> Result<(), Finding> {
     let taken = (cached != Pfn::new(0)).then(|| frames().alloc_contig_range(cx, Extent::block(cached, Order::ZERO)));
     phase.store(BACK, Ordering::Release);
     match taken {
-        Some(Err(_)) => Err(Finding::Cached { frame: cached.number(), cpu: leaver.0 }),
+        Some(Err(_)) => Err(Finding::new(
+            "hotplug",
+            format_args!(
+                "frame {:#x}, which cpu{} had cached when it went offline, is not free",
+                cached.number(),
+                leaver.0
+            ),
+        )),
         Some(Ok(frame)) => {
             frames().free_extent(cx, frame);
             Ok(())

@@ -80,7 +80,11 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Fai
     intact.check(cx, [&huge, &gigantic])?;
     intact.free(cx);
     match vmemmap::audit().lean {
-        Some(at) => Err(Finding::Lean { at: at.get() }.into()),
+        Some(at) => Err(Finding::new(
+            "pools",
+            format_args!("descriptors at {:#x} have no frames of their own with all pools empty", at.get()),
+        )
+        .into()),
         None => Ok(tally),
     }
 }

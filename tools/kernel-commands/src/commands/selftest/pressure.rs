@@ -10,6 +10,7 @@ use hugemm_frames::Frozen;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::percpu;
 use hugemm_reclaim::{Ageing, LruPolicy};
+use hugemm_workloads::age::AgeFigures;
 use hugemm_workloads::request::Plant;
 
 /// Frames that the processes may have, and more for each CPU; pages of 2 MiB need a multiple.
@@ -86,19 +87,17 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         }
         let figures = figures?;
         if figures.swap.loads < least {
-            return Err(Finding::NoPressure {
-                page,
-                ageing,
-                least,
-                back: figures.swap.loads,
-                stored: figures.swap.stores,
-                looked: figures.aged,
-                flushes: figures.age_flushes,
-                touched: figures.touched.pages,
-                refused: figures.touched.refused,
-                seconds: figures.seconds,
-            }
-            .into());
+            let AgeFigures { touched, swap, aged, age_flushes, seconds, .. } = figures;
+            let what = format_args!(
+                "{} pages came back from swap, not {least}: nothing was shown (pages of {page}, ageing {}: {} touched, {} of \
+                 them without memory, {aged} looked at, {age_flushes} flushes for that, {} stored in {seconds:.0} s)",
+                swap.loads,
+                ageing.name(),
+                touched.pages,
+                touched.refused,
+                swap.stores
+            );
+            return Err(Finding::new("pressure", what).into());
         }
         tally.checked += figures.touched.pages;
         tally.stored += figures.swap.stores;

@@ -5,10 +5,9 @@
 //! last time is known to have been written. Then it gives the right back, to one page first and then to all, while the
 //! others wait in their page faults.
 
-use super::{Cx, Failure, Finding, vec_of};
+use super::{Cx, Failure, Finding, stored, vec_of};
 use crate::space::rights::Way;
 use crate::space::{BareSpace, Pages};
-use core::fmt;
 use core::ptr;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
@@ -32,23 +31,6 @@ const TURNS: u64 = 60;
 const PATIENCE: u64 = 1_000_000;
 /// Loops between two looks.
 const WAIT: u64 = 3000;
-
-#[derive(Clone, Copy, Debug)]
-pub enum Broken {
-    /// A store went through after the right to it had gone, or where nobody had it.
-    Stored(u64),
-    /// A page was written and is not known to have been.
-    Forgotten(u64),
-}
-
-impl fmt::Display for Broken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Broken::Stored(at) => write!(f, "{at:#x} was stored to although it is read-only on all CPUs"),
-            Broken::Forgotten(at) => write!(f, "the page at {at:#x} was written and is taken for clean"),
-        }
-    }
-}
 
 /// Zeroes come where somebody counts.
 struct Counters;
@@ -146,12 +128,14 @@ fn judge(cx: Cx<'_>, space: &BareSpace<'_>, random: &mut Random, plant: Plant, u
         let moved = |number: &u64| sum(*number) != before[*number as usize];
         wait(WAIT);
         if let Some(number) = (0..PAGES).find(moved) {
-            return Err(Finding::Rights(Broken::Stored(page(number))).into());
+            return Err(stored(page(number)).into());
         }
         for number in 0..PAGES {
             let (before, counted) = (before[number as usize], &mut counted[number as usize]);
             if before != *counted && space.is_dirty(cx, VirtAddr::new(page(number))) == Some(false) {
-                return Err(Finding::Rights(Broken::Forgotten(page(number))).into());
+                let at = page(number);
+                let what = format_args!("the page at {at:#x} was written and is taken for clean");
+                return Err(Finding::new("rights", what).into());
             }
             *counted = before;
         }
@@ -167,7 +151,7 @@ fn judge(cx: Cx<'_>, space: &BareSpace<'_>, random: &mut Random, plant: Plant, u
         }
         space.age(cx, all)?;
         if let Some(number) = (0..PAGES).filter(|number| *number != chosen).find(moved) {
-            return Err(Finding::Rights(Broken::Stored(page(number))).into());
+            return Err(stored(page(number)).into());
         }
         space.unseal(cx, all)?;
         wait(random.below(4 * WAIT));

@@ -45,15 +45,13 @@ fn pattern(frame: u64) -> u64 {
     !frame.wrapping_mul(0xd6e8_feb8_6659_fd93)
 }
 
-#[derive(Clone, Copy, Debug)]
-pub struct StaleWord {
-    /// Where it was read: an address, or a frame's address in the direct map.
-    pub at: u64,
-    pub expected: u64,
-    pub found: u64,
-    /// Whether somebody wrote to a frame after its flush; otherwise somebody read through what was gone.
-    pub written: bool,
-    pub cpu: u32,
+/// A word is not what it should be: somebody wrote to a frame after its flush, or read through what was gone. `at` is an address, or a
+/// frame's in the direct map. `None` if it is right.
+pub fn stale(at: u64, expected: u64, found: u64, written: bool) -> Option<Finding> {
+    let what = if written { "was written to after its flush" } else { "was read through what is gone" };
+    let cpu = percpu::current();
+    let words = format_args!("{at:#x} {what}: {found:#x} instead of {expected:#x}, seen by cpu{cpu}");
+    (found != expected).then(|| Finding::new("translations", words))
 }
 
 struct Checked;
@@ -77,7 +75,7 @@ struct Round<'a> {
     plant: Plant,
     until: u64,
     stop: AtomicBool,
-    found: Lock<SpinLock, Option<StaleWord>>,
+    found: Lock<SpinLock, Option<Finding>>,
     unmaps: AtomicU64,
     resized: AtomicU64,
 }
@@ -91,7 +89,7 @@ pub struct Tally {
 }
 
 impl Round<'_> {
-    fn report(&self, stale: StaleWord) {
+    fn report(&self, stale: Finding) {
         self.stop.store(true, Ordering::Relaxed);
         self.found.lock().get_or_insert(stale);
     }
@@ -123,7 +121,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
     unsafe { tlb::miss_one(false) };
     let Round { space, found, unmaps, resized, .. } = round;
     if let Some(stale) = found.lock().take() {
-        return Err(Finding::Translations(stale).into());
+        return Err(stale.into());
     }
     let flushes = space.flushes();
     debug_assert!(flushes > 0);
@@ -171,14 +169,13 @@ impl List<'_> {
     }
 
     /// Looks at the word that CPUs write to, and at one more of every frame.
-    fn check(&self, cpu: u32, random: &mut Random) -> Option<StaleWord> {
+    fn check(&self, random: &mut Random) -> Option<Finding> {
         self.frames().find_map(|frame| {
             [WRITTEN, random.below(WORDS)].into_iter().find_map(|index| {
                 let at = layout::direct(frame * PAGE_BYTES).cast::<u64>().wrapping_add(index as usize);
                 // SAFETY: as in `overwrite`.
                 let found = unsafe { at.read_volatile() };
-                let stale = StaleWord { at: at as u64, expected: pattern(frame), found, written: true, cpu };
-                (found != stale.expected).then_some(stale)
+                stale(at as u64, pattern(frame), found, true)
             })
         })
     }
@@ -193,7 +190,6 @@ impl List<'_> {
 }
 
 fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut Random) {
-    let cpu = percpu::current();
     for _ in 0..STEPS {
         // Relaxed: only to end sooner.
         if round.stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= round.until {
@@ -211,7 +207,7 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
             }
         }
         if random.below(4) != 0 {
-            if let Some(stale) = touch(cpu, random) {
+            if let Some(stale) = touch(random) {
                 return round.report(stale);
             }
             continue;
@@ -241,7 +237,7 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
                 list.overwrite();
                 // Long enough for somebody to notice.
                 for _ in 0..64 {
-                    if let Some(stale) = touch(cpu, random) {
+                    if let Some(stale) = touch(random) {
                         round.report(stale);
                     }
                 }
@@ -260,7 +256,7 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
         let mut list = list.borrow_mut();
         list.overwrite();
         for _ in 0..2 {
-            if let Some(stale) = list.check(cpu, random) {
+            if let Some(stale) = list.check(random) {
                 return round.report(stale);
             }
         }
@@ -269,7 +265,7 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
 }
 
 /// Reads and writes words of pages of the space; pages that are not there come.
-fn touch(cpu: u32, random: &mut Random) -> Option<StaleWord> {
+fn touch(random: &mut Random) -> Option<Finding> {
     (0..TOUCHES).find_map(|_| {
         let page = START + random.below(PIECES * 512) * PAGE_BYTES;
         let index = random.below(WORDS);
@@ -279,7 +275,6 @@ fn touch(cpu: u32, random: &mut Random) -> Option<StaleWord> {
             at(WRITTEN).write_volatile(word(page, WRITTEN));
             at(index).read_volatile()
         };
-        let stale = StaleWord { at: page + 8 * index, expected: word(page, index), found, written: false, cpu };
-        (found != stale.expected).then_some(stale)
+        stale(page + 8 * index, word(page, index), found, false)
     })
 }

@@ -1,6 +1,7 @@
 //! Whether every descriptor that somebody owns is memory of its own, on every CPU, and no frame is missing.
 
 use super::super::{free_all, vec_for};
+use super::super::{lost, overwritten};
 use super::{Cx, Failure, Finding, Pool};
 use crate::commands::selftest::descriptors::WORD;
 use crate::commands::selftest::frames_stress::unowned_pages;
@@ -45,7 +46,7 @@ fn write(frame: u64, words: Range<usize>) {
 fn read(cpu: u32, frame: u64, mut words: Range<usize>) -> Result<(), Finding> {
     let Some(descriptor) = frames().descriptor(Pfn::new(frame)) else { return Ok(()) };
     let wrong = words.find_map(|word| Some(descriptor.load(word)).filter(|found| *found != mark(frame, word)));
-    wrong.map_or(Ok(()), |found| Err(Finding::Descriptor { frame, found, cpu }))
+    wrong.map_or(Ok(()), |found| Err(overwritten(frame, found, cpu)))
 }
 
 fn huge_order() -> Order {
@@ -80,7 +81,7 @@ impl Intact {
         let pooled: u64 = pools.iter().map(|pool| pool.counts(cx).counts.total * pool.size().pages()).sum();
         let found = unowned_pages(cx) + vmemmap::audit().frames + pooled;
         if found != self.frames {
-            return Err(Finding::Lost { expected: self.frames, found }.into());
+            return Err(lost(self.frames, found).into());
         }
         let mut order = huge_order();
         while self.free.len() < self.free.capacity() {
