@@ -6,8 +6,10 @@
 //! process wrote last, the mark, and one of the words that follow.
 
 mod figures;
+mod part;
 
 pub use figures::{AgeFigures, METRICS};
+pub use part::{OWN_AT, Part, SHARED_AT, Turn, set_up};
 
 use crate::random::Random;
 use core::fmt;

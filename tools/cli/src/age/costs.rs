@@ -1,6 +1,6 @@
 //! What ageing alone costs, by the run and page by page, with all that it causes.
 
-use crate::age::rig::{NODE, OnHost, Rig, SHARED_AT, Touches, on_machine};
+use crate::age::rig::{NODE, OnHost, Rig, Touches, on_machine};
 use crate::age::run::RunConfig;
 use crate::machine::Machine;
 use anyhow::{Context, Result};
@@ -9,7 +9,7 @@ use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::interrupt;
 use hugemm_reclaim::{Ageing, BATCH, ShrinkBudget, Step};
 use hugemm_vm::AddressSpaceRef;
-use hugemm_workloads::age::Touch;
+use hugemm_workloads::age::{SHARED_AT, Touch};
 use std::time::Instant;
 
 /// What ageing of the same pages has cost in one way.

@@ -15,14 +15,10 @@ use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, Reclaim, Step};
-use hugemm_vm::{AddressSpaceRef, Backing, Cx, Parts, Setup, SharedRef, Vm, VmaKind};
-use hugemm_workloads::age::{InPlace, Touch, marks};
+use hugemm_vm::{AddressSpaceRef, Cx, Parts, Setup, SharedRef, Vm};
+use hugemm_workloads::age::{InPlace, Touch, marks, set_up};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-
-/// Where the shared region begins in every space, and where a process's own memory does.
-pub const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
-pub const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
 
 pub const NODE: NodeId = NodeId(0);
 
@@ -148,12 +144,7 @@ impl<'h> Rig<'_, 'h> {
             let mut spaces = Vec::new();
             for _ in 0..config.procs {
                 let space = self.vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?)?;
-                let kind = VmaKind::private(config.page);
-                let span = VirtRange::new(SHARED_AT, config.shared)?;
-                self.vm.map(cx, &space, span, kind, Backing::Shared(&object, 0))?;
-                if own > 0 {
-                    self.vm.map(cx, &space, VirtRange::new(OWN_AT, own)?, kind, Backing::Private)?;
-                }
+                set_up(cx, self.vm, &space, &object, [config.shared, own], config.page)?;
                 spaces.push(space);
             }
             Ok((object, spaces))

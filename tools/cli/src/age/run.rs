@@ -1,24 +1,21 @@
 //! Processes on one machine of `hugemm bench age`, with a worker that reclaims; each window of each process is checked.
 
-use crate::age::rig::{NODE, OWN_AT, OnHost, Rig, SHARED_AT, Touches, on_machine};
+use crate::age::rig::{NODE, OnHost, Rig, Touches, on_machine};
 use crate::age::watch::{OnDrop, Watch};
 use crate::machine::Machine;
 use crate::worker;
-use anyhow::{Result, bail};
+use anyhow::Result;
 use hugemm_base::{Cpu, CpuCx, CpuId, Never, PageSize};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::interrupt;
 use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_reclaim::{Ageing, LruPolicy, Steps};
-use hugemm_vm::{AddressSpaceRef, Pinned};
-use hugemm_workloads::age::{AgeFigures, Process};
+use hugemm_vm::AddressSpaceRef;
+use hugemm_workloads::age::{AgeFigures, Part, Turn};
 use hugemm_workloads::random::Random;
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
-
-/// One of so many forks ends a pin.
-const PIN_EACH: u64 = 16;
 
 /// Windows that each process gets at least, however short the time.
 const LEAST_WINDOWS: usize = 16;
@@ -123,77 +120,46 @@ impl<'h> Rig<'_, 'h> {
     ) -> Result<AgeFigures> {
         let cpu = cx.platform().current();
         let touches = Touches(self.mmu);
-        let mine: Vec<u32> = (0..config.procs).filter(|process| process % config.cpus == cpu.0).collect();
-        let mut wrote: Vec<Vec<u32>> = mine.iter().map(|_| vec![0; (config.shared >> 12) as usize]).collect();
-        let mut private: Vec<Vec<u32>> = mine.iter().map(|_| vec![0; (own >> 12) as usize]).collect();
-        let mut stores = vec![0; mine.len()];
-        let mut pins: Vec<Option<Pinned<'_>>> = mine.iter().map(|_| None).collect();
+        let mine = (0..config.procs).filter(|process| process % config.cpus == cpu.0);
+        let (shared, own) = ((config.shared >> 12) as usize, (own >> 12) as usize);
+        let mut records: Vec<(u32, [Vec<u32>; 3])> =
+            mine.map(|process| (process, [shared, own, own].map(|pages| vec![0; pages]))).collect();
+        let known = records.iter_mut();
+        let mut parts: Vec<Part<'_, '_>> =
+            known.map(|(process, [shared, own, spare])| Part::new(*process, shared, own, spare)).collect();
         let mut random = Random::new(u64::from(cpu.0) + 7);
         let (pager, is_worker) = (self.vm.pager(), cpu.0 == 0 && config.cpus == self.host.cpus());
         let mut done = AgeFigures::default();
         let begin = Instant::now();
         let mut turn = 0;
         // On a machine that is busy with other things, however little time they leave, memory runs short all the same.
-        let least = LEAST_WINDOWS * mine.len();
+        let least = LEAST_WINDOWS * parts.len();
         while (begin.elapsed() < config.time || turn < least) && watch.goes_on() {
             interrupt::check()?;
             if is_worker && pager.take_wake(NODE) {
                 pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
             }
-            if mine.is_empty() {
+            if parts.is_empty() {
                 self.vm.shootdown().handle_ipi(cx);
                 continue;
             }
-            let which = turn % mine.len();
+            let part = turn % parts.len();
+            let part = &mut parts[part];
             turn += 1;
-            let space = &spaces[mine[which] as usize];
-            space.tlb().switch_in(self.vm.shootdown(), cx);
-            let regions = [(SHARED_AT, &mut wrote[which], false), (OWN_AT, &mut private[which], true)];
-            let mut result = Ok(());
-            for (at, wrote, alone) in regions {
-                if wrote.is_empty() || result.is_err() {
-                    continue;
-                }
-                let random = Random::new(random.below(u64::MAX));
-                let mut process = Process { number: mine[which], at, wrote, alone, random, stores: stores[which] };
-                result = process.window(cx, self.vm, space, &touches, 0, &mut done.touched);
-                stores[which] = process.stores;
+            let space = &spaces[part.number as usize];
+            let forks = config.check && turn % 4 == 0;
+            if forks {
+                self.poison.strike(cx, self.vm.frames(), &mut random);
             }
-            space.tlb().switch_out(self.vm.shootdown(), cx);
+            let (page, random, touched) = (config.page, &mut random, &mut done.touched);
+            let result = part.turn(cx, self.vm, space, &touches, Turn { page, hot: 0, forks, random, touched });
             done.windows += 1;
             watch.step();
             result?;
-            if config.check && turn % 4 == 0 {
-                self.poison.strike(cx, self.vm.frames(), &mut random);
-                let mut spare = vec![0; private[which].len()];
-                let (number, random) = (mine[which], Random::new(random.below(u64::MAX)));
-                let (wrote, stores) = (&mut private[which], &mut stores[which]);
-                let mut process = Process { number, at: OWN_AT, wrote, alone: true, random, stores: *stores };
-                let (vm, touched) = (self.vm, &mut done.touched);
-                // A device has a page while others reclaim, and while the process touches, forks and unmaps.
-                if pins[which].is_none() {
-                    pins[which] = process.pin(cx, vm, space, config.page, touched)?;
-                }
-                let result = process.fork_and_unmap(cx, vm, space, &touches, config.page, &mut spare, touched);
-                let pinned = pins[which].as_ref();
-                let looked = pinned.map_or(Ok(false), |pinned| process.look_at_pinned(cx, vm, space, pinned))?;
-                if (!looked || process.random.below(PIN_EACH) == 0)
-                    && let Some(pinned) = pins[which].take()
-                    && vm.unpin(cx, space, pinned).is_err()
-                {
-                    bail!("a pin is another space's");
-                }
-                result?;
-                *stores = process.stores;
-            }
         }
         done.seconds = begin.elapsed().as_secs_f64();
-        for (number, pinned) in mine.iter().zip(pins) {
-            if let Some(pinned) = pinned
-                && self.vm.unpin(cx, &spaces[*number as usize], pinned).is_err()
-            {
-                bail!("a pin is another space's");
-            }
+        for part in &mut parts {
+            part.unpin(cx, self.vm, &spaces[part.number as usize])?;
         }
         Ok(done)
     }
@@ -206,7 +172,7 @@ mod tests {
     use anyhow::Context;
     use hugemm_base::{Pfn, VirtAddr, VirtRange};
     use hugemm_vm::{Backing, VmaKind};
-    use hugemm_workloads::age::{Failed, Touched};
+    use hugemm_workloads::age::{Failed, OWN_AT, Process, Touched};
     use std::sync::atomic::{AtomicU64, Ordering};
 
     /// What comes of a machine of one CPU on which `f` does something.

@@ -8,7 +8,7 @@ use super::{Cx, Failure, vec_of};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr};
 use hugemm_kernel::arch::interrupts;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::page_fault;
@@ -17,13 +17,9 @@ use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{percpu, smp, vm};
 use hugemm_kernel_commands::patience::Patience;
 use hugemm_reclaim::{Ageing, LruPolicy, Swap};
-use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Pinned, SharedRef, Vm, VmError, VmaKind};
-use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Process, Touch, Touched, Words, marks};
+use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Vm, VmError};
+use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Part, Touch, Touched, Turn, Words, marks, set_up};
 use hugemm_workloads::random::Random;
-
-/// Where the shared region begins in every space, and where a process's own memory does.
-const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
-const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
 
 const NODE: NodeId = NodeId(0);
 
@@ -35,9 +31,6 @@ const IDLE: u64 = 60_000_000_000;
 
 /// or at so many for each frame, an order of magnitude more than it takes.
 const LOOKS: u64 = 64;
-
-/// One of so many forks ends a pin.
-const PIN_EACH: u64 = 16;
 
 /// A CPU forks after so many windows.
 const FORK_EACH: usize = 4;
@@ -114,7 +107,7 @@ fn run_processes<'a>(
     let mut spaces: [Option<AddressSpaceRef<'_, OurSpaces<'a>>>; MOST] = [const { None }; MOST];
     let made = spaces.iter_mut().take(plan.procs as usize).try_for_each(|place| {
         let space = place.insert(vm.create(cx, vm::lower_half()?)?);
-        set_up(cx, vm, space, &object, plan, own)
+        set_up(cx, vm, space, &object, [plan.shared, own], plan.page)
     });
     let result = made.map_err(Failure::from).and_then(|()| play_all(cx, vm, store, plan, own, &spaces, records));
     for space in spaces.iter_mut().filter_map(Option::take) {
@@ -122,43 +115,6 @@ fn run_processes<'a>(
     }
     vm.close(cx, object).map_err(|(error, _)| error)?;
     result
-}
-
-fn set_up<'a>(
-    cx: Cx<'_>,
-    vm: &SwapVm<'a>,
-    space: &AddressSpace<OurSpaces<'a>>,
-    object: &SharedRef<'_, OurSpaces<'a>>,
-    plan: &ProcessPlan,
-    own: u64,
-) -> Result<(), VmError> {
-    let kind = VmaKind::private(plan.page);
-    let span = |at, bytes| VirtRange::new(at, bytes).map_err(|_| VmError::OutOfBounds { at });
-    vm.map(cx, space, span(SHARED_AT, plan.shared)?, kind, Backing::Shared(object, 0))?;
-    if own > 0 {
-        vm.map(cx, space, span(OWN_AT, own)?, kind, Backing::Private)?;
-    }
-    Ok(())
-}
-
-/// What a process knows: what it wrote last into each page that it shares, and of its own; a child's.
-struct Part<'b, 'v> {
-    number: u32,
-    shared: &'b mut [u32],
-    own: &'b mut [u32],
-    spare: &'b mut [u32],
-    stores: u32,
-    /// A page of its own that a device has.
-    pinned: Option<Pinned<'v>>,
-}
-
-impl Part<'_, '_> {
-    fn unpin<'a>(&mut self, cx: Cx<'_>, vm: &SwapVm<'a>, space: &AddressSpace<OurSpaces<'a>>) {
-        if let Some(pinned) = self.pinned.take() {
-            // Its own: it cannot be refused.
-            let _ = vm.unpin(cx, space, pinned);
-        }
-    }
 }
 
 fn play_all<'a>(
@@ -177,7 +133,7 @@ fn play_all<'a>(
         let (number, record) = records.lock().next()?;
         let (shared, rest) = record.split_at_mut(shared);
         let (own, spare) = rest.split_at_mut(own);
-        Some(Part { number: number as u32, shared, own, spare, stores: 0, pinned: None })
+        Some(Part::new(number as u32, shared, own, spare))
     };
     let (stop, start) = (AtomicBool::new(false), smp::Rendezvous::new(cpus));
     let total: Lock<SpinLock, Result<AgeFigures, Failure>> = Lock::new(Ok(AgeFigures::default()));
@@ -198,10 +154,10 @@ fn play_all<'a>(
             random,
             touched: Touched::default(),
         };
-        let windows = task.play(cx, cpu == plan.worker(), &mut parts[..mine]);
+        let mut windows = task.play(cx, cpu == plan.worker(), &mut parts[..mine]);
         for part in parts.iter_mut().flatten() {
             if let Some(space) = spaces.get(part.number as usize).and_then(Option::as_ref) {
-                part.unpin(cx, vm, space);
+                windows = part.unpin(cx, vm, space).and(windows);
             }
         }
         let mut total = total.lock();
@@ -280,44 +236,11 @@ impl<'t> Task<'t, '_, '_> {
     fn turn(&mut self, cx: Cx<'_>, part: &mut Part<'_, 't>, forks: bool) -> Result<(), Failed> {
         let Some(space) = self.spaces.get(part.number as usize).and_then(Option::as_ref) else { return Ok(()) };
         let touch = ByHardware::default();
-        let regions = [(SHARED_AT, &mut *part.shared, false), (OWN_AT, &mut *part.own, true)];
-        for (at, wrote, alone) in regions {
-            if wrote.is_empty() {
-                continue;
-            }
-            let random = Random::new(self.random.below(u64::MAX));
-            let mut process = Process { number: part.number, at, wrote, alone, random, stores: part.stores };
-            let (vm, hot, touched, mut result) = (self.vm, self.plan.hot, &mut self.touched, Ok(()));
-            touch.with(cx, vm, space, &mut |cx| {
-                result = process
-                    .window(cx, vm, space, &touch, hot, touched)
-                    .and_then(|()| process.read_whole(cx, vm, space, &touch, hot, touched));
-            });
-            part.stores = process.stores;
-            touch.refusal().and(result)?;
-        }
-        if self.plan.forks && forks {
-            let random = Random::new(self.random.below(u64::MAX));
-            let (number, at, wrote, stores) = (part.number, OWN_AT, &mut *part.own, part.stores);
-            let mut process = Process { number, at, wrote, alone: true, random, stores };
-            let (vm, touched) = (self.vm, &mut self.touched);
-            let (page, spare) = (self.plan.page, &mut *part.spare);
-            // A device has a page while others reclaim, and while the process touches, forks and unmaps.
-            if part.pinned.is_none() {
-                part.pinned = process.pin(cx, vm, space, page, touched)?;
-            }
-            let result = process.fork_and_unmap(cx, vm, space, &touch, page, spare, touched);
-            let looked = part.pinned.as_ref().map_or(Ok(false), |pinned| process.look_at_pinned(cx, vm, space, pinned));
-            let ends = looked != Ok(true) || process.random.below(PIN_EACH) == 0;
-            let result = looked.map(|_| ()).and(result);
-            part.stores = process.stores;
-            if ends {
-                part.unpin(cx, vm, space);
-            }
-            touch.refusal().and(result)?;
-        }
+        let ProcessPlan { page, hot, .. } = *self.plan;
+        let (forks, random, touched) = (self.plan.forks && forks, &mut self.random, &mut self.touched);
+        let result = part.turn(cx, self.vm, space, &touch, Turn { page, hot, forks, random, touched });
         self.touched.faults += touch.faults.get();
-        Ok(())
+        touch.refusal().and(result)
     }
 }
 
