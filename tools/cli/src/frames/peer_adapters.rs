@@ -1,28 +1,29 @@
-//! One adapter for each allocator of the registry that is compared with. What each can do is in [`OneCpu`]'s constants.
+//! One adapter for each allocator of the registry that is compared with, under one spin lock, because no two CPUs can call it at once.
 
 use crate::frames::llfree::LlFree;
-use crate::frames::peers::{Locked, OneCpu, Visit};
+use crate::frames::peers::{Peer, Visit};
 use anyhow::{Result, ensure};
 use bitmap_allocator::{BitAlloc, BitAlloc16M};
 use buddy_slab_allocator::BuddyAllocator;
 use buddy_system_allocator::FrameAllocator;
 use free_list::{FreeList, PageLayout, PageRange};
+use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Order, PAGE_BYTES, PAGE_SHIFT};
 use hugemm_workloads::size::Size;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 pub fn each(visitor: &mut impl Visit) -> Result<()> {
-    visitor.visit::<Locked<BuddySystem>>()?;
-    visitor.visit::<Locked<Bitmap>>()?;
-    visitor.visit::<Locked<Holes>>()?;
-    visitor.visit::<Locked<BuddySlab>>()?;
+    visitor.visit::<BuddySystem>()?;
+    visitor.visit::<Bitmap>()?;
+    visitor.visit::<Holes>()?;
+    visitor.visit::<BuddySlab>()?;
     visitor.visit::<LlFree>()
 }
 
 /// rCore's buddy system: an ordered set of block numbers per order, on the heap.
-pub struct BuddySystem(FrameAllocator<{ Order::MAX.get() as usize + 1 }>);
+pub struct BuddySystem(Lock<SpinLock, FrameAllocator<{ Order::MAX.get() as usize + 1 }>>);
 
-impl OneCpu for BuddySystem {
+impl Peer for BuddySystem {
     const NAME: &'static str = "buddy_system_allocator";
     const DIVISIBLE: bool = true;
     const CLAIMS: bool = true;
@@ -30,30 +31,30 @@ impl OneCpu for BuddySystem {
     fn new(frames: u64) -> Result<Self> {
         let mut buddy = FrameAllocator::new();
         buddy.add_frame(0, frames as usize);
-        Ok(BuddySystem(buddy))
+        Ok(BuddySystem(Lock::new(buddy)))
     }
 
-    fn alloc(&mut self, order: Order) -> Option<u64> {
-        self.0.alloc(order.pages() as usize).map(|frame| frame as u64)
+    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
+        self.0.lock().alloc(order.pages() as usize).map(|frame| frame as u64)
     }
 
-    fn free(&mut self, frame: u64, order: Order) {
-        self.0.dealloc(frame as usize, order.pages() as usize);
+    fn free(&self, _cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
+        self.0.lock().dealloc(frame as usize, order.pages() as usize);
     }
 
-    fn free_range(&mut self, first: u64, pages: u64) {
-        self.0.dealloc(first as usize, pages as usize);
+    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
+        self.0.lock().dealloc(first as usize, pages as usize);
     }
 
-    fn claim(&mut self, first: u64, pages: u64) -> bool {
-        self.0.alloc_at(first as usize, pages as usize).is_some()
+    fn claim(&self, first: u64, pages: u64) -> bool {
+        self.0.lock().alloc_at(first as usize, pages as usize).is_some()
     }
 }
 
 /// rCore's bitmap: a tree of 16-bit words.
-pub struct Bitmap(Box<BitAlloc16M>);
+pub struct Bitmap(Lock<SpinLock, Box<BitAlloc16M>>);
 
-impl OneCpu for Bitmap {
+impl Peer for Bitmap {
     const NAME: &'static str = "bitmap-allocator";
     const DIVISIBLE: bool = true;
     const CLAIMS: bool = true;
@@ -66,35 +67,35 @@ impl OneCpu for Bitmap {
         );
         let mut bits = Box::<BitAlloc16M>::default();
         bits.insert(0..frames as usize);
-        Ok(Bitmap(bits))
+        Ok(Bitmap(Lock::new(bits)))
     }
 
-    fn alloc(&mut self, order: Order) -> Option<u64> {
+    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
         let frame = match order.get() {
-            0 => self.0.alloc(),
-            order => self.0.alloc_contiguous(None, 1 << order, order as usize),
+            0 => self.0.lock().alloc(),
+            order => self.0.lock().alloc_contiguous(None, 1 << order, order as usize),
         };
         frame.map(|frame| frame as u64)
     }
 
-    fn free(&mut self, frame: u64, order: Order) {
+    fn free(&self, _cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
         match order.get() {
-            0 => self.0.dealloc(frame as usize),
-            order => self.0.dealloc_contiguous(frame as usize, 1 << order),
+            0 => self.0.lock().dealloc(frame as usize),
+            order => self.0.lock().dealloc_contiguous(frame as usize, 1 << order),
         };
     }
 
-    fn free_range(&mut self, first: u64, pages: u64) {
-        self.0.dealloc_contiguous(first as usize, pages as usize);
+    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
+        self.0.lock().dealloc_contiguous(first as usize, pages as usize);
     }
 
-    fn claim(&mut self, first: u64, pages: u64) -> bool {
-        self.0.alloc_contiguous(Some(first as usize), pages as usize, 0).is_some()
+    fn claim(&self, first: u64, pages: u64) -> bool {
+        self.0.lock().alloc_contiguous(Some(first as usize), pages as usize, 0).is_some()
     }
 }
 
 /// Hermit's list of free ranges, first fit.
-pub struct Holes(FreeList<16>);
+pub struct Holes(Lock<SpinLock, FreeList<16>>);
 
 /// free-list counts from 0 in bytes, and cannot hold a range that begins there.
 fn range(first: u64, pages: u64) -> Option<PageRange> {
@@ -102,47 +103,47 @@ fn range(first: u64, pages: u64) -> Option<PageRange> {
     PageRange::from_start_len(start, (pages << PAGE_SHIFT) as usize).ok()
 }
 
-impl OneCpu for Holes {
+impl Peer for Holes {
     const NAME: &'static str = "free-list";
     const DIVISIBLE: bool = true;
     const CLAIMS: bool = true;
     const SCANS_HOLES: bool = true;
 
     fn new(frames: u64) -> Result<Self> {
-        let mut holes = Holes(FreeList::new());
-        holes.free_range(0, frames);
+        let holes = Holes(Lock::new(FreeList::new()));
+        holes.free_range(|| 0, 0, frames);
         Ok(holes)
     }
 
-    fn alloc(&mut self, order: Order) -> Option<u64> {
+    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
         let bytes = order.bytes() as usize;
         let layout = PageLayout::from_size_align(bytes, bytes).ok()?;
-        let range = self.0.allocate(layout).ok()?;
+        let range = self.0.lock().allocate(layout).ok()?;
         Some((range.start() as u64 - Order::MAX.bytes()) >> PAGE_SHIFT)
     }
 
-    fn free(&mut self, frame: u64, order: Order) {
-        self.free_range(frame, order.pages());
+    fn free(&self, cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
+        self.free_range(cpu, frame, order.pages());
     }
 
-    fn free_range(&mut self, first: u64, pages: u64) {
+    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
         if let Some(range) = range(first, pages) {
             // SAFETY: the frames are numbers; the loops free what they took, once. (An error means that the list knew
             // the range as free.)
-            let freed = unsafe { self.0.deallocate(range) };
+            let freed = unsafe { self.0.lock().deallocate(range) };
             debug_assert!(freed.is_ok());
         }
     }
 
-    fn claim(&mut self, first: u64, pages: u64) -> bool {
-        range(first, pages).is_some_and(|range| self.0.allocate_at(range).is_ok())
+    fn claim(&self, first: u64, pages: u64) -> bool {
+        range(first, pages).is_some_and(|range| self.0.lock().allocate_at(range).is_ok())
     }
 }
 
 /// ArceOS's buddy allocator: a record per page, at the beginning of its memory. The memory is address space that is
 /// never touched but for the records.
 pub struct BuddySlab {
-    buddy: BuddyAllocator<{ PAGE_BYTES as usize }>,
+    buddy: Lock<SpinLock, BuddyAllocator<{ PAGE_BYTES as usize }>>,
     map: *mut u8,
     bytes: usize,
     /// Address of frame 0.
@@ -152,10 +153,12 @@ pub struct BuddySlab {
 /// How many pages its own data may take besides the records.
 const SLACK: usize = 4;
 
-// SAFETY: the mapping belongs to this value alone.
+// SAFETY: the mapping belongs to this value alone, and is used under the lock.
 unsafe impl Send for BuddySlab {}
+// SAFETY: as above.
+unsafe impl Sync for BuddySlab {}
 
-impl OneCpu for BuddySlab {
+impl Peer for BuddySlab {
     const NAME: &'static str = "buddy-slab-allocator";
     const DIVISIBLE: bool = false;
     const CLAIMS: bool = false;
@@ -170,38 +173,41 @@ impl OneCpu for BuddySlab {
         let map: *mut u8 = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }?.cast();
         // SAFETY: the mapping made above. Advice may be refused; it is only about speed.
         let _ = unsafe { madvise(map.cast(), bytes, Advice::LinuxHugepage) };
-        let mut peer = BuddySlab { buddy: BuddyAllocator::new(), map, bytes, first: 0 };
+        let mut peer = BuddySlab { buddy: Lock::new(BuddyAllocator::new()), map, bytes, first: 0 };
+        let mut buddy = peer.buddy.lock();
         for slack in 0..=SLACK {
             // SAFETY: the mapping made above is zero, writable, lives as long as the peer, and is used for nothing else.
             let region = unsafe {
                 std::slice::from_raw_parts_mut(map, bytes - SLACK * PAGE_BYTES as usize + slack * PAGE_BYTES as usize)
             };
             // SAFETY: as above; what it has written before, it forgets.
-            unsafe { peer.buddy.init(region) }.map_err(|error| anyhow::anyhow!("buddy-slab-allocator: {error:?}"))?;
-            if peer.buddy.total_pages() as u64 == frames {
+            unsafe { buddy.init(region) }.map_err(|error| anyhow::anyhow!("buddy-slab-allocator: {error:?}"))?;
+            if buddy.total_pages() as u64 == frames {
                 break;
             }
         }
-        ensure!(peer.buddy.total_pages() as u64 == frames, "buddy-slab-allocator cannot manage {frames} frames");
-        peer.first = peer.buddy.section(0).map_or(0, |section| section.start);
+        ensure!(buddy.total_pages() as u64 == frames, "buddy-slab-allocator cannot manage {frames} frames");
+        let first = buddy.section(0).map_or(0, |section| section.start);
+        drop(buddy);
+        peer.first = first;
         Ok(peer)
     }
 
-    fn alloc(&mut self, order: Order) -> Option<u64> {
+    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
         // Natural alignment is relative to its first frame.
-        let address = self.buddy.alloc_pages(order.pages() as usize, PAGE_BYTES as usize).ok()?;
+        let address = self.buddy.lock().alloc_pages(order.pages() as usize, PAGE_BYTES as usize).ok()?;
         Some(((address - self.first) >> PAGE_SHIFT) as u64)
     }
 
-    fn free(&mut self, frame: u64, order: Order) {
-        self.buddy.dealloc_pages(self.first + ((frame as usize) << PAGE_SHIFT), order.pages() as usize);
+    fn free(&self, _cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
+        self.buddy.lock().dealloc_pages(self.first + ((frame as usize) << PAGE_SHIFT), order.pages() as usize);
     }
 
-    fn free_range(&mut self, first: u64, pages: u64) {
-        self.buddy.dealloc_pages(self.first + ((first as usize) << PAGE_SHIFT), pages as usize);
+    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
+        self.buddy.lock().dealloc_pages(self.first + ((first as usize) << PAGE_SHIFT), pages as usize);
     }
 
-    fn claim(&mut self, _first: u64, _pages: u64) -> bool {
+    fn claim(&self, _first: u64, _pages: u64) -> bool {
         false
     }
 }

@@ -2,7 +2,6 @@
 //! CPUs can call at once, each under one spin lock, which is how they are used.
 
 use anyhow::Result;
-use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_workloads::alloc_free::{Source, Unclaimed};
@@ -30,54 +29,6 @@ pub trait Peer: Send + Sync + Sized + 'static {
     fn free_range(&self, cpu: impl FnOnce() -> u32, first: u64, pages: u64);
     /// Takes particular frames; false if they are in use.
     fn claim(&self, first: u64, pages: u64) -> bool;
-}
-
-/// One that a single CPU at a time can use: see [`Peer`].
-#[allow(missing_docs, reason = "as in `Peer`")]
-pub trait OneCpu: Send + Sized + 'static {
-    const NAME: &'static str;
-    const DIVISIBLE: bool;
-    const CLAIMS: bool;
-    const SCANS_HOLES: bool = false;
-
-    fn new(frames: u64) -> Result<Self>;
-    fn alloc(&mut self, order: Order) -> Option<u64>;
-    fn free(&mut self, frame: u64, order: Order);
-    fn free_range(&mut self, first: u64, pages: u64);
-    fn claim(&mut self, first: u64, pages: u64) -> bool;
-}
-
-/// Such a one under its lock.
-pub struct Locked<T>(Lock<SpinLock, T>);
-
-impl<T: OneCpu> Peer for Locked<T> {
-    const NAME: &'static str = T::NAME;
-    const DIVISIBLE: bool = T::DIVISIBLE;
-    const CLAIMS: bool = T::CLAIMS;
-    const SCANS_HOLES: bool = T::SCANS_HOLES;
-
-    fn new(frames: u64) -> Result<Self> {
-        Ok(Locked(Lock::new(T::new(frames)?)))
-    }
-
-    #[inline]
-    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
-        self.0.lock().alloc(order)
-    }
-
-    #[inline]
-    fn free(&self, _cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
-        self.0.lock().free(frame, order);
-    }
-
-    #[inline]
-    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
-        self.0.lock().free_range(first, pages);
-    }
-
-    fn claim(&self, first: u64, pages: u64) -> bool {
-        self.0.lock().claim(first, pages)
-    }
 }
 
 /// A peer that manages the frames of an area.
