@@ -232,16 +232,9 @@ pub trait Site<'c, 'v, 'm, S: Setup> {
     /// or leave it.
     fn load(&mut self, cx: &mut Cx<'c, S>, guest: u32, space: &AddressSpaceRef<'_, S>, on: bool);
 
-    /// The calling CPU plays a guest from here on, or has done so: it has the guest's space loaded, so that who takes its pages away
-    /// meanwhile waits for it.
-    fn play(&mut self, cx: &mut Cx<'c, S>, space: &AddressSpaceRef<'_, S>, on: bool);
-
     /// Runs `f`, and a worker beside it that keeps memory free, if the site has a CPU for one.
-    fn beside_worker<R>(&mut self, cx: &mut Cx<'c, S>, f: impl FnOnce(&mut Cx<'c, S>, &mut Self) -> R) -> R
-    where
-        Self: Sized,
-    {
-        f(cx, self)
+    fn beside_worker<R>(&mut self, cx: &mut Cx<'c, S>, f: impl FnOnce(&mut Cx<'c, S>) -> R) -> R {
+        f(cx)
     }
 
     /// What flushes have cost so far.
@@ -557,16 +550,17 @@ where
     ) -> Result<(), HostRunError> {
         let greedy = Guest::greedy(cx, self.vm, self.sizes.greedy)?;
         site.load(cx, greedy.number(), &greedy.space, true);
-        site.beside_worker(cx, |cx, site| {
+        site.beside_worker(cx, |cx| {
             let mut play = |cx: &mut Cx<'c, S>, guest: &Guest<'_, S>, writes: bool| {
-                site.play(cx, &guest.space, true);
+                // It has the guest's space loaded, so that who takes its pages away meanwhile waits for it.
+                guest.space.tlb().switch_in(self.vm.shootdown(), cx);
                 accounting.check(
                     "CPUs that have loaded the guest that they play",
                     1,
                     guest.space.tlb().asks_this_cpu(cx).into(),
                 )?;
                 let played = if writes { guest.write(cx, self.vm) } else { guest.check(cx, self.vm) };
-                site.play(cx, &guest.space, false);
+                guest.space.tlb().switch_out(self.vm.shootdown(), cx);
                 played
             };
             play(cx, &greedy, true)?;

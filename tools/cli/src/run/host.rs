@@ -228,21 +228,14 @@ impl<'c, 'a, 'h, 'm, 'e, 'r> Site<'c, 'a, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'
         }
     }
 
-    fn play(&mut self, cx: &mut Cx<'c, OnHost<'h, 'e, 'r>>, space: &AddressSpaceRef<'_, OnHost<'h, 'e, 'r>>, on: bool) {
-        match on {
-            true => space.tlb().switch_in(self.shootdown, cx),
-            false => space.tlb().switch_out(self.shootdown, cx),
-        }
-    }
-
     /// The worker is CPU 1, which creates machines at other times.
     fn beside_worker<R>(
         &mut self,
         cx: &mut Cx<'c, OnHost<'h, 'e, 'r>>,
-        f: impl FnOnce(&mut Cx<'c, OnHost<'h, 'e, 'r>>, &mut Self) -> R,
+        f: impl FnOnce(&mut Cx<'c, OnHost<'h, 'e, 'r>>) -> R,
     ) -> R {
         if self.setting.workers < 2 {
-            return f(cx, self);
+            return f(cx);
         }
         let (vm, host) = (self.vm, self.host);
         let (crew, over, start) = (Crew::default(), AtomicBool::new(false), Barrier::new(2));
@@ -271,7 +264,7 @@ impl<'c, 'a, 'h, 'm, 'e, 'r> Site<'c, 'a, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'
                     over.store(true, Ordering::Relaxed);
                     pager.steps().wake();
                 });
-                f(cx, self)
+                f(cx)
             })
         })
     }

@@ -179,13 +179,6 @@ impl<'v, 'a, 'm> Site<'static, 'v, 'm, OurSpaces<'a>> for Here<'_, 'v, 'a, 'm> {
         });
     }
 
-    fn play(&mut self, cx: &mut CpuCx<'static, Kernel>, space: &AddressSpaceRef<'_, OurSpaces<'a>>, on: bool) {
-        match on {
-            true => space.tlb().switch_in(shootdown(), cx),
-            false => space.tlb().switch_out(shootdown(), cx),
-        }
-    }
-
     fn barriers(&self) -> FlushCounts {
         let counts = shootdown().counts();
         FlushCounts { flushes: counts.flushes_all + counts.flushes_range, interrupts: counts.interrupts }

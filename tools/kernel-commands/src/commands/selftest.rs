@@ -18,8 +18,9 @@ use super::{Cx, Failure, free_all, vec_for, vec_of};
 use crate::output::{note, progress, sample};
 use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, FrameUse, FramesInUse};
-use hugemm_kernel::{percpu, stack, tables, tlb, vmemmap};
+use hugemm_kernel::{percpu, smp, stack, tables, tlb, vmemmap};
 use hugemm_workloads::request::{Part, Plant, Selftest};
 
 /// Nanoseconds of each part of a round.
@@ -70,6 +71,19 @@ impl fmt::Display for Finding {
 }
 
 impl core::error::Error for Finding {}
+
+/// Runs `f` on all CPUs; the first failure of any.
+fn on_all(cx: Cx<'_>, f: impl Fn(Cx<'_>, u32) -> Result<(), Failure> + Sync) -> Result<(), Failure> {
+    let first: Lock<SpinLock, _> = Lock::new(Ok(()));
+    smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
+        let done = f(cx, cpu);
+        let mut first = first.lock();
+        if first.is_ok() {
+            *first = done;
+        }
+    });
+    core::mem::replace(&mut *first.lock(), Ok(()))
+}
 
 /// Pages of spaces that have ended are in swap.
 pub fn in_swap(pages: u64) -> Finding {

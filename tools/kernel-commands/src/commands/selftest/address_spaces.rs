@@ -5,14 +5,14 @@
 //! that a page which it has unmapped is zero again. In the common area, which is shared memory, each CPU has a word of its
 //! own in every page. A third area can be read, and nobody may store there. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
 
-use super::{Cx, Failure, Finding, stored, vec_of};
+use super::{Cx, Failure, Finding, on_all, stored, vec_of};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_kernel::page_fault::{load, store};
+use hugemm_kernel::percpu;
 use hugemm_kernel::vm::{self, OnKernel};
-use hugemm_kernel::{percpu, smp};
 use hugemm_paging::ShootdownPolicy;
 use hugemm_vm::{
     AddressSpace, Backing, NoPager, Pools, Protection, SharedRef, Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
@@ -55,7 +55,6 @@ struct Round<'v> {
     space: &'v AddressSpace<Own>,
     until: u64,
     stop: AtomicBool,
-    found: Lock<SpinLock, Option<Failure>>,
     forks: AtomicU32,
     steps: AtomicU64,
     zeroes: ZeroWorker,
@@ -89,27 +88,22 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
                 space: &space,
                 until,
                 stop: AtomicBool::new(false),
-                found: Lock::new(None),
                 forks: AtomicU32::new(0),
                 steps: AtomicU64::new(0),
                 zeroes: ZeroWorker::new(&clearer, PageSize::Size2M, 100),
                 zeroed: AtomicU64::new(0),
             };
             let parts: Lock<SpinLock, _> = Lock::new(known.iter_mut());
-            smp::on_cpus(cx, cpus, &|cx, cpu| {
-                let Some(known) = parts.lock().next() else { return };
+            let found = on_all(cx, |cx, cpu| {
+                let Some(known) = parts.lock().next() else { return Ok(()) };
                 let random = Random::new(seed ^ u64::from(cpu) << 40);
                 let mut task = Task { round: &round, cpu, known, random };
-                if let Err(failure) = task.run(cx) {
-                    // Relaxed: only to end the others.
-                    round.stop.store(true, Ordering::Relaxed);
-                    round.found.lock().get_or_insert(failure);
-                }
+                // Relaxed: only to end the others.
+                task.run(cx).inspect_err(|_| round.stop.store(true, Ordering::Relaxed))
             });
             manager.close(cx, common).map_err(|(error, _)| error)?;
-            let found = round.found.lock().take();
             let done = (round.steps.load(Ordering::Relaxed), round.zeroed.load(Ordering::Relaxed));
-            found.map_or(Ok(done), Err)
+            found.map(|()| done)
         }
         Err(error) => Err(error.into()),
     };

@@ -6,15 +6,14 @@
 //! table that was freed too early leads anywhere. Only where CPUs let leaves change their size in place: nobody who uses a
 //! descriptor can wait for it.
 
-use super::{Cx, Failure, Finding, overwritten};
+use super::{Cx, Failure, Finding, on_all, overwritten};
 use crate::space;
 use core::sync::atomic::{AtomicBool, Ordering};
-use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::tlb::{kernel_half, shootdown};
-use hugemm_kernel::{layout, percpu, smp, tables, vmemmap};
+use hugemm_kernel::{layout, percpu, tables, vmemmap};
 use hugemm_paging::{PagingError, ShootdownBatch, ShootdownPolicy, TableMemory};
 use hugemm_workloads::random::Random;
 
@@ -28,44 +27,31 @@ pub const WORD: usize = 5;
 /// One round on all CPUs, until `until` at the latest.
 pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
     let stop = AtomicBool::new(false);
-    let trouble: Lock<SpinLock, Option<PagingError>> = Lock::new(None);
-    let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
-    smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
+    on_all(cx, |cx, cpu| {
         let mut random = Random::new(seed ^ u64::from(cpu) << 24);
         if cpu == 0 {
-            for turn in 0..TURNS {
-                if let Err(error) = divide_and_join(cx, &mut random) {
-                    *trouble.lock() = Some(error);
-                    break;
+            let mut turns = || -> Result<(), Failure> {
+                for turn in 0..TURNS {
+                    divide_and_join(cx, &mut random)?;
+                    stamp(cx, cpu, turn, &mut random)?;
+                    if cx.platform().now_ns() >= until {
+                        break;
+                    }
                 }
-                if let Err(finding) = stamp(cx, cpu, turn, &mut random) {
-                    *wrong.lock() = Some(finding);
-                    break;
-                }
-                if cx.platform().now_ns() >= until {
-                    break;
-                }
-            }
+                Ok(())
+            };
+            let done = turns();
             // Relaxed: only to end the others.
             stop.store(true, Ordering::Relaxed);
-            return;
+            return done;
         }
         let mut turn = 0;
         while !stop.load(Ordering::Relaxed) {
-            if let Err(finding) = stamp(cx, cpu, turn, &mut random) {
-                *wrong.lock() = Some(finding);
-                return;
-            }
+            stamp(cx, cpu, turn, &mut random)?;
             turn += 1;
         }
-    });
-    if let Some(finding) = wrong.lock().take() {
-        return Err(finding.into());
-    }
-    match trouble.lock().take() {
-        Some(error) => Err(error.into()),
-        None => Ok(()),
-    }
+        Ok(())
+    })
 }
 
 /// Takes frames, stamps their descriptors, looks again, and gives them back.

@@ -1,6 +1,6 @@
 //! All CPUs take, pass on and free blocks of all orders; a bitmap beside the allocator knows every frame's owner.
 
-use super::{Cx, Failure, Finding, vec_of};
+use super::{Cx, Failure, Finding, on_all, vec_of};
 use ::alloc::vec::Vec;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -71,23 +71,21 @@ pub fn round(
     bad: &[AtomicU64],
 ) -> Result<(u64, usize), Failure> {
     let mut done = (0, 0);
-    let cpus = percpu::count();
     let wide = beyond().number() + PIECES as u64 * PageSize::Size2M.pages();
     let area = Extent::new(Pfn::new(0), wide).unwrap_or_default();
     let words = vec_of((area.pages() / 64) as usize, || AtomicU64::new(0))?;
     let exchange = vec_of(EXCHANGE, || AtomicU64::new(0))?;
-    let found: Lock<SpinLock, Option<Broken>> = Lock::new(None);
     let stop = AtomicBool::new(false);
     if let Some(ownership) = Ownership::new(area, &words) {
         let ownership = ownership.with_plugged(beyond()).with_poison(bad);
-        smp::on_cpus(cx, cpus, &|cx, cpu| {
+        on_all(cx, |cx, cpu| {
             let mut random = Random::new(seed ^ u64::from(cpu) << 32);
             let mut own = [0; HELD];
             let steps = 200;
             for turn in 0..STEPS / steps {
                 // Relaxed: only to end sooner.
                 if stop.load(Ordering::Relaxed) {
-                    return;
+                    return Ok(());
                 }
                 if cx.platform().now_ns() >= until {
                     break;
@@ -102,20 +100,13 @@ pub fn round(
                     }
                     _ => {}
                 }
-                let mut done =
-                    stress::run(cx, frames(), &ownership, &exchange, &mut own, steps, &mut random).map(|_| ());
-                done = done.and_then(|()| stress::replug(cx, frames(), &ownership, pieces, &mut random));
-                if let Err(broken) = done {
-                    stop.store(true, Ordering::Relaxed);
-                    found.lock().get_or_insert(broken);
-                    return;
-                }
+                let done = stress::run(cx, frames(), &ownership, &exchange, &mut own, steps, &mut random).map(|_| ());
+                let done = done.and_then(|()| stress::replug(cx, frames(), &ownership, pieces, &mut random));
+                done.inspect_err(|_| stop.store(true, Ordering::Relaxed)).map_err(broke)?;
             }
             frames().drain(cx);
-        });
-        if let Some(broken) = found.lock().take() {
-            return Err(broke(broken).into());
-        }
+            Ok(())
+        })?;
         stress::finish(cx, frames(), &ownership, &exchange, &mut Random::new(seed)).map_err(broke)?;
         unowned_pages(cx);
         done = (stress::unplug(cx, frames(), pieces).map_err(broke)?, ownership.poisoned());

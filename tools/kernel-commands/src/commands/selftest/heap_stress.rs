@@ -1,11 +1,11 @@
 //! All CPUs use the global allocator, interrupts on: what one takes another frees, every word is known.
 
-use super::{Cx, Failure, Finding};
+use super::{Cx, Failure, Finding, on_all};
 use ::alloc::vec::Vec;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::Clock;
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_kernel::{percpu, smp};
+use hugemm_kernel::percpu;
 use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
@@ -59,13 +59,13 @@ impl Words {
 /// One round on all CPUs, until `until` at the latest.
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Failure> {
     let exchange: [Lock<SpinLock, Words>; EXCHANGE] = core::array::from_fn(|_| Lock::new(Words::default()));
-    let (found, stop) = (Lock::<SpinLock, Option<Finding>>::new(None), AtomicBool::new(false));
-    smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
+    let stop = AtomicBool::new(false);
+    on_all(cx, |cx, cpu| {
         let mut random = Random::new(seed ^ u64::from(cpu) << 32);
         for _ in 0..STEPS {
             // Relaxed: only to end sooner.
             if stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= until {
-                return;
+                break;
             }
             percpu::beat();
             let mut new = Words::new(&mut random);
@@ -73,14 +73,8 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
                 new.hand_out_again(&mut random);
             }
             let old = core::mem::replace(&mut *exchange[random.below(EXCHANGE as u64) as usize].lock(), new);
-            if let Err(finding) = old.check(cpu) {
-                stop.store(true, Ordering::Relaxed);
-                found.lock().get_or_insert(finding);
-            }
+            old.check(cpu).inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
         }
-    });
-    match found.lock().take() {
-        Some(finding) => Err(finding.into()),
-        None => Ok(()),
-    }
+        Ok(())
+    })
 }

@@ -2,14 +2,13 @@
 //! it: its interrupts are off, so that one which asked it would stand still, and the watchdog would say where.
 
 use super::descriptors::stamp;
-use super::{Cx, Failure, Finding};
+use super::{Cx, Failure, Finding, on_all};
 use core::sync::atomic::{AtomicU64, Ordering};
-use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, CpuId, Extent, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::tlb::{kernel_half, shootdown};
-use hugemm_kernel::{layout, percpu, smp};
+use hugemm_kernel::{layout, percpu};
 use hugemm_paging::{ShootdownBatch, ShootdownPolicy};
 use hugemm_workloads::random::Random;
 
@@ -36,23 +35,15 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
 /// That CPU goes offline and comes back.
 fn once(cx: Cx<'_>, leaver: u32, turn: u64, random: &mut Random) -> Result<(), Failure> {
     let phase = AtomicU64::new(HERE);
-    let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
     let seed = random.word();
-    smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
-        let result = match cpu {
-            0 => beside(cx, CpuId(leaver), &phase),
-            cpu if cpu == leaver => {
-                leave(cx, &phase);
-                stamp(cx, cpu, turn, &mut Random::new(seed))
-            }
-            _ => Ok(()),
-        };
-        if let Err(finding) = result {
-            wrong.lock().get_or_insert(finding);
+    on_all(cx, |cx, cpu| match cpu {
+        0 => Ok(beside(cx, CpuId(leaver), &phase)?),
+        cpu if cpu == leaver => {
+            leave(cx, &phase);
+            Ok(stamp(cx, cpu, turn, &mut Random::new(seed))?)
         }
-    });
-    let found = wrong.lock().take();
-    found.map_or(Ok(()), |finding| Err(finding.into()))
+        _ => Ok(()),
+    })
 }
 
 /// The calling CPU is offline, with frames in its cache, until it is told to come back.

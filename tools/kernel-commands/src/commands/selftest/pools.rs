@@ -9,7 +9,7 @@
 mod intact;
 
 use super::descriptors::stamp;
-use super::{Cx, Failure, Finding, vec_of};
+use super::{Cx, Failure, Finding, on_all, vec_of};
 use core::hint::black_box;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::inject::FaultPlan;
@@ -18,8 +18,8 @@ use hugemm_base::{Clock, Never, PageSize, Pfn};
 use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::{self, frames};
+use hugemm_kernel::percpu;
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
-use hugemm_kernel::{percpu, smp};
 use hugemm_workloads::random::Random;
 use intact::Intact;
 
@@ -97,32 +97,26 @@ fn beside_walkers(
     step: impl Fn(Cx<'_>, &mut Random) -> Result<Tally, PoolError> + Sync,
 ) -> Result<Tally, Failure> {
     let stop = AtomicBool::new(false);
-    let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
     let done: Lock<SpinLock, _> = Lock::new(Ok(Tally::default()));
-    smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
+    on_all(cx, |cx, cpu| {
         let mut random = Random::new(seed ^ u64::from(cpu) << 40);
         if cpu == 0 {
             let result = step(cx, &mut random);
             *done.lock() = result;
             // Relaxed: only to end the others.
             stop.store(true, Ordering::Relaxed);
-            return;
+            return Ok(());
         }
         let mut turn = 0;
         while !stop.load(Ordering::Relaxed) {
             look(&mut random);
-            let found = intact.look(cpu, &mut random).and_then(|()| stamp(cx, cpu, turn, &mut random));
-            if let Err(finding) = found {
-                *wrong.lock() = Some(finding);
-                return;
-            }
+            intact.look(cpu, &mut random)?;
+            stamp(cx, cpu, turn, &mut random)?;
             turn += 1;
         }
-    });
-    match wrong.lock().take() {
-        Some(finding) => Err(finding.into()),
-        None => Ok((*done.lock())?),
-    }
+        Ok(())
+    })?;
+    Ok((*done.lock())?)
 }
 
 /// Loads words of any frames' descriptors, as a walker by frame number does.

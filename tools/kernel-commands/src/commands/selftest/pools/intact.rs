@@ -1,17 +1,16 @@
 //! Whether every descriptor that somebody owns is memory of its own, on every CPU, and no frame is missing.
 
 use super::super::{free_all, vec_for};
-use super::super::{lost, overwritten};
+use super::super::{lost, on_all, overwritten};
 use super::{Cx, Failure, Finding, Pool};
 use crate::commands::selftest::descriptors::WORD;
 use crate::commands::selftest::frames_stress::unowned_pages;
 use ::alloc::vec::Vec;
 use core::ops::Range;
-use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Order, PageSize, Pfn};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_kernel::memory::{self, frames};
-use hugemm_kernel::{percpu, smp, vmemmap};
+use hugemm_kernel::{percpu, vmemmap};
 use hugemm_workloads::random::Random;
 
 /// Blocks of other owners, which stay through a round.
@@ -102,28 +101,22 @@ impl Intact {
                 percpu::beat();
                 (base.number()..base.number() + pages).try_for_each(&mut *each)?;
             }
-            Ok(())
+            Ok::<_, Finding>(())
         };
         owned(&mut |frame| {
             write(frame, ONE);
             Ok(())
         })?;
-        let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
         let others = &self.others[..];
         // By every CPU: one that missed a flush finds something else.
-        smp::on_cpus(cx, percpu::count(), &|_, cpu| {
-            let found = others.iter().try_for_each(|block| read(cpu, block.pfn().number(), ALL));
-            if let Err(finding) = found.and_then(|()| owned(&mut |frame| read(cpu, frame, ONE))) {
-                *wrong.lock() = Some(finding);
-            }
+        let found = on_all(cx, |_, cpu| {
+            others.iter().try_for_each(|block| read(cpu, block.pfn().number(), ALL))?;
+            Ok(owned(&mut |frame| read(cpu, frame, ONE))?)
         });
         free_all(cx, self.free.drain(..));
         // Whatever is left in caches, out of the middle of free memory, would keep pages of 1 GiB from being had.
         frames().drain(cx);
-        match wrong.lock().take() {
-            Some(finding) => Err(finding.into()),
-            None => Ok(()),
-        }
+        found
     }
 
     pub fn free(self, cx: Cx<'_>) {
