@@ -1,7 +1,7 @@
 //! Saying when figures are too uncertain to be worth much.
 
 use crate::document::Row;
-use crate::saved::identity;
+use crate::saved::name;
 use crate::units::is_counted;
 
 /// A standard error beyond this share of the figure is worth a warning: a repetition may then differ by a tenth.
@@ -18,14 +18,13 @@ pub fn warning(rows: &[Row]) -> Option<String> {
     let judged: Vec<(f64, &Row)> = rows.iter().filter_map(|row| Some((uncertainty(row)?, row))).collect();
     let noisy = judged.iter().filter(|(share, _)| *share > UNCERTAIN);
     let (worst, row) = noisy.clone().max_by(|a, b| a.0.total_cmp(&b.0))?;
-    let labels = identity(row).map(|(name, value)| format!(" {name}={value}"));
-    let name: String = std::iter::once(row.metric().to_owned()).chain(labels).collect();
     Some(format!(
-        "noise: {} of {} figures are uncertain by more than {:.0} %, most of all {name} ({:.0} %); repeat with more --runs, \
+        "noise: {} of {} figures are uncertain by more than {:.0} %, most of all {} ({:.0} %); repeat with more --runs, \
          and see 'hugemm doctor'",
         noisy.count(),
         judged.len(),
         UNCERTAIN * 100.0,
+        name(row),
         worst * 100.0
     ))
 }

@@ -109,6 +109,11 @@ pub fn identity(row: &Row) -> impl Iterator<Item = (&str, String)> {
         .map(|(name, value)| (name.as_str(), plain(value)))
 }
 
+/// A figure's name for people: its metric, and the labels that tell it from others.
+pub fn name(row: &Row) -> String {
+    identity(row).fold(row.metric().to_owned(), |name, (label, value)| format!("{name} {label}={value}"))
+}
+
 /// A label's value without quotation marks.
 pub fn plain(value: &Value) -> String {
     match value {

@@ -1,7 +1,7 @@
 //! The same figure on both sides, several documents of a side taken together.
 
 use crate::document::Row;
-use crate::saved::{Saved, identity};
+use crate::saved::{Saved, identity, name};
 use crate::units::{self, Better};
 use serde_json::Value;
 use std::collections::HashMap;
@@ -70,12 +70,6 @@ pub struct Paired {
     pub missing: Vec<String>,
     /// Names of figures that only B has.
     pub added: Vec<String>,
-}
-
-/// A figure's name: its metric, its unit and the labels that tell it from others.
-fn name(row: &Row) -> String {
-    let labels = identity(row).map(|(name, value)| format!(" {name}={value}"));
-    std::iter::once(row.metric().to_owned()).chain(labels).collect()
 }
 
 /// One side's figures in the order in which they first appear, and where each is, by name and unit.

@@ -5,7 +5,7 @@ use super::machine;
 use super::plot::{Plot, number};
 use super::views::VIEWS;
 use crate::goals::Bound;
-use crate::saved::{Saved, identity};
+use crate::saved::{self, Saved};
 use std::collections::{BTreeMap, HashSet};
 
 #[derive(Clone, Debug, PartialEq)]
@@ -96,9 +96,8 @@ impl<'a> Content<'a> {
             let of_metric: Vec<Figure<'_>> = all.iter().filter(|f| f.row.metric() == metric).copied().collect();
             if of_metric.len() == 1 {
                 let row = figure.row;
-                let labels = identity(row).map(|(name, value)| format!(" {name}={value}"));
                 singles.push(Single {
-                    name: std::iter::once(metric.to_owned()).chain(labels).collect(),
+                    name: saved::name(row),
                     source: name(*index).to_owned(),
                     value: with_unit(row.value(), row.stdev(), row.unit()),
                 });

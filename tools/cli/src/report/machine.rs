@@ -4,7 +4,7 @@
 use super::plot::number;
 use crate::doctor::checks;
 use crate::document::Row;
-use crate::saved::{identity, plain};
+use crate::saved::{name, plain};
 use hugemm_inspect::environment::Environment;
 use hugemm_workloads::size::Size;
 use serde::Deserialize;
@@ -64,7 +64,5 @@ pub fn facts(environment: &Value) -> Vec<(&'static str, String)> {
 
 /// A row as cells: what it is, value, deviation, runs, unit.
 pub fn figure_cells(row: &Row) -> Vec<String> {
-    let labels = identity(row).map(|(name, value)| format!(" {name}={value}"));
-    let name = std::iter::once(row.metric().to_owned()).chain(labels).collect();
-    vec![name, number(row.value()), number(row.stdev()), row.runs().to_string(), row.unit().to_owned()]
+    vec![name(row), number(row.value()), number(row.stdev()), row.runs().to_string(), row.unit().to_owned()]
 }
