@@ -34,7 +34,6 @@ use hugemm_workloads::request::Age as Processes;
 use hugemm_workloads::size::Size;
 use std::time::Duration;
 
-/// `hugemm bench age`
 #[derive(Debug, Args)]
 #[command(mut_arg("young", |arg| arg.default_value("flush,nosync,noflush,batch")))]
 #[command(mut_arg("lru", |arg| arg.default_value("classic,generations")))]

@@ -158,7 +158,6 @@ pub enum Kind {
     Hugetlb,
 }
 
-/// `hugemm probe`
 #[derive(Debug, Args)]
 pub struct Probe {
     /// Memory to measure in; also the largest region [default: 1 GiB].
@@ -185,7 +184,6 @@ pub struct Probe {
     pub common: Common,
 }
 
-/// `hugemm bench mem memset`
 #[derive(Debug, Args)]
 #[command(mut_arg("chunk", |arg| arg.default_value("4KB,64KB,2MB,8MB,32MB,128MB,1GB")))]
 #[command(mut_arg("loops", |arg| arg.default_value("5")))]
@@ -204,7 +202,6 @@ pub struct Memset {
     pub common: Common,
 }
 
-/// `hugemm bench mem mmap`
 #[derive(Debug, Args)]
 #[command(mut_arg("function", |arg| arg.default_value("demand")))]
 #[command(mut_arg("loops", |arg| arg.default_value("5")))]
@@ -231,7 +228,6 @@ pub struct Mmap {
     pub common: Common,
 }
 
-/// `hugemm bench interference`
 #[derive(Debug, Args)]
 pub struct Interference {
     /// Working sets of the cache-resident program [default: half of L2, and an eighth and a half of L3].
@@ -254,7 +250,6 @@ pub struct Interference {
     pub common: Common,
 }
 
-/// `hugemm explain`
 #[derive(Debug, Args)]
 pub struct Explain {
     /// Size of the extent.
@@ -309,7 +304,6 @@ One thread replays the events in the trace's order, each as the CPU that it happ
 the allocator alone: the same loop without an allocator is timed too and subtracted. Memory behind the frames is neither \
 needed nor touched; only the allocator's own metadata is real.";
 
-/// `hugemm replay`
 #[derive(Debug, Args)]
 pub struct Replay {
     /// The trace: text as `perf script` or `trace-cmd report` prints it.

@@ -25,7 +25,6 @@ pub fn help() -> String {
     format!("The goals:\n  {}\n\ndocs/goals.md says what each is.", names.join("\n  "))
 }
 
-/// `hugemm bench headline`
 #[derive(Debug, Args)]
 pub struct Headline {
     /// Only goals whose names begin like this: `clear`, `frames.free`, … [default: all].

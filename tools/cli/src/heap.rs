@@ -23,7 +23,6 @@ use sides::{Global, Own, Side};
 use std::alloc::System;
 use work::{Shared, Work};
 
-/// `hugemm bench heap`
 #[derive(Debug, Args)]
 pub struct HeapArgs {
     /// Numbers of CPUs [default: 1 and all].

@@ -24,7 +24,6 @@ use hugemm_workloads::words::{List, Named};
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// `hugemm bench pool`
 #[derive(Debug, Args)]
 #[command(mut_arg("hvo", |arg| arg.default_value("off,on,in-place")))]
 #[command(mut_arg("runs", |arg| arg.default_value("15")))]

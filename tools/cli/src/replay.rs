@@ -22,7 +22,6 @@ use trace::Trace;
 /// Orders whose fragmentation is reported: 32 KiB, 2 MiB.
 const FRAGMENTATION_ORDERS: [u32; 2] = [3, 9];
 
-/// Runs the command.
 pub fn run(args: &Replay) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let total = std::fs::metadata(&args.file).map_or(0, |metadata| metadata.len());

@@ -46,7 +46,6 @@ cache, then past it where the calibrated policy says so. This machine's kernel d
 not touched, time is per page and not per byte. Interrupts are counted for CPUs that nobody plays, since a process has no TLB of \
 its own to flush; 'hugemm boot' has real ones.";
 
-/// `hugemm run`
 #[derive(Debug, Args)]
 pub struct Run {
     /// Memory to take, a multiple of 128MB [default: a quarter of what is available, 512 MiB to 8 GiB].

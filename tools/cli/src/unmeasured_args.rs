@@ -31,7 +31,6 @@ impl FromStr for Files {
     }
 }
 
-/// `hugemm compare`
 #[derive(Debug, Args)]
 pub struct Compare {
     /// What to compare with: a document saved with --json=FILE, or several of the same side, separated by commas.
@@ -50,7 +49,6 @@ pub struct Compare {
     pub common: Common,
 }
 
-/// `hugemm report`
 #[derive(Debug, Args)]
 pub struct Report {
     /// Documents that any command saved with --json=FILE.
@@ -65,7 +63,6 @@ pub struct Report {
     pub fill: Vec<PathBuf>,
 }
 
-/// `hugemm doctor`
 #[derive(Debug, Args)]
 pub struct Doctor {
     #[command(flatten)]
@@ -79,14 +76,12 @@ To have completions in each shell that is started from now on:
   zsh   hugemm completions zsh > DIR/_hugemm, where DIR is in $fpath
   fish  hugemm completions fish > ~/.config/fish/completions/hugemm.fish";
 
-/// `hugemm completions`
 #[derive(Debug, Args)]
 pub struct Completions {
     /// The shell.
     pub shell: Shell,
 }
 
-/// `hugemm man`
 #[derive(Debug, Args)]
 pub struct Man {
     /// Write a page for each command into this directory, which is made if it is missing [default: print the main page].

@@ -39,7 +39,6 @@ use indicatif::ProgressBar;
 use std::marker::PhantomData;
 use std::sync::{Barrier, Mutex, PoisonError};
 
-/// `hugemm bench vm-create`
 #[derive(Debug, Args)]
 #[command(mut_arg("runs", |arg| arg.default_value("5")))]
 pub struct VmCreate {

@@ -31,7 +31,6 @@ pub fn listed(commands: impl Iterator<Item = clap::Command>) -> String {
     format!("COMMAND is one of\n{}", commands.map(line).collect::<String>())
 }
 
-/// `hugemm boot`
 #[derive(Debug, Args)]
 pub struct Boot {
     /// Virtual CPUs [default: as many as this process may use].

@@ -27,7 +27,6 @@ impl Measured {
     }
 }
 
-/// `hugemm bench free`
 #[derive(Debug, Args)]
 #[command(mut_arg("order", |arg| arg.default_value("0,3,9,10,18")))]
 #[command(mut_arg("runs", |arg| arg.default_value("25")))]
@@ -55,7 +54,6 @@ pub enum Pattern {
     Random,
 }
 
-/// `hugemm bench alloc`
 #[derive(Debug, Args)]
 #[command(mut_arg("millis", |arg| arg.default_value("2")))]
 #[command(mut_arg("runs", |arg| arg.default_value("25")))]
@@ -81,7 +79,6 @@ pub struct Alloc {
     pub measured: Measured,
 }
 
-/// `hugemm bench churn`
 #[derive(Debug, Args)]
 pub struct Churn {
     /// Seconds that each allocator is used for.
@@ -103,7 +100,6 @@ pub struct Churn {
     pub common: Common,
 }
 
-/// `hugemm bench stress`
 #[derive(Debug, Args)]
 pub struct Stress {
     /// Seconds.

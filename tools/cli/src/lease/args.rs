@@ -22,7 +22,6 @@ hugemm lease 64G --path
 
 Memory must be mapped shared. If no daemon answers or nothing is ready, COMMAND is run as without a lease, and a line says so.";
 
-/// `hugemm lease`
 #[derive(Debug, Args)]
 pub struct Lease {
     /// How much, in whole pages.
@@ -77,7 +76,6 @@ pub enum Mode {
     Preload,
 }
 
-/// `hugemm pool`
 #[derive(Debug, Subcommand)]
 pub enum Pool {
     /// Fill memory in the background and lease it, until told to stop.
@@ -94,7 +92,6 @@ pub enum Pool {
     Doctor(Ask),
 }
 
-/// `hugemm pool forget`
 #[derive(Debug, Args)]
 pub struct ForgetKept {
     /// Under which name it is kept.
@@ -109,7 +106,6 @@ pub struct ForgetKept {
     pub ask: Ask,
 }
 
-/// `hugemm pool serve`
 #[derive(Debug, Args)]
 pub struct Serve {
     /// How much should be ready.
@@ -144,7 +140,6 @@ pub struct Serve {
     pub metrics: Option<String>,
 }
 
-/// `hugemm bench lease`
 #[derive(Debug, Args)]
 pub struct BenchLease {
     /// Sizes of the machines. Each takes as much of the kernel's pool, which is raised for it.
@@ -175,7 +170,6 @@ pub struct Ask {
     pub common: Common,
 }
 
-/// `hugemm pool status`
 #[derive(Debug, Args)]
 pub struct AskStatus {
     /// Wait until the daemon answers and all is ready, for so many seconds at most; an error if it is not.

@@ -119,7 +119,6 @@ const LOOK_NS: u64 = 20_000_000;
 /// Times without filling, at most.
 const GOAL: f64 = 1.2;
 
-/// Runs the command.
 pub fn run(args: &BenchLease) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let threads = args.threads.map_or(machine.topology.cpus.len(), |threads| threads as usize);

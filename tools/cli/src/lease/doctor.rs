@@ -22,7 +22,6 @@ use std::fs;
 use std::os::fd::AsFd;
 use std::path::Path;
 
-/// Runs the command.
 pub fn run(args: &Ask) -> Result<()> {
     document::check_writable(args.common.json.as_deref())?;
     let findings = findings(args.socket.as_deref())?;

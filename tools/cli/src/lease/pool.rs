@@ -29,7 +29,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Runs the commands.
 pub fn run(args: &Pool) -> Result<()> {
     match args {
         Pool::Serve(args) => serve(args),

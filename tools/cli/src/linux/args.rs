@@ -28,7 +28,6 @@ pub fn help() -> String {
     )
 }
 
-/// `hugemm linux`
 #[derive(Debug, Args)]
 pub struct Linux {
     /// Kernel images, of x86-64 or of arm64.

@@ -32,7 +32,6 @@ use hugemm_workloads::mapping::{ByRange, Field, MapperLoop, Times, pass, pass_in
 use hugemm_workloads::options::runs;
 use hugemm_workloads::size::Size;
 
-/// `hugemm bench map`
 #[derive(Debug, Args)]
 pub struct Map {
     /// Sizes of the range of addresses. Tables take a 512th of the largest.

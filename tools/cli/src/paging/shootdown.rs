@@ -37,7 +37,6 @@ use hugemm_workloads::shootdown::{
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// `hugemm bench shootdown`
 #[derive(Debug, Args)]
 #[command(mut_arg("limit", |arg| arg.default_value("10")))]
 #[command(mut_arg("runs", |arg| arg.default_value("15")))]

@@ -39,28 +39,21 @@ pub enum Line<'t> {
     Event(u32, Event<'t>),
 }
 
-/// An event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event<'t> {
-    /// `mm_page_alloc`
     Alloc {
         /// First frame; `None` if the allocation failed.
         pfn: Option<u64>,
-        /// Order.
         order: Order,
         /// What it is for.
         mobility: Mobility,
         /// Whether it is one folio.
         compound: bool,
     },
-    /// `mm_page_free`
     Free {
-        /// First frame.
         pfn: u64,
-        /// Order.
         order: Order,
     },
-    /// `mm_page_free_batched`
     FreeBatched,
     /// Any other, by name.
     Other(&'t str),

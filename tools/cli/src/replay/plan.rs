@@ -27,13 +27,11 @@ use std::collections::{BTreeMap, BTreeSet};
 /// What was in the trace. Events unless it says pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Successful allocations.
     pub allocs: u64,
     /// Of those, compound.
     pub compound: u64,
     /// Allocations that failed in the traced kernel; they are not replayed.
     pub failed: u64,
-    /// Frees.
     pub frees: u64,
     /// Batched frees, which accompany frees.
     pub batched: u64,
@@ -41,13 +39,10 @@ pub struct Counts {
     pub adopted: u64,
     /// Frees that the trace does not have.
     pub supplied: u64,
-    /// Compound blocks that were split.
     pub folio_splits: u64,
     /// Other blocks of which a part was freed.
     pub block_splits: u64,
-    /// Pages allocated.
     pub alloc_pages: u64,
-    /// Pages freed.
     pub free_pages: u64,
     /// Of those, pages that were adopted.
     pub adopted_pages: u64,
@@ -110,7 +105,6 @@ pub struct Planner {
 pub struct Plan {
     /// To be run before the start: what was in use already, in the trace's order of frames.
     pub before: Vec<Op>,
-    /// The operations.
     pub ops: Vec<Op>,
     /// Whose they are.
     pub turns: Vec<Turn>,
@@ -172,12 +166,10 @@ impl Planner {
         self.ops.is_empty() && self.counts.failed == 0
     }
 
-    /// What was counted so far.
     pub fn counts(&self) -> &Counts {
         &self.counts
     }
 
-    /// Ends the plan.
     pub fn finish(mut self) -> Plan {
         self.adopted.sort_by_key(|block| block.pfn);
         // Nothing is known of what they were for; most pages of a running system are movable.

@@ -15,14 +15,11 @@ use std::time::Instant;
 /// The first managed frame: 1 GiB, so that alignment in the arena is alignment in memory.
 const BASE: Pfn = Pfn::new(1 << 18);
 
-/// What to run on.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
     /// The real CPU that the thread is bound to, which plays all virtual ones.
     pub place: CpuPlace,
-    /// Virtual CPUs.
     pub cpus: u32,
-    /// Frames to manage.
     pub pages: u64,
 }
 
@@ -66,7 +63,6 @@ pub struct Outcome {
     pub loop_ns: Samples,
     /// The same of the other allocators that can do what the trace asks for.
     pub others: Vec<(&'static str, Samples)>,
-    /// Each kind of operation.
     pub kinds: Vec<Kind>,
     /// What came of the operations (the same in every run).
     pub tally: ReplayCounts,

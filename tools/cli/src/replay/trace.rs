@@ -19,7 +19,6 @@ const RECORD: &str = "record -e kmem:mm_page_alloc,kmem:mm_page_free,kmem:mm_pag
 /// A plan, and what else was in the file.
 #[derive(Debug)]
 pub struct Trace {
-    /// The plan.
     pub plan: Plan,
     /// How often the recorder said that it had lost events, and how many where it knew.
     pub lost: (u64, u64),
