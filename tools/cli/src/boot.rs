@@ -32,6 +32,7 @@ const SILENCE_COUNTED: Duration = Duration::from_secs(300);
 /// CPU model under emulation: all that it can do.
 pub const CPU_MODEL: &str = "max";
 
+#[derive(Clone, Copy)]
 pub struct VirtualMachine<'a> {
     pub image: &'a Path,
     pub arch: Arch,

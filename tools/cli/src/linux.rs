@@ -6,17 +6,17 @@ pub mod faults;
 pub mod image;
 pub mod modules;
 pub mod pool;
-pub mod reference;
 
 use crate::arch::Arch;
+use crate::boot::VirtualMachine;
 use crate::boot::lines::Transcript;
 use crate::linux::args::{Linux, Work};
 use crate::linux::image::{Initramfs, LinuxImage};
-use crate::linux::reference::Reference;
 use crate::machine::Machine;
 use crate::progress;
 use crate::qemu::{Accel, Ended, Guest};
 use anyhow::{Result, bail};
+use hugemm_inspect::interrupt;
 use hugemm_workloads::request::Request;
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -27,6 +27,9 @@ pub struct VirtualCpu<'a> {
     /// In QEMU's notation.
     pub model: &'a str,
 }
+
+/// The reference kernel's name in the column of kernels.
+pub const NAME: &str = "hugemm";
 
 /// Emulated machines now and then panic while they boot, before the first process; such a boot is tried again.
 const BOOTS: u32 = 3;
@@ -46,9 +49,21 @@ pub fn run(args: &Linux) -> Result<()> {
     };
     let initramfs = images.iter().enumerate().map(|(number, image)| Initramfs::new(number, &init, &modules(image)?));
     let initramfs = initramfs.collect::<Result<Vec<_>>>()?;
-    let reference = if args.reference { Some(Reference::new(args, virtual_cpu)?) } else { None };
+    let reference = if args.reference { Some(arch.kernel().find(None)?) } else { None };
+    let kernel = reference.as_deref().map(|image| VirtualMachine {
+        image,
+        arch,
+        accel: Accel::Tcg,
+        cpu_model: virtual_cpu.model,
+        cpus: 1,
+        memory: args.memory,
+        timeout: Duration::from_secs(args.timeout),
+    });
+    if let Some(kernel) = kernel {
+        args.cpus.iter().try_for_each(|&cpus| VirtualMachine { cpus, ..kernel }.check())?;
+    }
     let accel = args.accel.decide(arch, || arch.kernel().find(None))?;
-    let kernels = images.len() + usize::from(reference.is_some());
+    let kernels = images.len() + usize::from(kernel.is_some());
     let bar = progress::bar((kernels * args.cpus.len()) as u64, machine.quiet());
     let mut cells = Vec::new();
     for (image, initramfs) in images.iter().zip(&initramfs) {
@@ -59,11 +74,13 @@ pub fn run(args: &Linux) -> Result<()> {
             bar.inc(1);
         }
     }
-    if let Some(reference) = &reference {
+    if let Some(kernel) = kernel {
         for &cpus in &args.cpus {
-            bar.set_message(format!("{} on {cpus} CPUs", reference::NAME));
-            let transcript = reference.boot(args, accel, cpus, &request)?;
-            cells.push(Cell { kernel: reference::NAME.to_owned(), cpus, transcript });
+            bar.set_message(format!("{NAME} on {cpus} CPUs"));
+            let done = VirtualMachine { accel, cpus, ..kernel }.run(&request, |_, _, _| {});
+            interrupt::check()?;
+            let transcript = done.map(|done| done.transcript).map_err(|error| format!("{error:#}"));
+            cells.push(Cell { kernel: NAME.to_owned(), cpus, transcript });
             bar.inc(1);
         }
     }
@@ -74,9 +91,9 @@ pub fn run(args: &Linux) -> Result<()> {
         Work::Age(work) => age::report(work, &cells),
     };
     // A side that clears its pages does more.
-    if reference.is_some() && !args.init_on_alloc {
+    if args.reference && !args.init_on_alloc {
         match &work {
-            Work::Pool(_) => reference::compare(&mut results),
+            Work::Pool(_) => pool::compare(&mut results),
             Work::VmCreate(_) => faults::compare(&mut results),
             Work::Age(_) => age::compare(&mut results),
         }

@@ -4,11 +4,12 @@ use crate::age::mmu::SoftMmu;
 use crate::age::poison::Poison;
 use crate::age::run::RunConfig;
 use crate::age::steps::{Clocked, STEP};
+use crate::frames::area::AreaPlan;
 use crate::machine::Machine;
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{Cpu, CpuCx, CpuId, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr, VirtRange};
+use hugemm_base::{Cpu, CpuCx, CpuId, NoPressure, NodeId, PreemptModel, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
-use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_frames::Plain;
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::crew::{Crew, Serving};
 use hugemm_inspect::ipi::MembarrierIpi;
@@ -62,15 +63,10 @@ pub fn on_machine<R>(
     let (host, cpus) = (Host::new(places, memory)?, places.len() as u32);
     host.set_preempt_model(PreemptModel::Full);
     let mmu = SoftMmu::new(&host, cpus, interrupts);
-    let arenas = [ArenaSpec { extent: host.frames(), node: NODE, descriptors: None }];
-    let layout = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
-    let bytes = Frames::<Plain>::required_bytes(&layout)?.size() as u64;
-    let mut metadata = machine.memory(bytes.next_multiple_of(2 << 20), PageSize::Size2M, crate::args::Kind::Thp)?;
-    let metadata = metadata.as_mut_slice();
-    // SAFETY: the region is borrowed exclusively, initialised, and used for nothing else; one host, hence one platform.
-    let frames = unsafe { Frames::new(&layout, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
-    // SAFETY: the only owner of the host's frames, released once.
-    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) })?;
+    let plan = AreaPlan::over(host.frames(), cpus)?;
+    let mut metadata = plan.memory(machine)?;
+    // SAFETY: the frames are the host's alone, initialised, and reached by its contexts only.
+    let frames = unsafe { plan.frames(&host, metadata.as_mut_slice()) }?;
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = TlbShootdown::<&SoftMmu<'_, '_>>::inbox_words(slots.len());
     let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();

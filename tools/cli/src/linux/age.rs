@@ -2,8 +2,7 @@
 //! LZ4 on both sides.
 
 use crate::document::Row;
-use crate::linux::Cell;
-use crate::linux::reference::NAME;
+use crate::linux::{Cell, NAME};
 use crate::results::{self, Line, Results};
 use crate::stats::Samples;
 use crate::table;

@@ -2,8 +2,7 @@
 //! request, by some workers.
 
 use crate::document::Row;
-use crate::linux::Cell;
-use crate::linux::reference::NAME;
+use crate::linux::{Cell, NAME};
 use crate::results::{self, Results};
 use crate::stats::Samples;
 use crate::table;
