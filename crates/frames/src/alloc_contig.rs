@@ -150,9 +150,8 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
-        self.return_words_apart(cx, |pin| self.own(pin));
-        let result = cx.pinned(|pin| {
-            // What interrupts have added meanwhile; and this may be another CPU.
+        let result = self.after_words(cx, Self::own, |pin| {
+            // All of it, however much interrupts have added meanwhile.
             self.own(pin).into_iter().for_each(|own| self.return_words(pin, own));
             self.with_node(pin, arena.node, |lists| {
                 self.all_free(arena, extent)?;

@@ -37,8 +37,7 @@ impl<'m, E: Env> Frames<'m, E> {
             return Err(AllocError::OutOfMemory);
         }
         let AllocRequest { order, mobility, from, prefer_zeroed } = request.into();
-        self.return_words_apart(cx, |pin| self.own(pin));
-        cx.pinned(|pin| {
+        self.after_words(cx, Self::own, |pin| {
             let own = self.own(pin);
             let (first, fallback) = self.choose(own, from)?;
             for last_try in [false, true] {

@@ -93,14 +93,22 @@ impl<'m> Class<'m> {
     }
 
     /// The lowest block, if it lies below a frame. O(len).
+    #[inline]
     pub(crate) fn pop_lowest(&self, end: Pfn) -> Option<Frozen> {
-        // Sorts: the lowest comes last.
-        self.drain_highest(0, |_| ());
+        if self.len() > 1 {
+            self.sort();
+        }
         let last = self.len.load(Ordering::Relaxed).checked_sub(1)?;
         // SAFETY: what is below `len` was pushed. It is looked at, not popped and pushed: there may be more than a watermark that was
         // lowered lets in.
         let lowest = unsafe { Frozen::from_word(self.entry(last).load(Ordering::Relaxed)) };
         if lowest.pfn() < end { self.pop() } else { None }
+    }
+
+    /// The lowest block comes last.
+    #[inline(never)]
+    fn sort(&self) {
+        self.drain_highest(0, |_| ());
     }
 
     /// Whether the block that `pop` would return is known to be zero.

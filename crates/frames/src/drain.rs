@@ -110,20 +110,28 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Frees all that the CPU which `of` names has gathered by word, a pin for each round: whoever has interrupts off meanwhile has them off
-    /// for a round, and not for the whole table. What interrupts add again goes too, within reason.
+    /// What `f` does, pinned, when the CPU that `of` names has nothing gathered by word: that goes before, a pin for each round, so that
+    /// interrupts are off for a round, and not for the whole table. What they add again goes too, within reason. One pin where nothing is.
     #[inline]
-    pub(crate) fn return_words_apart<'a, P: Cpu>(
+    pub(crate) fn after_words<P: Cpu, R>(
         &self,
         cx: &CpuCx<'_, P>,
-        of: impl Fn(CpuPin<'_>) -> Option<&'a PerCpu<'m>>,
-    ) where
-        'm: 'a,
-    {
-        for _ in 0..ROUNDS {
-            if !cx.pinned(|pin| of(pin).is_some_and(|own| self.return_some_words(pin, own))) {
-                return;
+        of: impl for<'a> Fn(&'a Self, CpuPin<'_>) -> Option<&'a PerCpu<'m>>,
+        f: impl FnOnce(CpuPin<'_>) -> R,
+    ) -> R {
+        let (mut f, mut rounds) = (Some(f), 0);
+        loop {
+            let done = cx.pinned(|pin| match of(self, pin).filter(|own| rounds < ROUNDS && own.words.pages() != 0) {
+                Some(own) => {
+                    self.return_groups(pin, own);
+                    None
+                }
+                None => f.take().map(|f| f(pin)),
+            });
+            if let Some(done) = done {
+                return done;
             }
+            rounds += 1;
         }
     }
 

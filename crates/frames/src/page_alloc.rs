@@ -168,8 +168,31 @@ impl<'m, E: Env> Frames<'m, E> {
         from: Placement,
         prefer_zeroed: bool,
     ) -> Result<Frozen, AllocError> {
-        self.return_words_apart(cx, |pin| self.own(pin));
-        cx.pinned(|pin| self.alloc_slow(pin, order, mobility, from, prefer_zeroed))
+        let back = self.after_words(cx, Self::own, |pin| self.take_back(pin, order, mobility, from, prefer_zeroed));
+        match back {
+            Some(block) => Ok(block),
+            None => cx.pinned(|pin| self.alloc_slow(pin, order, mobility, from, prefer_zeroed)),
+        }
+    }
+
+    /// A block that this CPU has freed, of an order that is only gathered, if nothing that is to be done before comes in between, and its
+    /// node has none that lies lower as far as it knows: no lock round then.
+    #[inline]
+    fn take_back(
+        &self,
+        pin: CpuPin<'_>,
+        order: Order,
+        mobility: Mobility,
+        from: Placement,
+        prefer_zeroed: bool,
+    ) -> Option<Frozen> {
+        let own = self.own(pin).filter(|own| own.mailbox.is_quiet() && !self.is_careful() && !own.has_leavers())?;
+        let here = match from {
+            Placement::Local => true,
+            Placement::Prefer(node) | Placement::Only(node) => node == own.node,
+        };
+        let wanted = here && !(prefer_zeroed && self.may_have_zero());
+        if wanted { own.take_gathered(order.get(), mobility) } else { None }
     }
 
     /// The node of a request, and whether others will do.
@@ -188,7 +211,7 @@ impl<'m, E: Env> Frames<'m, E> {
         (0..if fallback { nodes } else { 1 }).map(move |step| NodeId((first.0 + step) % nodes))
     }
 
-    #[inline]
+    #[inline(never)]
     fn alloc_slow(
         &self,
         pin: CpuPin<'_>,
@@ -208,12 +231,6 @@ impl<'m, E: Env> Frames<'m, E> {
         let near = own.filter(|own| own.node == first && !want_zero);
         let class =
             near.and_then(|own| Some((own, own.stock(order.get(), mobility)?))).filter(|(_, class)| class.enabled());
-        if let Some(block) = near
-            .filter(|own| own.mailbox.is_quiet() && !self.is_careful())
-            .and_then(|own| own.take_gathered(order.get(), mobility))
-        {
-            return Ok(block);
-        }
         // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
         let other =
             near.filter(|_| order.get() == BLOCK_ORDER).and_then(|own| own.class(order.get(), mobility.other()));
@@ -286,8 +303,7 @@ impl<'m, E: Env> Frames<'m, E> {
     #[cold]
     #[inline(never)]
     fn free_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
-        self.return_words_apart(cx, |pin| self.asked(pin));
-        cx.pinned(|pin| self.free_missed(pin, block));
+        self.after_words(cx, Self::asked, |pin| self.free_missed(pin, block));
     }
 
     /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.

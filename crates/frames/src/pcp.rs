@@ -349,6 +349,7 @@ impl<'m> PerCpu<'m> {
     }
 
     /// The lowest of the gathered blocks of an order, if the node has none below it as far as this CPU knows.
+    #[inline]
     pub(crate) fn take_gathered(&self, order: u32, mobility: Mobility) -> Option<Frozen> {
         let (lowest, class) = (self.lowest.load(Ordering::Relaxed), self.class(order, mobility)?);
         let of_class = lowest & ((1 << LOWEST_SHIFT) - 1) == 2 * u64::from(order) + mobility.index() as u64;

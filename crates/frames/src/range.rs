@@ -287,8 +287,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees frozen frames of one arena whose ends are block borders in the map: one lock round or none.
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
-        self.return_words_apart(cx, |pin| self.asked(pin));
-        cx.pinned(|pin| self.free_slow(pin, extent, content));
+        self.after_words(cx, Self::asked, |pin| self.free_slow(pin, extent, content));
     }
 
     /// Frees any extent of frozen frames, in whatever blocks they were allocated: a part of one, or several that adjoin.

@@ -138,8 +138,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// called from idle loops, before interrupts go off there, and from an interrupt sent for the purpose. Cheap when there is nothing.
     /// Any context but NMI.
     pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.return_words_apart(cx, |pin| self.own(pin));
-        cx.pinned(|pin| {
+        self.after_words(cx, Self::own, |pin| {
             if let Some(own) = self.own(pin) {
                 self.serve_own(pin, own);
             }
@@ -149,8 +148,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Gives everything that this CPU has cached back to its node, and shrinks the cache. Any context but NMI; a lock round
     /// per 64 words of pages or 64 larger blocks. A pin for each round of words; what else is cached goes in one, some 50 rounds at most.
     pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.return_words_apart(cx, |pin| self.own(pin));
-        cx.pinned(|pin| {
+        self.after_words(cx, Self::own, |pin| {
             if let Some(own) = self.own(pin) {
                 self.serve_own(pin, own);
                 self.drain_cache(pin, own);
@@ -164,12 +162,15 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
     pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
-        self.return_words_apart(cx, |_| self.caches().get(cpu.0 as usize));
-        cx.pinned(|pin| {
-            if let Some(cpu) = self.caches().get(cpu.0 as usize) {
-                self.serve_own(pin, cpu);
-                self.drain_cache(pin, cpu);
-            }
-        })
+        self.after_words(
+            cx,
+            |it, _| it.caches().get(cpu.0 as usize),
+            |pin| {
+                if let Some(cpu) = self.caches().get(cpu.0 as usize) {
+                    self.serve_own(pin, cpu);
+                    self.drain_cache(pin, cpu);
+                }
+            },
+        )
     }
 }

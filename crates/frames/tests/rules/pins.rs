@@ -64,6 +64,32 @@ fn a_table_of_words_goes_back_in_many_pins() {
     }
 }
 
+/// A block of an order that is only gathered is taken and freed in a pin each, without a lock round.
+#[test]
+fn a_pair_takes_two_pins() {
+    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+        for order in [0, 4, 6, 8] {
+            let block = frames.alloc(&threads.cx(), request(order)).expect("memory");
+            frames.free(&threads.cx(), block);
+            let before = frames.stats(&threads.cx()).lock_rounds;
+            // The look is a round, and a visit to the node.
+            let block = frames.alloc(&threads.cx(), request(order)).expect("memory");
+            frames.free(&threads.cx(), block);
+            let mut points = 0;
+            threads.interrupted(
+                |_| points += 1,
+                |cx| {
+                    let block = frames.alloc(cx, request(order)).expect("memory");
+                    frames.free(cx, block);
+                },
+            );
+            assert_eq!(points, 4, "order {order}: one before and one after each pin");
+            let rounds = frames.stats(&threads.cx()).lock_rounds - before;
+            assert_eq!(rounds, if order == 0 { 1 } else { 2 }, "order {order}");
+        }
+    });
+}
+
 /// Between two pins a task may come to another CPU, and has that one's words too.
 #[test]
 fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
@@ -81,6 +107,10 @@ fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
             // On the stack, where they would count as in use, are these by now.
             free(frames, &cx, high);
             run_as(0);
+            // This CPU has a round of its own, and so two pins.
+            let (own, rest): (Vec<_>, Vec<_>) =
+                take(frames, &cx, 0, 4096).into_iter().partition(|block| block.pfn().number() % 64 < 32);
+            free(frames, &cx, own);
             let (mut looks, mut taken) = (0, None);
             let move_on = |_: &mut CpuCx<'_, Threads>| {
                 if looks == moved {
@@ -92,6 +122,7 @@ fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
             let Some(taken) = taken else { panic!("not found where the task moved after {moved} of {looks} looks") };
             frames.free_extent(&cx, taken);
             free(frames, &cx, kept);
+            free(frames, &cx, rest);
             assert_eq!(all_free(frames, &cx, 2), 1 << 16);
         });
     }

@@ -286,6 +286,78 @@ fn a_gathered_block_is_taken_again_where_it_is_the_lowest() {
     });
 }
 
+/// Where something else is asked for, or lower memory is on its way back, it is not.
+#[test]
+fn a_gathered_block_is_not_taken_for_another() {
+    with_arenas(&[arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)], 1, &[NodeId(0)], |frames, threads| {
+        let cx = threads.cx();
+        let block = frames.alloc(&cx, request(6)).expect("memory");
+        let place = block.pfn();
+        let again = |request, expected: &dyn Fn(&Frozen) -> bool, what: &str| {
+            let block = frames.alloc(&cx, request).expect("memory");
+            assert!(expected(&block), "{what}: {block:?}");
+            frames.free(&cx, block);
+        };
+        let same = |block: &Frozen| block.pfn() == place;
+        frames.free(&cx, block);
+        for node in [0, 1] {
+            let on_node = |block: &Frozen| frames.node_of(block.pfn()) == Some(NodeId(node));
+            for from in [Placement::Prefer(NodeId(node)), Placement::Only(NodeId(node))] {
+                again(request(6), &same, "here");
+                again(request(6).from(from), &on_node, "on a node");
+            }
+        }
+        again(request(6), &same, "back");
+        let rounds = frames.stats(&cx).lock_rounds;
+        again(request(6), &same, "the look was a visit to the node");
+        again(request(6).prefer_zeroed(), &same, "there are no zeroes");
+        assert_eq!(frames.stats(&cx).lock_rounds, rounds + 3, "two nodes are looked at, and one is taken from");
+        let zeroed = frames.alloc(&cx, request(9)).expect("memory").into_dirty().into_extent();
+        // SAFETY: the test's own, and nobody looks at what is in them.
+        frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(zeroed) });
+        frames.drain(&cx);
+        again(request(6), &same, "of any content");
+        again(request(6).prefer_zeroed(), &Frozen::is_zero, "zeroes");
+    });
+    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+        let cx = threads.cx();
+        let pages: Vec<Frozen> = (0..1024).map(|_| frames.alloc(&cx, request(0)).expect("memory")).collect();
+        let (low, high): (Vec<_>, Vec<_>) = pages.into_iter().partition(|page| page.pfn() < Pfn::new(512));
+        let (holes, kept): (Vec<_>, Vec<_>) = low.into_iter().partition(|page| page.pfn().number() % 2 == 0);
+        holes.into_iter().for_each(|page| frames.free(&cx, page));
+        frames.drain(&cx);
+        let page = frames.alloc(&cx, request(0)).expect("memory");
+        assert!(page.pfn() < Pfn::new(512), "what lies higher is not near any more");
+        let block = frames.alloc(&cx, request(6)).expect("memory");
+        assert!(block.pfn() >= Pfn::new(1024));
+        frames.free(&cx, block);
+        let (leavers, rest): (Vec<_>, Vec<_>) = high.into_iter().partition(|page| page.pfn() < Pfn::new(512 + 64));
+        leavers.into_iter().for_each(|page| frames.free(&cx, page));
+        let block = frames.alloc(&cx, request(6)).expect("memory");
+        assert_eq!(block.pfn(), Pfn::new(512), "given back before anything is taken");
+        [block, page].into_iter().chain(kept).chain(rest).for_each(|block| frames.free(&cx, block));
+    });
+}
+
+/// Nor while another CPU asks for what is cached: that goes before.
+#[test]
+fn a_request_is_served_before_a_gathered_block_is_taken() {
+    with_one_arena(0, 1 << 14, 2, |frames, threads| {
+        let cx = threads.cx();
+        let page = frames.alloc(&cx, request(0)).expect("memory");
+        let block = frames.alloc(&cx, request(6)).expect("memory");
+        frames.free(&cx, block);
+        hugemm_threads::run_as(1);
+        assert_eq!(frames.alloc(&cx, request(18)), Err(AllocError::OutOfMemory));
+        assert!(frames.stats(&cx).cached > 64);
+        hugemm_threads::run_as(0);
+        let block = frames.alloc(&cx, request(6)).expect("memory");
+        assert_eq!(frames.stats(&cx).cached, 0);
+        frames.free(&cx, block);
+        frames.free(&cx, page);
+    });
+}
+
 /// Nor is one with a poisoned frame in it, though it was the lowest: whether it was in use then or had been gathered already, and
 /// whichever CPU says so.
 #[test]
