@@ -20,7 +20,6 @@
 //! first, with [`AllocRequest::prefer_zeroed`], and clears what turns out to be dirty: the allocator clears nothing.
 
 use crate::arena::BLOCK_ORDER;
-use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
@@ -282,9 +281,14 @@ impl<'m, E: Env> Frames<'m, E> {
     /// allocation that needs one; larger ones: one lock round, a word per 128 MiB.
     #[inline]
     pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
+        self.free_as_known(cx, block.soiled());
+    }
+
+    /// The same; what is known of its content stays known.
+    #[inline]
+    pub(crate) fn free_as_known<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
         let missed = cx.pinned(|pin| {
             let own = self.own(pin);
-            let block = block.soiled();
             if let Some(own) = own
                 && own.mailbox.admits(&block)
                 && let Some(class) = own.class_of(&block)
@@ -341,22 +345,12 @@ impl<'m, E: Env> Frames<'m, E> {
         self.with_node(pin, arena.node, |lists| self.free_handle(lists, arena, block));
     }
 
-    /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it
-    /// is one block of a cached order.
+    /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round.
     pub(crate) fn free_slow(&self, pin: CpuPin<'_>, extent: Extent, content: Content) {
-        let own = self.own(pin);
-        if let Some(own) = own {
+        if let Some(own) = self.own(pin) {
             self.serve_own(pin, own);
         }
         let Some(arena) = self.arena(extent.base()) else { return };
-        if let (Some(own), Some(order)) = (own, extent.as_block())
-            && let mobility = arena.block(extent.base()).mobility()
-            && own.class(order.get(), mobility).is_some_and(Class::enabled)
-        {
-            arena.map_merge(extent.base(), order.get());
-            let block = Frozen::make(extent.base(), order, mobility, content == Content::Zero);
-            return self.free_missed(pin, block);
-        }
         self.with_node(pin, arena.node, |lists| self.free_chunks(lists, arena, extent, content));
     }
 }

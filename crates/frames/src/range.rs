@@ -21,6 +21,7 @@ use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::SPAN;
 use crate::folio::{FolioRef, FolioRun};
 use crate::frames::{Env, Frames};
+use crate::frozen::Frozen;
 use crate::node::Content;
 use crate::refs::{self, LANES, Put};
 use hugemm_base::platform::Cpu;
@@ -197,7 +198,6 @@ impl<'m, E: Env> Frames<'m, E> {
         let region = arena.region(base);
         let single = region.split.get(in_region(base));
         let refused = self.is_careful() && region.refused.get(in_region(base));
-        let starts = block.starts.snapshot();
         let mut at = at;
         if !refused {
             // A run that is not empty ends here. A word with a reference to each frame is one of 32 single pages, as tails have
@@ -210,6 +210,10 @@ impl<'m, E: Env> Frames<'m, E> {
                 at += dropped;
             }
         }
+        if at == upto {
+            return;
+        }
+        let starts = block.starts.snapshot();
         while at < upto {
             let index = in_block(Pfn::new(at));
             let first_lane = index.number() % LANES;
@@ -287,7 +291,19 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees frozen frames of one arena whose ends are block borders in the map: one lock round or none.
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
-        self.after_words(cx, Self::asked, |pin| self.free_slow(pin, extent, content));
+        match self.join(extent, content) {
+            Some(block) => self.free_as_known(cx, block),
+            None => self.after_words(cx, Self::asked, |pin| self.free_slow(pin, extent, content)),
+        }
+    }
+
+    /// The extent as one block, which it is made in the map, if it is one of an order that is freed to caches. The caller owns it.
+    #[inline]
+    fn join(&self, extent: Extent, content: Content) -> Option<Frozen> {
+        let order = extent.as_block().filter(|order| order.get() <= BLOCK_ORDER)?;
+        let arena = self.arena(extent.base())?;
+        arena.map_merge(extent.base(), order.get());
+        Some(Frozen::make(extent.base(), order, arena.block(extent.base()).mobility(), content == Content::Zero))
     }
 
     /// Frees any extent of frozen frames, in whatever blocks they were allocated: a part of one, or several that adjoin.
