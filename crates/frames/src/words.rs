@@ -365,6 +365,41 @@ mod tests {
         });
     }
 
+    /// What counts is blocks, whatever their order, that others have made leave: `FEW` of each word are enough. Zeroes make nobody leave.
+    #[test]
+    fn a_table_rests_for_few_blocks_that_had_to_leave() {
+        for (order, blocks, rests) in [(0, FEW - 1, true), (0, FEW, false), (3, 1, true), (3, FEW, false)] {
+            with_slots(4, |words| {
+                let one: Vec<u64> = (0..blocks).map(|at| block((1 << 12) + (at << order), order, false)).collect();
+                assert_eq!(leavers(words, order, &one), []);
+                assert_eq!(leavers(words, order, &[block(2 << 12, order, false)]).len(), 1);
+                assert_eq!(words.rests(), rests, "{blocks} of order {order} left for one");
+            });
+        }
+        with_slots(4, |words| {
+            let zeroes: Vec<u64> = (1..5).map(|word| block(word << 12, 0, true)).collect();
+            assert_eq!(leavers(words, 0, &zeroes).len(), 4);
+            assert!(!words.rests());
+        });
+    }
+
+    /// That pages of a word are parts of larger blocks is known when it leaves full, whichever of them came last.
+    #[test]
+    fn a_full_word_is_known_for_its_blocks() {
+        let pages: Vec<u64> = (64..120).map(|pfn| block(pfn, 0, false)).collect();
+        for order in [0, 3] {
+            let rest: Vec<u64> = (120..128).step_by(1 << order).map(|pfn| block(pfn, order, false)).collect();
+            for (first, last) in [((0, &pages), (order, &rest)), ((order, &rest), (0, &pages))] {
+                with_slots(4, |words| {
+                    assert_eq!(leavers(words, first.0, first.1), []);
+                    let mut left = Vec::new();
+                    words.add(last.0, last.1, |word, _| left.push((word.pages, word.has_blocks())));
+                    assert_eq!(left, [(u64::MAX, order != 0)]);
+                });
+            }
+        }
+    }
+
     /// Whatever is added comes out, once, and is known for what it is.
     #[test]
     fn nothing_is_lost_and_nothing_comes_twice() {
