@@ -209,8 +209,8 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
         })
     }
 
-    /// Whether every flush of the space asks the calling CPU: it has switched in, and is not lazy. For who reaches pages by walking the
-    /// tables in software. Any context; pins.
+    /// Whether every flush of the space that is not a [broadcast](TlbHw::broadcast) asks the calling CPU: it has switched in, and is not
+    /// lazy. For who reaches pages by walking the tables in software. Any context; pins.
     pub fn asks_this_cpu<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
         cx.pinned(|pin| {
             let (word, bit) = place(pin.cpu());

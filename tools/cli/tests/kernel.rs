@@ -326,6 +326,7 @@ fn a_run_adds_up_in_the_kernel() {
     for side in ["extent", "cached", "page"] {
         assert!(value("run.stored", side, "pressure") > 10_000.0, "{side}");
         assert!(value("run.loaded", side, "pressure") > 10_000.0, "{side}");
+        assert!(value("run.worker_freed", side, "pressure") > 1_000.0, "{side}: the second CPU keeps memory free");
     }
     assert_eq!(value("run.age_flushes", "extent", "pressure"), 0.0);
 }

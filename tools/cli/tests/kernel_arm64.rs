@@ -162,6 +162,20 @@ fn a_broadcast_stands_beside_interrupts() {
     }
 }
 
+/// A guest that is played walks tables in software, so its CPU has to be asked, though a broadcast reaches its TLB.
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn a_worker_asks_the_cpu_that_plays_a_guest() {
+    let args = ["--cpus", "2", "--memory", "512MB", "--json", "--", "run", "-r", "1"];
+    let document = document(&[&BOOT[..], &args].concat());
+    for metric in ["run.worker_freed", "run.interrupts"] {
+        let rows = rows(&document, metric);
+        let pressure: Vec<_> = rows.iter().filter(|row| row["phase"] == "pressure").collect();
+        assert_eq!(pressure.len(), 3, "{document}");
+        assert!(pressure.iter().all(|row| row["value"].as_f64() > Some(0.0)), "{metric}: {pressure:?}");
+    }
+}
+
 /// A TLBI for each mapping that was young, beside those of unmapping; none where ageing flushes nothing.
 #[test]
 #[ignore = "needs QEMU: make test-arm"]

@@ -232,7 +232,8 @@ pub trait Site<'c, 'v, 'm, S: Setup> {
     /// or leave it.
     fn load(&mut self, cx: &mut Cx<'c, S>, guest: u32, space: &AddressSpaceRef<'_, S>, on: bool);
 
-    /// Runs `f`, and a worker beside it that keeps memory free, if the site has a CPU for one.
+    /// Runs `f`, and a worker beside it that keeps memory free, if the site has a CPU for one. `f` resizes no pool, and asks for nothing
+    /// that other CPUs have to do.
     fn beside_worker<R>(&mut self, cx: &mut Cx<'c, S>, f: impl FnOnce(&mut Cx<'c, S>) -> R) -> R {
         f(cx)
     }

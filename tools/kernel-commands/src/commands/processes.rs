@@ -3,14 +3,12 @@
 //! Each CPU plays its processes in turn, a window of pages each. A CPU without any is the worker of the node, or the boot CPU is it besides. All
 //! accesses are loads and stores by the MMU; what they find is checked.
 
-use super::swapped::{self, OurSpaces, Store, SwapVm, Terms};
+use super::swapped::{self, NODE, OurSpaces, Store, SwapVm, Terms};
 use super::{Cx, Failure, vec_of};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr};
-use hugemm_kernel::arch::interrupts;
-use hugemm_kernel::memory::frames;
+use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PageSize, VirtAddr};
 use hugemm_kernel::page_fault;
 use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
@@ -20,8 +18,6 @@ use hugemm_reclaim::{Ageing, LruPolicy, Swap};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Vm, VmError};
 use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Part, Touch, Touched, Turn, Words, marks, set_up};
 use hugemm_workloads::random::Random;
-
-const NODE: NodeId = NodeId(0);
 
 const MOST: usize = MOST_PROCESSES as usize;
 
@@ -206,24 +202,13 @@ impl<'t> Task<'t, '_, '_> {
         // Relaxed: only to end.
         while !self.stop.load(Ordering::Relaxed) && goes_on(cx) {
             percpu::beat();
-            let idle = parts.is_empty();
-            if idle {
-                // No wake falls between looking and waiting.
-                interrupts::disable();
-            }
-            let woken = is_worker && pager.take_wake(NODE);
-            if idle && !woken {
-                // Until the next interrupt: one that only looked at swap all the time would be in the others' way.
-                frames().serve(cx);
-                interrupts::enable_and_wait();
+            if parts.is_empty() {
+                // One that only looked at swap all the time would be in the others' way.
+                swapped::idle(cx, self.vm, is_worker);
                 continue;
             }
-            interrupts::enable();
-            if woken {
+            if is_worker && pager.take_wake(NODE) {
                 pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
-            }
-            if idle {
-                continue;
             }
             let number = turn % parts.len();
             turn += 1;

@@ -1,12 +1,14 @@
 //! The work of a virtual machine host, on real page tables, with real flushes and interrupts.
 //!
-//! Guests' accesses are walks in software, as on the host: the course is the same, and idle pages go to compressed swap.
+//! Guests' accesses are walks in software, as on the host: the course is the same, and idle pages go to compressed swap. Under pressure
+//! the second CPU is the worker that keeps memory free.
 
 use super::populate::calibrated;
 use super::selftest::in_swap;
-use super::swapped::{Clocked, Store, Swapped};
+use super::swapped::{self, Clocked, OurSpaces, Store, Swapped};
 use super::{Cx, Failure, vec_of};
 use crate::output::{progress, record};
+use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{CounterSnapshot, CpuCx, Never, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
@@ -14,8 +16,8 @@ use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, OptimizerPoli
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::platform::Kernel;
-use hugemm_kernel::tlb::shootdown;
-use hugemm_kernel::vm::{KernelVm, OnKernel};
+use hugemm_kernel::tlb::{interrupt_instead, shootdown};
+use hugemm_kernel::vm::KernelVm;
 use hugemm_kernel::{percpu, smp, vm, vmemmap};
 use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::ShootdownPolicy;
@@ -29,6 +31,11 @@ use hugemm_workloads::vm_host::{
 
 /// Frames that the run's own arrays may take.
 const OWN: u64 = 4096;
+
+/// The CPU that keeps memory free while there is pressure, if there is one besides the boot CPU. It creates machines at other times.
+fn worker() -> u32 {
+    u32::from(percpu::count() > 1)
+}
 
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
@@ -92,7 +99,7 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
     // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
     let store = Store::new(frames(), cx, WordsOrLz4, percpu::count(), sizes.greedy / 8).map_err(|_| Failure::Memory)?;
     let lrus = [Lru::new(frames(), LruPolicy::TwoList)];
-    let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(sizes.greedy), Clocked::default());
+    let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(sizes.greedy), Clocked::waking(worker()));
     pager.set_ageing(ageing);
     // SAFETY: the clearer is made from what `Features::detect` finds.
     let vm =
@@ -118,8 +125,6 @@ struct Here<'b, 'v, 'a, 'm> {
     pins: &'b mut [Option<Pinned<'v>>],
     kept: usize,
 }
-
-type OurSpaces<'a> = OnKernel<Swapped<'a>>;
 
 impl<'v, 'a, 'm> Site<'static, 'v, 'm, OurSpaces<'a>> for Here<'_, 'v, 'a, 'm> {
     fn create(
@@ -177,6 +182,32 @@ impl<'v, 'a, 'm> Site<'static, 'v, 'm, OurSpaces<'a>> for Here<'_, 'v, 'a, 'm> {
                 space.tlb().switch_out(shootdown(), cx);
             }
         });
+    }
+
+    fn beside_worker<R>(
+        &mut self,
+        cx: &mut CpuCx<'static, Kernel>,
+        f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> R,
+    ) -> R {
+        let (vm, over) = (self.vm, AtomicBool::new(false));
+        let works = |cx: &mut CpuCx<'static, Kernel>, _| {
+            // Relaxed: only to end. If that falls before the wait, the next tick ends it.
+            while !over.load(Ordering::Relaxed) {
+                swapped::idle(cx, vm, true);
+            }
+        };
+        // A walk in software knows of no broadcast: who flushes has to ask the CPU that plays a guest.
+        // SAFETY: nobody resizes a pool meanwhile, by the caller's contract.
+        unsafe { interrupt_instead(true) };
+        let result = smp::beside(cx, 1..1 + worker(), &works, |cx| {
+            let result = f(cx);
+            over.store(true, Ordering::Relaxed);
+            smp::wake(worker());
+            result
+        });
+        // SAFETY: as above.
+        unsafe { interrupt_instead(false) };
+        result
     }
 
     fn barriers(&self) -> FlushCounts {

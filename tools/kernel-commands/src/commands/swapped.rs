@@ -6,9 +6,10 @@ use ::alloc::vec::Vec;
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{FrameUse, NodeId, Order, PageSize};
+use hugemm_base::{FrameUse, Never, NodeId, Order, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::Frozen;
+use hugemm_kernel::arch::interrupts;
 use hugemm_kernel::memory::{KernelEnv, frames};
 use hugemm_kernel::vm::{self, KernelVm, OnKernel, Paging};
 use hugemm_kernel::{clock, percpu, smp, tlb};
@@ -30,6 +31,9 @@ pub type Store = Compressed<'static, 'static, KernelEnv, WordsOrLz4>;
 pub type OurSpaces<'a> = OnKernel<Swapped<'a>>;
 
 pub type SwapVm<'a> = KernelVm<'static, Swapped<'a>>;
+
+/// All memory's.
+pub const NODE: NodeId = NodeId(0);
 
 /// What one CPU does for reclaim, since when, and what it has spent on what. Its CPU writes.
 #[derive(Debug, Default)]
@@ -77,6 +81,11 @@ impl Steps for Clocked<'_> {
 }
 
 impl Clocked<'_> {
+    /// Wakes that CPU for the worker's turns, and adds nothing up.
+    pub fn waking(worker: u32) -> Self {
+        Clocked { worker, ..Clocked::default() }
+    }
+
     /// Nanoseconds of all CPUs in one step.
     pub fn of(&self, step: Step) -> u64 {
         self.cpus.iter().map(|cpu| cpu.nanos[step as usize].load(Ordering::Relaxed)).sum()
@@ -99,6 +108,19 @@ pub struct Terms {
     pub worker: u32,
     /// A planted bug: pages are written out and freed without a flush.
     pub unflushed: bool,
+}
+
+/// One turn of a CPU that has nothing else to do: the worker's, if it is that and has been woken, or a wait for the next interrupt.
+pub fn idle(cx: Cx<'_>, vm: &KernelVm<'_, Swapped<'_>>, is_worker: bool) {
+    // No wake falls between looking and waiting.
+    interrupts::disable();
+    if is_worker && vm.pager().take_wake(NODE) {
+        interrupts::enable();
+        vm.pager().balance(vm, cx, NODE, u64::MAX, &Never);
+    } else {
+        frames().serve(cx);
+        interrupts::enable_and_wait();
+    }
 }
 
 /// Runs `f` with a manager on these terms. Whatever it makes it ends.

@@ -3,9 +3,8 @@
 //! What a guest writes says whose it is and where, so that a page that is lost, handed out twice or not cleared is found.
 
 use super::accounting::{Accounting, Mismatch};
-use super::walk::reach;
+use super::walk::{Reached, reach};
 use super::{AT, GATHERED, Granularity, HostRunError};
-use core::ptr::NonNull;
 use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_base::{VirtRange, VirtRangeError, platform::Cpu};
 use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, Setup, SharedRef, Vm, VmError, VmaKind};
@@ -124,15 +123,15 @@ where
 
     fn write_page(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, page: Page) -> Result<(), HostRunError> {
         cond_resched(cx, page.number);
-        let start = access(cx, vm, &self.space, page.at(), true)?;
-        for word in words(self.number, page.own) {
-            // SAFETY: the word lies in the page, which stays until this task's next access: see `access`.
-            let before = unsafe { start.add(word).replace(self.stamp(page.number, word)) };
-            if before != 0 {
-                return Err(Mismatch::new("words of fresh memory that are zero", 0, before).into());
+        access(cx, vm, &self.space, page.at(), true, |reached| {
+            for word in words(self.number, page.own) {
+                let before = reached.replace(word, self.stamp(page.number, word));
+                if before != 0 {
+                    return Err(Mismatch::new("words of fresh memory that are zero", 0, before).into());
+                }
             }
-        }
-        Ok(())
+            Ok(())
+        })?
     }
 
     /// Finds in every page what was written there.
@@ -147,15 +146,15 @@ where
 
     fn check_page(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, page: Page) -> Result<(), HostRunError> {
         cond_resched(cx, page.number);
-        let start = access(cx, vm, &self.space, page.at(), false)?;
-        for word in words(self.number, page.own) {
-            // SAFETY: as in `write_page`.
-            let (found, expected) = (unsafe { start.add(word).read() }, self.stamp(page.number, word));
-            if found != expected {
-                return Err(Mismatch::new("what a guest wrote", expected, found).into());
+        access(cx, vm, &self.space, page.at(), false, |reached| {
+            for word in words(self.number, page.own) {
+                let (found, expected) = (reached.read(word), self.stamp(page.number, word));
+                if found != expected {
+                    return Err(Mismatch::new("what a guest wrote", expected, found).into());
+                }
             }
-        }
-        Ok(())
+            Ok(())
+        })?
     }
 
     /// How many pages it has used since this was asked last: in one walk of each area, or in one of each page table.
@@ -185,7 +184,7 @@ where
 
     /// Makes its first page be there.
     pub(crate) fn touch(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), HostRunError> {
-        access(cx, vm, &self.space, VirtAddr::new(AT), false)?;
+        access(cx, vm, &self.space, VirtAddr::new(AT), false, |_| ())?;
         Ok(())
     }
 
@@ -242,22 +241,26 @@ fn words(guest: u64, own: bool) -> core::iter::StepBy<core::ops::Range<usize>> {
     if own { (first..512).step_by(16) } else { (first..first + 1).step_by(1) }
 }
 
-/// The word at `at`, as the calling task reaches it until its next access: either nobody else takes pages away, or the calling CPU has
-/// the space loaded, and whoever does waits until it answers, which it does here. Faults as long as it has to.
-fn access<S: Setup>(
+/// What `f` makes of the page at `at`, with the CPU pinned from the walk to the end of the use. Faults as long as it has to.
+fn access<S: Setup, R>(
     cx: &mut Cx<'_, S>,
     vm: &Vm<'_, S>,
     space: &AddressSpaceRef<'_, S>,
     at: VirtAddr,
     write: bool,
-) -> Result<NonNull<u64>, VmError> {
+    f: impl Fn(Reached<'_>) -> R,
+) -> Result<R, VmError> {
     let kind = if write { Access::Write } else { Access::Read };
     loop {
         vm.shootdown().handle_ipi(cx);
-        // SAFETY: the tables are the space's, and go with it.
-        if let Some(word) = unsafe { reach::<S::Format>(cx.platform(), space.root(), at, write) } {
-            return Ok(word);
-        }
-        vm.fault(cx, space, at, kind)?;
+        let used = cx.pinned(|pin| {
+            // SAFETY: the tables are the space's, and go with it. Either nobody else takes pages away (`Site::beside_worker`), or the CPU has
+            // the space loaded (`HostRun::pressure`), and whoever does waits for it: it answers above, or by an interrupt, and not while it is pinned.
+            unsafe { reach::<S::Format>(cx.platform(), pin, space.root(), at, write) }.map(&f)
+        });
+        match used {
+            Some(result) => return Ok(result),
+            None => vm.fault(cx, space, at, kind)?,
+        };
     }
 }

@@ -1,21 +1,47 @@
 //! A guest's accesses: a walk of its tables in software that notes accesses and stores as hardware does.
 
+use core::marker::PhantomData;
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Extent, PAGE_SHIFT, Pfn, PhysAddr, PhysMap, VirtAddr};
+use hugemm_base::{CpuPin, Extent, PAGE_SHIFT, Pfn, PhysAddr, PhysMap, VirtAddr};
 use hugemm_paging::{Flags, PageFormat};
 
-/// Where the word at `at` is, for an access of this kind; `None` is a page fault.
+/// Words of a page.
+const WORDS: usize = 512;
+
+/// A page that was found, as long as the CPU that found it is pinned: until then it answers no flush, and the page is nobody else's.
+pub(super) struct Reached<'pin> {
+    first: NonNull<u64>,
+    pinned: PhantomData<CpuPin<'pin>>,
+}
+
+impl Reached<'_> {
+    /// The word of this index, which counts modulo a page's words.
+    pub(super) fn read(&self, index: usize) -> u64 {
+        // SAFETY: a word of the page, by `reach`'s contract.
+        unsafe { self.first.add(index % WORDS).read() }
+    }
+
+    /// Writes that word, and returns what was there. To be used only if the page was reached for writing.
+    pub(super) fn replace(&self, index: usize, value: u64) -> u64 {
+        // SAFETY: as in `read`.
+        unsafe { self.first.add(index % WORDS).replace(value) }
+    }
+}
+
+/// The page at `at`, for an access of this kind; `None` is a page fault.
 ///
 /// # Safety
 ///
-/// `root` is the root of tables of this format that are not freed meanwhile, and the platform's map is direct.
-pub(super) unsafe fn reach<F: PageFormat>(
+/// `root` is the root of tables of this format that are not freed meanwhile, and the platform's map is direct. Whoever takes a page away
+/// waits until the calling CPU is not pinned, before it uses the page.
+pub(super) unsafe fn reach<'pin, F: PageFormat>(
     platform: &impl PhysMap,
+    _pin: CpuPin<'pin>,
     root: PhysAddr,
     at: VirtAddr,
     write: bool,
-) -> Option<NonNull<u64>> {
+) -> Option<Reached<'pin>> {
     let (needs, notes) = if write { (Flags::WRITE, Flags::HARDWARE) } else { (Flags::NONE, Flags::ACCESSED) };
     let mut table = root.get();
     for level in (0..F::LEVELS).rev() {
@@ -44,8 +70,9 @@ pub(super) unsafe fn reach<F: PageFormat>(
             let noted = F::change(value, notes, Flags::NONE);
             match entry.compare_exchange(value, noted, Ordering::Acquire, Ordering::Acquire) {
                 Ok(_) => {
-                    let within = at.get() & ((1 << (PAGE_SHIFT + 9 * level)) - 1);
-                    return word(platform, F::frame(value).start().get() + within);
+                    let within = at.get() & ((1 << (PAGE_SHIFT + 9 * level)) - (1 << PAGE_SHIFT));
+                    let first = word(platform, F::frame(value).start().get() + within)?;
+                    return Some(Reached { first, pinned: PhantomData });
                 }
                 Err(now) => value = now,
             }
