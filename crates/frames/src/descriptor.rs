@@ -34,6 +34,7 @@
 
 use core::marker::PhantomData;
 use core::ops::Deref;
+use hugemm_base::prefetch;
 use hugemm_base::sync::{AtomicU64, Ordering};
 
 /// Words in a descriptor.
@@ -80,6 +81,12 @@ impl<'m> DescRef<'m> {
     pub fn load(self, index: usize) -> u64 {
         // Relaxed: a descriptor's words are handed over together with the block, by a lock or by the owner's own means.
         self.word(index).load(Ordering::Relaxed)
+    }
+
+    /// Asks for its cache line ahead, without waiting.
+    #[inline]
+    pub fn prefetch(self) {
+        prefetch::read(self.word(0));
     }
 }
 

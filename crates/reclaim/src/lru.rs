@@ -158,15 +158,15 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     pub(crate) fn let_go<P: Cpu, T>(
         &self,
         cx: &CpuCx<'_, P>,
-        heads: impl Iterator<Item = Pfn>,
+        heads: &[Pfn],
         mut put: impl FnMut(Pfn) -> Option<T>,
         last: &mut [Option<T>; BATCH],
     ) {
         self.locked(cx, |lists| {
-            for (head, last) in heads.zip(last) {
-                *last = put(head);
+            for (head, last) in heads.iter().zip(last) {
+                *last = put(*head);
                 if last.is_some() {
-                    lists.remove(self.frames, head);
+                    lists.remove(self.frames, *head);
                 }
             }
         });

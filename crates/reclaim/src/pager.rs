@@ -14,7 +14,7 @@ use crate::worker::Turn;
 use core::ptr;
 use hugemm_base::lock::RawLock;
 use hugemm_base::{Cancel, Extent, NodeId, Order, Pfn, Shortfall};
-use hugemm_frames::{FolioRun, Frames, Frozen};
+use hugemm_frames::{DescRef, FolioRun, Frames, Frozen};
 use hugemm_vm::{Cx, LostPage, Pager, Setup, Vm};
 
 /// Frames that pages larger than 4 KiB leave free, because writing one out takes frames before it gives any: 512 for
@@ -151,13 +151,35 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
         });
     }
 
-    unsafe fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun) {
-        let order = pages.order();
-        self.by_node(frames, pages.into_extent(), order, |lru, some| {
-            // SAFETY: the run's references: each of its heads is passed here once. The pages are on their node's LRU, or
-            // left out of it.
-            unsafe { self.put_all(frames, cx, lru, heads(some, order)) };
-        });
+    unsafe fn drop_references(
+        &self,
+        frames: &Frames<'_, S::Env>,
+        cx: &Cx<'_, S>,
+        pages: impl IntoIterator<Item = FolioRun>,
+    ) {
+        let (mut some, mut count, mut of) = ([Pfn::new(0); BATCH], 0, None);
+        let put = |lru, some: &[Pfn]| {
+            // SAFETY: the runs' references: each of their heads is passed once. The pages are on their node's LRU, or left out of it.
+            unsafe { self.put_all(frames, cx, lru, some) };
+        };
+        for run in pages {
+            let order = run.order();
+            self.by_node(frames, run.into_extent(), order, |lru, part| {
+                let more = (part.pages() / order.pages()) as usize;
+                if count + more > BATCH || lru.map(ptr::from_ref) != of.map(ptr::from_ref) {
+                    put(of, &some[..count]);
+                    (count, of) = (0, lru);
+                }
+                let added = &mut some[count..count + more];
+                added.iter_mut().zip(heads(part, order)).for_each(|(place, head)| *place = head);
+                if more < BATCH {
+                    // All of them before the lock: those that do not adjoin are in no cache.
+                    added.iter().filter_map(|head| frames.descriptor(*head)).for_each(DescRef::prefetch);
+                }
+                count += more;
+            });
+        }
+        put(of, &some[..count]);
     }
 
     unsafe fn used(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, heads: &[Pfn]) {

@@ -125,14 +125,14 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
         frames: &Frames<'_, S::Env>,
         cx: &Cx<'_, S>,
         lru: Option<&Lru<'a, 'm, S::Env, L>>,
-        heads: impl Iterator<Item = Pfn>,
+        heads: &[Pfn],
     ) {
         let mut last = [const { None }; BATCH];
         // SAFETY: the caller's promise.
         let put = |head| frames.put_frozen(unsafe { FolioRef::from_pfn(head) }).ok().flatten();
         match lru {
             Some(lru) => lru.let_go(cx, heads, put, &mut last),
-            None => last.iter_mut().zip(heads).for_each(|(last, head)| *last = put(head)),
+            None => last.iter_mut().zip(heads).for_each(|(last, head)| *last = put(*head)),
         }
         free_runs::<S>(frames, cx, last.into_iter().flatten());
     }

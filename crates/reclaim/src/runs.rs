@@ -10,21 +10,23 @@ pub(crate) fn heads(extent: Extent, order: Order) -> impl Iterator<Item = Pfn> {
     (0..extent.pages() / order.pages()).map(move |n| Pfn::new(base + n * order.pages()))
 }
 
-/// Frees blocks, adjoining ones together.
+/// Frees blocks: those that adjoin together, and one that is alone to the CPU's cache.
 pub(crate) fn free_runs<S: Setup>(frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, blocks: impl Iterator<Item = Frozen>) {
-    let mut run = Extent::default();
-    let give = |run: Extent| {
-        if !run.is_empty() {
-            // SAFETY: the blocks were the caller's, and adjoin.
-            frames.free_extent(cx, unsafe { Dirty::assume_owned(run) });
+    let mut blocks = blocks.peekable();
+    while let Some(first) = blocks.next() {
+        let mut run = first.extent();
+        let mut adjoins = |run: &mut Extent| {
+            let next = blocks.next_if(|next| next.pfn() == run.end())?;
+            *run = run.join(next.into_dirty().into_extent())?;
+            Some(())
+        };
+        if adjoins(&mut run).is_none() {
+            frames.free(cx, first);
+            continue;
         }
-    };
-    for block in blocks {
-        let next = block.into_dirty().into_extent();
-        run = run.join(next).unwrap_or_else(|| {
-            give(run);
-            next
-        });
+        let _ = first.into_dirty().into_extent();
+        while adjoins(&mut run).is_some() {}
+        // SAFETY: the blocks were the caller's, and adjoin.
+        frames.free_extent(cx, unsafe { Dirty::assume_owned(run) });
     }
-    give(run);
 }

@@ -5,6 +5,7 @@ use crate::inflight_faults::InflightFaults;
 use crate::object::{Index, Object};
 use crate::setup::{Cx, Setup};
 use crate::space::AddressSpace;
+use crate::supply::Dropping;
 use crate::vm::Vm;
 use crate::vma::{Vma, VmaInfo, VmaKind};
 use core::cell::RefCell;
@@ -293,11 +294,13 @@ impl<'m, S: Setup> Vm<'m, S> {
             // SAFETY: no hardware walks an index, and no other task can reach it; so nothing has to be flushed either.
             unsafe { table.detach(whole, Editing::quiet()).map(|unhooked| unhooked.assume_flushed()) }
         };
+        let mut dropping = Dropping::new();
         let found = detached.map_or(0, |detached| {
             self.harvest_by_parts(cx, &index.table, detached, |task, run| {
-                self.drop_pages(&mut task.borrow_mut(), run.extent, index.page, index.pooled);
+                dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, index.page, index.pooled);
             })
         });
+        dropping.drop_all(self, cx);
         self.free_root(cx, index.table.root());
         if index.pooled {
             self.let_go_of_promises(cx, index.page, (index.pages - found) / index.page.pages());

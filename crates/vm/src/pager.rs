@@ -50,7 +50,7 @@ pub struct LostPage;
 ///     }
 ///     # const ACTIVE: bool = true;
 ///     # unsafe fn lru_add(&self, _: &Frames<'_, S::Env>, _: &Cx<'_, S>, _: Extent, _: Order) {}
-///     # unsafe fn drop_references(&self, _: &Frames<'_, S::Env>, _: &Cx<'_, S>, _: FolioRun) {}
+///     # unsafe fn drop_references(&self, _: &Frames<'_, S::Env>, _: &Cx<'_, S>, _: impl IntoIterator<Item = FolioRun>) {}
 ///     # unsafe fn share(&self, _: &Cx<'_, S>, _: u64) -> Option<u64> { None }
 ///     # unsafe fn free(&self, _: &Cx<'_, S>, _: u64) {}
 ///     # fn may_take(&self, _: &Frames<'_, S::Env>, _: &Cx<'_, S>, _: Order) -> bool { true }
@@ -70,13 +70,19 @@ pub unsafe trait Pager<S: Setup> {
     /// [`drop_references`](Pager::drop_references) or by holding it itself.
     unsafe fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
 
-    /// Drops references, frees the pages that lose their last, and forgets them before anybody can get them anew. May be
-    /// called under a page table's lock; passes no reschedule point.
+    /// Drops references, frees the pages that lose their last, and forgets them before anybody can get them anew. The runs come
+    /// together because they go together, whether they adjoin or not. May be called under a page table's lock; passes no reschedule
+    /// point.
     ///
     /// # Safety
     ///
     /// The pager has been told of the pages.
-    unsafe fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun);
+    unsafe fn drop_references(
+        &self,
+        frames: &Frames<'_, S::Env>,
+        cx: &Cx<'_, S>,
+        pages: impl IntoIterator<Item = FolioRun>,
+    );
 
     /// Pages have been used, as somebody else found out who has taken their accessed bits: they are as young as if reclaim
     /// had found it. No lock is held.
@@ -130,9 +136,16 @@ unsafe impl<S: Setup> Pager<S> for NoPager {
 
     unsafe fn lru_add(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _pages: Extent, _order: Order) {}
 
-    unsafe fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, mut pages: FolioRun) {
-        while let Some(folio) = pages.pop() {
-            let _ = frames.put(cx, folio);
+    unsafe fn drop_references(
+        &self,
+        frames: &Frames<'_, S::Env>,
+        cx: &Cx<'_, S>,
+        pages: impl IntoIterator<Item = FolioRun>,
+    ) {
+        for mut run in pages {
+            while let Some(folio) = run.pop() {
+                let _ = frames.put(cx, folio);
+            }
         }
     }
 

@@ -55,6 +55,58 @@ impl Want {
     }
 }
 
+/// Runs that are dropped together, and pages that are: who gathers more has to pass a reschedule point.
+const DROPPED: usize = 32;
+const DROPPED_PAGES: u64 = 512;
+
+/// Runs of pages that somebody is taking away. Their references are dropped some at a time, so that whoever does it has more than one
+/// page to look at where no two adjoin; the [last ones](Self::drop_all) in the end.
+#[must_use = "what is gathered is in use until it is dropped"]
+pub(crate) struct Dropping {
+    runs: [Extent; DROPPED],
+    count: usize,
+    pages: u64,
+    /// Size of all of them, and whether they are a pool's.
+    kind: (PageSize, bool),
+}
+
+impl Dropping {
+    pub(crate) fn new() -> Self {
+        Dropping { runs: [Extent::default(); DROPPED], count: 0, pages: 0, kind: (PageSize::Size4K, false) }
+    }
+
+    /// Drops one reference of each page of a run, now or later.
+    pub(crate) fn drop_pages<S: Setup>(
+        &mut self,
+        vm: &Vm<'_, S>,
+        cx: &mut Cx<'_, S>,
+        extent: Extent,
+        page: PageSize,
+        pooled: bool,
+    ) {
+        if self.kind != (page, pooled) {
+            self.drop_all(vm, cx);
+            self.kind = (page, pooled);
+        }
+        // There is room: a full one is dropped below.
+        self.runs[self.count] = extent;
+        self.count += 1;
+        self.pages += extent.pages();
+        if self.count == DROPPED || self.pages >= DROPPED_PAGES {
+            self.drop_all(vm, cx);
+        }
+    }
+
+    /// Drops what was gathered.
+    pub(crate) fn drop_all<S: Setup>(&mut self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>) {
+        self.pages = 0;
+        let count = core::mem::take(&mut self.count);
+        if count > 0 {
+            vm.drop_runs(cx, &self.runs[..count], self.kind.0, self.kind.1);
+        }
+    }
+}
+
 impl<S: Setup> Vm<'_, S> {
     /// One zeroed page, counted, with the caller's reference. `None` if the pool cannot keep its promise because somebody
     /// holds what is not entered yet: looking again helps, once the caller has entered or returned its own.
@@ -322,12 +374,22 @@ impl<S: Setup> Vm<'_, S> {
     /// Drops one reference of each page of a run, and frees those that lose their last. `page` is the pages' size.
     /// Passes no reschedule point.
     pub(crate) fn drop_pages(&self, cx: &mut Cx<'_, S>, extent: Extent, page: PageSize, pooled: bool) {
+        self.drop_runs(cx, &[extent], page, pooled);
+    }
+
+    /// The same for several runs, which need not adjoin.
+    fn drop_runs(&self, cx: &mut Cx<'_, S>, runs: &[Extent], page: PageSize, pooled: bool) {
         // SAFETY: the callers' references: of entries that they took away or did not make, or their own.
-        let mut pages = unsafe { FolioRun::from_extent(extent, page.order()) };
+        let runs = runs.iter().map(|extent| unsafe { FolioRun::from_extent(*extent, page.order()) });
         if S::Pager::ACTIVE && !pooled {
             // SAFETY: pages of no pool, of which the pager was told when they became counted.
-            return unsafe { self.pager().drop_references(self.frames(), cx, pages) };
+            return unsafe { self.pager().drop_references(self.frames(), cx, runs) };
         }
+        runs.for_each(|run| self.drop_run(cx, run, page, pooled));
+    }
+
+    /// The same for one run of which no pager knows.
+    fn drop_run(&self, cx: &mut Cx<'_, S>, mut pages: FolioRun, page: PageSize, pooled: bool) {
         if page == PageSize::Size4K && !pooled {
             while !pages.extent().is_empty() {
                 let (part, more) = pages.split_at(DROP_PAGES);

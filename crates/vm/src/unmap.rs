@@ -7,6 +7,7 @@
 use crate::error::VmError;
 use crate::setup::{Cx, Setup, Task};
 use crate::space::AddressSpace;
+use crate::supply::Dropping;
 use crate::vm::Vm;
 use crate::vma::{Areas, Vma, VmaInfo, pages};
 use core::cell::RefCell;
@@ -211,7 +212,8 @@ impl<S: Setup> Vm<'_, S> {
         detached: Detached,
         removed: &Areas<S>,
     ) -> u64 {
-        self.harvest_by_parts(cx, space.table(), detached, |task, run| {
+        let mut dropping = Dropping::new();
+        let pages = self.harvest_by_parts(cx, space.table(), detached, |task, run| {
             let mut at = run.at.get() >> hugemm_base::PAGE_SHIFT;
             let mut rest = run.extent;
             // A run of frames may go on across the border of two areas.
@@ -222,12 +224,14 @@ impl<S: Setup> Vm<'_, S> {
                 area.harvested.fetch_add(mine.pages(), Ordering::Relaxed);
                 if !area.info.kind.shared {
                     let kind = area.info.kind;
-                    self.drop_pages(&mut task.borrow_mut(), mine, kind.page, kind.pooled);
+                    dropping.drop_pages(self, &mut task.borrow_mut(), mine, kind.page, kind.pooled);
                 }
                 at = ends;
                 rest = others;
             }
-        })
+        });
+        dropping.drop_all(self, cx);
+        pages
     }
 
     /// Reads off what was detached and flushed, and drops what is away there, with a reschedule point between two parts of

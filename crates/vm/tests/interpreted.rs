@@ -64,7 +64,7 @@ fn nobody_takes_pages_away(vm: &Vm<'_, Single>, cx: &mut Cx<'_>, space: &Address
     // SAFETY: the reference that was taken out of its handle just now.
     let pages = unsafe { FolioRun::from_extent(Extent::block(head, Order::ZERO), Order::ZERO) };
     // SAFETY: it needs to be told of no pages.
-    unsafe { Pager::<Single>::drop_references(pager, frames, cx, pages) };
+    unsafe { Pager::<Single>::drop_references(pager, frames, cx, [pages]) };
     assert_eq!(frames.references(head), 0, "it was the last");
     let pooled = VmaKind::private(PageSize::Size2M).pooled();
     let area = vm.map(cx, space, span(1 << 30, 512), pooled, Backing::Private);

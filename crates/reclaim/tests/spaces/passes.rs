@@ -358,7 +358,7 @@ fn a_worker_is_woken_by_who_adds_pages() {
             assert!(!pager.take_wake(NODE) && !pager.take_wake(NodeId(7)));
             for page in pages {
                 // SAFETY: the reference that became a number above.
-                unsafe { pager.drop_references(frames, cx, FolioRun::from_extent(page, Order::ZERO)) };
+                unsafe { pager.drop_references(frames, cx, [FolioRun::from_extent(page, Order::ZERO)]) };
             }
         }
     });

@@ -366,12 +366,40 @@ fn pages_without_an_lru_are_on_none() {
             assert_eq!(lrus[0].stats(cx).folios, u64::from(!strays));
             let both = Extent::new(first, 2).expect("in range");
             // SAFETY: the references that became numbers above.
-            unsafe { pager.drop_references(frames, cx, FolioRun::from_extent(both, Order::ZERO)) };
+            unsafe { pager.drop_references(frames, cx, [FolioRun::from_extent(both, Order::ZERO)]) };
             assert_eq!(lrus[0].stats(cx).folios, 0);
             let victims = frames.descriptor(victim.pfn()).expect("managed");
             assert!((0..8).all(|word| victims.load(word) == 7), "a stranger was linked");
             frames.free(cx, victim);
         }
+    });
+}
+
+/// References of one call may be to pages of several nodes, in any order, and each leaves the LRU on which it is.
+#[test]
+fn references_of_several_nodes_are_dropped_in_one_call() {
+    with_cpu(Size { nodes: 2, ..SIZE }, 18, |rig, cx| {
+        let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
+        let lrus = [0, 1].map(|node| pager.lru(NodeId(node)).expect("one for each node"));
+        let mut runs: Vec<FolioRun> = (0..100_u32)
+            .map(|turn| {
+                let from = AllocRequest::order(Order::ZERO).movable().from(Placement::Only(NodeId(turn / 3 % 2)));
+                let page = frames.alloc(cx, from).expect("memory");
+                let extent = page.extent();
+                let _ = frames.count(page).expect("managed").into_pfn();
+                // SAFETY: counted just now, and it is told once.
+                unsafe { pager.lru_add(frames, cx, extent, Order::ZERO) };
+                // SAFETY: the reference that became a number above.
+                unsafe { FolioRun::from_extent(extent, Order::ZERO) }
+            })
+            .collect();
+        assert!(lrus.iter().all(|lru| lru.stats(cx).folios > 40));
+        // SAFETY: the pager was told of the page, as of the others below.
+        unsafe { pager.drop_references(frames, cx, runs.pop()) };
+        assert_eq!(lrus.iter().map(|lru| lru.stats(cx).folios).sum::<u64>(), 99);
+        // SAFETY: as above.
+        unsafe { pager.drop_references(frames, cx, runs) };
+        assert!(lrus.iter().all(|lru| lru.stats(cx).folios == 0));
     });
 }
 
@@ -404,7 +432,7 @@ fn a_strangers_lru_is_left_alone() {
         assert_eq!(rig.vm.frames().stats(cx).free, before.free);
         rig.end(cx, space);
         // SAFETY: the reference that became a number above.
-        unsafe { other.drop_references(rig.others, cx, FolioRun::from_extent(page, Order::ZERO)) };
+        unsafe { other.drop_references(rig.others, cx, [FolioRun::from_extent(page, Order::ZERO)]) };
         assert_eq!(theirs.stats(cx).folios, 0);
     });
 }

@@ -53,7 +53,7 @@ fn put<'h>(rig: &Rig<'h>, cx: &Cx<'_, 'h>, folio: FolioRef, order: Order) {
     // SAFETY: the handle's reference.
     let page = unsafe { FolioRun::from_extent(Extent::block(folio.into_pfn(), order), order) };
     // SAFETY: a page of the space, which the pager was told of.
-    unsafe { Pager::<Model<'h>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, page) };
+    unsafe { Pager::<Model<'h>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, [page]) };
 }
 
 /// Pins one run of frames.

@@ -184,3 +184,38 @@ fn a_fork_without_memory_shares_nothing_that_is_away() {
     }
     assert!(done.iter().all(|forks| *forks > 3), "{done:?}");
 }
+
+/// Pages whose frames do not adjoin go some at a time: of a space, and of a shared object. What is large goes by itself, so that nothing
+/// waits for long to be dropped.
+#[test]
+fn scattered_pages_are_dropped_together() {
+    with_rig(32, 91, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let kind = VmaKind::private(PageSize::Size4K);
+            let space = rig.space(cx, span(AT, 256 << 12), kind);
+            let shared = rig.vm.create_shared(cx, 256, PageSize::Size4K, false).expect("an object");
+            let shared_kind = VmaKind { shared: true, ..kind };
+            rig.vm.map(cx, &space, span(2 * AT, 256 << 12), shared_kind, Backing::Shared(&shared, 0)).expect("an area");
+            for page in (0..256).map(|n| n * 7 % 256) {
+                for at in [AT, 2 * AT] {
+                    rig.vm.fault(cx, &space, VirtAddr::new(at + (page << 12)), Access::Write).expect("memory");
+                }
+            }
+            let before = rig.vm.pager().drops();
+            assert_eq!(rig.vm.unmap(cx, &space, span(AT, 256 << 12)).expect("an area").pages, 256);
+            assert_eq!(rig.vm.pager().drops() - before, 8, "32 at a time");
+            rig.vm.destroy(cx, space).expect("destroyed");
+            assert_eq!(rig.vm.pager().drops() - before, 8, "the object has its pages");
+            rig.vm.close(cx, shared).expect("ours");
+            assert_eq!(rig.vm.pager().drops() - before, 16);
+            let space = rig.space(cx, span(AT, 8 << 20), VmaKind::private(PageSize::Size2M));
+            for page in [0, 2, 1, 3] {
+                rig.vm.fault(cx, &space, VirtAddr::new(AT + (page << 21)), Access::Write).expect("memory");
+            }
+            let before = rig.vm.pager().drops();
+            rig.vm.destroy(cx, space).expect("destroyed");
+            let drops = rig.vm.pager().drops() - before;
+            assert!(drops > 1, "{drops}: runs of 2 MiB do not wait for each other");
+        });
+    });
+}

@@ -65,7 +65,7 @@ impl<const AWAY: bool> Slots<AWAY> {
         self.state().known.len()
     }
 
-    /// How many runs of references were dropped so far.
+    /// How often references were dropped so far: some at a time.
     pub fn drops(&self) -> u64 {
         self.state().drops
     }
@@ -100,12 +100,19 @@ unsafe impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for S
         }
     }
 
-    unsafe fn drop_references(&self, frames: &Frames<'_, Plain<&'h FaultPlan>>, cx: &Cx<'_, 'h>, mut pages: FolioRun) {
+    unsafe fn drop_references(
+        &self,
+        frames: &Frames<'_, Plain<&'h FaultPlan>>,
+        cx: &Cx<'_, 'h>,
+        pages: impl IntoIterator<Item = FolioRun>,
+    ) {
         let mut state = self.state();
         state.drops += 1;
-        while let Some(folio) = pages.pop() {
-            assert!(state.known.contains(&folio.pfn()), "nobody told of {}", folio.pfn());
-            let _ = frames.put(cx, folio);
+        for mut run in pages {
+            while let Some(folio) = run.pop() {
+                assert!(state.known.contains(&folio.pfn()), "nobody told of {}", folio.pfn());
+                let _ = frames.put(cx, folio);
+            }
         }
     }
 
