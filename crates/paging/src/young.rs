@@ -128,7 +128,8 @@ impl<C: FnMut(u64, Pfn) -> bool, const ALONE: bool> Looks<C, ALONE> {
         }
         if is_folded::<F>(entry) {
             clear_group::<F>(table, index);
-        } else if ALONE && F::is_settled(entry) {
+        } else if ALONE && F::is_settled(entry | F::ACCESSED) {
+            // Accessed it is: so nobody has to look again.
             table.set(index, entry & !F::ACCESSED);
         } else {
             return table.clear(index, F::ACCESSED) & F::ACCESSED != 0;

@@ -115,18 +115,22 @@ impl<S: Setup> Vm<'_, S> {
             let task = RefCell::new(&mut *cx);
             let mut table = space.table().exclusive(self.tables(&task));
             let mut count = 0;
-            let (slots, shift) = (&mut slots, first.wrapping_sub(start));
-            let choose = |page: u64, frame: Pfn| {
+            let (slots, shift, wants) = (&mut slots, first.wrapping_sub(start), neighbours.as_ref());
+            let (wanted, number) = (&mut heads, &mut count);
+            // By value what it needs for each leaf that was used: what is behind a reference would be loaded anew after each store.
+            let choose = move |page: u64, frame: Pfn| {
                 let slot = &mut slots[place(page.wrapping_add(shift))];
-                if slot.page == 0 && neighbours.as_ref().is_some_and(|neighbours| (neighbours.wants)(frame)) {
+                if slot.page == 0 && wants.is_some_and(|neighbours| (neighbours.wants)(frame)) {
                     slot.page = frame.number() + 1;
-                    heads[count] = frame;
-                    count += 1;
+                    wanted[*number] = frame;
+                    *number += 1;
                 }
                 // If not, it is another page of the object at the same offset: a process's own copy.
-                let chosen = slot.page == frame.number() + 1;
-                slot.users += u32::from(chosen);
-                chosen
+                if slot.page != frame.number() + 1 {
+                    return false;
+                }
+                slot.users += 1;
+                true
             };
             // In bounds: the area is.
             let _ = table.test_and_clear_young_of(span, choose);
