@@ -406,7 +406,8 @@ impl<'m, E: Env> Heap<'m, E> {
         let address = memory.as_ptr().expose_provenance();
         // A slab begins at a multiple of its size in physical memory.
         let offset = address.wrapping_sub(self.offset) & (SHAPES[class as usize].bytes() - 1);
-        (address - offset, offset as u32)
+        // Wraps for an address that is nobody's and lies below all slabs: there is no frame then.
+        (address.wrapping_sub(offset), offset as u32)
     }
 
     /// Gives a piece back to its slab, which begins at `start`; not if that is another CPU's.

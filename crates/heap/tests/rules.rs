@@ -763,6 +763,35 @@ fn wrong_frees_are_named_and_left_alone() {
     });
 }
 
+/// Nor do debug builds stumble over addresses that are nobody's, the lowest and the highest among them, wherever memory is mapped.
+#[test]
+#[cfg(all(debug_assertions, not(miri)))]
+fn addresses_that_are_nobodys_are_refused_wherever_memory_is_mapped() {
+    let memory = Memory::new(layout(8 << 20, 2 << 20));
+    for skipped in 0..8 {
+        let ram = Extent::new(Pfn::new(7), (8 << 8) - 8).expect("valid");
+        // SAFETY: the test's memory, for this turn; the numbers are nobody else's here.
+        let (cx, ram) = unsafe { SingleCpu::start(ram, memory.ptr().add(skipped << 12)) };
+        let frames = Frames::carve(&cx, ram).expect("enough memory");
+        let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
+        let mut refused = 0;
+        for address in [8, 0x808, 0x1000, 0x7ff8, usize::MAX - 7, usize::MAX & !4095] {
+            let memory = NonNull::new(core::ptr::without_provenance_mut(address)).expect("not null");
+            for layout in [8, 2048, 4096, 6144, 20_000].map(|size| layout(size, 8)) {
+                // SAFETY: left alone.
+                unsafe { heap.free(&cx, memory, layout) };
+                refused += 1;
+                let stats = heap.stats();
+                assert_eq!(
+                    (stats.misused, stats.last_misuse),
+                    (refused, Some(Misuse::NotManaged)),
+                    "{address:#x} {layout:?}"
+                );
+            }
+        }
+    }
+}
+
 /// Allocations that fail here and there leave everything usable.
 #[test]
 fn failures_leave_a_heap_that_works() {
