@@ -92,8 +92,8 @@ impl core::error::Error for CalibrateError {}
 ///
 /// `scratch` is ordinary write-back memory that is already backed by frames, preferably by huge pages; its content is
 /// lost. At least [`MIN_SCRATCH`] bytes; twice the last-level cache or more for true cold figures (crossovers beyond its
-/// size are not found and reported as its size). Takes about the time of clearing eight times the scratch, passes
-/// reschedule points between measurements, and must run on the kind of CPU that the profile is for.
+/// size are not found and reported as its size). Clears all of it once and some 4 or 5 GiB in its parts, most of them again and again
+/// where they are in the caches; passes reschedule points between measurements, and must run on the kind of CPU that the profile is for.
 ///
 /// # Errors
 ///
