@@ -111,7 +111,8 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// What `f` does, pinned, when the CPU that `of` names has nothing gathered by word: that goes before, a pin for each round, so that
-    /// interrupts are off for a round, and not for the whole table. What they add again goes too, within reason. One pin where nothing is.
+    /// interrupts that were on are off for a round, and not for the whole table. What they add again goes too, within reason. One pin where
+    /// nothing is.
     #[inline]
     pub(crate) fn after_words<P: Cpu, R>(
         &self,

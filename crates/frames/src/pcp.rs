@@ -20,7 +20,7 @@
 //!   like all that is cached. It counts as cached, no block of it is handed out, and every path that drains the cache drains the table
 //!   after it; so a request that is served leaves nothing there, whatever was posted for: isolation, poison, exhaustion, an arena that
 //!   goes. Whether pages must be looked at is seen under the lock, as of all that comes from a cache. Words leave in rounds of 64,
-//!   and before anything is taken or drained in as many pins: nobody has interrupts off for a whole table.
+//!   and before anything is taken or drained in as many pins: nobody has interrupts off for a whole table who had them on before.
 //! * The high watermark moves: three refills, or three drains, without the other in between mean that the cache is too
 //!   small for how this CPU works, and double it. A change of direction means that a small one will do, and so does
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
