@@ -23,6 +23,7 @@ fn most_rounds(frames: &Manager<'_>, threads: &Threads, body: impl FnOnce(&mut C
 
 /// Who needs what a CPU has gathered by word gives it back in many short pins, not in a long one.
 #[test]
+#[cfg_attr(miri, ignore = "four gibibytes of descriptors")]
 fn a_table_of_words_goes_back_in_many_pins() {
     // Two rounds of words, or one of them and what is taken.
     const TAKES: u64 = 2;
@@ -92,6 +93,7 @@ fn a_pair_takes_two_pins() {
 
 /// Between two pins a task may come to another CPU, and has that one's words too.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; a pair goes the same ways")]
 fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
     // Before the first pin, and between two.
     for moved in 0..3 {

@@ -39,6 +39,7 @@ pub(super) fn all_free(frames: &Manager<'_>, cx: &CpuCx<'_, Threads>, cpus: u32)
 
 /// A lock round for 64 words, not for 64 pages; meanwhile all of it is cached, and can be had.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn pages_freed_at_random_go_back_by_word() {
     for log in 0..=3 {
         with_one_arena(0, 1 << 16, 1, |frames, threads| {
@@ -65,6 +66,7 @@ fn pages_freed_at_random_go_back_by_word() {
 
 /// No more than a sixteenth of a CPU's share stays there, and what its stack has.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn a_cpu_keeps_a_sixteenth_of_its_share_by_word_at_most() {
     with_one_arena(0, 1 << 16, 1, |frames, threads| {
         let cx = threads.cx();
@@ -82,22 +84,24 @@ fn a_cpu_keeps_a_sixteenth_of_its_share_by_word_at_most() {
 /// What was freed as larger blocks is single pages then, each a block by itself.
 #[test]
 fn blocks_that_go_back_by_word_become_pages() {
-    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+    let (all, count, freed, pages) = if cfg!(miri) { (1 << 11, 64, 50, 300) } else { (1 << 14, 512, 400, 3000) };
+    with_one_arena(0, all, 1, |frames, threads| {
         let cx = threads.cx();
-        let mut blocks = take(frames, &cx, 3, 512);
-        let kept = blocks.split_off(400);
+        let mut blocks = take(frames, &cx, 3, count);
+        let kept = blocks.split_off(freed);
         free(frames, &cx, blocks);
-        for page in take(frames, &cx, 0, 3000) {
+        for page in take(frames, &cx, 0, pages) {
             assert_eq!(frames.head_of(page.pfn()), Some((page.pfn(), order(0))));
             frames.free(&cx, page);
         }
         free(frames, &cx, kept);
-        assert_eq!(all_free(frames, &cx, 1), 1 << 14);
+        assert_eq!(all_free(frames, &cx, 1), all);
     });
 }
 
 /// Before a CPU takes anything from its node it gives back what it has in its table, lest it goes to higher memory.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn first_fit_finds_what_was_freed_by_word() {
     with_one_arena(0, 1 << 16, 1, |frames, threads| {
         let cx = threads.cx();
@@ -115,6 +119,7 @@ fn first_fit_finds_what_was_freed_by_word() {
 
 /// Particular pages are found there, too, by the CPU that has them.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn a_range_that_was_freed_by_word_can_be_taken() {
     with_one_arena(0, 1 << 16, 1, |frames, threads| {
         let cx = threads.cx();
@@ -132,6 +137,7 @@ fn a_range_that_was_freed_by_word_can_be_taken() {
 
 /// A CPU for which nothing is left asks the others, and finds what they had the next time.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn what_a_cpu_has_by_word_is_found_when_nothing_else_is_left() {
     with_one_arena(0, 1 << 14, 2, |frames, threads| {
         let cx = threads.cx();
@@ -161,6 +167,7 @@ fn what_a_cpu_has_by_word_is_found_when_nothing_else_is_left() {
 
 /// A CPU that has nothing to do gives back what nobody else sees, though nobody has asked; what it takes next itself it keeps.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn an_idle_cpu_keeps_nothing_by_word() {
     with_one_arena(0, 1 << 16, 2, |frames, threads| {
         let cx = threads.cx();
@@ -184,6 +191,7 @@ fn an_idle_cpu_keeps_nothing_by_word() {
 
 /// A claim asks for it.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn claims_find_what_a_cpu_has_by_word() {
     with_one_arena(0, 1 << 14, 2, |frames, threads| {
         let mut cx = threads.cx();
@@ -210,6 +218,7 @@ fn claims_find_what_a_cpu_has_by_word() {
 
 /// A frame is poisoned while it is in a table: it is never handed out again, and all around it is.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn poison_finds_what_a_cpu_has_by_word() {
     for log in [0, 3] {
         with_one_arena(0, 1 << 14, 1, |frames, threads| {
@@ -236,6 +245,7 @@ fn poison_finds_what_a_cpu_has_by_word() {
 
 /// Two arenas meet inside a word: each gets its own pages.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn arenas_that_meet_inside_a_word_get_their_own_pages() {
     with_arenas(&[arena(0, 1000, 0), arena(1000, (1 << 14) - 1000, 0)], 1, &[NodeId(0)], |frames, threads| {
         let cx = threads.cx();
@@ -257,6 +267,7 @@ fn arenas_that_meet_inside_a_word_get_their_own_pages() {
 
 /// Zero pages do not mix with the others of their word.
 #[test]
+#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn pages_freed_as_zero_stay_known() {
     with_one_arena(0, 1 << 14, 1, |frames, threads| {
         let cx = threads.cx();
