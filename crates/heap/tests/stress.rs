@@ -11,6 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const CPUS: u32 = 4;
 
+/// What lies on the shelf where CPUs exchange memory: with less, each would find its own again.
+const SHELF: usize = if cfg!(miri) { 4 } else { 64 };
+
 /// `HUGEMM_SOAK` multiplies the work.
 fn rounds(base: u64) -> u64 {
     let soak = std::env::var("HUGEMM_SOAK").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
@@ -47,8 +50,11 @@ impl Held {
     }
 }
 
-/// The sizes that a CPU asks for; most of them small.
+/// The sizes that a CPU asks for; most of them small, and some 2 KiB, which can grow where they are.
 fn size(rng: &mut Random) -> usize {
+    if rng.below(10) == 0 {
+        return 2048;
+    }
     let most = [64, 64, 64, 256, 256, 2000, 7000, 40_000][rng.below(8) as usize];
     (8 + rng.below(most) as usize).next_multiple_of(8)
 }
@@ -67,18 +73,33 @@ fn stress(exchange: u64, trims: bool) {
             scope.spawn(move || {
                 run_as(cpu);
                 let (cx, mut rng, mut mine) = (threads.cx(), Random(u64::from(cpu)), Vec::<Held>::new());
+                let mut pairs = 0;
                 for _ in 0..rounds(60_000) {
                     if mine.len() < 400 && rng.below(20) < 11 {
                         let layout = Layout::from_size_align(size(&mut rng), 8 << rng.below(5)).expect("valid");
                         let Ok(memory) = heap.alloc(&cx, layout) else { continue };
                         assert_eq!(memory.addr().get() % layout.align(), 0);
                         // Relaxed: only told apart.
-                        mine.push(Held::new(memory, layout, stamps.fetch_add(1, Ordering::Relaxed)));
+                        let stamp = || stamps.fetch_add(1, Ordering::Relaxed);
+                        let mut held = Held::new(memory, layout, stamp());
+                        if layout.size() == 2048
+                            // SAFETY: allocated just now.
+                            && let Ok(memory) = unsafe { heap.realloc(&cx, memory, layout, 4096) }
+                        {
+                            Held { memory, ..held }.check();
+                            let layout = Layout::from_size_align(4096, layout.align()).expect("valid");
+                            pairs += u64::from(memory.addr().get() % 4096 != 0);
+                            held = Held::new(memory, layout, stamp());
+                        }
+                        mine.push(held);
                     } else if !mine.is_empty() {
                         let mut held = mine.swap_remove(rng.below(mine.len() as u64) as usize);
                         if rng.below(100) < exchange {
                             let mut shelf = shelf.lock().expect("nobody panics");
                             shelf.push(held);
+                            if shelf.len() < SHELF {
+                                continue;
+                            }
                             let any = rng.below(shelf.len() as u64) as usize;
                             held = shelf.swap_remove(any);
                         }
@@ -90,6 +111,7 @@ fn stress(exchange: u64, trims: bool) {
                         heap.trim(&cx);
                     }
                 }
+                assert!(cfg!(miri) || pairs > 10, "hardly anything grew where it was: {pairs}");
                 for mut held in mine {
                     held.check();
                     // SAFETY: as above.
