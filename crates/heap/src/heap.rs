@@ -1,5 +1,7 @@
 //! The heap: where memory of a layout comes from and goes to.
 
+mod pair;
+
 use crate::class::{HALF, SHAPES, Source};
 use crate::misuse::{self, Misuse};
 use crate::per_cpu::{OwnCpu, PerCpu};
@@ -233,27 +235,6 @@ impl<'m, E: Env> Heap<'m, E> {
         }
     }
 
-    /// # Safety
-    ///
-    /// As [`free`](Heap::free), of a pair.
-    #[inline(never)]
-    unsafe fn free_pair<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>) {
-        let (start, offset) = self.find_piece(memory, HALF);
-        // The first one last: it is the next to be handed out then, and can grow over the other one again.
-        let pieces = [(start, offset + PAGE_BYTES as u32 / 2), (start, offset)];
-        // SAFETY: the slab stays while a piece of it is in use, and both are the caller's.
-        unsafe {
-            Slab::at(start).note_pair(offset, false);
-            let given = cx.pinned(|pin| {
-                let own = self.own(pin)?;
-                Some(pieces.map(|piece| self.give_piece(cx, pin, own, HALF, piece)))
-            });
-            if given != Some([true; 2]) {
-                pieces.into_iter().for_each(|piece| self.free_remote(piece));
-            }
-        }
-    }
-
     /// Memory of another size with the same content, as far as both reach; the same memory if it serves both, or if 2 KiB are to
     /// become 4 and what lies behind them is the next to be handed out.
     ///
@@ -297,37 +278,6 @@ impl<'m, E: Env> Heap<'m, E> {
             self.free_to(cx, memory, from);
         }
         Ok(new)
-    }
-
-    /// Has a piece of half a frame take in the one behind it, which makes a pair, if that is at hand.
-    ///
-    /// # Safety
-    ///
-    /// As [`free`](Heap::free), of a layout of the class [`HALF`], unless this answers nothing.
-    #[inline]
-    unsafe fn grow<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>) -> Option<NonNull<u8>> {
-        let (start, offset) = self.find_piece(memory, HALF);
-        // At a frame's address nobody would know it for a pair.
-        if is_frames(memory) || self.misuse_of(HALF, (start, offset)).is_some() {
-            return None;
-        }
-        let pair = cx.pinned(|pin| self.own(pin)?.pop_behind(HALF, start, offset))?;
-        // SAFETY: the slab stays while a piece of it is in use.
-        unsafe { Slab::at(start).note_pair(offset, true) };
-        Some(pair)
-    }
-
-    /// Whether what was allocated as a frame is a pair. In debug builds only if one is known there.
-    #[inline]
-    fn is_pair(&self, memory: NonNull<u8>) -> bool {
-        !is_frames(memory) && (!cfg!(debug_assertions) || self.knows_pair(self.find_piece(memory, HALF)))
-    }
-
-    fn knows_pair(&self, (start, offset): (usize, u32)) -> bool {
-        misuse::check(self.frames, self.frame(start), misuse::slab_of(HALF)).is_ok()
-            && misuse::check_offset(HALF, offset).is_ok()
-            // SAFETY: there is a slab of this class.
-            && unsafe { Slab::at(start).is_pair(offset) }
     }
 
     /// From a piece of one class to one of another, if there is one at hand: under one pin, for there are 6 KiB to copy at most.
@@ -717,10 +667,4 @@ impl<'m, E: Env> Heap<'m, E> {
             }
         }
     }
-}
-
-/// Whether memory begins where a frame does.
-#[inline]
-fn is_frames(memory: NonNull<u8>) -> bool {
-    (memory.addr().get() as u64).is_multiple_of(PAGE_BYTES)
 }

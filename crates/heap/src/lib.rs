@@ -28,6 +28,7 @@
 //! | `remote.rs` | what other CPUs may do to a slab, and how its owner learns of it |
 //! | `per_cpu.rs` | a CPU's slabs |
 //! | `heap.rs` | allocating and freeing; taking memory from the manager and giving it back |
+//! | `heap/pair.rs` | 2 KiB that grow to 4 where they are |
 //! | `misuse.rs` | frees of what was not allocated, in debug builds |
 //! | `global.rs` | a heap as the global allocator |
 #![cfg_attr(not(any(test, loom)), no_std)]
