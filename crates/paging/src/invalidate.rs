@@ -140,36 +140,6 @@ pub fn wait() {
     unsafe { asm!("dsb ish", "isb", options(nostack, preserves_flags)) };
 }
 
-/// INVLPGB, by its encoding, for assemblers that do not know it.
-///
-/// # Safety
-///
-/// In ring 0 on a CPU that has it.
-#[cfg(target_arch = "x86_64")]
-pub(crate) unsafe fn invlpgb(operands: crate::broadcast::Invlpgb) {
-    // SAFETY: as in `here`.
-    unsafe {
-        asm!(
-            ".byte 0x0f, 0x01, 0xfe",
-            in("rax") operands.rax,
-            in("ecx") operands.ecx,
-            in("edx") operands.edx,
-            options(nostack, preserves_flags)
-        );
-    }
-}
-
-/// TLBSYNC, by its encoding.
-///
-/// # Safety
-///
-/// In ring 0 on a CPU that has it.
-#[cfg(target_arch = "x86_64")]
-pub(crate) unsafe fn tlbsync() {
-    // SAFETY: waits; changes nothing.
-    unsafe { asm!(".byte 0x0f, 0x01, 0xff", options(nostack, preserves_flags)) };
-}
-
 /// Loads a table root: CR3 with PCID `tag` if `tagged` (CR4.PCIDE is set), keeping what is under the tag if `keep`.
 ///
 /// # Safety

@@ -52,17 +52,16 @@
 //! | `tlb_shootdown.rs` | both ends of a shootdown: asking, answering, waiting |
 //! | `ipi.rs` | requests and acknowledgements between two CPUs |
 //! | [`deferred`] | unmapping now, flushing before I/O or before somebody relies on the entries |
-//! | [`broadcast`], [`tlbi`] | invalidation on all CPUs by one instruction: x86-64's, arm64's |
+//! | [`tlbi`] | invalidation on all CPUs by arm64's instructions |
 //! | [`invalidate`] | the instructions |
 //! | [`error`] | why an operation was refused |
 //! | `shootdown_counters.rs` | what shootdowns cost |
 //! | [`counting`] | hardware that only counts |
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![warn(missing_debug_implementations)]
-#![deny(clippy::missing_errors_doc)]
+#![deny(clippy::missing_errors_doc, clippy::significant_drop_in_scrutinee)]
 
 pub mod aarch64;
-pub mod broadcast;
 pub mod counting;
 pub mod deferred;
 pub mod detach;
@@ -100,7 +99,6 @@ pub mod x86_64;
 pub mod young;
 
 pub use aarch64::Aarch64;
-pub use broadcast::Broadcast;
 pub use counting::Counting;
 pub use deferred::{Deferred, DeferredUnmap};
 pub use detach::{Detached, Harvest, LARGE_LEAF, Unhooked};

@@ -62,7 +62,7 @@ impl Stale {
     }
 
     /// Whether entries that refer to tables are among them: then what CPUs keep of upper levels has to go too, and a
-    /// flush of final translations alone (arm64's last-level TLBI, INVLPGB's final-only bit) is not enough.
+    /// flush of final translations alone (arm64's last-level TLBI) is not enough.
     pub fn tables(&self) -> bool {
         self.tables
     }
