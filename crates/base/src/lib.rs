@@ -31,7 +31,7 @@
 //! | [`platform`] | the traits that a platform implements |
 //! | `single_cpu.rs` | [`SingleCpu`]: the smallest platform |
 //! | [`cancel`] | [`Cancel`]: how a long operation is asked to stop |
-//! | [`pressure`] | [`Pressure`]: the upward call on exhaustion |
+//! | [`shortfall`] | what an allocator is short of |
 //! | [`inject`] | [`Inject`](inject::Inject): the one fault-injection harness |
 //! | [`lock`] | [`RawLock`](lock::RawLock): how the platform waits |
 //! | [`counters`] | always-on counters, one relaxed add each |
@@ -56,7 +56,7 @@ pub mod pending;
 mod perturb;
 pub mod platform;
 pub mod prefetch;
-pub mod pressure;
+pub mod shortfall;
 mod single_cpu;
 pub mod size;
 pub mod store_fence;
@@ -74,7 +74,7 @@ pub use cpu::{CpuCx, CpuPin, VectorCx};
 pub use extent::{Extent, ExtentError};
 pub use pending::{Barrier, Pending};
 pub use platform::{Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, TlbScope, Topology, Window};
-pub use pressure::{NoPressure, Pressure, Shortfall};
+pub use shortfall::Shortfall;
 pub use single_cpu::SingleCpu;
 pub use size::{Order, PageSize, SizeError};
 pub use store_fence::{Owed, StoreFence, Unfenced};

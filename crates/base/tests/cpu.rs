@@ -3,7 +3,7 @@
 
 use hugemm_base::lock::{PinnedLock, SpinLock};
 use hugemm_base::platform::{Cpu, PreemptModel};
-use hugemm_base::{Counters, CpuCx, CpuId, Never, NoPressure, Order, Pressure, Shortfall, Unfenced};
+use hugemm_base::{Counters, CpuCx, CpuId, Never, Unfenced};
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::AtomicBool;
@@ -180,12 +180,4 @@ fn a_pinned_lock_excludes_and_is_given_back() {
     });
     assert_eq!(cx.pinned(|pin| lock.try_lock(pin).map(|value| *value)), Some(7));
     assert_eq!(cx.pinned(|pin| *lock.lock(pin)), 7);
-}
-
-#[test]
-fn nobody_to_ask_gives_nothing() {
-    let platform = Recorder::default();
-    let need = Shortfall { order: Order::ZERO, pages: 1, node: None, may_sleep: true };
-    assert_eq!(NoPressure.relieve(&mut platform.cx(), need), 0);
-    assert_eq!(platform.asked(), [""; 0]);
 }

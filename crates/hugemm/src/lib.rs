@@ -92,8 +92,8 @@ pub mod prelude {
         Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, Topology, Window,
     };
     pub use hugemm_base::{
-        Cancel, Counters, CpuCx, Dirty, Extent, Never, NoPressure, Order, PageSize, Pfn, PhysAddr, Pressure, Ram,
-        SingleCpu, VirtAddr, VirtRange, Zeroed,
+        Cancel, Counters, CpuCx, Dirty, Extent, Never, Order, PageSize, Pfn, PhysAddr, Ram, Shortfall, SingleCpu,
+        VirtAddr, VirtRange, Zeroed,
     };
     #[cfg(feature = "clear")]
     pub use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Features, Profile, calibrate};

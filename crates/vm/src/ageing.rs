@@ -4,9 +4,9 @@
 //! few cache lines of each page table, under one lock round, instead of a reverse-map walk per page. Around them other
 //! pages of the same 64 entries can be looked at for nothing (look-around).
 
+use crate::address_space::AddressSpace;
 use crate::cpu_masks::SpaceTlb;
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
 use crate::vm::Vm;
 use crate::vma::Vma;
 use core::cell::RefCell;
@@ -54,12 +54,100 @@ impl<S: Setup> fmt::Debug for Neighbours<'_, '_, S> {
     }
 }
 
-/// A page at each place of a run's [`AROUND`], and what its mappings have said.
+impl AgeRun<'_> {
+    /// The [`AROUND`] pages of its order that the first page lies in: the first offset, and the one after the last.
+    fn around(&self) -> Option<(u64, u64)> {
+        let (first, _) = self.pages.first()?;
+        let reach = AROUND * self.order.pages();
+        let base = first - first % reach;
+        Some((base, base.saturating_add(reach)))
+    }
+
+    /// The pages that are looked at.
+    fn together(&self) -> impl Iterator<Item = (u64, Pfn)> {
+        let reach = AROUND * self.order.pages();
+        let base = self.around().map_or(0, |(base, _)| base);
+        self.pages.iter().copied().take_while(move |(offset, _)| offset.wrapping_sub(base) < reach)
+    }
+}
+
+/// A page at one of the places, and what its mappings have said.
 #[derive(Clone, Copy)]
 struct Slot {
     /// Its head's number + 1; 0 if nobody wants one there.
     page: u64,
     users: u32,
+}
+
+/// What is being found of the [`AROUND`] pages of a run.
+struct Around<'a, 'p, S: Setup> {
+    order: u32,
+    slots: [Slot; AROUND as usize],
+    neighbours: Option<Neighbours<'a, 'p, S>>,
+    /// Neighbours that the walk of one mapping has found.
+    heads: [Pfn; AROUND as usize],
+}
+
+/// The place of an offset.
+const fn place(offset: u64, order: u32) -> usize {
+    (offset >> order & (AROUND - 1)) as usize
+}
+
+impl<'a, 'p, S: Setup> Around<'a, 'p, S> {
+    /// With these pages, of which the first at each place counts.
+    fn new(order: Order, pages: impl Iterator<Item = (u64, Pfn)>, neighbours: Option<Neighbours<'a, 'p, S>>) -> Self {
+        let mut slots = [Slot { page: 0, users: 0 }; AROUND as usize];
+        for (offset, head) in pages {
+            let slot = &mut slots[place(offset, order.get())];
+            slot.page = if slot.page == 0 { head.number() + 1 } else { slot.page };
+        }
+        Around { order: order.get(), slots, neighbours, heads: [Pfn::new(0); AROUND as usize] }
+    }
+
+    /// Takes the accessed bits of what an area shows of the offsets `first..last`, in one walk.
+    fn take_bits(
+        &mut self,
+        vm: &Vm<'_, S>,
+        cx: &mut Cx<'p, S>,
+        space: &AddressSpace<S>,
+        start: u64,
+        offsets: (u64, u64),
+    ) {
+        let (first, last) = offsets;
+        let Some(span) = crate::vma::pages(start, start + (last - first)) else { return };
+        let task = RefCell::new(cx);
+        let mut table = space.table().exclusive(vm.tables(&task));
+        let mut count = 0;
+        let (order, shift, wants) =
+            (self.order, first.wrapping_sub(start), self.neighbours.as_ref().map(|all| all.wants));
+        let (slots, wanted, number) = (&mut self.slots, &mut self.heads, &mut count);
+        // By value what it needs for each leaf that was used: what is behind a reference would be loaded anew after each store.
+        let choose = move |page: u64, frame: Pfn| {
+            let slot = &mut slots[place(page.wrapping_add(shift), order)];
+            if slot.page == 0 && wants.is_some_and(|wants| wants(frame)) {
+                slot.page = frame.number() + 1;
+                wanted[*number] = frame;
+                *number += 1;
+            }
+            // If not, it is another page of the object at the same offset: a process's own copy.
+            if slot.page != frame.number() + 1 {
+                return false;
+            }
+            slot.users += 1;
+            true
+        };
+        // In bounds: the area is.
+        let _ = table.test_and_clear_young_of(span, choose);
+        if let Some(neighbours) = self.neighbours.as_mut().filter(|_| count > 0) {
+            (neighbours.take)(&**task.borrow(), &self.heads[..count]);
+        }
+    }
+
+    /// How many mappings have used the page at an offset.
+    fn users(&self, offset: u64, head: Pfn) -> u32 {
+        let slot = self.slots[place(offset, self.order)];
+        if slot.page == head.number() + 1 { slot.users } else { 0 }
+    }
 }
 
 impl<S: Setup> Vm<'_, S> {
@@ -76,81 +164,32 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'p, S>,
         run: &AgeRun<'_>,
         found: &mut [Recency],
-        mut neighbours: Option<Neighbours<'_, 'p, S>>,
+        neighbours: Option<Neighbours<'_, 'p, S>>,
     ) {
-        let Some((first, _)) = run.pages.first().copied() else { return };
-        let size = run.order.pages();
-        let reach = AROUND * size;
-        let base = first - first % reach;
-        let order = run.order.get();
-        let place = move |offset: u64| (offset >> order & (AROUND - 1)) as usize;
-        let run_pages = || run.pages.iter().take_while(|(offset, _)| offset.wrapping_sub(base) < reach);
-        let mut slots = [Slot { page: 0, users: 0 }; AROUND as usize];
-        let mut heads = [Pfn::new(0); AROUND as usize];
-        let mut last = first;
-        for ((offset, head), _) in run_pages().zip(&*found) {
-            last = *offset;
-            let slot = &mut slots[place(*offset)];
-            slot.page = if slot.page == 0 { head.number() + 1 } else { slot.page };
-        }
-        if size > 1 {
-            neighbours = None;
-        }
-        let to = match neighbours {
-            Some(_) => base.saturating_add(reach),
-            None => last.saturating_add(size),
-        };
-        let from = if neighbours.is_some() { base } else { first };
-        // Areas that show the run, with what they show besides.
+        let (Some((first, _)), Some(around)) = (run.pages.first().copied(), run.around()) else { return };
+        // Only small pages have neighbours.
+        let neighbours = neighbours.filter(|_| run.order == Order::ZERO);
+        let last = run.together().zip(&*found).last().map_or(first, |((offset, _), _)| offset);
+        let whole = (first, last.saturating_add(run.order.pages()));
+        let (from, to) = if neighbours.is_some() { around } else { whole };
+        let mut bits = Around::new(run.order, run.together().take(found.len()), neighbours);
         let shown = |area: &Vma<S>| part(area, from, to);
-        let going =
-            self.look(cx, run.object, (first, last.saturating_add(size)), shown, |cx, area, (first, last), space| {
-                let here = |offset: u64| (first..last).contains(&offset);
-                let Some(space) = space else {
-                    let pages = run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset));
-                    return pages.for_each(|(_, page)| page.keep = true);
-                };
-                let start = area.info.range.first_page() + (first - area.info.offset);
-                let Some(span) = crate::vma::pages(start, start + (last - first)) else { return };
-                let task = RefCell::new(&mut *cx);
-                let mut table = space.table().exclusive(self.tables(&task));
-                let mut count = 0;
-                let (slots, shift, wants) = (&mut slots, first.wrapping_sub(start), neighbours.as_ref());
-                let (wanted, number) = (&mut heads, &mut count);
-                // By value what it needs for each leaf that was used: what is behind a reference would be loaded anew after each store.
-                let choose = move |page: u64, frame: Pfn| {
-                    let slot = &mut slots[place(page.wrapping_add(shift))];
-                    if slot.page == 0 && wants.is_some_and(|neighbours| (neighbours.wants)(frame)) {
-                        slot.page = frame.number() + 1;
-                        wanted[*number] = frame;
-                        *number += 1;
-                    }
-                    // If not, it is another page of the object at the same offset: a process's own copy.
-                    if slot.page != frame.number() + 1 {
-                        return false;
-                    }
-                    slot.users += 1;
-                    true
-                };
-                // In bounds: the area is.
-                let _ = table.test_and_clear_young_of(span, choose);
-                if let Some(neighbours) = neighbours.as_mut().filter(|_| count > 0) {
-                    (neighbours.take)(&**task.borrow(), &heads[..count]);
+        let going = self.look(cx, run.object, whole, shown, |cx, area, (first, last), space| {
+            let pages = run.together().zip(&mut *found).filter(|((offset, _), _)| (first..last).contains(offset));
+            let Some(space) = space else { return pages.for_each(|(_, page)| page.keep = true) };
+            let start = area.info.range.first_page();
+            bits.take_bits(self, cx, space, start + (first - area.info.offset), (first, last));
+            if space.is_followed() {
+                for ((offset, _), page) in pages {
+                    let at = VirtAddr::new((start + (offset - area.info.offset)) << PAGE_SHIFT);
+                    let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
+                    page.young |= young;
+                    page.users += u32::from(young);
                 }
-                drop(table);
-                if space.is_followed() {
-                    for ((offset, _), page) in run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset)) {
-                        let at =
-                            VirtAddr::new((area.info.range.first_page() + (offset - area.info.offset)) << PAGE_SHIFT);
-                        let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
-                        page.young |= young;
-                        page.users += u32::from(young);
-                    }
-                }
-            });
-        for ((offset, head), page) in run_pages().zip(&mut *found) {
-            let slot = slots[place(*offset)];
-            let users = if slot.page == head.number() + 1 { slot.users } else { 0 };
+            }
+        });
+        for ((offset, head), page) in run.together().zip(&mut *found) {
+            let users = bits.users(offset, head);
             page.young |= users > 0;
             page.users += users;
         }

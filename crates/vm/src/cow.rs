@@ -4,11 +4,11 @@
 //! from the old page to the copy by detach, flush and map, under the area list's lock: between, nobody finds the entry
 //! empty, and after it no CPU reads the old page here while another writes the copy.
 
+use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::fault::{Access, Served, fresh_flags};
 use crate::object::Owner;
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
 use crate::supply::Want;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;

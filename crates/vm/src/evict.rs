@@ -5,10 +5,10 @@
 //! unmapped meanwhile are not missed. If somebody else uses the page, or it cannot be stored, it comes back to the caller,
 //! to be [put back](UnhookedPage::put_back).
 
+use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
 use crate::swap_entry::{FEW_REFERENCES, SLOTS, SwapEntry};
 use crate::unhook::{UnhookedPage, offset_at};
 use crate::vm::Vm;

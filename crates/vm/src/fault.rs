@@ -13,12 +13,12 @@
 //! Other entries leave this path after step 1: a page of a shared object is made in the object's index and mapped from
 //! there, a page that is away comes back (`refault.rs`), and one that is mapped read-only is copied or reused (`cow.rs`).
 
+use crate::address_space::{AddressSpace, AddressSpaceCounters, Site};
 use crate::error::VmError;
 use crate::object::{Index, Object, Owner};
 use crate::pager::Pager;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
-use crate::space::{AddressSpace, AddressSpaceCounters, Site};
 use crate::supply::Want;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
@@ -244,7 +244,7 @@ impl<S: Setup> Vm<'_, S> {
         phases.enter(Phase::Other);
         if entered == Ok(Served::Mapped) {
             if want.reserved {
-                self.entered(cx, want.page, 1);
+                self.keep_promises(cx, want.page, 1);
             }
         } else {
             space.counters().wasted.add(1);
@@ -367,7 +367,7 @@ impl<S: Setup> Vm<'_, S> {
                 phases.enter(Phase::Other);
                 if made == Ok(Served::Mapped) {
                     if want.reserved {
-                        self.entered(cx, want.page, 1);
+                        self.keep_promises(cx, want.page, 1);
                     }
                 } else {
                     self.return_pages(cx, extent, &want);

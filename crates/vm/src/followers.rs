@@ -1,9 +1,9 @@
 //! Following a space, and telling its followers.
 
+use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::notifier::{ByOrder, Node, Notifier};
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
 use crate::vm::Vm;
 use core::ptr::NonNull;
 use hugemm_base::VirtRange;

@@ -11,12 +11,12 @@
 //! pinned is not known by the page; while anything of the space is pinned, every page with more than one reference is
 //! taken for it.
 
+use crate::address_space::{AddressSpace, AddressSpaceRef};
 use crate::cpu_masks::CpuMasks;
 use crate::error::VmError;
 use crate::object::{Object, Owner};
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
-use crate::space::{AddressSpace, AddressSpaceRef};
 use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;

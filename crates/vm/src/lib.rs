@@ -2,7 +2,7 @@
 //!
 //! A [`Vm`] makes address [spaces](AddressSpace) of areas of 4 KiB, 2 MiB and 1 GiB pages, private and shared, over the frame
 //! allocator, the page tables and the shootdowns of the crates below. It needs no heap, keeps no global state and never
-//! panics on exhaustion: every operation that can run out of memory asks for [relief](hugemm_base::Pressure) and then
+//! panics on exhaustion: every operation that can run out of memory asks its [pager](Pager::relieve) for relief and then
 //! says so.
 //!
 //! ```
@@ -48,6 +48,7 @@
 //! | `cpu_masks.rs` | which CPUs use a space: as many words as there are CPUs for |
 //! | [`object`] | what a page belongs to; the reverse map; who holds references |
 //! | `rmap.rs` | reverse-map walks |
+//! | `address_space.rs` | what an address space is |
 //! | `space.rs`, `mapping.rs` | making and ending spaces, objects, areas |
 //! | [`fault`], `inflight_faults.rs` | demand faults, and CPUs that meet at one page |
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
@@ -65,7 +66,8 @@
 //! | [`pool`] | the huge page pools that areas may take their pages from |
 //! | `error.rs`, `phases.rs` | why an operation failed; whoever wants to know what a long one is doing |
 //! | `promises.rs` | a pool's promises, while faults have pages in hand |
-//! | `guarded.rs`, `tables.rs`, `slabs.rs` | locks; page tables' memory; that of small objects |
+//! | `guarded.rs`, `tables.rs` | locks; page tables' memory |
+//! | `slabs.rs`, `small_objects.rs` | memory of small objects, and which of them have slabs |
 //!
 //! # Order of locks
 //!
@@ -76,8 +78,9 @@
 //! lets others run and looks again.
 #![cfg_attr(not(test), no_std)]
 #![warn(missing_debug_implementations)]
-#![deny(clippy::missing_errors_doc)]
+#![deny(clippy::missing_errors_doc, clippy::significant_drop_in_scrutinee)]
 
+mod address_space;
 pub mod ageing;
 mod copy;
 mod cow;
@@ -105,6 +108,7 @@ mod refault;
 mod rmap;
 pub mod setup;
 mod slabs;
+mod small_objects;
 mod space;
 mod supply;
 mod swap_entry;
@@ -116,6 +120,7 @@ pub mod vma;
 mod working_set;
 pub mod zeroing;
 
+pub use address_space::{AddressSpace, AddressSpaceCounters, AddressSpaceRef};
 pub use ageing::{AgeRun, Neighbours, Recency};
 pub use cpu_masks::{CpuMasks, SpaceTlb};
 pub use error::VmError;
@@ -132,7 +137,6 @@ pub use prefault::Prefault;
 pub use protection::Protection;
 pub use rmap::Place;
 pub use setup::{Cx, DefaultSetup, Setup};
-pub use space::{AddressSpace, AddressSpaceCounters, AddressSpaceRef};
 pub use unhook::UnhookedPage;
 pub use unmap::Unmapped;
 pub use vm::{Parts, Vm};

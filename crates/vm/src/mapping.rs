@@ -1,10 +1,10 @@
 //! Making areas, and shared objects that exist without one.
 
+use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::inflight_faults::InflightFaults;
 use crate::object::{Index, Object};
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
 use crate::supply::Dropping;
 use crate::vm::Vm;
 use crate::vma::{Vma, VmaInfo, VmaKind};
@@ -91,7 +91,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             Ok(object) => Ok(SharedRef { object, manager: self.identity(), vm: PhantomData }),
             Err(error) => {
                 if pooled {
-                    self.let_go_of_promises(cx, page, pages / page.pages());
+                    self.release_promises(cx, page, pages / page.pages());
                 }
                 Err(error)
             }
@@ -142,7 +142,34 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !space.covers(span) {
             return Err(VmError::OutOfBounds { at: span.start() });
         }
-        let (object, offset, kind) = match backing {
+        let (object, offset, kind) = self.object_of(cx, span, kind, backing)?;
+        // SAFETY: `object_of` took a reference.
+        let id = unsafe { object.as_ref() }.id;
+        let info = VmaInfo { range: span, kind, object: id, offset };
+        let added = self.new_area(cx, space, object, info).and_then(|area| match self.hook_in(cx, space, &area) {
+            Ok(()) => Ok(info),
+            Err(error) => {
+                // SAFETY: it is on no list.
+                unsafe { self.free_area(cx, area) };
+                Err(error)
+            }
+        });
+        if added.is_err() {
+            self.unreserve(cx, &kind, span.pages());
+            self.put_object(cx, object);
+        }
+        added
+    }
+
+    /// What an area shows, with a reference and from which offset on, and what its kind becomes by that; its pages are promised.
+    fn object_of(
+        &self,
+        cx: &mut Cx<'_, S>,
+        span: VirtRange,
+        kind: VmaKind,
+        backing: Backing<'_, '_, S>,
+    ) -> Result<(NonNull<Object<S>>, u64, VmaKind), VmError> {
+        match backing {
             Backing::Private => {
                 let kind = VmaKind { shared: false, reserved: kind.pooled, ..kind };
                 if kind.pooled {
@@ -150,7 +177,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                     self.pools().reserve(cx, kind.page, pages)?;
                 }
                 let object = self.new_object(cx, None).inspect_err(|_| self.unreserve(cx, &kind, span.pages()))?;
-                (object, 0, kind)
+                Ok((object, 0, kind))
             }
             Backing::Shared(shared, offset) => {
                 self.check_own_object(shared)?;
@@ -167,25 +194,9 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Err(VmError::OutOfBounds { at });
                 }
                 object.get();
-                (shared.object, offset, VmaKind { shared: true, reserved: false, ..kind })
+                Ok((shared.object, offset, VmaKind { shared: true, reserved: false, ..kind }))
             }
-        };
-        // SAFETY: the reference taken above keeps the object.
-        let id = unsafe { object.as_ref() }.id;
-        let info = VmaInfo { range: span, kind, object: id, offset };
-        let added = self.new_area(cx, space, object, info).and_then(|area| match self.hook_in(cx, space, &area) {
-            Ok(()) => Ok(info),
-            Err(error) => {
-                // SAFETY: it is on no list.
-                unsafe { self.free_area(cx, area) };
-                Err(error)
-            }
-        });
-        if added.is_err() {
-            self.unreserve(cx, &kind, span.pages());
-            self.put_object(cx, object);
         }
-        added
     }
 
     /// Puts an area on its lists, unless it meets another.
@@ -231,7 +242,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// Takes back what the pool promised for `pages` 4 KiB pages of an area.
     pub(crate) fn unreserve(&self, cx: &Cx<'_, S>, kind: &VmaKind, pages: u64) {
         if kind.reserved {
-            self.let_go_of_promises(cx, kind.page, pages / kind.page.pages());
+            self.release_promises(cx, kind.page, pages / kind.page.pages());
         }
     }
 
@@ -303,7 +314,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         dropping.drop_all(self, cx);
         self.free_root(cx, index.table.root());
         if index.pooled {
-            self.let_go_of_promises(cx, index.page, (index.pages - found) / index.page.pages());
+            self.release_promises(cx, index.page, (index.pages - found) / index.page.pages());
         }
     }
 }

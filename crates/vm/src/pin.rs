@@ -5,9 +5,9 @@
 //! attachment of a device to a whole guest is), and every page is made the space's own, so that what the device writes is
 //! what the space reads.
 
+use crate::address_space::{AddressSpace, Site, SpaceId};
 use crate::error::VmError;
 use crate::setup::{Cx, Setup};
-use crate::space::{AddressSpace, Site, SpaceId};
 use crate::vm::Vm;
 use crate::vma::pages;
 use crate::vma::{VmaInfo, VmaKind};

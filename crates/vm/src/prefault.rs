@@ -8,11 +8,11 @@
 
 mod space;
 
+use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::mapping::SharedRef;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
 use crate::supply::Want;
 use crate::vm::Vm;
 use core::cell::RefCell;

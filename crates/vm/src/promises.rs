@@ -5,8 +5,8 @@
 //! while have more than their own promises: then another's promise cannot be kept until they have entered or returned what they
 //! hold, which is no error.
 //!
-//! Whoever unmaps an area counts the pages that it lacks and lets go of their promises. Those of pages in hand are used up for now:
-//! they wait until the pages are entered elsewhere or back. One lock orders taking, entering, returning and letting go, since
+//! Whoever unmaps an area counts the pages that it lacks and releases their promises. Those of pages in hand are used up for now:
+//! they wait until the pages are entered elsewhere or back. One lock orders taking, entering, returning and releasing, since
 //! each changes what the others may ask of the pool. It is taken once for a page that is 2 MiB at least.
 //!
 //! A task that unwinds loses the pages that it has in hand, as it loses any frames. They are in hand for good: a promise was used up
@@ -24,17 +24,17 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    /// Lets go of promises; returns how many the pool can be given back now.
-    pub(crate) fn let_go(&mut self, pages: u64) -> u64 {
+    /// Nobody needs so many promises any more; returns how many the pool can be given back now.
+    pub(crate) fn release(&mut self, pages: u64) -> u64 {
         let all = self.waiting + pages;
         self.waiting = all.min(self.in_hand);
         all - self.waiting
     }
 
     /// Pages are no longer in hand; returns how many promises the pool can be given back now.
-    pub(crate) fn put_down(&mut self, pages: u64) -> u64 {
+    pub(crate) fn put(&mut self, pages: u64) -> u64 {
         self.in_hand = self.in_hand.saturating_sub(pages);
-        self.let_go(0)
+        self.release(0)
     }
 }
 
@@ -55,21 +55,21 @@ mod tests {
     #[test]
     fn promises_of_pages_in_hand_wait_for_them() {
         let mut ledger = Ledger { in_hand: 2, waiting: 0 };
-        assert_eq!(ledger.let_go(1), 0, "the page may be in hand");
-        assert_eq!(ledger.let_go(4), 3);
+        assert_eq!(ledger.release(1), 0, "the page may be in hand");
+        assert_eq!(ledger.release(4), 3);
         assert_eq!(ledger, Ledger { in_hand: 2, waiting: 2 });
-        assert_eq!(ledger.put_down(1), 1);
-        assert_eq!(ledger.let_go(1), 1, "no more wait than pages are in hand");
-        assert_eq!(ledger.put_down(1), 1);
+        assert_eq!(ledger.put(1), 1);
+        assert_eq!(ledger.release(1), 1, "no more wait than pages are in hand");
+        assert_eq!(ledger.put(1), 1);
         assert_eq!(ledger, Ledger::default());
-        assert_eq!(ledger.let_go(7), 7);
+        assert_eq!(ledger.release(7), 7);
     }
 
     #[test]
     fn sizes_have_pools_of_their_own() {
         let mut promises = Promises::default();
         promises.of(PageSize::Size1G).in_hand = 1;
-        assert_eq!(promises.of(PageSize::Size2M).let_go(1), 1);
-        assert_eq!(promises.of(PageSize::Size1G).let_go(1), 0);
+        assert_eq!(promises.of(PageSize::Size2M).release(1), 1);
+        assert_eq!(promises.of(PageSize::Size1G).release(1), 0);
     }
 }

@@ -5,12 +5,12 @@
 //! is waited for. A shared object's page comes back into the index, once, wherever the fault was; the pages of a process
 //! and of those that it forked come back one by one, each to its own.
 
+use crate::address_space::Site;
 use crate::error::VmError;
 use crate::fault::{Access, Served, fresh_flags};
 use crate::object::{Object, Owner};
 use crate::phases::Phases;
 use crate::setup::{Cx, Setup};
-use crate::space::Site;
 use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;

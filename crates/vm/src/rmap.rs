@@ -1,8 +1,8 @@
 //! Reverse-map walks: where is this page mapped?
 
+use crate::address_space::AddressSpace;
 use crate::object::Owner;
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
 use core::cell::RefCell;

@@ -1,4 +1,8 @@
 //! What a manager of address spaces is built on, in one place.
+//!
+//! Seven modules need each other, on purpose: a setup names its pager; a pager that is asked for memory is given the manager, since it
+//! takes pages away through it; and the manager is made of spaces, areas and objects, which point at each other and are a setup's. A trait
+//! in front of the manager would cut this at the pager, with six methods and one implementor.
 
 use crate::notifier::Notifier;
 use crate::pager::{NoPager, Pager};
@@ -6,7 +10,7 @@ use crate::pool::Pools;
 use core::cell::RefCell;
 use core::marker::PhantomData;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, NoPressure, PhysMap, Pressure, TlbHw};
+use hugemm_base::{CpuCx, PhysMap, TlbHw};
 use hugemm_frames::{Carved, Env};
 use hugemm_paging::{Counting, EditLock, PageFormat, RawEditLock};
 
@@ -23,10 +27,9 @@ pub trait Setup: Sized {
     type Lock: RawEditLock + Send + Sync;
     /// TLBs.
     type Tlb: TlbHw;
-    /// Who takes pages away that nobody uses, and brings them back: reclaim and swap, or [`NoPager`].
+    /// Who takes pages away that nobody uses and brings them back, and is asked when memory runs out: reclaim and swap, or [`NoPager`].
+    /// An out-of-memory policy or a balloon is a pager too.
     type Pager: Pager<Self>;
-    /// Who else gives memory back, asked when the pager has none.
-    type Pressure: Pressure<Self::Platform>;
     /// Who follows address spaces.
     type Notifier: Notifier<Self::Platform>;
 }
@@ -39,7 +42,7 @@ type Native = hugemm_paging::X86_64;
 
 /// A setup to start from, over a platform `P` whose TLBs are `T` and frames in the surroundings `E`, which are those of
 /// [`Frames::carve`](hugemm_frames::Frames::carve) unless something else is said: page tables of this architecture, locks that spin, pages
-/// that stay where they are, nobody else who gives memory back and nobody who follows. An embedder that wants one
+/// that stay where they are, and nobody who follows. An embedder that wants one
 /// of these otherwise writes the [`Setup`] down. What `T` is says the [`TlbShootdown`](hugemm_paging::TlbShootdown); without
 /// hardware that walks the tables it is [`Counting`].
 #[derive(Debug)]
@@ -52,7 +55,6 @@ impl<P: Cpu + PhysMap, T: TlbHw, E: Env> Setup for DefaultSetup<P, T, E> {
     type Lock = EditLock;
     type Tlb = T;
     type Pager = NoPager;
-    type Pressure = NoPressure;
     type Notifier = ();
 }
 

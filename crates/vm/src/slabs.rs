@@ -1,68 +1,12 @@
-//! Memory for the manager's own small objects: one slab for each type, which only that type reaches.
+//! Memory for the manager's own small objects.
 
-use crate::cpu_masks;
 use crate::error::VmError;
-use crate::notifier::Node;
-use crate::object::Object;
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
+use crate::small_objects::{Kept, Slabs};
 use crate::vm::Vm;
-use crate::vma::Vma;
 use core::ptr::NonNull;
 use hugemm_base::Order;
-use hugemm_frames::{Env, Placement, Slab};
-
-type SlabOf<S> = Slab<<<S as Setup>::Env as Env>::Lock>;
-
-/// The slabs of one manager.
-pub(crate) struct Slabs<S: Setup> {
-    spaces: SlabOf<S>,
-    areas: SlabOf<S>,
-    objects: SlabOf<S>,
-    followers: SlabOf<S>,
-}
-
-impl<S: Setup> Slabs<S> {
-    /// For spaces on so many CPUs. `None` if an object does not fit in a frame.
-    pub(crate) fn new(cpus: usize) -> Option<Self> {
-        let (size, align) = cpu_masks::layout::<AddressSpace<S>, S::Tlb>(cpus);
-        Some(Slabs {
-            spaces: Slab::new(size, align)?,
-            areas: Slab::of::<Vma<S>>()?,
-            objects: Slab::of::<Object<S>>()?,
-            followers: Slab::of::<Node<S::Notifier>>()?,
-        })
-    }
-}
-
-/// A type that has a slab, whose objects are as large and aligned as a value of it at least.
-pub(crate) trait Kept<S: Setup>: Sized {
-    fn slab(slabs: &Slabs<S>) -> &SlabOf<S>;
-}
-
-impl<S: Setup> Kept<S> for AddressSpace<S> {
-    fn slab(slabs: &Slabs<S>) -> &SlabOf<S> {
-        &slabs.spaces
-    }
-}
-
-impl<S: Setup> Kept<S> for Vma<S> {
-    fn slab(slabs: &Slabs<S>) -> &SlabOf<S> {
-        &slabs.areas
-    }
-}
-
-impl<S: Setup> Kept<S> for Object<S> {
-    fn slab(slabs: &Slabs<S>) -> &SlabOf<S> {
-        &slabs.objects
-    }
-}
-
-impl<S: Setup> Kept<S> for Node<S::Notifier> {
-    fn slab(slabs: &Slabs<S>) -> &SlabOf<S> {
-        &slabs.followers
-    }
-}
+use hugemm_frames::Placement;
 
 impl<S: Setup> Vm<'_, S> {
     /// Memory for a `T`, uninitialised; whoever takes memory away is asked if there is none. Called with nothing locked.

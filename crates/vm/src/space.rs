@@ -1,182 +1,15 @@
-//! Address spaces: making and ending them, and finding areas.
+//! Making and ending address spaces, and their page tables.
 
-use crate::cpu_masks::{CpuMasks, SpaceTlb};
+use crate::address_space::{AddressSpace, AddressSpaceRef, SpaceId};
+use crate::cpu_masks::CpuMasks;
 use crate::error::VmError;
-use crate::guarded::Guarded;
-use crate::inflight_faults::{Claim, InflightFaults};
-use crate::notifier::Followers;
-use crate::pins::Pins;
 use crate::setup::{Cx, Setup, Task};
 use crate::vm::Vm;
-use crate::vma::{Areas, VmaInfo, pages};
+use crate::vma::pages;
 use core::cell::RefCell;
-use core::fmt;
 use core::marker::PhantomData;
-use core::ops::Deref;
-use core::ptr::NonNull;
-use hugemm_base::counters::Counter;
-use hugemm_base::sync::{AtomicBool, Ordering};
-use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, VirtAddr, VirtRange};
+use hugemm_base::{Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{Keep, Lookup, PageFormat, PageTable, TableMemory, TlbSpace};
-
-/// One address space. Reached through its [`AddressSpaceRef`].
-pub struct AddressSpace<S: Setup> {
-    identity: SpaceId,
-    bounds: VirtRange,
-    table: PageTable<S::Format, S::Lock>,
-    tlb: SpaceTlb,
-    areas: Guarded<S::Lock, Areas<S>>,
-    followers: Guarded<S::Lock, Followers<S::Notifier>>,
-    inflight: InflightFaults,
-    pins: Pins,
-    /// The space is being taken apart: its pages go away by themselves.
-    exiting: AtomicBool,
-    counters: AddressSpaceCounters,
-}
-
-/// Which space: the manager's identity, and a number that no other of its spaces has had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SpaceId(usize, u64);
-
-impl SpaceId {
-    /// Whether it is a space of this manager: [`Vm::identity`].
-    pub(crate) fn is_of(self, manager: usize) -> bool {
-        self.0 == manager
-    }
-}
-
-/// What has happened in one address space.
-#[derive(Debug, Default)]
-pub struct AddressSpaceCounters {
-    /// Faults that mapped a page.
-    pub mapped: Counter,
-    /// Faults that found the page mapped, or being mapped or unmapped, by somebody else.
-    pub waited: Counter,
-    /// Faults that brought a page back that reclaim had taken away.
-    pub refaulted: Counter,
-    /// Pages that were cleared in vain, because another CPU's fault got ahead.
-    pub wasted: Counter,
-    /// Faults that copied a page that was shared by fork.
-    pub copied: Counter,
-    /// Faults that found themselves the only user of such a page.
-    pub reused: Counter,
-    /// Faults that could not be served.
-    pub failed: Counter,
-}
-
-impl<S: Setup> fmt::Debug for AddressSpace<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AddressSpace").field("table", &self.table).finish_non_exhaustive()
-    }
-}
-
-impl<S: Setup> AddressSpace<S> {
-    /// Which CPUs use it: to be switched in and out.
-    pub fn tlb(&self) -> &SpaceTlb {
-        &self.tlb
-    }
-
-    pub(crate) fn table(&self) -> &PageTable<S::Format, S::Lock> {
-        &self.table
-    }
-
-    pub(crate) fn areas(&self) -> &Guarded<S::Lock, Areas<S>> {
-        &self.areas
-    }
-
-    pub(crate) fn followers(&self) -> &Guarded<S::Lock, Followers<S::Notifier>> {
-        &self.followers
-    }
-
-    pub(crate) fn pins(&self) -> &Pins {
-        &self.pins
-    }
-
-    /// See [`InflightFaults::claim`].
-    pub(crate) fn claim(&self, page: u64, wait: impl FnMut()) -> Option<Claim<'_>> {
-        self.inflight.claim(page, wait)
-    }
-
-    pub(crate) fn identity(&self) -> SpaceId {
-        self.identity
-    }
-
-    /// The addresses that it may have.
-    pub(crate) fn bounds(&self) -> VirtRange {
-        self.bounds
-    }
-
-    /// Whether the space is about to be taken apart.
-    pub(crate) fn is_exiting(&self) -> bool {
-        // Relaxed: a hint; a page of a space that goes away may be aged once too often.
-        self.exiting.load(Ordering::Relaxed)
-    }
-
-    /// Whether all of a range is within the space.
-    pub(crate) fn covers(&self, span: VirtRange) -> bool {
-        let (first, end) = (self.bounds.first_page(), self.bounds.end_page());
-        first <= span.first_page() && span.end_page() <= end
-    }
-
-    /// Where its tables begin.
-    pub fn root(&self) -> PhysAddr {
-        self.table.root().start()
-    }
-
-    /// What has happened.
-    pub fn counters(&self) -> &AddressSpaceCounters {
-        &self.counters
-    }
-
-    /// The area at an address. O(log areas).
-    ///
-    /// # Errors
-    ///
-    /// [`NoArea`](VmError::NoArea).
-    pub fn find_vma(&self, at: VirtAddr) -> Result<VmaInfo, VmError> {
-        let areas = self.areas.shared();
-        areas.find(at.get() >> PAGE_SHIFT).map(|area| area.info).ok_or(VmError::NoArea { at })
-    }
-}
-
-/// Where pages go, and who is told what is going on: the same in all steps of a fault or of a fill.
-pub(crate) struct Site<'a, S: Setup, O> {
-    pub(crate) space: &'a AddressSpace<S>,
-    pub(crate) area: &'a VmaInfo,
-    pub(crate) phases: &'a O,
-}
-
-impl<S: Setup, O> Clone for Site<'_, S, O> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<S: Setup, O> Copy for Site<'_, S, O> {}
-
-/// The owner of an address space. It ends with [`Vm::destroy`]; dropping this loses the space and all that is mapped.
-#[must_use = "dropping this loses the space's memory: destroy it"]
-pub struct AddressSpaceRef<'v, S: Setup>(pub(crate) NonNull<AddressSpace<S>>, PhantomData<&'v ()>);
-
-// SAFETY: it owns the space, all of whose parts may be sent and shared.
-unsafe impl<S: Setup> Send for AddressSpaceRef<'_, S> {}
-// SAFETY: as above.
-unsafe impl<S: Setup> Sync for AddressSpaceRef<'_, S> {}
-
-impl<S: Setup> Deref for AddressSpaceRef<'_, S> {
-    type Target = AddressSpace<S>;
-
-    fn deref(&self) -> &AddressSpace<S> {
-        // SAFETY: the space lives until it is destroyed, which takes this value.
-        unsafe { self.0.as_ref() }
-    }
-}
-
-impl<S: Setup> fmt::Debug for AddressSpaceRef<'_, S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        (**self).fmt(f)
-    }
-}
 
 impl<'m, S: Setup> Vm<'m, S> {
     /// An empty address space for the addresses of `bounds`, one half of what the format translates at most. Two
@@ -206,18 +39,8 @@ impl<'m, S: Setup> Vm<'m, S> {
             self.free_root(cx, root);
             return Err(VmError::OutOfBounds { at: bounds.start() });
         };
-        let space = AddressSpace {
-            identity: SpaceId(self.identity(), self.next_object()),
-            bounds,
-            table,
-            tlb,
-            areas: Guarded::new(Areas::new()),
-            followers: Guarded::new(Followers::new()),
-            inflight: InflightFaults::new(),
-            pins: Pins::new(),
-            exiting: AtomicBool::new(false),
-            counters: AddressSpaceCounters::default(),
-        };
+        let identity = SpaceId(self.identity(), self.next_object());
+        let space = AddressSpace::new(identity, bounds, table, tlb);
         // SAFETY: memory for a space, this task's.
         unsafe { memory.write(space) };
         Ok(AddressSpaceRef(memory, PhantomData))
@@ -239,32 +62,32 @@ impl<'m, S: Setup> Vm<'m, S> {
             return Err((error, space));
         }
         // The space is this task's alone, so nobody pins or follows it from here on.
-        if space.pins.any() || space.is_followed() {
+        if space.pins().any() || space.is_followed() {
             return Err((VmError::InUse, space));
         }
-        let bounds = space.table.bounds();
-        // Relaxed: a hint to reclaim.
-        space.exiting.store(true, Ordering::Relaxed);
+        let bounds = space.table().bounds();
+        space.set_exiting(true);
         if let Err(error) = self.unmap_all(cx, &space, bounds) {
-            space.exiting.store(false, Ordering::Relaxed);
+            space.set_exiting(false);
             return Err((error, space));
         }
         let handle = space.0;
         // SAFETY: this task owns the space; no area is left through which others could reach it. If it is put back
         // below, the value read here is forgotten by being written.
         let mut owned = unsafe { handle.read() };
+        let root = owned.table().root();
         match owned.tlb.retire(self.shootdown(), cx) {
             Ok(()) => {}
             Err(tlb) => {
                 owned.tlb = tlb;
-                owned.exiting = AtomicBool::new(false);
+                owned.set_exiting(false);
                 // SAFETY: as above; the memory holds what was moved out of it.
                 unsafe { handle.write(owned) };
                 return Err((VmError::InUse, space));
             }
         }
         // No CPU walks the tables any more, and nothing hangs below the root.
-        self.free_root(cx, owned.table.root());
+        self.free_root(cx, root);
         // SAFETY: made by `create`; the contents were moved out above and are taken apart.
         unsafe { self.free_memory(cx, handle) };
         Ok(())
@@ -277,7 +100,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             return Lookup::Absent;
         }
         let task = RefCell::new(cx);
-        space.table.shared(self.tables(&task)).lookup(at)
+        space.table().shared(self.tables(&task)).lookup(at)
     }
 
     /// A page table, for a space, or for a shared object's index, which has no addresses `beside` its own. It translates

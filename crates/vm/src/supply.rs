@@ -55,6 +55,22 @@ impl Want {
     }
 }
 
+/// What there is for a page.
+pub(crate) enum Block {
+    /// Known to be zero.
+    Zeroed(Zeroed),
+    /// To be cleared.
+    Dirty(Dirty),
+    /// Nothing: somebody has in hand what the pool has promised. Looking again helps, once the caller has entered or returned its own.
+    InHand,
+}
+
+impl From<Result<Zeroed, Dirty>> for Block {
+    fn from(content: Result<Zeroed, Dirty>) -> Self {
+        content.map_or_else(Block::Dirty, Block::Zeroed)
+    }
+}
+
 /// Runs that are dropped together, and pages that are: who gathers more has to pass a reschedule point.
 const DROPPED: usize = 32;
 const DROPPED_PAGES: u64 = 512;
@@ -108,10 +124,9 @@ impl Dropping {
 }
 
 impl<S: Setup> Vm<'_, S> {
-    /// One zeroed page, counted, with the caller's reference. `None` if the pool cannot keep its promise because somebody
-    /// holds what is not entered yet: looking again helps, once the caller has entered or returned its own.
+    /// One zeroed page, counted, with the caller's reference; `None` as [`InHand`](Block::InHand) says.
     ///
-    /// A promised page is [entered](Vm::entered) or [returned](Vm::return_pages) next.
+    /// A promised page is entered, by which its promise is [kept](Vm::keep_promises), or [returned](Vm::return_pages) next.
     pub(crate) fn new_page(
         &self,
         cx: &mut Cx<'_, S>,
@@ -121,8 +136,12 @@ impl<S: Setup> Vm<'_, S> {
         phases: &impl Phases,
     ) -> Result<Option<Extent>, VmError> {
         phases.enter(Phase::Allocate);
-        let Some(block) = self.take_block(cx, want)? else { return Ok(None) };
-        let block = self.clear_block(cx, block, want.page.order(), want, cancel, phases)?;
+        let content = match self.take_block(cx, want)? {
+            Block::Zeroed(zeroed) => Ok(zeroed),
+            Block::Dirty(dirty) => Err(dirty),
+            Block::InHand => return Ok(None),
+        };
+        let block = self.clear_block(cx, content, want.page.order(), want, cancel, phases)?;
         self.adopt(cx, block, want, owner).map(Some)
     }
 
@@ -161,9 +180,10 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, alone: bool) -> Result<Frozen, VmError> {
         let order = want.page.order();
         if want.pooled {
-            let extent = match self.take_from_pool(cx, want)?.ok_or(VmError::NoPool)? {
-                Ok(zeroed) => zeroed.into_extent(),
-                Err(dirty) => dirty.into_extent(),
+            let extent = match self.take_from_pool(cx, want)? {
+                Block::Zeroed(zeroed) => zeroed.into_extent(),
+                Block::Dirty(dirty) => dirty.into_extent(),
+                Block::InHand => return Err(VmError::NoPool),
             };
             // SAFETY: what was taken is a block of this order of the frame allocator, and was its owner's.
             return Ok(unsafe { Frozen::assume_owned(extent.base(), order, Mobility::Movable) });
@@ -175,9 +195,9 @@ impl<S: Setup> Vm<'_, S> {
         self.relieved(cx, order, want.from, |cx| self.frames().alloc(cx, request))
     }
 
-    /// A block for a page, from where it is wanted. `None` as for [`take_promised`](Vm::take_promised).
-    fn take_block(&self, cx: &mut Cx<'_, S>, want: &Want) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
-        if want.pooled { self.take_from_pool(cx, want) } else { self.take_free_block(cx, want).map(Some) }
+    /// A block for a page, from where it is wanted.
+    fn take_block(&self, cx: &mut Cx<'_, S>, want: &Want) -> Result<Block, VmError> {
+        if want.pooled { self.take_from_pool(cx, want) } else { self.take_free_block(cx, want).map(Block::from) }
     }
 
     /// A block for a page from the frame allocator: known to be zero if there is one.
@@ -236,20 +256,25 @@ impl<S: Setup> Vm<'_, S> {
 
     /// What the pool hands out, if it is a block of the frame allocator: the pool may have been filled by another one. Such
     /// a page goes back to it.
-    fn take_from_pool(&self, cx: &Cx<'_, S>, want: &Want) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
-        let content = if want.reserved {
-            match self.take_promised(cx, want.page, want.from)? {
-                Some(content) => content,
-                None => return Ok(None),
-            }
+    fn take_from_pool(&self, cx: &Cx<'_, S>, want: &Want) -> Result<Block, VmError> {
+        let block = if want.reserved {
+            self.take_promised(cx, want.page, want.from)?
         } else {
-            self.pools().take(cx, want.page, false, want.from, self.frames().local_node(cx))?
+            self.pools().take(cx, want.page, false, want.from, self.frames().local_node(cx))?.into()
         };
-        let head = content.as_ref().map_or_else(Dirty::extent, Zeroed::extent).base();
-        if self.frames().head_of(head) == Some((head, want.page.order())) {
-            return Ok(Some(content));
+        let extent = match &block {
+            Block::Zeroed(zeroed) => zeroed.extent(),
+            Block::Dirty(dirty) => dirty.extent(),
+            Block::InHand => return Ok(block),
+        };
+        if self.frames().head_of(extent.base()) == Some((extent.base(), want.page.order())) {
+            return Ok(block);
         }
-        self.return_to_pool(cx, content.map_or_else(|dirty| dirty, Zeroed::into_dirty), want);
+        match block {
+            Block::Zeroed(zeroed) => self.return_to_pool(cx, zeroed.into_dirty(), want),
+            Block::Dirty(dirty) => self.return_to_pool(cx, dirty, want),
+            Block::InHand => {}
+        }
         Err(VmError::OtherKind)
     }
 
@@ -411,22 +436,16 @@ impl<S: Setup> Vm<'_, S> {
 
 /// Promised pages of a pool: see `promises.rs`.
 impl<S: Setup> Vm<'_, S> {
-    /// Takes a promised page. `Ok(None)` if there is none while somebody has some in hand: looking again helps, once the
-    /// caller has entered or returned its own.
-    pub(crate) fn take_promised(
-        &self,
-        cx: &Cx<'_, S>,
-        size: PageSize,
-        from: Placement,
-    ) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
+    /// Takes a promised page.
+    pub(crate) fn take_promised(&self, cx: &Cx<'_, S>, size: PageSize, from: Placement) -> Result<Block, VmError> {
         let mut promises = self.promises().exclusive();
         let ledger = promises.of(size);
         match self.pools().take(cx, size, true, from, self.frames().local_node(cx)) {
             Ok(content) => {
                 ledger.in_hand += 1;
-                Ok(Some(content))
+                Ok(content.into())
             }
-            Err(_) if ledger.in_hand > 0 => Ok(None),
+            Err(_) if ledger.in_hand > 0 => Ok(Block::InHand),
             Err(error) => Err(error),
         }
     }
@@ -436,23 +455,23 @@ impl<S: Setup> Vm<'_, S> {
         let mut promises = self.promises().exclusive();
         // SAFETY: the caller's, of this size.
         unsafe { self.pools().put(cx, page, size, true) };
-        self.give_up(cx, size, promises.of(size).put_down(1));
+        self.unreserve_pages(cx, size, promises.of(size).put(1));
     }
 
     /// `pages` promised pages have been entered where they were lacking.
-    pub(crate) fn entered(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
+    pub(crate) fn keep_promises(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
         let mut promises = self.promises().exclusive();
-        self.give_up(cx, size, promises.of(size).put_down(pages));
+        self.unreserve_pages(cx, size, promises.of(size).put(pages));
     }
 
     /// Nobody needs the promises of `pages` pages any more.
-    pub(crate) fn let_go_of_promises(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
+    pub(crate) fn release_promises(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
         let mut promises = self.promises().exclusive();
-        self.give_up(cx, size, promises.of(size).let_go(pages));
+        self.unreserve_pages(cx, size, promises.of(size).release(pages));
     }
 
-    /// Under the lock.
-    fn give_up(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
+    /// Under the lock of the promises.
+    fn unreserve_pages(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
         if pages > 0 {
             self.pools().unreserve(cx, size, pages);
         }

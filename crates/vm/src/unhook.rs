@@ -18,9 +18,9 @@
 //! That is looked at before anything is taken, so that such pages keep their translations; and it is decided after the
 //! flush, by freezing the page, because a reference may be taken in between.
 
+use crate::address_space::AddressSpace;
 use crate::object::{Object, Owner};
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
 use crate::swap_entry::{MOST_PLACES, SwapEntry};
 use crate::vm::Vm;
 use crate::vma::VmaInfo;

@@ -4,9 +4,9 @@
 //! Then one shootdown. Then, and only then, areas leave their objects' lists (whoever takes a page out of a shared object
 //! has found them until here), the detached entries are read off, and their frames are dropped by runs.
 
+use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::setup::{Cx, Setup, Task};
-use crate::space::AddressSpace;
 use crate::supply::Dropping;
 use crate::vm::Vm;
 use crate::vma::{Areas, Vma, VmaInfo, pages};

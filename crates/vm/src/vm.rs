@@ -1,5 +1,6 @@
 //! The manager of address spaces: what all spaces of a system share.
 
+use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::guarded::Guarded;
 use crate::object::Registry;
@@ -7,14 +8,13 @@ use crate::pager::Pager;
 use crate::pool::Pools;
 use crate::promises::Promises;
 use crate::setup::{Cx, PoolsOf, Setup, Task};
-use crate::slabs::Slabs;
-use crate::space::AddressSpace;
+use crate::small_objects::Slabs;
 use crate::tables::Tables;
 use core::fmt;
 use hugemm_base::counters::Counter;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering, spin_loop};
-use hugemm_base::{CpuCx, Order, Pressure, Shortfall};
+use hugemm_base::{CpuCx, Order, Shortfall};
 use hugemm_clear::Clearer;
 use hugemm_frames::{AllocError, Frames, Placement};
 use hugemm_paging::{PageTable, ShootdownPolicy, TlbShootdown};
@@ -32,10 +32,8 @@ pub struct Parts<'m, S: Setup> {
     pub clearer: Clearer,
     /// How batches are flushed.
     pub shootdown_policy: ShootdownPolicy,
-    /// Who takes pages away and brings them back, and is asked first when memory is short.
+    /// Who takes pages away and brings them back, and is asked when memory is short.
     pub pager: S::Pager,
-    /// Who is asked then.
-    pub pressure: S::Pressure,
     /// Where pages of pooled areas come from. They lock as the frame allocator does.
     pub pools: PoolsOf<'m, S>,
 }
@@ -45,7 +43,6 @@ impl<'m, S: Setup> Parts<'m, S> {
     pub fn new(frames: &'m Frames<'m, S::Env>, shootdown: &'m TlbShootdown<'m, S::Tlb>, clearer: Clearer) -> Self
     where
         S::Pager: Default,
-        S::Pressure: Default,
     {
         Parts::with_pager(frames, shootdown, clearer, S::Pager::default())
     }
@@ -56,13 +53,9 @@ impl<'m, S: Setup> Parts<'m, S> {
         shootdown: &'m TlbShootdown<'m, S::Tlb>,
         clearer: Clearer,
         pager: S::Pager,
-    ) -> Self
-    where
-        S::Pressure: Default,
-    {
-        let shootdown_policy = ShootdownPolicy::BATCHED;
-        let (pressure, pools) = (S::Pressure::default(), Pools::default());
-        Parts { frames, shootdown, clearer, shootdown_policy, pager, pressure, pools }
+    ) -> Self {
+        let (shootdown_policy, pools) = (ShootdownPolicy::BATCHED, Pools::default());
+        Parts { frames, shootdown, clearer, shootdown_policy, pager, pools }
     }
 }
 
@@ -227,7 +220,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             if !pager_gives || !S::Pager::ACTIVE || pager.may_take(self.parts.frames, cx, order) {
                 break;
             }
-            pager_gives = pager.relieve(self, cx, shortfall(cx, order, from)) != 0;
+            pager_gives = self.relieve(cx, order, from);
         }
         for _ in 0..RELIEF_ROUNDS {
             match attempt(cx) {
@@ -235,22 +228,17 @@ impl<'m, S: Setup> Vm<'m, S> {
                 Err(AllocError::OutOfMemory) => {}
                 Err(_) => return Err(VmError::NoMemory),
             }
-            let helped = match core::mem::replace(&mut pager_gives, true) {
-                true => self.relieve(cx, order, from),
-                // It had nothing to give just now.
-                false => self.parts.pressure.relieve(cx, shortfall(cx, order, from)) != 0,
-            };
-            if !helped {
+            // Not if it had nothing to give just now.
+            if !pager_gives || !self.relieve(cx, order, from) {
                 break;
             }
         }
         attempt(cx).map_err(|_| VmError::NoMemory)
     }
 
-    /// Asks for a block of `order`, from where it is to be; whether it may have helped.
+    /// Asks the pager for a block of `order`, from where it is to be; whether it may have helped.
     pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order, from: Placement) -> bool {
-        let need = shortfall(cx, order, from);
-        self.parts.pager.relieve(self, cx, need) != 0 || self.parts.pressure.relieve(cx, need) != 0
+        self.parts.pager.relieve(self, cx, shortfall(cx, order, from)) != 0
     }
 
     /// After a page table had no memory for the `round`th time: whether to try again.

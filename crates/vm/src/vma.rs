@@ -4,10 +4,10 @@
 //! without a lock for as long as it exists. It exists from its insertion until it has been taken out of both its trees:
 //! the space's tree, by address, under the space's lock, and its object's tree, by offset, under the object's lock.
 
+use crate::address_space::AddressSpace;
 use crate::object::Object;
 use crate::protection::Protection;
 use crate::setup::Setup;
-use crate::space::AddressSpace;
 use core::ptr::NonNull;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};

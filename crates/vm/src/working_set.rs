@@ -4,10 +4,10 @@
 //! found used here is as young for reclaim as if it had found that out itself. As with all ageing no TLB
 //! is touched: a CPU that keeps using a translation is seen again once it has dropped that.
 
+use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
 use crate::vm::Vm;
 use crate::vma::pages;
 use core::cell::RefCell;

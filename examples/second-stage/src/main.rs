@@ -25,7 +25,6 @@ impl<'m> Setup for Machine<'m> {
     type Lock = EditLock;
     type Tlb = Counting;
     type Pager = NoPager;
-    type Pressure = NoPressure;
     type Notifier = &'m SecondStage;
 }
 

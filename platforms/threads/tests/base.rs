@@ -25,7 +25,7 @@ fn every_type() {
         both {
             Pfn, PhysAddr, VirtAddr, CancelFlag, Never, Extent, ExtentError, Chunks, Order, PageSize, SizeError, VirtRange,
             VirtRangeError, RangeSet, Invalidation, X86Flush, TlbScope, PreemptModel, Sweep, Shortfall,
-            NoPressure, FaultPoint, NoFaults, FaultPlan, FencePoint, Owed,
+            FaultPoint, NoFaults, FaultPlan, FencePoint, Owed,
             Counter, CpuCounter, Counters, CounterSnapshot, FrameUse, FrameUses, FramesInUse,
             // Frames are anybody's who is given them.
             Dirty, Clearing, Zeroed, Ram, ExtentChain,

@@ -19,7 +19,7 @@ use crate::vm_create::pool::with_pool;
 use crate::{kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use hugemm_base::{Cpu, CpuId, NoPressure, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Cpu, CpuId, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_frames::{Frames, Plain};
 use hugemm_host::cpu::Host;
@@ -69,7 +69,6 @@ impl<'h, 'r, 'e> Setup for OnHost<'h, 'r, 'e> {
     type Lock = EditLock;
     type Tlb = Counting;
     type Pager = Reclaim<'r, 'e, Self, Store<'e>>;
-    type Pressure = NoPressure;
     type Notifier = ();
 }
 

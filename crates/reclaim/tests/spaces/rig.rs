@@ -7,8 +7,7 @@ use crate::support::Runs;
 use crate::watched::{Stop, Watched};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{
-    Cpu, CpuCx, CpuId, Dirty, Extent, Invalidation, NoPressure, NodeId, Pfn, PhysAddr, TlbHw, TlbScope, VirtAddr,
-    VirtRange,
+    Cpu, CpuCx, CpuId, Dirty, Extent, Invalidation, NodeId, Pfn, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
@@ -40,7 +39,6 @@ impl<'h> Setup for Model<'h> {
     type Lock = EditLock<Serving>;
     type Tlb = Deaf<'h>;
     type Pager = Pages<'h>;
-    type Pressure = NoPressure;
     type Notifier = Follower<'h>;
 }
 

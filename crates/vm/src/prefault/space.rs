@@ -2,12 +2,12 @@
 //! still is.
 
 use super::{PIECE, Prefault};
+use crate::address_space::{AddressSpace, Site};
 use crate::error::VmError;
 use crate::fault::{Access, Served};
 use crate::object::Owner;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
-use crate::space::{AddressSpace, Site};
 use crate::supply::Want;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
@@ -147,6 +147,38 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         Want::of(area, ClearRequest::bulk(self.total), at, None)
     }
 
+    /// As many pages for `from..end` as fit into a batch, and why there are not more if that is an error.
+    fn make_batch(
+        &self,
+        cx: &mut Cx<'_, S>,
+        site: Site<'_, S, impl Phases>,
+        from: u64,
+        end: u64,
+        cancel: &impl Cancel,
+    ) -> (Batch, Result<(), VmError>) {
+        let Site { area, phases, .. } = site;
+        let size = area.kind.page;
+        let mut batch = Batch::new();
+        while batch.count < BATCH && from + batch.pages < end {
+            let at = from + batch.pages;
+            let want = self.want(area, VirtAddr::new(at << PAGE_SHIFT));
+            let owner = Owner { object: area.object, offset: area.offset_of(at) };
+            let made = if size == PageSize::Size4K && !area.kind.pooled {
+                let most = Order::largest_within(end - at).unwrap_or(Order::ZERO);
+                self.vm.new_small_pages(cx, &want, most, owner, cancel, phases).map(Some)
+            } else {
+                self.vm.new_page(cx, &want, owner, cancel, phases)
+            };
+            match made {
+                Ok(Some(block)) => batch.push(block),
+                // Somebody has what is missing in hand, or it is in this batch: the next round tells.
+                Ok(None) => break,
+                Err(error) => return (batch, Err(error)),
+            }
+        }
+        (batch, Ok(()))
+    }
+
     /// A batch of pages for `from..end`, where nothing is mapped.
     fn fill_private(
         &self,
@@ -158,37 +190,12 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
     ) -> Result<u64, VmError> {
         let Site { space, area, phases } = site;
         let size = area.kind.page;
-        let mut batch = Batch::new();
-        let mut lack = None;
         phases.enter(Phase::Allocate);
-        while batch.count < BATCH && from + batch.pages < end {
-            let at = from + batch.pages;
-            let want = self.want(area, VirtAddr::new(at << PAGE_SHIFT));
-            let owner = Owner { object: area.object, offset: area.offset_of(at) };
-            let block = if size == PageSize::Size4K && !area.kind.pooled {
-                let most = Order::largest_within(end - at).unwrap_or(Order::ZERO);
-                self.vm.new_small_pages(cx, &want, most, owner, cancel, phases)
-            } else {
-                match self.vm.new_page(cx, &want, owner, cancel, phases) {
-                    Ok(Some(page)) => Ok(page),
-                    Ok(None) if batch.count == 0 => return Ok(0),
-                    // Or what is missing is in this batch: the next round tells.
-                    Ok(None) => break,
-                    Err(error) => Err(error),
-                }
-            };
-            match block {
-                Ok(block) => batch.push(block),
-                Err(error) => {
-                    lack = Some(error);
-                    break;
-                }
-            }
-        }
+        let (batch, made) = self.make_batch(cx, site, from, end, cancel);
         if batch.count == 0 {
             // Another CPU that has entered this page meanwhile had what was missing.
             let there = self.vm.lookup(cx, space, VirtAddr::new(from << PAGE_SHIFT));
-            return if there == Lookup::Absent { Err(lack.unwrap_or(VmError::NoMemory)) } else { Ok(0) };
+            return if there == Lookup::Absent { made.map(|()| 0) } else { Ok(0) };
         }
         phases.enter(Phase::Map);
         let entered = match pages(from, from + batch.pages) {
@@ -203,7 +210,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let want = self.want(area, area.range.start());
         if entered == Ok(Served::Mapped) {
             if want.reserved {
-                self.vm.entered(cx, want.page, batch.pages / size.pages());
+                self.vm.keep_promises(cx, want.page, batch.pages / size.pages());
             }
             // What could be had is mapped; the next round meets the lack again, or finds it gone.
             return Ok(batch.pages);

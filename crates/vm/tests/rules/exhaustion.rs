@@ -1,8 +1,6 @@
 //! Memory can run out at every allocation: whatever was going on, the space stays right, and every frame comes back.
 
-use crate::support::{
-    Cx, Handle, Metered, Rig, bounds, no_faults, relief_asked, span, with_cpu, with_format, with_rig,
-};
+use crate::support::{Cx, Handle, Metered, Rig, bounds, no_faults, span, with_cpu, with_format, with_rig};
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
 use hugemm_frames::AllocRequest;
@@ -131,14 +129,14 @@ enum Needs {
     Fork,
 }
 
-/// Whatever runs out of memory asks for relief: the pager first, and then others. Once if nobody has any, three times if
-/// somebody says that it helped, and then it is final; what has been asked for is done or not at all.
+/// Whatever runs out of memory asks the pager for relief: once if it has none, three times if it says that it helped, and then it is
+/// final; what has been asked for is done or not at all.
 #[test]
 fn exhaustion_asks_for_relief() {
     use Needs::*;
     let needs = [Space, Object, Vma, Cut, Page, Table, SharedPage, Fill, Fork];
     for (needs, room) in needs.into_iter().flat_map(|needs| (0..6).map(move |room| (needs, room))) {
-        for (pager_helps, others_help) in [(false, false), (true, false), (false, true)] {
+        for helps in [false, true] {
             with_cpu(8, 1, 22, |rig, cx| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let kind = VmaKind::private(PageSize::Size4K);
@@ -152,35 +150,29 @@ fn exhaustion_asks_for_relief() {
                     taken.push(block);
                 }
                 taken.drain(..room).for_each(|block| rig.vm.frames().free(cx, block));
-                rig.vm.pager().helps.store(pager_helps, Ordering::Relaxed);
+                rig.vm.pager().helps.store(helps, Ordering::Relaxed);
                 rig.vm.pager().asked.store(0, Ordering::Relaxed);
                 let (mut spaces, mut objects) = (Vec::new(), Vec::new());
-                let mut done = Ok(());
-                let others = relief_asked(others_help, || {
-                    done = match needs {
-                        Space => rig.vm.create(cx, bounds()).map(|space| spaces.push(space)),
-                        Object => {
-                            rig.vm.create_shared(cx, 4, PageSize::Size4K, false).map(|object| objects.push(object))
-                        }
-                        Vma => rig.vm.map(cx, &space, span(9 * AT, 0x1000), kind, Backing::Private).map(|_| ()),
-                        Cut => rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x1000)).map(|_| ()),
-                        Page => rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()),
-                        Table => rig.vm.fault(cx, &space, VirtAddr::new(8 * AT), Access::Write).map(|_| ()),
-                        SharedPage => {
-                            rig.vm.fault(cx, &space, VirtAddr::new(8 * AT + 0x5000), Access::Write).map(|_| ())
-                        }
-                        Fill => rig.vm.prefault_shared(&object, 6, 7).work(cx, &Never),
-                        Fork => rig.vm.fork(cx, &space).map(|space| spaces.push(space)),
-                    };
-                });
-                let pager = rig.vm.pager().asked.load(Ordering::Relaxed);
-                let expected = match (done, pager_helps, others_help) {
-                    (Ok(()), ..) => (0, 0),
-                    (_, true, _) => (3, 0),
-                    (_, _, true) => (3, 3),
-                    _ => (1, 1),
+                let done = match needs {
+                    Space => rig.vm.create(cx, bounds()).map(|space| spaces.push(space)),
+                    Object => rig.vm.create_shared(cx, 4, PageSize::Size4K, false).map(|object| objects.push(object)),
+                    Vma => rig.vm.map(cx, &space, span(9 * AT, 0x1000), kind, Backing::Private).map(|_| ()),
+                    Cut => rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x1000)).map(|_| ()),
+                    Page => rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()),
+                    Table => rig.vm.fault(cx, &space, VirtAddr::new(8 * AT), Access::Write).map(|_| ()),
+                    SharedPage => rig.vm.fault(cx, &space, VirtAddr::new(8 * AT + 0x5000), Access::Write).map(|_| ()),
+                    Fill => rig.vm.prefault_shared(&object, 6, 7).work(cx, &Never),
+                    Fork => rig.vm.fork(cx, &space).map(|space| spaces.push(space)),
                 };
-                assert_eq!((pager, others), expected, "{needs:?} with {room} frames: {done:?}");
+                let asked = rig.vm.pager().asked.load(Ordering::Relaxed);
+                let expected = if done.is_ok() {
+                    0
+                } else if helps {
+                    3
+                } else {
+                    1
+                };
+                assert_eq!(asked, expected, "{needs:?} with {room} frames: {done:?}");
                 assert!(done.is_ok() || done == Err(VmError::NoMemory), "{done:?}");
                 // Slabs may have room for small objects; everything else needs a frame, and six are enough.
                 assert!(done.is_err() || room > 0 || matches!(needs, Object | Vma | Cut), "{needs:?}");
@@ -197,7 +189,7 @@ fn exhaustion_asks_for_relief() {
 }
 
 /// A pager that needs what is free for storing pages is asked before that is taken, once; then what is free serves, whether it had
-/// anything to give or not. Nobody else is asked: memory is not exhausted. If it is, who had nothing to give is not asked again.
+/// anything to give or not. If there is nothing, a pager that had nothing to give is not asked again.
 #[test]
 fn what_the_pager_needs_is_taken_last() {
     with_format::<Metered, true>(8, 1, 23, &no_faults(), |rig| {
@@ -209,19 +201,17 @@ fn what_the_pager_needs_is_taken_last() {
                 let rest = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok());
                 let taken: Vec<_> = rest.take(if is_left { 0 } else { usize::MAX }).collect();
                 pager.asked.store(0, Ordering::Relaxed);
-                let mut served = Ok(Served::Mapped);
-                let others =
-                    relief_asked(false, || served = rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Write));
-                assert_eq!((pager.asked.load(Ordering::Relaxed), others), asked);
+                let served = rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Write);
+                assert_eq!(pager.asked.load(Ordering::Relaxed), asked);
                 assert_eq!(served, if is_left { Ok(Served::Mapped) } else { Err(VmError::NoMemory) });
                 taken.into_iter().for_each(|block| frames.free(cx, block));
             };
-            fault(AT, true, (0, 0));
+            fault(AT, true, 0);
             pager.reserves.store(true, Ordering::Relaxed);
-            fault(AT + 0x1000, true, (1, 0));
-            fault(AT + 0x2000, false, (1, 1));
+            fault(AT + 0x1000, true, 1);
+            fault(AT + 0x2000, false, 1);
             pager.helps.store(true, Ordering::Relaxed);
-            fault(AT + 0x2000, true, (1, 0));
+            fault(AT + 0x2000, true, 1);
             rig.vm.destroy(cx, space).expect("destroyed");
         });
     });

@@ -8,7 +8,7 @@ use super::tlb::{Hardware, shootdown};
 use super::{page_fault, percpu, tables};
 use core::cell::Cell;
 use core::marker::PhantomData;
-use hugemm_base::{CpuCx, NoPressure, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_paging::{EditLock, ShootdownPolicy};
 use hugemm_vm::{Access, AddressSpace, NoPager, Pager, Parts, Phases, Pools, Setup, Vm, VmError};
@@ -37,7 +37,6 @@ impl<K: Paging> Setup for OnKernel<K> {
     type Lock = EditLock;
     type Tlb = Hardware;
     type Pager = K::Pager;
-    type Pressure = NoPressure;
     type Notifier = ();
 }
 

@@ -7,7 +7,7 @@ use crate::age::steps::{Clocked, STEP};
 use crate::frames::area::AreaPlan;
 use crate::machine::Machine;
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{Cpu, CpuCx, CpuId, NoPressure, NodeId, PreemptModel, VirtAddr, VirtRange};
+use hugemm_base::{Cpu, CpuCx, CpuId, NodeId, PreemptModel, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_frames::Plain;
 use hugemm_host::cpu::{CpuPlace, Host};
@@ -35,7 +35,6 @@ impl<'h> Setup for OnHost<'h> {
     type Lock = EditLock<Serving>;
     type Tlb = &'h SoftMmu<'h, 'h>;
     type Pager = Pages<'h>;
-    type Pressure = NoPressure;
     type Notifier = ();
 }
 

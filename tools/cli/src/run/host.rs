@@ -8,7 +8,7 @@ use crate::worker::{self, Wakes};
 use anyhow::{Context, Result, bail};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CounterSnapshot, CpuCx, CpuId, Invalidation, NoPressure, NodeId, PageSize, PhysAddr, PreemptModel};
+use hugemm_base::{CounterSnapshot, CpuCx, CpuId, Invalidation, NodeId, PageSize, PhysAddr, PreemptModel};
 use hugemm_base::{TlbHw, TlbScope};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_host::cpu::Host;
@@ -55,7 +55,6 @@ impl<'h, 'e, 'r> Setup for OnHost<'h, 'e, 'r> {
     type Lock = EditLock<Serving>;
     type Tlb = Played;
     type Pager = Pages<'r, 'e, Self>;
-    type Pressure = NoPressure;
     type Notifier = ();
 }
 

@@ -8,10 +8,9 @@ pub mod slots;
 
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::SpinLock;
-use hugemm_base::platform::Cpu;
 use hugemm_base::{
-    CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, PhysAddr, PhysMap, Pressure, Shortfall, TlbHw,
-    TlbScope, VirtAddr, VirtRange,
+    CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, PhysAddr, PhysMap, TlbHw, TlbScope, VirtAddr,
+    VirtRange,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
@@ -47,7 +46,6 @@ impl<'h, F: PageFormat, const AWAY: bool> Setup for Model<'h, F, AWAY> {
     type Lock = EditLock<Serving>;
     type Tlb = Watched<'h>;
     type Pager = Slots<AWAY>;
-    type Pressure = Relief;
     type Notifier = Follower<'h>;
 }
 
@@ -123,30 +121,6 @@ pub fn called_back(cx: &mut Cx<'_, '_>) {
     if let Some(then) = CALLED.take() {
         then(std::ptr::from_mut(cx).cast());
     }
-}
-
-thread_local! {
-    /// Whether this thread's relief says that it helped, and how often it was asked.
-    static RELIEF: Cell<(bool, u64)> = const { Cell::new((false, 0)) };
-}
-
-/// Has nothing to give; may say otherwise.
-#[derive(Default)]
-pub struct Relief;
-
-impl<P: Cpu> Pressure<P> for Relief {
-    fn relieve(&self, _cx: &mut CpuCx<'_, P>, _need: Shortfall) -> u64 {
-        let (helps, asked) = RELIEF.get();
-        RELIEF.set((helps, asked + 1));
-        u64::from(helps)
-    }
-}
-
-/// How often `work` asks for relief, besides the pager's, on this thread; `helps`: whether it is told that it helped.
-pub fn relief_asked(helps: bool, work: impl FnOnce()) -> u64 {
-    RELIEF.set((helps, 0));
-    work();
-    RELIEF.replace((false, 0)).1
 }
 
 /// What gives descriptors back, if that were on.
@@ -266,7 +240,6 @@ pub fn parts<'m, 'h, F: PageFormat, const AWAY: bool>(
         clearer,
         shootdown_policy: ShootdownPolicy::BATCHED,
         pager: Slots::default(),
-        pressure: Relief,
         pools: Pools::default(),
     }
 }

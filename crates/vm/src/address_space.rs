@@ -1,0 +1,204 @@
+//! An address space, and its owner.
+
+use crate::cpu_masks::SpaceTlb;
+use crate::error::VmError;
+use crate::guarded::Guarded;
+use crate::inflight_faults::{Claim, InflightFaults};
+use crate::notifier::Followers;
+use crate::pins::Pins;
+use crate::setup::Setup;
+use crate::vma::{Areas, VmaInfo};
+use core::fmt;
+use core::marker::PhantomData;
+use core::ops::Deref;
+use core::ptr::NonNull;
+use hugemm_base::counters::Counter;
+use hugemm_base::sync::{AtomicBool, Ordering};
+use hugemm_base::{PAGE_SHIFT, PhysAddr, VirtAddr, VirtRange};
+use hugemm_paging::PageTable;
+
+/// One address space. Reached through its [`AddressSpaceRef`].
+pub struct AddressSpace<S: Setup> {
+    identity: SpaceId,
+    bounds: VirtRange,
+    table: PageTable<S::Format, S::Lock>,
+    pub(crate) tlb: SpaceTlb,
+    areas: Guarded<S::Lock, Areas<S>>,
+    followers: Guarded<S::Lock, Followers<S::Notifier>>,
+    inflight: InflightFaults,
+    pins: Pins,
+    /// The space is being taken apart: its pages go away by themselves.
+    exiting: AtomicBool,
+    counters: AddressSpaceCounters,
+}
+
+/// Which space: the manager's identity, and a number that no other of its spaces has had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SpaceId(pub(crate) usize, pub(crate) u64);
+
+impl SpaceId {
+    /// Whether it is a space of this manager: [`Vm::identity`].
+    pub(crate) fn is_of(self, manager: usize) -> bool {
+        self.0 == manager
+    }
+}
+
+/// What has happened in one address space.
+#[derive(Debug, Default)]
+pub struct AddressSpaceCounters {
+    /// Faults that mapped a page.
+    pub mapped: Counter,
+    /// Faults that found the page mapped, or being mapped or unmapped, by somebody else.
+    pub waited: Counter,
+    /// Faults that brought a page back that reclaim had taken away.
+    pub refaulted: Counter,
+    /// Pages that were cleared in vain, because another CPU's fault got ahead.
+    pub wasted: Counter,
+    /// Faults that copied a page that was shared by fork.
+    pub copied: Counter,
+    /// Faults that found themselves the only user of such a page.
+    pub reused: Counter,
+    /// Faults that could not be served.
+    pub failed: Counter,
+}
+
+impl<S: Setup> fmt::Debug for AddressSpace<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AddressSpace").field("table", &self.table).finish_non_exhaustive()
+    }
+}
+
+impl<S: Setup> AddressSpace<S> {
+    /// Without an area.
+    pub(crate) fn new(
+        identity: SpaceId,
+        bounds: VirtRange,
+        table: PageTable<S::Format, S::Lock>,
+        tlb: SpaceTlb,
+    ) -> Self {
+        AddressSpace {
+            identity,
+            bounds,
+            table,
+            tlb,
+            areas: Guarded::new(Areas::new()),
+            followers: Guarded::new(Followers::new()),
+            inflight: InflightFaults::new(),
+            pins: Pins::new(),
+            exiting: AtomicBool::new(false),
+            counters: AddressSpaceCounters::default(),
+        }
+    }
+
+    /// Which CPUs use it: to be switched in and out.
+    pub fn tlb(&self) -> &SpaceTlb {
+        &self.tlb
+    }
+
+    pub(crate) fn table(&self) -> &PageTable<S::Format, S::Lock> {
+        &self.table
+    }
+
+    pub(crate) fn areas(&self) -> &Guarded<S::Lock, Areas<S>> {
+        &self.areas
+    }
+
+    pub(crate) fn followers(&self) -> &Guarded<S::Lock, Followers<S::Notifier>> {
+        &self.followers
+    }
+
+    pub(crate) fn pins(&self) -> &Pins {
+        &self.pins
+    }
+
+    /// See [`InflightFaults::claim`].
+    pub(crate) fn claim(&self, page: u64, wait: impl FnMut()) -> Option<Claim<'_>> {
+        self.inflight.claim(page, wait)
+    }
+
+    pub(crate) fn identity(&self) -> SpaceId {
+        self.identity
+    }
+
+    /// The addresses that it may have.
+    pub(crate) fn bounds(&self) -> VirtRange {
+        self.bounds
+    }
+
+    /// Says whether the space is being taken apart.
+    pub(crate) fn set_exiting(&self, exiting: bool) {
+        // Relaxed: a hint to reclaim.
+        self.exiting.store(exiting, Ordering::Relaxed);
+    }
+
+    /// Whether the space is about to be taken apart.
+    pub(crate) fn is_exiting(&self) -> bool {
+        // Relaxed: a hint; a page of a space that goes away may be aged once too often.
+        self.exiting.load(Ordering::Relaxed)
+    }
+
+    /// Whether all of a range is within the space.
+    pub(crate) fn covers(&self, span: VirtRange) -> bool {
+        let (first, end) = (self.bounds.first_page(), self.bounds.end_page());
+        first <= span.first_page() && span.end_page() <= end
+    }
+
+    /// Where its tables begin.
+    pub fn root(&self) -> PhysAddr {
+        self.table.root().start()
+    }
+
+    /// What has happened.
+    pub fn counters(&self) -> &AddressSpaceCounters {
+        &self.counters
+    }
+
+    /// The area at an address. O(log areas).
+    ///
+    /// # Errors
+    ///
+    /// [`NoArea`](VmError::NoArea).
+    pub fn find_vma(&self, at: VirtAddr) -> Result<VmaInfo, VmError> {
+        let areas = self.areas.shared();
+        areas.find(at.get() >> PAGE_SHIFT).map(|area| area.info).ok_or(VmError::NoArea { at })
+    }
+}
+
+/// Where pages go, and who is told what is going on: the same in all steps of a fault or of a fill.
+pub(crate) struct Site<'a, S: Setup, O> {
+    pub(crate) space: &'a AddressSpace<S>,
+    pub(crate) area: &'a VmaInfo,
+    pub(crate) phases: &'a O,
+}
+
+impl<S: Setup, O> Clone for Site<'_, S, O> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S: Setup, O> Copy for Site<'_, S, O> {}
+
+/// The owner of an address space. It ends with [`Vm::destroy`]; dropping this loses the space and all that is mapped.
+#[must_use = "dropping this loses the space's memory: destroy it"]
+pub struct AddressSpaceRef<'v, S: Setup>(pub(crate) NonNull<AddressSpace<S>>, pub(crate) PhantomData<&'v ()>);
+
+// SAFETY: it owns the space, all of whose parts may be sent and shared.
+unsafe impl<S: Setup> Send for AddressSpaceRef<'_, S> {}
+// SAFETY: as above.
+unsafe impl<S: Setup> Sync for AddressSpaceRef<'_, S> {}
+
+impl<S: Setup> Deref for AddressSpaceRef<'_, S> {
+    type Target = AddressSpace<S>;
+
+    fn deref(&self) -> &AddressSpace<S> {
+        // SAFETY: the space lives until it is destroyed, which takes this value.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<S: Setup> fmt::Debug for AddressSpaceRef<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (**self).fmt(f)
+    }
+}
