@@ -16,7 +16,7 @@
 //!   that this CPU took at its last visit there, and that was the lowest.
 //! * A refill brings half a cache in one lock round, or all of it if the last one was followed by another. A drain takes
 //!   three quarters, those that lie highest, so that low memory is used first; or all, where drains follow one another.
-//! * What a drain takes of orders 0 to 3 goes to the CPU's [table of words](crate::words) and no further: bits of pages, which are the CPU's
+//! * What a drain takes of orders 0 to 3 goes to the CPU's table of words (`words.rs`) and no further: bits of pages, which are the CPU's
 //!   like all that is cached. It counts as cached, no block of it is handed out, and every path that drains the cache drains the table
 //!   after it; so a request that is served leaves nothing there, whatever was posted for: isolation, poison, exhaustion, an arena that
 //!   goes. Whether pages must be looked at is seen under the lock, as of all that comes from a cache. Words leave in rounds of 64,
