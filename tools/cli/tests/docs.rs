@@ -153,7 +153,8 @@ fn floors_cost_what_the_page_says() {
 #[test]
 fn examples_of_pages_stand_in_sources() {
     let lines = |text: &str| text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("\n");
-    let sources: Vec<String> = files("rs").iter().map(|path| lines(&fs::read_to_string(path).expect("readable"))).collect();
+    let sources: Vec<String> =
+        files("rs").iter().map(|path| lines(&fs::read_to_string(path).expect("readable"))).collect();
     let (mut blocks, mut wrong) = (0, Vec::new());
     for page in files("md") {
         let text = fs::read_to_string(&page).expect("readable");
