@@ -52,7 +52,6 @@ impl Daemon {
             }
             _ => "no descriptor or no random number for kept memory; lease without --keep",
         };
-        self.remove(leased.lease);
         Err(refused(RefusedKind::Kept, refusal))
     }
 
