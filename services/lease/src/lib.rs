@@ -15,7 +15,7 @@
 //! | `left` | whether anybody still has what was lent |
 //! | [`wire`], [`server`], [`client`] | the socket |
 //! | [`service`], [`metrics`], `log` | what a service manager, a scraper and a journal are told |
-//! | `own_file` | which file of a program a leased one may take the place of |
+//! | `own_file` | which file of a program a leased one may take the place of: one that nobody else can reach |
 //! | [`seccomp`], [`supervisor`] | a stock program gets the leased file in the place of its own |
 //! | [`preload`] | the same for programs that load a library, where no filter can be had |
 #![cfg_attr(docsrs, feature(doc_cfg))]
