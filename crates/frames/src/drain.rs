@@ -19,8 +19,22 @@ use hugemm_base::{CpuCx, CpuPin};
 /// Words that are freed in one lock round, or blocks that are larger.
 const ROUND: usize = 64;
 
-/// So many rounds empty every table.
-const ROUNDS: u64 = 64;
+/// Entries of a class that are given back in one pin where nobody needs more.
+const PART: u64 = 64;
+
+/// Parts that empty every cache: what interrupts add meanwhile goes too, within reason.
+const PARTS: u64 = 256;
+
+/// What a CPU gives back before something is done. Where another CPU has asked for all of it, it is all in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Due {
+    /// Nothing.
+    Nothing,
+    /// What is on its way to the node: blocks that are not to be allocated again, and words.
+    Leaving,
+    /// All that is cached, and what others have queued for its node.
+    All,
+}
 
 /// Words that are to be freed in one lock round. Their lines have been asked for.
 struct Round<'m> {
@@ -80,23 +94,13 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         self.free_round(pin, own, &mut round);
         if own.words.is_over() {
-            self.return_some_words(pin, own);
+            self.return_words(pin, own);
         }
     }
 
-    /// Frees all that a CPU has gathered by word. The caller is pinned to that CPU, or it runs nothing.
-    pub(crate) fn return_words(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        while self.return_some_words(pin, own) {}
-    }
-
-    /// Frees [`ROUND`] words, or as many as there are, in two lock rounds at most; whether there may be more.
-    #[inline]
-    pub(crate) fn return_some_words(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) -> bool {
-        own.words.pages() != 0 && self.return_groups(pin, own)
-    }
-
+    /// Frees [`ROUND`] words that a CPU has gathered, or as many as there are, in two lock rounds at most.
     #[inline(never)]
-    fn return_groups(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) -> bool {
+    fn return_words(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
         let (mut round, mut words) = (Round::new(), 0);
         loop {
             let more = own.words.take_group(|word| {
@@ -104,35 +108,55 @@ impl<'m, E: Env> Frames<'m, E> {
                 self.add_leaver(pin, own, &mut round, word, false);
             });
             if !more || words >= ROUND {
-                self.free_round(pin, own, &mut round);
-                return more;
+                return self.free_round(pin, own, &mut round);
             }
         }
     }
 
-    /// What `f` does, pinned, when the CPU that `of` names has nothing gathered by word: that goes before, a pin for each round, so that
-    /// interrupts that were on are off for a round, and not for the whole table. What they add again goes too, within reason. One pin where
-    /// nothing is.
+    /// Gives back a part of what is due, in [`ROUNDS_PER_PIN`](crate::ROUNDS_PER_PIN) lock rounds at most; false if there was none. The
+    /// caller is pinned to that CPU, or it runs nothing.
+    fn give_back(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, due: Due) -> bool {
+        let due = if own.mailbox.pending() { Due::All } else { due };
+        if due == Due::Nothing {
+            return false;
+        }
+        if due == Due::All
+            && let Some((class, order)) = own.all().find(|(class, _)| class.len() != 0)
+        {
+            self.drain_class(pin, own, class, order, PART);
+        } else if own.has_leavers()
+            && let Some((class, order)) = own.all().find(|(class, _)| class.all() != class.len())
+        {
+            self.drain_leavers(pin, own, class, order);
+        } else if own.words.pages() != 0 {
+            self.return_words(pin, own);
+        } else {
+            return due == Due::All && self.free_queued(pin);
+        }
+        true
+    }
+
+    /// What `f` does, pinned, when the CPU that `of` names has given back what is due: a pin for each part, so that interrupts that were on
+    /// are off for a part, and not for all of it. One pin where nothing is.
     #[inline]
-    pub(crate) fn after_words<P: Cpu, R>(
+    pub(crate) fn after_giving_back<P: Cpu, R>(
         &self,
         cx: &CpuCx<'_, P>,
         of: impl for<'a> Fn(&'a Self, CpuPin<'_>) -> Option<&'a PerCpu<'m>>,
+        due: Due,
         f: impl FnOnce(CpuPin<'_>) -> R,
     ) -> R {
-        let (mut f, mut rounds) = (Some(f), 0);
+        let (mut f, mut parts) = (Some(f), 0);
         loop {
-            let done = cx.pinned(|pin| match of(self, pin).filter(|own| rounds < ROUNDS && own.words.pages() != 0) {
-                Some(own) => {
-                    self.return_groups(pin, own);
-                    None
-                }
-                None => f.take().map(|f| f(pin)),
-            });
+            let done =
+                cx.pinned(|pin| match of(self, pin).filter(|own| parts < PARTS && self.give_back(pin, own, due)) {
+                    Some(_) => None,
+                    None => f.take().map(|f| f(pin)),
+                });
             if let Some(done) = done {
                 return done;
             }
-            rounds += 1;
+            parts += 1;
         }
     }
 

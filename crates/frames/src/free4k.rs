@@ -441,8 +441,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Where to take blocks of `order`, less than 2 MiB.
     ///
     /// That is the lowest place of the mobility, then fresh 2 MiB, and only then the largest run of the other mobility. But
-    /// fresh 2 MiB in a lower 1 GiB come first, so that high ones become whole again, unless the place is just as large as is
-    /// asked for and of an order that no cache holds. Within each step, whoever wants zeroes gets them first and whoever does
+    /// fresh 2 MiB in a lower 1 GiB that is broken come first, so that high ones become whole again, unless the place is just as large as
+    /// is asked for and of an order that no cache holds. Within each step, whoever wants zeroes gets them first and whoever does
     /// not leaves them for last; but a request for zeroes goes through all known-zero memory of its own mobility and fresh
     /// blocks before anything dirty. For a CPU's cache, `own`, it is a place that [keeps apart](crate::chunk).
     pub(crate) fn find_4k(
@@ -469,7 +469,7 @@ impl<'m, E: Env> Frames<'m, E> {
         for sought in contents {
             let Some((number, place)) = self.seek_4k(lists, order, mobility, *sought) else { continue };
             let exact = !pcp::is_stocked(order) && place.is_exact(order);
-            if !exact && self.lowest_2m(lists, fresh).is_some_and(|region| region < number) {
+            if !exact && self.lowest_broken(lists, fresh).is_some_and(|region| region < number) {
                 break;
             }
             let Some(own) = own.filter(|own| self.is_anothers(own, place.arena, place.pfn())) else {

@@ -24,7 +24,8 @@ use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::node::Content;
-use hugemm_base::{CpuPin, Extent, Order, Pfn};
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, CpuPin, Extent, Order, Pfn};
 
 /// Where a poisoned frame was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,46 +41,51 @@ pub enum HwPoisoned {
 }
 
 impl<'m, E: Env> Frames<'m, E> {
-    /// Marks a frame as one that must never be handed out again. One lock round. Any context but NMI.
-    pub fn hwpoison<P: hugemm_base::platform::Cpu>(&self, cx: &hugemm_base::CpuCx<'_, P>, pfn: Pfn) -> HwPoisoned {
-        cx.pinned(|pin| {
-            let Some(arena) = self.arena(pfn) else { return HwPoisoned::NotManaged };
-            let outcome = self.with_node(pin, arena.node, |lists| {
-                let block = arena.block(pfn);
-                if block.refused.get(in_block(pfn)) {
-                    return HwPoisoned::Already;
-                }
-                block.refused.put_locked(in_block(pfn), true);
-                arena.region(pfn).refused.put_locked(in_region(pfn), true);
-                let (head, order) = arena.block_of(pfn);
-                if !self.is_free(arena, head, order) {
-                    // Before any cache is asked: what is freed after that is looked at.
-                    self.careful().add(pfn);
-                    return HwPoisoned::InUse;
-                }
-                let content = self.remove_block(lists, arena, head, order);
-                lists.refused += 1;
-                let Ok(order) = Order::new(order) else { return HwPoisoned::Free };
-                let whole = Extent::block(head, order);
-                let next = Pfn::new(pfn.number() + 1);
-                arena.map_cut(pfn);
-                if whole.contains(next) {
-                    arena.map_cut(next);
-                }
-                let at = pfn.number() - head.number();
-                for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
-                    self.free_chunks(lists, arena, part, content);
-                }
-                HwPoisoned::Free
-            });
-            if outcome == Some(HwPoisoned::InUse) {
-                // A cache may have it already.
-                for cpu in self.caches() {
-                    cpu.mailbox.post();
-                }
-            }
-            outcome.unwrap_or(HwPoisoned::NotManaged)
-        })
+    /// Marks a frame as one that must never be handed out again. One lock round. Any context but NMI: there it is
+    /// [`hwpoison_nowait`](Frames::hwpoison_nowait).
+    pub fn hwpoison<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> HwPoisoned {
+        let Some(arena) = self.arena(pfn) else { return HwPoisoned::NotManaged };
+        let poison = |lists: &mut FreeLists| self.poison(lists, arena, pfn);
+        cx.pinned(|pin| self.with_node(pin, arena.node, poison)).unwrap_or(HwPoisoned::NotManaged)
+    }
+
+    /// The same without waiting, for a machine check's handler, which may have interrupted whoever holds the node's lock. `None` if somebody
+    /// holds it: nothing has changed, and the handler leaves [`hwpoison`](Frames::hwpoison) to an interrupt that it sends itself. Any context.
+    pub fn hwpoison_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Option<HwPoisoned> {
+        let Some(arena) = self.arena(pfn) else { return Some(HwPoisoned::NotManaged) };
+        let poison = |lists: &mut FreeLists| self.poison(lists, arena, pfn);
+        cx.pinned(|pin| self.try_with_node(pin, arena.node, poison))
+    }
+
+    fn poison(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn) -> HwPoisoned {
+        let block = arena.block(pfn);
+        if block.refused.get(in_block(pfn)) {
+            return HwPoisoned::Already;
+        }
+        block.refused.put_locked(in_block(pfn), true);
+        arena.region(pfn).refused.put_locked(in_region(pfn), true);
+        let (head, order) = arena.block_of(pfn);
+        if !self.is_free(arena, head, order) {
+            // Before any cache is asked: what is freed after that is looked at.
+            self.careful().add(pfn);
+            // A cache may have it already.
+            self.caches().iter().for_each(|cpu| cpu.mailbox.post());
+            return HwPoisoned::InUse;
+        }
+        let content = self.remove_block(lists, arena, head, order);
+        lists.refused += 1;
+        let Ok(order) = Order::new(order) else { return HwPoisoned::Free };
+        let whole = Extent::block(head, order);
+        let next = Pfn::new(pfn.number() + 1);
+        arena.map_cut(pfn);
+        if whole.contains(next) {
+            arena.map_cut(next);
+        }
+        let at = pfn.number() - head.number();
+        for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
+            self.free_chunks(lists, arena, part, content);
+        }
+        HwPoisoned::Free
     }
 
     /// Whether a frame is poisoned.

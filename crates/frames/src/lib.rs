@@ -26,7 +26,7 @@
 //! let block = frames.alloc_nowait(&cx, AllocRequest::order(Order::ZERO))?;
 //! let bad = block.pfn();
 //! frames.free_nowait(&cx, block);
-//! assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::Free); // out for good
+//! assert_eq!(frames.hwpoison_nowait(&cx, bad), Some(HwPoisoned::Free)); // out for good; `None`: later, in an interrupt
 //! assert!(frames.is_hwpoisoned(bad));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -126,7 +126,7 @@ pub use frozen::{Frozen, FrozenRun};
 pub use hwpoison::HwPoisoned;
 pub use layout::{FramesConfig, FramesConfigError};
 pub use mobility::Mobility;
-pub use page_alloc::{AllocError, AllocRequest, FAULT_ALLOC, Placement};
+pub use page_alloc::{AllocError, AllocRequest, FAULT_ALLOC, Placement, ROUNDS_PER_PIN};
 pub use range::RangeReport;
 pub use refs::{Put, RefError, WideCounts};
 pub use slab::{Slab, SlabStats};

@@ -19,8 +19,9 @@
 //! * What a drain takes of orders 0 to 3 goes to the CPU's table of words (`words.rs`) and no further: bits of pages, which are the CPU's
 //!   like all that is cached. It counts as cached, no block of it is handed out, and every path that drains the cache drains the table
 //!   after it; so a request that is served leaves nothing there, whatever was posted for: isolation, poison, exhaustion, an arena that
-//!   goes. Whether pages must be looked at is seen under the lock, as of all that comes from a cache. Words leave in rounds of 64,
-//!   and before anything is taken or drained in as many pins: nobody has interrupts off for a whole table who had them on before.
+//!   goes. Whether pages must be looked at is seen under the lock, as of all that comes from a cache. Words leave in rounds of 64.
+//! * Whatever is given back before something else is done goes in parts, each in a pin of its own: nobody has interrupts off for a whole
+//!   cache who had them on before. [`ROUNDS_PER_PIN`](crate::ROUNDS_PER_PIN) says for how long at most.
 //! * The high watermark moves: three refills, or three drains, without the other in between mean that the cache is too
 //!   small for how this CPU works, and double it. A change of direction means that a small one will do, and so does
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
@@ -208,7 +209,8 @@ pub(crate) struct PerCpu<'m> {
     pub(crate) node: NodeId,
     /// Where it was filled from last.
     pub(crate) chunks: Chunks,
-    /// Frames that are certainly on the node.
+    /// Frames that are this manager's and on the node for as long as it lives: adjoining arenas that it was made with. Of any other frame
+    /// both are looked up.
     local: Extent,
     /// How many blocks of orders that are allocated from here are on their way to the node all the same.
     leaving: AtomicU64,
@@ -361,6 +363,11 @@ impl<'m> PerCpu<'m> {
         let orders = STOCKED.trailing_ones() as usize..BLOCK_ORDER as usize;
         let classes = self.classes.get(2 * orders.start..2 * orders.end).unwrap_or(&[]);
         classes.iter().filter(|class| class.len() != 0)
+    }
+
+    /// Every class is as small as it was at first.
+    pub(crate) fn shrink(&self) {
+        self.classes.iter().for_each(Class::shrink);
     }
 
     /// Every class with its order.

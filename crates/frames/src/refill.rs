@@ -6,6 +6,7 @@
 use crate::arena::BLOCK_ORDER;
 use crate::chunk;
 use crate::class::Class;
+use crate::drain::Due;
 use crate::frames::{Env, Frames};
 use crate::free2m::Batch;
 use crate::free4k::Run;
@@ -13,7 +14,7 @@ use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::node::Taken;
-use crate::pcp::{self, PerCpu};
+use crate::pcp::PerCpu;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, CpuPin, NodeId, Order};
 
@@ -77,19 +78,7 @@ impl<'m, E: Env> Frames<'m, E> {
         class.drain_highest(count, |words| self.free_cached(pin, own, order, words));
     }
 
-    /// Before anything is taken from the node: gives back the blocks and words that this CPU has on their way there, lest something
-    /// goes to higher memory instead, or splits what they would make. Those of orders that are only
-    /// gathered are left to [`return_gathered`](Frames::return_gathered), which needs no lock round of its own.
-    pub(crate) fn return_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        if own.has_leavers() {
-            for (class, order) in own.all().filter(|(_, order)| pcp::is_stocked(*order)) {
-                self.drain_leavers(pin, own, class, order);
-            }
-        }
-        self.return_words(pin, own);
-    }
-
-    /// Under the node's lock: gives back what [`return_leavers`](Frames::return_leavers) has left.
+    /// Under the node's lock: gives back the blocks of orders that are only gathered, which need no lock round of their own.
     pub(crate) fn return_gathered(&self, lists: &mut FreeLists, own: &PerCpu<'m>) {
         if lists.node == own.node {
             own.gathered().for_each(|class| {
@@ -103,30 +92,17 @@ impl<'m, E: Env> Frames<'m, E> {
         own.drain_leavers(class, |words| self.free_cached(pin, own, order, words));
     }
 
-    /// Moves everything a CPU has cached to its node. The caller is pinned to that CPU, or it runs nothing.
-    pub(crate) fn drain_cache(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        for (class, order) in own.all() {
-            class.shrink();
-            if class.all() == 0 {
-                continue;
-            }
-            // Under the lock it is seen whether they must be looked at.
-            self.drain_class(pin, own, class, order, class.len());
-            self.drain_leavers(pin, own, class, order);
-        }
-        self.return_words(pin, own);
-    }
-
-    /// Serves what others have asked this CPU for.
-    pub(crate) fn serve_own(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        if own.mailbox.wants_service(self.careful().is_watching()) {
-            own.mailbox.serve(|| self.drain_cache(pin, own), || self.careful().watch());
+    /// Serves what others have asked this CPU for, if it has given back all that it had: what it still has goes before the next call.
+    pub(crate) fn serve_own(&self, own: &PerCpu<'m>) {
+        let asked = own.mailbox.wants_service(self.careful().is_watching());
+        if asked && (!own.mailbox.pending() || own.pages() == 0) {
+            own.mailbox.serve(|| own.shrink(), || self.careful().watch());
         }
     }
 
-    /// The CPU's cache if others have asked for it.
-    pub(crate) fn asked(&self, pin: CpuPin<'_>) -> Option<&PerCpu<'m>> {
-        self.own(pin).filter(|own| own.mailbox.pending())
+    /// How many frames CPUs have cached, or queued for a node.
+    pub(crate) fn on_the_way(&self) -> u64 {
+        self.caches().iter().map(PerCpu::pages).sum::<u64>() + self.queued().map(|(_, pages)| pages).sum::<u64>()
     }
 
     /// Asks every CPU that has something cached for it. This one's cache is empty.
@@ -134,24 +110,24 @@ impl<'m, E: Env> Frames<'m, E> {
         self.caches().iter().filter(|cpu| cpu.pages() != 0).for_each(|cpu| cpu.mailbox.post());
     }
 
-    /// Serves what other CPUs have asked this one for, and gives back what it has gathered by word, which they do not see: to be
-    /// called from idle loops, before interrupts go off there, and from an interrupt sent for the purpose. Cheap when there is nothing.
-    /// Any context but NMI.
+    /// For a CPU that has nothing to do, or that others have asked: gives everything that it has cached back to its node, and says that it
+    /// has. To be called from idle loops, before interrupts go off there, because nobody wakes a CPU for what it has; and from an interrupt
+    /// sent for the purpose. Cheap when there is nothing. Otherwise as [`drain`](Frames::drain).
     pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.after_words(cx, Self::own, |pin| {
+        self.after_giving_back(cx, Self::own, Due::All, |pin| {
             if let Some(own) = self.own(pin) {
-                self.serve_own(pin, own);
+                self.serve_own(own);
             }
         })
     }
 
     /// Gives everything that this CPU has cached back to its node, and shrinks the cache. Any context but NMI; a lock round
-    /// per 64 words of pages or 64 larger blocks. A pin for each round of words; what else is cached goes in one, some 50 rounds at most.
+    /// per 64 words of pages or 64 larger blocks, a pin for each few of them.
     pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.after_words(cx, Self::own, |pin| {
+        self.after_giving_back(cx, Self::own, Due::All, |pin| {
             if let Some(own) = self.own(pin) {
-                self.serve_own(pin, own);
-                self.drain_cache(pin, own);
+                self.serve_own(own);
+                own.shrink();
             }
         })
     }
@@ -162,13 +138,14 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
     pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
-        self.after_words(
+        self.after_giving_back(
             cx,
             |it, _| it.caches().get(cpu.0 as usize),
-            |pin| {
+            Due::All,
+            |_| {
                 if let Some(cpu) = self.caches().get(cpu.0 as usize) {
-                    self.serve_own(pin, cpu);
-                    self.drain_cache(pin, cpu);
+                    self.serve_own(cpu);
+                    cpu.shrink();
                 }
             },
         )

@@ -145,7 +145,7 @@ pub mod worker {
             if reclaim.take_wake(node) || level < Level::Fair {
                 while reclaim.balance(vm, cx, node, 4096, &Never).0 == Turn::Unfinished {}
             }
-            vm.frames().serve(cx); // others may want what this CPU has cached
+            vm.frames().serve(cx); // nobody else reaches what this CPU has cached
             sleep(); // until woken, and at most a second
         }
     }
