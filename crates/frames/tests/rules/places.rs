@@ -532,3 +532,24 @@ fn a_gathered_block_is_not_taken_after_a_lower_one_was_freed_without_waiting() {
         }
     });
 }
+
+/// A CPU's chunk may have become one of the other mobility since: nothing is taken there then.
+#[test]
+fn a_chunk_of_another_mobility_is_no_ones_own() {
+    with_one_arena(0, 4096, 2, |frames, threads| {
+        let cx = threads.cx();
+        let first = frames.alloc(&cx, request(0).movable()).expect("memory");
+        frames.free(&cx, first);
+        frames.drain(&cx);
+        // The same 2 MiB, and the same half of it.
+        let unmovable = frames.alloc(&cx, request(0)).expect("memory");
+        hugemm_threads::run_as(1);
+        let others = frames.alloc(&cx, request(0).movable()).expect("memory");
+        hugemm_threads::run_as(0);
+        let movable = frames.alloc(&cx, request(0).movable()).expect("memory");
+        let group = |block: &Frozen| block.pfn().number() / 512;
+        assert_ne!(group(&movable), group(&unmovable));
+        assert_ne!(movable.pfn().number() / 256, others.pfn().number() / 256, "apart from the other CPU's");
+        [unmovable, others, movable].into_iter().for_each(|block| frames.free(&cx, block));
+    });
+}
