@@ -283,10 +283,10 @@ impl<'m, E: Env> Frames<'m, E> {
             let free = pages(region.free.load(at) & bits);
             if isolated {
                 lists.isolated += free;
-                self.careful().isolate(changed, true);
+                self.suspects().isolate(changed, true);
             } else {
                 lists.isolated -= free;
-                self.careful().isolate(changed, false);
+                self.suspects().isolate(changed, false);
                 self.hint(arena, first.max(extent.base()), Content::AsMapped);
             }
             while groups != 0 {
@@ -303,10 +303,10 @@ impl<'m, E: Env> Frames<'m, E> {
         let free = arena.block(group).count();
         if isolated {
             lists.isolated += free;
-            self.careful().isolate(1, true);
+            self.suspects().isolate(1, true);
         } else {
             lists.isolated -= free;
-            self.careful().isolate(1, false);
+            self.suspects().isolate(1, false);
             self.raise_all(arena, group);
         }
     }

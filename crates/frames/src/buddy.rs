@@ -112,8 +112,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Looks under the lock whether frames must be looked at: what the caller has seen before may be out of date, and
     /// only from here on nobody isolates or refuses any.
     pub(crate) fn free_chunks(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, content: Content) {
-        if self.is_careful() {
-            return self.free_careful_locked(lists, arena, extent, content);
+        if self.has_suspects() {
+            return self.free_suspects_locked(lists, arena, extent, content);
         }
         self.free_admitted(lists, arena, extent, content);
     }

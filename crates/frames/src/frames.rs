@@ -2,7 +2,6 @@
 
 use crate::arena::{Arena, ArenaSpec};
 use crate::arenas::{Arenas, RemoveError, RemovedArena};
-use crate::careful::Careful;
 use crate::descriptor::{DescMut, DescRef, Descriptor};
 use crate::freelist::FreeLists;
 use crate::frozen::{Frozen, FrozenRun};
@@ -10,6 +9,7 @@ use crate::layout::{self, FramesConfig, FramesConfigError, Parts};
 use crate::node::{Content, Node};
 use crate::pcp::PerCpu;
 use crate::refs::WideCounts;
+use crate::suspects::Suspects;
 use core::alloc::Layout;
 use core::fmt;
 use core::marker::PhantomData;
@@ -74,7 +74,7 @@ pub struct Frames<'m, E: Env = Plain> {
     caches: &'m [PerCpu<'m>],
     /// How many frames have been released.
     managed: AtomicU64,
-    careful: Careful,
+    suspects: Suspects,
     /// Held by whoever changes the list of arenas. Before a node's lock.
     changes: PinnedLock<E::Lock, ()>,
     env: E,
@@ -134,7 +134,7 @@ impl<'m, E: Env> Frames<'m, E> {
             nodes,
             caches: cpus,
             managed: AtomicU64::new(0),
-            careful: Careful::new(),
+            suspects: Suspects::new(),
             changes: PinnedLock::new(()),
             env,
             memory: PhantomData,
@@ -438,21 +438,21 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// What has to be looked at.
     #[inline]
-    pub(crate) fn careful(&self) -> &Careful {
-        &self.careful
+    pub(crate) fn suspects(&self) -> &Suspects {
+        &self.suspects
     }
 
     /// Whether a block of 2 MiB is isolated.
     #[inline]
     pub(crate) fn is_isolating(&self) -> bool {
         // Whoever isolates posts a request to every cache afterwards, whose serving acquires.
-        self.careful.is_isolating()
+        self.suspects.is_isolating()
     }
 
     /// Whether frames that are freed have to be looked at: some are isolated, or refused and still in use.
     #[inline]
-    pub(crate) fn is_careful(&self) -> bool {
-        self.careful.is_isolating() || self.careful.is_watching()
+    pub(crate) fn has_suspects(&self) -> bool {
+        self.suspects.is_isolating() || self.suspects.is_watching()
     }
 }
 

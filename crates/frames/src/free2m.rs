@@ -17,6 +17,7 @@
 //! nothing per 2 MiB or per frame.
 
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, REGION_ORDER, Region, in_region};
+use crate::bits::{descending, lowest};
 use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
 use crate::freelist::{FreeLists, Places};
@@ -76,30 +77,6 @@ impl Region {
             Sought::Any => free,
         }
     }
-}
-
-/// The lowest `count` bits of a word.
-pub(crate) fn lowest(word: u64, count: u64) -> u64 {
-    // The common case: all of them lie side by side.
-    let (first, wanted) = (word.trailing_zeros(), u64::MAX.unbounded_shr(64 - count.min(64) as u32));
-    if word.unbounded_shr(first) & wanted == wanted {
-        return wanted.unbounded_shl(first);
-    }
-    let (mut rest, mut left) = (word, count);
-    while rest != 0 && left != 0 {
-        rest &= rest - 1;
-        left -= 1;
-    }
-    word ^ rest
-}
-
-/// The set bits of a word, highest first.
-pub(crate) fn descending(mut word: u64) -> impl Iterator<Item = usize> {
-    core::iter::from_fn(move || {
-        let bit = word.checked_ilog2()?;
-        word ^= 1 << bit;
-        Some(bit as usize)
-    })
 }
 
 /// 2 MiB blocks of one word of a region, to be freed together.
@@ -176,7 +153,7 @@ impl<'m, E: Env> Frames<'m, E> {
         divided: bool,
     ) {
         let region = arena.region(pfn);
-        let careful = self.is_careful();
+        let careful = self.has_suspects();
         if count.is_multiple_of(WORD_BITS) && content == Content::Dirty && !careful {
             // Whole words.
             let whole = |at: usize| {
@@ -241,11 +218,11 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Frees pieces: one lock round.
     fn free_pieces(&self, pin: CpuPin<'_>, node: NodeId, pieces: &[Piece]) {
         self.with_node(pin, node, |lists| {
-            let (careful, mut freed) = (self.is_careful(), 0);
+            let (suspects, mut freed) = (self.has_suspects(), 0);
             for Piece { word, blocks, zero } in pieces.iter().copied() {
                 let pfn = |bit: u32| Pfn::new((word << WORD_SHIFT) + (u64::from(bit) << BLOCK_ORDER));
                 let (first, last) = (pfn(blocks.trailing_zeros()), pfn(blocks.ilog2()));
-                let Some(arena) = self.arena(first).filter(|arena| !careful && arena.contains(last)) else {
+                let Some(arena) = self.arena(first).filter(|arena| !suspects && arena.contains(last)) else {
                     for bit in descending(blocks) {
                         let block = Frozen::make(pfn(bit as u32), BLOCK, Mobility::Movable, zero >> bit & 1 != 0);
                         if let Some(arena) = self.arena(block.pfn()) {
@@ -499,26 +476,6 @@ pub(crate) fn pages(bits: u64) -> u64 {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #![proptest_config(ProptestConfig {
-            cases: if cfg!(miri) { 3 } else { 256 },
-            failure_persistence: None,
-            ..ProptestConfig::default()
-        })]
-
-        #[test]
-        fn the_lowest_bits_are_found_as_by_counting(word: u64, run in 0_u32..64, count in 0_u64..80) {
-            for word in [word, word << run, u64::MAX << run, 0] {
-                let each = (0..64).filter(|bit| word >> bit & 1 != 0);
-                let expected = each.take(count as usize).fold(0, |sum, bit| sum | 1_u64 << bit);
-                prop_assert_eq!(lowest(word, count), expected);
-            }
-            let up = (0..64).filter(|bit| word >> bit & 1 != 0);
-            prop_assert!(descending(word).eq(up.rev()));
-        }
-    }
 
     #[test]
     fn a_batch_is_taken_apart_from_the_top() {

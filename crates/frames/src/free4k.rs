@@ -19,11 +19,12 @@
 //! Taking: the same, and a scan of the row and of the region's bits.
 
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
+use crate::bits::{RUNS, descending, lowest};
 use crate::blockmap::{
     Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans,
 };
 use crate::frames::{Env, Frames};
-use crate::free2m::{Sought, descending, lowest};
+use crate::free2m::Sought;
 use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
@@ -91,9 +92,6 @@ fn end_of(room: &[u64; WORDS]) -> u32 {
         end => end.unwrap_or(0),
     }
 }
-
-/// The lowest run of each order in a word.
-pub(crate) const RUNS: [u64; 7] = [1, 3, 0xf, 0xff, 0xffff, 0xffff_ffff, u64::MAX];
 
 /// The largest order of which there may be a run that touches word `at`, plus 1.
 #[inline]
@@ -169,7 +167,7 @@ impl<'m> WordPages<'m> {
 
     /// Asks for the lines that freeing them touches.
     #[inline]
-    pub(crate) fn warm(&self) {
+    pub(crate) fn prefetch(&self) {
         self.block.free.prefetch();
         hugemm_base::prefetch::read(&self.block.hints);
     }

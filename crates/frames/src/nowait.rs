@@ -115,8 +115,8 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     fn free_owned(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: Order) {
-        if self.is_careful() {
-            self.free_careful_locked(lists, arena, Extent::block(pfn, order), Content::Dirty);
+        if self.has_suspects() {
+            self.free_suspects_locked(lists, arena, Extent::block(pfn, order), Content::Dirty);
         } else {
             self.free_mapped(lists, arena, pfn, order.get(), Content::Dirty);
         }

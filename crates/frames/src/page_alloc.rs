@@ -223,7 +223,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let wanted = here && !(prefer_zeroed && self.may_have_zero());
         let block = if wanted { own.take_gathered(order.get(), mobility)? } else { return None };
         // Blocks of these orders are not looked at when they are freed.
-        if self.is_careful() { self.admit(pin, block) } else { Some(block) }
+        if self.has_suspects() { self.admit(pin, block) } else { Some(block) }
     }
 
     /// The node of a request, and whether others will do.
@@ -303,7 +303,7 @@ impl<'m, E: Env> Frames<'m, E> {
             }
             let block = class.pop()?;
             // Frames can become refused while they are cached.
-            if !self.is_careful() {
+            if !self.has_suspects() {
                 return Some(block);
             }
             if let Some(block) = self.admit(pin, block) {
@@ -337,49 +337,38 @@ impl<'m, E: Env> Frames<'m, E> {
             Some(block)
         });
         if let Some(block) = missed {
-            self.free_again(cx, block);
+            self.free_missed(cx, block);
         }
     }
 
-    /// [`free_missed`](Frames::free_missed) with a pin of its own, so that what a pin consists of is in nobody's way on a hit.
+    /// With a pin of its own, so that what a pin consists of is in nobody's way on a hit.
     #[cold]
     #[inline(never)]
-    fn free_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
-        self.after_giving_back(cx, Self::own, Due::Nothing, |pin| self.free_missed(pin, block));
+    fn free_missed<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
+        self.after_giving_back(cx, Self::own, Due::Nothing, |pin| self.free_to_node(pin, block));
     }
 
-    /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.
+    /// Frees a block that the cache had no room for, or that may not go there: in this order it is looked at for poison, kept, or freed in its
+    /// node.
     #[cold]
     #[inline(never)]
-    fn free_missed(&self, pin: CpuPin<'_>, block: Frozen) {
+    fn free_to_node(&self, pin: CpuPin<'_>, block: Frozen) {
         let own = self.own(pin);
         if let Some(own) = own {
             self.serve_own(own);
         }
         let Some(arena) = self.arena(block.pfn()) else { return };
         let content = Content::of(block.is_zero());
-        if self.is_careful() && self.is_suspect(arena, &block) {
-            return self.free_careful(pin, arena, block.extent(), content);
+        if self.has_suspects() && self.is_suspect(arena, &block) {
+            return self.free_suspects(pin, arena, block.extent(), content);
         }
-        let mut block = block;
-        let local = own.filter(|own| own.node == arena.node);
-        let class = local.and_then(|own| Some((own, own.class_of(&block)?)));
-        if let Some((own, class)) = class.filter(|(_, class)| class.enabled()) {
-            for _ in 0..if own.is_far(class, &block) { 2 } else { 0 } {
-                match own.push_leaver(class, block) {
-                    Ok(()) => return,
-                    Err(back) => block = back,
-                }
-                self.drain_leavers(pin, own, class, block.log());
-            }
-            for _ in 0..2 {
-                match class.push(block) {
-                    Ok(()) => return,
-                    Err(back) => block = back,
-                }
-                self.drain_class(pin, own, class, block.log(), class.excess());
-            }
-        }
+        let block = match own.filter(|own| own.node == arena.node) {
+            Some(own) => match self.keep(pin, own, block) {
+                Ok(()) => return,
+                Err(block) => block,
+            },
+            None => block,
+        };
         self.with_node(pin, arena.node, |lists| self.free_handle(lists, arena, block));
     }
 

@@ -198,7 +198,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let block = arena.block(base);
         let region = arena.region(base);
         let single = region.split.get(in_region(base));
-        let refused = self.is_careful() && region.refused.get(in_region(base));
+        let refused = self.has_suspects() && region.refused.get(in_region(base));
         let mut at = at;
         if !refused {
             // A run that is not empty ends here. A word with a reference to each frame is one of 32 single pages, as tails have

@@ -1,22 +1,17 @@
-//! What moves between a CPU's cache and its node: refills, drains, and the requests of other CPUs for them.
-//!
-//! When and how much is said in [`pcp`](crate::pcp). One lock round moves many blocks: a refill as many as the cache wants,
-//! a drain 64 words of pages.
+//! How a CPU's cache is filled from its node: with as many blocks as it wants, in one lock round. How many that is, is said in
+//! [`pcp`](crate::pcp).
 
 use crate::arena::BLOCK_ORDER;
 use crate::chunk;
 use crate::class::Class;
-use crate::drain::Due;
 use crate::frames::{Env, Frames};
 use crate::free2m::Batch;
 use crate::free4k::Run;
-use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::node::Taken;
 use crate::pcp::PerCpu;
-use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, CpuPin, NodeId, Order};
+use hugemm_base::{CpuPin, NodeId, Order};
 
 /// Words of a 2 MiB that a refill takes blocks of in one lock round.
 const RUNS: usize = 16;
@@ -71,83 +66,5 @@ impl<'m, E: Env> Frames<'m, E> {
         for run in runs.iter().rev() {
             class.extend(run.descending().map(|taken| Frozen::make(taken.pfn, size, mobility, taken.zero)));
         }
-    }
-
-    /// Moves up to `count` of a class's entries to the node, those that lie highest, or to the CPU's table of words.
-    pub(crate) fn drain_class(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, order: u32, count: u64) {
-        class.drain_highest(count, |words| self.free_cached(pin, own, order, words));
-    }
-
-    /// Under the node's lock: gives back the blocks of orders that are only gathered, which need no lock round of their own.
-    pub(crate) fn return_gathered(&self, lists: &mut FreeLists, own: &PerCpu<'m>) {
-        if lists.node == own.node {
-            own.gathered().for_each(|class| {
-                class.drain_highest(class.len(), |words| self.free_few(lists, words));
-            });
-        }
-    }
-
-    /// Moves blocks that are on their way to the node there.
-    pub(crate) fn drain_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, order: u32) {
-        own.drain_leavers(class, |words| self.free_cached(pin, own, order, words));
-    }
-
-    /// Serves what others have asked this CPU for, if it has given back all that it had: what it still has goes before the next call.
-    pub(crate) fn serve_own(&self, own: &PerCpu<'m>) {
-        let asked = own.mailbox.wants_service(self.careful().is_watching());
-        if asked && (!own.mailbox.pending() || own.pages() == 0) {
-            own.mailbox.serve(|| own.shrink(), || self.careful().watch());
-        }
-    }
-
-    /// How many frames CPUs have cached, or queued for a node.
-    pub(crate) fn on_the_way(&self) -> u64 {
-        self.caches().iter().map(PerCpu::pages).sum::<u64>() + self.queued().map(|(_, pages)| pages).sum::<u64>()
-    }
-
-    /// Asks every CPU that has something cached for it. This one's cache is empty.
-    pub(crate) fn request_drains(&self) {
-        self.caches().iter().filter(|cpu| cpu.pages() != 0).for_each(|cpu| cpu.mailbox.post());
-    }
-
-    /// For a CPU that has nothing to do, or that others have asked: gives everything that it has cached back to its node, and says that it
-    /// has. To be called from idle loops, before interrupts go off there, because nobody wakes a CPU for what it has; and from an interrupt
-    /// sent for the purpose. Cheap when there is nothing. Otherwise as [`drain`](Frames::drain).
-    pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.after_giving_back(cx, Self::own, Due::All, |pin| {
-            if let Some(own) = self.own(pin) {
-                self.serve_own(own);
-            }
-        })
-    }
-
-    /// Gives everything that this CPU has cached back to its node, and shrinks the cache. Any context but NMI; a lock round
-    /// per 64 words of pages or 64 larger blocks, a pin for each few of them.
-    pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.after_giving_back(cx, Self::own, Due::All, |pin| {
-            if let Some(own) = self.own(pin) {
-                self.serve_own(own);
-                own.shrink();
-            }
-        })
-    }
-
-    /// Gives everything that a CPU has cached back, on its behalf. Any context but NMI.
-    ///
-    /// # Safety
-    ///
-    /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
-    pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
-        self.after_giving_back(
-            cx,
-            |it, _| it.caches().get(cpu.0 as usize),
-            Due::All,
-            |_| {
-                if let Some(cpu) = self.caches().get(cpu.0 as usize) {
-                    self.serve_own(cpu);
-                    cpu.shrink();
-                }
-            },
-        )
     }
 }
