@@ -1,7 +1,6 @@
 //! A client's side: ask a daemon, get a descriptor.
 
-use crate::server::{connect, socket};
-use crate::wire::{self, Answer, Forget, KeepAs, Leased, Refused, Request, Seen, Wish};
+use crate::wire::{self, Answer, Forget, KeepAs, Leased, Refused, Request, Seen, Wish, connect, socket};
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::ffi::c_void;
@@ -172,10 +171,10 @@ impl Connection {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
             other => other?,
         }
-        let mut answer = wire::receive(self.0.as_fd());
+        let mut answer = wire::receive_answer(self.0.as_fd());
         if answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset) {
             // The kernel tells first that the request was not read, then what was said before.
-            answer = wire::receive(self.0.as_fd());
+            answer = wire::receive_answer(self.0.as_fd());
         }
         while matches!(request, Request::Lease(_))
             && answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
@@ -185,7 +184,7 @@ impl Connection {
                 Ok(_) | Err(ClientError::Refused(_)) => {}
                 Err(error) => return Err(error),
             }
-            answer = wire::receive(self.0.as_fd());
+            answer = wire::receive_answer(self.0.as_fd());
         }
         let answer = answer.map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => io::Error::other("no answer in 5 s; is it stopped?"),
@@ -201,7 +200,7 @@ impl Connection {
     /// Another connection to the same daemon.
     fn again(&self) -> io::Result<Self> {
         let daemon = rustix::net::getpeername(&self.0)?.ok_or(io::ErrorKind::NotConnected)?;
-        let fd = socket()?;
+        let fd = socket(rustix::net::SocketType::SEQPACKET)?;
         rustix::net::connect(&fd, &daemon)?;
         Ok(Connection(fd))
     }

@@ -5,7 +5,7 @@ mod support;
 
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
-use hugemm_lease::server::Listener;
+use hugemm_lease::listener::Listener;
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
