@@ -14,7 +14,7 @@ pub(crate) use refill::REST;
 
 use crate::kept::Kept;
 use crate::left::{Watch, Watches};
-use crate::log;
+use crate::log::Log;
 use crate::memory_file::{MemoryFile, Page};
 use crate::policy::{Asker, LendingPolicy};
 use crate::service;
@@ -26,7 +26,7 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What a daemon is for.
 #[derive(Clone, Debug)]
@@ -52,7 +52,7 @@ pub struct Daemon {
     changed: Condvar,
     watches: Watches,
     /// Where a line is written for each event.
-    log: Option<File>,
+    log: Option<Log>,
 }
 
 #[derive(Debug, Default)]
@@ -146,14 +146,19 @@ impl Daemon {
 
     /// The same, with a line in `log` for each event.
     pub fn with_log(config: PoolConfig, log: File) -> Self {
-        Daemon { log: Some(log), ..Self::new(config) }
+        Daemon { log: Some(Log::to(log)), ..Self::new(config) }
     }
 
-    /// Writes a line about an event. With nothing locked: whoever reads it may be slow.
+    /// Writes a line about an event, as soon as its reader takes it.
     pub fn log(&self, event: &str, about: impl Serialize) {
         if let Some(log) = &self.log {
-            log::write(log, event, about);
+            log.write(event, about);
         }
+    }
+
+    /// Waits until the log is written, for so long at most, before the process ends.
+    pub fn flush_log(&self, most: Duration) {
+        self.log.iter().for_each(|log| log.flush(most));
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
