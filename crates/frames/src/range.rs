@@ -19,6 +19,7 @@
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::SPAN;
+use crate::drain::Due;
 use crate::folio::{FolioRef, FolioRun};
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
@@ -197,7 +198,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let block = arena.block(base);
         let region = arena.region(base);
         let single = region.split.get(in_region(base));
-        let refused = self.is_careful() && region.refused.get(in_region(base));
+        let refused = self.has_suspects() && region.refused.get(in_region(base));
         let mut at = at;
         if !refused {
             // A run that is not empty ends here. A word with a reference to each frame is one of 32 single pages, as tails have
@@ -293,7 +294,7 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
         match self.join(extent, content) {
             Some(block) => self.free_as_known(cx, block),
-            None => self.after_words(cx, Self::asked, |pin| self.free_slow(pin, extent, content)),
+            None => self.after_giving_back(cx, Self::own, Due::Nothing, |pin| self.free_slow(pin, extent, content)),
         }
     }
 

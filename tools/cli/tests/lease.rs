@@ -25,7 +25,7 @@ const LEASE: u64 = 32 * MIB;
 const MEMORY: u64 = 64 * MIB;
 
 /// Pages of the pool that a program takes for itself.
-const OWN: u64 = 1;
+const OWN: u64 = LEASE / PageSize::Size2M.bytes();
 
 /// Where huge pages come from.
 enum Pages {
@@ -270,6 +270,91 @@ fn other_files_of_that_length_are_left_alone() {
     let output = daemon.lease_to("program_with_files_of_its_own");
     assert!(output.status.success() && said(&output).contains("left alone"), "{}", said(&output));
     daemon.wait_for("unused", |status| status["counts"]["unused"] == 1 && status["counts"]["placed"] == 0);
+}
+
+/// Run under a lease: a file that a second descriptor leads to, and, where that does not size it, one that is mapped already.
+#[test]
+#[ignore = "a program for another test to run"]
+fn program_with_two_views_of_its_memory() {
+    let first = fresh_file();
+    let second = first.try_clone().expect("a descriptor");
+    let map = |file: &File| {
+        // SAFETY: at an address of the kernel's choice; what is touched is within the file's length by then.
+        let at = unsafe {
+            let rights = libc::PROT_READ | libc::PROT_WRITE;
+            libc::mmap(std::ptr::null_mut(), LEASE as usize, rights, libc::MAP_SHARED, file.as_raw_fd(), 0)
+        };
+        assert_ne!(at, libc::MAP_FAILED);
+        at.cast::<u8>()
+    };
+    let pool = std::env::args().next_back().is_some_and(|pages| pages == "2M");
+    let early = (!pool).then(|| map(&first));
+    if let Err(error) = second.set_len(LEASE) {
+        println!("no memory: {error}");
+        return;
+    }
+    let views = [early.unwrap_or_else(|| map(&first)), map(&first), map(&second)];
+    // SAFETY: the first byte of three mappings of one file.
+    let seen = unsafe {
+        views[0].write_volatile(7);
+        views.map(|view| view.read_volatile())
+    };
+    println!("one memory: {}", seen == [7; 3]);
+}
+
+/// Where there would be two memories the program has its own, and is told so; or none, where the leased one is required.
+#[test]
+fn a_file_with_two_views_is_left_alone() {
+    let Some(daemon) = Daemon::start("lease-views", &[]) else { return };
+    if !daemon.wait_until_ready() {
+        return;
+    }
+    let me = me();
+    let program = [&words(&me, "program_with_two_views_of_its_memory")[..], &[daemon.pages.name()]].concat();
+    let text = said(&daemon.lease(&[], &program));
+    assert!(text.contains("one memory: true"), "{text}");
+    let lines: Vec<_> = text.lines().filter(|line| line.starts_with("hugemm lease:")).collect();
+    assert!(matches!(lines[..], [line] if line.contains("leads to the same file, too")), "{text}");
+    daemon.wait_for("unused", |status| status["counts"]["unused"] == 1 && status["counts"]["placed"] == 0);
+    let text = said(&daemon.lease(&["--require"], &program));
+    assert!(text.contains("no memory: ") && text.contains("and it fails"), "{text}");
+}
+
+/// A lease that nothing takes is told when the program ends, and one whose program nobody could look at is not had.
+#[test]
+fn what_is_not_placed_is_said() {
+    let Some(daemon) = Daemon::start("lease-untaken", &[]) else { return };
+    if !daemon.wait_until_ready() {
+        return;
+    }
+    let output = daemon.lease(&["--require"], &["true"]);
+    assert!(output.status.success() && said(&output).contains("nothing took the lease"), "{}", said(&output));
+    // Whoever reads what a program says does not wait for what it leaves behind.
+    let output = daemon.lease(&["--require"], &["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"]);
+    let left: i32 = String::from_utf8_lossy(&output.stdout).trim().parse().expect("a process");
+    // SAFETY: a process that was started for this.
+    assert_eq!(unsafe { libc::kill(left, libc::SIGKILL) }, 0);
+    let command = format!("{} lease 32MB --socket {}", env!("CARGO_BIN_EXE_hugemm"), daemon.socket);
+    for (options, what) in [("--pid --fork", "another process namespace"), ("--mount", "no /proc")] {
+        for more in ["--require", "", "--require --mode preload"] {
+            let hide = if what == "no /proc" { "umount -l /proc; " } else { "" };
+            let script = format!("{hide}{command} {more} -- echo ran");
+            let words = options.split(' ').chain(["sh", "-c", &script]);
+            let output = Command::new("unshare").args(words).output().expect("util-linux");
+            let text = said(&output);
+            if text.contains("unshare failed") {
+                eprintln!("skipped: {text}");
+                return;
+            }
+            if more.ends_with("preload") && text.contains("build it with") {
+                continue;
+            }
+            assert_eq!(output.stdout, if more.is_empty() { "ran\n" } else { "" }.as_bytes(), "{more}: {text}");
+            assert_eq!(output.status.success(), more.is_empty(), "{more}: {text}");
+            assert!(text.contains(what), "{more}: {text}");
+        }
+    }
+    daemon.wait_for("over", |status| status["leases"] == Value::from(Vec::<u8>::new()));
 }
 
 #[test]

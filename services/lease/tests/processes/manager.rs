@@ -167,7 +167,7 @@ pub(crate) fn kept_memory_survives_the_daemon(_: &Pool) {
     restart(&mut served, &mut manager);
     let lease = kept(&served.socket, Some(secret)).expect("leased again");
     assert!(lease.about.resumed);
-    with_bytes(&lease, |memory| assert!(memory.iter().all(|byte| *byte == 0x5a), "it has its bytes"));
+    with_bytes(&lease.file, |memory| assert!(memory.iter().all(|byte| *byte == 0x5a), "it has its bytes"));
     drop(lease);
     let forget = |secret: &str, uid| {
         let keep = KeepAs { name: "cache".to_owned(), secret: Some(secret.to_owned()) };
