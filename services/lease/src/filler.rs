@@ -359,7 +359,7 @@ mod tests {
         daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
         let wish = Wish { bytes: page.bytes(), page: None, node: None, keep: None };
         let leased = Instant::now();
-        daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish).expect("leased");
+        daemon.lease(&Asker::user(0), 7, &wish).expect("leased");
         assert!(looked() - leased >= REST);
     }
 }

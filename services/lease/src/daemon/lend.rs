@@ -47,7 +47,7 @@ impl Daemon {
     /// # Errors
     ///
     /// [`Refused`]; nothing was taken then.
-    pub fn lease(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
+    pub fn lease(&self, asker: &Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
         let asked = Instant::now();
         let result = self.lease_or_refuse(asker, pid, wish);
         let mut state = self.state();
@@ -81,7 +81,7 @@ impl Daemon {
         result
     }
 
-    fn lease_or_refuse(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
+    fn lease_or_refuse(&self, asker: &Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
         let PoolConfig { page, node, policy, .. } = &self.config;
         let invalid = |message: String| Err(refused(RefusedKind::Invalid, message));
         if wish.page.is_some_and(|wanted| wanted != *page) {
@@ -128,7 +128,7 @@ impl Daemon {
     }
 
     /// A file of the length, marked as lent, how many bytes of it were filled just now, and what says whether anybody has it.
-    fn take(&self, asker: Asker, bytes: u64) -> Result<(MemoryFile, u64, Option<Watch>), Refused> {
+    fn take(&self, asker: &Asker, bytes: u64) -> Result<(MemoryFile, u64, Option<Watch>), Refused> {
         let short = |had, why: &str| {
             let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
             Err(refused(RefusedKind::Empty, message))
@@ -245,7 +245,7 @@ mod tests {
         let file = MemoryFile::new(page, page.bytes()).expect("a file");
         let lease = |bytes| {
             let wish = Wish { bytes, page: None, node: None, keep: None };
-            daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish)
+            daemon.lease(&Asker::user(0), 7, &wish)
         };
         daemon.fill_ended(Some(file));
         let refusal = |bytes| lease(bytes).expect_err("too long").message;
@@ -291,7 +291,7 @@ mod tests {
             assert!(std::thread::Builder::new().spawn(|| ()).is_err(), "no thread");
             daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
             let wish = Wish { bytes: 2 * page.bytes(), page: None, node: None, keep: None };
-            daemon.lease(Asker { uid: 61_009, gid: 61_009 }, 7, &wish).map(|(leased, _)| leased.filled_late)
+            daemon.lease(&Asker::user(61_009), 7, &wish).map(|(leased, _)| leased.filled_late)
         };
         let leased = std::thread::scope(|scope| scope.spawn(alone).join().expect("no panic"));
         match &leased {
@@ -308,7 +308,7 @@ mod tests {
         let page = Page::Transparent;
         let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
         let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
-        let asker = Asker { uid: 0, gid: 0 };
+        let asker = &Asker::user(0);
         let panics = || {
             let _entered = Entered { daemon: &daemon, lease: daemon.state().enter(asker, 7, 1, None, None) };
             panic!("as planted");
@@ -326,7 +326,7 @@ mod tests {
         let daemon = Daemon::new(PoolConfig { page, node: Some(1023), shapes, size: u64::MAX, policy });
         daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
         let wish = Wish { bytes: 3 * page.bytes(), page: None, node: None, keep: None };
-        let refused = daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish).expect_err("no such node");
+        let refused = daemon.lease(&Asker::user(0), 7, &wish).expect_err("no such node");
         assert!(refused.message.contains("set_mempolicy"), "{refused:?}");
     }
 }
