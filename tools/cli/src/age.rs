@@ -7,7 +7,6 @@
 
 pub mod costs;
 pub mod mmu;
-pub mod poison;
 pub mod rig;
 pub mod run;
 pub mod steps;
@@ -44,10 +43,6 @@ pub struct Age {
     /// reclaims has one more if there is one, and otherwise its turns between two windows of the first.
     #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub cpus: Option<u32>,
-    /// Check content and nothing else: the processes also fork, and unmap and map anew, devices have pages pinned, free frames
-    /// are poisoned, and no figures are printed.
-    #[arg(long)]
-    pub check: bool,
     #[command(flatten)]
     pub common: Common,
 }
@@ -152,7 +147,6 @@ pub fn run(args: &Age) -> Result<()> {
                 shared,
                 swap,
                 time: Duration::from_secs_f64(seconds),
-                check: args.check,
             }));
         }
     }
@@ -181,7 +175,7 @@ pub fn run(args: &Age) -> Result<()> {
     }
     bar.finish_and_clear();
     let mut costs = Vec::new();
-    if !args.check && args.processes.page.contains(PageSize::Size4K) {
+    if args.processes.page.contains(PageSize::Size4K) {
         // Everything fits: what goes is what ageing finds idle.
         let config = RunConfig {
             page: PageSize::Size4K,
@@ -192,20 +186,11 @@ pub fn run(args: &Age) -> Result<()> {
             shared: (memory / 2).min(shared) / PageSize::Size2M.bytes() * PageSize::Size2M.bytes(),
             swap,
             time: Duration::ZERO,
-            check: false,
         };
         costs = ageing_costs(&machine, region.as_mut_slice(), &places[..1], &config, RATE_RUNS)?;
     }
     let on = format!("{cpus} CPU{}, the worker on {worker}", if cpus == 1 { "" } else { "s" });
     let title = title(&args.processes, [shared, memory, swap], &on);
-    if args.check {
-        let of = |count: fn(&AgeFigures) -> u64| lines.iter().flat_map(|line| &line.runs).map(count).sum::<u64>();
-        let (pages, refaults) = (of(|it| it.touched.pages), of(|it| it.swap.loads));
-        let intro =
-            format!("{title}\n  {pages} touches checked, {refaults} pages came back from swap: nothing was lost");
-        let rows = lines.iter().flat_map(|line| line.rows(&METRICS)).chain(interrupted).collect();
-        return machine.show(Results { intro, rows, ..Results::default() });
-    }
     let mut results = results_of(&lines, title);
     if lines.iter().any(|line| line.label("young") == Ageing::NoSync.name()) {
         results.remarks.push("Invalidations of nosync are counted here and not executed.".to_owned());

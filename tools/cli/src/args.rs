@@ -91,8 +91,6 @@ pub enum Bench {
     Churn(frames::Churn),
     /// The heap beside those that kernels in Rust use, on one to N CPUs.
     Heap(crate::heap::HeapArgs),
-    /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
-    Stress(frames::Stress),
     /// A huge page pool grown and shrunk, with and without vmemmap optimization.
     Pool(crate::pool::Pool),
     /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel.
@@ -172,12 +170,8 @@ pub struct Probe {
     #[command(flatten)]
     pub warmup: Warmup,
     /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
-    #[arg(long, value_name = "FILE", conflicts_with = "matrix")]
+    #[arg(long, value_name = "FILE")]
     pub save_profile: Option<PathBuf>,
-    /// Measure something else: the CPUs of each node on the memory of each node, by their number, the longest time between
-    /// reschedule points, and a neighbour's latency meanwhile. SIZE is taken of each node.
-    #[arg(long)]
-    pub matrix: bool,
     #[command(flatten)]
     pub calibration: Calibration,
     #[command(flatten)]

@@ -27,7 +27,6 @@ mod kernel_side;
 mod lease;
 mod linux;
 mod machine;
-mod matrix;
 mod measure;
 mod memset;
 mod mmap;
@@ -89,7 +88,6 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Alloc(args)) => frames::alloc::run(args),
         Command::Bench(Bench::Churn(args)) => frames::churn::run(args),
         Command::Bench(Bench::Heap(args)) => heap::run(args),
-        Command::Bench(Bench::Stress(args)) => frames::stress::run(args),
         Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
         Command::Bench(Bench::Age(args)) => age::run(args),
         Command::Linux(args) => linux::run(args),

@@ -5,7 +5,7 @@ use crate::document::{self, Row};
 use crate::machine::{Calibrated, GIB, Machine};
 use crate::measure::{Field, Repeat, Subject, bandwidths};
 use crate::stats::Samples;
-use crate::{goals, matrix, profile_file, progress, table};
+use crate::{goals, profile_file, progress, table};
 use anyhow::Result;
 use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass, Profile, Unit, Warmth};
@@ -23,9 +23,6 @@ const ENOUGH: u64 = 256 * MIB;
 
 pub fn run(args: &Probe) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    if args.matrix {
-        return matrix::run(args, &machine);
-    }
     document::check_writable(args.save_profile.as_deref())?;
     let size = match args.size {
         Some(size) => machine.whole_pages(size, PageSize::Size2M)?,

@@ -30,14 +30,6 @@ fn pages_come_back_and_ageing_flushes_nothing() {
     assert_eq!(rows(&document, "age.speedup_4k").len(), 1);
 }
 
-/// Forks and unmaps beside it; nothing is lost.
-#[test]
-fn checks_say_what_they_checked() {
-    let document = document(&with(&["--check", "--young", "batch", "--lru", "generations", "--json"]));
-    assert!(rows(&document, "bench.age.refaults").iter().all(|row| row["value"].as_f64() > Some(0.0)));
-    assert!(rows(&document, "age.speedup_4k").is_empty());
-}
-
 #[test]
 fn what_cannot_be_done_names_the_way_out() {
     misused(&["bench", "age", "--memory", "4M"], "'--memory <MEMORY>': that is too little; give at least 32MB");

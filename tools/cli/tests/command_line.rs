@@ -213,26 +213,6 @@ fn both_sides_of_mmap_are_measured_and_labelled() {
     }
 }
 
-/// Each node's CPUs on each node's memory; where a CPU is left, a neighbour beside them.
-#[test]
-fn the_matrix_has_every_pair_of_nodes() {
-    let matrix = document(&["probe", "--matrix", "-s", "64MB", "-r", "1", "--warmup", "0", "--json"]);
-    let (bandwidth, beside) = (rows(&matrix, "clear.matrix.bandwidth"), rows(&matrix, "clear.matrix.neighbour_beside"));
-    let nodes: std::collections::BTreeSet<_> = bandwidth.iter().map(|row| row["memory_node"].as_u64()).collect();
-    let alone: Vec<_> = bandwidth.iter().filter(|row| row["threads"] == 1).collect();
-    assert!(!alone.is_empty() && alone.len().is_multiple_of(nodes.len()), "{matrix}");
-    let units = rows(&matrix, "clear.matrix.worst_unit");
-    assert_eq!(units.len(), bandwidth.len());
-    assert!(
-        bandwidth.iter().chain(&beside).chain(&units).all(|row| row["value"].as_f64().is_some_and(|value| value > 0.0))
-    );
-    assert_eq!(beside.len(), rows(&matrix, "clear.matrix.neighbour_alone").len());
-    let most = bandwidth.iter().filter_map(|row| row["threads"].as_u64()).max().expect("threads");
-    assert_eq!(beside.is_empty(), most == 1, "with two CPUs one is left");
-    misused(&["probe", "--matrix", "--save-profile", "x.json"], "--save-profile");
-    refused(&["probe", "--matrix", "-s", "2MB"], &["too small", "64MB"]);
-}
-
 #[test]
 fn a_profile_can_be_saved_and_used_again() {
     let path = std::env::temp_dir().join(format!("hugemm-profile-{}.json", std::process::id()));

@@ -32,7 +32,7 @@ fn orders_and_counts_that_are_none_are_named() {
     misused(&["bench", "churn", "--size", "0"], "larger than zero");
     misused(&["bench", "churn", "--seconds", "0"], "0 is not in 1..");
     misused(&["bench", "churn", "--fill", "96"], "96 is not in 1..=95");
-    misused(&["bench", "stress", "--size", "12XB"], "unknown unit 'XB'");
+    misused(&["bench", "churn", "--size", "12XB"], "unknown unit 'XB'");
 }
 
 #[test]
@@ -45,8 +45,6 @@ fn what_does_not_fit_names_the_way_out() {
     refused(&["bench", "alloc", "-s", "4000TB"], &["data for 4000TB", "ask for less"]);
     refused(&["bench", "alloc", "-s", "4MB", "-t", "1", "-o", "9,10"], &["4MB", "order 10", "--size"]);
     refused(&["bench", "alloc", "-t", "4000", "-s", "64MB"], &["4000 threads", "CPUs"]);
-    refused(&["bench", "stress", "-t", "4000"], &["4000 threads", "CPUs"]);
-    refused(&["bench", "stress", "-s", "2MB"], &["order 10 is 4MB", "--size 4MB"]);
     refused(&["bench", "churn", "-s", "512MB"], &["order 18", "--size 1GB"]);
 }
 
@@ -133,16 +131,4 @@ fn churn_counts_what_is_left() {
     assert!(at("in use").zip(at("when nine of ten are freed")).is_some_and(|(full, thin)| full > 0.0 && thin > full));
     let whole = rows(&document, "bench.churn.extents_1g");
     assert!(whole.iter().any(|row| row["when"] == "when all is freed" && row["value"] == 1.0));
-}
-
-#[test]
-fn stress_hands_nothing_out_twice() {
-    let document = document(&["bench", "stress", "--seconds", "1", "-s", "128MB", "--json"]);
-    let taken = rows(&document, "bench.stress.taken");
-    assert_eq!(taken.len(), 11);
-    assert!(taken.iter().take(8).all(|row| row["value"].as_f64().is_some_and(|taken| taken > 0.0)));
-    for hazard in ["bench.stress.hwpoisoned", "bench.stress.claimed", "bench.stress.unplugged"] {
-        assert!(rows(&document, hazard)[0]["value"].as_f64() > Some(0.0), "{hazard}");
-    }
-    assert_eq!(rows(&document, "bench.stress.handed_out_twice")[0]["value"], 0.0);
 }

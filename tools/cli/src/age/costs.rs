@@ -70,7 +70,7 @@ pub fn ageing_costs(
 
 impl<'h> Rig<'_, 'h> {
     fn costs(&self, config: &RunConfig, runs: u32) -> Result<Vec<[Cost; 2]>> {
-        let (object, spaces) = self.spaces(config, 0)?;
+        let (object, spaces) = self.spaces(config)?;
         let costs = self.as_cpu(CpuId(0), |cx| {
             let mut costs = Vec::new();
             for run in 0..=runs {

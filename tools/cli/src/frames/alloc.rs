@@ -116,10 +116,6 @@ struct Loops {
 }
 
 impl<'a> Work<'a> for Loops {
-    fn order(&self) -> Order {
-        self.case.order
-    }
-
     fn makes_many_holes(&self) -> bool {
         self.case.pattern == Pattern::Random && self.held > MOST_HOLES
     }

@@ -162,9 +162,6 @@ pub trait Work<'a>: Copy {
         false
     }
 
-    /// The order of its blocks: who has none so large is left out.
-    fn order(&self) -> Order;
-
     /// One run of it with an allocator. `own` says that it is the area's, whose lock rounds are then counted.
     fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>
     where
@@ -195,7 +192,7 @@ impl<'a, W: Work<'a> + 'a> Sides<'a, W> {
 
 impl<'a, W: Work<'a> + 'a> Visit for Sides<'a, W> {
     fn visit<T: Peer>(&mut self) -> Result<()> {
-        if !(T::SCANS_HOLES && self.work.makes_many_holes()) && self.work.order().get() <= T::LARGEST {
+        if !(T::SCANS_HOLES && self.work.makes_many_holes()) {
             let peer = Managed::<T>::new(self.area.extent)?;
             self.add(T::NAME, peer, false);
         }

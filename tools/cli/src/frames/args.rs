@@ -99,21 +99,3 @@ pub struct Churn {
     #[command(flatten)]
     pub common: Common,
 }
-
-#[derive(Debug, Args)]
-pub struct Stress {
-    /// Seconds.
-    #[arg(long, default_value_t = 10, value_parser = seconds())]
-    pub seconds: u64,
-    /// CPUs [default: all].
-    #[arg(short, long, value_parser = cpus())]
-    pub threads: Option<u32>,
-    /// Memory that they share; small, so that they meet. Only the allocator's own data exist.
-    #[arg(short, long, default_value = "64MB")]
-    pub size: Size,
-    /// Seed of the requests.
-    #[arg(long, default_value_t = 1)]
-    pub seed: u64,
-    #[command(flatten)]
-    pub common: Common,
-}

@@ -103,10 +103,6 @@ struct Blocks<'a> {
 }
 
 impl<'a> Work<'a> for Blocks<'a> {
-    fn order(&self) -> Order {
-        self.order
-    }
-
     fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>
     where
         S: Source<Host<'a>> + Sync + 'a,
