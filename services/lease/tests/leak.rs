@@ -84,7 +84,7 @@ fn with_daemon<R>(use_it: impl FnOnce(Fresh<'_>) -> R) -> R {
         policy: LendingPolicy::closed(0),
     });
     std::thread::scope(|scope| {
-        scope.spawn(|| fill(&daemon, &Manners::default(), || None));
+        scope.spawn(|| fill(&daemon, &Manners::default()));
         let result = use_it(Fresh { daemon: &daemon, lease: None });
         daemon.stop();
         result

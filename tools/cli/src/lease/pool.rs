@@ -13,6 +13,7 @@ use hugemm_lease::client::{Connection, default_socket, read_secret};
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{self, Manners, fill};
 use hugemm_lease::listener::Listener;
+use hugemm_lease::memory_file::Page;
 use hugemm_lease::metrics;
 use hugemm_lease::policy::LendingPolicy;
 use hugemm_lease::server::{adopt, serve as serve_socket};
@@ -67,7 +68,6 @@ fn serve(args: &Serve) -> Result<()> {
     let manners = Manners {
         cap: args.max_bandwidth.map(|size| size.0),
         cpus: args.cpus.as_ref().map_or(Vec::new(), |cpus| cpus.0.clone()),
-        keep_free: args.keep_free.map_or(0, |size| size.0),
     };
     filler::check(args.node, &manners).map_err(anyhow::Error::msg)?;
     let shapes: Vec<_> = args.shape.iter().map(|shape| (shape.0, shape.1)).collect();
@@ -84,8 +84,7 @@ fn serve(args: &Serve) -> Result<()> {
     // A connection for each program, and as many threads; what a shell allows is for programs that wait for a few with `select`.
     let files = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: files.maximum, ..files });
-    let pool = args.page.pool();
-    if let Some(size) = pool {
+    if let Some(size) = args.page.pool() {
         // Says what the kernel has not, before anybody waits for it.
         HugetlbPool::new().status(size, args.node)?;
     }
@@ -100,7 +99,8 @@ fn serve(args: &Serve) -> Result<()> {
         metrics::bind(place).with_context(|| format!("cannot listen at {place} for --metrics"))
     });
     let metrics = metrics.transpose()?;
-    let config = PoolConfig { page: args.page, node: args.node, shapes, size: args.size.0, policy };
+    let keep_free = args.keep_free.map_or(0, |size| size.0);
+    let config = PoolConfig { page: args.page, node: args.node, shapes, size: args.size.0, policy, free, keep_free };
     let log = std::io::stderr().as_fd().try_clone_to_owned().context("no descriptor for the log")?;
     let daemon = Arc::new(Daemon::with_log(config, log.into()));
     daemon.adopt(inherited.files);
@@ -128,15 +128,8 @@ fn serve(args: &Serve) -> Result<()> {
         watched.log("stopping", json!({}));
         drop(told);
     });
-    let node = args.node;
     thread::scope(|scope| {
-        scope.spawn(|| {
-            let free = || {
-                let status = HugetlbPool::new().status(pool?, node).ok()?;
-                Some(status.unreserved() * pool?.bytes())
-            };
-            fill(&daemon, &manners, free);
-        });
+        scope.spawn(|| fill(&daemon, &manners));
         println!("leases at {}", path.display());
         daemon.log("serving", daemon.status());
         service::ready();
@@ -145,6 +138,14 @@ fn serve(args: &Serve) -> Result<()> {
     let _ = waiter.join();
     daemon.flush_log(Duration::from_secs(1));
     Ok(())
+}
+
+/// What may be taken: of the kernel's pool, or, of transparent pages, what leaves the machine and the daemon's control group a margin.
+fn free(page: Page, node: Option<u32>) -> Option<u64> {
+    match page.pool() {
+        Some(size) => Some(HugetlbPool::new().status(size, node).ok()?.unreserved() * size.bytes()),
+        None => Some(Limits::read().ok()?.takeable().0),
+    }
 }
 
 fn listen(path: &Path, open: bool) -> Result<Listener> {
@@ -228,7 +229,11 @@ fn print(status: &Status) {
         status.wanted.len()
     );
     if let Some(filling) = status.filling {
-        println!("  filling  {} of {}", Size(filling.done).rounded(), Size(filling.bytes).rounded());
+        let slow = match filling.halvings {
+            0 => String::new(),
+            halvings => format!(", {} times slower than it may: the machine is busy", 1 << halvings),
+        };
+        println!("  filling  {} of {}{slow}", Size(filling.done).rounded(), Size(filling.bytes).rounded());
     }
     if status.drained {
         println!("  drained  fill again with: hugemm pool fill");
