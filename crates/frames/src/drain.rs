@@ -4,7 +4,7 @@
 //! rounds: one lock round frees [`ROUND`] words. What can be known without the lock is found out before it: what is kept for a word's 2 MiB;
 //! and its lines are asked for, all at once.
 
-use crate::arena::{Arena, BLOCK_ORDER};
+use crate::arena::{Arena, BLOCK_ORDER, in_region};
 use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::free4k::WordPages;
@@ -262,7 +262,7 @@ impl<'m, E: Env> Frames<'m, E> {
         (round.len, round.pages) = (0, 0);
     }
 
-    /// Frees words under the lock, or block by block if they may have to be looked at.
+    /// Frees words under the lock; run by run if they may have to be looked at.
     #[inline]
     fn free_words(&self, lists: &mut FreeLists, round: &Round<'m>) {
         if self.has_suspects() {
@@ -276,9 +276,14 @@ impl<'m, E: Env> Frames<'m, E> {
     #[cold]
     #[inline(never)]
     fn free_suspect_words(&self, lists: &mut FreeLists, round: &Round<'m>) {
-        for (run, content) in round.words().iter().flat_map(WordPages::runs) {
-            if let Some(arena) = self.arena(run.base()) {
-                self.free_suspects_locked(lists, arena, run, content);
+        for pages in round.words() {
+            let Some(arena) = self.arena(pages.near()) else { continue };
+            let (region, index) = (arena.region(pages.near()), in_region(pages.near()));
+            if region.refused.get(index) || region.isolated.get(index) {
+                pages.runs().for_each(|(run, content)| self.free_suspects_locked(lists, arena, run, content));
+            } else {
+                self.free_pages(lists, pages);
+                lists.pages += pages.count();
             }
         }
     }

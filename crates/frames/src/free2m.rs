@@ -222,7 +222,11 @@ impl<'m, E: Env> Frames<'m, E> {
             for Piece { word, blocks, zero } in pieces.iter().copied() {
                 let pfn = |bit: u32| Pfn::new((word << WORD_SHIFT) + (u64::from(bit) << BLOCK_ORDER));
                 let (first, last) = (pfn(blocks.trailing_zeros()), pfn(blocks.ilog2()));
-                let Some(arena) = self.arena(first).filter(|arena| !suspects && arena.contains(last)) else {
+                let looked_at = |arena: &Arena<'m>| {
+                    let (region, at) = (arena.region(first), in_region(first).word());
+                    suspects && (region.refused.load(at) | region.isolated.load(at)) & blocks != 0
+                };
+                let Some(arena) = self.arena(first).filter(|arena| arena.contains(last) && !looked_at(arena)) else {
                     for bit in descending(blocks) {
                         let block = Frozen::make(pfn(bit as u32), BLOCK, Mobility::Movable, zero >> bit & 1 != 0);
                         if let Some(arena) = self.arena(block.pfn()) {

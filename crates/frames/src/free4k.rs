@@ -185,7 +185,8 @@ impl<'m> WordPages<'m> {
         })
     }
 
-    const fn near(&self) -> Pfn {
+    /// A frame of the word.
+    pub(crate) const fn near(&self) -> Pfn {
         Pfn::new(self.near >> 1)
     }
 

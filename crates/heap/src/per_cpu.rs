@@ -347,8 +347,12 @@ impl OwnCpu<'_> {
         {
             return Some(empty);
         }
+        let kept = slab.kept();
         self.unlink(slab);
         self.link(slab);
+        if kept {
+            self.keeps(slab);
+        }
         None
     }
 

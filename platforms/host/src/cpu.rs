@@ -343,7 +343,11 @@ unsafe impl Cpu for Host<'_> {
 
     /// Linux preempts threads by itself; a reschedule point has nothing to add.
     #[inline]
-    unsafe fn cond_resched(&self) {}
+    unsafe fn cond_resched(&self) {
+        if cfg!(debug_assertions) {
+            crate::crew::assert_none_held();
+        }
+    }
 
     fn store_fence(&self) {
         if let Some(model) = &self.store_model {

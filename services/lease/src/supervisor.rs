@@ -298,6 +298,9 @@ impl Supervisor {
             }
         };
         let _ = seccomp::answer(self.listener.as_fd(), call, answer);
+        if answer == CallAnswer::Done {
+            self.connection.tell(Seen::Placed);
+        }
     }
 
     /// Replaces the call's descriptor, if it is of the kind that is waited for; false if it is not.
@@ -322,7 +325,6 @@ impl Supervisor {
         self.watch = Some(Watch { thread: call.thread, inode, until: Instant::now() + LOOKS_FOR });
         self.file = None;
         self.ears = None;
-        self.connection.tell(Seen::Placed);
         Ok(true)
     }
 

@@ -1,7 +1,7 @@
 //! What every command sets up before it measures: verified memory, CPUs, the environment, a profile.
 
-use crate::args::{Calibration, Common, Kind};
 use crate::document::{self, Document, Row};
+use crate::options::{Calibration, Common, Kind};
 use crate::results::Results;
 use crate::{environment_text, noise, profile_file, progress};
 use anyhow::{Context, Result, anyhow, bail};
@@ -133,11 +133,12 @@ impl Machine {
 
     /// Prints what a command came to, or its JSON.
     pub fn show(&self, results: Results) -> Result<()> {
+        let goals = results.goals();
         if !self.quiet {
             self.print_environment();
-            results.print();
+            results.print(&goals);
         }
-        self.report(results.into_rows())
+        self.report(results.rows.into_iter().chain(goals).collect())
     }
 
     /// Warns of noise, and prints or saves the results as JSON if the user wants them so.

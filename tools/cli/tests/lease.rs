@@ -6,6 +6,7 @@ mod support;
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
 use hugemm_lease::listener::Listener;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -486,6 +487,40 @@ fn odd_commands_are_answered_in_one_line() {
     // One that does not answer is not waited for without end; the line says so.
     let _silent = Listener::bind(scratch.path("silent").as_ref(), false).expect("a socket");
     refused(&["pool", "status", "--socket", &scratch.path("silent")], &["no answer in 5 s", "stopped"]);
+}
+
+/// A daemon that takes no connections keeps no program waiting for its memory, and nobody who asks how things are.
+#[test]
+fn a_daemon_that_takes_no_connections_is_not_waited_for() {
+    let scratch = Scratch::new("lease-full");
+    let socket = scratch.path("socket");
+    let _deaf = Listener::bind(socket.as_ref(), false).expect("a socket");
+    let address = SocketAddrUnix::new(socket.as_str()).expect("a path");
+    let mut waiting = Vec::new();
+    loop {
+        let fd =
+            socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::NONBLOCK, None).expect("a socket");
+        match rustix::net::connect(&fd, &address) {
+            Ok(()) => waiting.push(fd),
+            Err(rustix::io::Errno::AGAIN) => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    let ends = |words: &[&str]| {
+        let output = Command::new("timeout").args(["60", env!("CARGO_BIN_EXE_hugemm")]).args(words).output();
+        let output = output.expect("coreutils");
+        assert_ne!(output.status.code(), Some(124), "{words:?} waits");
+        (output.status.success(), said(&output))
+    };
+    let lease = ["lease", "32MB", "--socket", &socket];
+    let (ran, text) = ends(&[&lease[..], &["--", "echo", "ran"]].concat());
+    assert!(ran && text.contains("ran\n") && text.contains("it takes no connection in 5 s; is it stopped?"), "{text}");
+    let (ran, text) = ends(&[&lease[..], &["--require", "--", "echo", "ran"]].concat());
+    assert!(!ran && text.lines().count() == 1 && text.contains("is it stopped?"), "{text}");
+    let (ran, text) = ends(&["pool", "status", "--wait", "1", "--socket", &socket]);
+    assert!(!ran && text.contains("is it stopped?"), "{text}");
+    let (ran, text) = ends(&["pool", "doctor", "--socket", &socket]);
+    assert!(ran && text.contains("is it stopped?"), "{text}");
 }
 
 /// A daemon says to a service manager when it serves and when it ends, to its user why it waits, and lets nobody in beside it.

@@ -56,13 +56,19 @@ fn an_allocation_does_not_serve_all_that_others_have_freed() {
 /// Slabs that others empty while they are on their owner's list go back when the owner needs another one, of that size or any.
 #[test]
 fn listed_slabs_that_others_empty_go_back() {
-    for other in [false, true] {
+    for (other, told) in [(false, false), (true, false), (false, true), (true, true)] {
         with_much(64, |threads, _, heap| {
             let (cx, slabs) = (threads.cx(), if cfg!(miri) { 10 } else { 200 });
             let all = full(heap, &cx, slabs);
-            // The owner frees one of each, and another CPU the rest.
-            let (mine, others): (Vec<_>, Vec<_>) = all.into_iter().enumerate().partition(|(at, _)| at % PIECES == 0);
-            mine.into_iter().for_each(|(_, memory)| free(heap, &cx, memory, layout(KIB, 8)));
+            // One of each makes the owner list them: one of its own, or another CPU's, of which it has been told then. Another CPU frees
+            // the rest.
+            let (first, others): (Vec<_>, Vec<_>) = all.into_iter().enumerate().partition(|(at, _)| at % PIECES == 0);
+            run_as(u32::from(told));
+            first.into_iter().for_each(|(_, memory)| free(heap, &cx, memory, layout(KIB, 8)));
+            if told {
+                run_as(0);
+                heap.trim(&cx);
+            }
             run_as(1);
             others.into_iter().for_each(|(_, memory)| free(heap, &cx, memory, layout(KIB, 8)));
             run_as(0);

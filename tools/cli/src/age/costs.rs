@@ -1,7 +1,7 @@
 //! What ageing alone costs, by the run and page by page, with all that it causes.
 
+use crate::age::config::RunConfig;
 use crate::age::rig::{NODE, OnHost, Rig, Touches, on_machine};
-use crate::age::run::RunConfig;
 use crate::machine::Machine;
 use anyhow::{Context, Result};
 use hugemm_base::{CpuCx, CpuId, Never, VirtAddr};

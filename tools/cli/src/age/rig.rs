@@ -1,7 +1,7 @@
 //! A machine for processes that share memory: frames, CPUs that serve each other's flushes, compressed swap, and reclaim.
 
+use crate::age::config::RunConfig;
 use crate::age::mmu::SoftMmu;
-use crate::age::run::RunConfig;
 use crate::age::steps::{Clocked, STEP};
 use crate::frames::area::AreaPlan;
 use crate::machine::Machine;

@@ -1,15 +1,16 @@
 //! Processes on one machine of `hugemm bench age`, with a worker that reclaims; each window of each process is checked.
 
+use crate::age::config::RunConfig;
 use crate::age::rig::{NODE, OnHost, Rig, Touches, on_machine};
 use crate::age::watch::{OnDrop, Watch};
 use crate::machine::Machine;
 use crate::worker;
 use anyhow::Result;
-use hugemm_base::{Cpu, CpuCx, CpuId, Never, PageSize};
+use hugemm_base::{Cpu, CpuCx, CpuId, Never};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::interrupt;
 use hugemm_inspect::ipi::MembarrierIpi;
-use hugemm_reclaim::{Ageing, LruPolicy, Steps};
+use hugemm_reclaim::Steps;
 use hugemm_vm::AddressSpaceRef;
 use hugemm_workloads::age::{AgeFigures, Part, Turn};
 use hugemm_workloads::random::Random;
@@ -22,19 +23,6 @@ const LEAST_WINDOWS: usize = 16;
 
 /// Nobody is without a window for so long, however busy the machine is.
 const STUCK: Duration = Duration::from_secs(60);
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RunConfig {
-    pub page: PageSize,
-    pub policy: LruPolicy,
-    pub ageing: Ageing,
-    pub procs: u32,
-    pub cpus: u32,
-    /// Bytes.
-    pub shared: u64,
-    pub swap: u64,
-    pub time: Duration,
-}
 
 /// Runs the processes for a while on fresh frames.
 pub fn run(
@@ -153,9 +141,10 @@ impl<'h> Rig<'_, 'h> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::{Common, Kind};
+    use crate::options::{Common, Kind};
     use anyhow::Context;
-    use hugemm_base::{Pfn, VirtAddr, VirtRange};
+    use hugemm_base::{PageSize, Pfn, VirtAddr, VirtRange};
+    use hugemm_reclaim::{Ageing, LruPolicy};
     use hugemm_vm::{Backing, VmaKind};
     use hugemm_workloads::age::{Failed, OWN_AT, Process, Touched};
     use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,7 +1,7 @@
 //! Options of the commands that measure the frame allocator.
 
-use crate::args::{Common, Warmup};
 use crate::measure::Repeat;
+use crate::options::{Common, Warmup};
 use clap::{Args, ValueEnum};
 use hugemm_workloads::options::{cpus, seconds};
 use hugemm_workloads::request;
@@ -23,7 +23,7 @@ pub struct Measured {
 impl Measured {
     /// How often each side is run.
     pub fn repeat(&self, runs: u32) -> Repeat {
-        Repeat { runs, warmup: self.warmup.warmup }
+        Repeat { of_long: 3, ..Repeat::new(runs, self.warmup.warmup) }
     }
 }
 

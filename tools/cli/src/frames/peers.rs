@@ -5,6 +5,7 @@ use anyhow::Result;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_workloads::alloc_free::{Source, Unclaimed};
+use std::cell::UnsafeCell;
 
 /// Another allocator of frames, numbered from 0.
 pub trait Peer: Send + Sync + Sized + 'static {
@@ -81,6 +82,58 @@ impl<P: Cpu, T: Peer> Source<P> for Managed<T> {
         }
         let claimed = self.peer.claim(extent.base().number() - self.base, extent.pages());
         if claimed { Ok(()) } else { Err(Unclaimed::InUse) }
+    }
+}
+
+/// The floor of any cache of pages: an array of frame numbers for each CPU, under the same pin.
+pub struct Arrays(Box<[OnCpu]>);
+
+#[repr(align(128))]
+struct OnCpu(UnsafeCell<Array>);
+
+struct Array {
+    len: usize,
+    frames: [u64; 64],
+}
+
+// SAFETY: a CPU's array is used by that CPU alone, under a pin.
+unsafe impl Sync for OnCpu {}
+
+impl Arrays {
+    pub fn new(cpus: u32) -> Self {
+        let array = |cpu| Array { len: 32, frames: std::array::from_fn(|frame| u64::from(cpu) * 64 + frame as u64) };
+        Arrays((0..cpus).map(|cpu| OnCpu(UnsafeCell::new(array(cpu)))).collect())
+    }
+}
+
+impl<P: Cpu> Source<P> for Arrays {
+    type Block = u64;
+
+    #[inline]
+    fn alloc(&self, cx: &CpuCx<'_, P>, _order: Order) -> Option<u64> {
+        cx.pinned(|pin| {
+            // SAFETY: the calling CPU's own, and no reference outlives the pin.
+            let array = unsafe { &mut *self.0.get(pin.cpu().0 as usize)?.0.get() };
+            array.len = array.len.checked_sub(1)?;
+            array.frames.get(array.len).copied()
+        })
+    }
+
+    #[inline]
+    fn free(&self, cx: &CpuCx<'_, P>, block: u64, _order: Order) {
+        cx.pinned(|pin| {
+            let Some(array) = self.0.get(pin.cpu().0 as usize) else { return };
+            // SAFETY: as above.
+            let array = unsafe { &mut *array.0.get() };
+            if let Some(place) = array.frames.get_mut(array.len) {
+                *place = block;
+                array.len += 1;
+            }
+        });
+    }
+
+    fn head(&self, block: &u64) -> Pfn {
+        Pfn::new(*block)
     }
 }
 

@@ -1,8 +1,8 @@
 //! Clears memory that its own owner has kept: past the caches, by the clearing policy, on all CPUs.
 
-use crate::args::{Calibration, Common};
 use crate::clear::once;
 use crate::machine::Machine;
+use crate::options::{Calibration, Common};
 use anyhow::{Result, anyhow};
 use hugemm_clear::{ClearPolicy, Clearer, Profile};
 use hugemm_host::cpu::Host;

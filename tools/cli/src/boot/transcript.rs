@@ -1,8 +1,8 @@
 //! The JSON lines of the reference kernel: read, checked for gaps, and gathered into rows.
 
 use crate::document::Row;
-use crate::frames::area::figure;
-use crate::results::Results;
+use crate::results::{self, Results};
+use crate::sides::figure;
 use crate::table;
 use anyhow::{Context, Result, bail};
 use hugemm_kernel::LAST_WORDS;
@@ -137,10 +137,21 @@ impl Transcript {
     }
 }
 
+/// What the reference kernel has counted, in its order.
+pub fn of_guest<R: Record>(transcript: &Transcript) -> Vec<results::Line<R>> {
+    let mut lines: Vec<results::Line<R>> = Vec::new();
+    for (record, labels) in transcript.records() {
+        match lines.iter_mut().find(|line| line.labels == *labels) {
+            Some(line) => line.runs.push(record),
+            None => lines.push(results::Line { labels: labels.clone(), runs: vec![record] }),
+        }
+    }
+    lines
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::results;
     use hugemm_workloads::Pass;
     use hugemm_workloads::age::AgeFigures;
     use hugemm_workloads::vm_host::PhaseFigures;
@@ -161,7 +172,7 @@ mod tests {
             );
             transcript.take(&line).expect("valid");
         }
-        let lines: Vec<results::Line<Pass>> = results::of_guest(&transcript);
+        let lines: Vec<results::Line<Pass>> = of_guest(&transcript);
         let nanos: Vec<Vec<u64>> = lines.iter().map(|line| line.runs.iter().map(|pass| pass.nanos).collect()).collect();
         assert_eq!(nanos, [vec![1, 3], vec![5]]);
     }
