@@ -25,7 +25,7 @@ use serde::Serialize;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 /// What a daemon is for.
@@ -39,7 +39,7 @@ pub struct PoolConfig {
     pub shapes: Shapes,
     /// The most that one lease may have, in bytes: a longer one would be filled while its client waits, at everybody's cost.
     pub size: u64,
-    /// Who may have how much.
+    /// Who may have how much, until [`Daemon::set_policy`].
     pub policy: LendingPolicy,
     /// How many bytes of such pages, from such a node, there are for anybody: `None` if that is not known.
     pub free: fn(Page, Option<u32>) -> Option<u64>,
@@ -64,6 +64,7 @@ impl PoolConfig {
 #[derive(Debug)]
 pub struct Daemon {
     config: PoolConfig,
+    policy: RwLock<LendingPolicy>,
     state: Mutex<State>,
     /// Something of the state is different: what is ready, what it is told to do.
     changed: Condvar,
@@ -160,7 +161,8 @@ fn refused(kind: RefusedKind, message: impl Into<String>) -> Refused {
 impl Daemon {
     /// With nothing ready.
     pub fn new(config: PoolConfig) -> Self {
-        Daemon { config, state: Mutex::default(), changed: Condvar::new(), watches: Watches::new(), log: None }
+        let policy = RwLock::new(config.policy.clone());
+        Daemon { config, policy, state: Mutex::default(), changed: Condvar::new(), watches: Watches::new(), log: None }
     }
 
     /// The same, with a line in `log` for each event.
@@ -183,6 +185,15 @@ impl Daemon {
     fn state(&self) -> MutexGuard<'_, State> {
         // A thread that panicked left counts at worst one event behind.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn policy(&self) -> RwLockReadGuard<'_, LendingPolicy> {
+        self.policy.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Another policy from now on. What is out stays out, and counts by the line by which it was leased.
+    pub fn set_policy(&self, policy: LendingPolicy) {
+        *self.policy.write().unwrap_or_else(PoisonError::into_inner) = policy;
     }
 
     /// What it is for.
@@ -244,7 +255,7 @@ impl Daemon {
 
     /// Whether somebody may give commands, not just lease.
     pub fn may_command(&self, asker: &Asker) -> bool {
-        self.config.policy.is_owner(asker)
+        self.policy().is_owner(asker)
     }
 
     /// Gives all ready memory back to the kernel, and fills nothing (`true`); fills again (`false`).
@@ -279,7 +290,7 @@ impl Daemon {
     ///
     /// [`Refused`]: no line of the policy names whoever asks.
     pub(crate) fn knows(&self, asker: &Asker) -> Result<(), Refused> {
-        let known = self.config.policy.names(asker);
+        let known = self.policy().names(asker);
         known.map_err(|why| refused(RefusedKind::LendingPolicy, why.to_string()))
     }
 

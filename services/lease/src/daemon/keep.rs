@@ -39,7 +39,7 @@ impl Daemon {
             let memory = file.as_fd().try_clone_to_owned()?;
             Kept::new(
                 memory,
-                (asker.uid, self.config.policy.account(asker)),
+                (asker.uid, self.policy().account(asker)),
                 keep.name.clone(),
                 secret,
                 OwnerProcess::of(pid),

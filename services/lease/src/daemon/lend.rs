@@ -82,7 +82,7 @@ impl Daemon {
     }
 
     fn lease_or_refuse(&self, asker: &Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
-        let PoolConfig { page, node, policy, .. } = &self.config;
+        let PoolConfig { page, node, .. } = &self.config;
         let invalid = |message: String| Err(refused(RefusedKind::Invalid, message));
         if wish.page.is_some_and(|wanted| wanted != *page) {
             return invalid(format!("this daemon has pages of {page}; ask without --page, or ask another daemon"));
@@ -111,6 +111,7 @@ impl Daemon {
         let entered = {
             let mut state = self.state();
             state.forget_returned(&self.watches);
+            let policy = self.policy();
             let account = policy.account(asker);
             let allowed = policy.allows(asker, wish.bytes, state.has(account), *node);
             allowed.map_err(|why: Refusal| refused(RefusedKind::LendingPolicy, why.to_string()))?;
@@ -246,7 +247,7 @@ fn fill_in_parallel(file: &MemoryFile, from: u64, to: u64, node: Option<u32>) ->
 mod tests {
     use super::*;
     use crate::memory_file::Page;
-    use crate::policy::Who;
+    use crate::policy::{LendingPolicy, Who};
     use crate::stock::Shapes;
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -312,6 +313,32 @@ mod tests {
             Err(refused) => assert!(refused.message.contains("huge pages"), "{refused:?}"),
         }
         assert_eq!(daemon.status().leases.len(), usize::from(leased.is_ok()));
+    }
+
+    /// A daemon that is told another policy knows what is out.
+    #[test]
+    fn another_policy_does_not_forget_what_is_out() {
+        let page = Page::Transparent;
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
+        let policy = |pages: u64| {
+            let size = |text: &str| text.parse().ok();
+            LendingPolicy::read(0, &format!("uid 61008 {}", pages * page.bytes()), size).expect("a line")
+        };
+        let lease = || {
+            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+            daemon.lease(&Asker::user(61_008), 7, &Wish { bytes: page.bytes(), page: None, node: None, keep: None })
+        };
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root gives files away");
+            return;
+        }
+        assert_eq!(lease().expect_err("not named").kind, RefusedKind::LendingPolicy);
+        daemon.set_policy(policy(1));
+        let _out = lease().expect("as much as is allowed");
+        daemon.set_policy(policy(1));
+        assert!(lease().expect_err("it has that").message.contains("leased already"));
+        daemon.set_policy(policy(2));
+        lease().expect("one more");
     }
 
     /// Whatever happens to the thread that leases, nothing is lent to it.
