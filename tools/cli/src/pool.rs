@@ -1,15 +1,12 @@
 //! `hugemm bench pool`: a pool grown and shrunk, with vmemmap optimization and without, flushes per batch and per page.
 
-pub mod machine;
-
-use crate::args::Common;
-use crate::boot::lines::Transcript;
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
+use crate::ground::{Ground, GroundPlan};
 use crate::machine::Machine;
 use crate::measure::Repeat;
-use crate::pool::machine::{Ground, GroundPlan};
-use crate::results::{self, Line, Results};
-use crate::stats::Samples;
+use crate::options::Common;
+use crate::results::{Line, Results};
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -82,7 +79,7 @@ pub fn run(args: &Pool) -> Result<()> {
     let threads = args.threads.iter().copied().max().unwrap_or(1);
     let plan = GroundPlan::new(size, most, threads)?;
     let bytes = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
-    let mut metadata = machine.memory(bytes, PageSize::Size2M, crate::args::Kind::Thp)?;
+    let mut metadata = machine.memory(bytes, PageSize::Size2M, crate::options::Kind::Thp)?;
     machine.note_region("metadata", &metadata);
     let host = Host::new(&machine.places(threads as usize)?, &mut [])?;
     let mut sides = Vec::new();
@@ -98,7 +95,7 @@ pub fn run(args: &Pool) -> Result<()> {
         }
     }
     let bar = progress::bar(sides.len() as u64 * u64::from(runs), machine.quiet());
-    for (index, _) in (Repeat { runs, warmup: 0 }).turns(sides.len()) {
+    for (index, _) in Repeat::new(runs, 0).turns(sides.len()) {
         interrupt::check()?;
         let side = &mut sides[index];
         bar.inc(1);
@@ -170,7 +167,7 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side
 fn together<'e>(
     host: &Host<'_>,
     pool: &HugePool<'_>,
-    optimizer: &hugemm_hugetlb::VmemmapOptimizer<'e, crate::pool::machine::Soft<'e>, crate::pool::machine::Map<'e>>,
+    optimizer: &hugemm_hugetlb::VmemmapOptimizer<'e, crate::ground::Soft<'e>, crate::ground::Map<'e>>,
     target: u64,
     threads: u32,
 ) -> Result<Timed> {
@@ -208,7 +205,7 @@ fn together<'e>(
 }
 
 pub fn of_guest(transcript: &Transcript) -> Results {
-    let lines = results::of_guest(transcript);
+    let lines = lines_of(transcript);
     let heads = INTERRUPTS.map(|metric| metric.head.to_owned());
     let counts = |line: &Line<Cycle>| INTERRUPTS.map(|metric| format!("{:.0}", line.samples(&metric).median())).into();
     let mut results = results_of(&lines, &heads, counts);
@@ -216,10 +213,16 @@ pub fn of_guest(transcript: &Transcript) -> Results {
     results
 }
 
-/// The table, with more cells at the end of each line, and the goals: of the largest number of pages on one thread.
+/// The rows of a way to resize. One that did not have its pages did not do the work: its rows say so, and decide no goal.
+fn rows(line: &Line<Cycle>) -> Vec<Row> {
+    let had = |run: &Cycle| [run.up.report.entered, run.down.report.left] == [line.number("n"); 2];
+    let short = !line.runs.iter().all(had);
+    line.rows(&METRICS).into_iter().map(|row| if short { row.label("short", true) } else { row }).collect()
+}
+
+/// The table, with more cells at the end of each line, and the rows.
 fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle>) -> Vec<String>) -> Results {
-    let mut results =
-        Results { rows: lines.iter().flat_map(|line| line.rows(&METRICS)).collect(), ..Results::default() };
+    let mut results = Results { rows: lines.iter().flat_map(rows).collect(), ..Results::default() };
     let columns = || METRICS.iter().filter(|metric| !metric.head.is_empty());
     let heads = ["hvo", "pages", "threads"].into_iter().chain(columns().map(|metric| metric.head)).map(str::to_owned);
     let mut out = table::new(heads.chain(more.iter().cloned()));
@@ -235,21 +238,6 @@ fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle
     }
     let page = lines.first().map(|line| line.label("page")).unwrap_or_default();
     results.tables.push((format!("Pools of {page} pages, grown from nothing and shrunk to nothing"), out));
-    // Sides that did not have the pages did not do the work, and are not judged by it.
-    let had = |line: &&Line<Cycle>| {
-        line.runs.iter().all(|run| [run.up.report.entered, run.down.report.left] == [line.number("n"); 2])
-    };
-    let Some(on) = find(lines, "on").filter(had) else { return results };
-    if let Some((up, down)) =
-        find(lines, "off").filter(had).filter(|_| page == PageSize::Size2M.name()).map(|off| extra(on, off))
-    {
-        results.goals.at_most("pool.extra_ns_up", &Samples::once(up), "ns per page", 60.0);
-        results.goals.at_most("pool.extra_ns_down", &Samples::once(down), "ns per page", 60.0);
-    }
-    if let Some(last) = on.runs.last() {
-        results.goals.at_most("pool.flushes_up", &Samples::once(last.up.flushes_each()), "per batch", 2.0);
-        results.goals.at_most("pool.flushes_down", &Samples::once(last.down.flushes_each()), "per batch", 1.0);
-    }
     results
 }
 
@@ -259,29 +247,14 @@ fn find<'a>(lines: &'a [Line<Cycle>], wanted: &str) -> Option<&'a Line<Cycle>> {
     lines.iter().find(|line| Some(line.number("n")) == most && line.number("threads") == 1 && name(line) == wanted)
 }
 
-/// The median times of a page, up and down.
-fn each(line: &Line<Cycle>) -> [f64; 2] {
-    [&METRICS[0], &METRICS[1]].map(|metric| line.samples(metric).median())
-}
-
-/// What the optimization adds to them.
-fn extra(on: &Line<Cycle>, off: &Line<Cycle>) -> (f64, f64) {
-    let ([on_up, on_down], [off_up, off_down]) = (each(on), each(off));
-    (on_up - off_up, on_down - off_down)
-}
-
 /// What only this machine of numbers can say.
 fn summarise(lines: &[Line<Cycle>], size: PageSize, plan: &GroundPlan, results: &mut Results) {
-    let (Some(off), Some(on)) = (find(lines, "off"), find(lines, "on")) else { return };
-    let Some(last) = on.runs.last() else { return };
+    let Some(last) = find(lines, "on").and_then(|on| on.runs.last()) else { return };
     // What is left of the descriptors, and the allocator's share of its other data.
     let bytes = (last.up.report.entered * size.bytes()) as f64;
     let described = bytes / 64.0 - last.up.saved_kib() * 1024.0 * last.up.report.entered as f64;
     let left = 100.0 * described / bytes + plan.metadata_share();
-    results.goals.at_most("frames.metadata_pct_pool", &Samples::once(left), "percent", 0.25);
-    let ([on_up, on_down], [off_up, off_down]) = (each(on), each(off));
-    results.rows.push(Row::single("pool.tax_up", on_up / off_up, "ratio"));
-    results.rows.push(Row::single("pool.tax_down", on_down / off_down, "ratio"));
+    results.rows.push(Row::single("bench.pool.metadata", left, "percent"));
 }
 
 #[cfg(test)]
@@ -309,8 +282,8 @@ mod tests {
 
     #[test]
     fn what_did_not_have_the_pages_meets_no_goal() {
-        let judged = |off, on| guest(off, on).goals.into_rows().map(|row| row.metric().to_owned()).collect::<Vec<_>>();
-        let [time, flushes] = [["pool.extra_ns_up", "pool.extra_ns_down"], ["pool.flushes_up", "pool.flushes_down"]];
+        let judged = |off, on| guest(off, on).goals().iter().map(|row| row.metric().to_owned()).collect::<Vec<_>>();
+        let [time, flushes] = [["pool.on_vs_off_up", "pool.on_vs_off_down"], ["pool.flushes_up", "pool.flushes_down"]];
         assert_eq!(judged(100, 100), [time, flushes].concat());
         assert_eq!(judged(99, 100), flushes, "the optimization has nothing to be set beside");
         assert!(judged(100, 99).is_empty() && judged(0, 0).is_empty());

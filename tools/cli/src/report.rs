@@ -47,7 +47,7 @@ pub fn run(args: &Report) -> Result<()> {
     for page in &args.fill {
         let text = std::fs::read_to_string(page).with_context(|| format!("cannot read {}", page.display()))?;
         let Some(filled) = fill::filled(&text, &content) else {
-            bail!("{} has no table row for any goal of {}", page.display(), names(&args.files));
+            bail!("{} has no mark '<!-- goals -->' to fill", page.display());
         };
         write(page, &filled)?;
         println!("figures put into {}", page.display());

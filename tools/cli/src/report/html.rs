@@ -5,6 +5,7 @@ use super::draw::draw;
 use super::machine;
 use super::plot::Plot;
 use super::svg::{STYLE, escape};
+use crate::goals;
 use std::fmt::Write;
 
 /// The page's own style, below that of the plots.
@@ -52,7 +53,7 @@ pub fn page(content: &Content<'_>) -> String {
     }
     contents(&mut out, content);
     if !content.goals.is_empty() {
-        goals(&mut out, &content.goals);
+        goal_table(&mut out, &content.goals);
     }
     for (index, (title, plots)) in content.sections.iter().enumerate() {
         out.push_str(&format!("<h2 id=\"section-{index}\">{}</h2>\n<div class=\"plots\">\n", escape(title)));
@@ -98,18 +99,19 @@ fn contents(out: &mut String, content: &Content<'_>) {
     out.push_str("<a href=\"#documents\">Machine and documents</a></nav>\n");
 }
 
-fn goals(out: &mut String, goals: &[Goal]) {
-    let met = goals.iter().filter(|goal| goal.met).count();
-    out.push_str(&format!(
-        "<h2 id=\"goals\">Goals: {met} of {} met</h2>\n<div class=\"wide\"><table class=\"goals\">\n",
-        goals.len()
-    ));
-    let several = goals.iter().any(|goal| !goal.source.is_empty());
+fn goal_table(out: &mut String, all: &[Goal]) {
+    let count = goals::count(all.iter().map(|goal| goal.verdict.as_str()));
+    out.push_str(&format!("<h2 id=\"goals\">Goals: {count}</h2>\n<div class=\"wide\"><table class=\"goals\">\n"));
+    let several = all.iter().any(|goal| !goal.source.is_empty());
     let more = if several { "<th class=\"source\">document</th>" } else { "" };
-    out.push_str("<thead><tr><th>goal</th><th>met</th><th>measured</th><th>wanted</th>");
+    out.push_str("<thead><tr><th>goal</th><th>verdict</th><th>measured</th><th>wanted</th>");
     out.push_str(&format!("{more}</tr></thead>\n<tbody>\n"));
-    for goal in goals {
-        let (class, word) = if goal.met { ("met", "✓ yes") } else { ("missed", "✗ no") };
+    for goal in all {
+        let (class, word) = match goal.verdict.as_str() {
+            goals::MET => ("met", "✓ met"),
+            goals::MISSED => ("missed", "✗ missed"),
+            other => ("", other),
+        };
         let more = if several { format!("<td class=\"source\">{}</td>", escape(&goal.source)) } else { String::new() };
         out.push_str(&format!(
             "<tr><td><code>{}</code></td><td class=\"{class}\">{word}</td><td>{}</td><td>{}</td>{more}</tr>\n",

@@ -2,7 +2,7 @@
 
 use super::Side;
 use crate::age::watch::OnDrop;
-use crate::pool::machine::{Ground, GroundPlan, Soft};
+use crate::ground::{Ground, GroundPlan, Soft};
 use crate::stand_in::StandIn;
 use crate::worker::{self, Wakes};
 use anyhow::{Context, Result, bail};
@@ -158,7 +158,7 @@ struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'r: 'm> {
     store: &'a Store<'e>,
     host: &'a Host<'h>,
     shootdown: &'a TlbShootdown<'a, Played>,
-    optimizer: &'a VmemmapOptimizer<'e, Soft<'e>, crate::pool::machine::Map<'e>>,
+    optimizer: &'a VmemmapOptimizer<'e, Soft<'e>, crate::ground::Map<'e>>,
     setting: &'a SideSetup,
     pins: Vec<Pinned<'a>>,
 }
