@@ -165,8 +165,9 @@ pub(crate) fn step() -> u64 {
     with(|run, _| run.step.get()).unwrap_or_default()
 }
 
-/// Lets others run until something is so. Interrupts come meanwhile, if they are on.
-pub(crate) fn wait_until(what: &'static str, so: &dyn Fn() -> bool) {
+/// Lets others run until something is so. Interrupts come meanwhile, if they are on. False if it will never be: a run has failed, and
+/// what is left locked is nobody's any more.
+pub(crate) fn wait_until(what: &'static str, so: &dyn Fn() -> bool) -> bool {
     let within = with(|run, state| {
         // SAFETY: taken out again before this returns; if it never does, nobody looks any more.
         let lent = unsafe { transmute::<*const (dyn Fn() -> bool + '_), Lent>(so) };
@@ -178,8 +179,9 @@ pub(crate) fn wait_until(what: &'static str, so: &dyn Fn() -> bool) {
             run.interrupts(state);
         }
     });
-    // What is left locked when a run has failed is nobody's any more.
-    assert!(within.is_some() || so() || std::thread::panicking(), "nobody is there who could give {what} back");
+    let is_so = within.is_some() || so();
+    assert!(is_so || std::thread::panicking(), "nobody is there who could give {what} back");
+    is_so
 }
 
 /// A reschedule point.
@@ -225,6 +227,21 @@ pub(crate) fn interrupt(cpu: u32) -> bool {
         target.inspect(|target| target.interrupted.set(true)).is_some()
     });
     interrupted.unwrap_or(false)
+}
+
+/// A task that unwinds waits for others' answers, too: they get their interrupts at once, for they do not run again.
+pub(crate) fn answer_who_unwinds(mmu: &Mmu<'_, '_>) {
+    if !std::thread::panicking() {
+        return;
+    }
+    let Some(run) = RUN.get() else { return };
+    // SAFETY: as in `with`.
+    let run: &Run<'_> = unsafe { &*run };
+    for (cpu, state) in run.states.iter().enumerate() {
+        if state.interrupted.take() {
+            mmu.as_cpu(CpuId(cpu as u32), |_| (run.handler)());
+        }
+    }
 }
 
 /// The calls in hugemm that lead here, innermost first.
