@@ -301,11 +301,13 @@ pub unsafe trait PhysMap {
     ///
     /// # Safety
     ///
-    /// `window` came from `open` on this map, is closed once, and nobody uses its bytes any more.
+    /// `window` came from `open` on this map, or is a part of one and this a [`LinearMap`]; it is closed once, and nobody uses its bytes
+    /// any more.
     unsafe fn close(&self, _window: Window) {}
 }
 
-/// A [`PhysMap`] that maps memory for good: what is kept in frames, such as their manager's own metadata, needs one.
+/// A [`PhysMap`] that maps memory for good: what is kept in frames, such as their manager's own metadata, needs one. A window may be
+/// closed in parts, as the frames that it shows go.
 ///
 /// # Safety
 ///

@@ -52,12 +52,13 @@ mod restore;
 
 pub(crate) use restore::Source;
 
-use crate::mapping::{DescriptorMap, ENTRIES, Mapped, PAGES, Table};
+use crate::mapping::{DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, PAGES, Table};
 use crate::tail::{self, Tail};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{
-    CpuCx, Dirty, Extent, ExtentChain, FrameUse, NodeId, Order, PageSize, Pending, Pfn, TlbFlush, VirtAddr, VirtRange,
+    CpuCx, Dirty, Extent, ExtentChain, FrameUse, NodeId, Order, PAGE_BYTES, PAGE_SHIFT, PageSize, Pending, Pfn,
+    TlbFlush, VirtAddr, VirtRange,
 };
 use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Placement};
 
@@ -218,15 +219,23 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
     /// Whose descriptor a store to `at` was meant for, if it trapped because the descriptor is a shared read-only tail:
     /// for a page fault handler's report. `base` is the address of frame 0's descriptor.
     pub fn explain(&self, base: VirtAddr, at: VirtAddr) -> Option<(Pfn, Pfn)> {
-        let block = VirtAddr::new(at.get() & !0x1f_ffff);
-        let index = (at.get() >> 12) as usize;
-        let table = match self.map.mapped(block) {
-            Mapped::Table(table) => Table::at(self.map, table)?,
-            Mapped::Absent | Mapped::Whole(_) => return None,
-        };
-        let leaf = self.map.leaf(table.get(index))?;
+        let leaf = self.leaf_at(at)?;
         let frame = Pfn::new(at.get().wrapping_sub(base.get()) / crate::group::DESCRIPTOR_BYTES);
         (!leaf.writable).then(|| (frame, self.frames.head_of(frame).map_or(frame, |(head, _)| head)))
+    }
+
+    /// What maps an address in a block that has a table.
+    fn leaf_at(&self, at: VirtAddr) -> Option<DescriptorLeaf> {
+        match self.map.mapped(at.align_down(PageSize::Size2M.bytes())) {
+            Mapped::Table(table) => self.map.leaf(Table::at(self.map, table)?.get((at.get() >> PAGE_SHIFT) as usize)),
+            Mapped::Absent | Mapped::Whole(_) => None,
+        }
+    }
+
+    /// Whether the 2 MiB page whose first descriptor is at `head` has given its other ones back.
+    pub(crate) fn is_lean(&self, head: VirtAddr) -> bool {
+        let last = VirtAddr::new(head.get() + (PAGES as u64 - 1) * PAGE_BYTES);
+        self.leaf_at(last).is_some_and(|leaf| !leaf.writable)
     }
 
     pub(crate) fn request(&self, order: Order, node: NodeId) -> AllocRequest {

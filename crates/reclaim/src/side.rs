@@ -4,7 +4,7 @@
 
 use crate::lru::{BATCH, Folio, Lru};
 use crate::reclaim::Reclaim;
-use crate::swap::{StoreError, Swap, SwapSlot};
+use crate::swap::{StoreError, Swap};
 use crate::ways::{Ageing, Step, Steps};
 use core::cell::Cell;
 use hugemm_base::lock::RawLock;
@@ -53,6 +53,8 @@ pub(crate) enum Look {
 pub(crate) enum Unwritten {
     /// Swap has no room.
     Full,
+    /// That would free nothing, or of a large page less than half.
+    Incompressible,
     /// Anything else: it is in use after all, there is no memory for its slots, or the back end failed.
     Other,
 }
@@ -65,7 +67,11 @@ impl From<VmError> for Unwritten {
 
 impl From<StoreError> for Unwritten {
     fn from(error: StoreError) -> Self {
-        if error == StoreError::Full { Unwritten::Full } else { Unwritten::Other }
+        match error {
+            StoreError::Full => Unwritten::Full,
+            StoreError::Incompressible => Unwritten::Incompressible,
+            _ => Unwritten::Other,
+        }
     }
 }
 
@@ -289,8 +295,18 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
             Ok(evicted) => Ok((evicted.slot.into_bits(), evicted.freed)),
             Err((error, block)) => Err((error.into(), block)),
         };
+        let mut whole = 0;
         let store = |cx: &Cx<'_, S>, block: &Frozen, page| {
-            swap.store(cx, block, page).map(SwapSlot::into_bits).map_err(Unwritten::from)
+            let slot = swap.store(cx, block, page)?;
+            whole += u64::from(swap.is_whole(&slot));
+            if whole <= block.extent().pages() / 2 {
+                return Ok(slot.into_bits());
+            }
+            if let Err((_, slot)) = swap.free(cx, slot) {
+                // The back end's own, as in `Pager::free`.
+                let _ = slot.into_bits();
+            }
+            Err(Unwritten::Incompressible)
         };
         // SAFETY: new slots of the swap of this `vm`'s pager, which hands a page back that it does not keep.
         let written = unsafe { page.page_out(cx, evict, store) };

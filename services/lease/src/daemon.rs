@@ -14,7 +14,7 @@ pub(crate) use refill::REST;
 
 use crate::kept::Kept;
 use crate::left::{Watch, Watches};
-use crate::log;
+use crate::log::Log;
 use crate::memory_file::{MemoryFile, Page};
 use crate::policy::{Asker, LendingPolicy};
 use crate::service;
@@ -26,7 +26,7 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What a daemon is for.
 #[derive(Clone, Debug)]
@@ -52,7 +52,7 @@ pub struct Daemon {
     changed: Condvar,
     watches: Watches,
     /// Where a line is written for each event.
-    log: Option<File>,
+    log: Option<Log>,
 }
 
 #[derive(Debug, Default)]
@@ -83,6 +83,8 @@ struct Lease {
     pid: u32,
     bytes: u64,
     since: Instant,
+    /// What its supervisor saw.
+    seen: Vec<Seen>,
     /// Under which name the memory is kept.
     keep: Option<String>,
     /// What says whether anybody has the memory.
@@ -116,9 +118,9 @@ impl State {
         self.ready.iter().map(MemoryFile::bytes).collect()
     }
 
-    fn enter(&mut self, asker: Asker, pid: u32, bytes: u64, keep: Option<String>, watch: Option<Watch>) -> u64 {
+    fn enter(&mut self, asker: &Asker, pid: u32, bytes: u64, keep: Option<String>, watch: Option<Watch>) -> u64 {
         self.leases_ever += 1;
-        let lease = Lease { uid: asker.uid, pid, bytes, since: Instant::now(), keep, watch };
+        let lease = Lease { uid: asker.uid, pid, bytes, since: Instant::now(), seen: Vec::new(), keep, watch };
         self.leases.insert(self.leases_ever, lease);
         self.leases_ever
     }
@@ -144,14 +146,19 @@ impl Daemon {
 
     /// The same, with a line in `log` for each event.
     pub fn with_log(config: PoolConfig, log: File) -> Self {
-        Daemon { log: Some(log), ..Self::new(config) }
+        Daemon { log: Some(Log::to(log)), ..Self::new(config) }
     }
 
-    /// Writes a line about an event. With nothing locked: whoever reads it may be slow.
+    /// Writes a line about an event, as soon as its reader takes it.
     pub fn log(&self, event: &str, about: impl Serialize) {
         if let Some(log) = &self.log {
-            log::write(log, event, about);
+            log.write(event, about);
         }
+    }
+
+    /// Waits until the log is written, for so long at most, before the process ends.
+    pub fn flush_log(&self, most: Duration) {
+        self.log.iter().for_each(|log| log.flush(most));
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -201,9 +208,11 @@ impl Daemon {
         Some(ended)
     }
 
-    /// Counts what the supervisor of a lease saw.
-    pub fn seen(&self, lease: Option<u64>, seen: Seen) {
+    /// Counts what the supervisor of a lease saw, once, however often it is said.
+    pub fn seen(&self, lease: u64, seen: Seen) {
         let mut state = self.state();
+        let Some(entered) = state.leases.get_mut(&lease).filter(|lease| !lease.seen.contains(&seen)) else { return };
+        entered.seen.push(seen);
         let count = match seen {
             Seen::Placed => &mut state.counts.placed,
             Seen::PrivateMapping => &mut state.counts.private,
@@ -215,7 +224,7 @@ impl Daemon {
     }
 
     /// Whether somebody may give commands, not just lease.
-    pub fn may_command(&self, asker: Asker) -> bool {
+    pub fn may_command(&self, asker: &Asker) -> bool {
         self.config.policy.is_owner(asker)
     }
 
@@ -250,13 +259,13 @@ impl Daemon {
     /// # Errors
     ///
     /// [`Refused`]: no line of the policy names whoever asks.
-    pub(crate) fn knows(&self, asker: Asker) -> Result<(), Refused> {
+    pub(crate) fn knows(&self, asker: &Asker) -> Result<(), Refused> {
         let known = self.config.policy.names(asker);
         known.map_err(|why| refused(RefusedKind::LendingPolicy, why.to_string()))
     }
 
     /// How things stand, as far as it concerns `asker`: whoever may not give commands sees no leases but its own.
-    pub(crate) fn status_for(&self, asker: Asker) -> Status {
+    pub(crate) fn status_for(&self, asker: &Asker) -> Status {
         let mut status = self.status();
         if !self.may_command(asker) {
             status.leases.retain(|lease| lease.uid == asker.uid);
@@ -310,14 +319,14 @@ mod tests {
         let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
         let config = PoolConfig { page, node: None, shapes, size: page.bytes(), policy };
         let daemon = Daemon::with_log(config, OwnedFd::from(write).into());
-        let (root, keep) = (Asker { uid: 0, gid: 0 }, KeepAs { name: "a\n\"b".to_owned(), secret: None });
+        let (root, keep) = (&Asker::user(0), KeepAs { name: "a\n\"b".to_owned(), secret: None });
         let wish = |bytes| Wish { bytes, page: None, node: None, keep: Some(keep.clone()) };
         let lease = |bytes| daemon.lease(root, 7, &wish(bytes));
         assert!(lease(1).is_err() && lease(page.bytes()).is_err(), "no size; nothing ready");
         // Whatever pages it has: the daemon asks for those that are missing.
         daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
         let (leased, file) = lease(page.bytes()).expect("leased");
-        daemon.seen(Some(leased.lease), Seen::Placed);
+        (0..3).for_each(|_| daemon.seen(leased.lease, Seen::Placed));
         daemon.end(leased.lease);
         daemon.forget(root, &Forget { keep, uid: None }).expect("forgotten");
         daemon.drain(true);

@@ -91,8 +91,11 @@ impl<F: Fn() -> Option<u64>> Machine for ThisMachine<F> {
 ///
 /// What keeps it from that.
 pub fn check(node: Option<u32>, manners: &Manners) -> Result<(), String> {
-    let tried = std::thread::scope(|scope| scope.spawn(|| prepare_thread(node, &manners.cpus)).join());
-    tried.unwrap_or_else(|_| Err("no thread to fill with".to_owned()))
+    let no_thread = || "no thread to fill with; raise the limit (ulimit -u, TasksMax)".to_owned();
+    std::thread::scope(|scope| {
+        let tried = std::thread::Builder::new().spawn_scoped(scope, || prepare_thread(node, &manners.cpus));
+        tried.map_err(|_| no_thread())?.join().unwrap_or_else(|_| Err(no_thread()))
+    })
 }
 
 fn prepare_thread(node: Option<u32>, cpus: &[usize]) -> Result<(), String> {
@@ -356,7 +359,7 @@ mod tests {
         daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
         let wish = Wish { bytes: page.bytes(), page: None, node: None, keep: None };
         let leased = Instant::now();
-        daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish).expect("leased");
+        daemon.lease(&Asker::user(0), 7, &wish).expect("leased");
         assert!(looked() - leased >= REST);
     }
 }

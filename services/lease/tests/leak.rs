@@ -64,7 +64,7 @@ impl Lender for Fresh<'_> {
     fn lend(&mut self) -> OwnedFd {
         wait_for("ready", || !self.daemon.status().ready.is_empty());
         let wish = Wish { bytes: PAGE, page: None, node: None, keep: None };
-        let (lease, file) = self.daemon.lease(Asker { uid: 0, gid: 0 }, 1, &wish).expect("a lease");
+        let (lease, file) = self.daemon.lease(&Asker::user(0), 1, &wish).expect("a lease");
         self.lease = Some(lease.lease);
         file
     }

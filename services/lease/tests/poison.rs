@@ -53,7 +53,7 @@ fn a_file_with_a_broken_page_is_not_lent() {
     }
     let lease = || {
         let wish = Wish { bytes: FILE, page: None, node: None, keep: None };
-        daemon.lease(Asker { uid: 0, gid: 0 }, std::process::id(), &wish)
+        daemon.lease(&Asker::user(0), std::process::id(), &wish)
     };
     let all_there = |file: &OwnedFd| {
         let memory = map(file);

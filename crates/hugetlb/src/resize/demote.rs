@@ -9,7 +9,7 @@ use super::{Leaving, Resize, ResizeReport, add};
 use crate::group::PoolArena;
 use crate::mapping::DescriptorMap;
 use crate::pool::{HugePool, Nodes, PoolError, State};
-use crate::vmemmap::{Edit, Source, Split, VmemmapOptimizer};
+use crate::vmemmap::{Edit, Source, Split, VmemmapOptimizer, Work};
 use hugemm_base::PageSize;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
@@ -19,7 +19,8 @@ use hugemm_frames::{Env, Frozen, Mobility};
 
 impl<'m, L: RawLock> HugePool<'m, L> {
     /// Makes up to `pages` free, unpromised pages of this pool of 1 GiB pages into 2 MiB pages of `into`, which must be
-    /// over the same areas ([`NotInPool`](PoolError::NotInPool) otherwise). Pages for whose descriptors memory is missing stay what they are: `left` says how many went.
+    /// over the same areas ([`NotInPool`](PoolError::NotInPool) otherwise). Lean pages for whose
+    /// descriptors memory is missing stay what they are: `left` says how many went.
     /// [`NothingToDemote`](PoolError::NothingToDemote): there is none. May sleep. Resizes of both pools are excluded, the larger pages' first.
     ///
     /// # Errors
@@ -63,7 +64,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// Takes pages over, which the caller owns. How many. Lock.
-    fn adopt(&self, state: &mut State<'m>, extent: Extent, zero: bool, lean: bool) -> u64 {
+    fn adopt(&self, state: &mut State<'m>, extent: Extent, zero: bool, is_lean: impl Fn(Pfn) -> bool) -> u64 {
         let step = self.size().pages();
         let mut pages = 0;
         for at in (extent.base().number()..extent.end().number()).step_by(step as usize) {
@@ -75,7 +76,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             if zero {
                 group.zero.add_shared(1 << bit);
             }
-            if lean {
+            if is_lean(Pfn::new(at)) {
                 group.lean.add_shared(1 << bit);
             }
             self.summarise(index);
@@ -87,7 +88,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
 impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     /// Gives the staged pages' blocks a head for every 2 MiB, or (the optimizer being off) all their descriptors; flushes once
-    /// and frees what that leaves. Pages whose descriptors could not be had stay lean as they were.
+    /// and frees what that leaves. Lean pages whose descriptors could not be had stay as they were. Fat ones have them, and can go
+    /// with those blocks lean for which there was memory.
     fn prepare_for_demotion<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         self.ready.store(false, Ordering::Relaxed);
         add(&self.tally.batches, 1);
@@ -95,30 +97,36 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         for unit in 0..self.units() {
             let Some((index, group, page)) = self.group_of(unit) else { continue };
             let lean = group.lean.get() & page != 0;
+            let whole = |work: Work| Work { heads: u64::MAX, ..work };
             let ready = match (lean, self.optimizer.is_enabled()) {
                 (true, false) => {
                     let done = self.restore_from(cx, index, group, page, &mut Source::Allocator, &mut debts);
                     group.lean.remove_shared(done);
                     done == page
                 }
-                (false, false) => true,
-                (_, true) => {
-                    let mut all = true;
-                    // First, as in `split`. Some blocks may be lean in the end and some not: restoring skips those.
-                    group.lean.add_shared(page);
-                    for mut work in self.works(index, group, page) {
-                        work.heads = u64::MAX;
-                        let mut edit = Edit::default();
-                        all &= match lean {
-                            true => self.optimizer.reshape(cx, &work, &mut edit).is_ok(),
-                            false => self.optimizer.split(cx, &work, &mut edit) == Ok(Split::Swapped),
+                (true, true) => self.works(index, group, page).map(whole).all(|work| {
+                    let mut edit = Edit::default();
+                    let reshaped = self.optimizer.reshape(cx, &work, &mut edit);
+                    debts.settle(self.optimizer, &work, edit);
+                    reshaped.is_ok()
+                }),
+                // It has all heads that its parts need: what can be given back besides is.
+                (false, on) => {
+                    if on && self.optimizer.policy.swap {
+                        // First, as in `split`.
+                        group.lean.add_shared(page);
+                        let swapped = |work: Work| {
+                            let mut edit = Edit::default();
+                            let split = self.optimizer.split(cx, &work, &mut edit);
+                            debts.settle(self.optimizer, &work, edit);
+                            split == Ok(Split::Swapped)
                         };
-                        debts.settle(self.optimizer, &work, edit);
-                        if !all {
-                            break;
+                        if self.works(index, group, page).map(whole).map(swapped).take_while(|done| *done).count() == 0
+                        {
+                            group.lean.remove_shared(page);
                         }
                     }
-                    all
+                    true
                 }
             };
             if ready {
@@ -151,7 +159,8 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                         group.demoting.remove_shared(page);
                         return 0;
                     }
-                    let (zero, lean) = (group.zero.get() & page != 0, group.lean.get() & page != 0);
+                    let zero = group.zero.get() & page != 0;
+                    let is_lean = |part| area.descriptor(part).is_some_and(|at| self.optimizer.is_lean(at));
                     for bits in [&group.zero, &group.lean, &group.staged, &group.demoting] {
                         bits.remove_shared(page);
                     }
@@ -160,7 +169,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                         unsafe { Frozen::assume_owned(area.page(size, index, bit), size.order(), Mobility::Movable) };
                     // The new heads' descriptors exist and have been flushed.
                     match self.optimizer.frames.split(page, into.size().order()) {
-                        Ok(parts) => into.adopt(state, parts.into_dirty().into_extent(), zero, lean),
+                        Ok(parts) => into.adopt(state, parts.into_dirty().into_extent(), zero, is_lean),
                         // Pools hold the pages of the optimizer's manager only.
                         Err(page) => {
                             let _ = page.into_dirty().into_extent();

@@ -2,7 +2,7 @@
 
 use super::debts::Debts;
 use super::{Direction, FREES, Resize, Stay, add, get, phase};
-use crate::group::{Group, runs};
+use crate::group::{Group, each, runs};
 use crate::mapping::DescriptorMap;
 use crate::vmemmap::{Edit, Source};
 use hugemm_base::lock::RawLock;
@@ -58,32 +58,34 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         done
     }
 
-    /// Memory is out: restores some pages with frames of one of them, which is freed without those.
+    /// Memory is out: restores some pages with frames of one of them, which is freed without those. One without poison: who has a
+    /// bad page keeps it, if there is no other.
     pub(super) fn carve<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
+        let size = self.pool.size();
         for index in get(&self.low) as usize..=get(&self.high) as usize {
-            let Some(group) = self.pool.group(index) else { continue };
+            let Some((group, area)) = self.pool.group(index).zip(self.pool.area_of(index)) else { continue };
             let lean = group.staged.get() & group.lean.get();
-            if lean == 0 {
-                continue;
-            }
-            let Some(area) = self.pool.area_of(index) else { continue };
-            // The donor's own descriptors come first.
-            let bit = u64::from(lean.trailing_zeros());
-            let mut donor = Extent::block(area.page(self.pool.size(), index, bit), self.pool.size().order());
-            let lean = if self.per_group() == 1 { lean } else { 1 << bit };
+            let page = |bit| Extent::block(area.page(size, index, bit), size.order());
+            let is_good = |bit: &u64| self.optimizer.frames.first_hwpoisoned(page(*bit)).is_none();
+            let Some(bit) = each(lean & !group.bad.get()).find(is_good) else { continue };
+            let (mut donor, mine) = (page(bit), 1 << bit);
             // It is no whole page any more when this begins: whoever unwinds loses it, and nobody gets it.
-            group.staged.remove_shared(1 << bit);
-            let mut debts = Debts::new();
-            let done = self.restore_from(cx, index, group, lean, &mut Source::Donor(&mut donor), &mut debts);
+            group.staged.remove_shared(mine);
+            let (mut debts, mut done) = (Debts::new(), 0);
+            // The donor's own descriptors come first.
+            let others = if self.per_group() == 1 { lean & !mine } else { 0 };
+            for pages in [mine, others] {
+                done |= self.restore_from(cx, index, group, pages, &mut Source::Donor(&mut donor), &mut debts);
+            }
             group.lean.remove_shared(done);
-            self.pay_and_mend(cx, index, group, lean, &mut debts);
+            self.pay_and_mend(cx, index, group, mine | others, &mut debts);
             self.share(cx, debts);
-            if done & 1 << bit == 0 {
-                group.staged.add_shared(1 << bit);
+            if done & mine == 0 {
+                group.staged.add_shared(mine);
                 return false;
             }
-            group.zero.remove_shared(1 << bit);
-            group.bad.remove_shared(1 << bit);
+            group.zero.remove_shared(mine);
+            group.bad.remove_shared(mine);
             // SAFETY: what is left of a page that was staged, and is not any more; its descriptors are restored and flushed.
             self.optimizer.frames.free_extent(cx, unsafe { Dirty::assume_owned(donor) });
             add(&self.tally.gone, 1);

@@ -17,7 +17,7 @@ impl Daemon {
     pub fn adopt_kept(&self, memory: Kept, running: Option<OwnerProcess>) -> Option<u64> {
         let mut state = self.state();
         let (uid, name) = memory.key();
-        let asker = Asker { uid, gid: uid };
+        let asker = &Asker::user(uid);
         let watch = memory.memory().ok().and_then(|file| self.watches.add(file));
         let lease = running.map(|owner| state.enter(asker, owner.pid(), memory.bytes(), Some(name.clone()), watch));
         state.kept.insert((uid, name), KeptEntry { memory, lease, watch });
@@ -27,7 +27,7 @@ impl Daemon {
     /// Enters a new lease among those that are kept, if its client wants that.
     pub(super) fn keep(
         &self,
-        asker: Asker,
+        asker: &Asker,
         pid: u32,
         mut leased: Leased,
         file: MemoryFile,
@@ -52,14 +52,13 @@ impl Daemon {
             }
             _ => "no descriptor or no random number for kept memory; lease without --keep",
         };
-        self.remove(leased.lease);
         Err(refused(RefusedKind::Kept, refusal))
     }
 
     /// Leases kept memory to its owner again; `None` if there is none of that name.
     pub(super) fn resume(
         &self,
-        asker: Asker,
+        asker: &Asker,
         pid: u32,
         bytes: u64,
         keep: &KeepAs,
@@ -96,7 +95,7 @@ impl Daemon {
     /// # Errors
     ///
     /// [`Refused`]: there is none, or it is another's.
-    pub fn forget(&self, asker: Asker, forget: &Forget) -> Result<(), Refused> {
+    pub fn forget(&self, asker: &Asker, forget: &Forget) -> Result<(), Refused> {
         let commands = self.may_command(asker);
         let uid = forget.uid.filter(|_| commands).unwrap_or(asker.uid);
         let mut state = self.state();

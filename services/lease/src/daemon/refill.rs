@@ -126,7 +126,7 @@ mod tests {
         let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
         let lease = |bytes| {
             let wish = Wish { bytes, page: None, node: None, keep: None };
-            daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish)
+            daemon.lease(&Asker::user(0), 7, &wish)
         };
         let fill = || daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
         fill();

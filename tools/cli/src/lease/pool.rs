@@ -12,9 +12,10 @@ use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lease::client::{Connection, default_socket, read_secret};
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{self, Manners, fill};
-use hugemm_lease::metrics::{self, MetricsListener};
+use hugemm_lease::listener::Listener;
+use hugemm_lease::metrics;
 use hugemm_lease::policy::LendingPolicy;
-use hugemm_lease::server::{Listener, adopt, serve as serve_socket};
+use hugemm_lease::server::{adopt, serve as serve_socket};
 use hugemm_lease::service;
 use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
@@ -96,7 +97,7 @@ fn serve(args: &Serve) -> Result<()> {
         None => listen(&path, args.policy.is_some())?,
     };
     let metrics = args.metrics.as_ref().map(|place| -> Result<_> {
-        MetricsListener::bind(place).with_context(|| format!("cannot listen at {place} for --metrics"))
+        metrics::bind(place).with_context(|| format!("cannot listen at {place} for --metrics"))
     });
     let metrics = metrics.transpose()?;
     let config = PoolConfig { page: args.page, node: args.node, shapes, size: args.size.0, policy };
@@ -142,6 +143,7 @@ fn serve(args: &Serve) -> Result<()> {
         serve_socket(&daemon, &listener, stop.as_fd())
     })?;
     let _ = waiter.join();
+    daemon.flush_log(Duration::from_secs(1));
     Ok(())
 }
 

@@ -400,10 +400,14 @@ pub struct PoolMemory {
 
 impl<I: Inject> Machine<'_, I> {
     pub fn pool_memory(&self, size: PageSize) -> PoolMemory {
-        let groups = HugePool::<SpinLock>::groups(&self.areas, size);
+        self.pool_memory_over(self.areas.clone(), size)
+    }
+
+    pub fn pool_memory_over(&self, areas: Vec<PoolArena>, size: PageSize) -> PoolMemory {
+        let groups = HugePool::<SpinLock>::groups(&areas, size);
         PoolMemory {
             size,
-            areas: self.areas.clone(),
+            areas,
             groups: (0..groups).map(|_| Group::default()).collect(),
             nodes: vec![HugePageCounts::default(); self.nodes],
         }

@@ -1,16 +1,19 @@
-//! Pages that a CPU gives back, gathered by word, so that its node's lock is taken for words of 64 pages, and not for pages.
+//! What a CPU has freed and will not allocate again: on its way to the node.
 //!
-//! Pages that are freed at random lie in as many words as there are pages: each would be an edit under the lock. So what a CPU's cache has
-//! no room for becomes bits in a table of the CPU's own, without a lock or an atomic. A word leaves it when all its pages are there and when
-//! another word needs its slot; and all of them leave before the CPU takes anything from its node, and when its cache is drained.
+//! * **Blocks** that lie higher than its cache wants them are kept as they are until there are [`BLOCKS`] of them.
+//! * **Words**: those, and what the cache has no room for, become bits of pages in a table of the CPU's own, without a lock or an atomic.
+//!   Pages that are freed at random lie in as many words as there are pages: each would be an edit under the lock. A word leaves the table
+//!   when all its pages are there and when another word needs its slot.
+//!
+//! All of it leaves before the CPU takes anything from its node, and when its cache is drained: see [`drain`](crate::drain).
 //!
 //! Only its owner touches it, pinned, with relaxed loads and stores (see [`pcp`](crate::pcp)); others read how many pages there are.
 //!
 //! Expected of a page: one line of the table, 5 loads and a store; a 64th of an edit under the lock where all pages of a word are freed.
 
+use crate::bits::{RUNS, descending};
 use crate::blockmap::WORD_BITS;
-use crate::free2m::descending;
-use crate::free4k::RUNS;
+use crate::class::plain;
 use crate::frozen::Frozen;
 use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, Ordering};
@@ -21,7 +24,10 @@ pub(crate) const WORD_ORDER: u32 = WORD_BITS.ilog2();
 /// Slots at most: a bit for each is a word of as many bits for each of its words. Words of 1 GiB that lie side by side.
 const MOST: u64 = (WORD_BITS * WORD_BITS) as u64;
 
-/// Pages here may be a part in so many of a CPU's share of memory.
+/// Blocks at most.
+const BLOCKS: u64 = 64;
+
+/// Words may have a part in so many of a CPU's share of memory.
 const PART: u64 = 16;
 
 /// Where more words lie than there are slots, the table only costs: so many batches pass it by before one is tried again.
@@ -31,12 +37,12 @@ const REST: u64 = 31;
 const FEW: u64 = 4;
 
 /// Marks the key of a word of which some pages may be parts of larger blocks in the map.
-const BLOCKS: u64 = 1 << 63;
+const LARGER: u64 = 1 << 63;
 
 /// Pages of one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Word {
-    /// Its number among all words of memory plus 1, and [`BLOCKS`].
+    /// Its number among all words of memory plus 1, and [`LARGER`].
     key: u64,
     pub(crate) pages: u64,
 }
@@ -45,28 +51,32 @@ impl Word {
     /// The frame that a bit stands for.
     #[inline]
     pub(crate) const fn frame(&self, bit: u32) -> Pfn {
-        Pfn::new((((self.key & !BLOCKS) - 1) << WORD_ORDER) + bit as u64)
+        Pfn::new((((self.key & !LARGER) - 1) << WORD_ORDER) + bit as u64)
     }
 
     /// Whether some of the pages may be parts of larger blocks in the map.
     pub(crate) const fn has_blocks(&self) -> bool {
-        self.key & BLOCKS != 0
+        self.key & LARGER != 0
     }
 }
 
 /// A place for a word: its key, 0 while it is empty, and its pages.
 type Slot = [AtomicU64; 2];
 
-/// A CPU's table.
+/// What one CPU has on its way.
 #[derive(Debug)]
-pub(crate) struct Words<'m> {
+pub(crate) struct Outgoing<'m> {
+    /// Blocks, the first of them there.
+    blocks: &'m [AtomicU64],
+    len: AtomicU64,
+    block_pages: AtomicU64,
     /// As many as a power of two, or none. A word has one: that of its number modulo this.
     slots: &'m [Slot],
     /// A bit per slot: clear where it is certainly empty.
     used: &'m [AtomicU64],
     /// A bit for each word of those: clear where that is certainly 0.
     groups: AtomicU64,
-    /// How many pages are here, or on their way from the cache to the node.
+    /// How many pages are in words, or between the cache, the table and the node.
     pages: AtomicU64,
     /// Groups of slots below this go before those above.
     turn: AtomicU64,
@@ -75,7 +85,7 @@ pub(crate) struct Words<'m> {
 }
 
 // Relaxed throughout: only the owner writes, and nobody draws a conclusion from what they read.
-impl<'m> Words<'m> {
+impl<'m> Outgoing<'m> {
     /// How many slots, for a CPU whose share of memory is so many frames: twice as many as the pages that may be here fill. Several CPUs
     /// that took memory by turns have every other word each.
     pub(crate) const fn slots(share: u64) -> u64 {
@@ -86,37 +96,78 @@ impl<'m> Words<'m> {
         }
     }
 
-    /// How many words of memory so many slots need.
+    /// How many words of memory are needed for so many slots.
     pub(crate) const fn entries(slots: u64) -> u64 {
-        2 * slots + slots.div_ceil(WORD_BITS as u64)
+        2 * slots + slots.div_ceil(WORD_BITS as u64) + if slots < BLOCKS { slots } else { BLOCKS }
     }
 
-    /// An empty table in memory for so many slots.
+    /// Nothing yet, in memory for so many slots.
     pub(crate) fn new(entries: &'m [AtomicU64], slots: u64) -> Self {
         let zero = || AtomicU64::new(0);
-        let (slots, used) = entries.split_at_checked(2 * slots as usize).unwrap_or((&[], &[]));
-        Words { slots: slots.as_chunks().0, used, groups: zero(), pages: zero(), turn: zero(), rest: zero() }
+        let (table, rest) = entries.split_at_checked(2 * slots as usize).unwrap_or((&[], &[]));
+        let (used, blocks) = rest.split_at_checked(slots.div_ceil(WORD_BITS as u64) as usize).unwrap_or((&[], &[]));
+        let (len, block_pages) = (zero(), zero());
+        let (groups, pages, turn, rest) = (zero(), zero(), zero(), zero());
+        Outgoing { blocks, len, block_pages, slots: table.as_chunks().0, used, groups, pages, turn, rest }
     }
 
     /// How many pages are here: exact for the owner.
     #[inline]
     pub(crate) fn pages(&self) -> u64 {
+        self.word_pages() + self.block_pages.load(Ordering::Relaxed)
+    }
+
+    /// How many of them are in words.
+    #[inline]
+    pub(crate) fn word_pages(&self) -> u64 {
         self.pages.load(Ordering::Relaxed)
     }
 
-    /// So many pages come, which count from before they are [added](Words::add).
-    pub(crate) fn come(&self, pages: u64) {
-        self.pages.store(self.pages() + pages, Ordering::Relaxed);
+    /// Whether there are blocks.
+    pub(crate) fn has_blocks(&self) -> bool {
+        self.len.load(Ordering::Relaxed) != 0
     }
 
-    /// So many have gone: they are the node's.
-    pub(crate) fn gone(&self, pages: u64) {
-        self.pages.store(self.pages() - pages, Ordering::Relaxed);
+    /// Adds a block; gives it back if there is no room.
+    pub(crate) fn push(&self, block: Frozen) -> Result<(), Frozen> {
+        let len = self.len.load(Ordering::Relaxed);
+        let pages = self.block_pages.load(Ordering::Relaxed) + block.order().pages();
+        let room = len == 0 || pages <= self.most_pages();
+        let Some(place) = self.blocks.get(len as usize).filter(|_| room) else { return Err(block) };
+        place.store(block.into_word(), Ordering::Relaxed);
+        self.len.store(len + 1, Ordering::Relaxed);
+        self.block_pages.store(pages, Ordering::Relaxed);
+        Ok(())
     }
 
-    /// Whether there are more pages than there may be.
+    /// Hands over all blocks, those of a class together. They are counted until `f` returns.
+    pub(crate) fn take_blocks(&self, f: impl FnOnce(&[u64])) {
+        // SAFETY: `push` alone raises the count, and by one for each block; the owner is pinned, and `f` knows nothing of this.
+        let blocks = unsafe { plain(self.blocks, self.len.load(Ordering::Relaxed) as usize) };
+        blocks.sort_unstable_by_key(|word| Frozen::class_of_word(*word));
+        f(blocks);
+        self.len.store(0, Ordering::Relaxed);
+        self.block_pages.store(0, Ordering::Relaxed);
+    }
+
+    /// So many pages come into words, which count from before they are [added](Outgoing::add).
+    pub(crate) fn enter(&self, pages: u64) {
+        self.pages.store(self.word_pages() + pages, Ordering::Relaxed);
+    }
+
+    /// So many have left: they are the node's.
+    pub(crate) fn leave(&self, pages: u64) {
+        self.pages.store(self.word_pages() - pages, Ordering::Relaxed);
+    }
+
+    /// How many pages there may be in words, and in blocks.
+    fn most_pages(&self) -> u64 {
+        (self.slots.len() as u64 / 2) << WORD_ORDER
+    }
+
+    /// Whether there are more pages in words than there may be.
     pub(crate) fn is_over(&self) -> bool {
-        self.pages() > (self.slots.len() as u64 / 2) << WORD_ORDER
+        self.word_pages() > self.most_pages()
     }
 
     /// Whether the next batch is to pass the table by, because most of the last that did not only made others leave.
@@ -155,7 +206,7 @@ impl<'m> Words<'m> {
         let index = index(self.slots, word);
         let Some([key, pages]) = self.slots.get(index).filter(|_| word.pages != u64::MAX) else { return Some(word) };
         let old = self.take(index);
-        if let Some(old) = old.filter(|old| (old.key ^ word.key) & !BLOCKS == 0) {
+        if let Some(old) = old.filter(|old| (old.key ^ word.key) & !LARGER == 0) {
             debug_assert_eq!(old.pages & word.pages, 0, "freed twice, near {:?}", word.frame(0));
             return Some(Word { key: old.key | word.key, pages: old.pages | word.pages });
         }
@@ -178,7 +229,7 @@ impl<'m> Words<'m> {
     }
 
     /// Takes those of a group of slots out, [`WORD_BITS`] at most, last slots first; each group in its turn. Whether there may be more.
-    /// Their pages count until they are [gone](Words::gone).
+    /// Their pages count until they are [out](Outgoing::leave).
     pub(crate) fn take_group(&self, mut f: impl FnMut(Word)) -> bool {
         let (groups, turn) = (self.groups.load(Ordering::Relaxed), self.turn.load(Ordering::Relaxed));
         let below = groups & !u64::MAX.unbounded_shl(turn as u32);
@@ -203,7 +254,7 @@ impl<'m> Words<'m> {
 /// one after another in one word are one.
 #[inline(always)]
 pub(crate) fn words_of(order: u32, blocks: &[u64]) -> impl Iterator<Item = (Word, bool)> {
-    let (run, kind) = (RUNS[order as usize % RUNS.len()], if order == 0 { 0 } else { BLOCKS });
+    let (run, kind) = (RUNS[order as usize % RUNS.len()], if order == 0 { 0 } else { LARGER });
     let pages = move |block: u64| run << Frozen::index_of(block, WORD_ORDER);
     let mut at = 0;
     core::iter::from_fn(move || {
@@ -232,13 +283,13 @@ fn extend(slots: &[Slot], word: Word) -> bool {
     let Some([key, pages]) = slots.get(index(slots, word)) else { return false };
     let (old, there) = (key.load(Ordering::Relaxed), pages.load(Ordering::Relaxed));
     let both = there | word.pages;
-    if (old ^ word.key) & !BLOCKS != 0 || both == u64::MAX {
+    if (old ^ word.key) & !LARGER != 0 || both == u64::MAX {
         return false;
     }
     debug_assert_eq!(there & word.pages, 0, "freed twice, near {:?}", word.frame(0));
     pages.store(both, Ordering::Relaxed);
     if word.has_blocks() {
-        key.store(old | BLOCKS, Ordering::Relaxed);
+        key.store(old | LARGER, Ordering::Relaxed);
     }
     true
 }
@@ -251,15 +302,15 @@ mod tests {
     use hugemm_threads::Random;
     use std::collections::BTreeMap;
 
-    impl Words<'_> {
+    impl Outgoing<'_> {
         fn drain(&self, mut f: impl FnMut(Word)) {
             while self.take_group(&mut f) {}
         }
     }
 
-    fn with_slots(slots: u64, test: impl FnOnce(&Words<'_>)) {
-        let entries: Vec<AtomicU64> = (0..Words::entries(slots)).map(|_| AtomicU64::new(0)).collect();
-        test(&Words::new(&entries, slots));
+    fn with_slots(slots: u64, test: impl FnOnce(&Outgoing<'_>)) {
+        let entries: Vec<AtomicU64> = (0..Outgoing::entries(slots)).map(|_| AtomicU64::new(0)).collect();
+        test(&Outgoing::new(&entries, slots));
     }
 
     fn block(pfn: u64, order: u32, zero: bool) -> u64 {
@@ -268,7 +319,7 @@ mod tests {
     }
 
     /// What leaves when blocks of order 0 are added, by first frame and pages.
-    fn leavers(words: &Words<'_>, order: u32, blocks: &[u64]) -> Vec<(u64, u64)> {
+    fn leavers(words: &Outgoing<'_>, order: u32, blocks: &[u64]) -> Vec<(u64, u64)> {
         let mut left = Vec::new();
         words.add(order, blocks, |word, _| left.push((word.frame(0).number(), word.pages)));
         left
@@ -276,15 +327,15 @@ mod tests {
 
     #[test]
     fn a_share_has_slots_for_an_eighth_of_its_words() {
-        let slots = [0, 1023, 1024, 2047, 2048, 6400, 1 << 18, 1 << 21, 1 << 30].map(Words::slots);
+        let slots = [0, 1023, 1024, 2047, 2048, 6400, 1 << 18, 1 << 21, 1 << 30].map(Outgoing::slots);
         assert_eq!(slots, [0, 0, 2, 2, 4, 8, 512, 4096, 4096]);
-        assert_eq!([0, 2, 512].map(Words::entries), [0, 5, 1032]);
+        assert_eq!([0, 2, 512].map(Outgoing::entries), [0, 7, 1096]);
         with_slots(8, |words| {
-            words.come(4 * 64);
+            words.enter(4 * 64);
             assert!(!words.is_over());
-            words.come(1);
-            assert!(words.is_over() && words.pages() == 257);
-            words.gone(2);
+            words.enter(1);
+            assert!(words.is_over() && words.word_pages() == 257);
+            words.leave(2);
             assert!(!words.is_over());
         });
     }

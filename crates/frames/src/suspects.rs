@@ -9,7 +9,7 @@ use hugemm_base::{Extent, Order, Pfn};
 
 /// What has to be looked at.
 #[derive(Debug)]
-pub(crate) struct Careful {
+pub(crate) struct Suspects {
     /// Blocks of 2 MiB that are isolated: while there are some, nobody takes the fast path.
     isolated: AtomicU64,
     /// Refused frames that are in use.
@@ -20,9 +20,9 @@ pub(crate) struct Careful {
 
 // Relaxed throughout: a cache's owner reads this when it serves the request that was posted after an addition, and acquires
 // what came before it; and under a node's lock everything is known of that node's frames.
-impl Careful {
+impl Suspects {
     pub(crate) fn new() -> Self {
-        Careful {
+        Suspects {
             isolated: AtomicU64::new(0),
             frames: AtomicU64::new(0),
             counts: core::array::from_fn(|_| AtomicU64::new(0)),

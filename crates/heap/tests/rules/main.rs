@@ -1,11 +1,14 @@
 //! What a heap promises, on one CPU or two that take turns.
 
+mod bounds;
+mod less;
+
 use hugemm_base::inject::{FaultPlan, NoFaults};
-use hugemm_base::{Extent, LinearMap, NodeId, Order, Pfn, PhysMap, Ram, SingleCpu, VirtAddr, Window, Zeroed};
+use hugemm_base::{
+    Cpu, Extent, FrameUse, LinearMap, NodeId, Order, Pfn, PhysMap, Ram, SingleCpu, VirtAddr, Window, Zeroed,
+};
 use hugemm_frames::{AllocRequest, ArenaSpec, Carved, Frames, FramesConfig, Plain};
-#[cfg(all(debug_assertions, not(miri)))]
-use hugemm_heap::Misuse;
-use hugemm_heap::{Heap, HeapError};
+use hugemm_heap::{Heap, HeapError, Misuse};
 use hugemm_threads::{Memory, Random, Threads, run_as};
 use std::alloc::Layout;
 use std::collections::HashSet;
@@ -389,31 +392,35 @@ fn what_is_kept_is_given_back_when_memory_is_out() {
     });
 }
 
-/// A slab that is on its way to its owner's list, though its owner has found the pieces already, does not go back before.
+/// A slab that is on its way to its owner, though its owner has found the pieces already, does not go back before.
 #[test]
 fn a_slab_on_its_way_to_the_list_is_not_given_back() {
     with_heap(8, |threads, _, heap| {
         let cx = threads.cx();
         let layout = layout(6144, 8);
         let take = |count: usize| (0..count).map(|_| heap.alloc(&cx, layout).expect("memory")).collect::<Vec<_>>();
-        // Three slabs of five pieces each, all in use.
-        let (mut one, mut two, three) = (take(5), take(5), take(5));
-        assert_eq!(heap.stats().pages, 3 * 8);
         let give = |memory: NonNull<u8>| free(heap, &cx, memory, layout);
+        // Slabs of five pieces each, all in use.
+        let mut slabs: Vec<_> = (0..25).map(|_| take(5)).collect();
+        let pages = heap.stats().pages;
+        // Another CPU frees a piece of each; the first of them comes last when the owner looks, who looks at eight at a time.
         run_as(1);
-        give(one.swap_remove(0));
+        slabs.iter_mut().take(24).for_each(|slab| give(slab.swap_remove(0)));
         run_as(0);
-        // The owner frees one too, and allocates: its own, and then what the other CPU has freed.
-        give(one.swap_remove(0));
-        one.extend(take(2));
-        assert_eq!(heap.stats().pages, 3 * 8);
-        // The next comes from the second slab; the first is full again.
-        give(two.swap_remove(0));
-        two.extend(take(1));
-        three.into_iter().for_each(give);
-        one.into_iter().for_each(give);
-        assert_eq!(heap.stats().pages, 3 * 8, "one is kept, and one cannot go back yet");
-        two.into_iter().for_each(give);
+        // The owner frees one too, and allocates: its own, then what the other CPU has freed, and then from the next slab.
+        let mut first = std::mem::take(&mut slabs[0]);
+        give(first.swap_remove(0));
+        first.extend(take(2));
+        let mut second = take(1);
+        // An empty one, which is kept.
+        second.append(&mut slabs[23]);
+        let slab = |memory: &NonNull<u8>| memory.addr().get() >> 15;
+        assert!(first.iter().all(|memory| slab(memory) == slab(&first[0])), "{first:?}");
+        slabs.pop().into_iter().flatten().for_each(give);
+        assert_eq!(heap.stats().pages, pages, "one is kept");
+        first.into_iter().for_each(give);
+        assert_eq!(heap.stats().pages, pages, "another one cannot go back yet");
+        second.into_iter().chain(slabs.into_iter().flatten()).for_each(give);
     });
 }
 
@@ -548,14 +555,56 @@ fn what_cannot_be_had_is_an_error() {
         let stranger = Threads::new(Memory::new(layout(8192, 4096)));
         for size in [8, 8192] {
             assert_eq!(heap.alloc(&stranger.cx(), layout(size, 8)), Err(HeapError::OtherCpu));
-            // It may free: as another CPU does.
-            let memory = heap.alloc(&cx, layout(size, 8)).expect("enough memory");
-            free(heap, &stranger.cx(), memory, layout(size, 8));
         }
         assert_eq!(heap.stats().failed, 3 + 3 + 2 + 2 + 2);
         assert_eq!(Heap::new(frames, &cx, 0).err(), Some(HeapError::TooLarge));
         assert_eq!(Heap::new(frames, &cx, u32::MAX).err(), Some(HeapError::TooLarge));
     });
+}
+
+/// Whose map has opened a block closes it: a context of another platform frees nothing, neither blocks nor pieces nor pairs of them, and
+/// makes nothing smaller.
+#[test]
+fn a_context_of_another_platform_frees_nothing() {
+    let (threads, stranger) = (Counting::threads(), Counting::threads());
+    // SAFETY: the memory is the test's; frame numbers are its own.
+    let (cx, ram) = (threads.cx(), unsafe { Ram::assume_unmanaged(threads.memory.frames()) });
+    let frames = Frames::carve(&cx, ram).expect("enough memory");
+    let heap = Heap::new(&frames, &cx, 2).expect("enough memory");
+    let (other, before) = (stranger.cx(), frames.available(&cx));
+    let (half, whole) = (HALF, WHOLE);
+    let pair = heap.alloc(&cx, half).expect("memory");
+    // SAFETY: the test's memory; so is all below.
+    assert_eq!(unsafe { heap.realloc(&cx, pair, half, whole.size()) }, Ok(pair));
+    let held: Vec<_> = [layout(100, 8), layout(4096, 8), layout(100_000, 8)]
+        .map(|layout| (heap.alloc(&cx, layout).expect("memory"), layout))
+        .into_iter()
+        .chain([(pair, whole)])
+        .collect();
+    let pages = heap.stats().pages;
+    for (memory, layout) in &held {
+        fill(*memory, *layout, 5);
+        let misused = heap.stats().misused;
+        // SAFETY: refused.
+        unsafe { heap.free(&other, *memory, *layout) };
+        assert_eq!((heap.stats().misused, heap.stats().pages), (misused + 1, pages), "{layout:?}");
+        assert_eq!(heap.stats().last_misuse, Some(Misuse::OtherPlatform));
+        // SAFETY: refused.
+        let less = unsafe { heap.realloc(&other, *memory, *layout, layout.size() / 2) };
+        assert_eq!(less, Err(HeapError::OtherCpu), "{layout:?}");
+    }
+    heap.trim(&other);
+    assert_eq!(stranger.windows.load(Ordering::Relaxed), 0, "the other platform's map was used");
+    assert_eq!(stranger.counters().snapshot().frames.of(FrameUse::HEAP), 0);
+    for (memory, layout) in held {
+        assert!(holds(memory, layout, 5));
+        // SAFETY: allocated above, once.
+        unsafe { heap.free(&cx, memory, layout) };
+    }
+    heap.trim(&cx);
+    assert_eq!((heap.stats().pages, frames.available(&cx)), (0, before));
+    let own = threads.counters().snapshot().frames.of(FrameUse::HEAP);
+    assert_eq!(own, 1, "the heap's own block is all that counts as in use");
 }
 
 /// Memory that is mapped at any multiple of 4096 does: headers are found by physical addresses. Alignments above 4096 that the
@@ -577,7 +626,6 @@ fn memory_may_be_mapped_anywhere() {
         fill(memory, layout, round as u8);
         held.push((memory, layout));
     }
-    assert_eq!(heap.alloc(&cx, layout(8, 8192)), Err(HeapError::NotMapped));
     for (round, (memory, layout)) in held.into_iter().enumerate() {
         assert!(holds(memory, layout, round as u8));
         // SAFETY: allocated above, once.
@@ -587,12 +635,45 @@ fn memory_may_be_mapped_anywhere() {
     assert_eq!((heap.stats().pages, frames.available(&cx)), (0, before));
 }
 
+/// Every alignment is given where frame 0 is at a multiple of it, and refused where it is not.
+#[test]
+fn alignments_are_those_of_the_mapping() {
+    let memory = Memory::new(layout(8 << 20, 2 << 20));
+    for skipped in 0..9_usize {
+        let ram = Extent::new(Pfn::new(0), (8 << 8) - 9).expect("valid");
+        // SAFETY: the test's memory, for this turn, of which frame 0 is one of the first; the numbers are nobody else's here.
+        let (cx, ram) = unsafe { SingleCpu::start(ram, memory.ptr().add(skipped << 12)) };
+        let frames = Frames::carve(&cx, ram).expect("enough memory");
+        let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
+        for align in (12..=17).map(|log| 1_usize << log) {
+            for size in [8, 40_000, 100_000] {
+                let wanted = layout(size, align);
+                let given = heap.alloc(&cx, wanted);
+                let fits = (skipped << 12).is_multiple_of(align);
+                assert_eq!(given.err(), (!fits).then_some(HeapError::NotMapped), "{skipped} {wanted:?}");
+                let Ok(memory) = given else { continue };
+                assert!(memory.addr().get().is_multiple_of(align), "{skipped} {wanted:?}");
+                // SAFETY: allocated just now.
+                unsafe { heap.free(&cx, memory, wanted) };
+            }
+        }
+    }
+}
+
 /// Counts the pages of the windows that are open, none of which shows more than so many.
 #[derive(Debug)]
 struct Counting {
     memory: Memory,
     windows: AtomicU64,
     most: AtomicU64,
+}
+
+impl Counting {
+    /// CPUs with 4 MiB of it.
+    fn threads() -> Threads<Counting> {
+        let memory = Memory::new(layout(4 << 20, 2 << 20));
+        Threads::new(Counting { memory, windows: AtomicU64::new(0), most: AtomicU64::new(u64::MAX) })
+    }
 }
 
 // SAFETY: the memory's windows.
@@ -617,17 +698,15 @@ unsafe impl LinearMap for Counting {}
 /// A platform that keeps account of who has which frames sees each block of the heap come and go.
 #[test]
 fn what_is_given_back_is_closed_first() {
-    let memory = Memory::new(layout(4 << 20, 2 << 20));
-    let all = memory.frames();
-    let threads = Threads::new(Counting { memory, windows: AtomicU64::new(0), most: AtomicU64::new(u64::MAX) });
+    let threads = Counting::threads();
     // SAFETY: the memory is the test's; frame numbers are its own.
-    let (cx, ram) = (threads.cx(), unsafe { Ram::assume_unmanaged(all) });
+    let (cx, ram) = (threads.cx(), unsafe { Ram::assume_unmanaged(threads.memory.frames()) });
     let frames = Frames::carve(&cx, ram).expect("enough memory");
     let open = || threads.windows.load(Ordering::Relaxed);
     let metadata = open();
     let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
     let own = open() - metadata;
-    for layout in [layout(100, 8), layout(4096, 8), layout(20_000, 8)] {
+    for layout in [layout(100, 8), layout(4096, 8), layout(20_000, 8), layout(37_000, 8)] {
         let held: Vec<_> = (0..50).map(|_| heap.alloc(&cx, layout).expect("memory")).collect();
         assert_eq!(open(), metadata + own + heap.stats().pages);
         // SAFETY: allocated above, once.
@@ -635,6 +714,15 @@ fn what_is_given_back_is_closed_first() {
         heap.trim(&cx);
         assert_eq!((open(), heap.stats().pages), (metadata + own, 0), "{layout:?}");
     }
+    // What becomes less is closed in parts.
+    let (much, little) = (layout(300_000, 8), layout(70_000, 8));
+    let memory = heap.alloc(&cx, much).expect("memory");
+    // SAFETY: the test's memory.
+    assert_eq!(unsafe { heap.realloc(&cx, memory, much, little.size()) }, Ok(memory));
+    assert_eq!((open(), heap.stats().pages), (metadata + own + 18, 18));
+    // SAFETY: as above.
+    unsafe { heap.free(&cx, memory, little) };
+    assert_eq!(open(), metadata + own);
     // Also what is refused because it is not mapped as a whole.
     let before = frames.available(&cx);
     threads.most.store(1, Ordering::Relaxed);
@@ -642,18 +730,20 @@ fn what_is_given_back_is_closed_first() {
     assert_eq!((open(), frames.available(&cx)), (metadata + own, before));
 }
 
-/// Half of the memory is mapped where the rest is; the other half elsewhere, or not at all.
+/// A part of the memory is mapped where the rest is; the other elsewhere, or not at all.
 #[derive(Debug)]
 struct Odd {
     memory: Memory,
+    /// Frames from the first that are mapped otherwise.
+    odd: std::ops::Range<u64>,
     gone: bool,
 }
 
-// SAFETY: the lower half is the memory's; the upper one is mapped nowhere, or each of its frames at the one above.
+// SAFETY: most is the memory's; the other part is mapped nowhere, or each of its frames at the one above.
 unsafe impl PhysMap for Odd {
     fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
-        let all = self.memory.frames();
-        if extent.base().number() < all.base().number() + all.pages() / 2 {
+        let first = extent.base().number() - self.memory.frames().base().number();
+        if first + extent.pages() <= self.odd.start || self.odd.end <= first {
             return self.memory.open(extent, user);
         }
         if self.gone {
@@ -664,35 +754,77 @@ unsafe impl PhysMap for Odd {
     }
 }
 
-// SAFETY: nobody reaches the frames behind the wrong windows: that is what the test is about.
+// SAFETY: nobody reaches the frames behind the wrong windows: that is what the tests are about.
 unsafe impl LinearMap for Odd {}
+
+/// Runs a test on a heap over 4 MiB of which some frames are mapped otherwise; the heap's own block is not.
+fn with_odd(
+    odd: std::ops::Range<u64>,
+    gone: bool,
+    test: impl FnOnce(&Threads<Odd>, &Frames<'_, Plain>, &Heap<'_, Plain>),
+) {
+    let memory = Memory::new(layout(4 << 20, 2 << 20));
+    let all = memory.frames();
+    let threads = Threads::new(Odd { memory, odd: odd.clone(), gone });
+    let cx = threads.cx();
+    let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: None }];
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+    // SAFETY: the metadata is the test's, zeroed; frame numbers are this memory's own; one platform.
+    let frames = unsafe { Frames::new(&config, Plain(NoFaults), metadata.ptr(), metadata.bytes()) }.expect("valid");
+    // The odd ones last: nothing else is there for the heap's own block.
+    let (low, rest) = all.split_at(odd.start);
+    let (odd, high) = rest.split_at(odd.end - odd.start);
+    // SAFETY: the memory is the test's; once.
+    unsafe { frames.release_extent(&cx, if low.is_empty() { high } else { low }) };
+    let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
+    // SAFETY: as above.
+    unsafe { frames.release_extent(&cx, odd) };
+    let before = frames.available(&cx);
+    test(&threads, &frames, &heap);
+    heap.trim(&cx);
+    assert_eq!(frames.available(&cx), before);
+}
 
 #[test]
 fn memory_that_is_mapped_elsewhere_is_left_alone() {
     for gone in [false, true] {
-        let memory = Memory::new(layout(4 << 20, 2 << 20));
-        let all = memory.frames();
-        let threads = Threads::new(Odd { memory, gone });
-        let cx = threads.cx();
-        let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: None }];
-        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
-        let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
-        // SAFETY: the metadata is the test's, zeroed; frame numbers are this memory's own; one platform.
-        let frames = unsafe { Frames::new(&config, Plain(NoFaults), metadata.ptr(), metadata.bytes()) }.expect("valid");
-        // SAFETY: the memory is the test's; once.
-        unsafe { frames.release_extent(&cx, all) };
-        let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
-        let before = frames.available(&cx);
-        for layout in [layout(6000, 8), layout(8192, 8)] {
-            let held: Vec<_> = (0..1000).map_while(|_| heap.alloc(&cx, layout).ok()).collect();
-            assert_eq!(heap.alloc(&cx, layout), Err(HeapError::NotMapped));
-            let limit = threads.memory.ptr().addr() + (2 << 20);
-            assert!(held.len() > 200 && held.iter().all(|memory| memory.addr().get() < limit));
-            // SAFETY: allocated above, once.
-            held.into_iter().for_each(|memory| unsafe { heap.free(&cx, memory, layout) });
-            heap.trim(&cx);
-            assert_eq!(frames.available(&cx), before);
-        }
+        with_odd(512..1024, gone, |threads, frames, heap| {
+            let cx = threads.cx();
+            let before = frames.available(&cx);
+            for layout in [layout(6000, 8), layout(8192, 8), layout(50_000, 8)] {
+                let held: Vec<_> = (0..1000).map_while(|_| heap.alloc(&cx, layout).ok()).collect();
+                assert_eq!(heap.alloc(&cx, layout), Err(HeapError::NotMapped));
+                let limit = threads.memory.ptr().addr() + (2 << 20);
+                assert!(held.len() * layout.size() > 1 << 20);
+                assert!(held.iter().all(|memory| memory.addr().get() + layout.size() <= limit));
+                // SAFETY: allocated above, once.
+                held.into_iter().for_each(|memory| unsafe { heap.free(&cx, memory, layout) });
+                heap.trim(&cx);
+                assert_eq!(frames.available(&cx), before);
+            }
+        });
+    }
+}
+
+/// Where such memory lies lowest it is passed by, as long as there is other memory: a whole MiB of it, and single frames here and there.
+#[test]
+fn memory_that_is_mapped_elsewhere_is_passed_by() {
+    for (odd, gone) in [(0..256, true), (0..256, false), (0..512, true), (0..3, true)] {
+        with_odd(odd.clone(), gone, |threads, frames, heap| {
+            let cx = threads.cx();
+            for wanted in [layout(100, 8), layout(4096, 8), layout(20_000, 8), layout(300_000, 8)] {
+                let held: Vec<_> = std::iter::from_fn(|| heap.alloc(&cx, wanted).ok()).take(400).collect();
+                let bytes = held.len() * wanted.size();
+                assert!(held.len() == 400 || bytes > (800 << 10), "{} of {wanted:?}, {odd:?}", held.len());
+                let first = threads.memory.ptr().addr() + (odd.end << 12) as usize;
+                assert!(held.iter().all(|memory| memory.addr().get() >= first));
+                held.iter().for_each(|memory| fill(*memory, wanted, 1));
+                // SAFETY: allocated above, once.
+                held.into_iter().for_each(|memory| unsafe { heap.free(&cx, memory, wanted) });
+                frames.drain(&cx);
+            }
+        });
     }
 }
 
