@@ -72,7 +72,7 @@ test-bare:
 	    else echo "skipped: $$target"; fi; \
 	done
 	@if scripts/need.sh target x86_64-unknown-none; then \
-	    $(CARGO) check --locked --target x86_64-unknown-none -p hugemm-x86_64 -p hugemm-page-table-multiarch; fi
+	    $(CARGO) check --locked --target x86_64-unknown-none -p hugemm-x86_64; fi
 	@for feature in clear frames heap paging hugetlb vm reclaim; do \
 	    $(CARGO) check --locked --quiet -p hugemm --no-default-features --features $$feature || exit 1; \
 	done
@@ -108,12 +108,12 @@ SEED ?= $(shell git rev-parse HEAD)
 mutants:
 	@CARGO="$(CARGO)" scripts/mutants.sh "$(CRATE)" "$(SAMPLE)" "$(SEED)"
 
-# Ten minutes each: frames are owned once; processes that share, fork and are paged out read what they wrote; and the reference
-# kernel's self-test with all its parts, on eight CPUs.
+# Ten minutes each: frames are owned once, while some are poisoned and others come and go; processes that share, fork, pin, are poisoned
+# and are paged out read what they wrote; and the reference kernel's self-test with all its parts, on eight CPUs.
 SOAK ?= 600
 soak: build
-	$(HUGEMM) bench stress --seconds $(SOAK)
-	$(HUGEMM) bench age --check --memory 64MB --seconds $$(($(SOAK) / 4)) --young noflush,batch --page 4KB
+	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-workloads --test soak
+	HUGEMM_SOAK_STEPS=$$(($(SOAK) * 1000)) $(CARGO) test --release --locked -p hugemm-reclaim --test spaces oracle
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
 
 # Races that need a thread to stop between two steps: see crates/base/src/perturb.rs.
