@@ -18,11 +18,11 @@ extern "C" {
 /* A lease. It ends with hugemm_lease_end, or with the process. Its functions may be called by one thread at a time. */
 typedef struct hugemm_lease hugemm_lease;
 
-/* What is wanted. All of it may be zero but `node`, which is -1 for any. */
+/* What is wanted. All of it may be zero. */
 struct hugemm_lease_options {
     const char *socket; /* Where the daemon listens; NULL: the default. */
     const char *page;   /* "2M", "1G" or "thp"; NULL: whatever the daemon has. */
-    int node;           /* From which NUMA node; -1: any. */
+    const int *node;    /* From which NUMA node; NULL: any. */
     const char *keep;   /* Keeps the memory under this name; NULL: does not. */
     const char *secret; /* The file with the secret of kept memory: the first lease makes it. */
 };

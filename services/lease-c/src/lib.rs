@@ -23,7 +23,7 @@ pub struct HugemmLease {
 pub struct Options {
     socket: *const c_char,
     page: *const c_char,
-    node: c_int,
+    node: *const c_int,
     keep: *const c_char,
     secret: *const c_char,
 }
@@ -58,7 +58,9 @@ fn take(bytes: u64, options: Option<&Options>) -> Result<Lease, String> {
         Some(b"thp") => Some(Page::Transparent),
         Some(other) => return Err(format!("'{}' is none of 2M, 1G and thp", String::from_utf8_lossy(other))),
     };
-    let node = options.and_then(|options| u32::try_from(options.node).ok());
+    // SAFETY: null, or a number that outlives the call, by the same contract.
+    let node = options.and_then(|options| unsafe { options.node.as_ref() });
+    let node = node.map(|node| u32::try_from(*node).map_err(|_| format!("{node} is no node"))).transpose()?;
     let wish = Wish { bytes, page, node, keep: None };
     let connection = Connection::open(&of(|options| options.socket).map_or_else(default_socket, path));
     let connection = connection.map_err(|error| error.to_string())?;

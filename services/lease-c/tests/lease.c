@@ -10,7 +10,8 @@
 
 int main(int argc, char **argv)
 {
-    struct hugemm_lease_options options = { .node = -1 };
+    struct hugemm_lease_options options = { 0 };
+    int node = -1;
     struct stat file;
     assert(argc == 3);
     options.socket = argv[1];
@@ -19,6 +20,12 @@ int main(int argc, char **argv)
     assert(!hugemm_lease_take(SIZE, &options) && strstr(hugemm_lease_error(), "none of 2M, 1G and thp"));
     options.page = "2M";
     assert(!hugemm_lease_take(5, &options) && strstr(hugemm_lease_error(), "not a multiple"));
+    options.node = &node;
+    assert(!hugemm_lease_take(SIZE, &options) && strstr(hugemm_lease_error(), "-1 is no node"));
+    /* The daemon's memory is of no one node. */
+    node = 0;
+    assert(!hugemm_lease_take(SIZE, &options) && strstr(hugemm_lease_error(), "node"));
+    options.node = NULL;
     hugemm_lease_end(NULL);
 
     hugemm_lease *lease = hugemm_lease_take(SIZE, &options);

@@ -34,10 +34,18 @@ extern "C" fn read_offer() {
 /// `ftruncate`, as the C library has it. If the descriptor gets the leased file in its place, that has the length already.
 #[unsafe(no_mangle)]
 pub extern "C" fn ftruncate(fd: c_int, length: i64) -> c_int {
-    let takes = |offer: &Offer| u64::try_from(length).is_ok_and(|bytes| offer.take(fd, bytes));
-    if !TAKEN.load(Ordering::Relaxed) && OFFER.get().is_some_and(takes) {
-        TAKEN.store(true, Ordering::Relaxed);
-        return 0;
+    let offer = OFFER.get().filter(|_| !TAKEN.load(Ordering::Relaxed));
+    match offer.zip(u64::try_from(length).ok()).map(|(offer, bytes)| offer.take(fd, bytes)) {
+        Some(Ok(true)) => {
+            TAKEN.store(true, Ordering::Relaxed);
+            return 0;
+        }
+        Some(Err(errno)) => {
+            // SAFETY: this thread's own.
+            unsafe { *libc::__errno_location() = errno.raw_os_error() };
+            return -1;
+        }
+        Some(Ok(false)) | None => {}
     }
     // SAFETY: what the C library does; the numbers are the program's.
     unsafe { libc::syscall(libc::SYS_ftruncate, fd, length) as c_int }

@@ -47,7 +47,7 @@ fn the_first_machine_has_the_lease_and_others_their_own_memory() {
     file.fill(0, MEMORY).expect("filled");
     file.make_lent(0, 0).expect("lent");
     let inode = rustix::fs::fstat(&file).expect("open").st_ino;
-    let (offer, socket) = Offer::new(file.into_fd(), MEMORY, Page::Huge2M).expect("offered");
+    let (offer, socket) = Offer::new(file.into_fd(), MEMORY, Page::Huge2M, false).expect("offered");
     let (mut first, is_leased) = machine(&library, &offer, inode);
     assert!(is_leased, "the first is on it");
     pool.wait_until_lacks(MEMORY / PAGE);

@@ -30,7 +30,7 @@ fn handles(program: &str) {
     let library = me.with_file_name("libhugemm_lease_preload.so");
     assert!(library.exists(), "{}", library.display());
     let file = MemoryFile::new(Page::Transparent, BYTES).expect("a file");
-    let (offer, _socket) = Offer::new(file.into_fd(), BYTES, Page::Transparent).expect("offered");
+    let (offer, _socket) = Offer::new(file.into_fd(), BYTES, Page::Transparent, false).expect("offered");
     let mut child = Command::new(me)
         .args(["--ignored", "--exact", program])
         .env("LD_PRELOAD", library)

@@ -1,12 +1,23 @@
 """Run by the tests of hugemm-lease-c, with the socket of a daemon and the path of a secret that is not there yet."""
 
 import os
+import socket
 import sys
+import tempfile
 
 import hugemm
 
 path, secret = sys.argv[1:]
 SIZE = 4 << 20
+
+def refused(part, **wish):
+    try:
+        hugemm.lease(**wish)
+    except hugemm.LeaseError as error:
+        assert part in str(error), error
+    else:
+        raise AssertionError(f"{wish} is leased")
+
 
 with hugemm.lease(bytes=SIZE, page="2M", socket=path) as memory:
     view = memoryview(memory)
@@ -32,14 +43,30 @@ with hugemm.lease("weights", SIZE, socket=path, secret=secret) as memory:
     assert memory.resumed and memory[:7] == b"weights"
 
 
-def refused(part, **wish):
-    try:
-        hugemm.lease(**wish)
-    except hugemm.LeaseError as error:
-        assert part in str(error), error
-    else:
-        raise AssertionError(f"{wish} is leased")
+# What nothing has any more is over.
+memory = hugemm.lease(bytes=SIZE, socket=path)
+fd = memory.fd
+del memory
+try:
+    os.fstat(fd)
+    raise AssertionError("it is open still")
+except OSError:
+    pass
 
+# Who takes no connections, and who takes them and says nothing.
+for backlog, says in (0, "takes no connection in 5 s"), (9, "no answer in 5 s"):
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+        deaf.bind(directory + "/deaf")
+        deaf.listen(backlog)
+        waiting = []
+        while backlog == 0:
+            waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            waiting[-1].setblocking(False)
+            if waiting[-1].connect_ex(directory + "/deaf"):
+                break
+        refused(says, bytes=SIZE, socket=directory + "/deaf")
+        for other in waiting:
+            other.close()
 
 refused("not a multiple", bytes=5, socket=path)
 refused("no lease daemon at /nonexistent", bytes=SIZE, socket="/nonexistent")

@@ -1,9 +1,10 @@
 //! A client's side: ask a daemon, get a descriptor.
 
-use crate::server::{connect, socket};
 use crate::wire::{self, Answer, Forget, KeepAs, Leased, Refused, Request, Seen, Wish};
 use rustix::mm::{MapFlags, ProtFlags};
+use rustix::net::addr::SocketAddrArg;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::ffi::c_void;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -54,6 +55,7 @@ fn way_out(cause: &io::Error) -> &'static str {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
             "start one with: hugemm pool serve --size SIZE, or say where it is with --socket"
         }
+        io::ErrorKind::WouldBlock => "it takes no connection in 5 s; is it stopped?",
         io::ErrorKind::PermissionDenied => {
             "this user may not ask it: have it served with a --policy that names the user"
         }
@@ -61,7 +63,7 @@ fn way_out(cause: &io::Error) -> &'static str {
     }
 }
 
-/// How long a daemon may take to answer what needs no filling.
+/// How long a daemon may take to take a connection, to take a request, and to answer what needs no filling.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Memory that is the caller's. The daemon counts it as this process's until the process ends; the bytes live as long as anybody
@@ -149,14 +151,27 @@ pub fn read_secret(path: &Path) -> io::Result<Option<String>> {
 #[derive(Debug)]
 pub struct Connection(OwnedFd);
 
+fn connect(daemon: &impl SocketAddrArg) -> io::Result<Connection> {
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    // The first is for connecting, too (unix(7)).
+    for wait in [Timeout::Send, Timeout::Recv] {
+        set_socket_timeout(&fd, wait, Some(PATIENCE))?;
+    }
+    rustix::io::retry_on_intr(|| rustix::net::connect(&fd, daemon))?;
+    Ok(Connection(fd))
+}
+
 impl Connection {
-    /// Connects to the daemon at `path`.
+    /// Connects to the daemon at `path`; waits for five seconds at most.
     ///
     /// # Errors
     ///
     /// [`ClientError::NoDaemon`].
     pub fn open(path: &Path) -> Result<Self, ClientError> {
-        connect(path).map(Connection).map_err(|cause| ClientError::NoDaemon { path: path.to_owned(), cause })
+        let address = SocketAddrUnix::new(path).map_err(io::Error::from);
+        address
+            .and_then(|address| connect(&address))
+            .map_err(|cause| ClientError::NoDaemon { path: path.to_owned(), cause })
     }
 
     /// Asks something and waits for the answer: five seconds, and for a lease, which may have to be filled, as long as the daemon
@@ -166,32 +181,31 @@ impl Connection {
     ///
     /// [`ClientError::Refused`], [`ClientError::Connection`].
     pub fn ask(&self, request: &Request) -> Result<(Answer, Option<OwnedFd>), ClientError> {
-        set_socket_timeout(&self.0, Timeout::Recv, Some(PATIENCE)).map_err(io::Error::from)?;
+        let said = |error: io::Error| match error.kind() {
+            io::ErrorKind::WouldBlock => io::Error::other("no answer in 5 s; is it stopped?"),
+            _ => error,
+        };
         match wire::send(self.0.as_fd(), request, None) {
             // A daemon that has nothing for this user says so at once, and closes the connection.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
-            other => other?,
+            other => other.map_err(said)?,
         }
-        let mut answer = wire::receive(self.0.as_fd());
+        let mut answer = wire::receive_answer(self.0.as_fd());
         if answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset) {
             // The kernel tells first that the request was not read, then what was said before.
-            answer = wire::receive(self.0.as_fd());
+            answer = wire::receive_answer(self.0.as_fd());
         }
         while matches!(request, Request::Lease(_))
             && answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
         {
-            match self.again()?.ask(&Request::Status {}) {
+            match self.again().map_err(said)?.ask(&Request::Status {}) {
                 // Whatever it says, it is there.
                 Ok(_) | Err(ClientError::Refused(_)) => {}
                 Err(error) => return Err(error),
             }
-            answer = wire::receive(self.0.as_fd());
+            answer = wire::receive_answer(self.0.as_fd());
         }
-        let answer = answer.map_err(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => io::Error::other("no answer in 5 s; is it stopped?"),
-            _ => error,
-        });
-        match answer? {
+        match answer.map_err(said)? {
             None => Err(io::Error::from(io::ErrorKind::ConnectionReset).into()),
             Some((Answer::Refused(refused), _)) => Err(ClientError::Refused(refused)),
             Some(answer) => Ok(answer),
@@ -201,9 +215,7 @@ impl Connection {
     /// Another connection to the same daemon.
     fn again(&self) -> io::Result<Self> {
         let daemon = rustix::net::getpeername(&self.0)?.ok_or(io::ErrorKind::NotConnected)?;
-        let fd = socket()?;
-        rustix::net::connect(&fd, &daemon)?;
-        Ok(Connection(fd))
+        connect(&daemon)
     }
 
     /// Leases memory that is kept as `name`, with its bytes if it is kept already. `file` has its secret: the first lease makes it,

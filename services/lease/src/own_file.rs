@@ -1,47 +1,193 @@
-//! A file that a program has made for itself, and whose place a leased one may take.
+//! A file that a program has made for itself, and whose place a leased one may take: one that nobody but the program's one descriptor
+//! leads to. With a second descriptor, a mapping, or a copy in a socket there would be two memories where the program has one.
+//!
+//! Nothing but the kernel knows who can reach a file, and there is one thing that it does when the last way to an *open file* is gone:
+//! it gives up the open file's lock (flock(2)). So the program's descriptor is first led to the same file, opened once more, while it
+//! waits in its call; if the lock of the open file that it had then is free, nobody else had that. The same is done again when the
+//! leased file comes: who has duplicated the descriptor meanwhile has the lock, and the program has its own file back. Files that were
+//! opened by a path (`/proc/PID/fd/N`) are open files of their own; these the kernel counts (`F_SETLEASE`, fcntl(2)).
+//!
+//! What is left: a thread that duplicates the descriptor between the two, and another one that does so after the second, have two
+//! memories; both during a call on that very number. A descriptor opened with `O_PATH` counts as nothing.
 
-use crate::memory_file::{Page, page_of};
-use rustix::fs::{Mode, OFlags};
+use crate::memory_file::{Page, copy_seals, page_of};
+use crate::seccomp::last_error;
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, fcntl_setfl, flock, fstat, stat};
+use rustix::io::Errno;
 use std::fs;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-/// What a descriptor of a process is.
+/// A descriptor of a process that leads to a file which has no name, no length and no pages.
+#[derive(Debug)]
 pub(crate) struct OwnFile {
     /// The file, opened once more.
-    pub(crate) file: OwnedFd,
+    file: OwnedFd,
     /// Where it was found, and which it is.
     path: String,
     identity: (u64, u64),
-    page: Page,
-    /// No name, no length, no pages: nobody else can have it, and nothing is in it.
-    is_fresh: bool,
-    is_writable: bool,
+    flags: OFlags,
     pub(crate) close_on_exec: bool,
 }
 
+/// Why a file that is of the right kind keeps its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NotReplaced {
+    /// It would have two memories.
+    #[error(
+        "something else leads to the same file, too: a duplicate, a mapping, another process, a socket that it was sent by"
+    )]
+    Shared,
+    /// It could not be looked at, or changed.
+    #[error("{0}: {1}")]
+    Refused(&'static str, Errno),
+    /// The descriptor is another's by now, or nobody waits any more.
+    #[error("its descriptor was closed meanwhile")]
+    Gone,
+}
+
+fn refused(what: &'static str) -> impl Fn(Errno) -> NotReplaced {
+    move |errno| NotReplaced::Refused(what, errno)
+}
+
+/// Whether what `/proc` says of a number is of the process that has it here: without that no program's file can be looked at, and none
+/// is replaced.
+///
+/// # Errors
+///
+/// What is wrong, and the way out.
+pub fn check_proc() -> io::Result<()> {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
+    if numbers.trim() == std::process::id().to_string() {
+        return Ok(());
+    }
+    let what = if status.is_empty() { "there is no /proc" } else { "/proc is of another process namespace" };
+    Err(io::Error::other(format!("{what}, so the program's file cannot be looked at (mount -t proc proc /proc)")))
+}
+
 impl OwnFile {
-    /// Looks at a descriptor of `process`, a number or `self`. `None`: it is no file of huge pages.
-    pub(crate) fn look(process: &str, fd: u32) -> Option<Self> {
+    /// Looks at a descriptor of `process`, a number or `self`. `None`: it is none that a leased file of such pages could replace.
+    ///
+    /// # Errors
+    ///
+    /// [`NotReplaced::Refused`]: nobody knows what it is.
+    pub(crate) fn look(process: &str, fd: u32, page: Page) -> Result<Option<Self>, NotReplaced> {
         let path = format!("/proc/{process}/fd/{fd}");
-        let file = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty()).ok()?;
-        let page = page_of(file.as_fd())?;
-        let stat = rustix::fs::fstat(&file).ok()?;
+        let stat = match stat(&path) {
+            Err(Errno::NOENT) => return Ok(None),
+            other => other.map_err(refused("its descriptor cannot be looked at"))?,
+        };
         let is_fresh = stat.st_nlink == 0 && stat.st_size == 0 && stat.st_blocks == 0;
-        let info = fs::read_to_string(format!("/proc/{process}/fdinfo/{fd}")).ok()?;
-        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
-        let flags = i32::from_str_radix(flags.trim(), 8).ok()?;
-        let is_writable = flags & libc::O_ACCMODE != libc::O_RDONLY;
-        let close_on_exec = flags & libc::O_CLOEXEC != 0;
-        Some(OwnFile { file, path, identity: (stat.st_dev, stat.st_ino), page, is_fresh, is_writable, close_on_exec })
+        // Nothing else is opened: a device, say, could do something.
+        if !is_fresh || !FileType::from_raw_mode(stat.st_mode).is_file() {
+            return Ok(None);
+        }
+        let info = fs::read_to_string(format!("/proc/{process}/fdinfo/{fd}")).unwrap_or_default();
+        let flags = info.lines().find_map(|line| i32::from_str_radix(line.strip_prefix("flags:")?.trim(), 8).ok());
+        let Some(flags) = flags.filter(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY) else { return Ok(None) };
+        let file = open(&path).map_err(refused("its file cannot be opened"))?;
+        if page_of(file.as_fd()) != Some(page) {
+            return Ok(None);
+        }
+        let (identity, close_on_exec) = ((stat.st_dev, stat.st_ino), flags & libc::O_CLOEXEC != 0);
+        let is_it = fstat(&file).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == identity);
+        let flags = OFlags::from_bits_retain(flags as u32);
+        Ok(is_it.then_some(OwnFile { file, path, identity, flags, close_on_exec }))
     }
 
-    /// Whether a leased file of such pages may take its place.
-    pub(crate) fn is_replaceable(&self, page: Page) -> bool {
-        self.page == page && self.is_fresh && self.is_writable
+    /// Leads the descriptor to the same file, opened once more, by `put`, and says whether nothing else leads there. `same` is another
+    /// descriptor of the open file that it leads to now.
+    ///
+    /// # Errors
+    ///
+    /// [`NotReplaced`]: it leads to the same file in either case.
+    pub(crate) fn alone(
+        self,
+        same: OwnedFd,
+        put: impl Fn(BorrowedFd<'_>) -> Result<(), Errno>,
+    ) -> Result<AloneFile, NotReplaced> {
+        let at = fstat(&same).map_err(refused("fstat"))?;
+        if (at.st_dev, at.st_ino) != self.identity {
+            return Err(NotReplaced::Gone);
+        }
+        fcntl_setfl(&self.file, self.flags).map_err(refused("F_SETFL"))?;
+        // Somebody who has locked it is somebody else.
+        flock(&same, FlockOperation::NonBlockingLockExclusive).map_err(|_| NotReplaced::Shared)?;
+        self.put(self.file.as_fd(), put).inspect_err(|_| {
+            let _ = flock(&same, FlockOperation::Unlock);
+        })?;
+        // The last way to it, if the program had the only one.
+        drop(same);
+        if is_alone(self.file.as_fd()) { Ok(AloneFile(self)) } else { Err(NotReplaced::Shared) }
     }
 
-    /// Whether the process's descriptor is this file yet.
-    pub(crate) fn is_still_there(&self) -> bool {
-        rustix::fs::stat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity)
+    /// The last thing before is a look: another thread may have closed the descriptor, and its number may be another file's by now. A
+    /// thread that does so between these two calls loses what it opened; it did so during a call on that very number.
+    fn put(&self, file: BorrowedFd<'_>, put: impl Fn(BorrowedFd<'_>) -> Result<(), Errno>) -> Result<(), NotReplaced> {
+        let is_there = stat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity);
+        if !is_there {
+            return Err(NotReplaced::Gone);
+        }
+        put(file).map_err(|_| NotReplaced::Gone)
     }
+}
+
+/// A program's file that one descriptor leads to, and nothing else did when it was looked at.
+#[derive(Debug)]
+pub(crate) struct AloneFile(OwnFile);
+
+impl AloneFile {
+    /// Leads the descriptor to `leased`, with the seals of its own file.
+    ///
+    /// # Errors
+    ///
+    /// [`NotReplaced`]: it leads to its own file. The leased one may have some of its seals.
+    pub(crate) fn replace(
+        mut self,
+        leased: BorrowedFd<'_>,
+        put: impl Fn(BorrowedFd<'_>) -> Result<(), Errno>,
+    ) -> Result<(), NotReplaced> {
+        let own = &mut self.0;
+        copy_seals(own.file.as_fd(), leased).map_err(refused("the leased file cannot have its seals"))?;
+        let again = open(&format!("/proc/self/fd/{}", own.file.as_raw_fd())).map_err(refused("/proc/self/fd"))?;
+        fcntl_setfl(&again, own.flags).map_err(refused("F_SETFL"))?;
+        own.put(leased, &put)?;
+        // The lock of the one before is free if that was the last way to it.
+        own.file = again;
+        if is_alone(own.file.as_fd()) {
+            return Ok(());
+        }
+        put(own.file.as_fd()).map_err(|_| NotReplaced::Gone)?;
+        Err(NotReplaced::Shared)
+    }
+}
+
+impl Drop for AloneFile {
+    fn drop(&mut self) {
+        // The program has it, and has not locked it.
+        let _ = flock(&self.0.file, FlockOperation::Unlock);
+    }
+}
+
+fn open(path: &str) -> Result<OwnedFd, Errno> {
+    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY, Mode::empty())
+}
+
+/// Whether no open file of this file is locked, and no other one was opened by a path. If so it is locked by this one.
+fn is_alone(file: BorrowedFd<'_>) -> bool {
+    if flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        return false;
+    }
+    let lease = |kind: libc::c_int| {
+        // SAFETY: asks the kernel about open files; no memory is involved.
+        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, kind) } == 0 { Ok(()) } else { Err(last_error()) }
+    };
+    // Any other error: the kernel has no such leases on this file system, or gives this user none.
+    let is_opened_elsewhere = lease(libc::F_WRLCK) == Err(Errno::AGAIN);
+    let _ = lease(libc::F_UNLCK);
+    if is_opened_elsewhere {
+        let _ = flock(file, FlockOperation::Unlock);
+    }
+    !is_opened_elsewhere
 }

@@ -131,6 +131,8 @@ pub enum CallAnswer {
     Continue,
     /// It is said to have succeeded.
     Done,
+    /// It is said to have failed: no memory.
+    NoMemory,
 }
 
 #[repr(C)]
@@ -214,11 +216,12 @@ pub fn replace_descriptor(
 ///
 /// The kernel's: `NOENT` if the call waits no more.
 pub fn answer(listener: BorrowedFd<'_>, call: &Call, answer: CallAnswer) -> Result<(), Errno> {
-    let flags = match answer {
-        CallAnswer::Continue => libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32,
-        CallAnswer::Done => 0,
+    let (error, flags) = match answer {
+        CallAnswer::Continue => (0, libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32),
+        CallAnswer::Done => (0, 0),
+        CallAnswer::NoMemory => (-libc::ENOMEM, 0),
     };
-    let mut response = libc::seccomp_notif_resp { id: call.id, val: 0, error: 0, flags };
+    let mut response = libc::seccomp_notif_resp { id: call.id, val: 0, error, flags };
     ioctl(listener, SEND, &mut response).map(drop)
 }
 

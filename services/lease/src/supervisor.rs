@@ -1,26 +1,29 @@
 //! Puts leased memory in the place of the file that a program makes for itself.
 //!
 //! The program is started with a [filter](crate::seccomp) that reports `ftruncate` to the lease's length. The supervisor looks
-//! at the descriptor: a file of the right pages that has no name, no length and no pages yet is replaced by the leased one,
-//! which has that length already. Every other call is executed as if nobody had asked.
+//! at the descriptor: a file of the right pages that has no name, no length and no pages yet, and that nobody else can reach, is
+//! replaced by the leased one, which has that length already. Every other call is executed as if nobody had asked, or fails, if the
+//! memory is required; why a file of the right kind was not replaced, and that none came, is said on standard error.
 //!
 //! The supervisor is a process of its own, no child of the program, and lives as long as anything has the filter. If it is
 //! killed, a call that waits and later calls of that one length fail with ENOSYS; nothing else changes.
 
 use crate::client::{Connection, Lease};
-use crate::memory_file::{Page, copy_seals};
-use crate::own_file::OwnFile;
+use crate::memory_file::Page;
+pub use crate::own_file::check_proc;
+use crate::own_file::{NotReplaced, OwnFile};
 use crate::seccomp::{self, Call, CallAnswer, FilterError};
 use crate::wire::Seen;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::mem;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::time::{Duration, Instant};
 
@@ -30,6 +33,9 @@ pub enum AttachError {
     /// No filter. The program can be started without.
     #[error(transparent)]
     Filter(#[from] FilterError),
+    /// No file of a program could be looked at. The program can be started without.
+    #[error("{0}")]
+    NoProc(io::Error),
     /// No process for the supervisor. The program can be started without.
     #[error("cannot start the lease's supervisor: {0}")]
     Supervisor(io::Error),
@@ -48,26 +54,61 @@ pub struct Attached {
 /// Starts a supervisor for the calling process: from here on, a file that it, or what it becomes by `exec` or starts, makes to the
 /// lease's length is the leased one. For a process with one thread that is about to `exec`.
 ///
+/// `require`: a call that asks for memory of that length, and cannot have the leased one, fails (ENOMEM).
+///
 /// # Errors
 ///
 /// [`AttachError`]: the lease is over, and nothing has changed but `no_new_privs`, or as [`AttachError::Gone`] says.
-pub fn attach(lease: Lease) -> Result<Attached, AttachError> {
-    let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-    let pair = pair.map_err(io::Error::from).and_then(|(ours, theirs)| Ok((split()?, ours, theirs)));
-    let attached = match pair {
-        Ok((Process::Supervisor, _, theirs)) => exit(run(theirs, lease).is_err().into()),
-        Ok((Process::Program, ours, theirs)) => {
+pub fn attach(lease: Lease, require: bool) -> Result<Attached, AttachError> {
+    let attached = match start() {
+        Ok((Process::Supervisor, _, theirs, ears)) => exit(run(theirs, lease, ears, require).is_err().into()),
+        Ok((Process::Program, ours, theirs, _)) => {
             // A supervisor that gets nothing ends when ours is closed.
             drop(theirs);
             report_to(ours, lease.about.bytes)
         }
-        Err(error) => Err(AttachError::Supervisor(error)),
+        Err(error) => Err(error),
     };
     if attached.is_err() {
         // Nobody else says so before this process ends, and a daemon that does not hear it notices that.
         let _ = lease.end();
     }
     attached
+}
+
+/// Makes the supervisor, if it would see anything, and a way from the program to it.
+fn start() -> Result<(Process, OwnedFd, OwnedFd, Ears), AttachError> {
+    check_proc().map_err(AttachError::NoProc)?;
+    let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+    let started = pair.map_err(io::Error::from).and_then(|(ours, theirs)| {
+        let ears = Ears::of_this_process()?;
+        Ok((split()?, ours, theirs, ears))
+    });
+    started.map_err(AttachError::Supervisor)
+}
+
+/// Who is told what became of the lease: the standard error of the process that becomes the program, as long as that lives and has not
+/// got it, for whoever reads it to the end waits for all that have it open.
+struct Ears {
+    process: OwnedFd,
+    /// None if it has none.
+    stderr: Option<OwnedFd>,
+}
+
+impl Ears {
+    fn of_this_process() -> io::Result<Self> {
+        let process = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
+        Ok(Ears { process, stderr: fcntl_dupfd_cloexec(rustix::stdio::stderr(), 3).ok() })
+    }
+
+    /// A line, if there is room for it: a reader who stands still keeps no program waiting.
+    fn say(&self, line: &str) {
+        let Some(stderr) = &self.stderr else { return };
+        let mut room = [PollFd::new(stderr, PollFlags::OUT)];
+        if poll(&mut room, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
+            let _ = rustix::io::write(stderr, format!("hugemm lease: {line}\n").as_bytes());
+        }
+    }
 }
 
 /// Installs the filter and sends its listener to the supervisor.
@@ -143,21 +184,23 @@ fn exit(code: i32) -> ! {
 }
 
 /// The supervisor's life.
-fn run(from_program: OwnedFd, lease: Lease) -> io::Result<()> {
+fn run(from_program: OwnedFd, lease: Lease, ears: Ears, require: bool) -> io::Result<()> {
     let Lease { about, file, connection } = lease;
-    let others = [from_program.as_fd(), file.as_fd(), connection.as_fd()];
-    keep_only(&others.map(|fd| fd.as_raw_fd()))?;
+    let others = [from_program.as_fd(), file.as_fd(), connection.as_fd(), ears.process.as_fd()];
+    keep_only(others.into_iter().chain(ears.stderr.as_ref().map(AsFd::as_fd)).map(|fd| fd.as_raw_fd()).collect())?;
+    // Somebody who opens a file while it is looked at has the kernel send this, and nothing is to be done.
+    // SAFETY: no handler.
+    unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
     let Some(((), Some(listener))) = crate::wire::receive::<()>(from_program.as_fd())? else { return Ok(()) };
     drop(from_program);
     seccomp::switch_at_once(listener.as_fd());
-    let mut supervisor =
-        Supervisor { listener, length: about.bytes, page: about.page, file: Some(file), connection, watch: None };
-    supervisor.serve()
+    let (length, page) = (about.bytes, about.page);
+    let (file, ears) = (Some(file), Some(ears));
+    Supervisor { listener, length, page, require, file, connection, ears, watch: None }.serve()
 }
 
 /// Closes everything else: a program waits for the end of pipes that its starter had open. Standard streams go nowhere.
-fn keep_only(fds: &[i32]) -> io::Result<()> {
-    let mut keep = fds.to_vec();
+fn keep_only(mut keep: Vec<i32>) -> io::Result<()> {
     keep.sort_unstable();
     let mut from = 3;
     for end in keep.into_iter().map(Some).chain([None]) {
@@ -185,9 +228,12 @@ struct Supervisor {
     listener: OwnedFd,
     length: u64,
     page: Page,
+    require: bool,
     /// Until it is placed; afterwards the program alone has it, so that its memory goes with it.
     file: Option<OwnedFd>,
     connection: Connection,
+    /// Until the lease is placed, something was said, or the program has ended.
+    ears: Option<Ears>,
     /// How the program maps what it was given is looked at for a while.
     watch: Option<Watch>,
 }
@@ -206,17 +252,27 @@ impl Supervisor {
     fn serve(&mut self) -> io::Result<()> {
         loop {
             let pause = self.watch.as_ref().map(|_| Timespec { tv_sec: 0, tv_nsec: LOOK.subsec_nanos().into() });
-            let mut wait = [PollFd::new(&self.listener, PollFlags::IN)];
+            let ears = self.ears.as_ref().map(|ears| PollFd::new(&ears.process, PollFlags::IN));
+            let mut wait: Vec<_> = [PollFd::new(&self.listener, PollFlags::IN)].into_iter().chain(ears).collect();
             match poll(&mut wait, pause.as_ref()) {
                 Err(Errno::INTR) => continue,
                 other => other?,
             };
-            let events = wait[0].revents();
+            let (events, ended) = (wait[0].revents(), wait.get(1).is_some_and(|ears| !ears.revents().is_empty()));
             if events.contains(PollFlags::IN) {
                 if let Some(call) = seccomp::receive(self.listener.as_fd())? {
                     self.answer(&call);
                 }
-            } else if !events.is_empty() {
+            } else if (ended || !events.is_empty())
+                && let Some(ears) = self.ears.take()
+            {
+                ears.say(&format!(
+                    "the program has ended, and nothing took the lease: no file of {} bytes that it could replace \
+                     was made; other ways are @LEASE@ and --fd",
+                    self.length
+                ));
+            }
+            if !events.is_empty() && !events.contains(PollFlags::IN) {
                 // Nothing has the filter any more.
                 if self.file.is_some() {
                     self.connection.tell(Seen::Unused);
@@ -229,33 +285,47 @@ impl Supervisor {
 
     /// Answers a call. An error of an answer means that nobody waits for it any more.
     fn answer(&mut self, call: &Call) {
-        let placed = call.length == self.length && self.place(call).is_some();
-        let answer = if placed { CallAnswer::Done } else { CallAnswer::Continue };
+        let answer = match self.place(call) {
+            Ok(true) => CallAnswer::Done,
+            Ok(false) | Err(NotReplaced::Gone) => CallAnswer::Continue,
+            Err(why) => {
+                let (name, then) = (name_of(call.thread), if self.require { "it fails" } else { "it has its own" });
+                // One line for a lease.
+                if let Some(ears) = self.ears.take() {
+                    ears.say(&format!("{name} asks for {} bytes, and {then}: {why}", self.length));
+                }
+                if self.require { CallAnswer::NoMemory } else { CallAnswer::Continue }
+            }
+        };
         let _ = seccomp::answer(self.listener.as_fd(), call, answer);
+        if answer == CallAnswer::Done {
+            self.connection.tell(Seen::Placed);
+        }
     }
 
-    /// Replaces the call's descriptor, if it is of the kind that is waited for.
-    fn place(&mut self, call: &Call) -> Option<()> {
-        let leased = self.file.as_ref()?;
-        // A thread in a namespace that cannot be seen from here has the number 0.
-        let process = (call.thread != 0).then(|| call.thread.to_string())?;
-        let found = OwnFile::look(&process, call.fd)?;
+    /// Replaces the call's descriptor, if it is of the kind that is waited for; false if it is not.
+    fn place(&mut self, call: &Call) -> Result<bool, NotReplaced> {
+        let Some(leased) = self.file.as_ref().filter(|_| call.length == self.length) else { return Ok(false) };
+        if call.thread == 0 {
+            return Err(NotReplaced::Refused("its process is in a namespace that cannot be seen", Errno::SRCH));
+        }
+        let Some(found) = OwnFile::look(&call.thread.to_string(), call.fd, self.page)? else { return Ok(false) };
         // All that was read is of the process that waits.
-        if !found.is_replaceable(self.page) || !seccomp::is_valid(self.listener.as_fd(), call) {
-            return None;
+        if !seccomp::is_valid(self.listener.as_fd(), call) {
+            return Ok(false);
         }
-        copy_seals(found.file.as_fd(), leased.as_fd()).ok()?;
-        // The last thing before: another thread may have closed the descriptor, and its number may be another file's by now. A
-        // thread that does so between these two calls loses what it opened; it did so during a call on that very number.
-        if !found.is_still_there() {
-            return None;
-        }
-        seccomp::replace_descriptor(self.listener.as_fd(), call, leased.as_fd(), found.close_on_exec).ok()?;
+        let same = descriptor_of(call).map_err(|errno| match errno {
+            Errno::BADF => NotReplaced::Gone,
+            _ => NotReplaced::Refused("its descriptor cannot be had (kernel.yama.ptrace_scope, CAP_SYS_PTRACE)", errno),
+        })?;
+        let close_on_exec = found.close_on_exec;
+        let put = |file: BorrowedFd<'_>| seccomp::replace_descriptor(self.listener.as_fd(), call, file, close_on_exec);
+        found.alone(same, put)?.replace(leased.as_fd(), put)?;
         let inode = rustix::fs::fstat(leased).map_or(0, |stat| stat.st_ino);
         self.watch = Some(Watch { thread: call.thread, inode, until: Instant::now() + LOOKS_FOR });
         self.file = None;
-        self.connection.tell(Seen::Placed);
-        Some(())
+        self.ears = None;
+        Ok(true)
     }
 
     /// Looks whether the program maps its memory privately, and says so once.
@@ -270,6 +340,21 @@ impl Supervisor {
             self.watch = None;
         }
     }
+}
+
+/// The name of a thread's program, for people.
+fn name_of(thread: u32) -> String {
+    let name = fs::read_to_string(format!("/proc/{thread}/comm"));
+    format!("{} ({thread})", name.as_deref().map_or("a program", str::trim))
+}
+
+/// Another descriptor of the open file that the call's descriptor leads to. Who waits may be any thread of its process.
+fn descriptor_of(call: &Call) -> Result<OwnedFd, Errno> {
+    let status = fs::read_to_string(format!("/proc/{}/status", call.thread)).unwrap_or_default();
+    let leader = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
+    let leader = leader.and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
+    let process = pidfd_open(leader, PidfdFlags::empty())?;
+    pidfd_getfd(process, call.fd as i32, PidfdGetfdFlags::empty())
 }
 
 /// Whether an inode is mapped privately; `None` if it is not mapped. Lines as in proc_pid_maps(5).

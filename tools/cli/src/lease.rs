@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use args::{Lease, Mode};
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
 use hugemm_lease::preload::{self, Offer};
-use hugemm_lease::supervisor::{AttachError, attach, private_by_arguments};
+use hugemm_lease::supervisor::{AttachError, attach, check_proc, private_by_arguments};
 use hugemm_lease::wire::{Request, Wish};
 use hugemm_workloads::size::Size;
 use rustix::fs::{Access, SealFlags, access};
@@ -49,7 +49,8 @@ pub fn run(args: &Lease) -> Result<()> {
         return hold(args);
     }
     // What can be missing is looked for before memory is taken that nobody would use.
-    match libraries(args).and_then(|libraries| Ok((lease(args)?, libraries))) {
+    let checked = if is_given(args) { Ok(()) } else { check_proc().map_err(anyhow::Error::from) };
+    match checked.and_then(|()| libraries(args)).and_then(|libraries| Ok((lease(args)?, libraries))) {
         Ok((lease, libraries)) => start_on(args, lease, libraries),
         // A command that is to be given the memory has no other.
         Err(error) if args.require || is_given(args) => Err(error),
@@ -93,13 +94,13 @@ fn start_on(args: &Lease, lease: Leased, libraries: Option<OsString>) -> Result<
         return Err(exec(&command, []));
     }
     if let Some(libraries) = libraries {
-        return match offer(lease, libraries) {
+        return match offer(lease, libraries, args.require) {
             Ok((environment, _socket)) => Err(exec(&args.command, environment)),
             Err(error) if args.require => Err(error),
             Err(error) => Err(start_without(args, &error)),
         };
     }
-    match attach(lease) {
+    match attach(lease, args.require) {
         Ok(attached) if attached.no_new_privs => {
             eprintln!("hugemm lease: without CAP_SYS_ADMIN, setuid helpers of {} will not work", name(&args.command));
         }
@@ -146,9 +147,10 @@ const LIBRARY: &str = "libhugemm_lease_preload.so";
 
 /// Has the lease wait for the command's first file of its length, and says by which variables the command finds it. The descriptor is
 /// to be open until `exec`. An error ends the lease.
-fn offer(lease: Leased, libraries: OsString) -> Result<([(&'static str, OsString); 2], OwnedFd)> {
+fn offer(lease: Leased, libraries: OsString, require: bool) -> Result<([(&'static str, OsString); 2], OwnedFd)> {
     let Leased { about, file, connection } = lease;
-    let offered = Offer::new(file, about.bytes, about.page).and_then(|(offer, socket)| Ok((offer.variable()?, socket)));
+    let offered =
+        Offer::new(file, about.bytes, about.page, require).and_then(|(offer, socket)| Ok((offer.variable()?, socket)));
     match offered {
         Ok((offer, socket)) => Ok(([(PRELOAD, libraries), (preload::VARIABLE, offer.into())], socket)),
         Err(error) => {

@@ -5,7 +5,8 @@ mod support;
 
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
-use hugemm_lease::server::Listener;
+use hugemm_lease::listener::Listener;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -25,7 +26,7 @@ const LEASE: u64 = 32 * MIB;
 const MEMORY: u64 = 64 * MIB;
 
 /// Pages of the pool that a program takes for itself.
-const OWN: u64 = 1;
+const OWN: u64 = LEASE / PageSize::Size2M.bytes();
 
 /// Where huge pages come from.
 enum Pages {
@@ -272,6 +273,91 @@ fn other_files_of_that_length_are_left_alone() {
     daemon.wait_for("unused", |status| status["counts"]["unused"] == 1 && status["counts"]["placed"] == 0);
 }
 
+/// Run under a lease: a file that a second descriptor leads to, and, where that does not size it, one that is mapped already.
+#[test]
+#[ignore = "a program for another test to run"]
+fn program_with_two_views_of_its_memory() {
+    let first = fresh_file();
+    let second = first.try_clone().expect("a descriptor");
+    let map = |file: &File| {
+        // SAFETY: at an address of the kernel's choice; what is touched is within the file's length by then.
+        let at = unsafe {
+            let rights = libc::PROT_READ | libc::PROT_WRITE;
+            libc::mmap(std::ptr::null_mut(), LEASE as usize, rights, libc::MAP_SHARED, file.as_raw_fd(), 0)
+        };
+        assert_ne!(at, libc::MAP_FAILED);
+        at.cast::<u8>()
+    };
+    let pool = std::env::args().next_back().is_some_and(|pages| pages == "2M");
+    let early = (!pool).then(|| map(&first));
+    if let Err(error) = second.set_len(LEASE) {
+        println!("no memory: {error}");
+        return;
+    }
+    let views = [early.unwrap_or_else(|| map(&first)), map(&first), map(&second)];
+    // SAFETY: the first byte of three mappings of one file.
+    let seen = unsafe {
+        views[0].write_volatile(7);
+        views.map(|view| view.read_volatile())
+    };
+    println!("one memory: {}", seen == [7; 3]);
+}
+
+/// Where there would be two memories the program has its own, and is told so; or none, where the leased one is required.
+#[test]
+fn a_file_with_two_views_is_left_alone() {
+    let Some(daemon) = Daemon::start("lease-views", &[]) else { return };
+    if !daemon.wait_until_ready() {
+        return;
+    }
+    let me = me();
+    let program = [&words(&me, "program_with_two_views_of_its_memory")[..], &[daemon.pages.name()]].concat();
+    let text = said(&daemon.lease(&[], &program));
+    assert!(text.contains("one memory: true"), "{text}");
+    let lines: Vec<_> = text.lines().filter(|line| line.starts_with("hugemm lease:")).collect();
+    assert!(matches!(lines[..], [line] if line.contains("leads to the same file, too")), "{text}");
+    daemon.wait_for("unused", |status| status["counts"]["unused"] == 1 && status["counts"]["placed"] == 0);
+    let text = said(&daemon.lease(&["--require"], &program));
+    assert!(text.contains("no memory: ") && text.contains("and it fails"), "{text}");
+}
+
+/// A lease that nothing takes is told when the program ends, and one whose program nobody could look at is not had.
+#[test]
+fn what_is_not_placed_is_said() {
+    let Some(daemon) = Daemon::start("lease-untaken", &[]) else { return };
+    if !daemon.wait_until_ready() {
+        return;
+    }
+    let output = daemon.lease(&["--require"], &["true"]);
+    assert!(output.status.success() && said(&output).contains("nothing took the lease"), "{}", said(&output));
+    // Whoever reads what a program says does not wait for what it leaves behind.
+    let output = daemon.lease(&["--require"], &["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"]);
+    let left: i32 = String::from_utf8_lossy(&output.stdout).trim().parse().expect("a process");
+    // SAFETY: a process that was started for this.
+    assert_eq!(unsafe { libc::kill(left, libc::SIGKILL) }, 0);
+    let command = format!("{} lease 32MB --socket {}", env!("CARGO_BIN_EXE_hugemm"), daemon.socket);
+    for (options, what) in [("--pid --fork", "another process namespace"), ("--mount", "no /proc")] {
+        for more in ["--require", "", "--require --mode preload"] {
+            let hide = if what == "no /proc" { "umount -l /proc; " } else { "" };
+            let script = format!("{hide}{command} {more} -- echo ran");
+            let words = options.split(' ').chain(["sh", "-c", &script]);
+            let output = Command::new("unshare").args(words).output().expect("util-linux");
+            let text = said(&output);
+            if text.contains("unshare failed") {
+                eprintln!("skipped: {text}");
+                return;
+            }
+            if more.ends_with("preload") && text.contains("build it with") {
+                continue;
+            }
+            assert_eq!(output.stdout, if more.is_empty() { "ran\n" } else { "" }.as_bytes(), "{more}: {text}");
+            assert_eq!(output.status.success(), more.is_empty(), "{more}: {text}");
+            assert!(text.contains(what), "{more}: {text}");
+        }
+    }
+    daemon.wait_for("over", |status| status["leases"] == Value::from(Vec::<u8>::new()));
+}
+
 #[test]
 fn memory_is_handed_over_as_a_path_or_a_descriptor() {
     let Some(daemon) = Daemon::start("lease-path", &[]) else { return };
@@ -401,6 +487,40 @@ fn odd_commands_are_answered_in_one_line() {
     // One that does not answer is not waited for without end; the line says so.
     let _silent = Listener::bind(scratch.path("silent").as_ref(), false).expect("a socket");
     refused(&["pool", "status", "--socket", &scratch.path("silent")], &["no answer in 5 s", "stopped"]);
+}
+
+/// A daemon that takes no connections keeps no program waiting for its memory, and nobody who asks how things are.
+#[test]
+fn a_daemon_that_takes_no_connections_is_not_waited_for() {
+    let scratch = Scratch::new("lease-full");
+    let socket = scratch.path("socket");
+    let _deaf = Listener::bind(socket.as_ref(), false).expect("a socket");
+    let address = SocketAddrUnix::new(socket.as_str()).expect("a path");
+    let mut waiting = Vec::new();
+    loop {
+        let fd =
+            socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::NONBLOCK, None).expect("a socket");
+        match rustix::net::connect(&fd, &address) {
+            Ok(()) => waiting.push(fd),
+            Err(rustix::io::Errno::AGAIN) => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    let ends = |words: &[&str]| {
+        let output = Command::new("timeout").args(["60", env!("CARGO_BIN_EXE_hugemm")]).args(words).output();
+        let output = output.expect("coreutils");
+        assert_ne!(output.status.code(), Some(124), "{words:?} waits");
+        (output.status.success(), said(&output))
+    };
+    let lease = ["lease", "32MB", "--socket", &socket];
+    let (ran, text) = ends(&[&lease[..], &["--", "echo", "ran"]].concat());
+    assert!(ran && text.contains("ran\n") && text.contains("it takes no connection in 5 s; is it stopped?"), "{text}");
+    let (ran, text) = ends(&[&lease[..], &["--require", "--", "echo", "ran"]].concat());
+    assert!(!ran && text.lines().count() == 1 && text.contains("is it stopped?"), "{text}");
+    let (ran, text) = ends(&["pool", "status", "--wait", "1", "--socket", &socket]);
+    assert!(!ran && text.contains("is it stopped?"), "{text}");
+    let (ran, text) = ends(&["pool", "doctor", "--socket", &socket]);
+    assert!(ran && text.contains("is it stopped?"), "{text}");
 }
 
 /// A daemon says to a service manager when it serves and when it ends, to its user why it waits, and lets nobody in beside it.

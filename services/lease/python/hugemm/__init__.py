@@ -6,17 +6,22 @@
     array = numpy.frombuffer(weights, dtype=numpy.float16)
 
 A lease is an `mmap.mmap`: a writable buffer, for numpy.frombuffer, memoryview and slices. `resumed` says whether kept memory has its
-former bytes. It ends with `close()`, at the end of a `with` block, or with the process. Needs Linux and nothing but Python.
+former bytes. It ends with `close()`, at the end of a `with` block, when nothing has it any more, or with the process. Needs Linux and
+nothing but Python.
 """
 
 import json
 import mmap
 import os
 import socket as _socket
+import struct
 
 __all__ = ["Lease", "LeaseError", "lease"]
 
 _MOST = 1 << 16
+
+# Seconds that a daemon may take to take a connection, to take a request, and to answer what needs no filling.
+_PATIENCE = 5
 
 
 class LeaseError(OSError):
@@ -49,6 +54,10 @@ class Lease(mmap.mmap):
     def __exit__(self, *_):
         self.close()
 
+    def __del__(self):
+        if hasattr(self, "_connection"):
+            self.close()
+
 
 def lease(name=None, bytes=0, page=None, node=None, *, secret=None, socket=None):
     """Leases `bytes` bytes of huge pages: whole pages of 2 MiB, or of 1 GiB.
@@ -70,15 +79,8 @@ def lease(name=None, bytes=0, page=None, node=None, *, secret=None, socket=None)
         if os.path.exists(secret):
             with open(secret) as file:
                 wish["keep"]["secret"] = file.read().strip()
-    path = socket or _default_socket()
-    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    connection = _connect(socket or _default_socket())
     try:
-        try:
-            connection.connect(path)
-        except OSError as error:
-            raise LeaseError(
-                error.errno, f"no lease daemon at {path}: {error.strerror}; start one with: hugemm pool serve"
-            ) from None
         answer, fds = _ask(connection, {"lease": wish})
         about = answer["leased"]
         try:
@@ -93,17 +95,46 @@ def lease(name=None, bytes=0, page=None, node=None, *, secret=None, socket=None)
         raise
 
 
+def _connect(path):
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    # Not `settimeout`, which has connecting fail at once where others are before.
+    for wait in _socket.SO_SNDTIMEO, _socket.SO_RCVTIMEO:
+        connection.setsockopt(_socket.SOL_SOCKET, wait, struct.pack("ll", _PATIENCE, 0))
+    try:
+        connection.connect(path)
+    except BlockingIOError:
+        connection.close()
+        raise LeaseError(f"no lease daemon at {path}: it takes no connection in {_PATIENCE} s; is it stopped?") from None
+    except OSError as error:
+        connection.close()
+        raise LeaseError(
+            error.errno, f"no lease daemon at {path}: {error.strerror}; start one with: hugemm pool serve"
+        ) from None
+    return connection
+
+
 def _ask(connection, request):
+    silent = f"the lease daemon gives no answer in {_PATIENCE} s; is it stopped?"
     try:
         connection.send(json.dumps(request).encode())
     except BrokenPipeError:
         # A daemon that has nothing for this user says so at once, and closes the connection.
         pass
-    try:
-        packet, fds, _, _ = _socket.recv_fds(connection, _MOST, 1)
-    except ConnectionResetError:
-        # The kernel tells first that the request was not read, then what was said before.
-        packet, fds, _, _ = _socket.recv_fds(connection, _MOST, 1)
+    except BlockingIOError:
+        raise LeaseError(silent) from None
+    while True:
+        try:
+            packet, fds, _, _ = _socket.recv_fds(connection, _MOST, 1)
+            break
+        except ConnectionResetError:
+            # The kernel tells first that the request was not read, then what was said before.
+            pass
+        except BlockingIOError:
+            if "lease" not in request:
+                raise LeaseError(silent) from None
+            # Memory may have to be filled: as long as the daemon answers others.
+            with _connect(connection.getpeername()) as other:
+                _ask(other, {"status": {}})
     answer = json.loads(packet) if packet else {"refused": {"message": "the lease daemon is gone"}}
     for fd in fds:
         os.set_inheritable(fd, False)

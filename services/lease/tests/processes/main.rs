@@ -16,7 +16,10 @@ mod served;
 
 use killed::{clients_and_supervisors_are_killed, the_daemon_is_killed};
 use manager::{a_manager_holds_what_is_filled, kept_memory_survives_the_daemon};
-use programs::{a_descriptor_changes, a_lease_without_a_filter_is_over, programs_of_all_kinds};
+use programs::{
+    a_daemon_of_another_process_namespace, a_descriptor_changes, a_lease_without_a_filter_is_over,
+    programs_of_all_kinds,
+};
 use roles::{client, daemon, keeper, program};
 use std::path::Path;
 use support::{PAGE, Pool};
@@ -32,8 +35,8 @@ fn main() {
         ["client", socket, role] => client(Path::new(socket), role),
         ["keeper", socket] => keeper(Path::new(socket)),
         ["program", role] => program(role),
-        // The flags of a test runner select nothing: all of this is one test.
-        _ => tests(),
+        // As with libtest, a word selects the tests whose name has it.
+        _ => tests(words.iter().find(|word| !word.starts_with('-')).unwrap_or(&"")),
     }
 }
 
@@ -47,8 +50,9 @@ fn goes_on() {
 /// A name, and what is done.
 type Test = (&'static str, fn(&Pool));
 
-fn tests() {
-    let tests: [Test; 8] = [
+fn tests(part: &str) {
+    let tests: [Test; 9] = [
+        ("a daemon of another process namespace", a_daemon_of_another_process_namespace),
         ("clients and supervisors are killed before every call", clients_and_supervisors_are_killed),
         ("the daemon is killed before every call", the_daemon_is_killed),
         ("a descriptor is closed while the supervisor looks", |pool| a_descriptor_changes(pool, "close")),
@@ -59,7 +63,7 @@ fn tests() {
         ("a lease without a filter is over", a_lease_without_a_filter_is_over),
     ];
     let Some(pool) = Pool::with_free(4 * LEASE / PAGE) else { return };
-    for (name, test) in tests {
+    for (name, test) in tests.into_iter().filter(|(name, _)| name.contains(part)) {
         goes_on();
         test(&pool);
         pool.wait_until_lacks(0);

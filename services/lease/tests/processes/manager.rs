@@ -4,7 +4,7 @@ use crate::roles::{kept, me, with_bytes};
 use crate::served::{Served, new_socket, rest};
 use crate::support::{Pool, wait_for};
 use hugemm_lease::client::{ClientError, Connection};
-use hugemm_lease::server::Listener;
+use hugemm_lease::listener::Listener;
 use hugemm_lease::status::Status;
 use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
 use rustix::net::{
@@ -167,7 +167,7 @@ pub(crate) fn kept_memory_survives_the_daemon(_: &Pool) {
     restart(&mut served, &mut manager);
     let lease = kept(&served.socket, Some(secret)).expect("leased again");
     assert!(lease.about.resumed);
-    with_bytes(&lease, |memory| assert!(memory.iter().all(|byte| *byte == 0x5a), "it has its bytes"));
+    with_bytes(&lease.file, |memory| assert!(memory.iter().all(|byte| *byte == 0x5a), "it has its bytes"));
     drop(lease);
     let forget = |secret: &str, uid| {
         let keep = KeepAs { name: "cache".to_owned(), secret: Some(secret.to_owned()) };

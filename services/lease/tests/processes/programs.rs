@@ -14,6 +14,18 @@ const RECEIVE: u64 = 0xc050_2100;
 const SEND: u64 = 0xc018_2101;
 const ADD_FD: u64 = 0x4018_2103;
 
+/// A daemon in a container has no number for a client outside, and serves it.
+pub(crate) fn a_daemon_of_another_process_namespace(_: &Pool) {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root makes process namespaces");
+        return;
+    }
+    let daemon = Served::start_by(&["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]);
+    assert!(daemon.said("plain").starts_with("leased "));
+    // Its process is waited for, though it has no number (Linux 6.5); at least its connection is.
+    daemon.wait_until_idle();
+}
+
 /// The program's other thread closes or reuses the descriptor at each point at which the supervisor looks at it.
 pub(crate) fn a_descriptor_changes(_: &Pool, how: &str) {
     let daemon = Served::start();
@@ -24,7 +36,7 @@ pub(crate) fn a_descriptor_changes(_: &Pool, how: &str) {
         let (read, mut write) = std::io::pipe().expect("a pipe");
         command.stdin(Stdio::from(OwnedFd::from(read)));
         // Calls of the supervisor since it has taken the program's.
-        let (mut since, mut at, mut placed) = (None, None, false);
+        let (mut since, mut at, mut puts) = (None, None, 0);
         let output = trace(&mut command, |stop| {
             let ioctl = (stop.call == libc::SYS_ioctl).then_some(stop.second);
             match (stop.process, ioctl) {
@@ -36,7 +48,7 @@ pub(crate) fn a_descriptor_changes(_: &Pool, how: &str) {
                 }
                 (SUPERVISOR, _) => {
                     since = since.map(|n| n + 1);
-                    placed |= ioctl == Some(ADD_FD) && at.is_none();
+                    puts += usize::from(ioctl == Some(ADD_FD) && at.is_none());
                 }
                 (PROGRAM, _) if stop.call == DONE => return Then::Release,
                 _ => {}
@@ -50,10 +62,10 @@ pub(crate) fn a_descriptor_changes(_: &Pool, how: &str) {
                 assert!(number > 5, "{number}: {said}");
                 return;
             }
-            // Between the last look and this the supervisor makes no other call; a moment is left that no call can close.
+            // Between a look and this the supervisor makes no other call; a moment is left that no call can close.
             Some(ADD_FD) => {}
-            // The program's own doing, after its call was as good as answered.
-            _ if placed => {}
+            // The leased file is there. The program's own doing, after its call was as good as answered.
+            _ if puts > 1 => {}
             _ if how == "close" => {
                 assert_eq!(
                     said,
@@ -81,6 +93,12 @@ pub(crate) fn programs_of_all_kinds(_: &Pool) {
         ("listens", "Err(Taken)\nleased"),
         #[cfg(target_arch = "x86_64")]
         ("int80", "plain"),
+        // Whoever else can reach the file has the same memory.
+        ("dup", "one"),
+        ("fork", "one"),
+        ("reopen", "one"),
+        ("send", "one"),
+        ("required", "failed: "),
     ] {
         daemon.wait_until_idle();
         let said = daemon.said(role);

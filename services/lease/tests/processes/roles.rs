@@ -5,17 +5,18 @@ use crate::support::PAGE;
 use hugemm_lease::client::{ClientError, Connection, Lease};
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{Manners, fill};
+use hugemm_lease::listener::Listener;
 use hugemm_lease::memory_file::Page;
-use hugemm_lease::policy::LendingPolicy;
 use hugemm_lease::seccomp::{FilterError, report_ftruncate};
-use hugemm_lease::server::{Listener, adopt, serve};
+use hugemm_lease::server::{adopt, serve};
 use hugemm_lease::service;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::supervisor::{AttachError, attach};
-use hugemm_lease::wire::{KeepAs, Wish};
+use hugemm_lease::wire::{KeepAs, Wish, receive, send};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::Signal;
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -38,14 +39,14 @@ pub(crate) fn daemon(path: &Path) {
     // SAFETY: the first thing that this process does with descriptors.
     let inherited = unsafe { service::inherited() }.expect("what is passed makes sense");
     let listener = inherited.listener.map_or_else(|| Listener::bind(path, false), Ok).expect("a socket");
-    let policy = LendingPolicy::closed(rustix::process::geteuid().as_raw());
-    let daemon = Arc::new(Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: LEASE, policy }));
+    let owner = rustix::process::geteuid().as_raw();
+    let daemon = Arc::new(Daemon::new(PoolConfig::new(Page::Huge2M, shapes, LEASE, owner)));
     let (never, _open) = std::io::pipe().expect("a pipe");
     daemon.adopt(inherited.files);
     adopt(&daemon, inherited.kept);
     service::ready();
     std::thread::scope(|scope| {
-        scope.spawn(|| fill(&daemon, &Manners::default(), || None));
+        scope.spawn(|| fill(&daemon, &Manners::default()));
         let _ = serve(&daemon, &listener, never.as_fd());
     });
 }
@@ -67,7 +68,7 @@ pub(crate) fn client(socket: &Path, role: &str) {
         unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
     }
     match lease(socket) {
-        Ok(lease) => match attach(lease) {
+        Ok(lease) => match attach(lease, role == "required") {
             // SAFETY: as above.
             Ok(_) if role == "ignores" && unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) } != libc::SIG_IGN => {
                 println!("SIGCHLD is not ignored any more")
@@ -96,7 +97,7 @@ pub(crate) fn lease(socket: &Path) -> Result<Lease, ClientError> {
 /// Leases memory that is kept, writes into it, says its secret, and ends when it is told to.
 pub(crate) fn keeper(socket: &Path) {
     let lease = kept(socket, None).expect("kept memory");
-    with_bytes(&lease, |memory| memory.fill(0x5a));
+    with_bytes(&lease.file, |memory| memory.fill(0x5a));
     println!("{}", lease.about.secret.as_deref().expect("a secret"));
     let _ = std::io::stdin().read(&mut [0]);
 }
@@ -106,11 +107,11 @@ pub(crate) fn kept(socket: &Path, secret: Option<&str>) -> Result<Lease, ClientE
     Connection::open(socket)?.lease(Wish { bytes: LEASE, page: None, node: None, keep: Some(keep) })
 }
 
-pub(crate) fn with_bytes(lease: &Lease, look: impl FnOnce(&mut [u8])) {
+pub(crate) fn with_bytes(file: &OwnedFd, look: impl FnOnce(&mut [u8])) {
     let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
     // SAFETY: at an address of the kernel's choice; the file has that length, and nobody else has it mapped.
     unsafe {
-        let at = rustix::mm::mmap(std::ptr::null_mut(), LEASE as usize, rights, flags, &lease.file, 0).expect("mapped");
+        let at = rustix::mm::mmap(std::ptr::null_mut(), LEASE as usize, rights, flags, file, 0).expect("mapped");
         look(std::slice::from_raw_parts_mut(at.cast(), LEASE as usize));
         rustix::mm::munmap(at, LEASE as usize).expect("unmapped");
     }
@@ -128,8 +129,10 @@ pub(crate) fn program(role: &str) {
         assert!(child.wait().expect("ended").success());
         return;
     }
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
-    let file = memfd_create(c"program", flags).expect("a file");
+    let file = own_file();
+    if ["dup", "fork", "reopen", "send"].contains(&role) {
+        return share(&file, role);
+    }
     let mover = matches!(role, "close" | "reuse").then(|| {
         let (fd, close) = (file.as_raw_fd(), role == "close");
         std::thread::spawn(move || move_descriptor(fd, close))
@@ -142,6 +145,7 @@ pub(crate) fn program(role: &str) {
         // What a container runtime would see that is run on a lease.
         println!("{:?}", report_ftruncate(12_345, true).map(drop));
     }
+    let _copy = (role == "required").then(|| file.try_clone().expect("a descriptor"));
     let answer = if role == "int80" { Ok(()) } else { rustix::fs::ftruncate(&file, LEASE) };
     if let Some(mover) = mover {
         mover.join().expect("moved");
@@ -159,6 +163,56 @@ pub(crate) fn program(role: &str) {
         Err(error) => println!("failed: {error}"),
         Ok(()) => use_memory(&file, matches!(role, "stays" | "listened")),
     }
+}
+
+fn own_file() -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+    memfd_create(c"program", flags).expect("a file")
+}
+
+/// A file that can be reached in a second way when it gets its length: says whether both ways lead to one memory.
+fn share(file: &OwnedFd, how: &str) {
+    let size_and_write = || {
+        rustix::fs::ftruncate(file, LEASE).expect("a length");
+        with_bytes(file, |memory| memory[0] = 7);
+    };
+    let (ours, theirs) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("a pair");
+    let mut other = match how {
+        "reopen" => {
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            Some(std::fs::File::options().read(true).write(true).open(path).expect("opened").into())
+        }
+        "send" => {
+            send(ours.as_fd(), &(), Some(file.as_fd())).expect("sent");
+            None
+        }
+        _ => Some(file.try_clone().expect("a descriptor")),
+    };
+    if how == "fork" {
+        // SAFETY: this program has one thread, so the child may do what any program may.
+        match unsafe { libc::fork() } {
+            0 => {
+                size_and_write();
+                std::process::exit(0);
+            }
+            // SAFETY: waits for the child just made.
+            child => assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child),
+        }
+    } else {
+        size_and_write();
+    }
+    if how == "send" {
+        other = receive::<()>(theirs.as_fd()).expect("open").expect("a packet").1;
+    }
+    let [first, second] = [file, other.as_ref().expect("another descriptor")].map(|fd| {
+        let stat = rustix::fs::fstat(fd).expect("open");
+        let mut byte = 0;
+        with_bytes(fd, |memory| byte = memory[0]);
+        (stat.st_ino, stat.st_size, byte)
+    });
+    let is_one = first == second && first.2 == 7;
+    println!("{}: {first:?}, {second:?}", if is_one { "one" } else { "two" });
 }
 
 /// Memory must be clear, keeps what is written, and says whether it was there before.

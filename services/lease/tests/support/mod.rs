@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test program uses its part")]
 
+mod watchdog;
+
 use std::fs::{self, File};
 use std::time::{Duration, Instant};
 

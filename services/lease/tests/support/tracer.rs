@@ -32,9 +32,15 @@ pub(crate) struct Stop {
     pub(crate) second: u64,
 }
 
-/// Runs the command to the end of all its processes. The caller's thread is the tracer; returns what it has written
-/// to a pipe.
-pub(crate) fn trace(command: &mut Command, mut stopped: impl FnMut(Stop) -> Then) -> Option<ChildStdout> {
+/// Runs the command to the end of all its processes; returns what it has written to a pipe.
+pub(crate) fn trace(command: &mut Command, stopped: impl FnMut(Stop) -> Then + Send) -> Option<ChildStdout> {
+    // A thread of its own is the tracer, which has no other child: it waits for what it has started and for what that starts, and when
+    // it ends by a panic the kernel ends all of that.
+    std::thread::scope(|scope| scope.spawn(|| trace_here(command, stopped)).join())
+        .unwrap_or_else(|cause| std::panic::resume_unwind(cause))
+}
+
+fn trace_here(command: &mut Command, mut stopped: impl FnMut(Stop) -> Then) -> Option<ChildStdout> {
     // SAFETY: one system call, between fork and exec.
     unsafe {
         command.pre_exec(|| match libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0) {
@@ -46,8 +52,8 @@ pub(crate) fn trace(command: &mut Command, mut stopped: impl FnMut(Stop) -> Then
     let mut tracer = Tracer { processes: vec![(child.id() as i32, 0)], threads: BTreeMap::new(), held: None };
     loop {
         let mut status = 0;
-        // SAFETY: waits for any child or traced thread; the status outlives the call.
-        let thread = unsafe { libc::waitpid(-1, &raw mut status, libc::__WALL) };
+        // SAFETY: waits for any child or traced thread of this thread; the status outlives the call.
+        let thread = unsafe { libc::waitpid(-1, &raw mut status, libc::__WALL | libc::__WNOTHREAD) };
         if thread < 0 {
             assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::ECHILD));
             break;

@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "each test program uses its part")]
 
 pub(crate) mod lease;
+#[path = "../../../../services/lease/tests/support/watchdog.rs"]
+mod watchdog;
 
 use serde_json::Value;
 use std::path::PathBuf;
