@@ -26,11 +26,26 @@ pub struct OstdHeap {
 
 /// The size of what serves a layout, for `#[ostd::global_heap_allocator_slot_map]`. `None`: nothing does.
 pub const fn slot(layout: Layout) -> Option<SlotInfo> {
-    match usable_size(layout) {
+    match usable_size(rounded(layout)) {
         Some(size) => Some(SlotInfo::SlabSlot(size)),
         None => None,
     }
 }
+
+/// The layout that is asked for: large blocks are powers of two, because OSTD wants to know all sizes beforehand, and the heap has one for
+/// every number of frames.
+const fn rounded(layout: Layout) -> Layout {
+    match layout.size().checked_next_power_of_two() {
+        Some(size) if size > LARGE => match Layout::from_size_align(size, layout.align()) {
+            Ok(rounded) => rounded,
+            Err(_) => layout,
+        },
+        _ => layout,
+    }
+}
+
+/// Up to this the heap's sizes are those below.
+const LARGE: usize = 0x8000;
 
 impl OstdHeap {
     /// A heap on the kernel's frames.
@@ -94,7 +109,7 @@ handles! {
 // Whatever a heap has: from the smallest size on, the one that serves a byte more. An alignment only rounds sizes up.
 const _: () = {
     let (mut count, mut layout) = (0, Layout::new::<()>());
-    while let Some(size) = usable_size(layout) {
+    while let Some(size) = usable_size(rounded(layout)) {
         assert!(count < SIZES.len() && SIZES[count] == size);
         layout = match Layout::from_size_align(size + 1, 1) {
             Ok(layout) => layout,
@@ -127,7 +142,7 @@ impl GlobalHeapAllocator for OstdHeap {
                 Some(heap) => heap,
                 None => self.start(cx).ok_or(AllocError)?,
             };
-            let memory = heap.alloc_usable(cx, layout).map_err(|_| AllocError)?;
+            let memory = heap.alloc_usable(cx, rounded(layout)).map_err(|_| AllocError)?;
             // SAFETY: memory of the heap.
             unsafe { handle(memory.cast(), memory.len()) }.ok_or(AllocError)
         })
@@ -153,7 +168,7 @@ mod tests {
     fn every_layout_has_a_handle() {
         for size in (0..10_000).chain((13..=30).flat_map(|log| [(1 << log) - 1, 1 << log])) {
             for align in (0..=30).map(|log| 1 << log) {
-                let size = usable_size(Layout::from_size_align(size, align).unwrap()).unwrap();
+                let size = usable_size(rounded(Layout::from_size_align(size, align).unwrap())).unwrap();
                 assert!(SIZES.contains(&size), "{size}");
             }
         }

@@ -18,7 +18,7 @@ use x86_64::structures::paging::{FrameAllocator, FrameDeallocator, PageTableFlag
 pub enum RangeError {
     /// The range of pages is empty.
     Range(VirtRangeError),
-    /// A flag that hugemm's entries have no place for.
+    /// A flag that hugemm's entries have no place for, or that is set in a table above the range and belongs to hugemm.
     Flags(PageTableFlags),
     /// A table above the page forbids execution of everything below it: make it allow that, or leave it to `NO_EXECUTE`.
     NoExecute(VirtAddr),
@@ -53,12 +53,17 @@ impl From<PagingError> for RangeError {
     }
 }
 
+/// Bits of entries that mean something to hugemm.
+const OURS: PageTableFlags =
+    PageTableFlags::BIT_52.union(PageTableFlags::BIT_53).union(PageTableFlags::BIT_57).union(PageTableFlags::BIT_58);
+
 /// Maps, unmaps and protects ranges of 4-level tables that lie in memory mapped at an offset: the tables that that
 /// crate's `OffsetPageTable` works on.
 ///
 /// Entries are written as its `Mapper`s write them, except that new tables refer to their children with every right (leaves
 /// decide) and with the accessed bit set. Tables that were there are opened to user mode, as its `Mapper`s do, when something
-/// below them is mapped for it; where one forbids execution, nothing is mapped that is to be executed. Bits 52, 53 and 58 of entries belong to hugemm.
+/// below them is mapped for it; where one forbids execution, nothing is mapped that is to be executed. Bits 52, 53, 57 and 58 of entries
+/// belong to hugemm: what has one of them in a table above a range is not mapped in nor changed.
 pub struct RangeMapper {
     table: PageTable<X86_64, EditLock>,
     offset: VirtAddr,
@@ -106,22 +111,24 @@ impl RangeMapper {
         let run = Extent::from_bytes(physical(frames.start), count).unwrap_or_default();
         let tables = Tables { allocator, offset: self.offset };
         let span = span(pages)?;
-        self.check_executable(span, how.flags)?;
+        self.check_parents(span, how.flags)?;
         self.table.exclusive(tables).map(span, [run], how)?;
         self.open_to_users(span, how.flags);
         Ok(())
     }
 
-    /// Whether the tables above the span let through what is to be executed there.
-    fn check_executable(&self, span: VirtRange, flags: Flags) -> Result<(), RangeError> {
+    /// Whether the tables above the span have no bit that is hugemm's, and let through what is to be executed there.
+    fn check_parents(&self, span: VirtRange, flags: Flags) -> Result<(), RangeError> {
         let mut found = Ok(());
-        if flags.contains(Flags::EXEC) {
-            self.parents(span, &mut |entry, page| {
-                if found.is_ok() && entry.load(Ordering::Relaxed) & PageTableFlags::NO_EXECUTE.bits() != 0 {
-                    found = Err(RangeError::NoExecute(VirtAddr::new_truncate(page << 12)));
-                }
-            });
-        }
+        self.parents(span, &mut |entry, page| {
+            let entry = PageTableFlags::from_bits_retain(entry.load(Ordering::Relaxed));
+            if found.is_ok() && entry.intersects(OURS) {
+                found = Err(RangeError::Flags(entry & OURS));
+            }
+            if found.is_ok() && flags.contains(Flags::EXEC) && entry.contains(PageTableFlags::NO_EXECUTE) {
+                found = Err(RangeError::NoExecute(VirtAddr::new_truncate(page << 12)));
+            }
+        });
         found
     }
 
@@ -207,7 +214,7 @@ impl RangeMapper {
         let tables = Tables { allocator: &mut Nothing, offset: self.offset };
         let change = Change { set, clear: ALL.without(set) };
         let span = span(pages)?;
-        self.check_executable(span, set)?;
+        self.check_parents(span, set)?;
         let stale = self.table.exclusive(tables).protect(span, change, Editing::LIVE)?;
         self.open_to_users(span, set);
         Ok(stale)

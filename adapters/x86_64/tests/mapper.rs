@@ -266,3 +266,37 @@ fn tables_that_were_there_let_through_what_is_mapped_below_them() {
         assert_eq!((rights(BASE + 1), rights(BASE + 2)), (Some(PageTableFlags::USER_ACCESSIBLE | NX), Some(NX)));
     });
 }
+
+/// A bit that means something to hugemm, in a table that somebody else made, is refused by name: one of them says that another CPU is
+/// at work below the table, for which whoever meets it waits.
+#[test]
+fn tables_with_bits_of_hugemms_are_refused() {
+    const WITHIN: std::time::Duration = std::time::Duration::from_secs(60);
+    for flag in [PageTableFlags::BIT_52, PageTableFlags::BIT_53, PageTableFlags::BIT_57, PageTableFlags::BIT_58] {
+        let (send, answers) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            on_machine(16 << 20, |frames: &Frames<'_>, cx, offset| {
+                let mut source = FrameSource::new(frames, cx);
+                let (by_range, top) = root(&mut source, offset);
+                // SAFETY: the manager's frames are mapped at the offset; no CPU translates by these tables.
+                let mut theirs = unsafe { OffsetPageTable::new(top, offset) };
+                let (leaf, parents) = (PageTableFlags::PRESENT, PageTableFlags::PRESENT | flag);
+                // SAFETY: nobody accesses the address.
+                let flush =
+                    unsafe { theirs.map_to_with_table_flags(page(BASE), physical(9), leaf, parents, &mut source) };
+                flush.expect("free").ignore();
+                // SAFETY: as above; the crate's table is not used any more.
+                let mut mapper =
+                    unsafe { RangeMapper::new(by_range, offset, VirtAddr::new(BASE << 12)) }.expect("a half");
+                let to = PhysFrame::range(physical(0), physical(1));
+                // SAFETY: nobody accesses these addresses.
+                let mapped = unsafe { mapper.map_range(pages(BASE + 1, 1), to, leaf, PageSize::Size4K, &mut source) };
+                // SAFETY: as above.
+                let changed = unsafe { mapper.update_flags_range(pages(BASE, 1), leaf) }.map(|_| ());
+                send.send((mapped, changed)).expect("somebody waits");
+            });
+        });
+        let refused = Err(RangeError::Flags(flag));
+        assert_eq!(answers.recv_timeout(WITHIN), Ok((refused, refused)), "{flag:?}");
+    }
+}

@@ -81,6 +81,14 @@ use core::ops::{Deref, DerefMut};
 pub trait Pause {
     /// Once, for a moment. May do what an interrupt handler may.
     fn pause();
+
+    /// The caller has got a lock. For test platforms, which count what a task holds.
+    #[inline]
+    fn taken() {}
+
+    /// The caller is about to give a lock back.
+    #[inline]
+    fn given_back() {}
 }
 
 /// Nothing: interrupts, if they are on, come by themselves.
@@ -223,6 +231,7 @@ impl<L, T> fmt::Debug for PinnedLock<L, T> {
 }
 
 /// Holds a [`Lock`] or a [`PinnedLock`]; gives it back when dropped.
+#[clippy::has_significant_drop]
 pub struct LockGuard<'a, L: RawLock, T> {
     lock: &'a Lock<L, T>,
     /// A raw pointer: some raw locks must be given back where they were taken.

@@ -18,9 +18,11 @@
 
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::{Pages, Position, SPAN, spans};
+use crate::drain::Due;
 use crate::frames::{Env, Frames};
 use crate::free2m::{pages, take_word};
 use crate::freelist::FreeLists;
+use crate::node::Content;
 use core::cell::Cell;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
@@ -150,9 +152,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
-        let result = self.after_words(cx, Self::own, |pin| {
-            // All of it, however much interrupts have added meanwhile.
-            self.own(pin).into_iter().for_each(|own| self.return_words(pin, own));
+        let result = self.after_giving_back(cx, Self::own, Due::Leaving, |pin| {
             self.with_node(pin, arena.node, |lists| {
                 self.all_free(arena, extent)?;
                 if self.any_isolated(arena, extent) {
@@ -204,9 +204,9 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Takes an extent that is free throughout; what its first and last blocks have beyond it goes back.
     fn take_free(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent) {
-        let whole = arena.words_2m(extent).fold(0, |sum, (region, _, at, bits)| {
+        let whole = arena.words_2m(extent).fold(0, |sum, (region, first, at, bits)| {
             let free = region.free.load(at) & bits;
-            take_word(lists, region, at, free, true);
+            take_word(lists, arena, first.max(extent.base()), free, true);
             sum + pages(free)
         });
         lists.pages -= whole;
@@ -283,11 +283,11 @@ impl<'m, E: Env> Frames<'m, E> {
             let free = pages(region.free.load(at) & bits);
             if isolated {
                 lists.isolated += free;
-                self.careful().isolate(changed, true);
+                self.suspects().isolate(changed, true);
             } else {
                 lists.isolated -= free;
-                self.careful().isolate(changed, false);
-                self.hint_all(arena, first.max(extent.base()));
+                self.suspects().isolate(changed, false);
+                self.hint(arena, first.max(extent.base()), Content::AsMapped);
             }
             while groups != 0 {
                 let group = first.number() + (u64::from(groups.trailing_zeros()) << BLOCK_ORDER);
@@ -303,10 +303,10 @@ impl<'m, E: Env> Frames<'m, E> {
         let free = arena.block(group).count();
         if isolated {
             lists.isolated += free;
-            self.careful().isolate(1, true);
+            self.suspects().isolate(1, true);
         } else {
             lists.isolated -= free;
-            self.careful().isolate(1, false);
+            self.suspects().isolate(1, false);
             self.raise_all(arena, group);
         }
     }

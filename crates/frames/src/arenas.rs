@@ -250,6 +250,11 @@ impl<'m> Arenas<'m> {
         self.given.iter().filter(move |arena| arena.node == node).chain(self.added_on(lists))
     }
 
+    /// Whether an arena that the manager was made with is on a node: only then there is such a node.
+    pub(crate) fn is_on(&self, node: NodeId) -> bool {
+        self.given.iter().any(|arena| arena.node == node)
+    }
+
     /// How many.
     pub(crate) fn count(&self) -> usize {
         self.given.len() + self.added().count()

@@ -4,6 +4,7 @@
 //! is none of that kind.
 
 use crate::arena::BLOCK_ORDER;
+use crate::drain::Due;
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, take_run};
 use crate::freelist::FreeLists;
@@ -12,13 +13,14 @@ use crate::mobility::Mobility;
 use crate::node::Taken;
 use crate::page_alloc::{AllocError, AllocRequest, FAULT_ALLOC};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Pfn};
+use hugemm_base::{CpuCx, CpuPin, Pfn};
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Allocates one block of frames below `limit` only: 2^20 for a device that has 32 address bits. Otherwise as
     /// [`alloc`](Frames::alloc), the nodes in the same order. Any context but NMI.
     ///
-    /// Never from the CPU's cache: one lock round, a second one and those of a [`drain`](Frames::drain) where nothing is found.
+    /// Never from the CPU's cache: one lock round; a second one and those of a [`drain`](Frames::drain) where nothing is found but with
+    /// what is cached.
     /// Everybody else takes low memory first, too. To keep some for such devices, make that memory a node of its own, numbered after the
     /// one that the CPUs are on: they fall back to it. Of several nodes each is asked in the order of
     /// [`Placement`](crate::Placement), so that CPUs on another than the first come to it before they come to that.
@@ -37,31 +39,32 @@ impl<'m, E: Env> Frames<'m, E> {
             return Err(AllocError::OutOfMemory);
         }
         let AllocRequest { order, mobility, from, prefer_zeroed } = request.into();
-        self.after_words(cx, Self::own, |pin| {
+        let take = |pin: CpuPin<'_>| {
             let own = self.own(pin);
+            own.into_iter().for_each(|own| self.serve_own(own));
             let (first, fallback) = self.choose(own, from)?;
-            for last_try in [false, true] {
-                if let Some(own) = own {
-                    self.serve_own(pin, own);
-                    self.return_leavers(pin, own);
-                }
-                for node in self.nodes_from(first, fallback) {
-                    let taken = self.with_node(pin, node, |lists| {
-                        own.into_iter().for_each(|own| self.return_gathered(lists, own));
-                        self.take_below(lists, limit, order.get(), mobility, prefer_zeroed)
-                    });
-                    if let Some(Taken { pfn, zero }) = taken.flatten() {
-                        return Ok(Frozen::make(pfn, order, mobility, zero));
-                    }
-                }
-                if let Some(own) = own.filter(|_| !last_try) {
-                    self.drain_cache(pin, own);
+            for node in self.nodes_from(first, fallback) {
+                let taken = self.with_node(pin, node, |lists| {
+                    own.into_iter().for_each(|own| self.return_gathered(lists, own));
+                    self.take_below(lists, limit, order.get(), mobility, prefer_zeroed)
+                });
+                if let Some(Taken { pfn, zero }) = taken.flatten() {
+                    return Ok(Ok(Frozen::make(pfn, order, mobility, zero)));
                 }
             }
+            Ok(Err(self.could_be_made(pin, self.nodes_from(first, fallback), order.get(), limit)))
+        };
+        match self.after_giving_back(cx, Self::own, Due::Leaving, take)? {
+            Ok(block) => return Ok(block),
+            Err(false) => return Err(AllocError::OutOfMemory),
+            Err(true) => {}
+        }
+        let again = self.after_giving_back(cx, Self::own, Due::All, take)?;
+        if again.is_err() {
             // What others cache can be had the next time.
             self.request_drains();
-            Err(AllocError::OutOfMemory)
-        })
+        }
+        again.map_err(|_| AllocError::OutOfMemory)
     }
 
     /// Takes one block below `limit`: of each content that will do the node's lowest, of the mobility before fresh 2 MiB, and the

@@ -2,7 +2,7 @@
 //! [`free4k`](crate::free4k), the rest in [`free2m`](crate::free2m).
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::{Position, SPAN, spans};
+use crate::blockmap::{Position, SPAN};
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, take_word};
 use crate::freelist::{FreeLists, Places};
@@ -67,9 +67,7 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn remove_block(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32) -> Content {
         if order >= BLOCK_ORDER {
             // Every free 2 MiB is a block by itself.
-            for (at, bits) in spans(in_region(pfn), 1) {
-                take_word(lists, arena.region(pfn), at, bits, true);
-            }
+            take_word(lists, arena, pfn, 1 << in_region(pfn).bit(), true);
             lists.pages -= SPAN as u64;
             return Content::AsMapped;
         }
@@ -114,8 +112,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Looks under the lock whether frames must be looked at: what the caller has seen before may be out of date, and
     /// only from here on nobody isolates or refuses any.
     pub(crate) fn free_chunks(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, content: Content) {
-        if self.is_careful() {
-            return self.free_careful_locked(lists, arena, extent, content);
+        if self.has_suspects() {
+            return self.free_suspects_locked(lists, arena, extent, content);
         }
         self.free_admitted(lists, arena, extent, content);
     }

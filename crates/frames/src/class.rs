@@ -12,25 +12,20 @@ const REFILLED: u64 = 1;
 const DRAINED: u64 = 2;
 const STREAK: u64 = 4;
 
-/// Of so many entries one is for a block that is not to be allocated again.
-const LEAVERS: usize = 5;
-
 /// A stack of blocks of one order and mobility.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Class<'m> {
     /// How many there are: never above `high`, but for a watermark that was lowered.
     len: AtomicU64,
-    /// How many there may be: never above [`most`](Class::most).
+    /// How many there may be: never above the entries.
     high: AtomicU64,
-    /// The stack, and after that those that leave.
+    /// The stack.
     entries: &'m [AtomicU64],
     /// Which way the class last went to its node, and how often in a row.
     last: AtomicU64,
     /// Where the watermark starts, and what it shrinks to.
     least: u64,
-    /// How many blocks are on their way to the node, which are not to be allocated from here.
-    leaving: AtomicU64,
     /// How many frames, from the CPU's first local one on, are near: see [`PerCpu::is_near`](crate::pcp::PerCpu::is_near).
     near: AtomicU64,
 }
@@ -40,12 +35,11 @@ const _: () = assert!(size_of::<Class<'_>>() == 64);
 
 // Relaxed throughout: only the owner writes, and nobody draws a conclusion from what they read (see the protocol).
 impl<'m> Class<'m> {
-    /// A class over entries of which one in [`LEAVERS`] is for those that leave, with a watermark of `least` at least, to
-    /// which `near` frames are near.
+    /// A class over entries, with a watermark of `least` at least, to which `near` frames are near.
     pub(crate) fn new(entries: &'m [AtomicU64], least: u64, near: u64) -> Self {
-        let least = least.min((entries.len() - entries.len() / LEAVERS) as u64);
+        let least = least.min(entries.len() as u64);
         let (len, high, last) = (AtomicU64::new(0), AtomicU64::new(least), AtomicU64::new(NEITHER));
-        Class { len, high, entries, last, least, leaving: AtomicU64::new(0), near: AtomicU64::new(near) }
+        Class { len, high, entries, last, least, near: AtomicU64::new(near) }
     }
 
     /// How many frames are near.
@@ -59,16 +53,6 @@ impl<'m> Class<'m> {
         self.near.store(frames, Ordering::Relaxed);
     }
 
-    /// How many there may ever be to allocate from.
-    fn most(&self) -> usize {
-        self.entries.len() - self.entries.len() / LEAVERS
-    }
-
-    /// Where those that leave are.
-    fn leavers(&self) -> &'m [AtomicU64] {
-        self.entries.split_at(self.most()).1
-    }
-
     #[inline]
     pub(crate) fn len(&self) -> u64 {
         self.len.load(Ordering::Relaxed)
@@ -78,7 +62,7 @@ impl<'m> Class<'m> {
     fn entry(&self, index: u64) -> &AtomicU64 {
         debug_assert!(index < self.entries.len() as u64);
         // SAFETY: every index is below `len`, or is `len` where that is below `high`; `push` alone raises `len`, and to
-        // `high` at most, which `new`, `note` and `shrink` keep at `most` or below.
+        // `high` at most, which `new`, `note` and `shrink` keep at the entries or below.
         unsafe { self.entries.get_unchecked(index as usize) }
     }
 
@@ -169,7 +153,7 @@ impl<'m> Class<'m> {
             (true, 1) => high,
             _ => high * 2,
         };
-        self.high.store(high.min(self.most() as u64), Ordering::Relaxed);
+        self.high.store(high.min(self.entries.len() as u64), Ordering::Relaxed);
         self.last.store(event + streak * STREAK, Ordering::Relaxed);
         streak == 2
     }
@@ -180,31 +164,10 @@ impl<'m> Class<'m> {
         self.last.store(NEITHER, Ordering::Relaxed);
     }
 
-    /// How many blocks there are, those that leave included.
-    pub(crate) fn all(&self) -> u64 {
-        self.len() + self.leaving.load(Ordering::Relaxed)
-    }
-
-    /// Adds a block that is to leave; gives it back if there is no room.
-    pub(crate) fn push_leaver(&self, block: Frozen) -> Result<(), Frozen> {
-        let leaving = self.leaving.load(Ordering::Relaxed);
-        let Some(place) = self.leavers().get(leaving as usize) else { return Err(block) };
-        place.store(block.into_word(), Ordering::Relaxed);
-        self.leaving.store(leaving + 1, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Hands over all blocks that are to leave, and says how many. They are counted until `f` returns.
-    pub(crate) fn drain_leavers(&self, f: impl FnOnce(&mut [u64])) -> u64 {
-        let count = self.leaving.load(Ordering::Relaxed) as usize;
-        if count != 0 {
-            // Whoever frees as much as it takes needs no larger cache, wherever that lies.
-            self.note(DRAINED);
-        }
-        // SAFETY: `push_leaver` alone raises the count, and by one for each entry that there is.
-        f(unsafe { words(self.leavers(), count) });
-        self.leaving.store(0, Ordering::Relaxed);
-        count as u64
+    /// Blocks of this class have been given back that were not to be allocated again: whoever frees as much as it takes needs no larger
+    /// cache, wherever that lies.
+    pub(crate) fn note_given_back(&self) {
+        self.note(DRAINED);
     }
 
     /// Whether the class caches anything at all.
@@ -219,7 +182,7 @@ impl<'m> Class<'m> {
         let len = self.len();
         let count = count.min(len) as usize;
         // SAFETY: there are at least `len` entries (see `entry`), and `f` knows nothing of this class.
-        let words = unsafe { words(self.entries, len as usize) };
+        let words = unsafe { plain(self.entries, len as usize) };
         // By frame: the frame's number is the word's highest part. What lies in order stays so, and neighbours together.
         if words.is_sorted() {
             words.reverse();
@@ -237,11 +200,11 @@ impl<'m> Class<'m> {
 ///
 /// # Safety
 ///
-/// There are as many. The caller is the class's owner, pinned, so that nobody else touches them, and reaches them in no
+/// There are as many. The caller is their owner, pinned, so that nobody else touches them, and reaches them in no
 /// other way while it has the slice.
 #[cfg(not(loom))]
 #[allow(clippy::mut_from_ref, reason = "the entries are atomics that only the owner touches")]
-unsafe fn words(entries: &[AtomicU64], count: usize) -> &mut [u64] {
+pub(crate) unsafe fn plain(entries: &[AtomicU64], count: usize) -> &mut [u64] {
     // SAFETY: in bounds and unaliased by the contract; an `AtomicU64` has the layout of a `u64` and may be written where
     // it is shared.
     unsafe { core::slice::from_raw_parts_mut(entries.as_ptr().cast_mut().cast(), count) }
@@ -250,7 +213,7 @@ unsafe fn words(entries: &[AtomicU64], count: usize) -> &mut [u64] {
 /// loom's atomics are no plain words; its tests do not come here.
 #[cfg(loom)]
 #[allow(clippy::mut_from_ref, reason = "as above")]
-unsafe fn words(_: &[AtomicU64], _: usize) -> &mut [u64] {
+pub(crate) unsafe fn plain(_: &[AtomicU64], _: usize) -> &mut [u64] {
     unreachable!("loom runs the protocols, not the cache")
 }
 
@@ -291,7 +254,7 @@ mod tests {
 
     #[test]
     fn a_class_grows_for_streaks_only() {
-        let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
+        let entries: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
         let class = Class::new(&entries, LEAST, u64::MAX);
         // Both ways by turns: as small as can be.
         for _ in 0..4 {
@@ -305,33 +268,27 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_leave_are_a_change_of_direction() {
-        let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
+    fn blocks_that_go_back_are_a_change_of_direction() {
+        let entries: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
         let class = Class::new(&entries, LEAST, u64::MAX);
-        for pfn in 0..8 {
+        for _ in 0..8 {
             assert_eq!(class.want(), LEAST / 2, "no reason to fetch more: as much is given back");
-            assert_eq!(class.push_leaver(block(pfn)), Ok(()));
-            class.drain_leavers(|words| assert_eq!(words.len(), 1));
+            class.note_given_back();
         }
     }
 
     #[test]
-    fn the_highest_go_and_those_that_leave_are_not_handed_out() {
-        let entries: Vec<AtomicU64> = (0..10).map(|_| AtomicU64::new(0)).collect();
+    fn the_highest_go() {
+        let entries: Vec<AtomicU64> = (0..8).map(|_| AtomicU64::new(0)).collect();
         let class = Class::new(&entries, LEAST, u64::MAX);
         for pfn in [5, 1, 7, 3] {
             assert_eq!(class.push(block(pfn)), Ok(()));
         }
-        assert_eq!((class.push_leaver(block(90)), class.push_leaver(block(80))), (Ok(()), Ok(())));
-        assert_eq!(class.push_leaver(block(70)), Err(block(70)), "a fifth of the entries");
-        assert_eq!((class.len(), class.all()), (4, 6));
         class.drain_highest(2, |words| {
             words.sort_unstable();
             assert_eq!(words, [5, 7].map(|pfn| block(pfn).into_word()));
         });
-        class.drain_leavers(|words| assert_eq!(words, [90, 80].map(|pfn| block(pfn).into_word())));
         assert_eq!((class.pop(), class.pop(), class.pop()), (Some(block(1)), Some(block(3)), None));
-        assert_eq!(class.all(), 0);
     }
 
     fn filled(class: &Class<'_>) -> u64 {
@@ -346,7 +303,7 @@ mod tests {
     /// Three quarters go, or all of what is full again and again; then there is more room, to the most that there may be.
     #[test]
     fn a_full_class_keeps_a_quarter_or_nothing() {
-        let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
+        let entries: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
         let class = Class::new(&entries, LEAST, u64::MAX);
         assert_eq!((filled(&class), class.excess(), class.excess()), (LEAST, 6, 6));
         let mut sizes = Vec::new();

@@ -2,7 +2,6 @@
 
 use crate::arena::{Arena, ArenaSpec};
 use crate::arenas::{Arenas, RemoveError, RemovedArena};
-use crate::careful::Careful;
 use crate::descriptor::{DescMut, DescRef, Descriptor};
 use crate::freelist::FreeLists;
 use crate::frozen::{Frozen, FrozenRun};
@@ -10,6 +9,7 @@ use crate::layout::{self, FramesConfig, FramesConfigError, Parts};
 use crate::node::{Content, Node};
 use crate::pcp::PerCpu;
 use crate::refs::WideCounts;
+use crate::suspects::Suspects;
 use core::alloc::Layout;
 use core::fmt;
 use core::marker::PhantomData;
@@ -74,7 +74,7 @@ pub struct Frames<'m, E: Env = Plain> {
     caches: &'m [PerCpu<'m>],
     /// How many frames have been released.
     managed: AtomicU64,
-    careful: Careful,
+    suspects: Suspects,
     /// Held by whoever changes the list of arenas. Before a node's lock.
     changes: PinnedLock<E::Lock, ()>,
     env: E,
@@ -91,8 +91,9 @@ impl<E: Env> fmt::Debug for Frames<'_, E> {
 }
 
 impl<'m, E: Env> Frames<'m, E> {
-    /// Size and alignment of the metadata that a manager needs: at most 1.6 % of the memory it manages, apart from what
-    /// the CPUs' caches need: 88 KiB each at most, less where a CPU's share of memory is less than 8 GiB.
+    /// Size and alignment of the metadata that a manager needs: 1.6 % of each arena of 128 MiB or more, 1.8 % of one of 2 MiB, 9 % of one of
+    /// 64 KiB, because what is kept per GiB is the same for all; and what the CPUs' caches need: 88 KiB each at most, less where a CPU's
+    /// share of memory is less than 8 GiB.
     ///
     /// # Errors
     ///
@@ -133,7 +134,7 @@ impl<'m, E: Env> Frames<'m, E> {
             nodes,
             caches: cpus,
             managed: AtomicU64::new(0),
-            careful: Careful::new(),
+            suspects: Suspects::new(),
             changes: PinnedLock::new(()),
             env,
             memory: PhantomData,
@@ -158,7 +159,8 @@ impl<'m, E: Env> Frames<'m, E> {
         unsafe { Self::new(config, env, memory.as_mut_ptr(), memory.len()) }
     }
 
-    /// Size and alignment of the metadata that [`add`](Frames::add) needs for an arena.
+    /// Size and alignment of the metadata that [`add`](Frames::add) needs for an arena: 1.6 % of one of 128 MiB or more, 2.0 % of one of 2 MiB,
+    /// 16 % of one of 64 KiB.
     ///
     /// # Errors
     ///
@@ -170,6 +172,10 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Adds an arena to a manager that is in use, with nothing free in it yet: see [`release`](Frames::release). Any number can be
     /// added, from any CPU; what looks for a frame's arena goes through all of them. O(2 MiB blocks) without a lock or a pin, then
     /// O(arenas), during which others that [add](Frames::add) or [remove](Frames::remove) wait. Any context but NMI.
+    ///
+    /// **Arenas do not join**: a block lies in one arena, also where two adjoin. So add memory in pieces of whole, aligned 2 MiB, or larger
+    /// where larger blocks are wanted; eight pieces of 1 MiB that are added one by one give blocks of 1 MiB. What is kept about an arena is
+    /// its own, because it may go again without the others.
     ///
     /// The CPUs' caches stay as large as they were made: whoever knows all of memory at the start gives all of it to
     /// [`new`](Frames::new).
@@ -192,7 +198,7 @@ impl<'m, E: Env> Frames<'m, E> {
         memory: *mut u8,
         bytes: usize,
     ) -> Result<(), FramesConfigError> {
-        if self.node(spec.node).is_none() {
+        if !self.arenas.is_on(spec.node) {
             return Err(FramesConfigError::NoSuchNode(spec.node));
         }
         // SAFETY: the caller's promise, passed on.
@@ -432,21 +438,21 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// What has to be looked at.
     #[inline]
-    pub(crate) fn careful(&self) -> &Careful {
-        &self.careful
+    pub(crate) fn suspects(&self) -> &Suspects {
+        &self.suspects
     }
 
     /// Whether a block of 2 MiB is isolated.
     #[inline]
     pub(crate) fn is_isolating(&self) -> bool {
         // Whoever isolates posts a request to every cache afterwards, whose serving acquires.
-        self.careful.is_isolating()
+        self.suspects.is_isolating()
     }
 
     /// Whether frames that are freed have to be looked at: some are isolated, or refused and still in use.
     #[inline]
-    pub(crate) fn is_careful(&self) -> bool {
-        self.careful.is_isolating() || self.careful.is_watching()
+    pub(crate) fn has_suspects(&self) -> bool {
+        self.suspects.is_isolating() || self.suspects.is_watching()
     }
 }
 

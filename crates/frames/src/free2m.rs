@@ -8,14 +8,16 @@
 //!
 //! For each order, and for content that is dirty, zero or either, the node has a row with a bit per region: clear where
 //! there is certainly no such run, set where there may be one. Freeing sets a region's bits, and a search that finds nothing
-//! clears one, so searches in vain are paid for by frees. Of all runs the **lowest** is taken (first fit), aligned.
+//! clears one, so searches in vain are paid for by frees. Of all runs the **lowest** is taken (first fit), aligned; but a 1 GiB of which all
+//! is free is broken only where no other has a run. The rows of 1 GiB say which those are.
 //!
 //! # Cost
 //!
 //! Under the node's lock. Taking or freeing: the node's line, at most five lines of the region, one row; no descriptor,
 //! nothing per 2 MiB or per frame.
 
-use crate::arena::{Arena, BLOCK, BLOCK_ORDER, Region, in_region};
+use crate::arena::{Arena, BLOCK, BLOCK_ORDER, REGION_ORDER, Region, in_region};
+use crate::bits::{descending, lowest};
 use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
 use crate::freelist::{FreeLists, Places};
@@ -25,7 +27,7 @@ use crate::node::{Content, Taken};
 use crate::rows::{BIG, SMALL_KINDS};
 use crate::stats::ORDERS;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{CpuPin, NodeId, Pfn};
+use hugemm_base::{CpuPin, Extent, NodeId, Pfn};
 
 /// log2 of the frames that a word of a region stands for.
 const WORD_SHIFT: u32 = BLOCK_ORDER + WORD_BITS.ilog2();
@@ -58,6 +60,12 @@ impl Sought {
     }
 }
 
+/// The row that has a bit for each region of which all is free.
+const WHOLE_ROW: usize = Sought::Any.row(BIG as u32 - 1);
+
+/// The rows of runs of 1 GiB, as bits: a region is in them only if all of it is free.
+const WHOLE: u64 = 1 << Sought::Dirty.row(BIG as u32 - 1) | 1 << Sought::Zero.row(BIG as u32 - 1) | 1 << WHOLE_ROW;
+
 impl Region {
     /// Which 2 MiB blocks of word `at` can be had.
     #[inline]
@@ -71,43 +79,21 @@ impl Region {
     }
 }
 
-/// The lowest `count` bits of a word.
-pub(crate) fn lowest(word: u64, count: u64) -> u64 {
-    // The common case: all of them lie side by side.
-    let (first, wanted) = (word.trailing_zeros(), u64::MAX.unbounded_shr(64 - count.min(64) as u32));
-    if word.unbounded_shr(first) & wanted == wanted {
-        return wanted.unbounded_shl(first);
-    }
-    let (mut rest, mut left) = (word, count);
-    while rest != 0 && left != 0 {
-        rest &= rest - 1;
-        left -= 1;
-    }
-    word ^ rest
-}
-
-/// The set bits of a word, highest first.
-pub(crate) fn descending(mut word: u64) -> impl Iterator<Item = usize> {
-    core::iter::from_fn(move || {
-        let bit = word.checked_ilog2()?;
-        word ^= 1 << bit;
-        Some(bit as usize)
-    })
-}
-
 /// 2 MiB blocks of one word of a region, to be freed together.
 #[derive(Clone, Copy, Default)]
 struct Piece {
-    /// The word's number among all of memory, and in bit 0 whether the blocks are known to be zero.
+    /// The word's number among all of memory.
     word: u64,
-    bits: u64,
+    blocks: u64,
+    /// Which of them are known to be zero.
+    zero: u64,
 }
 
 /// Pieces that are gathered, each at its word's number modulo this: those of 8 GiB at least.
 const PIECES: usize = 64;
 
 /// Pieces that are freed in one lock round.
-const ROUND: u32 = 16;
+const ROUND: usize = 16;
 
 /// 2 MiB blocks of one word of a region that were taken together.
 #[derive(Clone, Copy, Default)]
@@ -134,7 +120,7 @@ impl Batch {
 
 /// Free 2 MiB blocks in a row.
 pub(crate) struct FreeRun<'m> {
-    region: &'m Region,
+    arena: &'m Arena<'m>,
     /// The region's first frame.
     base: Pfn,
     index: Position<Blocks>,
@@ -167,7 +153,7 @@ impl<'m, E: Env> Frames<'m, E> {
         divided: bool,
     ) {
         let region = arena.region(pfn);
-        let careful = self.is_careful();
+        let careful = self.has_suspects();
         if count.is_multiple_of(WORD_BITS) && content == Content::Dirty && !careful {
             // Whole words.
             let whole = |at: usize| {
@@ -192,58 +178,85 @@ impl<'m, E: Env> Frames<'m, E> {
                 free_word(lists, region, at, bits, content, careful);
             }
         }
-        self.hint(arena, pfn, rows_of(content));
+        self.hint(arena, pfn, content);
     }
 
-    /// Frees 2 MiB blocks that a cache held, in any order, those of a word together: one lock round per [`ROUND`] words.
+    /// Frees 2 MiB blocks that a cache held, in any order, those of a word together: one lock round per [`ROUND`] words, however they lie.
     pub(crate) fn free_cached_2m(&self, pin: CpuPin<'_>, node: NodeId, words: &[u64]) {
-        let (mut pieces, mut used) = ([Piece::default(); PIECES], 0);
+        let (mut pieces, mut used) = ([Piece::default(); PIECES], 0_u64);
+        let (mut round, mut len) = ([Piece::default(); ROUND], 0);
+        let mut leave = |piece: Piece| {
+            round[len] = piece;
+            len = (len + 1) % ROUND;
+            if len == 0 {
+                self.free_pieces(pin, node, &round);
+            }
+            len
+        };
         // SAFETY: a cache's, which gives them up.
         for block in words.iter().map(|word| unsafe { Frozen::from_word(*word) }) {
             let number = block.pfn().number() >> BLOCK_ORDER;
-            let (at, bit) = (number as usize / WORD_BITS % PIECES, 1 << (number % WORD_BITS as u64));
-            let word = number / WORD_BITS as u64 * 2 + u64::from(block.is_zero());
-            if used >> at & 1 != 0 && pieces[at].word != word {
-                self.free_pieces(pin, node, &pieces, core::mem::take(&mut used));
-            }
-            let bits = if used >> at & 1 != 0 { pieces[at].bits | bit } else { bit };
-            pieces[at] = Piece { word, bits };
-            used |= 1 << at;
-        }
-        self.free_pieces(pin, node, &pieces, used);
-    }
-
-    /// Frees the pieces with these numbers.
-    fn free_pieces(&self, pin: CpuPin<'_>, node: NodeId, pieces: &[Piece; PIECES], numbers: u64) {
-        let mut numbers = descending(numbers).peekable();
-        while numbers.peek().is_some() {
-            self.with_node(pin, node, |lists| {
-                let (careful, mut freed) = (self.is_careful(), 0);
-                for Piece { word, bits } in numbers.by_ref().take(ROUND as usize).map(|at| pieces[at % PIECES]) {
-                    let pfn = |bit: u32| Pfn::new(((word >> 1) << WORD_SHIFT) + (u64::from(bit) << BLOCK_ORDER));
-                    let (content, first, last) =
-                        (Content::of(word & 1 != 0), pfn(bits.trailing_zeros()), pfn(bits.ilog2()));
-                    let Some(arena) = self.arena(first).filter(|arena| !careful && arena.contains(last)) else {
-                        for pfn in descending(bits).map(|bit| pfn(bit as u32)) {
-                            let block = Frozen::make(pfn, BLOCK, Mobility::Movable, word & 1 != 0);
-                            if let Some(arena) = self.arena(pfn) {
-                                self.free_handle(lists, arena, block);
-                            }
-                        }
-                        continue;
-                    };
-                    free_word(lists, arena.region(first), in_region(first).word(), bits, content, false);
-                    freed += pages(bits);
-                    self.hint(arena, first, rows_of(content));
+            let (word, bit) = (number / WORD_BITS as u64, 1 << (number % WORD_BITS as u64));
+            let at = word as usize % PIECES;
+            let piece = &mut pieces[at];
+            if used >> at & 1 == 0 || piece.word != word {
+                let former = core::mem::replace(piece, Piece { word, blocks: 0, zero: 0 });
+                if used >> at & 1 != 0 {
+                    leave(former);
                 }
-                // Once, because whoever waits for the lock looks at the same line.
-                lists.pages += freed;
-            });
+                used |= 1 << at;
+            }
+            piece.blocks |= bit;
+            piece.zero |= if block.is_zero() { bit } else { 0 };
+        }
+        let left = descending(used).fold(0, |_, at| leave(pieces[at]));
+        if left != 0 {
+            self.free_pieces(pin, node, &round[..left]);
         }
     }
 
-    /// Says that a frame's region may have runs of every order.
-    pub(crate) fn hint(&self, arena: &Arena<'m>, pfn: Pfn, rows: u64) {
+    /// Frees pieces: one lock round.
+    fn free_pieces(&self, pin: CpuPin<'_>, node: NodeId, pieces: &[Piece]) {
+        self.with_node(pin, node, |lists| {
+            let (suspects, mut freed) = (self.has_suspects(), 0);
+            for Piece { word, blocks, zero } in pieces.iter().copied() {
+                let pfn = |bit: u32| Pfn::new((word << WORD_SHIFT) + (u64::from(bit) << BLOCK_ORDER));
+                let (first, last) = (pfn(blocks.trailing_zeros()), pfn(blocks.ilog2()));
+                let looked_at = |arena: &Arena<'m>| {
+                    let (region, at) = (arena.region(first), in_region(first).word());
+                    suspects && (region.refused.load(at) | region.isolated.load(at)) & blocks != 0
+                };
+                let Some(arena) = self.arena(first).filter(|arena| arena.contains(last) && !looked_at(arena)) else {
+                    for bit in descending(blocks) {
+                        let block = Frozen::make(pfn(bit as u32), BLOCK, Mobility::Movable, zero >> bit & 1 != 0);
+                        if let Some(arena) = self.arena(block.pfn()) {
+                            self.free_handle(lists, arena, block);
+                        }
+                    }
+                    continue;
+                };
+                for (bits, content) in [(blocks & !zero, Content::Dirty), (zero, Content::Zero)] {
+                    if bits != 0 {
+                        free_word(lists, arena.region(first), in_region(first).word(), bits, content, false);
+                        self.hint(arena, first, content);
+                    }
+                }
+                freed += pages(blocks);
+            }
+            // Once, because whoever waits for the lock looks at the same line.
+            lists.pages += freed;
+        });
+    }
+
+    /// Says that a frame's region may have runs of every order: something of a content has become free in the frame's word.
+    pub(crate) fn hint(&self, arena: &Arena<'m>, pfn: Pfn, content: Content) {
+        let region = arena.region(pfn);
+        let full = |at| region.free.load(at) == u64::MAX;
+        let whole = full(in_region(pfn).word()) && (0..WORDS).all(full);
+        self.raise_rows(arena, pfn, rows_of(content) | if whole { WHOLE } else { 0 });
+    }
+
+    fn raise_rows(&self, arena: &Arena<'m>, pfn: Pfn, rows: u64) {
         let hints = &arena.region(pfn).hints;
         // Relaxed: under the lock, like all of this.
         let known = hints.load(Ordering::Relaxed);
@@ -255,21 +268,18 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Says so of blocks that are no longer isolated.
-    pub(crate) fn hint_all(&self, arena: &Arena<'m>, pfn: Pfn) {
-        self.hint(arena, pfn, Sought::Dirty.rows() | Sought::Zero.rows() | Sought::Any.rows());
-    }
-
-    /// What `find` makes of the lowest region that has a run: it is given what is kept about the region, its first frame
-    /// and its number, and `None` from it says that there is no run, which is remembered.
+    /// What `find` makes of the lowest region that has a run, of those that are broken already if there is one: `None` from it says that
+    /// there is no run, which is remembered.
     fn seek<R>(
         &self,
         lists: &FreeLists,
         log: u32,
         sought: Sought,
-        mut find: impl FnMut(&'m Region, Pfn, usize) -> Option<R>,
+        mut find: impl FnMut(&'m Arena<'m>, &'m Region, Pfn) -> Option<R>,
     ) -> Option<R> {
-        self.places(lists).find_map(|places| self.seek_in(&places, log, sought, &mut find))
+        let mut seek =
+            |broken| self.places(lists).find_map(|places| self.seek_in(&places, log, sought, broken, &mut find));
+        seek(true).or_else(|| seek(false))
     }
 
     fn seek_in<R>(
@@ -277,28 +287,50 @@ impl<'m, E: Env> Frames<'m, E> {
         places: &Places<'m>,
         log: u32,
         sought: Sought,
-        find: &mut impl FnMut(&'m Region, Pfn, usize) -> Option<R>,
+        broken: bool,
+        find: &mut impl FnMut(&'m Arena<'m>, &'m Region, Pfn) -> Option<R>,
     ) -> Option<R> {
+        let row = SMALL_KINDS + sought.row(log);
         loop {
-            let number = places.rows.first(SMALL_KINDS + sought.row(log))?;
-            let (_, region, base) = places.at(number)?;
-            if let Some(found) = find(region, base, number) {
+            let number =
+                if broken { places.rows.first_without(row, SMALL_KINDS + WHOLE_ROW) } else { places.rows.first(row) }?;
+            let (arena, region, base) = places.at(number)?;
+            if let Some(found) = find(arena, region, base) {
                 return Some(found);
             }
             // No run of this order, so none of a larger one.
-            let none = Sought::rows(sought) & u64::MAX << sought.row(log);
-            let hints = region.hints.load(Ordering::Relaxed);
-            for row in descending(hints & none) {
-                places.rows.put(SMALL_KINDS + row, number, false);
-            }
-            region.hints.store(hints & !none, Ordering::Relaxed);
+            clear_rows(arena, region, number, sought.rows() & u64::MAX << sought.row(log));
         }
     }
 
-    /// The number of the lowest region with a free 2 MiB of some content.
-    pub(crate) fn lowest_2m(&self, lists: &FreeLists, sought: Sought) -> Option<usize> {
-        self.seek(lists, 0, sought, |region, _, number| {
-            (0..WORDS).any(|at| region.available(at, sought) != 0).then_some(number)
+    /// The number of the lowest region that is broken, and has a free 2 MiB of some content.
+    pub(crate) fn lowest_broken(&self, lists: &FreeLists, sought: Sought) -> Option<usize> {
+        let mut number = |arena: &'m Arena<'m>, region: &'m Region, base: Pfn| {
+            let base = base.max(arena.extent.base());
+            (0..WORDS).any(|at| region.available(at, sought) != 0).then(|| arena.region_number(base))
+        };
+        self.places(lists).find_map(|places| self.seek_in(&places, 0, sought, true, &mut number))
+    }
+
+    /// Whether a run of an order above that of 2 MiB, below a frame, has no more than so many frames in use. A word per 128 MiB.
+    pub(crate) fn is_nearly_free(&self, lists: &FreeLists, order: u32, limit: Pfn, used: u64) -> bool {
+        let log = order.saturating_sub(BLOCK_ORDER);
+        let in_use = |region: &Region, first| {
+            let words = spans(Position::<Blocks>::new(first), 1 << log)
+                .map(|(at, bits)| (bits & !region.free.load(at), region.split.load(at)));
+            // A page of each group at least.
+            words.map(|(used, split)| pages(used & !split) + u64::from((used & split).count_ones())).sum::<u64>()
+        };
+        self.arena_table().on(lists).any(|arena| {
+            let first = arena.extent.base().number() >> REGION_ORDER;
+            arena.regions.iter().zip(first..).any(|(region, number)| {
+                (0..SPAN).step_by(1 << log).any(|index| {
+                    let base = Position::<Blocks>::new(index).pfn(Pfn::new(number << REGION_ORDER));
+                    let inside =
+                        Extent::new(base, 1 << order).is_ok_and(|run| arena.extent.covers(run) && run.end() <= limit);
+                    inside && in_use(region, index) <= used
+                })
+            })
         })
     }
 
@@ -308,7 +340,8 @@ impl<'m, E: Env> Frames<'m, E> {
         Some(take_run(lists, log, run))
     }
 
-    /// The lowest run of 2^`log` times 2 MiB of some content in each of the node's places, of those the first that will do.
+    /// The lowest run of 2^`log` times 2 MiB of some content in each of the node's places, of those the first that will do; where
+    /// something is broken already before where nothing is.
     pub(crate) fn lowest_run(
         &self,
         lists: &FreeLists,
@@ -316,11 +349,14 @@ impl<'m, E: Env> Frames<'m, E> {
         sought: Sought,
         fits: impl Fn(Pfn) -> bool,
     ) -> Option<FreeRun<'m>> {
-        let mut find = |region: &'m Region, base, _| {
-            first_run(log, |at| region.available(at, sought)).map(|index| FreeRun { region, base, index })
+        let mut find = |arena, region: &'m Region, base| {
+            first_run(log, |at| region.available(at, sought)).map(|index| FreeRun { arena, base, index })
         };
-        let lowest = |places| self.seek_in(&places, log, sought, &mut find);
-        self.places(lists).filter_map(lowest).find(|run| fits(run.index.pfn(run.base)))
+        let mut lowest = |broken| {
+            let runs = self.places(lists).filter_map(|places| self.seek_in(&places, log, sought, broken, &mut find));
+            { runs }.find(|run| fits(run.index.pfn(run.base)))
+        };
+        lowest(true).or_else(|| lowest(false))
     }
 
     /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of [`BATCHES`] words at most, so that a round ends
@@ -330,16 +366,16 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut left = want;
         for batch in &mut batches {
             let word = |sought| {
-                self.seek(lists, 0, sought, |region, base, _| {
+                self.seek(lists, 0, sought, |arena, region, base| {
                     let found = (0..WORDS).map(|at| (at, region.available(at, sought))).find(|(_, word)| *word != 0);
-                    found.map(|(at, word)| (region, at, word, Position::<Blocks>::in_word(at, 0).pfn(base)))
+                    found.map(|(at, word)| (arena, word, Position::<Blocks>::in_word(at, 0).pfn(base)))
                 })
             };
             let found = word(Sought::Dirty).or_else(|| word(Sought::Any));
-            let Some((region, at, word, base)) = found.filter(|_| left != 0) else { break };
+            let Some((arena, word, base)) = found.filter(|_| left != 0) else { break };
             let blocks = lowest(word, left);
             let count = u64::from(blocks.count_ones());
-            *batch = Batch { base, blocks, zero: take_word(lists, region, at, blocks, false) };
+            *batch = Batch { base, blocks, zero: take_word(lists, arena, base, blocks, false) };
             lists.pages -= count << BLOCK_ORDER;
             left -= count;
         }
@@ -359,14 +395,24 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 }
 
-/// The rows that freeing memory of some content belongs to.
+/// The rows that freeing memory of some content belongs to, but for [`WHOLE`].
 const fn rows_of(content: Content) -> u64 {
-    Sought::Any.rows()
-        | match content {
-            Content::Dirty => Sought::Dirty.rows(),
-            Content::Zero => Sought::Zero.rows(),
-            Content::AsMapped => Sought::Dirty.rows() | Sought::Zero.rows(),
-        }
+    let own = match content {
+        Content::Dirty => Sought::Dirty.rows(),
+        Content::Zero => Sought::Zero.rows(),
+        Content::AsMapped => Sought::Dirty.rows() | Sought::Zero.rows(),
+    };
+    (Sought::Any.rows() | own) & !WHOLE
+}
+
+/// Says that a region has none of the runs that some rows stand for.
+fn clear_rows(arena: &Arena<'_>, region: &Region, number: usize, rows: u64) {
+    // Relaxed: under the lock, like all of this.
+    let hints = region.hints.load(Ordering::Relaxed);
+    for row in descending(hints & rows) {
+        arena.rows.put(SMALL_KINDS + row, number, false);
+    }
+    region.hints.store(hints & !rows, Ordering::Relaxed);
 }
 
 /// Sets what freeing undivided blocks of one word sets there. The frames, and the rows, are counted by the caller. `careful`: some
@@ -388,10 +434,15 @@ fn free_word(lists: &mut FreeLists, region: &Region, at: usize, bits: u64, conte
     }
 }
 
-/// Takes free 2 MiB blocks of one word, and says which of them are zero. In the map each stays a block by itself. The
+/// Takes free 2 MiB blocks of the word of a frame, and says which of them are zero. In the map each stays a block by itself. The
 /// frames are counted by the caller. `careful`: some may be isolated.
 #[inline]
-pub(crate) fn take_word(lists: &mut FreeLists, region: &Region, at: usize, bits: u64, careful: bool) -> u64 {
+pub(crate) fn take_word(lists: &mut FreeLists, arena: &Arena<'_>, pfn: Pfn, bits: u64, careful: bool) -> u64 {
+    let (region, at) = (arena.region(pfn), in_region(pfn).word());
+    if region.free.load(at) == u64::MAX {
+        // All of the region may have been free.
+        clear_rows(arena, region, arena.region_number(pfn), WHOLE);
+    }
     region.free.set_locked(at, bits, false);
     let zero = region.zero.load(at) & bits;
     if zero != 0 {
@@ -405,14 +456,14 @@ pub(crate) fn take_word(lists: &mut FreeLists, region: &Region, at: usize, bits:
 
 /// Takes a run of 2^`log` times 2 MiB that was just found.
 pub(crate) fn take_run(lists: &mut FreeLists, log: u32, run: FreeRun<'_>) -> Taken {
-    let FreeRun { region, base, index } = run;
+    let FreeRun { arena, base, index } = run;
     let mut zero = true;
     for (at, bits) in spans(index, 1 << log) {
-        zero &= take_word(lists, region, at, bits, false) == bits;
+        zero &= take_word(lists, arena, Position::<Blocks>::in_word(at, 0).pfn(base), bits, false) == bits;
     }
     lists.pages -= 1 << (BLOCK_ORDER + log);
     if log != 0 {
-        region.starts.merge(index, log);
+        arena.region(base).starts.merge(index, log);
     }
     Taken { pfn: index.pfn(base), zero }
 }
@@ -426,26 +477,6 @@ pub(crate) fn pages(bits: u64) -> u64 {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #![proptest_config(ProptestConfig {
-            cases: if cfg!(miri) { 3 } else { 256 },
-            failure_persistence: None,
-            ..ProptestConfig::default()
-        })]
-
-        #[test]
-        fn the_lowest_bits_are_found_as_by_counting(word: u64, run in 0_u32..64, count in 0_u64..80) {
-            for word in [word, word << run, u64::MAX << run, 0] {
-                let each = (0..64).filter(|bit| word >> bit & 1 != 0);
-                let expected = each.take(count as usize).fold(0, |sum, bit| sum | 1_u64 << bit);
-                prop_assert_eq!(lowest(word, count), expected);
-            }
-            let up = (0..64).filter(|bit| word >> bit & 1 != 0);
-            prop_assert!(descending(word).eq(up.rev()));
-        }
-    }
 
     #[test]
     fn a_batch_is_taken_apart_from_the_top() {
@@ -461,7 +492,7 @@ mod tests {
         assert_eq!(rows, [0x3ff, 0x3ff << 10, 0x3ff << 20]);
         assert_eq!([Sought::Dirty.row(0), Sought::Zero.row(3), Sought::Any.row(9)], [0, 13, 29]);
         let freed = [Content::Dirty, Content::Zero, Content::AsMapped].map(rows_of);
-        assert_eq!(freed, [0x3ff << 20 | 0x3ff, 0x3ff << 20 | 0x3ff << 10, 0x3fff_ffff]);
+        assert_eq!(freed, [0x1ff << 20 | 0x1ff, 0x1ff << 20 | 0x1ff << 10, 0x1ff7_fdff]);
         assert_eq!(Sought::preferring(true), [Sought::Zero, Sought::Dirty, Sought::Any]);
         assert_eq!(Sought::preferring(false), [Sought::Dirty, Sought::Any, Sought::Zero]);
         assert_eq!(pages(0b101), 2 * 512);

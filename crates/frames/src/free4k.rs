@@ -19,11 +19,12 @@
 //! Taking: the same, and a scan of the row and of the region's bits.
 
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
+use crate::bits::{RUNS, descending, lowest};
 use crate::blockmap::{
     Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans,
 };
 use crate::frames::{Env, Frames};
-use crate::free2m::{Sought, descending, lowest};
+use crate::free2m::Sought;
 use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
@@ -91,9 +92,6 @@ fn end_of(room: &[u64; WORDS]) -> u32 {
         end => end.unwrap_or(0),
     }
 }
-
-/// The lowest run of each order in a word.
-pub(crate) const RUNS: [u64; 7] = [1, 3, 0xf, 0xff, 0xffff, 0xffff_ffff, u64::MAX];
 
 /// The largest order of which there may be a run that touches word `at`, plus 1.
 #[inline]
@@ -169,7 +167,7 @@ impl<'m> WordPages<'m> {
 
     /// Asks for the lines that freeing them touches.
     #[inline]
-    pub(crate) fn warm(&self) {
+    pub(crate) fn prefetch(&self) {
         self.block.free.prefetch();
         hugemm_base::prefetch::read(&self.block.hints);
     }
@@ -187,7 +185,8 @@ impl<'m> WordPages<'m> {
         })
     }
 
-    const fn near(&self) -> Pfn {
+    /// A frame of the word.
+    pub(crate) const fn near(&self) -> Pfn {
         Pfn::new(self.near >> 1)
     }
 
@@ -441,8 +440,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Where to take blocks of `order`, less than 2 MiB.
     ///
     /// That is the lowest place of the mobility, then fresh 2 MiB, and only then the largest run of the other mobility. But
-    /// fresh 2 MiB in a lower 1 GiB come first, so that high ones become whole again, unless the place is just as large as is
-    /// asked for and of an order that no cache holds. Within each step, whoever wants zeroes gets them first and whoever does
+    /// fresh 2 MiB in a lower 1 GiB that is broken come first, so that high ones become whole again, unless the place is just as large as
+    /// is asked for and of an order that no cache holds. Within each step, whoever wants zeroes gets them first and whoever does
     /// not leaves them for last; but a request for zeroes goes through all known-zero memory of its own mobility and fresh
     /// blocks before anything dirty. For a CPU's cache, `own`, it is a place that [keeps apart](crate::chunk).
     pub(crate) fn find_4k(
@@ -469,7 +468,7 @@ impl<'m, E: Env> Frames<'m, E> {
         for sought in contents {
             let Some((number, place)) = self.seek_4k(lists, order, mobility, *sought) else { continue };
             let exact = !pcp::is_stocked(order) && place.is_exact(order);
-            if !exact && self.lowest_2m(lists, fresh).is_some_and(|region| region < number) {
+            if !exact && self.lowest_broken(lists, fresh).is_some_and(|region| region < number) {
                 break;
             }
             let Some(own) = own.filter(|own| self.is_anothers(own, place.arena, place.pfn())) else {

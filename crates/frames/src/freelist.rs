@@ -31,13 +31,15 @@ pub(crate) struct FreeLists {
     pub(crate) isolated: u64,
     /// Frames taken out for good.
     pub(crate) refused: u64,
+    /// Blocks that were queued and have been taken from the queue: the first one's frame plus 1.
+    pub(crate) queued: u64,
     /// Which node.
     pub(crate) node: NodeId,
 }
 
 impl FreeLists {
     pub(crate) const fn new(node: NodeId) -> Self {
-        FreeLists { pages: 0, rounds: 0, zero_2m: 0, zero_4k: 0, isolated: 0, refused: 0, node }
+        FreeLists { pages: 0, rounds: 0, zero_2m: 0, zero_4k: 0, isolated: 0, refused: 0, queued: 0, node }
     }
 
     /// Whether any known-zero memory is free.

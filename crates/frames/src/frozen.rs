@@ -101,7 +101,13 @@ impl Frozen {
     /// The index of its class in a CPU's cache: order and mobility are neighbours in the word.
     #[inline]
     pub(crate) const fn class(&self) -> usize {
-        (self.0.get() >> CLASS_SHIFT) as usize & 63
+        Self::class_of_word(self.0.get())
+    }
+
+    /// The same of a word.
+    #[inline]
+    pub(crate) const fn class_of_word(word: u64) -> usize {
+        (word >> CLASS_SHIFT) as usize & 63
     }
 
     /// Whether that index is below a number of classes. Compared where it stands in the word, so that the index has one use, and

@@ -24,7 +24,8 @@ use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::node::Content;
-use hugemm_base::{CpuPin, Extent, Order, Pfn};
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, CpuPin, Extent, Order, Pfn};
 
 /// Where a poisoned frame was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,46 +41,57 @@ pub enum HwPoisoned {
 }
 
 impl<'m, E: Env> Frames<'m, E> {
-    /// Marks a frame as one that must never be handed out again. One lock round. Any context but NMI.
-    pub fn hwpoison<P: hugemm_base::platform::Cpu>(&self, cx: &hugemm_base::CpuCx<'_, P>, pfn: Pfn) -> HwPoisoned {
-        cx.pinned(|pin| {
-            let Some(arena) = self.arena(pfn) else { return HwPoisoned::NotManaged };
-            let outcome = self.with_node(pin, arena.node, |lists| {
-                let block = arena.block(pfn);
-                if block.refused.get(in_block(pfn)) {
-                    return HwPoisoned::Already;
-                }
-                block.refused.put_locked(in_block(pfn), true);
-                arena.region(pfn).refused.put_locked(in_region(pfn), true);
-                let (head, order) = arena.block_of(pfn);
-                if !self.is_free(arena, head, order) {
-                    // Before any cache is asked: what is freed after that is looked at.
-                    self.careful().add(pfn);
-                    return HwPoisoned::InUse;
-                }
-                let content = self.remove_block(lists, arena, head, order);
-                lists.refused += 1;
-                let Ok(order) = Order::new(order) else { return HwPoisoned::Free };
-                let whole = Extent::block(head, order);
-                let next = Pfn::new(pfn.number() + 1);
-                arena.map_cut(pfn);
-                if whole.contains(next) {
-                    arena.map_cut(next);
-                }
-                let at = pfn.number() - head.number();
-                for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
-                    self.free_chunks(lists, arena, part, content);
-                }
-                HwPoisoned::Free
-            });
-            if outcome == Some(HwPoisoned::InUse) {
-                // A cache may have it already.
-                for cpu in self.caches() {
-                    cpu.mailbox.post();
-                }
-            }
-            outcome.unwrap_or(HwPoisoned::NotManaged)
-        })
+    /// Marks a frame as one that must never be handed out again. One lock round. Any context but NMI: there it is
+    /// [`hwpoison_nowait`](Frames::hwpoison_nowait).
+    pub fn hwpoison<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> HwPoisoned {
+        let Some(arena) = self.arena(pfn) else { return HwPoisoned::NotManaged };
+        let poison = |lists: &mut FreeLists| self.poison(lists, arena, pfn);
+        cx.pinned(|pin| self.asked_for(self.with_node(pin, arena.node, poison))).unwrap_or(HwPoisoned::NotManaged)
+    }
+
+    /// The same without waiting, for a machine check's handler, which may have interrupted whoever holds the node's lock. `None` if somebody
+    /// holds it: nothing has changed, and the handler leaves [`hwpoison`](Frames::hwpoison) to an interrupt that it sends itself. Any context.
+    pub fn hwpoison_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Option<HwPoisoned> {
+        let Some(arena) = self.arena(pfn) else { return Some(HwPoisoned::NotManaged) };
+        let poison = |lists: &mut FreeLists| self.poison(lists, arena, pfn);
+        cx.pinned(|pin| self.asked_for(self.try_with_node(pin, arena.node, poison)))
+    }
+
+    /// Asks every CPU for what it has cached if a poisoned frame is in use: a cache may have it already.
+    fn asked_for(&self, poisoned: Option<HwPoisoned>) -> Option<HwPoisoned> {
+        if poisoned == Some(HwPoisoned::InUse) {
+            self.caches().iter().for_each(|cpu| cpu.mailbox.post());
+        }
+        poisoned
+    }
+
+    fn poison(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn) -> HwPoisoned {
+        let block = arena.block(pfn);
+        if block.refused.get(in_block(pfn)) {
+            return HwPoisoned::Already;
+        }
+        block.refused.put_locked(in_block(pfn), true);
+        arena.region(pfn).refused.put_locked(in_region(pfn), true);
+        let (head, order) = arena.block_of(pfn);
+        if !self.is_free(arena, head, order) {
+            // Before any cache is asked: what is freed after that is looked at.
+            self.suspects().add(pfn);
+            return HwPoisoned::InUse;
+        }
+        let content = self.remove_block(lists, arena, head, order);
+        lists.refused += 1;
+        let Ok(order) = Order::new(order) else { return HwPoisoned::Free };
+        let whole = Extent::block(head, order);
+        let next = Pfn::new(pfn.number() + 1);
+        arena.map_cut(pfn);
+        if whole.contains(next) {
+            arena.map_cut(next);
+        }
+        let at = pfn.number() - head.number();
+        for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
+            self.free_chunks(lists, arena, part, content);
+        }
+        HwPoisoned::Free
     }
 
     /// Whether a frame is poisoned.
@@ -101,7 +113,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// A refused frame was given back: it is out for good, and nobody has to look for it any more.
     fn note_retired(&self, lists: &mut FreeLists, pfn: Pfn) {
         lists.refused += 1;
-        self.careful().remove(pfn);
+        self.suspects().remove(pfn);
     }
 
     /// A cached block if it may be handed out; if not, what can be kept of it has been freed.
@@ -112,7 +124,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if !isolated && self.next_refused(arena, extent).is_none() {
             return Some(block);
         }
-        self.free_careful(pin, arena, extent, Content::of(block.is_zero()));
+        self.free_suspects(pin, arena, extent, Content::of(block.is_zero()));
         None
     }
 
@@ -154,7 +166,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// How many frames of an extent are refused.
     pub(crate) fn refused_in(&self, extent: Extent) -> u64 {
         let mut count = 0;
-        for (arena, part) in self.parts(extent).filter(|_| self.is_careful()) {
+        for (arena, part) in self.parts(extent).filter(|_| self.has_suspects()) {
             let mut rest = part;
             while let Some(pfn) = self.next_refused(arena, rest) {
                 rest = rest.slice(pfn.number() + 1 - rest.base().number(), rest.pages());
@@ -166,11 +178,11 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees an extent of one arena that may hold refused frames or isolated blocks: around the former, past the caches
     /// for all. The ends are block borders in the map.
-    pub(crate) fn free_careful(&self, pin: CpuPin<'_>, arena: &Arena<'m>, extent: Extent, content: Content) {
-        self.with_node(pin, arena.node, |lists| self.free_careful_locked(lists, arena, extent, content));
+    pub(crate) fn free_suspects(&self, pin: CpuPin<'_>, arena: &Arena<'m>, extent: Extent, content: Content) {
+        self.with_node(pin, arena.node, |lists| self.free_suspects_locked(lists, arena, extent, content));
     }
 
-    pub(crate) fn free_careful_locked(
+    pub(crate) fn free_suspects_locked(
         &self,
         lists: &mut FreeLists,
         arena: &Arena<'m>,
@@ -199,11 +211,11 @@ impl<'m, E: Env> Frames<'m, E> {
 mod tests {
     use super::*;
     use crate::arena::{ArenaSpec, BLOCK};
-    use crate::careful::Careful;
     use crate::frames::Plain;
     use crate::layout::FramesConfig;
     use crate::mobility::Mobility;
     use crate::page_alloc::AllocRequest;
+    use crate::suspects::Suspects;
     use hugemm_base::{CpuCx, Dirty, NodeId};
     use hugemm_threads::{Memory, Threads, run_as};
 
@@ -240,12 +252,12 @@ mod tests {
             );
             frames.serve(cx);
             assert!(own.mailbox.is_quiet() && !own.mailbox.admits(&bad));
-            assert!(others.iter().all(|block| own.mailbox.admits(block)), "{:#x}", frames.careful().places());
+            assert!(others.iter().all(|block| own.mailbox.admits(block)), "{:#x}", frames.suspects().places());
             // Nearly everywhere else, too.
-            let closed = frames.careful().places().count_ones();
+            let closed = frames.suspects().places().count_ones();
             assert!((1..=5).contains(&closed), "{closed} places of 64");
             frames.free(cx, bad);
-            assert!(!frames.is_careful() && frames.careful().places() == 0);
+            assert!(!frames.has_suspects() && frames.suspects().places() == 0);
             for block in others {
                 frames.free(cx, block);
             }
@@ -260,7 +272,7 @@ mod tests {
     fn every_cached_block_that_holds_a_frame_has_one_of_its_places() {
         for pfn in [0, 1, 0x1ff, 0x200, 0xdead_beef, 0x1234_5677] {
             let pfn = Pfn::new(pfn);
-            let places = Careful::places_of(pfn);
+            let places = Suspects::places_of(pfn);
             for order in [0, 1, 2, 3, BLOCK_ORDER].map(|order| Order::new(order).expect("valid")) {
                 let block = Frozen::make(Extent::block(pfn, order).base(), order, Mobility::Movable, true);
                 assert_eq!(places >> block.place() & 1, 1, "{block:?}");
@@ -285,7 +297,7 @@ mod tests {
                     })
                 });
             frames.free_extent(cx, taken.expect("emptied"));
-            assert!(!frames.is_careful());
+            assert!(!frames.has_suspects());
             frames.serve(cx);
             assert!(own.mailbox.is_quiet() && (0..64).all(|place| own.mailbox.admits_place(place)));
         });

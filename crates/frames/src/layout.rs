@@ -162,17 +162,19 @@ fn frames(config: &FramesConfig<'_>) -> u64 {
     config.arenas.iter().map(|arena| arena.extent.pages()).sum()
 }
 
-/// The largest extent between whose ends no arena is on another node. O(arenas).
-fn largest_span(config: &FramesConfig<'_>, node: NodeId) -> Extent {
+/// The largest extent of arenas of a node that adjoin: all of it is this manager's and on the node, for good. What lies in a hole between
+/// two arenas is somebody else's, or that of an arena which comes later, on any node. O(arenas).
+fn largest_run(config: &FramesConfig<'_>, node: NodeId) -> Extent {
     let mut largest = Extent::default();
-    for arenas in config.arenas.chunk_by(|a, b| a.node == b.node) {
+    let adjoin = |a: &ArenaSpec, b: &ArenaSpec| a.node == b.node && a.extent.end() == b.extent.base();
+    for arenas in config.arenas.chunk_by(adjoin) {
         if let ([first, ..], [.., last]) = (arenas, arenas)
             && first.node == node
             && let base = first.extent.base()
-            && let Ok(span) = Extent::new(base, last.extent.end().number() - base.number())
-            && span.pages() > largest.pages()
+            && let Ok(run) = Extent::new(base, last.extent.end().number() - base.number())
+            && run.pages() > largest.pages()
         {
-            largest = span;
+            largest = run;
         }
     }
     largest
@@ -257,7 +259,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
             let node = config.cpu_nodes.get(cpu).copied().unwrap_or(default);
             let node = if u64::from(node.0) < nodes.len() as u64 { node } else { default };
             let own = &entries[cpu * per_cpu as usize..(cpu + 1) * per_cpu as usize];
-            cpus.add(cpu).write(PerCpu::new(cpu as u32, node, largest_span(config, node), &capacities, own));
+            cpus.add(cpu).write(PerCpu::new(cpu as u32, node, largest_run(config, node), &capacities, own));
         }
         let arenas = carver.base.add(table).cast::<Arena<'m>>();
         let mut first_region = 0;

@@ -26,7 +26,7 @@
 //! let block = frames.alloc_nowait(&cx, AllocRequest::order(Order::ZERO))?;
 //! let bad = block.pfn();
 //! frames.free_nowait(&cx, block);
-//! assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::Free); // out for good
+//! assert_eq!(frames.hwpoison_nowait(&cx, bad), Some(HwPoisoned::Free)); // out for good; `None`: later, in an interrupt
 //! assert!(frames.is_hwpoisoned(bad));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -44,6 +44,7 @@
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | `mobility.rs` | which allocations share 2 MiB blocks |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
+//! | `bits.rs` | bits of a word |
 //! | `rows.rs` | which 1 GiB may have something free |
 //! | `freelist.rs` | how much a node has free, and where, under its lock |
 //! | `node.rs` | a node |
@@ -53,15 +54,15 @@
 //! | `takers.rs`, `chunk.rs` | CPUs fill their caches from places whose references share no line |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `page_alloc.rs` | allocating and freeing blocks; known-zero memory first for those who ask |
-//! | `refill.rs` | what moves between a cache and its node |
-//! | `words.rs` | pages that a CPU gives back, gathered by word |
-//! | `drain.rs` | how a cache's blocks are freed there |
+//! | `refill.rs` | how a cache is filled from its node |
+//! | `drain.rs` | what a cache gives back, when and how |
+//! | `outgoing.rs` | what a CPU has freed and will not allocate again |
 //! | `below.rs` | blocks below an address |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
 //! | `range.rs` | freeing ranges, parts and arrays |
 //! | `alloc_contig.rs` | particular frames; isolation and migration |
-//! | `careful.rs` | whether frames that are freed have to be looked at |
+//! | `suspects.rs` | whether frames that are freed have to be looked at |
 //! | `hwpoison.rs` | poisoned frames |
 //! | `slab.rs` | small objects of one size |
 //! | `stats.rs` | numbers |
@@ -83,9 +84,9 @@ mod alloc_contig;
 mod arena;
 mod arenas;
 mod below;
+mod bits;
 mod blockmap;
 mod buddy;
-mod careful;
 mod carve;
 mod chunk;
 mod class;
@@ -103,6 +104,7 @@ mod layout;
 mod mobility;
 mod node;
 mod nowait;
+mod outgoing;
 mod page_alloc;
 pub mod pcp;
 mod range;
@@ -111,9 +113,9 @@ pub mod refs;
 mod rows;
 mod slab;
 mod stats;
+mod suspects;
 mod takers;
 mod uses;
-mod words;
 
 pub use alloc_contig::{AllocContigError, FAULT_CLAIM, Migrate, NoMigration};
 pub use arena::ArenaSpec;
@@ -126,7 +128,7 @@ pub use frozen::{Frozen, FrozenRun};
 pub use hwpoison::HwPoisoned;
 pub use layout::{FramesConfig, FramesConfigError};
 pub use mobility::Mobility;
-pub use page_alloc::{AllocError, AllocRequest, FAULT_ALLOC, Placement};
+pub use page_alloc::{AllocError, AllocRequest, FAULT_ALLOC, Placement, ROUNDS_PER_PIN};
 pub use range::RangeReport;
 pub use refs::{Put, RefError, WideCounts};
 pub use slab::{Slab, SlabStats};

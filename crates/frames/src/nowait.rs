@@ -3,7 +3,8 @@
 //! Such code may have interrupted this CPU's cache half way through a change, so it leaves the caches alone. It takes the
 //! node's lock only if nobody has it, and with interrupts off, as everybody does: an interrupt of this CPU would wait for it
 //! for ever. Otherwise an allocation fails, and a free is queued: on a stack per node, pushed
-//! with one compare-and-swap and taken as a whole by whoever takes the lock next, so that it has no ABA problem.
+//! with one compare-and-swap and taken as a whole by whoever takes the lock next, so that it has no ABA problem. It is freed a part at
+//! a time: nobody holds the lock for longer because others have queued much.
 
 use crate::arena::Arena;
 use crate::descriptor::DescMut;
@@ -14,11 +15,14 @@ use crate::node::{Content, Node};
 use crate::page_alloc::{AllocError, AllocRequest, FAULT_ALLOC};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicWord, Ordering};
-use hugemm_base::{CpuCx, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, Pfn};
 
 /// Descriptor words of a queued block's head.
 const NEXT: usize = 0;
 const ORDER: usize = 1;
+
+/// Queued blocks that are freed in one lock round.
+const ROUND: usize = 64;
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Allocates one block without waiting: [`AllocError::WouldWait`] if every lock that would do is taken. A request for
@@ -72,24 +76,38 @@ impl<'m, E: Env> Frames<'m, E> {
         });
     }
 
-    /// Under the lock: frees what was queued. Part of every lock round, so one load where nothing was.
+    /// Under the lock: frees [`ROUND`] blocks of what was queued. Part of every lock round, so two loads where nothing was.
     #[inline]
     pub(crate) fn free_deferred(&self, node: &Node<'_, E::Lock>, lists: &mut FreeLists) {
         // Relaxed: what is queued after this look is freed in the next round.
-        if node.deferred.load(Ordering::Relaxed) != 0 {
+        if lists.queued != 0 || node.deferred.load(Ordering::Relaxed) != 0 {
             self.free_queue(node, lists);
         }
+    }
+
+    /// The nodes for which something is queued, and how many frames.
+    pub(crate) fn queued(&self) -> impl Iterator<Item = (NodeId, u64)> {
+        let pages = |node| self.node(node).map_or(0, |node| node.deferred_pages.load(Ordering::Relaxed));
+        (0..self.nodes()).map(NodeId).map(move |node| (node, pages(node))).filter(|(_, pages)| *pages != 0)
+    }
+
+    /// Frees a part of what is queued for some node: false if nothing is.
+    pub(crate) fn free_queued(&self, pin: CpuPin<'_>) -> bool {
+        self.queued().next().is_some_and(|(node, _)| self.with_node(pin, node, |_| ()).is_some())
     }
 
     #[cold]
     #[inline(never)]
     fn free_queue(&self, node: &Node<'_, E::Lock>, lists: &mut FreeLists) {
-        // Acquire pairs with the Release of the push.
-        let mut link = node.deferred.swap(0, Ordering::Acquire);
-        while let Some(pfn) = link.checked_sub(1).map(Pfn::new) {
+        if lists.queued == 0 {
+            // Acquire pairs with the Release of the push.
+            lists.queued = node.deferred.swap(0, Ordering::Acquire);
+        }
+        for _ in 0..ROUND {
+            let Some(pfn) = lists.queued.checked_sub(1).map(Pfn::new) else { return };
             let Some(arena) = self.arena(pfn) else { return };
             let desc = self.desc_in(arena, pfn);
-            link = desc.load(NEXT);
+            lists.queued = desc.load(NEXT);
             let Ok(order) = Order::new(desc.load(ORDER) as u32) else { continue };
             node.deferred_pages.fetch_sub(order.pages(), Ordering::Relaxed);
             self.free_owned(lists, arena, pfn, order);
@@ -97,8 +115,8 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     fn free_owned(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: Order) {
-        if self.is_careful() {
-            self.free_careful_locked(lists, arena, Extent::block(pfn, order), Content::Dirty);
+        if self.has_suspects() {
+            self.free_suspects_locked(lists, arena, Extent::block(pfn, order), Content::Dirty);
         } else {
             self.free_mapped(lists, arena, pfn, order.get(), Content::Dirty);
         }

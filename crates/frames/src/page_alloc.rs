@@ -20,6 +20,8 @@
 //! first, with [`AllocRequest::prefer_zeroed`], and clears what turns out to be dirty: the allocator clears nothing.
 
 use crate::arena::BLOCK_ORDER;
+use crate::class::Class;
+use crate::drain::Due;
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
@@ -28,7 +30,7 @@ use crate::pcp::{PerCpu, is_stocked};
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, PageSize};
+use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, PageSize, Pfn};
 
 /// Where every allocation can be made to fail.
 pub const FAULT_ALLOC: FaultPoint = FaultPoint("frames.alloc");
@@ -122,6 +124,21 @@ impl fmt::Display for AllocError {
 
 impl core::error::Error for AllocError {}
 
+/// No call takes nodes' locks more often than this under one pin, and twice more for each node that it asks: 64 words of pages, 16 of 2 MiB
+/// blocks, or as much of what is queued are freed in one round. So interrupts are never off for longer, but where the caller has them off.
+pub const ROUNDS_PER_PIN: u64 = 16;
+
+/// Cached blocks that are looked at for poison in one pin before the node is asked: two rounds each.
+const ADMISSIONS: usize = 4;
+
+/// Why no node had a block.
+enum Missed {
+    /// This.
+    For(AllocError),
+    /// There may be one when CPUs have given back what they have cached.
+    Cached,
+}
+
 impl<'m, E: Env> Frames<'m, E> {
     /// Allocates one block. Its bytes are anything unless [`Frozen::is_zero`] says that they are zero, and its
     /// descriptor's words are anything. Any context but NMI.
@@ -151,15 +168,16 @@ impl<'m, E: Env> Frames<'m, E> {
         };
         match hit {
             Some(block) => Ok(block),
-            None => self.alloc_again(cx, order, mobility, from, prefer_zeroed),
+            None => self.alloc_missed(cx, order, mobility, from, prefer_zeroed),
         }
     }
 
-    /// [`alloc_slow`](Frames::alloc_slow), after what this CPU has gathered by word has gone; in pins of their own. The parts of a
-    /// request, so that they travel in registers.
+    /// Where the cache has nothing, in this order: what this CPU has freed and would get again; its node, through the cache if that holds the
+    /// order; the other nodes; and all of that once more with what this CPU has cached. The others are asked for what they have, for the
+    /// next time. The parts of a request, so that they travel in registers.
     #[cold]
     #[inline(never)]
-    fn alloc_again<P: Cpu>(
+    fn alloc_missed<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
         order: Order,
@@ -167,10 +185,22 @@ impl<'m, E: Env> Frames<'m, E> {
         from: Placement,
         prefer_zeroed: bool,
     ) -> Result<Frozen, AllocError> {
-        let back = self.after_words(cx, Self::own, |pin| self.take_back(pin, order, mobility, from, prefer_zeroed));
-        match back {
-            Some(block) => Ok(block),
-            None => cx.pinned(|pin| self.alloc_slow(pin, order, mobility, from, prefer_zeroed)),
+        let back = self.after_giving_back(cx, Self::own, Due::Leaving, |pin| {
+            self.take_back(pin, order, mobility, from, prefer_zeroed)
+        });
+        if let Some(block) = back {
+            return Ok(block);
+        }
+        match cx.pinned(|pin| self.alloc_from_nodes(pin, order, mobility, from, prefer_zeroed)) {
+            Ok(block) => Ok(block),
+            Err(Missed::For(error)) => Err(error),
+            Err(Missed::Cached) => self.after_giving_back(cx, Self::own, Due::All, |pin| {
+                let again = self.alloc_from_nodes(pin, order, mobility, from, prefer_zeroed);
+                again.map_err(|_| {
+                    self.request_drains();
+                    AllocError::OutOfMemory
+                })
+            }),
         }
     }
 
@@ -185,13 +215,15 @@ impl<'m, E: Env> Frames<'m, E> {
         from: Placement,
         prefer_zeroed: bool,
     ) -> Option<Frozen> {
-        let own = self.own(pin).filter(|own| own.mailbox.is_quiet() && !self.is_careful() && !own.has_leavers())?;
+        let own = self.own(pin).filter(|own| own.mailbox.is_quiet() && !self.is_isolating())?;
         let here = match from {
             Placement::Local => true,
             Placement::Prefer(node) | Placement::Only(node) => node == own.node,
         };
         let wanted = here && !(prefer_zeroed && self.may_have_zero());
-        if wanted { own.take_gathered(order.get(), mobility) } else { None }
+        let block = if wanted { own.take_gathered(order.get(), mobility)? } else { return None };
+        // Blocks of these orders are not looked at when they are freed.
+        if self.has_suspects() { self.admit(pin, block) } else { Some(block) }
     }
 
     /// The node of a request, and whether others will do.
@@ -211,71 +243,88 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     #[inline(never)]
-    fn alloc_slow(
+    fn alloc_from_nodes(
         &self,
         pin: CpuPin<'_>,
         order: Order,
         mobility: Mobility,
         from: Placement,
         prefer_zeroed: bool,
-    ) -> Result<Frozen, AllocError> {
+    ) -> Result<Frozen, Missed> {
         let want_zero = prefer_zeroed && self.may_have_zero();
         let own = self.own(pin);
-        let frozen = |taken: Taken| Frozen::make(taken.pfn, order, mobility, taken.zero);
-        if let Some(own) = own {
-            self.serve_own(pin, own);
-            self.return_leavers(pin, own);
-        }
-        let (first, fallback) = self.choose(own, from)?;
+        own.into_iter().for_each(|own| self.serve_own(own));
+        let (first, fallback) = self.choose(own, from).map_err(Missed::For)?;
         let near = own.filter(|own| own.node == first && !want_zero);
-        let class =
-            near.and_then(|own| Some((own, own.stock(order.get(), mobility)?))).filter(|(_, class)| class.enabled());
-        // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
-        let other =
-            near.filter(|_| order.get() == BLOCK_ORDER).and_then(|own| own.class(order.get(), mobility.other()));
-        for last_try in [false, true] {
-            if let Some((own, class)) = class {
-                loop {
-                    if class.len() == 0
-                        && let Some(block) = other.and_then(|other| other.pop())
-                    {
-                        let _ = class.push(block.with_mobility(mobility));
-                    } else if class.len() == 0 {
-                        self.refill(pin, own, class, first, order, mobility);
-                    }
-                    let Some(block) = class.pop() else { break };
-                    // Frames can become refused while they are cached.
-                    if !self.is_careful() {
-                        return Ok(block);
-                    }
-                    if let Some(block) = self.admit(pin, block) {
-                        return Ok(block);
-                    }
-                }
-            }
-            for node in self.nodes_from(first, fallback) {
-                let taken = self.with_node(pin, node, |lists| {
-                    own.into_iter().for_each(|own| self.return_gathered(lists, own));
-                    self.take_block(lists, order.get(), mobility, want_zero)
-                });
-                if let Some(block) = taken.flatten().map(frozen) {
-                    near.into_iter().filter(|own| own.node == node).for_each(|own| own.note_lowest(&block));
-                    return Ok(block);
-                }
-            }
-            if last_try {
-                break;
-            }
-            // What this CPU caches may make larger blocks; what others cache can be had the next time.
-            if let Some(own) = own {
-                self.drain_cache(pin, own);
-            }
-            self.request_drains();
+        let stock = near.and_then(|own| Some((own, own.stock(order.get(), mobility)?)));
+        if let Some((own, class)) = stock.filter(|(_, class)| class.enabled())
+            && let Some(block) = self.alloc_through(pin, own, class, order, mobility)
+        {
+            return Ok(block);
         }
-        Err(AllocError::OutOfMemory)
+        for node in self.nodes_from(first, fallback) {
+            let taken = self.with_node(pin, node, |lists| {
+                own.into_iter().for_each(|own| self.return_gathered(lists, own));
+                self.take_block(lists, order.get(), mobility, want_zero)
+            });
+            if let Some(Taken { pfn, zero }) = taken.flatten() {
+                let block = Frozen::make(pfn, order, mobility, zero);
+                near.into_iter().filter(|own| own.node == node).for_each(|own| own.note_lowest(&block));
+                return Ok(block);
+            }
+        }
+        let could = self.could_be_made(pin, self.nodes_from(first, fallback), order.get(), Pfn::LIMIT);
+        Err(if could { Missed::Cached } else { Missed::For(AllocError::OutOfMemory) })
     }
 
-    /// Frees one block, as dirty. Any context but NMI.
+    /// Whether what CPUs have cached, or queued, could make a block of an order below a frame, on one of some nodes.
+    pub(crate) fn could_be_made(
+        &self,
+        pin: CpuPin<'_>,
+        mut nodes: impl Iterator<Item = NodeId>,
+        order: u32,
+        limit: Pfn,
+    ) -> bool {
+        let cached = self.on_the_way();
+        if order <= BLOCK_ORDER || cached == 0 {
+            return cached != 0 && limit.number() >> order != 0;
+        }
+        let fits = |node| self.with_node(pin, node, |lists| self.is_nearly_free(lists, order, limit, cached));
+        nodes.any(|node| fits(node) == Some(true))
+    }
+
+    /// A block from this CPU's cache, which is filled from its node if it is empty.
+    fn alloc_through(
+        &self,
+        pin: CpuPin<'_>,
+        own: &PerCpu<'m>,
+        class: &Class<'m>,
+        order: Order,
+        mobility: Mobility,
+    ) -> Option<Frozen> {
+        for _ in 0..ADMISSIONS {
+            // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
+            let other = own.class(order.get(), mobility.other()).filter(|_| order.get() == BLOCK_ORDER);
+            if class.len() == 0
+                && let Some(block) = other.and_then(Class::pop)
+            {
+                let _ = class.push(block.with_mobility(mobility));
+            } else if class.len() == 0 {
+                self.refill(pin, own, class, own.node, order, mobility);
+            }
+            let block = class.pop()?;
+            // Frames can become refused while they are cached.
+            if !self.has_suspects() {
+                return Some(block);
+            }
+            if let Some(block) = self.admit(pin, block) {
+                return Some(block);
+            }
+        }
+        None
+    }
+
+    /// Frees one block, as dirty. A block of another manager is left alone, and lost. Any context but NMI.
     ///
     /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders 4 to 8 share a lock round, if there has to be one, with the next
     /// allocation that needs one; larger ones: one lock round, a word per 128 MiB.
@@ -299,56 +348,45 @@ impl<'m, E: Env> Frames<'m, E> {
             Some(block)
         });
         if let Some(block) = missed {
-            self.free_again(cx, block);
+            self.free_missed(cx, block);
         }
     }
 
-    /// [`free_missed`](Frames::free_missed) with a pin of its own, so that what a pin consists of is in nobody's way on a hit.
+    /// With a pin of its own, so that what a pin consists of is in nobody's way on a hit.
     #[cold]
     #[inline(never)]
-    fn free_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
-        self.after_words(cx, Self::asked, |pin| self.free_missed(pin, block));
+    fn free_missed<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
+        self.after_giving_back(cx, Self::own, Due::Nothing, |pin| self.free_to_node(pin, block));
     }
 
-    /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.
+    /// Frees a block that the cache had no room for, or that may not go there: in this order it is looked at for poison, kept, or freed in its
+    /// node.
     #[cold]
     #[inline(never)]
-    fn free_missed(&self, pin: CpuPin<'_>, block: Frozen) {
+    fn free_to_node(&self, pin: CpuPin<'_>, block: Frozen) {
         let own = self.own(pin);
         if let Some(own) = own {
-            self.serve_own(pin, own);
+            self.serve_own(own);
         }
         let Some(arena) = self.arena(block.pfn()) else { return };
         let content = Content::of(block.is_zero());
-        if self.is_careful() && self.is_suspect(arena, &block) {
-            return self.free_careful(pin, arena, block.extent(), content);
+        if self.has_suspects() && self.is_suspect(arena, &block) {
+            return self.free_suspects(pin, arena, block.extent(), content);
         }
-        let mut block = block;
-        let local = own.filter(|own| own.node == arena.node);
-        let class = local.and_then(|own| Some((own, own.class_of(&block)?)));
-        if let Some((own, class)) = class.filter(|(_, class)| class.enabled()) {
-            for _ in 0..if own.is_far(class, &block) { 2 } else { 0 } {
-                match own.push_leaver(class, block) {
-                    Ok(()) => return,
-                    Err(back) => block = back,
-                }
-                self.drain_leavers(pin, own, class, block.log());
-            }
-            for _ in 0..2 {
-                match class.push(block) {
-                    Ok(()) => return,
-                    Err(back) => block = back,
-                }
-                self.drain_class(pin, own, class, block.log(), class.excess());
-            }
-        }
+        let block = match own.filter(|own| own.node == arena.node) {
+            Some(own) => match self.keep(pin, own, block) {
+                Ok(()) => return,
+                Err(block) => block,
+            },
+            None => block,
+        };
         self.with_node(pin, arena.node, |lists| self.free_handle(lists, arena, block));
     }
 
     /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round.
     pub(crate) fn free_slow(&self, pin: CpuPin<'_>, extent: Extent, content: Content) {
         if let Some(own) = self.own(pin) {
-            self.serve_own(pin, own);
+            self.serve_own(own);
         }
         let Some(arena) = self.arena(extent.base()) else { return };
         self.with_node(pin, arena.node, |lists| self.free_chunks(lists, arena, extent, content));

@@ -16,18 +16,16 @@
 //!   that this CPU took at its last visit there, and that was the lowest.
 //! * A refill brings half a cache in one lock round, or all of it if the last one was followed by another. A drain takes
 //!   three quarters, those that lie highest, so that low memory is used first; or all, where drains follow one another.
-//! * What a drain takes of orders 0 to 3 goes to the CPU's [table of words](crate::words) and no further: bits of pages, which are the CPU's
-//!   like all that is cached. It counts as cached, no block of it is handed out, and every path that drains the cache drains the table
-//!   after it; so a request that is served leaves nothing there, whatever was posted for: isolation, poison, exhaustion, an arena that
-//!   goes. Whether pages must be looked at is seen under the lock, as of all that comes from a cache. Words leave in rounds of 64,
-//!   and before anything is taken or drained in as many pins: nobody has interrupts off for a whole table who had them on before.
 //! * The high watermark moves: three refills, or three drains, without the other in between mean that the cache is too
 //!   small for how this CPU works, and double it. A change of direction means that a small one will do, and so does
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
-//!
-//! * A cache hands the places that were freed last out again, wherever they lie, while the node has room in lower ones.
-//!   So what is freed above the 2 MiB where the class's last refill found room is only gathered. All that is gathered, and the table of
-//!   words, goes back before this CPU takes anything from the node: it may be the lowest place, or make a larger block with what is there.
+//! * A cache hands the places that were freed last out again, wherever they lie, while the node has room in lower ones. So what is freed
+//!   above the 2 MiB where the class's last refill found room is not cached. That, and what a drain takes of orders 0 to 3, is
+//!   [on its way](crate::outgoing) to the node: it counts as cached, no block of it is handed out, and it leaves before this CPU takes
+//!   anything from the node: it may be the lowest place, or make a larger block with what is there. Every path that drains the cache drains
+//!   it too; so a request that is served leaves nothing there. Whether pages must be looked at is seen under the lock.
+//! * What is given back before something else is done goes in parts, each in a pin of its own: nobody has interrupts off for a whole
+//!   cache who had them on before. [`ROUNDS_PER_PIN`](crate::ROUNDS_PER_PIN) says for how long at most.
 //!
 //! Cost of a hit: three lines, of the mailbox, of the class and of its entries; 5 loads and 1 store to allocate, 6 and 2
 //! to free. Nothing of the frame itself is touched.
@@ -36,8 +34,8 @@ use crate::arena::{BLOCK_ORDER, REGION_ORDER};
 use crate::class::Class;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
+use crate::outgoing::Outgoing;
 use crate::takers::Chunks;
-use crate::words::Words;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence};
 use hugemm_base::{Extent, NodeId, Pfn};
 
@@ -53,9 +51,6 @@ const LEAST: u64 = 8;
 
 /// That of 2 MiB: what is cached of them is hidden from smaller blocks, which would go to higher memory instead.
 const LEAST_2M: u64 = 2;
-
-/// For so many entries of a class there is one more for a block that is not to be allocated from it again.
-const LEAVERS: u64 = 4;
 
 /// Bits for a class beside a frame's number.
 const LOWEST_SHIFT: u32 = 8;
@@ -199,6 +194,15 @@ pub(crate) struct Capacities {
     words: u64,
 }
 
+/// What a freed block is kept as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// For the next allocation.
+    Cached,
+    /// For the node.
+    Leaving,
+}
+
 /// One CPU's cache. On lines of its own.
 #[repr(align(128))]
 #[derive(Debug)]
@@ -208,15 +212,14 @@ pub(crate) struct PerCpu<'m> {
     pub(crate) node: NodeId,
     /// Where it was filled from last.
     pub(crate) chunks: Chunks,
-    /// Frames that are certainly on the node.
+    /// Frames that are this manager's and on the node for as long as it lives: adjoining arenas that it was made with. Of any other frame
+    /// both are looked up.
     local: Extent,
-    /// How many blocks of orders that are allocated from here are on their way to the node all the same.
-    leaving: AtomicU64,
     /// What this CPU took at its last visit to a node, if that was the lowest block of an order that is only gathered: its first
     /// frame plus 1 from bit [`LOWEST_SHIFT`] on, and its class; 0 otherwise.
     lowest: AtomicU64,
-    /// What it gives back, by word.
-    pub(crate) words: Words<'m>,
+    /// What is not to be allocated from here again.
+    pub(crate) out: Outgoing<'m>,
     classes: [Class<'m>; CLASSES],
 }
 
@@ -232,13 +235,12 @@ impl<'m> PerCpu<'m> {
             let most = MOST[order].min((if large { share / 16 } else { share / 64 }) >> order);
             if is_stocked(order as u32) { most } else { most.min(((share / 256) >> order).max(1)) }
         });
-        Capacities { blocks, words: Words::slots(share) }
+        Capacities { blocks, words: Outgoing::slots(share) }
     }
 
     /// How many entries those are.
     pub(crate) fn entries(capacities: &Capacities) -> u64 {
-        let blocks = capacities.blocks.iter().map(|most| most + most / LEAVERS).sum::<u64>();
-        2 * blocks + Words::entries(capacities.words)
+        2 * capacities.blocks.iter().sum::<u64>() + Outgoing::entries(capacities.words)
     }
 
     /// A CPU's empty cache over `entries`, as many as [`entries`](PerCpu::entries) says. `local` are frames of the node:
@@ -253,7 +255,7 @@ impl<'m> PerCpu<'m> {
         let mut rest = entries;
         let classes = core::array::from_fn(|class| {
             let most = capacities.blocks[class / 2];
-            let (own, others) = rest.split_at_checked((most + most / LEAVERS) as usize).unwrap_or((&[], rest));
+            let (own, others) = rest.split_at_checked(most as usize).unwrap_or((&[], rest));
             rest = others;
             Class::new(own, if class / 2 == BLOCK_ORDER as usize { LEAST_2M } else { LEAST }, local.pages())
         });
@@ -263,9 +265,8 @@ impl<'m> PerCpu<'m> {
             node,
             chunks: Chunks::default(),
             local,
-            leaving: AtomicU64::new(0),
             lowest: AtomicU64::new(0),
-            words: Words::new(rest, capacities.words),
+            out: Outgoing::new(rest, capacities.words),
             classes,
         }
     }
@@ -279,10 +280,15 @@ impl<'m> PerCpu<'m> {
         pfn.number().wrapping_sub(self.local.base().number()) < class.near()
     }
 
-    /// Whether a block of the class is of an order that is allocated from the cache, on the node at the first look, and not
-    /// near.
-    pub(crate) fn is_far(&self, class: &Class<'m>, block: &Frozen) -> bool {
-        is_stocked(block.log()) && self.local.contains(block.pfn()) && !self.is_near(class, block.pfn())
+    /// Keeps a freed block, which is on the node: to be allocated again, or on its way back if it is of an order that is allocated from here
+    /// and lies higher than near, as far as that is known at the first look. Gives it back if there is no room for that, and says which it
+    /// is.
+    pub(crate) fn keep(&self, class: &Class<'m>, block: Frozen) -> Result<(), (Frozen, Kept)> {
+        let far = is_stocked(block.log()) && self.local.contains(block.pfn()) && !self.is_near(class, block.pfn());
+        match if far { self.out.push(block) } else { class.push(block) } {
+            Ok(()) => Ok(()),
+            Err(block) => Err((block, if far { Kept::Leaving } else { Kept::Cached })),
+        }
     }
 
     /// A refill of a class of blocks of `order` found room at a frame: that is as far as near is.
@@ -316,25 +322,6 @@ impl<'m> PerCpu<'m> {
         self.classes.get(2 * order as usize + mobility.index())
     }
 
-    /// Adds a block that is to leave; gives it back if there is no room.
-    pub(crate) fn push_leaver(&self, class: &Class<'m>, block: Frozen) -> Result<(), Frozen> {
-        class.push_leaver(block)?;
-        // Relaxed: the owner's, as all of this.
-        self.leaving.store(self.leaving.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Hands over all blocks of a class that are to leave. They are counted until `f` returns.
-    pub(crate) fn drain_leavers(&self, class: &Class<'m>, f: impl FnOnce(&mut [u64])) {
-        let count = class.drain_leavers(f);
-        self.leaving.store(self.leaving.load(Ordering::Relaxed) - count, Ordering::Relaxed);
-    }
-
-    /// Whether there are some in any class.
-    pub(crate) fn has_leavers(&self) -> bool {
-        self.leaving.load(Ordering::Relaxed) != 0
-    }
-
     /// This CPU is about to take or free at a node.
     pub(crate) fn forget_lowest(&self) {
         self.lowest.store(0, Ordering::Relaxed);
@@ -363,6 +350,11 @@ impl<'m> PerCpu<'m> {
         classes.iter().filter(|class| class.len() != 0)
     }
 
+    /// Every class is as small as it was at first.
+    pub(crate) fn shrink(&self) {
+        self.classes.iter().for_each(Class::shrink);
+    }
+
     /// Every class with its order.
     pub(crate) fn all(&self) -> impl Iterator<Item = (&Class<'m>, u32)> {
         self.classes.iter().enumerate().map(|(index, class)| (class, index as u32 / 2))
@@ -370,7 +362,7 @@ impl<'m> PerCpu<'m> {
 
     /// Frames in the cache: exact for the owner, a snapshot for others.
     pub(crate) fn pages(&self) -> u64 {
-        self.all().map(|(class, order)| class.all() << order).sum::<u64>() + self.words.pages()
+        self.all().map(|(class, order)| class.len() << order).sum::<u64>() + self.out.pages()
     }
 }
 
@@ -402,16 +394,16 @@ mod tests {
             assert_eq!([6400, GIB].map(|share| sizes(share).words), [8, 512]);
         }
         assert_eq!(PerCpu::capacities(6400, 0).blocks, PerCpu::capacities(6400, 1).blocks);
-        // For every four one more that leaves; two mobilities. Two words for each slot, and a bit.
+        // Two mobilities. Two words for each slot, a bit, and a block that leaves.
         let sizes = Capacities { blocks: [8, 4, 3, 0, 0, 0, 0, 0, 0, 1], words: 8 };
-        assert_eq!(PerCpu::entries(&sizes), 2 * (10 + 5 + 3 + 1) + 2 * 8 + 1);
+        assert_eq!(PerCpu::entries(&sizes), 2 * (8 + 4 + 3 + 1) + 3 * 8 + 1);
     }
 
-    /// A cache over these frames, with eight entries and two for those that leave in each class.
+    /// A cache over these frames, with eight entries in each class and room for eight blocks that leave.
     fn with_cache(local: Extent, test: impl FnOnce(&PerCpu<'_>)) {
         let capacities = Capacities { blocks: [8; CLASSES / 2], words: 8 };
         let entries: Vec<AtomicU64> = (0..PerCpu::entries(&capacities)).map(|_| AtomicU64::new(0)).collect();
-        assert_eq!(entries.len(), CLASSES * 10 + 17);
+        assert_eq!(entries.len(), CLASSES * 8 + 25);
         test(&PerCpu::new(0, NodeId(0), local, &capacities, &entries));
     }
 
@@ -441,8 +433,18 @@ mod tests {
             assert!(ends_at(1000 + (1 << 16)), "nor what lies beyond");
 
             own.found(class, 0, Pfn::new(2000));
-            let far = |pfn, order| own.is_far(class, &block(pfn, order));
+            let far = |pfn, order| {
+                assert_eq!(own.keep(class, block(pfn, order)), Ok(()));
+                let far = own.out.has_blocks();
+                own.out.take_blocks(|words| assert!(words.iter().all(|word| *word == block(pfn, order).into_word())));
+                far
+            };
             assert_eq!([far(2047, 0), far(2048, 0), far(2048, 4), far(900, 0)], [false, true, false, false]);
+            let full = |pfn, kept| {
+                let mut blocks = (pfn..pfn + 20).map(|pfn| own.keep(class, block(pfn, 0)));
+                blocks.find_map(Result::err).is_some_and(|(_, as_what)| as_what == kept)
+            };
+            assert!(full(1000, Kept::Cached) && full(4000, Kept::Leaving));
         });
     }
 
@@ -456,10 +458,9 @@ mod tests {
                 assert!(core::ptr::eq(class, own.class(order, Mobility::Movable).expect("cached")));
                 assert_eq!(class.push(block), Ok(()));
             }
-            let leaver = block(1 << 20, 1);
-            assert_eq!(own.push_leaver(own.class(1, Mobility::Unmovable).expect("cached"), leaver), Ok(()));
-            assert!(own.gathered().next().is_none() && own.has_leavers());
-            own.words.come(5);
+            assert_eq!(own.out.push(block(1 << 20, 1)), Ok(()));
+            assert!(own.gathered().next().is_none() && own.out.has_blocks());
+            own.out.enter(5);
             assert_eq!(own.pages(), 1 + 1 + 8 + 512 + 2 + 5);
             assert!(own.class(10, Mobility::Unmovable).is_none() && own.class_of(&block(0, 10)).is_none());
             assert!(own.stock(4, Mobility::Movable).is_none());
@@ -470,8 +471,8 @@ mod tests {
             }
             let orders = own.gathered().map(|class| class.pop().expect("one").log());
             assert!(orders.eq([4, 8]));
-            own.drain_leavers(own.class(1, Mobility::Unmovable).expect("cached"), |words| assert_eq!(words.len(), 1));
-            assert!(!own.has_leavers());
+            own.out.take_blocks(|words| assert_eq!(words.len(), 1));
+            assert!(!own.out.has_blocks());
         });
     }
 

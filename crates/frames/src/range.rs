@@ -18,7 +18,8 @@
 //! descriptor is touched. Frozen extents have no per-frame cost at all.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::SPAN;
+use crate::blockmap::{Pages, Position, WORDS};
+use crate::drain::Due;
 use crate::folio::{FolioRef, FolioRun};
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
@@ -57,25 +58,59 @@ impl RangeReport {
 /// 2 MiB blocks between reschedule points.
 const BLOCKS_PER_BREATH: u64 = 256;
 
-/// The run being collected.
-struct Run {
+/// What became of the frames of a range so far, and the run that is being collected.
+struct Collected<F> {
     start: u64,
     end: u64,
+    report: RangeReport,
+    /// Gets each run when it is complete.
+    owned: F,
 }
 
-impl Run {
-    fn is_empty(&self) -> bool {
-        self.end == self.start
+impl<F> Collected<F> {
+    fn new(owned: F) -> Self {
+        Collected { start: 0, end: 0, report: RangeReport::default(), owned }
     }
 
-    /// Adds pages from `at` on, which is where it ends unless it is empty.
+    /// Whether the run would go on at a frame, or begin there.
+    #[inline]
+    fn may_go_on_at(&self, at: u64) -> bool {
+        self.end == at || self.start == self.end
+    }
+
+    /// Frames from `at` on, where the run goes on or begins, have lost their last reference.
     #[inline]
     fn add(&mut self, at: u64, pages: u64) {
-        if self.is_empty() {
+        if self.start == self.end {
             self.start = at;
         }
         self.end = at + pages;
+        self.report.freed += pages;
     }
+
+    /// The run is complete: hands it over, if there is one.
+    fn close<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>)
+    where
+        F: FnMut(&mut CpuCx<'_, P>, Dirty),
+    {
+        if self.start == self.end {
+            return;
+        }
+        if let Ok(extent) = Extent::new(Pfn::new(self.start), self.end - self.start) {
+            self.report.runs += 1;
+            // SAFETY: each of its frames has lost its last reference and is frozen: nobody else's.
+            (self.owned)(cx, unsafe { Dirty::assume_owned(extent) });
+        }
+        (self.start, self.end) = (0, 0);
+    }
+}
+
+/// What became of one frame.
+enum Outcome {
+    Freed,
+    Kept,
+    Refused,
+    Invalid,
 }
 
 impl<'m, E: Env> Frames<'m, E> {
@@ -96,33 +131,27 @@ impl<'m, E: Env> Frames<'m, E> {
         folios: FolioRun,
         mut owned: impl FnMut(&mut CpuCx<'_, P>, Dirty),
     ) -> RangeReport {
-        let owned = &mut owned;
         if folios.order() != Order::ZERO {
-            return self.put_folios(cx, folios, owned);
+            return self.put_folios(cx, folios, &mut owned);
         }
         let extent = folios.into_extent();
-        let mut report = RangeReport::default();
-        let mut known = 0;
+        let (mut collected, mut known) = (Collected::new(owned), 0);
         for (arena, part) in self.parts(extent) {
             known += part.pages();
-            let mut run = Run { start: 0, end: 0 };
-            let mut at = part.base().number();
-            let end = part.end().number();
-            let mut blocks = 0;
-            while at < end {
-                let upto = (at | (SPAN as u64 - 1)) + 1;
-                let upto = upto.min(end);
-                self.drop_in_block(cx, arena, at, upto, &mut run, &mut report, owned);
-                at = upto;
+            let (mut rest, mut blocks) = (part, 0);
+            while !rest.is_empty() {
+                let (now, later) = rest.split_at(in_block(rest.base()).left() as u64);
+                self.drop_in_block(cx, arena, now, &mut collected);
+                rest = later;
                 blocks += 1;
-                if blocks % BLOCKS_PER_BREATH == 0 && at < end && cx.platform().may_sleep() {
+                if blocks % BLOCKS_PER_BREATH == 0 && !rest.is_empty() && cx.platform().may_sleep() {
                     cx.cond_resched();
                 }
             }
-            self.close(cx, &mut run, &mut report, owned);
+            collected.close(cx);
         }
-        report.invalid += extent.pages() - known;
-        report
+        collected.report.invalid += extent.pages() - known;
+        collected.report
     }
 
     /// The same for folios of more than one frame.
@@ -180,120 +209,95 @@ impl<'m, E: Env> Frames<'m, E> {
         report.plus(self.free_range(cx, run))
     }
 
-    /// Drops references in `[at, upto)`, which is inside one 2 MiB block.
-    #[allow(clippy::too_many_arguments)]
+    /// Drops the references of a part of one 2 MiB block.
     #[inline]
     fn drop_in_block<P: Cpu>(
         &self,
         cx: &mut CpuCx<'_, P>,
         arena: &Arena<'m>,
-        at: u64,
-        upto: u64,
-        run: &mut Run,
-        report: &mut RangeReport,
-        owned: &mut impl FnMut(&mut CpuCx<'_, P>, Dirty),
+        part: Extent,
+        collected: &mut Collected<impl FnMut(&mut CpuCx<'_, P>, Dirty)>,
     ) {
-        let base = Pfn::new(at);
-        let block = arena.block(base);
-        let region = arena.region(base);
-        let single = region.split.get(in_region(base));
-        let refused = self.is_careful() && region.refused.get(in_region(base));
-        let mut at = at;
-        if !refused {
+        let (block, region, base) = (arena.block(part.base()), arena.region(part.base()), part.base());
+        let refused = self.has_suspects() && region.refused.get(in_region(base));
+        let mut rest = part;
+        if !refused && base.number().is_multiple_of(LANES as u64) {
             // A run that is not empty ends here. A word with a reference to each frame is one of 32 single pages, as tails have
             // none; between two atomics nothing is looked at: loads would have to wait.
-            let count = if at.is_multiple_of(LANES as u64) { (upto - at) as usize / LANES } else { 0 };
-            let dropped = block.refs.drop_words(in_block(base).number() / LANES, count) * LANES as u64;
+            let words = part.pages() as usize / LANES;
+            let dropped = block.refs.drop_words(in_block(base).number() / LANES, words) * LANES as u64;
             if dropped != 0 {
-                run.add(at, dropped);
-                report.freed += dropped;
-                at += dropped;
+                collected.add(base.number(), dropped);
+                rest = part.split_at(dropped).1;
             }
         }
-        if at == upto {
+        if rest.is_empty() {
             return;
         }
         let starts = block.starts.snapshot();
-        while at < upto {
-            let index = in_block(Pfn::new(at));
-            let first_lane = index.number() % LANES;
-            let count = (LANES - first_lane).min((upto - at) as usize);
-            let lanes = (u32::MAX >> (LANES - count)) << first_lane;
-            // Which of the lanes are order-0 blocks: a block starts there and right after.
-            let word = index.word();
-            let here = starts[word] >> (index.bit() / LANES * LANES);
-            let beyond = starts.get(word + 1).copied().unwrap_or(1);
-            let next = if index.bit() < LANES { here >> 1 } else { here >> 1 & !(1 << 31) | (beyond & 1) << 31 };
-            let valid = if single { (here & next) as u32 & lanes } else { 0 };
-            let (state, _) = block.refs.word(index);
-            let dropped = refs::put_lanes(state, valid);
-            if dropped.last == u32::MAX && !refused && (run.end == at || run.is_empty()) {
-                run.add(at, LANES as u64);
-                report.freed += LANES as u64;
-                at += LANES as u64;
-                continue;
-            }
-            for lane in first_lane..first_lane + count {
-                let pfn = Pfn::new(at - first_lane as u64 + lane as u64);
-                let bit = 1 << lane;
-                let last = dropped.last & bit != 0
-                    || dropped.shared & bit != 0 && {
-                        let side = block.refs.side(in_block(pfn), &block.wide);
-                        match refs::put(state, lane as u32, &side) {
-                            Ok(Put::Last) => true,
-                            Ok(Put::Kept) => {
-                                report.kept += 1;
-                                false
-                            }
-                            Err(_) => {
-                                report.invalid += 1;
-                                false
-                            }
-                        }
-                    };
-                if !last {
-                    report.invalid += u64::from((dropped.last | dropped.shared) & bit == 0);
-                    self.close(cx, run, report, owned);
-                } else if refused && block.refused.get(in_block(pfn)) {
-                    report.refused += 1;
-                    self.close(cx, run, report, owned);
-                    cx.pinned(|pin| self.retire(pin, arena, pfn));
-                } else {
-                    if run.end != pfn.number() {
-                        self.close(cx, run, report, owned);
-                    }
-                    run.add(pfn.number(), 1);
-                    report.freed += 1;
-                }
-            }
-            at += count as u64;
+        let is_group = region.split.get(in_region(base));
+        while !rest.is_empty() {
+            let left = LANES - in_block(rest.base()).number() % LANES;
+            let (now, later) = rest.split_at(left as u64);
+            let pages = if is_group { single_pages(&starts, in_block(now.base())) } else { 0 };
+            self.drop_in_word(cx, arena, now, pages, refused, collected);
+            rest = later;
         }
     }
 
-    /// Hands over the run collected so far.
-    fn close<P: Cpu>(
+    /// Drops the references of frames that share a word of references, of which `pages`, by lane, are blocks of order 0. `refused`: some of
+    /// the 2 MiB are poisoned.
+    #[inline]
+    fn drop_in_word<P: Cpu>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        run: &mut Run,
-        report: &mut RangeReport,
-        owned: &mut impl FnMut(&mut CpuCx<'_, P>, Dirty),
+        arena: &Arena<'m>,
+        part: Extent,
+        pages: u32,
+        refused: bool,
+        collected: &mut Collected<impl FnMut(&mut CpuCx<'_, P>, Dirty)>,
     ) {
-        if run.start == run.end {
-            return;
+        let (block, base) = (arena.block(part.base()), part.base().number());
+        let (state, first) = block.refs.word(in_block(part.base()));
+        let lanes = (u32::MAX >> (LANES as u64 - part.pages())) << first;
+        let dropped = refs::put_lanes(state, pages & lanes);
+        if dropped.last == u32::MAX && !refused && collected.may_go_on_at(base) {
+            return collected.add(base, LANES as u64);
         }
-        if let Ok(extent) = Extent::new(Pfn::new(run.start), run.end - run.start) {
-            report.runs += 1;
-            // SAFETY: each of its frames has lost its last reference and is frozen: nobody else's.
-            owned(cx, unsafe { Dirty::assume_owned(extent) });
+        for (pfn, lane) in (base..part.end().number()).map(Pfn::new).zip(first..) {
+            let (last, shared) = (dropped.last >> lane & 1 != 0, dropped.shared >> lane & 1 != 0);
+            let is_refused = || refused && block.refused.get(in_block(pfn));
+            let outcome = match (last, shared) {
+                (false, false) => Outcome::Invalid,
+                (true, _) if is_refused() => Outcome::Refused,
+                (true, _) => Outcome::Freed,
+                (false, true) => match refs::put(state, lane, &block.refs.side(in_block(pfn), &block.wide)) {
+                    Ok(Put::Kept) => Outcome::Kept,
+                    Ok(Put::Last) if is_refused() => Outcome::Refused,
+                    Ok(Put::Last) => Outcome::Freed,
+                    Err(_) => Outcome::Invalid,
+                },
+            };
+            if !matches!(outcome, Outcome::Freed) || !collected.may_go_on_at(pfn.number()) {
+                collected.close(cx);
+            }
+            match outcome {
+                Outcome::Freed => collected.add(pfn.number(), 1),
+                Outcome::Kept => collected.report.kept += 1,
+                Outcome::Invalid => collected.report.invalid += 1,
+                Outcome::Refused => {
+                    collected.report.refused += 1;
+                    cx.pinned(|pin| self.retire(pin, arena, pfn));
+                }
+            }
         }
-        *run = Run { start: 0, end: 0 };
     }
 
     /// Frees frozen frames of one arena whose ends are block borders in the map: one lock round or none.
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
         match self.join(extent, content) {
             Some(block) => self.free_as_known(cx, block),
-            None => self.after_words(cx, Self::asked, |pin| self.free_slow(pin, extent, content)),
+            None => self.after_giving_back(cx, Self::own, Due::Nothing, |pin| self.free_slow(pin, extent, content)),
         }
     }
 
@@ -337,6 +341,15 @@ impl<'m, E: Env> Frames<'m, E> {
             arena.map_cut(part.end());
         }
     }
+}
+
+/// Which lanes of a position's word of references are blocks of order 0, in a group with these starts: one begins there and right after.
+fn single_pages(starts: &[u64; WORDS], at: Position<Pages>) -> u32 {
+    let upper = at.bit() >= LANES;
+    let here = starts[at.word()] >> if upper { LANES } else { 0 };
+    let beyond = if upper { starts.get(at.word() + 1).copied().unwrap_or(1) } else { 0 };
+    let next = here >> 1 | (beyond & 1) << (LANES - 1);
+    (here & next) as u32
 }
 
 #[cfg(all(test, not(loom)))]

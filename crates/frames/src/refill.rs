@@ -1,7 +1,5 @@
-//! What moves between a CPU's cache and its node: refills, drains, and the requests of other CPUs for them.
-//!
-//! When and how much is said in [`pcp`](crate::pcp). One lock round moves many blocks: a refill as many as the cache wants,
-//! a drain 64 words of pages.
+//! How a CPU's cache is filled from its node: with as many blocks as it wants, in one lock round. How many that is, is said in
+//! [`pcp`](crate::pcp).
 
 use crate::arena::BLOCK_ORDER;
 use crate::chunk;
@@ -9,13 +7,11 @@ use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::free2m::Batch;
 use crate::free4k::Run;
-use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::node::Taken;
-use crate::pcp::{self, PerCpu};
-use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, CpuPin, NodeId, Order};
+use crate::pcp::PerCpu;
+use hugemm_base::{CpuPin, NodeId, Order};
 
 /// Words of a 2 MiB that a refill takes blocks of in one lock round.
 const RUNS: usize = 16;
@@ -70,107 +66,5 @@ impl<'m, E: Env> Frames<'m, E> {
         for run in runs.iter().rev() {
             class.extend(run.descending().map(|taken| Frozen::make(taken.pfn, size, mobility, taken.zero)));
         }
-    }
-
-    /// Moves up to `count` of a class's entries to the node, those that lie highest, or to the CPU's table of words.
-    pub(crate) fn drain_class(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, order: u32, count: u64) {
-        class.drain_highest(count, |words| self.free_cached(pin, own, order, words));
-    }
-
-    /// Before anything is taken from the node: gives back the blocks and words that this CPU has on their way there, lest something
-    /// goes to higher memory instead, or splits what they would make. Those of orders that are only
-    /// gathered are left to [`return_gathered`](Frames::return_gathered), which needs no lock round of its own.
-    pub(crate) fn return_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        if own.has_leavers() {
-            for (class, order) in own.all().filter(|(_, order)| pcp::is_stocked(*order)) {
-                self.drain_leavers(pin, own, class, order);
-            }
-        }
-        self.return_words(pin, own);
-    }
-
-    /// Under the node's lock: gives back what [`return_leavers`](Frames::return_leavers) has left.
-    pub(crate) fn return_gathered(&self, lists: &mut FreeLists, own: &PerCpu<'m>) {
-        if lists.node == own.node {
-            own.gathered().for_each(|class| {
-                class.drain_highest(class.len(), |words| self.free_few(lists, words));
-            });
-        }
-    }
-
-    /// Moves blocks that are on their way to the node there.
-    pub(crate) fn drain_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, order: u32) {
-        own.drain_leavers(class, |words| self.free_cached(pin, own, order, words));
-    }
-
-    /// Moves everything a CPU has cached to its node. The caller is pinned to that CPU, or it runs nothing.
-    pub(crate) fn drain_cache(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        for (class, order) in own.all() {
-            class.shrink();
-            if class.all() == 0 {
-                continue;
-            }
-            // Under the lock it is seen whether they must be looked at.
-            self.drain_class(pin, own, class, order, class.len());
-            self.drain_leavers(pin, own, class, order);
-        }
-        self.return_words(pin, own);
-    }
-
-    /// Serves what others have asked this CPU for.
-    pub(crate) fn serve_own(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        if own.mailbox.wants_service(self.careful().is_watching()) {
-            own.mailbox.serve(|| self.drain_cache(pin, own), || self.careful().watch());
-        }
-    }
-
-    /// The CPU's cache if others have asked for it.
-    pub(crate) fn asked(&self, pin: CpuPin<'_>) -> Option<&PerCpu<'m>> {
-        self.own(pin).filter(|own| own.mailbox.pending())
-    }
-
-    /// Asks every CPU that has something cached for it. This one's cache is empty.
-    pub(crate) fn request_drains(&self) {
-        self.caches().iter().filter(|cpu| cpu.pages() != 0).for_each(|cpu| cpu.mailbox.post());
-    }
-
-    /// Serves what other CPUs have asked this one for, and gives back what it has gathered by word, which they do not see: to be
-    /// called from idle loops, before interrupts go off there, and from an interrupt sent for the purpose. Cheap when there is nothing.
-    /// Any context but NMI.
-    pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.after_words(cx, Self::own, |pin| {
-            if let Some(own) = self.own(pin) {
-                self.serve_own(pin, own);
-            }
-        })
-    }
-
-    /// Gives everything that this CPU has cached back to its node, and shrinks the cache. Any context but NMI; a lock round
-    /// per 64 words of pages or 64 larger blocks. A pin for each round of words; what else is cached goes in one, some 50 rounds at most.
-    pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.after_words(cx, Self::own, |pin| {
-            if let Some(own) = self.own(pin) {
-                self.serve_own(pin, own);
-                self.drain_cache(pin, own);
-            }
-        })
-    }
-
-    /// Gives everything that a CPU has cached back, on its behalf. Any context but NMI.
-    ///
-    /// # Safety
-    ///
-    /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
-    pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
-        self.after_words(
-            cx,
-            |it, _| it.caches().get(cpu.0 as usize),
-            |pin| {
-                if let Some(cpu) = self.caches().get(cpu.0 as usize) {
-                    self.serve_own(pin, cpu);
-                    self.drain_cache(pin, cpu);
-                }
-            },
-        )
     }
 }

@@ -53,9 +53,21 @@ impl<'m> Rows<'m> {
 
     /// The lowest region that may have blocks of the kind.
     pub(crate) fn first(&self, kind: usize) -> Option<usize> {
+        self.lowest(self.row(kind)?)
+    }
+
+    /// The same of those that have none of another kind.
+    pub(crate) fn first_without(&self, kind: usize, other: usize) -> Option<usize> {
+        self.lowest(self.row(kind)?.zip(self.row(other)?).map(|(kind, other)| kind & !other))
+    }
+
+    fn row(&self, kind: usize) -> Option<impl Iterator<Item = u64> + use<'m>> {
         let row = self.words.get(kind * self.width..(kind + 1) * self.width)?;
-        let words = row.iter().map(|word| word.load(Ordering::Relaxed)).enumerate();
-        let found = words.into_iter().find(|(_, word)| *word != 0);
+        Some(row.iter().map(|word| word.load(Ordering::Relaxed)))
+    }
+
+    fn lowest(&self, row: impl Iterator<Item = u64>) -> Option<usize> {
+        let found = row.enumerate().find(|(_, word)| *word != 0);
         found.map(|(at, word)| self.base + at * 64 + word.trailing_zeros() as usize)
     }
 }

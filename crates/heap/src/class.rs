@@ -1,7 +1,8 @@
 //! Which sizes are kept in slabs, how a slab of each is divided, and what is a block of frames of its own.
 //!
 //! Sizes rise by 16 bytes up to 128 and by a quarter, a fifth, a sixth and a seventh of a power of two from there on, so that
-//! rounding up loses a fifth at most. 4096 bytes are a frame, and what is above 6144 is a block of frames.
+//! rounding up loses a fifth at most. 4096 bytes are a frame, and what is above 6144 is a block of frames: of a power of two of them up to
+//! 8, of as many as it needs above.
 //!
 //! What has grown from 2048 bytes to 4096 may be two pieces. Its address says so: a frame's is a multiple of 4096, theirs is not.
 //!
@@ -34,13 +35,16 @@ const ENOUGH: u32 = 16;
 /// What frames keeps in its per-CPU caches.
 const MOST_ORDER: u32 = 3;
 
+/// Blocks up to so many frames are powers of two.
+pub(crate) const SMALL: u32 = 1 << MOST_ORDER;
+
 /// Where memory of some layout comes from. Says everything about it, so nothing need be stored beside the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     /// A piece of a slab of this class.
     Slab(u8),
-    /// A block.
-    Block(Order),
+    /// A block of so many frames.
+    Block(u32),
     /// Nowhere.
     TooLarge,
 }
@@ -60,7 +64,7 @@ impl Source {
             return block(bytes);
         }
         match COARSE[last / 256] {
-            FRAME => Source::Block(Order::ZERO),
+            FRAME => Source::Block(1),
             class => Source::Slab(class),
         }
     }
@@ -70,7 +74,7 @@ impl Source {
     pub(crate) const fn bytes(self) -> usize {
         match self {
             Source::Slab(class) => SHAPES[class as usize].piece as usize,
-            Source::Block(order) => order.bytes() as usize,
+            Source::Block(pages) => pages as usize * PAGE_BYTES as usize,
             Source::TooLarge => 0,
         }
     }
@@ -84,6 +88,7 @@ impl Source {
 /// # use core::alloc::Layout;
 /// assert_eq!(hugemm_heap::usable_size(Layout::new::<[u8; 130]>()), Some(160));
 /// assert_eq!(hugemm_heap::usable_size(Layout::new::<[u8; 8193]>()), Some(16384));
+/// assert_eq!(hugemm_heap::usable_size(Layout::new::<[u8; 33 << 10]>()), Some(36 << 10));
 /// ```
 #[inline]
 pub const fn usable_size(layout: Layout) -> Option<usize> {
@@ -94,10 +99,10 @@ pub const fn usable_size(layout: Layout) -> Option<usize> {
 }
 
 const fn block(bytes: usize) -> Source {
-    let pages = (bytes as u64).div_ceil(PAGE_BYTES);
-    match Order::new(pages.next_power_of_two().trailing_zeros()) {
-        Ok(order) => Source::Block(order),
-        Err(_) => Source::TooLarge,
+    match (bytes as u64).div_ceil(PAGE_BYTES) {
+        pages if pages <= SMALL as u64 => Source::Block(pages.next_power_of_two() as u32),
+        pages if pages <= Order::MAX.pages() => Source::Block(pages as u32),
+        _ => Source::TooLarge,
     }
 }
 
@@ -206,9 +211,9 @@ mod tests {
                             "{size} {align}"
                         );
                     }
-                    Source::Block(order) => {
-                        assert!(order.bytes() as usize >= bytes && (bytes > 3584));
-                        assert!(order == Order::ZERO || order.bytes() as usize / 2 < bytes);
+                    Source::Block(pages) => {
+                        assert!(usable == pages as usize * 4096 && pages.is_power_of_two() && bytes > 3584);
+                        assert!(pages == 1 || usable / 2 < bytes);
                     }
                     Source::TooLarge => panic!("{size} {align}"),
                 }
@@ -218,22 +223,25 @@ mod tests {
 
     #[test]
     fn large_ones_are_blocks_up_to_1_gib() {
-        let order = |order| Source::Block(Order::new(order).expect("valid"));
         for (size, align, source) in [
-            (4096, 8, order(0)),
-            (1, 4096, order(0)),
-            (8192, 16, order(1)),
-            (8193, 16, order(2)),
-            (1, 2 << 20, order(9)),
-            (1 << 30, 1, order(18)),
-            (1, 1 << 30, order(18)),
+            (4096, 8, Source::Block(1)),
+            (1, 4096, Source::Block(1)),
+            (8192, 16, Source::Block(2)),
+            (8193, 16, Source::Block(4)),
+            (20_000, 16, Source::Block(8)),
+            (32_769, 16, Source::Block(9)),
+            (40_000, 16_384, Source::Block(12)),
+            (1, 2 << 20, Source::Block(512)),
+            (1 << 30, 1, Source::Block(1 << 18)),
+            ((1 << 30) - 4096, 1, Source::Block((1 << 18) - 1)),
+            (1, 1 << 30, Source::Block(1 << 18)),
             ((1 << 30) + 1, 1, Source::TooLarge),
             (1, 1 << 31, Source::TooLarge),
             (1, 1 << 62, Source::TooLarge),
             (isize::MAX as usize, 1, Source::TooLarge),
         ] {
             assert_eq!(Source::of(layout(size, align)), source, "{size} {align}");
-            let bytes = if let Source::Block(order) = source { Some(order.bytes() as usize) } else { None };
+            let bytes = if let Source::Block(pages) = source { Some(pages as usize * 4096) } else { None };
             assert_eq!(usable_size(layout(size, align)), bytes);
         }
         assert_eq!((usable_size(layout(MOST, 8)), usable_size(layout(MOST + 1, 8))), (Some(6144), Some(8192)));

@@ -1,19 +1,24 @@
 //! The heap: where memory of a layout comes from and goes to.
+//!
+//! Nothing is taken from the manager or given back to it under a pin of the heap's: so what one call does with interrupts off, if they
+//! were on before, is one step of the manager's, or looks at [`LOOKS`](crate::per_cpu::LOOKS) slabs.
 
+mod blocks;
 mod pair;
+mod stayed;
 
 use crate::class::{HALF, SHAPES, Source};
 use crate::misuse::{self, Misuse};
-use crate::per_cpu::{OwnCpu, PerCpu};
-use crate::slab::{OwnSlab, Place, Slab};
+use crate::per_cpu::{Found, LOOKS, OwnCpu, PerCpu, Trimming};
+use crate::slab::Slab;
 use core::alloc::Layout;
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
-use hugemm_base::platform::{Cpu, LinearMap, Window};
+use hugemm_base::platform::{Cpu, LinearMap};
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{CpuCx, CpuPin, Extent, FrameUse, Order, PAGE_BYTES, PAGE_SHIFT, Pfn};
-use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Frozen, Mobility};
+use hugemm_base::{CpuCx, CpuPin, FrameUse, Order, PAGE_BYTES, PAGE_SHIFT, Pfn};
+use hugemm_frames::{AllocError, AllocRequest, Env, Frames};
 
 /// Why there is no memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +60,7 @@ pub struct HeapStats {
     pub pages: u64,
     /// Allocations that failed.
     pub failed: u64,
-    /// Frees that were refused: debug builds only.
+    /// Frees that were refused. Release builds know one kind: [`Misuse::OtherPlatform`].
     pub misused: u64,
     /// What was wrong with the last of those.
     pub last_misuse: Option<Misuse>,
@@ -71,11 +76,23 @@ pub struct Heap<'m, E: Env> {
     platform: usize,
     /// Where frame 0 is, or would be: an address less this is a physical one.
     offset: usize,
-    /// Pages of blocks that were given back by none of the CPUs.
-    given: Counter,
+    /// How many live pieces and blocks are larger than their layout says: see `stayed.rs`.
+    stayed: AtomicU64,
+    /// Pages taken less pages given back by CPUs that are none of those.
+    elsewhere: Counter,
     failed: Counter,
     misused: Counter,
     last_misuse: AtomicU64,
+}
+
+/// What has become of a piece that was given back.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Given {
+    Here,
+    /// It was the last of its slab, which is off all lists: the caller gives that back.
+    Last,
+    /// Nothing yet: its slab is another CPU's.
+    Elsewhere,
 }
 
 impl<E: Env> fmt::Debug for Heap<'_, E> {
@@ -89,8 +106,9 @@ impl<'m, E: Env> Heap<'m, E> {
     /// itself, and more as it is needed.
     ///
     /// The platform maps memory for good and, as far as the heap is to use it, in one piece: an address is a physical one plus
-    /// a constant. Frames that are mapped otherwise are left alone. Each block that the heap takes is opened, pinned, and closed
-    /// before it goes back, so a platform that keeps account of who has which frames learns of both.
+    /// a constant. Frames that are mapped otherwise are left alone: they are passed by, within reason, where they lie lowest; many of
+    /// them should be a node of their own. Each block that the heap takes is opened, pinned, and closed before it goes back, in parts if
+    /// it goes back in parts; so a platform that keeps account of who has which frames learns of both.
     ///
     /// # Errors
     ///
@@ -121,13 +139,16 @@ impl<'m, E: Env> Heap<'m, E> {
             core::slice::from_raw_parts(first, cpus as usize)
         };
         let platform = core::ptr::from_ref(cx.platform()).addr();
-        let (given, failed, misused) = (Counter::default(), Counter::default(), Counter::default());
-        Ok(Heap { frames, cpus, platform, offset, given, failed, misused, last_misuse: AtomicU64::new(0) })
+        let (elsewhere, failed, misused) = (Counter::default(), Counter::default(), Counter::default());
+        let (stayed, last_misuse) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(Heap { frames, cpus, platform, offset, stayed, elsewhere, failed, misused, last_misuse })
     }
 
     /// Memory of a layout, which may be of size 0; its bytes are anything.
     ///
-    /// From a slab: no atomics, two cache lines. A block of 4 to 32 KiB or 2 MiB: as [`Frames::alloc`] from its cache.
+    /// From a slab: no atomics, two cache lines. A block of 4 to 32 KiB or 2 MiB: as [`Frames::alloc`] from its cache. What takes longer
+    /// does not pin for longer: 8 slabs at most that others have freed pieces of are looked at, and as many given back, each in a pin of its
+    /// own; all of them only before this fails.
     ///
     /// # Errors
     ///
@@ -146,15 +167,11 @@ impl<'m, E: Env> Heap<'m, E> {
         layout: Layout,
     ) -> Result<NonNull<u8>, HeapError> {
         match source {
-            Source::Slab(class) => cx.pinned(|pin| {
-                if let Some(own) = self.own(pin)
-                    && let Some(piece) = own.pop(class)
-                {
-                    return Ok(piece);
-                }
-                self.refill(cx, pin, class)
-            }),
-            Source::Block(order) => self.alloc_block(cx, layout, order, false),
+            Source::Slab(class) => match cx.pinned(|pin| self.own(pin)?.pop(class)) {
+                Some(piece) => Ok(piece),
+                None => self.refill(cx, class),
+            },
+            Source::Block(pages) => self.alloc_block(cx, layout, pages, false),
             Source::TooLarge => self.fail(HeapError::TooLarge),
         }
     }
@@ -186,8 +203,8 @@ impl<'m, E: Env> Heap<'m, E> {
         cx: &CpuCx<'_, P>,
         layout: Layout,
     ) -> Result<NonNull<u8>, HeapError> {
-        if let Source::Block(order) = Source::of(layout) {
-            return self.alloc_block(cx, layout, order, true);
+        if let Source::Block(pages) = Source::of(layout) {
+            return self.alloc_block(cx, layout, pages, true);
         }
         let memory = self.alloc(cx, layout)?;
         // SAFETY: just allocated.
@@ -197,7 +214,8 @@ impl<'m, E: Env> Heap<'m, E> {
 
     /// Gives memory back: on its CPU without atomics; from another CPU one compare-and-swap, or two.
     ///
-    /// Debug builds look whether it was allocated. What was not is left alone and counted: [`HeapStats::last_misuse`].
+    /// A context of another platform frees nothing, for that platform's map has none of it. Debug builds also look whether the memory was
+    /// allocated. What is refused is left alone and counted: [`HeapStats::last_misuse`].
     ///
     /// # Safety
     ///
@@ -213,6 +231,20 @@ impl<'m, E: Env> Heap<'m, E> {
     /// As [`free`](Heap::free), of a layout with this source.
     #[inline]
     unsafe fn free_to<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>, source: Source) {
+        // Relaxed: whoever frees what has stayed got it after it was counted.
+        if self.stayed.load(Ordering::Relaxed) != 0 {
+            // SAFETY: the caller's promise.
+            return unsafe { self.free_stayed(cx, memory, source) };
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.free_as(cx, memory, source) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`free`](Heap::free), of memory from this source.
+    #[inline]
+    unsafe fn free_as<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>, source: Source) {
         match source {
             Source::Slab(class) => {
                 let place = self.find_piece(memory, class);
@@ -221,22 +253,25 @@ impl<'m, E: Env> Heap<'m, E> {
                 }
                 // SAFETY: the piece is the caller's.
                 unsafe {
-                    if !cx.pinned(|pin| self.own(pin).is_some_and(|own| self.give_piece(cx, pin, own, class, place))) {
-                        self.free_remote(place);
-                    }
+                    let given = cx.pinned(|pin| self.give_piece(pin, class, place));
+                    self.finish(cx, given, class, place);
                 }
             }
             // SAFETY: the caller's promise.
-            Source::Block(Order::ZERO) if self.is_pair(memory) => unsafe { self.free_pair(cx, memory) },
+            Source::Block(1) if self.is_pair(memory) => unsafe { self.free_pair(cx, memory) },
             // SAFETY: the caller's promise.
-            Source::Block(order) => unsafe { self.free_block(cx, memory, order) },
+            Source::Block(pages) => unsafe { self.free_block(cx, memory, pages) },
             // Nobody has such memory.
             Source::TooLarge => self.refuse(Misuse::NotAllocated),
         }
     }
 
-    /// Memory of another size with the same content, as far as both reach; the same memory if it serves both, or if 2 KiB are to
-    /// become 4 and what lies behind them is the next to be handed out.
+    /// Memory of another size with the same content, as far as both reach; the same memory if it serves both, if 2 KiB are to
+    /// become 4 and what lies behind them is the next to be handed out, and if a block is to become a smaller one: its upper part goes
+    /// back, which takes no memory.
+    ///
+    /// Less never fails for want of memory: what cannot move to a smaller piece stays where it is, and its block gives back what it can.
+    /// While there is such memory every free looks its block up, at two to four cache lines.
     ///
     /// # Errors
     ///
@@ -258,20 +293,37 @@ impl<'m, E: Env> Heap<'m, E> {
         if from == to && to != Source::TooLarge {
             return Ok(memory);
         }
-        if (from, to) == (Source::Slab(HALF), Source::Block(Order::ZERO))
+        // Relaxed: as in `free_to`.
+        let all_are_as_they_seem = self.stayed.load(Ordering::Relaxed) == 0;
+        if (from, to) == (Source::Slab(HALF), Source::Block(1))
+            && all_are_as_they_seem
             // SAFETY: the caller's promise.
             && let Some(pair) = unsafe { self.grow(cx, memory) }
         {
             return Ok(pair);
         }
+        if let (Source::Block(from), Source::Block(to)) = (from, to)
+            && to < from
+        {
+            // SAFETY: the caller's promise.
+            return unsafe { self.cut_block(cx, memory, from, to) };
+        }
         let common = layout.size().min(size);
         if let (Source::Slab(from), Source::Slab(to)) = (from, to)
+            && all_are_as_they_seem
             // SAFETY: the caller's promise.
             && let Some(new) = unsafe { self.move_piece(cx, memory, from, to, common) }
         {
             return Ok(new);
         }
-        let new = self.alloc_from(cx, to, wanted)?;
+        let new = match self.alloc_from(cx, to, wanted) {
+            Ok(new) => new,
+            // SAFETY: the caller's promise.
+            Err(HeapError::OutOfMemory | HeapError::NotMapped) if to.bytes() < from.bytes() => unsafe {
+                return self.stay(cx, memory, from, to);
+            },
+            Err(error) => return Err(error),
+        };
         // SAFETY: the former memory is the caller's and the new one is ours; the shorter of them is copied.
         unsafe {
             new.copy_from_nonoverlapping(memory, common);
@@ -299,29 +351,32 @@ impl<'m, E: Env> Heap<'m, E> {
             return None;
         }
         let (new, given) = cx.pinned(|pin| {
-            let own = self.own(pin)?;
-            let new = own.pop(to)?;
+            let new = self.own(pin)?.pop(to)?;
             // SAFETY: the former piece is the caller's and the new one is ours.
             unsafe {
                 new.copy_from_nonoverlapping(memory, common);
-                Some((new, self.give_piece(cx, pin, own, from, place)))
+                Some((new, self.give_piece(pin, from, place)))
             }
         })?;
-        if !given {
-            // SAFETY: the piece is the caller's.
-            unsafe { self.free_remote(place) };
-        }
+        // SAFETY: as above.
+        unsafe { self.finish(cx, given, from, place) };
         Some(new)
     }
 
     /// Gives the calling CPU's empty slabs back to the manager, those that are kept included, and those that other CPUs' frees
-    /// have emptied. For an idle loop, or when memory is short. O(slabs of this CPU with free pieces), pinned.
+    /// have emptied. For an idle loop, or when memory is short. O(slabs of this CPU with free pieces); a pin for 8 of them, or for one
+    /// that goes.
     pub fn trim<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>) {
-        cx.pinned(|pin| {
-            if let Some(own) = self.own(pin) {
-                self.trim_own(cx, own);
+        let mut at = Trimming::default();
+        while let Some((empty, more)) = cx.pinned(|pin| Some(self.own(pin)?.trim(&mut at))) {
+            if let Some(empty) = empty {
+                // SAFETY: just taken off its list.
+                unsafe { self.give_slab(cx, empty.start, empty.class) };
             }
-        });
+            if !more {
+                return;
+            }
+        }
     }
 
     /// What it holds. O(CPUs).
@@ -331,7 +386,7 @@ impl<'m, E: Env> Heap<'m, E> {
                 .cpus
                 .iter()
                 .fold(0, |sum: u64, cpu| sum.wrapping_add(cpu.pages()))
-                .wrapping_sub(self.given.get()),
+                .wrapping_add(self.elsewhere.get()),
             failed: self.failed.get(),
             misused: self.misused.get(),
             // Relaxed: a statistic.
@@ -360,35 +415,58 @@ impl<'m, E: Env> Heap<'m, E> {
         (address.wrapping_sub(offset), offset as u32)
     }
 
-    /// Gives a piece back to its slab, which begins at `start`; not if that is another CPU's.
+    /// Gives a piece back to its slab, which begins at `start`, if that is this CPU's.
     ///
     /// # Safety
     ///
     /// There is such a slab, and the piece at the offset is the caller's.
     #[inline]
-    unsafe fn give_piece<P: Cpu + LinearMap>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        pin: CpuPin<'_>,
-        own: OwnCpu<'_>,
-        class: u8,
-        (start, offset): (usize, u32),
-    ) -> bool {
+    unsafe fn give_piece(&self, pin: CpuPin<'_>, class: u8, (start, offset): (usize, u32)) -> Given {
+        let Some(own) = self.own(pin) else { return Given::Elsewhere };
         // SAFETY: the caller's promise; the slab stays while a piece of it is in use, and is looked at only if it is this CPU's.
         unsafe {
             if own.push(class, start, offset) {
-                return true;
+                return Given::Here;
             }
             let slab = Slab::at(start);
             if slab.owner() != pin.cpu().0 {
-                return false;
+                return Given::Elsewhere;
             }
             let slab = slab.own();
-            if slab.push(offset) {
-                self.has_free_pieces(cx, own, slab);
-            }
+            if slab.push(offset) && own.has_free_pieces(slab) { Given::Last } else { Given::Here }
         }
-        true
+    }
+
+    /// Does what is left of giving a piece back, unpinned.
+    ///
+    /// # Safety
+    ///
+    /// [`give_piece`](Heap::give_piece) has answered this of a piece of the caller's.
+    #[inline]
+    unsafe fn finish<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, given: Given, class: u8, place: (usize, u32)) {
+        match given {
+            Given::Here => {}
+            // SAFETY: nobody has the slab any more.
+            Given::Last => unsafe { self.give_slab(cx, place.0, class) },
+            // SAFETY: the piece is the caller's still.
+            Given::Elsewhere => unsafe { self.free_remote(cx, place) },
+        }
+    }
+
+    /// Gives a slab back.
+    ///
+    /// # Safety
+    ///
+    /// No piece of it is in use, no other CPU has anything to do with it, and it is on no list.
+    #[cold]
+    #[inline(never)]
+    unsafe fn give_slab<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, start: usize, class: u8) {
+        let pfn = self.frame(start);
+        // SAFETY: the caller's promise: a block that was taken for a slab of the class.
+        unsafe {
+            misuse::untag(self.frames, pfn);
+            self.give(cx, pfn, SHAPES[class as usize].order.pages());
+        }
     }
 
     #[cold]
@@ -409,104 +487,53 @@ impl<'m, E: Env> Heap<'m, E> {
     /// The current slab of a class has no free piece, or there is no such slab.
     #[cold]
     #[inline(never)]
-    fn refill<P: Cpu + LinearMap>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        pin: CpuPin<'_>,
-        class: u8,
-    ) -> Result<NonNull<u8>, HeapError> {
-        let Some(own) = self.own(pin) else { return self.fail(HeapError::OtherCpu) };
+    fn refill<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, class: u8) -> Result<NonNull<u8>, HeapError> {
+        let mut looks = LOOKS;
         loop {
-            if let Some(piece) = own.pop(class) {
-                return Ok(piece);
-            }
-            // What cannot be put aside has just been given pieces.
-            if let Some(slab) = own.take_current(class)
-                && (slab.replenish() || !slab.put_aside())
-            {
-                own.set_current(slab);
-                continue;
-            }
-            if own.advance(class) {
-                continue;
-            }
-            self.serve(cx, own);
-            if own.advance(class) {
-                continue;
-            }
-            let slab = match self.new_slab(cx, pin, class) {
-                Err(HeapError::OutOfMemory) => {
-                    self.trim_own(cx, own);
-                    self.new_slab(cx, pin, class)
+            let found = cx.pinned(|pin| self.own(pin).map(|own| own.find(class, &mut looks)));
+            match found {
+                Some(Found::Piece(piece)) => return Ok(piece),
+                // SAFETY: just taken off its list.
+                Some(Found::Empty(empty)) => unsafe { self.give_slab(cx, empty.start, empty.class) },
+                Some(Found::Nothing) => {
+                    if let Err(error) = self.new_slab(cx, class) {
+                        return self.fail(error);
+                    }
                 }
-                decided => decided,
-            };
-            match slab {
-                Ok(slab) => own.set_current(slab),
-                Err(error) => return self.fail(error),
+                None => return self.fail(HeapError::OtherCpu),
             }
         }
     }
 
-    fn new_slab<P: Cpu + LinearMap>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        pin: CpuPin<'_>,
-        class: u8,
-    ) -> Result<OwnSlab, HeapError> {
-        let block = self.frames.alloc(cx, AllocRequest::order(SHAPES[class as usize].order))?;
-        let (pfn, start, _) = self.take(cx, pin, block, misuse::slab_of(class))?;
-        // SAFETY: the block is the heap's, and mapped for good; the caller is pinned to the CPU that it is for.
-        unsafe { Ok(Slab::new(start, pfn, class, pin.cpu().0).own()) }
-    }
-
-    /// Makes a block the heap's: its first frame, where it is, and whether it is zero.
-    fn take<P: Cpu + LinearMap>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        pin: CpuPin<'_>,
-        block: Frozen,
-        what: u64,
-    ) -> Result<(Pfn, NonNull<u8>, bool), HeapError> {
-        let extent = block.extent();
-        let start = self.address(extent.base());
-        let window = cx.platform().open(extent, None);
-        let fits = |window: &Window| window.pages >= extent.pages() && window.ptr.addr() == start;
-        let Some(found) = window.filter(fits).and_then(|window| NonNull::new(window.ptr)) else {
-            // SAFETY: just opened, and nobody has used it.
-            window.into_iter().for_each(|window| unsafe { cx.platform().close(window) });
-            self.frames.free(cx, block);
-            return Err(HeapError::NotMapped);
-        };
-        let zero = block.is_zero();
-        if let Some(own) = self.own(pin) {
-            own.took(extent.pages());
-        }
-        cx.count_frames(FrameUse::HEAP, extent.pages() as i64);
-        // Known by its address from here on.
-        let extent = block.into_dirty().into_extent();
+    fn new_slab<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, class: u8) -> Result<(), HeapError> {
+        let request = AllocRequest::order(SHAPES[class as usize].order);
+        let (pfn, start, _) = self.take(cx, request, request.order.pages())?;
         // SAFETY: just taken.
-        unsafe { misuse::tag(self.frames, extent.base(), what) };
-        Ok((extent.base(), found, zero))
+        unsafe { misuse::tag_slab(self.frames, pfn, class) };
+        let added = cx.pinned(|pin| {
+            let own = self.own(pin)?;
+            // SAFETY: the block is the heap's, and mapped for good; the caller is pinned to the CPU that it is for.
+            own.add(unsafe { Slab::new(start, class, pin.cpu().0).own() });
+            Some(())
+        });
+        added.ok_or_else(|| {
+            // SAFETY: just taken.
+            unsafe { self.give(cx, pfn, request.order.pages()) };
+            HeapError::OtherCpu
+        })
     }
 
-    /// Gives a block back.
-    ///
-    /// # Safety
-    ///
-    /// It is one that `take` took, and nobody uses it any more.
-    unsafe fn give<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, pfn: Pfn, order: Order, own: Option<OwnCpu<'_>>) {
-        match own {
-            Some(own) => own.gave(order.pages()),
-            None => self.given.add(order.pages()),
+    /// Counts pages taken, or, below zero, given back.
+    fn count(&self, pin: CpuPin<'_>, pages: i64) {
+        match self.own(pin) {
+            Some(own) => own.count(pages),
+            None => self.elsewhere.add(pages as u64),
         }
-        let ptr = core::ptr::with_exposed_provenance_mut(self.address(pfn));
-        // SAFETY: the caller's promise; `take` opened this window and kept an unmovable block of this order.
-        unsafe {
-            misuse::tag(self.frames, pfn, 0);
-            cx.platform().close(Window { ptr, pages: order.pages() });
-            self.frames.free_for(cx, FrameUse::HEAP, Frozen::assume_owned(pfn, order, Mobility::Unmovable));
-        }
+    }
+
+    /// Whether a context is of the platform that the heap is on.
+    fn is_at_home<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
+        core::ptr::from_ref(cx.platform()).addr() == self.platform
     }
 
     /// Where a frame is mapped.
@@ -521,62 +548,6 @@ impl<'m, E: Env> Heap<'m, E> {
         Pfn::new(address.wrapping_sub(self.offset) as u64 >> PAGE_SHIFT)
     }
 
-    fn alloc_block<P: Cpu + LinearMap>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        layout: Layout,
-        order: Order,
-        zeroed: bool,
-    ) -> Result<NonNull<u8>, HeapError> {
-        // A block is aligned to its size in physical memory.
-        if self.offset & (layout.align() - 1) != 0 {
-            return self.fail(HeapError::NotMapped);
-        }
-        let mut request = AllocRequest::order(order);
-        request.prefer_zeroed = zeroed;
-        let taken = cx.pinned(|pin| {
-            if self.own(pin).is_none() {
-                return Err(HeapError::OtherCpu);
-            }
-            let block = match self.frames.alloc(cx, request) {
-                Err(AllocError::OutOfMemory) => {
-                    self.own(pin).into_iter().for_each(|own| self.trim_own(cx, own));
-                    self.frames.alloc(cx, request)?
-                }
-                decided => decided?,
-            };
-            self.take(cx, pin, block, misuse::block_of(order))
-        });
-        let (_, memory, zero) = match taken {
-            Ok(taken) => taken,
-            Err(error) => return self.fail(error),
-        };
-        if zeroed && !zero {
-            // SAFETY: the block is the caller's, and has room for the layout.
-            unsafe { memory.write_bytes(0, layout.size()) };
-        }
-        Ok(memory)
-    }
-
-    /// # Safety
-    ///
-    /// As [`free`](Heap::free), of a layout whose source is a block of this order.
-    unsafe fn free_block<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>, order: Order) {
-        let pfn = self.frame(memory.addr().get());
-        if cfg!(debug_assertions) {
-            let begins = self.address(pfn) == memory.addr().get();
-            let begins = begins && Extent::block(pfn, order).base() == pfn;
-            let fine = misuse::check(self.frames, pfn, misuse::block_of(order));
-            if let Err(misuse) = fine.and(if begins { Ok(()) } else { Err(Misuse::NotTheStart) }) {
-                return self.refuse(misuse);
-            }
-        }
-        cx.pinned(|pin| {
-            // SAFETY: by the contract a block of this order, which the heap took for the caller.
-            unsafe { self.give(cx, pfn, order, self.own(pin)) }
-        });
-    }
-
     /// Debug builds: why the piece at an offset of the slab at `start` may not be freed, if it may not.
     #[inline]
     fn misuse_of(&self, class: u8, place: (usize, u32)) -> Option<Misuse> {
@@ -584,7 +555,7 @@ impl<'m, E: Env> Heap<'m, E> {
     }
 
     fn check_piece(&self, class: u8, (start, offset): (usize, u32)) -> Result<(), Misuse> {
-        misuse::check(self.frames, self.frame(start), misuse::slab_of(class))?;
+        misuse::check_slab(self.frames, self.frame(start), class)?;
         misuse::check_offset(class, offset)?;
         // SAFETY: there is a slab of this class, and it has a piece there, which the caller has or somebody has freed.
         let (free, pair) = unsafe { (Slab::at(start).is_marked(offset), Slab::at(start).is_pair(offset)) };
@@ -602,7 +573,10 @@ impl<'m, E: Env> Heap<'m, E> {
     ///
     /// There is such a slab, and the piece at the offset is the caller's.
     #[inline(never)]
-    unsafe fn free_remote(&self, (start, offset): (usize, u32)) {
+    unsafe fn free_remote<P: Cpu>(&self, cx: &CpuCx<'_, P>, (start, offset): (usize, u32)) {
+        if !self.is_at_home(cx) {
+            return self.refuse(Misuse::OtherPlatform);
+        }
         // SAFETY: the slab stays while a piece of it is in use; its owner's number stays as it is.
         let slab = unsafe { Slab::at(start) };
         let owner = slab.owner();
@@ -611,60 +585,6 @@ impl<'m, E: Env> Heap<'m, E> {
             && let Some(cpu) = self.cpus.get(owner as usize)
         {
             cpu.woken.push(slab.address() as u64, |next| slab.set_woken_next(next));
-        }
-    }
-
-    /// A slab that is not the current one had no free piece and has one now, or has no used one any more.
-    ///
-    /// # Safety
-    ///
-    /// The slab is the CPU's, and `own` is a view of that.
-    #[cold]
-    #[inline(never)]
-    unsafe fn has_free_pieces<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>, slab: OwnSlab) {
-        if slab.place() == Place::Full {
-            own.link(slab);
-        }
-        if slab.is_empty() && !own.keeps(slab) {
-            self.retire(cx, own, slab);
-        }
-    }
-
-    /// Gives an empty slab on a list back, unless another CPU is about to touch it.
-    fn retire<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>, slab: OwnSlab) {
-        if slab.disarm() {
-            own.unlink(slab);
-            let (pfn, order) = (slab.pfn(), slab.shape().order);
-            // SAFETY: no piece is in use, no other CPU has anything to do with it, and it is on no list.
-            unsafe { self.give(cx, pfn, order, Some(own)) }
-        }
-    }
-
-    /// Looks at the slabs that others have given pieces.
-    fn serve<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>) {
-        for slab in own.take_woken() {
-            if slab.place() == Place::Full {
-                // The pieces that it was woken for may have been found already; then it sleeps again, unless there are more.
-                if !slab.replenish() && slab.put_aside() {
-                    continue;
-                }
-                own.link(slab);
-            }
-            if slab.place() == Place::Listed && slab.is_empty() && !own.keeps(slab) {
-                self.retire(cx, own, slab);
-            }
-        }
-    }
-
-    fn trim_own<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>) {
-        self.serve(cx, own);
-        for class in 0..SHAPES.len() as u8 {
-            if let Some(slab) = own.take_current(class) {
-                if slab.is_empty() { own.link(slab) } else { own.set_current(slab) }
-            }
-            for slab in own.listed(class).filter(|slab| slab.is_empty()) {
-                self.retire(cx, own, slab);
-            }
         }
     }
 }

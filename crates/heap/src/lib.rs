@@ -3,7 +3,7 @@
 //!
 //! Nothing here panics on exhaustion or bad input, and there is no lock: a CPU allocates and frees in its own slabs under a pin,
 //! without atomics, and gives another CPU's memory back with one compare-and-swap. Memory that becomes free goes back to the
-//! manager, but for one empty slab per size and CPU.
+//! manager, but for one empty slab per size and CPU. No pin lasts longer for what others have done.
 //!
 //! ```
 //! use core::alloc::Layout;
@@ -27,9 +27,11 @@
 //! | `slab.rs` | a slab: its header, its free pieces, what its owner knows |
 //! | `remote.rs` | what other CPUs may do to a slab, and how its owner learns of it |
 //! | `per_cpu.rs` | a CPU's slabs |
-//! | `heap.rs` | allocating and freeing; taking memory from the manager and giving it back |
+//! | `heap.rs` | allocating and freeing |
+//! | `heap/blocks.rs` | blocks of frames: taken from the manager, given back, and made smaller |
+//! | `heap/stayed.rs` | what stays where it is because there is no smaller piece |
 //! | `heap/pair.rs` | 2 KiB that grow to 4 where they are |
-//! | `misuse.rs` | frees of what was not allocated, in debug builds |
+//! | `misuse.rs` | what says what a block is; frees of what was not allocated, in debug builds |
 //! | `global.rs` | a heap as the global allocator |
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![warn(missing_debug_implementations)]

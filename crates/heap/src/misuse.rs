@@ -1,11 +1,11 @@
-//! Frees of what was not allocated, as debug builds see them.
+//! What the heap's blocks are, and frees of what was not allocated, as debug builds see them.
 //!
-//! The descriptor of a block's head belongs to the block's owner. Debug builds of the heap write there what the block is, and look
-//! before they believe a free; so nothing is read at an address that means nothing. Release builds do neither.
+//! The descriptor of a block's head belongs to the block's owner. The heap writes there which class a slab is of. Debug builds write what
+//! every block is, and look before they believe a free; so nothing is read at an address that means nothing.
 
 use crate::class::SHAPES;
 use core::fmt;
-use hugemm_base::{Order, Pfn};
+use hugemm_base::Pfn;
 use hugemm_frames::{Env, Frames};
 
 /// What is wrong with a free. The memory is left alone.
@@ -20,11 +20,14 @@ pub enum Misuse {
     NotTheStart,
     /// It is free.
     FreedTwice,
+    /// The context is of another platform than the heap's. Release builds refuse this too.
+    OtherPlatform,
 }
 
 impl Misuse {
     pub(crate) fn from_number(number: u64) -> Option<Self> {
-        [Misuse::NotManaged, Misuse::NotAllocated, Misuse::NotTheStart, Misuse::FreedTwice]
+        use Misuse::{FreedTwice, NotAllocated, NotManaged, NotTheStart, OtherPlatform};
+        [NotManaged, NotAllocated, NotTheStart, FreedTwice, OtherPlatform]
             .into_iter()
             .find(|misuse| *misuse as u64 == number)
     }
@@ -37,39 +40,76 @@ impl fmt::Display for Misuse {
             Misuse::NotAllocated => "freed with another layout, twice, or what never came from the heap",
             Misuse::NotTheStart => "freed at an address inside an allocation",
             Misuse::FreedTwice => "freed twice",
+            Misuse::OtherPlatform => "freed with a context of another platform than the heap's",
         })
     }
 }
 
-/// The word of a descriptor in which debug builds say what a block is to the heap.
+/// The word of a descriptor that says what a block is to the heap.
 const WORD: usize = 7;
 
-/// What a block is.
-pub(crate) const fn slab_of(class: u8) -> u64 {
-    u64::from_be_bytes([b'h', b'e', b'a', b'p', 0, 0, 1, class])
-}
+/// A slab, in all words but the class.
+const SLAB: u64 = u64::from_be_bytes([b'h', b'e', b'a', b'p', 1, 0, 0, 0]);
 
-/// What a block is that was allocated as one.
-pub(crate) const fn block_of(order: Order) -> u64 {
-    u64::from_be_bytes([b'h', b'e', b'a', b'p', 0, 0, 2, order.get() as u8])
-}
+/// What was allocated as a block, in all words but the pages.
+const BLOCK: u64 = u64::from_be_bytes([b'h', b'e', b'a', b'p', 2, 0, 0, 0]);
 
-/// Debug builds: says what the block with this head is; 0 for nothing to the heap.
+/// Says that a block is a slab of a class.
 ///
 /// # Safety
 ///
-/// The block is allocated, and the caller's.
-pub(crate) unsafe fn tag<E: Env>(frames: &Frames<'_, E>, head: Pfn, what: u64) {
+/// The block with this head is allocated, and the caller's.
+pub(crate) unsafe fn tag_slab<E: Env>(frames: &Frames<'_, E>, head: Pfn, class: u8) {
+    // SAFETY: the caller's promise.
+    unsafe { tag(frames, head, SLAB | u64::from(class)) }
+}
+
+/// Debug builds: says that a block is so many pages.
+///
+/// # Safety
+///
+/// As for [`tag_slab`].
+pub(crate) unsafe fn tag_block<E: Env>(frames: &Frames<'_, E>, head: Pfn, pages: u32) {
     if cfg!(debug_assertions) {
         // SAFETY: the caller's promise.
-        if let Some(desc) = unsafe { frames.descriptor_at(head) } {
-            desc.store(WORD, what);
-        }
+        unsafe { tag(frames, head, BLOCK | u64::from(pages)) }
     }
 }
 
-/// Debug builds: whether the block with this head is that to the heap.
-pub(crate) fn check<E: Env>(frames: &Frames<'_, E>, head: Pfn, what: u64) -> Result<(), Misuse> {
+/// Says that a block is nothing any more.
+///
+/// # Safety
+///
+/// As for [`tag_slab`].
+pub(crate) unsafe fn untag<E: Env>(frames: &Frames<'_, E>, head: Pfn) {
+    // SAFETY: the caller's promise.
+    unsafe { tag(frames, head, 0) }
+}
+
+unsafe fn tag<E: Env>(frames: &Frames<'_, E>, head: Pfn, what: u64) {
+    // SAFETY: the caller's promise.
+    if let Some(desc) = unsafe { frames.descriptor_at(head) } {
+        desc.store(WORD, what);
+    }
+}
+
+/// The class of a slab with this head; `None` for what is none.
+pub(crate) fn slab_class<E: Env>(frames: &Frames<'_, E>, head: Pfn) -> Option<u8> {
+    let class = frames.descriptor(head)?.load(WORD).wrapping_sub(SLAB);
+    (class < SHAPES.len() as u64).then_some(class as u8)
+}
+
+/// Debug builds: whether the block with this head is a slab of the class.
+pub(crate) fn check_slab<E: Env>(frames: &Frames<'_, E>, head: Pfn, class: u8) -> Result<(), Misuse> {
+    check(frames, head, SLAB | u64::from(class))
+}
+
+/// Debug builds: whether it is a block of so many pages.
+pub(crate) fn check_block<E: Env>(frames: &Frames<'_, E>, head: Pfn, pages: u32) -> Result<(), Misuse> {
+    check(frames, head, BLOCK | u64::from(pages))
+}
+
+fn check<E: Env>(frames: &Frames<'_, E>, head: Pfn, what: u64) -> Result<(), Misuse> {
     if !cfg!(debug_assertions) {
         return Ok(());
     }

@@ -2,14 +2,48 @@
 //!
 //! Everything but [`PerCpu::woken`] is touched on that CPU only, under a pin. Allocations take from the front of a list and
 //! slabs that get free pieces go to its end, so that they gather more before it is their turn. One empty slab per class is kept.
+//!
+//! Nothing here takes longer for what others did: under one pin at most [`LOOKS`] slabs are looked at, and one is taken out, which the
+//! caller gives back when its pin has ended.
 
 use crate::class::{CLASSES, SHAPES};
 use crate::remote::Woken;
 use crate::slab::{Header, OwnSlab, Pieces, Place, Slab};
-use core::cell::UnsafeCell;
+use core::cell::{Cell, UnsafeCell};
 use core::ptr::{NonNull, null_mut};
 use hugemm_base::counters::CpuCounter;
 use hugemm_base::sync::AtomicU64;
+
+/// Slabs that are looked at under one pin, and by one allocation that finds none of its class.
+pub(crate) const LOOKS: u32 = 8;
+
+/// Slabs among those, on lists, that an allocation looks at before a new one is made: others may have emptied them. Two, so that they
+/// become fewer while new ones are made.
+const LISTED_LOOKS: u32 = 2;
+
+/// What an allocation finds.
+pub(crate) enum Found {
+    /// A piece.
+    Piece(NonNull<u8>),
+    /// An empty slab that is on no list any more: the caller gives it back, and looks again.
+    Empty(Emptied),
+    /// No piece.
+    Nothing,
+}
+
+/// A slab that is nobody's any more, and its class.
+pub(crate) struct Emptied {
+    pub(crate) start: usize,
+    pub(crate) class: u8,
+}
+
+/// How far a [`trim`](OwnCpu::trim) is.
+#[derive(Default)]
+pub(crate) struct Trimming {
+    class: u8,
+    /// Slabs of the class that have not been looked at; none before its turn.
+    left: Option<u32>,
+}
 
 /// One class's slabs on one CPU.
 struct List {
@@ -18,8 +52,15 @@ struct List {
     pieces: Pieces,
     first: *mut Header,
     last: *mut Header,
+    /// Slabs on the list.
+    len: u32,
     /// Whether an empty slab is on the list, to be kept.
     keeps: bool,
+}
+
+impl List {
+    const EMPTY: List =
+        List { current: null_mut(), pieces: Pieces::NONE, first: null_mut(), last: null_mut(), len: 0, keeps: false };
 }
 
 /// One CPU's.
@@ -33,9 +74,12 @@ pub(crate) struct PerCpu {
 #[repr(align(128))]
 struct Own {
     lists: UnsafeCell<[List; CLASSES]>,
-    /// Pages taken from the manager, and given back.
-    taken: CpuCounter,
-    given: CpuCounter,
+    /// What was taken from `woken`: the address of the first slab that has not been looked at, or 0.
+    awake: Cell<u64>,
+    /// The class whose list is looked at next.
+    looked: Cell<u8>,
+    /// Pages taken from the manager less those given back.
+    pages: CpuCounter,
 }
 
 // SAFETY: the lists are reached through `OwnCpu`, which is made under the CPU's pin; the rest is atomics.
@@ -43,18 +87,15 @@ unsafe impl Sync for PerCpu {}
 
 impl PerCpu {
     pub(crate) fn new() -> Self {
-        let lists = UnsafeCell::new(
-            [const { List { current: null_mut(), pieces: Pieces::NONE, first: null_mut(), last: null_mut(), keeps: false } };
-                CLASSES],
-        );
-        let own = Own { lists, taken: CpuCounter::default(), given: CpuCounter::default() };
+        let lists = UnsafeCell::new([const { List::EMPTY }; CLASSES]);
+        let own = Own { lists, awake: Cell::new(0), looked: Cell::new(0), pages: CpuCounter::default() };
         PerCpu { woken: Woken::new(AtomicU64::new(0)), own }
     }
 
     /// Pages that this CPU has taken less those that it has given back. Those of blocks go back on any CPU, so only the sum over
     /// all CPUs means something.
     pub(crate) fn pages(&self) -> u64 {
-        self.own.taken.get().wrapping_sub(self.own.given.get())
+        self.own.pages.get()
     }
 
     /// The owner's view.
@@ -79,16 +120,10 @@ impl OwnCpu<'_> {
         unsafe { self.0.own.lists.get().cast::<List>().add(class as usize) }
     }
 
-    /// Counts pages taken.
+    /// Counts pages taken, or, below zero, given back.
     #[inline]
-    pub(crate) fn took(self, pages: u64) {
-        self.0.own.taken.add(pages);
-    }
-
-    /// Counts pages given back.
-    #[inline]
-    pub(crate) fn gave(self, pages: u64) {
-        self.0.own.given.add(pages);
+    pub(crate) fn count(self, pages: i64) {
+        self.0.own.pages.add(pages as u64);
     }
 
     /// Takes a free piece of the slab that allocations come from.
@@ -132,7 +167,7 @@ impl OwnCpu<'_> {
     }
 
     /// Makes a slab that is on no list the one that allocations come from.
-    pub(crate) fn set_current(self, slab: OwnSlab) {
+    fn set_current(self, slab: OwnSlab) {
         let list = self.list(slab.class());
         slab.set_place(Place::Current);
         // SAFETY: pinned.
@@ -140,7 +175,7 @@ impl OwnCpu<'_> {
     }
 
     /// Takes the slab that allocations come from, if there is one: it goes where the caller puts it.
-    pub(crate) fn take_current(self, class: u8) -> Option<OwnSlab> {
+    fn take_current(self, class: u8) -> Option<OwnSlab> {
         let list = self.list(class);
         // SAFETY: pinned.
         unsafe {
@@ -151,17 +186,8 @@ impl OwnCpu<'_> {
         }
     }
 
-    /// Allocations come from the first slab of the list, if there is one.
-    pub(crate) fn advance(self, class: u8) -> bool {
-        // SAFETY: pinned.
-        let Some(slab) = OwnSlab::from_link(unsafe { (*self.list(class)).first }) else { return false };
-        self.unlink(slab);
-        self.set_current(slab);
-        true
-    }
-
     /// Puts a slab at the end of its class's list.
-    pub(crate) fn link(self, slab: OwnSlab) {
+    fn link(self, slab: OwnSlab) {
         let list = self.list(slab.class());
         slab.set_place(Place::Listed);
         slab.set_next(null_mut());
@@ -173,11 +199,12 @@ impl OwnCpu<'_> {
                 None => (*list).first = slab.as_link(),
             }
             (*list).last = slab.as_link();
+            (*list).len += 1;
         }
     }
 
     /// Takes a slab off its class's list.
-    pub(crate) fn unlink(self, slab: OwnSlab) {
+    fn unlink(self, slab: OwnSlab) {
         let list = self.list(slab.class());
         let (next, prev) = (slab.next(), slab.prev());
         // SAFETY: pinned.
@@ -190,6 +217,7 @@ impl OwnCpu<'_> {
                 Some(next) => next.set_prev(prev),
                 None => (*list).last = prev,
             }
+            (*list).len -= 1;
             if slab.kept() {
                 slab.set_kept(false);
                 (*list).keeps = false;
@@ -198,7 +226,7 @@ impl OwnCpu<'_> {
     }
 
     /// Whether an empty slab on the list is the one to be kept: it is, or it becomes it.
-    pub(crate) fn keeps(self, slab: OwnSlab) -> bool {
+    fn keeps(self, slab: OwnSlab) -> bool {
         let list = self.list(slab.class());
         // SAFETY: pinned.
         unsafe {
@@ -210,29 +238,175 @@ impl OwnCpu<'_> {
         slab.kept()
     }
 
-    /// The slabs of a class's list. The present one may be taken off it meanwhile, others not.
-    pub(crate) fn listed(self, class: u8) -> impl Iterator<Item = OwnSlab> {
+    /// A new slab: allocations come from it if they come from none.
+    pub(crate) fn add(self, slab: OwnSlab) {
         // SAFETY: pinned.
-        let mut at = unsafe { (*self.list(class)).first };
-        core::iter::from_fn(move || {
-            let slab = OwnSlab::from_link(at)?;
-            at = slab.next();
-            Some(slab)
+        if unsafe { (*self.list(slab.class())).current.is_null() } { self.set_current(slab) } else { self.link(slab) }
+    }
+
+    /// A slab that is not the current one had no free piece and has one now, or has no used one any more: whether it is off all lists now,
+    /// to be given back.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn has_free_pieces(self, slab: OwnSlab) -> bool {
+        if slab.place() == Place::Full {
+            self.link(slab);
+        }
+        slab.is_empty() && !self.keeps(slab) && self.take_out(slab).is_some()
+    }
+
+    /// Takes an empty slab off its list, unless another CPU is about to touch it.
+    fn take_out(self, slab: OwnSlab) -> Option<Emptied> {
+        slab.disarm().then(|| {
+            self.unlink(slab);
+            Emptied { start: slab.slab().address(), class: slab.class() }
         })
     }
 
-    /// The slabs that others have woken, awake and off their list.
-    pub(crate) fn take_woken(self) -> impl Iterator<Item = OwnSlab> {
-        let mut at = self.0.woken.take();
-        core::iter::from_fn(move || {
-            if at == 0 {
-                return None;
+    /// A free piece of a class whose current slab has none. It may look at so many slabs more.
+    pub(crate) fn find(self, class: u8, looks: &mut u32) -> Found {
+        loop {
+            if let Some(piece) = self.pop(class) {
+                return Found::Piece(piece);
             }
-            // SAFETY: what is on the list exists, is this CPU's, and stays until the owner gives it back.
-            let slab = unsafe { Slab::at(at as usize).own() };
-            at = slab.slab().woken_next();
-            slab.set_armed(false);
-            Some(slab)
-        })
+            // What cannot be put aside has just been given pieces.
+            if let Some(slab) = self.take_current(class)
+                && (slab.replenish() || !slab.put_aside())
+            {
+                self.set_current(slab);
+                continue;
+            }
+            // Before one of those on the list is used, for others may have emptied some of them.
+            if let Some(empty) = self.serve(looks) {
+                return Found::Empty(empty);
+            }
+            if let Some(slab) = self.first(class) {
+                // Of several, an empty one goes.
+                if *looks != 0 && !slab.next().is_null() && slab.is_empty() {
+                    *looks -= 1;
+                    if let Some(empty) = self.take_out(slab) {
+                        return Found::Empty(empty);
+                    }
+                }
+                self.unlink(slab);
+                self.set_current(slab);
+                continue;
+            }
+            return self.look(looks).map_or(Found::Nothing, Found::Empty);
+        }
+    }
+
+    /// Looks at slabs that others have given pieces, as many as it may: one of them that is to be given back.
+    fn serve(self, looks: &mut u32) -> Option<Emptied> {
+        while *looks != 0
+            && let Some(slab) = self.next_woken()
+        {
+            *looks -= 1;
+            if slab.place() == Place::Full {
+                // The pieces that it was woken for may have been found already; then it sleeps again, unless there are more.
+                if !slab.replenish() && slab.put_aside() {
+                    continue;
+                }
+                self.link(slab);
+            }
+            if slab.place() == Place::Listed
+                && slab.is_empty()
+                && !self.keeps(slab)
+                && let Some(empty) = self.take_out(slab)
+            {
+                return Some(empty);
+            }
+        }
+        None
+    }
+
+    /// Looks at slabs on lists, the classes in turn.
+    fn look(self, looks: &mut u32) -> Option<Emptied> {
+        let mut left = LISTED_LOOKS.min(*looks);
+        for _ in 0..CLASSES {
+            let class = self.0.own.looked.get();
+            if let Some(slab) = self.first(class) {
+                if left == 0 {
+                    return None;
+                }
+                (left, *looks) = (left - 1, *looks - 1);
+                if let Some(empty) = self.go_on(slab, true) {
+                    return Some(empty);
+                }
+            }
+            self.0.own.looked.set((class + 1) % CLASSES as u8);
+        }
+        None
+    }
+
+    /// Takes the first slab of a list out if it is empty, one of them excepted if they are to `keep` one; it is the last otherwise.
+    fn go_on(self, slab: OwnSlab, keep: bool) -> Option<Emptied> {
+        if slab.is_empty()
+            && !(keep && self.keeps(slab))
+            && let Some(empty) = self.take_out(slab)
+        {
+            return Some(empty);
+        }
+        let kept = slab.kept();
+        self.unlink(slab);
+        self.link(slab);
+        if kept {
+            self.keeps(slab);
+        }
+        None
+    }
+
+    /// A step of giving back all that is empty: a slab to be given back, and whether there is more to do.
+    pub(crate) fn trim(self, at: &mut Trimming) -> (Option<Emptied>, bool) {
+        let mut looks = LOOKS;
+        if let Some(empty) = self.serve(&mut looks) {
+            return (Some(empty), true);
+        }
+        while looks != 0 {
+            let class = at.class;
+            if class as usize == CLASSES {
+                return (None, false);
+            }
+            let Some(left) = at.left else {
+                if let Some(slab) = self.take_current(class) {
+                    if slab.is_empty() { self.link(slab) } else { self.set_current(slab) }
+                }
+                // SAFETY: pinned.
+                at.left = Some(unsafe { (*self.list(class)).len });
+                continue;
+            };
+            match self.first(class).filter(|_| left != 0) {
+                None => *at = Trimming { class: class + 1, left: None },
+                Some(slab) => {
+                    (at.left, looks) = (Some(left - 1), looks - 1);
+                    if let Some(empty) = self.go_on(slab, false) {
+                        return (Some(empty), true);
+                    }
+                }
+            }
+        }
+        (None, true)
+    }
+
+    /// The first slab of a class's list.
+    fn first(self, class: u8) -> Option<OwnSlab> {
+        // SAFETY: pinned.
+        OwnSlab::from_link(unsafe { (*self.list(class)).first })
+    }
+
+    /// The next slab that others have woken, awake and off their list.
+    fn next_woken(self) -> Option<OwnSlab> {
+        let at = match self.0.own.awake.get() {
+            0 => self.0.woken.take(),
+            at => at,
+        };
+        if at == 0 {
+            return None;
+        }
+        // SAFETY: what is on the list exists, is this CPU's, and stays until the owner gives it back.
+        let slab = unsafe { Slab::at(at as usize).own() };
+        self.0.own.awake.set(slab.slab().woken_next());
+        slab.set_armed(false);
+        Some(slab)
     }
 }

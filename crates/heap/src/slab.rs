@@ -10,8 +10,8 @@
 use crate::class::{SHAPES, Shape};
 use crate::remote::Remote;
 use core::ptr::{NonNull, null_mut};
+use hugemm_base::PAGE_BYTES;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{PAGE_BYTES, Pfn};
 
 /// How many unused pieces are linked at once.
 const FRESH: u32 = 16;
@@ -96,7 +96,6 @@ struct Own {
     armed: bool,
     /// Whether its class counts it as the empty one that is kept.
     kept: bool,
-    pfn: Pfn,
     next: *mut Header,
     prev: *mut Header,
 }
@@ -134,7 +133,7 @@ impl Slab {
     /// # Safety
     ///
     /// The block's bytes are at `start`, aligned to 4096, writable and the caller's until it gives them back.
-    pub(crate) unsafe fn new(start: NonNull<u8>, pfn: Pfn, class: u8, owner: u32) -> Self {
+    pub(crate) unsafe fn new(start: NonNull<u8>, class: u8, owner: u32) -> Self {
         let header = start.cast::<Header>();
         let fresh = SHAPES[class as usize].first;
         // SAFETY: the caller's promise; a frame has room for a header.
@@ -146,7 +145,6 @@ impl Slab {
                 place: Place::Current,
                 armed: false,
                 kept: false,
-                pfn,
                 next: null_mut(),
                 prev: null_mut(),
             });
@@ -338,11 +336,6 @@ impl OwnSlab {
         self.0.0.as_ptr()
     }
 
-    pub(crate) fn pfn(self) -> Pfn {
-        // SAFETY: as for the other fields.
-        unsafe { (*self.as_link()).own.pfn }
-    }
-
     pub(crate) fn class(self) -> u8 {
         // SAFETY: as for the other fields.
         unsafe { (*self.as_link()).own.class }
@@ -425,7 +418,7 @@ mod tests {
     fn slab(block: &mut Block) -> OwnSlab {
         let class = SHAPES.iter().position(|shape| shape.piece == 128).expect("a size") as u8;
         // SAFETY: the test's block, which is larger than a slab of the class; there is one CPU, and it is this one.
-        unsafe { Slab::new(NonNull::from(block).cast(), Pfn::new(0), class, 0).own() }
+        unsafe { Slab::new(NonNull::from(block).cast(), class, 0).own() }
     }
 
     fn pop(slab: OwnSlab) -> Option<NonNull<u8>> {

@@ -112,13 +112,3 @@ pub mod prelude {
     #[cfg(feature = "vm")]
     pub use hugemm_vm::{Access, Backing, DefaultSetup, Parts, Setup, Vm, VmaKind};
 }
-
-/// The README's example, compiled and run.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-pub struct Readme;
-
-/// The guide's examples.
-#[cfg(doctest)]
-#[doc = include_str!("../../../docs/embedding.md")]
-pub struct Guide;

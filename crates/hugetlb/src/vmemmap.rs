@@ -52,12 +52,13 @@ mod restore;
 
 pub(crate) use restore::Source;
 
-use crate::mapping::{DescriptorMap, ENTRIES, Mapped, PAGES, Table};
+use crate::mapping::{DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, PAGES, Table};
 use crate::tail::{self, Tail};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{
-    CpuCx, Dirty, Extent, ExtentChain, FrameUse, NodeId, Order, PageSize, Pending, Pfn, TlbFlush, VirtAddr, VirtRange,
+    CpuCx, Dirty, Extent, ExtentChain, FrameUse, NodeId, Order, PAGE_BYTES, PAGE_SHIFT, PageSize, Pending, Pfn,
+    TlbFlush, VirtAddr, VirtRange,
 };
 use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Placement};
 
@@ -118,8 +119,6 @@ pub(crate) enum Split {
 /// How descriptors are optimized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptimizerPolicy {
-    /// How many pages share their flushes: all of a batch, or (the old way) none.
-    pub flush: FlushPolicy,
     /// Whether whole blocks are swapped by one store.
     pub swap: bool,
     /// Whether restoring may take frames from the pages being freed when there are no others, so that shrinking cannot
@@ -129,17 +128,8 @@ pub struct OptimizerPolicy {
 
 impl Default for OptimizerPolicy {
     fn default() -> Self {
-        OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true }
+        OptimizerPolicy { swap: true, carve: true }
     }
-}
-
-/// How many flushes a batch takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FlushPolicy {
-    /// At most two up and one down.
-    Batch,
-    /// So many for each page: the old way.
-    Page,
 }
 
 /// Vmemmap optimization over one allocator and one mapping.
@@ -150,8 +140,8 @@ pub struct VmemmapOptimizer<'m, E: Env, V> {
     on: AtomicBool,
     pub(crate) policy: OptimizerPolicy,
     flushes: AtomicU64,
-    /// Who resizes a pool of 2 MiB pages, of 1 GiB pages: where its context is; 0 for nobody.
-    resizing: [AtomicU64; 2],
+    /// Whether a pool of 2 MiB pages, of 1 GiB pages, is being resized.
+    resizing: [AtomicBool; 2],
 }
 
 /// Which allocator, mapping and shared tails an optimizer is over: where they are.
@@ -183,8 +173,8 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
         Identity([frames.addr(), map.addr(), self.tails.as_ptr().addr()])
     }
 
-    /// Not 0 while a pool of this page size is resized. Pages of 1 GiB share no block of descriptors with smaller ones.
-    pub(crate) fn resizing(&self, size: PageSize) -> &AtomicU64 {
+    /// Whether a pool of this page size is being resized. Pages of 1 GiB share no block of descriptors with smaller ones.
+    pub(crate) fn resizing(&self, size: PageSize) -> &AtomicBool {
         &self.resizing[usize::from(size == PageSize::Size1G)]
     }
 
@@ -218,15 +208,23 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
     /// Whose descriptor a store to `at` was meant for, if it trapped because the descriptor is a shared read-only tail:
     /// for a page fault handler's report. `base` is the address of frame 0's descriptor.
     pub fn explain(&self, base: VirtAddr, at: VirtAddr) -> Option<(Pfn, Pfn)> {
-        let block = VirtAddr::new(at.get() & !0x1f_ffff);
-        let index = (at.get() >> 12) as usize;
-        let table = match self.map.mapped(block) {
-            Mapped::Table(table) => Table::at(self.map, table)?,
-            Mapped::Absent | Mapped::Whole(_) => return None,
-        };
-        let leaf = self.map.leaf(table.get(index))?;
+        let leaf = self.leaf_at(at)?;
         let frame = Pfn::new(at.get().wrapping_sub(base.get()) / crate::group::DESCRIPTOR_BYTES);
         (!leaf.writable).then(|| (frame, self.frames.head_of(frame).map_or(frame, |(head, _)| head)))
+    }
+
+    /// What maps an address in a block that has a table.
+    fn leaf_at(&self, at: VirtAddr) -> Option<DescriptorLeaf> {
+        match self.map.mapped(at.align_down(PageSize::Size2M.bytes())) {
+            Mapped::Table(table) => self.map.leaf(Table::at(self.map, table)?.get((at.get() >> PAGE_SHIFT) as usize)),
+            Mapped::Absent | Mapped::Whole(_) => None,
+        }
+    }
+
+    /// Whether the 2 MiB page whose first descriptor is at `head` has given its other ones back.
+    pub(crate) fn is_lean(&self, head: VirtAddr) -> bool {
+        let last = VirtAddr::new(head.get() + (PAGES as u64 - 1) * PAGE_BYTES);
+        self.leaf_at(last).is_some_and(|leaf| !leaf.writable)
     }
 
     pub(crate) fn request(&self, order: Order, node: NodeId) -> AllocRequest {

@@ -73,10 +73,12 @@ unsafe impl<P: Pause> RawEditLock for EditLock<P> {
             #[cfg(loom)]
             self.0.fetch_add(0, Ordering::Relaxed);
         }
+        P::taken();
     }
 
     #[inline]
     unsafe fn unlock_shared(&self) {
+        P::given_back();
         // Release pairs with the Acquire in `lock_exclusive`.
         self.0.fetch_sub(1, Ordering::Release);
     }
@@ -89,10 +91,12 @@ unsafe impl<P: Pause> RawEditLock for EditLock<P> {
             self.0.fetch_or(WAITING, Ordering::Relaxed);
             P::pause();
         }
+        P::taken();
     }
 
     #[inline]
     unsafe fn unlock_exclusive(&self) {
+        P::given_back();
         // Release pairs with the Acquire of both locks.
         self.0.fetch_and(!ALONE, Ordering::Release);
     }

@@ -1,7 +1,7 @@
 //! Folded groups: sixteen leaves in a row that a TLB may keep as one (arm64's contiguous bit; 64 KiB of 4 KiB pages, 32 MiB of
 //! 2 MiB pages).
 //!
-//! [`map_folded`](Shared::map_folded) marks each group whose addresses and frames are aligned to it and go on together, before any of it
+//! [`map_folded`](crate::Shared::map_folded) marks each group whose addresses and frames are aligned to it and go on together, before any of it
 //! is present. From then on, between calls, the group says the same throughout, but for what hardware notes, and these are the rules:
 //!
 //! * While CPUs translate by it, a whole group changes in what hardware notes and in [`WRITE`](crate::Flags::WRITE) only: until the

@@ -198,6 +198,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
 }
 
 /// The right to do what many may do at once. See the methods.
+#[clippy::has_significant_drop]
 pub struct Shared<'t, F: PageFormat, L: RawEditLock, M: TableMemory> {
     table: &'t PageTable<F, L>,
     pub(crate) tree: Tree<F, M>,
@@ -217,6 +218,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Shared<'_, F, L, M>
 }
 
 /// The right to do everything, alone. See the methods.
+#[clippy::has_significant_drop]
 pub struct Exclusive<'t, F: PageFormat, L: RawEditLock, M: TableMemory> {
     table: &'t PageTable<F, L>,
     pub(crate) tree: Tree<F, M>,

@@ -10,7 +10,6 @@ use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Shared, Tree};
 use crate::stale::Stale;
 use crate::table::{Ask, LINE, Table, alike};
-use crate::write_protect::NO_WRITE;
 use hugemm_base::VirtRange;
 
 /// Which flags to change.
@@ -23,6 +22,9 @@ pub struct Change {
 }
 
 impl Change {
+    /// The right to store is taken away.
+    pub(crate) const NO_WRITE: Change = Change { set: Flags::NONE, clear: Flags::WRITE };
+
     /// Whether it only notes what hardware would.
     fn notes(self) -> bool {
         Flags::HARDWARE.contains(self.set) && self.clear == Flags::NONE
@@ -214,7 +216,7 @@ impl Edit {
         };
         let accessed = if matches!(self.way, Way::HandingDown(_)) { 0 } else { F::ACCESSED };
         let enough = written::<F>() | accessed;
-        self.enough = if self.change == NO_WRITE && !(entry ^ F::CLEAN) & enough == 0 { enough } else { 0 };
+        self.enough = if self.change == Change::NO_WRITE && !(entry ^ F::CLEAN) & enough == 0 { enough } else { 0 };
     }
 
     /// Changes entries `from..to` of a last-level table, by cache lines where their flags are the same. Whether all were leaves.
@@ -309,7 +311,7 @@ mod tests {
                     let has_all = !(leaf ^ F::CLEAN) & written::<F>() == 0;
                     assert_eq!(has_all, write == Flags::WRITE && written_to == Flags::DIRTY, "{leaf:#x}");
                     if has_all {
-                        let delta = leaf ^ F::change(leaf, NO_WRITE.set, NO_WRITE.clear);
+                        let delta = leaf ^ F::change(leaf, Change::NO_WRITE.set, Change::NO_WRITE.clear);
                         assert_eq!(*same.get_or_insert(delta), delta, "{leaf:#x}");
                     }
                 }

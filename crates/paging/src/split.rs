@@ -108,7 +108,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Makes what was detached, and has been flushed, present again: in leaves of `size` where it can be. Larger ones become
     /// tables of them; tables of smaller ones become leaves of up to that size where they map one aligned block with one set of
     /// flags, accessed or dirty if any of them was. Owners' words in tables that [detaching](Exclusive::detach) left in their
-    /// place are gone by then; [folded](crate::folding) leaves in such tables are folded no longer; all else is as it was. Tables that are needed no longer are given back at once; no flush is owed.
+    /// place are gone by then; [folded](crate::folding) leaves in such tables are folded no longer; all else is as it was, also where [`protect`](Exclusive::protect) has changed what was present meanwhile
+    /// ([write protection](Exclusive::write_protect) reaches what is detached). Tables that are needed no longer are given back at
+    /// once; no flush is owed.
     ///
     /// Together with [detaching](Exclusive::detach) and the flush this is break-before-make, for any format. Reads 8 bytes per
     /// entry of the tables that `size` concerns.

@@ -20,7 +20,6 @@
 
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
-use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, ENTRIES, Slot, slots};
 use crate::memory::TableMemory;
@@ -33,7 +32,8 @@ use hugemm_base::VirtRange;
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Takes the right to store away from the whole span, as [`protect`](Exclusive::protect) does leaf by leaf, by one
     /// store for each entry whose whole span it covers. What is mapped there later is not affected; what is detached there
-    /// and not yet harvested will be shown without [`Flags::WRITE`] too.
+    /// and not yet harvested is shown, or [attached](Exclusive::attach), without [`Flags::WRITE`](crate::Flags::WRITE) too, a larger leaf that reaches over
+    /// an end as a whole.
     ///
     /// O(tables along the ends); nothing is allocated and nothing can fail half way. The [`Stale`] range has to be flushed
     /// with the upper levels ([`Stale::tables`]): give it to [`ShootdownBatch::stale`](crate::ShootdownBatch::stale).
@@ -52,7 +52,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             entry
         })?;
         self.tree.check_groups(first, end)?;
-        let mut edit = Edit::alone(NO_WRITE);
+        let mut edit = Edit::alone(Change::NO_WRITE);
         let tables = if read_only { 0 } else { self.tree.write_protect(table, level, first, end, &mut edit) };
         Ok(edit.stale(span, self.tree.no_leaves()).with_tables(tables, 0))
     }
@@ -72,9 +72,6 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     }
 }
 
-/// What is taken from leaves.
-pub(crate) const NO_WRITE: Change = Change { set: Flags::NONE, clear: Flags::WRITE };
-
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// Returns how many tables became read-only; leaves are counted by `edit`.
     fn write_protect(&self, table: Table, level: u32, first: u64, end: u64, edit: &mut Edit) -> u64 {
@@ -93,6 +90,15 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     next = slot.first + (alike << level::shift(level));
                 }
                 Kind::Table => tables += self.write_protect(self.below(entry), level - 1, slot.first, slot.end, edit),
+                Kind::Detached => {
+                    let hidden = entry ^ F::DETACHED;
+                    if kind::<F>(hidden, level) == Kind::Table && !slot.whole {
+                        // CPUs that have not been flushed still walk it.
+                        tables += self.write_protect(self.below(hidden), level - 1, slot.first, slot.end, edit);
+                    } else {
+                        restrict::<F>(table, slot.index, level, edit);
+                    }
+                }
                 _ => {}
             }
         }
@@ -133,7 +139,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn hand_down_now(&self, table: Table, index: usize, level: u32, ask: Ask, editing: Editing) -> u64 {
         table.claimed(index, F::CLAIMED, is_read_only::<F>, |entry| {
             let below = self.below(entry);
-            let mut edit = Edit::handing_down(NO_WRITE, editing);
+            let mut edit = Edit::handing_down(Change::NO_WRITE, editing);
             // Tables of a table are alike, as a rule.
             let first = below.get(0);
             let done = match kind::<F>(first, level - 1) {
@@ -180,7 +186,7 @@ pub(crate) fn restrict<F: PageFormat>(table: Table, index: usize, level: u32, ed
             let entry = match kind::<F>(entry, level) {
                 Kind::Table if is_read_only::<F>(entry) => entry,
                 Kind::Table => entry ^ F::READ_ONLY_TABLE,
-                _ => F::change(entry, NO_WRITE.set, NO_WRITE.clear),
+                _ => F::change(entry, Change::NO_WRITE.set, Change::NO_WRITE.clear),
             };
             table.set(index, entry ^ F::DETACHED);
         }

@@ -19,9 +19,9 @@
 //!
 //! Storing needs a new block only when no piece of the class is free. [`store`](crate::Swap::store) then asks the manager by a
 //! plain allocation, which never reclaims, and fails with [`StoreError::NoMemory`] if it has none. [`evict`](crate::Swap::evict)
-//! does not fail: the page's own frame becomes the block. It frees nothing that time, and its class has room for the
-//! next pages. A page that does not compress stays in its own frame, so evicting it frees nothing ever; that is what the
-//! limit is for.
+//! does not fail for pages that compress to half: the page's own frame becomes the block. It frees nothing that time, and its
+//! class has room for the next pages. A page that does not compress is refused: evicting it would free nothing. As a part of a
+//! larger page, [stored](crate::Swap::store) with the others, it is copied whole.
 //!
 //! # Cost
 //!

@@ -42,6 +42,7 @@ pub use batch::BATCH;
 pub(crate) use batch::{Batch, Folio};
 pub use policy::LruPolicy;
 pub(crate) use policy::LruVerdict;
+pub(crate) use state::Mark;
 
 use crate::links::Words;
 use crate::wake::Wake;

@@ -4,8 +4,8 @@
 //! found neighbours young (of a run's walks mostly the first), one if pages could not be written, and as many again if the youngest list is looked at too. At most one flush, and one reschedule point
 //! after it where the caller may sleep.
 
-use crate::lru::{BATCH, Batch, LruEnd, LruPolicy, LruVerdict};
-use crate::side::{Look, Side, Unhooked, Unwritten};
+use crate::lru::{BATCH, Batch, LruEnd, LruPolicy, LruVerdict, Mark};
+use crate::node_reclaim::{Look, NodeReclaim, Unhooked, Unwritten};
 use crate::swap::Swap;
 use crate::ways::Steps;
 use hugemm_base::lock::RawLock;
@@ -30,7 +30,7 @@ pub struct ShrinkProgress {
     pub young: u64,
     /// Of those, to be kept for another reason.
     pub kept: u64,
-    /// Of those, idle but not evicted: could not be unmapped or written.
+    /// Of those, idle but not evicted: could not be unmapped or written, or is known not to compress.
     pub failed: u64,
     /// Of those, made free.
     pub freed: u64,
@@ -72,9 +72,9 @@ impl ShrinkProgress {
     }
 }
 
-const KEEP: LruVerdict = LruVerdict::Rotate { referenced: false };
+const KEEP: LruVerdict = LruVerdict::Rotate { mark: Mark::None };
 
-impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, 'v, '_, '_, S, W, L, O> {
+impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'s, 'v, '_, '_, S, W, L, O> {
     /// Evicts idle folios of the node until the budget is used up, nothing is left, swap is full, or `stop` asks.
     ///
     /// Context: interrupts on, no locks. Passes a reschedule point per batch where the platform says that the caller may
@@ -140,8 +140,11 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, 'v, 
                     KEEP
                 }
                 look => {
-                    progress.young += if *look == Look::Young { pages } else { 0 };
-                    policy.judge(folio.was, *look == Look::Young)
+                    let young = *look == Look::Young;
+                    progress.young += if young { pages } else { 0 };
+                    let verdict = policy.judge(folio.was, young);
+                    progress.failed += if !young && verdict != LruVerdict::Release { pages } else { 0 };
+                    verdict
                 }
             };
             if folio.verdict == LruVerdict::Release {
@@ -186,7 +189,9 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, 'v, 
                 Err((error, page)) => {
                     progress.failed += folio.order.pages();
                     progress.full |= error == Unwritten::Full;
-                    folio.verdict = KEEP;
+                    let incompressible = error == Unwritten::Incompressible;
+                    folio.verdict =
+                        if incompressible { LruVerdict::Rotate { mark: Mark::Incompressible } } else { KEEP };
                     *place = Some(page);
                 }
             }

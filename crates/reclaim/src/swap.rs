@@ -56,6 +56,8 @@ pub enum StoreError {
     Full,
     /// The back end needs a frame and there is none.
     NoMemory,
+    /// The page takes as much memory stored as it does now: evicting it frees nothing.
+    Incompressible,
     /// The block has no such page.
     NoSuchPage,
     /// The page's bytes cannot be reached.
@@ -69,6 +71,7 @@ impl fmt::Display for StoreError {
         f.write_str(match self {
             StoreError::Full => "swap is full; raise its limit or free slots",
             StoreError::NoMemory => "swap needs a frame and none is free",
+            StoreError::Incompressible => "the page does not compress, so evicting it frees nothing",
             StoreError::NoSuchPage => "the block has no such page",
             StoreError::Unreachable => "the page's bytes cannot be reached through the platform's map",
             StoreError::NoSuchCpu => "the swap back end was made for fewer CPUs",
@@ -185,12 +188,17 @@ pub unsafe trait Swap<P: Cpu> {
     ///
     /// # Errors
     ///
-    /// The page, and why: as of [`store`](Swap::store).
+    /// The page, and why: as of [`store`](Swap::store), or [`Incompressible`](StoreError::Incompressible).
     fn evict(&self, cx: &CpuCx<'_, P>, page: Frozen) -> Result<Evicted, (StoreError, Frozen)> {
         match self.store(cx, &page, 0) {
             Ok(slot) => Ok(Evicted { slot, freed: Some(page) }),
             Err(error) => Err((error, page)),
         }
+    }
+
+    /// Whether what is in the slot takes a frame of its own. Who stores many pages to make memory free counts these.
+    fn is_whole(&self, _slot: &SwapSlot) -> bool {
+        false
     }
 
     /// Copies what is stored into page number `page` of the block, which is no longer known to be zero then. The slot

@@ -77,6 +77,13 @@ impl Wake {
         state & CRITICAL != 0 && state < BUSY
     }
 
+    /// Whether less than *min* was free when somebody looked last, and there may be nothing to free. One load.
+    #[inline]
+    pub(crate) fn is_low(&self) -> bool {
+        // Relaxed: a hint.
+        self.0.load(Ordering::Relaxed) & (CRITICAL | HOPELESS) != 0
+    }
+
     /// One who reclaimed has ended.
     fn over(&self, freed: Option<bool>) {
         self.change(|state| {

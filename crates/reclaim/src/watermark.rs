@@ -8,7 +8,7 @@
 //! | below *min* | [`Critical`](Level::Critical) | works | reclaims directly when it may and, as a rule, nobody else does |
 //!
 //! What is below *min* is for those who free memory by using some, and for who allocates while others do, or where another
-//! node has more. Whoever puts pages on an LRU looks at the level now and then, and wakes the worker
+//! node has more; its lower half, the [reserve](Watermarks::reserve), for those and for whoever brings a page back. Whoever puts pages on an LRU looks at the level now and then, and wakes the worker
 //! ([`Steps::wake`](crate::Steps::wake)).
 
 /// The marks of one node, in base pages; `min <= low <= high`.
@@ -51,6 +51,11 @@ impl Watermarks {
     /// Below this, who allocates has to help.
     pub const fn min(self) -> u64 {
         self.min
+    }
+
+    /// So much of what is below *min* is for whoever brings pages back: half. What is new stops here.
+    pub const fn reserve(self) -> u64 {
+        self.min / 2
     }
 
     /// Below this, the worker begins.

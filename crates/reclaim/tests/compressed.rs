@@ -213,28 +213,51 @@ fn eviction_frees_memory_when_none_is_left() {
     });
 }
 
-/// A page that does not compress stays where it is: no copy, nothing freed.
+/// A page that does not compress stays where it is, since its own frame is what it would take; as a part of more, it is copied.
 #[test]
-fn an_incompressible_page_is_kept_in_its_own_frame() {
+fn an_incompressible_page_is_refused_or_copied() {
     with_store(64, 64, |machine, frames, store| {
         let cx = machine.cx();
         let content = Content { random: 4096, seed: 3 };
-        let mut page = page(machine, frames, content);
-        let copy = store.store(&cx, &page, 0).expect("room");
+        let page = page(machine, frames, content);
         let free = frames.stats(&cx).available();
+        let (error, mut page) = store.evict(&cx, page).expect_err("it frees nothing");
+        assert_eq!((error, frames.stats(&cx).available()), (StoreError::Incompressible, free));
         content.assert_in(machine.page(&mut page));
+        let slot = store.store(&cx, &page, 0).expect("room");
+        assert_eq!((Swap::<Machine>::is_whole(store, &slot), frames.stats(&cx).available()), (true, free - 1));
+        let other = store.share(&cx, &slot).expect("few holders");
+        store.free(&cx, slot).expect("held");
+        Content { random: 7, seed: 3 }.write(machine.page(&mut page));
+        store.load(&cx, &other, &mut page, 0).expect("held");
+        content.assert_in(machine.page(&mut page));
+        store.free(&cx, other).expect("held");
+        Content { random: 7, seed: 3 }.write(machine.page(&mut page));
         let evicted = store.evict(&cx, page).expect("room");
-        assert!(evicted.freed.is_none());
-        assert_eq!(frames.stats(&cx).available(), free);
-        let mut into = frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
-        for slot in [copy, evicted.slot] {
-            let other = store.share(&cx, &slot).expect("few holders");
-            store.free(&cx, slot).expect("held");
-            store.load(&cx, &other, &mut into, 0).expect("held");
-            content.assert_in(machine.page(&mut into));
-            store.free(&cx, other).expect("held");
-        }
-        frames.free(&cx, into);
+        assert!(!Swap::<Machine>::is_whole(store, &evicted.slot));
+        store.free(&cx, evicted.slot).expect("held");
+        frames.free(&cx, evicted.freed.expect("a piece"));
+    });
+}
+
+/// The frame of a page that has become bad on its way out is no block for others.
+#[test]
+fn a_poisoned_page_is_not_evicted() {
+    let machine = machine(64, u64::MAX);
+    run_as(0);
+    with_frames(&machine, NoFaults, |frames| {
+        let cx = machine.cx();
+        let store: Store<'_, '_, NoFaults> = Compressed::new(frames, &cx, Runs, CPUS, 64).expect("memory for work");
+        let page = page(&machine, frames, Content { random: 50, seed: 3 });
+        let hoard: Vec<_> = core::iter::from_fn(|| frames.alloc(&cx, AllocRequest::order(Order::ZERO)).ok()).collect();
+        frames.hwpoison(&cx, page.pfn());
+        let (error, page) = store.evict(&cx, page).expect_err("nobody may read it");
+        assert_eq!(error, StoreError::Unreachable);
+        frames.free(&cx, page);
+        hoard.into_iter().for_each(|block| frames.free(&cx, block));
+        store.close(&cx).expect("empty");
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.refused, stats.available() + 1), (1, frames.managed()));
     });
 }
 
@@ -426,9 +449,17 @@ fn every_allocation_point_can_fail() {
                     Err(error) => assert_eq!(error, StoreError::NoMemory),
                 }
                 content.assert_in(machine.page(&mut page));
-                let evicted = store.evict(&cx, page).expect("brings its own frame");
-                slots.push((evicted.slot, content));
-                evicted.freed.into_iter().for_each(|page| frames.free(&cx, page));
+                let back = match store.evict(&cx, page) {
+                    Ok(evicted) => {
+                        slots.push((evicted.slot, content));
+                        evicted.freed
+                    }
+                    Err((error, page)) => {
+                        assert!(content.may_be_refused(error), "{content:?}: {error}");
+                        Some(page)
+                    }
+                };
+                back.into_iter().for_each(|page| frames.free(&cx, page));
             }
             let mut into = loop {
                 if let Ok(page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
@@ -495,7 +526,7 @@ fn pages_survive_on_several_cpus() {
                                             evicted.freed
                                         }
                                         Err((error, page)) => {
-                                            assert_eq!(error, StoreError::Full);
+                                            assert!(content.may_be_refused(error), "{content:?}: {error}");
                                             Some(page)
                                         }
                                     };
@@ -547,6 +578,7 @@ fn pages_survive_on_several_cpus() {
 fn errors_say_what_to_do() {
     let stores = [
         (StoreError::Full, "swap is full; raise its limit or free slots"),
+        (StoreError::Incompressible, "the page does not compress, so evicting it frees nothing"),
         (StoreError::NoMemory, "swap needs a frame and none is free"),
         (StoreError::NoSuchCpu, "the swap back end was made for fewer CPUs"),
     ];

@@ -69,7 +69,8 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// One lock round of the object and two per mapping; one walk per mapping, over the run's range or, with neighbours, the
     /// [`AROUND`] pages that it lies in. The page table is the caller's alone meanwhile, so what hardware has finished with is
-    /// edited by plain stores. Interrupts are on; the caller holds no lock.
+    /// edited by plain stores. Interrupts are on; the caller holds no lock. If the run has many mappings a reschedule point is passed
+    /// where the caller may sleep.
     pub fn age<'p>(
         &self,
         cx: &mut Cx<'p, S>,
@@ -100,53 +101,53 @@ impl<S: Setup> Vm<'_, S> {
             None => last.saturating_add(size),
         };
         let from = if neighbours.is_some() { base } else { first };
-        let shown = |area: &Vma<S>| {
-            part(area, first, last.saturating_add(size))?;
-            part(area, from, to)
-        };
-        let going = self.look(cx, run.object, shown, |cx, area, (first, last), space| {
-            let here = |offset: u64| (first..last).contains(&offset);
-            let Some(space) = space else {
-                let pages = run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset));
-                return pages.for_each(|(_, page)| page.keep = true);
-            };
-            let start = area.info.range.first_page() + (first - area.info.offset);
-            let Some(span) = crate::vma::pages(start, start + (last - first)) else { return };
-            let task = RefCell::new(&mut *cx);
-            let mut table = space.table().exclusive(self.tables(&task));
-            let mut count = 0;
-            let (slots, shift, wants) = (&mut slots, first.wrapping_sub(start), neighbours.as_ref());
-            let (wanted, number) = (&mut heads, &mut count);
-            // By value what it needs for each leaf that was used: what is behind a reference would be loaded anew after each store.
-            let choose = move |page: u64, frame: Pfn| {
-                let slot = &mut slots[place(page.wrapping_add(shift))];
-                if slot.page == 0 && wants.is_some_and(|neighbours| (neighbours.wants)(frame)) {
-                    slot.page = frame.number() + 1;
-                    wanted[*number] = frame;
-                    *number += 1;
+        // Areas that show the run, with what they show besides.
+        let shown = |area: &Vma<S>| part(area, from, to);
+        let going =
+            self.look(cx, run.object, (first, last.saturating_add(size)), shown, |cx, area, (first, last), space| {
+                let here = |offset: u64| (first..last).contains(&offset);
+                let Some(space) = space else {
+                    let pages = run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset));
+                    return pages.for_each(|(_, page)| page.keep = true);
+                };
+                let start = area.info.range.first_page() + (first - area.info.offset);
+                let Some(span) = crate::vma::pages(start, start + (last - first)) else { return };
+                let task = RefCell::new(&mut *cx);
+                let mut table = space.table().exclusive(self.tables(&task));
+                let mut count = 0;
+                let (slots, shift, wants) = (&mut slots, first.wrapping_sub(start), neighbours.as_ref());
+                let (wanted, number) = (&mut heads, &mut count);
+                // By value what it needs for each leaf that was used: what is behind a reference would be loaded anew after each store.
+                let choose = move |page: u64, frame: Pfn| {
+                    let slot = &mut slots[place(page.wrapping_add(shift))];
+                    if slot.page == 0 && wants.is_some_and(|neighbours| (neighbours.wants)(frame)) {
+                        slot.page = frame.number() + 1;
+                        wanted[*number] = frame;
+                        *number += 1;
+                    }
+                    // If not, it is another page of the object at the same offset: a process's own copy.
+                    if slot.page != frame.number() + 1 {
+                        return false;
+                    }
+                    slot.users += 1;
+                    true
+                };
+                // In bounds: the area is.
+                let _ = table.test_and_clear_young_of(span, choose);
+                if let Some(neighbours) = neighbours.as_mut().filter(|_| count > 0) {
+                    (neighbours.take)(&**task.borrow(), &heads[..count]);
                 }
-                // If not, it is another page of the object at the same offset: a process's own copy.
-                if slot.page != frame.number() + 1 {
-                    return false;
+                drop(table);
+                if space.is_followed() {
+                    for ((offset, _), page) in run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset)) {
+                        let at =
+                            VirtAddr::new((area.info.range.first_page() + (offset - area.info.offset)) << PAGE_SHIFT);
+                        let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
+                        page.young |= young;
+                        page.users += u32::from(young);
+                    }
                 }
-                slot.users += 1;
-                true
-            };
-            // In bounds: the area is.
-            let _ = table.test_and_clear_young_of(span, choose);
-            if let Some(neighbours) = neighbours.as_mut().filter(|_| count > 0) {
-                (neighbours.take)(&**task.borrow(), &heads[..count]);
-            }
-            drop(table);
-            if space.is_followed() {
-                for ((offset, _), page) in run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset)) {
-                    let at = VirtAddr::new((area.info.range.first_page() + (offset - area.info.offset)) << PAGE_SHIFT);
-                    let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
-                    page.young |= young;
-                    page.users += u32::from(young);
-                }
-            }
-        });
+            });
         for ((offset, head), page) in run_pages().zip(&mut *found) {
             let slot = slots[place(*offset)];
             let users = if slot.page == head.number() + 1 { slot.users } else { 0 };
@@ -171,7 +172,7 @@ impl<S: Setup> Vm<'_, S> {
         let mut found = Recency::default();
         let Some(owner) = self.owner(head) else { return found };
         let shown = |area: &Vma<S>| VirtRange::new(area.address_of(owner.offset)?, order.bytes()).ok();
-        let going = self.look(cx, owner.object, shown, |cx, _, span, space| {
+        let going = self.look(cx, owner.object, (owner.offset, owner.offset + 1), shown, |cx, _, span, space| {
             let Some(space) = space else {
                 found.keep = true;
                 return;
@@ -193,27 +194,29 @@ impl<S: Setup> Vm<'_, S> {
         found
     }
 
-    /// Calls `each` for those areas of an object whose mappings count, with what is `shown` there: with the space, or with
+    /// Calls `each` for those areas of an object whose mappings count and that show one of the pages `first..end`, with what is `shown` there: with the space, or with
     /// none if the area is locked. Returns whether all that are not locked are in spaces that go away, and there are some.
     fn look<'p, T>(
         &self,
         cx: &mut Cx<'p, S>,
         object: u64,
+        (first, end): (u64, u64),
         shown: impl Fn(&Vma<S>) -> Option<T>,
         mut each: impl FnMut(&mut Cx<'p, S>, &Vma<S>, T, Option<&AddressSpace<S>>),
     ) -> bool {
-        let (mut mapped, mut going) = (false, false);
+        let (mut mapped, mut going, mut looked) = (false, false, 0);
         let Some(object) = self.registry().shared().get(object) else { return false };
         {
             // SAFETY: `Registry::get` took a reference.
             let areas = unsafe { object.as_ref() }.areas.shared();
-            for area in areas.iter() {
+            for area in areas.showing(first, end) {
+                looked += 1;
                 let Some(part) = shown(area) else { continue };
                 if area.info.kind.locked {
                     each(cx, area, part, None);
                     continue;
                 }
-                // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
+                // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
                 let space = unsafe { area.space.as_ref() };
                 if space.is_exiting() {
                     going = true;
@@ -226,6 +229,7 @@ impl<S: Setup> Vm<'_, S> {
             }
         }
         self.put_object(cx, object);
+        self.resched_after(cx, looked);
         going && !mapped
     }
 }

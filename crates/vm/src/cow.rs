@@ -50,7 +50,7 @@ impl<S: Setup> Vm<'_, S> {
                         let _ = self.unfold(&task, space, &mut table, page);
                         return Ok(Served::Meanwhile);
                     }
-                    stale => stale.map_err(VmError::Paging)?,
+                    stale => stale?,
                 };
                 drop(table);
                 // A CPU that has the old entry faults, and finds this one, unless it goes on refusing by the old one.
@@ -148,7 +148,7 @@ impl<S: Setup> Vm<'_, S> {
             match single.and_then(|()| table.detach(page, Editing::LIVE)) {
                 Ok(unhooked) => unhooked,
                 Err(PagingError::Busy { .. }) => return Ok(Served::Meanwhile),
-                Err(error) => return Err(VmError::Paging(error)),
+                Err(error) => return Err(error.into()),
             }
         };
         let Some(detached) = self.flush_unhooked(cx, space, unhooked) else {
@@ -165,7 +165,7 @@ impl<S: Setup> Vm<'_, S> {
         if let Some(old) = old {
             self.drop_pages(&mut task.borrow_mut(), old, area.kind.page, area.kind.pooled);
         }
-        mapped.map(|()| Served::Copied).map_err(VmError::Paging)
+        mapped.map(|()| Served::Copied).map_err(VmError::from)
     }
 }
 

@@ -82,6 +82,17 @@ impl fmt::Display for VmError {
 
 impl core::error::Error for VmError {}
 
+/// What the two say of the same is one error.
+impl From<PagingError> for VmError {
+    fn from(error: PagingError) -> Self {
+        match error {
+            PagingError::OutOfBounds { at } => VmError::OutOfBounds { at },
+            PagingError::NoTable => VmError::NoMemory,
+            error => VmError::Paging(error),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,7 +112,7 @@ mod tests {
             (VmError::OutOfBounds { at }, format!("{at} lies outside the address space or the object")),
             (VmError::InUse, "still in use: switch the CPUs out and unmap it first".into()),
             (VmError::HwPoisoned { frame }, format!("the memory of frame {frame} is bad")),
-            (VmError::Paging(PagingError::NoTable), PagingError::NoTable.to_string()),
+            (VmError::Paging(PagingError::Foreign), PagingError::Foreign.to_string()),
         ];
         for (error, text) in texts {
             assert_eq!(error.to_string(), text);

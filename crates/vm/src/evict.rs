@@ -57,6 +57,7 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
             }
         };
         vm.say_where(cx, &self, word);
+        vm.resched_after(cx, self.places);
         let pages = freed.as_ref().map_or(0, |block| block.extent().pages());
         if let Some(block) = freed {
             vm.frames().free(cx, block);
@@ -120,9 +121,9 @@ impl<S: Setup> Vm<'_, S> {
             None => {
                 let mut last: Option<(&AddressSpace<S>, VirtAddr, u64)> = None;
                 let areas = page.object().areas.shared();
-                for area in areas.iter() {
+                for area in areas.showing(page.owner.offset, page.owner.offset + 1) {
                     let Some(at) = area.address_of(page.owner.offset) else { continue };
-                    // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
+                    // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
                     let space = unsafe { area.space.as_ref() };
                     let Some((moving, _)) = self.moving_at(cx, space.table(), at, page.head) else { continue };
                     if let Some((space, at, moving)) = last.replace((space, at, moving)) {

@@ -197,7 +197,7 @@ impl<S: Setup> Vm<'_, S> {
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => {
                 // Hardware that notes nothing faults until it has been noted: arm64 without FEAT_HAFDBS.
                 let change = Change { set: access.notes(), clear: Flags::NONE };
-                let stale = table.protect(info.page_at(at), change).map_err(VmError::Paging)?;
+                let stale = table.protect(info.page_at(at), change)?;
                 drop(table);
                 // What is not accessed is kept by nobody; what is clean may be kept as read-only.
                 if access == Access::Write && !S::Format::FAULT_DROPS {
@@ -294,8 +294,7 @@ impl<S: Setup> Vm<'_, S> {
                 Ok(()) => return Ok(Served::Mapped),
                 Err(PagingError::Overlap { .. } | PagingError::Busy { .. }) => return Ok(Served::Meanwhile),
                 Err(PagingError::NoTable) if self.may_retry(cx, round) => {}
-                Err(PagingError::NoTable) => return Err(VmError::NoMemory),
-                Err(error) => return Err(VmError::Paging(error)),
+                Err(error) => return Err(error.into()),
             }
         }
         Err(VmError::NoMemory)

@@ -115,10 +115,10 @@ impl<S: Setup> Vm<'_, S> {
         // Nobody takes references for pins during a fork.
         let pinned = parent.pins().any();
         let mut next = 0;
-        while let Some((object, area)) =
-            // The list does not change meanwhile.
-            parent.areas().shared().first_after(next).map(|area| (area.object, area.info))
-        {
+        loop {
+            // The list does not change meanwhile, and nobody waits for it.
+            let first = parent.areas().shared().first_after(next).map(|area| (area.object, area.info));
+            let Some((object, area)) = first else { return Ok(()) };
             self.inherit(cx, child, object, area)?;
             if !area.kind.shared {
                 if pinned {
@@ -130,7 +130,6 @@ impl<S: Setup> Vm<'_, S> {
             next = area.range.end_page();
             self.cond_resched(cx);
         }
-        Ok(())
     }
 
     /// Gives the child an area like the parent's, of this object.
@@ -197,28 +196,28 @@ impl<S: Setup> Vm<'_, S> {
                 to = to.min(at.get() >> PAGE_SHIFT);
             }
         };
-        table.walk_owners(pages(from, end).ok_or(unreachable)?, first_moving).map_err(VmError::Paging)?;
+        table.walk_owners(pages(from, end).ok_or(unreachable)?, first_moving)?;
         if to == from {
             return Ok(to);
         }
         let span = pages(from, to).ok_or(unreachable)?;
         // No folded group reaches over its ends, which are the area's, a part's, or at a page that is alone because it moves.
         // Under the lock under which references are taken: what is put back between the two would be writable and shared.
-        changed(table.write_protect(span).map_err(VmError::Paging)?);
+        changed(table.write_protect(span)?);
         let mut done = Ok(());
         let walked = table.walk(span, Flags::HARDWARE, |run| {
             if done.is_ok() {
                 done = self.share_run(task, child, area, run.at.get() >> PAGE_SHIFT, run.extent, run.flags);
             }
         });
-        walked.map_err(VmError::Paging)?;
+        walked?;
         if S::Pager::ACTIVE {
             let walked = table.walk_owners(span, |at, size, word| {
                 if done.is_ok() {
                     done = self.share_word(task, child, at, size, word);
                 }
             });
-            walked.map_err(VmError::Paging)?;
+            walked?;
         }
         done.map(|()| to)
     }
@@ -236,7 +235,7 @@ impl<S: Setup> Vm<'_, S> {
         let entered = child.table().shared(self.tables(task)).enter_owner(at, size, share);
         entered.map_err(|error| {
             self.drop_away(&task.borrow(), share);
-            in_child(error)
+            error.into()
         })
     }
 
@@ -280,7 +279,7 @@ impl<S: Setup> Vm<'_, S> {
         how: Mapping,
     ) -> Result<(), VmError> {
         let Some(span) = pages(page, page + extent.pages()) else { return Err(VmError::Unreachable) };
-        child.table().shared(self.tables(task)).map(span, [extent], how).map_err(in_child)
+        child.table().shared(self.tables(task)).map(span, [extent], how).map_err(VmError::from)
     }
 
     /// The same where some pages may be pinned: those are copied.
@@ -346,10 +345,10 @@ impl<S: Setup> Vm<'_, S> {
         }
         match self.unfold(task, parent, &mut table, span) {
             Err(PagingError::Busy { .. }) => return Ok(One::Moving),
-            unfolded => unfolded.map_err(VmError::Paging)?,
+            unfolded => unfolded?,
         }
         let change = Change { set: Flags::NONE, clear: Flags::WRITE };
-        let stale = table.protect(span, change, Editing::LIVE).map_err(VmError::Paging)?;
+        let stale = table.protect(span, change, Editing::LIVE)?;
         changed(stale);
         self.share_run(task, child, area, span.first_page(), extent, leaf.flags)?;
         Ok(One::Shared)
@@ -375,14 +374,6 @@ impl<S: Setup> Vm<'_, S> {
             self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);
         }
         entered
-    }
-}
-
-/// Why nothing is entered in the child.
-fn in_child(error: PagingError) -> VmError {
-    match error {
-        PagingError::NoTable => VmError::NoMemory,
-        error => VmError::Paging(error),
     }
 }
 

@@ -34,6 +34,7 @@ impl<L: RawEditLock, T> Guarded<L, T> {
 }
 
 /// Holds a [`Guarded`] shared.
+#[clippy::has_significant_drop]
 pub(crate) struct Reading<'g, L: RawEditLock, T>(&'g Guarded<L, T>);
 
 impl<L: RawEditLock, T> Deref for Reading<'_, L, T> {
@@ -53,6 +54,7 @@ impl<L: RawEditLock, T> Drop for Reading<'_, L, T> {
 }
 
 /// Holds a [`Guarded`] alone.
+#[clippy::has_significant_drop]
 pub(crate) struct Changing<'g, L: RawEditLock, T>(&'g Guarded<L, T>);
 
 impl<L: RawEditLock, T> Deref for Changing<'_, L, T> {

@@ -65,7 +65,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// # Errors
     ///
     /// [`NoMemory`](VmError::NoMemory), [`NoPool`](VmError::NoPool), [`Misaligned`](VmError::Misaligned) if `pages`
-    /// is not a whole number of such pages.
+    /// is not a whole number of such pages, [`OutOfBounds`](VmError::OutOfBounds) if the format cannot count so many.
     pub fn create_shared<'v>(
         &'v self,
         cx: &mut Cx<'_, S>,
@@ -214,7 +214,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                     }
                     // Another task is between its own detach and harvest near here, or forks.
                     Err(PagingError::Busy { .. }) => {}
-                    Err(error) => return Err(VmError::Paging(error)),
+                    Err(error) => return Err(error.into()),
                 }
             }
             self.cond_resched(cx);
@@ -258,7 +258,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
     }
 
-    /// Puts an area on its object's list.
+    /// Puts an area among its object's.
     pub(crate) fn link_area(&self, area: &UnsafeRef<Vma<S>>) {
         // SAFETY: the area holds a reference to its object.
         unsafe { area.object.as_ref() }.areas.exclusive().add(area.clone());

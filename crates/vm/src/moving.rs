@@ -66,18 +66,18 @@ impl<S: Setup> Vm<'_, S> {
                 if leaf.frame == frame && leaf.size == PageSize::Size4K);
             here && self.get_page(&mut task.borrow_mut(), frame).is_ok()
         };
-        let held = match &object.index {
-            Some(index) => !index.pooled && hold(&index.table, offset_at(owner)),
+        let (mut held, mut looked) = (false, 1);
+        match &object.index {
+            Some(index) => held = !index.pooled && hold(&index.table, offset_at(owner)),
             None => {
-                let mut held = false;
-                self.places(object, owner, |place| {
+                looked = self.places(object, owner, |place| {
                     held = !place.area.kind.pooled && hold(place.space.table(), place.at);
                     !held
                 });
-                held
             }
-        };
+        }
         self.put_object(cx, handle);
+        self.resched_after(cx, looked);
         // SAFETY: the reference that was taken just now.
         held.then(|| unsafe { FolioRef::from_pfn(frame) })
     }

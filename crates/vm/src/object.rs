@@ -6,8 +6,8 @@
 //! at the same offset, once for each process that wrote to it; each is in the page tables of its process only.
 //!
 //! The descriptor of a page's head says the object's number and the page's offset in it, in words
-//! [`OWNER_WORD`] and [`OFFSET_WORD`]. That, and the object's list of areas, is the whole reverse map: mapping and
-//! unmapping cost nothing per page. A walk looks, in each area of the object, whether the entry at the offset's address
+//! [`OWNER_WORD`] and [`OFFSET_WORD`]. That, and the object's areas, is the whole reverse map: mapping and
+//! unmapping cost nothing per page. A walk looks, in each area of the object that shows the offset, whether the entry at the offset's address
 //! refers to the page.
 //!
 //! Numbers are never used twice, so a descriptor that is read without a lock finds its object or none.
@@ -20,13 +20,13 @@
 use crate::guarded::Guarded;
 use crate::inflight_faults::InflightFaults;
 use crate::setup::Setup;
-use crate::vma::{Peers, Vma};
+use crate::vma::{ByOffset, Vma};
 use core::ptr::NonNull;
 use hugemm_base::PageSize;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
 use hugemm_frames::{DescMut, DescRef};
 use hugemm_paging::PageTable;
-use intrusive_collections::{KeyAdapter, LinkedList, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter};
+use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter};
 
 /// The word of a page's descriptor that holds its object's number; 0 is none.
 pub const OWNER_WORD: usize = 6;
@@ -56,26 +56,48 @@ impl Owner {
     }
 }
 
-/// The areas of an object, in no particular order.
-pub(crate) struct AreaList<S: Setup>(LinkedList<Peers<S>>);
+/// The areas of an object: which of them show a page is found without looking at the others.
+///
+/// Those of one size, to a power of two, lie together, by offset. A page can be shown only by areas that begin less than twice that
+/// size before it; of areas that do not overlap there are three at most.
+pub(crate) struct AreaTree<S: Setup>(RBTree<ByOffset<S>>);
 
-// SAFETY: the list refers to areas, which may be sent and shared.
-unsafe impl<S: Setup> Send for AreaList<S> {}
+// SAFETY: the tree refers to areas, which may be sent and shared.
+unsafe impl<S: Setup> Send for AreaTree<S> {}
 // SAFETY: as above; links are changed through `&mut` only.
-unsafe impl<S: Setup> Sync for AreaList<S> {}
+unsafe impl<S: Setup> Sync for AreaTree<S> {}
 
-impl<S: Setup> AreaList<S> {
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Vma<S>> {
-        self.0.iter()
+impl<S: Setup> AreaTree<S> {
+    /// The areas that show one of the pages from `first` to `end`, which is not before it. O(sizes × log areas + those areas).
+    pub(crate) fn showing(&self, first: u64, end: u64) -> impl Iterator<Item = &Vma<S>> {
+        self.near(first, end).filter(move |area| area.info.offset + area.info.range.pages() > first)
     }
 
+    /// Those of them that are looked at: of each size those that may reach `first`.
+    fn near(&self, first: u64, end: u64) -> impl Iterator<Item = &Vma<S>> {
+        let mut next = 0;
+        let sizes = core::iter::from_fn(move || {
+            let larger = self.0.lower_bound(Bound::Included(&(next, 0))).get()?;
+            let size = larger.info.range.pages().max(1).ilog2();
+            next = size + 1;
+            Some(size)
+        });
+        sizes.flat_map(move |size| {
+            let from = first.saturating_sub((2 << size) - 1);
+            self.0.range(Bound::Included(&(size, from)), Bound::Excluded(&(size, end)))
+        })
+    }
+
+    /// O(log areas).
     pub(crate) fn add(&mut self, area: UnsafeRef<Vma<S>>) {
-        self.0.push_back(area);
+        self.0.insert(area);
     }
 
+    /// O(log areas).
+    ///
     /// # Safety
     ///
-    /// The area is on this list.
+    /// The area is in this tree.
     pub(crate) unsafe fn remove(&mut self, area: &UnsafeRef<Vma<S>>) {
         // SAFETY: the caller's promise.
         unsafe { self.0.cursor_mut_from_ptr(UnsafeRef::into_raw(area.clone())) }.remove();
@@ -98,7 +120,7 @@ pub(crate) struct Object<S: Setup> {
     pub(crate) id: u64,
     /// Areas, handles, and walks under way.
     refs: AtomicU64,
-    pub(crate) areas: Guarded<S::Lock, AreaList<S>>,
+    pub(crate) areas: Guarded<S::Lock, AreaTree<S>>,
     /// `None` for a lineage.
     pub(crate) index: Option<Index<S>>,
 }
@@ -115,7 +137,7 @@ impl<S: Setup> Object<S> {
             link: RBTreeAtomicLink::new(),
             id,
             refs: AtomicU64::new(1),
-            areas: Guarded::new(AreaList(LinkedList::new(Peers::NEW))),
+            areas: Guarded::new(AreaTree(RBTree::new(ByOffset::NEW))),
             index,
         }
     }
@@ -184,6 +206,49 @@ mod tests {
     use super::*;
     use crate::setup::DefaultSetup;
     use hugemm_threads::{Memory, Threads};
+
+    type Here = DefaultSetup<Threads<Memory>>;
+
+    /// Those that show a page are found, and few others are looked at: three of each size and space at most.
+    #[test]
+    fn few_areas_are_looked_at_besides_those_that_show_a_page() {
+        const SPACES: u64 = 3;
+        let mut random = hugemm_threads::Random(7);
+        let mut areas = Vec::new();
+        for space in 0..SPACES {
+            let mut offset = random.below(100);
+            for _ in 0..1000 {
+                let pages = [1, 1, 1, 2, 3, 64, 1000][random.below(7) as usize] + space;
+                let range = crate::vma::pages(1 << 20 | offset, 1 << 20 | (offset + pages)).expect("a range");
+                let kind = crate::VmaKind::private(PageSize::Size4K);
+                let info = crate::VmaInfo { range, kind, object: 1, offset };
+                areas.push(Box::new(Vma::<Here>::new(NonNull::dangling(), NonNull::dangling(), info)));
+                offset += pages + random.below(2);
+            }
+        }
+        let object: Object<Here> = Object::new(1, None);
+        let mut tree = object.areas.exclusive();
+        // SAFETY: the boxes outlive the tree and do not move.
+        areas.iter().for_each(|area| tree.add(unsafe { UnsafeRef::from_raw(core::ptr::from_ref(&**area)) }));
+        for first in (0..60_000).step_by(17) {
+            for pages in [1, 70] {
+                let shows =
+                    |info: &crate::VmaInfo| first < info.offset + info.range.pages() && info.offset < first + pages;
+                let shown = areas.iter().filter(|area| shows(&area.info)).count();
+                assert_eq!(tree.showing(first, first + pages).count(), shown, "{first}, {pages}");
+                assert!(tree.showing(first, first + pages).all(|area| shows(&area.info)));
+                let sizes = 11;
+                let looked_at = tree.near(first, first + pages).count();
+                assert!(looked_at <= shown + sizes * 3 * SPACES as usize, "{looked_at} for {shown}");
+            }
+        }
+        for area in &areas[1..] {
+            // SAFETY: it is in the tree.
+            unsafe { tree.remove(&UnsafeRef::from_raw(core::ptr::from_ref(&**area))) };
+        }
+        let first = areas[0].info.offset;
+        assert_eq!((tree.showing(first, first + 1).count(), tree.near(0, u64::MAX).count()), (1, 1));
+    }
 
     /// Whoever finds an object in the registry may have it for as long as somebody has it, and not after.
     #[test]

@@ -122,6 +122,12 @@ pub unsafe trait Pager<S: Setup> {
     /// is no; then the block is taken if there is one.
     fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool;
 
+    /// Whether what is free is kept for pages that come back, whose content nobody has elsewhere: a new one of `order` is not made of
+    /// it, although the pager has nothing to [relieve](Pager::relieve).
+    fn holds_back(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _order: Order) -> bool {
+        false
+    }
+
     /// Makes memory free: direct reclaim; how many frames became free. Called with nothing locked.
     fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64;
 }

@@ -231,7 +231,7 @@ impl<S: Setup> Vm<'_, S> {
             found.count += 1;
             found.pages += taken;
         });
-        (found, error.or(walked.err().map(VmError::Paging)))
+        (found, error.or(walked.err().map(VmError::from)))
     }
 
     /// Gives pinned pages back; those that have been unmapped meanwhile are freed. `space` is the one that they were pinned

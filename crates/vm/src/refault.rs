@@ -107,7 +107,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// A page with the content that `held` stands for.
     fn page_from(&self, cx: &mut Cx<'_, S>, held: u64, want: &Want, owner: Owner) -> Result<Extent, VmError> {
-        let mut block = self.block_for_copy(cx, want, false)?;
+        let mut block = self.block_for_refault(cx, want)?;
         if let Err(error) = self.load_away(cx, held, &mut block) {
             self.frames().free(cx, block);
             return Err(error);

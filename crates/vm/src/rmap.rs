@@ -40,7 +40,7 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// `visit` is called with the lock of the object's areas shared, so that none of the places goes away: it may edit
     /// entries, but neither flush, nor sleep, nor call anything that adds or removes areas. Returns how many places there
-    /// were. O(log objects + areas of the object); nothing is written.
+    /// were. O(log objects + log areas + areas that show the page); nothing is written.
     pub fn walk_mappings(
         &self,
         cx: &mut Cx<'_, S>,
@@ -53,9 +53,9 @@ impl<S: Setup> Vm<'_, S> {
         {
             // SAFETY: `Registry::get` took a reference.
             let areas = unsafe { object.as_ref() }.areas.shared();
-            for area in areas.iter() {
+            for area in areas.showing(owner.offset, owner.offset + 1) {
                 let Some(at) = area.address_of(owner.offset) else { continue };
-                // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
+                // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
                 let space = unsafe { area.space.as_ref() };
                 let found = {
                     let task = RefCell::new(&mut *cx);

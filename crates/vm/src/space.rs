@@ -245,7 +245,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let bounds = space.table.bounds();
         // Relaxed: a hint to reclaim.
         space.exiting.store(true, Ordering::Relaxed);
-        if let Err(error) = self.unmap(cx, &space, bounds) {
+        if let Err(error) = self.unmap_all(cx, &space, bounds) {
             space.exiting.store(false, Ordering::Relaxed);
             return Err((error, space));
         }
@@ -306,8 +306,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             match made {
                 Ok(table) => return Ok(table),
                 Err(hugemm_paging::PagingError::NoTable) if self.may_retry(cx, round) => {}
-                Err(hugemm_paging::PagingError::NoTable) => return Err(VmError::NoMemory),
-                Err(error) => return Err(VmError::Paging(error)),
+                Err(error) => return Err(error.into()),
             }
         }
         Err(VmError::NoMemory)

@@ -15,7 +15,7 @@ use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Cancel, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
 use hugemm_clear::{self as clear, StopReason, folio};
-use hugemm_frames::{AllocRequest, FolioRun, Frozen, Mobility, Placement, RefError, WideCounts};
+use hugemm_frames::{AllocError, AllocRequest, FolioRun, Frozen, Mobility, Placement, RefError, WideCounts};
 
 /// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
 /// table's lock.
@@ -145,7 +145,7 @@ impl<S: Setup> Vm<'_, S> {
             let block = if order == Order::ZERO {
                 self.take_free_block(cx, want)?
             } else {
-                match self.frames().alloc(cx, want.block(order).prefer_zeroed()) {
+                match self.new_block(cx, want.block(order).prefer_zeroed()) {
                     Ok(block) => block.into_content(),
                     Err(_) => continue,
                 }
@@ -170,9 +170,23 @@ impl<S: Setup> Vm<'_, S> {
         }
         let request = want.block(order);
         if alone {
-            return self.frames().alloc(cx, request).map_err(|_| VmError::NoMemory);
+            return self.new_block(cx, request).map_err(|_| VmError::NoMemory);
         }
-        self.relieved(cx, order, want.from, |cx| self.frames().alloc(cx, request))
+        self.relieved(cx, order, want.from, |cx| self.new_block(cx, request))
+    }
+
+    /// A block to be overwritten with what comes back, which may be one that the pager keeps for that.
+    pub(crate) fn block_for_refault(&self, cx: &mut Cx<'_, S>, want: &Want) -> Result<Frozen, VmError> {
+        let request = want.block(want.page.order());
+        self.relieved(cx, request.order, want.from, |cx| self.frames().alloc(cx, request))
+    }
+
+    /// A block for content that is new, and takes nothing that the pager keeps for what comes back.
+    fn new_block(&self, cx: &Cx<'_, S>, request: AllocRequest) -> Result<Frozen, AllocError> {
+        if S::Pager::ACTIVE && self.pager().holds_back(self.frames(), cx, request.order) {
+            return Err(AllocError::OutOfMemory);
+        }
+        self.frames().alloc(cx, request)
     }
 
     /// A block for a page, from where it is wanted. `None` as for [`take_promised`](Vm::take_promised).
@@ -183,7 +197,7 @@ impl<S: Setup> Vm<'_, S> {
     /// A block for a page from the frame allocator: known to be zero if there is one.
     fn take_free_block(&self, cx: &mut Cx<'_, S>, want: &Want) -> Result<Result<Zeroed, Dirty>, VmError> {
         let request = want.block(want.page.order()).prefer_zeroed();
-        self.relieved(cx, request.order, want.from, |cx| self.frames().alloc(cx, request)).map(Frozen::into_content)
+        self.relieved(cx, request.order, want.from, |cx| self.new_block(cx, request)).map(Frozen::into_content)
     }
 
     /// Clears a block of `order` as wanted, unless it is known to be zero. If clearing is stopped the block goes back.

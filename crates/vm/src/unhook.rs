@@ -65,6 +65,9 @@ pub struct UnhookedPage<'d, 'm, S: Setup, M: AsRef<[AtomicU64]> = [AtomicU64; 2]
     deferred: &'d DeferredUnmap<Keep, M>,
 }
 
+/// Places of one page that are a reason to let others run: some 0.1 ms.
+const MANY_PLACES: u64 = 128;
+
 /// The flush of one page in all its spaces.
 type Debt<'d> = Pending<(), TlbFlush<'d, Deferred, Keep>>;
 
@@ -137,8 +140,9 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// The flush that is owed is the first thing that is done with the value. Many pages of one `deferred` share one: call
     /// [`flush`](DeferredUnmap::flush) after the last of them.
     ///
-    /// O(areas of the object), one lock round of the page table for each; a second look at each if the page has more than
-    /// one place.
+    /// O(log areas of the object + those that show the page), one lock round of the page table for each of these; a second look at
+    /// each if the page has more than one place. The caller holds no lock. After a page with many places a reschedule point is
+    /// passed where the caller may sleep.
     ///
     /// # Errors
     ///
@@ -195,12 +199,13 @@ impl<'m, S: Setup> Vm<'m, S> {
             }
         }
         page.places = 1;
-        self.places(object, page.owner, |place| {
+        let looked = self.places(object, page.owner, |place| {
             // Where somebody is just unmapping it, he may not have flushed yet, and the page is not his to keep.
             let owes = |found: &Result<Leaf, Lookup>| matches!(found, Ok(_) | Err(Lookup::Busy));
             let _ = self.take_leaf(cx, page, &place, |_| None, owes);
             true
         });
+        self.resched_after(cx, looked);
     }
 
     fn take_private<M: AsRef<[AtomicU64]>>(
@@ -213,22 +218,24 @@ impl<'m, S: Setup> Vm<'m, S> {
         let references = self.frames().references(head);
         if references > 2 {
             let mut mapped = 0;
-            self.places(object, page.owner, |place| {
+            let looked = self.places(object, page.owner, |place| {
                 let found = self.lookup(cx, place.space, place.at);
                 mapped += u64::from(matches!(found, Lookup::Mapped(leaf) if leaf.frame == head));
                 true
             });
+            self.resched_after(cx, looked);
             // Each place's, and the caller's.
             if references > mapped + 1 || mapped > MOST_PLACES {
                 return;
             }
         }
-        self.places(object, page.owner, |place| {
+        let looked = self.places(object, page.owner, |place| {
             // Where somebody is just unmapping it, he keeps its reference until he has flushed.
             let taken = self.take_leaf(cx, page, &place, |leaf| Some(moving(head, leaf)), Result::is_ok);
             page.places += u64::from(taken.is_ok());
             true
         });
+        self.resched_after(cx, looked);
     }
 
     /// Takes one leaf away, telling the space's followers. A flush of it is owed if `owes` says so of what was found.
@@ -350,13 +357,17 @@ impl<'m, S: Setup> Vm<'m, S> {
                 entered += u64::from(self.exchange(cx, table, at, word, OwnerNext::Leaf(leaf)));
             }
         };
-        match &page.object().index {
-            Some(index) => back(cx, &index.table, offset_at(page.owner), Flags::NONE),
+        let looked = match &page.object().index {
+            Some(index) => {
+                back(cx, &index.table, offset_at(page.owner), Flags::NONE);
+                1
+            }
             None => self.places(page.object(), page.owner, |place| {
                 back(cx, place.space.table(), place.at, place.area.kind.flags());
                 true
             }),
-        }
+        };
+        self.resched_after(cx, looked);
         debug_assert!(entered <= page.places, "a page came back where it had not been");
         entered
     }
@@ -403,14 +414,26 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// Shows every place of a page, whatever is there, until `visit` says that it has seen enough. Under the lock of the
-    /// object's areas.
-    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) {
-        for area in object.areas.shared().iter() {
+    /// object's areas. How many it has shown.
+    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
+        let mut shown = 0;
+        let areas = object.areas.shared();
+        for area in areas.showing(owner.offset, owner.offset + 1) {
             let Some(at) = area.address_of(owner.offset) else { continue };
-            // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
+            shown += 1;
+            // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
             if !visit(Place { space: unsafe { area.space.as_ref() }, at, area: &area.info }) {
-                return;
+                break;
             }
+        }
+        shown
+    }
+
+    /// Passes a reschedule point if a page with many places has been looked at: whoever has a batch of such pages in hand passes none
+    /// between them. Called with nothing locked.
+    pub(crate) fn resched_after(&self, cx: &mut Cx<'_, S>, places: u64) {
+        if places >= MANY_PLACES {
+            self.cond_resched(cx);
         }
     }
 }

@@ -60,10 +60,23 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// # Errors
     ///
-    /// [`Misaligned`](VmError::Misaligned) if an end lies within a page of an area, [`NoMemory`](VmError::NoMemory)
-    /// if one has to be cut, [`Foreign`](VmError::Foreign). Nothing has changed.
+    /// [`OutOfBounds`](VmError::OutOfBounds) if the space does not have all of `span`, [`Misaligned`](VmError::Misaligned) if an end
+    /// lies within a page of an area, [`NoMemory`](VmError::NoMemory) if one has to be cut, [`Foreign`](VmError::Foreign). Nothing has changed.
     pub fn unmap(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<Unmapped, VmError> {
         self.check_own(space)?;
+        if !space.covers(span) {
+            return Err(VmError::OutOfBounds { at: span.start() });
+        }
+        self.unmap_all(cx, space, span)
+    }
+
+    /// The same for all that the space's table translates, which may be more than the space has.
+    pub(crate) fn unmap_all(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        span: VirtRange,
+    ) -> Result<Unmapped, VmError> {
         let mut spare = Spare([None, None]);
         let result = self.unmap_with(cx, space, span, &mut spare);
         while let Some(memory) = spare.take() {
@@ -83,13 +96,13 @@ impl<S: Setup> Vm<'_, S> {
         let (first, end) = (span.first_page(), span.end_page());
         let mut removed = Areas::new();
         let flushed = space.changing(cx, span, |cx| {
-            let unhooked = self.take_out(cx, space, span, &mut removed, spare)?;
-            Ok(self.flush_unhooked(cx, space, unhooked))
+            let unhooked = self.take_out(cx, space, span, &mut removed, spare);
+            unhooked.map(|unhooked| self.flush_unhooked(cx, space, unhooked))
         })?;
         let mut report = Unmapped::default();
         for area in removed.meeting(first, end) {
             report.areas += 1;
-            // SAFETY: the area holds a reference to its object, on whose list it is until here.
+            // SAFETY: the area holds a reference to its object, in whose tree it is until here.
             unsafe {
                 let area = UnsafeRef::from_raw(area);
                 area.object.as_ref().areas.exclusive().remove(&area);
@@ -149,7 +162,7 @@ impl<S: Setup> Vm<'_, S> {
                             return Ok(unhooked);
                         }
                         Err(PagingError::Busy { .. }) => true,
-                        Err(error) => return Err(VmError::Paging(error)),
+                        Err(error) => return Err(error.into()),
                     }
                 } else {
                     false

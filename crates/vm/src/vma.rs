@@ -1,8 +1,8 @@
 //! Areas: what an address space promises about a range of addresses.
 //!
 //! An area never changes. Taking a part out of one replaces it by what remains, so whoever has found an area may read it
-//! without a lock for as long as it exists. It exists from its insertion until it has been taken out of both its lists:
-//! the space's ordered tree, under the space's lock, and its object's list of areas, under the object's lock.
+//! without a lock for as long as it exists. It exists from its insertion until it has been taken out of both its trees:
+//! the space's tree, by address, under the space's lock, and its object's tree, by offset, under the object's lock.
 
 use crate::object::Object;
 use crate::protection::Protection;
@@ -13,9 +13,7 @@ use hugemm_base::sync::AtomicU64;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::Placement;
 use hugemm_paging::Flags;
-use intrusive_collections::{
-    Bound, KeyAdapter, LinkedListAtomicLink, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter,
-};
+use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter};
 
 /// What an area is, wherever it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,7 +107,7 @@ impl VmaInfo {
 /// One area.
 pub(crate) struct Vma<S: Setup> {
     tree: RBTreeAtomicLink,
-    peer: LinkedListAtomicLink,
+    peer: RBTreeAtomicLink,
     pub(crate) space: NonNull<AddressSpace<S>>,
     pub(crate) object: NonNull<Object<S>>,
     pub(crate) info: VmaInfo,
@@ -125,7 +123,7 @@ unsafe impl<S: Setup> Sync for Vma<S> {}
 
 impl<S: Setup> Vma<S> {
     pub(crate) fn new(space: NonNull<AddressSpace<S>>, object: NonNull<Object<S>>, info: VmaInfo) -> Self {
-        let (tree, peer) = (RBTreeAtomicLink::new(), LinkedListAtomicLink::new());
+        let (tree, peer) = (RBTreeAtomicLink::new(), RBTreeAtomicLink::new());
         Vma { tree, peer, space, object, info, harvested: AtomicU64::new(0) }
     }
 
@@ -137,13 +135,22 @@ impl<S: Setup> Vma<S> {
 }
 
 intrusive_adapter!(pub(crate) ByAddress<S> = UnsafeRef<Vma<S>>: Vma<S> { tree => RBTreeAtomicLink } where S: Setup);
-intrusive_adapter!(pub(crate) Peers<S> = UnsafeRef<Vma<S>>: Vma<S> { peer => LinkedListAtomicLink } where S: Setup);
+intrusive_adapter!(pub(crate) ByOffset<S> = UnsafeRef<Vma<S>>: Vma<S> { peer => RBTreeAtomicLink } where S: Setup);
 
 impl<'a, S: Setup> KeyAdapter<'a> for ByAddress<S> {
     type Key = u64;
 
     fn get_key(&self, area: &'a Vma<S>) -> u64 {
         area.info.range.first_page()
+    }
+}
+
+impl<'a, S: Setup> KeyAdapter<'a> for ByOffset<S> {
+    /// By size first, as a power of two, then by offset: see [`AreaTree`](crate::object::AreaTree).
+    type Key = (u32, u64);
+
+    fn get_key(&self, area: &'a Vma<S>) -> (u32, u64) {
+        (area.info.range.pages().max(1).ilog2(), area.info.offset)
     }
 }
 

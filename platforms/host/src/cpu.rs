@@ -123,7 +123,7 @@ pub enum CpuError {
 impl<'m> Host<'m> {
     /// A machine with these CPUs and this memory (which may be empty).
     ///
-    /// The memory's node is that of the first CPU unless [`Host::with_node`] says otherwise.
+    /// The memory's node is that of the first CPU.
     pub fn new(places: &[CpuPlace], memory: &'m mut [u8]) -> Result<Self, CpuError> {
         let first = places.first().ok_or(CpuError::NoCpus)?;
         let (address, bytes) = (memory.as_ptr().addr(), memory.len());
@@ -343,14 +343,18 @@ unsafe impl Cpu for Host<'_> {
 
     /// Linux preempts threads by itself; a reschedule point has nothing to add.
     #[inline]
-    unsafe fn cond_resched(&self) {}
+    unsafe fn cond_resched(&self) {
+        if cfg!(debug_assertions) {
+            crate::crew::assert_none_held();
+        }
+    }
 
     fn store_fence(&self) {
         if let Some(model) = &self.store_model {
             // Before the hardware fence, which orders what this stores.
             model.drain(self.current());
         }
-        hugemm_base::store_fence::hardware_store_fence();
+        hugemm_base::barriers::hardware_store_fence();
     }
 
     fn store_buffer(&self) -> Option<&dyn StoreBuffer> {

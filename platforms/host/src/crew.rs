@@ -11,13 +11,31 @@ thread_local! {
     static SERVE: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
     /// How often it has paused.
     static PAUSES: Cell<u32> = const { Cell::new(0) };
+    /// Locks that the task holds which this thread runs.
+    static HELD: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Looks at a reschedule point: a task that waits there for a lock, on this CPU, would wait for a holder that does not run.
+///
+/// # Panics
+///
+/// If the task holds a lock that is [`Serving`].
+pub(crate) fn assert_none_held() {
+    let held = HELD.get();
+    assert!(held == 0 || std::thread::panicking(), "rescheduled with {held} locks held");
+}
+
+/// Locks that the thread's task holds; from here on it runs one that holds `held`.
+pub(crate) fn replace_held(held: u32) -> u32 {
+    HELD.replace(held)
 }
 
 /// A pause in so many gives the real CPU away: to a holder that does not run because there are more threads than CPUs. Not
 /// each, because waiting for a holder that does run is timed.
 const YIELDS: u32 = 64;
 
-/// For locks whose waiters serve what [`Crew::work`] was told to.
+/// For locks whose waiters serve what [`Crew::work`] was told to, and that nobody may hold at a reschedule point: builds with debug
+/// assertions look.
 #[derive(Clone, Copy, Debug)]
 pub struct Serving;
 
@@ -32,6 +50,20 @@ impl Pause for Serving {
             std::thread::yield_now();
         }
         std::hint::spin_loop();
+    }
+
+    #[inline]
+    fn taken() {
+        if cfg!(debug_assertions) {
+            HELD.set(HELD.get() + 1);
+        }
+    }
+
+    #[inline]
+    fn given_back() {
+        if cfg!(debug_assertions) {
+            HELD.set(HELD.get() - 1);
+        }
     }
 }
 

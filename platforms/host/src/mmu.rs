@@ -42,6 +42,7 @@ pub use entries::Tables;
 pub use oracle::Violation;
 
 use crate::cpu::{BASE_FRAME, Host};
+use crate::crew::replace_held;
 use crate::model::StoreModel;
 use hugemm_base::{Counters, CpuCx, CpuId, Extent, Invalidation, PhysAddr, TlbScope, VirtAddr};
 use oracle::Oracle;
@@ -234,7 +235,11 @@ impl<'h, 'm> Mmu<'h, 'm> {
             Err(now) if now == player => None,
             Err(_) => return None,
         };
-        Some(Played { former: PLAYED.replace((self.identity(), cpu)), release })
+        let (now, former) = ((self.identity(), cpu), PLAYED.get());
+        PLAYED.set(now);
+        // Another CPU's task holds what it holds itself.
+        let held = (now != former).then(|| replace_held(0));
+        Some(Played { former, held, release })
     }
 
     /// What the CPU uses for an access to `at`: the address where the host finds the byte. Its 8 bytes must not cross a
@@ -329,12 +334,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Ends a thread's time as a CPU.
 struct Played<'a> {
     former: (usize, CpuId),
+    /// Locks that the former one's task holds, where it is another CPU.
+    held: Option<u32>,
     release: Option<&'a AtomicU64>,
 }
 
 impl Drop for Played<'_> {
     fn drop(&mut self) {
         PLAYED.set(self.former);
+        if let Some(held) = self.held {
+            replace_held(held);
+        }
         if let Some(slot) = self.release {
             slot.store(0, Ordering::Release);
         }

@@ -1,6 +1,6 @@
 //! One task at a time on a CPU that is pinned; an interrupt wherever one could come.
 
-use crate::lock::this_thread;
+use crate::lock::{locks_held, this_thread};
 use crate::memory::Memory;
 use hugemm_base::platform::{Cpu, LinearMap, PhysMap, PreemptModel, Window};
 use hugemm_base::{Counters, CpuCx, CpuId, Extent, Ram, VirtAddr};
@@ -210,17 +210,18 @@ unsafe impl<M> Cpu for Threads<M> {
 
     unsafe fn cond_resched(&self) {
         assert!(PINS.get() == 0 && HELD.get() == 0, "rescheduled while pinned");
+        assert_eq!(locks_held(), 0, "rescheduled with locks held");
         interrupt_point();
         std::thread::yield_now();
     }
 
     fn store_fence(&self) {
         interrupt_point();
-        hugemm_base::store_fence::hardware_store_fence();
+        hugemm_base::barriers::hardware_store_fence();
     }
 
     fn publish_barrier(&self) {
-        hugemm_base::store_fence::hardware_publish_barrier();
+        hugemm_base::barriers::hardware_publish_barrier();
         interrupt_point();
     }
 
@@ -315,6 +316,15 @@ mod tests {
         let threads: Threads = Threads::default();
         // SAFETY: none; that is the point, and the platform looks.
         threads.cx().pinned(|_| unsafe { threads.cond_resched() });
+    }
+
+    #[test]
+    #[should_panic(expected = "rescheduled with locks held")]
+    fn a_task_that_has_a_lock_runs_on() {
+        let threads: Threads = Threads::default();
+        let lock: Lock<TestLock, ()> = Lock::new(());
+        let _held = lock.lock();
+        threads.cx().cond_resched();
     }
 
     #[test]

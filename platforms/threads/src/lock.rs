@@ -2,6 +2,7 @@
 
 use crate::cpu::{interrupt_point, this_cpu};
 use hugemm_base::lock::RawLock;
+use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A lock for tests: an interrupt may come before and after it is taken and given back, and whoever wants it while the same
@@ -14,6 +15,13 @@ pub struct TestLock {
 
 thread_local! {
     static OWN: u8 = const { 0 };
+    /// How many of these locks the thread has.
+    static LOCKS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// How many [`TestLock`]s the calling thread has.
+pub(crate) fn locks_held() -> usize {
+    LOCKS.get()
 }
 
 /// A number that no other running thread has; never 0.
@@ -24,7 +32,9 @@ pub(crate) fn this_thread() -> usize {
 impl TestLock {
     fn take(&self) -> bool {
         // Acquire pairs with the Release in `unlock`. Relaxed: a failure says only who has it.
-        self.holder.compare_exchange(0, this_thread(), Ordering::Acquire, Ordering::Relaxed).is_ok()
+        let taken = self.holder.compare_exchange(0, this_thread(), Ordering::Acquire, Ordering::Relaxed).is_ok();
+        LOCKS.set(LOCKS.get() + usize::from(taken));
+        taken
     }
 }
 
@@ -61,6 +71,7 @@ unsafe impl RawLock for TestLock {
 
     unsafe fn unlock(&self) {
         interrupt_point();
+        LOCKS.set(LOCKS.get() - 1);
         // Release pairs with the Acquire in `take`.
         self.holder.store(0, Ordering::Release);
         interrupt_point();

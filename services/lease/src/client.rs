@@ -190,10 +190,10 @@ impl Connection {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
             other => other.map_err(said)?,
         }
-        let mut answer = wire::receive(self.0.as_fd());
+        let mut answer = wire::receive_answer(self.0.as_fd());
         if answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset) {
             // The kernel tells first that the request was not read, then what was said before.
-            answer = wire::receive(self.0.as_fd());
+            answer = wire::receive_answer(self.0.as_fd());
         }
         while matches!(request, Request::Lease(_))
             && answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
@@ -203,7 +203,7 @@ impl Connection {
                 Ok(_) | Err(ClientError::Refused(_)) => {}
                 Err(error) => return Err(error),
             }
-            answer = wire::receive(self.0.as_fd());
+            answer = wire::receive_answer(self.0.as_fd());
         }
         match answer.map_err(said)? {
             None => Err(io::Error::from(io::ErrorKind::ConnectionReset).into()),

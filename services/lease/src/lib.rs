@@ -13,7 +13,8 @@
 //! | [`policy`] | who may have how much |
 //! | [`daemon`], [`status`] | taking, lending, keeping, ending; how things stand |
 //! | `left` | whether anybody still has what was lent |
-//! | [`wire`], [`server`], [`client`] | the socket |
+//! | [`listener`] | the socket's place, one daemon's alone |
+//! | [`wire`], [`server`], [`client`] | what is said through it |
 //! | [`service`], [`metrics`], `log` | what a service manager, a scraper and a journal are told |
 //! | `own_file` | which file of a program a leased one may take the place of: one that nobody else can reach |
 //! | [`seccomp`], [`supervisor`] | a stock program gets the leased file in the place of its own |
@@ -27,6 +28,7 @@ pub mod daemon;
 pub mod filler;
 pub mod kept;
 mod left;
+pub mod listener;
 mod log;
 pub mod memory_file;
 pub mod metrics;

@@ -3,13 +3,19 @@
 //! Source of the format: OpenMetrics 1.0.
 
 use crate::daemon::Daemon;
+use crate::listener::Listener;
 use crate::status::{LeaseTimes, Status};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{SocketFlags, SocketType};
 use std::fmt::Write as _;
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpListener;
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::time::Duration;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// The type of the text, for whoever fetches it.
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -102,60 +108,52 @@ impl Text {
     }
 }
 
-/// Where figures are fetched.
-#[derive(Debug)]
-pub enum MetricsListener {
-    /// At a port.
-    Tcp(TcpListener),
-    /// At a socket.
-    Unix(UnixListener),
-}
-
-impl MetricsListener {
-    /// `ADDRESS:PORT`, or the path of a socket, which is made; what a daemon that is gone has left there is removed.
-    ///
-    /// # Errors
-    ///
-    /// The system's.
-    pub fn bind(place: &str) -> io::Result<Self> {
-        if !place.contains('/') {
-            return TcpListener::bind(place).map(MetricsListener::Tcp);
-        }
-        let is_left = std::fs::symlink_metadata(place).is_ok_and(|meta| meta.file_type().is_socket())
-            && UnixStream::connect(place).is_err();
-        if is_left {
-            std::fs::remove_file(place)?;
-        }
-        UnixListener::bind(place).map(MetricsListener::Unix)
+/// Listens at `ADDRESS:PORT`, or makes the socket of that path.
+///
+/// # Errors
+///
+/// The system's; `AddrInUse` if somebody else listens there.
+pub fn bind(place: &str) -> io::Result<Listener> {
+    match place.contains('/') {
+        true => Listener::bind_as(SocketType::STREAM, Path::new(place), false),
+        false => TcpListener::bind(place).map(|listener| Listener::from(OwnedFd::from(listener))),
     }
 }
 
-/// Longest request that is read, and how long one may take.
+/// Longest request that is read, and how long a fetch may take.
 const MOST: usize = 8 << 10;
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Answers one fetch after the other, for ever: for a thread of its own. What goes wrong with one is that one's end.
-pub fn serve(daemon: &Daemon, listener: &MetricsListener) {
+/// Most fetches at once; more are turned away.
+const MOST_FETCHES: usize = 32;
+
+/// Answers fetches for ever: for a thread of its own. Each has one of its own, so that none waits for another, and what goes wrong with
+/// one is that one's end.
+pub fn serve(daemon: &Arc<Daemon>, listener: &Listener) {
+    let fetches = Arc::new(());
     loop {
-        let _ = match listener {
-            MetricsListener::Tcp(listener) => listener.accept().and_then(|(stream, _)| {
-                stream.set_read_timeout(Some(PATIENCE))?;
-                stream.set_write_timeout(Some(PATIENCE))?;
-                answer(daemon, stream)
-            }),
-            MetricsListener::Unix(listener) => listener.accept().and_then(|(stream, _)| {
-                stream.set_read_timeout(Some(PATIENCE))?;
-                stream.set_write_timeout(Some(PATIENCE))?;
-                answer(daemon, stream)
-            }),
+        let Ok(stream) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC) else {
+            // Out of descriptors, say.
+            thread::sleep(Duration::from_millis(10));
+            continue;
         };
+        if Arc::strong_count(&fetches) <= MOST_FETCHES {
+            let (daemon, counted) = (Arc::clone(daemon), Arc::clone(&fetches));
+            let _ = thread::Builder::new().name("fetch".to_owned()).spawn(move || {
+                let _ = answer(&daemon, File::from(stream));
+                drop(counted);
+            });
+        }
     }
 }
 
-fn answer(daemon: &Daemon, mut stream: impl Read + Write) -> io::Result<()> {
-    let mut request = Vec::new();
+fn answer(daemon: &Daemon, mut stream: File) -> io::Result<()> {
+    let (end, mut request) = (Instant::now() + PATIENCE, Vec::new());
+    set_socket_timeout(&stream, Timeout::Send, Some(PATIENCE))?;
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
         let mut part = [0; 1024];
+        let left = end.checked_duration_since(Instant::now()).ok_or(io::ErrorKind::TimedOut)?;
+        set_socket_timeout(&stream, Timeout::Recv, Some(left.max(Duration::from_millis(1))))?;
         match stream.read(&mut part)? {
             0 => return Ok(()),
             got => request.extend(&part[..got]),
@@ -170,17 +168,19 @@ fn answer(daemon: &Daemon, mut stream: impl Read + Write) -> io::Result<()> {
         None => ("405 Method Not Allowed", String::new()),
     };
     let length = body.len();
-    write!(
-        stream,
+    let answer = format!(
         "HTTP/1.1 {result}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
-    )
+    );
+    stream.write_all(answer.as_bytes())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::daemon::PoolConfig;
     use crate::memory_file::Page;
     use crate::status::{Counts, Lent};
+    use crate::stock::Shapes;
 
     fn status() -> Status {
         let mut times = LeaseTimes::default();
@@ -193,12 +193,38 @@ mod tests {
             filling: None,
             waiting: None,
             drained: false,
-            leases: vec![Lent { lease: 1, uid: 0, pid: 1, bytes: 4 << 20, seconds: 1 }],
+            leases: vec![Lent { lease: 1, uid: 0, pid: 1, bytes: 4 << 20, seconds: 1, seen: None }],
             kept: Vec::new(),
             left: Vec::new(),
             counts: Counts { hits: 3, misses: 1, fill_cpu_ns: 1_500_000_000, ..Counts::default() },
             times,
         }
+    }
+
+    /// Peers that say a little of a request, again and again, keep nobody else from the figures.
+    #[test]
+    fn a_slow_peer_keeps_nobody_waiting() {
+        let place = std::env::temp_dir().join(format!("hugemm-metrics-{}", std::process::id()));
+        let listener = bind(place.to_str().expect("UTF-8")).expect("a socket");
+        let (page, bytes) = (Page::Huge2M, Page::Huge2M.bytes());
+        let daemon = Arc::new(Daemon::new(PoolConfig::new(page, Shapes(vec![bytes]), bytes, 0)));
+        // For as long as the tests run.
+        thread::spawn(move || serve(&daemon, &listener));
+        let connect = || std::os::unix::net::UnixStream::connect(&place).expect("connected");
+        let mut slow: Vec<_> = (0..20).map(|_| connect()).collect();
+        let slow = thread::spawn(move || {
+            // Until each has had its time, however often it says something.
+            while slow.iter_mut().any(|peer| peer.write_all(b"G").is_ok()) {
+                thread::sleep(PATIENCE / 8);
+            }
+        });
+        let (mut peer, mut got) = (connect(), String::new());
+        peer.set_read_timeout(Some(10 * PATIENCE)).expect("a socket");
+        peer.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").expect("sent");
+        peer.read_to_string(&mut got).expect("answered");
+        assert!(got.ends_with("# EOF\n"));
+        slow.join().expect("no panic");
+        let _ = std::fs::remove_file(place);
     }
 
     #[test]

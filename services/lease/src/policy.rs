@@ -6,22 +6,35 @@
 //! gid 36    512G     0,1
 //! ```
 //!
-//! The first line that names the asker decides. Root and the daemon's own user need no line. Nobody else gets anything.
+//! The first line that names the asker decides; what it allows is for all that it names together. Root and the daemon's own user need no line. Nobody else gets anything.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Who asks, as the kernel vouches for it (SO_PEERCRED).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Asker {
     /// User.
     pub uid: u32,
     /// Primary group.
     pub gid: u32,
+    /// The others.
+    pub groups: Vec<u32>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Who {
+impl Asker {
+    /// A user that is in the group of its own number alone.
+    pub fn user(uid: u32) -> Self {
+        Asker { uid, gid: uid, groups: Vec::new() }
+    }
+}
+
+/// Whom a line is about: all that lease by it have together what it allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Who {
+    /// A user by its number.
     User(u32),
+    /// All of a group.
     Group(u32),
 }
 
@@ -54,11 +67,11 @@ pub struct PolicyError {
 pub enum Refusal {
     /// No line names the asker.
     NotNamed,
-    /// More than the line allows, with what the user has already.
+    /// More than the line allows, with what it has given already.
     Quota {
         /// The line's bytes.
         allowed: u64,
-        /// What the user has.
+        /// What is leased by it.
         has: u64,
     },
     /// Not this node.
@@ -70,7 +83,7 @@ impl fmt::Display for Refusal {
         match self {
             Refusal::NotNamed => f.write_str("no line of the daemon's policy names this user or its group"),
             Refusal::Quota { allowed, has } => {
-                write!(f, "the policy allows this user {allowed} bytes, and it has {has} leased already")
+                write!(f, "the policy allows this user or its group {allowed} bytes, and it has {has} leased already")
             }
             Refusal::Node => f.write_str("the policy does not allow this user that node"),
         }
@@ -113,7 +126,7 @@ impl LendingPolicy {
     }
 
     /// Root and the daemon's own user.
-    pub fn is_owner(&self, asker: Asker) -> bool {
+    pub fn is_owner(&self, asker: &Asker) -> bool {
         asker.uid == 0 || asker.uid == self.owner
     }
 
@@ -122,24 +135,32 @@ impl LendingPolicy {
     /// # Errors
     ///
     /// [`Refusal::NotNamed`].
-    pub fn names(&self, asker: Asker) -> Result<(), Refusal> {
+    pub fn names(&self, asker: &Asker) -> Result<(), Refusal> {
         if self.is_owner(asker) { Ok(()) } else { self.rule(asker).map(drop) }
     }
 
-    fn rule(&self, asker: Asker) -> Result<&Rule, Refusal> {
+    /// Whose what `asker` leases is.
+    pub fn account(&self, asker: &Asker) -> Who {
+        match self.rule(asker) {
+            Ok(rule) if !self.is_owner(asker) => rule.who,
+            _ => Who::User(asker.uid),
+        }
+    }
+
+    fn rule(&self, asker: &Asker) -> Result<&Rule, Refusal> {
         let named = |rule: &&Rule| match rule.who {
             Who::User(uid) => uid == asker.uid,
-            Who::Group(gid) => gid == asker.gid,
+            Who::Group(gid) => gid == asker.gid || asker.groups.contains(&gid),
         };
         self.rules.iter().find(named).ok_or(Refusal::NotNamed)
     }
 
-    /// Whether `asker`, who has `has` bytes, may have `bytes` more, of `node` if a node is known.
+    /// Whether `asker`, by whose line `has` bytes are leased, may have `bytes` more, of `node` if a node is known.
     ///
     /// # Errors
     ///
     /// [`Refusal`].
-    pub fn allows(&self, asker: Asker, bytes: u64, has: u64, node: Option<u32>) -> Result<(), Refusal> {
+    pub fn allows(&self, asker: &Asker, bytes: u64, has: u64, node: Option<u32>) -> Result<(), Refusal> {
         if self.is_owner(asker) {
             return Ok(());
         }
@@ -165,16 +186,16 @@ mod tests {
     #[test]
     fn the_first_line_that_names_the_asker_decides() {
         let policy = policy("# all\nuid 1000 4G 0\n\ngid 36 8G # libvirt\nuid 1000 99G").expect("valid");
-        let user = Asker { uid: 1000, gid: 36 };
+        let user = &Asker { uid: 1000, gid: 36, groups: vec![] };
         assert_eq!(policy.allows(user, 4 << 30, 0, Some(0)), Ok(()));
         assert_eq!(policy.allows(user, 4 << 30, 1, Some(0)), Err(Refusal::Quota { allowed: 4 << 30, has: 1 }));
         assert_eq!(policy.allows(user, u64::MAX, 1, Some(0)), Err(Refusal::Quota { allowed: 4 << 30, has: 1 }));
         assert_eq!(policy.allows(user, 1, 0, Some(1)), Err(Refusal::Node));
         assert_eq!(policy.allows(user, 1, 0, None), Err(Refusal::Node), "an unknown node may be any");
-        assert_eq!(policy.allows(Asker { uid: 5, gid: 36 }, 8 << 30, 0, None), Ok(()));
-        assert_eq!(policy.allows(Asker { uid: 5, gid: 5 }, 1, 0, None), Err(Refusal::NotNamed));
+        assert_eq!(policy.allows(&Asker { uid: 5, gid: 5, groups: vec![7, 36] }, 8 << 30, 0, None), Ok(()));
+        assert_eq!(policy.allows(&Asker::user(5), 1, 0, None), Err(Refusal::NotNamed));
         for uid in [0, 7] {
-            assert_eq!(policy.allows(Asker { uid, gid: 5 }, u64::MAX, 1, None), Ok(()));
+            assert_eq!(policy.allows(&Asker::user(uid), u64::MAX, 1, None), Ok(()));
         }
     }
 

@@ -1,92 +1,19 @@
-//! The daemon's socket: one thread takes connections, one serves each, for as long as its lease lasts.
+//! The daemon's side of its socket: one thread takes connections, one serves each, for as long as its lease lasts.
 
 use crate::daemon::Daemon;
 use crate::kept::Kept;
+use crate::listener::Listener;
 use crate::policy::Asker;
-use crate::wire::{self, Answer, Refused, RefusedKind, Request};
+use crate::wire::{self, Answer, Packet, Refused, RefusedKind, Request};
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use rustix::process::{Resource, getrlimit};
+use rustix::net::SocketFlags;
+use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open};
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::{self, ErrorKind};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-
-/// A socket that listens, and is removed when dropped if it was made here.
-#[derive(Debug)]
-pub struct Listener {
-    fd: OwnedFd,
-    made: Option<PathBuf>,
-}
-
-/// Most connections that wait to be taken.
-const BACKLOG: i32 = 64;
-
-impl Listener {
-    /// Makes the socket at `path`: readable and writable by its owner, and by everybody if `open` (the policy decides then).
-    /// What a daemon that is gone has left there is removed.
-    ///
-    /// # Errors
-    ///
-    /// `AddrInUse` if a daemon answers there, `AlreadyExists` if something else has that name; the system's.
-    pub fn bind(path: &Path, open: bool) -> io::Result<Self> {
-        let address = SocketAddrUnix::new(path)?;
-        if let Ok(meta) = fs::symlink_metadata(path) {
-            if !meta.file_type().is_socket() {
-                return Err(io::Error::new(ErrorKind::AlreadyExists, "something is there that is no socket"));
-            }
-            if connect(path).is_ok() {
-                return Err(io::Error::new(ErrorKind::AddrInUse, "a daemon is there already"));
-            }
-            fs::remove_file(path)?;
-        }
-        let fd = socket()?;
-        rustix::net::bind(&fd, &address)?;
-        // Before anybody can connect.
-        fs::set_permissions(path, fs::Permissions::from_mode(if open { 0o666 } else { 0o600 }))?;
-        rustix::net::listen(&fd, BACKLOG)?;
-        Ok(Listener { fd, made: Some(path.to_owned()) })
-    }
-
-    /// A socket that the service manager has made, and keeps.
-    pub(crate) fn inherited(fd: OwnedFd) -> Self {
-        Listener { fd, made: None }
-    }
-}
-
-impl AsFd for Listener {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Some(path) = &self.made {
-            let _ = fs::remove_file(path);
-        }
-    }
-}
-
-pub(crate) fn socket() -> io::Result<OwnedFd> {
-    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
-}
-
-/// Connects to a daemon.
-///
-/// # Errors
-///
-/// `NotFound` or `ConnectionRefused` where there is none; `PermissionDenied`.
-pub fn connect(path: &Path) -> io::Result<OwnedFd> {
-    let fd = socket()?;
-    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
-    Ok(fd)
-}
+use std::time::Duration;
 
 /// Takes memory that a predecessor kept. A program that has some of it still is waited for by a thread.
 pub fn adopt(daemon: &Arc<Daemon>, kept: Vec<Kept>) {
@@ -97,7 +24,7 @@ pub fn adopt(daemon: &Arc<Daemon>, kept: Vec<Kept>) {
             let daemon = Arc::clone(daemon);
             // Without a thread the memory stays in use, as far as the daemon knows.
             let _ = thread::Builder::new().name("kept".to_owned()).spawn(move || {
-                let _ = wait_for_end(Some(&process));
+                let _ = wait_for(process.as_fd());
                 daemon.end(lease);
             });
         }
@@ -110,9 +37,9 @@ pub fn adopt(daemon: &Arc<Daemon>, kept: Vec<Kept>) {
 ///
 /// The socket's.
 pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) -> io::Result<()> {
-    let connections = Arc::new(Connections::default());
+    let mut users = BTreeMap::new();
     loop {
-        let mut wait = [PollFd::new(&listener.fd, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
+        let mut wait = [PollFd::new(listener, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
         match poll(&mut wait, None) {
             Err(rustix::io::Errno::INTR) => continue,
             other => other?,
@@ -121,21 +48,21 @@ pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) ->
             daemon.stop();
             return Ok(());
         }
-        let connection = match rustix::net::accept_with(&listener.fd, SocketFlags::CLOEXEC) {
+        let connection = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(connection) => connection,
             Err(rustix::io::Errno::CONNABORTED | rustix::io::Errno::INTR) => continue,
-            // Out of descriptors: those that are out come back.
+            // Out of descriptors: root has taken even those that are kept back for it.
             Err(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => {
-                thread::sleep(std::time::Duration::from_millis(100));
+                thread::sleep(Duration::from_millis(100));
                 continue;
             }
             Err(error) => return Err(error.into()),
         };
-        let Ok(peer) = rustix::net::sockopt::socket_peercred(&connection) else { continue };
-        let asker = Asker { uid: peer.uid.as_raw(), gid: peer.gid.as_raw() };
+        let Ok(peer) = Peer::of(connection.as_fd()) else { continue };
         // Whoever may have nothing, or has too much, gets no thread. The socket is new, so there is room for the answer.
-        let counted = match daemon.knows(asker).and_then(|()| connections.count(daemon, asker)) {
-            Ok(counted) => counted,
+        let known = daemon.knows(&peer.asker).and_then(|()| enter(&mut users, daemon, &peer.asker, &connection));
+        let user = match known {
+            Ok(user) => user,
             Err(refused) => {
                 let _ = wire::send(connection.as_fd(), &Answer::Refused(refused), None);
                 continue;
@@ -145,115 +72,174 @@ pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) ->
         // A client that is refused a thread sees its connection closed.
         let _ = thread::Builder::new().name("client".to_owned()).spawn(move || {
             // What goes wrong with one client's connection is that client's end.
-            let _ = client(&daemon, connection.as_fd(), peer.pid, asker);
-            drop(counted);
+            let _ = client(&daemon, connection.as_fd(), &peer, &user);
         });
     }
 }
 
-/// How many connections each user has.
+/// Who is at the other end, as the kernel vouches for it.
+struct Peer {
+    asker: Asker,
+    /// 0 for a process that this one's process namespace does not have.
+    pid: u32,
+    /// The process, which may have its number no more when it is looked for by that.
+    process: Option<OwnedFd>,
+}
+
+impl Peer {
+    fn of(connection: BorrowedFd<'_>) -> io::Result<Self> {
+        let [mut about, mut groups] = [vec![0; 3], vec![0; MOST_GROUPS]];
+        option(connection, libc::SO_PEERCRED, &mut about)?;
+        option(connection, libc::SO_PEERGROUPS, &mut groups)?;
+        let (pid, uid, gid) = (about[0], about[1], about[2]);
+        let mut process = vec![0; 1];
+        let process = match option(connection, libc::SO_PEERPIDFD, &mut process) {
+            // SAFETY: a descriptor that the kernel has just made for this call.
+            Ok(()) => Some(unsafe { OwnedFd::from_raw_fd(process[0] as i32) }),
+            // Before Linux 6.5. At once, so that the number is likely to be that process's still.
+            Err(_) => Pid::from_raw(pid as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()),
+        };
+        Ok(Peer { asker: Asker { uid, gid, groups }, pid, process })
+    }
+}
+
+/// NGROUPS_MAX of the kernel.
+const MOST_GROUPS: usize = 1 << 16;
+
+/// Reads an option that consists of numbers: as many as there are.
+fn option(socket: BorrowedFd<'_>, name: libc::c_int, into: &mut Vec<u32>) -> io::Result<()> {
+    let mut bytes = (into.len() * 4) as libc::socklen_t;
+    let at = into.as_mut_ptr().cast();
+    // SAFETY: as many bytes as the numbers have, which outlive the call.
+    if unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, name, at, &raw mut bytes) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    into.truncate(bytes as usize / 4);
+    Ok(())
+}
+
+/// What the connections of a user take in turns, so that many of them have no more of the daemon's time than one.
 #[derive(Default)]
-struct Connections(Mutex<BTreeMap<u32, usize>>);
+struct User {
+    /// To be answered.
+    answer: Mutex<()>,
+    /// To be given memory, which may have to be filled.
+    lease: Mutex<()>,
+}
+
+fn turn(of: &Mutex<()>) -> MutexGuard<'_, ()> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Most connections of one user, who has one for each program that is supervised, and for each that leases by itself.
 const MOST: u64 = 1024;
 
-impl Connections {
-    /// One more. Root and the daemon's own user have as many as they want.
-    fn count(self: &Arc<Self>, daemon: &Daemon, asker: Asker) -> Result<Counted, Refused> {
-        let most = getrlimit(Resource::Nofile).current.map_or(MOST, |fds| MOST.min(fds / 4));
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let of_user = all.entry(asker.uid).or_default();
-        if *of_user as u64 >= most && !daemon.may_command(asker) {
-            let message = format!("this user has {most} connections to the daemon already; end some of its programs");
-            return Err(Refused { kind: RefusedKind::LendingPolicy, message });
+/// One connection more. Root and the daemon's own user have as many as they want, and descriptors that nobody else gets.
+fn enter(
+    users: &mut BTreeMap<u32, Arc<User>>,
+    daemon: &Daemon,
+    asker: &Asker,
+    connection: &OwnedFd,
+) -> Result<Arc<User>, Refused> {
+    let fds = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    users.retain(|_, user| Arc::strong_count(user) > 1);
+    let user = users.entry(asker.uid).or_default();
+    let (has, most) = (Arc::strong_count(user) as u64 - 1, MOST.min(fds / 8));
+    let refusal = |message| Err(Refused { kind: RefusedKind::LendingPolicy, message });
+    if !daemon.may_command(asker) {
+        if has >= most {
+            return refusal(format!(
+                "this user has {most} connections to the daemon already; end some of its programs"
+            ));
         }
-        *of_user += 1;
-        Ok(Counted { all: Arc::clone(self), uid: asker.uid })
-    }
-}
-
-/// A connection that counts until it is dropped.
-struct Counted {
-    all: Arc<Connections>,
-    uid: u32,
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        let mut all = self.all.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(of_user) = all.get_mut(&self.uid) {
-            *of_user -= 1;
-            if *of_user == 0 {
-                all.remove(&self.uid);
-            }
+        // The kernel gives the lowest number that is free.
+        if connection.as_raw_fd() as u64 >= fds - fds / 8 {
+            return refusal("the daemon has no descriptor left for users; raise its limit (LimitNOFILE)".to_owned());
         }
     }
+    Ok(Arc::clone(user))
 }
 
-fn client(daemon: &Daemon, connection: BorrowedFd<'_>, pid: Pid, asker: Asker) -> io::Result<()> {
-    // Before the first answer, so that the number still is that process's.
-    let process = pidfd_open(pid, PidfdFlags::empty()).ok();
+fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User) -> io::Result<()> {
     let mut held = Held { daemon, leases: Vec::new() };
     loop {
-        let (request, fd) = match wire::receive::<Request>(connection) {
-            Ok(Some(packet)) => packet,
-            Ok(None) => return wait_for_end(process.as_ref().filter(|_| !held.leases.is_empty())),
+        wait_for(connection)?;
+        let received = {
+            let _turn = turn(&user.answer);
+            wire::receive::<Request>(connection)
+        };
+        let request = match received {
+            Ok(None) => break,
+            // No request has a descriptor.
+            Ok(Some((request, _))) => Ok(request),
             Err(error)
                 if matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::Other | ErrorKind::UnexpectedEof) =>
             {
-                let message = format!("not a request: {error}");
-                wire::send(connection, &Answer::Refused(Refused { kind: RefusedKind::Invalid, message }), None)?;
-                continue;
+                Err(format!("not a request: {error}"))
             }
             Err(error) => return Err(error),
         };
-        // No request has one.
-        drop(fd);
-        match request {
-            Request::Lease(wish) => lease(daemon, connection, asker, pid, &wish, &mut held)?,
-            Request::Status {} => wire::send(connection, &Answer::Status(Box::new(daemon.status_for(asker))), None)?,
-            // Of a lease that there is.
-            Request::Seen(seen) => held.leases.last().into_iter().for_each(|lease| daemon.seen(Some(*lease), seen)),
-            Request::End {} => {
-                held.end();
-                wire::send(connection, &Answer::Done {}, None)?;
-            }
-            Request::Forget(forget) => {
-                let answer = daemon.forget(asker, &forget).map_or_else(Answer::Refused, |()| Answer::Done {});
-                wire::send(connection, &answer, None)?;
-            }
-            Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => {
-                let message = "only root and the daemon's own user may do that".to_owned();
-                wire::send(connection, &Answer::Refused(Refused { kind: RefusedKind::LendingPolicy, message }), None)?;
-            }
-            Request::Drain {} => {
-                daemon.drain(true);
-                wire::send(connection, &Answer::Done {}, None)?;
-            }
-            Request::Fill {} => {
-                daemon.drain(false);
-                wire::send(connection, &Answer::Done {}, None)?;
-            }
-        }
+        let packet = {
+            let of = match &request {
+                Ok(Request::Lease(_)) => Some(&user.lease),
+                // It takes a while, and none but who may have all of the daemon's time does it.
+                Ok(Request::Drain {} | Request::Fill {}) => None,
+                _ => Some(&user.answer),
+            };
+            let _turn = of.map(turn);
+            let answer = match request {
+                Ok(request) => answer(daemon, peer, request, &mut held),
+                Err(message) => Some((refused(RefusedKind::Invalid, message), None)),
+            };
+            answer.map(|(answer, file)| Packet::new(&answer, file)).transpose()?
+        };
+        // Whoever does not take its answers waits alone.
+        packet.map_or(Ok(()), |packet| packet.send(connection))?;
+    }
+    // A lease lasts as long as its process, which need not keep the connection open, and as long as the connection, which a supervisor
+    // keeps open for a program that goes on in a process of another number (a daemon). A client whose process cannot be waited for
+    // (of another process namespace, before Linux 6.5) has the connection alone.
+    match &peer.process {
+        Some(process) if !held.leases.is_empty() => wait_for(process.as_fd()),
+        _ => Ok(()),
     }
 }
 
-fn lease(
-    daemon: &Daemon,
-    connection: BorrowedFd<'_>,
-    asker: Asker,
-    pid: Pid,
-    wish: &wire::Wish,
-    held: &mut Held<'_>,
-) -> io::Result<()> {
-    match daemon.lease(asker, pid.as_raw_nonzero().get() as u32, wish) {
-        Ok((leased, file)) => {
-            held.leases.push(leased.lease);
-            wire::send(connection, &Answer::Leased(leased), Some(file.as_fd()))
+/// What is answered, if anything, and the descriptor beside it.
+fn answer(daemon: &Daemon, peer: &Peer, request: Request, held: &mut Held<'_>) -> Option<(Answer, Option<OwnedFd>)> {
+    let asker = &peer.asker;
+    let answer = match request {
+        Request::Lease(wish) => match daemon.lease(asker, peer.pid, &wish) {
+            Ok((leased, file)) => {
+                held.leases.push(leased.lease);
+                return Some((Answer::Leased(leased), Some(file)));
+            }
+            Err(refused) => Answer::Refused(refused),
+        },
+        Request::Status {} => Answer::Status(Box::new(daemon.status_for(asker))),
+        // Of a lease that there is.
+        Request::Seen(seen) => {
+            held.leases.last().into_iter().for_each(|lease| daemon.seen(*lease, seen));
+            return None;
         }
-        Err(refused) => wire::send(connection, &Answer::Refused(refused), None),
-    }
+        Request::End {} => {
+            held.end();
+            Answer::Done {}
+        }
+        Request::Forget(forget) => daemon.forget(asker, &forget).map_or_else(Answer::Refused, |()| Answer::Done {}),
+        Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => {
+            refused(RefusedKind::LendingPolicy, "only root and the daemon's own user may do that".to_owned())
+        }
+        Request::Drain {} | Request::Fill {} => {
+            daemon.drain(matches!(request, Request::Drain {}));
+            Answer::Done {}
+        }
+    };
+    Some((answer, None))
+}
+
+fn refused(kind: RefusedKind, message: String) -> Answer {
+    Answer::Refused(Refused { kind, message })
 }
 
 /// The leases of a connection, which end with it.
@@ -274,15 +260,52 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A lease lasts as long as its process, which need not keep the connection open, and as long as the connection, which a
-/// supervisor keeps open for a program that goes on in a process of another number (a daemon). A client whose process cannot be
-/// waited for (of another process namespace) has the connection alone.
-fn wait_for_end(process: Option<&OwnedFd>) -> io::Result<()> {
-    let Some(process) = process else { return Ok(()) };
+/// Waits for a packet, or for the end of whoever would send one; of a process, for its end.
+fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
     loop {
-        match poll(&mut [PollFd::new(process, PollFlags::IN)], None) {
+        match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], None) {
             Err(rustix::io::Errno::INTR) => {}
             other => return Ok(other.map(drop)?),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::daemon::PoolConfig;
+    use crate::memory_file::Page;
+    use crate::stock::Shapes;
+    use rustix::net::{AddressFamily, SocketType, socketpair};
+
+    /// However many connections a user has, one of them is answered at a time; nobody else waits for that, and who takes no answers
+    /// keeps none from the others.
+    #[test]
+    fn connections_of_a_user_are_answered_by_turns() {
+        let config = PoolConfig::new(Page::Huge2M, Shapes(vec![Page::Huge2M.bytes(); 1000]), Page::Huge2M.bytes(), 0);
+        let daemon = Arc::new(Daemon::new(config));
+        let connect = |user: &Arc<User>| {
+            let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+            let ((ours, theirs), daemon, user) = (pair.expect("a pair"), Arc::clone(&daemon), Arc::clone(user));
+            let peer = Peer { asker: Asker::user(0), pid: 0, process: None };
+            thread::spawn(move || client(&daemon, theirs.as_fd(), &peer, &user));
+            ours
+        };
+        let (user, other) = (Arc::default(), Arc::default());
+        let (deaf, several, another) = (connect(&user), [connect(&user), connect(&user)], connect(&other));
+        let ask = |socket: &OwnedFd| wire::send(socket.as_fd(), &Request::Status {}, None).expect("sent");
+        let hears = |socket: &OwnedFd| wire::receive_answer(socket.as_fd()).expect("received").expect("an answer");
+        rustix::io::ioctl_fionbio(&deaf, true).expect("a socket");
+        while wire::send(deaf.as_fd(), &Request::Status {}, None).is_ok() {}
+        let turn = turn(&user.answer);
+        several.iter().for_each(ask);
+        for _ in 0..100 {
+            ask(&another);
+            hears(&another);
+        }
+        let heard = |socket: &OwnedFd| poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&Default::default()));
+        assert!(several.iter().all(|socket| heard(socket) == Ok(0)), "it is not their turn");
+        drop(turn);
+        several.iter().for_each(|socket| drop(hears(socket)));
     }
 }

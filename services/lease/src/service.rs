@@ -2,8 +2,8 @@
 //! stops (sd_notify(3), sd_listen_fds(3)). Without a manager nothing is said.
 
 use crate::kept::Kept;
+use crate::listener::Listener;
 use crate::memory_file::MemoryFile;
-use crate::server::Listener;
 use rustix::net::sockopt::socket_acceptconn;
 use sd_notify::NotifyState;
 use std::io;
@@ -35,7 +35,7 @@ pub unsafe fn inherited() -> io::Result<Inherited> {
         // SAFETY: passed to this process, and nobody else takes it, by the contract.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         if socket_acceptconn(&fd) == Ok(true) {
-            inherited.listener = Some(Listener::inherited(fd));
+            inherited.listener = Some(Listener::from(fd));
             continue;
         }
         match MemoryFile::adopt(fd) {

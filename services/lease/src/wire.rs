@@ -3,16 +3,17 @@
 
 use crate::memory_file::Page;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 
-/// Longest packet.
+/// Longest packet. What is longer is announced by one, and sent in as many as it takes.
 const MOST: usize = 1 << 16;
 
 /// What a client wants.
@@ -98,6 +99,11 @@ pub enum Answer {
     Status(Box<crate::status::Status>),
     /// Done.
     Done {},
+    /// Another answer, too long for a packet: the next ones have its text.
+    Long {
+        /// How much of it.
+        bytes: usize,
+    },
 }
 
 /// A lease.
@@ -144,13 +150,52 @@ pub enum RefusedKind {
     Kept,
 }
 
+pub(crate) fn socket(kind: SocketType) -> io::Result<OwnedFd> {
+    Ok(rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?)
+}
+
+/// Connects to a daemon.
+///
+/// # Errors
+///
+/// `NotFound` or `ConnectionRefused` where there is none; `PermissionDenied`.
+pub fn connect(path: &Path) -> io::Result<OwnedFd> {
+    let fd = socket(SocketType::SEQPACKET)?;
+    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
+    Ok(fd)
+}
+
+/// An answer as it is sent, with the descriptor beside it.
+pub(crate) struct Packet {
+    text: Vec<u8>,
+    fd: Option<OwnedFd>,
+}
+
+impl Packet {
+    pub(crate) fn new(answer: &Answer, fd: Option<OwnedFd>) -> io::Result<Self> {
+        Ok(Packet { text: serde_json::to_vec(answer)?, fd })
+    }
+
+    /// Waits for whoever takes it.
+    pub(crate) fn send(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        if self.text.len() > MOST {
+            send(socket, &Answer::Long { bytes: self.text.len() }, None)?;
+        }
+        let fds = std::iter::once(self.fd.as_ref().map(AsFd::as_fd)).chain(std::iter::repeat(None));
+        self.text.chunks(MOST).zip(fds).try_for_each(|(part, fd)| send_packet(socket, part, fd))
+    }
+}
+
 /// Sends one packet.
 ///
 /// # Errors
 ///
 /// The system's.
 pub fn send(socket: BorrowedFd<'_>, what: &impl Serialize, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
-    let bytes = serde_json::to_vec(what)?;
+    send_packet(socket, &serde_json::to_vec(what)?, fd)
+}
+
+fn send_packet(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = fd.map(|fd| [fd]);
@@ -158,7 +203,7 @@ pub fn send(socket: BorrowedFd<'_>, what: &impl Serialize, fd: Option<BorrowedFd
         control.push(SendAncillaryMessage::ScmRights(fds));
     }
     rustix::io::retry_on_intr(|| {
-        rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
+        rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
     })?;
     Ok(())
 }
@@ -169,6 +214,31 @@ pub fn send(socket: BorrowedFd<'_>, what: &impl Serialize, fd: Option<BorrowedFd
 ///
 /// The system's; `InvalidData` for what is no such packet.
 pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Option<OwnedFd>)>> {
+    let Some((bytes, fd)) = receive_packet(socket)? else { return Ok(None) };
+    Ok(Some((serde_json::from_slice(&bytes)?, fd)))
+}
+
+/// Receives an answer, however long, as [`receive`] does.
+///
+/// # Errors
+///
+/// As [`receive`].
+pub fn receive_answer(socket: BorrowedFd<'_>) -> io::Result<Option<(Answer, Option<OwnedFd>)>> {
+    let (bytes, fd) = match receive(socket)? {
+        Some((Answer::Long { bytes }, fd)) => (bytes, fd),
+        other => return Ok(other),
+    };
+    let mut text = Vec::new();
+    while text.len() < bytes {
+        match receive_packet(socket)? {
+            Some((part, _)) => text.extend(part),
+            None => return Ok(None),
+        }
+    }
+    Ok(Some((serde_json::from_slice(&text)?, fd)))
+}
+
+fn receive_packet(socket: BorrowedFd<'_>) -> io::Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
     let mut bytes = vec![0; MOST];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -192,16 +262,15 @@ pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option
     if got.flags.contains(ReturnFlags::CTRUNC) {
         return invalid("no free descriptor for the one that came (ulimit -n), or more than one came");
     }
-    let what = serde_json::from_slice(&bytes[..got.bytes])?;
-    Ok(Some((what, fd)))
+    bytes.truncate(got.bytes);
+    Ok(Some((bytes, fd)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::net::socketpair;
     use rustix::net::sockopt::{Timeout, set_socket_timeout};
-    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-    use std::os::fd::AsFd;
     use std::os::unix::thread::JoinHandleExt;
     use std::time::Duration;
 

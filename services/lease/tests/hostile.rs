@@ -5,46 +5,63 @@ mod support;
 use hugemm_lease::client::{ClientError, Connection, Lease};
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{Manners, fill};
+use hugemm_lease::listener::Listener;
 use hugemm_lease::memory_file::Page;
 use hugemm_lease::policy::LendingPolicy;
-use hugemm_lease::server::{Listener, connect, serve};
+use hugemm_lease::server::serve;
 use hugemm_lease::status::{Left, Status};
 use hugemm_lease::stock::Shapes;
-use hugemm_lease::wire::{Answer, RefusedKind, Request, Wish};
+use hugemm_lease::wire::{self, Answer, Forget, KeepAs, RefusedKind, Request, Wish, connect};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use std::io::IoSlice;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::io::{BufRead, ErrorKind, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::Arc;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex, PoisonError};
 use support::{PAGE, Pool, wait_for};
 
 /// Users that the policy names, with two pages each, and one that it does not.
 const NAMED: [u32; 2] = [61_001, 61_002];
 const STRANGER: u32 = 61_003;
 
+/// A group that the policy names, with two pages.
+const GROUP: u32 = 61_004;
+
 /// As many as any attack takes, so that nothing waits for filling, which a busy machine has no time for.
 const FILES: u64 = 5;
 
-/// Runs `attack` beside a daemon; skips, with a line, where there are no pages or no other users can be had.
+/// Runs `attack` beside a daemon with all files ready; skips, with a line, where there are no pages or no other users can be had.
 fn with_daemon(name: &str, attack: impl FnOnce(&Path)) {
+    let Some(pool) = Pool::with_free(FILES) else { return };
+    serving(name, FILES, |socket| {
+        wait_for("all is ready", || status(socket).ready.len() as u64 == FILES);
+        attack(socket);
+    });
+    pool.wait_until_lacks(0);
+}
+
+/// Runs `attack` beside a daemon that is to have so many files.
+fn serving(name: &str, files: u64, attack: impl FnOnce(&Path)) {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: only root can be other users");
         return;
     }
-    let Some(pool) = Pool::with_free(FILES) else { return };
+    // What one does with this process's descriptors is not for the others.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let socket = std::env::temp_dir().join(format!("hugemm-hostile-{name}-{}", std::process::id()));
-    let shapes = Shapes::new(&[(PAGE, FILES)], FILES * PAGE, PAGE).expect("shapes");
-    let lines = format!("uid {} 4\nuid {} 4\n", NAMED[0], NAMED[1]);
+    let shapes = Shapes::new(&[(PAGE, files)], files * PAGE, PAGE).expect("shapes");
+    let lines = format!("uid {} 4\nuid {} 4\ngid {GROUP} 4\n", NAMED[0], NAMED[1]);
     let size = |text: &str| text.parse::<u64>().ok().map(|mib| mib << 20);
     let policy = LendingPolicy::read(0, &lines, size).expect("lines");
-    let config = PoolConfig { page: Page::Huge2M, node: None, shapes, size: FILES * PAGE, policy };
+    let config = PoolConfig { policy, ..PoolConfig::new(Page::Huge2M, shapes, files * PAGE, 0) };
     let daemon = Arc::new(Daemon::new(config));
     let listener = Listener::bind(&socket, true).expect("a socket");
     let (stop, told) = std::io::pipe().expect("a pipe");
     std::thread::scope(|scope| {
-        scope.spawn(|| fill(&daemon, &Manners::default(), || None));
+        scope.spawn(|| fill(&daemon, &Manners::default()));
         scope.spawn(|| serve(&daemon, &listener, stop.as_fd()));
-        wait_for("all is ready", || status(&socket).ready.len() as u64 == FILES);
         // Ends the daemon even if the attack succeeds.
         let attacked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             attack(&socket);
@@ -56,8 +73,6 @@ fn with_daemon(name: &str, attack: impl FnOnce(&Path)) {
             std::panic::resume_unwind(cause);
         }
     });
-    drop(daemon);
-    pool.wait_until_lacks(0);
 }
 
 /// As root, whom every daemon answers.
@@ -70,10 +85,16 @@ fn status(socket: &Path) -> Status {
 
 /// On a thread that is that user: its connections are, and stay, that user's.
 fn as_user<R: Send>(uid: u32, run: impl FnOnce() -> R + Send) -> R {
+    as_member(uid, uid, &[], run)
+}
+
+/// The same, of those groups.
+fn as_member<R: Send>(uid: u32, gid: u32, groups: &[u32], run: impl FnOnce() -> R + Send) -> R {
     let thread = || {
-        // SAFETY: the calls themselves, not the C library's, which change every thread's user.
+        // SAFETY: the calls themselves, not the C library's, which change every thread's user; the groups outlive theirs.
         let changed = unsafe {
-            libc::syscall(libc::SYS_setresgid, uid, uid, uid) == 0
+            libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) == 0
+                && libc::syscall(libc::SYS_setresgid, gid, gid, gid) == 0
                 && libc::syscall(libc::SYS_setresuid, uid, uid, uid) == 0
         };
         assert!(changed, "root may");
@@ -124,6 +145,48 @@ fn a_quota_is_not_passed_by_ending_leases() {
         assert!(status(socket).left.is_empty());
         // Nobody else's quota was touched.
         end([lease(socket, other, PAGE).expect("leased"), fourth]);
+    });
+}
+
+/// What a line for a group allows is the group's: a user with many numbers (subordinate ones, say) has no more of it.
+#[test]
+fn a_groups_quota_is_shared() {
+    with_daemon("group", |socket| {
+        let lease = |uid, bytes| {
+            let wish = Wish { bytes, page: None, node: None, keep: None };
+            as_member(uid, GROUP, &[], || Connection::open(socket)?.lease(wish))
+        };
+        let (first, second) = (lease(62_001, PAGE).expect("leased"), lease(62_002, PAGE).expect("leased"));
+        is_refused(lease(62_003, PAGE), "has 4194304 leased already");
+        end([first]);
+        end([lease(62_003, PAGE).expect("one is back"), second]);
+    });
+}
+
+/// A program that ends before it has written the secret down leaves memory that its user can give back.
+#[test]
+fn kept_memory_without_a_secret_can_be_forgotten() {
+    with_daemon("forget", |socket| {
+        let [user, other] = NAMED;
+        let keep = KeepAs { name: "cache".to_owned(), secret: None };
+        let wish = Wish { bytes: PAGE, page: None, node: None, keep: Some(keep.clone()) };
+        let lease = as_user(user, || Connection::open(socket)?.lease(wish)).expect("leased");
+        let forget = |uid| {
+            let forget = Request::Forget(Forget { keep: keep.clone(), uid: None });
+            as_user(uid, || Connection::open(socket)?.ask(&forget))
+        };
+        assert!(matches!(forget(user), Err(ClientError::Refused(why)) if why.message.contains("secret")), "in use");
+        end([lease]);
+        assert!(forget(other).is_err(), "another's");
+        forget(user).expect("its own, which nobody uses");
+        assert!(status(socket).kept.is_empty());
+        // A terminal obeys them, and a status of many would be long.
+        let keep = KeepAs { name: "a\u{1b}b".to_owned(), secret: None };
+        let wish = Wish { bytes: PAGE, page: None, node: None, keep: Some(keep) };
+        match as_user(user, || Connection::open(socket)?.lease(wish)) {
+            Err(ClientError::Refused(why)) => assert_eq!(why.kind, RefusedKind::Invalid, "{why:?}"),
+            other => panic!("{other:?}"),
+        }
     });
 }
 
@@ -216,6 +279,131 @@ fn a_client_that_makes_no_sense_is_its_own_trouble() {
         drop(quiet);
         wait_for("all is closed", || descriptors() <= before);
         wait_for("nothing is lent, nor left", || status(socket).leases.is_empty() && status(socket).left.is_empty());
+    });
+}
+
+/// As where a cleaner of temporary files was at work: a daemon that ends leaves the socket of the one that came after.
+#[test]
+fn a_daemon_that_ends_leaves_its_successors_socket() {
+    let directory = std::env::temp_dir().join(format!("hugemm-successor-{}", std::process::id()));
+    std::fs::create_dir(&directory).expect("a directory");
+    let socket = directory.join("socket");
+    let first = Listener::bind(&socket, false).expect("a socket");
+    assert_eq!(Listener::bind(&socket, false).expect_err("one at a time").kind(), ErrorKind::AddrInUse);
+    std::fs::remove_dir_all(&directory).expect("cleaned");
+    std::fs::create_dir(&directory).expect("a directory");
+    let second = Listener::bind(&socket, false).expect("a socket");
+    drop(first);
+    connect(&socket).expect("it is there still");
+    drop(second);
+    assert_eq!(std::fs::read_dir(&directory).expect("a directory").count(), 0, "nothing is left");
+    std::fs::remove_dir(&directory).expect("empty");
+}
+
+/// A socket that a killed daemon left is taken over by one of those who find it.
+#[test]
+fn one_of_many_starters_has_the_socket() {
+    let socket = std::env::temp_dir().join(format!("hugemm-starters-{}", std::process::id()));
+    let others: Vec<_> = (0..200).map(|_| std::sync::Barrier::new(4)).collect();
+    for together in &others {
+        // Bound, and nobody's any more.
+        drop(std::os::unix::net::UnixListener::bind(&socket).expect("a socket"));
+        let start = || {
+            together.wait();
+            let listener = Listener::bind(&socket, false);
+            together.wait();
+            listener.is_ok()
+        };
+        let started = std::thread::scope(|scope| {
+            let starters: Vec<_> = (0..4).map(|_| scope.spawn(start)).collect();
+            starters.into_iter().map(|starter| usize::from(starter.join().expect("no panic"))).sum::<usize>()
+        });
+        assert_eq!(started, 1);
+        let _ = std::fs::remove_file(&socket);
+    }
+}
+
+/// More is to be said than a packet holds.
+#[test]
+fn a_long_status_is_answered() {
+    const MANY: u64 = 20_000;
+    serving("long", MANY, |socket| assert_eq!(status(socket).wanted.len() as u64, MANY));
+}
+
+/// A user is who it is in its other groups, too.
+#[test]
+fn a_policy_names_every_group_of_a_user() {
+    serving("groups", 1, |socket| {
+        let ask = || Connection::open(socket)?.ask(&Request::Status {});
+        assert!(as_member(STRANGER, GROUP, &[], ask).is_ok());
+        assert!(as_member(STRANGER, STRANGER, &[STRANGER, GROUP], ask).is_ok());
+        is_refused(as_member(STRANGER, STRANGER, &[NAMED[0]], ask), "no line");
+    });
+}
+
+/// As many connections as can be had, of many users of a group, held until told.
+#[test]
+#[ignore = "a client of the test below"]
+fn client_that_connects() {
+    let Some(socket) = std::env::var_os(SOCKET).map(std::path::PathBuf::from) else { return };
+    let ask = || {
+        let connection = connect(&socket)?;
+        rustix::net::sockopt::set_socket_timeout(
+            &connection,
+            rustix::net::sockopt::Timeout::Recv,
+            Some(std::time::Duration::from_millis(200)),
+        )?;
+        // Refused or not.
+        send(&connection, b"{\"status\":{}}", &[]).ok();
+        let answered = wire::receive::<serde_json::Value>(connection.as_fd()).is_ok();
+        std::io::Result::Ok((connection, answered))
+    };
+    // The daemon's limit, which is this process's as well, is not the client's.
+    let all = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: all.maximum, ..all }).expect("allowed");
+    let mut held = Vec::new();
+    for uid in 0..300 {
+        let (connection, answered) = as_member(62_000 + uid, GROUP, &[], ask).expect("connected");
+        held.push(connection);
+        if !answered {
+            break;
+        }
+    }
+    println!("holds");
+    let _ = std::io::Read::read(&mut std::io::stdin(), &mut [0]);
+}
+
+/// Puts the limit of descriptors back.
+struct Reset(Rlimit);
+
+impl Drop for Reset {
+    fn drop(&mut self) {
+        setrlimit(Resource::Nofile, self.0).expect("as before");
+    }
+}
+
+/// Whatever users take, there are descriptors for root.
+#[test]
+fn few_descriptors_are_kept_back() {
+    serving("descriptors", 1, |socket| {
+        let all = getrlimit(Resource::Nofile);
+        let most = 100 + descriptors() as u64;
+        setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..all }).expect("less than before");
+        let reset = Reset(all);
+        let mut client = std::process::Command::new(std::env::current_exe().expect("a path"));
+        client.args(["--ignored", "--exact", "--nocapture", "client_that_connects"]).env(SOCKET, socket);
+        let mut client = client.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
+        let mut said = std::io::BufReader::new(client.stdout.take().expect("piped"));
+        let mut line = String::new();
+        while !line.contains("holds") {
+            line.clear();
+            assert_ne!(said.read_line(&mut line).expect("read"), 0, "it ended");
+        }
+        let answer = Connection::open(socket).and_then(|daemon| daemon.ask(&Request::Status {}));
+        drop(client.stdin.take());
+        assert!(client.wait().expect("ended").success());
+        drop(reset);
+        answer.expect("root is answered");
     });
 }
 

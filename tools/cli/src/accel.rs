@@ -2,7 +2,7 @@
 //! at page faults and flushes, as where a hypervisor under this one has no nested page tables.
 
 use crate::arch::Arch;
-use crate::boot::{CPU_MODEL, Unfinished, VirtualMachine};
+use crate::boot::machine::{CPU_MODEL, Unfinished, VirtualMachine};
 use crate::qemu::{self, Accel};
 use anyhow::Result;
 use clap::ValueEnum;

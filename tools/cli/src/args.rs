@@ -3,9 +3,10 @@
 use crate::boot::args::Boot;
 use crate::frames::args as frames;
 use crate::linux::args::Linux;
+use crate::options::{Calibration, Common, Kind, Warmup, primitive};
 use crate::run::{RUN_HELP, Run};
 use crate::unmeasured_args as unmeasured;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use hugemm_base::PreemptModel;
 use hugemm_clear::{Primitive, Warmth};
 use hugemm_workloads::options::{cpus, list, named, runs};
@@ -91,8 +92,6 @@ pub enum Bench {
     Churn(frames::Churn),
     /// The heap beside those that kernels in Rust use, on one to N CPUs.
     Heap(crate::heap::HeapArgs),
-    /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
-    Stress(frames::Stress),
     /// A huge page pool grown and shrunk, with and without vmemmap optimization.
     Pool(crate::pool::Pool),
     /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel.
@@ -116,48 +115,6 @@ pub enum Mem {
     Mmap(Mmap),
 }
 
-/// Options of every command that has results.
-#[derive(Debug, Args)]
-pub struct Common {
-    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
-    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
-    pub json: Option<PathBuf>,
-}
-
-impl Common {
-    /// Whether standard output belongs to the JSON document alone.
-    pub fn json_only(&self) -> bool {
-        self.json.as_ref().is_some_and(|path| path.as_os_str() == "-")
-    }
-}
-
-/// Where the clearing policy of a command that clears comes from.
-#[derive(Debug, Args)]
-pub struct Calibration {
-    /// Use the profile saved in FILE by `hugemm probe --save-profile` instead of calibrating.
-    #[arg(long, value_name = "FILE")]
-    pub profile: Option<PathBuf>,
-}
-
-/// Runs before the measured ones.
-#[derive(Clone, Copy, Debug, Args)]
-pub struct Warmup {
-    /// Runs before the measured ones, untimed: they touch memory that may be new to the machine below a virtual one.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1000))]
-    pub warmup: u32,
-}
-
-/// What the memory is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Kind {
-    /// hugetlb pages if the pool has them or may be raised, else transparent huge pages.
-    Auto,
-    /// Transparent huge pages.
-    Thp,
-    /// hugetlb pages; the pool is raised if need be and put back afterwards.
-    Hugetlb,
-}
-
 #[derive(Debug, Args)]
 pub struct Probe {
     /// Memory to measure in; also the largest region [default: 1 GiB].
@@ -172,12 +129,8 @@ pub struct Probe {
     #[command(flatten)]
     pub warmup: Warmup,
     /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
-    #[arg(long, value_name = "FILE", conflicts_with = "matrix")]
+    #[arg(long, value_name = "FILE")]
     pub save_profile: Option<PathBuf>,
-    /// Measure something else: the CPUs of each node on the memory of each node, by their number, the longest time between
-    /// reschedule points, and a neighbour's latency meanwhile. SIZE is taken of each node.
-    #[arg(long)]
-    pub matrix: bool,
     #[command(flatten)]
     pub calibration: Calibration,
     #[command(flatten)]
@@ -280,15 +233,6 @@ pub struct Explain {
     pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
-}
-
-/// Reads a primitive's name.
-pub fn primitive(name: &str) -> Result<Primitive, String> {
-    Primitive::from_name(name).filter(|p| *p != Primitive::Model).ok_or_else(|| {
-        let names: Vec<_> =
-            Primitive::ALL.into_iter().filter(|p| *p != Primitive::Model).map(Primitive::name).collect();
-        format!("no such primitive; there are {}", names.join(", "))
-    })
 }
 
 /// How to get a trace, and what is measured.

@@ -11,14 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Lanes for runs of frames on one node: more than any machine has, unless its nodes are interleaved by page.
 const LANES: usize = 64;
 
-pub struct Pass {
-    pub nanos: u64,
-    /// The longest time between two reschedule points.
-    pub longest: u64,
-}
-
-/// Clears all memory once with `workers` CPUs.
-pub fn once(host: &Host<'_>, clearer: &Clearer, memory: Dirty, workers: u32) -> Result<(Dirty, Pass)> {
+/// Clears all memory once with `workers` CPUs, in so many nanoseconds.
+pub fn once(host: &Host<'_>, clearer: &Clearer, memory: Dirty, workers: u32) -> Result<(Dirty, u64)> {
     let request = ClearRequest::bulk(memory.extent().bytes());
     let mut lanes: [Lane; LANES] = std::array::from_fn(|_| Lane::empty());
     let clear = ParallelClear::new(memory, &mut lanes, host).map_err(|_| anyhow!("no lanes"))?;
@@ -27,22 +21,15 @@ pub fn once(host: &Host<'_>, clearer: &Clearer, memory: Dirty, workers: u32) -> 
     let results = host.run_on_each((0..workers).map(CpuId), |cx| {
         start.wait();
         let from = host.now_ns();
-        let (mut last, mut longest) = (from, 0);
-        let mut observer = |_: &Unit| {
-            // Ctrl-C is seen here, between units, by the worker that passes next.
-            stop.store(interrupt::requested(), Ordering::Relaxed);
-            let now = host.now_ns();
-            longest = longest.max(now - last);
-            last = now;
-        };
+        // Ctrl-C is seen here, between units, by the worker that passes next.
+        let mut observer = |_: &Unit| stop.store(interrupt::requested(), Ordering::Relaxed);
         let result = clear.work(cx, clearer, &request, &stop, &mut observer);
-        (result, from, host.now_ns(), longest)
+        (result, from, host.now_ns())
     })?;
-    let from = results.iter().map(|(_, from, ..)| *from).min().unwrap_or(0);
-    let to = results.iter().map(|(_, _, to, _)| *to).max().unwrap_or(0);
-    let longest = results.iter().map(|(.., longest)| *longest).max().unwrap_or(0);
+    let from = results.iter().map(|(_, from, _)| *from).min().unwrap_or(0);
+    let to = results.iter().map(|(.., to)| *to).max().unwrap_or(0);
     match clear.finish() {
-        Outcome::Zeroed(zeroed) => Ok((zeroed.into_dirty(), Pass { nanos: to - from, longest })),
+        Outcome::Zeroed(zeroed) => Ok((zeroed.into_dirty(), to - from)),
         Outcome::Partly(_) | Outcome::Dirty(_) => {
             interrupt::check()?;
             let reason = results.into_iter().find_map(|(result, ..)| result.err());

@@ -5,8 +5,8 @@ mod judge;
 mod sides;
 
 use crate::document::{Document, Row};
-use crate::frames::area::figure;
 use crate::saved::{Saved, same_schema};
+use crate::sides::figure;
 use crate::table;
 use crate::unmeasured_args::Compare;
 use anyhow::{Context, Result, bail};

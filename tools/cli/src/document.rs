@@ -19,7 +19,8 @@ use std::path::Path;
 /// | 5 | `paging.protect_tables_speedup` was of one call whose code had not run for long on either side; `bench.lease.*` and `lease.*` charged every lease with the caches that filling had just emptied, and `prealloc=off` with warm ones; `clear.matrix.bandwidth` was under a fully preemptible model |
 /// | 6 | the kernel's side of `vm.create_vs_host_kernel`, `bench vm-create` and `bench mem mmap` populated memory that a hypervisor might have taken back in between; `bench.lease.*` and `lease.*` let QEMU run once before each leased start (but `leased, wrapper, cold caches`), which follows a filling now |
 /// | 7 | `clear.worst_vs_best_*` chose size and primitive by the runs that it judged, so that noise alone made it less; the atomic was measured before the CPU had come to its speed |
-pub const SCHEMA: u32 = 7;
+/// | 8 | goals were met or missed, whatever their spread (`met`); those in atomics or nanoseconds are ratios to a floor or gone; `frames.*_vs_best` had an LLFree |
+pub const SCHEMA: u32 = 8;
 
 /// What a command measured, where, and how it was called.
 #[derive(Debug, Serialize)]
@@ -43,6 +44,9 @@ pub struct Row {
     runs: usize,
     #[serde(flatten)]
     labels: Map<String, Value>,
+    /// What was measured, run by run; not saved.
+    #[serde(skip)]
+    samples: Samples,
 }
 
 /// A number, or `null`, which is how JSON writes what is no number.
@@ -53,12 +57,14 @@ fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
 impl Row {
     /// A figure that was measured or counted once.
     pub fn single(metric: impl Into<String>, value: f64, unit: impl Into<Cow<'static, str>>) -> Self {
-        Row { metric: metric.into(), value, unit: unit.into(), stdev: 0.0, runs: 1, labels: Map::new() }
+        let samples = Samples::once(value);
+        Row { metric: metric.into(), value, unit: unit.into(), stdev: 0.0, runs: 1, labels: Map::new(), samples }
     }
 
     /// The mean over runs, as `perf bench` reports.
     pub fn mean(metric: impl Into<String>, samples: &Samples, unit: impl Into<Cow<'static, str>>) -> Self {
-        Row { stdev: samples.stdev(), runs: samples.runs(), ..Row::single(metric, samples.mean(), unit) }
+        let row = Row::single(metric, samples.mean(), unit);
+        Row { stdev: samples.stdev(), runs: samples.runs(), samples: samples.clone(), ..row }
     }
 
     pub fn median(metric: impl Into<String>, samples: &Samples, unit: impl Into<Cow<'static, str>>) -> Self {
@@ -70,8 +76,8 @@ impl Row {
         self
     }
 
-    pub fn without(mut self, names: &[&str]) -> Self {
-        self.labels.retain(|name, _| !names.contains(&name.as_str()));
+    pub fn without(mut self, name: &str) -> Self {
+        self.labels.remove(name);
         self
     }
 
@@ -95,6 +101,10 @@ impl Row {
 
     pub fn runs(&self) -> usize {
         self.runs
+    }
+
+    pub fn samples(&self) -> &Samples {
+        &self.samples
     }
 
     /// What else the row says: where the figure belongs, and for a goal what was wanted.

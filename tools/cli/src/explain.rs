@@ -1,8 +1,9 @@
 //! `hugemm explain`: clears one extent and prints what was done in which order, and why.
 
-use crate::args::{Explain, Kind};
+use crate::args::Explain;
 use crate::document::Row;
 use crate::machine::Machine;
+use crate::options::Kind;
 use crate::table;
 use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Never, PAGE_SHIFT, PageSize, PreemptModel, Sweep};

@@ -3,21 +3,20 @@
 mod sides;
 mod work;
 
-use crate::args::{Common, Kind, Warmup};
-use crate::document::Row;
-use crate::frames::area::{AreaPlan, cell};
+use crate::frames::area::AreaPlan;
 use crate::machine::Machine;
 use crate::measure::Repeat;
-use crate::results::Results;
-use crate::stats::Samples;
-use crate::{progress, table};
+use crate::options::{Common, Kind, Warmup};
+use crate::progress;
+use crate::results::{Line, Results};
+use crate::sides::{by_turns, pivot};
 use anyhow::{Result, bail};
 use clap::Args;
 use hugemm_base::{CpuId, PageSize};
 use hugemm_frames::{Frames, Plain};
 use hugemm_heap::Heap;
 use hugemm_host::cpu::Host;
-use hugemm_inspect::interrupt;
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
 use sides::{Global, Own, Side};
 use std::alloc::System;
@@ -47,6 +46,9 @@ pub struct HeapArgs {
 }
 
 const MALLOC: &str = "malloc (libc)";
+
+const PAIR: Metric<f64> = Metric::new("bench.heap.pair", "ns", |it| *it);
+const LEFT: Metric<f64> = Metric::new("bench.heap.blocks_left", "blocks", |it| *it);
 
 /// A side with its type forgotten: does rounds of a work on so many CPUs, and counts what is left.
 struct Entry<'a> {
@@ -119,49 +121,33 @@ fn compare<'a>(
     }
     entries.push(entry(MALLOC, host, most, Global(System)));
 
-    let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
+    let repeat = Repeat::new(args.runs, args.warmup.warmup);
     let turns = Work::ALL.len() * threads.len() * entries.len() * repeat.all();
     let bar = progress::bar(turns as u64, machine.quiet());
-    let mut rows = Vec::new();
-    let mut heads = vec!["work, CPUs".to_owned()];
-    heads.extend(entries.iter().map(|entry| entry.name.to_owned()));
-    let mut lines = table::new(heads);
+    let mut lines = Vec::new();
     for work in Work::ALL {
         for cpus in threads {
             let rounds = rounds(&entries[0], work, *cpus, args.millis)?;
-            let mut columns: Vec<Samples> = entries.iter().map(|_| Samples::default()).collect();
-            for (index, counts) in repeat.turns(entries.len()) {
-                interrupt::check()?;
-                bar.set_message(entries[index].name);
-                bar.inc(1);
-                let each = (entries[index].run)(work, rounds, *cpus)?;
-                if counts {
-                    columns[index].push(each);
-                }
-            }
-            let mut line = vec![format!("{}, {cpus}", work.name())];
-            for (entry, samples) in entries.iter().zip(&columns) {
-                line.push(cell(Some(samples)));
-                let row = Row::median("bench.heap.pair", samples, "ns").label("work", work.name());
-                rows.push(row.label("cpus", *cpus).label("side", entry.name));
-            }
-            lines.add_row(line);
+            let line = |entry: &Entry<'_>| {
+                Line::new([("work", work.name().into()), ("cpus", (*cpus).into()), ("side", entry.name.into())])
+            };
+            let mut of_work: Vec<Line<f64>> = entries.iter().map(line).collect();
+            by_turns(&mut of_work, repeat, &bar, |index| (entries[index].run)(work, rounds, *cpus))?;
+            lines.extend(of_work);
         }
     }
-    let mut extents = table::new(["", "a quarter live", "all freed"]);
+    let mut left: Vec<Line<f64>> = Vec::new();
     for entry in entries.iter().filter(|entry| entry.name != MALLOC) {
-        let left = (entry.left)()?;
-        extents.add_row([entry.name.to_owned(), left[0].to_string(), left[1].to_string()]);
-        for (when, count) in ["a quarter live", "all freed"].into_iter().zip(left) {
-            let row = Row::single("bench.heap.blocks_left", count as f64, "blocks");
-            rows.push(row.label("when", when).label("side", entry.name));
+        for (when, count) in ["a quarter live", "all freed"].into_iter().zip((entry.left)()?) {
+            let line = Line::new([("side", entry.name.into()), ("when", when.into())]);
+            left.push(Line { runs: vec![count as f64], ..line });
         }
     }
     bar.finish_and_clear();
     let intro =
         format!("{} per heap; ns per piece taken and freed, mean over CPUs, median of {} runs", args.size, args.runs);
     let most = bytes / (64 * 1024);
-    let left = format!("Blocks of 64 KiB that can still be had, of {most}, after mixed sizes on one CPU");
+    let blocks = format!("Blocks of 64 KiB that can still be had, of {most}, after mixed sizes on one CPU");
     let remarks = vec![
         "Every heap does the same work; hugemm gives its empty slabs back before the clock stops. A thread's pin is\n  nothing; a \
          kernel turns interrupts off and on, for the locks of the others too. malloc is for scale."
@@ -169,9 +155,16 @@ fn compare<'a>(
     ];
     Ok(Results {
         intro,
-        tables: vec![("Time".to_owned(), lines), (left, extents)],
+        tables: vec![
+            ("Time".to_owned(), pivot(&lines, "work, CPUs", &["work", "cpus"], "side", &[PAIR])),
+            (blocks, pivot(&left, "", &["side"], "when", &[LEFT])),
+        ],
         remarks,
-        rows,
+        rows: lines
+            .iter()
+            .flat_map(|line| line.rows(&[PAIR]))
+            .chain(left.iter().flat_map(|line| line.rows(&[LEFT])))
+            .collect(),
         ..Results::default()
     })
 }

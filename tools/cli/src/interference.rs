@@ -1,9 +1,10 @@
 //! `hugemm bench interference`: what clearing on one CPU costs a cache-resident program on another.
 
-use crate::args::{Interference, Kind};
+use crate::args::Interference;
 use crate::document::Row;
 use crate::machine::Machine;
 use crate::measure::Repeat;
+use crate::options::Kind;
 use crate::results::Results;
 use crate::stats::Samples;
 use crate::{progress, table};
@@ -38,7 +39,7 @@ pub fn run(args: &Interference) -> Result<()> {
     // Under a cooperative model the policy's unit bounds each call of a primitive.
     host.set_preempt_model(PreemptModel::None);
 
-    let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
+    let repeat = Repeat::new(args.runs, args.warmup.warmup);
     let turns = sets.len() * neighbours.len() * repeat.all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let mut lines =

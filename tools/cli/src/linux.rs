@@ -8,8 +8,8 @@ pub mod modules;
 pub mod pool;
 
 use crate::arch::Arch;
-use crate::boot::VirtualMachine;
-use crate::boot::lines::Transcript;
+use crate::boot::machine::VirtualMachine;
+use crate::boot::transcript::Transcript;
 use crate::linux::args::{Linux, Work};
 use crate::linux::image::{Initramfs, LinuxImage};
 use crate::machine::Machine;
@@ -98,17 +98,18 @@ pub fn run(args: &Linux) -> Result<()> {
             Work::Age(_) => age::compare(&mut results),
         }
     }
+    let goals = results.goals();
     if !machine.quiet() {
         machine.print_environment();
         println!("  guests    {} each, QEMU {}, CPU model {}", args.memory, accel.name(), virtual_cpu.model);
-        results.print();
+        results.print(&goals);
     }
     for cell in &cells {
         if let Err(why) = &cell.transcript {
             eprintln!("hugemm: {} on {} CPUs: {why}", cell.kernel, cell.cpus);
         }
     }
-    machine.report(results.into_rows())?;
+    machine.report(results.rows.into_iter().chain(goals).collect())?;
     match cells.iter().filter(|cell| cell.transcript.is_err()).count() {
         0 => Ok(()),
         failed if failed == cells.len() => bail!("no guest did its work; the lines above say why"),

@@ -1,7 +1,7 @@
 //! What every command sets up before it measures: verified memory, CPUs, the environment, a profile.
 
-use crate::args::{Calibration, Common, Kind};
 use crate::document::{self, Document, Row};
+use crate::options::{Calibration, Common, Kind};
 use crate::results::Results;
 use crate::{environment_text, noise, profile_file, progress};
 use anyhow::{Context, Result, anyhow, bail};
@@ -74,16 +74,7 @@ impl Machine {
     /// Memory of a page size, populated and verified, with a progress bar. `kind` decides between transparent and
     /// hugetlb pages where both can be.
     pub fn memory(&self, bytes: u64, page: PageSize, kind: Kind) -> Result<Region> {
-        self.memory_of(bytes, page, kind, None)
-    }
-
-    /// The same with 2 MiB pages of one node.
-    pub fn memory_on(&self, bytes: u64, kind: Kind, node: u32) -> Result<Region> {
-        self.memory_of(bytes, PageSize::Size2M, kind, Some(node))
-    }
-
-    fn memory_of(&self, bytes: u64, page: PageSize, kind: Kind, node: Option<u32>) -> Result<Region> {
-        let allocate = |backing| self.allocate(bytes, backing, node);
+        let allocate = |backing| self.allocate(bytes, backing);
         match (page, kind) {
             (PageSize::Size4K, _) => allocate(RegionBacking::Small),
             (PageSize::Size1G, Kind::Thp) => bail!("transparent huge pages have no 1 GiB size; use --kind hugetlb"),
@@ -96,10 +87,10 @@ impl Machine {
         }
     }
 
-    fn allocate(&self, bytes: u64, backing: RegionBacking, node: Option<u32>) -> Result<Region> {
+    fn allocate(&self, bytes: u64, backing: RegionBacking) -> Result<Region> {
         let bar = progress::bar(bytes, self.quiet);
         bar.set_message(format!("taking and touching {} of memory", Size(bytes)));
-        let request = RegionRequest { bytes, backing, raise_pool: true, node, ..RegionRequest::default() };
+        let request = RegionRequest { bytes, backing, raise_pool: true, ..RegionRequest::default() };
         let region = Region::allocate_on(&Roots::default(), &request, |done| bar.set_position(done));
         bar.finish_and_clear();
         region
@@ -142,11 +133,12 @@ impl Machine {
 
     /// Prints what a command came to, or its JSON.
     pub fn show(&self, results: Results) -> Result<()> {
+        let goals = results.goals();
         if !self.quiet {
             self.print_environment();
-            results.print();
+            results.print(&goals);
         }
-        self.report(results.into_rows())
+        self.report(results.rows.into_iter().chain(goals).collect())
     }
 
     /// Warns of noise, and prints or saves the results as JSON if the user wants them so.

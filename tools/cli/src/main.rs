@@ -19,6 +19,7 @@ mod environment_text;
 mod explain;
 mod frames;
 mod goals;
+mod ground;
 mod headline;
 mod heap;
 mod image;
@@ -27,11 +28,11 @@ mod kernel_side;
 mod lease;
 mod linux;
 mod machine;
-mod matrix;
 mod measure;
 mod memset;
 mod mmap;
 mod noise;
+mod options;
 mod paging;
 mod pool;
 mod probe;
@@ -43,11 +44,13 @@ mod report;
 mod results;
 mod run;
 mod saved;
+mod sides;
 mod stand_in;
 mod stats;
 mod table;
 mod units;
 mod unmeasured_args;
+mod usage;
 mod vm_create;
 mod worker;
 
@@ -89,7 +92,6 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Alloc(args)) => frames::alloc::run(args),
         Command::Bench(Bench::Churn(args)) => frames::churn::run(args),
         Command::Bench(Bench::Heap(args)) => heap::run(args),
-        Command::Bench(Bench::Stress(args)) => frames::stress::run(args),
         Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
         Command::Bench(Bench::Age(args)) => age::run(args),
         Command::Linux(args) => linux::run(args),

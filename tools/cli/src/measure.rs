@@ -24,9 +24,15 @@ pub struct Repeat {
     pub runs: u32,
     /// Untimed runs before them.
     pub warmup: u32,
+    /// Runs of what takes long, at most.
+    pub of_long: u32,
 }
 
 impl Repeat {
+    pub fn new(runs: u32, warmup: u32) -> Self {
+        Repeat { runs, warmup, of_long: u32::MAX }
+    }
+
     /// All runs, for a loop or a progress bar.
     pub fn all(self) -> usize {
         self.runs as usize + self.warmup as usize

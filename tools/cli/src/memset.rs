@@ -1,11 +1,12 @@
 //! `hugemm bench mem memset`: the chunk table of "huge page clearing optimizations".
 
-use crate::args::{Memset, primitive};
-use crate::boot::lines::Transcript;
+use crate::args::Memset;
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
 use crate::measure::{Field, Repeat, Subject, bandwidths};
-use crate::results::{self, Line, Results};
+use crate::options::primitive;
+use crate::results::{Line, Results};
 use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::{Result, anyhow, bail};
@@ -46,7 +47,7 @@ pub fn run(args: &Memset) -> Result<()> {
     let clearer = Clearer::new(machine.features, ClearPolicy::new(profile))?;
     let host = Host::new(&places, region.as_mut_slice())?;
 
-    let repeat = Repeat { runs: loops, warmup: args.warmup.warmup };
+    let repeat = Repeat::new(loops, args.warmup.warmup);
     let bar = progress::bar((chunks.iter().count() * subjects.len() * repeat.all()) as u64, machine.quiet());
     let measured = host.run_on(CpuId(0), |cx| {
         // SAFETY: the only owner of the host's frames, made once.
@@ -89,7 +90,7 @@ fn results_of(names: &[String], measured: Vec<(u64, Vec<Samples>)>, size: u64, l
 }
 
 pub fn of_guest(transcript: &Transcript) -> Results {
-    let lines: Vec<Line<Pass>> = results::of_guest(transcript);
+    let lines: Vec<Line<Pass>> = lines_of(transcript);
     let Some(first) = lines.first() else { return Results::default() };
     let chunks = lines.chunk_by(|a, b| a.number("chunk") == b.number("chunk"));
     let names: Vec<String> =

@@ -5,13 +5,14 @@
 //! in the order of the same faults, but its fault is a function call: a *software fault*, without a trap and without
 //! page tables. The two are printed under one another and never divided by each other.
 
-use crate::args::{Kind, Mmap};
-use crate::boot::lines::Transcript;
+use crate::args::Mmap;
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
 use crate::memset::{PERF_GB, RATE};
-use crate::results::{self, Line, Results};
+use crate::options::Kind;
+use crate::results::{Line, Results};
 use crate::{kernel_side, progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Dirty, PageSize};
@@ -76,7 +77,7 @@ pub fn run(args: &Mmap) -> Result<()> {
     let job = Job { bytes, page, threads: args.threads, seed: args.randomize };
     let sides: Vec<Side> = std::iter::once(None).chain(args.clear.iter().map(Some)).collect();
 
-    let repeat = Repeat { runs: loops, warmup: args.warmup.warmup };
+    let repeat = Repeat::new(loops, args.warmup.warmup);
     let bar = progress::bar((sides.len() * functions.iter().count() * repeat.all()) as u64, machine.quiet());
     // SAFETY: the only owner of the host's frames, made once.
     let mut memory = unsafe { host.own_frames() };
@@ -202,7 +203,7 @@ fn report(lines: &[Line<Pass>], results: &mut Results) {
 }
 
 pub fn of_guest(transcript: &Transcript) -> Results {
-    let (lines, mut results) = (results::of_guest(transcript), Results::default());
+    let (lines, mut results) = (lines_of(transcript), Results::default());
     lines.chunk_by(|a, b| a.label("function") == b.label("function")).for_each(|lines| report(lines, &mut results));
     results
 }

@@ -1,28 +1,22 @@
 //! `hugemm bench pool`: a pool grown and shrunk, with vmemmap optimization and without, flushes per batch and per page.
 
-pub mod machine;
-
-use crate::args::Common;
-use crate::boot::lines::Transcript;
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
+use crate::ground::{Ground, GroundPlan};
 use crate::machine::Machine;
 use crate::measure::Repeat;
-use crate::pool::machine::{Ground, GroundPlan};
-use crate::results::{self, Line, Results};
-use crate::stats::Samples;
+use crate::options::Common;
+use crate::results::{Line, Results};
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use clap::Args;
-use hugemm_base::{Clock, CpuCx, CpuId, Never, PageSize};
-use hugemm_host::cpu::{CpuError, Host};
-use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
+use hugemm_base::{CpuId, PageSize};
+use hugemm_host::cpu::Host;
+use hugemm_hugetlb::OptimizerPolicy;
 use hugemm_inspect::interrupt;
-use hugemm_workloads::options::cpus;
-use hugemm_workloads::pool::{self, Cycle, INTERRUPTS, METRICS, Timed};
+use hugemm_workloads::pool::{self, Cycle, INTERRUPTS, METRICS};
 use hugemm_workloads::request::{self, FlushEach, Optimization, Pool as Resizes};
 use hugemm_workloads::words::{List, Named};
-use std::hint::spin_loop;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 #[derive(Debug, Args)]
 #[command(mut_arg("hvo", |arg| arg.default_value("off,on,in-place")))]
@@ -33,9 +27,6 @@ pub struct Pool {
     /// CPUs of the machine whose interrupts are counted (modelled: each flush interrupts all the others).
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16", value_parser = clap::value_parser!(u32).range(1..=8192))]
     pub cpus: Vec<u32>,
-    /// Threads that resize together.
-    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = cpus())]
-    pub threads: Vec<u32>,
     #[command(flatten)]
     pub common: Common,
 }
@@ -44,22 +35,21 @@ pub struct Pool {
 struct Side {
     hvo: Optimization,
     flush: FlushEach,
-    threads: u32,
     n: u64,
     line: Line<Cycle>,
 }
 
 impl Side {
-    fn new(hvo: Optimization, flush: FlushEach, threads: u32, n: u64, page: PageSize) -> Self {
+    fn new(hvo: Optimization, flush: FlushEach, n: u64, page: PageSize) -> Self {
         let line = Line::new([
             ("hvo", (hvo != Optimization::Off).into()),
             ("swap", (hvo == Optimization::On && flush == FlushEach::Batch).into()),
             ("flush", flush.name().into()),
             ("page", page.to_string().into()),
             ("n", n.into()),
-            ("threads", threads.into()),
+            ("threads", 1_u32.into()),
         ]);
-        Side { hvo, flush, threads, n, line }
+        Side { hvo, flush, n, line }
     }
 }
 
@@ -79,31 +69,28 @@ pub fn run(args: &Pool) -> Result<()> {
     let default = if size == PageSize::Size2M { 2000 } else { 8 };
     let counts: Vec<u64> = n.map_or(vec![default], |counts| counts.iter().collect());
     let most = counts.iter().copied().max().unwrap_or(default);
-    let threads = args.threads.iter().copied().max().unwrap_or(1);
-    let plan = GroundPlan::new(size, most, threads)?;
+    let plan = GroundPlan::new(size, most, 1)?;
     let bytes = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
-    let mut metadata = machine.memory(bytes, PageSize::Size2M, crate::args::Kind::Thp)?;
+    let mut metadata = machine.memory(bytes, PageSize::Size2M, crate::options::Kind::Thp)?;
     machine.note_region("metadata", &metadata);
-    let host = Host::new(&machine.places(threads as usize)?, &mut [])?;
+    let host = Host::new(&machine.places(1)?, &mut [])?;
     let mut sides = Vec::new();
     for n in &counts {
-        for threads in &args.threads {
-            for hvo in hvo.iter() {
-                // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
-                let ways = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
-                for flush in ways.iter() {
-                    sides.push(Side::new(hvo, flush, *threads, *n, size));
-                }
+        for hvo in hvo.iter() {
+            // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
+            let ways = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
+            for flush in ways.iter() {
+                sides.push(Side::new(hvo, flush, *n, size));
             }
         }
     }
     let bar = progress::bar(sides.len() as u64 * u64::from(runs), machine.quiet());
-    for (index, _) in (Repeat { runs, warmup: 0 }).turns(sides.len()) {
+    for (index, _) in Repeat::new(runs, 0).turns(sides.len()) {
         interrupt::check()?;
         let side = &mut sides[index];
         bar.inc(1);
         // Each side has a machine of its own, so that none finds what another left of the tables.
-        plan.build(&host, threads, &mut metadata, |ground| measure(&host, ground, size, side))?;
+        plan.build(&host, 1, &mut metadata, |ground| measure(&host, ground, size, side))?;
     }
     bar.finish_and_clear();
     let lines: Vec<Line<Cycle>> = sides.into_iter().map(|side| side.line).collect();
@@ -134,21 +121,14 @@ pub fn run(args: &Pool) -> Result<()> {
 
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
 fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side) -> Result<()> {
-    let policy = match side.flush {
-        FlushEach::Batch => OptimizerPolicy { swap: side.hvo != Optimization::InPlace, ..OptimizerPolicy::default() },
-        FlushEach::Page => OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
-    };
+    let swap = side.hvo != Optimization::InPlace && side.flush == FlushEach::Batch;
+    let policy = OptimizerPolicy { swap, ..OptimizerPolicy::default() };
     let optimizer = ground.optimizer(policy);
     optimizer.set_enabled(side.hvo != Optimization::Off);
     let mut run = Cycle::default();
     for counted in [false, true] {
-        let cycle = ground.with_pool(size, |pool| match side.threads {
-            1 => Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &optimizer, side.n))??),
-            threads => {
-                let up = together(host, pool, &optimizer, side.n, threads)?;
-                let down = together(host, pool, &optimizer, 0, threads)?;
-                Ok(Cycle { up, down })
-            }
+        let cycle = ground.with_pool(size, |pool| {
+            Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &optimizer, side.n, side.flush))??)
         })?;
         let (entered, left) = (cycle.up.report.entered, cycle.down.report.left);
         if (entered, left) != (side.n, side.n) {
@@ -165,50 +145,8 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side
     Ok(())
 }
 
-/// A resize by several CPUs: what one does first, and from there to the last CPU's last step. That all come in between is not
-/// counted: a thread takes longer to start than a thousand pages to move.
-fn together<'e>(
-    host: &Host<'_>,
-    pool: &HugePool<'_>,
-    optimizer: &hugemm_hugetlb::VmemmapOptimizer<'e, crate::pool::machine::Soft<'e>, crate::pool::machine::Map<'e>>,
-    target: u64,
-    threads: u32,
-) -> Result<Timed> {
-    let arrived = AtomicU32::new(0);
-    let work = |cx: &mut CpuCx<'_, Host<'_>>, resize: &Resize<'_, '_, '_, _, _, _>| {
-        // Relaxed: the resize was there before the threads.
-        arrived.fetch_add(1, Ordering::Relaxed);
-        while arrived.load(Ordering::Relaxed) < threads {
-            spin_loop();
-        }
-        let begin = cx.platform().now_ns();
-        resize.work(cx, &Never);
-        (begin, cx.platform().now_ns())
-    };
-    let mut nanos = Ok(0);
-    let report = host.run_on(CpuId(0), |cx| {
-        let first = cx.platform().now_ns();
-        pool.resize(cx, optimizer, target, Nodes::All, |cx, resize| {
-            let opened = cx.platform().now_ns() - first;
-            let spans = std::thread::scope(|scope| {
-                let others = scope.spawn(|| host.run_on_each((1..threads).map(CpuId), |cx| work(cx, resize)));
-                let mine = work(cx, resize);
-                let mut spans = others.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-                spans.push(mine);
-                Ok::<_, CpuError>(spans)
-            });
-            nanos = spans.map(|spans| {
-                let begin = spans.iter().map(|span| span.0).max().unwrap_or(0);
-                let end = spans.iter().map(|span| span.1).max().unwrap_or(0);
-                opened + end.saturating_sub(begin)
-            });
-        })
-    })??;
-    Ok(Timed { report, nanos: nanos?, interrupts: 0 })
-}
-
 pub fn of_guest(transcript: &Transcript) -> Results {
-    let lines = results::of_guest(transcript);
+    let lines = lines_of(transcript);
     let heads = INTERRUPTS.map(|metric| metric.head.to_owned());
     let counts = |line: &Line<Cycle>| INTERRUPTS.map(|metric| format!("{:.0}", line.samples(&metric).median())).into();
     let mut results = results_of(&lines, &heads, counts);
@@ -216,10 +154,16 @@ pub fn of_guest(transcript: &Transcript) -> Results {
     results
 }
 
-/// The table, with more cells at the end of each line, and the goals: of the largest number of pages on one thread.
+/// The rows of a way to resize. One that did not have its pages did not do the work: its rows say so, and decide no goal.
+fn rows(line: &Line<Cycle>) -> Vec<Row> {
+    let had = |run: &Cycle| [run.up.report.entered, run.down.report.left] == [line.number("n"); 2];
+    let short = !line.runs.iter().all(had);
+    line.rows(&METRICS).into_iter().map(|row| if short { row.label("short", true) } else { row }).collect()
+}
+
+/// The table, with more cells at the end of each line, and the rows.
 fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle>) -> Vec<String>) -> Results {
-    let mut results =
-        Results { rows: lines.iter().flat_map(|line| line.rows(&METRICS)).collect(), ..Results::default() };
+    let mut results = Results { rows: lines.iter().flat_map(rows).collect(), ..Results::default() };
     let columns = || METRICS.iter().filter(|metric| !metric.head.is_empty());
     let heads = ["hvo", "pages", "threads"].into_iter().chain(columns().map(|metric| metric.head)).map(str::to_owned);
     let mut out = table::new(heads.chain(more.iter().cloned()));
@@ -235,21 +179,6 @@ fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle
     }
     let page = lines.first().map(|line| line.label("page")).unwrap_or_default();
     results.tables.push((format!("Pools of {page} pages, grown from nothing and shrunk to nothing"), out));
-    // Sides that did not have the pages did not do the work, and are not judged by it.
-    let had = |line: &&Line<Cycle>| {
-        line.runs.iter().all(|run| [run.up.report.entered, run.down.report.left] == [line.number("n"); 2])
-    };
-    let Some(on) = find(lines, "on").filter(had) else { return results };
-    if let Some((up, down)) =
-        find(lines, "off").filter(had).filter(|_| page == PageSize::Size2M.name()).map(|off| extra(on, off))
-    {
-        results.goals.at_most("pool.extra_ns_up", &Samples::once(up), "ns per page", 60.0);
-        results.goals.at_most("pool.extra_ns_down", &Samples::once(down), "ns per page", 60.0);
-    }
-    if let Some(last) = on.runs.last() {
-        results.goals.at_most("pool.flushes_up", &Samples::once(last.up.flushes_each()), "per batch", 2.0);
-        results.goals.at_most("pool.flushes_down", &Samples::once(last.down.flushes_each()), "per batch", 1.0);
-    }
     results
 }
 
@@ -259,29 +188,14 @@ fn find<'a>(lines: &'a [Line<Cycle>], wanted: &str) -> Option<&'a Line<Cycle>> {
     lines.iter().find(|line| Some(line.number("n")) == most && line.number("threads") == 1 && name(line) == wanted)
 }
 
-/// The median times of a page, up and down.
-fn each(line: &Line<Cycle>) -> [f64; 2] {
-    [&METRICS[0], &METRICS[1]].map(|metric| line.samples(metric).median())
-}
-
-/// What the optimization adds to them.
-fn extra(on: &Line<Cycle>, off: &Line<Cycle>) -> (f64, f64) {
-    let ([on_up, on_down], [off_up, off_down]) = (each(on), each(off));
-    (on_up - off_up, on_down - off_down)
-}
-
 /// What only this machine of numbers can say.
 fn summarise(lines: &[Line<Cycle>], size: PageSize, plan: &GroundPlan, results: &mut Results) {
-    let (Some(off), Some(on)) = (find(lines, "off"), find(lines, "on")) else { return };
-    let Some(last) = on.runs.last() else { return };
+    let Some(last) = find(lines, "on").and_then(|on| on.runs.last()) else { return };
     // What is left of the descriptors, and the allocator's share of its other data.
     let bytes = (last.up.report.entered * size.bytes()) as f64;
     let described = bytes / 64.0 - last.up.saved_kib() * 1024.0 * last.up.report.entered as f64;
     let left = 100.0 * described / bytes + plan.metadata_share();
-    results.goals.at_most("frames.metadata_pct_pool", &Samples::once(left), "percent", 0.25);
-    let ([on_up, on_down], [off_up, off_down]) = (each(on), each(off));
-    results.rows.push(Row::single("pool.tax_up", on_up / off_up, "ratio"));
-    results.rows.push(Row::single("pool.tax_down", on_down / off_down, "ratio"));
+    results.rows.push(Row::single("bench.pool.metadata", left, "percent"));
 }
 
 #[cfg(test)]
@@ -309,8 +223,8 @@ mod tests {
 
     #[test]
     fn what_did_not_have_the_pages_meets_no_goal() {
-        let judged = |off, on| guest(off, on).goals.into_rows().map(|row| row.metric().to_owned()).collect::<Vec<_>>();
-        let [time, flushes] = [["pool.extra_ns_up", "pool.extra_ns_down"], ["pool.flushes_up", "pool.flushes_down"]];
+        let judged = |off, on| guest(off, on).goals().iter().map(|row| row.metric().to_owned()).collect::<Vec<_>>();
+        let [time, flushes] = [["pool.on_vs_off_up", "pool.on_vs_off_down"], ["pool.flushes_up", "pool.flushes_down"]];
         assert_eq!(judged(100, 100), [time, flushes].concat());
         assert_eq!(judged(99, 100), flushes, "the optimization has nothing to be set beside");
         assert!(judged(100, 99).is_empty() && judged(0, 0).is_empty());

@@ -1,14 +1,16 @@
 //! `hugemm probe`: this machine's primitives by chunk and region size, hot and cold; the crossovers; the policy.
 
-use crate::args::{Calibration, Probe};
+use crate::args::Probe;
 use crate::document::{self, Row};
 use crate::machine::{Calibrated, GIB, Machine};
 use crate::measure::{Field, Repeat, Subject, bandwidths};
+use crate::options::Calibration;
+use crate::results::Results;
 use crate::stats::Samples;
-use crate::{goals, matrix, profile_file, progress, table};
+use crate::{profile_file, progress, table};
 use anyhow::Result;
 use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel};
-use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass, Profile, Unit, Warmth};
+use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, Profile, Unit, Warmth};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::size::Size;
@@ -23,9 +25,6 @@ const ENOUGH: u64 = 256 * MIB;
 
 pub fn run(args: &Probe) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    if args.matrix {
-        return matrix::run(args, &machine);
-    }
     document::check_writable(args.save_profile.as_deref())?;
     let size = match args.size {
         Some(size) => machine.whole_pages(size, PageSize::Size2M)?,
@@ -37,18 +36,14 @@ pub fn run(args: &Probe) -> Result<()> {
     machine.note_region("measured", &region);
     let calibrated = machine.profile(&args.calibration, region.as_mut_slice())?;
     let clearer = Clearer::new(machine.features, ClearPolicy::new(calibrated.profile))?;
-    if !machine.quiet() {
-        machine.print_environment();
-        println!("memory: {}", region.verified());
-        print_profile(&calibrated, &args.calibration);
-    }
+    let intro = format!("memory: {}\n{}", region.verified(), profile_text(&calibrated, &args.calibration));
 
     let host = Host::new(&places, region.as_mut_slice())?;
     let mut subjects: Vec<Subject> =
         machine.features.iter().filter(|p| *p != Primitive::Portable).map(Subject::Primitive).collect();
     subjects.push(Subject::Policy);
     let sizes: Vec<u64> = (1..).map(|i| MIB << i).take_while(|bytes| *bytes <= size).collect();
-    let rows = host.run_on(CpuId(0), |cx| {
+    let mut results = host.run_on(CpuId(0), |cx| {
         // SAFETY: the only owner of the host's frames, made once.
         let memory = unsafe { host.own_frames() };
         measure(cx, &clearer, &subjects, &sizes, memory, args, machine.quiet())
@@ -56,45 +51,51 @@ pub fn run(args: &Probe) -> Result<()> {
 
     if let Some(path) = &args.save_profile {
         profile_file::save(path, &calibrated.profile)?;
-        if !machine.quiet() {
-            println!("\nprofile written to {}", path.display());
-        }
+        results.remarks.push(format!("profile written to {}", path.display()));
     }
-    machine.report(rows)
+    results.intro = intro;
+    machine.show(results)
 }
 
-fn print_profile(calibrated: &Calibrated, calibration: &Calibration) {
+fn profile_text(calibrated: &Calibrated, calibration: &Calibration) -> String {
     let Profile { cached, bulk, crossover, cached_mbps, bulk_mbps } = calibrated.profile;
-    match (calibrated.took, &calibration.profile) {
-        (Some(took), _) => println!("\ncalibrated in {} ms", took.as_millis()),
-        (None, path) => println!("\nprofile read from {}", path.as_deref().unwrap_or("".as_ref()).display()),
-    }
+    let mut lines = vec![match (calibrated.took, &calibration.profile) {
+        (Some(took), _) => format!("calibrated in {} ms", took.as_millis()),
+        (None, path) => format!("profile read from {}", path.as_deref().unwrap_or("".as_ref()).display()),
+    }];
     let named = |best: hugemm_clear::Best| match best.general == best.any {
         true => best.general.to_string(),
         false => format!("{} (without vector registers {})", best.any, best.general),
     };
-    println!("  best cached primitive   {}, {:.1} GB/s cold", named(cached), f64::from(cached_mbps.any) / 1e3);
+    lines.push(format!(
+        "  best cached primitive   {}, {:.1} GB/s cold",
+        named(cached),
+        f64::from(cached_mbps.any) / 1e3
+    ));
     match bulk {
-        Some(bulk) => {
-            println!("  best bulk primitive     {}, {:.1} GB/s cold", named(bulk), f64::from(bulk_mbps.any) / 1e3)
-        }
-        None => println!("  best bulk primitive     none that this CPU has"),
+        Some(bulk) => lines.push(format!(
+            "  best bulk primitive     {}, {:.1} GB/s cold",
+            named(bulk),
+            f64::from(bulk_mbps.any) / 1e3
+        )),
+        None => lines.push("  best bulk primitive     none that this CPU has".to_owned()),
     }
     let from = |bytes| if bytes == u64::MAX { "never".to_owned() } else { format!("from {}", Size(bytes)) };
-    println!("  bulk is faster");
-    println!("    on cold memory        {}", from(crossover.cold));
-    println!("    and read right after  {}", from(crossover.cold_touched));
-    println!("    on hot memory         {}", from(crossover.hot));
-    println!("    and read right after  {}", from(crossover.hot_touched));
+    lines.push("  bulk is faster".to_owned());
+    lines.push(format!("    on cold memory        {}", from(crossover.cold)));
+    lines.push(format!("    and read right after  {}", from(crossover.cold_touched)));
+    lines.push(format!("    on hot memory         {}", from(crossover.hot)));
+    lines.push(format!("    and read right after  {}", from(crossover.hot_touched)));
     let policy = ClearPolicy::new(calibrated.profile);
     let unit = |p| Size(policy.unit_bytes(p, PreemptModel::None, false));
-    println!("  unit under a cooperative model: {} cached", unit(cached.any));
+    lines.push(format!("  unit under a cooperative model: {} cached", unit(cached.any)));
     if let Some(bulk) = bulk {
-        println!("                                  {} bulk", unit(bulk.any));
+        lines.push(format!("                                  {} bulk", unit(bulk.any)));
     }
+    lines.join("\n")
 }
 
-/// The tables. Returns every figure as a row.
+/// The tables, and every figure as a row.
 fn measure(
     cx: &mut CpuCx<'_, Host<'_>>,
     clearer: &Clearer,
@@ -103,8 +104,8 @@ fn measure(
     mut memory: Dirty,
     args: &Probe,
     quiet: bool,
-) -> Result<Vec<Row>> {
-    let mut rows = Vec::new();
+) -> Result<Results> {
+    let (mut rows, mut tables) = (Vec::new(), Vec::new());
     let total = memory.extent().bytes();
     let chunks: Vec<u64> = CHUNKS.into_iter().filter(|chunk| total.is_multiple_of(*chunk)).collect();
     let mut fields: Vec<Field> = Vec::new();
@@ -112,7 +113,7 @@ fn measure(
     fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, false)));
     fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, true)));
     fields.extend(sizes.iter().map(|bytes| Field::hot(*bytes, ENOUGH)));
-    let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
+    let repeat = Repeat::new(args.runs, args.warmup.warmup);
     let bar = progress::bar((fields.len() * subjects.len() * repeat.all()) as u64, quiet);
     let mut measured = Vec::new();
     for field in &fields {
@@ -134,7 +135,7 @@ fn measure(
         heads.extend(subjects.iter().map(Subject::name));
         heads.push("policy/best".into());
         let mut lines = table::new(heads);
-        for (field, each) in fields[range.clone()].iter().zip(&measured[range.clone()]) {
+        for (field, each) in fields[range.clone()].iter().zip(&measured[range]) {
             let mut line = vec![Size(field.size).to_string()];
             for (subject, samples) in subjects.iter().zip(each) {
                 line.push(table::gbps(samples.median()));
@@ -143,53 +144,23 @@ fn measure(
             line.push(format!("{:.2}", share(each, best(each))));
             lines.add_row(line);
         }
-        if !quiet {
-            table::print(title, &lines);
-        }
-        worst_share(&measured[range])
+        tables.push((title.to_owned(), lines));
     };
     let kind = format!("GB/s, median of {} runs", args.runs);
     section(&format!("Chunks, cold, one fence per chunk ({kind})"), "clear.chunk", "chunk", chunks.len(), &mut rows);
-    let cold = section(&format!("Regions, cold ({kind})"), "clear.region_cold", "region", sizes.len(), &mut rows);
-    let touched = section(
+    section(&format!("Regions, cold ({kind})"), "clear.region_cold", "region", sizes.len(), &mut rows);
+    section(
         &format!("Regions, cold, read right after: the fault case ({kind})"),
         "clear.region_cold_touched",
         "region",
         sizes.len(),
         &mut rows,
     );
-    let hot = section(&format!("Regions, hot ({kind})"), "clear.region_hot", "region", sizes.len(), &mut rows);
+    section(&format!("Regions, hot ({kind})"), "clear.region_hot", "region", sizes.len(), &mut rows);
 
-    // The largest cold region stands for bulk; what Linux gets is rep stosb by 2 MiB chunk.
-    let largest = &measured[chunks.len() + sizes.len() - 1];
-    let chunk_2m = chunks.iter().position(|chunk| *chunk == 2 * MIB).map(|index| &measured[index]);
-    let column = |each: &'_ [Samples], wanted: Subject| -> Option<Samples> {
-        subjects.iter().position(|subject| *subject == wanted).map(|index| each[index].clone())
-    };
-    let policy = column(largest, Subject::Policy).unwrap_or_default();
-    let best_stream = subjects
-        .iter()
-        .zip(largest)
-        .filter(|(subject, _)| matches!(subject, Subject::Primitive(p) if p.class() == PrimitiveClass::Streaming))
-        .map(|(_, samples)| samples)
-        .max_by(|a, b| a.median().total_cmp(&b.median()));
-    let mut goals = goals::Goals::new();
-    if let Some(best) = best_stream {
-        goals.at_least("clear.bulk_vs_best_stream", &policy.per_run_ratio(best), 0.97);
-    }
-    if let Some(stosb) = chunk_2m.and_then(|each| column(each, Subject::Primitive(Primitive::RepStosb))) {
-        goals.at_least("clear.bulk_vs_rep_stosb", &policy.per_run_ratio(&stosb), 2.2);
-    }
-    goals.at_least("clear.worst_vs_best_hot", &hot, 0.95);
-    goals.at_least("clear.worst_vs_best_cold", &cold, 0.95);
-    goals.at_least("clear.worst_vs_best_cold_touched", &touched, 0.95);
-    goals.at_most("clear.worst_unit_ms", &worst_unit, "ms", 4.0);
-    if !quiet {
-        goals.print();
-    }
-    rows.extend(goals.into_rows());
+    rows.push(Row::median("clear.worst_unit", &worst_unit, "ms"));
     rows.extend(crossovers(&clearer.policy().profile));
-    Ok(rows)
+    Ok(Results { tables, rows, ..Results::default() })
 }
 
 /// From which request size on the policy writes past the cache; a case in which it never does has no row.
@@ -214,27 +185,6 @@ fn best(each: &[Samples]) -> usize {
 /// The policy's bandwidth as a share of a primitive's, run by run; the median.
 fn share(each: &[Samples], primitive: usize) -> f64 {
     each.last().map_or(0.0, |policy| policy.per_run_ratio(&each[primitive]).median())
-}
-
-/// The policy's share of the best primitive's bandwidth at the size where that is least. Size and primitive are chosen by one half of
-/// the runs and measured by the other, and the other way round: the least of ten shares of the best of eight figures is low by noise alone.
-fn worst_share(sizes: &[Vec<Samples>]) -> Samples {
-    let halves = [0, 1].map(|half| -> Vec<Vec<Samples>> {
-        let half = |each: &Vec<Samples>| each.iter().map(|samples| samples.halves()[half].clone()).collect();
-        sizes.iter().map(half).collect()
-    });
-    let mut shares = Samples::default();
-    for (chosen, measured) in [(&halves[0], &halves[1]), (&halves[1], &halves[0])] {
-        let worst = chosen
-            .iter()
-            .map(|each| best(each))
-            .enumerate()
-            .min_by(|a, b| share(&chosen[a.0], a.1).total_cmp(&share(&chosen[b.0], b.1)));
-        if let Some((size, primitive)) = worst {
-            shares.push(share(&measured[size], primitive));
-        }
-    }
-    shares
 }
 
 /// The longest time in ms between two reschedule points of a cooperative clear of all memory, by run; cached and bulk
@@ -272,37 +222,4 @@ fn worst_unit(
     host.grant_vectors(true);
     host.set_preempt_model(PreemptModel::Full);
     Ok((worst, memory))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Runs of two primitives and the policy.
-    fn size(first: [f64; 4], second: [f64; 4], policy: [f64; 4]) -> Vec<Samples> {
-        [first, second, policy]
-            .map(|runs| {
-                runs.into_iter().fold(Samples::default(), |mut samples, run| {
-                    samples.push(run);
-                    samples
-                })
-            })
-            .into()
-    }
-
-    #[test]
-    fn a_slow_choice_is_found_where_it_is() {
-        let right = size([20.0; 4], [40.0; 4], [40.0; 4]);
-        let wrong = size([50.0; 4], [40.0; 4], [40.0; 4]);
-        let shares = worst_share(&[right.clone(), wrong, right]);
-        assert_eq!((shares.runs(), shares.median(), shares.max()), (2, 0.8, 0.8));
-    }
-
-    /// A primitive that two runs favoured has not shown that the policy chose wrongly: the others do not say so.
-    #[test]
-    fn luck_is_no_slow_choice() {
-        let lucky = size([80.0, 40.0, 80.0, 40.0], [40.0; 4], [40.0; 4]);
-        assert_eq!(share(&lucky, best(&lucky)), 0.75);
-        assert_eq!(worst_share(&[lucky]).median(), 1.0);
-    }
 }

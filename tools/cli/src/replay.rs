@@ -37,7 +37,7 @@ pub fn run(args: &Replay) -> Result<()> {
         pages: pages(args, plan, &machine)?,
     };
     let bytes = (setup.metadata_bytes()? as u64).next_multiple_of(PAGE_BYTES);
-    let mut metadata = machine.memory(bytes, PageSize::Size4K, crate::args::Kind::Thp)?;
+    let mut metadata = machine.memory(bytes, PageSize::Size4K, crate::options::Kind::Thp)?;
     let bar = progress::bar(u64::from(args.runs) + 2, machine.quiet());
     bar.set_message(format!("replaying {} operations", plan.ops.len()));
     let outcome = run::run(plan, &setup, args.runs, args.no_peers, metadata.as_mut_slice(), || bar.inc(1))?;

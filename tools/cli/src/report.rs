@@ -1,9 +1,8 @@
 //! `hugemm report FILE…`: saved results as one HTML page, or in the tables of a Markdown page that is there.
 //!
 //! The way of a figure: `content` sorts the rows of all documents, by the table in `views` or by their labels alone
-//! (`build`), into plots; `draw` draws them (`axis`, `svg`); `html` writes them down.
+//! (`build`), into plots; `draw` draws them; `html` writes them down.
 
-mod axis;
 mod build;
 mod content;
 mod draw;
@@ -11,7 +10,6 @@ mod fill;
 mod html;
 mod machine;
 mod plot;
-mod svg;
 #[cfg(test)]
 mod tests;
 mod views;
@@ -47,7 +45,7 @@ pub fn run(args: &Report) -> Result<()> {
     for page in &args.fill {
         let text = std::fs::read_to_string(page).with_context(|| format!("cannot read {}", page.display()))?;
         let Some(filled) = fill::filled(&text, &content) else {
-            bail!("{} has no table row for any goal of {}", page.display(), names(&args.files));
+            bail!("{} has no mark '<!-- goals -->' to fill", page.display());
         };
         write(page, &filled)?;
         println!("figures put into {}", page.display());

@@ -1,12 +1,11 @@
-//! What a command came to, wherever it was measured: records line by line, and the tables, rows and goals that are made of them.
+//! What a command came to, wherever it was measured: records line by line, and the tables and rows that are made of them.
 
-use crate::boot::lines::Transcript;
 use crate::document::Row;
-use crate::goals::Goals;
+use crate::goals;
 use crate::stats::Samples;
 use crate::table;
 use comfy_table::Table;
-use hugemm_workloads::record::{Metric, Record};
+use hugemm_workloads::record::Metric;
 use serde_json::{Map, Value};
 
 /// The runs of what has the same labels.
@@ -34,6 +33,21 @@ impl<R> Line<R> {
         }
     }
 
+    /// A label as it stands among others in a table.
+    pub fn shown(&self, name: &str) -> String {
+        match (name, self.number(name)) {
+            ("cpus", 1) => "1 CPU".to_owned(),
+            ("cpus", cpus) => format!("{cpus} CPUs"),
+            ("interrupts", _) => format!("interrupts {}", self.label(name)),
+            _ => self.label(name),
+        }
+    }
+
+    /// What tells it from others, in words.
+    pub fn name(&self) -> String {
+        self.labels.keys().map(|name| self.label(name)).collect::<Vec<_>>().join(", ")
+    }
+
     /// A label that is a number; 0 if there is none.
     pub fn number(&self, name: &str) -> u64 {
         self.labels.get(name).and_then(Value::as_u64).unwrap_or(0)
@@ -50,19 +64,7 @@ impl<R> Line<R> {
     }
 }
 
-/// What the reference kernel has counted, in its order.
-pub fn of_guest<R: Record>(transcript: &Transcript) -> Vec<Line<R>> {
-    let mut lines: Vec<Line<R>> = Vec::new();
-    for (record, labels) in transcript.records() {
-        match lines.iter_mut().find(|line| line.labels == *labels) {
-            Some(line) => line.runs.push(record),
-            None => lines.push(Line { labels: labels.clone(), runs: vec![record] }),
-        }
-    }
-    lines
-}
-
-/// Tables, figures as rows, goals, and what has to be known to read them.
+/// Tables, figures as rows, and what has to be known to read them. The rows decide the goals.
 #[derive(Default)]
 pub struct Results {
     /// Before everything else: what was done.
@@ -70,28 +72,29 @@ pub struct Results {
     pub tables: Vec<(String, Table)>,
     pub remarks: Vec<String>,
     pub rows: Vec<Row>,
-    /// Goals that they decide.
-    pub goals: Goals,
+    /// Whether instructions were emulated: only what was counted can be judged then.
+    pub emulated: bool,
 }
 
 impl Results {
+    /// The goals that the rows decide.
+    pub fn goals(&self) -> Vec<Row> {
+        goals::judge(&self.rows, self.emulated)
+    }
+
     /// Prints all but the rows.
-    pub fn print(&self) {
+    pub fn print(&self, goals: &[Row]) {
         if !self.intro.is_empty() {
             println!("\n{}", self.intro);
         }
         for (title, lines) in &self.tables {
             table::print(title, lines);
         }
-        self.goals.print();
+        if !goals.is_empty() {
+            table::print("Goals", &goals::table(goals));
+        }
         if !self.remarks.is_empty() {
             println!("\n  {}", self.remarks.join("\n  "));
         }
-    }
-
-    /// The rows, the goals' last.
-    pub fn into_rows(mut self) -> Vec<Row> {
-        self.rows.extend(self.goals.into_rows());
-        self.rows
     }
 }

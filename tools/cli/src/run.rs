@@ -5,11 +5,11 @@ mod host;
 mod kernel;
 pub mod text;
 
-use crate::args::{Calibration, Common, Kind};
-use crate::boot::lines::Transcript;
+use crate::boot::transcript::Transcript;
 use crate::document::{self, Row};
+use crate::ground;
 use crate::machine::{GIB, Machine};
-use crate::pool::machine;
+use crate::options::{Calibration, Common, Kind};
 use crate::stats::Samples;
 use crate::{noise, progress, report, saved};
 use anyhow::{Context, Result, bail};
@@ -181,9 +181,9 @@ pub fn run(args: &Run) -> Result<()> {
     machine.note_region("hugemm", &region);
     let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let all = Extent::new(BASE_FRAME, bytes / 4096).context("the memory cannot be numbered; use a smaller --size")?;
-    let plan = machine::GroundPlan::over(all, workers)?;
+    let plan = ground::GroundPlan::over(all, workers)?;
     let metadata = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
-    let mut metadata = machine.memory(metadata, PageSize::Size2M, crate::args::Kind::Thp)?;
+    let mut metadata = machine.memory(metadata, PageSize::Size2M, crate::options::Kind::Thp)?;
     machine.note_region("metadata", &metadata);
     let start = region.as_ptr();
     let host = Host::new(&places, region.as_mut_slice())?;

@@ -44,11 +44,10 @@ const COUNTED: [&str; 10] =
 
 /// Which way is better, if that is known: by the row's own goal, else as the workload declares it, else by its name, else by its unit.
 pub fn better(row: &Row) -> Option<Better> {
-    if let Some(bound) = Bound::of(row) {
-        return Some(match bound {
-            Bound::AtLeast => Better::Higher,
-            Bound::AtMost => Better::Lower,
-        });
+    match Bound::of(row) {
+        Some(Bound::AtLeast) => return Some(Better::Higher),
+        Some(Bound::AtMost) => return Some(Better::Lower),
+        Some(Bound::Beside) | None => {}
     }
     // What a workload declares of its own metrics.
     if let Some(metric) = METRICS.iter().find(|metric| metric.name == row.metric()) {

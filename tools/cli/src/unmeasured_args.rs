@@ -1,6 +1,6 @@
 //! Options of the commands that measure nothing.
 
-use crate::args::Common;
+use crate::options::Common;
 use clap::{Args, ValueHint};
 use clap_complete::Shell;
 use std::path::PathBuf;

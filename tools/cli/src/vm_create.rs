@@ -8,13 +8,13 @@
 
 pub mod pool;
 
-use crate::args::{Calibration, Common, Kind};
-use crate::boot::lines::Transcript;
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::frames::area::AreaPlan;
-use crate::goals::Goals;
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
-use crate::results::{self, Line, Results};
+use crate::options::{Calibration, Common, Kind};
+use crate::results::{Line, Results};
+use crate::sides::by_turns;
 use crate::vm_create::pool::with_pool;
 use crate::{kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
@@ -24,7 +24,7 @@ use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_frames::{Frames, Plain};
 use hugemm_host::cpu::Host;
 use hugemm_hugetlb::HugePool;
-use hugemm_inspect::interrupt::{self, UserStops};
+use hugemm_inspect::interrupt::UserStops;
 use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lz4::WordsOrLz4;
@@ -33,7 +33,7 @@ use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Watermarks};
 use hugemm_vm::{Backing as From, Parts, Pinned, Pools, Setup, Vm, VmaKind};
 use hugemm_workloads::request::{self, Clearing, Function, PagesFrom};
 use hugemm_workloads::size::Size;
-use hugemm_workloads::vm_create::{CreateMethod, Created, Creation, OUTSIDE, RATE, SHARES, Split, software_faults};
+use hugemm_workloads::vm_create::{CreateMethod, Created, Creation, RATE, SHARES, Split, software_faults};
 use hugemm_workloads::words::Named;
 use indicatif::ProgressBar;
 use std::marker::PhantomData;
@@ -180,15 +180,10 @@ fn measure(side: &Side<'_, '_, '_>, ways: &[Way], runs: u32, bar: &ProgressBar) 
     };
     let mut lines: Vec<Line<Created>> = ways.iter().map(line).collect();
     // The first turn touches memory that may be new to the machine below a virtual one.
-    for (index, counts) in (Repeat { runs, warmup: 1 }).turns(ways.len()) {
-        interrupt::check()?;
-        bar.set_message(kernel_side::title(&lines[index]));
+    by_turns(&mut lines, Repeat::new(runs, 1), bar, |index| {
         let (nanos, split) = side.pass(&ways[index])?;
-        bar.inc(1);
-        if counts {
-            lines[index].runs.push(Created { bytes: side.bytes, nanos, split });
-        }
-    }
+        Ok(Created { bytes: side.bytes, nanos, split })
+    })?;
     Ok(lines)
 }
 
@@ -307,10 +302,10 @@ impl Side<'_, '_, '_> {
 }
 
 pub fn of_guest(transcript: &Transcript) -> Results {
-    results_of(&results::of_guest(transcript))
+    results_of(&lines_of(transcript))
 }
 
-/// A table for each page size, and the goals.
+/// A table for each page size.
 fn results_of(lines: &[Line<Created>]) -> Results {
     let mut results = Results::default();
     for lines in lines.chunk_by(|a, b| a.label("page") == b.label("page")) {
@@ -333,27 +328,5 @@ fn results_of(lines: &[Line<Created>]) -> Results {
         let (size, page, runs) = (Size(lines[0].number("size")), lines[0].label("page"), lines[0].runs.len());
         results.tables.push((format!("vm-create --size {size} --page {page}, median of {runs} runs, GB = 10^9"), out));
     }
-    judge(lines, &mut results.goals);
     results
-}
-
-/// Judged where both sides take pages from free memory and put them on an LRU.
-fn judge(lines: &[Line<Created>], goals: &mut Goals) {
-    let find = |how: CreateMethod, side: &str| {
-        lines.iter().find(|line| {
-            line.label("from") == PagesFrom::Frames.name()
-                && line.label("page") == PageSize::Size2M.name()
-                && line.label("how") == how.name()
-                && line.number("workers") == 1
-                && line.label("side") == side
-        })
-    };
-    let bulk = Clearing::Bulk.side();
-    if let Some(faults) = find(CreateMethod::Demand, bulk) {
-        goals.at_most(OUTSIDE.name, &faults.samples(&OUTSIDE), OUTSIDE.unit, 2.0);
-    }
-    if let (Some(ours), Some(theirs)) = (find(CreateMethod::Prefault, bulk), find(CreateMethod::Prefault, "kernel")) {
-        let ratio = ours.samples(&RATE).per_run_ratio(&theirs.samples(&RATE));
-        goals.at_least("vm.create_vs_host_kernel", &ratio, 2.2);
-    }
 }

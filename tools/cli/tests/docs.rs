@@ -149,6 +149,26 @@ fn floors_cost_what_the_page_says() {
     assert_eq!(floors, 5);
 }
 
+/// Rust that a page shows can be pasted, and stands so in a source that is compiled and run: no page has an example of its own.
+#[test]
+fn examples_of_pages_stand_in_sources() {
+    let lines = |text: &str| text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("\n");
+    let sources: Vec<String> =
+        files("rs").iter().map(|path| lines(&fs::read_to_string(path).expect("readable"))).collect();
+    let (mut blocks, mut wrong) = (0, Vec::new());
+    for page in files("md") {
+        let text = fs::read_to_string(&page).expect("readable");
+        for block in text.split("```rust\n").skip(1).filter_map(|rest| Some(rest.split_once("```")?.0)) {
+            blocks += 1;
+            if !sources.iter().any(|source| source.contains(&lines(block))) {
+                wrong.push(format!("{}: {block}", page.display()));
+            }
+        }
+    }
+    assert!(blocks >= 5, "{blocks} examples are found");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
 /// What stands in backticks.
 fn spans(text: &str) -> Vec<String> {
     let prose: String = text.split("```").step_by(2).collect();

@@ -5,7 +5,7 @@ mod support;
 
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
-use hugemm_lease::server::Listener;
+use hugemm_lease::listener::Listener;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use serde_json::Value;
 use std::fs::{self, File};

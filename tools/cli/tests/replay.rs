@@ -42,7 +42,7 @@ fn pages_are_conserved_on_both_recordings() {
 /// Each that can do what the trace asks for: where a folio is split, who cannot free a part of a block is left out.
 #[test]
 fn other_allocators_replay_the_same_trace() {
-    const DIVISIBLE: [&str; 4] = ["buddy_system_allocator", "bitmap-allocator", "free-list", "LLFree"];
+    const DIVISIBLE: [&str; 3] = ["buddy_system_allocator", "bitmap-allocator", "free-list"];
     for (name, indivisible) in [("kmem-perf.txt", None), ("kmem-trace-cmd.txt", Some("buddy-slab-allocator"))] {
         let document = document(&[&data(name), "-r", "2", "--json"]);
         let others = rows(&document, "replay.peer_op_ns");

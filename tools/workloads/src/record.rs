@@ -1,6 +1,6 @@
 //! What a run measured: a record of counts that a guest sends to its host by name, and the metrics that are made of it.
 //!
-//! A record is sent as it is counted. Rows, tables and goals are made on the host, by the same code wherever it was measured.
+//! A record is sent as it is counted. Rows and tables are made on the host, by the same code wherever it was measured.
 
 /// Counts with names.
 pub trait Record: Default {
@@ -57,16 +57,14 @@ pub struct Metric<R> {
     pub head: &'static str,
     /// Which way is better, if either is.
     pub better: Option<Better>,
-    /// The name of its goal, and the most that it may be.
-    pub goal: Option<(&'static str, f64)>,
     /// Its value.
     pub of: fn(&R) -> f64,
 }
 
 impl<R> Metric<R> {
-    /// A metric without a column, a direction or a goal.
+    /// A metric without a column or a direction.
     pub const fn new(name: &'static str, unit: &'static str, of: fn(&R) -> f64) -> Self {
-        Metric { name, unit, head: "", better: None, goal: None, of }
+        Metric { name, unit, head: "", better: None, of }
     }
 
     /// The same with a column.
@@ -77,11 +75,6 @@ impl<R> Metric<R> {
     /// The same with a direction.
     pub const fn better(self, better: Better) -> Self {
         Metric { better: Some(better), ..self }
-    }
-
-    /// The same with a goal.
-    pub const fn at_most(self, goal: &'static str, most: f64) -> Self {
-        Metric { goal: Some((goal, most)), ..self }
     }
 }
 

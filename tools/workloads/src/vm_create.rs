@@ -93,10 +93,6 @@ pub const SHARES: [Metric<Created>; 3] = [
     Metric::new("bench.vm_create.map", "percent", |it: &Created| it.percent(it.split.map)).column("map"),
 ];
 
-/// What is not clearing: a goal, for page faults.
-pub const OUTSIDE: Metric<Created> =
-    Metric::new("fault.outside_clear_pct", "percent", |it: &Created| 100.0 - it.percent(it.split.clear));
-
 /// Adds up the time between phases.
 struct Stopwatch<'c, C> {
     clock: &'c C,

@@ -1,6 +1,6 @@
 //! Arenas that come and go while the manager runs.
 
-use super::support::{Memory, Threads, arena, extent, release};
+use super::support::{Memory, Threads, arena, extent, release, with_arenas};
 use super::{order, request};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Dirty, NodeId, Pfn};
@@ -440,4 +440,115 @@ fn arenas_come_and_go_while_others_allocate() {
     frames.drain(&cx);
     let stats = frames.stats(&cx);
     assert_eq!((frames.frames(), frames.managed(), stats.free, stats.extents(order(9))), (2048, 2048, 2048, 4));
+}
+
+/// Two arenas of node 0 with a hole between them, and node 1 elsewhere.
+fn with_a_hole(test: impl FnOnce(&Manager<'_>, &Threads)) {
+    let arenas = [arena(0, 4096, 0), arena(12_288, 4096, 0), arena(1 << 20, 512, 1)];
+    with_arenas(&arenas, 2, &[NodeId(0), NodeId(1)], test);
+}
+
+/// What comes into a hole between two arenas of a node may be on another: a cache believes nothing about it.
+#[test]
+fn an_arena_in_a_hole_keeps_its_node() {
+    with_a_hole(|frames, threads| {
+        let cx = threads.cx();
+        add(frames, &arena(4096, 8192, 1)).expect("room");
+        hand_over(frames, threads, 4096, 8192);
+        for log in [0, 1, 3, 4, 8, 9] {
+            let only = |node| request(log).from(Placement::Only(NodeId(node)));
+            let available = || [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).available());
+            let before = available();
+            let mut held: Vec<Frozen> = Vec::new();
+            while held.len() < 10_000 >> log {
+                let Ok(block) = frames.alloc(&cx, only(1)) else { break };
+                held.push(block);
+            }
+            assert!(held.iter().all(|block| frames.node_of(block.pfn()) == Some(NodeId(1))));
+            assert!(held.iter().any(|block| block.pfn().number() < 12_288));
+            held.into_iter().for_each(|block| frames.free(&cx, block));
+            let got = frames.alloc(&cx, only(0)).expect("memory");
+            assert_eq!(frames.node_of(got.pfn()), Some(NodeId(0)), "order {log}");
+            frames.free(&cx, got);
+            assert_eq!(available(), before, "order {log}");
+            frames.drain(&cx);
+            assert_eq!(available(), before, "order {log}");
+        }
+    });
+}
+
+/// What lies in a hole may be another manager's: it is left alone there, too.
+#[test]
+fn a_block_of_another_manager_in_a_hole_is_left_alone() {
+    with_a_hole(|frames, threads| {
+        with_arenas(&[arena(4096, 8192, 0)], 1, &[], |other, _| {
+            let cx = threads.cx();
+            let before = frames.stats(&cx);
+            for log in [0, 3, 6, 9, 10] {
+                let foreign = other.alloc(&cx, request(log)).expect("memory");
+                frames.free(&cx, foreign);
+                assert_eq!(frames.stats(&cx).cached, 0, "order {log}");
+            }
+            let after = frames.stats(&cx);
+            assert_eq!((after.free, after.blocks), (before.free, before.blocks));
+        });
+    });
+}
+
+/// A node that no arena was on is none, whether its number is between those of others or beyond.
+#[test]
+fn nothing_is_added_to_a_node_that_there_is_not() {
+    with_arenas(&[arena(0, 512, 0), arena(512, 512, 2)], 1, &[], |frames, threads| {
+        for node in [1, 3] {
+            assert_eq!(add(frames, &arena(1024, 512, node)), Err(FramesConfigError::NoSuchNode(NodeId(node))));
+        }
+        add(frames, &arena(1024, 512, 2)).expect("room");
+        assert_eq!(hand_over(frames, threads, 1024, 512), 512);
+    });
+}
+
+/// An arena is what merges: pieces of 1 MiB that are plugged in one by one give blocks of 1 MiB, and one piece of 8 MiB one of 8 MiB.
+#[test]
+fn pieces_that_adjoin_stay_apart() {
+    with_two_nodes(|frames, threads| {
+        let cx = threads.cx();
+        for piece in 0..8 {
+            let base = 8192 + piece * 256;
+            add(frames, &arena(base, 256, 0)).expect("room");
+            assert_eq!(hand_over(frames, threads, base, 256), 256);
+        }
+        assert_eq!(frames.alloc(&cx, request(9)), Err(AllocError::OutOfMemory));
+        let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(8)).ok()).collect();
+        assert_eq!(held.len(), 8);
+        // An extent may go over several.
+        held.into_iter().for_each(|block| assert_eq!(frames.free_extent(&cx, block.into_dirty()), 256));
+        add(frames, &arena(16_384, 2048, 0)).expect("room");
+        assert_eq!(hand_over(frames, threads, 16_384, 2048), 2048);
+        let large = frames.alloc(&cx, request(11)).expect("8 MiB");
+        frames.free(&cx, large);
+    });
+}
+
+/// An arena of any size and alignment goes again.
+#[test]
+fn odd_arenas_come_and_go() {
+    with_two_nodes(|frames, threads| {
+        let cx = threads.cx();
+        for (base, pages) in [(8193, 1), (8200, 63), (8191, 2), (8192 + 511, 514), (8192, 700), ((1 << 18) - 3, 1029)] {
+            for _ in 0..2 {
+                let spec = arena(base, pages, 0);
+                add(frames, &spec).expect("room");
+                assert_eq!(hand_over(frames, threads, base, pages), pages);
+                let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
+                assert_eq!(held.len() as u64, pages);
+                held.into_iter().for_each(|block| frames.free(&cx, block));
+                frames.drain(&cx);
+                let all = frames.alloc_contig_range(&cx, spec.extent).expect("free");
+                // SAFETY: nobody asks for its frames by number.
+                let removed = unsafe { frames.remove(&cx, all, no_counters) }.expect("it was added");
+                assert_eq!(removed.frames.extent(), spec.extent);
+                assert_eq!((frames.frames(), frames.managed()), (1024, 0));
+            }
+        }
+    });
 }

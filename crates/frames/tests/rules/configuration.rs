@@ -17,6 +17,25 @@ fn metadata_is_within_its_limits() {
     }
 }
 
+/// Small arenas need more: per 100 000 of 64 KiB, 2 MiB, 128 MiB and 1 GiB, at first and later.
+#[test]
+fn small_arenas_need_more() {
+    let part = |bytes: usize, pages: u64| bytes as u64 * 100_000 / (pages * 4096);
+    let sizes = [16, 512, 1 << 15, GIB];
+    let given = sizes.map(|pages| {
+        // Without what a manager needs once.
+        let need = |arenas: &[ArenaSpec]| {
+            let config = FramesConfig { arenas, cpus: 0, cpu_nodes: &[] };
+            Frames::<Plain>::required_bytes(&config).expect("valid").size()
+        };
+        let one = [arena(0, pages, 0), arena(4 * GIB, pages, 0)];
+        part(need(&one) - need(&one[..1]), pages)
+    });
+    let added =
+        sizes.map(|pages| part(Frames::<Plain>::added_bytes(&arena(0, pages, 0)).expect("valid").size(), pages));
+    assert_eq!((given, added), ([8789, 1788, 1599, 1596], [16_113, 2017, 1602, 1596]));
+}
+
 #[test]
 fn bad_configurations_are_refused() {
     let need =

@@ -348,7 +348,8 @@ fn a_request_is_served_before_a_gathered_block_is_taken() {
         let block = frames.alloc(&cx, request(6)).expect("memory");
         frames.free(&cx, block);
         hugemm_threads::run_as(1);
-        assert_eq!(frames.alloc(&cx, request(18)), Err(AllocError::OutOfMemory));
+        // With what the other has cached, all of it is free.
+        assert_eq!(frames.alloc(&cx, request(14)), Err(AllocError::OutOfMemory));
         assert!(frames.stats(&cx).cached > 64);
         hugemm_threads::run_as(0);
         let block = frames.alloc(&cx, request(6)).expect("memory");
@@ -438,4 +439,117 @@ fn cached_2_mib_blocks_go_back_to_where_they_were() {
             assert_eq!(frames.stats(&cx).free, 270 * HUGE);
         },
     );
+}
+
+/// What is broken already is used up before a whole 1 GiB is broken, though that lies lower: by pages, ranges of 2 MiB and all between.
+#[test]
+#[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
+fn the_only_whole_gibibyte_is_broken_last() {
+    // Broken by the end of memory, and by a page in use.
+    with_one_arena(0, 2 * GIB - 512, 1, |frames, threads| {
+        let cx = threads.cx();
+        let (wholes, high) = (|| frames.stats(&cx).blocks[18], |block: &Frozen| block.pfn().number() >= GIB);
+        let mut held = Vec::new();
+        for log in [0, 1, 3, 4, 6, 8, 9, 10, 12, 16] {
+            held.push(frames.alloc(&cx, request(log)).expect("memory"));
+            assert!(held.iter().all(high), "order {log}: {held:?}");
+            held.push(frames.alloc(&cx, request(log).movable()).expect("memory"));
+            assert!(held.iter().all(high), "order {log}: {held:?}");
+            assert_eq!(wholes(), 1);
+        }
+        let whole = frames.alloc(&cx, request(18)).expect("whole");
+        assert_eq!(whole.pfn(), Pfn::new(0));
+        frames.free(&cx, whole);
+        // The other has nothing any more.
+        held.extend(std::iter::from_fn(|| {
+            frames.alloc(&cx, request(9)).ok().filter(|block| block.pfn().number() >= GIB)
+        }));
+        assert_eq!(wholes(), 0, "one more was taken");
+        held.into_iter().for_each(|block| frames.free(&cx, block));
+        frames.drain(&cx);
+        let all = frames.stats(&cx);
+        // Of one that is whole again, nobody knows less than before.
+        assert!(all.blocks[18] >= 1 || all.free != 2 * GIB - 512, "{all:?}");
+    });
+}
+
+/// Nobody has to give back what he has cached for a request that all of it could not serve.
+#[test]
+#[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
+fn a_request_that_cannot_be_served_empties_no_caches() {
+    with_one_arena(0, GIB, 2, |frames, threads| {
+        let cx = threads.cx();
+        let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).take(300).collect();
+        let page = frames.alloc(&cx, request(0)).expect("memory");
+        let cached = frames.stats(&cx).cached;
+        assert!(cached != 0);
+        hugemm_threads::run_as(1);
+        for _ in 0..3 {
+            assert_eq!(frames.alloc(&cx, request(18)), Err(AllocError::OutOfMemory));
+            assert_eq!(frames.alloc_below(&cx, Pfn::new(4096), request(12)), Err(AllocError::OutOfMemory));
+        }
+        hugemm_threads::run_as(0);
+        frames.free(&cx, frames.alloc(&cx, request(0)).expect("cached"));
+        assert_eq!(frames.stats(&cx).cached, cached, "nobody has asked for it");
+        held.into_iter().for_each(|block| frames.free(&cx, block));
+        hugemm_threads::run_as(1);
+        assert_eq!(frames.alloc(&cx, request(18)), Err(AllocError::OutOfMemory), "a page is in use");
+        hugemm_threads::run_as(0);
+        frames.free(&cx, page);
+        hugemm_threads::run_as(1);
+        assert_eq!(frames.alloc(&cx, request(18)), Err(AllocError::OutOfMemory), "and now it is cached");
+        hugemm_threads::run_as(0);
+        frames.serve(&cx);
+        hugemm_threads::run_as(1);
+        let all = frames.alloc(&cx, request(18)).expect("given back");
+        frames.free(&cx, all);
+    });
+}
+
+/// What is freed without waiting may be lower than what this CPU has gathered.
+#[test]
+fn a_gathered_block_is_not_taken_after_a_lower_one_was_freed_without_waiting() {
+    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+        let cx = threads.cx();
+        // Two of order 8 make 2 MiB, which are taken last.
+        for order in 4..8 {
+            let [low, high] = [(); 2].map(|()| frames.alloc(&cx, request(order)).expect("memory"));
+            let lowest = low.pfn();
+            assert!(lowest < high.pfn());
+            frames.free(&cx, high);
+            frames.free_nowait(&cx, low);
+            let again = frames.alloc(&cx, request(order)).expect("memory");
+            assert_eq!(again.pfn(), lowest, "order {order}");
+            // And what is taken without waiting was the lowest.
+            let high = frames.alloc(&cx, request(order)).expect("memory");
+            frames.free(&cx, high);
+            let taken = frames.alloc_nowait(&cx, request(order)).expect("memory");
+            frames.free(&cx, again);
+            let again = frames.alloc(&cx, request(order)).expect("memory");
+            assert_eq!(again.pfn(), lowest, "order {order}");
+            [taken, again].into_iter().for_each(|block| frames.free(&cx, block));
+            frames.drain(&cx);
+        }
+    });
+}
+
+/// A CPU's chunk may have become one of the other mobility since: nothing is taken there then.
+#[test]
+fn a_chunk_of_another_mobility_is_no_ones_own() {
+    with_one_arena(0, 4096, 2, |frames, threads| {
+        let cx = threads.cx();
+        let first = frames.alloc(&cx, request(0).movable()).expect("memory");
+        frames.free(&cx, first);
+        frames.drain(&cx);
+        // The same 2 MiB, and the same half of it.
+        let unmovable = frames.alloc(&cx, request(0)).expect("memory");
+        hugemm_threads::run_as(1);
+        let others = frames.alloc(&cx, request(0).movable()).expect("memory");
+        hugemm_threads::run_as(0);
+        let movable = frames.alloc(&cx, request(0).movable()).expect("memory");
+        let group = |block: &Frozen| block.pfn().number() / 512;
+        assert_ne!(group(&movable), group(&unmovable));
+        assert_ne!(movable.pfn().number() / 256, others.pfn().number() / 256, "apart from the other CPU's");
+        [unmovable, others, movable].into_iter().for_each(|block| frames.free(&cx, block));
+    });
 }

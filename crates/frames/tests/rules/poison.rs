@@ -1,6 +1,6 @@
 //! Poisoned frames stay out, however they were given back, and cost others nothing.
 
-use super::support::{counted_pages, extent, pages, run_as, with_one_arena};
+use super::support::{arena, busy, counted_pages, extent, pages, run_as, with_counted, with_one_arena};
 use super::{order, request};
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_frames::{AllocContigError, Frames, Frozen, HwPoisoned, NoMigration, Plain, Put};
@@ -187,5 +187,49 @@ fn the_first_poisoned_frame_is_found_from_anywhere() {
             let found = frames.first_hwpoisoned(extent(first, end.saturating_sub(first)));
             assert_eq!(found, expected, "{first:#x}..{end:#x}");
         }
+    });
+}
+
+/// One poisoned frame that stays in use takes nobody's way without a lock.
+#[test]
+fn a_pair_beside_a_poisoned_frame_takes_no_lock() {
+    with_one_arena(0, 1 << 16, 2, |frames, threads| {
+        let cx = threads.cx();
+        let bad = frames.alloc_contig_range(&cx, extent((1 << 16) - 5, 1)).expect("free");
+        assert_eq!(frames.hwpoison(&cx, bad.extent().base()), HwPoisoned::InUse);
+        frames.serve(&cx);
+        for log in [0, 3, 4, 6, 8, 9] {
+            let pair = || frames.free(&cx, frames.alloc(&cx, request(log)).expect("memory"));
+            pair();
+            let before = frames.stats(&cx).lock_rounds;
+            pair();
+            (0..100).for_each(|_| pair());
+            // The looks are two, the first of which is a visit to the node.
+            let rounds = frames.stats(&cx).lock_rounds - before;
+            assert!(rounds <= 2, "order {log}: {rounds} lock rounds for 101 pairs");
+        }
+        frames.free_extent(&cx, bad);
+        frames.serve(&cx);
+        assert_eq!(frames.stats(&cx).refused, 1);
+    });
+}
+
+/// A machine check's handler may have interrupted whoever holds the lock: it says that it would wait, and has changed nothing.
+#[test]
+fn a_frame_is_poisoned_without_waiting() {
+    with_counted(&[arena(0, 4096, 0)], 1, &[], |frames, threads| {
+        let cx = threads.cx();
+        let held = frames.alloc(&cx, request(0)).expect("memory");
+        let (used, free) = (held.pfn(), Pfn::new(4000));
+        assert_eq!(busy(|| [used, free].map(|pfn| frames.hwpoison_nowait(&cx, pfn))), [None; 2]);
+        assert!(!frames.is_hwpoisoned(used) && !frames.is_hwpoisoned(free));
+        assert_eq!(busy(|| frames.hwpoison_nowait(&cx, Pfn::new(4096))), Some(HwPoisoned::NotManaged));
+        assert_eq!(frames.hwpoison_nowait(&cx, used), Some(HwPoisoned::InUse));
+        assert_eq!(frames.hwpoison_nowait(&cx, free), Some(HwPoisoned::Free));
+        assert_eq!(frames.hwpoison_nowait(&cx, free), Some(HwPoisoned::Already));
+        frames.free(&cx, held);
+        frames.drain(&cx);
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.refused, stats.available()), (2, 4094));
     });
 }

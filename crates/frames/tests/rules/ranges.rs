@@ -3,7 +3,7 @@
 use super::support::{Threads, arena, counted_pages, extent, folio, pages, with_arenas, with_one_arena};
 use super::{GIB, counters, order, request};
 use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn};
-use hugemm_frames::{AllocContigError, FolioRef, HwPoisoned, Placement, Put, RangeReport};
+use hugemm_frames::{AllocContigError, FolioRef, Placement, RangeReport};
 
 /// One lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
 #[test]
@@ -32,76 +32,6 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
         threads.atomic.store(true, std::sync::atomic::Ordering::Relaxed);
         assert_eq!(frames.free_range(&mut cx, pages(whole)).freed, GIB);
         assert_eq!(counters(&cx).reschedules, 1);
-    });
-}
-
-/// The page somebody still references splits the run and is freed by its last put.
-#[test]
-fn extra_references_split_runs() {
-    with_one_arena(0, 2048, 1, |frames, threads| {
-        let mut cx = threads.cx();
-        let block = frames.alloc(&cx, request(9)).expect("memory");
-        let whole = counted_pages(frames, block);
-        // SAFETY: the block's references are numbers now, and none is dropped yet.
-        let extra = unsafe { frames.get_at(Pfn::new(whole.base().number() + 77)) }.expect("held");
-        let report = frames.free_range(&mut cx, pages(whole));
-        assert_eq!(report, RangeReport { freed: 511, kept: 1, runs: 2, ..RangeReport::default() });
-        assert_eq!(frames.stats(&cx).available(), 2047);
-        let page = extra.pfn();
-        assert_eq!(frames.put(&cx, extra), Ok(Put::Last));
-        // SAFETY: no LRU lists these frames.
-        assert_eq!((frames.references(page), unsafe { frames.try_get(page) }), (0, Ok(None)));
-        assert_eq!(frames.stats(&cx).available(), 2048);
-    });
-}
-
-/// Refused pages split the run and never come back.
-#[test]
-fn poisoned_pages_split_runs_and_stay_out() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let mut cx = threads.cx();
-        let block = frames.alloc(&cx, request(9)).expect("memory");
-        let whole = counted_pages(frames, block);
-        let bad = Pfn::new(whole.base().number() + 100);
-        assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
-        assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::Already);
-        let report = frames.free_range(&mut cx, pages(whole));
-        assert_eq!(report, RangeReport { freed: 511, refused: 1, runs: 2, ..RangeReport::default() });
-        let free = Pfn::new(if whole.base().number() == 0 { 700 } else { 200 });
-        assert_eq!(frames.hwpoison(&cx, free), HwPoisoned::Free);
-        let mut held = Vec::new();
-        while let Ok(block) = frames.alloc(&cx, request(0)) {
-            assert!(block.pfn() != bad && block.pfn() != free);
-            held.push(block);
-        }
-        assert_eq!(held.len(), 1022);
-        assert_eq!(frames.hwpoison(&cx, Pfn::new(5000)), HwPoisoned::NotManaged);
-        for block in held {
-            frames.free(&cx, block);
-        }
-        assert_eq!(frames.stats(&cx).refused, 2);
-    });
-}
-
-/// Heads and tails of folios, frozen and free pages and strangers are left alone; nothing is fine.
-#[test]
-fn ranges_of_other_things_are_left_alone() {
-    with_one_arena(0, 2048, 1, |frames, threads| {
-        let mut cx = threads.cx();
-        let folio = frames.count(frames.alloc(&cx, request(4)).expect("memory")).expect("fresh");
-        let frozen = frames.alloc(&cx, request(0)).expect("memory");
-        let report = frames.free_range(&mut cx, pages(extent(0, 3000)));
-        assert_eq!(report, RangeReport { invalid: 3000, ..RangeReport::default() });
-        assert_eq!(frames.free_range(&mut cx, pages(extent(0, 0))), RangeReport::default());
-        assert_eq!(frames.references(folio.pfn()), 1);
-        // Tails are never counted.
-        let tail = Pfn::new(folio.pfn().number() + 1);
-        // SAFETY: no LRU lists these frames.
-        assert_eq!(unsafe { frames.try_get(tail) }, Ok(None));
-        assert_eq!(frames.head_of(tail), Some((folio.pfn(), order(4))));
-        assert_eq!(frames.put(&cx, folio), Ok(Put::Last));
-        frames.free(&cx, frozen);
-        assert_eq!(frames.stats(&cx).available(), 2048);
     });
 }
 

@@ -36,7 +36,18 @@ fn slabs_take_and_give_frames_and_never_overlap() {
         let map = Bytes::new(64);
         assert!(Slab::<hugemm_base::lock::SpinLock>::new(4096, 8).is_none());
         assert!(Slab::<hugemm_base::lock::SpinLock>::new(8, 3).is_none());
-        for (size, align) in [(1, 1), (24, 8), (64, 64), (100, 4), (1000, 8), (2000, 16), (4032, 64)] {
+        for (size, align) in [
+            (1, 1),
+            (24, 8),
+            (64, 64),
+            (100, 4),
+            (1000, 8),
+            (2000, 16),
+            (4032, 64),
+            (24, 128),
+            (300, 256),
+            (1000, 1024),
+        ] {
             let slab: Slab = Slab::new(size, align).expect("fits");
             let mut held: Vec<NonNull<u8>> = Vec::new();
             while let Ok(object) = slab.alloc(frames, &cx, &map) {

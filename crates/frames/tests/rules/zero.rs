@@ -1,9 +1,9 @@
 //! Memory that is known to be zero.
 
-use super::request;
 use super::support::{counted_pages, pages, with_one_arena};
+use super::{order, request};
 use hugemm_base::{Dirty, Extent, Pfn, Zeroed};
-use hugemm_frames::FolioRun;
+use hugemm_frames::{FolioRun, Frozen};
 
 /// The frames as if they had been cleared.
 fn cleared(dirty: Dirty) -> Zeroed {
@@ -108,5 +108,32 @@ fn what_lost_its_last_reference_is_handed_over_by_run() {
         });
         assert_eq!((report.freed, report.runs, runs), (8, 1, vec![8]));
         assert_eq!(frames.stats(&cx).available(), 4096);
+    });
+}
+
+/// Who does not ask for zeroes leaves them, in blocks of every size, also where they lie lower.
+#[test]
+fn dirty_memory_is_handed_out_before_zeroes() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut parts = frames.split(frames.alloc(&cx, request(9)).expect("memory"), order(7)).expect("managed");
+        let [low, high] = [(); 2].map(|()| parts.pop().expect("a quarter"));
+        // All else is in use, the other two quarters too: what becomes free as a whole is dirty as a whole.
+        let rest: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
+        let (lows, highs) = (low.extent(), high.extent());
+        // SAFETY: ours; there is no memory behind the numbers.
+        frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(low.into_dirty().into_extent()) });
+        frames.free(&cx, high);
+        for log in 0..7 {
+            frames.drain(&cx);
+            let block = frames.alloc(&cx, request(log)).expect("memory");
+            assert!(!block.is_zero() && highs.contains(block.pfn()), "order {log}: {block:?}");
+            let wanted = frames.alloc(&cx, request(log).prefer_zeroed()).expect("memory");
+            assert!(wanted.is_zero() && lows.contains(wanted.pfn()), "order {log}: {wanted:?}");
+            frames.free(&cx, block);
+            // SAFETY: as above.
+            frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(wanted.into_dirty().into_extent()) });
+        }
+        rest.into_iter().for_each(|block| frames.free(&cx, block));
     });
 }

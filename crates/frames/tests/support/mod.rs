@@ -3,11 +3,13 @@
 
 pub mod ops;
 
-use hugemm_base::inject::NoFaults;
-use hugemm_base::{Dirty, Extent, NodeId, Order, Pfn};
+use hugemm_base::inject::{FaultPoint, Inject, NoFaults};
+use hugemm_base::lock::{RawLock, SpinLock};
+use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn};
 use hugemm_frames::{ArenaSpec, Env, FolioRef, FolioRun, Frames, FramesConfig, Frozen, Plain};
 pub use hugemm_threads::{Threads, run_as};
 use std::alloc::Layout;
+use std::cell::Cell;
 
 /// Memory for a manager's metadata.
 pub struct Memory(hugemm_threads::Memory);
@@ -83,6 +85,91 @@ pub fn with_arenas(
     arenas.iter().for_each(|arena| release(&frames, arena.extent));
     run_as(0);
     test(&frames, &Threads::default());
+}
+
+thread_local! {
+    static ROUNDS: Cell<u64> = const { Cell::new(0) };
+    static BUSY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A lock that counts how often this thread has taken one, and that somebody seems to hold while [`busy`] runs.
+pub struct CountedLock(SpinLock);
+
+// SAFETY: a spin lock, of which a try may fail.
+unsafe impl RawLock for CountedLock {
+    fn new() -> Self {
+        CountedLock(SpinLock::new())
+    }
+
+    fn lock(&self) {
+        assert!(!BUSY.get(), "waits for ever");
+        self.0.lock();
+        ROUNDS.set(ROUNDS.get() + 1);
+    }
+
+    fn try_lock(&self) -> bool {
+        !BUSY.get() && self.0.try_lock()
+    }
+
+    unsafe fn unlock(&self) {
+        // SAFETY: the caller holds it.
+        unsafe { self.0.unlock() }
+    }
+}
+
+/// Surroundings with such locks.
+pub struct Counted;
+
+impl Inject for Counted {
+    fn fault(&self, _point: FaultPoint) -> bool {
+        false
+    }
+}
+
+// SAFETY: the provided methods.
+unsafe impl Env for Counted {
+    type Lock = CountedLock;
+}
+
+/// The most lock rounds in one pin of `body`: an interrupt handler looks wherever one could come.
+pub fn most_rounds(threads: &Threads, body: impl FnOnce(&mut CpuCx<'_, Threads>)) -> u64 {
+    let (mut last, mut most) = (ROUNDS.get(), 0);
+    let mut look = || {
+        most = most.max(ROUNDS.get() - last);
+        last = ROUNDS.get();
+    };
+    threads.interrupted(|_| look(), body);
+    look();
+    most
+}
+
+/// Runs `body` as an NMI that has interrupted whoever holds all locks: waiting for one is a bug.
+pub fn busy<R>(body: impl FnOnce() -> R) -> R {
+    BUSY.set(true);
+    let result = body();
+    BUSY.set(false);
+    result
+}
+
+/// Arenas, all of them free, with locks that count.
+pub fn with_counted(
+    arenas: &[ArenaSpec],
+    cpus: u32,
+    cpu_nodes: &[NodeId],
+    test: impl FnOnce(&Frames<'_, Counted>, &Threads),
+) {
+    let _watched = hugemm_threads::Watchdog::new();
+    let config = FramesConfig { arenas, cpus, cpu_nodes };
+    let mut memory = Memory::new(Frames::<Counted>::required_bytes(&config).expect("valid"));
+    // SAFETY: one platform; the arenas bring no descriptors.
+    let frames = unsafe { Frames::in_slice(&config, Counted, memory.bytes()) }.expect("large enough");
+    let threads: Threads = Threads::default();
+    run_as(0);
+    for arena in arenas {
+        // SAFETY: once; there is no memory behind the numbers.
+        unsafe { frames.release_extent(&threads.cx(), arena.extent) };
+    }
+    test(&frames, &threads);
 }
 
 /// One arena, on node 0.

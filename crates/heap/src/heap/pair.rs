@@ -2,7 +2,7 @@
 
 use super::Heap;
 use crate::class::HALF;
-use crate::misuse;
+use crate::misuse::{self, Misuse};
 use crate::slab::Slab;
 use core::ptr::NonNull;
 use hugemm_base::platform::{Cpu, LinearMap};
@@ -39,7 +39,7 @@ impl<E: Env> Heap<'_, E> {
     }
 
     fn knows_pair(&self, (start, offset): (usize, u32)) -> bool {
-        misuse::check(self.frames, self.frame(start), misuse::slab_of(HALF)).is_ok()
+        misuse::check_slab(self.frames, self.frame(start), HALF).is_ok()
             && misuse::check_offset(HALF, offset).is_ok()
             // SAFETY: there is a slab of this class.
             && unsafe { Slab::at(start).is_pair(offset) }
@@ -52,19 +52,39 @@ impl<E: Env> Heap<'_, E> {
     /// As [`free`](Heap::free), of a pair.
     #[inline(never)]
     pub(super) unsafe fn free_pair<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>) {
+        if !self.is_at_home(cx) {
+            return self.refuse(Misuse::OtherPlatform);
+        }
+        // SAFETY: both pieces are the caller's. The first one last: it is the next to be handed out then, and can grow over the other one
+        // again.
+        unsafe {
+            self.halve_pair(cx, memory);
+            self.free_half(cx, self.find_piece(memory, HALF));
+        }
+    }
+
+    /// Frees the second of two pieces: the first stays a piece.
+    ///
+    /// # Safety
+    ///
+    /// As [`free`](Heap::free), of a pair.
+    pub(super) unsafe fn halve_pair<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>) {
         let (start, offset) = self.find_piece(memory, HALF);
-        // The first one last: it is the next to be handed out then, and can grow over the other one again.
-        let pieces = [(start, offset + PAGE_BYTES as u32 / 2), (start, offset)];
         // SAFETY: the slab stays while a piece of it is in use, and both are the caller's.
         unsafe {
             Slab::at(start).note_pair(offset, false);
-            let given = cx.pinned(|pin| {
-                let own = self.own(pin)?;
-                Some(pieces.map(|piece| self.give_piece(cx, pin, own, HALF, piece)))
-            });
-            if given != Some([true; 2]) {
-                pieces.into_iter().for_each(|piece| self.free_remote(piece));
-            }
+            self.free_half(cx, (start, offset + PAGE_BYTES as u32 / 2));
+        }
+    }
+
+    /// # Safety
+    ///
+    /// The piece of half a frame there is the caller's.
+    unsafe fn free_half<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, place: (usize, u32)) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let given = cx.pinned(|pin| self.give_piece(pin, HALF, place));
+            self.finish(cx, given, HALF, place);
         }
     }
 }

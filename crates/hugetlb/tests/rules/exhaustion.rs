@@ -2,17 +2,17 @@
 
 use crate::support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as, with_pool};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{CpuCx, Never, PageSize, Pfn};
-use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
+use hugemm_base::{PageSize, Pfn};
+use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError};
 use hugemm_threads::Random;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const POLICIES: [OptimizerPolicy; 4] = [
-    OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true },
-    OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: false },
-    OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: false },
-    OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
+    OptimizerPolicy { swap: true, carve: true },
+    OptimizerPolicy { swap: true, carve: false },
+    OptimizerPolicy { swap: false, carve: false },
+    OptimizerPolicy { swap: false, carve: true },
 ];
 
 fn everything_is_somewhere(m: &Machine<'_, Faults>, used: u64) {
@@ -30,7 +30,6 @@ fn heads_can_be_written(m: &Machine<'_, Faults>, pool: &HugePool<'_>) {
 fn run(
     m: &Machine<'_, Faults>,
     pool: &HugePool<'_>,
-    flush: FlushPolicy,
     steps: &[u64],
     mut armed: impl FnMut(usize),
     mut after: impl FnMut(usize, u64),
@@ -41,10 +40,8 @@ fn run(
         let failed = m.frames.env().inject.disarm();
         heads_can_be_written(m, pool);
         // Flushes are two per batch up and one per batch down, and one for what is carved, whatever failed.
-        if flush == FlushPolicy::Batch {
-            let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
-            assert!(report.flushes <= most, "{report:?}");
-        }
+        let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
+        assert!(report.flushes <= most, "{report:?}");
         after(step, failed);
     }
 }
@@ -69,7 +66,6 @@ fn every_allocation_of_a_resize_can_fail() {
                         run(
                             m,
                             &pool,
-                            policy.flush,
                             &steps,
                             |step| {
                                 if step == target {
@@ -186,7 +182,183 @@ fn every_allocation_of_1_gib_pages_demoting_and_dissolving_can_fail() {
     }
 }
 
-/// 100 random resizes with faults, on several CPUs, while walkers look at any frame and try to get references.
+/// What is left of a page that leaves while memory is out holds descriptors of others, so it is one without poison. A bad page gets
+/// them from a good one, and stays where there is none.
+#[test]
+fn a_poisoned_page_gives_no_frames_for_descriptors() {
+    for (size, spans, by_tidy) in [PageSize::Size2M, PageSize::Size1G]
+        .into_iter()
+        .flat_map(|size| [true, false].map(|by_tidy| (size, if size == PageSize::Size1G { 32 } else { 4 }, by_tidy)))
+    {
+        machine(&Shape::spans(spans), Faults::default(), |m| {
+            let mut memory = m.pool_memory(size);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            assert_eq!(m.set(&pool, 2).entered, 2);
+            let (victim, _) = pool.pages().next().expect("two");
+            let bad = Pfn::new(victim.number() + size.pages() - 2);
+            m.frames.hwpoison(&cx, bad);
+            pool.note_hwpoison(&cx, bad).expect("the pool's");
+            let before = pool.counts(&cx).counts;
+            let faults = &m.frames.env().inject;
+            let holds_descriptors = || {
+                let first = (m.all.base().number()..m.all.end().number()).step_by(64);
+                first.map(Pfn::new).any(|pfn| m.walk(pfn).is_some_and(|leaf| leaf.frame == bad))
+            };
+            faults.arm(FaultPlan::periodic(0, 1));
+            let left = match by_tidy {
+                true => pool.tidy(&mut cx, &m.optimizer).expect("idle").left,
+                false => pool.dissolve(&mut cx, &m.optimizer, bad).map_or(0, |report| report.left),
+            };
+            assert_eq!((left, pool.counts(&cx).counts.total), (0, before.total));
+            assert!(!holds_descriptors() && pool.is_consistent(&cx));
+            // With a good one on its way out too, and descriptors in the same block, it goes.
+            let good = pool.take(&cx, Nodes::All, false).expect("one");
+            m.set(&pool, 0);
+            pool.put(&cx, good, false).expect("the pool's");
+            assert_eq!(
+                pool.tidy(&mut cx, &m.optimizer).expect("idle").left,
+                if size == PageSize::Size1G { 1 } else { 2 }
+            );
+            faults.disarm();
+            assert!(!holds_descriptors());
+            pool.tidy(&mut cx, &m.optimizer).expect("idle");
+            assert_eq!(pool.counts(&cx).counts.total, 0);
+            assert_eq!(m.frames.stats(&cx).refused, 1);
+            everything_is_somewhere(m, 1);
+        });
+    }
+}
+
+/// Where entries have to be invalid before they become others, those of pages that were restored with frames of one of them are made
+/// valid: nobody has to help.
+#[test]
+fn descriptors_from_a_donor_are_mended() {
+    for (size, spans) in [(PageSize::Size2M, 5), (PageSize::Size1G, 32)] {
+        machine(&Shape { breaks: true, stale: spans == 5, ..Shape::spans(spans) }, Faults::default(), |m| {
+            let mut memory = m.pool_memory(size);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            // Parts of blocks: some entries of a table change.
+            assert_eq!(m.set(&pool, if spans == 5 { 70 } else { 2 }).lean, if spans == 5 { 70 } else { 2 });
+            let faults = &m.frames.env().inject;
+            faults.arm(FaultPlan::periodic(0, 1));
+            let victim = pool.pages().next().expect("some").0;
+            assert_eq!(pool.dissolve(&mut cx, &m.optimizer, victim).expect("carved").carved, 1);
+            assert!(m.set(&pool, 0).carved > 0);
+            faults.disarm();
+            for frame in (m.all.base().number()..m.all.end().number()).step_by(64).map(Pfn::new) {
+                assert!(m.map.walk(descriptor_of(frame)).is_some_and(|leaf| leaf.writable), "{frame}");
+            }
+            everything_is_somewhere(m, 0);
+        });
+    }
+}
+
+/// Parts of a page whose descriptors cannot be had have no heads: it stays what it was.
+#[test]
+fn a_page_is_not_demoted_without_its_descriptors() {
+    machine(&Shape::spans(32), Faults::default(), |m| {
+        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+        assert_eq!(m.set(&large, 1).lean, 1);
+        for on in [false, true] {
+            m.optimizer.set_enabled(on);
+            let faults = &m.frames.env().inject;
+            faults.arm(FaultPlan::periodic(0, 1));
+            let report = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one is free");
+            faults.disarm();
+            assert_eq!((report.entered, report.left), (0, 0), "optimizing: {on}");
+            assert_eq!((large.lean_pages(), large.counts(&cx).counts.free, small.counts(&cx).counts.total), (1, 1, 0));
+        }
+        m.set(&large, 0);
+        everything_is_somewhere(m, 0);
+    });
+}
+
+/// A page that has all its descriptors goes whatever the optimizer can do about them, and says what it gave back.
+#[test]
+fn a_fat_page_can_always_be_demoted() {
+    for (swap, described, memory, lean) in
+        [(true, true, true, 512), (true, true, false, 0), (false, true, true, 0), (true, false, true, 0)]
+    {
+        let policy = OptimizerPolicy { swap, ..OptimizerPolicy::default() };
+        machine(&Shape { policy, ..Shape::spans(32) }, Faults::default(), |m| {
+            let mut areas = m.areas.clone();
+            if !described {
+                areas = areas.iter().map(|area| PoolArena::new(area.extent(), area.node())).collect();
+            }
+            let (mut large, mut small) =
+                [PageSize::Size1G, PageSize::Size2M].map(|size| m.pool_memory_over(areas.clone(), size)).into();
+            let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+            m.optimizer.set_enabled(false);
+            assert_eq!(m.set(&large, 1).entered, 1);
+            m.optimizer.set_enabled(true);
+            let before = m.descriptor_frames();
+            let faults = &m.frames.env().inject;
+            if !memory {
+                faults.arm(FaultPlan::periodic(0, 1));
+            }
+            let report = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one is free");
+            faults.disarm();
+            assert_eq!((report.entered, report.left), (512, 1), "swap {swap}, described {described}");
+            assert_eq!((small.lean_pages(), large.lean_pages()), (lean, 0), "swap {swap}, described {described}");
+            assert_eq!(before - m.descriptor_frames(), lean / 64 * (512 - 65));
+            m.set(&small, 0);
+            everything_is_somewhere(m, 0);
+        });
+    }
+}
+
+/// Memory for the descriptors of a part of its blocks: those parts of a fat page are lean that gave theirs back.
+#[test]
+fn parts_of_a_page_are_lean_that_gave_something_back() {
+    for blocks in 0..8 {
+        machine(&Shape::spans(32), Faults::default(), |m| {
+            let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+            let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+            m.optimizer.set_enabled(false);
+            assert_eq!(m.set(&large, 1).entered, 1);
+            m.optimizer.set_enabled(true);
+            // The tail page, and for each block a table and an extent of heads.
+            let faults = &m.frames.env().inject;
+            faults.arm(FaultPlan::periodic(1 + 2 * blocks, 1));
+            let report = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one is free");
+            faults.disarm();
+            assert_eq!((report.entered, report.left, small.lean_pages()), (512, 1, 64 * blocks));
+            for (page, lean) in small.pages() {
+                let tail = m.walk(Pfn::new(page.number() + 511)).expect("mapped");
+                assert_eq!(tail.writable, !lean, "{page}");
+            }
+            m.set(&small, 0);
+            everything_is_somewhere(m, 0);
+        });
+    }
+}
+
+/// A surplus page whose descriptors cannot be had back is one still, and a persistent one too.
+#[test]
+fn a_page_that_does_not_dissolve_counts_as_before() {
+    let policy = OptimizerPolicy { carve: false, ..OptimizerPolicy::default() };
+    for (persistent, surplus) in [(0, 1), (70, 0), (70, 2)] {
+        with_pool(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m, pool, mut cx| {
+            m.set(&pool, persistent);
+            pool.set_overcommit(&cx, surplus);
+            pool.reserve_or_overcommit(&mut cx, &m.optimizer, persistent + surplus).expect("allowed");
+            let before = pool.counts(&cx).counts;
+            assert_eq!((before.total, before.surplus), (persistent + surplus, surplus));
+            // The promises go elsewhere: a page may leave.
+            pool.unreserve(&cx, persistent + surplus).expect("promised");
+            let faults = &m.frames.env().inject;
+            faults.arm(FaultPlan::periodic(0, 1));
+            let victim = pool.pages().next().expect("one").0;
+            let refused = pool.dissolve(&mut cx, &m.optimizer, victim);
+            faults.disarm();
+            assert_eq!(refused, Err(PoolError::OutOfMemory));
+            assert_eq!(pool.counts(&cx).counts, before);
+        });
+    }
+}
+
+/// 100 random resizes with faults while walkers look at any frame and try to get references.
 /// A store into a shared tail would end the process; a wrong reference would show as a frame that is freed twice.
 #[test]
 fn walkers_look_on_while_pools_are_resized_at_random() {
@@ -257,20 +429,7 @@ fn walkers_look_on(m: &Machine<'_, Faults>) {
                             let _ = small.dissolve(&mut cx, &m.optimizer, page);
                         }
                     }
-                    _ => {
-                        let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
-                            std::thread::scope(|s| {
-                                for cpu in 1..3 {
-                                    s.spawn(move || {
-                                        run_as(cpu);
-                                        resize.work(&mut m.threads.cx(), &Never);
-                                    });
-                                }
-                                resize.work(cx, &Never);
-                            })
-                        };
-                        let _ = small.resize(&mut cx, &m.optimizer, dice(600), Nodes::All, share).expect("idle");
-                    }
+                    _ => _ = m.set(&small, dice(600)),
                 }
                 faults.disarm();
                 assert!(small.is_consistent(&cx) && large.is_consistent(&cx), "cycle {cycle}");

@@ -1,7 +1,7 @@
 //! Folded groups: what is folded, what keeps them whole, and how they age.
 
 use super::support::{Heap, access, at, extent, span};
-use super::{runs, table, unmap};
+use super::{lookup, runs, table, unmap};
 use hugemm_base::PageSize::{Size1G, Size2M, Size4K};
 use hugemm_base::VirtRange;
 use hugemm_base::inject::NoFaults;
@@ -22,7 +22,7 @@ fn group(table: &Table, heap: &Heap, page: u64) -> Option<VirtRange> {
 }
 
 fn leaf(table: &Table, heap: &Heap, page: u64) -> Leaf {
-    match table.shared(heap).lookup(at(page)) {
+    match lookup(table, heap, page) {
         Lookup::Mapped(leaf) => leaf,
         other => panic!("{other:?}"),
     }

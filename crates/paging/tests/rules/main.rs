@@ -12,7 +12,7 @@ mod rights;
 mod support;
 
 use hugemm_base::{Extent, PageSize, VirtRange};
-use hugemm_paging::{EditLock, Editing, Flags, Mapping, PageFormat, PageTable, Run};
+use hugemm_paging::{EditLock, Editing, Flags, Lookup, Mapping, PageFormat, PageTable, Run};
 use support::{Heap, lower};
 
 const DATA: Mapping = Mapping { flags: Flags::WRITE, largest: PageSize::Size1G };
@@ -22,6 +22,10 @@ const GIB: u64 = 1 << 18;
 fn table<F: PageFormat, I: hugemm_base::inject::Inject>(heap: &Heap<I>) -> PageTable<F, EditLock> {
     // SAFETY: one heap; whatever translates by the table in these tests caches nothing, unless it says so.
     unsafe { PageTable::new(&mut &*heap, lower::<F>()) }.expect("a root")
+}
+
+fn lookup<F: PageFormat, I: hugemm_base::inject::Inject>(table: &PageTable<F>, heap: &Heap<I>, page: u64) -> Lookup {
+    table.shared(heap).lookup(support::at(page))
 }
 
 fn runs<F: PageFormat>(table: &PageTable<F>, heap: &Heap, span: VirtRange) -> Vec<(u64, Extent, PageSize)> {

@@ -1,7 +1,7 @@
 //! Requests that are refused, and those that run out of memory or unwind, leave everything as it was.
 
 use crate::support::{Heap, at, extent, lower, span};
-use crate::{DATA, GIB, SMALL, runs, table};
+use crate::{DATA, GIB, SMALL, lookup, runs, table};
 use hugemm_base::inject::{NoFaults, every_fault};
 use hugemm_base::{PageSize, Pfn};
 use hugemm_paging::{
@@ -146,7 +146,7 @@ fn a_split_without_memory_changes_nothing() {
         let before = heap.live();
         // Two of 1 GiB, and two of 2 MiB on each side of the border.
         let done = table.exclusive(&heap).split(span(GIB - 600, 1200), PageSize::Size4K, Editing::LIVE);
-        let sizes = |page| match table.shared(&heap).lookup(at(page)) {
+        let sizes = |page| match lookup(&table, &heap, page) {
             Lookup::Mapped(leaf) => leaf.size,
             other => panic!("{other:?}"),
         };

@@ -1,7 +1,7 @@
 //! Leaves of other sizes, where an entry in use may not change its size in place, and after a break.
 
 use super::support::{Heap, at, extent, span};
-use super::{DATA, GIB, SMALL, runs, table};
+use super::{DATA, GIB, SMALL, lookup, runs, table};
 use hugemm_base::PageSize::{self, Size1G, Size2M, Size4K};
 use hugemm_base::inject::{FaultPlan, NoFaults};
 use hugemm_paging::{Aarch64, Change, Detached, Editing, Flags, Lookup, PageFormat, PageTable, PagingError, X86_64};
@@ -17,7 +17,7 @@ fn detach<F: PageFormat, I: hugemm_base::inject::Inject>(
 }
 
 fn size<F: PageFormat, I: hugemm_base::inject::Inject>(table: &PageTable<F>, heap: &Heap<I>, page: u64) -> PageSize {
-    match table.shared(heap).lookup(at(page)) {
+    match lookup(table, heap, page) {
         Lookup::Mapped(leaf) => leaf.size,
         other => panic!("{other:?}"),
     }

@@ -48,6 +48,9 @@ where
         if page.order() != Order::ZERO {
             return Err((StoreError::NoSuchPage, page));
         }
+        if self.frames.is_hwpoisoned(page.pfn()) {
+            return Err((StoreError::Unreachable, page));
+        }
         let own = Some((page.pfn(), page.mobility()));
         // SAFETY: `page` owns the frame, so nobody writes to it; the window is open while this runs.
         let kept = with_page(cx.platform(), page.extent(), |bytes| unsafe { self.put(cx, bytes, own) });
@@ -67,6 +70,10 @@ where
                 Ok(Evicted { slot, freed })
             }
         }
+    }
+
+    fn is_whole(&self, slot: &SwapSlot) -> bool {
+        matches!(Place::from_bits(slot.bits()), Some(Place::Whole { .. }))
     }
 
     fn load(&self, cx: &CpuCx<'_, P>, slot: &SwapSlot, into: &mut Frozen, page: u64) -> Result<(), SlotError> {

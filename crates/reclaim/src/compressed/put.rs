@@ -6,7 +6,7 @@ use super::{Compressed, HOLDERS_AT, Kept, LENGTH_AT, Own, WHOLE, bytes::with_pag
 use crate::compressor::{Compressor, PageBytes};
 use crate::links::Words;
 use crate::swap::StoreError;
-use crate::words::{HOLDERS, TAG};
+use crate::words::HOLDERS;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
@@ -49,35 +49,20 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
         Ok((Place::Piece { block: new.pfn, index: 0 }, new.is_own))
     }
 
-    /// Stores a page as it is: in its own frame, or a copy in another.
-    fn put_whole<P: Cpu + PhysMap>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        page: *const PageBytes,
-        own: Own,
-    ) -> Result<Kept, StoreError> {
-        let (frame, is_own) = match own {
-            Some((frame, mobility)) => {
-                self.charge(cx, 1)?;
-                self.frames.set_word(frame, TAG, self.tag(WHOLE, mobility));
-                (frame, true)
-            }
-            None => {
-                let new = self.block(cx, WHOLE, Order::ZERO, None)?;
-                // SAFETY: the caller's page is readable, and the frame is the store's alone.
-                let copied = with_page(cx.platform(), Extent::block(new.pfn, Order::ZERO), |to| unsafe {
-                    page.copy_to_nonoverlapping(to, 1);
-                });
-                if copied.is_none() {
-                    self.forget(cx, new);
-                    return Err(StoreError::Unreachable);
-                }
-                (new.pfn, false)
-            }
-        };
-        self.frames.set_word(frame, HOLDERS, 1);
+    /// Stores a copy of a page as it is.
+    fn put_whole<P: Cpu + PhysMap>(&self, cx: &CpuCx<'_, P>, page: *const PageBytes) -> Result<Kept, StoreError> {
+        let new = self.block(cx, WHOLE, Order::ZERO, None)?;
+        // SAFETY: the caller's page is readable, and the frame is the store's alone.
+        let copied = with_page(cx.platform(), Extent::block(new.pfn, Order::ZERO), |to| unsafe {
+            page.copy_to_nonoverlapping(to, 1);
+        });
+        if copied.is_none() {
+            self.forget(cx, new);
+            return Err(StoreError::Unreachable);
+        }
+        self.frames.set_word(new.pfn, HOLDERS, 1);
         cx.pinned(|pin| *self.whole.0.lock(pin) += 1);
-        Ok((Place::Whole { frame }, is_own))
+        Ok((Place::Whole { frame: new.pfn }, false))
     }
 
     /// Stores a page.
@@ -103,7 +88,8 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
             let len = self.compressor.compress(scratch, unsafe { &*page }, &mut output[HEADER..]);
             let fits = len.and_then(|len| Some((len, class_for(len)?)));
             let Some((len, class)) = fits.filter(|(len, _)| HEADER + len <= output.len()) else {
-                return self.put_whole(cx, page, own);
+                // Its own frame would be what it takes.
+                return if own.is_some() { Err(StoreError::Incompressible) } else { self.put_whole(cx, page) };
             };
             output[LENGTH_AT..LENGTH_AT + 2].copy_from_slice(&(len as u16).to_ne_bytes());
             output[HOLDERS_AT..HOLDERS_AT + 2].copy_from_slice(&1_u16.to_ne_bytes());
@@ -115,7 +101,8 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
             // No block of four frames: single ones, then.
             match single_frame_class(class) {
                 Some(class) => self.put_piece(cx, class, piece, own),
-                None => self.put_whole(cx, page, own),
+                None if own.is_some() => first,
+                None => self.put_whole(cx, page),
             }
         };
         // SAFETY: `store` does not use working memory again.

@@ -1,6 +1,7 @@
 //! Folios that were taken off the LRU together, to be looked at without its lock.
 
 use super::policy::{LruVerdict, Was};
+use super::state::Mark;
 use hugemm_base::{Order, Pfn};
 
 /// Most folios in a batch: one lock round for so many, 768 bytes of stack.
@@ -25,8 +26,8 @@ impl Folio {
     const NONE: Folio = Folio {
         pfn: Pfn::new(0),
         order: Order::ZERO,
-        was: Was { youngest: false, referenced: false },
-        verdict: LruVerdict::Rotate { referenced: false },
+        was: Was { youngest: false, mark: Mark::None },
+        verdict: LruVerdict::Rotate { mark: Mark::None },
         released: false,
     };
 

@@ -68,7 +68,7 @@ mod tests {
     #[test]
     fn what_resists_eviction_gets_a_generation_younger() {
         let ring = Ring { oldest: 5, youngest: 7 };
-        assert_eq!(place(ring, LruVerdict::Rotate { referenced: false }), Some(6));
+        assert_eq!(place(ring, LruVerdict::Rotate { mark: crate::lru::Mark::None }), Some(6));
         assert_eq!(place(ring, judge(true)), Some(7));
         assert_eq!(place(ring, judge(false)), None);
     }

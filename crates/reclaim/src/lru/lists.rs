@@ -3,7 +3,7 @@
 use super::batch::{BATCH, Batch, Folio};
 use super::policy::{LruPolicy, LruVerdict, Was};
 use super::ring::{LABELS, Ring, label};
-use super::state::{Standing, State};
+use super::state::{Mark, Standing, State};
 use super::{LruEnd, LruStats};
 use crate::links::{List, Words};
 use crate::words::STATE;
@@ -31,9 +31,9 @@ impl Lists {
         Lists { policy, ring: Ring::new(), lists: Default::default(), pages: [0; LABELS], stats: LruStats::default() }
     }
 
-    fn link(&mut self, words: &impl Words, pfn: Pfn, order: Order, age: u64, referenced: bool) {
+    fn link(&mut self, words: &impl Words, pfn: Pfn, order: Order, age: u64, mark: Mark) {
         let label = label(age);
-        words.set_word(pfn, STATE, State { standing: Standing::On { label }, order, referenced }.word());
+        words.set_word(pfn, STATE, State { standing: Standing::On { label }, order, mark }.word());
         self.lists[label].push_front(words, pfn);
         self.pages[label] += order.pages();
     }
@@ -45,7 +45,7 @@ impl Lists {
 
     pub(crate) fn insert(&mut self, words: &impl Words, pfn: Pfn, order: Order) {
         self.stats.inserted += order.pages();
-        self.link(words, pfn, order, self.policy.entry(self.ring), false);
+        self.link(words, pfn, order, self.policy.entry(self.ring), Mark::None);
     }
 
     /// Takes a folio off that lost its last reference; nothing if it had been left out.
@@ -64,8 +64,8 @@ impl Lists {
         (self.pages.iter().sum::<u64>() - youngest, youngest)
     }
 
-    fn was(&self, label_of: usize, referenced: bool) -> Was {
-        Was { youngest: label_of == label(self.ring.youngest), referenced }
+    fn was(&self, label_of: usize, mark: Mark) -> Was {
+        Was { youngest: label_of == label(self.ring.youngest), mark }
     }
 
     pub(crate) fn isolate(
@@ -90,19 +90,19 @@ impl Lists {
         while !batch.is_full() && batch.pages() < most_pages && left > 0 {
             let Some(pfn) = self.lists[from].last() else { break };
             left -= 1;
-            let State { order, referenced, .. } = state(words, pfn);
+            let State { order, mark, .. } = state(words, pfn);
             self.unlink(words, pfn, order, from);
             if !hold(pfn) {
                 self.stats.busy += 1;
                 batch.refused += order.pages();
-                self.link(words, pfn, order, age, referenced);
+                self.link(words, pfn, order, age, mark);
                 continue;
             }
-            words.set_word(pfn, STATE, State { standing: Standing::Isolated, order, referenced }.word());
+            words.set_word(pfn, STATE, State { standing: Standing::Isolated, order, mark }.word());
             self.stats.scanned += order.pages();
             self.stats.isolated += order.pages();
-            let verdict = LruVerdict::Rotate { referenced };
-            let was = self.was(from, referenced);
+            let verdict = LruVerdict::Rotate { mark };
+            let was = self.was(from, mark);
             batch.push(Folio { pfn, order, was, verdict, released: false });
         }
         let (candidates, youngest) = self.sizes();
@@ -110,15 +110,15 @@ impl Lists {
     }
 
     /// Counts a verdict and returns the mark that goes with it.
-    fn count(&mut self, verdict: LruVerdict, pages: u64) -> bool {
-        let (counter, referenced) = match verdict {
-            LruVerdict::Release => (&mut self.stats.released, false),
-            LruVerdict::Rotate { referenced } => (&mut self.stats.rotated, referenced),
-            LruVerdict::Activate => (&mut self.stats.activated, false),
-            LruVerdict::Deactivate => (&mut self.stats.deactivated, false),
+    fn count(&mut self, verdict: LruVerdict, pages: u64) -> Mark {
+        let (counter, mark) = match verdict {
+            LruVerdict::Release => (&mut self.stats.released, Mark::None),
+            LruVerdict::Rotate { mark } => (&mut self.stats.rotated, mark),
+            LruVerdict::Activate => (&mut self.stats.activated, Mark::None),
+            LruVerdict::Deactivate => (&mut self.stats.deactivated, Mark::None),
         };
         *counter += pages;
-        referenced
+        mark
     }
 
     pub(crate) fn put_back(&mut self, words: &impl Words, folio: &mut Folio) {
@@ -126,8 +126,8 @@ impl Lists {
         self.stats.isolated = self.stats.isolated.saturating_sub(pages);
         match self.policy.place(self.ring, folio.was, folio.verdict) {
             Some(age) => {
-                let referenced = self.count(folio.verdict, pages);
-                self.link(words, folio.pfn, folio.order, age, referenced);
+                let mark = self.count(folio.verdict, pages);
+                self.link(words, folio.pfn, folio.order, age, mark);
             }
             None => {
                 self.count(LruVerdict::Release, pages);
@@ -143,23 +143,23 @@ impl Lists {
         if let Some(age) = age {
             let pages = folio.order.pages();
             self.stats.released = self.stats.released.saturating_sub(pages);
-            let referenced = self.count(folio.verdict, pages);
-            self.link(words, folio.pfn, folio.order, age, referenced);
+            let mark = self.count(folio.verdict, pages);
+            self.link(words, folio.pfn, folio.order, age, mark);
         }
     }
 
     /// Treats a folio as if it had been looked at and found young. True if somebody is looking at it, who decides.
     pub(crate) fn promote(&mut self, words: &impl Words, pfn: Pfn) -> bool {
-        let State { standing, order, referenced } = state(words, pfn);
+        let State { standing, order, mark } = state(words, pfn);
         let Standing::On { label: from } = standing else { return standing == Standing::Isolated };
-        let was = self.was(from, referenced);
+        let was = self.was(from, mark);
         let verdict = self.policy.judge(was, true);
         let Some(age) = self.policy.place(self.ring, was, verdict) else { return false };
         self.stats.promoted += order.pages();
-        let referenced = matches!(verdict, LruVerdict::Rotate { referenced: true });
+        let mark = if let LruVerdict::Rotate { mark } = verdict { mark } else { Mark::None };
         // To the front even of the same list: its accessed bit is gone, so its own look must be a round away.
         self.unlink(words, pfn, order, from);
-        self.link(words, pfn, order, age, referenced);
+        self.link(words, pfn, order, age, mark);
         false
     }
 

@@ -2,6 +2,7 @@
 //! and `generations.rs`.
 
 use super::ring::Ring;
+use super::state::Mark;
 use super::{generations, two_list};
 
 /// How recency is kept. A value that may be changed at run time.
@@ -32,8 +33,8 @@ impl LruPolicy {
 pub(crate) struct Was {
     /// On the youngest list.
     pub youngest: bool,
-    /// Found young once since it was last put on a list from outside or judged idle.
-    pub referenced: bool,
+    /// What was remembered of it.
+    pub mark: Mark,
 }
 
 /// What becomes of a folio.
@@ -41,10 +42,10 @@ pub(crate) struct Was {
 pub(crate) enum LruVerdict {
     /// It leaves the LRU: to be evicted, or given up by its owner.
     Release,
-    /// It stays as old as it is, behind the others; and whether it counts as found young once.
+    /// It stays as old as it is, behind the others.
     Rotate {
-        /// The mark.
-        referenced: bool,
+        /// What is remembered of it.
+        mark: Mark,
     },
     /// It becomes as young as can be.
     Activate,
@@ -53,11 +54,13 @@ pub(crate) enum LruVerdict {
 }
 
 impl LruPolicy {
-    /// Judges a folio by whether a mapping has used it since the last look.
+    /// Judges a folio by whether a mapping has used it since the last look. What did not compress is what it was as long as
+    /// nobody uses it.
     pub(crate) const fn judge(self, was: Was, young: bool) -> LruVerdict {
-        match self {
-            LruPolicy::TwoList => two_list::judge(was, young),
-            LruPolicy::Generations => generations::judge(young),
+        match (was.mark, self) {
+            (mark @ Mark::Incompressible, _) if !young => LruVerdict::Rotate { mark },
+            (_, LruPolicy::TwoList) => two_list::judge(was, young),
+            (_, LruPolicy::Generations) => generations::judge(young),
         }
     }
 
@@ -69,11 +72,13 @@ impl LruPolicy {
         }
     }
 
-    /// The age that a judged folio gets; `None` if it leaves.
+    /// The age that a judged folio gets; `None` if it leaves. What does not compress is no candidate, and is not counted as one: the
+    /// two-list policy looks at active folios only if it has few.
     pub(crate) const fn place(self, ring: Ring, was: Was, verdict: LruVerdict) -> Option<u64> {
-        match self {
-            LruPolicy::TwoList => two_list::place(ring, was, verdict),
-            LruPolicy::Generations => generations::place(ring, verdict),
+        match (verdict, self) {
+            (LruVerdict::Rotate { mark: Mark::Incompressible }, _) => Some(ring.youngest),
+            (_, LruPolicy::TwoList) => two_list::place(ring, was, verdict),
+            (_, LruPolicy::Generations) => generations::place(ring, verdict),
         }
     }
 
@@ -91,6 +96,24 @@ impl LruPolicy {
         match self {
             LruPolicy::TwoList => two_list::ageing_due(candidates, youngest),
             LruPolicy::Generations => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What did not compress stays as young as can be while it is idle, and is as any other when it has been used.
+    #[test]
+    fn what_does_not_compress_is_no_candidate() {
+        let ring = Ring { oldest: 3, youngest: 6 };
+        for (policy, youngest) in LruPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)]) {
+            let was = |mark| Was { youngest, mark };
+            let kept = policy.judge(was(Mark::Incompressible), false);
+            assert_eq!(kept, LruVerdict::Rotate { mark: Mark::Incompressible });
+            assert_eq!(policy.place(ring, was(Mark::Incompressible), kept), Some(6));
+            assert_eq!(policy.judge(was(Mark::Incompressible), true), policy.judge(was(Mark::None), true));
         }
     }
 }

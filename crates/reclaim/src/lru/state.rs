@@ -16,12 +16,24 @@ pub(crate) enum Standing {
     Isolated,
 }
 
+/// What is remembered of a folio.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Mark {
+    /// Nothing.
+    #[default]
+    None,
+    /// Found young once since it was last put on a list from outside or judged idle: of the two-list policy.
+    Referenced,
+    /// Storing it would free nothing, and it has not been found young since: it is not tried again.
+    Incompressible,
+}
+
 /// A state word, decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct State {
     pub(crate) standing: Standing,
     pub(crate) order: Order,
-    pub(crate) referenced: bool,
+    pub(crate) mark: Mark,
 }
 
 const ORDER: u64 = 31;
@@ -29,6 +41,7 @@ const LABEL_SHIFT: u32 = 8;
 const ON: u64 = 1 << 16;
 const ISOLATED: u64 = 1 << 17;
 const REFERENCED: u64 = 1 << 18;
+const INCOMPRESSIBLE: u64 = 1 << 19;
 
 impl State {
     pub(crate) fn word(self) -> u64 {
@@ -37,7 +50,12 @@ impl State {
             Standing::On { label } => ON | (label as u64) << LABEL_SHIFT,
             Standing::Isolated => ISOLATED,
         };
-        standing | u64::from(self.order.get()) | if self.referenced { REFERENCED } else { 0 }
+        let mark = match self.mark {
+            Mark::None => 0,
+            Mark::Referenced => REFERENCED,
+            Mark::Incompressible => INCOMPRESSIBLE,
+        };
+        standing | u64::from(self.order.get()) | mark
     }
 
     pub(crate) fn from_word(word: u64) -> Self {
@@ -47,7 +65,12 @@ impl State {
             _ => Standing::Off,
         };
         let order = Order::new((word & ORDER) as u32).unwrap_or(Order::ZERO);
-        State { standing, order, referenced: word & REFERENCED != 0 }
+        let mark = match word & (REFERENCED | INCOMPRESSIBLE) {
+            REFERENCED => Mark::Referenced,
+            INCOMPRESSIBLE => Mark::Incompressible,
+            _ => Mark::None,
+        };
+        State { standing, order, mark }
     }
 }
 
@@ -58,10 +81,10 @@ mod tests {
     #[test]
     fn the_word_holds_everything() {
         for order in [0, 9, 18].map(|order| Order::new(order).expect("valid")) {
-            for referenced in [false, true] {
+            for mark in [Mark::None, Mark::Referenced, Mark::Incompressible] {
                 for standing in [0, 1, 2, 3].map(|label| Standing::On { label }).into_iter().chain([Standing::Isolated])
                 {
-                    let state = State { standing, order, referenced };
+                    let state = State { standing, order, mark };
                     assert_eq!(State::from_word(state.word()), state);
                 }
             }

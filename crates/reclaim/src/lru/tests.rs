@@ -22,6 +22,10 @@ impl Words for Map {
     }
 }
 
+fn mark(referenced: bool) -> Mark {
+    if referenced { Mark::Referenced } else { Mark::None }
+}
+
 /// A folio of the oracle.
 #[derive(Clone, Debug)]
 struct Entry {
@@ -192,7 +196,7 @@ proptest! {
                     prop_assert_eq!((batch.pages(), batch.refused), (pages, refused));
                     model.seen.scanned += pages;
                     for (index, (folio, entry)) in batch.folios_mut().iter_mut().zip(taken).enumerate() {
-                        prop_assert_eq!(folio.was, Was { youngest: was_youngest, referenced: entry.referenced });
+                        prop_assert_eq!(folio.was, Was { youngest: was_youngest, mark: mark(entry.referenced) });
                         prop_assert_eq!(folio.order, entry.order);
                         let young = [None, Some(true), Some(false)][(usize::from(pick) + index) % 3];
                         if let Some(young) = young {
@@ -275,7 +279,7 @@ fn folios_that_cannot_be_held_are_passed_over_bit_by_bit() {
 #[test]
 fn a_batch_has_room_for_so_many() {
     let order = Order::new(9).expect("valid");
-    let was = Was { youngest: false, referenced: true };
+    let was = Was { youngest: false, mark: Mark::Referenced };
     let folio = |pfn| Folio { pfn: Pfn::new(pfn), order, was, verdict: LruVerdict::Release, released: false };
     let mut batch = Batch::new();
     assert!(batch.is_empty());
@@ -301,7 +305,7 @@ fn what_could_not_go_comes_on_again() {
         assert_eq!(batch.folios().len(), 4);
         for folio in batch.folios_mut() {
             folio.verdict = match folio.pfn.number() {
-                3 => LruVerdict::Rotate { referenced: false },
+                3 => LruVerdict::Rotate { mark: Mark::None },
                 _ => LruVerdict::Release,
             };
             lists.put_back(&words, folio);
@@ -310,7 +314,7 @@ fn what_could_not_go_comes_on_again() {
         for folio in batch.folios_mut() {
             // It could not be written; the last one was not tried.
             if folio.pfn.number() != 4 {
-                folio.verdict = LruVerdict::Rotate { referenced: true };
+                folio.verdict = LruVerdict::Rotate { mark: Mark::Referenced };
             }
             lists.put_again(&words, folio);
         }

@@ -7,13 +7,14 @@
 
 use super::policy::{LruVerdict, Was};
 use super::ring::Ring;
+use super::state::Mark;
 
 pub(crate) const fn judge(was: Was, young: bool) -> LruVerdict {
-    match (was.youngest, young, was.referenced) {
-        (true, true, _) => LruVerdict::Rotate { referenced: false },
+    match (was.youngest, young, was.mark) {
+        (true, true, _) => LruVerdict::Rotate { mark: Mark::None },
         (true, false, _) => LruVerdict::Deactivate,
-        (false, true, false) => LruVerdict::Rotate { referenced: true },
-        (false, true, true) => LruVerdict::Activate,
+        (false, true, Mark::Referenced) => LruVerdict::Activate,
+        (false, true, _) => LruVerdict::Rotate { mark: Mark::Referenced },
         (false, false, _) => LruVerdict::Release,
     }
 }
@@ -53,15 +54,15 @@ mod tests {
 
     #[test]
     fn an_inactive_folio_needs_two_young_looks() {
-        let mut was = Was { youngest: false, referenced: false };
+        let mut was = Was { youngest: false, mark: Mark::None };
         assert_eq!(judge(was, false), LruVerdict::Release);
-        assert_eq!(judge(was, true), LruVerdict::Rotate { referenced: true });
-        was.referenced = true;
+        assert_eq!(judge(was, true), LruVerdict::Rotate { mark: Mark::Referenced });
+        was.mark = Mark::Referenced;
         assert_eq!(judge(was, true), LruVerdict::Activate);
         assert_eq!(judge(was, false), LruVerdict::Release);
         was.youngest = true;
         assert_eq!(judge(was, false), LruVerdict::Deactivate);
-        assert_eq!(judge(was, true), LruVerdict::Rotate { referenced: false });
+        assert_eq!(judge(was, true), LruVerdict::Rotate { mark: Mark::None });
     }
 
     #[test]

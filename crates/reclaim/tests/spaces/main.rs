@@ -3,6 +3,7 @@
 #![cfg(all(target_os = "linux", not(miri), not(loom)))]
 
 mod ageing;
+mod bystander;
 mod negative;
 mod oracle;
 mod passes;

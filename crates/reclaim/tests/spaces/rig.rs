@@ -6,9 +6,10 @@
 use crate::support::Runs;
 use crate::watched::{Stop, Watched};
 use hugemm_base::inject::FaultPlan;
+use hugemm_base::lock::SpinLock;
 use hugemm_base::{
-    Cpu, CpuCx, CpuId, Dirty, Extent, Invalidation, NoPressure, NodeId, Pfn, PhysAddr, TlbHw, TlbScope, VirtAddr,
-    VirtRange,
+    Cpu, CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NoPressure, NodeId, PageSize, Pfn, PhysAddr, TlbHw,
+    TlbScope, VirtAddr, VirtRange,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
@@ -16,10 +17,13 @@ use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::mmap::Mmap;
 use hugemm_host::mmu::{Fault, Mmu};
-use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
+use hugemm_hugetlb::{
+    FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
+};
+use hugemm_paging::{EditLock, Keep, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Swap, SwapStats, Watermarks};
 use hugemm_threads::{Memory, Watchdog};
-use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Setup, Vm, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaKind};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -111,11 +115,23 @@ impl<'h> Notifier<Cpus<'h>> for Follower<'h> {
     }
 }
 
+/// What gives descriptors back, if that were on.
+type Optimizer<'h> = VmemmapOptimizer<'h, Plain<&'h FaultPlan>, SoftMap<'static, Unmapped, Keep>>;
+
+/// Descriptors are where they were put.
+pub struct Unmapped;
+
+// SAFETY: nothing is remembered.
+unsafe impl WalkCache for Unmapped {}
+
 /// Everything a test needs.
 pub struct Rig<'h> {
     pub mmu: &'h Cpus<'h>,
     pub vm: Vm<'h, Model<'h>>,
     pub store: &'h Store<'h>,
+    /// Its pool of 2 MiB pages: empty until it is [filled](Rig::fill_pool).
+    pub pool: &'h HugePool<'h>,
+    optimizer: &'h Optimizer<'h>,
     /// Another manager of frames of the same numbers, none of which it has been given.
     pub others: &'h Frames<'h, Plain<&'h FaultPlan>>,
     /// Frames that may stay in use: counters of references keep theirs.
@@ -218,12 +234,35 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let Ok(store) = mmu.as_cpu(CpuId(0), |cx| Compressed::new(&frames, cx, Runs, cpus, size.swap)) else { return };
     let store = ManuallyDrop::new(Watched::new(store));
     let marks = Watermarks::for_node(each);
+    let start = mmu.host().address(memory.base()).expect("the host's");
+    // SAFETY: the host's memory is one mapping, which outlives the map.
+    let map = SoftMap::new(VirtAddr::new(0), &mut [], unsafe { FlatMemory::new(start, memory) }, Unmapped, Keep);
+    // SAFETY: nothing is mapped by it.
+    let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &[], Default::default()) };
+    optimizer.set_enabled(false);
+    let mut areas: Vec<PoolArena> = arenas.iter().map(|arena| PoolArena::new(arena.extent, arena.node)).collect();
+    let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
+    let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
+    let mut counts = vec![HugePageCounts::default(); arenas.len()];
+    let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut counts).expect("enough");
     let parts = Parts::with_pager(&frames, &shootdown, clearer, Reclaim::new(&lrus, &*store, marks, ()));
+    let parts = Parts { pools: Pools::default().with(&pool), ..parts };
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
-    let rig = Rig { mmu, vm, store: &store, others: &others, kept: AtomicU64::new(0), crew: Crew::default() };
+    let rig = Rig {
+        mmu,
+        vm,
+        store: &store,
+        pool: pool.shortened(),
+        optimizer: &optimizer,
+        others: &others,
+        kept: AtomicU64::new(0),
+        crew: Crew::default(),
+    };
     test(&rig);
     mmu.as_cpu(CpuId(0), |cx| {
+        rig.fill_pool(cx, 0);
+        assert!(pool.is_consistent(cx));
         rig.vm.trim(cx);
         lrus.iter().for_each(|lru| assert_eq!(lru.stats(cx).folios, 0, "left on an LRU"));
     });
@@ -281,6 +320,12 @@ impl<'h> Rig<'h> {
                 }
             }
         }
+    }
+
+    /// Makes the pool's pages so many.
+    pub fn fill_pool(&self, cx: &mut Cx<'_, 'h>, pages: u64) {
+        self.pool.resize(cx, self.optimizer, pages, Nodes::All, &Never).expect("nobody else resizes");
+        assert_eq!(self.pool.counts(cx).counts.total, pages);
     }
 
     /// Stores 8 bytes to a frame as a device does, which knows of no page table.

@@ -5,7 +5,7 @@ use crate::rules::{AT, SIZE, SIZES, expect, filled};
 use hugemm_base::{Never, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::HwPoisoned;
 use hugemm_paging::Lookup;
-use hugemm_vm::Notifier;
+use hugemm_vm::{Backing, Notifier, VmaKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -41,7 +41,7 @@ fn a_page_with_a_poisoned_frame_stays() {
             let last = Pfn::new(before.frame.number() + page.pages() - 1);
             assert_eq!(rig.vm.frames().hwpoison(cx, last), HwPoisoned::InUse);
             (0..4).for_each(|_| _ = rig.evict_all(cx));
-            rig.vm.pager().gather(&rig.vm, cx, NODE);
+            rig.vm.pager().compact(&rig.vm, cx, NODE);
             let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("gone") };
             assert_eq!(leaf.frame, before.frame);
             expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + page.bytes())));
@@ -88,5 +88,39 @@ fn followers_are_asked_and_told() {
         // SAFETY: it came from `follow` on this space.
         let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
         rig.end(cx, space);
+    });
+}
+
+/// A pool's pages are on no LRU, stay where they are, and go back to their pool: mapped, forked, copied, of shared objects.
+#[test]
+fn pages_of_a_pool_stay() {
+    with_cpu(SIZE, 6, |rig, cx| {
+        const PAGES: u64 = 4;
+        let page = PageSize::Size2M;
+        let at = |index: u64| AT + index * page.bytes();
+        rig.fill_pool(cx, PAGES);
+        let object = rig.vm.create_shared(cx, page.pages(), page, true).expect("one page");
+        let space = rig.space(cx, span(AT, 2 * page.bytes()), VmaKind::private(page).pooled());
+        let kind = VmaKind::private(page).pooled();
+        rig.vm.map(cx, &space, span(at(2), page.bytes()), kind, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        (0..3).for_each(|index| rig.put(cx, &space, at(index), index + 1).expect("promised"));
+        // What the copy of a page is taken for is promised to nobody.
+        let child = rig.vm.fork(cx, &space).expect("forked");
+        rig.put(cx, &space, at(0), 7).expect("the fourth");
+        assert_eq!(rig.pool.counts(cx).counts.free, 0);
+        assert_eq!(rig.vm.pager().lru(NODE).expect("a node").stats(cx).inserted, 0);
+        assert_eq!((0..3).map(|_| rig.evict_all(cx)).sum::<u64>(), 0);
+        for (space, first) in [(&space, 7), (&child, 1)] {
+            rig.enter(cx, space);
+            assert_eq!([0, 1, 2].map(|index| rig.get(cx, space, at(index))), [Ok(first), Ok(2), Ok(3)]);
+            rig.leave(cx, space);
+        }
+        for space in [space, child] {
+            rig.vm.destroy(cx, space).expect("nobody uses it");
+        }
+        rig.vm.close(cx, object).expect("its own");
+        assert_eq!(rig.pool.counts(cx).counts.free, PAGES);
+        assert_eq!(rig.vm.pager().lru(NODE).expect("a node").stats(cx).inserted, 0);
     });
 }

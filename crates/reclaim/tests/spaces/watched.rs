@@ -103,6 +103,10 @@ unsafe impl<P: Cpu, W: Swap<P>> Swap<P> for Watched<W> {
         self.inner.evict(cx, page).inspect(|evicted| self.gave(&evicted.slot))
     }
 
+    fn is_whole(&self, slot: &SwapSlot) -> bool {
+        self.inner.is_whole(slot)
+    }
+
     fn load(&self, cx: &CpuCx<'_, P>, slot: &SwapSlot, into: &mut Frozen, page: u64) -> Result<(), SlotError> {
         self.loading.pass(cx.platform().current().0);
         if self.held(slot, 0) { self.inner.load(cx, slot, into, page) } else { Err(SlotError::NotMine) }

@@ -7,7 +7,7 @@ use hugemm_base::inject::Inject;
 use hugemm_base::platform::{PhysMap, Window};
 use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Frozen, Plain};
-use hugemm_reclaim::{Compressor, Corrupt, PageBytes};
+use hugemm_reclaim::{Compressor, Corrupt, PageBytes, StoreError};
 use hugemm_threads::{Memory, Threads};
 pub use hugemm_threads::{Random as Rng, run_as};
 use std::alloc::Layout;
@@ -160,6 +160,21 @@ impl Content {
         // Else one random byte in 256 would make it a page of one byte, of which a store keeps nothing.
         if let Some(first) = head.first_mut().filter(|first| **first == self.seed as u8) {
             *first = !*first;
+        }
+    }
+
+    /// Whether [`Runs`] makes half of it, so that any frame of its own has room for another one.
+    pub fn is_half(self) -> bool {
+        self.random <= 1000
+    }
+
+    /// What may come of an eviction that brings its own frame, if it is not stored. Some sizes need four frames in a row.
+    pub fn may_be_refused(self, error: StoreError) -> bool {
+        match error {
+            StoreError::Full => self.random > 0,
+            StoreError::NoMemory => !self.is_half(),
+            StoreError::Incompressible => self.random > 1600,
+            _ => false,
         }
     }
 

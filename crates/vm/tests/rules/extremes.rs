@@ -24,7 +24,9 @@ fn objects_are_as_large_as_they_say() {
     with_cpu(16, 1, 71, |rig, cx| {
         for pages in [0, 512, 1 << 27, 1 << 36, ALL - 512, ALL, ALL + 512, 1 << 63, u64::MAX - 511, u64::MAX] {
             for (page, pooled) in [(PageSize::Size4K, false), (PageSize::Size2M, false), (PageSize::Size2M, true)] {
-                let Ok(object) = rig.vm.create_shared(cx, pages, page, pooled) else {
+                let made = rig.vm.create_shared(cx, pages, page, pooled);
+                assert!(!matches!(made, Err(VmError::Paging(_))), "{made:?}");
+                let Ok(object) = made else {
                     assert!(pages == 0 || pages > 1 << 35 || pooled || pages % 512 != 0, "{pages:#x}");
                     continue;
                 };
@@ -56,7 +58,13 @@ fn objects_are_as_large_as_they_say() {
 fn spaces_take_any_range() {
     with_cpu(16, 1, 72, |rig, cx| {
         for bounds in ranges() {
-            let Ok(space) = rig.vm.create(cx, bounds) else { continue };
+            let space = match rig.vm.create(cx, bounds) {
+                Ok(space) => space,
+                Err(error) => {
+                    assert!(matches!(error, VmError::OutOfBounds { .. }), "{bounds}: {error:?}");
+                    continue;
+                }
+            };
             let _ = rig.vm.map(cx, &space, bounds, SMALL, Backing::Private);
             for at in [bounds.start(), bounds.last()] {
                 let _ = rig.vm.fault(cx, &space, at, Access::Write);
@@ -90,7 +98,9 @@ fn spaces_take_any_range() {
             }
         }
         for range in ranges() {
-            let _ = rig.vm.unmap(cx, &space, range);
+            let unmapped = rig.vm.unmap(cx, &space, range).map(|_| ());
+            let there = if bounds().covers(range) { Ok(()) } else { Err(VmError::OutOfBounds { at: range.start() }) };
+            assert_eq!(unmapped, there, "{range}");
         }
         assert!(space.find_vma(VirtAddr::new(0)).is_err());
         for frame in [0, 1, u64::MAX >> 12, u64::MAX].map(Pfn::new).into_iter().chain([Pfn::LIMIT]) {

@@ -1,11 +1,13 @@
 //! Nothing that takes long goes on for long without letting others run, and what others do then is right.
 
 use crate::support::metered::{TABLE, most_between_reschedules};
-use crate::support::{bounds, no_faults, span, with_cpu, with_rig};
-use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize};
+use crate::support::{Cx, Handle, Rig, at_flush, bounds, no_faults, span, with_cpu, with_rig};
+use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_hugetlb::Nodes;
-use hugemm_vm::{Access, Backing, Phase, VmError, VmaKind};
+use hugemm_paging::{DeferredUnmap, Lookup};
+use hugemm_vm::{Access, AgeRun, Backing, Phase, Phases, Recency, VmError, VmaKind};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 const AT: u64 = 0x4000_0000;
 
@@ -69,6 +71,157 @@ fn forks_of_many_areas_let_others_run() {
             }
             rig.vm.close(cx, object).expect("its own");
         });
+    });
+}
+
+/// The pages and the forks of [`pages_with_many_places_let_others_run`].
+const PAGES: u64 = 16;
+const CHILDREN: u64 = 200;
+
+/// Does `work` with each page; how many reschedule points it passes.
+fn with_each<'h>(
+    rig: &Rig<'h>,
+    cx: &mut Cx<'_, 'h>,
+    space: &Handle<'_, 'h>,
+    mut work: impl FnMut(&mut Cx<'_, 'h>, Pfn),
+) -> u64 {
+    let before = cx.platform().counters().reschedules.get();
+    for page in 0..PAGES {
+        let at = VirtAddr::new(AT + (page << 12));
+        let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, at) else { panic!("not mapped") };
+        work(cx, leaf.frame);
+    }
+    cx.platform().counters().reschedules.get() - before
+}
+
+/// Pages with two hundred places are aged, taken away, put back and moved one after the other, as a reclaiming task does with its
+/// batch: others run after each walk.
+#[test]
+fn pages_with_many_places_let_others_run() {
+    with_cpu(64, 1, 45, |rig, cx| {
+        let area = span(AT, PAGES << 12);
+        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+        // References beyond fifteen are counted in a frame.
+        rig.keep(1);
+        let children: Vec<_> = (0..CHILDREN).map(|_| rig.vm.fork(cx, &space).expect("forked")).collect();
+        // SAFETY: used with this manager's TLBs only.
+        let deferred: DeferredUnmap = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
+        let aged = with_each(rig, cx, &space, |cx, frame| {
+            let owner = rig.vm.owner(frame).expect("an object's");
+            let pages = [(owner.offset, frame)];
+            let run = AgeRun { object: owner.object, pages: &pages, order: Order::ZERO };
+            rig.vm.age(cx, &run, &mut [Recency::default()], None);
+        });
+        // SAFETY: the test's pages are mapped.
+        let hold = |frame| unsafe { rig.vm.frames().get_at(frame) }.expect("it has references");
+        let back = with_each(rig, cx, &space, |cx, frame| {
+            rig.vm.unhook(cx, hold(frame), &deferred).expect("nobody else has it").put_back(cx);
+        });
+        let moved = with_each(rig, cx, &space, |cx, frame| {
+            assert!(rig.vm.unhook(cx, hold(frame), &deferred).expect("nobody else has it").move_elsewhere(cx));
+        });
+        // Places are looked at once; twice when they are taken, and once more when they are entered. The copy passes a point too.
+        assert_eq!([aged, back, moved], [1, 3, 4].map(|walks| walks * PAGES));
+        for space in children.into_iter().chain([space]) {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
+    });
+}
+
+/// Stops when somebody has finished, or after a minute.
+struct Finished {
+    done: AtomicU64,
+    began: Instant,
+}
+
+impl Cancel for Finished {
+    fn requested(&self) -> bool {
+        self.done.load(Ordering::Relaxed) != 0 || self.began.elapsed().as_secs() > 60
+    }
+}
+
+/// A task that waits answers the shootdowns of others, who may be those that it waits for.
+#[test]
+fn who_waits_serves_shootdowns() {
+    with_rig(16, 3, 46, &no_faults(), |rig| {
+        let finished = Finished { done: AtomicU64::new(0), began: Instant::now() };
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.fill_pool(cx, 2);
+            let object = rig.vm.create_shared(cx, 1024, PageSize::Size2M, true).expect("two pages");
+            let (area, kind) = (span(AT, 4 << 20), VmaKind::private(PageSize::Size2M).pooled());
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
+            let small = span(AT, 0x1000);
+            let loaded = rig.space(cx, small, VmaKind::private(PageSize::Size4K));
+            // CPU 1 waits as in the test below, while CPU 2 unmaps what it has loaded.
+            let waits = |phase| {
+                if phase != Phase::Map {
+                    return;
+                }
+                rig.mmu.as_cpu(CpuId(1), |cx| {
+                    rig.enter(cx, &loaded);
+                    rig.store(cx, &loaded, AT, 1).expect("memory");
+                    let missing = rig.pool.take(cx, Nodes::All, true).expect("promised");
+                    std::thread::scope(|scope| {
+                        let unmaps = scope.spawn(|| {
+                            rig.mmu.as_cpu(CpuId(2), |cx| rig.vm.unmap(cx, &loaded, small).expect("unmapped"));
+                            finished.done.store(1, Ordering::Relaxed);
+                        });
+                        let filled = rig.vm.prefault_shared(&object, 512, 1024).work(cx, &finished);
+                        let served = finished.done.load(Ordering::Relaxed);
+                        while !unmaps.is_finished() {
+                            rig.vm.shootdown().handle_ipi(cx);
+                        }
+                        assert_eq!((filled, served), (Err(VmError::Cancelled), 1), "the other one waited in vain");
+                    });
+                    rig.pool.put(cx, missing, true).expect("its own");
+                    rig.leave(cx, &loaded);
+                });
+            };
+            rig.vm.fault_observed(cx, &space, area.start(), Access::Write, &waits).expect("promised");
+            [space, loaded].into_iter().for_each(|space| rig.vm.destroy(cx, space).expect("destroyed"));
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
+/// Says when somebody makes pages.
+struct Making(AtomicU64);
+
+impl Phases for Making {
+    fn enter(&self, phase: Phase) {
+        self.0.fetch_add(u64::from(phase == Phase::Allocate), Ordering::Relaxed);
+    }
+}
+
+/// Whoever fills a space while it is being forked waits, and does not clear pages over and over that cannot be entered.
+#[test]
+fn nothing_is_made_for_a_space_that_is_being_forked() {
+    with_cpu(16, 2, 47, |rig, cx| {
+        let area = span(AT, 0x4000);
+        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        rig.mmu.as_cpu(CpuId(1), |cx| {
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 1).expect("memory");
+        });
+        let made = Making(AtomicU64::new(0));
+        // The fork's own, when all has been shared.
+        let fill = || {
+            rig.mmu.as_cpu(CpuId(1), |cx| {
+                let filled = rig.vm.prefault(&space, area, None).work_observed(cx, &After(AtomicU64::new(9)), &made);
+                assert_eq!(filled, Err(VmError::Cancelled));
+            });
+        };
+        let mut child = None;
+        at_flush(&fill, || child = Some(rig.vm.fork(cx, &space).expect("forked")));
+        assert_eq!(made.0.load(Ordering::Relaxed), 0, "pages were made in vain");
+        rig.vm.prefault(&space, area, None).work_observed(cx, &Never, &made).expect("memory");
+        assert_ne!(made.0.load(Ordering::Relaxed), 0);
+        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        for space in child.into_iter().chain([space]) {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
     });
 }
 

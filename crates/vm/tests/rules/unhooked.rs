@@ -601,7 +601,11 @@ fn a_page_that_cannot_move_stays() {
                 taken.push(block);
             }
             let page = unhook(rig, cx, &space, AT, &deferred);
+            let asked = || rig.vm.pager().asked.load(Ordering::Relaxed);
+            let before_that = asked();
             assert!(!page.move_elsewhere(cx), "there is no frame");
+            // Whoever reclaimed might wait for the page that is moving.
+            assert_eq!(asked(), before_that, "somebody was asked for relief");
             assert_eq!(leaf(rig, cx, &space, AT), before);
             taken.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
             let page = unhook(rig, cx, &space, AT, &deferred);

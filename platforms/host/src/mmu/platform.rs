@@ -3,6 +3,7 @@
 use super::entries::Tables;
 use super::tlb::Reach;
 use super::{Mmu, PLAYED, lock};
+use crate::crew::assert_none_held;
 use hugemm_base::platform::StoreBuffer;
 use hugemm_base::{
     Clock, Counters, Cpu, CpuId, Extent, Invalidation, NodeId, PhysAddr, PhysMap, PreemptModel, TlbHw, TlbScope,
@@ -43,12 +44,14 @@ unsafe impl Cpu for Mmu<'_, '_> {
     }
 
     unsafe fn cond_resched(&self) {
+        assert!(self.interrupts_on() || std::thread::panicking(), "rescheduled while pinned");
+        assert_none_held();
         self.meanwhile();
     }
 
     fn store_fence(&self) {
         self.stores.drain(self.current());
-        hugemm_base::store_fence::hardware_store_fence();
+        hugemm_base::barriers::hardware_store_fence();
     }
 
     fn store_buffer(&self) -> Option<&dyn StoreBuffer> {

@@ -1,6 +1,7 @@
 //! Lending: which file becomes whose, cut or grown to the length that is asked for.
 
 use super::{Daemon, PoolConfig, REST, State, refused};
+use crate::background::memory_from;
 use crate::kept::MOST_NAME;
 use crate::left::Watch;
 use crate::memory_file::{FileError, MemoryFile};
@@ -10,6 +11,7 @@ use crate::stock::{Choice, choose};
 use crate::wire::{Leased, Refused, RefusedKind, Wish};
 use serde_json::json;
 use std::os::fd::OwnedFd;
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// After a file was taken out and could not grow, none is tried for half as much again for that long, and for so many times what the try
@@ -25,13 +27,27 @@ impl State {
     }
 }
 
+/// A lease that is counted and not given yet. Dropped, on whatever way out, it was none.
+struct Entered<'a> {
+    daemon: &'a Daemon,
+    lease: u64,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        self.daemon.remove(self.lease);
+        // What was taken for it may be missing now.
+        self.daemon.changed.notify_all();
+    }
+}
+
 impl Daemon {
     /// Leases memory to the process `pid` of `asker`. May fill what is missing, in the caller's time, and says how much.
     ///
     /// # Errors
     ///
     /// [`Refused`]; nothing was taken then.
-    pub fn lease(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
+    pub fn lease(&self, asker: &Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
         let asked = Instant::now();
         let result = self.lease_or_refuse(asker, pid, wish);
         let mut state = self.state();
@@ -65,8 +81,8 @@ impl Daemon {
         result
     }
 
-    fn lease_or_refuse(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
-        let PoolConfig { page, node, policy, .. } = &self.config;
+    fn lease_or_refuse(&self, asker: &Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
+        let PoolConfig { page, node, .. } = &self.config;
         let invalid = |message: String| Err(refused(RefusedKind::Invalid, message));
         if wish.page.is_some_and(|wanted| wanted != *page) {
             return invalid(format!("this daemon has pages of {page}; ask without --page, or ask another daemon"));
@@ -85,46 +101,37 @@ impl Daemon {
                 None => "this daemon's memory may be on any node; serve one pool per node with --node".to_owned(),
             });
         }
-        if wish.keep.as_ref().is_some_and(|keep| keep.name.is_empty() || keep.name.len() > MOST_NAME) {
-            return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes"));
+        let is_name = |name: &str| (1..=MOST_NAME).contains(&name.len()) && !name.contains(char::is_control);
+        if wish.keep.as_ref().is_some_and(|keep| !is_name(&keep.name)) {
+            return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes, and no control characters"));
         }
         if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, wish.bytes, keep)) {
             return resumed;
         }
-        let lease = {
+        let entered = {
             let mut state = self.state();
             state.forget_returned(&self.watches);
-            let allowed = policy.allows(asker, wish.bytes, state.has(asker.uid), *node);
+            let policy = self.policy();
+            let account = policy.account(asker);
+            let allowed = policy.allows(asker, wish.bytes, state.has(account), *node);
             allowed.map_err(|why: Refusal| refused(RefusedKind::LendingPolicy, why.to_string()))?;
             // Entered before anything is taken, so that two requests at once do not pass the quota together.
             let keep = wish.keep.as_ref().map(|keep| keep.name.clone());
-            state.enter(asker, pid, wish.bytes, keep, None)
+            Entered { daemon: self, lease: state.enter((asker.uid, account), pid, wish.bytes, keep, None) }
         };
-        match self.take(asker, wish.bytes) {
-            Ok((file, filled_late, watch)) => {
-                if let Some(entered) = self.state().leases.get_mut(&lease) {
-                    entered.watch = watch;
-                }
-                let leased = Leased {
-                    lease,
-                    bytes: wish.bytes,
-                    page: *page,
-                    node: *node,
-                    filled_late,
-                    secret: None,
-                    resumed: false,
-                };
-                self.keep(asker, pid, leased, file, wish.keep.as_ref())
-            }
-            Err(why) => {
-                self.remove(lease);
-                Err(why)
-            }
+        let (file, filled_late, watch) = self.take(asker, wish.bytes)?;
+        if let Some(entered) = self.state().leases.get_mut(&entered.lease) {
+            entered.watch = watch;
         }
+        let (lease, bytes, page, node) = (entered.lease, wish.bytes, *page, *node);
+        let leased = Leased { lease, bytes, page, node, filled_late, secret: None, resumed: false };
+        let given = self.keep(asker, pid, leased, file, wish.keep.as_ref())?;
+        std::mem::forget(entered);
+        Ok(given)
     }
 
     /// A file of the length, marked as lent, how many bytes of it were filled just now, and what says whether anybody has it.
-    fn take(&self, asker: Asker, bytes: u64) -> Result<(MemoryFile, u64, Option<Watch>), Refused> {
+    fn take(&self, asker: &Asker, bytes: u64) -> Result<(MemoryFile, u64, Option<Watch>), Refused> {
         let short = |had, why: &str| {
             let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
             Err(refused(RefusedKind::Empty, message))
@@ -146,9 +153,21 @@ impl Daemon {
             service::let_go(&file);
             let had = file.bytes();
             // Whoever fills is told when it is certain that something is missing, and whether a program starts.
-            let prepared = prepare(&mut file, had, bytes);
+            let prepared = if bytes.saturating_sub(had) <= self.config.room() {
+                prepare(&mut file, had, bytes, self.config.node)
+            } else {
+                Err(FileError::NoPages)
+            };
             let watch = || self.watches.add(&file);
             match prepared.and_then(|()| file.make_lent_after(asker.uid, asker.gid, watch)) {
+                // Whoever has a bound would have none.
+                Ok(Err(why)) if !self.may_command(asker) => {
+                    self.changed.notify_all();
+                    let message = format!(
+                        "it cannot be known how long the memory is in use: inotify: {why}; raise fs.inotify.max_user_watches"
+                    );
+                    return Err(refused(RefusedKind::Empty, message));
+                }
                 Ok(watch) => {
                     let late = bytes.saturating_sub(had);
                     let mut state = self.state();
@@ -157,7 +176,7 @@ impl Daemon {
                         state.put_off = Some(Instant::now());
                     }
                     self.changed.notify_all();
-                    return Ok((file, late, watch));
+                    return Ok((file, late, watch.ok()));
                 }
                 // It goes back to the kernel, which knows which page of it is broken.
                 Err(FileError::HwPoisoned) => {
@@ -188,27 +207,39 @@ impl Daemon {
 }
 
 /// Makes a file of `had` filled bytes one of `bytes`, all there and none broken.
-fn prepare(file: &mut MemoryFile, had: u64, bytes: u64) -> Result<(), FileError> {
+fn prepare(file: &mut MemoryFile, had: u64, bytes: u64, node: Option<u32>) -> Result<(), FileError> {
     if bytes != had {
         file.resize(bytes)?;
     }
     if bytes > had {
-        fill_in_parallel(file, had, bytes)?;
+        fill_in_parallel(file, had, bytes, node)?;
     }
     file.check()
 }
 
-/// Fills a part by all CPUs, for somebody waits.
-fn fill_in_parallel(file: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
+/// Fills a part by all CPUs, for somebody waits. What no thread can be had for is filled by this one.
+fn fill_in_parallel(file: &MemoryFile, from: u64, to: u64, node: Option<u32>) -> Result<(), FileError> {
     let page = file.page().bytes();
     let pages = (to - from) / page;
-    let threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u64).min(pages).max(1);
-    std::thread::scope(|scope| {
+    let threads = thread::available_parallelism().map_or(1, |n| n.get() as u64).min(pages).max(1);
+    let fill = |from, to| {
+        if let Some(node) = node {
+            memory_from(node).map_err(|errno| FileError::Refused { call: "set_mempolicy", errno })?;
+        }
+        file.populate(from, to)
+    };
+    thread::scope(|scope| {
         let parts: Vec<_> = (0..threads)
             .map(|n| (from + pages * n / threads * page, from + pages * (n + 1) / threads * page))
-            .map(|(from, to)| scope.spawn(move || file.populate(from, to)))
+            .map(|(from, to)| {
+                let part = thread::Builder::new().spawn_scoped(scope, move || fill(from, to));
+                part.map_err(|_| (from, to))
+            })
             .collect();
-        parts.into_iter().try_for_each(|part| part.join().unwrap_or(Err(FileError::NoPages)))
+        parts.into_iter().try_for_each(|part| match part {
+            Ok(thread) => thread.join().unwrap_or(Err(FileError::NoPages)),
+            Err((from, to)) => fill(from, to),
+        })
     })
 }
 
@@ -216,19 +247,19 @@ fn fill_in_parallel(file: &MemoryFile, from: u64, to: u64) -> Result<(), FileErr
 mod tests {
     use super::*;
     use crate::memory_file::Page;
-    use crate::policy::LendingPolicy;
+    use crate::policy::{LendingPolicy, Who};
     use crate::stock::Shapes;
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
     /// Who asks again and again for more than can be had does not keep what is ready from others.
     #[test]
     fn a_file_that_cannot_grow_stays_ready() {
         let page = Page::Transparent;
-        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
-        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
         let file = MemoryFile::new(page, page.bytes()).expect("a file");
         let lease = |bytes| {
             let wish = Wish { bytes, page: None, node: None, keep: None };
-            daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish)
+            daemon.lease(&Asker::user(0), 7, &wish)
         };
         daemon.fill_ended(Some(file));
         let refusal = |bytes| lease(bytes).expect_err("too long").message;
@@ -250,5 +281,104 @@ mod tests {
         assert!(daemon.state().growth() < long);
         daemon.end(leased.lease);
         assert_eq!(daemon.state().growth(), u64::MAX, "its memory is there again");
+    }
+
+    /// The daemon's threads have a limit (TasksMax, RLIMIT_NPROC), which others may use up.
+    #[test]
+    fn a_file_grows_where_no_thread_can_be_had() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root can be another user, whom alone the limit holds for");
+            return;
+        }
+        let page = Page::Transparent;
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 61_009));
+        let alone = || {
+            // It holds for no thread of root, as the others are.
+            let most = Rlimit { current: Some(0), ..getrlimit(Resource::Nproc) };
+            setrlimit(Resource::Nproc, most).expect("less than before");
+            // SAFETY: the calls themselves, which change this thread alone.
+            unsafe {
+                assert_eq!(libc::syscall(libc::SYS_setresgid, 61_009, 61_009, 61_009), 0);
+                assert_eq!(libc::syscall(libc::SYS_setresuid, 61_009, 61_009, 61_009), 0);
+            }
+            assert!(std::thread::Builder::new().spawn(|| ()).is_err(), "no thread");
+            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+            let wish = Wish { bytes: 2 * page.bytes(), page: None, node: None, keep: None };
+            daemon.lease(&Asker::user(61_009), 7, &wish).map(|(leased, _)| leased.filled_late)
+        };
+        let leased = std::thread::scope(|scope| scope.spawn(alone).join().expect("no panic"));
+        match &leased {
+            Ok(late) => assert_eq!(*late, page.bytes()),
+            // This machine has no huge pages for files; whatever it is, nothing is lent.
+            Err(refused) => assert!(refused.message.contains("huge pages"), "{refused:?}"),
+        }
+        assert_eq!(daemon.status().leases.len(), usize::from(leased.is_ok()));
+    }
+
+    /// A daemon that is told another policy knows what is out.
+    #[test]
+    fn another_policy_does_not_forget_what_is_out() {
+        let page = Page::Transparent;
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
+        let policy = |pages: u64| {
+            let size = |text: &str| text.parse().ok();
+            LendingPolicy::read(0, &format!("uid 61008 {}", pages * page.bytes()), size).expect("a line")
+        };
+        let lease = || {
+            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+            daemon.lease(&Asker::user(61_008), 7, &Wish { bytes: page.bytes(), page: None, node: None, keep: None })
+        };
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root gives files away");
+            return;
+        }
+        assert_eq!(lease().expect_err("not named").kind, RefusedKind::LendingPolicy);
+        daemon.set_policy(policy(1));
+        let _out = lease().expect("as much as is allowed");
+        daemon.set_policy(policy(1));
+        assert!(lease().expect_err("it has that").message.contains("leased already"));
+        daemon.set_policy(policy(2));
+        lease().expect("one more");
+    }
+
+    /// Whatever happens to the thread that leases, nothing is lent to it.
+    #[test]
+    fn a_lease_that_is_not_given_is_not_counted() {
+        let page = Page::Transparent;
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
+        let panics = || {
+            let _entered =
+                Entered { daemon: &daemon, lease: daemon.state().enter((0, Who::User(0)), 7, 1, None, None) };
+            panic!("as planted");
+        };
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+        assert!(daemon.status().leases.is_empty());
+    }
+
+    /// What is filled while somebody waits is not taken from what is left to others.
+    #[test]
+    fn a_file_that_grows_leaves_what_is_to_be_left() {
+        let page = Page::Transparent;
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0);
+        let free = |page: Page, _| Some(3 * page.bytes());
+        let daemon = Daemon::new(PoolConfig { free, keep_free: 2 * page.bytes(), ..config });
+        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let wish = Wish { bytes: 3 * page.bytes(), page: None, node: None, keep: None };
+        let refused = daemon.lease(&Asker::user(0), 7, &wish).expect_err("one page may be had");
+        assert!(refused.message.contains("no free huge page"), "{refused:?}");
+        assert_eq!(daemon.status().ready, [page.bytes()], "and nothing was tried");
+    }
+
+    /// What is filled while somebody waits comes from where the answer says.
+    #[test]
+    fn a_file_grows_on_its_own_node() {
+        let page = Page::Transparent;
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0);
+        // Which no machine has.
+        let daemon = Daemon::new(PoolConfig { node: Some(1023), ..config });
+        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let wish = Wish { bytes: 3 * page.bytes(), page: None, node: None, keep: None };
+        let refused = daemon.lease(&Asker::user(0), 7, &wish).expect_err("no such node");
+        assert!(refused.message.contains("set_mempolicy"), "{refused:?}");
     }
 }

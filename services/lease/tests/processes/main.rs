@@ -16,7 +16,10 @@ mod served;
 
 use killed::{clients_and_supervisors_are_killed, the_daemon_is_killed};
 use manager::{a_manager_holds_what_is_filled, kept_memory_survives_the_daemon};
-use programs::{a_descriptor_changes, a_lease_without_a_filter_is_over, programs_of_all_kinds};
+use programs::{
+    a_daemon_of_another_process_namespace, a_descriptor_changes, a_lease_without_a_filter_is_over,
+    programs_of_all_kinds,
+};
 use roles::{client, daemon, keeper, program};
 use std::path::Path;
 use support::{PAGE, Pool};
@@ -48,7 +51,8 @@ fn goes_on() {
 type Test = (&'static str, fn(&Pool));
 
 fn tests(part: &str) {
-    let tests: [Test; 8] = [
+    let tests: [Test; 9] = [
+        ("a daemon of another process namespace", a_daemon_of_another_process_namespace),
         ("clients and supervisors are killed before every call", clients_and_supervisors_are_killed),
         ("the daemon is killed before every call", the_daemon_is_killed),
         ("a descriptor is closed while the supervisor looks", |pool| a_descriptor_changes(pool, "close")),

@@ -4,7 +4,7 @@ use crate::roles::{kept, me, with_bytes};
 use crate::served::{Served, new_socket, rest};
 use crate::support::{Pool, wait_for};
 use hugemm_lease::client::{ClientError, Connection};
-use hugemm_lease::server::Listener;
+use hugemm_lease::listener::Listener;
 use hugemm_lease::status::Status;
 use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
 use rustix::net::{

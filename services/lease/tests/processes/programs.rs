@@ -14,6 +14,18 @@ const RECEIVE: u64 = 0xc050_2100;
 const SEND: u64 = 0xc018_2101;
 const ADD_FD: u64 = 0x4018_2103;
 
+/// A daemon in a container has no number for a client outside, and serves it.
+pub(crate) fn a_daemon_of_another_process_namespace(_: &Pool) {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root makes process namespaces");
+        return;
+    }
+    let daemon = Served::start_by(&["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]);
+    assert!(daemon.said("plain").starts_with("leased "));
+    // Its process is waited for, though it has no number (Linux 6.5); at least its connection is.
+    daemon.wait_until_idle();
+}
+
 /// The program's other thread closes or reuses the descriptor at each point at which the supervisor looks at it.
 pub(crate) fn a_descriptor_changes(_: &Pool, how: &str) {
     let daemon = Served::start();

@@ -24,9 +24,15 @@ pub(crate) fn new_socket() -> PathBuf {
 
 impl Served {
     pub(crate) fn start() -> Self {
+        Self::start_by(&["env"])
+    }
+
+    /// By a command that runs what it is told.
+    pub(crate) fn start_by(words: &[&str]) -> Self {
         let socket = new_socket();
-        let child =
-            me(&["daemon", socket.to_str().expect("UTF-8")]).stderr(Stdio::inherit()).spawn().expect("a daemon");
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).arg(std::env::current_exe().expect("a path")).arg("daemon").arg(&socket);
+        let child = command.stderr(Stdio::inherit()).spawn().expect("a daemon");
         let served = Served { child, socket };
         served.wait_until_idle();
         served

@@ -1,7 +1,7 @@
 //! What ageing alone costs, by the run and page by page, with all that it causes.
 
+use crate::age::config::RunConfig;
 use crate::age::rig::{NODE, OnHost, Rig, Touches, on_machine};
-use crate::age::run::RunConfig;
 use crate::machine::Machine;
 use anyhow::{Context, Result};
 use hugemm_base::{CpuCx, CpuId, Never, VirtAddr};
@@ -70,7 +70,7 @@ pub fn ageing_costs(
 
 impl<'h> Rig<'_, 'h> {
     fn costs(&self, config: &RunConfig, runs: u32) -> Result<Vec<[Cost; 2]>> {
-        let (object, spaces) = self.spaces(config, 0)?;
+        let (object, spaces) = self.spaces(config)?;
         let costs = self.as_cpu(CpuId(0), |cx| {
             let mut costs = Vec::new();
             for run in 0..=runs {

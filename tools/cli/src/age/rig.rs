@@ -1,8 +1,7 @@
 //! A machine for processes that share memory: frames, CPUs that serve each other's flushes, compressed swap, and reclaim.
 
+use crate::age::config::RunConfig;
 use crate::age::mmu::SoftMmu;
-use crate::age::poison::Poison;
-use crate::age::run::RunConfig;
 use crate::age::steps::{Clocked, STEP};
 use crate::frames::area::AreaPlan;
 use crate::machine::Machine;
@@ -82,8 +81,7 @@ pub fn on_machine<R>(
     let parts = Parts::with_pager(&frames, &shootdown, Clearer::uncalibrated(), pager);
     // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
     let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
-    let poison = Poison::default();
-    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store, crew: Crew::default(), poison: &poison };
+    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store, crew: Crew::default() };
     let result = f(&rig)?;
     host.run_on(CpuId(0), |cx| vm.trim(cx))?;
     drop(vm);
@@ -96,11 +94,8 @@ pub fn on_machine<R>(
         host.run_on(CpuId(cpu), |cx| frames.drain(cx))?;
     }
     let stats = host.run_on(CpuId(0), |cx| frames.stats(cx))?;
-    if stats.free + stats.refused != frames.managed() {
+    if stats.free != frames.managed() {
         bail!("frames were lost: {stats:?}");
-    }
-    if poison.check(&host, stats.refused)? != config.check {
-        bail!("frames are poisoned in a run that checks, and in no other");
     }
     Ok(result)
 }
@@ -111,7 +106,6 @@ pub struct Rig<'a, 'h> {
     pub vm: &'a Vm<'h, OnHost<'h>>,
     pub store: &'a Store<'h>,
     crew: Crew,
-    pub poison: &'a Poison,
 }
 
 impl<'h> Rig<'_, 'h> {
@@ -129,18 +123,17 @@ impl<'h> Rig<'_, 'h> {
         Ok(self.host.run_on(cpu, |cx| self.crew.work(&serve, || f(cx)))?)
     }
 
-    /// So many processes that share a region, each with `own` bytes of its own.
+    /// So many processes that share a region.
     pub fn spaces<'v>(
         &'v self,
         config: &RunConfig,
-        own: u64,
     ) -> Result<(SharedRef<'v, OnHost<'h>>, Vec<AddressSpaceRef<'v, OnHost<'h>>>)> {
         self.as_cpu(CpuId(0), |cx| {
             let object = self.vm.create_shared(cx, config.shared >> 12, config.page, false)?;
             let mut spaces = Vec::new();
             for _ in 0..config.procs {
                 let space = self.vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?)?;
-                set_up(cx, self.vm, &space, &object, [config.shared, own], config.page)?;
+                set_up(cx, self.vm, &space, &object, [config.shared, 0], config.page)?;
                 spaces.push(space);
             }
             Ok((object, spaces))

@@ -1,15 +1,16 @@
 //! Processes on one machine of `hugemm bench age`, with a worker that reclaims; each window of each process is checked.
 
+use crate::age::config::RunConfig;
 use crate::age::rig::{NODE, OnHost, Rig, Touches, on_machine};
 use crate::age::watch::{OnDrop, Watch};
 use crate::machine::Machine;
 use crate::worker;
 use anyhow::Result;
-use hugemm_base::{Cpu, CpuCx, CpuId, Never, PageSize};
+use hugemm_base::{Cpu, CpuCx, CpuId, Never};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::interrupt;
 use hugemm_inspect::ipi::MembarrierIpi;
-use hugemm_reclaim::{Ageing, LruPolicy, Steps};
+use hugemm_reclaim::Steps;
 use hugemm_vm::AddressSpaceRef;
 use hugemm_workloads::age::{AgeFigures, Part, Turn};
 use hugemm_workloads::random::Random;
@@ -22,20 +23,6 @@ const LEAST_WINDOWS: usize = 16;
 
 /// Nobody is without a window for so long, however busy the machine is.
 const STUCK: Duration = Duration::from_secs(60);
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RunConfig {
-    pub page: PageSize,
-    pub policy: LruPolicy,
-    pub ageing: Ageing,
-    pub procs: u32,
-    pub cpus: u32,
-    /// Bytes.
-    pub shared: u64,
-    pub swap: u64,
-    pub time: Duration,
-    pub check: bool,
-}
 
 /// Runs the processes for a while on fresh frames.
 pub fn run(
@@ -56,11 +43,7 @@ impl<'h> Rig<'_, 'h> {
     }
 
     fn watched(&self, config: &RunConfig, watch: &Watch) -> Result<AgeFigures> {
-        let own = if config.check { (config.shared / 16).next_multiple_of(config.page.bytes()) } else { 0 };
-        let (object, spaces) = self.spaces(config, own)?;
-        if config.check {
-            self.as_cpu(CpuId(0), |cx| self.poison.begin(cx, self.vm.frames(), &mut Random::new(own)))?;
-        }
+        let (object, spaces) = self.spaces(config)?;
         let start = Barrier::new(self.host.cpus() as usize);
         let total: Mutex<AgeFigures> = Mutex::default();
         let pager = self.vm.pager();
@@ -83,7 +66,7 @@ impl<'h> Rig<'_, 'h> {
                             start.wait();
                             // The worker ends with the first.
                             let _wakes = OnDrop(|| pager.steps().wake(NODE));
-                            watch.cpu(|| self.play(cx, config, own, spaces, watch))
+                            watch.cpu(|| self.play(cx, config, spaces, watch))
                         })??;
                         let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
                         total.windows += done.windows;
@@ -114,19 +97,16 @@ impl<'h> Rig<'_, 'h> {
         &self,
         cx: &mut CpuCx<'_, Host<'h>>,
         config: &RunConfig,
-        own: u64,
         spaces: &[AddressSpaceRef<'_, OnHost<'h>>],
         watch: &Watch,
     ) -> Result<AgeFigures> {
         let cpu = cx.platform().current();
         let touches = Touches(self.mmu);
         let mine = (0..config.procs).filter(|process| process % config.cpus == cpu.0);
-        let (shared, own) = ((config.shared >> 12) as usize, (own >> 12) as usize);
-        let mut records: Vec<(u32, [Vec<u32>; 3])> =
-            mine.map(|process| (process, [shared, own, own].map(|pages| vec![0; pages]))).collect();
-        let known = records.iter_mut();
+        let mut records: Vec<(u32, Vec<u32>)> =
+            mine.map(|process| (process, vec![0; (config.shared >> 12) as usize])).collect();
         let mut parts: Vec<Part<'_, '_>> =
-            known.map(|(process, [shared, own, spare])| Part::new(*process, shared, own, spare)).collect();
+            records.iter_mut().map(|(process, shared)| Part::new(*process, shared, &mut [], &mut [])).collect();
         let mut random = Random::new(u64::from(cpu.0) + 7);
         let (pager, is_worker) = (self.vm.pager(), cpu.0 == 0 && config.cpus == self.host.cpus());
         let mut done = AgeFigures::default();
@@ -147,20 +127,13 @@ impl<'h> Rig<'_, 'h> {
             let part = &mut parts[part];
             turn += 1;
             let space = &spaces[part.number as usize];
-            let forks = config.check && turn % 4 == 0;
-            if forks {
-                self.poison.strike(cx, self.vm.frames(), &mut random);
-            }
             let (page, random, touched) = (config.page, &mut random, &mut done.touched);
-            let result = part.turn(cx, self.vm, space, &touches, Turn { page, hot: 0, forks, random, touched });
+            let result = part.turn(cx, self.vm, space, &touches, Turn { page, hot: 0, forks: false, random, touched });
             done.windows += 1;
             watch.step();
             result?;
         }
         done.seconds = begin.elapsed().as_secs_f64();
-        for part in &mut parts {
-            part.unpin(cx, self.vm, &spaces[part.number as usize])?;
-        }
         Ok(done)
     }
 }
@@ -168,9 +141,10 @@ impl<'h> Rig<'_, 'h> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::{Common, Kind};
+    use crate::options::{Common, Kind};
     use anyhow::Context;
-    use hugemm_base::{Pfn, VirtAddr, VirtRange};
+    use hugemm_base::{PageSize, Pfn, VirtAddr, VirtRange};
+    use hugemm_reclaim::{Ageing, LruPolicy};
     use hugemm_vm::{Backing, VmaKind};
     use hugemm_workloads::age::{Failed, OWN_AT, Process, Touched};
     use std::sync::atomic::{AtomicU64, Ordering};
@@ -186,15 +160,11 @@ mod tests {
             shared: 0,
             swap: 1 << 20,
             time: Duration::ZERO,
-            check: true,
         };
         let machine = Machine::new(&Common { json: None })?;
         let mut memory = machine.memory(32 << 20, PageSize::Size2M, Kind::Thp)?;
         on_machine(&machine, memory.as_mut_slice(), &machine.places(1)?, None, &config, |rig| {
-            rig.as_cpu(CpuId(0), |cx| {
-                rig.poison.begin(cx, rig.vm.frames(), &mut Random::new(1));
-                f(rig, cx)
-            })?
+            rig.as_cpu(CpuId(0), |cx| f(rig, cx))?
         })
     }
 
@@ -244,25 +214,5 @@ mod tests {
             Ok(())
         })
         .expect("nothing else");
-    }
-
-    #[test]
-    fn poison_that_is_handed_out_is_found() {
-        let written = checked(|rig, _| {
-            let frame = rig.vm.frames().first_hwpoisoned(rig.host.frames()).context("poison")?;
-            word(rig, frame).store(0, Ordering::Relaxed);
-            Ok(())
-        });
-        let error = written.expect_err("somebody has written to it").to_string();
-        assert!(error.contains("was handed out although it is poisoned"), "{error}");
-        let more = checked(|rig, cx| {
-            let page = rig.vm.frames().alloc(cx, PageSize::Size4K)?;
-            rig.vm.frames().hwpoison(cx, page.pfn());
-            rig.vm.frames().free(cx, page);
-            Ok(())
-        });
-        let error = more.expect_err("one more is out of use").to_string();
-        assert!(error.contains("frames were poisoned, and"), "{error}");
-        checked(|_, _| Ok(())).expect("nothing is wrong");
     }
 }

@@ -2,9 +2,9 @@
 
 use crate::accel::Choice;
 use crate::arch::Arch;
-use crate::args::Common;
-use crate::boot::CPU_MODEL;
-use crate::cli_text;
+use crate::boot::machine::CPU_MODEL;
+use crate::options::Common;
+use crate::usage;
 use anyhow::{Result, bail};
 use clap::Args;
 use clap::error::ErrorKind;
@@ -77,7 +77,7 @@ pub fn request(words: &[String], program: &str, commands: impl Iterator<Item = c
         Err(help) if help.kind() == ErrorKind::DisplayHelp => help.exit(),
         Err(error) => {
             let named: Vec<&str> = words.iter().map(String::as_str).take_while(|word| !word.starts_with('-')).collect();
-            let (error, named) = (cli_text::usage_error(&error), named.join(" "));
+            let (error, named) = (usage::usage_error(&error), named.join(" "));
             bail!("the command after '--': {error}; see '{program} -- {named} --help'")
         }
     }

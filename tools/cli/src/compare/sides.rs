@@ -1,6 +1,7 @@
 //! The same figure on both sides, several documents of a side taken together.
 
 use crate::document::Row;
+use crate::goals;
 use crate::saved::{Saved, identity, name};
 use crate::units::{self, Better};
 use serde_json::Value;
@@ -99,7 +100,9 @@ pub fn pair(a: &[Saved], b: &[Saved]) -> Paired {
             continue;
         };
         let (other, other_figure) = right[*place];
-        let met = |row: &Row| row.labels().get("met").and_then(Value::as_bool);
+        let met = |row: &Row| {
+            goals::verdict_of(row).filter(|said| *said != goals::NOT_TOLD_APART).map(|said| said == goals::MET)
+        };
         let known: Vec<&str> = identity(row).map(|(name, _)| name).collect();
         let labels = row.labels().iter().filter(|(name, _)| known.contains(&name.as_str()));
         paired.pairs.push(Pair {
@@ -142,7 +145,8 @@ mod tests {
     #[test]
     fn labels_tell_rows_apart_and_outcomes_do_not() {
         let row = |value: f64, order: u32, met: bool| {
-            Row::single("m", value, "ns").label("order", order).label("met", met).label("goal", 3.0)
+            let said = if met { goals::MET } else { goals::MISSED };
+            Row::single("m", value, "ns").label("order", order).label("verdict", said).label("goal", 3.0)
         };
         let document = |rows| Saved {
             schema: crate::document::SCHEMA,

@@ -3,23 +3,19 @@
 //! The allocators never look into a frame, so the frames need not exist: only their own data do, in verified huge pages
 //! (a kernel's direct map is made of those).
 
-use crate::args::Kind;
 use crate::frames::peers::{Managed, Peer, Visit};
 use crate::machine::Machine;
-use crate::measure::Repeat;
-use crate::stats::Samples;
+use crate::options::Kind;
+use crate::sides::{Run, Side};
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PAGE_SHIFT, PageSize};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{BASE_FRAME, Host};
-use hugemm_inspect::interrupt;
 use hugemm_inspect::memory::Region;
-use hugemm_workloads::alloc_free::{Source, Spent};
+use hugemm_workloads::alloc_free::Source;
 use hugemm_workloads::size::Size;
-use indicatif::ProgressBar;
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::{Duration, Instant};
 
 pub struct AreaPlan {
     pub extent: Extent,
@@ -149,33 +145,26 @@ impl Drop for BreakOnPanic<'_> {
     }
 }
 
-/// One side of a comparison: a run of it returns one figure per column, `None` where there is no such operation.
-pub struct Side<'a> {
-    pub name: &'static str,
-    pub run: Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>,
-}
-
 /// What a comparison has every side do.
 pub trait Work<'a>: Copy {
+    type Record;
+
     /// Whether there will be so many holes that whoever looks at each is left out.
     fn makes_many_holes(&self) -> bool {
         false
     }
 
-    /// The order of its blocks: who has none so large is left out.
-    fn order(&self) -> Order;
-
     /// One run of it with an allocator. `own` says that it is the area's, whose lock rounds are then counted.
-    fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>
+    fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Run<'a, Self::Record>
     where
         S: Source<Host<'a>> + Sync + 'a,
         S::Block: Send;
 }
 
-pub struct Sides<'a, W> {
+pub struct Sides<'a, W: Work<'a>> {
     area: &'a Area<'a>,
     work: W,
-    pub sides: Vec<Side<'a>>,
+    pub sides: Vec<Side<'a, W::Record>>,
 }
 
 impl<'a, W: Work<'a> + 'a> Sides<'a, W> {
@@ -189,96 +178,16 @@ impl<'a, W: Work<'a> + 'a> Sides<'a, W> {
         S: Source<Host<'a>> + Sync + 'a,
         S::Block: Send,
     {
-        self.sides.push(Side { name, run: self.work.with(self.area, source, own) });
+        self.sides.push(Side::new(name, self.work.with(self.area, source, own)));
     }
 }
 
 impl<'a, W: Work<'a> + 'a> Visit for Sides<'a, W> {
     fn visit<T: Peer>(&mut self) -> Result<()> {
-        if !(T::SCANS_HOLES && self.work.makes_many_holes()) && self.work.order().get() <= T::LARGEST {
+        if !(T::SCANS_HOLES && self.work.makes_many_holes()) {
             let peer = Managed::<T>::new(self.area.extent)?;
             self.add(T::NAME, peer, false);
         }
         Ok(())
-    }
-}
-
-/// Figures of one side by column, over all runs.
-pub type Columns = Vec<Option<Samples>>;
-
-/// A side whose run takes longer than this is run fewer times.
-const LONG: Duration = Duration::from_millis(100);
-
-/// Runs every side untimed, then measured (but three times at most where a run takes long), in rotating order, so that
-/// drift hits all alike.
-pub fn alternate(sides: &mut [Side<'_>], repeat: Repeat, bar: &ProgressBar) -> Result<Vec<Columns>> {
-    let mut columns: Vec<Columns> = vec![Vec::new(); sides.len()];
-    let mut left = vec![repeat.runs; sides.len()];
-    for run in 0..repeat.all() {
-        for i in 0..sides.len() {
-            interrupt::check()?;
-            let index = (i + run) % sides.len();
-            bar.inc(1);
-            if left[index] == 0 {
-                continue;
-            }
-            bar.set_message(sides[index].name);
-            let start = Instant::now();
-            let figures = (sides[index].run)()?;
-            if run == 0 && start.elapsed() > LONG {
-                left[index] = left[index].min(3);
-            }
-            let columns = &mut columns[index];
-            if run == 0 {
-                columns.extend(figures.iter().map(|figure| figure.map(|_| Samples::default())));
-            }
-            if repeat.is_measured(run) {
-                left[index] -= 1;
-                for (samples, figure) in columns.iter_mut().zip(figures) {
-                    if let (Some(samples), Some(figure)) = (samples, figure) {
-                        samples.push(figure);
-                    }
-                }
-            }
-        }
-    }
-    Ok(columns)
-}
-
-/// The mean over CPUs of the time of an operation.
-pub fn mean_each(spent: &[Spent]) -> f64 {
-    spent.iter().map(|spent| spent.each()).sum::<f64>() / spent.len().max(1) as f64
-}
-
-/// How many rounds take about `nanos`, found by doubling.
-pub fn rounds_in<E>(
-    nanos: u64,
-    mut once: impl FnMut(u64) -> std::result::Result<Spent, E>,
-) -> std::result::Result<u64, E> {
-    let mut rounds = 64;
-    loop {
-        let spent = once(rounds)?;
-        if spent.nanos >= nanos / 2 || rounds >= 1 << 40 {
-            return Ok(((rounds as f64 * nanos as f64 / spent.nanos.max(1) as f64) as u64).max(1));
-        }
-        rounds *= 2;
-    }
-}
-
-/// A figure of a table: the median, and the deviation in percent.
-pub fn cell(samples: Option<&Samples>) -> String {
-    match samples {
-        None => "–".to_owned(),
-        Some(samples) => format!("{} ±{:.0}%", figure(samples.median()), samples.stdev_percent()),
-    }
-}
-
-/// A number with as many decimals as its size bears.
-pub fn figure(value: f64) -> String {
-    match value {
-        v if v > 0.0 && v < 0.01 => format!("{v:.5}"),
-        v if v < 10.0 => format!("{v:.2}"),
-        v if v < 1000.0 => format!("{v:.1}"),
-        v => format!("{v:.0}"),
     }
 }

@@ -1,7 +1,7 @@
 //! Options of the commands that measure the frame allocator.
 
-use crate::args::{Common, Warmup};
 use crate::measure::Repeat;
+use crate::options::{Common, Warmup};
 use clap::{Args, ValueEnum};
 use hugemm_workloads::options::{cpus, seconds};
 use hugemm_workloads::request;
@@ -23,7 +23,7 @@ pub struct Measured {
 impl Measured {
     /// How often each side is run.
     pub fn repeat(&self, runs: u32) -> Repeat {
-        Repeat { runs, warmup: self.warmup.warmup }
+        Repeat { of_long: 3, ..Repeat::new(runs, self.warmup.warmup) }
     }
 }
 
@@ -96,24 +96,6 @@ pub struct Churn {
     /// Measure hugemm alone, not the other libraries beside it.
     #[arg(long)]
     pub no_peers: bool,
-    #[command(flatten)]
-    pub common: Common,
-}
-
-#[derive(Debug, Args)]
-pub struct Stress {
-    /// Seconds.
-    #[arg(long, default_value_t = 10, value_parser = seconds())]
-    pub seconds: u64,
-    /// CPUs [default: all].
-    #[arg(short, long, value_parser = cpus())]
-    pub threads: Option<u32>,
-    /// Memory that they share; small, so that they meet. Only the allocator's own data exist.
-    #[arg(short, long, default_value = "64MB")]
-    pub size: Size,
-    /// Seed of the requests.
-    #[arg(long, default_value_t = 1)]
-    pub seed: u64,
     #[command(flatten)]
     pub common: Common,
 }

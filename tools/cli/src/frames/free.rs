@@ -2,27 +2,23 @@
 //! "Optimize free_contig_range()"), whole frozen blocks. What else it measures is in `frames_parts`.
 
 use super::parts;
-use crate::boot::lines::Transcript;
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
-use crate::frames::area::{Area, AreaPlan, Columns, Sides, Work, alternate, cell, figure};
+use crate::frames::area::{Area, AreaPlan, Sides, Work};
 use crate::frames::args::Free;
 use crate::frames::peers;
-use crate::goals::Goals;
+use crate::goals::{ATOMIC, COUNTED, FROZEN};
 use crate::headline;
 use crate::machine::Machine;
-use crate::results::{self, Line, Results};
-use crate::stats::Samples;
-use crate::{progress, table};
+use crate::progress;
+use crate::results::{Line, Results};
+use crate::sides::{Run, alternate, labelled, sheet};
 use anyhow::{Result, anyhow, bail};
-use comfy_table::Table;
 use hugemm_base::{CpuId, Extent, Order};
 use hugemm_host::cpu::Host;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
 use hugemm_workloads::alloc_free::ranges::{self, DividedBlocks, FreeMethod, METRICS, RangesError};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
-
-const COUNTED: &str = "hugemm, counted";
-const FROZEN: &str = "hugemm, frozen";
 
 /// Pages that the default number of blocks makes.
 const PAGES_PER_RUN: u64 = 1 << 20;
@@ -56,10 +52,10 @@ pub fn run(args: &Free) -> Result<()> {
         sides.add(COUNTED, CountedPages(&area.frames), true);
         sides.add(FROZEN, FrozenBlocks(&area.frames), true);
         peers::each(args.measured.no_peers, &mut sides)?;
-        let columns = alternate(&mut sides.sides, args.measured.repeat(args.blocks.runs), &bar)?;
-        let names: Vec<_> = sides.sides.iter().map(|side| side.name).collect();
+        let lines = alternate(sides.sides, args.measured.repeat(args.blocks.runs), &bar)?;
+        let labels = [("order", order.get().into()), ("n", blocks(args, order).into())];
         let held = format!(", {} at a time", held(args, plan.extent.pages(), order));
-        add(&mut results, order, blocks(args, order), &held, &names, &columns);
+        add(&mut results, &labelled(lines, &labels), &held);
     }
     if cpus == 2 {
         parts::two_cpus(&area, args, &bar, &mut results)?;
@@ -67,7 +63,8 @@ pub fn run(args: &Free) -> Result<()> {
     parts::claims_and_arrays(&area, args, &bar, &mut results)?;
     bar.finish_and_clear();
     let percent = plan.metadata.size() as f64 * 100.0 / plan.extent.bytes() as f64;
-    results.goals.at_most("frames.metadata_pct", &Samples::once(percent), "percent", 1.6);
+    results.rows.push(Row::single("bench.free.metadata", percent, "percent"));
+    results.rows.push(Row::median(ATOMIC, &headline::atomic(), "ns"));
     results.remarks.extend(peers::note(args.measured.no_peers).map(str::to_owned));
     machine.show(results)
 }
@@ -103,11 +100,9 @@ struct Blocks<'a> {
 }
 
 impl<'a> Work<'a> for Blocks<'a> {
-    fn order(&self) -> Order {
-        self.order
-    }
+    type Record = DividedBlocks;
 
-    fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>
+    fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Run<'a, DividedBlocks>
     where
         S: Source<Host<'a>> + Sync + 'a,
         S::Block: Send,
@@ -156,7 +151,7 @@ impl<'a> Work<'a> for Blocks<'a> {
                 }
             }
             spent.whole = whole(area, &source, order)?;
-            Ok(METRICS.iter().map(|metric| Some((metric.of)(&spent)).filter(|figure| figure.is_finite())).collect())
+            Ok(spent)
         })
     }
 }
@@ -181,89 +176,17 @@ where
     all.first().copied().ok_or_else(|| anyhow!("no CPU"))
 }
 
-/// The figures of one order: a title and a table.
-fn blocks_table(order: Order, n: u64, names: &[impl AsRef<str>], columns: &[Columns]) -> (String, Table) {
-    let pages = order.pages();
-    let mut lines = table::new([
-        "ns per block",
-        "take and split",
-        "free as range",
-        "per page",
-        "free page by page",
-        "speedup",
-        "free unsplit",
-        "lock rounds",
-        "loop, range",
-        "loop, by page",
-    ]);
-    for (name, columns) in names.iter().zip(columns) {
-        let median = |index: usize| columns.get(index).and_then(Option::as_ref).map(Samples::median);
-        let text = |value: Option<f64>, f: &dyn Fn(f64) -> String| value.map_or("–".to_owned(), f);
-        let seconds = |way: Option<f64>| {
-            let loop_ns = way.zip(median(0)).map(|(free, take)| (free + take) * n as f64);
-            text(loop_ns, &|ns| format!("{:.4} s", ns / 1e9))
-        };
-        let name = name.as_ref();
-        let own = name.starts_with("hugemm");
-        lines.add_row([
-            name.to_owned(),
-            cell(columns[0].as_ref()),
-            cell(columns[1].as_ref()),
-            text(median(1), &|ns| format!("{:.2}", ns / pages as f64)),
-            cell(columns[2].as_ref()),
-            text(median(3), &|ratio| format!("{ratio:.1} ×")),
-            cell(columns[4].as_ref()),
-            if own { text(median(5), &figure) } else { String::new() },
-            seconds(median(1)),
-            seconds(median(2)),
-        ]);
-    }
-    (format!("Order {order}, {n} blocks of {pages} pages"), lines)
-}
-
 pub fn of_guest(transcript: &Transcript) -> Results {
-    let lines: Vec<Line<DividedBlocks>> = results::of_guest(transcript);
-    let mut results = Results::default();
-    for sides in lines.chunk_by(|a, b| a.number("order") == b.number("order")) {
-        let Ok(order) = Order::new(sides[0].number("order") as u32) else { continue };
-        let names: Vec<String> = sides.iter().map(|line| line.label("side")).collect();
-        let figures = |line: &Line<DividedBlocks>| METRICS.map(|metric| line.samples(&metric)).into_iter();
-        let columns: Vec<Columns> =
-            sides.iter().map(|line| figures(line).map(|it| (it.runs() > 0).then_some(it)).collect()).collect();
-        add(&mut results, order, sides[0].number("n"), "", &names, &columns);
-    }
+    let (lines, mut results) = (lines_of(transcript), Results::default());
+    lines.chunk_by(|a, b| a.number("order") == b.number("order")).for_each(|lines| add(&mut results, lines, ""));
     results
 }
 
-/// The figures of one order: their table, rows and goals.
-fn add(results: &mut Results, order: Order, n: u64, held: &str, names: &[impl AsRef<str>], columns: &[Columns]) {
-    let (title, lines) = blocks_table(order, n, names, columns);
-    results.tables.push((title + held, lines));
-    for (name, columns) in names.iter().zip(columns) {
-        for (metric, samples) in METRICS.iter().zip(columns) {
-            let Some(samples) = samples else { continue };
-            let row = Row::median(metric.name, samples, metric.unit).label("side", name.as_ref());
-            results.rows.push(row.label("order", order.get()).label("n", n));
-        }
-    }
-    note_goals(&mut results.goals, order, columns);
-}
-
-fn note_goals(goals: &mut Goals, order: Order, columns: &[Columns]) {
-    let get = |side: usize, column: usize| columns.get(side).and_then(|c| c.get(column)).and_then(Option::as_ref);
-    match order.get() {
-        9 => {
-            if let (Some(range), Some(speedup)) = (get(0, 1), get(0, 3)) {
-                let atomic = headline::atomic().median();
-                goals.at_most("frames.free512_range_atomics", &range.map(|ns| ns / atomic), "atomics", 25.0);
-                goals.at_least("frames.free512_speedup", speedup, 12.0);
-            }
-        }
-        18 => {
-            if let Some(whole) = get(1, 4) {
-                goals.at_most("frames.free_frozen_1g_ns", whole, "ns", 25.0);
-            }
-        }
-        _ => {}
-    }
+/// The figures of one order: their table and rows.
+fn add(results: &mut Results, lines: &[Line<DividedBlocks>], held: &str) {
+    let Some(first) = lines.first() else { return };
+    let (order, n) = (first.number("order"), first.number("n"));
+    let title = format!("Order {order}, {n} blocks of {} pages{held}", 1_u64 << order);
+    results.tables.push((title, sheet(lines, ("side", ""), &METRICS)));
+    results.rows.extend(lines.iter().flat_map(|line| line.rows(&METRICS)));
 }

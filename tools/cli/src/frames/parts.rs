@@ -1,17 +1,16 @@
 //! The other tables of `hugemm bench free`: one block freed by two CPUs at once, contiguous claims, arrays.
 
-use crate::document::Row;
-use crate::frames::area::{Area, Side, alternate, cell};
+use crate::frames::area::Area;
 use crate::frames::args::Free;
 use crate::frames::peers::{self, Managed, Peer, Visit};
-use crate::results::Results;
-use crate::stats::Samples;
-use crate::table;
-use anyhow::{Result, anyhow, bail};
+use crate::results::{Line, Results};
+use crate::sides::{Side, alternate, labelled, sheet};
+use anyhow::{Result, anyhow};
 use hugemm_base::{CpuId, Extent, Order, PAGE_SHIFT, Pfn};
 use hugemm_host::cpu::Host;
 use hugemm_workloads::alloc_free::ranges::{self, ArrayWay, FreeMethod};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Unclaimed};
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
 use indicatif::ProgressBar;
 
@@ -29,13 +28,12 @@ enum Parts {
     TwoCpus,
 }
 
-/// Blocks of 512 counted pages, freed by two CPUs at once, half of each block: the time over that of one CPU that frees
-/// the same halves.
+/// Blocks of 512 counted pages, freed by two CPUs at once, half of each block, beside one CPU that frees the same halves.
 pub fn two_cpus(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &mut Results) -> Result<()> {
     let source = CountedPages(&area.frames);
     let nine = Order::new(9)?;
     let count = (area.extent.pages() >> 9 >> 1).clamp(1, 256) as usize;
-    let measure = |parts: Parts| -> Result<Vec<Option<f64>>> {
+    let measure = |parts: Parts| -> Result<f64> {
         let mut extents = vec![Extent::default(); count];
         area.host.run_on(CpuId(0), |cx| ranges::take(cx, &source, nine, &mut extents))??;
         let halves: Vec<Extent> = extents.iter().flat_map(|e| [e.slice(0, 256), e.slice(256, 512)]).collect();
@@ -47,34 +45,43 @@ pub fn two_cpus(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &mut R
             })
         })?;
         let slowest = spent.iter().map(|spent| spent.nanos).max().unwrap_or(0);
-        Ok(vec![Some(slowest as f64 / count as f64)])
+        Ok(slowest as f64 / count as f64)
     };
     let ways = [
         ("one CPU, whole", Parts::Whole),
         ("one CPU, two halves", Parts::Halves),
         ("two CPUs, a half each", Parts::TwoCpus),
     ];
-    let mut sides = ways.map(|(name, parts)| Side { name, run: Box::new(move || measure(parts)) });
-    let columns = alternate(&mut sides, args.measured.repeat(args.blocks.runs), bar)?;
+    let sides = ways.map(|(name, parts)| way(name, move || measure(parts)));
+    let lines = alternate(sides.into(), args.measured.repeat(args.blocks.runs), bar)?;
     // The second CPU is idle from here on: what it has cached would be in the way of claims.
     area.on_cpus(2, &source, |_, _| Ok(()))?;
-    let samples: Vec<Samples> = columns.into_iter().filter_map(|mut columns| columns.pop().flatten()).collect();
-    let [whole, halves, both] = samples.as_slice() else { bail!("nothing was measured") };
-    let mut lines = table::new(["ns per block", "free", "of one CPU, halves"]);
-    for ((name, _), samples) in ways.iter().zip([whole, halves, both]) {
-        let ratio = samples.per_run_ratio(halves).median();
-        lines.add_row([(*name).to_owned(), cell(Some(samples)), format!("{ratio:.2} ×")]);
-        results.rows.push(Row::median("bench.free.parts", samples, "ns per block").label("way", *name));
-    }
-    results.tables.push((format!("{count} blocks of 512 counted pages, freed in parts"), lines));
-    results.goals.at_most("frames.free512_parts_2t_ratio", &both.per_run_ratio(halves), "ratio", 1.2);
+    let metrics = [Metric::new("bench.free.parts", "ns per block", |it: &f64| *it).column("ns per block")];
+    results.rows.extend(lines.iter().flat_map(|line| line.rows(&metrics)));
+    let title = format!("{count} blocks of 512 counted pages, freed in parts");
+    results.tables.push((title, sheet(&lines, ("way", ""), &metrics)));
     Ok(())
 }
+
+fn way<'a, R>(name: &str, run: impl FnMut() -> Result<R> + 'a) -> Side<'a, R> {
+    Side { line: Line::new([("way", name.into())]), run: Box::new(run) }
+}
+
+/// Nanoseconds; nothing where there is no such operation.
+struct Claimed {
+    claiming: f64,
+    freeing: f64,
+}
+
+const CLAIMED: [Metric<Claimed>; 2] = [
+    Metric::new("bench.free.claim", "ns", |it: &Claimed| it.claiming).column("claim, ns"),
+    Metric::new("bench.free.claim_free", "ns", |it: &Claimed| it.freeing).column("free, ns"),
+];
 
 struct Claims<'a> {
     area: &'a Area<'a>,
     extents: Vec<Extent>,
-    sides: Vec<Side<'a>>,
+    sides: Vec<Side<'a, Claimed>>,
 }
 
 impl Visit for Claims<'_> {
@@ -90,13 +97,13 @@ impl<'a> Claims<'a> {
         let (area, extents) = (self.area, self.extents.clone());
         let run = move || {
             let done = area.on_cpus(1, &source, |cx, _| match ranges::claims(cx, &source, &extents) {
-                Ok((claiming, freeing)) => Ok(vec![Some(claiming.each()), Some(freeing.each())]),
-                Err(Unclaimed::NoSuchOperation) => Ok(vec![None, None]),
+                Ok((claiming, freeing)) => Ok(Claimed { claiming: claiming.each(), freeing: freeing.each() }),
+                Err(Unclaimed::NoSuchOperation) => Ok(Claimed { claiming: f64::NAN, freeing: f64::NAN }),
                 Err(unclaimed @ Unclaimed::InUse) => Err(unclaimed.into()),
             })?;
             done.into_iter().next().ok_or_else(|| anyhow!("no CPU"))
         };
-        self.sides.push(Side { name, run: Box::new(run) });
+        self.sides.push(Side::new(name, run));
     }
 }
 
@@ -108,17 +115,11 @@ pub fn claims_and_arrays(area: &Area<'_>, args: &Free, bar: &ProgressBar, result
         let mut claims = Claims { area, extents, sides: Vec::new() };
         claims.add("hugemm", FrozenBlocks(&area.frames));
         peers::each(args.measured.no_peers, &mut claims)?;
-        let columns = alternate(&mut claims.sides, args.measured.repeat(args.blocks.runs), bar)?;
-        let mut lines = table::new(["ns", "claim", "free"]);
-        for (side, columns) in claims.sides.iter().zip(&columns) {
-            lines.add_row([side.name.to_owned(), cell(columns[0].as_ref()), cell(columns[1].as_ref())]);
-            for (figure, samples) in ["claim", "claim_free"].iter().zip(columns) {
-                let Some(samples) = samples else { continue };
-                let row = Row::median(format!("bench.free.{figure}"), samples, "ns").label("side", side.name);
-                results.rows.push(row.label("pages", CLAIM_PAGES));
-            }
-        }
-        results.tables.push((format!("{CLAIM_PAGES} particular frames claimed, and freed"), lines));
+        let lines = alternate(claims.sides, args.measured.repeat(args.blocks.runs), bar)?;
+        let lines = labelled(lines, &[("pages", CLAIM_PAGES.into())]);
+        results.rows.extend(lines.iter().flat_map(|line| line.rows(&CLAIMED)));
+        let title = format!("{CLAIM_PAGES} particular frames claimed, and freed");
+        results.tables.push((title, sheet(&lines, ("side", ""), &CLAIMED)));
     }
     let count = ARRAY_PAGES.min(pages / 2);
     let frames = FrozenBlocks(&area.frames);
@@ -128,26 +129,19 @@ pub fn claims_and_arrays(area: &Area<'_>, args: &Free, bar: &ProgressBar, result
         ("unsorted, as it is", ArrayWay::AsIs),
         ("sorted, page by page", ArrayWay::EachPage),
     ];
-    let mut sides = ways.map(|(name, way)| Side {
-        name,
-        run: Box::new(move || {
+    let sides = ways.map(|(name, array_way)| {
+        way(name, move || {
             let mut array = vec![Pfn::new(0); count as usize];
             area.on_cpus(1, &FrozenBlocks(&area.frames), |_, _| Ok(()))?;
-            let spent = area.host.run_on(CpuId(0), |cx| ranges::array(cx, &area.frames, &mut array, way))??;
-            Ok(vec![Some(spent.each())])
-        }),
+            Ok(area.host.run_on(CpuId(0), |cx| ranges::array(cx, &area.frames, &mut array, array_way))??.each())
+        })
     });
     area.on_cpus(1, &frames, |_, _| Ok(()))?;
-    let columns = alternate(&mut sides, args.measured.repeat(args.blocks.runs), bar)?;
-    let mut lines = table::new(["ns per page", "free"]);
-    for ((name, _), columns) in ways.iter().zip(&columns) {
-        lines.add_row([(*name).to_owned(), cell(columns[0].as_ref())]);
-        if let Some(samples) = &columns[0] {
-            let row = Row::median("bench.free.array", samples, "ns per page").label("way", *name);
-            results.rows.push(row.label("pages", count));
-        }
-    }
-    let size = Size(count << PAGE_SHIFT);
-    results.tables.push((format!("An array of {count} counted pages ({size}), freed as vfree does"), lines));
+    let lines = alternate(sides.into(), args.measured.repeat(args.blocks.runs), bar)?;
+    let lines = labelled(lines, &[("pages", count.into())]);
+    let metrics = [Metric::new("bench.free.array", "ns per page", |it: &f64| *it).column("ns per page")];
+    results.rows.extend(lines.iter().flat_map(|line| line.rows(&metrics)));
+    let title = format!("An array of {count} counted pages ({}), freed as vfree does", Size(count << PAGE_SHIFT));
+    results.tables.push((title, sheet(&lines, ("way", ""), &metrics)));
     Ok(())
 }

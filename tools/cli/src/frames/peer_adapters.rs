@@ -1,6 +1,5 @@
 //! One adapter for each allocator of the registry that is compared with, under one spin lock, because no two CPUs can call it at once.
 
-use crate::frames::llfree::LlFree;
 use crate::frames::peers::{Peer, Visit};
 use anyhow::{Result, ensure};
 use bitmap_allocator::{BitAlloc, BitAlloc16M};
@@ -16,8 +15,7 @@ pub fn each(visitor: &mut impl Visit) -> Result<()> {
     visitor.visit::<BuddySystem>()?;
     visitor.visit::<Bitmap>()?;
     visitor.visit::<Holes>()?;
-    visitor.visit::<BuddySlab>()?;
-    visitor.visit::<LlFree>()
+    visitor.visit::<BuddySlab>()
 }
 
 /// rCore's buddy system: an ordered set of block numbers per order, on the heap.
@@ -34,15 +32,15 @@ impl Peer for BuddySystem {
         Ok(BuddySystem(Lock::new(buddy)))
     }
 
-    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
+    fn alloc(&self, order: Order) -> Option<u64> {
         self.0.lock().alloc(order.pages() as usize).map(|frame| frame as u64)
     }
 
-    fn free(&self, _cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
+    fn free(&self, frame: u64, order: Order) {
         self.0.lock().dealloc(frame as usize, order.pages() as usize);
     }
 
-    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
+    fn free_range(&self, first: u64, pages: u64) {
         self.0.lock().dealloc(first as usize, pages as usize);
     }
 
@@ -70,7 +68,7 @@ impl Peer for Bitmap {
         Ok(Bitmap(Lock::new(bits)))
     }
 
-    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
+    fn alloc(&self, order: Order) -> Option<u64> {
         let frame = match order.get() {
             0 => self.0.lock().alloc(),
             order => self.0.lock().alloc_contiguous(None, 1 << order, order as usize),
@@ -78,14 +76,14 @@ impl Peer for Bitmap {
         frame.map(|frame| frame as u64)
     }
 
-    fn free(&self, _cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
+    fn free(&self, frame: u64, order: Order) {
         match order.get() {
             0 => self.0.lock().dealloc(frame as usize),
             order => self.0.lock().dealloc_contiguous(frame as usize, 1 << order),
         };
     }
 
-    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
+    fn free_range(&self, first: u64, pages: u64) {
         self.0.lock().dealloc_contiguous(first as usize, pages as usize);
     }
 
@@ -111,22 +109,22 @@ impl Peer for Holes {
 
     fn new(frames: u64) -> Result<Self> {
         let holes = Holes(Lock::new(FreeList::new()));
-        holes.free_range(|| 0, 0, frames);
+        holes.free_range(0, frames);
         Ok(holes)
     }
 
-    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
+    fn alloc(&self, order: Order) -> Option<u64> {
         let bytes = order.bytes() as usize;
         let layout = PageLayout::from_size_align(bytes, bytes).ok()?;
         let range = self.0.lock().allocate(layout).ok()?;
         Some((range.start() as u64 - Order::MAX.bytes()) >> PAGE_SHIFT)
     }
 
-    fn free(&self, cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
-        self.free_range(cpu, frame, order.pages());
+    fn free(&self, frame: u64, order: Order) {
+        self.free_range(frame, order.pages());
     }
 
-    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
+    fn free_range(&self, first: u64, pages: u64) {
         if let Some(range) = range(first, pages) {
             // SAFETY: the frames are numbers; the loops free what they took, once. (An error means that the list knew
             // the range as free.)
@@ -193,17 +191,17 @@ impl Peer for BuddySlab {
         Ok(peer)
     }
 
-    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
+    fn alloc(&self, order: Order) -> Option<u64> {
         // Natural alignment is relative to its first frame.
         let address = self.buddy.lock().alloc_pages(order.pages() as usize, PAGE_BYTES as usize).ok()?;
         Some(((address - self.first) >> PAGE_SHIFT) as u64)
     }
 
-    fn free(&self, _cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
+    fn free(&self, frame: u64, order: Order) {
         self.buddy.lock().dealloc_pages(self.first + ((frame as usize) << PAGE_SHIFT), order.pages() as usize);
     }
 
-    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
+    fn free_range(&self, first: u64, pages: u64) {
         self.buddy.lock().dealloc_pages(self.first + ((first as usize) << PAGE_SHIFT), pages as usize);
     }
 
@@ -230,33 +228,31 @@ mod tests {
     impl Visit for Check {
         fn visit<T: Peer>(&mut self) -> Result<()> {
             let frames = 1 << 12;
-            let (peer, cpu) = (T::new(frames)?, || 0);
+            let peer = T::new(frames)?;
             for order in [0, 3, 9, 10] {
                 let order = Order::new(order)?;
                 let count = frames >> order.get();
-                let mut taken: Vec<u64> = (0..count).map_while(|_| peer.alloc(cpu, order)).collect();
-                assert_eq!((taken.len() as u64, peer.alloc(cpu, order)), (count, None), "{} {order}", T::NAME);
+                let mut taken: Vec<u64> = (0..count).map_while(|_| peer.alloc(order)).collect();
+                assert_eq!((taken.len() as u64, peer.alloc(order)), (count, None), "{} {order}", T::NAME);
                 taken.sort_unstable();
                 assert!(taken.iter().copied().eq((0..count).map(|i| i << order.get())), "{} {order}", T::NAME);
-                taken.into_iter().for_each(|frame| peer.free(cpu, frame, order));
+                taken.into_iter().for_each(|frame| peer.free(frame, order));
             }
             if T::DIVISIBLE {
                 let nine = Order::new(9)?;
-                let block = peer.alloc(cpu, nine).expect("free");
-                peer.divide(block, nine);
-                (block..block + 512).for_each(|page| peer.free(cpu, page, Order::ZERO));
-                let block = peer.alloc(cpu, nine).expect("free");
-                peer.divide(block, nine);
-                peer.free_range(cpu, block, 512);
+                let block = peer.alloc(nine).expect("free");
+                (block..block + 512).for_each(|page| peer.free(page, Order::ZERO));
+                let block = peer.alloc(nine).expect("free");
+                peer.free_range(block, 512);
             }
             if T::CLAIMS {
                 assert!(peer.claim(1024, 1024) && !peer.claim(1024, 1024), "{}", T::NAME);
-                peer.free_range(cpu, 1024, 1024);
+                peer.free_range(1024, 1024);
             }
-            let large = Order::new(T::LARGEST.min(12))?;
-            let taken: Vec<u64> = (0..frames >> large.get()).map_while(|_| peer.alloc(cpu, large)).collect();
+            let large = Order::new(12)?;
+            let taken: Vec<u64> = (0..frames >> large.get()).map_while(|_| peer.alloc(large)).collect();
             assert_eq!(taken.len() as u64, frames >> large.get(), "{}: everything is free again", T::NAME);
-            taken.into_iter().for_each(|block| peer.free(cpu, block, large));
+            taken.into_iter().for_each(|block| peer.free(block, large));
             Ok(())
         }
     }

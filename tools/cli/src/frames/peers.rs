@@ -1,12 +1,13 @@
-//! The allocators that a user would pick instead, behind one small trait: LLFree without a lock, and the others, which no two
-//! CPUs can call at once, each under one spin lock, which is how they are used.
+//! The allocators that a user would pick instead, behind one small trait. No two CPUs can call one of them at once, so each is under
+//! one spin lock, which is how they are used.
 
 use anyhow::Result;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_workloads::alloc_free::{Source, Unclaimed};
+use std::cell::UnsafeCell;
 
-/// Another allocator of frames, numbered from 0. `cpu` asks which CPU calls.
+/// Another allocator of frames, numbered from 0.
 pub trait Peer: Send + Sync + Sized + 'static {
     /// Its name, on the crate registry if it is there.
     const NAME: &'static str;
@@ -16,17 +17,14 @@ pub trait Peer: Send + Sync + Sized + 'static {
     const CLAIMS: bool;
     /// Whether a free takes longer the more holes there are: such a one is left out where there would be too many.
     const SCANS_HOLES: bool = false;
-    const LARGEST: u32 = Order::MAX.get();
 
     /// An allocator of this many frames, all free. `Err` says why it cannot have as many.
     fn new(frames: u64) -> Result<Self>;
     /// Takes a naturally aligned block.
-    fn alloc(&self, cpu: impl FnOnce() -> u32, order: Order) -> Option<u64>;
-    fn free(&self, cpu: impl FnOnce() -> u32, frame: u64, order: Order);
-    /// From here on parts of a block are freed.
-    fn divide(&self, _frame: u64, _order: Order) {}
+    fn alloc(&self, order: Order) -> Option<u64>;
+    fn free(&self, frame: u64, order: Order);
     /// Frees a range that is a power of two and aligned, or a part of a block.
-    fn free_range(&self, cpu: impl FnOnce() -> u32, first: u64, pages: u64);
+    fn free_range(&self, first: u64, pages: u64);
     /// Takes particular frames; false if they are in use.
     fn claim(&self, first: u64, pages: u64) -> bool;
 }
@@ -48,13 +46,13 @@ impl<P: Cpu, T: Peer> Source<P> for Managed<T> {
     type Block = u64;
 
     #[inline]
-    fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<u64> {
-        self.peer.alloc(|| number(cx), order)
+    fn alloc(&self, _cx: &CpuCx<'_, P>, order: Order) -> Option<u64> {
+        self.peer.alloc(order)
     }
 
     #[inline]
-    fn free(&self, cx: &CpuCx<'_, P>, block: u64, order: Order) {
-        self.peer.free(|| number(cx), block, order);
+    fn free(&self, _cx: &CpuCx<'_, P>, block: u64, order: Order) {
+        self.peer.free(block, order);
     }
 
     fn head(&self, block: &u64) -> Pfn {
@@ -65,18 +63,17 @@ impl<P: Cpu, T: Peer> Source<P> for Managed<T> {
         if !T::DIVISIBLE {
             return Err(block);
         }
-        self.peer.divide(block, order);
         Ok(Extent::block(Pfn::new(self.base + block), order))
     }
 
     #[inline]
-    fn free_page(&self, cx: &CpuCx<'_, P>, page: Pfn) {
-        self.peer.free(|| number(cx), page.number() - self.base, Order::ZERO);
+    fn free_page(&self, _cx: &CpuCx<'_, P>, page: Pfn) {
+        self.peer.free(page.number() - self.base, Order::ZERO);
     }
 
     #[inline]
-    fn free_pages(&self, cx: &mut CpuCx<'_, P>, pages: Extent) {
-        self.peer.free_range(|| number(cx), pages.base().number() - self.base, pages.pages());
+    fn free_pages(&self, _cx: &mut CpuCx<'_, P>, pages: Extent) {
+        self.peer.free_range(pages.base().number() - self.base, pages.pages());
     }
 
     fn claim(&self, _cx: &mut CpuCx<'_, P>, extent: Extent) -> Result<(), Unclaimed> {
@@ -88,9 +85,56 @@ impl<P: Cpu, T: Peer> Source<P> for Managed<T> {
     }
 }
 
-#[inline]
-fn number<P: Cpu>(cx: &CpuCx<'_, P>) -> u32 {
-    cx.pinned(|pin| pin.cpu().0)
+/// The floor of any cache of pages: an array of frame numbers for each CPU, under the same pin.
+pub struct Arrays(Box<[OnCpu]>);
+
+#[repr(align(128))]
+struct OnCpu(UnsafeCell<Array>);
+
+struct Array {
+    len: usize,
+    frames: [u64; 64],
+}
+
+// SAFETY: a CPU's array is used by that CPU alone, under a pin.
+unsafe impl Sync for OnCpu {}
+
+impl Arrays {
+    pub fn new(cpus: u32) -> Self {
+        let array = |cpu| Array { len: 32, frames: std::array::from_fn(|frame| u64::from(cpu) * 64 + frame as u64) };
+        Arrays((0..cpus).map(|cpu| OnCpu(UnsafeCell::new(array(cpu)))).collect())
+    }
+}
+
+impl<P: Cpu> Source<P> for Arrays {
+    type Block = u64;
+
+    #[inline]
+    fn alloc(&self, cx: &CpuCx<'_, P>, _order: Order) -> Option<u64> {
+        cx.pinned(|pin| {
+            // SAFETY: the calling CPU's own, and no reference outlives the pin.
+            let array = unsafe { &mut *self.0.get(pin.cpu().0 as usize)?.0.get() };
+            array.len = array.len.checked_sub(1)?;
+            array.frames.get(array.len).copied()
+        })
+    }
+
+    #[inline]
+    fn free(&self, cx: &CpuCx<'_, P>, block: u64, _order: Order) {
+        cx.pinned(|pin| {
+            let Some(array) = self.0.get(pin.cpu().0 as usize) else { return };
+            // SAFETY: as above.
+            let array = unsafe { &mut *array.0.get() };
+            if let Some(place) = array.frames.get_mut(array.len) {
+                *place = block;
+                array.len += 1;
+            }
+        });
+    }
+
+    fn head(&self, block: &u64) -> Pfn {
+        Pfn::new(*block)
+    }
 }
 
 /// Something to be done with each peer, whatever its type.
@@ -123,7 +167,6 @@ pub fn count(none: bool) -> usize {
 /// What a table says of them.
 pub fn note(none: bool) -> Option<&'static str> {
     (!none).then_some(
-        "Each other allocator manages as many frames, LLFree without a lock and the others under one spin lock; none keeps \
-         references. – : it has no such operation.",
+        "Each other allocator manages as many frames under one spin lock; none keeps references. – : it has no such operation.",
     )
 }

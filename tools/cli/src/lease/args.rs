@@ -1,6 +1,6 @@
 //! Options of `hugemm pool` and `hugemm lease`.
 
-use crate::args::{Calibration, Common, Warmup};
+use crate::options::{Calibration, Common, Warmup};
 use clap::{Args, Subcommand, ValueEnum, ValueHint};
 use hugemm_lease::memory_file::Page;
 use hugemm_workloads::options::runs;

@@ -2,12 +2,11 @@
 //! with memory that is leased.
 
 use super::args::BenchLease;
-use crate::args::Kind;
 use crate::document::Row;
-use crate::goals::Goals;
 use crate::interference::lines_in;
 use crate::machine::Machine;
 use crate::measure::Repeat;
+use crate::options::Kind;
 use crate::results::Results;
 use crate::stats::Samples;
 use crate::{progress, table};
@@ -85,15 +84,9 @@ impl Way {
         }
     }
 
-    /// The goal of a way that has one: at most so many times as long as without filling.
-    fn goal(self) -> Option<&'static str> {
-        match self {
-            Way::Wrapper => Some("lease.wrapper_vs_prealloc_off"),
-            Way::WrapperOff => Some("lease.wrapper_off_vs_prealloc_off"),
-            Way::Path => Some("lease.path_vs_prealloc_off"),
-            Way::Descriptor => Some("lease.descriptor_vs_prealloc_off"),
-            _ => None,
-        }
+    /// Whether it is to take hardly longer than without filling.
+    fn is_judged(self) -> bool {
+        matches!(self, Way::Wrapper | Way::WrapperOff | Way::Path | Way::Descriptor)
     }
 
     /// Whether its own filling is the most of its start.
@@ -116,21 +109,17 @@ const KEPT: &str = "bench";
 const NEIGHBOUR: u64 = 16 << 20;
 const LOOK_NS: u64 = 20_000_000;
 
-/// Times without filling, at most.
-const GOAL: f64 = 1.2;
-
 pub fn run(args: &BenchLease) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let threads = args.threads.map_or(machine.topology.cpus.len(), |threads| threads as usize);
     if let Err(error) = Command::new(&args.qemu).arg("--version").output() {
         bail!("{} cannot be run: {error}; name a QEMU with --qemu", args.qemu.display());
     }
-    let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
+    let repeat = Repeat::new(args.runs, args.warmup.warmup);
     let bar = progress::bar((args.sizes.len() * WAYS.len() * repeat.all()) as u64, machine.quiet());
     let mut lines = table::new(["size", "memory", "ms", "± stdev", "of prealloc=off"]);
-    let (mut rows, mut goals, mut filled) = (Vec::new(), Goals::new(), Counts::default());
+    let (mut rows, mut filled) = (Vec::new(), Counts::default());
     let mut slowed = None;
-    let mut ratios = vec![Samples::default(); WAYS.len()];
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
         // The machine's or the daemon's, never both.
@@ -162,7 +151,10 @@ pub fn run(args: &BenchLease) -> Result<()> {
         }
         for (index, (way, times_of)) in WAYS.iter().zip(&times).enumerate() {
             let ratio = times_of.per_run_ratio(&times[0]);
-            ratios[index].push(ratio.median());
+            if way.is_judged() {
+                let row = Row::median("bench.lease.vs_no_prealloc", &ratio, "ratio").label("size", bytes);
+                rows.push(row.label("memory", way.name()));
+            }
             lines.add_row([
                 if index == 0 { size.to_string() } else { String::new() },
                 way.name().to_owned(),
@@ -193,11 +185,6 @@ pub fn run(args: &BenchLease) -> Result<()> {
     if filled.filled_bytes == 0 {
         bail!("no size fits; name smaller ones with --sizes, or free memory");
     }
-    for (way, ratios) in WAYS.iter().zip(&ratios) {
-        if let Some(goal) = way.goal() {
-            goals.at_most_everywhere(goal, ratios, GOAL);
-        }
-    }
     let gib = filled.filled_bytes as f64 / (1u64 << 30) as f64;
     let (cpu, bandwidth) =
         (filled.fill_cpu_ns as f64 / 1e9 / gib, filled.filled_bytes as f64 / filled.fill_ns.max(1) as f64);
@@ -217,7 +204,7 @@ pub fn run(args: &BenchLease) -> Result<()> {
             slowed.stdev()
         ));
     }
-    machine.show(Results { tables: vec![(title, lines)], remarks, rows, goals, ..Results::default() })
+    machine.show(Results { tables: vec![(title, lines)], remarks, rows, ..Results::default() })
 }
 
 /// A daemon of its own, with one file of the size ready whenever a machine starts.

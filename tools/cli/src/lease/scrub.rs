@@ -1,8 +1,8 @@
 //! Clears memory that its own owner has kept: past the caches, by the clearing policy, on all CPUs.
 
-use crate::args::{Calibration, Common};
 use crate::clear::once;
 use crate::machine::Machine;
+use crate::options::{Calibration, Common};
 use anyhow::{Result, anyhow};
 use hugemm_clear::{ClearPolicy, Clearer, Profile};
 use hugemm_host::cpu::Host;
@@ -33,6 +33,6 @@ fn scrub_here(lease: &Lease, calibration: &Calibration) -> Result<f64> {
     let host = Host::new(&machine.places(workers)?, memory)?;
     // SAFETY: the only owner of the host's frames, made once.
     let memory = unsafe { host.own_frames() };
-    let (_, pass) = once(&host, &clearer, memory, workers as u32)?;
-    Ok(mapping.bytes() as f64 / pass.nanos.max(1) as f64)
+    let (_, nanos) = once(&host, &clearer, memory, workers as u32)?;
+    Ok(mapping.bytes() as f64 / nanos.max(1) as f64)
 }

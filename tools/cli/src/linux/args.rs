@@ -1,8 +1,8 @@
 //! Options of `hugemm linux`.
 
 use crate::accel::Choice;
-use crate::args::Common;
 use crate::boot::args::{listed, request};
+use crate::options::Common;
 use anyhow::{Result, bail};
 use clap::{Args, Command};
 use hugemm_base::PageSize;

@@ -13,23 +13,26 @@
 //! Frames are one run, or as `--extent` says; the last rows are of short runs, and of such into tables that exist and stay.
 
 use crate::document::Row;
-use crate::frames::area::{AreaPlan, Columns, Side, alternate, cell, figure};
+use crate::frames::area::AreaPlan;
 use crate::frames::args::Measured;
-use crate::goals::Goals;
 use crate::machine::Machine;
-use crate::results::Results;
+use crate::results::{Line, Results};
+use crate::sides::{Side, alternate, cell, labelled};
 use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use comfy_table::Table;
 use hugemm_base::{CpuId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::Frames;
 use hugemm_host::cpu::Host;
 use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::memory::Region;
 use hugemm_paging::{FrameTables, PageTable, X86_64};
+use hugemm_workloads::alloc_free::Spent;
 use hugemm_workloads::mapping::{ByRange, Field, MapperLoop, Times, pass, pass_in_tables, pass_with_tables};
 use hugemm_workloads::options::runs;
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
 
 #[derive(Debug, Args)]
@@ -56,70 +59,41 @@ const FRAMES: Pfn = Pfn::new(1 << 30);
 /// The addresses that a table may translate here: the lower half.
 const LOWER: u64 = 1 << 47;
 
-/// An operation: its name in the JSON, as printed, and its goal.
-struct What {
-    name: &'static str,
-    label: &'static str,
-    goal: Option<(&'static str, f64)>,
+/// What a pass took.
+struct Passed {
+    times: Times,
+    /// Mapping and unmapping runs of 1, 4 and 16 frames.
+    scattered: [[Spent; 2]; 3],
+    /// The same of one frame into tables that exist and stay: the least that there is to win.
+    existing: [Spent; 2],
 }
 
-const fn what(name: &'static str, label: &'static str, goal: Option<(&'static str, f64)>) -> What {
-    What { name, label, goal }
+/// How many frames in a row are contiguous.
+const SCATTERED: [u64; 3] = [1, 4, 16];
+
+const fn per_page(name: &'static str, head: &'static str, of: fn(&Passed) -> f64) -> Metric<Passed> {
+    Metric::new(name, "ns per page", of).column(head)
 }
 
-/// The row that has a goal of its own: the first write below each table that was made read-only.
-const FIRST_WRITE: &str = "write_again";
-
-/// What is measured over the field as it is asked for, in the order in which [`columns`] gives it.
-const WHATS: [What; 9] = [
-    what("map", "map", Some(("paging.map4k_speedup", 15.0))),
-    what("unmap", "unmap", Some(("paging.unmap4k_speedup", 15.0))),
-    what("protect_settled", "read-only by leaf", Some(("paging.protect4k_speedup", 5.0))),
-    what("protect_live", "read-only by leaf, live", Some(("paging.protect4k_live_speedup", 5.0))),
-    what("protect_tables", "read-only by table", Some(("paging.protect_tables_speedup", 1.0))),
-    what("rewritten_1", "read-only, flush, 1 % of tables written", Some(("paging.protect_rewrite1_speedup", 1.0))),
-    what("rewritten_10", "read-only, flush, 10 % of tables written", Some(("paging.protect_rewrite10_speedup", 1.0))),
-    what("rewritten_100", "read-only, flush, all tables written", Some(("paging.protect_rewrite100_speedup", 1.0))),
-    what(FIRST_WRITE, "write 1 page in 2 MiB again, by page", None),
+const METRICS: [Metric<Passed>; 17] = [
+    per_page("bench.map.map", "map", |it| it.times.map.each()),
+    per_page("bench.map.unmap", "unmap", |it| it.times.unmap.each()),
+    per_page("bench.map.protect_settled", "read-only by leaf", |it| it.times.protect_settled.each()),
+    per_page("bench.map.protect_live", "read-only by leaf, live", |it| it.times.protect_live.each()),
+    per_page("bench.map.protect_tables", "read-only by table", |it| it.times.protect_tables.each()),
+    per_page("bench.map.rewritten_1", "read-only, flush, 1 % of tables written", |it| it.times.rewritten[0].each()),
+    per_page("bench.map.rewritten_10", "read-only, flush, 10 % of tables written", |it| it.times.rewritten[1].each()),
+    per_page("bench.map.rewritten_100", "read-only, flush, all tables written", |it| it.times.rewritten[2].each()),
+    per_page("bench.map.write_again", "write 1 page in 2 MiB again, by page", |it| it.times.write_again.each()),
+    per_page("bench.map.map_scattered", "map 4 KiB runs", |it| it.scattered[0][0].each()),
+    per_page("bench.map.unmap_scattered", "unmap 4 KiB runs", |it| it.scattered[0][1].each()),
+    per_page("bench.map.map_scattered16k", "map 16 KiB runs", |it| it.scattered[1][0].each()),
+    per_page("bench.map.unmap_scattered16k", "unmap 16 KiB runs", |it| it.scattered[1][1].each()),
+    per_page("bench.map.map_scattered64k", "map 64 KiB runs", |it| it.scattered[2][0].each()),
+    per_page("bench.map.unmap_scattered64k", "unmap 64 KiB runs", |it| it.scattered[2][1].each()),
+    per_page("bench.map.map_existing", "map 4 KiB runs, tables exist", |it| it.existing[0].each()),
+    per_page("bench.map.unmap_existing", "unmap 4 KiB runs, tables stay", |it| it.existing[1].each()),
 ];
-
-/// How many frames in a row are contiguous, and what is measured of each.
-const SCATTERED: [(u64, [What; 2]); 3] = [
-    (
-        1,
-        [
-            what("map_scattered", "map 4 KiB runs", Some(("paging.map_scattered_speedup", 3.0))),
-            what("unmap_scattered", "unmap 4 KiB runs", Some(("paging.unmap_scattered_speedup", 3.0))),
-        ],
-    ),
-    (
-        4,
-        [
-            what("map_scattered16k", "map 16 KiB runs", Some(("paging.map_scattered16k_speedup", 8.0))),
-            what("unmap_scattered16k", "unmap 16 KiB runs", Some(("paging.unmap_scattered16k_speedup", 6.0))),
-        ],
-    ),
-    (
-        16,
-        [
-            what("map_scattered64k", "map 64 KiB runs", Some(("paging.map_scattered64k_speedup", 8.0))),
-            what("unmap_scattered64k", "unmap 64 KiB runs", Some(("paging.unmap_scattered64k_speedup", 6.0))),
-        ],
-    ),
-];
-
-/// Runs of one page into tables that exist and stay: the least that there is to win.
-const EXISTING: [What; 2] = [
-    what("map_existing", "map 4 KiB runs, tables exist", Some(("paging.map_existing_speedup", 1.0))),
-    what("unmap_existing", "unmap 4 KiB runs, tables stay", Some(("paging.unmap_existing_speedup", 1.0))),
-];
-
-fn whats() -> impl Iterator<Item = &'static What> {
-    WHATS.iter().chain(SCATTERED.iter().flat_map(|(_, whats)| whats)).chain(&EXISTING)
-}
-
-/// The size that the goals are stated for.
-const GOAL_SIZE: u64 = 64 << 30;
 
 pub fn run(args: &Map) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
@@ -148,22 +122,24 @@ pub fn run(args: &Map) -> Result<()> {
          translations {:.0} ns (by mprotect)",
         args.runs, cost.all_ns, cost.refill_ns
     );
-    let (mut results, mut lines) = (Results { intro, ..Results::default() }, new_table(sides));
+    let heads = ["addresses", "operation", "by range", "per page", "speedup"];
+    let (mut results, mut out) =
+        (Results { intro, ..Results::default() }, table::new(heads.into_iter().take(1 + 2 * sides)));
+    let repeat = args.measured.repeat(args.runs);
     for (size, field) in args.size.iter().zip(fields) {
         let mut sides = vec![bench.by_range(field)];
         if !args.measured.no_peers {
             sides.push(bench.per_page(field));
         }
-        let columns = alternate(&mut sides, args.measured.repeat(args.runs), &bar)?;
-        let names: Vec<_> = sides.iter().map(|side| side.name).collect();
-        results.rows.extend(figures(*size, &names, &columns));
-        lines.add_rows(whats().enumerate().map(|(index, what)| line(*size, what, index, &columns)));
-        if size.0 == GOAL_SIZE && args.extent.is_none() {
-            note_goals(&mut results.goals, &columns);
+        let mut lines = labelled(alternate(sides, repeat, &bar)?, &[("bytes", size.0.into())]);
+        // The goals are stated for frames that are one run.
+        for (line, extent) in lines.iter_mut().zip(args.extent.into_iter().cycle()) {
+            line.labels.insert("extent".to_owned(), extent.0.into());
         }
+        add(&mut results, &mut out, *size, &lines);
     }
     bar.finish_and_clear();
-    results.tables.push(("4 KiB pages, ns per page that is changed".to_owned(), lines));
+    results.tables.push(("4 KiB pages, ns per page that is changed".to_owned(), out));
     if !args.measured.no_peers {
         let note = "The other side's tables come from the same allocator; no CPU translates by them.";
         results.remarks.push(note.to_owned());
@@ -191,7 +167,7 @@ fn table_memory(machine: &Machine, largest: u64) -> Result<Region> {
     let tables = largest / 512 + largest / (512 * 512) + (4 << 20);
     let bytes = tables.next_multiple_of(PageSize::Size2M.bytes());
     machine
-        .memory(bytes, PageSize::Size2M, crate::args::Kind::Thp)
+        .memory(bytes, PageSize::Size2M, crate::options::Kind::Thp)
         .with_context(|| format!("the page tables of {} of addresses", Size(largest)))
 }
 
@@ -209,7 +185,7 @@ impl<'b> Bench<'b, '_> {
         spin(self.cost.all_ns + self.cost.refill_ns);
     }
 
-    fn by_range(self, field: Field) -> Side<'b>
+    fn by_range(self, field: Field) -> Side<'b, Passed>
     where
         Self: 'b,
     {
@@ -228,9 +204,9 @@ impl<'b> Bench<'b, '_> {
                 Ok(all)
             })?
         };
-        Side { name: "hugemm, by range", run: Box::new(run) }
+        Side::new("hugemm, by range", run)
     }
-    fn per_page(self, field: Field) -> Side<'b>
+    fn per_page(self, field: Field) -> Side<'b, Passed>
     where
         Self: 'b,
     {
@@ -246,71 +222,33 @@ impl<'b> Bench<'b, '_> {
                 Ok(all)
             })?
         };
-        Side { name: NAME, run: Box::new(run) }
+        Side::new(NAME, run)
     }
 }
 
-/// All that is measured of one way, in the order of [`whats`].
-fn measured<W: MapperLoop>(host: &Host<'_>, way: &mut W, field: Field, flush: &dyn Fn()) -> Result<Vec<Option<f64>>> {
-    let Times { map, protect_settled, protect_live, protect_tables, rewritten, write_again, unmap } =
-        pass(host, way, field, flush)?;
-    let [one, ten, all] = rewritten;
-    let mut spent = vec![map, unmap, protect_settled, protect_live, protect_tables, one, ten, all, write_again];
-    for (run, _) in SCATTERED {
-        spent.extend(pass_with_tables(host, way, Field { run: run.min(field.pages), ..field })?);
+/// All that is measured of one way.
+fn measured<W: MapperLoop>(host: &Host<'_>, way: &mut W, field: Field, flush: &dyn Fn()) -> Result<Passed> {
+    let times = pass(host, way, field, flush)?;
+    let mut scattered = [[Spent::default(); 2]; 3];
+    for (spent, run) in scattered.iter_mut().zip(SCATTERED) {
+        *spent = pass_with_tables(host, way, Field { run: run.min(field.pages), ..field })?;
     }
-    spent.extend(pass_in_tables(host, way, Field { run: 1, ..field })?);
-    Ok(spent.into_iter().map(|spent| Some(spent.each())).collect())
+    Ok(Passed { times, scattered, existing: pass_in_tables(host, way, Field { run: 1, ..field })? })
 }
 
-/// The figures of a column, of the range mapper and of the other side if there is one.
-fn pair(columns: &[Columns], column: usize) -> (Option<&Samples>, Option<&Samples>) {
-    let get = |side: usize| columns.get(side).and_then(|c| c.get(column)).and_then(Option::as_ref);
-    (get(0), get(1))
-}
-
-/// How many times as long the other side takes.
-fn speedup(columns: &[Columns], column: usize) -> Option<Samples> {
-    let (own, other) = pair(columns, column);
-    Some(other?.per_run_ratio(own?))
-}
-
-fn figures(size: Size, names: &[&str], columns: &[Columns]) -> Vec<Row> {
-    let mut rows = Vec::new();
-    for (index, What { name: what, .. }) in whats().enumerate() {
-        for (name, columns) in names.iter().zip(columns) {
-            let Some(samples) = columns.get(index).and_then(Option::as_ref) else { continue };
-            let row = Row::median(format!("bench.map.{what}"), samples, "ns per page");
-            rows.push(row.label("side", *name).label("bytes", size.0));
+/// The figures of one size: the rows of both sides, and how many times as long the other takes.
+fn add(results: &mut Results, out: &mut Table, size: Size, lines: &[Line<Passed>]) {
+    results.rows.extend(lines.iter().flat_map(|line| line.rows(&METRICS)));
+    for metric in &METRICS {
+        let samples: Vec<Samples> = lines.iter().map(|line| line.samples(metric)).collect();
+        let mut cells = vec![size.to_string(), metric.head.to_owned()];
+        cells.extend(samples.iter().map(|samples| cell(samples, metric.unit)));
+        if let [own, other] = &samples[..] {
+            let ratio = other.per_run_ratio(own);
+            cells.push(cell(&ratio, "ratio"));
+            let row = lines[0].labelled(Row::median(format!("{}_speedup", metric.name), &ratio, "ratio"));
+            results.rows.push(row.without("side"));
         }
-        if let Some(ratio) = speedup(columns, index) {
-            rows.push(Row::median(format!("bench.map.{what}_speedup"), &ratio, "ratio").label("bytes", size.0));
-        }
-    }
-    rows
-}
-
-fn new_table(sides: usize) -> comfy_table::Table {
-    let heads = ["addresses", "operation", "by range"].into_iter();
-    table::new(heads.chain(["per page", "speedup"].into_iter().filter(|_| sides > 1)))
-}
-
-fn line(size: Size, what: &What, index: usize, columns: &[Columns]) -> Vec<String> {
-    let (own, other) = pair(columns, index);
-    let mut cells = vec![size.to_string(), what.label.to_owned(), cell(own)];
-    if let (Some(other), Some(ratio)) = (other, speedup(columns, index)) {
-        cells.extend([cell(Some(other)), format!("{} ×", figure(ratio.median()))]);
-    }
-    cells
-}
-
-fn note_goals(goals: &mut Goals, columns: &[Columns]) {
-    for (index, what) in whats().enumerate() {
-        if let (Some((metric, goal)), Some(ratio)) = (what.goal, speedup(columns, index)) {
-            goals.at_least(metric, &ratio, goal);
-        }
-        if let (FIRST_WRITE, (Some(own), _)) = (what.name, pair(columns, index)) {
-            goals.at_most("paging.first_write_ns", own, "ns", 1000.0);
-        }
+        out.add_row(cells);
     }
 }

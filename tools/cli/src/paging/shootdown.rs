@@ -7,13 +7,14 @@
 //!
 //! Both sides change the pages in one walk. Page by page there is a flush for each.
 
-use crate::args::Common;
-use crate::args::Kind;
-use crate::boot::lines::Transcript;
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
-use crate::frames::area::{AreaPlan, figure};
+use crate::frames::area::AreaPlan;
 use crate::machine::Machine;
-use crate::results::{self, Line, Results};
+use crate::options::Common;
+use crate::options::Kind;
+use crate::results::{Line, Results};
+use crate::sides::figure;
 use crate::stand_in::StandIn;
 use crate::stats::Samples;
 use crate::{progress, table};
@@ -377,7 +378,7 @@ fn line(operation: &str, pages: u64, cpus: u64, figures: &[Figures; 2], timed: b
 }
 
 pub fn of_guest(transcript: &Transcript) -> Results {
-    let lines: Vec<Line<Shot>> = results::of_guest(transcript);
+    let lines: Vec<Line<Shot>> = lines_of(transcript);
     let mut results = Results::default();
     let [operation, pages, cpus] = HEADS;
     let mut timed = table::new([operation, pages, cpus, "by"].into_iter().chain(TIMES).chain(COUNTED));

@@ -253,10 +253,8 @@ impl<'h> Replayer<'_, 'h> {
 
 /// Whether an allocator can do what a plan asks for, in a bearable time.
 fn suits<T: Peer>(plan: &Plan) -> bool {
-    let all = || plan.before.iter().chain(&plan.ops);
-    let large = |op: &Op| matches!(op, Op::Alloc { order, .. } if order.get() > T::LARGEST);
     let divided = plan.ops.iter().any(|op| matches!(op, Op::Split { .. }));
-    !(divided && !T::DIVISIBLE || T::SCANS_HOLES && plan.slots > MOST_SCANNED || all().any(large))
+    !(divided && !T::DIVISIBLE || T::SCANS_HOLES && plan.slots > MOST_SCANNED)
 }
 
 /// Replays a plan through other allocators too.

@@ -4,7 +4,7 @@ use super::build::{Figure, by_view, generic};
 use super::machine;
 use super::plot::{Plot, number};
 use super::views::VIEWS;
-use crate::goals::Bound;
+use crate::goals::{self, Bound};
 use crate::saved::{self, Saved};
 use std::collections::{BTreeMap, HashSet};
 
@@ -15,7 +15,7 @@ pub struct Goal {
     pub source: String,
     pub wanted: String,
     pub measured: String,
-    pub met: bool,
+    pub verdict: String,
 }
 
 /// A figure that stands alone.
@@ -49,7 +49,7 @@ impl<'a> Content<'a> {
         let mut goals = Vec::new();
         let mut figures = Vec::new();
         for (index, row) in rows() {
-            if let Some(met) = row.labels().get("met").and_then(serde_json::Value::as_bool) {
+            if let Some(verdict) = goals::verdict_of(row).filter(|_| Bound::of(row).is_some()) {
                 let wanted =
                     row.labels().get("goal").and_then(serde_json::Value::as_f64).map_or("–".to_owned(), number);
                 let sign = Bound::of(row).map_or("", Bound::sign);
@@ -58,7 +58,7 @@ impl<'a> Content<'a> {
                     source: name(index).to_owned(),
                     wanted: format!("{sign} {wanted}").trim().to_owned(),
                     measured: with_unit(row.value(), row.stdev(), row.unit()),
-                    met,
+                    verdict: verdict.to_owned(),
                 });
                 continue;
             }

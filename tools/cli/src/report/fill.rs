@@ -1,148 +1,106 @@
-//! Figures put into the tables of a Markdown page that is written by hand: a row whose first cell names a goal gets its cells
-//! under *wanted*, *measured* and *met*, and what stands after the mark says where that was.
+//! The tables of goals in Markdown pages: what stands between two marks is made of the goals' rows and of what was measured.
 //!
 //! ```text
-//! <!-- measured -->
-//! By `hugemm bench headline` on …
+//! <!-- goals -->            all of them
+//! <!-- goals: a.b c.d -->   those
+//! …
 //! <!-- end -->
 //! ```
 
-use super::content::{Content, Goal};
+use super::content::Content;
 use super::machine;
-use crate::headline::ATOMIC;
+use crate::goals::{self, ATOMIC, GOALS, Goal, MET};
 
-const BEGIN: &str = "<!-- measured -->";
 const END: &str = "<!-- end -->";
 
-/// The page with its figures; `None` if it has no row of any goal.
+/// The page with its figures; `None` if it has no such mark.
 pub fn filled(page: &str, content: &Content<'_>) -> Option<String> {
-    let mut out = String::with_capacity(page.len());
-    let mut columns: Vec<Option<Column>> = Vec::new();
-    let (mut found, mut skips) = (false, false);
+    let (mut out, mut found, mut skips) = (String::with_capacity(page.len()), false, false);
     for line in page.lines() {
-        if line.trim() == END {
-            skips = false;
+        skips &= line.trim() != END;
+        if !skips {
+            out += &format!("{line}\n");
         }
-        if skips {
-            continue;
-        }
-        let cells = cells(line);
-        match cells.first().and_then(|cell| goal(cell, content)) {
-            Some(goal) => {
-                found = true;
-                let cells = cells.iter().enumerate().map(|(index, cell)| {
-                    columns.get(index).copied().flatten().map_or((*cell).to_owned(), |column| column.of(goal))
-                });
-                out.push_str(&format!("| {} |\n", cells.collect::<Vec<_>>().join(" | ")));
-            }
-            None => {
-                let heads: Vec<_> = cells.iter().map(|cell| Column::named(cell)).collect();
-                // A table's head, or the end of a table.
-                if heads.contains(&Some(Column::Measured)) || cells.is_empty() {
-                    columns = heads;
-                }
-                out.push_str(line);
-                out.push('\n');
-            }
-        }
-        if line.trim() == BEGIN {
-            out.push_str(&format!("{}\n", measured(content)));
-            skips = true;
+        if let Some(names) = line.trim().strip_prefix("<!-- goals").and_then(|rest| rest.strip_suffix("-->")) {
+            (found, skips) = (true, true);
+            out += &block(names.trim_start_matches(':').split_whitespace().collect(), content);
         }
     }
     found.then_some(out)
 }
 
-/// The cells of a line of a table, which every `|` ends that no backslash stands before; none where it is not one.
-fn cells(line: &str) -> Vec<&str> {
-    let inner = line.trim().strip_prefix('|').and_then(|line| line.strip_suffix('|'));
-    let Some(inner) = inner else { return Vec::new() };
-    let (mut cells, mut from) = (Vec::new(), 0);
-    for (at, _) in inner.match_indices('|').filter(|(at, _)| !inner[..*at].ends_with('\\')) {
-        cells.push(inner[from..at].trim());
-        from = at + 1;
-    }
-    cells.push(inner[from..].trim());
-    cells
-}
-
-fn goal<'a>(cell: &str, content: &'a Content<'_>) -> Option<&'a Goal> {
-    let name = cell.strip_prefix('`')?.strip_suffix('`')?;
-    content.goals.iter().find(|goal| goal.name == name)
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Column {
-    Wanted,
-    Measured,
-    Met,
-}
-
-impl Column {
-    fn named(head: &str) -> Option<Self> {
-        match head {
-            "wanted" => Some(Column::Wanted),
-            "measured" => Some(Column::Measured),
-            "met" => Some(Column::Met),
-            _ => None,
-        }
-    }
-
-    fn of(self, goal: &Goal) -> String {
-        match self {
-            Column::Wanted => goal.wanted.clone(),
-            Column::Measured => goal.measured.clone(),
-            Column::Met if goal.met => "yes".to_owned(),
-            Column::Met => "**no**".to_owned(),
-        }
-    }
-}
-
-/// By what and where it was measured, and how much of it is met.
-fn measured(content: &Content<'_>) -> String {
+/// By what and where it was measured, and a row for each goal.
+fn block(names: Vec<&str>, content: &Content<'_>) -> String {
     let sources = content.documents.iter().map(|(_, saved)| {
         let atomic = saved.results.iter().find(|row| row.metric() == ATOMIC);
         let atomic =
             atomic.map_or(String::new(), |row| format!("; an uncontended atomic takes {:.1} ns there", row.value()));
         format!("`hugemm {}` on {}{atomic}", machine::command_name(&saved.command), machine::line(&saved.environment))
     });
-    let met = content.goals.iter().filter(|goal| goal.met).count();
-    format!("By {}. {met} of {} goals are met.", sources.collect::<Vec<_>>().join(", "), content.goals.len())
+    let verdicts = content.goals.iter().map(|goal| goal.verdict.as_str());
+    let mut out = format!("By {}. {}.\n", sources.collect::<Vec<_>>().join(", "), goals::count(verdicts));
+    let mut command = "";
+    for goal in GOALS.iter().filter(|goal| names.is_empty() || names.contains(&goal.name)) {
+        // All of them by their commands, a few in one table.
+        if command.is_empty() || names.is_empty() && command != goal.by {
+            let by = if names.is_empty() { format!("\n`hugemm {}`\n", goal.by) } else { String::new() };
+            out += &format!("{by}\n| goal | what is compared | wanted | measured | |\n|---|---|---:|---:|---|\n");
+            command = goal.by;
+        }
+        out += &row(goal, content);
+    }
+    out
+}
+
+fn row(goal: &Goal, content: &Content<'_>) -> String {
+    let measured = content.goals.iter().find(|measured| measured.name == goal.name);
+    let verdict = match measured.map(|measured| measured.verdict.as_str()) {
+        None => "",
+        Some(MET) => MET,
+        Some("beside") => "",
+        Some(other) => &format!("**{other}**"),
+    };
+    let figure = measured.map_or("–", |measured| &measured.measured);
+    format!("| `{}` | {} | {} | {figure} | {verdict} |\n", goal.name, goal.says, goal.wanted())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::goals::Goals;
+    use crate::document::Row;
+    use crate::goals::verdict;
     use crate::saved::Saved;
-    use crate::stats::Samples;
     use serde_json::json;
 
     #[test]
-    fn rows_of_goals_get_their_figures_and_nothing_else_changes() {
-        let mut goals = Goals::new();
-        goals.at_least("a.speedup", &Samples::once(12.0), 10.0);
-        goals.at_most("b_ns", &Samples::once(7.0), "ns", 6.0);
-        let results = goals.into_rows().chain([crate::document::Row::single(ATOMIC, 8.04, "ns")]).collect();
-        let environment = json!({"cpu": {"model": "X"}});
+    fn marks_are_filled_and_nothing_else_changes() {
+        let row = |goal: &Goal, value| verdict(Row::single(goal.name, value, "ratio"), goal.bound, goal.wanted);
+        let results =
+            vec![row(&GOALS[0], 0.99), row(&GOALS[1], 2.0), row(&GOALS[2], 1.5), Row::single(ATOMIC, 8.04, "ns")];
         let saved = Saved {
             schema: 2,
             command: "bench headline --json=h".into(),
             version: String::new(),
-            environment,
+            environment: json!({"cpu": {"model": "X"}}),
             results,
         };
         let documents = [("h".to_owned(), saved)];
         let content = Content::of(&documents);
-        let page = "text\n\n<!-- measured -->\nold\n<!-- end -->\n\n| goal | what | wanted | measured | met |\n|---|---|---|---|---|\n\
-                    |`a.speedup`| it \\| that |–||–|\n| `b_ns` | is | – | 1 | yes |\n| `c` | not | – | 3 | yes |\n\n| `a.speedup` | x |\n";
-        let filled = filled(page, &content).expect("it has goals");
-        assert!(filled.contains("\nBy `hugemm bench headline` on X; an uncontended atomic takes 8.0 ns there. 1 of 2 goals are met.\n<!-- end -->"), "{filled}");
-        assert!(!filled.contains("old") && filled.starts_with("text\n\n"), "{filled}");
-        assert!(filled.contains("| `a.speedup` | it \\| that | ≥ 10 | 12 | yes |"), "{filled}");
-        assert!(filled.contains("| `b_ns` | is | ≤ 6 | 7 ns | **no** |"), "{filled}");
-        assert!(filled.contains("| `c` | not | – | 3 | yes |"), "what was not measured stays: {filled}");
-        assert!(filled.contains("\n| `a.speedup` | x |\n"), "a table without such columns stays: {filled}");
-        assert_eq!(super::filled("no goal here\n", &content), None);
+        let page = format!(
+            "text\n\n<!-- goals: {} x -->\nBEFORE\n<!-- end -->\n\n| a |\n<!-- goals -->\n<!-- end -->\n",
+            GOALS[1].name
+        );
+        let filled = filled(&page, &content).expect("it has marks");
+        let by = "By `hugemm bench headline` on X; an uncontended atomic takes 8.0 ns there. 1 goals are met, 1 missed, 0 not told apart.\n";
+        let (few, all) = filled.split_once("| a |").expect("the rest stays");
+        assert!(few.starts_with("text\n\n") && few.contains(by) && !few.contains("BEFORE"), "{few}");
+        assert!(
+            few.contains(&format!("| `{}` | {} | ≥ 2.2 × | 2 | **missed** |\n", GOALS[1].name, GOALS[1].says)),
+            "{few}"
+        );
+        assert_eq!(few.matches("| `").count(), 1);
+        assert_eq!(all.matches("\n| `").count(), GOALS.len(), "a row each: {all}");
+        assert!(all.contains("| 0.99 | met |") && all.contains("| – | 1.50 |  |") && all.contains("| – |  |"), "{all}");
+        assert_eq!(super::filled("| `clear.bulk_vs_rep_stosb` | no mark |\n", &content), None);
     }
 }

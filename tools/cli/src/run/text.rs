@@ -1,7 +1,7 @@
 //! The run on a terminal: one table, the accounting, and a paragraph.
 
 use super::{Log, Measured, RunConditions, Side};
-use crate::frames::area::figure;
+use crate::sides::figure;
 use crate::table;
 use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_host::accounting::Accounting;

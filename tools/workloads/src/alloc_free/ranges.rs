@@ -73,14 +73,22 @@ fn each(spent: Spent) -> f64 {
 }
 
 /// All metrics of divided blocks.
-pub const METRICS: [Metric<DividedBlocks>; 6] = [
-    Metric::new("bench.free.take_divide", "ns per block", |it| each(it.taking)),
-    Metric::new("bench.free.free_range", "ns per block", |it| each(it.range)),
-    Metric::new("bench.free.free_each", "ns per block", |it| each(it.each)),
-    Metric::new("bench.free.speedup", "ratio", |it| each(it.each) / each(it.range)),
-    Metric::new("bench.free.free_whole", "ns per block", |it| each(it.whole)),
-    Metric::new("bench.free.lock_rounds", "per block", |it| it.lock_rounds),
+pub const METRICS: [Metric<DividedBlocks>; 8] = [
+    Metric::new("bench.free.take_divide", "ns per block", |it: &DividedBlocks| each(it.taking))
+        .column("take and split"),
+    Metric::new("bench.free.free_range", "ns per block", |it: &DividedBlocks| each(it.range)).column("free as range"),
+    Metric::new("bench.free.free_each", "ns per block", |it: &DividedBlocks| each(it.each)).column("free page by page"),
+    Metric::new("bench.free.speedup", "ratio", |it: &DividedBlocks| each(it.each) / each(it.range)).column("speedup"),
+    Metric::new("bench.free.free_whole", "ns per block", |it: &DividedBlocks| each(it.whole)).column("free unsplit"),
+    Metric::new("bench.free.lock_rounds", "per block", |it: &DividedBlocks| it.lock_rounds).column("lock rounds"),
+    Metric::new("bench.free.loop_range", "s", |it: &DividedBlocks| all(it, it.range)).column("loop, range, s"),
+    Metric::new("bench.free.loop_each", "s", |it: &DividedBlocks| all(it, it.each)).column("loop, by page, s"),
 ];
+
+/// Seconds of taking, dividing and freeing all blocks of a run in one way.
+fn all(it: &DividedBlocks, freeing: Spent) -> f64 {
+    (each(it.taking) + each(freeing)) * freeing.operations as f64 / 1e9
+}
 
 /// Takes a block of `order` for each place of `held` and divides it into pages; an operation is one block.
 #[inline(never)]

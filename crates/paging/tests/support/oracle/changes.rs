@@ -3,7 +3,7 @@
 use super::super::{access, at, span};
 use super::{BTreeMap, Page, State, add, editing};
 use hugemm_base::{PageSize, Pfn};
-use hugemm_paging::{Change, Editing, Flags, Lookup, PageFormat, PagingError};
+use hugemm_paging::{Change, Editing, Flags, PageFormat, PagingError};
 
 impl<F: PageFormat> State<'_, F> {
     pub(super) fn protect(&mut self, first: u64, pages: u64, set: Flags, clear: Flags, shared: bool) {
@@ -78,11 +78,9 @@ impl<F: PageFormat> State<'_, F> {
         let mut first_hit = first;
         let mut end = first + pages;
         for page in [first, first + pages - 1] {
-            if let Lookup::Mapped(leaf) = self.table.shared(self.heap).lookup(at(page)) {
-                let start = page & !(leaf.size.pages() - 1);
-                first_hit = first_hit.min(start);
-                end = end.max(start + leaf.size.pages());
-            }
+            let (start, pages) = self.leaf_pages(page);
+            first_hit = first_hit.min(start);
+            end = end.max(start + pages);
         }
         // And a group's.
         let groups = self.folded.iter().filter(|(start, group)| first < **start + **group && **start < first + pages);

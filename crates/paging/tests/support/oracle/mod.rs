@@ -141,8 +141,9 @@ impl<F: PageFormat> State<'_, F> {
     }
 
     /// The pages of the leaf at `page`.
-    fn leaf_pages(&self, page: u64) -> (u64, u64) {
-        match self.table.shared(self.heap).lookup(at(page)) {
+    pub(super) fn leaf_pages(&self, page: u64) -> (u64, u64) {
+        let found = self.table.shared(self.heap).lookup(at(page));
+        match found {
             Lookup::Mapped(leaf) => (page & !(leaf.size.pages() - 1), leaf.size.pages()),
             _ => (page, 1),
         }

@@ -64,7 +64,8 @@ impl<F: PageFormat> State<'_, F> {
     pub(super) fn enter(&mut self, first: u64, size: PageSize, word: u64) {
         let pages = first..first + size.pages();
         let taken = pages.clone().any(|page| self.pages.contains_key(&page) || self.is_away(page));
-        match self.table.shared(self.heap).enter_owner(at(first), size, word) {
+        let entered = self.table.shared(self.heap).enter_owner(at(first), size, word);
+        match entered {
             Ok(()) => {
                 assert!(!taken && !pages.clone().any(|page| self.waits(page)));
                 let flags = Flags::WRITE | Flags::ACCESSED;

@@ -1,0 +1,147 @@
+//! Memory that becomes less: never for want of memory an error. Blocks are as large as was asked for.
+
+use super::{fill, free, holds, layout, with_heap};
+use hugemm_heap::{HeapError, usable_size};
+use hugemm_threads::run_as;
+use std::ptr::NonNull;
+
+/// A block that becomes a smaller one stays where it is, and gives its upper part back.
+#[test]
+fn a_block_gives_its_upper_part_back() {
+    with_heap(24, |threads, frames, heap| {
+        let cx = threads.cx();
+        let mib = 1 << 20;
+        let cases =
+            [(8 * mib, 4 * mib), (8 * mib, 5 * mib), (mib, 6200), (64 << 10, 20_000), (8192, 4096), (40_000, 36_000)];
+        for (from, to) in cases {
+            let memory = heap.alloc(&cx, layout(from, 8)).expect("memory");
+            fill(memory, layout(from, 8), 3);
+            assert_eq!(heap.stats().pages, (usable_size(layout(from, 8)).expect("some") >> 12) as u64);
+            // There is nothing else.
+            let rest: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
+            let before = frames.available(&cx);
+            // SAFETY: the test's memory.
+            let less = unsafe { heap.realloc(&cx, memory, layout(from, 8), to) };
+            assert_eq!(less, Ok(memory), "{from} to {to}");
+            assert!(holds(memory, layout(to, 8), 3));
+            let kept = (usable_size(layout(to, 8)).expect("some") >> 12) as u64;
+            assert_eq!(heap.stats().pages, kept);
+            // What went back is others' now.
+            let gone = (usable_size(layout(from, 8)).expect("some") >> 12) as u64 - kept;
+            assert_eq!(frames.available(&cx), before + gone, "{from} to {to}");
+            let others: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
+            assert!(holds(memory, layout(to, 8), 3) && others.len() as u64 >= gone);
+            free(heap, &cx, memory, layout(to, 8));
+            rest.into_iter().chain(others).for_each(|block| frames.free(&cx, block));
+        }
+        assert_eq!((heap.stats().misused, heap.stats().failed), (0, 0));
+    });
+}
+
+/// What is to become a piece and finds none stays, and is freed as what it is, by whichever CPU; again and again.
+#[test]
+fn what_finds_no_smaller_piece_stays() {
+    let sizes = [64 << 10, 20_000, 8192, 4096, 6000, 5000, 2048, 1000, 300];
+    for freer in [0, 1] {
+        with_heap(8, |threads, frames, heap| {
+            let cx = threads.cx();
+            for from in sizes {
+                for to in [6000, 4096, 3000, 2048, 1000, 24].into_iter().filter(|to| *to < from) {
+                    let memory = heap.alloc(&cx, layout(from, 8)).expect("memory");
+                    fill(memory, layout(from, 8), 9);
+                    let rest: Vec<_> =
+                        std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
+                    // SAFETY: the test's memory.
+                    let less = unsafe { heap.realloc(&cx, memory, layout(from, 8), to) };
+                    let less = less.unwrap_or_else(|error| panic!("{from} to {to}: {error}"));
+                    assert!(holds(less, layout(to, 8), 9), "{from} to {to}");
+                    // And less once more, where it is.
+                    // SAFETY: as above.
+                    let least = unsafe { heap.realloc(&cx, less, layout(to, 8), 16) }.expect("less");
+                    assert!(holds(least, layout(16, 8), 9), "{from} to {to}");
+                    rest.into_iter().for_each(|block| frames.free(&cx, block));
+                    // More is elsewhere, if there is memory.
+                    // SAFETY: as above.
+                    let more = unsafe { heap.realloc(&cx, least, layout(16, 8), 200) }.expect("memory");
+                    assert!(holds(more, layout(16, 8), 9), "{from} to {to}");
+                    run_as(freer);
+                    free(heap, &cx, more, layout(200, 8));
+                    run_as(0);
+                    heap.trim(&cx);
+                    assert_eq!((heap.stats().pages, heap.stats().misused), (0, 0), "{from} to {to}");
+                }
+            }
+        });
+    }
+}
+
+/// The same, freed while it stays, among much else that does not; so do two pieces that are a pair.
+#[test]
+fn what_stays_is_freed_as_what_it_is() {
+    with_heap(8, |threads, frames, heap| {
+        let cx = threads.cx();
+        for pair in [false, true] {
+            let others: Vec<NonNull<u8>> =
+                (0..40).map(|at| heap.alloc(&cx, layout([24, 2048][at % 2], 8)).expect("memory")).collect();
+            let mut stays = Vec::new();
+            for size in [4096, 6144, 5000, 20_000] {
+                stays.push((heap.alloc(&cx, layout(size, 8)).expect("memory"), size));
+            }
+            for _ in 0..if pair { 5 } else { 0 } {
+                let memory = heap.alloc(&cx, layout(2048, 8)).expect("memory");
+                // SAFETY: the test's memory.
+                stays.push((unsafe { heap.realloc(&cx, memory, layout(2048, 8), 4096) }.expect("memory"), 4096));
+            }
+            stays.iter().enumerate().for_each(|(at, (memory, size))| fill(*memory, layout(*size, 8), at as u8));
+            let rest: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
+            for (at, (memory, size)) in stays.iter_mut().enumerate() {
+                let to = [700, 2560, 2000, 3072][at % 4];
+                // SAFETY: the test's memory.
+                *memory = unsafe { heap.realloc(&cx, *memory, layout(*size, 8), to) }.expect("less");
+                *size = to;
+            }
+            for (cpu, (at, (memory, size))) in stays.into_iter().enumerate().enumerate() {
+                assert!(holds(memory, layout(size, 8), at as u8));
+                run_as(cpu as u32 % 2);
+                free(heap, &cx, memory, layout(size, 8));
+            }
+            run_as(0);
+            for (at, memory) in others.into_iter().enumerate() {
+                free(heap, &cx, memory, layout([24, 2048][at % 2], 8));
+            }
+            rest.into_iter().for_each(|block| frames.free(&cx, block));
+            assert_eq!((heap.stats().misused, heap.stats().last_misuse), (0, None));
+        }
+    });
+}
+
+/// A block takes the pages that it needs, also where no power of two of them is free.
+#[test]
+fn large_blocks_are_rows_of_pages() {
+    with_heap(16, |threads, _, heap| {
+        let cx = threads.cx();
+        for pages in [9, 10, 33, 100, 513, 700, 1025] {
+            let wanted = layout(pages * 4096 - 5, 8);
+            let memory = heap.alloc(&cx, wanted).expect("memory");
+            assert_eq!((heap.stats().pages, usable_size(wanted)), (pages as u64, Some(pages * 4096)));
+            fill(memory, wanted, 1);
+            free(heap, &cx, memory, wanted);
+        }
+        // Some of the 16 MiB is in use, so no power of two is left from which these could be cut.
+        assert_eq!(heap.alloc(&cx, layout(16 << 20, 8)), Err(HeapError::OutOfMemory));
+        for wanted in [layout(13 << 20, 8), layout((9 << 20) - 4096, 8), layout(10 << 20, 1 << 20)] {
+            let memory = heap.alloc(&cx, wanted).expect("that much in a row");
+            assert!(memory.addr().get().is_multiple_of(wanted.align()));
+            fill(memory, wanted, 2);
+            // SAFETY: the test's memory.
+            let less = unsafe { heap.realloc(&cx, memory, wanted, 8 << 20) }.expect("less");
+            assert!(less == memory && holds(less, layout(8 << 20, 8), 2));
+            // SAFETY: as above.
+            let less = unsafe { heap.realloc(&cx, less, layout(8 << 20, wanted.align()), 30_000) }.expect("less");
+            free(heap, &cx, less, layout(30_000, wanted.align()));
+            let zeroed = heap.alloc_zeroed(&cx, wanted).expect("that much in a row");
+            assert!(holds(zeroed, wanted, 0));
+            free(heap, &cx, zeroed, wanted);
+        }
+    });
+}

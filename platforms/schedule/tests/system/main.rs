@@ -1,0 +1,111 @@
+//! The whole system on CPUs that take turns as a seed says: every word read is the word written last.
+
+mod program;
+mod world;
+
+use hugemm_base::PageSize;
+use hugemm_base::inject::FaultPlan;
+use hugemm_paging::{Aarch64, PageFormat, X86_64};
+use hugemm_schedule::{Task, explore, progress, seeds};
+use hugemm_vm::{Backing, VmaKind};
+use program::{ALL_DEEDS, CPUS, Deeds, Program, SHARED_PAGES, Test};
+use world::{bounds, span, with_world};
+
+const AT: u64 = 0x4000_0000;
+/// What each program does.
+const STEPS: u64 = 60;
+/// Runs where nobody asks for more.
+const FEW: u64 = 30;
+
+fn no_faults() -> FaultPlan {
+    FaultPlan::nth(u64::MAX)
+}
+
+fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) {
+    with_world::<F>(CPUS + 1, seed, inject, |world| {
+        let cx = &mut world.machine.cx();
+        let object = world.vm.create_shared(cx, SHARED_PAGES, PageSize::Size4K, false).expect("memory");
+        {
+            let test = Test::new(world, &object, deeds);
+            let shared = &test;
+            let program = |cpu| -> Task<'_> { Box::new(move || Program::run(shared, cpu, seed, STEPS)) };
+            let mut tasks: Vec<Task<'_>> = (0..CPUS).map(program).collect();
+            tasks.push(Box::new(|| shared.work(seed)));
+            world.run(seed, tasks);
+            test.finish();
+        }
+        world.vm.close(cx, object).expect("its own");
+    });
+}
+
+/// Runs a test's seeds, and sees that everything has happened in some.
+fn runs<F: PageFormat>(inject: impl Fn(u64) -> FaultPlan) {
+    let deeds = Deeds::default();
+    let done = explore(seeds(FEW), |seed| run::<F>(seed, &inject(seed), &deeds));
+    let done = done.unwrap_or_else(|failure| panic!("{failure}"));
+    let missing = |deed: &&&str| done >= FEW && deeds.borrow().get(**deed).copied().unwrap_or(0) == 0;
+    let missing: Vec<_> = ALL_DEEDS.iter().filter(missing).collect();
+    assert!(missing.is_empty(), "in {done} runs there was none of {missing:?}: {deeds:?}");
+}
+
+#[test]
+fn every_word_is_the_word_written_last() {
+    runs::<X86_64>(|_| no_faults());
+}
+
+#[test]
+fn every_word_is_the_word_written_last_where_entries_break_first() {
+    runs::<Aarch64>(|_| no_faults());
+}
+
+#[test]
+fn every_word_is_the_word_written_last_though_allocations_fail() {
+    // What the test's own setting up asks for must be there.
+    runs::<X86_64>(|seed| FaultPlan::random(600, 20, seed));
+}
+
+/// A fork while others map, unmap and store.
+#[test]
+fn a_fork_beside_others() {
+    let test = |seed| {
+        with_world::<X86_64>(6, seed, &no_faults(), |world| {
+            let kind = VmaKind::private(PageSize::Size4K);
+            let mut cx = world.machine.cx();
+            let space = world.vm.create(&mut cx, bounds()).expect("a space");
+            world.vm.map(&mut cx, &space, span(AT, 0x8000), kind, Backing::Private).expect("an area");
+            let shared = &space;
+            let task = |cpu: u64| -> Task<'_> {
+                Box::new(move || {
+                    let space = shared;
+                    let cx = &mut world.machine.cx();
+                    world.enter(cx, space);
+                    let own = AT + 0x10_0000 + cpu * 0x1_0000;
+                    for round in 1..4 {
+                        let at = AT + (round + cpu) % 8 * 0x1000 + cpu * 8;
+                        world.put(cx, space, at, round).expect("memory");
+                        if cpu < 2 {
+                            let child = world.vm.fork(cx, space).expect("memory");
+                            world.enter(cx, &child);
+                            assert_eq!(world.get(cx, &child, at), Ok(round));
+                            world.leave(cx, &child);
+                            world.enter(cx, space);
+                            world.vm.destroy(cx, child).expect("destroyed");
+                        } else {
+                            world.vm.map(cx, space, span(own, 0x4000), kind, Backing::Private).expect("an area");
+                            world.put(cx, space, own, round).expect("memory");
+                            assert_eq!(world.get(cx, space, own), Ok(round));
+                            world.vm.unmap(cx, space, span(own, 0x4000)).expect("memory");
+                        }
+                        assert_eq!(world.get(cx, space, at), Ok(round));
+                        progress();
+                    }
+                    world.leave(cx, space);
+                })
+            };
+            world.run(seed, (0..6).map(task).collect());
+            world.vm.destroy(&mut cx, space).expect("destroyed");
+        });
+    };
+    let done = explore(seeds(FEW), test);
+    done.unwrap_or_else(|failure| panic!("{failure}"));
+}
