@@ -109,11 +109,12 @@ mutants:
 	@CARGO="$(CARGO)" scripts/mutants.sh "$(CRATE)" "$(SAMPLE)" "$(SEED)"
 
 # Ten minutes each: frames are owned once, while some are poisoned and others come and go; processes that share, fork, pin, are poisoned
-# and are paged out read what they wrote; and the reference kernel's self-test with all its parts, on eight CPUs.
+# and are paged out read what they wrote, on threads, and in orders that seeds decide; and the reference kernel's self-test with all its parts, on eight CPUs.
 SOAK ?= 600
 soak: build
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-workloads --test soak
 	HUGEMM_SOAK_STEPS=$$(($(SOAK) * 1000)) $(CARGO) test --release --locked -p hugemm-reclaim --test spaces oracle
+	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-schedule --test system
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
 
 # Races that need a thread to stop between two steps: see crates/base/src/perturb.rs.

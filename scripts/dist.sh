@@ -88,7 +88,7 @@ echo /etc/hugemm/lease.conf > "$root/DEBIAN/conffiles"
 cat > "$root/DEBIAN/postinst" <<'SCRIPT'
 #!/bin/sh
 set -e
-if [ -d /run/systemd/system ]; then
+if [ -z "$DPKG_ROOT" ] && [ -d /run/systemd/system ]; then
     systemctl daemon-reload
     [ "$1" != configure ] || [ -z "$2" ] || systemctl try-restart hugemm-lease.service
 fi
@@ -96,14 +96,14 @@ SCRIPT
 cat > "$root/DEBIAN/prerm" <<'SCRIPT'
 #!/bin/sh
 set -e
-if [ "$1" = remove ] && [ -d /run/systemd/system ]; then
+if [ "$1" = remove ] && [ -z "$DPKG_ROOT" ] && [ -d /run/systemd/system ]; then
     systemctl disable --now hugemm-lease.service hugemm-lease.socket
 fi
 SCRIPT
 cat > "$root/DEBIAN/postrm" <<'SCRIPT'
 #!/bin/sh
 set -e
-if [ -d /run/systemd/system ]; then
+if [ -z "$DPKG_ROOT" ] && [ -d /run/systemd/system ]; then
     systemctl daemon-reload
 fi
 SCRIPT
@@ -120,7 +120,7 @@ if command -v dpkg-deb > /dev/null; then
         printf 'Package: %s\nStatus: install ok installed\nArchitecture: %s\nMaintainer: nobody\nVersion: 2.34\nDescription: named\n\n' "$package" "$deb"
     done > "$fresh/var/lib/dpkg/status"
     if [ "$(id -u)" = 0 ] && [ "$arch" = "$(uname -m)" ]; then
-        dpkg --root="$fresh" --install "$dist/hugemm_${version}_$deb.deb" > /dev/null
+        dpkg --root="$fresh" --force-script-chrootless --install "$dist/hugemm_${version}_$deb.deb" > /dev/null
         start=$(sed -n 's/^ExecStart=\([^$]*\).*/\1/p' "$fresh/lib/systemd/system/hugemm-lease.service")
         # Words of the unit's own line.
         # shellcheck disable=SC2086

@@ -12,6 +12,7 @@ use std::collections::BTreeSet;
 use std::fmt::{self, Write as _};
 use std::mem::{forget, transmute};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// What a CPU does.
 pub type Task<'a> = Box<dyn FnOnce() + 'a>;
@@ -358,7 +359,7 @@ pub struct Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "seed {}, step {}: {}", self.seed, self.step, self.text)
+        write!(f, "seed {}, step {}: {}\nHUGEMM_SEED={} does it again.", self.seed, self.step, self.text, self.seed)
     }
 }
 
@@ -385,15 +386,17 @@ pub fn explore(seeds: impl IntoIterator<Item = u64>, test: impl Fn(u64)) -> Resu
     Ok(done)
 }
 
-/// Seeds for a test: `few` of them; as many as there is time for where `HUGEMM_SOAK_SECONDS` says how much; or the one that
-/// `HUGEMM_SEED` is.
+/// Seeds for a test: the first `few`; others, for as long as `HUGEMM_SOAK_SECONDS` says; or the one that `HUGEMM_SEED` is.
 pub fn seeds(few: u64) -> impl Iterator<Item = u64> {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
-    let (one, soak, begun) = (number("HUGEMM_SEED"), number("HUGEMM_SOAK_SECONDS"), std::time::Instant::now());
+    let (one, soak, begun) = (number("HUGEMM_SEED"), number("HUGEMM_SOAK_SECONDS"), Instant::now());
+    // Those of another hour are others.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
+    let first = one.unwrap_or(if soak.is_some() { now << 20 } else { 0 });
     let in_time = move |seed: &u64| match (one, soak) {
-        (Some(_), _) => *seed == 0,
+        (Some(one), _) => *seed == one,
         (None, Some(seconds)) => begun.elapsed().as_secs() < seconds,
         (None, None) => *seed < few,
     };
-    (0..).take_while(in_time).map(move |seed| one.unwrap_or(seed))
+    (first..).take_while(in_time)
 }

@@ -6,7 +6,7 @@
 #![allow(unreachable_pub, reason = "one test's modules")]
 
 use crate::world::{Cx, Follower, Handle, Model, Surroundings, World, span};
-use hugemm_base::{CpuCx, Extent, Never, NodeId, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Extent, Never, NodeId, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, HwPoisoned, NoMigration};
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap};
@@ -611,8 +611,17 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             open[self.random.below(open.len() as u64) as usize].clone()
         };
         to.users.set(to.users.get() + 1);
-        // Over the kernel's tables, or from one to the other.
-        if Rc::ptr_eq(&to, &self.process) || self.random.below(2) == 0 {
+        // Idle for a while; over the kernel's tables; or from one to the other.
+        if Rc::ptr_eq(&to, &self.process) {
+            let mmu = test.world.machine.mmu();
+            let cpu = CpuId(self.cpu);
+            mmu.pause(cpu, true);
+            // SAFETY: it comes back before it uses an address.
+            unsafe { to.space.tlb().enter_lazy(test.world.vm.shootdown(), cx) };
+            (0..self.random.below(200)).for_each(|_| point());
+            test.world.enter(cx, &to.space);
+            mmu.pause(cpu, false);
+        } else if self.random.below(2) == 0 {
             test.world.leave(cx, &self.process.space);
             test.world.enter(cx, &to.space);
         } else {
