@@ -12,9 +12,8 @@ use hugemm_lease::server::serve;
 use hugemm_lease::status::{Left, Status};
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::wire::{self, Answer, Forget, KeepAs, RefusedKind, Request, Wish};
-use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::io::{BufRead, ErrorKind, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,13 +21,6 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, PoisonError};
 use support::{PAGE, Pool, wait_for};
-
-/// A connection that says nothing, and waits for ever.
-fn connect(path: &Path) -> std::io::Result<OwnedFd> {
-    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
-    Ok(fd)
-}
 
 /// Users that the policy names, with two pages each, and one that it does not.
 const NAMED: [u32; 2] = [61_001, 61_002];
@@ -90,6 +82,12 @@ fn status(socket: &Path) -> Status {
         Ok((Answer::Status(status), _)) => *status,
         other => panic!("root is not answered: {other:?}"),
     }
+}
+
+fn connect(path: &Path) -> std::io::Result<OwnedFd> {
+    let fd = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
+    Ok(fd)
 }
 
 /// On a thread that is that user: its connections are, and stay, that user's.
