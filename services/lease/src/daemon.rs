@@ -10,8 +10,6 @@ mod keep;
 mod lend;
 mod refill;
 
-pub(crate) use refill::REST;
-
 use crate::kept::Kept;
 use crate::left::{Watch, Watches};
 use crate::log::Log;
@@ -27,6 +25,10 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
+
+/// How long nothing is filled after a file was lent: its program starts then, and filling beside it has it wait for memory and
+/// caches. Then filling has its turn for as long, whoever leases meanwhile: many small leases put it off half of the time at most.
+pub(crate) const REST: Duration = Duration::from_millis(100);
 
 /// What a daemon is for.
 #[derive(Clone, Debug)]

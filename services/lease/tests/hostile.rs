@@ -11,7 +11,8 @@ use hugemm_lease::policy::LendingPolicy;
 use hugemm_lease::server::serve;
 use hugemm_lease::status::{Left, Status};
 use hugemm_lease::stock::Shapes;
-use hugemm_lease::wire::{self, Answer, Forget, KeepAs, RefusedKind, Request, Wish, connect};
+use hugemm_lease::wire::{self, Answer, Forget, KeepAs, RefusedKind, Request, Wish};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::io::{BufRead, ErrorKind, IoSlice};
@@ -81,6 +82,12 @@ fn status(socket: &Path) -> Status {
         Ok((Answer::Status(status), _)) => *status,
         other => panic!("root is not answered: {other:?}"),
     }
+}
+
+fn connect(path: &Path) -> std::io::Result<OwnedFd> {
+    let fd = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
+    Ok(fd)
 }
 
 /// On a thread that is that user: its connections are, and stay, that user's.

@@ -1,6 +1,6 @@
 //! Refilling, as the thread that fills is told of it and tells: what is missing, when it waits, how far it is.
 
-use super::{Daemon, State};
+use super::{Daemon, REST, State};
 use crate::memory_file::MemoryFile;
 use crate::service;
 use crate::status::Filling;
@@ -12,10 +12,6 @@ use std::time::{Duration, Instant};
 /// A chunk that takes longer than this is filled by a thread that others keep from running: it takes hundredths of a second, the
 /// largest page some tenths.
 const STARVES: Duration = Duration::from_secs(2);
-
-/// How long nothing is filled after a file was lent: its program starts then, and filling beside it has it wait for memory and
-/// caches. Then filling has its turn for as long, whoever leases meanwhile: many small leases put it off half of the time at most.
-pub(crate) const REST: Duration = Duration::from_millis(100);
 
 impl State {
     /// Why nothing is filled though something is missing: what the thread that fills has said, or that it cannot say anything.
