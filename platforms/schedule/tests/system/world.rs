@@ -5,8 +5,7 @@
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::platform::{Cpu, PhysMap};
 use hugemm_base::{
-    CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, Pfn, TlbHw, TlbScope, VirtAddr,
-    VirtRange,
+    CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, Pfn, TlbHw, TlbScope, VirtAddr, VirtRange,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Primitive, Profile};
 use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig};
