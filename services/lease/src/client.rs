@@ -4,7 +4,7 @@ use crate::wire::{self, Answer, Forget, KeepAs, Leased, Refused, Request, Seen, 
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::net::addr::SocketAddrArg;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{SocketAddrUnix, SocketType};
 use std::ffi::c_void;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -152,7 +152,7 @@ pub fn read_secret(path: &Path) -> io::Result<Option<String>> {
 pub struct Connection(OwnedFd);
 
 fn connect(daemon: &impl SocketAddrArg) -> io::Result<Connection> {
-    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let fd = wire::socket(SocketType::SEQPACKET)?;
     // The first is for connecting, too (unix(7)).
     for wait in [Timeout::Send, Timeout::Recv] {
         set_socket_timeout(&fd, wait, Some(PATIENCE))?;

@@ -4,14 +4,13 @@
 use crate::memory_file::Page;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
 
 /// Longest packet. What is longer is announced by one, and sent in as many as it takes.
 const MOST: usize = 1 << 16;
@@ -152,17 +151,6 @@ pub enum RefusedKind {
 
 pub(crate) fn socket(kind: SocketType) -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?)
-}
-
-/// Connects to a daemon.
-///
-/// # Errors
-///
-/// `NotFound` or `ConnectionRefused` where there is none; `PermissionDenied`.
-pub fn connect(path: &Path) -> io::Result<OwnedFd> {
-    let fd = socket(SocketType::SEQPACKET)?;
-    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
-    Ok(fd)
 }
 
 /// An answer as it is sent, with the descriptor beside it.

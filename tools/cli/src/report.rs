@@ -1,9 +1,8 @@
 //! `hugemm report FILE…`: saved results as one HTML page, or in the tables of a Markdown page that is there.
 //!
 //! The way of a figure: `content` sorts the rows of all documents, by the table in `views` or by their labels alone
-//! (`build`), into plots; `draw` draws them (`axis`, `svg`); `html` writes them down.
+//! (`build`), into plots; `draw` draws them; `html` writes them down.
 
-mod axis;
 mod build;
 mod content;
 mod draw;
@@ -11,7 +10,6 @@ mod fill;
 mod html;
 mod machine;
 mod plot;
-mod svg;
 #[cfg(test)]
 mod tests;
 mod views;

@@ -143,7 +143,8 @@ pub fn cell(samples: &Samples, unit: &str) -> String {
     match unit {
         _ if samples.runs() == 0 => "–".to_owned(),
         "ratio" => format!("{median} ×"),
-        unit if is_counted(unit) => median,
+        unit if is_counted(unit) && samples.median().fract() == 0.0 => format!("{:.0}", samples.median()),
+        unit if is_counted(unit) || samples.runs() == 1 => median,
         _ => format!("{median} ±{:.0}%", samples.stdev_percent()),
     }
 }
@@ -194,8 +195,8 @@ mod tests {
             table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>()
         };
         let sheet = text(sheet(&lines, ("side", "who"), &[TIME, COUNT]));
-        assert_eq!(sheet, ["who time count", "a 4.00 ±0% 4.00", "a 8.00 ±0% –", "b 5.00 ±0% 5.00"]);
+        assert_eq!(sheet, ["who time count", "a 4.00 ±0% 4", "a 8.00 –", "b 5.00 5"]);
         let pivot = text(pivot(&lines, "", &["side"], "cpus", &[TIME]));
-        assert_eq!(pivot, ["time, 1 CPU time, 2 CPUs", "a 4.00 ±0% 8.00 ±0%", "b 5.00 ±0% –"]);
+        assert_eq!(pivot, ["time, 1 CPU time, 2 CPUs", "a 4.00 ±0% 8.00", "b 5.00 –"]);
     }
 }

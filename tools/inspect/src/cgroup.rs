@@ -31,13 +31,26 @@ impl CgroupLimit {
     }
 }
 
+/// What limits the huge pages of `page_bytes`, and the memory, of the cgroups that hold a process: `self`, or a number. `None` if no cgroup
+/// of it can be seen from here.
+pub fn limits_of(roots: &Roots, process: &str, page_bytes: u64) -> Option<Vec<CgroupLimit>> {
+    let dirs = ["hugetlb", "memory"].map(|controller| cgroup_dirs(roots, process, controller));
+    let seen = dirs.iter().flatten().any(|dir| dir.path.is_dir());
+    let [hugetlb, memory] = dirs;
+    seen.then(|| hugetlb_limits(hugetlb, page_bytes).into_iter().chain(memory_limits(memory)).collect())
+}
+
 /// The limits of every memory cgroup that holds this process, its own first.
 ///
 /// Version 2: `memory.max` and `memory.high`; version 1: `memory.limit_in_bytes`. Absent and unlimited ones are left
 /// out.
 pub fn memory_cgroups(roots: &Roots) -> Vec<CgroupLimit> {
+    memory_limits(cgroup_dirs(roots, "self", "memory"))
+}
+
+fn memory_limits(dirs: Vec<CgroupDir>) -> Vec<CgroupLimit> {
     let mut found = Vec::new();
-    for dir in cgroup_dirs(roots, "memory") {
+    for dir in dirs {
         let stat = text(dir.path.join("memory.stat")).unwrap_or_default();
         let reclaimable = |key: &str| stat_value(&stat, key).unwrap_or(0);
         match dir.version {
@@ -61,10 +74,14 @@ pub fn memory_cgroups(roots: &Roots) -> Vec<CgroupLimit> {
 
 /// The limits of every hugetlb cgroup that holds this process, for pages of `page_bytes`: usage and reservations.
 pub fn hugetlb_cgroups(roots: &Roots, page_bytes: u64) -> Vec<CgroupLimit> {
+    hugetlb_limits(cgroup_dirs(roots, "self", "hugetlb"), page_bytes)
+}
+
+fn hugetlb_limits(dirs: Vec<CgroupDir>, page_bytes: u64) -> Vec<CgroupLimit> {
     let size =
         if page_bytes >= 1 << 30 { format!("{}GB", page_bytes >> 30) } else { format!("{}MB", page_bytes >> 20) };
     let mut found = Vec::new();
-    for dir in cgroup_dirs(roots, "hugetlb") {
+    for dir in dirs {
         let pairs = match dir.version {
             2 => [("max", "current"), ("rsvd.max", "rsvd.current")],
             _ => [("limit_in_bytes", "usage_in_bytes"), ("rsvd.limit_in_bytes", "rsvd.usage_in_bytes")],
@@ -93,7 +110,7 @@ pub fn cpu_quota(roots: &Roots) -> Option<f64> {
         };
         (quota > 0.0 && period > 0.0).then(|| quota / period)
     };
-    cgroup_dirs(roots, "cpu").iter().filter_map(quota).reduce(f64::min)
+    cgroup_dirs(roots, "self", "cpu").iter().filter_map(quota).reduce(f64::min)
 }
 
 /// Anything from here up is how version 1 writes "no limit" (the largest multiple of the page size in an i64).
@@ -118,9 +135,9 @@ struct CgroupDir {
     path: PathBuf,
 }
 
-/// The directories of this process's cgroups for one controller, its own first, up to the mount point.
-fn cgroup_dirs(roots: &Roots, controller: &str) -> Vec<CgroupDir> {
-    let memberships = text(roots.proc.join("self/cgroup")).unwrap_or_default();
+/// The directories of a process's cgroups for one controller, its own first, up to the mount point.
+fn cgroup_dirs(roots: &Roots, process: &str, controller: &str) -> Vec<CgroupDir> {
+    let memberships = text(roots.proc.join(process).join("cgroup")).unwrap_or_default();
     let mounts = text(roots.proc.join("self/mountinfo")).unwrap_or_default();
     let mut dirs = Vec::new();
     for line in memberships.lines() {

@@ -234,15 +234,19 @@ impl<E: Env> Heap<'_, E> {
     /// The heap has taken these frames, they are what is left of them, and nobody uses them any more.
     pub(super) unsafe fn give<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, pfn: Pfn, pages: u64) {
         let Ok(extent) = Extent::new(pfn, pages) else { return };
-        // SAFETY: the caller's promise. Up to `SMALL` frames are a block in the manager's eyes too: they were taken as one, or are the
-        // lower part of one of which the upper part went back.
+        let order = log(pages as u32);
+        // Up to `SMALL` frames are a block in the manager's eyes too: they were taken as one, or are the lower part of one of which the
+        // upper part went back. So may more be; a row that was put together is none.
+        let is_block = pages <= u64::from(SMALL)
+            || pages.is_power_of_two() && self.frames.head_of(pfn).is_some_and(|block| block == (pfn, order));
+        // SAFETY: the caller's promise, and as above.
         unsafe {
             if cfg!(debug_assertions) {
                 misuse::untag(self.frames, pfn);
             }
             self.close(cx, extent);
-            if pages <= u64::from(SMALL) {
-                self.frames.free(cx, Frozen::assume_owned(pfn, log(pages as u32), Mobility::Unmovable));
+            if is_block {
+                self.frames.free(cx, Frozen::assume_owned(pfn, order, Mobility::Unmovable));
             } else {
                 self.frames.free_extent(cx, Dirty::assume_owned(extent));
             }

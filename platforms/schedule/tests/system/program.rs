@@ -333,7 +333,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
                     pager.shrink(&world.vm, cx, node, budget, &Never);
                 }
                 6 => drop(pager.balance(&world.vm, cx, node, 256, &Never)),
-                7 | 8 => drop(pager.gather(&world.vm, cx, node)),
+                7 | 8 => drop(pager.compact(&world.vm, cx, node)),
                 9 => pager.set_ageing(Ageing::ALL[random.below(4) as usize]),
                 10 => pager.lru(node).expect("one").set_policy(cx, LruPolicy::ALL[random.below(2) as usize]),
                 11 => world.resize_pool(cx, random.below(4)),

@@ -262,7 +262,7 @@ impl<'h, F: PageFormat> World<'h, F> {
     pub fn resize_pool(&self, cx: &mut Cx<'_, 'h>, pages: u64) {
         // Bad pages leave.
         self.pool.tidy(cx, self.optimizer).expect("nobody else resizes");
-        self.pool.set_size(cx, self.optimizer, pages, Nodes::All, &Never).expect("nobody else resizes");
+        self.pool.resize(cx, self.optimizer, pages, Nodes::All, &Never).expect("nobody else resizes");
     }
 
     fn cpu(&self) -> CpuId {

@@ -14,6 +14,7 @@ pub(crate) const PAGE: u64 = 2 << 20;
 pub(crate) struct Pool {
     _one_at_a_time: File,
     before: u64,
+    size: u64,
     /// What it has more for as long.
     more: u64,
 }
@@ -38,13 +39,20 @@ impl Pool {
             );
             return None;
         }
-        Some(Pool { _one_at_a_time: lock, before, more })
+        Some(Pool { _one_at_a_time: lock, before, size: size().unwrap_or(0), more })
     }
 
-    /// Waits until all but `pages` of what was free is free.
+    /// Waits until all but `pages` of what was free is free. Says so, and does not wait, where somebody else changes how many there are.
     #[track_caller]
     pub(crate) fn wait_until_lacks(&self, pages: u64) {
-        wait_for("pages are back", || free() == self.before - pages);
+        wait_for("pages are back", || free() == self.before - pages || self.is_changed());
+        if self.is_changed() {
+            eprintln!("skipped: whether pages are back, for somebody else changes the pool");
+        }
+    }
+
+    fn is_changed(&self) -> bool {
+        size().ok() != Some(self.size)
     }
 }
 
@@ -54,8 +62,12 @@ impl Drop for Pool {
     }
 }
 
+fn size() -> std::io::Result<u64> {
+    Ok(fs::read_to_string(SIZE)?.trim().parse().unwrap_or(0))
+}
+
 fn resize(to: impl Fn(u64) -> u64) -> std::io::Result<()> {
-    let size = fs::read_to_string(SIZE)?.trim().parse().unwrap_or(0);
+    let size = size()?;
     let to = to(size);
     if to == size { Ok(()) } else { fs::write(SIZE, to.to_string()) }
 }

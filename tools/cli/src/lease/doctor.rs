@@ -5,7 +5,7 @@ use crate::doctor::checks::{Finding, limits, ok};
 use crate::document::{self, Document};
 use anyhow::Result;
 use hugemm_base::PageSize;
-use hugemm_inspect::cgroup::{CgroupLimit, hugetlb_cgroups, memory_cgroups};
+use hugemm_inspect::cgroup::{CgroupLimit, limits_of};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::limits::Limits;
 use hugemm_inspect::pool::{HugetlbPool, PoolStatus};
@@ -17,6 +17,7 @@ use hugemm_lease::status::Status;
 use hugemm_lease::wire::{Answer, Request};
 use hugemm_workloads::size::Size;
 use rustix::fs::{Mode, OFlags};
+use rustix::net::sockopt::socket_peercred;
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::fd::AsFd;
@@ -47,8 +48,11 @@ struct Facts {
     daemon: Result<Status, (String, String)>,
     /// The 2 MiB pool, if the kernel has one, and the command that adds a GiB to it.
     pool: Option<(PoolStatus, String)>,
-    /// Limits on huge pages, and on memory, of the control groups that hold this process.
-    cgroups: Vec<CgroupLimit>,
+    /// What the kernel says of pools and of memory can be read.
+    sys: bool,
+    /// Limits on huge pages, and on memory, of the control groups that hold the daemon, which they are charged to; of this process's where
+    /// no daemon answers. None if they cannot be seen.
+    cgroups: Option<Vec<CgroupLimit>>,
     /// Directories of huge pages, with their options.
     mounts: Vec<(String, String)>,
     /// Whether a program can be watched, and whether that takes `no_new_privs`.
@@ -64,7 +68,11 @@ impl Facts {
     fn read(socket: Option<&Path>) -> Result<Self> {
         let roots = Roots::default();
         let socket = socket.map_or_else(default_socket, Path::to_owned);
-        let daemon = match Connection::open(&socket).and_then(|daemon| daemon.ask(&Request::Status {})) {
+        let connection = Connection::open(&socket);
+        // Whoever listens, which a service manager may do for the daemon.
+        let peer = connection.as_ref().ok().and_then(|connection| socket_peercred(connection).ok());
+        let daemon_pid = peer.map(|peer| peer.pid.as_raw_nonzero().get()).filter(|pid| *pid > 1);
+        let daemon = match connection.and_then(|daemon| daemon.ask(&Request::Status {})) {
             Ok((Answer::Status(status), _)) => Ok(*status),
             Ok(_) => {
                 Err(("it answers something else".to_owned(), "use a command and a daemon of one version".to_owned()))
@@ -78,8 +86,13 @@ impl Facts {
         };
         let (pool, size) = (HugetlbPool::new(), PageSize::Size2M);
         let pool = pool.status(size, None).ok().zip(pool.command_to_add(size, GIB / size.bytes(), None).ok());
-        let mut cgroups = hugetlb_cgroups(&roots, size.bytes());
-        cgroups.extend(memory_cgroups(&roots));
+        let process = match (&daemon, daemon_pid) {
+            (Ok(_), Some(pid)) => Some(pid.to_string()),
+            (Ok(_), None) => None,
+            (Err(_), _) => Some("self".to_owned()),
+        };
+        let cgroups = process.and_then(|process| limits_of(&roots, &process, size.bytes()));
+        let sys = roots.sys.join("kernel/mm").is_dir();
         let text = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let mounts = text.lines().filter_map(|line| match line.split(' ').collect::<Vec<_>>()[..] {
             [_, directory, "hugetlbfs", options, ..] => Some((directory.to_owned(), options.to_owned())),
@@ -88,7 +101,17 @@ impl Facts {
         let shmem = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
         let shmem = shmem.split_once('[').and_then(|(_, rest)| Some(rest.split_once(']')?.0.to_owned()));
         let (memlock, holders) = (Limits::read()?.memlock, holders());
-        Ok(Facts { daemon, pool, cgroups, mounts: mounts.collect(), listener: listener(), memlock, shmem, holders })
+        Ok(Facts {
+            daemon,
+            pool,
+            sys,
+            cgroups,
+            mounts: mounts.collect(),
+            listener: listener(),
+            memlock,
+            shmem,
+            holders,
+        })
     }
 }
 
@@ -182,8 +205,16 @@ fn daemon(facts: &Facts) -> Finding {
     }
 }
 
+/// What nobody knows is not said to be well.
+fn unknown(name: &'static str) -> Finding {
+    limits(name, "not known: /sys is not there", "mount -t sysfs sysfs /sys")
+}
+
 fn pool(facts: &Facts) -> Finding {
     let name = "2 MiB pool for leases";
+    if !facts.sys {
+        return unknown(name);
+    }
     let Some((pool, command)) = &facts.pool else {
         return limits(name, "this kernel has none", "hugemm pool serve --page thp");
     };
@@ -196,6 +227,7 @@ fn pool(facts: &Facts) -> Finding {
 
 fn overcommit(facts: &Facts) -> Finding {
     match facts.pool {
+        _ if !facts.sys => unknown("overcommit"),
         Some((PoolStatus { overcommit: pages @ 1.., .. }, _)) => limits(
             "overcommit",
             format!("the kernel makes {pages} pages more on demand, and zeroes them while the program waits"),
@@ -207,13 +239,21 @@ fn overcommit(facts: &Facts) -> Finding {
 
 fn cgroups(facts: &Facts) -> Finding {
     let name = "control groups";
-    match facts.cgroups.iter().min_by_key(|limit| limit.left()) {
-        None => ok(name, "no limit on huge pages or memory; they are charged to the daemon's group, not the program's"),
-        Some(limit) => limits(
+    let whose = if facts.daemon.is_ok() { "the daemon's group" } else { "this process's group; no daemon answers" };
+    match &facts.cgroups {
+        None => limits(
             name,
-            format!("{} leaves {}", limit.file.display(), Size(limit.left()).rounded()),
-            format!("echo max | sudo tee {}, for the group that the daemon is in", limit.file.display()),
+            "not known: the daemon's group cannot be seen from here",
+            "cat /sys/fs/cgroup/…/hugetlb.2MB.max in the group that the daemon is in (systemctl show -p ControlGroup)",
         ),
+        Some(all) => match all.iter().min_by_key(|limit| limit.left()) {
+            None => ok(name, format!("no limit on huge pages or memory of {whose}")),
+            Some(limit) => limits(
+                name,
+                format!("{} leaves {} to {whose}", limit.file.display(), Size(limit.left()).rounded()),
+                format!("echo max | sudo tee {}", limit.file.display()),
+            ),
+        },
     }
 }
 
@@ -251,6 +291,7 @@ fn shared(facts: &Facts) -> Finding {
     let name = "huge pages in shared memory";
     let command = "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled";
     match facts.shmem.as_deref() {
+        _ if !facts.sys => unknown(name),
         None => limits(name, "this kernel has none", "use the pool: --page 2M"),
         Some(setting @ ("never" | "deny")) => {
             limits(name, format!("{setting}: --page thp has nothing to give"), command)
@@ -280,7 +321,8 @@ mod tests {
         Facts {
             daemon: Err(("no daemon".to_owned(), "hugemm pool serve".to_owned())),
             pool: Some((pool, "echo 512".to_owned())),
-            cgroups: Vec::new(),
+            sys: true,
+            cgroups: Some(Vec::new()),
             mounts: Vec::new(),
             listener: Ok(false),
             memlock: None,
@@ -312,11 +354,21 @@ mod tests {
         found(|facts| facts.pool = pool(more), "overcommit", "nr_overcommit_hugepages=0");
         let limit = |file: &str, limit| CgroupLimit { file: file.into(), limit, used: 0, reclaimable: 0 };
         let both = vec![limit("/x/memory.max", 9), limit("/x/hugetlb.2MB.max", 4)];
-        found(|facts| facts.cgroups = both.clone(), "control groups", "hugetlb.2MB.max");
+        found(|facts| facts.cgroups = Some(both.clone()), "control groups", "hugetlb.2MB.max");
+        found(|facts| facts.cgroups = None, "control groups", "ControlGroup");
         found(|facts| facts.listener = Ok(true), "seccomp listener", "CAP_SYS_ADMIN");
         found(|facts| facts.listener = Err(FilterError::Taken), "seccomp listener", "@LEASE@");
         found(|facts| facts.memlock = Some(64 << 10), "locked memory", "LimitMEMLOCK");
         found(|facts| facts.shmem = Some("never".to_owned()), "huge pages in shared memory", "shmem_enabled");
+    }
+
+    /// Where the kernel says nothing, nothing is well, and nothing is said to be missing.
+    #[test]
+    fn without_sys_nothing_is_known() {
+        let findings = judge(&Facts { sys: false, pool: None, shmem: None, ..sound() });
+        let unknown: Vec<_> = findings.iter().filter(|finding| finding.fact.starts_with("not known")).collect();
+        assert_eq!(unknown.len(), 3, "{findings:?}");
+        assert!(unknown.iter().all(|finding| finding.state == State::Limits && finding.remedy.is_some()));
     }
 
     /// This process has a page of the pool open, where there is one.

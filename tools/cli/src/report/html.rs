@@ -1,10 +1,9 @@
 //! The page: one file, no script, nothing fetched.
 
 use super::content::{Content, Goal};
-use super::draw::draw;
+use super::draw::{STYLE, draw};
 use super::machine;
-use super::plot::Plot;
-use super::svg::{STYLE, escape};
+use super::plot::{Plot, cell};
 use crate::goals;
 use std::fmt::Write;
 
@@ -29,12 +28,30 @@ code{font:.85em ui-monospace,'SFMono-Regular',Menlo,monospace;overflow-wrap:anyw
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem .8rem;margin:.4rem 0;font-size:.9rem}\
 dt{color:var(--soft)}dd{margin:0;min-width:0;overflow-wrap:anywhere}\
 @media (max-width:500px){body{padding:.6rem}figure{padding:.5rem}th,td{padding:.2rem .35rem}.goals td:first-child{white-space:normal}.goals .source{display:none}\
-.plot text{font-size:13px}.plot .small{font-size:12px}}\
+}\
 @media print{body{max-width:none;padding:0;font-size:11pt}nav{display:none}\
 .plots{display:block}figure{display:grid;grid-template-columns:1fr 1fr;gap:0 .8rem;margin-bottom:.5rem}\
 figcaption,figure .note{grid-column:1/-1}figure,tr{break-inside:avoid}h2,h3{break-after:avoid}\
 details::details-content{content-visibility:visible}details.all{display:none}summary{display:none}\
 table{font-size:7pt}.wide{overflow:visible}th,td{padding:.1rem .3rem;white-space:normal}}";
+
+/// Text as it may stand in XML, HTML and attribute values.
+pub fn escape(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&quot;"),
+            '\'' => out.push_str("&#39;"),
+            // XML has no way to write other control characters.
+            c if c.is_control() && !matches!(c, '\n' | '\t') => out.push('\u{fffd}'),
+            c => out.push(c),
+        }
+    }
+    out
+}
 
 pub fn page(content: &Content<'_>) -> String {
     let mut out = String::new();
@@ -130,22 +147,40 @@ fn breakable(name: &str) -> String {
 
 fn figure(out: &mut String, plot: &Plot) {
     out.push_str(&format!("<figure id=\"{}\"><figcaption>{}</figcaption>\n", escape(&plot.id), escape(&plot.title)));
-    if plot.is_drawable() {
-        let (svg, height) = draw(plot);
-        out.push_str(&svg.inline(height, &format!("{}; {}", plot.title, plot.unit_text())));
-    }
+    let picture = plot.is_drawable().then(|| draw(plot)).flatten();
+    out.push_str(picture.as_deref().unwrap_or_default());
     if !plot.note.is_empty() {
         out.push_str(&format!("<p class=\"note\">{}</p>\n", escape(plot.note)));
     }
     let (heads, lines) = plot.table();
-    let table = table("", &heads, &lines);
-    match plot.is_drawable() {
-        true => {
-            out.push_str(&format!("<details><summary>Figures in {}</summary>{table}</details>\n", escape(&plot.unit)))
+    match picture {
+        Some(_) => {
+            let table = table("", &heads, &lines);
+            out.push_str(&format!("<details><summary>Figures in {}</summary>{table}</details>\n", escape(&plot.unit)));
         }
-        false => out.push_str(&format!("<p class=\"note\">{}</p>{table}", escape(&plot.unit_text()))),
+        None => {
+            let table = if plot.is_drawable() { bars(plot, &heads) } else { table("", &heads, &lines) };
+            out.push_str(&format!("<p class=\"note\">{}</p>{table}", escape(&plot.unit_text())));
+        }
     }
     out.push_str("</figure>\n");
+}
+
+/// A table whose cells have bars: from zero, as long as their figures.
+fn bars(plot: &Plot, heads: &[String]) -> String {
+    let most = plot.points().map(|point| point.y.abs()).fold(f64::MIN_POSITIVE, f64::max);
+    let mut body = String::new();
+    for series in &plot.series {
+        body += &format!("<tr><td>{}</td>", escape(&series.name));
+        for place in plot.places() {
+            let bar = |y: f64| format!("<div class=\"bar\" style=\"width:{:.0}%\"></div>", y.abs() / most * 100.0);
+            let shown = series.at(place).map(|point| format!("{}{}", escape(&cell(point)), bar(point.y)));
+            body += &format!("<td>{}</td>", shown.unwrap_or_default());
+        }
+        body += "</tr>\n";
+    }
+    let heads: String = heads.iter().map(|head| format!("<th>{}</th>", escape(head))).collect();
+    format!("<div class=\"wide\"><table><thead><tr>{heads}</tr></thead><tbody>\n{body}</tbody></table></div>\n")
 }
 
 fn table(class: &str, heads: &[String], lines: &[Vec<String>]) -> String {

@@ -180,7 +180,7 @@ impl Plot {
     }
 }
 
-fn cell(point: &Point) -> String {
+pub fn cell(point: &Point) -> String {
     match point.stdev {
         0.0 => number(point.y),
         stdev => format!("{} ±{}", number(point.y), number(stdev)),

@@ -1,5 +1,5 @@
 use super::*;
-use crate::cgroup::cpu_quota;
+use crate::cgroup::{cpu_quota, limits_of};
 use crate::roots::testing::FakeMachine;
 
 const GIB: u64 = 1 << 30;
@@ -92,6 +92,26 @@ fn hugetlb_cgroups_bound_huge_pages() {
     let err = check_hugetlb_cgroups(&m.roots(), 2 << 20, 8 << 20).unwrap_err().to_string();
     assert!(err.contains("hugetlb.2MB.rsvd.max") && err.contains("6 MiB"), "{err}");
     assert!(check_hugetlb_cgroups(&m.roots(), 1 << 30, 1 << 40).is_ok());
+}
+
+/// Of another process, too; and what cannot be seen is not said to be without a limit.
+#[test]
+fn limits_are_those_of_the_process_that_is_asked_for() {
+    let m = machine(16 << 20);
+    let mount = m.path().join("u");
+    m.file("proc/self/cgroup", "0::/free\n").file("proc/17/cgroup", "0::/daemon\n");
+    assert_eq!(limits_of(&m.roots(), "17", 2 << 20), None, "no group is to be seen");
+    m.file("proc/self/mountinfo", &format!("29 22 0:26 / {} rw - cgroup2 none rw\n", mount.display()))
+        .file("u/free/hugetlb.2MB.max", "max")
+        .file("u/daemon/hugetlb.2MB.max", "8388608")
+        .file("u/daemon/memory.max", "4194304");
+    let files = |process: &str| {
+        let found = limits_of(&m.roots(), process, 2 << 20)?;
+        Some(found.into_iter().map(|limit| limit.limit).collect::<Vec<_>>())
+    };
+    assert_eq!(files("self"), Some(Vec::new()));
+    assert_eq!(files("17"), Some(vec![8 << 20, 4 << 20]));
+    assert_eq!(files("18"), None, "no such process");
 }
 
 #[test]
