@@ -264,13 +264,13 @@ fn places() -> String {
 }
 
 /// Lets CPU `n` of the model do what task `n` is, all of them beside each other, until each has ended. `handler` is what a CPU does at an
-/// interrupt, with interrupts off.
+/// interrupt, with interrupts off. How many steps it took.
 ///
 /// # Panics
 ///
 /// What a task panics with; and at a deadlock, a livelock, or a lock held at a reschedule point. What the other tasks have on their
 /// stacks is then left as it is, for ever.
-pub fn run(mmu: &Mmu<'_, '_>, seed: u64, handler: &dyn Fn(), tasks: Vec<Task<'_>>) {
+pub fn run(mmu: &Mmu<'_, '_>, seed: u64, handler: &dyn Fn(), tasks: Vec<Task<'_>>) -> u64 {
     let mut random = Random(seed);
     let turn = TURNS[random.below(TURNS.len() as u64) as usize];
     let run = Run {
@@ -334,7 +334,7 @@ pub fn run(mmu: &Mmu<'_, '_>, seed: u64, handler: &dyn Fn(), tasks: Vec<Task<'_>
         }
     }
     RUN.set(former);
-    let Some(panic) = failed else { return };
+    let Some(panic) = failed else { return run.step.get() };
     FAILED.with_borrow_mut(|failed| failed.0 = run.step.get());
     cpus.into_iter().for_each(forget);
     let said = run.said.take();

@@ -21,7 +21,8 @@ fn no_faults() -> FaultPlan {
     FaultPlan::nth(u64::MAX)
 }
 
-fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) {
+fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) -> u64 {
+    let mut steps = 0;
     with_world::<F>(CPUS + 1, seed, inject, |world| {
         let cx = &mut world.machine.cx();
         let object = world.vm.create_shared(cx, SHARED_PAGES, PageSize::Size4K, false).expect("memory");
@@ -31,17 +32,32 @@ fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) {
             let program = |cpu| -> Task<'_> { Box::new(move || Program::run(shared, cpu, seed, STEPS)) };
             let mut tasks: Vec<Task<'_>> = (0..CPUS).map(program).collect();
             tasks.push(Box::new(|| shared.work(seed)));
-            world.run(seed, tasks);
+            steps = world.run(seed, tasks);
             test.finish();
         }
         world.vm.close(cx, object).expect("its own");
     });
+    steps
+}
+
+/// All of it, on other memory.
+#[test]
+fn a_seed_is_one_run() {
+    for seed in 0..4 {
+        let steps = [(); 2].map(|()| {
+            let deeds = Deeds::default();
+            (run::<X86_64>(seed, &no_faults(), &deeds), deeds.into_inner())
+        });
+        assert_eq!(steps[0], steps[1], "seed {seed}");
+    }
 }
 
 /// Runs a test's seeds, and sees that everything has happened in some.
 fn runs<F: PageFormat>(inject: impl Fn(u64) -> FaultPlan) {
     let deeds = Deeds::default();
-    let done = explore(seeds(FEW), |seed| run::<F>(seed, &inject(seed), &deeds));
+    let done = explore(seeds(FEW), |seed| {
+        run::<F>(seed, &inject(seed), &deeds);
+    });
     let done = done.unwrap_or_else(|failure| panic!("{failure}"));
     let missing = |deed: &&&str| done >= FEW && deeds.borrow().get(**deed).copied().unwrap_or(0) == 0;
     let missing: Vec<_> = ALL_DEEDS.iter().filter(missing).collect();

@@ -198,14 +198,14 @@ fn run<F: PageFormat>(
 }
 
 impl<'h, F: PageFormat> World<'h, F> {
-    /// Lets CPUs do these tasks beside each other.
-    pub fn run(&self, seed: u64, tasks: Vec<Task<'_>>) {
+    /// Lets CPUs do these tasks beside each other; in how many steps.
+    pub fn run(&self, seed: u64, tasks: Vec<Task<'_>>) -> u64 {
         let handler = || {
             let cx = self.machine.cx();
             self.vm.shootdown().handle_ipi(&cx);
             self.vm.frames().serve(&cx);
         };
-        hugemm_schedule::run(self.machine.mmu(), seed, &handler, tasks);
+        hugemm_schedule::run(self.machine.mmu(), seed, &handler, tasks)
     }
 
     /// Stores 8 bytes as a task does: faults are served until the store succeeds or its fault cannot be served.
