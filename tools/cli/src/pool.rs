@@ -38,7 +38,7 @@ pub struct Pool {
 }
 
 /// One way to resize, and what was measured of it.
-struct Side {
+struct Way {
     hvo: Optimization,
     flush: FlushEach,
     threads: u32,
@@ -46,7 +46,7 @@ struct Side {
     line: Line<Cycle>,
 }
 
-impl Side {
+impl Way {
     fn new(hvo: Optimization, flush: FlushEach, threads: u32, n: u64, page: PageSize) -> Self {
         let line = Line::new([
             ("hvo", (hvo != Optimization::Off).into()),
@@ -56,7 +56,7 @@ impl Side {
             ("n", n.into()),
             ("threads", threads.into()),
         ]);
-        Side { hvo, flush, threads, n, line }
+        Way { hvo, flush, threads, n, line }
     }
 }
 
@@ -89,7 +89,7 @@ pub fn run(args: &Pool) -> Result<()> {
                 // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
                 let ways = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
                 for flush in ways.iter() {
-                    sides.push(Side::new(hvo, flush, *threads, *n, size));
+                    sides.push(Way::new(hvo, flush, *threads, *n, size));
                 }
             }
         }
@@ -130,7 +130,7 @@ pub fn run(args: &Pool) -> Result<()> {
 }
 
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
-fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side) -> Result<()> {
+fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Way) -> Result<()> {
     let policy = match side.flush {
         FlushEach::Batch => OptimizerPolicy { swap: side.hvo != Optimization::InPlace, ..OptimizerPolicy::default() },
         FlushEach::Page => OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
