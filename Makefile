@@ -53,7 +53,8 @@ test-examples:
 
 # The optimiser's output is what ships: the dispatch is judged by disassembly, and the fence stress runs at full speed.
 test-release:
-	$(CARGO) test --release --locked -p hugemm-clear --test codegen --test fences
+	$(CARGO) test --release --locked -p hugemm-clear --test codegen
+	$(CARGO) test --release --locked -p hugemm-clear --test rules fences
 	$(CARGO) test --release --locked -p hugemm-frames --test codegen
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
@@ -81,7 +82,7 @@ test-arm:
 	@if scripts/need.sh target $(ARM) && scripts/need.sh program qemu-aarch64 qemu-user; then \
 	    for cpu in max cortex-a57; do \
 	        QEMU_CPU=$$cpu CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUNNER=qemu-aarch64 \
-	        $(CARGO) test --locked --target $(ARM) -p hugemm-clear --test primitives || exit 1; \
+	        $(CARGO) test --locked --target $(ARM) -p hugemm-clear --test rules primitives || exit 1; \
 	    done; \
 	else echo "skipped: arm64 tests"; fi
 	@if scripts/need.sh target $(ARM_KERNEL) && scripts/need.sh program qemu-system-aarch64 qemu-system-arm; then \
@@ -108,11 +109,12 @@ mutants:
 	@CARGO="$(CARGO)" scripts/mutants.sh "$(CRATE)" "$(SAMPLE)" "$(SEED)"
 
 # Ten minutes each: frames are owned once, while some are poisoned and others come and go; processes that share, fork, pin, are poisoned
-# and are paged out read what they wrote; and the reference kernel's self-test with all its parts, on eight CPUs.
+# and are paged out read what they wrote, on threads, and in orders that seeds decide; and the reference kernel's self-test with all its parts, on eight CPUs.
 SOAK ?= 600
 soak: build
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-workloads --test soak
 	HUGEMM_SOAK_STEPS=$$(($(SOAK) * 1000)) $(CARGO) test --release --locked -p hugemm-reclaim --test spaces oracle
+	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-schedule --test system
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
 
 # Races that need a thread to stop between two steps: see crates/base/src/perturb.rs.
@@ -151,10 +153,10 @@ deep:
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
 	MIRIFLAGS="-Zmiri-permissive-provenance -Zmiri-disable-isolation" $(CARGO) +nightly miri test --locked $(MIRI) --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
-	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-heap --test stress
+	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-heap --test rules stress
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-paging --test model
 	HUGEMM_SOAK=20 $(CARGO) test --release --locked -p hugemm-reclaim
-	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test fences -- --nocapture
+	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test rules fences -- --nocapture
 
 clean:
 	$(CARGO) clean

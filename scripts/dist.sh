@@ -19,11 +19,12 @@ native=$arch-unknown-linux-gnu
 library=
 depends=
 if [ "$arch" = "$(uname -m)" ] && scripts/need.sh target "$native"; then
-    ${CARGO:-cargo} build --release --locked --target "$native" -p hugemm-lease-preload
+    ${CARGO:-cargo} build --release --locked --target "$native" -p hugemm-lease-preload -p hugemm-lease-c
     library=${CARGO_TARGET_DIR:-target}/$native/release/libhugemm_lease_preload.so
+    static=${CARGO_TARGET_DIR:-target}/$native/release/libhugemm_lease_c.a
     depends="Depends: libc6 (>= 2.34), libgcc-s1"
 else
-    echo "skipped: the library for --mode preload (it is built on $arch alone)"
+    echo "skipped: the libraries for --mode preload and for C (they are built on $arch alone)"
 fi
 
 dist=target/dist
@@ -33,9 +34,29 @@ mkdir -p "$root/usr/bin" "$root/usr/share/man/man1" "$root/lib/systemd/system" "
 install -m 755 "$binary" "$root/usr/bin/hugemm"
 if [ -n "$library" ]; then
     install -D -m 644 -t "$root/usr/lib/hugemm" "$library"
+    install -D -m 644 -t "$root/usr/lib/$native" "$static"
+    install -D -m 644 -t "$root/usr/include" services/lease-c/include/hugemm_lease.h
 fi
+install -D -m 644 -t "$root/usr/lib/python3/dist-packages/hugemm" services/lease/python/hugemm/__init__.py
 install -m 644 services/lease/systemd/hugemm-lease.socket services/lease/systemd/hugemm-lease.service "$root/lib/systemd/system/"
-install -m 644 docs/lease.md LICENSE-MIT LICENSE-APACHE "$root/usr/share/doc/hugemm/"
+install -m 644 docs/lease.md LICENSE-APACHE "$root/usr/share/doc/hugemm/"
+{
+    echo "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/"
+    echo
+    echo "Files: *"
+    echo "Copyright: hugemm developers"
+    echo "License: Apache-2.0 or Expat"
+    sed 's/^$/./; s/^/ /' LICENSE-MIT
+} > "$root/usr/share/doc/hugemm/copyright"
+gzip -9nc CHANGELOG.md > "$root/usr/share/doc/hugemm/changelog.gz"
+mkdir "$root/usr/share/doc/hugemm/examples"
+cat > "$root/usr/share/doc/hugemm/examples/lease.policy" <<'POLICY'
+# Who may lease how much, all that a line names together: `--policy /etc/hugemm/lease.policy` in /etc/hugemm/lease.conf.
+# The first line that names whoever asks decides; a daemon that runs reads it again when it has changed.
+# who       how much  nodes (all, if none are named)
+uid 1000    64G
+gid 36      512G      0,1
+POLICY
 cat > "$root/etc/hugemm/lease.conf" <<'CONF'
 # Options of `hugemm pool serve`; see hugemm-pool-serve(1).
 HUGEMM_POOL="--size 1GB"
@@ -43,6 +64,10 @@ CONF
 # The pages are the command line's own; a package for another machine takes them from this one's build of the same source.
 "${HUGEMM:-$binary}" man "$root/usr/share/man/man1" > /dev/null
 gzip -9n "$root"/usr/share/man/man1/*.1
+for shell in bash:bash-completion/completions/hugemm zsh:zsh/vendor-completions/_hugemm fish:fish/vendor_completions.d/hugemm.fish; do
+    mkdir -p "$root/usr/share/$(dirname "${shell#*:}")"
+    "${HUGEMM:-$binary}" completions "${shell%%:*}" > "$root/usr/share/${shell#*:}"
+done
 cat > "$root/DEBIAN/control" <<CONTROL
 Package: hugemm
 Version: $version
@@ -59,6 +84,30 @@ Description: huge pages that are ready before a virtual machine asks for them
  Also measures memory management by extents, beside this machine's kernel.
 CONTROL
 echo /etc/hugemm/lease.conf > "$root/DEBIAN/conffiles"
+# The daemon is the administrator's to start; one that runs goes on with what it holds, by the new binary.
+cat > "$root/DEBIAN/postinst" <<'SCRIPT'
+#!/bin/sh
+set -e
+if [ -z "$DPKG_ROOT" ] && [ -d /run/systemd/system ]; then
+    systemctl daemon-reload
+    [ "$1" != configure ] || [ -z "$2" ] || systemctl try-restart hugemm-lease.service
+fi
+SCRIPT
+cat > "$root/DEBIAN/prerm" <<'SCRIPT'
+#!/bin/sh
+set -e
+if [ "$1" = remove ] && [ -z "$DPKG_ROOT" ] && [ -d /run/systemd/system ]; then
+    systemctl disable --now hugemm-lease.service hugemm-lease.socket
+fi
+SCRIPT
+cat > "$root/DEBIAN/postrm" <<'SCRIPT'
+#!/bin/sh
+set -e
+if [ -z "$DPKG_ROOT" ] && [ -d /run/systemd/system ]; then
+    systemctl daemon-reload
+fi
+SCRIPT
+chmod 755 "$root/DEBIAN/postinst" "$root/DEBIAN/prerm" "$root/DEBIAN/postrm"
 cp "$binary" "$dist/hugemm-$version-$arch"
 if command -v dpkg-deb > /dev/null; then
     dpkg-deb --root-owner-group --build "$root" "$dist/hugemm_${version}_$deb.deb" > /dev/null
@@ -71,7 +120,7 @@ if command -v dpkg-deb > /dev/null; then
         printf 'Package: %s\nStatus: install ok installed\nArchitecture: %s\nMaintainer: nobody\nVersion: 2.34\nDescription: named\n\n' "$package" "$deb"
     done > "$fresh/var/lib/dpkg/status"
     if [ "$(id -u)" = 0 ] && [ "$arch" = "$(uname -m)" ]; then
-        dpkg --root="$fresh" --install "$dist/hugemm_${version}_$deb.deb" > /dev/null
+        dpkg --root="$fresh" --force-script-chrootless --install "$dist/hugemm_${version}_$deb.deb" > /dev/null
         start=$(sed -n 's/^ExecStart=\([^$]*\).*/\1/p' "$fresh/lib/systemd/system/hugemm-lease.service")
         # Words of the unit's own line.
         # shellcheck disable=SC2086

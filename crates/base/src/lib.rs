@@ -24,9 +24,10 @@
 //! | [`chain`] | lists of extents threaded through storage that the extents themselves pay for |
 //! | [`content`] | what is known of an extent's bytes: [`Dirty`], [`Clearing`], [`Zeroed`]; memory without a manager: [`Ram`] |
 //! | [`pending`] | [`Pending`]: a value that cannot be reached before its barrier has been discharged |
+//! | [`barriers`] | the instructions that order stores |
 //! | [`store_fence`] | the barrier after weakly ordered stores |
 //! | [`tlb_flush`] | the barrier after page table changes |
-//! | [`tlb_ranges`] | [`RangeSet`], [`Invalidation`]: what one flush invalidates |
+//! | [`tlb_ranges`] | [`RangeSet`], [`Invalidation`]: what one flush invalidates, and whose it is |
 //! | [`cpu`] | [`CpuCx`], [`CpuPin`], [`VectorCx`]: what the running task may do on its CPU |
 //! | [`platform`] | the traits that a platform implements |
 //! | `single_cpu.rs` | [`SingleCpu`]: the smallest platform |
@@ -35,7 +36,8 @@
 //! | [`inject`] | [`Inject`](inject::Inject): the one fault-injection harness |
 //! | [`lock`] | [`RawLock`](lock::RawLock): how the platform waits |
 //! | [`counters`] | always-on counters, one relaxed add each |
-//! | [`prefetch`] | cache lines that are asked for ahead
+//! | [`prefetch`] | cache lines that are asked for ahead |
+//! | [`random`] | the one generator of random numbers |
 //! | [`sync`] | atomics, or loom's under `cfg(loom)`, or those of `perturb.rs` under `cfg(perturb)`, which let others run now and then |
 #![cfg_attr(not(any(test, loom, perturb)), no_std)]
 #![warn(missing_debug_implementations)]
@@ -43,6 +45,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod addr;
+pub mod barriers;
 pub mod cancel;
 pub mod chain;
 pub mod content;
@@ -57,6 +60,7 @@ mod perturb;
 pub mod platform;
 pub mod prefetch;
 pub mod pressure;
+pub mod random;
 mod single_cpu;
 pub mod size;
 pub mod store_fence;
@@ -73,11 +77,11 @@ pub use counters::{CounterSnapshot, Counters, FrameUse, FrameUses, FramesInUse};
 pub use cpu::{CpuCx, CpuPin, VectorCx};
 pub use extent::{Extent, ExtentError};
 pub use pending::{Barrier, Pending};
-pub use platform::{Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, TlbScope, Topology, Window};
+pub use platform::{Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, Topology, Window};
 pub use pressure::{NoPressure, Pressure, Shortfall};
 pub use single_cpu::SingleCpu;
 pub use size::{Order, PageSize, SizeError};
 pub use store_fence::{Owed, StoreFence, Unfenced};
 pub use tlb_flush::{FlushDomain, Flushed, Quarantine, TlbFlush};
-pub use tlb_ranges::{Invalidation, RangeSet, X86Flush};
+pub use tlb_ranges::{Invalidation, RangeSet, TlbScope, X86Flush};
 pub use virt_range::{VirtRange, VirtRangeError};

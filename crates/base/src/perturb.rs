@@ -5,6 +5,7 @@
 //! microseconds, in which the others take many steps. loom explores every order of a small model; this stirs the whole engine.
 //! `make races` runs the tests of all crates with it.
 
+use crate::random::Random;
 use core::fmt;
 use core::sync::atomic::Ordering;
 use std::cell::Cell;
@@ -12,19 +13,17 @@ use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
 std::thread_local! {
-    // xorshift64; threads and processes start from different places.
-    static STATE: Cell<u64> = Cell::new(RandomState::new().hash_one(0) | 1);
+    // Threads and processes start from different places.
+    static STATE: Cell<u64> = Cell::new(RandomState::new().hash_one(0));
 }
 
 /// Now and then lets others run.
 fn perturb() {
     // A thread that ends has no state any more.
     let _ = STATE.try_with(|state| {
-        let mut now = state.get();
-        now ^= now << 13;
-        now ^= now >> 7;
-        now ^= now << 17;
-        state.set(now);
+        let mut random = Random(state.get());
+        let now = random.word();
+        state.set(random.0);
         if now % 512 == 0 {
             std::thread::sleep(Duration::from_micros(10 + (now >> 32) % 50));
         } else if now % 16 == 0 {

@@ -14,7 +14,7 @@
 use crate::addr::{PhysAddr, VirtAddr};
 use crate::counters::Counters;
 use crate::extent::Extent;
-use crate::tlb_ranges::Invalidation;
+use crate::tlb_ranges::{Invalidation, TlbScope};
 use core::fmt;
 
 macro_rules! id {
@@ -226,13 +226,13 @@ pub unsafe trait Cpu {
     /// Orders streaming and ordinary stores: `sfence`, `dmb ishst`.
     #[inline]
     fn store_fence(&self) {
-        crate::store_fence::hardware_store_fence();
+        crate::barriers::hardware_store_fence();
     }
 
     /// Orders ordinary stores: nothing but a compiler barrier on x86-64, `dmb ishst` on arm64.
     #[inline]
     fn publish_barrier(&self) {
-        crate::store_fence::hardware_publish_barrier();
+        crate::barriers::hardware_publish_barrier();
     }
 
     /// The software store buffer through which the `model` clearing primitive goes, where the platform has one.
@@ -322,15 +322,6 @@ pub struct Window {
     pub ptr: *mut u8,
     /// How many frames are reachable through `ptr`; at least 1 and at most what was asked for.
     pub pages: u64,
-}
-
-/// Whose translations an invalidation is about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TlbScope {
-    /// The address space whose tables the CPU has loaded.
-    Space,
-    /// The kernel's half: global entries, and those of its addresses under every address space's tag.
-    Kernel,
 }
 
 /// TLB hardware: invalidation here, a way to reach other CPUs, and the register with the tables' root.

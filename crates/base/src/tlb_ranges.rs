@@ -1,7 +1,6 @@
 //! What one TLB flush invalidates: a few ranges, or everything.
 
 use crate::addr::VirtAddr;
-use crate::platform::TlbScope;
 use crate::size::PageSize;
 use crate::virt_range::VirtRange;
 use core::fmt;
@@ -103,6 +102,15 @@ impl fmt::Debug for RangeSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.as_slice()).finish()
     }
+}
+
+/// Whose translations an invalidation is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlbScope {
+    /// The address space whose tables the CPU has loaded.
+    Space,
+    /// The kernel's half: global entries, and those of its addresses under every address space's tag.
+    Kernel,
 }
 
 /// What a flush has to do on every CPU.

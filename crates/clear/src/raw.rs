@@ -5,6 +5,29 @@
 //! interrupts off, from an interrupt handler, before other CPUs run. Nothing here bounds latency either: one call
 //! stores the whole run it is given, and callers cut long runs into units.
 
+/// Bytes per iteration of the loops, and the line size that CLZERO, MOVDIR64B and CLFLUSH work on.
+#[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+const LINE: usize = 64;
+
+/// Defines a primitive that stores whole lines: a loop from `$ptr` to `$end`, in instructions and operands of `asm!`, which runs at least
+/// once.
+#[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+macro_rules! line_loop {
+    ($(#[$doc:meta])* $name:ident($ptr:ident, $end:ident): $($asm:tt)+) => {
+        $(#[$doc])*
+        #[inline]
+        pub(super) unsafe fn $name($ptr: *mut u8, len: usize) {
+            let bytes = len & !($crate::raw::LINE - 1);
+            if bytes == 0 {
+                return;
+            }
+            let $end = $ptr.wrapping_add(bytes);
+            // SAFETY: the caller owns what lies between the two, a whole, non-zero number of lines, and promises what is said above.
+            unsafe { core::arch::asm!($($asm)+, options(nostack)) }
+        }
+    };
+}
+
 #[cfg(all(target_arch = "aarch64", not(miri)))]
 mod aarch64;
 mod portable;
@@ -18,7 +41,7 @@ pub(crate) use aarch64::dc_zva_block;
 
 use crate::primitive::Primitive;
 
-pub use hugemm_base::store_fence::hardware_store_fence as store_fence;
+pub use hugemm_base::barriers::hardware_store_fence as store_fence;
 
 /// Stores zeros to the `len` bytes from `ptr` by `p`, each byte at least once and none outside.
 ///

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, SingleCpu, Unfenced};
 use hugemm_clear::primitive::Primitive;
 use hugemm_clear::raw;
-use iced_x86::{Code, Decoder, FlowControl, Instruction, OpKind};
+use iced_x86::{Code, Decoder, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
 /// Conditional branches from the entry to the first store, at most: the depth of the tree, plus the test for an empty
 /// run, which loops need.
@@ -200,6 +200,65 @@ fn a_fixed_primitive_costs_no_choice() {
         if let Some((code, _)) = signature(p) {
             assert!(reached.values().any(|r| r.instruction.code() == code), "{p}: no {code:?}");
         }
+    }
+}
+
+/// Every loop stores zeros to each byte of a line once, at a register that then moves on by a line, until it is at the end. The machine that
+/// runs this has not all of these instructions, so their operands are read.
+#[test]
+fn loops_store_whole_lines_of_zeros() {
+    if !optimised() {
+        return;
+    }
+    for &(p, f) in FIXED.iter().filter(|(p, _)| p.granule() == 64) {
+        let reached = reach(f as *const () as usize);
+        let all = || reached.values().map(|r| &r.instruction);
+        let back = |i: &&Instruction| i.is_jcc_short_or_near() && i.near_branch_target() < i.ip();
+        let last = all().find(back).unwrap_or_else(|| panic!("{p}: no loop in\n{}", listing(&reached)));
+        let lines = all().filter(|i| i.ip() < last.ip());
+        let (before, body): (Vec<&Instruction>, Vec<_>) = lines.partition(|i| i.ip() < last.near_branch_target());
+        let [stores @ .., add, compare] = body.as_slice() else { panic!("{p}: no loop in\n{}", listing(&reached)) };
+        let moved = add.op0_register();
+        assert!(add.mnemonic() == Mnemonic::Add && add.immediate(1) == 64, "{p}: {add}");
+        assert!(compare.mnemonic() == Mnemonic::Cmp && compare.op0_register() == moved, "{p}: {compare}");
+        assert_eq!(last.mnemonic(), Mnemonic::Jne, "{p}: {last}");
+        let zeroed = |register: Register| {
+            let full = register.full_register();
+            let written =
+                before.iter().rfind(|i| i.op0_kind() == OpKind::Register && i.op0_register().full_register() == full);
+            written.is_some_and(|i| {
+                let sources = || (1..i.op_count()).map(|op| i.op_register(op).full_register());
+                matches!(i.mnemonic(), Mnemonic::Xor | Mnemonic::Vpxor) && sources().all(|source| source == full)
+            })
+        };
+        let mut stored = 0_u64;
+        for store in stores {
+            let (at, offset, bytes) = match store.code() {
+                Code::Clzeroq => (Register::RAX, 0, 64),
+                Code::Movdir64b_r64_m512 => {
+                    let source = before.iter().rfind(|i| i.op0_register() == store.memory_base()).expect("a source");
+                    assert!(source.is_ip_rel_memory_operand() && store.memory_displacement64() == 0, "{source}");
+                    let at = source.ip_rel_memory_address() as *const u64;
+                    let line = match source.mnemonic() {
+                        Mnemonic::Lea => at,
+                        // SAFETY: what the primitive reads: the place of the line.
+                        _ => unsafe { at.read() as *const u64 },
+                    };
+                    // SAFETY: the primitive reads a line there.
+                    let line = unsafe { line.cast::<[u64; 8]>().read() };
+                    assert_eq!(line, [0; 8]);
+                    (store.op0_register(), 0, 64)
+                }
+                _ => {
+                    assert!(store.op0_kind() == OpKind::Memory && zeroed(store.op1_register()), "{p}: {store}");
+                    (store.memory_base(), store.memory_displacement64(), store.memory_size().size())
+                }
+            };
+            let bits = u64::MAX >> (64 - bytes) << offset;
+            assert!(at == moved && stored & bits == 0 && store.memory_index() == Register::None, "{p}: {store}");
+            stored |= bits;
+        }
+        assert_eq!(stored, u64::MAX, "{p} in\n{}", listing(&reached));
     }
 }
 

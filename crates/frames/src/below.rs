@@ -43,19 +43,16 @@ impl<'m, E: Env> Frames<'m, E> {
             let own = self.own(pin);
             own.into_iter().for_each(|own| self.serve_own(own));
             let (first, fallback) = self.choose(own, from)?;
-            let (cached, mut could) = (self.on_the_way(), false);
             for node in self.nodes_from(first, fallback) {
                 let taken = self.with_node(pin, node, |lists| {
                     own.into_iter().for_each(|own| self.return_gathered(lists, own));
-                    let taken = self.take_below(lists, limit, order.get(), mobility, prefer_zeroed);
-                    could |= taken.is_none() && self.could_be_made(lists, order.get(), limit, cached);
-                    taken
+                    self.take_below(lists, limit, order.get(), mobility, prefer_zeroed)
                 });
                 if let Some(Taken { pfn, zero }) = taken.flatten() {
                     return Ok(Ok(Frozen::make(pfn, order, mobility, zero)));
                 }
             }
-            Ok(Err(could))
+            Ok(Err(self.could_be_made(pin, self.nodes_from(first, fallback), order.get(), limit)))
         };
         match self.after_giving_back(cx, Self::own, Due::Leaving, take)? {
             Ok(block) => return Ok(block),

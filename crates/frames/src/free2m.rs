@@ -312,12 +312,9 @@ impl<'m, E: Env> Frames<'m, E> {
         self.places(lists).find_map(|places| self.seek_in(&places, 0, sought, true, &mut number))
     }
 
-    /// Whether what CPUs have cached, so many frames, could make a block of an order below a frame: in no run of that size is more in use.
-    /// Of 2 MiB and less: if there is any. A word per 128 MiB.
-    pub(crate) fn could_be_made(&self, lists: &FreeLists, order: u32, limit: Pfn, cached: u64) -> bool {
-        let Some(log) = order.checked_sub(BLOCK_ORDER).filter(|log| *log != 0) else {
-            return cached != 0 && limit.number() >> order != 0;
-        };
+    /// Whether a run of an order above that of 2 MiB, below a frame, has no more than so many frames in use. A word per 128 MiB.
+    pub(crate) fn is_nearly_free(&self, lists: &FreeLists, order: u32, limit: Pfn, used: u64) -> bool {
+        let log = order.saturating_sub(BLOCK_ORDER);
         let in_use = |region: &Region, first| {
             let words = spans(Position::<Blocks>::new(first), 1 << log)
                 .map(|(at, bits)| (bits & !region.free.load(at), region.split.load(at)));
@@ -331,7 +328,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     let base = Position::<Blocks>::new(index).pfn(Pfn::new(number << REGION_ORDER));
                     let inside =
                         Extent::new(base, 1 << order).is_ok_and(|run| arena.extent.covers(run) && run.end() <= limit);
-                    inside && in_use(region, index) <= cached
+                    inside && in_use(region, index) <= used
                 })
             })
         })

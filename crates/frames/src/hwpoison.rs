@@ -46,7 +46,7 @@ impl<'m, E: Env> Frames<'m, E> {
     pub fn hwpoison<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> HwPoisoned {
         let Some(arena) = self.arena(pfn) else { return HwPoisoned::NotManaged };
         let poison = |lists: &mut FreeLists| self.poison(lists, arena, pfn);
-        cx.pinned(|pin| self.with_node(pin, arena.node, poison)).unwrap_or(HwPoisoned::NotManaged)
+        cx.pinned(|pin| self.asked_for(self.with_node(pin, arena.node, poison))).unwrap_or(HwPoisoned::NotManaged)
     }
 
     /// The same without waiting, for a machine check's handler, which may have interrupted whoever holds the node's lock. `None` if somebody
@@ -54,7 +54,15 @@ impl<'m, E: Env> Frames<'m, E> {
     pub fn hwpoison_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Option<HwPoisoned> {
         let Some(arena) = self.arena(pfn) else { return Some(HwPoisoned::NotManaged) };
         let poison = |lists: &mut FreeLists| self.poison(lists, arena, pfn);
-        cx.pinned(|pin| self.try_with_node(pin, arena.node, poison))
+        cx.pinned(|pin| self.asked_for(self.try_with_node(pin, arena.node, poison)))
+    }
+
+    /// Asks every CPU for what it has cached if a poisoned frame is in use: a cache may have it already.
+    fn asked_for(&self, poisoned: Option<HwPoisoned>) -> Option<HwPoisoned> {
+        if poisoned == Some(HwPoisoned::InUse) {
+            self.caches().iter().for_each(|cpu| cpu.mailbox.post());
+        }
+        poisoned
     }
 
     fn poison(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn) -> HwPoisoned {
@@ -68,8 +76,6 @@ impl<'m, E: Env> Frames<'m, E> {
         if !self.is_free(arena, head, order) {
             // Before any cache is asked: what is freed after that is looked at.
             self.suspects().add(pfn);
-            // A cache may have it already.
-            self.caches().iter().for_each(|cpu| cpu.mailbox.post());
             return HwPoisoned::InUse;
         }
         let content = self.remove_block(lists, arena, head, order);

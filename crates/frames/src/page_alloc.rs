@@ -124,7 +124,7 @@ impl fmt::Display for AllocError {
 
 impl core::error::Error for AllocError {}
 
-/// No call takes nodes' locks more often than this under one pin, and once more for each node that it asks: 64 words of pages, 16 of 2 MiB
+/// No call takes nodes' locks more often than this under one pin, and twice more for each node that it asks: 64 words of pages, 16 of 2 MiB
 /// blocks, or as much of what is queued are freed in one round. So interrupts are never off for longer, but where the caller has them off.
 pub const ROUNDS_PER_PIN: u64 = 16;
 
@@ -262,16 +262,10 @@ impl<'m, E: Env> Frames<'m, E> {
         {
             return Ok(block);
         }
-        let cached = self.on_the_way();
-        let mut missed = Missed::For(AllocError::OutOfMemory);
         for node in self.nodes_from(first, fallback) {
             let taken = self.with_node(pin, node, |lists| {
                 own.into_iter().for_each(|own| self.return_gathered(lists, own));
-                let taken = self.take_block(lists, order.get(), mobility, want_zero);
-                if taken.is_none() && self.could_be_made(lists, order.get(), Pfn::LIMIT, cached) {
-                    missed = Missed::Cached;
-                }
-                taken
+                self.take_block(lists, order.get(), mobility, want_zero)
             });
             if let Some(Taken { pfn, zero }) = taken.flatten() {
                 let block = Frozen::make(pfn, order, mobility, zero);
@@ -279,7 +273,24 @@ impl<'m, E: Env> Frames<'m, E> {
                 return Ok(block);
             }
         }
-        Err(missed)
+        let could = self.could_be_made(pin, self.nodes_from(first, fallback), order.get(), Pfn::LIMIT);
+        Err(if could { Missed::Cached } else { Missed::For(AllocError::OutOfMemory) })
+    }
+
+    /// Whether what CPUs have cached, or queued, could make a block of an order below a frame, on one of some nodes.
+    pub(crate) fn could_be_made(
+        &self,
+        pin: CpuPin<'_>,
+        mut nodes: impl Iterator<Item = NodeId>,
+        order: u32,
+        limit: Pfn,
+    ) -> bool {
+        let cached = self.on_the_way();
+        if order <= BLOCK_ORDER || cached == 0 {
+            return cached != 0 && limit.number() >> order != 0;
+        }
+        let fits = |node| self.with_node(pin, node, |lists| self.is_nearly_free(lists, order, limit, cached));
+        nodes.any(|node| fits(node) == Some(true))
     }
 
     /// A block from this CPU's cache, which is filled from its node if it is empty.
@@ -313,7 +324,7 @@ impl<'m, E: Env> Frames<'m, E> {
         None
     }
 
-    /// Frees one block, as dirty. Any context but NMI.
+    /// Frees one block, as dirty. A block of another manager is left alone, and lost. Any context but NMI.
     ///
     /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders 4 to 8 share a lock round, if there has to be one, with the next
     /// allocation that needs one; larger ones: one lock round, a word per 128 MiB.

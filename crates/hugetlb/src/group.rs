@@ -35,7 +35,7 @@ pub struct Group {
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Group>() == 64);
 
-/// 64 bits. Relaxed throughout: words are handed over by the pool's lock, or by the phases of a resize.
+/// 64 bits. Relaxed throughout: words are handed over by the pool's lock, or by the right to resize.
 #[derive(Debug, Default)]
 #[repr(transparent)]
 pub(crate) struct Bits(AtomicU64);

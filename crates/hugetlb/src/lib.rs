@@ -2,8 +2,8 @@
 //!
 //! A [`HugePool`] holds 2 MiB or 1 GiB pages of any number of nodes: persistent, surplus, reserved, free and active, with
 //! the meanings that Linux documents. An [`VmemmapOptimizer`] gives back the frames behind descriptors that say nothing when pages
-//! enter a pool, and restores them when pages leave. A [`Resize`] does either for any number of pages by any number of
-//! CPUs: outside the pool's lock, which is taken once, and with at most two flushes up and one down.
+//! enter a pool, and restores them when pages leave. [Resizing](HugePool::resize) does either for any number of pages:
+//! outside the pool's lock, which is taken once, and with at most two flushes up and one down.
 //!
 //! ```
 //! # use hugemm_base::{Extent, Never, NodeId, PageSize, Pfn, SingleCpu, VirtAddr};
@@ -25,7 +25,7 @@
 //! let mut arenas = [PoolArena::new(all, NodeId(0))];
 //! let (mut groups, mut nodes) = ([Group::default()], [HugePageCounts::default()]);
 //! let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut arenas, &mut groups, &mut nodes)?;
-//! pool.set_size(&mut cx, &optimizer, 3, Nodes::All, &Never)?; // `nr_hugepages`
+//! pool.resize(&mut cx, &optimizer, 3, Nodes::All, &Never)?; // `nr_hugepages`
 //! pool.reserve(&cx, 2).expect("three are free");
 //! let page = pool.take(&cx, Nodes::All, true)?; // one of those that were reserved
 //! assert_eq!((pool.counts(&cx).counts.free, pool.counts(&cx).reserved), (2, 1));
@@ -42,7 +42,7 @@
 //! pool.put(&cx, page, false).expect("the pool's own");
 //! pool.dissolve(&mut cx, &optimizer, frame)?; // this one in particular leaves the pool
 //! assert_eq!(pool.counts(&cx).counts.total, 2);
-//! # pool.set_size(&mut cx, &optimizer, 0, Nodes::All, &Never)?;
+//! # pool.resize(&mut cx, &optimizer, 0, Nodes::All, &Never)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
@@ -52,12 +52,11 @@
 //! | `group.rs` | 64 pages to a cache line; where they and their descriptors are |
 //! | `page.rs` | the handle on a page |
 //! | `pool.rs` | handing out, taking back, reservations |
-//! | `resize.rs` | the course of a resize; `resize/grow.rs`, `resize/shrink.rs`: what happens when memory runs out |
-//! | `resize/debts.rs` | what is owed until a flush |
+//! | `resize.rs` | what a resize owns; `resize/grow.rs`, `resize/shrink.rs`: its course, and what happens when memory runs out |
+//! | `resize/debts.rs` | what is owed until a flush; `resize/free.rs`: freeing it, and pages |
 //! | `resize/dequeue.rs` | which pages leave |
 //! | `resize/demote.rs` | 1 GiB pages become 2 MiB pages |
-//! | `phases.rs` | several CPUs, one of them alone between two phases |
-//! | `ops.rs` | sizes, overcommitting, tidying up, dissolving, filling at boot |
+//! | `ops.rs` | sizes, overcommitting, tidying up, dissolving |
 //! | `vmemmap.rs` | which descriptors are kept, and the order of edits, flushes and frees |
 //! | `vmemmap/optimise.rs`, `vmemmap/restore.rs` | the edits |
 //! | `tail.rs` | the shared tail page of a node |
@@ -87,7 +86,6 @@ mod page;
 // Generic over the hardware's words, which loom does not have.
 #[cfg(not(loom))]
 mod paged_map;
-mod phases;
 mod pool;
 mod resize;
 mod soft_map;
@@ -101,7 +99,7 @@ pub use page::HugePage;
 #[cfg(not(loom))]
 pub use paged_map::PagedMap;
 pub use pool::{HugePool, Nodes, PoolCounts, PoolError};
-pub use resize::{Resize, ResizeReport};
+pub use resize::ResizeReport;
 pub use soft_map::{Descriptors, FlatMemory, SoftMap, WalkCache};
 pub use tail::Tail;
-pub use vmemmap::{FlushPolicy, OptimizerPolicy, VmemmapOptimizer};
+pub use vmemmap::{OptimizerPolicy, VmemmapOptimizer};

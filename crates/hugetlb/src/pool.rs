@@ -1,7 +1,7 @@
 //! A pool: pages of one size on any number of nodes, what is promised of them, handing them out and taking them back.
 //!
 //! What a pool knows is in [`Group`]s, 64 pages to a cache line, and in [`HugePageCounts`] per node, under one lock that is held
-//! for a few words. Pages enter and leave through [`Resize`](crate::Resize), which works outside the lock.
+//! for a few words. Pages enter and leave by [resizing](HugePool::resize), which works outside the lock.
 
 use crate::counts::{self, HugePageCounts};
 use crate::group::{GROUP, Group, PoolArena, each};
@@ -11,7 +11,7 @@ use crate::vmemmap::{Identity, VmemmapOptimizer};
 use core::fmt;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
+use hugemm_base::sync::{AtomicBool, Ordering};
 use hugemm_base::{CpuCx, Extent, NodeId, PageSize, Pfn, VirtRange};
 use hugemm_frames::Env;
 
@@ -45,8 +45,7 @@ pub enum PoolError {
     Busy,
     /// No page of the larger size is free that is not promised.
     NothingToDemote,
-    /// A resize is under way, and the caller may not wait for it: it may not sleep, or the resize is its own, or one of larger
-    /// pages while it resizes smaller ones.
+    /// A resize is under way, and the caller may not wait for it, because it may not sleep.
     Resizing,
     /// The frames are no page of this pool.
     NotInPool,
@@ -198,8 +197,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         Ok(HugePool { size, areas, groups, state, abandoned: AtomicBool::new(false) })
     }
 
-    /// Page size.
-    pub fn size(&self) -> PageSize {
+    /// The size of its pages.
+    pub fn page_size(&self) -> PageSize {
         self.size
     }
 
@@ -402,7 +401,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// Makes the caller the only one who resizes pools of this size with this optimizer, until the guard is dropped: two
-    /// of them may have pages in one block of descriptors. Waits if the caller may sleep, and not for itself. The first one
+    /// of them may have pages in one block of descriptors. Waits if the caller may sleep. Whoever demotes has the larger pages' resize and
+    /// waits for the smaller ones'; nobody waits the other way round, because a resize lasts no longer than a call. The first one
     /// binds the pool to the optimizer's allocator and mapping.
     pub(crate) fn begin<'r, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
@@ -410,15 +410,9 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         optimizer: &'r VmemmapOptimizer<'_, E, V>,
     ) -> Result<Resizing<'r>, PoolError> {
         let resizing = optimizer.resizing(self.size);
-        // Whoever resizes borrows its context until it has finished, so nobody else's is there.
-        let me = core::ptr::from_ref(cx).addr() as u64;
-        // Whoever demotes has the larger pages' resize and waits for the smaller ones': nobody waits the other way round.
-        // Relaxed: nobody else stores this.
-        let has_smaller =
-            self.size == PageSize::Size1G && optimizer.resizing(PageSize::Size2M).load(Ordering::Relaxed) == me;
         // Acquire pairs with the Release in `Resizing::drop`: what the last resize left is seen.
-        while let Err(other) = resizing.compare_exchange(0, me, Ordering::Acquire, Ordering::Relaxed) {
-            if other == me || has_smaller || !cx.platform().may_sleep() {
+        while resizing.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            if !cx.platform().may_sleep() {
                 return Err(PoolError::Resizing);
             }
             cx.cond_resched();
@@ -494,12 +488,12 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 }
 
 /// The right to resize.
-pub(crate) struct Resizing<'a>(&'a AtomicU64);
+pub(crate) struct Resizing<'a>(&'a AtomicBool);
 
 impl Drop for Resizing<'_> {
     fn drop(&mut self) {
         // Release pairs with the Acquire in `begin`.
-        self.0.store(0, Ordering::Release);
+        self.0.store(false, Ordering::Release);
     }
 }
 
@@ -585,7 +579,7 @@ mod tests {
             assert_eq!(pool.as_ref().err(), (!enough).then_some(&PoolError::TooSmall));
             let Ok(pool) = pool else { continue };
             let threads = Threads::new(());
-            assert_eq!((pool.size(), pool.nodes(&threads.cx())), (PageSize::Size2M, nodes as u32));
+            assert_eq!((pool.page_size(), pool.nodes(&threads.cx())), (PageSize::Size2M, nodes as u32));
             assert_eq!(pool.node_counts(&threads.cx(), NodeId(9)), HugePageCounts::default());
         }
     }

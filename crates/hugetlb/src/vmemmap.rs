@@ -119,8 +119,6 @@ pub(crate) enum Split {
 /// How descriptors are optimized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptimizerPolicy {
-    /// How many pages share their flushes: all of a batch, or (the old way) none.
-    pub flush: FlushPolicy,
     /// Whether whole blocks are swapped by one store.
     pub swap: bool,
     /// Whether restoring may take frames from the pages being freed when there are no others, so that shrinking cannot
@@ -130,17 +128,8 @@ pub struct OptimizerPolicy {
 
 impl Default for OptimizerPolicy {
     fn default() -> Self {
-        OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true }
+        OptimizerPolicy { swap: true, carve: true }
     }
-}
-
-/// How many flushes a batch takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FlushPolicy {
-    /// At most two up and one down.
-    Batch,
-    /// So many for each page: the old way.
-    Page,
 }
 
 /// Vmemmap optimization over one allocator and one mapping.
@@ -151,8 +140,8 @@ pub struct VmemmapOptimizer<'m, E: Env, V> {
     on: AtomicBool,
     pub(crate) policy: OptimizerPolicy,
     flushes: AtomicU64,
-    /// Who resizes a pool of 2 MiB pages, of 1 GiB pages: where its context is; 0 for nobody.
-    resizing: [AtomicU64; 2],
+    /// Whether a pool of 2 MiB pages, of 1 GiB pages, is being resized.
+    resizing: [AtomicBool; 2],
 }
 
 /// Which allocator, mapping and shared tails an optimizer is over: where they are.
@@ -184,8 +173,8 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
         Identity([frames.addr(), map.addr(), self.tails.as_ptr().addr()])
     }
 
-    /// Not 0 while a pool of this page size is resized. Pages of 1 GiB share no block of descriptors with smaller ones.
-    pub(crate) fn resizing(&self, size: PageSize) -> &AtomicU64 {
+    /// Whether a pool of this page size is being resized. Pages of 1 GiB share no block of descriptors with smaller ones.
+    pub(crate) fn resizing(&self, size: PageSize) -> &AtomicBool {
         &self.resizing[usize::from(size == PageSize::Size1G)]
     }
 

@@ -24,8 +24,8 @@
 //! | `wake.rs` | when a worker is woken, and when those who allocate help |
 //! | [`worker`] | how much of an LRU a pass looks at, and when to give up |
 //! | [`shrink`] | one pass: isolate, age, unmap, put back what stays, flush, write out, free |
-//! | `side.rs` | what is done to folios through their reverse map |
-//! | `gather.rs` | a 2 MiB block out of frames that are free one by one |
+//! | `node_reclaim.rs` | a task that reclaims from a node: what it does to folios through their reverse map |
+//! | `compact.rs` | a 2 MiB block out of frames that are free one by one |
 //! | `runs.rs` | adjoining blocks are freed together |
 //! | [`ways`] | ways of ageing, as values; what is told and counted |
 //! | `words.rs`, `links.rs` | which descriptor words are used, and lists through them |
@@ -36,16 +36,16 @@
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc)]
 
+mod compact;
 pub mod compressed;
 pub mod compressor;
-mod gather;
 mod links;
 pub mod lru;
+mod node_reclaim;
 mod pager;
 pub mod reclaim;
 mod runs;
 pub mod shrink;
-mod side;
 pub mod swap;
 mod wake;
 pub mod watermark;

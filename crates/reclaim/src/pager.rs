@@ -2,10 +2,10 @@
 
 use crate::links::Words;
 use crate::lru::{BATCH, Lru};
+use crate::node_reclaim::{self, NodeReclaim};
 use crate::reclaim::Reclaim;
 use crate::runs::heads;
 use crate::shrink::{ShrinkBudget, ShrinkProgress};
-use crate::side::{self, Side};
 use crate::swap::{Swap, SwapSlot};
 use crate::watermark::Level;
 use crate::ways::{Step, Steps};
@@ -26,7 +26,7 @@ const LARGEST: u32 = 9;
 
 impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
     /// Most CPUs: with more nothing is reclaimed.
-    pub const MOST_CPUS: usize = side::MOST_CPUS;
+    pub const MOST_CPUS: usize = node_reclaim::MOST_CPUS;
 
     /// Whether a node's worker has been woken since this was last asked: then it is to [`balance`](Reclaim::balance). If not it may
     /// sleep until [`Steps::wake`] is called for the node; where a call that comes before it sleeps ends the sleep at once, no
@@ -50,9 +50,9 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         scan: u64,
         stop: &impl Cancel,
     ) -> (Turn, ShrinkProgress) {
-        let turn = self.on_node(vm, cx, node, |cx, side| {
-            side.lru.wake().reclaim(|| {
-                let (turn, progress) = side.balance(cx, scan, stop);
+        let turn = self.on_node(vm, cx, node, |cx, task| {
+            task.lru.wake().reclaim(|| {
+                let (turn, progress) = task.balance(cx, scan, stop);
                 let freed = progress.freed > 0;
                 ((turn, progress), (freed || turn == Turn::Hopeless).then_some(freed))
             })
@@ -72,17 +72,17 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         budget: ShrinkBudget,
         stop: &impl Cancel,
     ) -> ShrinkProgress {
-        self.on_node(vm, cx, node, |cx, side| side.shrink(cx, budget, stop)).unwrap_or_default()
+        self.on_node(vm, cx, node, |cx, task| task.shrink(cx, budget, stop)).unwrap_or_default()
     }
 
-    /// Makes a free block of 2 MiB of a node's memory by moving pages to other frames, which must be free; whether one was
+    /// Compaction: makes a free block of 2 MiB of a node's memory by moving pages to other frames, which must be free; whether one was
     /// made. Direct reclaim does it when a fault finds memory in pieces; a worker may do it ahead. May sleep; interrupts
     /// on, nothing locked.
-    pub fn gather(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, node: NodeId) -> bool {
+    pub fn compact(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, node: NodeId) -> bool {
         let Ok(order) = Order::new(LARGEST) else { return false };
-        let gathered = self.on_node(vm, cx, node, |cx, side| side.gather(cx, order)).unwrap_or(false);
-        self.counts().gathered.add(u64::from(gathered));
-        gathered
+        let compacted = self.on_node(vm, cx, node, |cx, task| task.compact(cx, order)).unwrap_or(false);
+        self.counts().compacted.add(u64::from(compacted));
+        compacted
     }
 
     /// Looks at how much of a node is free, and wakes its worker if that is too little.
@@ -99,10 +99,10 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         vm: &Vm<'_, S>,
         cx: &mut Cx<'_, S>,
         node: NodeId,
-        f: impl FnOnce(&mut Cx<'_, S>, &Side<'_, '_, 'a, 'm, S, W, L, O>) -> R,
+        f: impl FnOnce(&mut Cx<'_, S>, &NodeReclaim<'_, '_, 'a, 'm, S, W, L, O>) -> R,
     ) -> Option<R> {
         let lru = self.lru_of(vm.frames(), node)?;
-        self.with_batch(vm, cx, |cx, deferred| f(cx, &Side::new(vm, self, node, lru, deferred)))
+        self.with_batch(vm, cx, |cx, deferred| f(cx, &NodeReclaim::new(vm, self, node, lru, deferred)))
     }
 
     /// A reclaiming task's time, with what it needs for its flushes; `None` on more CPUs than there are masks for, and if
@@ -111,13 +111,13 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         &self,
         vm: &Vm<'_, S>,
         cx: &mut Cx<'_, S>,
-        f: impl FnOnce(&mut Cx<'_, S>, &side::Batch) -> R,
+        f: impl FnOnce(&mut Cx<'_, S>, &node_reclaim::Batch) -> R,
     ) -> Option<R> {
         if !self.is_of(vm) {
             return None;
         }
-        // SAFETY: the sides unhook pages of this `vm`, whose pager this is, and their flushes ask the TLBs of this `vm`.
-        let deferred = unsafe { side::batch(vm.shootdown()) }?;
+        // SAFETY: reclaiming tasks unhook pages of this `vm`, whose pager this is, and their flushes ask the TLBs of this `vm`.
+        let deferred = unsafe { node_reclaim::batch(vm.shootdown()) }?;
         self.steps().enter(Step::Other);
         let result = f(cx, &deferred);
         self.expire(vm, cx);
@@ -242,29 +242,30 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
         let nodes = || self.lrus(vm.frames()).filter(|(node, _)| need.node.is_none_or(|only| only == *node));
         let done = self.with_batch(vm, cx, |cx, deferred| {
             // Memory in pieces.
-            let gather = |cx: &mut Cx<'_, S>| {
+            let compact = |cx: &mut Cx<'_, S>| {
                 need.order.get() == LARGEST
                     && Pager::<S>::may_take(self, vm.frames(), cx, need.order)
-                    && nodes().any(|(node, lru)| Side::new(vm, self, node, lru, deferred).gather(cx, need.order))
+                    && nodes()
+                        .any(|(node, lru)| NodeReclaim::new(vm, self, node, lru, deferred).compact(cx, need.order))
             };
-            if gather(cx) {
+            if compact(cx) {
                 return (0, true);
             }
             let mut freed = 0;
             for (node, lru) in nodes() {
                 if freed < need.pages {
                     freed += lru.wake().reclaim(|| {
-                        let some = Side::new(vm, self, node, lru, deferred).relieve(cx, need.pages - freed);
+                        let some = NodeReclaim::new(vm, self, node, lru, deferred).relieve(cx, need.pages - freed);
                         (some, Some(some > 0))
                     });
                 }
             }
-            (freed, gather(cx))
+            (freed, compact(cx))
         });
-        let (freed, gathered) = done.unwrap_or((0, false));
+        let (freed, compacted) = done.unwrap_or((0, false));
         self.counts().direct_freed.add(freed);
-        self.counts().gathered.add(u64::from(gathered));
-        if gathered { freed.max(need.pages) } else { freed }
+        self.counts().compacted.add(u64::from(compacted));
+        if compacted { freed.max(need.pages) } else { freed }
     }
 }
 

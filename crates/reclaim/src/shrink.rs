@@ -5,7 +5,7 @@
 //! after it where the caller may sleep.
 
 use crate::lru::{BATCH, Batch, LruEnd, LruPolicy, LruVerdict, Mark};
-use crate::side::{Look, Side, Unhooked, Unwritten};
+use crate::node_reclaim::{Look, NodeReclaim, Unhooked, Unwritten};
 use crate::swap::Swap;
 use crate::ways::Steps;
 use hugemm_base::lock::RawLock;
@@ -74,7 +74,7 @@ impl ShrinkProgress {
 
 const KEEP: LruVerdict = LruVerdict::Rotate { mark: Mark::None };
 
-impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, 'v, '_, '_, S, W, L, O> {
+impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'s, 'v, '_, '_, S, W, L, O> {
     /// Evicts idle folios of the node until the budget is used up, nothing is left, swap is full, or `stop` asks.
     ///
     /// Context: interrupts on, no locks. Passes a reschedule point per batch where the platform says that the caller may

@@ -97,7 +97,7 @@ pub struct ReclaimCounts {
     /// How often it was asked.
     pub direct: Counter,
     /// Blocks of 2 MiB that were made by moving pages.
-    pub gathered: Counter,
+    pub compacted: Counter,
     /// Pages that moved for that.
     pub moved: Counter,
     /// Pages freed by workers.

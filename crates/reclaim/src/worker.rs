@@ -4,8 +4,8 @@
 //! freed something does not make the next one larger.
 
 use crate::lru::BATCH;
+use crate::node_reclaim::NodeReclaim;
 use crate::shrink::{ShrinkBudget, ShrinkProgress};
-use crate::side::Side;
 use crate::swap::Swap;
 use crate::ways::Steps;
 use hugemm_base::lock::RawLock;
@@ -32,7 +32,7 @@ pub enum Turn {
     Cancelled,
 }
 
-impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, S, W, L, O> {
+impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'_, '_, '_, '_, S, W, L, O> {
     /// See [`Reclaim::balance`](crate::Reclaim::balance).
     pub(crate) fn balance(&self, cx: &mut Cx<'_, S>, scan: u64, stop: &impl Cancel) -> (Turn, ShrinkProgress) {
         let mut done = ShrinkProgress::default();

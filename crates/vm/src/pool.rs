@@ -25,7 +25,7 @@ impl<'m, L: RawLock> Pools<'m, L> {
     /// With this pool for pages of its size. It is to be filled from the manager's own frames: areas refuse other pages.
     pub fn with(mut self, pool: &'m HugePool<'_, L>) -> Self {
         let pool = pool.shortened();
-        match pool.size() {
+        match pool.page_size() {
             PageSize::Size1G => self.gigantic = Some(pool),
             _ => self.huge = Some(pool),
         }

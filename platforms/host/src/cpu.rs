@@ -354,7 +354,7 @@ unsafe impl Cpu for Host<'_> {
             // Before the hardware fence, which orders what this stores.
             model.drain(self.current());
         }
-        hugemm_base::store_fence::hardware_store_fence();
+        hugemm_base::barriers::hardware_store_fence();
     }
 
     fn store_buffer(&self) -> Option<&dyn StoreBuffer> {

@@ -5,6 +5,7 @@
 
 use hugemm_base::CpuId;
 use hugemm_base::platform::StoreBuffer;
+use hugemm_base::random::Random;
 use std::sync::{Mutex, PoisonError};
 
 /// Bytes that drain as one.
@@ -24,14 +25,13 @@ struct CpuBuffer(Mutex<Lines>);
 struct Lines {
     /// First byte and length of runs still to be stored; a run never crosses a line.
     pending: Vec<(usize, usize)>,
-    random: u64,
+    random: Random,
 }
 
 impl StoreModel {
     pub(crate) fn new(cpus: usize, seed: u64) -> Self {
         let buffer = |cpu: usize| {
-            // Any odd, never zero state will do for the generator; CPUs differ.
-            let random = (seed ^ (cpu as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1;
+            let random = Random(seed ^ (cpu as u64) << 32);
             CpuBuffer(Mutex::new(Lines { pending: Vec::new(), random }))
         };
         StoreModel { cpus: (0..cpus).map(buffer).collect() }
@@ -78,11 +78,8 @@ impl Lines {
         if self.pending.is_empty() {
             return false;
         }
-        // xorshift64: the order only has to be irregular and repeatable.
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        let (at, run) = self.pending.swap_remove((self.random % self.pending.len() as u64) as usize);
+        let next = self.random.below(self.pending.len() as u64);
+        let (at, run) = self.pending.swap_remove(next as usize);
         let ptr = std::ptr::with_exposed_provenance_mut::<u8>(at);
         for offset in 0..run {
             // SAFETY: the caller of `zero` promised that the bytes stay writable and unread by their own CPU until the

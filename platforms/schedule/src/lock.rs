@@ -72,25 +72,26 @@ unsafe impl RawEditLock for ModelLock {
 
     fn lock_shared(&self) {
         run::point();
-        while !self.share() {
-            run::wait_until("a lock that it would share", &|| self.0.load(Relaxed) & (ALONE | WAITING) == 0);
-        }
+        let free = || self.0.load(Relaxed) & (ALONE | WAITING) == 0;
+        while !self.share() && run::wait_until("a lock that it would share", &free) {}
         run::point();
     }
 
     unsafe fn unlock_shared(&self) {
         run::point();
-        self.0.fetch_sub(1, Relaxed);
+        // Whoever unwinds has gone on without it.
+        self.0.store(self.0.load(Relaxed).saturating_sub(1), Relaxed);
         run::gave_back(self.place());
         run::point();
     }
 
     fn lock_exclusive(&self) {
         run::point();
-        while !self.take() {
+        let wait = || {
             self.0.fetch_or(WAITING, Relaxed);
-            run::wait_until("a lock", &|| self.0.load(Relaxed) & !WAITING == 0);
-        }
+            run::wait_until("a lock", &|| self.0.load(Relaxed) & !WAITING == 0)
+        };
+        while !self.take() && wait() {}
         run::point();
     }
 

@@ -42,6 +42,7 @@ unsafe impl Cpu for Machine<'_> {
 
     unsafe fn pin(&self) -> usize {
         point();
+        run::answer_who_unwinds(self.mmu);
         run::interrupts_off();
         // SAFETY: passed on.
         unsafe { self.mmu.pin() }

@@ -12,6 +12,7 @@ use std::collections::BTreeSet;
 use std::fmt::{self, Write as _};
 use std::mem::{forget, transmute};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// What a CPU does.
 pub type Task<'a> = Box<dyn FnOnce() + 'a>;
@@ -165,8 +166,9 @@ pub(crate) fn step() -> u64 {
     with(|run, _| run.step.get()).unwrap_or_default()
 }
 
-/// Lets others run until something is so. Interrupts come meanwhile, if they are on.
-pub(crate) fn wait_until(what: &'static str, so: &dyn Fn() -> bool) {
+/// Lets others run until something is so. Interrupts come meanwhile, if they are on. False if it will never be: a run has failed, and
+/// what is left locked is nobody's any more.
+pub(crate) fn wait_until(what: &'static str, so: &dyn Fn() -> bool) -> bool {
     let within = with(|run, state| {
         // SAFETY: taken out again before this returns; if it never does, nobody looks any more.
         let lent = unsafe { transmute::<*const (dyn Fn() -> bool + '_), Lent>(so) };
@@ -178,8 +180,9 @@ pub(crate) fn wait_until(what: &'static str, so: &dyn Fn() -> bool) {
             run.interrupts(state);
         }
     });
-    // What is left locked when a run has failed is nobody's any more.
-    assert!(within.is_some() || so() || std::thread::panicking(), "nobody is there who could give {what} back");
+    let is_so = within.is_some() || so();
+    assert!(is_so || std::thread::panicking(), "nobody is there who could give {what} back");
+    is_so
 }
 
 /// A reschedule point.
@@ -225,6 +228,21 @@ pub(crate) fn interrupt(cpu: u32) -> bool {
         target.inspect(|target| target.interrupted.set(true)).is_some()
     });
     interrupted.unwrap_or(false)
+}
+
+/// A task that unwinds waits for others' answers, too: they get their interrupts at once, for they do not run again.
+pub(crate) fn answer_who_unwinds(mmu: &Mmu<'_, '_>) {
+    if !std::thread::panicking() {
+        return;
+    }
+    let Some(run) = RUN.get() else { return };
+    // SAFETY: as in `with`.
+    let run: &Run<'_> = unsafe { &*run };
+    for (cpu, state) in run.states.iter().enumerate() {
+        if state.interrupted.take() {
+            mmu.as_cpu(CpuId(cpu as u32), |_| (run.handler)());
+        }
+    }
 }
 
 /// The calls in hugemm that lead here, innermost first.
@@ -341,7 +359,7 @@ pub struct Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "seed {}, step {}: {}", self.seed, self.step, self.text)
+        write!(f, "seed {}, step {}: {}\nHUGEMM_SEED={} does it again.", self.seed, self.step, self.text, self.seed)
     }
 }
 
@@ -368,15 +386,17 @@ pub fn explore(seeds: impl IntoIterator<Item = u64>, test: impl Fn(u64)) -> Resu
     Ok(done)
 }
 
-/// Seeds for a test: `few` of them; as many as there is time for where `HUGEMM_SOAK_SECONDS` says how much; or the one that
-/// `HUGEMM_SEED` is.
+/// Seeds for a test: the first `few`; others, for as long as `HUGEMM_SOAK_SECONDS` says; or the one that `HUGEMM_SEED` is.
 pub fn seeds(few: u64) -> impl Iterator<Item = u64> {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
-    let (one, soak, begun) = (number("HUGEMM_SEED"), number("HUGEMM_SOAK_SECONDS"), std::time::Instant::now());
+    let (one, soak, begun) = (number("HUGEMM_SEED"), number("HUGEMM_SOAK_SECONDS"), Instant::now());
+    // Those of another hour are others.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
+    let first = one.unwrap_or(if soak.is_some() { now << 20 } else { 0 });
     let in_time = move |seed: &u64| match (one, soak) {
-        (Some(_), _) => *seed == 0,
+        (Some(one), _) => *seed == one,
         (None, Some(seconds)) => begun.elapsed().as_secs() < seconds,
         (None, None) => *seed < few,
     };
-    (0..).take_while(in_time).map(move |seed| one.unwrap_or(seed))
+    (first..).take_while(in_time)
 }

@@ -217,11 +217,11 @@ unsafe impl<M> Cpu for Threads<M> {
 
     fn store_fence(&self) {
         interrupt_point();
-        hugemm_base::store_fence::hardware_store_fence();
+        hugemm_base::barriers::hardware_store_fence();
     }
 
     fn publish_barrier(&self) {
-        hugemm_base::store_fence::hardware_publish_barrier();
+        hugemm_base::barriers::hardware_publish_barrier();
         interrupt_point();
     }
 

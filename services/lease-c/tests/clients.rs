@@ -8,7 +8,6 @@ use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{Manners, fill};
 use hugemm_lease::listener::Listener;
 use hugemm_lease::memory_file::Page;
-use hugemm_lease::policy::LendingPolicy;
 use hugemm_lease::server::serve;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::wire::{Answer, Request, Wish};
@@ -31,13 +30,12 @@ fn with_daemon(name: &str, client: impl FnOnce(&Path, &Path)) {
     std::fs::create_dir_all(&dir).expect("a directory");
     let socket = dir.join("socket");
     let shapes = Shapes::new(&[(LEASE, FILES)], FILES * LEASE, PAGE).expect("shapes");
-    let policy = LendingPolicy::closed(rustix::process::geteuid().as_raw());
-    let config = PoolConfig { page: Page::Huge2M, node: None, shapes, size: FILES * LEASE, policy };
+    let config = PoolConfig::new(Page::Huge2M, shapes, FILES * LEASE, rustix::process::geteuid().as_raw());
     let daemon = Arc::new(Daemon::new(config));
     let listener = Listener::bind(&socket, false).expect("a socket");
     let (told, stop) = std::io::pipe().expect("a pipe");
     let ended = std::thread::scope(|scope| {
-        scope.spawn(|| fill(&daemon, &Manners::default(), || None));
+        scope.spawn(|| fill(&daemon, &Manners::default()));
         scope.spawn(|| serve(&daemon, &listener, told.as_fd()));
         // The threads end before a panic goes on.
         let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {

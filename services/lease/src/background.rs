@@ -10,11 +10,27 @@ use std::time::Duration;
 ///
 /// The kernel's.
 pub fn idle_priority() -> Result<(), Errno> {
+    schedule(libc::SCHED_IDLE)
+}
+
+/// Runs a little at normal priority, and goes back to idle: for what others wait for once it is begun. Without the right to
+/// (RLIMIT_NICE) it runs as it is.
+pub fn hurried<R>(run: impl FnOnce() -> R) -> R {
+    let is_changed = schedule(libc::SCHED_OTHER).is_ok();
+    let result = run();
+    if is_changed {
+        // Needs no right.
+        let _ = idle_priority();
+    }
+    result
+}
+
+fn schedule(policy: libc::c_int) -> Result<(), Errno> {
     // SAFETY: zero is a value of every field, and the right one.
     let parameter: libc::sched_param = unsafe { std::mem::zeroed() };
     // By number: the function of musl, for static builds, only says that there is none.
     // SAFETY: thread 0 is the caller; the parameter outlives the call.
-    answer(unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_IDLE, &raw const parameter) })
+    answer(unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, policy, &raw const parameter) })
 }
 
 /// Keeps the calling thread on the CPUs.
@@ -51,4 +67,22 @@ pub fn cpu_time() -> Duration {
 
 fn answer(answer: libc::c_long) -> Result<(), Errno> {
     if answer < 0 { Err(crate::seccomp::last_error()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_hurries_is_idle_again() {
+        // SAFETY: asks about the calling thread.
+        let policy = || unsafe { libc::syscall(libc::SYS_sched_getscheduler, 0) } as libc::c_int;
+        let seen = std::thread::spawn(move || {
+            idle_priority().expect("no right is needed");
+            let may = schedule(libc::SCHED_OTHER).is_ok() && idle_priority().is_ok();
+            (may, hurried(policy), policy())
+        });
+        let (may, inside, after) = seen.join().expect("no panic");
+        assert_eq!((inside, after), (if may { libc::SCHED_OTHER } else { libc::SCHED_IDLE }, libc::SCHED_IDLE));
+    }
 }

@@ -16,7 +16,7 @@ use crate::kept::Kept;
 use crate::left::{Watch, Watches};
 use crate::log::Log;
 use crate::memory_file::{MemoryFile, Page};
-use crate::policy::{Asker, LendingPolicy};
+use crate::policy::{Asker, LendingPolicy, Who};
 use crate::service;
 use crate::status::{Counts, Filling, KeptMemory, LeaseTimes, Left, Lent, Status};
 use crate::stock::Shapes;
@@ -25,7 +25,7 @@ use serde::Serialize;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 /// What a daemon is for.
@@ -39,14 +39,32 @@ pub struct PoolConfig {
     pub shapes: Shapes,
     /// The most that one lease may have, in bytes: a longer one would be filled while its client waits, at everybody's cost.
     pub size: u64,
-    /// Who may have how much.
+    /// Who may have how much, until [`Daemon::set_policy`].
     pub policy: LendingPolicy,
+    /// How many bytes of such pages, from such a node, there are for anybody: `None` if that is not known.
+    pub free: fn(Page, Option<u32>) -> Option<u64>,
+    /// How many of them are left to others.
+    pub keep_free: u64,
+}
+
+impl PoolConfig {
+    /// From any node, for root and the user `owner`, with nothing known of what is free.
+    pub fn new(page: Page, shapes: Shapes, size: u64, owner: u32) -> Self {
+        let policy = LendingPolicy::closed(owner);
+        PoolConfig { page, node: None, shapes, size, policy, free: |_, _| None, keep_free: 0 }
+    }
+
+    /// How many bytes may be taken.
+    pub(crate) fn room(&self) -> u64 {
+        (self.free)(self.page, self.node).map_or(u64::MAX, |free| free.saturating_sub(self.keep_free))
+    }
 }
 
 /// A daemon's state, for its threads to share.
 #[derive(Debug)]
 pub struct Daemon {
     config: PoolConfig,
+    policy: RwLock<LendingPolicy>,
     state: Mutex<State>,
     /// Something of the state is different: what is ready, what it is told to do.
     changed: Condvar,
@@ -67,7 +85,7 @@ struct State {
     leases: BTreeMap<u64, Lease>,
     kept: BTreeMap<(u32, String), KeptEntry>,
     /// What was lent, is nobody's now as far as leases say, and may be somebody's still.
-    left: Vec<(Watch, Left)>,
+    left: Vec<(Watch, Who, Left)>,
     leases_ever: u64,
     /// When filling was put off last, for [`REST`].
     put_off: Option<Instant>,
@@ -80,6 +98,7 @@ struct State {
 #[derive(Debug)]
 struct Lease {
     uid: u32,
+    account: Who,
     pid: u32,
     bytes: u64,
     since: Instant,
@@ -101,26 +120,27 @@ struct KeptEntry {
 impl Lease {
     fn about(&self, lease: u64) -> Lent {
         let seconds = self.since.elapsed().as_secs();
-        Lent { lease, uid: self.uid, pid: self.pid, bytes: self.bytes, seconds }
+        Lent { lease, uid: self.uid, pid: self.pid, bytes: self.bytes, seconds, seen: self.seen.last().copied() }
     }
 }
 
 impl State {
-    /// What a user has: leases, kept memory that no lease has now, and what is left of leases.
-    fn has(&self, uid: u32) -> u64 {
-        let leased = self.leases.values().filter(|lease| lease.uid == uid).map(|lease| lease.bytes);
-        let kept = self.kept.iter().filter(|((owner, _), kept)| *owner == uid && kept.lease.is_none());
-        let left = self.left.iter().filter(|(_, left)| left.uid == uid).map(|(_, left)| left.bytes);
-        leased.chain(kept.map(|(_, kept)| kept.memory.bytes())).chain(left).sum()
+    /// What is out by a line of the policy: leases, kept memory that no lease has now, and what is left of leases.
+    fn has(&self, account: Who) -> u64 {
+        let leased = self.leases.values().filter(|lease| lease.account == account).map(|lease| lease.bytes);
+        let kept = self.kept.values().filter(|kept| kept.memory.account() == account && kept.lease.is_none());
+        let left = self.left.iter().filter(|(_, whose, _)| *whose == account).map(|(_, _, left)| left.bytes);
+        leased.chain(kept.map(|kept| kept.memory.bytes())).chain(left).sum()
     }
 
     fn lengths(&self) -> Vec<u64> {
         self.ready.iter().map(MemoryFile::bytes).collect()
     }
 
-    fn enter(&mut self, asker: &Asker, pid: u32, bytes: u64, keep: Option<String>, watch: Option<Watch>) -> u64 {
+    fn enter(&mut self, whose: (u32, Who), pid: u32, bytes: u64, keep: Option<String>, watch: Option<Watch>) -> u64 {
         self.leases_ever += 1;
-        let lease = Lease { uid: asker.uid, pid, bytes, since: Instant::now(), seen: Vec::new(), keep, watch };
+        let (uid, account) = whose;
+        let lease = Lease { uid, account, pid, bytes, since: Instant::now(), seen: Vec::new(), keep, watch };
         self.leases.insert(self.leases_ever, lease);
         self.leases_ever
     }
@@ -129,7 +149,7 @@ impl State {
     fn forget_returned(&mut self, watches: &Watches) {
         if !self.left.is_empty() {
             let alive = watches.alive();
-            self.left.retain(|(watch, _)| alive.contains(watch));
+            self.left.retain(|(watch, ..)| alive.contains(watch));
         }
     }
 }
@@ -141,7 +161,8 @@ fn refused(kind: RefusedKind, message: impl Into<String>) -> Refused {
 impl Daemon {
     /// With nothing ready.
     pub fn new(config: PoolConfig) -> Self {
-        Daemon { config, state: Mutex::default(), changed: Condvar::new(), watches: Watches::new(), log: None }
+        let policy = RwLock::new(config.policy.clone());
+        Daemon { config, policy, state: Mutex::default(), changed: Condvar::new(), watches: Watches::new(), log: None }
     }
 
     /// The same, with a line in `log` for each event.
@@ -164,6 +185,15 @@ impl Daemon {
     fn state(&self) -> MutexGuard<'_, State> {
         // A thread that panicked left counts at worst one event behind.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn policy(&self) -> RwLockReadGuard<'_, LendingPolicy> {
+        self.policy.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Another policy from now on. What is out stays out, and counts by the line by which it was leased.
+    pub fn set_policy(&self, policy: LendingPolicy) {
+        *self.policy.write().unwrap_or_else(PoisonError::into_inner) = policy;
     }
 
     /// What it is for.
@@ -202,7 +232,7 @@ impl Daemon {
         let kept = key.and_then(|key| state.kept.get_mut(&key)).filter(|kept| kept.lease == Some(lease));
         match (kept, ended.watch) {
             (Some(kept), _) => kept.lease = None,
-            (None, Some(watch)) => state.left.push((watch, Left { uid: ended.uid, bytes: ended.bytes })),
+            (None, Some(watch)) => state.left.push((watch, ended.account, Left { uid: ended.uid, bytes: ended.bytes })),
             (None, None) => {}
         }
         Some(ended)
@@ -225,7 +255,7 @@ impl Daemon {
 
     /// Whether somebody may give commands, not just lease.
     pub fn may_command(&self, asker: &Asker) -> bool {
-        self.config.policy.is_owner(asker)
+        self.policy().is_owner(asker)
     }
 
     /// Gives all ready memory back to the kernel, and fills nothing (`true`); fills again (`false`).
@@ -260,7 +290,7 @@ impl Daemon {
     ///
     /// [`Refused`]: no line of the policy names whoever asks.
     pub(crate) fn knows(&self, asker: &Asker) -> Result<(), Refused> {
-        let known = self.config.policy.names(asker);
+        let known = self.policy().names(asker);
         known.map_err(|why| refused(RefusedKind::LendingPolicy, why.to_string()))
     }
 
@@ -298,7 +328,7 @@ impl Daemon {
                     lease: k.lease,
                 })
                 .collect(),
-            left: state.left.iter().map(|(_, left)| *left).collect(),
+            left: state.left.iter().map(|(_, _, left)| *left).collect(),
             counts: state.counts,
             times: state.times,
         }
@@ -316,10 +346,9 @@ mod tests {
     fn each_event_is_a_line_of_json() {
         let (mut read, write) = std::io::pipe().expect("a pipe");
         let page = Page::Transparent;
-        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
-        let config = PoolConfig { page, node: None, shapes, size: page.bytes(), policy };
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0);
         let daemon = Daemon::with_log(config, OwnedFd::from(write).into());
-        let (root, keep) = (&Asker::user(0), KeepAs { name: "a\n\"b".to_owned(), secret: None });
+        let (root, keep) = (&Asker::user(0), KeepAs { name: "a\"b".to_owned(), secret: None });
         let wish = |bytes| Wish { bytes, page: None, node: None, keep: Some(keep.clone()) };
         let lease = |bytes| daemon.lease(root, 7, &wish(bytes));
         assert!(lease(1).is_err() && lease(page.bytes()).is_err(), "no size; nothing ready");
@@ -343,7 +372,7 @@ mod tests {
         assert!(lines.iter().all(|line| line["time"].as_f64() > Some(1e9)), "{text}");
         let of = |n: usize, field: &str| lines[n][field].clone();
         assert_eq!((of(0, "kind"), of(1, "kind")), (json!("invalid"), json!("empty")));
-        assert_eq!((of(3, "lease"), of(3, "pid"), of(3, "keep")), (json!(leased.lease), json!(7), json!("a\n\"b")));
+        assert_eq!((of(3, "lease"), of(3, "pid"), of(3, "keep")), (json!(leased.lease), json!(7), json!("a\"b")));
         assert_eq!((of(4, "what"), of(5, "lease")), (json!("placed"), json!(leased.lease)));
     }
 }

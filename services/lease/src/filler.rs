@@ -1,9 +1,10 @@
 //! The thread that fills what is missing, chunk by chunk, no faster than it may.
 
 use crate::background;
-use crate::daemon::Daemon;
+use crate::daemon::{Daemon, PoolConfig};
 use crate::memory_file::{FileError, MemoryFile, Page};
 use crate::throttle::{Throttle, machine_is_busy};
+use rustix::io::Errno;
 use std::time::{Duration, Instant};
 
 /// How filling behaves towards the rest of the machine.
@@ -13,33 +14,47 @@ pub struct Manners {
     pub cap: Option<u64>,
     /// On which CPUs; on any if none are named.
     pub cpus: Vec<usize>,
-    /// Bytes of the kernel's pool that are left alone.
-    pub keep_free: u64,
 }
 
-/// How long to wait before looking again for pages that were not there.
+/// How long to wait before looking again for pages that were not there; after pages that were there and were not given, longer each time.
 const RETRY: Duration = Duration::from_secs(1);
+const MOST_DOUBLINGS: u32 = 6;
 
 /// How often the machine is asked whether it is busy.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Fills until the daemon stops. `free` says how many bytes of the kernel's pool are free and promised to nobody: `None` where
-/// there is no pool.
-pub fn fill(daemon: &Daemon, manners: &Manners, free: impl Fn() -> Option<u64>) {
+/// Fills until the daemon stops.
+pub fn fill(daemon: &Daemon, manners: &Manners) {
     if let Err(error) = prepare_thread(daemon.config().node, &manners.cpus) {
         daemon.waits(error);
         return;
     }
-    fill_on(&ThisMachine { began: Instant::now(), free }, daemon, manners);
+    fill_on(&ThisMachine { began: Instant::now() }, daemon, manners);
 }
 
+/// Begins a file only where there is room for all of it, and gives up one that cannot be full: what is half filled is of no use to
+/// anybody, and keeps its pages from others.
 fn fill_on(machine: &impl Machine, daemon: &Daemon, manners: &Manners) {
     // More than any machine does.
     let mut throttle = Throttle::new(manners.cap.unwrap_or(64 << 30));
-    while let Some(bytes) = daemon.wait_for_missing() {
-        let mut filler = Filler { machine, daemon, manners, throttle: &mut throttle, looked: None };
-        let file = filler.file(bytes);
+    let mut failures = 0;
+    while let Some(missing) = daemon.wait_for_missing() {
+        let (room, all) = (daemon.config().room(), missing.iter().sum());
+        let Some(bytes) = missing.into_iter().find(|bytes| *bytes <= room) else {
+            daemon.waits(no_pages(daemon.config(), all));
+            machine.wait(daemon, RETRY);
+            continue;
+        };
+        daemon.begins(bytes);
+        let file = Filler { machine, daemon, throttle: &mut throttle, looked: None }.file(bytes, all);
+        let is_full = file.is_some();
         daemon.fill_ended(file);
+        if is_full {
+            failures = 0;
+        } else {
+            machine.wait(daemon, RETRY * (1 << failures));
+            failures = MOST_DOUBLINGS.min(failures + 1);
+        }
     }
 }
 
@@ -49,39 +64,38 @@ trait Machine {
     /// The time since some beginning.
     fn now(&self) -> Duration;
     /// Lets so much time go by; false if the daemon has stopped, or is drained, before.
-    fn wait(&self, daemon: &Daemon, pause: Duration) -> bool;
+    fn wait(&self, daemon: &Daemon, pause: Duration) -> bool {
+        daemon.may_go_on(pause)
+    }
     /// Whether others wait for what filling uses.
-    fn is_busy(&self) -> bool;
-    /// As [`fill`] says.
-    fn free(&self) -> Option<u64>;
+    fn is_busy(&self) -> bool {
+        false
+    }
     /// Fills a part of a file.
     fn fill(&self, file: &MemoryFile, from: u64, to: u64) -> Result<(), FileError>;
 }
 
-struct ThisMachine<F> {
+struct ThisMachine {
     began: Instant,
-    free: F,
 }
 
-impl<F: Fn() -> Option<u64>> Machine for ThisMachine<F> {
+impl Machine for ThisMachine {
     fn now(&self) -> Duration {
         self.began.elapsed()
-    }
-
-    fn wait(&self, daemon: &Daemon, pause: Duration) -> bool {
-        daemon.may_go_on(pause)
     }
 
     fn is_busy(&self) -> bool {
         machine_is_busy()
     }
 
-    fn free(&self) -> Option<u64> {
-        (self.free)()
-    }
-
+    /// Pages of a pool one by one, none of them at idle priority: the kernel has a lock meanwhile that others need who touch huge pages,
+    /// and a thread that others keep from running would keep it from them.
     fn fill(&self, file: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
-        file.fill(from, to)
+        if file.page() == Page::Transparent {
+            return file.fill(from, to);
+        }
+        let page = file.page().bytes();
+        (from..to).step_by(page as usize).try_for_each(|at| background::hurried(|| file.fill(at, at + page)))
     }
 }
 
@@ -99,44 +113,56 @@ pub fn check(node: Option<u32>, manners: &Manners) -> Result<(), String> {
 }
 
 fn prepare_thread(node: Option<u32>, cpus: &[usize]) -> Result<(), String> {
-    background::idle_priority().map_err(|error| format!("cannot fill at idle priority: {error}"))?;
+    background::idle_priority().map_err(not_idle)?;
     if !cpus.is_empty() {
         background::run_on(cpus).map_err(|error| {
             format!("cannot run on the CPUs of --cpus: {error}; those that are there: /sys/devices/system/cpu/online")
         })?;
     }
-    if let Some(node) = node {
-        background::memory_from(node).map_err(|error| format!("cannot take memory from node {node}: {error}; those that have some: /sys/devices/system/node/has_memory"))?;
-    }
-    Ok(())
+    node.map_or(Ok(()), |node| background::memory_from(node).map_err(|error| not_from(node, error)))
+}
+
+/// No right is needed for it, so whoever forbids it is no matter of rights.
+fn not_idle(error: Errno) -> String {
+    let way_out = match error {
+        Errno::PERM => "; a seccomp filter forbids sched_setscheduler: allow it in the container's profile",
+        _ => "",
+    };
+    format!("cannot fill at idle priority: {error}{way_out}")
+}
+
+fn not_from(node: u32, error: Errno) -> String {
+    let way_out = match error {
+        Errno::PERM => {
+            "a seccomp filter forbids set_mempolicy: allow it in the container's profile (docker run --cap-add SYS_NICE), or \
+             serve without --node"
+        }
+        Errno::NOSYS => "this kernel knows no nodes; serve without --node",
+        _ => "those that have some: /sys/devices/system/node/has_memory",
+    };
+    format!("cannot take memory from node {node}: {error}; {way_out}")
 }
 
 struct Filler<'a, M> {
     machine: &'a M,
     daemon: &'a Daemon,
-    manners: &'a Manners,
     throttle: &'a mut Throttle,
     looked: Option<Duration>,
 }
 
 impl<M: Machine> Filler<'_, M> {
-    /// A full file, or nothing if there is no going on with it.
-    fn file(&mut self, bytes: u64) -> Option<MemoryFile> {
+    /// A full file, or nothing if there is no going on with it. With it, `all` bytes are missing.
+    fn file(&mut self, bytes: u64, all: u64) -> Option<MemoryFile> {
         let (machine, daemon) = (self.machine, self.daemon);
-        let page = daemon.config().page;
-        let file = match MemoryFile::new(page, bytes) {
-            Ok(file) => file,
-            Err(error) => {
-                daemon.waits(no_file(page, error));
-                machine.wait(daemon, RETRY);
-                return None;
-            }
-        };
+        let config = daemon.config();
+        let file = MemoryFile::new(config.page, bytes);
+        let file = file.map_err(|error| daemon.waits(no_file(config.page, error))).ok()?;
         let mut done = 0;
         while done < bytes {
             if self.looked.is_none_or(|looked| machine.now() - looked >= LOOK) {
                 self.throttle.observe(machine.is_busy());
                 self.looked = Some(machine.now());
+                daemon.gives_way(self.throttle.halvings());
             }
             let pause = self.throttle.pause(machine.now()).max(daemon.rest());
             if !machine.wait(daemon, pause) {
@@ -146,15 +172,10 @@ impl<M: Machine> Filler<'_, M> {
                 // Another lease meanwhile.
                 continue;
             }
-            let chunk = self.throttle.chunk(page.bytes()).min(bytes - done);
-            if let Some(free) = machine.free()
-                && free < self.manners.keep_free.saturating_add(chunk)
-            {
-                daemon.waits(no_pages(page, bytes - done, free, self.manners.keep_free));
-                if !machine.wait(daemon, RETRY) {
-                    return None;
-                }
-                continue;
+            let chunk = self.throttle.chunk(config.page.bytes()).min(bytes - done);
+            if config.room() < chunk {
+                daemon.waits(no_pages(config, all - done));
+                return None;
             }
             self.throttle.begin(machine.now(), chunk);
             daemon.fills();
@@ -165,17 +186,14 @@ impl<M: Machine> Filler<'_, M> {
                     daemon.filled(chunk, machine.now() - time, background::cpu_time() - cpu);
                 }
                 Err(FileError::NoPages) => {
-                    daemon.waits(match machine.free() {
-                        Some(free) if free >= chunk => not_ours(bytes - done, free),
-                        _ => no_pages(page, bytes - done, 0, self.manners.keep_free),
+                    daemon.waits(match (config.free)(config.page, config.node) {
+                        Some(free) if free >= chunk => not_ours(all - done, free),
+                        _ => no_pages(config, all - done),
                     });
-                    if !machine.wait(daemon, RETRY) {
-                        return None;
-                    }
+                    return None;
                 }
                 Err(error) => {
                     daemon.waits(error.to_string());
-                    machine.wait(daemon, RETRY);
                     return None;
                 }
             }
@@ -199,12 +217,16 @@ fn not_ours(missing: u64, free: u64) -> String {
     )
 }
 
-fn no_pages(page: Page, missing: u64, free: u64, keep_free: u64) -> String {
-    let Some(pool) = page.pool() else {
-        return format!("{missing} bytes missing: no huge page to be had; free memory or compact it");
+fn no_pages(config: &PoolConfig, missing: u64) -> String {
+    let free = (config.free)(config.page, config.node).unwrap_or(0);
+    let Some(pool) = config.page.pool() else {
+        return format!(
+            "{missing} bytes missing, {free} may be taken without hurting the machine or the daemon's control group: free memory, \
+             compact it, or raise the group's limit"
+        );
     };
-    let (pages, kib) =
-        (missing.saturating_add(keep_free).saturating_sub(free).div_ceil(page.bytes()), pool.bytes() >> 10);
+    let pages = missing.saturating_add(config.keep_free).saturating_sub(free).div_ceil(config.page.bytes());
+    let kib = pool.bytes() >> 10;
     format!(
         "{missing} bytes missing, {free} free in the kernel's pool; for {pages} pages more: \
          echo $(( $(cat /sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages) + {pages} )) > \
@@ -215,8 +237,8 @@ fn no_pages(page: Page, missing: u64, free: u64, keep_free: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::daemon::{PoolConfig, REST};
-    use crate::policy::{Asker, LendingPolicy};
+    use crate::daemon::REST;
+    use crate::policy::Asker;
     use crate::stock::Shapes;
     use crate::throttle::most_in_a_second;
     use crate::wire::Wish;
@@ -242,14 +264,6 @@ mod tests {
             daemon.may_go_on(Duration::ZERO)
         }
 
-        fn is_busy(&self) -> bool {
-            false
-        }
-
-        fn free(&self) -> Option<u64> {
-            None
-        }
-
         fn fill(&self, _: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
             self.filled.borrow_mut().push((self.now.get(), to - from));
             Ok(())
@@ -265,8 +279,7 @@ mod tests {
             for late in [Duration::ZERO, Duration::from_millis(700)] {
                 let files = 200_u64.div_ceil(file).max(2);
                 let shapes = Shapes(vec![file * page.bytes(); files as usize]);
-                let policy = LendingPolicy::closed(0);
-                let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+                let daemon = Daemon::new(PoolConfig::new(page, shapes, u64::MAX, 0));
                 let machine = Paced { late, ..Paced::default() };
                 let manners = Manners { cap: Some(cap), ..Manners::default() };
                 std::thread::scope(|scope| {
@@ -290,69 +303,71 @@ mod tests {
         }
     }
 
-    /// Whoever has too few pages is told what to add; whoever may not have those that are there is not.
+    /// Records when it fills, and then has no pages.
+    #[derive(Default)]
+    struct Full {
+        filled: RefCell<Vec<(Instant, u64)>>,
+    }
+
+    impl Machine for Full {
+        fn now(&self) -> Duration {
+            Duration::ZERO
+        }
+        fn wait(&self, daemon: &Daemon, pause: Duration) -> bool {
+            if daemon.waiting().0.is_some() {
+                daemon.stop();
+            }
+            daemon.may_go_on(pause)
+        }
+        fn fill(&self, file: &MemoryFile, _: u64, _: u64) -> Result<(), FileError> {
+            self.filled.borrow_mut().push((Instant::now(), file.bytes()));
+            Err(FileError::NoPages)
+        }
+    }
+
+    /// What a filler begins that may take three pages at most, and why it waits.
+    fn begun(shapes: &[u64], keep_free: u64) -> (Vec<u64>, String) {
+        let (page, bytes) = (Page::Huge2M, Page::Huge2M.bytes());
+        let config = PoolConfig::new(page, Shapes(shapes.iter().map(|pages| pages * bytes).collect()), u64::MAX, 0);
+        let free = |_, _| Some(3 * Page::Huge2M.bytes());
+        let daemon = Daemon::new(PoolConfig { free, keep_free: keep_free * bytes, ..config });
+        let machine = Full::default();
+        fill_on(&machine, &daemon, &Manners::default());
+        let begun = machine.filled.into_inner();
+        (begun.into_iter().map(|(_, file)| file / bytes).collect(), daemon.waiting().0.expect("it waits"))
+    }
+
+    /// Whoever has too few pages is told what to add for all that is missing; whoever may not have those that are there is not. What
+    /// cannot be full is not begun, and keeps nothing from a shorter file or from others.
     #[test]
-    fn why_there_are_no_pages_is_said_as_it_is() {
-        struct Full(u64);
-        impl Machine for Full {
-            fn now(&self) -> Duration {
-                Duration::ZERO
-            }
-            fn wait(&self, daemon: &Daemon, _: Duration) -> bool {
-                daemon.waiting().0.is_none()
-            }
-            fn is_busy(&self) -> bool {
-                false
-            }
-            fn free(&self) -> Option<u64> {
-                Some(self.0)
-            }
-            fn fill(&self, _: &MemoryFile, _: u64, _: u64) -> Result<(), FileError> {
-                Err(FileError::NoPages)
-            }
-        }
-        let page = Page::Huge2M;
-        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
-        for (free, said) in [(page.bytes(), "hugetlb.2MB.max"), (0, "for 1 pages more: echo")] {
-            let shapes = shapes.clone();
-            let config = PoolConfig { page, node: None, shapes, size: page.bytes(), policy: policy.clone() };
-            let daemon = Daemon::new(config);
-            let mut filler = Filler {
-                machine: &Full(free),
-                daemon: &daemon,
-                manners: &Manners::default(),
-                throttle: &mut Throttle::new(1 << 30),
-                looked: None,
-            };
-            assert!(filler.file(page.bytes()).is_none());
-            let why = daemon.waiting().0.expect("it waits");
-            assert!(why.contains(said), "{why}");
-        }
+    fn only_what_can_be_full_is_begun() {
+        let (files, why) = begun(&[4, 2], 0);
+        assert_eq!(files, [2]);
+        assert!(why.contains("hugetlb.2MB.max") && why.starts_with(&format!("{} bytes missing", 12 << 20)), "{why}");
+        let (files, why) = begun(&[4, 2], 2);
+        assert!(files.is_empty());
+        assert!(why.contains("for 5 pages more: echo"), "{why}");
+    }
+
+    /// The machine's owner is told what forbids it, which is not what is missing.
+    #[test]
+    fn a_call_that_is_forbidden_has_its_remedy() {
+        assert!(not_idle(Errno::PERM).contains("seccomp") && !not_idle(Errno::INVAL).contains("seccomp"));
+        assert!(not_from(1, Errno::PERM).contains("SYS_NICE") && !not_from(1, Errno::PERM).contains("has_memory"));
+        assert!(not_from(1, Errno::INVAL).contains("has_memory"));
     }
 
     #[test]
     fn a_program_starts_before_the_next_file_is_filled() {
         let page = Page::Transparent;
-        let (shapes, policy) = (Shapes(vec![page.bytes(); 2]), LendingPolicy::closed(0));
-        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: 2 * page.bytes(), policy });
-        // As if nothing were free; says when it was looked at, and ends the filling.
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), 2 * page.bytes(), 0));
         let looked = || {
-            let at = Cell::new(None);
-            let free = || {
-                at.set(Some(Instant::now()));
-                daemon.drain(true);
-                Some(0)
-            };
-            let mut filler = Filler {
-                machine: &ThisMachine { began: Instant::now(), free },
-                daemon: &daemon,
-                manners: &Manners::default(),
-                throttle: &mut Throttle::new(1 << 30),
-                looked: None,
-            };
-            assert!(filler.file(page.bytes()).is_none());
-            daemon.drain(false);
-            at.get().expect("looked")
+            let machine = Full::default();
+            let mut throttle = Throttle::new(1 << 30);
+            let mut filler = Filler { machine: &machine, daemon: &daemon, throttle: &mut throttle, looked: None };
+            assert!(filler.file(page.bytes(), page.bytes()).is_none());
+            daemon.filled(0, Duration::ZERO, Duration::ZERO);
+            machine.filled.borrow()[0].0
         };
         looked();
         assert!(daemon.rest().is_zero(), "nobody has leased");

@@ -2,6 +2,7 @@
 //! anew knows whose the memory is, and whether its program still runs.
 
 use crate::memory_file::{Page, page_of};
+use crate::policy::Who;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
@@ -19,6 +20,8 @@ pub const MOST_NAME: usize = 200;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
     uid: u32,
+    /// By which line of the policy it was leased.
+    account: Who,
     name: String,
     secret: String,
     /// Of the file that it is about.
@@ -67,14 +70,14 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// Writes a record for memory that `uid` keeps.
+    /// Writes a record for memory that a user keeps.
     ///
     /// # Errors
     ///
     /// The system's: no descriptor, no memory.
     pub fn new(
         memory: OwnedFd,
-        uid: u32,
+        (uid, account): (u32, Who),
         name: String,
         secret: String,
         owner: Option<OwnerProcess>,
@@ -82,7 +85,7 @@ impl Kept {
         let stat = rustix::fs::fstat(&memory)?;
         let page = page_of(memory.as_fd()).ok_or(io::ErrorKind::InvalidInput)?;
         let written = File::from(memfd_create(c"hugemm-lease-record", MemfdFlags::CLOEXEC)?);
-        let record = Record { uid, name, secret, inode: stat.st_ino, owner };
+        let record = Record { uid, account, name, secret, inode: stat.st_ino, owner };
         let kept = Kept { memory, page, bytes: stat.st_size as u64, record, written };
         kept.write(&serde_json::to_vec(&kept.record)?)?;
         Ok(kept)
@@ -116,6 +119,11 @@ impl Kept {
     /// Whose it is, and its name.
     pub fn key(&self) -> (u32, String) {
         (self.record.uid, self.record.name.clone())
+    }
+
+    /// By which line of the policy it counts.
+    pub fn account(&self) -> Who {
+        self.record.account
     }
 
     /// Its pages.
@@ -208,7 +216,7 @@ mod tests {
         }
         let kept = |uid, name: &str| {
             let memory = MemoryFile::new(Page::Transparent, Page::Transparent.bytes()).expect("a file").into_fd();
-            Kept::new(memory, uid, name.to_owned(), name.to_owned(), None).expect("a record")
+            Kept::new(memory, (uid, Who::User(uid)), name.to_owned(), name.to_owned(), None).expect("a record")
         };
         let (owner, forged) = (kept(1000, "owner"), kept(1000, "forged"));
         let text = Record { uid: 2000, inode: owner.inode(), ..forged.record };

@@ -2,6 +2,9 @@
 //! (inotify(7), IN_DELETE_SELF of a file without a name).
 
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+use rustix::fs::{Gid, Uid, fchown, fstat};
+use rustix::io::Errno;
+use rustix::process::geteuid;
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -19,10 +22,21 @@ impl Watches {
         Watches(inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).ok())
     }
 
-    /// Watches a file, which this process must be allowed to read. `None`: it cannot be known who has it.
-    pub(crate) fn add(&self, file: impl AsFd) -> Option<Watch> {
+    /// Watches a file, which this process must be allowed to read. An error: it cannot be known who has it.
+    pub(crate) fn add(&self, file: impl AsFd) -> Result<Watch, Errno> {
         let path = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
-        inotify::add_watch(self.0.as_ref()?, path, WatchFlags::DELETE_SELF).ok().map(Watch)
+        let watches = self.0.as_ref().ok_or(Errno::MFILE)?;
+        inotify::add_watch(watches, path, WatchFlags::DELETE_SELF).map(Watch)
+    }
+
+    /// Watches a file that is another user's: for that moment it is this process's.
+    pub(crate) fn add_lent(&self, file: impl AsFd) -> Result<Watch, Errno> {
+        let stat = fstat(&file)?;
+        // Where it may not be, it may be read as it is, or not at all.
+        let _ = fchown(&file, Some(geteuid()), None);
+        let watch = self.add(&file);
+        fchown(&file, Some(Uid::from_raw(stat.st_uid)), Some(Gid::from_raw(stat.st_gid)))?;
+        watch
     }
 
     /// Those whose files somebody has open or mapped. A page alone, in a pipe or pinned by a device, is not seen. Costs a line of text

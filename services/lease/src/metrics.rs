@@ -177,8 +177,10 @@ fn answer(daemon: &Daemon, mut stream: File) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::daemon::PoolConfig;
     use crate::memory_file::Page;
     use crate::status::{Counts, Lent};
+    use crate::stock::Shapes;
 
     fn status() -> Status {
         let mut times = LeaseTimes::default();
@@ -191,7 +193,7 @@ mod tests {
             filling: None,
             waiting: None,
             drained: false,
-            leases: vec![Lent { lease: 1, uid: 0, pid: 1, bytes: 4 << 20, seconds: 1 }],
+            leases: vec![Lent { lease: 1, uid: 0, pid: 1, bytes: 4 << 20, seconds: 1, seen: None }],
             kept: Vec::new(),
             left: Vec::new(),
             counts: Counts { hits: 3, misses: 1, fill_cpu_ns: 1_500_000_000, ..Counts::default() },
@@ -204,11 +206,8 @@ mod tests {
     fn a_slow_peer_keeps_nobody_waiting() {
         let place = std::env::temp_dir().join(format!("hugemm-metrics-{}", std::process::id()));
         let listener = bind(place.to_str().expect("UTF-8")).expect("a socket");
-        let shapes = crate::stock::Shapes(vec![Page::Huge2M.bytes()]);
-        let policy = crate::policy::LendingPolicy::closed(0);
-        let config =
-            crate::daemon::PoolConfig { page: Page::Huge2M, node: None, shapes, size: Page::Huge2M.bytes(), policy };
-        let daemon = Arc::new(Daemon::new(config));
+        let (page, bytes) = (Page::Huge2M, Page::Huge2M.bytes());
+        let daemon = Arc::new(Daemon::new(PoolConfig::new(page, Shapes(vec![bytes]), bytes, 0)));
         // For as long as the tests run.
         thread::spawn(move || serve(&daemon, &listener));
         let connect = || std::os::unix::net::UnixStream::connect(&place).expect("connected");

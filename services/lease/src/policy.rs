@@ -6,8 +6,9 @@
 //! gid 36    512G     0,1
 //! ```
 //!
-//! The first line that names the asker decides. Root and the daemon's own user need no line. Nobody else gets anything.
+//! The first line that names the asker decides; what it allows is for all that it names together. Root and the daemon's own user need no line. Nobody else gets anything.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Who asks, as the kernel vouches for it (SO_PEERCRED).
@@ -28,9 +29,12 @@ impl Asker {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Who {
+/// Whom a line is about: all that lease by it have together what it allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Who {
+    /// A user by its number.
     User(u32),
+    /// All of a group.
     Group(u32),
 }
 
@@ -63,11 +67,11 @@ pub struct PolicyError {
 pub enum Refusal {
     /// No line names the asker.
     NotNamed,
-    /// More than the line allows, with what the user has already.
+    /// More than the line allows, with what it has given already.
     Quota {
         /// The line's bytes.
         allowed: u64,
-        /// What the user has.
+        /// What is leased by it.
         has: u64,
     },
     /// Not this node.
@@ -79,7 +83,7 @@ impl fmt::Display for Refusal {
         match self {
             Refusal::NotNamed => f.write_str("no line of the daemon's policy names this user or its group"),
             Refusal::Quota { allowed, has } => {
-                write!(f, "the policy allows this user {allowed} bytes, and it has {has} leased already")
+                write!(f, "the policy allows this user or its group {allowed} bytes, and it has {has} leased already")
             }
             Refusal::Node => f.write_str("the policy does not allow this user that node"),
         }
@@ -135,6 +139,14 @@ impl LendingPolicy {
         if self.is_owner(asker) { Ok(()) } else { self.rule(asker).map(drop) }
     }
 
+    /// Whose what `asker` leases is.
+    pub fn account(&self, asker: &Asker) -> Who {
+        match self.rule(asker) {
+            Ok(rule) if !self.is_owner(asker) => rule.who,
+            _ => Who::User(asker.uid),
+        }
+    }
+
     fn rule(&self, asker: &Asker) -> Result<&Rule, Refusal> {
         let named = |rule: &&Rule| match rule.who {
             Who::User(uid) => uid == asker.uid,
@@ -143,7 +155,7 @@ impl LendingPolicy {
         self.rules.iter().find(named).ok_or(Refusal::NotNamed)
     }
 
-    /// Whether `asker`, who has `has` bytes, may have `bytes` more, of `node` if a node is known.
+    /// Whether `asker`, by whose line `has` bytes are leased, may have `bytes` more, of `node` if a node is known.
     ///
     /// # Errors
     ///

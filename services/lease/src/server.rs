@@ -269,3 +269,43 @@ fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::daemon::PoolConfig;
+    use crate::memory_file::Page;
+    use crate::stock::Shapes;
+    use rustix::net::{AddressFamily, SocketType, socketpair};
+
+    /// However many connections a user has, one of them is answered at a time; nobody else waits for that, and who takes no answers
+    /// keeps none from the others.
+    #[test]
+    fn connections_of_a_user_are_answered_by_turns() {
+        let config = PoolConfig::new(Page::Huge2M, Shapes(vec![Page::Huge2M.bytes(); 1000]), Page::Huge2M.bytes(), 0);
+        let daemon = Arc::new(Daemon::new(config));
+        let connect = |user: &Arc<User>| {
+            let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+            let ((ours, theirs), daemon, user) = (pair.expect("a pair"), Arc::clone(&daemon), Arc::clone(user));
+            let peer = Peer { asker: Asker::user(0), pid: 0, process: None };
+            thread::spawn(move || client(&daemon, theirs.as_fd(), &peer, &user));
+            ours
+        };
+        let (user, other) = (Arc::default(), Arc::default());
+        let (deaf, several, another) = (connect(&user), [connect(&user), connect(&user)], connect(&other));
+        let ask = |socket: &OwnedFd| wire::send(socket.as_fd(), &Request::Status {}, None).expect("sent");
+        let hears = |socket: &OwnedFd| wire::receive_answer(socket.as_fd()).expect("received").expect("an answer");
+        rustix::io::ioctl_fionbio(&deaf, true).expect("a socket");
+        while wire::send(deaf.as_fd(), &Request::Status {}, None).is_ok() {}
+        let turn = turn(&user.answer);
+        several.iter().for_each(ask);
+        for _ in 0..100 {
+            ask(&another);
+            hears(&another);
+        }
+        let heard = |socket: &OwnedFd| poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&Default::default()));
+        assert!(several.iter().all(|socket| heard(socket) == Ok(0)), "it is not their turn");
+        drop(turn);
+        several.iter().for_each(|socket| drop(hears(socket)));
+    }
+}

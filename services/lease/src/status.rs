@@ -1,6 +1,7 @@
 //! How things stand with a daemon, as it answers when asked and as its metrics count.
 
 use crate::memory_file::Page;
+use crate::wire::Seen;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -63,6 +64,9 @@ pub struct Filling {
     pub bytes: u64,
     /// How much of it is filled.
     pub done: u64,
+    /// How often the rate was halved, because the machine has better things to do.
+    #[serde(default)]
+    pub halvings: u32,
 }
 
 /// A lease.
@@ -78,6 +82,9 @@ pub struct Lent {
     pub bytes: u64,
     /// For how many seconds.
     pub seconds: u64,
+    /// What its supervisor saw last: nothing, if it has none, or the program has not asked for memory of that length yet.
+    #[serde(default)]
+    pub seen: Option<Seen>,
 }
 
 /// Memory that is kept.

@@ -29,17 +29,14 @@ pub fn choose(ready: &[u64], bytes: u64, growth: u64) -> Choice {
     }
 }
 
-/// The first of the `shapes` for which there is no file among the `ready`: what to fill next. Longer files than announced serve
-/// a shape, too, if nothing else wants them.
-pub fn missing(shapes: &[u64], ready: &[u64]) -> Option<u64> {
+/// Those of the `shapes` for which there is no file among the `ready`, in the order announced.
+pub fn missing(shapes: &[u64], ready: &[u64]) -> Vec<u64> {
     let mut left = ready.to_vec();
-    shapes.iter().copied().find(|&shape| match left.iter().position(|&have| have == shape) {
-        Some(found) => {
-            left.swap_remove(found);
-            false
-        }
-        None => true,
-    })
+    let is_missing = |shape: &u64| {
+        let found = left.iter().position(|have| have == shape);
+        found.map(|found| left.swap_remove(found)).is_none()
+    };
+    shapes.iter().copied().filter(is_missing).collect()
 }
 
 /// `--shape 64G×4,16G`: sizes with how many of each.
@@ -123,11 +120,11 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_filled_in_the_order_announced() {
-        assert_eq!(missing(&[8, 8, 4], &[]), Some(8));
-        assert_eq!(missing(&[8, 8, 4], &[8]), Some(8));
-        assert_eq!(missing(&[8, 8, 4], &[8, 8]), Some(4));
-        assert_eq!(missing(&[8, 8, 4], &[4, 8, 8]), None);
-        assert_eq!(missing(&[8], &[16]), Some(8), "a file nobody announced takes no shape's place");
+        assert_eq!(missing(&[8, 8, 4], &[]), [8, 8, 4]);
+        assert_eq!(missing(&[8, 8, 4], &[8]), [8, 4]);
+        assert_eq!(missing(&[8, 8, 4], &[8, 8]), [4]);
+        assert!(missing(&[8, 8, 4], &[4, 8, 8]).is_empty());
+        assert_eq!(missing(&[8], &[16]), [8], "a file nobody announced takes no shape's place");
     }
 
     #[test]

@@ -37,6 +37,11 @@ impl Throttle {
         (self.cap >> self.halvings).max(1)
     }
 
+    /// How often the cap is halved at present.
+    pub fn halvings(&self) -> u32 {
+        self.halvings
+    }
+
     /// Whether the machine had better things to do when it was last asked: once per second or so.
     pub fn observe(&mut self, busy: bool) {
         self.halvings = if busy { (self.halvings + 1).min(MOST_HALVINGS) } else { self.halvings.saturating_sub(1) };

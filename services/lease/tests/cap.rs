@@ -6,7 +6,6 @@ mod support;
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{Manners, fill};
 use hugemm_lease::memory_file::Page;
-use hugemm_lease::policy::LendingPolicy;
 use hugemm_lease::stock::Shapes;
 use std::time::{Duration, Instant};
 use support::{PAGE, Pool};
@@ -20,13 +19,12 @@ const CAP: u64 = 24 * PAGE;
 fn the_cap_holds() {
     let Some(_pool) = Pool::with_free(CAPPED / PAGE) else { return };
     let shapes = Shapes::new(&[(CAPPED / 2, 2)], CAPPED, PAGE).expect("shapes");
-    let policy = LendingPolicy::closed(rustix::process::geteuid().as_raw());
-    let daemon = Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: CAPPED, policy });
+    let daemon = Daemon::new(PoolConfig::new(Page::Huge2M, shapes, CAPPED, rustix::process::geteuid().as_raw()));
     let manners = Manners { cap: Some(CAP), ..Manners::default() };
     // How much was filled at least at a time, and at most at one: a reader that is late must not take that for haste.
     let mut seen: Vec<(Instant, u64, Instant)> = Vec::new();
     std::thread::scope(|scope| {
-        scope.spawn(|| fill(&daemon, &manners, || None));
+        scope.spawn(|| fill(&daemon, &manners));
         let end = Instant::now() + Duration::from_secs(60);
         while seen.last().is_none_or(|(_, filled, _)| *filled < CAPPED) && Instant::now() < end {
             let before = Instant::now();

@@ -7,7 +7,7 @@ mod support;
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{Manners, fill};
 use hugemm_lease::memory_file::{MemoryFile, Page};
-use hugemm_lease::policy::{Asker, LendingPolicy};
+use hugemm_lease::policy::Asker;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::wire::Wish;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -76,15 +76,9 @@ impl Lender for Fresh<'_> {
 
 fn with_daemon<R>(use_it: impl FnOnce(Fresh<'_>) -> R) -> R {
     let shapes = Shapes::new(&[(PAGE, 1)], PAGE, PAGE).expect("a shape");
-    let daemon = Daemon::new(PoolConfig {
-        page: Page::Huge2M,
-        node: None,
-        shapes,
-        size: u64::MAX,
-        policy: LendingPolicy::closed(0),
-    });
+    let daemon = Daemon::new(PoolConfig::new(Page::Huge2M, shapes, u64::MAX, 0));
     std::thread::scope(|scope| {
-        scope.spawn(|| fill(&daemon, &Manners::default(), || None));
+        scope.spawn(|| fill(&daemon, &Manners::default()));
         let result = use_it(Fresh { daemon: &daemon, lease: None });
         daemon.stop();
         result

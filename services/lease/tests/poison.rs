@@ -5,7 +5,7 @@ mod support;
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{Manners, fill};
 use hugemm_lease::memory_file::Page;
-use hugemm_lease::policy::{Asker, LendingPolicy};
+use hugemm_lease::policy::Asker;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::wire::Wish;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -40,10 +40,9 @@ fn map(file: &OwnedFd) -> *mut std::ffi::c_void {
 fn a_file_with_a_broken_page_is_not_lent() {
     let Some(_pool) = Pool::with_free(2 * FILE / PAGE) else { return };
     let shapes = Shapes::new(&[(FILE, 2)], 2 * FILE, PAGE).expect("shapes");
-    let policy = LendingPolicy::closed(0);
-    let daemon = Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: FILE, policy });
+    let daemon = Daemon::new(PoolConfig::new(Page::Huge2M, shapes, FILE, 0));
     std::thread::scope(|scope| {
-        scope.spawn(|| fill(&daemon, &Manners::default(), || None));
+        scope.spawn(|| fill(&daemon, &Manners::default()));
         wait_for("both are ready", || daemon.status().ready.len() == 2);
         daemon.stop();
     });

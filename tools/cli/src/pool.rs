@@ -10,16 +10,13 @@ use crate::results::{Line, Results};
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use clap::Args;
-use hugemm_base::{Clock, CpuCx, CpuId, Never, PageSize};
-use hugemm_host::cpu::{CpuError, Host};
-use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
+use hugemm_base::{CpuId, PageSize};
+use hugemm_host::cpu::Host;
+use hugemm_hugetlb::OptimizerPolicy;
 use hugemm_inspect::interrupt;
-use hugemm_workloads::options::cpus;
-use hugemm_workloads::pool::{self, Cycle, INTERRUPTS, METRICS, Timed};
+use hugemm_workloads::pool::{self, Cycle, INTERRUPTS, METRICS};
 use hugemm_workloads::request::{self, FlushEach, Optimization, Pool as Resizes};
 use hugemm_workloads::words::{List, Named};
-use std::hint::spin_loop;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 #[derive(Debug, Args)]
 #[command(mut_arg("hvo", |arg| arg.default_value("off,on,in-place")))]
@@ -30,9 +27,6 @@ pub struct Pool {
     /// CPUs of the machine whose interrupts are counted (modelled: each flush interrupts all the others).
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16", value_parser = clap::value_parser!(u32).range(1..=8192))]
     pub cpus: Vec<u32>,
-    /// Threads that resize together.
-    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = cpus())]
-    pub threads: Vec<u32>,
     #[command(flatten)]
     pub common: Common,
 }
@@ -41,22 +35,21 @@ pub struct Pool {
 struct Way {
     hvo: Optimization,
     flush: FlushEach,
-    threads: u32,
     n: u64,
     line: Line<Cycle>,
 }
 
 impl Way {
-    fn new(hvo: Optimization, flush: FlushEach, threads: u32, n: u64, page: PageSize) -> Self {
+    fn new(hvo: Optimization, flush: FlushEach, n: u64, page: PageSize) -> Self {
         let line = Line::new([
             ("hvo", (hvo != Optimization::Off).into()),
             ("swap", (hvo == Optimization::On && flush == FlushEach::Batch).into()),
             ("flush", flush.name().into()),
             ("page", page.to_string().into()),
             ("n", n.into()),
-            ("threads", threads.into()),
+            ("threads", 1_u32.into()),
         ]);
-        Way { hvo, flush, threads, n, line }
+        Way { hvo, flush, n, line }
     }
 }
 
@@ -76,21 +69,18 @@ pub fn run(args: &Pool) -> Result<()> {
     let default = if size == PageSize::Size2M { 2000 } else { 8 };
     let counts: Vec<u64> = n.map_or(vec![default], |counts| counts.iter().collect());
     let most = counts.iter().copied().max().unwrap_or(default);
-    let threads = args.threads.iter().copied().max().unwrap_or(1);
-    let plan = GroundPlan::new(size, most, threads)?;
+    let plan = GroundPlan::new(size, most, 1)?;
     let bytes = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
     let mut metadata = machine.memory(bytes, PageSize::Size2M, crate::options::Kind::Thp)?;
     machine.note_region("metadata", &metadata);
-    let host = Host::new(&machine.places(threads as usize)?, &mut [])?;
+    let host = Host::new(&machine.places(1)?, &mut [])?;
     let mut sides = Vec::new();
     for n in &counts {
-        for threads in &args.threads {
-            for hvo in hvo.iter() {
-                // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
-                let ways = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
-                for flush in ways.iter() {
-                    sides.push(Way::new(hvo, flush, *threads, *n, size));
-                }
+        for hvo in hvo.iter() {
+            // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
+            let ways = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
+            for flush in ways.iter() {
+                sides.push(Way::new(hvo, flush, *n, size));
             }
         }
     }
@@ -100,7 +90,7 @@ pub fn run(args: &Pool) -> Result<()> {
         let side = &mut sides[index];
         bar.inc(1);
         // Each side has a machine of its own, so that none finds what another left of the tables.
-        plan.build(&host, threads, &mut metadata, |ground| measure(&host, ground, size, side))?;
+        plan.build(&host, 1, &mut metadata, |ground| measure(&host, ground, size, side))?;
     }
     bar.finish_and_clear();
     let lines: Vec<Line<Cycle>> = sides.into_iter().map(|side| side.line).collect();
@@ -131,21 +121,14 @@ pub fn run(args: &Pool) -> Result<()> {
 
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
 fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Way) -> Result<()> {
-    let policy = match side.flush {
-        FlushEach::Batch => OptimizerPolicy { swap: side.hvo != Optimization::InPlace, ..OptimizerPolicy::default() },
-        FlushEach::Page => OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
-    };
+    let swap = side.hvo != Optimization::InPlace && side.flush == FlushEach::Batch;
+    let policy = OptimizerPolicy { swap, ..OptimizerPolicy::default() };
     let optimizer = ground.optimizer(policy);
     optimizer.set_enabled(side.hvo != Optimization::Off);
     let mut run = Cycle::default();
     for counted in [false, true] {
-        let cycle = ground.with_pool(size, |pool| match side.threads {
-            1 => Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &optimizer, side.n))??),
-            threads => {
-                let up = together(host, pool, &optimizer, side.n, threads)?;
-                let down = together(host, pool, &optimizer, 0, threads)?;
-                Ok(Cycle { up, down })
-            }
+        let cycle = ground.with_pool(size, |pool| {
+            Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &optimizer, side.n, side.flush))??)
         })?;
         let (entered, left) = (cycle.up.report.entered, cycle.down.report.left);
         if (entered, left) != (side.n, side.n) {
@@ -160,48 +143,6 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Way)
     }
     side.line.runs.push(run);
     Ok(())
-}
-
-/// A resize by several CPUs: what one does first, and from there to the last CPU's last step. That all come in between is not
-/// counted: a thread takes longer to start than a thousand pages to move.
-fn together<'e>(
-    host: &Host<'_>,
-    pool: &HugePool<'_>,
-    optimizer: &hugemm_hugetlb::VmemmapOptimizer<'e, crate::ground::Soft<'e>, crate::ground::Map<'e>>,
-    target: u64,
-    threads: u32,
-) -> Result<Timed> {
-    let arrived = AtomicU32::new(0);
-    let work = |cx: &mut CpuCx<'_, Host<'_>>, resize: &Resize<'_, '_, '_, _, _, _>| {
-        // Relaxed: the resize was there before the threads.
-        arrived.fetch_add(1, Ordering::Relaxed);
-        while arrived.load(Ordering::Relaxed) < threads {
-            spin_loop();
-        }
-        let begin = cx.platform().now_ns();
-        resize.work(cx, &Never);
-        (begin, cx.platform().now_ns())
-    };
-    let mut nanos = Ok(0);
-    let report = host.run_on(CpuId(0), |cx| {
-        let first = cx.platform().now_ns();
-        pool.resize(cx, optimizer, target, Nodes::All, |cx, resize| {
-            let opened = cx.platform().now_ns() - first;
-            let spans = std::thread::scope(|scope| {
-                let others = scope.spawn(|| host.run_on_each((1..threads).map(CpuId), |cx| work(cx, resize)));
-                let mine = work(cx, resize);
-                let mut spans = others.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-                spans.push(mine);
-                Ok::<_, CpuError>(spans)
-            });
-            nanos = spans.map(|spans| {
-                let begin = spans.iter().map(|span| span.0).max().unwrap_or(0);
-                let end = spans.iter().map(|span| span.1).max().unwrap_or(0);
-                opened + end.saturating_sub(begin)
-            });
-        })
-    })??;
-    Ok(Timed { report, nanos: nanos?, interrupts: 0 })
 }
 
 pub fn of_guest(transcript: &Transcript) -> Results {

@@ -3,7 +3,7 @@
 mod support;
 
 use serde_json::Value;
-use support::{document, misused, refused, rows};
+use support::{document, misused, rows};
 
 fn number(row: &Value, name: &str) -> f64 {
     row[name].as_f64().unwrap_or_else(|| panic!("no number '{name}': {row}"))
@@ -16,7 +16,6 @@ fn what_is_no_pool_is_named() {
     misused(&["bench", "pool", "--hvo", "sometimes"], "sometimes");
     misused(&["bench", "pool", "--flush", "never"], "never");
     misused(&["bench", "pool", "--cpus", "0"], "0 is not in 1..");
-    refused(&["bench", "pool", "-n", "1", "--threads", "4000"], &["4000 threads", "use 1 to"]);
 }
 
 /// Two flushes up and one down whatever the number, two and one per page the old way; a flush interrupts all other CPUs.
@@ -62,19 +61,4 @@ fn pages_of_1_gib_keep_two_frames_of_4096() {
     let saved = rows(&document, "bench.pool.saved_kib");
     assert_eq!((saved.len(), saved[0]["page"].as_str()), (1, Some("1GB")), "{saved:?}");
     assert_eq!(number(saved[0], "value"), 4094.0 * 4.0);
-}
-
-/// However many CPUs resize together, they flush as often as one.
-#[test]
-fn threads_share_the_flushes() {
-    if std::thread::available_parallelism().map_or(1, std::num::NonZero::get) < 2 {
-        return;
-    }
-    let args = ["bench", "pool", "-n", "640", "--threads", "1,2", "--hvo", "on", "--flush", "batch", "--runs", "2"];
-    let document = document(&[&args[..], &["--json"]].concat());
-    for direction in ["up", "down"] {
-        let flushes = rows(&document, &format!("bench.pool.flushes_{direction}"));
-        assert_eq!(flushes.len(), 2);
-        assert_eq!(flushes[0]["value"], flushes[1]["value"]);
-    }
 }

@@ -241,7 +241,7 @@ impl<'a> BareSpace<'a> {
         // SAFETY: the block is ours, all of it in the direct map.
         pages.fill(start, unsafe { core::slice::from_raw_parts_mut(first, size.bytes() as usize) });
         // Before the entry that publishes it.
-        hugemm_base::store_fence::hardware_publish_barrier();
+        hugemm_base::barriers::hardware_publish_barrier();
         let span = VirtRange::new(start, size.bytes()).map_err(|_| no_frames)?;
         let mapped = self.map(cx, span, [block.extent()], size);
         match mapped {

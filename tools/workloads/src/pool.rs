@@ -5,6 +5,7 @@
 //! of the work; in the kernel it shows the cost with real flushes.
 
 use crate::record::{Metric, record};
+use crate::request::FlushEach;
 use crate::timed;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
@@ -85,25 +86,64 @@ pub const INTERRUPTS: [Metric<Cycle>; 2] = [
     Metric::new("bench.pool.ipis_down", "IPIs", |it: &Cycle| it.down.interrupts as f64).column("down"),
 ];
 
-/// Brings a pool to `pages` on one CPU. Fewer pages than asked for are in the report.
+/// Brings a pool to `pages`: as a batch, or page by page, each with flushes of its own. Fewer pages than asked for are in the report.
+///
+/// # Errors
+///
+/// The pool's.
 pub fn resize<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
     cx: &mut CpuCx<'_, P>,
     pool: &HugePool<'_, L>,
     optimizer: &VmemmapOptimizer<'e, E, V>,
     pages: u64,
+    flush: FlushEach,
 ) -> Result<Timed, PoolError> {
     let clock = cx.platform();
-    let (report, nanos) = timed(clock, || pool.set_size(cx, optimizer, pages, Nodes::All, &Never));
+    let (report, nanos) = timed(clock, || match flush {
+        FlushEach::Batch => pool.resize(cx, optimizer, pages, Nodes::All, &Never),
+        FlushEach::Page => page_by_page(cx, pool, optimizer, pages),
+    });
     Ok(Timed { report: report?, nanos, interrupts: 0 })
 }
 
-/// Brings an empty pool to `pages` and back to none, on one CPU. Fewer pages than asked for are in the report.
+/// What a pool did before it worked by batches.
+fn page_by_page<'e, P: Cpu, L: RawLock, E: Env, V: DescriptorMap>(
+    cx: &mut CpuCx<'_, P>,
+    pool: &HugePool<'_, L>,
+    optimizer: &VmemmapOptimizer<'e, E, V>,
+    pages: u64,
+) -> Result<ResizeReport, PoolError> {
+    let mut sum = ResizeReport::default();
+    let mut now = pool.counts(cx).counts.persistent();
+    while now != pages {
+        let next = if now < pages { now + 1 } else { now - 1 };
+        let one = pool.resize(cx, optimizer, next, Nodes::All, &Never)?;
+        sum.entered += one.entered;
+        sum.left += one.left;
+        sum.freed_frames += one.freed_frames;
+        sum.taken_frames += one.taken_frames;
+        sum.flushes += one.flushes;
+        sum.batches += one.batches;
+        if one.entered + one.left == 0 {
+            break;
+        }
+        now = next;
+    }
+    Ok(sum)
+}
+
+/// Brings an empty pool to `pages` and back to none. Fewer pages than asked for are in the report.
+///
+/// # Errors
+///
+/// The pool's.
 pub fn cycle<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
     cx: &mut CpuCx<'_, P>,
     pool: &HugePool<'_, L>,
     optimizer: &VmemmapOptimizer<'e, E, V>,
     pages: u64,
+    flush: FlushEach,
 ) -> Result<Cycle, PoolError> {
-    let up = resize(cx, pool, optimizer, pages)?;
-    Ok(Cycle { up, down: resize(cx, pool, optimizer, 0)? })
+    let up = resize(cx, pool, optimizer, pages, flush)?;
+    Ok(Cycle { up, down: resize(cx, pool, optimizer, 0, flush)? })
 }

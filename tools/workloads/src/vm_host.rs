@@ -412,7 +412,7 @@ where
         self.phase(cx, site, RunPhase::Shrink, tell, |cx, _, figures| {
             figures.large(self.sizes.pool);
             let tidied = self.pool.tidy(cx, self.optimizer)?;
-            let shrunk = self.pool.set_size(cx, self.optimizer, 0, Nodes::All, &Never)?;
+            let shrunk = self.pool.resize(cx, self.optimizer, 0, Nodes::All, &Never)?;
             figures.saved = accounting.descriptors(&tidied) + accounting.descriptors(&shrunk);
             Ok(())
         })?;
@@ -454,7 +454,7 @@ where
         accounting: &mut Accounting,
         figures: &mut PhaseFigures,
     ) -> Result<(), HostRunError> {
-        let report = self.pool.set_size(cx, self.optimizer, self.sizes.pool, Nodes::All, &Never)?;
+        let report = self.pool.resize(cx, self.optimizer, self.sizes.pool, Nodes::All, &Never)?;
         figures.large(report.entered);
         figures.saved = accounting.descriptors(&report);
         if report.entered == self.sizes.pool { Ok(()) } else { Err(HostRunError::Short { got: report.entered }) }

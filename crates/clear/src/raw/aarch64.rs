@@ -5,9 +5,6 @@
 
 use core::arch::asm;
 
-/// Bytes per iteration of the loops here.
-const LINE: usize = 64;
-
 /// Bytes that one `dc zva` zeroes, from DCZID_EL0: 16 to 2048. `None` where its DZP bit prohibits the instruction at
 /// this exception level, or where a block is smaller than any that is made.
 #[inline]
@@ -20,56 +17,35 @@ pub(crate) fn dc_zva_block() -> Option<usize> {
     (!prohibited && matches!(block, 16..=2048)).then_some(block)
 }
 
-/// # Safety
-/// As [`super::zero`], with a granule of 64 bytes.
-#[inline]
-pub(super) unsafe fn unrolled(ptr: *mut u8, len: usize) {
-    let bytes = len & !(LINE - 1);
-    if bytes == 0 {
-        return;
-    }
-    // SAFETY: the caller owns `ptr..ptr + bytes`, and `bytes` is a whole, non-zero number of the loop's steps.
-    unsafe {
-        asm!(
+/// Four stores of two zero registers.
+macro_rules! pair_loop {
+    ($(#[$doc:meta])* $name:ident: $store:literal) => {
+        line_loop! {
+            $(#[$doc])*
+            $name(ptr, end):
             "2:",
-            "stp xzr, xzr, [{p}]",
-            "stp xzr, xzr, [{p}, #16]",
-            "stp xzr, xzr, [{p}, #32]",
-            "stp xzr, xzr, [{p}, #48]",
+            concat!($store, " xzr, xzr, [{p}]"),
+            concat!($store, " xzr, xzr, [{p}, #16]"),
+            concat!($store, " xzr, xzr, [{p}, #32]"),
+            concat!($store, " xzr, xzr, [{p}, #48]"),
             "add {p}, {p}, #64",
             "cmp {p}, {end}",
             "b.ne 2b",
-            p = inout(reg) ptr => _,
-            end = in(reg) ptr.wrapping_add(bytes),
-            options(nostack),
-        );
-    }
+            p = inout(reg) ptr => _, end = in(reg) end
+        }
+    };
 }
 
-/// # Safety
-/// As [`super::zero`], with a granule of 64 bytes.
-#[inline]
-pub(super) unsafe fn stnp(ptr: *mut u8, len: usize) {
-    let bytes = len & !(LINE - 1);
-    if bytes == 0 {
-        return;
-    }
-    // SAFETY: the caller owns `ptr..ptr + bytes`, and `bytes` is a whole, non-zero number of the loop's steps.
-    unsafe {
-        asm!(
-            "2:",
-            "stnp xzr, xzr, [{p}]",
-            "stnp xzr, xzr, [{p}, #16]",
-            "stnp xzr, xzr, [{p}, #32]",
-            "stnp xzr, xzr, [{p}, #48]",
-            "add {p}, {p}, #64",
-            "cmp {p}, {end}",
-            "b.ne 2b",
-            p = inout(reg) ptr => _,
-            end = in(reg) ptr.wrapping_add(bytes),
-            options(nostack),
-        );
-    }
+pair_loop! {
+    /// # Safety
+    /// As [`super::zero`], with a granule of 64 bytes.
+    unrolled: "stp"
+}
+
+pair_loop! {
+    /// # Safety
+    /// As [`super::zero`], with a granule of 64 bytes.
+    stnp: "stnp"
 }
 
 /// Zeroes whole blocks by `dc zva` and what lies before and after them by plain stores. Where the instruction is
@@ -81,7 +57,7 @@ pub(super) unsafe fn stnp(ptr: *mut u8, len: usize) {
 /// caller stays on this CPU, or on CPUs of the same block size, for the call.
 #[inline]
 pub(super) unsafe fn dc_zva(ptr: *mut u8, len: usize) {
-    let len = len & !(LINE - 1);
+    let len = len & !(super::LINE - 1);
     let block = dc_zva_block().unwrap_or(usize::MAX / 2 + 1);
     // A multiple of 64, because `ptr` is one and a block is one, or divides 64 (and the head is empty).
     let head = ptr.addr().wrapping_neg() & (block - 1);

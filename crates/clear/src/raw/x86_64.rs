@@ -5,46 +5,67 @@
 
 use core::arch::asm;
 
-/// Bytes per iteration of the loops here, and the line size that CLZERO, MOVDIR64B and CLFLUSH work on.
-const LINE: usize = 64;
-
 /// A line of zeros, the source of MOVDIR64B (which may be unaligned; aligned, it is one load).
 #[repr(align(64))]
 struct Line {
-    _zeros: [u8; LINE],
+    _zeros: [u8; super::LINE],
 }
 
-static ZERO_LINE: Line = Line { _zeros: [0; LINE] };
+static ZERO_LINE: Line = Line { _zeros: [0; super::LINE] };
 
-/// # Safety
-/// As [`super::zero`], with a granule of 64 bytes.
-#[inline]
-pub(super) unsafe fn unrolled(ptr: *mut u8, len: usize) {
-    let bytes = len & !(LINE - 1);
-    if bytes == 0 {
-        return;
-    }
-    // SAFETY: the caller owns `ptr..ptr + bytes`, and `bytes` is a whole, non-zero number of the loop's steps.
-    unsafe {
-        asm!(
+/// Eight stores of a register, in ascending order: a write-combining buffer fills and leaves in one piece.
+macro_rules! word_loop {
+    ($(#[$doc:meta])* $name:ident: $store:literal) => {
+        line_loop! {
+            $(#[$doc])*
+            $name(ptr, end):
             "2:",
-            "mov qword ptr [{p}], {z}",
-            "mov qword ptr [{p} + 8], {z}",
-            "mov qword ptr [{p} + 16], {z}",
-            "mov qword ptr [{p} + 24], {z}",
-            "mov qword ptr [{p} + 32], {z}",
-            "mov qword ptr [{p} + 40], {z}",
-            "mov qword ptr [{p} + 48], {z}",
-            "mov qword ptr [{p} + 56], {z}",
+            concat!($store, " qword ptr [{p}], {z}"),
+            concat!($store, " qword ptr [{p} + 8], {z}"),
+            concat!($store, " qword ptr [{p} + 16], {z}"),
+            concat!($store, " qword ptr [{p} + 24], {z}"),
+            concat!($store, " qword ptr [{p} + 32], {z}"),
+            concat!($store, " qword ptr [{p} + 40], {z}"),
+            concat!($store, " qword ptr [{p} + 48], {z}"),
+            concat!($store, " qword ptr [{p} + 56], {z}"),
             "add {p}, 64",
             "cmp {p}, {end}",
             "jne 2b",
-            p = inout(reg) ptr => _,
-            end = in(reg) ptr.wrapping_add(bytes),
-            z = in(reg) 0u64,
-            options(nostack),
-        );
-    }
+            p = inout(reg) ptr => _, end = in(reg) end, z = in(reg) 0u64
+        }
+    };
+}
+
+word_loop! {
+    /// # Safety
+    /// As [`super::zero`], with a granule of 64 bytes.
+    unrolled: "mov"
+}
+
+word_loop! {
+    /// # Safety
+    /// As [`super::zero`], with a granule of 64 bytes. Streaming.
+    movnti: "movnti"
+}
+
+line_loop! {
+    /// The line that RAX points into is zeroed, and no register written (AMD APM vol. 3, "CLZERO").
+    ///
+    /// # Safety
+    /// As [`super::zero`], with a granule of 64 bytes. Streaming. The CPU has CLZERO, and its lines are of 64 bytes.
+    clzero(ptr, end):
+    "2:", "clzero", "add rax, 64", "cmp rax, {end}", "jne 2b",
+    inout("rax") ptr => _, end = in(reg) end
+}
+
+line_loop! {
+    /// A destination that is not 64-byte aligned faults (Intel SDM vol. 2, "MOVDIR64B").
+    ///
+    /// # Safety
+    /// As [`super::zero`], with a granule of 64 bytes. Streaming. The CPU has MOVDIR64B.
+    movdir64b(ptr, end):
+    "2:", "movdir64b {p}, [{zeros}]", "add {p}, 64", "cmp {p}, {end}", "jne 2b",
+    p = inout(reg) ptr => _, end = in(reg) end, zeros = in(reg) &raw const ZERO_LINE
 }
 
 /// # Safety
@@ -75,87 +96,6 @@ pub(super) unsafe fn rep_stosb(ptr: *mut u8, len: usize) {
             inout("rdi") ptr => _,
             in("eax") 0u32,
             options(nostack, preserves_flags),
-        );
-    }
-}
-
-/// # Safety
-/// As [`super::zero`], with a granule of 64 bytes. Streaming.
-#[inline]
-pub(super) unsafe fn movnti(ptr: *mut u8, len: usize) {
-    let bytes = len & !(LINE - 1);
-    if bytes == 0 {
-        return;
-    }
-    // A whole line in ascending order per iteration, so that a write-combining buffer fills and leaves in one piece.
-    // SAFETY: the caller owns `ptr..ptr + bytes`, and `bytes` is a whole, non-zero number of the loop's steps.
-    unsafe {
-        asm!(
-            "2:",
-            "movnti qword ptr [{p}], {z}",
-            "movnti qword ptr [{p} + 8], {z}",
-            "movnti qword ptr [{p} + 16], {z}",
-            "movnti qword ptr [{p} + 24], {z}",
-            "movnti qword ptr [{p} + 32], {z}",
-            "movnti qword ptr [{p} + 40], {z}",
-            "movnti qword ptr [{p} + 48], {z}",
-            "movnti qword ptr [{p} + 56], {z}",
-            "add {p}, 64",
-            "cmp {p}, {end}",
-            "jne 2b",
-            p = inout(reg) ptr => _,
-            end = in(reg) ptr.wrapping_add(bytes),
-            z = in(reg) 0u64,
-            options(nostack),
-        );
-    }
-}
-
-/// # Safety
-/// As [`super::zero`], with a granule of 64 bytes. Streaming. The CPU has CLZERO, and its lines are of 64 bytes.
-#[inline]
-pub(super) unsafe fn clzero(ptr: *mut u8, len: usize) {
-    let bytes = len & !(LINE - 1);
-    if bytes == 0 {
-        return;
-    }
-    // SAFETY: the caller owns `ptr..ptr + bytes`, a whole, non-zero number of aligned lines; CLZERO zeroes the line
-    // that RAX points into (AMD APM vol. 3, "CLZERO") and writes no register.
-    unsafe {
-        asm!(
-            "2:",
-            "clzero",
-            "add rax, 64",
-            "cmp rax, {end}",
-            "jne 2b",
-            inout("rax") ptr => _,
-            end = in(reg) ptr.wrapping_add(bytes),
-            options(nostack),
-        );
-    }
-}
-
-/// # Safety
-/// As [`super::zero`], with a granule of 64 bytes. Streaming. The CPU has MOVDIR64B.
-#[inline]
-pub(super) unsafe fn movdir64b(ptr: *mut u8, len: usize) {
-    let bytes = len & !(LINE - 1);
-    if bytes == 0 {
-        return;
-    }
-    // SAFETY: the caller owns `ptr..ptr + bytes`, a whole, non-zero number of aligned lines: MOVDIR64B faults on a
-    // destination that is not 64-byte aligned (Intel SDM vol. 2, "MOVDIR64B"). The source is a static.
-    unsafe {
-        asm!(
-            "2:",
-            "movdir64b {p}, [{zeros}]",
-            "add {p}, 64",
-            "cmp {p}, {end}",
-            "jne 2b",
-            p = inout(reg) ptr => _,
-            end = in(reg) ptr.wrapping_add(bytes),
-            zeros = in(reg) &raw const ZERO_LINE,
-            options(nostack),
         );
     }
 }

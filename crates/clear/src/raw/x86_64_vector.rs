@@ -6,40 +6,18 @@
 //! has. `vzeroupper` at the end spares later SSE code the transition penalty (Intel SDM vol. 1, "Mixing AVX Code with
 //! SSE Code"); it writes all of registers 0 to 15, so all are declared clobbered.
 
-use core::arch::asm;
-
-const LINE: usize = 64;
-
-/// Defines a primitive that stores `$store…` (one 64-byte line) per iteration.
+/// A primitive that stores `$store…`, one line.
 macro_rules! vector_loop {
     ($(#[$doc:meta])* $name:ident: $($store:literal),+) => {
-        $(#[$doc])*
-        #[inline]
-        pub(super) unsafe fn $name(ptr: *mut u8, len: usize) {
-            let bytes = len & !(LINE - 1);
-            if bytes == 0 {
-                return;
-            }
-            // SAFETY: the caller owns `ptr..ptr + bytes`, a whole, non-zero number of aligned lines, and the vector
-            // registers, and the CPU has the instructions.
-            unsafe {
-                asm!(
-                    "vpxor xmm0, xmm0, xmm0",
-                    "2:",
-                    $($store,)+
-                    "add {p}, 64",
-                    "cmp {p}, {end}",
-                    "jne 2b",
-                    "vzeroupper",
-                    p = inout(reg) ptr => _,
-                    end = in(reg) ptr.wrapping_add(bytes),
-                    out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
-                    out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _,
-                    out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _,
-                    out("xmm12") _, out("xmm13") _, out("xmm14") _, out("xmm15") _,
-                    options(nostack),
-                );
-            }
+        line_loop! {
+            $(#[$doc])*
+            $name(ptr, end):
+            "vpxor xmm0, xmm0, xmm0", "2:", $($store,)+ "add {p}, 64", "cmp {p}, {end}", "jne 2b", "vzeroupper",
+            p = inout(reg) ptr => _, end = in(reg) end,
+            out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
+            out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _,
+            out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _,
+            out("xmm12") _, out("xmm13") _, out("xmm14") _, out("xmm15") _
         }
     };
 }

@@ -1,9 +1,8 @@
 //! Calibration from end to end, on this machine and on scripted ones. No test looks at how fast anything is.
 
-#![cfg(not(miri))]
-
-mod support;
-
+use crate::support::host::{alone, places};
+use crate::support::memory::Memory;
+use crate::support::{Event, Script};
 use hugemm_base::{CpuId, PreemptModel};
 use hugemm_clear::calibrate::MIN_SCRATCH;
 use hugemm_clear::{
@@ -13,14 +12,7 @@ use hugemm_clear::{
 use hugemm_host::cpu::Host;
 use std::cell::Cell;
 use std::rc::Rc;
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
-use support::host::places;
-use support::memory::Memory;
-use support::{Event, Script};
-
-/// Calibrations one after the other, so that they do not disturb each other and memory stays small.
-static ALONE: Mutex<()> = Mutex::new(());
 
 /// Calibrates a scripted machine.
 fn scripted(script: &Script, features: &Features, scratch: &mut [u8]) -> Result<Profile, CalibrateError> {
@@ -37,7 +29,7 @@ fn scratch() -> Memory {
 
 #[test]
 fn a_calibrated_profile_can_be_used_as_it_is() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let mut memory = Memory::heap((64 << 20) / 4096);
     let host = Host::new(&places(1), &mut []).expect("a machine without memory");
     let features = Features::detect();
@@ -80,7 +72,7 @@ fn too_little_scratch_is_refused() {
 /// What lies outside the scratch's whole pages is not touched, and does not count.
 #[test]
 fn scratch_need_not_be_aligned() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let script = script();
     let pages = MIN_SCRATCH as u64 / 4096;
     let mut memory = Memory::heap(pages + 2);
@@ -145,7 +137,7 @@ fn timed_in(
     vector_grants: u64,
     mut time: impl FnMut(bool, bool, u64) -> u64 + 'static,
 ) -> (Profile, u64) {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let script = script();
     script.vector_grants.set(vector_grants);
     let measurements = Rc::new(Cell::new(0));
@@ -285,7 +277,7 @@ fn a_vector_primitive_must_be_worth_its_registers() {
 /// A CPU that has nothing special clears with plain stores and has no bulk.
 #[test]
 fn without_streaming_stores_there_is_no_bulk() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let script = script();
     let profile = scripted(&script, &Features::none(), scratch().bytes()).expect("calibrated");
     assert_eq!((profile.cached, profile.bulk), (Best::only(Primitive::Portable), None));
@@ -297,7 +289,7 @@ fn without_streaming_stores_there_is_no_bulk() {
 /// Whatever is hidden is neither run nor named.
 #[test]
 fn hidden_primitives_are_not_named() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let script = script();
     script.set_clock(|_, reading| reading * 1000);
     let all = Features::detect();
@@ -312,7 +304,7 @@ fn hidden_primitives_are_not_named() {
 #[test]
 fn the_model_is_never_chosen() {
     let script = script();
-    let profile = scripted(&script, &support::features(), scratch().bytes()).expect("calibrated");
+    let profile = scripted(&script, &crate::support::features(), scratch().bytes()).expect("calibrated");
     assert_eq!((profile.cached, profile.bulk), (Best::only(Primitive::Portable), None));
 }
 
@@ -329,7 +321,7 @@ fn without_vector_registers_no_vector_primitive_is_named() {
 /// makes vector primitives the fastest, so that they are chosen and timed again until the grants end.
 #[test]
 fn nothing_is_timed_without_the_registers_it_needs() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let features = Features::detect();
     for grants in [1, 5, 9, 50, 120] {
         let script = script();

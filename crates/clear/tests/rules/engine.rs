@@ -1,13 +1,11 @@
 //! The loop over units: reschedule and cancellation points, what is returned when it ends early, what is counted, and
 //! how it uses the platform's map and vector registers.
 
-mod support;
-
+use crate::support::memory::Memory;
+use crate::support::{BULK, CACHED, Event, PAGE, PROFILE, Script, StopAt, clearer, extent, features, open, span};
 use hugemm_base::{CounterSnapshot, Never, PreemptModel, Zeroed};
 use hugemm_clear::folio::begin_around;
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, ProfileError, StopReason, Unit};
-use support::memory::Memory;
-use support::{BULK, CACHED, Event, PAGE, PROFILE, Script, StopAt, clearer, extent, features, open, span};
 
 fn script(pages: u64) -> Script {
     Script::new(Memory::heap(pages))

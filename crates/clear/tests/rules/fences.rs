@@ -1,13 +1,11 @@
 //! The fence: on every way out of a clear, once per unit; and what becomes visible without it, on a model of a weakly
 //! ordered store buffer and on this machine.
 
-mod support;
-
+use crate::support::memory::Memory;
+use crate::support::{BULK, CACHED, Event, Script, StopAt, clearer, open};
 use hugemm_base::{CounterSnapshot, Never, Unfenced};
 use hugemm_clear::{StopReason, Unit};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use support::memory::Memory;
-use support::{BULK, CACHED, Event, Script, StopAt, clearer, open};
 
 fn script(pages: u64) -> Script {
     Script::new(Memory::heap(pages))
@@ -119,8 +117,8 @@ mod host {
     use super::*;
     use crate::support::host::{cpus, places};
     use crate::support::{PAGE, PROFILE, features};
+    use hugemm_base::barriers::hardware_store_fence;
     use hugemm_base::platform::StoreBuffer;
-    use hugemm_base::store_fence::hardware_store_fence;
     use hugemm_base::{
         Counters, Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, Pfn, PhysMap, PreemptModel, Topology, VirtAddr, Window,
     };

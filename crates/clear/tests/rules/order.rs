@@ -1,13 +1,11 @@
 //! In which order a folio is cleared, as the engine does it: right part, left part, and the five pages around the first
 //! touch last, through the cache.
 
-mod support;
-
+use crate::support::memory::Memory;
+use crate::support::{BULK, CACHED, Event, PAGE, Script, clearer, span};
 use hugemm_base::{Never, PreemptModel, Sweep, VirtAddr};
 use hugemm_clear::folio::{begin_around, touched_page};
 use hugemm_clear::{ClearRequest, Primitive, Unit};
-use support::memory::Memory;
-use support::{BULK, CACHED, Event, PAGE, Script, clearer, span};
 
 /// The parts of a folio of all the memory that is touched at page `touched` first, in the order they were cleared.
 fn trace(script: &Script, touched: u64, unit: u64, request: &ClearRequest) -> Vec<((u64, u64), Sweep, Primitive)> {

@@ -1,21 +1,17 @@
 //! One large clear on several CPUs: who clears what, that everything is cleared once, and what is left when it ends
 //! early.
 
-#![cfg(not(miri))]
-
-mod support;
-
+use crate::support::host::{alone, places};
+use crate::support::memory::Memory;
+use crate::support::{BASE, BULK, Event, PAGE, Script, clearer, extent, span};
 use hugemm_base::{
     Cancel, CancelFlag, Clearing, CpuCx, CpuId, Dirty, Extent, Never, NodeId, PreemptModel, Topology, VirtAddr,
 };
 use hugemm_clear::{Lane, Outcome, ParallelClear, StopReason, Unit};
 use hugemm_host::cpu::{CpuPlace, Host};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use support::host::places;
-use support::memory::Memory;
-use support::{BASE, BULK, Event, PAGE, Script, clearer, extent, span};
 
 /// Pages of a piece.
 const PIECE: u64 = 4096;
@@ -35,8 +31,7 @@ impl Arena {
     }
 
     fn with(memory: impl FnOnce() -> Memory) -> Self {
-        static ALONE: Mutex<()> = Mutex::new(());
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         Arena { memory: memory(), _alone }
     }
 
@@ -219,7 +214,7 @@ fn a_cancelled_clear_leaves_exact_prefixes() {
         let bytes = (pages.end - pages.start) * PAGE;
         let word = u64::from_ne_bytes([byte; 8]);
         // SAFETY: within the memory, initialised; the workers have returned.
-        unsafe { support::memory::words_are(base.add((pages.start * PAGE) as usize), bytes as usize, word) }
+        unsafe { crate::support::memory::words_are(base.add((pages.start * PAGE) as usize), bytes as usize, word) }
     };
     for (done, rest) in progress {
         assert!(zero(&done, 0) && zero(&rest, 0xA5), "{done:?} {rest:?}");

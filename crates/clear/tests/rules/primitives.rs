@@ -5,11 +5,8 @@
 //!
 //! ```text
 //! CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER=rust-lld CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUNNER=qemu-aarch64 \
-//!     cargo test --target aarch64-unknown-linux-musl -p hugemm-clear --test primitives
+//!     cargo test --target aarch64-unknown-linux-musl -p hugemm-clear --test rules primitives
 //! ```
-
-#[cfg(not(miri))]
-mod checks;
 
 use hugemm_clear::features::Features;
 use hugemm_clear::primitive::Primitive;

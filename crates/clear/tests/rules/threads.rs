@@ -1,7 +1,5 @@
 //! Which types may go from thread to thread: all, since what is known of a CPU and what is left of an extent is anybody's
 //! who has it. What may not is the context of the CPU that clears, which is borrowed for the time.
-#![cfg(not(loom))]
-
 use hugemm_clear::features::{CpuIdentity, Vendor};
 use hugemm_clear::parallel::Partly;
 use hugemm_clear::*;

@@ -2,6 +2,8 @@
 
 mod bounds;
 mod less;
+mod model;
+mod stress;
 
 use hugemm_base::inject::{FaultPlan, NoFaults};
 use hugemm_base::{

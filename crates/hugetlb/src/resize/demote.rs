@@ -4,8 +4,7 @@
 //! place of what they had by one store each: 520 frames for 1 GiB, nothing restored and given back again. One flush for
 //! all pages. Where the optimizer is off the descriptors are restored instead.
 
-use super::debts::Debts;
-use super::{Leaving, Resize, ResizeReport, add};
+use super::{Leaving, Resize, ResizeReport, works};
 use crate::group::PoolArena;
 use crate::mapping::DescriptorMap;
 use crate::pool::{HugePool, Nodes, PoolError, State};
@@ -13,7 +12,6 @@ use crate::vmemmap::{Edit, Source, Split, VmemmapOptimizer, Work};
 use hugemm_base::PageSize;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuCx, Extent, Pfn};
 use hugemm_frames::{Env, Frozen, Mobility};
 
@@ -35,7 +33,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         nodes: Nodes,
         pages: u64,
     ) -> Result<ResizeReport, PoolError> {
-        if self.size() != PageSize::Size1G || into.size() != PageSize::Size2M {
+        if self.page_size() != PageSize::Size1G || into.page_size() != PageSize::Size2M {
             return Err(PoolError::NotInPool);
         }
         if pages == 0 {
@@ -48,7 +46,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         }
         let alone = self.begin(cx, optimizer)?;
         let _small_alone = into.begin(cx, optimizer)?;
-        let resize = Resize::new(self, optimizer, alone, nodes, 0);
+        let mut resize = Resize::new(self, optimizer, alone);
         let taken = self.locked(cx, |state| {
             let pages = pages.min(state.available());
             self.dequeue(state.nodes, nodes, pages, Leaving::Persistent, |index, bits| resize.stage(index, bits))
@@ -58,14 +56,16 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         }
         resize.prepare_for_demotion(cx);
         let entered = resize.hand_over(cx, into);
-        let mut report = resize.abandon_staged(cx);
-        (report.entered, report.left) = (entered, entered / (self.size().pages() / into.size().pages()));
+        // What could not be prepared stays.
+        resize.enter(cx, false);
+        let mut report = resize.finish(cx);
+        (report.entered, report.left) = (entered, entered / (self.page_size().pages() / into.page_size().pages()));
         Ok(report)
     }
 
     /// Takes pages over, which the caller owns. How many. Lock.
     fn adopt(&self, state: &mut State<'m>, extent: Extent, zero: bool, is_lean: impl Fn(Pfn) -> bool) -> u64 {
-        let step = self.size().pages();
+        let step = self.page_size().pages();
         let mut pages = 0;
         for at in (extent.base().number()..extent.end().number()).step_by(step as usize) {
             let Some((area, index, bit)) = self.find(Pfn::new(at)) else { continue };
@@ -90,24 +90,22 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     /// Gives the staged pages' blocks a head for every 2 MiB, or (the optimizer being off) all their descriptors; flushes once
     /// and frees what that leaves. Lean pages whose descriptors could not be had stay as they were. Fat ones have them, and can go
     /// with those blocks lean for which there was memory.
-    fn prepare_for_demotion<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.ready.store(false, Ordering::Relaxed);
-        add(&self.tally.batches, 1);
-        let mut debts = Debts::new();
-        for unit in 0..self.units() {
+    fn prepare_for_demotion<P: Cpu>(&mut self, cx: &CpuCx<'_, P>) {
+        self.report.batches += 1;
+        for unit in self.units() {
             let Some((index, group, page)) = self.group_of(unit) else { continue };
             let lean = group.lean.get() & page != 0;
             let whole = |work: Work| Work { heads: u64::MAX, ..work };
             let ready = match (lean, self.optimizer.is_enabled()) {
                 (true, false) => {
-                    let done = self.restore_from(cx, index, group, page, &mut Source::Allocator, &mut debts);
+                    let done = self.restore(cx, index, group, page, &mut Source::Allocator);
                     group.lean.remove_shared(done);
                     done == page
                 }
-                (true, true) => self.works(index, group, page).map(whole).all(|work| {
+                (true, true) => works(self.pool, index, group, page).map(whole).all(|work| {
                     let mut edit = Edit::default();
                     let reshaped = self.optimizer.reshape(cx, &work, &mut edit);
-                    debts.settle(self.optimizer, &work, edit);
+                    self.debts.settle(self.optimizer, &work, edit);
                     reshaped.is_ok()
                 }),
                 // It has all heads that its parts need: what can be given back besides is.
@@ -118,10 +116,11 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                         let swapped = |work: Work| {
                             let mut edit = Edit::default();
                             let split = self.optimizer.split(cx, &work, &mut edit);
-                            debts.settle(self.optimizer, &work, edit);
+                            self.debts.settle(self.optimizer, &work, edit);
                             split == Ok(Split::Swapped)
                         };
-                        if self.works(index, group, page).map(whole).map(swapped).take_while(|done| *done).count() == 0
+                        if works(self.pool, index, group, page).map(whole).map(swapped).take_while(|done| *done).count()
+                            == 0
                         {
                             group.lean.remove_shared(page);
                         }
@@ -133,24 +132,18 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                 group.demoting.add_shared(page);
             }
         }
-        self.pay(cx, &mut debts);
-        for unit in 0..self.units() {
-            if let Some((index, group, page)) = self.group_of(unit) {
-                self.mend(index, group, page);
-            }
-        }
-        self.wait_for_helpers();
-        self.share(cx, debts);
+        self.pay(cx);
+        self.mend_all();
         while self.free_some(cx) {}
     }
 
     /// Gives every prepared page to `into`; how many pages they are there.
     fn hand_over<P: Cpu>(&self, cx: &CpuCx<'_, P>, into: &HugePool<'_, L>) -> u64 {
         let mut entered = 0;
-        for unit in 0..self.units() {
+        for unit in self.units() {
             let Some((index, group, page)) = self.group_of(unit) else { continue };
             let Some(area) = self.pool.area_of(index).filter(|_| group.demoting.get() & page != 0) else { continue };
-            let (size, bit) = (self.pool.size(), page.trailing_zeros().into());
+            let (size, bit) = (self.pool.page_size(), page.trailing_zeros().into());
             // Under both locks: no platform is called, and none unwinds, while the page is in neither pool; nor is poison noted.
             entered += self.pool.locked(cx, |_| {
                 into.locked(cx, |state| {
@@ -168,7 +161,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                     let page =
                         unsafe { Frozen::assume_owned(area.page(size, index, bit), size.order(), Mobility::Movable) };
                     // The new heads' descriptors exist and have been flushed.
-                    match self.optimizer.frames.split(page, into.size().order()) {
+                    match self.optimizer.frames.split(page, into.page_size().order()) {
                         Ok(parts) => into.adopt(state, parts.into_dirty().into_extent(), zero, is_lean),
                         // Pools hold the pages of the optimizer's manager only.
                         Err(page) => {
@@ -180,12 +173,5 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             });
         }
         entered
-    }
-
-    /// Puts what is still staged back and says what was done.
-    fn abandon_staged<P: Cpu>(self, cx: &CpuCx<'_, P>) -> ResizeReport {
-        self.enter(cx, false);
-        self.complete(cx, |_| {});
-        self.report(cx)
     }
 }

@@ -1,74 +1,99 @@
 //! Pages on their way in.
 
-use super::debts::Debts;
-use super::{Direction, Resize, add, get, phase};
+use super::{Resize, ResizeReport, works};
 use crate::group::{GROUP, Group, highest};
 use crate::mapping::DescriptorMap;
-use crate::phases::MOST_UNITS;
+use crate::pool::Nodes;
 use crate::vmemmap::{Edit, Split};
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::Ordering;
 use hugemm_base::{Cancel, CpuCx, NodeId};
 use hugemm_frames::{AllocRequest, Env, Placement};
 
-impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
-    /// Pages that a node is asked for, the nodes that have run dry left out.
-    pub(super) fn quota(&self, node: usize) -> u64 {
-        let dry = get(&self.dry_before);
-        let asked = |node: usize| self.nodes.include(node) && dry >> (node % 64) & 1 == 0;
-        let sharing = (0..self.node_count).filter(|node| asked(*node)).count() as u64;
-        if sharing == 0 || !asked(node) {
-            return 0;
-        }
-        let missing = self.want.saturating_sub(get(&self.tally.allocated));
-        let place = (0..node).filter(|node| asked(*node)).count() as u64;
-        missing / sharing + u64::from(place < missing % sharing)
-    }
+/// What is to come.
+pub(crate) struct Wanted {
+    pub(crate) pages: u64,
+    pub(crate) nodes: Nodes,
+    /// As surplus pages.
+    pub(crate) surplus: bool,
+}
 
-    /// Units of the next allocation phase, as many pages each as a group has; nodes that are dry by now are left out.
-    pub(super) fn alloc_units(&self) -> u64 {
-        self.dry_before.store(get(&self.dry), Ordering::Relaxed);
-        (0..self.node_count).map(|node| self.quota(node).div_ceil(GROUP)).sum::<u64>().min(MOST_UNITS)
-    }
+/// What a first pass over blocks found.
+#[derive(Default)]
+struct FirstPass {
+    /// A table awaits its second pass.
+    ready: bool,
+    /// A block could not be edited for want of memory.
+    starved: bool,
+}
 
-    pub(super) fn alloc<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, unit: u64, cancel: &impl Cancel) {
-        // Quotas do not change within the phase: `allocated` is counted at its end.
-        let mut unit = unit;
-        for node in 0..self.node_count {
-            let quota = self.quota(node);
-            let units = quota.div_ceil(GROUP);
-            if unit >= units {
-                unit -= units;
-                continue;
+impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
+    /// Allocates, prepares and enqueues pages. What memory was missing for is tried again when some has come back.
+    pub(crate) fn grow<P: Cpu>(mut self, cx: &mut CpuCx<'_, P>, wanted: Wanted, cancel: &impl Cancel) -> ResizeReport {
+        let want = wanted.pages.min(self.pool.most());
+        let mut may_sacrifice = self.per_group() == 1 && self.optimizer.policy.swap;
+        loop {
+            self.alloc(cx, want, wanted.nodes, cancel);
+            if self.staged() == 0 || !self.optimizer.is_enabled() {
+                break;
             }
-            for _ in 0..(quota - unit * GROUP).min(GROUP) {
-                if get(&self.dry) >> (node % 64) & 1 != 0 {
-                    return;
+            let progress = loop {
+                let before = self.progress();
+                let starved = self.prepare(cx, cancel);
+                let progress = self.progress() > before;
+                let again = starved && (progress || core::mem::take(&mut may_sacrifice) && self.sacrifice(cx));
+                if !again {
+                    break progress;
                 }
-                if self.stopped.load(Ordering::Relaxed) || cx.cancelled(cancel) {
-                    self.stopped.store(true, Ordering::Relaxed);
-                    return;
-                }
-                if !self.alloc_page(cx, node) {
-                    return;
+            };
+            // What was given back may be what is missing.
+            if !progress || self.staged() >= want || self.report.cancelled {
+                break;
+            }
+        }
+        (self.report.entered, self.report.lean) = self.enter(cx, wanted.surplus);
+        self.finish(cx)
+    }
+
+    /// Allocates until `want` pages are staged: evenly from the nodes, and what one has not from the others.
+    fn alloc<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>, want: u64, nodes: Nodes, cancel: &impl Cancel) {
+        let count = self.pool.nodes(cx) as usize;
+        // Nodes, modulo 64, that have no more.
+        let mut dry = 0_u64;
+        loop {
+            let before = dry;
+            let asked = |node: &usize| nodes.include(*node) && before >> (node % 64) & 1 == 0;
+            let sharing = (0..count).filter(asked).count() as u64;
+            let missing = want.saturating_sub(self.staged());
+            if sharing == 0 || missing == 0 {
+                return;
+            }
+            for (place, node) in (0..).zip((0..count).filter(asked)) {
+                let quota = missing / sharing + u64::from(place < missing % sharing);
+                for page in 0..quota {
+                    if page % GROUP == 0 {
+                        self.pause(cx, cancel);
+                    }
+                    self.report.cancelled = self.report.cancelled || cx.cancelled(cancel);
+                    if self.report.cancelled {
+                        return;
+                    }
+                    if !self.alloc_page(cx, node, count) {
+                        dry |= 1 << (node % 64);
+                        break;
+                    }
                 }
             }
-            return;
         }
     }
 
-    pub(super) fn alloc_page<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: usize) -> bool {
-        let from = if self.node_count == 1 { Placement::Local } else { Placement::Only(NodeId(node as u32)) };
-        let request = AllocRequest::order(self.pool.size().order()).movable().from(from);
-        let Ok(page) = self.optimizer.frames.alloc(cx, request) else {
-            self.dry_out(node);
-            return false;
-        };
+    fn alloc_page<P: Cpu>(&mut self, cx: &CpuCx<'_, P>, node: usize, nodes: usize) -> bool {
+        let from = if nodes == 1 { Placement::Local } else { Placement::Only(NodeId(node as u32)) };
+        let request = AllocRequest::order(self.pool.page_size().order()).movable().from(from);
+        let Ok(page) = self.optimizer.frames.alloc(cx, request) else { return false };
         let Some((_, index, bit)) = self.pool.find(page.pfn()) else {
             // Memory that is in no area is not for the pool.
             self.optimizer.frames.free(cx, page);
-            self.dry_out(node);
             return false;
         };
         if page.is_zero()
@@ -82,21 +107,39 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         true
     }
 
-    pub(super) fn dry_out(&self, node: usize) {
-        // Relaxed: read between phases.
-        self.dry.fetch_or(1 << (node % 64), Ordering::Relaxed);
+    /// Gives back what the staged pages' descriptors can do without: one batch, with at most two flushes. Whether memory for it was
+    /// missing.
+    fn prepare<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>, cancel: &impl Cancel) -> bool {
+        self.report.batches += 1;
+        let mut pass = FirstPass::default();
+        for unit in self.units() {
+            let Some((index, group, pages)) = self.group_of(unit) else { continue };
+            self.split(cx, index, group, pages, &mut pass);
+            self.pause(cx, cancel);
+        }
+        self.pay(cx);
+        if pass.ready {
+            for unit in self.units() {
+                let Some((index, group, pages)) = self.group_of(unit) else { continue };
+                for work in works(self.pool, index, group, pages & group.lean.get()) {
+                    let mut edit = Edit::default();
+                    self.optimizer.remap(cx, &work, &mut edit);
+                    self.debts.settle(self.optimizer, &work, edit);
+                }
+                self.pause(cx, cancel);
+            }
+            self.pay(cx);
+        }
+        self.mend_all();
+        while self.free_some(cx) {
+            self.pause(cx, cancel);
+        }
+        pass.starved
     }
 
-    pub(super) fn split<P: Cpu>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        index: usize,
-        group: &Group,
-        staged: u64,
-        debts: &mut Debts<'e, V>,
-    ) {
+    fn split<P: Cpu>(&mut self, cx: &CpuCx<'_, P>, index: usize, group: &Group, staged: u64, pass: &mut FirstPass) {
         let fresh = if self.per_group() == 1 { staged & !group.lean.get() } else { staged };
-        if fresh == 0 || (self.per_group() == 1 && self.starved.load(Ordering::Relaxed)) {
+        if fresh == 0 || (self.per_group() == 1 && pass.starved) {
             return;
         }
         // Before any entry changes: should the edits end by a panic, whoever takes the page over restores it. A page that is
@@ -104,119 +147,39 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         let before = group.lean.get();
         group.lean.add_shared(fresh);
         let mut any = false;
-        for work in self.works(index, group, fresh) {
+        for work in works(self.pool, index, group, fresh) {
             let mut edit = Edit::default();
             match self.optimizer.split(cx, &work, &mut edit) {
                 Ok(Split::Swapped) => any = true,
-                Ok(Split::Ready) => {
-                    any = true;
-                    self.ready.store(true, Ordering::Relaxed);
-                }
+                Ok(Split::Ready) => (any, pass.ready) = (true, true),
                 Ok(Split::Refused) => {}
                 // The first one stops the pass; what has been split goes on.
-                Err(_) => self.starved.store(true, Ordering::Relaxed),
+                Err(_) => pass.starved = true,
             }
-            debts.settle(self.optimizer, &work, edit);
+            self.debts.settle(self.optimizer, &work, edit);
         }
         if !any {
             group.lean.remove_shared(fresh & !before);
         }
     }
 
-    pub(super) fn remap<P: Cpu>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        index: usize,
-        group: &Group,
-        staged: u64,
-        debts: &mut Debts<'e, V>,
-    ) {
-        for work in self.works(index, group, staged & group.lean.get()) {
-            let mut edit = Edit::default();
-            self.optimizer.remap(cx, &work, &mut edit);
-            debts.settle(self.optimizer, &work, edit);
-        }
-    }
-
-    pub(super) fn after_alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        let allocated = self.staged();
-        self.tally.allocated.store(allocated, Ordering::Relaxed);
-        // Others may have what a dry node has not.
-        if allocated < self.want && !self.stopped.load(Ordering::Relaxed) {
-            match self.alloc_units() {
-                0 => {}
-                units => return self.phases.open(phase::ALLOC, units),
-            }
-        }
-        if allocated == 0 || !self.optimizer.is_enabled() {
-            return self.enqueue(cx);
-        }
-        self.begin_batch();
-        self.phases.open(if self.pagewise() { phase::PAGEWISE } else { phase::SPLIT }, self.units());
-    }
-
-    pub(super) fn after_grow<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        let progress = self.progress() > get(&self.mark);
-        let starved = self.starved.load(Ordering::Relaxed);
-        let short = self.want > get(&self.tally.allocated) && !self.stopped.load(Ordering::Relaxed);
-        if starved && progress && !self.pagewise() {
-            self.begin_batch();
-            return self.phases.open(phase::SPLIT, self.units());
-        }
-        if starved && !self.pagewise() && self.sacrifice(cx) {
-            self.begin_batch();
-            return self.phases.open(phase::SPLIT, self.units());
-        }
-        if short && progress {
-            // What the optimizer gave back may be what is missing.
-            self.dry.store(0, Ordering::Relaxed);
-            self.mark.store(self.progress(), Ordering::Relaxed);
-            match self.alloc_units() {
-                0 => {}
-                units => return self.phases.open(phase::ALLOC, units),
-            }
-        }
-        self.enqueue(cx);
-    }
-
     /// Memory is out to the last frame, so that no table can be made: one page goes, and is got back when the others have
-    /// paid for it, as the first block that is swapped does. So there must be such a block. Once.
-    pub(super) fn sacrifice<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
-        if get(&self.tally.sacrificed) != 0 || self.per_group() != 1 || !self.optimizer.policy.swap {
-            return false;
-        }
-        let fat =
-            |index: u64| self.pool.group(index as usize).map_or(0, |group| group.staged.get() & !group.lean.get());
-        let groups = || get(&self.low)..=get(&self.high);
-        let whole = groups().filter(|index| fat(*index) == u64::MAX).count();
+    /// paid for it, as the first block that is swapped does. So there must be such a block.
+    fn sacrifice<P: Cpu>(&mut self, cx: &CpuCx<'_, P>) -> bool {
+        let pool = self.pool;
+        let fat = |index: &usize| pool.group(*index).map_or(0, |group| group.staged.get() & !group.lean.get());
+        let groups = self.groups.clone();
+        let whole = groups.clone().filter(|index| fat(index) == u64::MAX).count();
         // Preferably one of a block that is not whole anyway.
-        let victim = groups().rfind(|index| !matches!(fat(*index), 0 | u64::MAX));
-        let victim = victim.or_else(|| groups().rfind(|index| fat(*index) != 0 && whole > 1));
-        let Some((index, group)) = victim.and_then(|index| Some((index, self.pool.group(index as usize)?))) else {
-            return false;
-        };
+        let victim = groups.clone().rfind(|index| !matches!(fat(index), 0 | u64::MAX));
+        let victim = victim.or_else(|| groups.clone().rfind(|index| fat(index) != 0 && whole > 1));
+        let Some((index, group)) = victim.and_then(|index| Some((index, pool.group(index)?))) else { return false };
         if whole == 0 {
             return false;
         }
-        add(&self.tally.sacrificed, 1);
-        self.free_pages(cx, index as usize, group, highest(fat(index), 1));
+        self.free_pages(cx, index, group, highest(fat(&index), 1));
         // It has not left the pool, in which it never was.
-        self.tally.gone.fetch_sub(1, Ordering::Relaxed);
-        self.tally.allocated.fetch_sub(1, Ordering::Relaxed);
+        self.report.left -= 1;
         true
-    }
-
-    /// All staged pages enter the pool: one lock round.
-    pub(super) fn enqueue<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        if self.direction == Direction::Boot {
-            for index in get(&self.low) as usize..=get(&self.high) as usize {
-                if let Some(group) = self.pool.group(index) {
-                    self.free_pages(cx, index, group, group.staged.get() & !group.lean.get());
-                }
-            }
-        }
-        let surplus = self.direction == Direction::Grow { surplus: true };
-        let (entered, lean) = self.enter(cx, surplus);
-        self.complete(cx, |report| (report.entered, report.lean) = (entered, lean));
     }
 }

@@ -19,7 +19,7 @@ pub struct ResizeReport {
     pub taken_frames: u64,
     /// Flushes.
     pub flushes: u64,
-    /// How often the phases between `alloc` and `free`, or `restore` and `free`, were gone through.
+    /// How often the steps between allocating and freeing, or restoring and freeing, were gone through.
     pub batches: u64,
     /// Pages from which frames for descriptors were carved.
     pub carved: u64,

@@ -98,13 +98,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
                 self.tail(cx, work.node)?;
                 Ok(Split::Ready)
             }
-            // Descriptors that were never there: a pool made at boot.
-            Mapped::Absent if whole => {
-                let table = self.lean_table(cx, work, edit)?;
-                self.set(cx, work.block, Mapped::Table(table), edit);
-                Ok(Split::Swapped)
-            }
-            Mapped::Absent => Err(AllocError::OutOfMemory),
+            Mapped::Absent => Ok(Split::Refused),
         }
     }
 

@@ -2,17 +2,17 @@
 
 use crate::support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as, with_pool};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{CpuCx, Never, PageSize, Pfn};
-use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError, Resize};
+use hugemm_base::{PageSize, Pfn};
+use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError};
 use hugemm_threads::Random;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const POLICIES: [OptimizerPolicy; 4] = [
-    OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true },
-    OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: false },
-    OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: false },
-    OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
+    OptimizerPolicy { swap: true, carve: true },
+    OptimizerPolicy { swap: true, carve: false },
+    OptimizerPolicy { swap: false, carve: false },
+    OptimizerPolicy { swap: false, carve: true },
 ];
 
 fn everything_is_somewhere(m: &Machine<'_, Faults>, used: u64) {
@@ -30,7 +30,6 @@ fn heads_can_be_written(m: &Machine<'_, Faults>, pool: &HugePool<'_>) {
 fn run(
     m: &Machine<'_, Faults>,
     pool: &HugePool<'_>,
-    flush: FlushPolicy,
     steps: &[u64],
     mut armed: impl FnMut(usize),
     mut after: impl FnMut(usize, u64),
@@ -41,10 +40,8 @@ fn run(
         let failed = m.frames.env().inject.disarm();
         heads_can_be_written(m, pool);
         // Flushes are two per batch up and one per batch down, and one for what is carved, whatever failed.
-        if flush == FlushPolicy::Batch {
-            let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
-            assert!(report.flushes <= most, "{report:?}");
-        }
+        let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
+        assert!(report.flushes <= most, "{report:?}");
         after(step, failed);
     }
 }
@@ -69,7 +66,6 @@ fn every_allocation_of_a_resize_can_fail() {
                         run(
                             m,
                             &pool,
-                            policy.flush,
                             &steps,
                             |step| {
                                 if step == target {
@@ -362,7 +358,7 @@ fn a_page_that_does_not_dissolve_counts_as_before() {
     }
 }
 
-/// 100 random resizes with faults, on several CPUs, while walkers look at any frame and try to get references.
+/// 100 random resizes with faults while walkers look at any frame and try to get references.
 /// A store into a shared tail would end the process; a wrong reference would show as a frame that is freed twice.
 #[test]
 fn walkers_look_on_while_pools_are_resized_at_random() {
@@ -433,20 +429,7 @@ fn walkers_look_on(m: &Machine<'_, Faults>) {
                             let _ = small.dissolve(&mut cx, &m.optimizer, page);
                         }
                     }
-                    _ => {
-                        let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
-                            std::thread::scope(|s| {
-                                for cpu in 1..3 {
-                                    s.spawn(move || {
-                                        run_as(cpu);
-                                        resize.work(&mut m.threads.cx(), &Never);
-                                    });
-                                }
-                                resize.work(cx, &Never);
-                            })
-                        };
-                        let _ = small.resize(&mut cx, &m.optimizer, dice(600), Nodes::All, share).expect("idle");
-                    }
+                    _ => _ = m.set(&small, dice(600)),
                 }
                 faults.disarm();
                 assert!(small.is_consistent(&cx) && large.is_consistent(&cx), "cycle {cycle}");

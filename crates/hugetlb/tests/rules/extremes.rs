@@ -2,7 +2,7 @@
 
 use crate::support::{Shape, machine};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{Extent, Never, NodeId, Order, PageSize, Pfn};
+use hugemm_base::{Never, NodeId, PageSize, Pfn};
 use hugemm_hugetlb::{HugePage, HugePageCounts, Nodes, PoolError};
 
 const NUMBERS: [u64; 7] = [1, 1 << 20, 1 << 40, 1 << 52, 1 << 63, u64::MAX - 1, u64::MAX];
@@ -37,7 +37,7 @@ fn a_pool_asked_for_anything() {
                 assert!(pool.take(&cx, Nodes::Only(node), false).is_err());
                 for nodes in [Nodes::Only(node), Nodes::All] {
                     // As many as there is memory for.
-                    let report = pool.set_size(&mut cx, &m.optimizer, number, nodes, &Never).expect("idle");
+                    let report = pool.resize(&mut cx, &m.optimizer, number, nodes, &Never).expect("idle");
                     assert!(report.entered < spans * 64, "{report:?}");
                 }
                 // SAFETY: it goes nowhere, unless a pool takes it for one of its own.
@@ -45,9 +45,6 @@ fn a_pool_asked_for_anything() {
                 let (stray, error) = pool.put(&cx, stray, true).expect_err("not its own");
                 assert_eq!(error, PoolError::NotInPool);
                 let _ = stray.extent();
-            }
-            for extent in [Extent::block(Pfn::LIMIT, Order::ZERO), Extent::new(Pfn::new(0), 1 << 40).expect("all")] {
-                pool.fill_at_boot(&mut cx, &m.optimizer, extent).expect("idle");
             }
             pool.set_overcommit(&cx, 0);
             m.set(&pool, 0);

@@ -4,10 +4,8 @@ use crate::support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CancelFlag, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
-use hugemm_hugetlb::{DescriptorMap, FlushPolicy, Mapped, Nodes, OptimizerPolicy};
+use hugemm_hugetlb::{DescriptorMap, Mapped, Nodes, OptimizerPolicy};
 use std::sync::atomic::{AtomicBool, Ordering};
-
-const OLD_WAY: OptimizerPolicy = OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: false };
 
 /// Every frame is free, a descriptor's, or shared; `used` are somewhere else.
 fn assert_nothing_is_lost(m: &Machine<'_, NoFaults>, used: u64) {
@@ -29,13 +27,13 @@ fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         let used = occupy_the_first_span(m);
         let before = m.free_frames();
-        let up = pool.set_size(&mut cx, &m.optimizer, 256, Nodes::All, &Never).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, 256, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean, up.flushes, up.batches), (256, 256, 1, 1));
         assert_eq!((up.freed_frames, up.taken_frames), (4 * 512, 4 * 65));
         assert_eq!(before - m.free_frames(), 256 * 512 - 4 * (512 - 65) + 1);
         assert_eq!(pool.lean_pages(), 256);
         assert_nothing_is_lost(m, used + 256 * 512);
-        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
         assert_eq!((down.left, down.flushes, down.batches, down.lent), (256, 1, 1, 0));
         assert_eq!(m.free_frames(), before - 1, "all but the shared page");
         assert!(pool.is_consistent(&cx));
@@ -54,7 +52,7 @@ fn a_whole_block_is_swapped_when_free_memory_is_in_single_frames() {
             // SAFETY: of the first span, which was occupied just now.
             m.frames.free_extent(&cx, unsafe { Dirty::assume_owned(extent(frame, 1)) });
         }
-        let up = pool.set_size(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean, up.flushes, up.batches), (64, 64, 1, 1), "{up:?}");
         assert_eq!((up.freed_frames, up.taken_frames), (512, 65));
         assert_nothing_is_lost(m, used - 80 + 64 * 512);
@@ -67,14 +65,14 @@ fn parts_of_blocks_take_two_flushes_and_keep_one_of_eight_frames() {
     for breaks in [false, true] {
         with_pool(&Shape { breaks, ..Shape::spans(3) }, NoFaults, |m, pool, mut cx| {
             let used = occupy_the_first_span(m);
-            let up = pool.set_size(&mut cx, &m.optimizer, 40, Nodes::All, &Never).expect("idle");
+            let up = pool.resize(&mut cx, &m.optimizer, 40, Nodes::All, &Never).expect("idle");
             assert_eq!((up.entered, up.lean, up.flushes, up.batches), (40, 40, 2, 1));
             assert_eq!((up.freed_frames, up.taken_frames), (40 * 8, 1 + 40));
             // The same block again: its table is there.
-            let more = pool.set_size(&mut cx, &m.optimizer, 60, Nodes::All, &Never).expect("idle");
+            let more = pool.resize(&mut cx, &m.optimizer, 60, Nodes::All, &Never).expect("idle");
             assert_eq!((more.entered, more.lean, more.flushes, more.taken_frames), (20, 20, 1, 20));
             assert_nothing_is_lost(m, used + 60 * 512);
-            let down = pool.set_size(&mut cx, &m.optimizer, 1, Nodes::All, &Never).expect("idle");
+            let down = pool.resize(&mut cx, &m.optimizer, 1, Nodes::All, &Never).expect("idle");
             assert_eq!((down.left, down.flushes), (59, 1));
             assert_eq!(down.taken_frames, 59 * 7);
             assert_nothing_is_lost(m, used + 512);
@@ -90,12 +88,12 @@ fn a_1_gib_page_keeps_one_head_and_one_table() {
             let mut memory = m.pool_memory(PageSize::Size1G);
             let (pool, mut cx) = (memory.pool(), m.threads.cx());
             let before = m.free_frames();
-            let up = pool.set_size(&mut cx, &m.optimizer, 2, Nodes::All, &Never).expect("idle");
+            let up = pool.resize(&mut cx, &m.optimizer, 2, Nodes::All, &Never).expect("idle");
             assert_eq!((up.entered, up.lean, up.flushes), (2, 2, 1));
             assert_eq!((up.freed_frames, up.taken_frames), (2 * 4096, 2 * 2));
             assert_eq!(m.optimizer.shared_frames(), 2, "a page and a table of it");
             assert_nothing_is_lost(m, 2 << 18);
-            let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+            let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
             assert_eq!((down.left, down.flushes, down.taken_frames), (2, 1, 2 * 4096));
             assert_eq!(m.free_frames(), before - 2);
         });
@@ -103,25 +101,17 @@ fn a_1_gib_page_keeps_one_head_and_one_table() {
 }
 
 #[test]
-fn flushes_do_not_grow_with_the_number_of_pages_and_the_old_way_s_do() {
+fn flushes_do_not_grow_with_the_number_of_pages() {
     for policy in [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }] {
         for pages in [1, 7, 64, 100, 300] {
             with_pool(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m, pool, mut cx| {
-                let up = pool.set_size(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle");
+                let up = pool.resize(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle");
                 assert!(up.entered == pages && up.batches == 1 && up.flushes <= 2, "{up:?}");
-                let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+                let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
                 assert!(down.left == pages && down.batches == 1 && down.flushes == 1, "{down:?}");
             });
         }
     }
-    with_pool(&Shape { policy: OLD_WAY, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
-        let used = occupy_the_first_span(m);
-        let up = pool.set_size(&mut cx, &m.optimizer, 100, Nodes::All, &Never).expect("idle");
-        assert_eq!((up.entered, up.lean, up.flushes), (100, 100, 100 + 2), "one each, and one for each split");
-        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
-        assert_eq!((down.left, down.flushes), (100, 100));
-        assert_nothing_is_lost(m, used);
-    });
 }
 
 #[test]
@@ -129,15 +119,15 @@ fn the_optimization_can_be_switched_while_pages_are_in_the_pool() {
     with_pool(&Shape::spans(4), NoFaults, |m, pool, mut cx| {
         let used = occupy_the_first_span(m);
         m.optimizer.set_enabled(false);
-        let up = pool.set_size(&mut cx, &m.optimizer, 30, Nodes::All, &Never).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, 30, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean, up.flushes, up.freed_frames), (30, 0, 0, 0));
         m.optimizer.set_enabled(true);
-        let up = pool.set_size(&mut cx, &m.optimizer, 100, Nodes::All, &Never).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, 100, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean, up.flushes), (70, 70, 2));
         m.optimizer.set_enabled(false);
         assert_eq!(pool.lean_pages(), 70);
         assert_eq!(pool.pages().filter(|(_, lean)| *lean).count(), 70);
-        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
         assert_eq!((down.left, down.flushes), (100, 1));
         assert_nothing_is_lost(m, used);
     });
@@ -150,9 +140,9 @@ fn a_block_is_whole_again_after_all_of_it_has_left() {
         let block = VirtAddr::new(ORIGIN + (BASE + SPAN) * 64);
         let before = m.map.mapped(block);
         assert!(matches!(before, Mapped::Whole(_)));
-        pool.set_size(&mut cx, &m.optimizer, 128, Nodes::All, &Never).expect("idle");
+        pool.resize(&mut cx, &m.optimizer, 128, Nodes::All, &Never).expect("idle");
         assert!(matches!(m.map.mapped(block), Mapped::Table(_)));
-        pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
         assert!(matches!(m.map.mapped(block), Mapped::Whole(_)));
         // Heads can be written again, each of them.
         for frame in (BASE + SPAN..BASE + 2 * SPAN).step_by(512) {
@@ -173,60 +163,10 @@ fn an_area_without_descriptors_is_never_optimized() {
         let pool: hugemm_hugetlb::HugePool<'_> =
             hugemm_hugetlb::HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
         let mut cx = m.threads.cx();
-        let up = pool.set_size(&mut cx, &m.optimizer, 70, Nodes::All, &Never).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, 70, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean, up.flushes, up.freed_frames), (70, 0, 0, 0));
-        assert_eq!(pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 70);
+        assert_eq!(pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 70);
     });
-}
-
-/// 128 MiB of a boot pool cost 65 frames of descriptors, and never cost 512.
-#[test]
-fn a_pool_made_at_boot_never_has_tails() {
-    for (size, pages, frames) in [(PageSize::Size2M, 8 * 64, 8 * 65), (PageSize::Size1G, 1, 2)] {
-        machine(&Shape { absent: 8, ..Shape::spans(16) }, NoFaults, |m| {
-            let mut memory = m.pool_memory(size);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
-            let (before, described) = (m.free_frames(), m.descriptor_frames());
-            let boot = extent(BASE + 8 * SPAN, 8 * SPAN);
-            let up = pool.fill_at_boot(&mut cx, &m.optimizer, boot).expect("idle");
-            assert_eq!((up.entered, up.lean, up.freed_frames, up.taken_frames), (pages, pages, 0, frames));
-            assert_eq!(m.descriptor_frames() - described, frames);
-            assert_eq!(before - m.free_frames(), 8 * SPAN + frames + m.optimizer.shared_frames());
-            // They can leave like any other, and their heads can be written.
-            let page = pool.take(&cx, Nodes::All, false).expect("free");
-            // SAFETY: the head of a page in hand.
-            unsafe { m.frames.descriptor_at(page.extent().base()) }.expect("managed").store(3, 7);
-            pool.put(&cx, page, false).expect("its own");
-            let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
-            assert_eq!((down.left, down.flushes), (pages, 1));
-            assert!(pool.is_consistent(&cx));
-        });
-    }
-}
-
-/// What is not a whole group, or a whole page of 1 GiB, is left out at boot.
-#[test]
-fn a_boot_pool_is_of_whole_groups() {
-    for (size, skip, pages) in [(PageSize::Size2M, 512, 2 * 64), (PageSize::Size1G, SPAN, 1)] {
-        machine(&Shape { absent: 16, ..Shape::spans(24) }, NoFaults, |m| {
-            let mut memory = m.pool_memory(size);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
-            let whole = pages * size.pages();
-            // From a bit behind one boundary to a bit before another.
-            let (step, from) = (if size == PageSize::Size2M { SPAN } else { size.pages() }, BASE + 8 * SPAN);
-            assert!(from.is_multiple_of(step));
-            let odd = extent(from - step + skip, step - skip + whole + step - skip);
-            let odd = odd.slice(0, odd.pages().min(m.all.end().number() - odd.base().number()));
-            let up = pool.fill_at_boot(&mut cx, &m.optimizer, odd).expect("idle");
-            assert_eq!((up.entered, up.lean), (pages, pages));
-            assert_eq!(pool.pages().map(|(pfn, _)| pfn.number()).min(), Some(from));
-            assert!(pool.is_consistent(&cx));
-            // To the last frame, and no further.
-            let rest = extent(from + whole, m.all.end().number() - from - whole);
-            let up = pool.fill_at_boot(&mut cx, &m.optimizer, rest).expect("idle");
-            assert_eq!(up.entered, rest.pages() / size.pages());
-        });
-    }
 }
 
 /// Fat, the pages and their descriptors do not fit; lean, they do.
@@ -237,13 +177,13 @@ fn a_request_that_fits_only_with_the_savings_succeeds() {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         m.optimizer.set_enabled(false);
-        pool.set_size(&mut cx, &m.optimizer, u64::MAX >> 20, Nodes::All, &Never).expect("idle").entered
+        pool.resize(&mut cx, &m.optimizer, u64::MAX >> 20, Nodes::All, &Never).expect("idle").entered
     });
     with_pool(&Shape::spans(spans), NoFaults, |m, pool, mut cx| {
-        let up = pool.set_size(&mut cx, &m.optimizer, fat + 30, Nodes::All, &Never).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, fat + 30, Nodes::All, &Never).expect("idle");
         assert_eq!(up.entered, fat + 30, "{up:?}");
         assert!(pool.is_consistent(&cx));
-        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
         assert_eq!(down.left, fat + 30, "{down:?}");
         assert_nothing_is_lost(m, 0);
     });
@@ -256,7 +196,7 @@ fn shrinking_never_fails() {
         machine(&Shape { stale: spans == 6, ..Shape::spans(spans) }, NoFaults, |m| {
             let mut memory = m.pool_memory(size);
             let (pool, mut cx) = (memory.pool(), m.threads.cx());
-            let up = pool.set_size(&mut cx, &m.optimizer, u64::MAX >> 20, Nodes::All, &Never).expect("idle");
+            let up = pool.resize(&mut cx, &m.optimizer, u64::MAX >> 20, Nodes::All, &Never).expect("idle");
             let mut used = Vec::new();
             for order in (0..=18).rev() {
                 while let Ok(block) = m.frames.alloc(&cx, AllocRequest::order(Order::new(order).expect("valid"))) {
@@ -264,7 +204,7 @@ fn shrinking_never_fails() {
                 }
             }
             assert_eq!(m.free_frames(), 0);
-            let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+            let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
             assert_eq!((down.left, down.lent), (up.entered, 0), "{down:?}");
             assert!(down.carved >= 1 && down.flushes <= 1 + 2 * down.carved, "{down:?}");
             for block in used {
@@ -272,7 +212,7 @@ fn shrinking_never_fails() {
             }
             assert_nothing_is_lost(m, 0);
             // What was carved is given back when the optimizer comes again.
-            let again = pool.set_size(&mut cx, &m.optimizer, up.entered / 2, Nodes::All, &Never).expect("idle");
+            let again = pool.resize(&mut cx, &m.optimizer, up.entered / 2, Nodes::All, &Never).expect("idle");
             assert_eq!(again.entered, up.entered / 2);
             assert!(pool.is_consistent(&cx));
         });
@@ -287,14 +227,14 @@ fn without_carving_pages_that_cannot_be_restored_become_surplus() {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         occupy_the_first_span(m);
-        let up = pool.set_size(&mut cx, &m.optimizer, 320, Nodes::All, &Never).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, 320, Nodes::All, &Never).expect("idle");
         let mut used = Vec::new();
         for order in (0..=9).rev() {
             while let Ok(block) = m.frames.alloc(&cx, AllocRequest::order(Order::new(order).expect("valid"))) {
                 used.push(block);
             }
         }
-        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
         assert_eq!((down.left, down.lent), (0, up.entered));
         let counts = pool.counts(&cx).counts;
         assert_eq!((counts.total, counts.surplus, counts.free), (up.entered, up.entered, up.entered));
@@ -314,7 +254,7 @@ fn a_cancelled_resize_keeps_what_it_has() {
     with_pool(&Shape::spans(6), NoFaults, |m, pool, mut cx| {
         let flag = CancelFlag::new();
         flag.raise();
-        let up = pool.set_size(&mut cx, &m.optimizer, 100, Nodes::All, &flag).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, 100, Nodes::All, &flag).expect("idle");
         assert!(up.cancelled && up.entered == 0);
         // Asked to stop after the first unit.
         struct After(std::cell::Cell<u32>);
@@ -324,14 +264,14 @@ fn a_cancelled_resize_keeps_what_it_has() {
                 self.0.get() == 0
             }
         }
-        let up = pool.set_size(&mut cx, &m.optimizer, 300, Nodes::All, &After(90.into())).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, 300, Nodes::All, &After(90.into())).expect("idle");
         assert!(up.cancelled && up.entered > 0 && up.entered < 300, "{up:?}");
         assert_eq!(up.lean, up.entered, "prepared wholly");
         assert!(pool.is_consistent(&cx));
-        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &flag).expect("idle");
+        let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &flag).expect("idle");
         assert!(down.cancelled && down.left == 0);
         assert_eq!(pool.counts(&cx).counts.persistent(), up.entered);
-        assert_eq!(pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, up.entered);
+        assert_eq!(pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, up.entered);
     });
 }
 
@@ -340,7 +280,7 @@ fn a_cancelled_resize_keeps_what_it_has() {
 fn a_tail_is_read_only_and_explained() {
     with_pool(&Shape::spans(3), NoFaults, |m, pool, mut cx| {
         occupy_the_first_span(m);
-        pool.set_size(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
+        pool.resize(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
         let head = pool.pages().next().expect("64").0;
         let at = |frame: u64| VirtAddr::new(ORIGIN + frame * 64);
         assert_eq!(m.optimizer.explain(at(0), at(head.number())), None, "heads are writable");
@@ -356,21 +296,21 @@ fn a_tail_is_read_only_and_explained() {
 #[test]
 fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
     with_pool(&Shape { nodes: vec![4, 4], ..Shape::spans(0) }, NoFaults, |m, pool, mut cx| {
-        let up = pool.set_size(&mut cx, &m.optimizer, 201, Nodes::All, &Never).expect("idle");
+        let up = pool.resize(&mut cx, &m.optimizer, 201, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean), (201, 201));
         let on = |cx: &_, node| pool.node_counts(cx, NodeId(node)).total;
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 100));
         assert_eq!(m.optimizer.shared_frames(), 2);
         // Only one node's part.
-        pool.set_size(&mut cx, &m.optimizer, 20, Nodes::Only(NodeId(1)), &Never).expect("idle");
+        pool.resize(&mut cx, &m.optimizer, 20, Nodes::Only(NodeId(1)), &Never).expect("idle");
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 20));
-        pool.set_size(&mut cx, &m.optimizer, 150, Nodes::Only(NodeId(1)), &Never).expect("idle");
+        pool.resize(&mut cx, &m.optimizer, 150, Nodes::Only(NodeId(1)), &Never).expect("idle");
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 150));
         // A node that runs dry does not stop the other.
-        let more = pool.set_size(&mut cx, &m.optimizer, 450, Nodes::All, &Never).expect("idle");
+        let more = pool.resize(&mut cx, &m.optimizer, 450, Nodes::All, &Never).expect("idle");
         assert!(more.entered == 199 && on(&cx, 1) > 200, "{more:?} {} {}", on(&cx, 0), on(&cx, 1));
         assert!(pool.is_consistent(&cx));
-        assert_eq!(pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 450);
+        assert_eq!(pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 450);
         assert_nothing_is_lost(m, 0);
     });
 }
@@ -416,21 +356,19 @@ fn descriptors(m: &Machine<'_, NoFaults>) -> impl Iterator<Item = Pfn> {
 /// that CPU is at it.
 #[test]
 fn entries_that_break_first_are_made_by_whoever_needs_them() {
-    let policies = [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }, OLD_WAY];
+    let policies = [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }];
     for policy in policies {
         with_pool(&Shape { breaks: true, policy, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
             occupy_the_first_span(m);
             let mut resize = |pages| {
-                beside_a_looker(m, || pool.set_size(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle"))
+                beside_a_looker(m, || pool.resize(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle"))
             };
             let (up, helped) = resize(100);
             assert_eq!((up.entered, up.lean, helped.min(1)), (100, 100, 1));
             let (down, helped) = resize(0);
             assert_eq!((down.left, helped.min(1)), (100, 1));
             assert!(descriptors(m).all(|frame| m.walk(frame).is_some_and(|leaf| leaf.writable)));
-            if policy.flush == FlushPolicy::Batch {
-                assert!(up.flushes <= 2 && down.flushes == 1, "{up:?} {down:?}");
-            }
+            assert!(up.flushes <= 2 && down.flushes == 1, "{up:?} {down:?}");
         });
     }
 }

@@ -1,10 +1,10 @@
 //! What a pool does beyond its size: handing out, reservations, surplus, poison, dissolving, demoting.
 
-use crate::support::{BASE, Faults, Machine, SPAN, Shape, machine, run_as, with_pool};
+use crate::support::{BASE, Faults, Machine, SPAN, Shape, machine, with_pool};
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
 use hugemm_base::{Cpu, CpuCx, Never, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::HwPoisoned;
-use hugemm_hugetlb::{HugePage, HugePageCounts, HugePool, Nodes, PoolError, Resize, ResizeReport};
+use hugemm_hugetlb::{HugePage, HugePageCounts, HugePool, Nodes, PoolError, ResizeReport};
 use proptest::prelude::*;
 
 /// A page that nobody has promised: a surplus one if none is free.
@@ -18,7 +18,7 @@ fn take_more<P: Cpu, I: Inject>(
 }
 
 fn set<I: Inject>(m: &Machine<'_, I>, pool: &HugePool<'_>, pages: u64) {
-    pool.set_size(&mut m.threads.cx(), &m.optimizer, pages, Nodes::All, &Never).expect("idle");
+    pool.resize(&mut m.threads.cx(), &m.optimizer, pages, Nodes::All, &Never).expect("idle");
 }
 
 #[test]
@@ -300,7 +300,7 @@ fn pages_leave_evenly_and_only_where_they_are() {
         assert_eq!((on(0) + on(1), on(0).abs_diff(on(1))), (50, 0));
         set(m, &small, 0);
         let one = Nodes::Only(NodeId(1));
-        large.set_size(&mut cx, &m.optimizer, 1, one, &Never).expect("idle");
+        large.resize(&mut cx, &m.optimizer, 1, one, &Never).expect("idle");
         let other = Nodes::Only(NodeId(0));
         assert_eq!(large.demote(&mut cx, &m.optimizer, &small, other, 1), Err(PoolError::NothingToDemote));
         assert_eq!(large.demote(&mut cx, &m.optimizer, &large, one, 1), Err(PoolError::NotInPool));
@@ -544,12 +544,12 @@ proptest! {
                 match op {
                     Op::Resize(target) | Op::ResizeNode(0, target) => {
                         let nodes = if matches!(op, Op::Resize(_)) { Nodes::All } else { Nodes::Only(NodeId(0)) };
-                        pool.set_size(&mut cx, &m.optimizer, target, nodes, &Never).expect("idle");
+                        pool.resize(&mut cx, &m.optimizer, target, nodes, &Never).expect("idle");
                         oracle.resize(target);
                     }
                     // There is no such node.
                     Op::ResizeNode(node, target) => {
-                        pool.set_size(&mut cx, &m.optimizer, target, Nodes::Only(NodeId(node)), &Never).expect("idle");
+                        pool.resize(&mut cx, &m.optimizer, target, Nodes::Only(NodeId(node)), &Never).expect("idle");
                     }
                     Op::Take(reserved) => {
                         let may = if reserved { oracle.reserved > 0 } else { oracle.free > oracle.reserved };
@@ -632,33 +632,4 @@ proptest! {
             Ok(())
         })?;
     }
-}
-
-/// Several CPUs grow and shrink one pool together; each phase's barrier is paid once.
-#[test]
-fn several_cpus_resize_together_with_the_same_number_of_flushes() {
-    machine(&Shape::spans(20), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let pool = memory.pool();
-        for round in 0..10 {
-            for target in [900 + round, round] {
-                let mut cx = m.threads.cx();
-                let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
-                    std::thread::scope(|s| {
-                        for cpu in 1..4 {
-                            s.spawn(move || {
-                                run_as(cpu);
-                                resize.work(&mut m.threads.cx(), &Never);
-                            });
-                        }
-                        resize.work(cx, &Never);
-                    })
-                };
-                let report = pool.resize(&mut cx, &m.optimizer, target, Nodes::All, share).expect("idle");
-                assert!(report.flushes <= if target > 800 { 2 } else { 1 }, "{report:?}");
-                assert_eq!(pool.counts(&cx).counts.total, target, "{report:?}");
-                assert!(pool.is_consistent(&cx));
-            }
-        }
-    });
 }

@@ -11,8 +11,8 @@ fn every_type() {
         concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { SoftMap, PagedMap }
         both {
             HugePool<'static>, PoolCounts, PoolError, PoolArena, Group, HugePage, HugePageCounts, Nodes, ResizeReport,
-            Resize<'static, 'static, 'static, hugemm_base::lock::SpinLock, Plain, Map>, VmemmapOptimizer<'static, Plain, Map>,
-            Map, OptimizerPolicy, FlushPolicy, DescriptorLeaf, Mapped, Tail, FlatMemory, Descriptors,
+            VmemmapOptimizer<'static, Plain, Map>,
+            Map, OptimizerPolicy, DescriptorLeaf, Mapped, Tail, FlatMemory, Descriptors,
         }
     }
 }

@@ -4,23 +4,18 @@
 use crate::support::{Machine, Shape, extent, machine, run_as, with_pool};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{CancelFlag, CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn};
+use hugemm_base::{Cancel, CancelFlag, CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{
-    FlushPolicy, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError, Resize, Tail,
-    VmemmapOptimizer,
+    Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError, Tail, VmemmapOptimizer,
 };
 use hugemm_threads::Random;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-const POLICIES: [OptimizerPolicy; 4] = [
-    OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: false },
-    OptimizerPolicy { flush: FlushPolicy::Page, swap: true, carve: true },
-    OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true },
-    OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: false },
-];
+const POLICIES: [OptimizerPolicy; 2] =
+    [OptimizerPolicy { swap: true, carve: true }, OptimizerPolicy { swap: false, carve: false }];
 
 /// How long a flush takes, and how long a worker is held up at most.
 const HELD_UP: Duration = Duration::from_millis(1);
@@ -57,112 +52,62 @@ fn can_be_written(m: &Machine<'_, NoFaults>, frames: Extent) {
 fn whoever_gets_a_freed_page_can_write_its_descriptors() {
     for (policy, breaks) in POLICIES.into_iter().flat_map(|policy| [(policy, false), (policy, true)]) {
         with_pool(&Shape { policy, breaks, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
-            pool.set_size(&mut cx, &m.optimizer, 130, Nodes::All, &Never).expect("idle");
+            pool.resize(&mut cx, &m.optimizer, 130, Nodes::All, &Never).expect("idle");
             let pages: Vec<Pfn> = pool.pages().map(|(page, _)| page).collect();
             assert_eq!((pages.len(), pool.lean_pages()), (130, 130));
             *m.map.hw().delay.lock().unwrap() = HELD_UP;
             let nine = Order::new(9).expect("valid");
             let (done, got) = (AtomicBool::new(false), AtomicU64::new(0));
-            let share = |_: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
-                std::thread::scope(|s| {
-                    let (pages, done, got) = (&pages, &done, &got);
-                    // The next owner.
-                    let next = s.spawn(move || {
-                        run_as(4);
-                        let cx = m.threads.cx();
-                        look_at_all(m);
-                        let mut left = pages.clone();
-                        while !left.is_empty() {
-                            let over = done.load(Ordering::Acquire);
-                            left.retain(|page| {
-                                let tail = extent(page.number() + 200, 1);
-                                // A walker may look again at any time, and remembers.
-                                let _ = m.seen(tail.base());
-                                let Ok(mine) = m.frames.alloc_contig_range(&cx, tail) else { return true };
-                                let mine = mine.into_extent();
-                                can_be_written(m, mine);
-                                got.fetch_add(1, Ordering::Relaxed);
-                                // SAFETY: just claimed.
-                                m.frames.free_extent(&cx, unsafe { Dirty::assume_owned(mine) });
-                                false
-                            });
-                            if over {
-                                break;
-                            }
+            let report = std::thread::scope(|s| {
+                let (pages, done, got) = (&pages, &done, &got);
+                // The next owner.
+                let next = s.spawn(move || {
+                    run_as(4);
+                    let cx = m.threads.cx();
+                    look_at_all(m);
+                    let mut left = pages.clone();
+                    while !left.is_empty() {
+                        let over = done.load(Ordering::Acquire);
+                        left.retain(|page| {
+                            let tail = extent(page.number() + 200, 1);
+                            // A walker may look again at any time, and remembers.
+                            let _ = m.seen(tail.base());
+                            let Ok(mine) = m.frames.alloc_contig_range(&cx, tail) else { return true };
+                            let mine = mine.into_extent();
+                            can_be_written(m, mine);
+                            got.fetch_add(1, Ordering::Relaxed);
+                            // SAFETY: just claimed.
+                            m.frames.free_extent(&cx, unsafe { Dirty::assume_owned(mine) });
+                            false
+                        });
+                        if over {
+                            break;
                         }
-                    });
-                    let workers: Vec<_> = (1..4)
-                        .map(|cpu| {
-                            s.spawn(move || {
-                                run_as(cpu);
-                                // A worker may be held up anywhere, for instance between an edit and its flush; and an interrupt
-                                // may allocate what it has just freed.
-                                let mut random = Random(cpu.into());
-                                let held_up = |cx: &mut CpuCx<'_, _>| {
-                                    wait_for_a_flush(m, &mut random);
-                                    let Ok(block) = m.frames.alloc(cx, AllocRequest::order(nine)) else { return };
-                                    if pages.contains(&block.pfn()) {
-                                        run_as(4);
-                                        can_be_written(m, block.extent());
-                                        run_as(cpu);
-                                    }
-                                    m.frames.free(cx, block);
-                                };
-                                m.threads.interrupted(held_up, |cx| resize.work(cx, &Never));
-                            })
-                        })
-                        .collect();
-                    workers.into_iter().for_each(|worker| worker.join().expect("no panic"));
-                    // Release pairs with the Acquire above.
-                    done.store(true, Ordering::Release);
-                    next.join().expect("no panic");
-                })
-            };
-            let report = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, share).expect("idle");
+                    }
+                });
+                // The resize may be held up anywhere, for instance between an edit and its flush; and an interrupt
+                // may allocate what it has just freed.
+                let mut random = Random(1);
+                let held_up = |cx: &mut CpuCx<'_, _>| {
+                    wait_for_a_flush(m, &mut random);
+                    let Ok(block) = m.frames.alloc(cx, AllocRequest::order(nine)) else { return };
+                    if pages.contains(&block.pfn()) {
+                        run_as(4);
+                        can_be_written(m, block.extent());
+                        run_as(0);
+                    }
+                    m.frames.free(cx, block);
+                };
+                let shrink = |cx: &mut CpuCx<'_, _>| pool.resize(cx, &m.optimizer, 0, Nodes::All, &Never);
+                let report = m.threads.interrupted(held_up, shrink).expect("idle");
+                // Release pairs with the Acquire above.
+                done.store(true, Ordering::Release);
+                next.join().expect("no panic");
+                report
+            });
             assert_eq!(report.left, 130);
             // Some are descriptors of others by then.
             assert!(got.load(Ordering::Relaxed) > 100, "{got:?}");
-        });
-    }
-}
-
-/// On the way up too each worker waits for the flush of what it did itself, also where another's has taken its debts along: before
-/// that no entry becomes valid that says something else than what a CPU remembers.
-#[test]
-fn a_growing_worker_goes_on_after_its_own_flush() {
-    for policy in POLICIES.into_iter().filter(|policy| policy.flush == FlushPolicy::Page) {
-        with_pool(&Shape { policy, breaks: true, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
-            *m.map.hw().delay.lock().unwrap() = HELD_UP;
-            let done = AtomicBool::new(false);
-            let share = |_: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
-                std::thread::scope(|s| {
-                    let done = &done;
-                    // The model asserts that all CPUs that know a descriptor know the same of it.
-                    let lookers = [4, 5].map(|cpu| {
-                        s.spawn(move || {
-                            run_as(cpu);
-                            while !done.load(Ordering::Acquire) {
-                                look_at_all(m);
-                            }
-                        })
-                    });
-                    let workers = [1, 2].map(|cpu| {
-                        s.spawn(move || {
-                            run_as(cpu);
-                            let mut random = Random(cpu.into());
-                            let held_up = |_: &mut CpuCx<'_, _>| wait_for_a_flush(m, &mut random);
-                            m.threads.interrupted(held_up, |cx| resize.work(cx, &Never));
-                        })
-                    });
-                    let all_well = workers.map(|worker| worker.join().is_ok());
-                    // Release pairs with the Acquire above.
-                    done.store(true, Ordering::Release);
-                    lookers.into_iter().for_each(|looker| looker.join().expect("no panic"));
-                    assert_eq!(all_well, [true; 2]);
-                })
-            };
-            let report = pool.resize(&mut cx, &m.optimizer, 130, Nodes::All, share).expect("idle");
-            assert_eq!((report.entered, pool.lean_pages()), (130, 130));
         });
     }
 }
@@ -208,41 +153,22 @@ fn a_resize_that_unwinds_frees_nothing_that_is_not_whole() {
     }
 }
 
-/// The others go home: nobody waits for a worker that is gone.
-#[test]
-fn workers_do_not_wait_for_one_that_unwound() {
-    with_pool(&Shape::spans(6), NoFaults, |m, pool, mut cx| {
-        m.map.hw().edits_left.store(2, Ordering::Relaxed);
-        let mut unwound = 0;
-        let share = |_: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
-            unwound = std::thread::scope(|s| {
-                let worker = |cpu| {
-                    s.spawn(move || {
-                        run_as(cpu);
-                        catch_unwind(AssertUnwindSafe(|| resize.work(&mut m.threads.cx(), &Never))).is_err()
-                    })
-                };
-                let workers: Vec<_> = (1..4).map(worker).collect();
-                workers.into_iter().map(|worker| usize::from(worker.join().expect("caught"))).sum()
-            })
-        };
-        let _ = pool.resize(&mut cx, &m.optimizer, 300, Nodes::All, share).expect("idle");
-        assert_eq!(unwound, 1);
-        m.set(&pool, 0);
-        pool.tidy(&mut cx, &m.optimizer).expect("idle");
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
-        can_be_written(m, m.all);
-    });
+/// Whoever is asked whether to go on panics.
+struct Panics;
+
+impl Cancel for Panics {
+    fn requested(&self) -> bool {
+        panic!("planned")
+    }
 }
 
-/// A resize that unwinds before anybody has worked on it gives the right to resize back: its pages come back with the next
+/// A resize that unwinds before it has done anything gives the right to resize back: its pages come back with the next
 /// one, and go with it.
 #[test]
-fn a_resize_whose_share_unwinds_loses_no_page_and_blocks_nobody() {
+fn a_resize_that_unwinds_loses_no_page_and_blocks_nobody() {
     with_pool(&Shape::spans(5), NoFaults, |m, pool, mut cx| {
         m.set(&pool, 200);
-        let unwinds = |_: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| panic!("planned");
-        let ended = catch_unwind(AssertUnwindSafe(|| pool.resize(&mut cx, &m.optimizer, 50, Nodes::All, unwinds)));
+        let ended = catch_unwind(AssertUnwindSafe(|| pool.resize(&mut cx, &m.optimizer, 50, Nodes::All, &Panics)));
         assert!(ended.is_err());
         assert_eq!(pool.counts(&cx).counts.total, 50);
         assert_eq!(m.set(&pool, 50).left, 0);
@@ -255,64 +181,21 @@ fn a_resize_whose_share_unwinds_loses_no_page_and_blocks_nobody() {
     });
 }
 
-/// Who resizes within its own resize is told so, and does not wait for itself for ever.
-#[test]
-fn a_resize_within_a_resize_is_refused() {
-    machine(&Shape::spans(5), NoFaults, |m| {
-        let (mut one, mut two) = (m.pool_memory(PageSize::Size2M), m.pool_memory(PageSize::Size2M));
-        let (one, two, mut cx) = (one.pool(), two.pool(), m.threads.cx());
-        let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
-            for pool in [&one, &two] {
-                let again = pool.set_size(cx, &m.optimizer, 7, Nodes::All, &Never);
-                assert_eq!(again.expect_err("the caller is at it"), PoolError::Resizing);
-                assert_eq!(pool.tidy(cx, &m.optimizer).expect_err("as above"), PoolError::Resizing);
-            }
-            resize.work(cx, &Never);
-        };
-        assert_eq!(one.resize(&mut cx, &m.optimizer, 70, Nodes::All, share).expect("idle").entered, 70);
-        m.set(&two, 7);
-        m.set(&one, 0);
-        m.set(&two, 0);
-        assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
-    });
-}
-
-/// Whoever demotes resizes the larger pages and waits for who resizes the smaller ones: that one does not wait for him.
-#[test]
-fn who_resizes_smaller_pages_does_not_wait_for_larger_ones() {
-    machine(&Shape::spans(5), NoFaults, |m| {
-        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-        let (large, small) = (large.pool(), small.pool());
-        let (mut cx, mut others) = (m.threads.cx(), m.threads.cx());
-        let others_share = |_: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| {
-            let share = |cx: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| {
-                let waits = large.set_size(cx, &m.optimizer, 0, Nodes::All, &Never);
-                assert_eq!(waits.expect_err("somebody is at it"), PoolError::Resizing);
-            };
-            small.resize(&mut cx, &m.optimizer, 0, Nodes::All, share).expect("idle");
-        };
-        large.resize(&mut others, &m.optimizer, 0, Nodes::All, others_share).expect("idle");
-        let share = |cx: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| {
-            large.set_size(cx, &m.optimizer, 0, Nodes::All, &Never).expect("nobody is at it");
-        };
-        small.resize(&mut cx, &m.optimizer, 0, Nodes::All, share).expect("idle");
-    });
-}
-
 /// A page that is on its way out when poison strikes it, and stays after all, is not handed out.
 #[test]
 fn poison_strikes_a_page_under_way() {
     with_pool(&Shape::spans(3), NoFaults, |m, pool, mut cx| {
         m.set(&pool, 2);
         let (struck, _) = pool.pages().last().expect("two");
-        let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
-            assert_eq!(pool.counts(cx).counts.total, 1, "it is under way");
-            pool.note_hwpoison(cx, struck).expect("it may come back");
-            let stop = CancelFlag::new();
-            stop.raise();
-            resize.work(cx, &stop);
+        let (stop, noted) = (CancelFlag::new(), AtomicBool::new(false));
+        let struck_then = |cx: &mut CpuCx<'_, _>| {
+            if pool.counts(cx).counts.total == 1 && !noted.swap(true, Ordering::Relaxed) {
+                pool.note_hwpoison(cx, struck).expect("it may come back");
+                stop.raise();
+            }
         };
-        assert!(pool.resize(&mut cx, &m.optimizer, 1, Nodes::All, share).expect("idle").cancelled);
+        let shrink = |cx: &mut CpuCx<'_, _>| pool.resize(cx, &m.optimizer, 1, Nodes::All, &stop);
+        assert!(m.threads.interrupted(struck_then, shrink).expect("idle").cancelled);
         let counts = pool.counts(&cx).counts;
         assert_eq!((counts.total, counts.free), (2, 1));
         let page = pool.take(&cx, Nodes::All, false).expect("the other one");
@@ -331,19 +214,26 @@ fn poison_strikes_a_page_under_way() {
 fn pools_that_may_share_a_block_are_resized_one_after_the_other() {
     machine(&Shape::spans(5), NoFaults, |m| {
         let (mut one, mut two) = (m.pool_memory(PageSize::Size2M), m.pool_memory(PageSize::Size2M));
-        let (one, two, mut cx) = (one.pool(), two.pool(), m.threads.cx());
+        let (one, two, cx) = (one.pool(), two.pool(), m.threads.cx());
         let done = AtomicBool::new(false);
         std::thread::scope(|s| {
-            let share = |_: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| {
-                s.spawn(|| {
+            let (other, begun) = (AtomicBool::new(false), &done);
+            let mut worker = None;
+            let starts = |_: &mut CpuCx<'_, _>| {
+                if m.map.hw().flushes.load(Ordering::SeqCst) == 0 || other.swap(true, Ordering::Relaxed) {
+                    return;
+                }
+                worker = Some(s.spawn(|| {
                     run_as(1);
                     m.set(&two, 70);
-                    done.store(true, Ordering::SeqCst);
-                });
+                    begun.store(true, Ordering::SeqCst);
+                }));
                 std::thread::sleep(Duration::from_millis(100));
-                assert!(!done.load(Ordering::SeqCst), "the other resize is under way");
+                assert!(!begun.load(Ordering::SeqCst), "the other resize is under way");
             };
-            assert_eq!(one.resize(&mut cx, &m.optimizer, 70, Nodes::All, share).expect("idle").entered, 70);
+            let grow = |cx: &mut CpuCx<'_, _>| one.resize(cx, &m.optimizer, 70, Nodes::All, &Never);
+            assert_eq!(m.threads.interrupted(starts, grow).expect("idle").entered, 70);
+            worker.expect("started").join().expect("no panic");
         });
         assert_eq!((one.lean_pages(), two.lean_pages()), (70, 70));
         // A page goes back to the pool that it came from, and to no other.
@@ -382,14 +272,14 @@ fn a_pool_is_resized_with_the_optimizer_that_filled_it() {
     with_pool(&Shape::spans(3), NoFaults, |m, pool, mut cx| {
         m.set(&pool, 9);
         machine(&Shape::spans(3), NoFaults, |other| {
-            let refused = pool.set_size(&mut cx, &other.optimizer, 0, Nodes::All, &Never);
+            let refused = pool.resize(&mut cx, &other.optimizer, 0, Nodes::All, &Never);
             assert_eq!(refused, Err(PoolError::OtherOptimizer));
             assert_eq!(pool.tidy(&mut cx, &other.optimizer), Err(PoolError::OtherOptimizer));
         });
         let tails = [Tail::default()];
         // SAFETY: the machine's own optimizer is not used beside it.
         let other = unsafe { VmemmapOptimizer::new(m.frames, m.map, &tails, OptimizerPolicy::default()) };
-        assert_eq!(pool.set_size(&mut cx, &other, 0, Nodes::All, &Never), Err(PoolError::OtherOptimizer));
+        assert_eq!(pool.resize(&mut cx, &other, 0, Nodes::All, &Never), Err(PoolError::OtherOptimizer));
         assert_eq!(pool.counts(&cx).counts.total, 9);
         assert_eq!(m.set(&pool, 0).left, 9);
     });

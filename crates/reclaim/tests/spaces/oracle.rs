@@ -278,7 +278,7 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
                             pager.lru(NODE).expect("one").set_policy(cx, LruPolicy::ALL[turn / 4 % 2]);
                             pager.balance(&rig.vm, cx, NODE, 512, over);
                             if page != private_page && turn % 16 == 0 {
-                                pager.gather(&rig.vm, cx, NODE);
+                                pager.compact(&rig.vm, cx, NODE);
                             }
                             turn += 1;
                             rig.vm.shootdown().handle_ipi(cx);

@@ -251,7 +251,7 @@ fn the_pager_of_another_machine_reclaims_nothing() {
         let other: Reclaim<_, _> = Reclaim::new(&lrus, rig.store, own.marks(), ());
         assert_eq!(own.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Balanced);
         assert_eq!(other.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Hopeless);
-        assert!(!other.gather(&rig.vm, cx, NODE));
+        assert!(!other.compact(&rig.vm, cx, NODE));
     });
 }
 

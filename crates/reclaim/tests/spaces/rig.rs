@@ -324,7 +324,7 @@ impl<'h> Rig<'h> {
 
     /// Makes the pool's pages so many.
     pub fn fill_pool(&self, cx: &mut Cx<'_, 'h>, pages: u64) {
-        self.pool.set_size(cx, self.optimizer, pages, Nodes::All, &Never).expect("nobody else resizes");
+        self.pool.resize(cx, self.optimizer, pages, Nodes::All, &Never).expect("nobody else resizes");
         assert_eq!(self.pool.counts(cx).counts.total, pages);
     }
 

@@ -128,10 +128,10 @@ fn a_large_page_comes_back_where_memory_is_in_pieces() {
             rig.enter(cx, &large);
             assert_eq!(rig.get(cx, &large, AT + 8), Ok(1));
             rig.leave(cx, &large);
-            assert_eq!(rig.vm.pager().counts().gathered.get(), 1);
+            assert_eq!(rig.vm.pager().counts().compacted.get(), 1);
             // Ahead of any fault.
-            assert!(rig.vm.pager().gather(&rig.vm, cx, NODE));
-            assert_eq!(rig.vm.pager().counts().gathered.get(), 2);
+            assert!(rig.vm.pager().compact(&rig.vm, cx, NODE));
+            assert_eq!(rig.vm.pager().counts().compacted.get(), 2);
             assert_eq!(rig.vm.frames().stats(cx).extents(PageSize::Size2M.order()), 1);
             assert_eq!(rig.store.stats(cx).stores, stored, "pages move, none goes away");
             for space in [&small, &child] {
@@ -424,7 +424,7 @@ fn a_strangers_lru_is_left_alone() {
         let before = rig.vm.frames().stats(cx);
         let budget = ShrinkBudget { free: 8, scan: 8 };
         assert_eq!(pager.shrink(&rig.vm, cx, NodeId(1), budget, &Never).scanned, 0);
-        assert!(!pager.gather(&rig.vm, cx, NodeId(1)));
+        assert!(!pager.compact(&rig.vm, cx, NodeId(1)));
         let need = Shortfall { order: Order::ZERO, pages: 8, node: Some(NodeId(1)), may_sleep: true };
         assert_eq!(pager.relieve(&rig.vm, cx, need), 0);
         assert_eq!(pager.counts().aged.get(), 0, "looked at");
@@ -441,7 +441,7 @@ fn a_strangers_lru_is_left_alone() {
 #[test]
 fn few_blocks_are_tried() {
     const ORDER: Order = PageSize::Size2M.order();
-    for (movable, gathered) in [(7, true), (8, false)] {
+    for (movable, compacted) in [(7, true), (8, false)] {
         with_cpu(Size { mib: 32, ..SIZE }, 26, |rig, cx| {
             let frames = rig.vm.frames();
             let area = span(AT, 2 << 20);
@@ -477,7 +477,7 @@ fn few_blocks_are_tried() {
                 frames.free(cx, frame);
             }
             few.into_iter().for_each(|block| frames.free(cx, block));
-            assert_eq!(rig.vm.pager().gather(&rig.vm, cx, NODE), gathered, "block {movable}");
+            assert_eq!(rig.vm.pager().compact(&rig.vm, cx, NODE), compacted, "block {movable}");
             for mut run in kept {
                 while let Some(frame) = run.pop() {
                     frames.free(cx, frame);

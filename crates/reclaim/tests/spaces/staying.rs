@@ -41,7 +41,7 @@ fn a_page_with_a_poisoned_frame_stays() {
             let last = Pfn::new(before.frame.number() + page.pages() - 1);
             assert_eq!(rig.vm.frames().hwpoison(cx, last), HwPoisoned::InUse);
             (0..4).for_each(|_| _ = rig.evict_all(cx));
-            rig.vm.pager().gather(&rig.vm, cx, NODE);
+            rig.vm.pager().compact(&rig.vm, cx, NODE);
             let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("gone") };
             assert_eq!(leaf.frame, before.frame);
             expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + page.bytes())));

@@ -81,7 +81,7 @@ fn a_device_and_its_space_have_one_page() {
                 let frame = pinned.extent().base();
                 for round in 0..4 {
                     rig.evict_all(cx);
-                    rig.vm.pager().gather(&rig.vm, cx, NODE);
+                    rig.vm.pager().compact(&rig.vm, cx, NODE);
                     assert_eq!(leaf(rig, cx, &space, AT).frame, frame);
                     rig.put(cx, &space, AT + 8, round).expect("memory");
                     rig.device_store(frame, 16, 77 + round);

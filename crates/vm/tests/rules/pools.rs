@@ -75,7 +75,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
     // SAFETY: the host's memory is one mapping; all contexts are the host's.
     let vm: Vm<'_, DefaultSetup<Host<'_>, Counting, Plain>> = unsafe { Vm::new(parts) }.expect("small objects");
     let tested = host.run_on(CpuId(0), |cx| {
-        let grown = pool.set_size(cx, &optimizer, 6, Nodes::All, &Never).expect("nobody else resizes");
+        let grown = pool.resize(cx, &optimizer, 6, Nodes::All, &Never).expect("nobody else resizes");
         assert_eq!(grown.entered, 6, "three of each node");
         let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
         let node = |found| match found {
@@ -151,7 +151,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
             assert!(upper.contains(leaf.frame), "page {page}");
         }
         assert!(vm.destroy(cx, space).is_ok());
-        assert_eq!(pool.set_size(cx, &optimizer, 0, Nodes::All, &Never).expect("nobody else resizes").left, 6);
+        assert_eq!(pool.resize(cx, &optimizer, 0, Nodes::All, &Never).expect("nobody else resizes").left, 6);
     });
     tested.expect("the CPU is there");
 }

@@ -156,7 +156,7 @@ fn a_pool_of_other_frames_is_refused() {
         let mut pool = PoolMemory::new(block.extent());
         let pool = pool.pool();
         {
-            pool.set_size(cx, &optimizer, 3, Nodes::All, &Never).expect("nobody else resizes");
+            pool.resize(cx, &optimizer, 3, Nodes::All, &Never).expect("nobody else resizes");
             let parts = parts(rig.vm.frames(), rig.vm.shootdown());
             let parts = Parts { pools: Pools::default().with(&pool), ..parts };
             // SAFETY: as the rig's own.

@@ -51,7 +51,7 @@ unsafe impl Cpu for Mmu<'_, '_> {
 
     fn store_fence(&self) {
         self.stores.drain(self.current());
-        hugemm_base::store_fence::hardware_store_fence();
+        hugemm_base::barriers::hardware_store_fence();
     }
 
     fn store_buffer(&self) -> Option<&dyn StoreBuffer> {

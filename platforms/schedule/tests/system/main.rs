@@ -49,19 +49,16 @@ fn runs<F: PageFormat>(inject: impl Fn(u64) -> FaultPlan) {
 }
 
 #[test]
-#[ignore = "red: a fork passes reschedule points with the parent's area list locked"]
 fn every_word_is_the_word_written_last() {
     runs::<X86_64>(|_| no_faults());
 }
 
 #[test]
-#[ignore = "red: a fork passes reschedule points with the parent's area list locked"]
 fn every_word_is_the_word_written_last_where_entries_break_first() {
     runs::<Aarch64>(|_| no_faults());
 }
 
 #[test]
-#[ignore = "red: a fork passes reschedule points with the parent's area list locked"]
 fn every_word_is_the_word_written_last_though_allocations_fail() {
     // What the test's own setting up asks for must be there.
     runs::<X86_64>(|seed| FaultPlan::random(600, 20, seed));
@@ -69,7 +66,6 @@ fn every_word_is_the_word_written_last_though_allocations_fail() {
 
 /// A fork while others map, unmap and store.
 #[test]
-#[ignore = "red: a fork passes reschedule points with the parent's area list locked"]
 fn a_fork_beside_others() {
     let test = |seed| {
         with_world::<X86_64>(6, seed, &no_faults(), |world| {

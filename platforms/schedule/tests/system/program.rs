@@ -6,13 +6,13 @@
 #![allow(unreachable_pub, reason = "one test's modules")]
 
 use crate::world::{Cx, Follower, Handle, Model, Surroundings, World, span};
-use hugemm_base::{CpuCx, Extent, Never, NodeId, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Extent, Never, NodeId, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, HwPoisoned, NoMigration};
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap};
 use hugemm_schedule::{Machine, point, progress};
 use hugemm_threads::{Memory, Random};
-use hugemm_vm::{Backing, Following, Notifier, Pinned, SharedRef, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Following, Notifier, Pinned, SharedRef, VmError, VmaKind};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::ManuallyDrop;
@@ -123,6 +123,7 @@ struct Process<'v, 'h, F: PageFormat> {
     /// CPUs that are in it, or about to do something with it.
     users: Cell<u32>,
     doomed: Cell<bool>,
+    ending: Cell<bool>,
     /// Pins of it, and those that are being made.
     pins: Cell<u32>,
     guest: Arc<Guest>,
@@ -132,7 +133,8 @@ struct Process<'v, 'h, F: PageFormat> {
 /// Another machine's view of a process's memory: translations of its own.
 #[derive(Default)]
 struct Guest {
-    pages: Mutex<BTreeMap<u64, Pfn>>,
+    /// The frame, and whether it may be stored to.
+    pages: Mutex<BTreeMap<u64, (Pfn, bool)>>,
     following: Following,
 }
 
@@ -235,6 +237,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             book,
             users: Cell::new(0),
             doomed: Cell::new(false),
+            ending: Cell::new(false),
             pins: Cell::new(0),
             guest,
             follower,
@@ -280,6 +283,10 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             drop(devices);
             self.unpin(cx, &process, device.pinned);
         }
+        // Somebody may be about to let go of a device of his.
+        while process.users.get() > 0 {
+            cx.cond_resched();
+        }
         if let Some(follower) = process.follower.take() {
             // SAFETY: it follows this space.
             drop(unsafe { self.world.vm.unfollow(cx, &process.space, follower) });
@@ -297,7 +304,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
     /// A CPU has nothing to do with a process any more.
     fn let_go(&self, cx: &mut Cx<'_, 'h>, process: Rc<Process<'v, 'h, F>>) {
         process.users.set(process.users.get() - 1);
-        if process.doomed.get() && process.users.get() == 0 {
+        if process.doomed.get() && process.users.get() == 0 && !process.ending.replace(true) {
             self.end(cx, process);
         }
     }
@@ -494,14 +501,24 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
 
     fn get(&mut self, cx: &mut Cx<'_, 'h>, at: u64) -> Option<u64> {
         let process = self.process.clone();
+        self.loading(&process, at, |program| program.test.world.get(cx, &process.space, at).map(Some))
+    }
+
+    /// Loads by some way, which says what it has found; what that is, if nobody changed the page meanwhile.
+    fn loading(
+        &mut self,
+        process: &Process<'v, 'h, F>,
+        at: u64,
+        load: impl FnOnce(&mut Self) -> Result<Option<u64>, VmError>,
+    ) -> Option<u64> {
         let (area, page) = (area_of(at), area_of(at).page(at));
         let before = process.book.borrow().changes(page);
-        let found = self.test.world.get(cx, &process.space, at);
+        let found = load(self);
         let after = process.book.borrow().changes(page);
         let torn = before.under_way || before != after;
-        let book = self.test.book(&process, area);
+        let book = self.test.book(process, area);
         match found {
-            Ok(found) => {
+            Ok(Some(found)) => {
                 let may = book.borrow().may_be(at);
                 let zero = torn && !area.kind.shared && found == 0;
                 assert!(may.contains(&found) || zero, "cpu{} at {at:#x}: {found}, which may be {may:?}", self.cpu);
@@ -510,8 +527,9 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
                 }
                 (!torn).then_some(found)
             }
+            Ok(None) => None,
             Err(error) => {
-                self.missed(&process, page, torn, error);
+                self.missed(process, page, torn, error);
                 None
             }
         }
@@ -593,8 +611,17 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             open[self.random.below(open.len() as u64) as usize].clone()
         };
         to.users.set(to.users.get() + 1);
-        // Over the kernel's tables, or from one to the other.
-        if Rc::ptr_eq(&to, &self.process) || self.random.below(2) == 0 {
+        // Idle for a while; over the kernel's tables; or from one to the other.
+        if Rc::ptr_eq(&to, &self.process) {
+            let mmu = test.world.machine.mmu();
+            let cpu = CpuId(self.cpu);
+            mmu.pause(cpu, true);
+            // SAFETY: it comes back before it uses an address.
+            unsafe { to.space.tlb().enter_lazy(test.world.vm.shootdown(), cx) };
+            (0..self.random.below(200)).for_each(|_| point());
+            test.world.enter(cx, &to.space);
+            mmu.pause(cpu, false);
+        } else if self.random.below(2) == 0 {
             test.world.leave(cx, &self.process.space);
             test.world.enter(cx, &to.space);
         } else {
@@ -805,7 +832,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
     }
 
-    /// A guest stores to the process's memory through translations of its own.
+    /// A guest accesses the process's memory through translations of its own.
     fn guest_acts(&mut self, cx: &mut Cx<'_, 'h>) {
         let process = self.process.clone();
         if process.follower.borrow().is_none() {
@@ -813,30 +840,56 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
         let area = &AREAS[self.random.below(2) as usize];
         let at = area.start + self.random.below(area.pages) * 4096 + u64::from(self.cpu) * 8;
+        let world = self.test.world;
+        if self.random.below(2) == 0 {
+            let load = |_: &mut Self| {
+                Ok(translated(world, cx, &process, at, false)?.map(|frame| world.device_get(frame, at & 0xfff)))
+            };
+            self.loading(&process, at, load);
+            return;
+        }
         self.storing(&process, at, |program, value| {
-            let (world, page) = (program.test.world, at & !0xfff);
-            for _ in 0..20 {
-                point();
-                let known = process.guest.pages.lock().expect("one thread").get(&page).copied();
-                if let Some(frame) = known {
-                    world.device_put(frame, at & 0xfff, value);
-                    program.test.did("stored by guests", 1);
-                    return Ok(true);
-                }
-                let state = process.guest.following.state();
-                match world.vm.lookup(cx, &process.space, VirtAddr::new(page)) {
-                    Lookup::Mapped(leaf) if leaf.flags.contains(Flags::WRITE) => {
-                        point();
-                        let first = Extent::block(leaf.frame, leaf.size.order()).base().number();
-                        let frame = Pfn::new(first + (page >> 12) % leaf.size.pages());
-                        if process.guest.following.is_unchanged(state) {
-                            process.guest.pages.lock().expect("one thread").insert(page, frame);
-                        }
-                    }
-                    _ => drop(world.vm.fault(cx, &process.space, VirtAddr::new(page), hugemm_vm::Access::Write)?),
-                }
-            }
-            Ok(false)
+            let Some(frame) = translated(world, cx, &process, at, true)? else { return Ok(false) };
+            world.device_put(frame, at & 0xfff, value);
+            program.test.did("stored by guests", 1);
+            Ok(true)
         });
     }
+}
+
+/// The frame that a guest finds at an address, to be used at once; `None` if others change it all the time.
+fn translated<'h, F: PageFormat>(
+    world: &World<'h, F>,
+    cx: &mut Cx<'_, 'h>,
+    process: &Process<'_, 'h, F>,
+    at: u64,
+    store: bool,
+) -> Result<Option<Pfn>, VmError> {
+    let (page, guest) = (at & !0xfff, &process.guest);
+    for _ in 0..20 {
+        point();
+        let known = guest.pages.lock().expect("one thread").get(&page).copied();
+        if let Some((frame, writable)) = known
+            && (writable || !store)
+        {
+            return Ok(Some(frame));
+        }
+        let state = guest.following.state();
+        match world.vm.lookup(cx, &process.space, VirtAddr::new(page)) {
+            Lookup::Mapped(leaf) if !store || leaf.flags.contains(Flags::WRITE) => {
+                point();
+                let first = Extent::block(leaf.frame, leaf.size.order()).base().number();
+                let frame = Pfn::new(first + (page >> 12) % leaf.size.pages());
+                if guest.following.is_unchanged(state) {
+                    let writable = leaf.flags.contains(Flags::WRITE);
+                    guest.pages.lock().expect("one thread").insert(page, (frame, writable));
+                }
+            }
+            _ => {
+                let access = if store { Access::Write } else { Access::Read };
+                world.vm.fault(cx, &process.space, VirtAddr::new(page), access)?;
+            }
+        }
+    }
+    Ok(None)
 }

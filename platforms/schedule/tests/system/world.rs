@@ -132,8 +132,10 @@ fn run<F: PageFormat>(
     let all = mmu.host().frames();
     let part = |first: u64, end: u64| all.slice(first << 8, end << 8);
     let arena = |extent: Extent, node: u32| ArenaSpec { extent, node: NodeId(node), descriptors: None };
-    let arenas = [arena(part(0, NODE), 0), arena(part(NODE, 2 * NODE), 1)];
-    let guest = arena(part(2 * NODE, 2 * NODE + GUEST), 1);
+    // What comes and goes lies within the other node's.
+    let (at, end) = (NODE / 2, NODE + GUEST);
+    let arenas = [arena(part(0, at), 0), arena(part(at + GUEST, end), 0), arena(part(end, end + NODE), 1)];
+    let guest = arena(part(at, at + GUEST), 1);
     let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % 2)).collect();
     let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &cpu_nodes };
     let metadata = Memory::new(Frames::<Surroundings<'_>>::required_bytes(&config).expect("valid"));
@@ -154,7 +156,7 @@ fn run<F: PageFormat>(
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(Primitive::Model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
-    let lrus = arenas.each_ref().map(|_| Lru::new(&frames, LruPolicy::ALL[(seed % 2) as usize]));
+    let lrus = [(); 2].map(|()| Lru::new(&frames, LruPolicy::ALL[(seed % 2) as usize]));
     let store = Compressed::new(&frames, &machine.cx(), WordsOrLz4, cpus, 2500).expect("memory");
     let store = ManuallyDrop::new(store);
     let start = NonNull::new(machine.open(all, None).expect("a direct map").ptr).expect("not null");

@@ -17,9 +17,10 @@ impl Daemon {
     pub fn adopt_kept(&self, memory: Kept, running: Option<OwnerProcess>) -> Option<u64> {
         let mut state = self.state();
         let (uid, name) = memory.key();
-        let asker = &Asker::user(uid);
-        let watch = memory.memory().ok().and_then(|file| self.watches.add(file));
-        let lease = running.map(|owner| state.enter(asker, owner.pid(), memory.bytes(), Some(name.clone()), watch));
+        let whose = (uid, memory.account());
+        // Without a watch it counts for as long as it is kept.
+        let watch = memory.memory().ok().and_then(|file| self.watches.add_lent(file).ok());
+        let lease = running.map(|owner| state.enter(whose, owner.pid(), memory.bytes(), Some(name.clone()), watch));
         state.kept.insert((uid, name), KeptEntry { memory, lease, watch });
         lease
     }
@@ -36,7 +37,13 @@ impl Daemon {
         let Some(keep) = keep else { return Ok((leased, file.into_fd())) };
         let new = |secret: String| {
             let memory = file.as_fd().try_clone_to_owned()?;
-            Kept::new(memory, asker.uid, keep.name.clone(), secret, OwnerProcess::of(pid))
+            Kept::new(
+                memory,
+                (asker.uid, self.policy().account(asker)),
+                keep.name.clone(),
+                secret,
+                OwnerProcess::of(pid),
+            )
         };
         let refusal = match secret().map(new) {
             Some(Ok(memory)) => {
@@ -82,7 +89,8 @@ impl Daemon {
         }
         let (page, secret) = (kept.memory.page(), kept.memory.secret().to_owned());
         let watch = kept.watch;
-        let lease = state.enter(asker, pid, bytes, Some(keep.name.clone()), watch);
+        let whose = (asker.uid, kept.memory.account());
+        let lease = state.enter(whose, pid, bytes, Some(keep.name.clone()), watch);
         if let Some(kept) = state.kept.get_mut(&key) {
             kept.lease = Some(lease);
         }
@@ -104,15 +112,20 @@ impl Daemon {
             None => {
                 Err(refused(RefusedKind::Kept, format!("nothing is kept as `{}` for user {uid}", forget.keep.name)))
             }
-            Some(kept) if !commands && forget.keep.secret.as_deref() != Some(kept.memory.secret()) => {
-                Err(refused(RefusedKind::Kept, "the secret is not the one that the first lease was given"))
+            // Its user may have ended before the secret was written down; what nobody has is nobody's loss but that user's.
+            Some(kept)
+                if !commands && kept.lease.is_some() && forget.keep.secret.as_deref() != Some(kept.memory.secret()) =>
+            {
+                let message = "it is in use, and the secret is not the one that the first lease was given";
+                Err(refused(RefusedKind::Kept, message))
             }
             Some(_) => {
                 let kept = state.kept.remove(&key);
                 // Whoever has it by a lease is said to have it by that.
                 let free = kept.as_ref().filter(|kept| kept.lease.is_none());
-                if let Some((watch, bytes)) = free.and_then(|kept| Some((kept.watch?, kept.memory.bytes()))) {
-                    state.left.push((watch, Left { uid, bytes }));
+                let of = |kept: &KeptEntry| Some((kept.watch?, kept.memory.account(), kept.memory.bytes()));
+                if let Some((watch, account, bytes)) = free.and_then(of) {
+                    state.left.push((watch, account, Left { uid, bytes }));
                 }
                 drop(state);
                 // With nothing locked: it takes a while.
@@ -130,4 +143,43 @@ fn secret() -> Option<String> {
     let mut bytes = [0u8; 16];
     let got = rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty()).ok()?;
     (got == bytes.len()).then(|| bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::daemon::PoolConfig;
+    use crate::memory_file::Page;
+    use crate::policy::Who;
+    use crate::stock::Shapes;
+
+    /// The packaged unit leaves the daemon no capability but CAP_CHOWN: it may not read what is its users'.
+    #[test]
+    fn what_a_user_has_is_known_without_the_right_to_read_it() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root has other users");
+            return;
+        }
+        let page = Page::Transparent;
+        let file = MemoryFile::new(page, page.bytes()).expect("a file");
+        file.make_lent(1000, 1000).expect("root may");
+        let copy = file.as_fd().try_clone_to_owned().expect("a descriptor");
+        let whose = (1000, Who::User(1000));
+        let kept = Kept::new(file.into_fd(), whose, "cache".to_owned(), "secret".to_owned(), None).expect("a record");
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
+        let left = || {
+            const CHOWN: u32 = 1;
+            let (head, sets) = ([0x2008_0522_u32, 0], [CHOWN, CHOWN, 0, 0, 0, 0]);
+            // SAFETY: the capabilities of this thread alone; both outlive the call (capset(2), version 3).
+            assert_eq!(unsafe { libc::syscall(libc::SYS_capset, head.as_ptr(), sets.as_ptr()) }, 0);
+            daemon.adopt_kept(kept, None);
+            let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
+            daemon.forget(&Asker::user(1000), &Forget { keep, uid: None }).expect("its own");
+            daemon.status().left
+        };
+        let left = std::thread::scope(|scope| scope.spawn(left).join().expect("no panic"));
+        assert_eq!(left, [Left { uid: 1000, bytes: page.bytes() }], "somebody has it open");
+        let owner = rustix::fs::fstat(&copy).expect("a file");
+        assert_eq!((owner.st_uid, owner.st_gid), (1000, 1000), "and it is whose it was");
+    }
 }

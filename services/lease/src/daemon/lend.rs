@@ -82,7 +82,7 @@ impl Daemon {
     }
 
     fn lease_or_refuse(&self, asker: &Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
-        let PoolConfig { page, node, policy, .. } = &self.config;
+        let PoolConfig { page, node, .. } = &self.config;
         let invalid = |message: String| Err(refused(RefusedKind::Invalid, message));
         if wish.page.is_some_and(|wanted| wanted != *page) {
             return invalid(format!("this daemon has pages of {page}; ask without --page, or ask another daemon"));
@@ -101,8 +101,9 @@ impl Daemon {
                 None => "this daemon's memory may be on any node; serve one pool per node with --node".to_owned(),
             });
         }
-        if wish.keep.as_ref().is_some_and(|keep| keep.name.is_empty() || keep.name.len() > MOST_NAME) {
-            return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes"));
+        let is_name = |name: &str| (1..=MOST_NAME).contains(&name.len()) && !name.contains(char::is_control);
+        if wish.keep.as_ref().is_some_and(|keep| !is_name(&keep.name)) {
+            return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes, and no control characters"));
         }
         if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, wish.bytes, keep)) {
             return resumed;
@@ -110,11 +111,13 @@ impl Daemon {
         let entered = {
             let mut state = self.state();
             state.forget_returned(&self.watches);
-            let allowed = policy.allows(asker, wish.bytes, state.has(asker.uid), *node);
+            let policy = self.policy();
+            let account = policy.account(asker);
+            let allowed = policy.allows(asker, wish.bytes, state.has(account), *node);
             allowed.map_err(|why: Refusal| refused(RefusedKind::LendingPolicy, why.to_string()))?;
             // Entered before anything is taken, so that two requests at once do not pass the quota together.
             let keep = wish.keep.as_ref().map(|keep| keep.name.clone());
-            Entered { daemon: self, lease: state.enter(asker, pid, wish.bytes, keep, None) }
+            Entered { daemon: self, lease: state.enter((asker.uid, account), pid, wish.bytes, keep, None) }
         };
         let (file, filled_late, watch) = self.take(asker, wish.bytes)?;
         if let Some(entered) = self.state().leases.get_mut(&entered.lease) {
@@ -150,9 +153,21 @@ impl Daemon {
             service::let_go(&file);
             let had = file.bytes();
             // Whoever fills is told when it is certain that something is missing, and whether a program starts.
-            let prepared = prepare(&mut file, had, bytes, self.config.node);
+            let prepared = if bytes.saturating_sub(had) <= self.config.room() {
+                prepare(&mut file, had, bytes, self.config.node)
+            } else {
+                Err(FileError::NoPages)
+            };
             let watch = || self.watches.add(&file);
             match prepared.and_then(|()| file.make_lent_after(asker.uid, asker.gid, watch)) {
+                // Whoever has a bound would have none.
+                Ok(Err(why)) if !self.may_command(asker) => {
+                    self.changed.notify_all();
+                    let message = format!(
+                        "it cannot be known how long the memory is in use: inotify: {why}; raise fs.inotify.max_user_watches"
+                    );
+                    return Err(refused(RefusedKind::Empty, message));
+                }
                 Ok(watch) => {
                     let late = bytes.saturating_sub(had);
                     let mut state = self.state();
@@ -161,7 +176,7 @@ impl Daemon {
                         state.put_off = Some(Instant::now());
                     }
                     self.changed.notify_all();
-                    return Ok((file, late, watch));
+                    return Ok((file, late, watch.ok()));
                 }
                 // It goes back to the kernel, which knows which page of it is broken.
                 Err(FileError::HwPoisoned) => {
@@ -232,7 +247,7 @@ fn fill_in_parallel(file: &MemoryFile, from: u64, to: u64, node: Option<u32>) ->
 mod tests {
     use super::*;
     use crate::memory_file::Page;
-    use crate::policy::LendingPolicy;
+    use crate::policy::{LendingPolicy, Who};
     use crate::stock::Shapes;
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -240,8 +255,7 @@ mod tests {
     #[test]
     fn a_file_that_cannot_grow_stays_ready() {
         let page = Page::Transparent;
-        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
-        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
         let file = MemoryFile::new(page, page.bytes()).expect("a file");
         let lease = |bytes| {
             let wish = Wish { bytes, page: None, node: None, keep: None };
@@ -277,8 +291,7 @@ mod tests {
             return;
         }
         let page = Page::Transparent;
-        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(61_009));
-        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 61_009));
         let alone = || {
             // It holds for no thread of root, as the others are.
             let most = Rlimit { current: Some(0), ..getrlimit(Resource::Nproc) };
@@ -302,28 +315,67 @@ mod tests {
         assert_eq!(daemon.status().leases.len(), usize::from(leased.is_ok()));
     }
 
+    /// A daemon that is told another policy knows what is out.
+    #[test]
+    fn another_policy_does_not_forget_what_is_out() {
+        let page = Page::Transparent;
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
+        let policy = |pages: u64| {
+            let size = |text: &str| text.parse().ok();
+            LendingPolicy::read(0, &format!("uid 61008 {}", pages * page.bytes()), size).expect("a line")
+        };
+        let lease = || {
+            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+            daemon.lease(&Asker::user(61_008), 7, &Wish { bytes: page.bytes(), page: None, node: None, keep: None })
+        };
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root gives files away");
+            return;
+        }
+        assert_eq!(lease().expect_err("not named").kind, RefusedKind::LendingPolicy);
+        daemon.set_policy(policy(1));
+        let _out = lease().expect("as much as is allowed");
+        daemon.set_policy(policy(1));
+        assert!(lease().expect_err("it has that").message.contains("leased already"));
+        daemon.set_policy(policy(2));
+        lease().expect("one more");
+    }
+
     /// Whatever happens to the thread that leases, nothing is lent to it.
     #[test]
     fn a_lease_that_is_not_given_is_not_counted() {
         let page = Page::Transparent;
-        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
-        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
-        let asker = &Asker::user(0);
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
         let panics = || {
-            let _entered = Entered { daemon: &daemon, lease: daemon.state().enter(asker, 7, 1, None, None) };
+            let _entered =
+                Entered { daemon: &daemon, lease: daemon.state().enter((0, Who::User(0)), 7, 1, None, None) };
             panic!("as planted");
         };
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
         assert!(daemon.status().leases.is_empty());
     }
 
+    /// What is filled while somebody waits is not taken from what is left to others.
+    #[test]
+    fn a_file_that_grows_leaves_what_is_to_be_left() {
+        let page = Page::Transparent;
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0);
+        let free = |page: Page, _| Some(3 * page.bytes());
+        let daemon = Daemon::new(PoolConfig { free, keep_free: 2 * page.bytes(), ..config });
+        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let wish = Wish { bytes: 3 * page.bytes(), page: None, node: None, keep: None };
+        let refused = daemon.lease(&Asker::user(0), 7, &wish).expect_err("one page may be had");
+        assert!(refused.message.contains("no free huge page"), "{refused:?}");
+        assert_eq!(daemon.status().ready, [page.bytes()], "and nothing was tried");
+    }
+
     /// What is filled while somebody waits comes from where the answer says.
     #[test]
     fn a_file_grows_on_its_own_node() {
         let page = Page::Transparent;
-        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0);
         // Which no machine has.
-        let daemon = Daemon::new(PoolConfig { page, node: Some(1023), shapes, size: u64::MAX, policy });
+        let daemon = Daemon::new(PoolConfig { node: Some(1023), ..config });
         daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
         let wish = Wish { bytes: 3 * page.bytes(), page: None, node: None, keep: None };
         let refused = daemon.lease(&Asker::user(0), 7, &wish).expect_err("no such node");

@@ -30,21 +30,31 @@ impl State {
 }
 
 impl Daemon {
-    /// Waits until something is missing, and says how long it is to be. `None`: the daemon stops.
-    pub(crate) fn wait_for_missing(&self) -> Option<u64> {
+    /// Waits until something is missing, and says how long the files are to be. `None`: the daemon stops.
+    pub(crate) fn wait_for_missing(&self) -> Option<Vec<u64>> {
         let mut state = self.state();
         loop {
             if state.stopping {
                 return None;
             }
-            if !state.drained
-                && let Some(bytes) = missing(&self.config.shapes.0, &state.lengths())
-            {
-                state.filling = Some(Filling { bytes, done: 0 });
-                return Some(bytes);
+            let missing = missing(&self.config.shapes.0, &state.lengths());
+            if !state.drained && !missing.is_empty() {
+                return Some(missing);
             }
             state.waiting = None;
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A file of that length is begun.
+    pub(crate) fn begins(&self, bytes: u64) {
+        self.state().filling = Some(Filling { bytes, done: 0, halvings: 0 });
+    }
+
+    /// How often the rate at which it grows was halved, because the machine is busy.
+    pub(crate) fn gives_way(&self, halvings: u32) {
+        if let Some(filling) = &mut self.state().filling {
+            filling.halvings = halvings;
         }
     }
 
@@ -113,7 +123,7 @@ mod tests {
     use super::*;
     use crate::daemon::PoolConfig;
     use crate::memory_file::Page;
-    use crate::policy::{Asker, LendingPolicy};
+    use crate::policy::Asker;
     use crate::stock::Shapes;
     use crate::wire::{RefusedKind, Wish};
 
@@ -122,8 +132,7 @@ mod tests {
     #[test]
     fn filling_is_not_put_off_for_ever() {
         let page = Page::Transparent;
-        let (shapes, policy) = (Shapes(vec![page.bytes(); 2]), LendingPolicy::closed(0));
-        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), u64::MAX, 0));
         let lease = |bytes| {
             let wish = Wish { bytes, page: None, node: None, keep: None };
             daemon.lease(&Asker::user(0), 7, &wish)
@@ -146,11 +155,10 @@ mod tests {
     /// A thread at idle priority that gets no CPU says nothing; its daemon does.
     #[test]
     fn filling_that_gets_no_cpu_is_seen() {
-        let shapes = Shapes(vec![Page::Huge2M.bytes()]);
-        let policy = LendingPolicy::closed(0);
-        let daemon =
-            Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: Page::Huge2M.bytes(), policy });
-        assert_eq!(daemon.wait_for_missing(), Some(Page::Huge2M.bytes()));
+        let bytes = Page::Huge2M.bytes();
+        let daemon = Daemon::new(PoolConfig::new(Page::Huge2M, Shapes(vec![bytes]), bytes, 0));
+        assert_eq!(daemon.wait_for_missing(), Some(vec![bytes]));
+        daemon.begins(bytes);
         daemon.fills();
         assert_eq!(daemon.waiting(), (None, true));
         daemon.state().chunk = Instant::now().checked_sub(STARVES + Duration::from_secs(1));

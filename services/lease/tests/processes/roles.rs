@@ -7,7 +7,6 @@ use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{Manners, fill};
 use hugemm_lease::listener::Listener;
 use hugemm_lease::memory_file::Page;
-use hugemm_lease::policy::LendingPolicy;
 use hugemm_lease::seccomp::{FilterError, report_ftruncate};
 use hugemm_lease::server::{adopt, serve};
 use hugemm_lease::service;
@@ -40,14 +39,14 @@ pub(crate) fn daemon(path: &Path) {
     // SAFETY: the first thing that this process does with descriptors.
     let inherited = unsafe { service::inherited() }.expect("what is passed makes sense");
     let listener = inherited.listener.map_or_else(|| Listener::bind(path, false), Ok).expect("a socket");
-    let policy = LendingPolicy::closed(rustix::process::geteuid().as_raw());
-    let daemon = Arc::new(Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: LEASE, policy }));
+    let owner = rustix::process::geteuid().as_raw();
+    let daemon = Arc::new(Daemon::new(PoolConfig::new(Page::Huge2M, shapes, LEASE, owner)));
     let (never, _open) = std::io::pipe().expect("a pipe");
     daemon.adopt(inherited.files);
     adopt(&daemon, inherited.kept);
     service::ready();
     std::thread::scope(|scope| {
-        scope.spawn(|| fill(&daemon, &Manners::default(), || None));
+        scope.spawn(|| fill(&daemon, &Manners::default()));
         let _ = serve(&daemon, &listener, never.as_fd());
     });
 }

@@ -13,13 +13,14 @@ use hugemm_lease::client::{Connection, default_socket, read_secret};
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{self, Manners, fill};
 use hugemm_lease::listener::Listener;
+use hugemm_lease::memory_file::Page;
 use hugemm_lease::metrics;
 use hugemm_lease::policy::LendingPolicy;
 use hugemm_lease::server::{adopt, serve as serve_socket};
 use hugemm_lease::service;
 use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
-use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
+use hugemm_lease::wire::{Answer, Forget, KeepAs, Request, Seen};
 use hugemm_workloads::size::Size;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
@@ -28,7 +29,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 pub fn run(args: &Pool) -> Result<()> {
     match args {
@@ -67,7 +68,6 @@ fn serve(args: &Serve) -> Result<()> {
     let manners = Manners {
         cap: args.max_bandwidth.map(|size| size.0),
         cpus: args.cpus.as_ref().map_or(Vec::new(), |cpus| cpus.0.clone()),
-        keep_free: args.keep_free.map_or(0, |size| size.0),
     };
     filler::check(args.node, &manners).map_err(anyhow::Error::msg)?;
     let shapes: Vec<_> = args.shape.iter().map(|shape| (shape.0, shape.1)).collect();
@@ -75,17 +75,13 @@ fn serve(args: &Serve) -> Result<()> {
     let owner = rustix::process::geteuid().as_raw();
     let policy = match &args.policy {
         None => LendingPolicy::closed(owner),
-        Some(path) => {
-            let text = fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))?;
-            let size = |text: &str| text.parse::<Size>().ok().map(|size| size.0);
-            LendingPolicy::read(owner, &text, size).with_context(|| path.display().to_string())?
-        }
+        Some(path) => read_policy(owner, path)?,
     };
+    let policy_file = args.policy.clone();
     // A connection for each program, and as many threads; what a shell allows is for programs that wait for a few with `select`.
     let files = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: files.maximum, ..files });
-    let pool = args.page.pool();
-    if let Some(size) = pool {
+    if let Some(size) = args.page.pool() {
         // Says what the kernel has not, before anybody waits for it.
         HugetlbPool::new().status(size, args.node)?;
     }
@@ -100,7 +96,8 @@ fn serve(args: &Serve) -> Result<()> {
         metrics::bind(place).with_context(|| format!("cannot listen at {place} for --metrics"))
     });
     let metrics = metrics.transpose()?;
-    let config = PoolConfig { page: args.page, node: args.node, shapes, size: args.size.0, policy };
+    let keep_free = args.keep_free.map_or(0, |size| size.0);
+    let config = PoolConfig { page: args.page, node: args.node, shapes, size: args.size.0, policy, free, keep_free };
     let log = std::io::stderr().as_fd().try_clone_to_owned().context("no descriptor for the log")?;
     let daemon = Arc::new(Daemon::with_log(config, log.into()));
     daemon.adopt(inherited.files);
@@ -114,7 +111,7 @@ fn serve(args: &Serve) -> Result<()> {
     let watched = Arc::clone(&daemon);
     let waiter = thread::spawn(move || {
         // The handler sets a flag; the socket's thread waits for a descriptor.
-        let mut said = false;
+        let (mut said, mut policy) = (false, policy_file.as_deref().and_then(changed));
         while !interrupt::requested() {
             thread::sleep(Duration::from_millis(100));
             let (waiting, filling) = watched.waiting();
@@ -123,20 +120,19 @@ fn serve(args: &Serve) -> Result<()> {
             }
             // Once for each file, however often some of its pages come.
             said = waiting.is_some() || said && filling;
+            let (before, Some(path)) = (policy, policy_file.as_deref()) else { continue };
+            policy = changed(path);
+            if policy != before {
+                let read = read_policy(owner, path).map(|policy| watched.set_policy(policy));
+                watched.log("policy", json!({ "error": read.err().map(|error| format!("{error:#}")) }));
+            }
         }
         service::stopping();
         watched.log("stopping", json!({}));
         drop(told);
     });
-    let node = args.node;
     thread::scope(|scope| {
-        scope.spawn(|| {
-            let free = || {
-                let status = HugetlbPool::new().status(pool?, node).ok()?;
-                Some(status.unreserved() * pool?.bytes())
-            };
-            fill(&daemon, &manners, free);
-        });
+        scope.spawn(|| fill(&daemon, &manners));
         println!("leases at {}", path.display());
         daemon.log("serving", daemon.status());
         service::ready();
@@ -145,6 +141,25 @@ fn serve(args: &Serve) -> Result<()> {
     let _ = waiter.join();
     daemon.flush_log(Duration::from_secs(1));
     Ok(())
+}
+
+fn read_policy(owner: u32, path: &Path) -> Result<LendingPolicy> {
+    let text = fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))?;
+    let size = |text: &str| text.parse::<Size>().ok().map(|size| size.0);
+    LendingPolicy::read(owner, &text, size).with_context(|| path.display().to_string())
+}
+
+/// When a file was changed last.
+fn changed(path: &Path) -> Option<SystemTime> {
+    fs::metadata(path).and_then(|file| file.modified()).ok()
+}
+
+/// What may be taken: of the kernel's pool, or, of transparent pages, what leaves the machine and the daemon's control group a margin.
+fn free(page: Page, node: Option<u32>) -> Option<u64> {
+    match page.pool() {
+        Some(size) => Some(HugetlbPool::new().status(size, node).ok()?.unreserved() * size.bytes()),
+        None => Some(Limits::read().ok()?.takeable().0),
+    }
 }
 
 fn listen(path: &Path, open: bool) -> Result<Listener> {
@@ -228,7 +243,11 @@ fn print(status: &Status) {
         status.wanted.len()
     );
     if let Some(filling) = status.filling {
-        println!("  filling  {} of {}", Size(filling.done).rounded(), Size(filling.bytes).rounded());
+        let slow = match filling.halvings {
+            0 => String::new(),
+            halvings => format!(", {} times slower than it may: the machine is busy", 1 << halvings),
+        };
+        println!("  filling  {} of {}{slow}", Size(filling.done).rounded(), Size(filling.bytes).rounded());
     }
     if status.drained {
         println!("  drained  fill again with: hugemm pool fill");
@@ -247,10 +266,14 @@ fn print(status: &Status) {
         let left: Vec<u64> = status.left.iter().map(|left| left.bytes).collect();
         println!("  left     {} of leases that are over, which other processes of their users still have", sum(&left));
     }
+    for kept in &status.kept {
+        let lease = kept.lease.map_or("nobody has it".to_owned(), |lease| format!("lease {lease}"));
+        println!("  kept     {} as {} for user {}, {lease}", Size(kept.bytes).rounded(), kept.name, kept.uid);
+    }
     if status.leases.is_empty() {
         return;
     }
-    let mut lines = table::new(["lease", "user", "process", "size", "seconds"]);
+    let mut lines = table::new(["lease", "user", "process", "size", "seconds", "memory"]);
     for lent in &status.leases {
         let size = Size(lent.bytes).rounded();
         lines.add_row([
@@ -259,6 +282,13 @@ fn print(status: &Status) {
             lent.pid.to_string(),
             size,
             lent.seconds.to_string(),
+            match lent.seen {
+                Some(Seen::Placed) => "placed",
+                Some(Seen::PrivateMapping) => "mapped privately",
+                Some(Seen::Unused) => "never used",
+                None => "",
+            }
+            .to_owned(),
         ]);
     }
     if let Some(column) = lines.column_mut(0) {

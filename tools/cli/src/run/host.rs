@@ -13,7 +13,7 @@ use hugemm_base::{TlbHw, TlbScope};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_host::cpu::Host;
 use hugemm_host::crew::{Crew, Serving};
-use hugemm_hugetlb::{FlushPolicy, OptimizerPolicy, VmemmapOptimizer};
+use hugemm_hugetlb::{OptimizerPolicy, VmemmapOptimizer};
 use hugemm_inspect::interrupt::UserStops;
 use hugemm_inspect::memory::Region;
 use hugemm_lz4::WordsOrLz4;
@@ -113,11 +113,7 @@ fn on_ground(
     let (optimizer, ageing, model) = match granularity {
         Granularity::Extent => (OptimizerPolicy::default(), Ageing::Batch, PreemptModel::Full),
         // One flush for a batch of pages, and an entry at a time; accessed bits of one page at a time, without a flush.
-        Granularity::Page => (
-            OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: true },
-            Ageing::NoFlush,
-            PreemptModel::None,
-        ),
+        Granularity::Page => (OptimizerPolicy { swap: false, carve: true }, Ageing::NoFlush, PreemptModel::None),
     };
     host.set_preempt_model(model);
     let optimizer = ground.optimizer(optimizer);

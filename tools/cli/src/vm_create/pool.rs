@@ -43,7 +43,7 @@ pub fn with_pool<R>(
         (0..HugePool::<hugemm_base::lock::SpinLock>::groups(&areas, size)).map(|_| Group::default()).collect();
     let mut nodes = [HugePageCounts::default()];
     let pool = HugePool::new(size, &mut areas, &mut groups, &mut nodes)?;
-    let resize = |pages| host.run_on(CpuId(0), |cx| pool.set_size(cx, &optimizer, pages, Nodes::All, &Never));
+    let resize = |pages| host.run_on(CpuId(0), |cx| pool.resize(cx, &optimizer, pages, Nodes::All, &Never));
     let entered = resize(pages)??.entered;
     let result = if entered < pages {
         Err(anyhow!("only {entered} of {pages} pages of {size} fit; use a smaller --size"))

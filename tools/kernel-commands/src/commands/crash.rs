@@ -21,7 +21,7 @@ pub fn run(cx: Cx<'_>, how: Crash) -> Result<(), Failure> {
         Crash::Tail => pool::with_empty(cx, PageSize::Size2M, |cx, pool| {
             // SAFETY: commands run one after the other and have one optimizer each.
             let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy::default()) };
-            pool.set_size(cx, &optimizer, 1, Nodes::All, &Never)?;
+            pool.resize(cx, &optimizer, 1, Nodes::All, &Never)?;
             if let Some((head, _)) = pool.pages().next() {
                 let tail = layout::DESCRIPTORS + (head.number() + 100) * layout::DESCRIPTOR_BYTES;
                 // SAFETY: none is needed: the store faults, which is what is asked for.

@@ -5,33 +5,32 @@
 use super::{Cx, Failure, vec_of};
 use crate::output::{note, progress, record};
 use hugemm_base::PageSize;
-use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, OptimizerPolicy, PoolError};
+use hugemm_hugetlb::{Group, HugePageCounts, HugePool, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
 use hugemm_kernel::{percpu, tlb};
 use hugemm_workloads::pool::{Cycle, Timed, resize};
 use hugemm_workloads::request::{FlushEach, Optimization, Pool};
-use hugemm_workloads::words::List;
+use hugemm_workloads::words::{List, Named};
 
 #[derive(Clone, Copy)]
 struct Side {
     hvo: bool,
+    flush: FlushEach,
     policy: OptimizerPolicy,
 }
 
-const BATCHED: OptimizerPolicy = OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true };
-
-/// Every way, and the optimization and flushes that it is asked for by.
-const SIDES: [(Side, Optimization, FlushEach); 4] = [
-    (Side { hvo: false, policy: BATCHED }, Optimization::Off, FlushEach::Batch),
-    (Side { hvo: true, policy: BATCHED }, Optimization::On, FlushEach::Batch),
-    (Side { hvo: true, policy: OptimizerPolicy { swap: false, ..BATCHED } }, Optimization::InPlace, FlushEach::Batch),
-    (
-        Side { hvo: true, policy: OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true } },
-        Optimization::On,
-        FlushEach::Page,
-    ),
+/// Every way, and the optimization that it is asked for by.
+const SIDES: [(Side, Optimization); 4] = [
+    (side(false, true, FlushEach::Batch), Optimization::Off),
+    (side(true, true, FlushEach::Batch), Optimization::On),
+    (side(true, false, FlushEach::Batch), Optimization::InPlace),
+    (side(true, false, FlushEach::Page), Optimization::On),
 ];
+
+const fn side(hvo: bool, swap: bool, flush: FlushEach) -> Side {
+    Side { hvo, flush, policy: OptimizerPolicy { swap, carve: true } }
+}
 
 /// Pages, if nothing is said.
 const PAGES: u64 = 200;
@@ -58,7 +57,7 @@ pub fn with_empty<T>(
 fn all_sides(cx: Cx<'_>, args: &Pool, pool: &HugePool<'_, IrqLock>) -> Result<(), Failure> {
     // How flushes are shared is asked of whole optimization only.
     let asked = |hvo, flush| args.hvo.contains(hvo) && (hvo != Optimization::On || args.flush.contains(flush));
-    let sides = || SIDES.into_iter().filter(|(_, hvo, flush)| asked(*hvo, *flush)).map(|(side, ..)| side);
+    let sides = || SIDES.into_iter().filter(|(side, hvo)| asked(*hvo, side.flush)).map(|(side, _)| side);
     let counts = args.n.unwrap_or(List::one(PAGES));
     let of = counts.iter().count() as u64 * u64::from(args.runs);
     let mut done = 0;
@@ -71,15 +70,15 @@ fn all_sides(cx: Cx<'_>, args: &Pool, pool: &HugePool<'_, IrqLock>) -> Result<()
                 let optimizer = unsafe { vmemmap::optimizer(side.policy) };
                 optimizer.set_enabled(side.hvo);
                 // The first cycle finds the tables as another side has left them.
-                cycle(cx, pool, &optimizer, n)?;
-                let done_once = cycle(cx, pool, &optimizer, n)?;
+                cycle(cx, pool, &optimizer, n, side.flush)?;
+                let done_once = cycle(cx, pool, &optimizer, n, side.flush)?;
                 let entered = done_once.up.report.entered;
                 if entered < n && done == 1 {
                     note(format_args!(
                         "{entered} of {n} pages were had; times are per page that was had; use a larger --memory"
                     ));
                 }
-                report(pool.size(), side, n, &done_once);
+                report(pool.page_size(), side, n, &done_once);
             }
         }
     }
@@ -92,17 +91,18 @@ fn cycle(
     pool: &HugePool<'_, IrqLock>,
     optimizer: &KernelOptimizer,
     pages: u64,
+    flush: FlushEach,
 ) -> Result<Cycle, PoolError> {
     let mut step = |pages| {
         let before = tlb::shootdown().counts();
-        let timed = resize(cx, pool, optimizer, pages)?;
+        let timed = resize(cx, pool, optimizer, pages, flush)?;
         Ok::<_, PoolError>(Timed { interrupts: tlb::shootdown().counts().since(before).interrupts, ..timed })
     };
     Ok(Cycle { up: step(pages)?, down: step(0)? })
 }
 
 fn report(size: PageSize, side: Side, n: u64, cycle: &Cycle) {
-    let flush = if side.policy.flush == FlushPolicy::Batch { "batch" } else { "page" };
+    let flush = side.flush.name();
     let labels = [
         ("hvo", side.hvo.into()),
         ("swap", (side.hvo && side.policy.swap).into()),

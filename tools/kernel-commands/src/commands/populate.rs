@@ -57,9 +57,9 @@ pub fn with_pool<T>(
     pool::with_empty(cx, size, |cx, pool| {
         // SAFETY: commands run one after the other and have one optimizer each.
         let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy::default()) };
-        let filled = pool.set_size(cx, &optimizer, pages, Nodes::All, &Never)?;
+        let filled = pool.resize(cx, &optimizer, pages, Nodes::All, &Never)?;
         let result = if filled.entered < pages { Err(Failure::Memory) } else { f(cx, pool) };
-        pool.set_size(cx, &optimizer, 0, Nodes::All, &Never)?;
+        pool.resize(cx, &optimizer, 0, Nodes::All, &Never)?;
         result
     })
 }

@@ -12,7 +12,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{CounterSnapshot, CpuCx, Never, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
-use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, OptimizerPolicy};
+use hugemm_hugetlb::{Group, HugePageCounts, HugePool, OptimizerPolicy};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::platform::Kernel;
@@ -54,7 +54,7 @@ pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
             name: "page",
             granularity: Granularity::Page,
             clearer: Clearer::new(features, Clearing::Page.of(policy))?,
-            optimizer: OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: true },
+            optimizer: OptimizerPolicy { swap: false, carve: true },
             ageing: Ageing::NoFlush,
         },
         Ways { name: "cached", clearer: Clearer::new(features, Clearing::Extent.of(policy))?, ..by_extent },

@@ -1,6 +1,4 @@
-//! Bit-exact checks of a primitive, shared by the test programs: every byte it owns is zeroed, no other is touched.
-
-#![allow(dead_code, reason = "each test program uses its part")]
+//! Bit-exact checks of a primitive, for the tests: every byte it owns is zeroed, no other is touched.
 
 use hugemm_clear::primitive::Primitive;
 use hugemm_clear::raw;

@@ -2,6 +2,13 @@
 
 use hugemm_base::NodeId;
 use hugemm_host::cpu::CpuPlace;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What measures, or takes much memory or all CPUs, one after the other.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The system's CPUs that this process may use.
 pub(crate) fn cpus() -> Vec<u32> {

@@ -1,8 +1,6 @@
 //! A platform that follows a script and keeps a record, for one thread; memory to run it and the host on; a clearer
 //! that needs nothing of the CPU.
 
-#![allow(dead_code, reason = "each test program uses its part")]
-
 #[cfg(not(miri))]
 pub(crate) mod host;
 pub(crate) mod memory;
@@ -227,12 +225,12 @@ unsafe impl Cpu for Script {
 
     fn store_fence(&self) {
         self.record(Event::Fence);
-        hugemm_base::store_fence::hardware_store_fence();
+        hugemm_base::barriers::hardware_store_fence();
     }
 
     fn publish_barrier(&self) {
         self.record(Event::Publish);
-        hugemm_base::store_fence::hardware_publish_barrier();
+        hugemm_base::barriers::hardware_publish_barrier();
     }
 
     unsafe fn vector_begin(&self) -> bool {

@@ -239,8 +239,6 @@ pub const ORIGIN: u64 = 0x7000_0000_0000;
 pub struct Shape {
     /// 128 MiB spans of each node, in ascending order.
     pub nodes: Vec<u64>,
-    /// Spans, from the end, whose descriptors are not mapped.
-    pub absent: u64,
     pub policy: OptimizerPolicy,
     pub stale: bool,
     /// Whether the CPUs demand break-before-make.
@@ -249,7 +247,7 @@ pub struct Shape {
 
 impl Shape {
     pub fn spans(spans: u64) -> Self {
-        Shape { nodes: vec![spans], absent: 0, policy: OptimizerPolicy::default(), stale: true, breaks: false }
+        Shape { nodes: vec![spans], policy: OptimizerPolicy::default(), stale: true, breaks: false }
     }
 }
 
@@ -344,8 +342,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         ModelTlbs { breaks: shape.breaks, ..ModelTlbs::new(shape.stale) },
         Keep,
     );
-    let present = spans - shape.absent;
-    for span in 0..present {
+    for span in 0..spans {
         // SAFETY: nothing is mapped or running yet.
         unsafe {
             map.set(VirtAddr::new(first.get() + (span << 21)), Mapped::Whole(Pfn::new(BASE + span * 512)));
@@ -370,7 +367,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let frames =
         unsafe { Frames::new(&config, Soft { map: &map, inject }, metadata.ptr(), metadata.bytes()) }.expect("valid");
     let threads = Threads::new(());
-    let descriptors = extent(BASE, present * 512);
+    let descriptors = extent(BASE, spans * 512);
     // SAFETY: once; the memory is the machine's.
     unsafe { frames.release(&threads.cx(), Dirty::assume_owned(all)) };
     let _ = frames.alloc_contig_range(&threads.cx(), descriptors).expect("free").into_extent();
@@ -415,7 +412,7 @@ impl<I: Inject> Machine<'_, I> {
 
     /// Brings a pool to a size, on this CPU.
     pub fn set(&self, pool: &HugePool<'_>, pages: u64) -> ResizeReport {
-        pool.set_size(&mut self.threads.cx(), &self.optimizer, pages, Nodes::All, &Never).expect("idle")
+        pool.resize(&mut self.threads.cx(), &self.optimizer, pages, Nodes::All, &Never).expect("idle")
     }
 
     /// From here on, writing to a shared tail page or table ends the process.

@@ -373,7 +373,7 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
     pub fn try_fill_pool(&self, cx: &mut Cx<'_, 'h>, pages: u64) {
         // Bad pages leave.
         self.pool.tidy(cx, self.optimizer).expect("nobody else resizes");
-        self.pool.set_size(cx, self.optimizer, pages, Nodes::All, &Never).expect("nobody else resizes");
+        self.pool.resize(cx, self.optimizer, pages, Nodes::All, &Never).expect("nobody else resizes");
     }
 
     /// Makes the pool's pages so many.

@@ -15,7 +15,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Never, PageSize, Pfn};
-use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolError};
+use hugemm_hugetlb::{Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::percpu;
@@ -75,7 +75,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Fai
     }
     let optimizer = any_optimizer(&mut random);
     for pool in [&gigantic, &huge] {
-        pool.set_size(cx, &optimizer, 0, Nodes::All, &Never)?;
+        pool.resize(cx, &optimizer, 0, Nodes::All, &Never)?;
     }
     intact.check(cx, [&huge, &gigantic])?;
     intact.free(cx);
@@ -158,8 +158,8 @@ fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Rando
     let share = [0, 16, 128, 224, u8::MAX][random.below(5) as usize];
     match step {
         // With heads' frames out of the way there are whole blocks to be swapped.
-        Step::Huge(_) if random.below(4) == 0 => _ = huge.set_size(cx, &optimizer, 0, Nodes::All, &Never)?,
-        Step::Demote => _ = gigantic.set_size(cx, &optimizer, 1, Nodes::All, &Never)?,
+        Step::Huge(_) if random.below(4) == 0 => _ = huge.resize(cx, &optimizer, 0, Nodes::All, &Never)?,
+        Step::Demote => _ = gigantic.resize(cx, &optimizer, 1, Nodes::All, &Never)?,
         _ => {}
     }
     // From the start, or when the pages have been had and their descriptors' turn has come: one fails, or some, or all.
@@ -173,8 +173,8 @@ fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Rando
     let mut tally = Tally { resizes: 1, ..Tally::default() };
     memory::with_faults(&plan, || {
         match step {
-            Step::Huge(pages) => _ = huge.set_size(cx, &optimizer, pages, Nodes::All, &Never)?,
-            Step::Gigantic(pages) => _ = gigantic.set_size(cx, &optimizer, pages, Nodes::All, &Never)?,
+            Step::Huge(pages) => _ = huge.resize(cx, &optimizer, pages, Nodes::All, &Never)?,
+            Step::Gigantic(pages) => _ = gigantic.resize(cx, &optimizer, pages, Nodes::All, &Never)?,
             Step::Demote => match gigantic.demote(cx, &optimizer, huge, Nodes::All, 1) {
                 Ok(report) => tally.demoted = report.left,
                 Err(PoolError::NothingToDemote) => {}
@@ -216,9 +216,8 @@ fn overcommit(cx: Cx<'_>, pool: &Pool<'_>, optimizer: &KernelOptimizer, surplus:
 
 /// Optimization on, in one of its ways, or now and then off.
 fn any_optimizer(random: &mut Random) -> KernelOptimizer {
-    let flush = if random.below(8) == 0 { FlushPolicy::Page } else { FlushPolicy::Batch };
     // SAFETY: commands run one after the other and have one optimizer each.
-    let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy { flush, swap: random.below(3) != 0, carve: true }) };
+    let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy { swap: random.below(3) != 0, carve: true }) };
     optimizer.set_enabled(random.below(8) != 0);
     optimizer
 }

@@ -77,7 +77,7 @@ impl Intact {
     }
 
     pub fn check<'m>(&mut self, cx: Cx<'_>, pools: [&Pool<'m>; 2]) -> Result<(), Failure> {
-        let pooled: u64 = pools.iter().map(|pool| pool.counts(cx).counts.total * pool.size().pages()).sum();
+        let pooled: u64 = pools.iter().map(|pool| pool.counts(cx).counts.total * pool.page_size().pages()).sum();
         let found = unowned_pages(cx) + vmemmap::audit().frames + pooled;
         if found != self.frames {
             return Err(lost(self.frames, found).into());
@@ -94,7 +94,7 @@ impl Intact {
         let owned = |each: &mut dyn FnMut(u64) -> Result<(), Finding>| {
             let pages = pools.into_iter().flat_map(|pool| {
                 // Of a lean page the head's is all that anybody owns.
-                pool.pages().map(|(pfn, lean)| (pfn, if lean { 1 } else { pool.size().pages() }))
+                pool.pages().map(|(pfn, lean)| (pfn, if lean { 1 } else { pool.page_size().pages() }))
             });
             let free = self.free.iter().map(|block| (block.pfn(), block.extent().pages()));
             for (base, pages) in pages.chain(free) {

@@ -6,7 +6,7 @@
 //! there) stays as it was, but for the pages that have moved.
 
 use crate::lru::{BATCH, Batch, LruEnd};
-use crate::side::{Side, Unhooked};
+use crate::node_reclaim::{NodeReclaim, Unhooked};
 use crate::swap::Swap;
 use crate::ways::{Step, Steps};
 use hugemm_base::lock::RawLock;
@@ -19,11 +19,11 @@ const ROUNDS: usize = 4;
 /// Blocks that are tried: a claim may have to wait for other CPUs' caches.
 const TRIES: usize = 8;
 
-impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, 'v, '_, '_, S, W, L, O> {
+impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'s, 'v, '_, '_, S, W, L, O> {
     /// Empties and frees a block of the LRU's node; false if none of those that were tried, eight at most, could be emptied.
     /// Moves at most 511 pages for each. Looks at up to 256 of the LRU's pages, which are rotated, so that the next call
     /// tries others.
-    pub(crate) fn gather(&self, cx: &mut Cx<'_, S>, order: Order) -> bool {
+    pub(crate) fn compact(&self, cx: &mut Cx<'_, S>, order: Order) -> bool {
         let (mut tried, mut tries) = ([None; TRIES], 0);
         for source in [LruEnd::Oldest, LruEnd::Youngest] {
             for _ in 0..ROUNDS {

@@ -1,7 +1,5 @@
 //! Numbers at the end of their types, through everything that takes one: an answer or an error, and no panic.
 
-#![cfg(not(loom))]
-
 use hugemm_base::{
     Dirty, Extent, Invalidation, Order, PageSize, Pfn, PhysAddr, RangeSet, TlbScope, VirtAddr, VirtRange,
 };

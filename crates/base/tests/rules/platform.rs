@@ -1,5 +1,4 @@
 //! What the platform's traits provide, and that a reference to hardware is that hardware.
-#![cfg(not(loom))]
 
 use hugemm_base::platform::StoreBuffer;
 use hugemm_base::{

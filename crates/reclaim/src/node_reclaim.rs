@@ -1,4 +1,4 @@
-//! A reclaiming task's view of a node: what it does to folios through their reverse map. A turn decides which, and in which
+//! A task that reclaims from a node: what it does to folios through their reverse map. A turn decides which, and in which
 //! order: *unmap, off the LRU, flush, write out, free*, for a whole batch with one flush. An [`UnhookedPage`] owns the flush
 //! that it owes, and each step that could reach its frame pays it first.
 
@@ -75,8 +75,8 @@ impl From<StoreError> for Unwritten {
     }
 }
 
-/// A reclaiming task's view of a node, for one turn.
-pub(crate) struct Side<'s, 'v, 'a, 'm, S: Setup, W, L: RawLock, O> {
+/// A task that reclaims from a node, for one turn.
+pub(crate) struct NodeReclaim<'s, 'v, 'a, 'm, S: Setup, W, L: RawLock, O> {
     pub(crate) vm: &'s Vm<'v, S>,
     pub(crate) pager: &'s Reclaim<'a, 'm, S, W, L, O>,
     pub(crate) node: NodeId,
@@ -95,7 +95,7 @@ struct Lies {
     index: usize,
 }
 
-impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, 'v, 'a, 'm, S, W, L, O> {
+impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'s, 'v, 'a, 'm, S, W, L, O> {
     pub(crate) fn new(
         vm: &'s Vm<'v, S>,
         pager: &'s Reclaim<'a, 'm, S, W, L, O>,
@@ -103,7 +103,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
         lru: &'a Lru<'a, 'm, S::Env, L>,
         deferred: &'s Batch,
     ) -> Self {
-        Side { vm, pager, node, lru, deferred, saturated: Cell::new(None) }
+        NodeReclaim { vm, pager, node, lru, deferred, saturated: Cell::new(None) }
     }
 
     /// Gives the page that could not be held, for want of room in its counter, a wider one.
@@ -227,7 +227,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
         }
     }
 
-    /// Drops references that [`hold`](Side::hold) took; one may be the last if the folio's owner let go
+    /// Drops references that [`hold`](NodeReclaim::hold) took; one may be the last if the folio's owner let go
     /// meanwhile. One lock round of the LRU per [`BATCH`] of them.
     pub(crate) fn release(&self, cx: &Cx<'_, S>, heads: impl Iterator<Item = Pfn>) {
         let mut rest = heads.peekable();

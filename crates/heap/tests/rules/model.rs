@@ -1,6 +1,6 @@
 //! Random operations on a heap, and those that fuzzing has found, against what is known to be live.
 
-#[path = "support/ops.rs"]
+#[path = "../support/ops.rs"]
 mod ops;
 
 use hugemm_threads::Random;

@@ -1,5 +1,4 @@
 //! What a context asks of its platform, and when: on a platform that writes it down.
-#![cfg(not(loom))]
 
 use hugemm_base::lock::{PinnedLock, SpinLock};
 use hugemm_base::platform::{Cpu, PreemptModel};
