@@ -18,7 +18,7 @@ use hugemm_heap::Heap;
 use hugemm_host::cpu::Host;
 use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
-use sides::{Global, Own, Side};
+use sides::{AnyHeap, Global, Own};
 use std::alloc::System;
 use work::{Shared, Work};
 
@@ -57,7 +57,7 @@ struct Entry<'a> {
     left: Box<dyn Fn() -> Result<[u64; 2]> + 'a>,
 }
 
-fn entry<'a, S: Side + 'a>(name: &'static str, host: &'a Host<'a>, most: u32, side: S) -> Entry<'a> {
+fn entry<'a, S: AnyHeap + 'a>(name: &'static str, host: &'a Host<'a>, most: u32, side: S) -> Entry<'a> {
     let side = std::sync::Arc::new(side);
     let counted = std::sync::Arc::clone(&side);
     let run = move |work, rounds, cpus| {

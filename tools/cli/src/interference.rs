@@ -5,15 +5,15 @@ use crate::document::Row;
 use crate::machine::Machine;
 use crate::measure::Repeat;
 use crate::options::Kind;
-use crate::results::Results;
-use crate::stats::Samples;
+use crate::results::{Line, Results};
+use crate::sides::{by_turns, cell};
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass};
 use hugemm_host::cpu::Host;
-use hugemm_inspect::interrupt;
 use hugemm_workloads::chase::Chase;
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
 use std::sync::Barrier;
 
@@ -47,42 +47,28 @@ pub fn run(args: &Interference) -> Result<()> {
     let mut rows = Vec::new();
     for set in sets {
         let chase = Chase::new(lines_in(&mut set_region.as_mut_slice()[..set as usize]), 0x9e37_79b9);
-        let mut latency = vec![Samples::default(); neighbours.len()];
-        let mut bandwidth = latency.clone();
-        for (index, counts) in repeat.turns(neighbours.len()) {
-            interrupt::check()?;
-            bar.set_message(format!("{} beside {}", Size(set), name(neighbours[index])));
-            let (ns, gbps) = once(&host, &calibrated, neighbours[index], &chase, args.millis)?;
-            if counts {
-                latency[index].push(ns);
-                bandwidth[index].push(gbps);
-            }
-            bar.inc(1);
-        }
-        for (index, neighbour) in neighbours.iter().enumerate() {
-            let slowed = latency[index].per_run_ratio(&latency[0]).map(|ratio| (ratio - 1.0) * 100.0);
-            let label = |row: Row| row.label("working_set", set).label("beside", name(*neighbour));
-            rows.push(label(Row::median("bench.interference.latency", &latency[index], "ns")));
+        let line = |neighbour: &Option<Primitive>| {
+            Line::new([("working_set", set.into()), ("beside", name(*neighbour).into())])
+        };
+        let mut measured: Vec<Line<Beside>> = neighbours.iter().map(line).collect();
+        by_turns(&mut measured, repeat, &bar, |index| {
+            once(&host, &calibrated, neighbours[index], &chase, args.millis)
+        })?;
+        let alone = measured[0].samples(&METRICS[0]);
+        for (index, line) in measured.iter().enumerate() {
+            rows.extend(line.rows(&METRICS));
+            let [ns, gbps] = METRICS.each_ref().map(|metric| line.samples(metric));
             let first = if index == 0 { Size(set).to_string() } else { String::new() };
-            let ns = format!("{:.1}", latency[index].median());
-            if neighbour.is_none() {
-                lines.add_row([first, name(*neighbour).to_owned(), ns]);
-                continue;
+            let mut cells = vec![first, line.label("beside"), cell(&ns, "ns")];
+            if index > 0 {
+                let slowed = ns.per_run_ratio(&alone).map(|ratio| (ratio - 1.0) * 100.0);
+                // A fast neighbour disturbs for a shorter time: what a program loses for each GB that is cleared.
+                let lost = slowed.median() / 100.0 / gbps.median().max(f64::MIN_POSITIVE) * 1e3;
+                cells.extend([format!("{:+.0} %", slowed.median()), cell(&gbps, "GB/s"), format!("{lost:.1} ms")]);
+                rows.push(line.labelled(Row::median("bench.interference.slowdown", &slowed, "percent")));
+                rows.push(line.labelled(Row::single("bench.interference.lost_per_gb", lost, "ms")));
             }
-            // A fast neighbour disturbs for a shorter time: what a program loses for each GB that is cleared.
-            let gbps = bandwidth[index].median();
-            let lost = slowed.median() / 100.0 / gbps.max(f64::MIN_POSITIVE) * 1e3;
-            lines.add_row([
-                first,
-                name(*neighbour).to_owned(),
-                ns,
-                format!("{:+.0} %", slowed.median()),
-                table::gbps(gbps),
-                format!("{lost:.1} ms"),
-            ]);
-            rows.push(label(Row::median("bench.interference.slowdown", &slowed, "percent")));
-            rows.push(label(Row::median("bench.interference.clearing", &bandwidth[index], "GB/s")));
-            rows.push(label(Row::single("bench.interference.lost_per_gb", lost, "ms")));
+            lines.add_row(cells);
         }
     }
     bar.finish_and_clear();
@@ -96,6 +82,17 @@ pub fn run(args: &Interference) -> Result<()> {
     let tables = vec![("Interference".to_owned(), lines)];
     machine.show(Results { intro, tables, rows, ..Results::default() })
 }
+
+/// Nanoseconds per step of the chase, and GB/s of the clearing beside it; no number where nobody clears.
+struct Beside {
+    ns: f64,
+    gbps: f64,
+}
+
+const METRICS: [Metric<Beside>; 2] = [
+    Metric::new("bench.interference.latency", "ns", |it: &Beside| it.ns),
+    Metric::new("bench.interference.clearing", "GB/s", |it: &Beside| it.gbps),
+];
 
 fn name(neighbour: Option<Primitive>) -> &'static str {
     neighbour.map_or("nobody", Primitive::name)
@@ -123,14 +120,13 @@ pub fn lines_in(bytes: &mut [u8]) -> &mut [[u64; 8]] {
     lines
 }
 
-/// One run: ns per step of the chase, and the bandwidth of the clearing beside it in GB/s.
 fn once(
     host: &Host<'_>,
     calibrated: &Clearer,
     neighbour: Option<Primitive>,
     chase: &Chase<'_>,
     millis: u64,
-) -> Result<(f64, f64)> {
+) -> Result<Beside> {
     // By huge page, as faults do. (Some CPUs write past the cache by themselves when one string store is larger than
     // the cache.)
     let by_page = ClearPolicy { force: neighbour, unit: Some(PageSize::Size2M.bytes()), ..*calibrated.policy() };
@@ -162,6 +158,6 @@ fn once(
             nanos as f64 / steps.max(1) as f64
         });
         let gbps = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))??;
-        Ok((chased?, gbps))
+        Ok(Beside { ns: chased?, gbps: if neighbour.is_some() { gbps } else { f64::NAN } })
     })
 }

@@ -13,8 +13,9 @@ use crate::measure::Repeat;
 use crate::memset::{PERF_GB, RATE};
 use crate::options::Kind;
 use crate::results::{Line, Results};
+use crate::sides::by_turns;
 use crate::{kernel_side, progress, table};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use hugemm_base::{CpuId, Dirty, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_host::cpu::Host;
@@ -30,7 +31,7 @@ use hugemm_workloads::words::Named;
 use std::sync::Barrier;
 
 /// Who is measured: hugemm, which clears so, or this machine's kernel.
-type Side = Option<Clearing>;
+type Who = Option<Clearing>;
 
 /// Everything about a pass but who does it.
 struct Job {
@@ -75,15 +76,15 @@ pub fn run(args: &Mmap) -> Result<()> {
     let calibrated = Clearer::new(machine.features, calibrate(&machine, args, region.as_mut_slice())?)?;
     let host = Host::new(&places, region.as_mut_slice())?;
     let job = Job { bytes, page, threads: args.threads, seed: args.randomize };
-    let sides: Vec<Side> = std::iter::once(None).chain(args.clear.iter().map(Some)).collect();
+    let sides: Vec<Who> = std::iter::once(None).chain(args.clear.iter().map(Some)).collect();
 
     let repeat = Repeat::new(loops, args.warmup.warmup);
     let bar = progress::bar((sides.len() * functions.iter().count() * repeat.all()) as u64, machine.quiet());
     // SAFETY: the only owner of the host's frames, made once.
-    let mut memory = unsafe { host.own_frames() };
+    let mut memory = Some(unsafe { host.own_frames() });
     let mut results = Results::default();
     for function in functions.iter() {
-        let line = |side: &Side| {
+        let line = |side: &Who| {
             Line::new([
                 ("side", side.map_or("kernel", Clearing::side).into()),
                 ("function", function.name().into()),
@@ -95,23 +96,17 @@ pub fn run(args: &Mmap) -> Result<()> {
             ])
         };
         let mut lines: Vec<Line<Pass>> = sides.iter().map(line).collect();
-        for (index, counts) in repeat.turns(sides.len()) {
-            interrupt::check()?;
-            bar.set_message(kernel_side::title(&lines[index]));
-            let nanos;
-            (memory, nanos) = match sides[index] {
-                None => {
-                    let offset = |index| job.offset(index);
-                    let took = kernel_side::together(bytes, page, backing, function, args.threads, &offset)?;
-                    (memory, took.populate)
-                }
-                Some(clear) => hugemm_pass(&host, &calibrated, clear, memory, &job, function)?,
+        by_turns(&mut lines, repeat, &bar, |index| {
+            let Some(clear) = sides[index] else {
+                let offset = |index| job.offset(index);
+                let took = kernel_side::together(bytes, page, backing, function, args.threads, &offset)?;
+                return Ok(Pass { bytes, nanos: took.populate });
             };
-            if counts {
-                lines[index].runs.push(Pass { bytes, nanos });
-            }
-            bar.inc(1);
-        }
+            let mine = memory.take().context("an earlier pass did not give the memory back")?;
+            let (back, nanos) = hugemm_pass(&host, &calibrated, clear, mine, &job, function)?;
+            memory = Some(back);
+            Ok(Pass { bytes, nanos })
+        })?;
         report(&lines, &mut results);
     }
     bar.finish_and_clear();

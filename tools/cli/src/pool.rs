@@ -32,14 +32,14 @@ pub struct Pool {
 }
 
 /// One way to resize, and what was measured of it.
-struct Side {
+struct Way {
     hvo: Optimization,
     flush: FlushEach,
     n: u64,
     line: Line<Cycle>,
 }
 
-impl Side {
+impl Way {
     fn new(hvo: Optimization, flush: FlushEach, n: u64, page: PageSize) -> Self {
         let line = Line::new([
             ("hvo", (hvo != Optimization::Off).into()),
@@ -49,7 +49,7 @@ impl Side {
             ("n", n.into()),
             ("threads", 1_u32.into()),
         ]);
-        Side { hvo, flush, n, line }
+        Way { hvo, flush, n, line }
     }
 }
 
@@ -80,7 +80,7 @@ pub fn run(args: &Pool) -> Result<()> {
             // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
             let ways = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
             for flush in ways.iter() {
-                sides.push(Side::new(hvo, flush, *n, size));
+                sides.push(Way::new(hvo, flush, *n, size));
             }
         }
     }
@@ -120,7 +120,7 @@ pub fn run(args: &Pool) -> Result<()> {
 }
 
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
-fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side) -> Result<()> {
+fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Way) -> Result<()> {
     let swap = side.hvo != Optimization::InPlace && side.flush == FlushEach::Batch;
     let policy = OptimizerPolicy { swap, ..OptimizerPolicy::default() };
     let optimizer = ground.optimizer(policy);

@@ -142,7 +142,7 @@ fn by_pages_of(page: PageSize, args: &VmCreate, machine: &Machine) -> Result<(Ve
     }
     ways.dedup();
     let bar = progress::bar(ways.len() as u64 * u64::from(runs + 1), machine.quiet());
-    let side = Side {
+    let side = Setting {
         host: &host,
         frames: &frames,
         policy,
@@ -154,7 +154,7 @@ fn by_pages_of(page: PageSize, args: &VmCreate, machine: &Machine) -> Result<(Ve
     };
     let lines = if from == PagesFrom::Pool && page != PageSize::Size4K {
         with_pool(&host, &frames, page, bytes / page.bytes(), |pool| {
-            measure(&Side { pool: Some(pool), ..side }, &ways, runs, &bar)
+            measure(&Setting { pool: Some(pool), ..side }, &ways, runs, &bar)
         })?
     } else {
         measure(&side, &ways, runs, &bar)?
@@ -164,7 +164,7 @@ fn by_pages_of(page: PageSize, args: &VmCreate, machine: &Machine) -> Result<(Ve
 }
 
 /// Every way in turn, in an order that changes from run to run.
-fn measure(side: &Side<'_, '_, '_>, ways: &[Way], runs: u32, bar: &ProgressBar) -> Result<Vec<Line<Created>>> {
+fn measure(side: &Setting<'_, '_, '_>, ways: &[Way], runs: u32, bar: &ProgressBar) -> Result<Vec<Line<Created>>> {
     let from = if side.pool.is_some() { PagesFrom::Pool } else { PagesFrom::Frames };
     let line = |way: &Way| {
         Line::new([
@@ -212,7 +212,7 @@ fn kernel_side_memory(
 }
 
 /// Everything about a pass but its line.
-struct Side<'a, 'h, 'm> {
+struct Setting<'a, 'h, 'm> {
     host: &'a Host<'h>,
     frames: &'a Frames<'a, Plain>,
     policy: ClearPolicy,
@@ -223,7 +223,7 @@ struct Side<'a, 'h, 'm> {
     pool: Option<&'a HugePool<'m>>,
 }
 
-impl Side<'_, '_, '_> {
+impl Setting<'_, '_, '_> {
     /// Nanoseconds, and where hugemm's went.
     fn pass(&self, line: &Way) -> Result<(u64, Split)> {
         match line.clear {

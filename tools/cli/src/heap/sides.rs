@@ -8,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
 use std::ptr::NonNull;
 
-pub trait Side: Sync {
+pub trait AnyHeap: Sync {
     /// Memory, or null.
     fn alloc(&self, cx: &CpuCx<'_, Host<'_>>, layout: Layout) -> *mut u8;
 
@@ -23,7 +23,7 @@ pub trait Side: Sync {
     ///
     /// # Safety
     ///
-    /// As [`free`](Side::free), unless it answers null.
+    /// As [`free`](AnyHeap::free), unless it answers null.
     unsafe fn resize(&self, cx: &CpuCx<'_, Host<'_>>, at: *mut u8, layout: Layout, size: usize) -> *mut u8;
 
     /// Does what was put off.
@@ -38,7 +38,7 @@ pub struct Own<'m, E: Env> {
     pub frames: &'m Frames<'m, E>,
 }
 
-impl<'m, E: Env> Side for Own<'m, E>
+impl<'m, E: Env> AnyHeap for Own<'m, E>
 where
     Own<'m, E>: Sync,
 {
@@ -73,7 +73,7 @@ where
 /// A global allocator, which knows its CPUs by itself or not at all.
 pub struct Global<G>(pub G);
 
-impl<G: GlobalAlloc + Sync> Side for Global<G> {
+impl<G: GlobalAlloc + Sync> AnyHeap for Global<G> {
     #[inline]
     fn alloc(&self, _cx: &CpuCx<'_, Host<'_>>, layout: Layout) -> *mut u8 {
         // SAFETY: all layouts here have a size.

@@ -1,6 +1,6 @@
 //! What the heaps are asked to do, the same for each.
 
-use crate::heap::sides::Side;
+use crate::heap::sides::AnyHeap;
 use anyhow::{Result, bail};
 use hugemm_base::CpuCx;
 use hugemm_host::cpu::Host;
@@ -53,7 +53,7 @@ fn layout(size: u64) -> Layout {
 
 /// Takes a piece, and writes to it as its user would.
 #[inline]
-fn take<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>, layout: Layout) -> Result<Piece> {
+fn take<S: AnyHeap>(side: &S, cx: &CpuCx<'_, Host<'_>>, layout: Layout) -> Result<Piece> {
     let at = side.alloc(cx, layout);
     if at.is_null() {
         bail!("no memory was left; use a larger --size");
@@ -64,7 +64,7 @@ fn take<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>, layout: Layout) -> Result<P
 }
 
 #[inline]
-fn give<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>, (at, layout): Piece) {
+fn give<S: AnyHeap>(side: &S, cx: &CpuCx<'_, Host<'_>>, (at, layout): Piece) {
     // SAFETY: taken by `take`, given once.
     unsafe { side.free(cx, std::ptr::with_exposed_provenance_mut(at), layout) };
 }
@@ -95,7 +95,7 @@ impl Shared {
 
 /// Does `rounds` of the work on the calling CPU; ns per piece taken and freed. What the heap has put off is done before the
 /// clock stops.
-pub fn run<S: Side>(
+pub fn run<S: AnyHeap>(
     side: &S,
     cx: &CpuCx<'_, Host<'_>>,
     work: Work,
@@ -123,7 +123,7 @@ pub fn run<S: Side>(
     Ok(start.elapsed().as_nanos() as f64 / done? as f64)
 }
 
-fn fixed<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, held: &mut Vec<Piece>) -> Result<u64> {
+fn fixed<S: AnyHeap>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, held: &mut Vec<Piece>) -> Result<u64> {
     for _ in 0..rounds {
         for _ in 0..BATCH {
             held.push(take(side, cx, layout(64))?);
@@ -133,7 +133,7 @@ fn fixed<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, held: &mut Ve
     Ok(rounds * BATCH as u64)
 }
 
-fn replace<S: Side>(
+fn replace<S: AnyHeap>(
     side: &S,
     cx: &CpuCx<'_, Host<'_>>,
     rounds: u64,
@@ -152,7 +152,7 @@ fn replace<S: Side>(
     Ok(rounds * BATCH as u64 + LIVE as u64)
 }
 
-fn hand_over<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, cpu: usize, shared: &Shared) -> Result<u64> {
+fn hand_over<S: AnyHeap>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, cpu: usize, shared: &Shared) -> Result<u64> {
     let mut spare: Vec<Vec<Piece>> = Vec::new();
     for _ in 0..rounds {
         let mut batch = spare.pop().unwrap_or_else(|| Vec::with_capacity(BATCH));
@@ -169,7 +169,7 @@ fn hand_over<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, cpu: usiz
     Ok(rounds * BATCH as u64)
 }
 
-fn tree<S: Side>(
+fn tree<S: AnyHeap>(
     side: &S,
     cx: &CpuCx<'_, Host<'_>>,
     rounds: u64,
@@ -191,7 +191,7 @@ fn tree<S: Side>(
     Ok(taken)
 }
 
-fn strings<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, random: &mut Random) -> Result<u64> {
+fn strings<S: AnyHeap>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, random: &mut Random) -> Result<u64> {
     let mut sized = 0;
     for _ in 0..rounds * 64 {
         let (mut piece, length) = (take(side, cx, layout(8))?, 1 + random.below(4096));
@@ -212,7 +212,7 @@ fn strings<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, random: &mu
 }
 
 /// How many blocks of 64 KiB can be had, which are given back: with mixed pieces live, and when they are freed.
-pub fn left<S: Side>(side: &S, cx: &CpuCx<'_, Host<'_>>) -> Result<[u64; 2]> {
+pub fn left<S: AnyHeap>(side: &S, cx: &CpuCx<'_, Host<'_>>) -> Result<[u64; 2]> {
     let (mut random, mut live) = (Random::new(99), Vec::new());
     for _ in 0..4 * LIVE {
         live.push(take(side, cx, mixed(&mut random))?);
