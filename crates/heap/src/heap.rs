@@ -102,7 +102,7 @@ impl<E: Env> fmt::Debug for Heap<'_, E> {
 }
 
 impl<'m, E: Env> Heap<'m, E> {
-    /// A heap for the CPUs 0 to `cpus` of the context's platform, which may start later. It takes a block of 1.5 KiB per CPU for
+    /// A heap for the CPUs 0 to `cpus` of the context's platform, which may start later. It takes a block of 1.4 KiB per CPU for
     /// itself, and more as it is needed.
     ///
     /// The platform maps memory for good and, as far as the heap is to use it, in one piece: an address is a physical one plus
