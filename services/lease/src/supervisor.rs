@@ -65,6 +65,9 @@ pub fn attach(lease: Lease, require: bool) -> Result<Attached, AttachError> {
         Ok((Process::Program, ours, theirs, _)) => {
             // A supervisor that gets nothing ends when ours is closed.
             drop(theirs);
+            if let Ok(Some((supervisor, _))) = crate::wire::receive::<u32>(ours.as_fd()) {
+                let_look(supervisor);
+            }
             report_to(ours, lease.about.bytes)
         }
         Err(error) => Err(error),
@@ -109,6 +112,13 @@ impl Ears {
             let _ = rustix::io::write(stderr, format!("hugemm lease: {line}\n").as_bytes());
         }
     }
+}
+
+/// Says that the supervisor may have this process's descriptors: where Yama restricts that (`kernel.yama.ptrace_scope` 1) it is not a
+/// parent's right, for the supervisor is nobody's parent. Kept over `exec`, not by what the program starts (PR_SET_PTRACER(2const)).
+fn let_look(supervisor: u32) {
+    // SAFETY: a number; a kernel without Yama refuses the call.
+    let _ = unsafe { libc::prctl(libc::PR_SET_PTRACER, supervisor as libc::c_ulong) };
 }
 
 /// Installs the filter and sends its listener to the supervisor.
@@ -191,6 +201,7 @@ fn run(from_program: OwnedFd, lease: Lease, ears: Ears, require: bool) -> io::Re
     // Somebody who opens a file while it is looked at has the kernel send this, and nothing is to be done.
     // SAFETY: no handler.
     unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
+    crate::wire::send(from_program.as_fd(), &std::process::id(), None)?;
     let Some(((), Some(listener))) = crate::wire::receive::<()>(from_program.as_fd())? else { return Ok(()) };
     drop(from_program);
     seccomp::switch_at_once(listener.as_fd());
