@@ -5,6 +5,7 @@ use hugemm_base::counters::{Counter, CpuCounter};
 use hugemm_base::extent::Chunks;
 use hugemm_base::inject::{FaultPlan, FaultPoint, NoFaults};
 use hugemm_base::lock::{Lock, LockGuard, PinnedLock, Spin, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::sync::FencePoint;
 use hugemm_base::*;
 use hugemm_threads::Threads;
@@ -25,7 +26,7 @@ fn every_type() {
         both {
             Pfn, PhysAddr, VirtAddr, CancelFlag, Never, Extent, ExtentError, Chunks, Order, PageSize, SizeError, VirtRange,
             VirtRangeError, RangeSet, Invalidation, X86Flush, TlbScope, PreemptModel, Sweep, Shortfall,
-            FaultPoint, NoFaults, FaultPlan, FencePoint, Owed,
+            FaultPoint, NoFaults, FaultPlan, FencePoint, Owed, Random,
             Counter, CpuCounter, Counters, CounterSnapshot, FrameUse, FrameUses, FramesInUse,
             // Frames are anybody's who is given them.
             Dirty, Clearing, Zeroed, Ram, ExtentChain,
