@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make run` does the work of a virtual machine host on it, `make test` runs every test.
+# Two commands on a fresh machine: `make run` does the work of a virtual machine host on it, `make test` its tests.
 
 CARGO ?= cargo
 HUGEMM = $(or $(CARGO_TARGET_DIR),target)/release/hugemm
@@ -18,7 +18,7 @@ MIRI = $(addprefix -p hugemm-,base clear frames heap paging vm reclaim lz4 threa
 
 help:
 	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
-	@echo "make test   every test: host, loom, code generation, bare-metal builds, arm64 and the reference kernel under emulation"
+	@echo "make test   host, loom, code generation, bare-metal builds, arm64 and the reference kernel under emulation"
 	@echo "make test-ostd  an OSTD kernel on hugemm's frames and heap: OSTD's 221 tests and ours (needs a nightly; no part of make test)"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make package  every published crate as the registry would get it, built from that"
