@@ -179,7 +179,7 @@ impl<S: Setup, O> Clone for Site<'_, S, O> {
 
 impl<S: Setup, O> Copy for Site<'_, S, O> {}
 
-/// The owner of an address space. It ends with [`Vm::destroy`]; dropping this loses the space and all that is mapped.
+/// The owner of an address space. It ends with [`Vm::destroy`](crate::Vm::destroy); dropping this loses the space and all that is mapped.
 #[must_use = "dropping this loses the space's memory: destroy it"]
 pub struct AddressSpaceRef<'v, S: Setup>(pub(crate) NonNull<AddressSpace<S>>, pub(crate) PhantomData<&'v ()>);
 
