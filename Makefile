@@ -134,8 +134,11 @@ lint:
 	else echo "skipped: cargo deny (install it with: cargo install --locked cargo-deny)"; fi
 
 # In the order of their dependencies, which cargo finds. Publishing is the same without --dry-run.
+# What an earlier run unpacked and built under the same version, cargo would take for this one's.
 package:
-	$(CARGO) publish --workspace --dry-run --locked
+	rm -rf target/packaging $(or $(CARGO_HOME),$(HOME)/.cargo)/registry/src/-*/hugemm-*
+	$(CARGO) publish --workspace --dry-run --locked --target-dir target/packaging
+	rm -rf target/packaging
 
 # For hosts without Rust: see scripts/dist.sh.
 dist:
