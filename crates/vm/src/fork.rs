@@ -9,8 +9,8 @@
 //!
 //! Pages that a device may be writing to are copied for the child instead, and stay the parent's as they are. What is
 //! pinned is not known by the page; while anything of the space is pinned, every page with more than one reference is
-//! taken for it. Such pages stay writable and are copied one by one: a thread that stores to two of them meanwhile may find the later
-//! store in the child and not the earlier one.
+//! taken for it. Such pages stay writable and are copied one by one: what a thread stores there meanwhile may be missing in the child
+//! although what it stored later, there or to any other page, is in it.
 
 use crate::address_space::{AddressSpace, AddressSpaceRef};
 use crate::cpu_masks::CpuMasks;
