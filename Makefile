@@ -51,11 +51,13 @@ test-examples:
 	    CARGO="$(CARGO)" examples/ring0/run.sh; \
 	else echo "skipped: the ring-0 example"; fi
 
-# The optimiser's output is what ships: the dispatch is judged by disassembly, and the fence stress runs at full speed.
+# The optimiser's output is what ships: the dispatch is judged by disassembly, the fence stress runs at full speed, and
+# the heap believes its frees.
 test-release:
 	$(CARGO) test --release --locked -p hugemm-clear --test codegen
 	$(CARGO) test --release --locked -p hugemm-clear --test rules fences
 	$(CARGO) test --release --locked -p hugemm-frames --test codegen
+	$(CARGO) test --release --locked -p hugemm-heap --test rules less
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
 test-loom:

@@ -1,7 +1,8 @@
 //! What the heap's blocks are, and frees of what was not allocated, as debug builds see them.
 //!
-//! The descriptor of a block's head belongs to the block's owner. The heap writes there which class a slab is of. Debug builds write what
-//! every block is, and look before they believe a free; so nothing is read at an address that means nothing.
+//! The descriptor of a block's head belongs to the block's owner. The heap writes there what each block is, a slab of a class or so many
+//! pages: what the last owner of the frame left there may be anything. Debug builds look before they believe a free; so nothing is read at an
+//! address that means nothing.
 
 use crate::class::SHAPES;
 use core::fmt;
@@ -64,16 +65,14 @@ pub(crate) unsafe fn tag_slab<E: Env>(frames: &Frames<'_, E>, head: Pfn, class: 
     unsafe { tag(frames, head, SLAB | u64::from(class)) }
 }
 
-/// Debug builds: says that a block is so many pages.
+/// Says that a block is so many pages.
 ///
 /// # Safety
 ///
 /// As for [`tag_slab`].
 pub(crate) unsafe fn tag_block<E: Env>(frames: &Frames<'_, E>, head: Pfn, pages: u32) {
-    if cfg!(debug_assertions) {
-        // SAFETY: the caller's promise.
-        unsafe { tag(frames, head, BLOCK | u64::from(pages)) }
-    }
+    // SAFETY: the caller's promise.
+    unsafe { tag(frames, head, BLOCK | u64::from(pages)) }
 }
 
 /// Says that a block is nothing any more.

@@ -115,6 +115,45 @@ fn what_stays_is_freed_as_what_it_is() {
     });
 }
 
+/// What a block is, is what the heap has said of it, not what its frame's last owner left in the descriptor. Red in release builds only
+/// (`make test-release`): debug builds look before they believe a free.
+#[test]
+fn a_block_is_no_slab_for_what_was_said_of_its_frame() {
+    const WORD: usize = 7;
+    with_heap(8, |threads, frames, heap| {
+        let cx = threads.cx();
+        let available = frames.available(&cx);
+        let piece = heap.alloc(&cx, layout(6000, 8)).expect("memory");
+        let one = frames.alloc(&cx, hugemm_base::Order::ZERO).expect("memory");
+        let near = one.pfn().number().saturating_sub(8 << 8)..one.pfn().number() + (8 << 8);
+        frames.free(&cx, one);
+        let said = |pfn| frames.descriptor(hugemm_base::Pfn::new(pfn)).map(|desc| desc.load(WORD));
+        let slab = near.filter_map(said).find(|said| *said != 0).expect("a slab's descriptor says so");
+        // Another owner's words are his business.
+        let mut blocks: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
+        blocks.iter_mut().for_each(|block| frames.descriptor_mut(block).expect("the manager's").store(WORD, slab));
+        blocks.into_iter().for_each(|block| frames.free(&cx, block));
+        // Something stays, so frees ask what memory is.
+        let large = heap.alloc(&cx, layout(64 << 10, 8)).expect("memory");
+        let rest: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
+        // SAFETY: the test's memory.
+        let stays = unsafe { heap.realloc(&cx, large, layout(64 << 10, 8), 1000) }.expect("less");
+        rest.into_iter().for_each(|block| frames.free(&cx, block));
+        let before = heap.stats().pages;
+        let memory: Vec<_> = (0..20).map(|_| heap.alloc(&cx, layout(4096, 8)).expect("memory")).collect();
+        memory.iter().for_each(|memory| fill(*memory, layout(4096, 8), 7));
+        for memory in memory {
+            free(heap, &cx, memory, layout(4096, 8));
+        }
+        assert_eq!(heap.stats().pages, before, "blocks came back as blocks");
+        free(heap, &cx, stays, layout(1000, 8));
+        free(heap, &cx, piece, layout(6000, 8));
+        heap.trim(&cx);
+        frames.drain(&cx);
+        assert_eq!((heap.stats().pages, heap.stats().misused, frames.available(&cx)), (0, 0, available));
+    });
+}
+
 /// A block takes the pages that it needs, also where no power of two of them is free.
 #[test]
 fn large_blocks_are_rows_of_pages() {
