@@ -362,7 +362,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Gives everything that this CPU has cached back to its node, and shrinks the cache. Any context but NMI; a lock round
-    /// per 64 words of pages or 64 larger blocks, a pin for each few of them.
+    /// per 64 words of pages or 16 of 2 MiB blocks, a pin for each few of them.
     pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         self.after_giving_back(cx, Self::own, Due::All, |pin| {
             if let Some(own) = self.own(pin) {

@@ -9,7 +9,7 @@
 //! For each order, and for content that is dirty, zero or either, the node has a row with a bit per region: clear where
 //! there is certainly no such run, set where there may be one. Freeing sets a region's bits, and a search that finds nothing
 //! clears one, so searches in vain are paid for by frees. Of all runs the **lowest** is taken (first fit), aligned; but a 1 GiB of which all
-//! is free is broken only where no other has a run. The rows of 1 GiB say which those are.
+//! is free is broken only where no other has a run of the same content. The rows of 1 GiB say which those are.
 //!
 //! # Cost
 //!

@@ -75,7 +75,7 @@
 //! `Zeroed` value that cannot be copied, or *counted*, held by everyone with a reference, a [`FolioRef`] each that cannot
 //! be copied either. Whoever drops the last reference of a counted frame owns it and frees it; nobody else can, because
 //! only one put can be the last. No number makes an owner, but by an `unsafe` function that says what the caller promises;
-//! and a manager gives back handles on frames that are not its own.
+//! and a manager leaves frames alone that are not its own.
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc)]

@@ -4,7 +4,7 @@
 //! |---|---|---|---|
 //! | cached order, cache not empty / not full | 0 | 0 | 3 of the cache |
 //! | refill | 1 per 4 to 512 blocks | 1 round for all | |
-//! | drain | 1 per 64 words of pages, or 64 larger blocks | 1 round for these | |
+//! | drain | 1 per 64 words of pages, 16 of 2 MiB blocks, or 64 queued blocks | 1 round for these | |
 //! | other orders | 1 (the lock) | 1 round | 5 to 7, whatever the size |
 //!
 //! What the first may cost in branches, loads and stores is in `tests/golden/fast_paths.txt`.
@@ -125,7 +125,8 @@ impl fmt::Display for AllocError {
 impl core::error::Error for AllocError {}
 
 /// No call takes nodes' locks more often than this under one pin, and twice more for each node that it asks: 64 words of pages, 16 of 2 MiB
-/// blocks, or as much of what is queued are freed in one round. So interrupts are never off for longer, but where the caller has them off.
+/// blocks, or as much of what is queued are freed in one round. It bounds rounds, not what one looks at: a
+/// request above 2 MiB that fails looks at all regions of a node in one.
 pub const ROUNDS_PER_PIN: u64 = 16;
 
 /// Cached blocks that are looked at for poison in one pin before the node is asked: two rounds each.
