@@ -268,8 +268,8 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// What `find` makes of the lowest region that has a run, of those that are broken already if there is one: `None` from it says that
-    /// there is no run, which is remembered.
+    /// What `find` makes of the lowest region that has a run, in the first of the node's places that has one, of those that are broken
+    /// already if there is one: `None` from it says that there is no run, which is remembered.
     fn seek<R>(
         &self,
         lists: &FreeLists,
@@ -277,9 +277,10 @@ impl<'m, E: Env> Frames<'m, E> {
         sought: Sought,
         mut find: impl FnMut(&'m Arena<'m>, &'m Region, Pfn) -> Option<R>,
     ) -> Option<R> {
-        let mut seek =
-            |broken| self.places(lists).find_map(|places| self.seek_in(&places, log, sought, broken, &mut find));
-        seek(true).or_else(|| seek(false))
+        self.places(lists).find_map(|places| {
+            let mut seek = |broken| self.seek_in(&places, log, sought, broken, &mut find);
+            seek(true).or_else(|| seek(false))
+        })
     }
 
     fn seek_in<R>(
@@ -352,11 +353,10 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut find = |arena, region: &'m Region, base| {
             first_run(log, |at| region.available(at, sought)).map(|index| FreeRun { arena, base, index })
         };
-        let mut lowest = |broken| {
-            let runs = self.places(lists).filter_map(|places| self.seek_in(&places, log, sought, broken, &mut find));
-            { runs }.find(|run| fits(run.index.pfn(run.base)))
-        };
-        lowest(true).or_else(|| lowest(false))
+        self.places(lists).find_map(|places| {
+            let mut lowest = |broken| self.seek_in(&places, log, sought, broken, &mut find);
+            [true, false].into_iter().find_map(|broken| lowest(broken).filter(|run| fits(run.index.pfn(run.base))))
+        })
     }
 
     /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of [`BATCHES`] words at most, so that a round ends

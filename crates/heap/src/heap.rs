@@ -463,10 +463,7 @@ impl<'m, E: Env> Heap<'m, E> {
     unsafe fn give_slab<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, start: usize, class: u8) {
         let pfn = self.frame(start);
         // SAFETY: the caller's promise: a block that was taken for a slab of the class.
-        unsafe {
-            misuse::untag(self.frames, pfn);
-            self.give(cx, pfn, SHAPES[class as usize].order.pages());
-        }
+        unsafe { self.give(cx, pfn, SHAPES[class as usize].order.pages()) }
     }
 
     #[cold]

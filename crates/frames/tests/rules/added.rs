@@ -215,6 +215,30 @@ fn what_was_there_first_is_used_first() {
     });
 }
 
+/// What can be unplugged stays empty as long as there is room elsewhere, also where that breaks a 1 GiB of which all is free.
+#[test]
+#[cfg_attr(miri, ignore = "two gibibytes of descriptors")]
+fn what_came_later_is_filled_last() {
+    const GIB: u64 = 1 << 18;
+    with_arenas(&[arena(0, 2 * GIB, 0)], 1, &[], |frames, threads| {
+        let cx = threads.cx();
+        let (base, pages) = (8 * GIB, 1 << 15);
+        add(frames, &arena(base, pages, 0)).expect("room");
+        hand_over(frames, threads, base, pages);
+        let mut held = Vec::new();
+        for log in [0, 0, 3, 5, 9, 10, 12] {
+            held.push(frames.alloc(&cx, request(log)).expect("memory"));
+            held.push(frames.alloc(&cx, request(log).movable()).expect("memory"));
+            held.push(frames.alloc_below(&cx, Pfn::new(16 * GIB), request(log)).expect("memory"));
+            // A place in what is broken now, and none in its whole 2 MiB.
+            held.extend(frames.alloc(&cx, request(0).prefer_zeroed()));
+            assert!(held.iter().all(|block| block.pfn().number() < base), "order {log}: {held:?}");
+        }
+        assert_eq!(frames.stats(&cx).blocks[18], 1, "one is broken");
+        held.into_iter().for_each(|block| frames.free(&cx, block));
+    });
+}
+
 /// No frame was widened.
 fn no_counters(counts: NonNull<WideCounts>) {
     panic!("counters at {counts:p}");

@@ -88,6 +88,31 @@ fn no_call_takes_more_rounds_in_one_pin_than_is_said() {
     }
 }
 
+/// 2 MiB blocks are gathered by word, and two words that share a place displace each other: a cache full of such goes back in no more rounds.
+#[test]
+#[cfg_attr(miri, ignore = "sixteen gibibytes of descriptors")]
+fn blocks_that_displace_each_other_take_no_more_rounds() {
+    // 64 places of 128 MiB each, twice.
+    with_counted(&[arena(0, 1 << 22, 0)], 1, &[], |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks: Vec<Option<Frozen>> = take(frames, &cx, 9, 1 << 13).into_iter().map(Some).collect();
+        assert_eq!(blocks.len(), 1 << 13);
+        blocks.sort_by_key(|block| block.as_ref().map(|block| block.pfn().number()));
+        let mut most = 0;
+        // Every second block of a word, and of the one that has the same place.
+        for (round, word) in (0..16).flat_map(|round| (0..64).map(move |word| (round, word))) {
+            for at in [word, word + 64] {
+                let block = blocks[at * 64 + round * 2].take().expect("once");
+                most = most.max(most_rounds(threads, |cx| free_as(frames, cx, block, word % 2 == 0)));
+            }
+        }
+        most = most.max(most_rounds(threads, |cx| frames.drain(cx)));
+        assert_eq!(most, ROUNDS_PER_PIN, "no more, and it is reached");
+        free(frames, &cx, blocks.into_iter().flatten());
+        assert_eq!(all_free(frames, &cx, 1), 1 << 22);
+    });
+}
+
 /// What others have queued is freed a part at a time, by whoever takes the lock; nothing of it is overlooked.
 #[test]
 fn a_lock_round_frees_a_part_of_what_is_queued() {
