@@ -215,7 +215,8 @@ impl<L: RawLock> Slab<L> {
                 (*header).used -= 1;
                 state.objects -= 1;
                 let empty = (*header).used == 0;
-                if empty && state.empty == 1 {
+                // More than one if two took a frame at once.
+                if empty && state.empty != 0 {
                     state.unlink(header);
                     state.frames -= 1;
                     Some((*header).pfn)
@@ -231,30 +232,33 @@ impl<L: RawLock> Slab<L> {
         }
     }
 
-    /// Gives the frame that is kept back, if there is one. Any context but NMI; one lock round.
+    /// Gives back the frames of which nothing is used: one is kept, more where two took one at once. Any context but NMI; a lock round
+    /// for each, and one more.
     ///
     /// # Safety
     ///
     /// `frames` and `map` are those that the slab has always been used with.
     pub unsafe fn trim<E: Env, P: Cpu>(&self, frames: &Frames<'_, E>, cx: &CpuCx<'_, P>, map: &impl PhysMap) {
-        let kept = cx.pinned(|pin| {
-            let mut state = self.state.lock(pin);
-            let mut header = state.partial;
-            // SAFETY: headers on the list are the slab's; the lock is held.
-            unsafe {
-                while !header.is_null() && (*header).used != 0 {
-                    header = (*header).next;
+        let kept = || {
+            cx.pinned(|pin| {
+                let mut state = self.state.lock(pin);
+                let mut header = state.partial;
+                // SAFETY: headers on the list are the slab's; the lock is held.
+                unsafe {
+                    while !header.is_null() && (*header).used != 0 {
+                        header = (*header).next;
+                    }
+                    if header.is_null() {
+                        return None;
+                    }
+                    state.unlink(header);
                 }
-                if header.is_null() {
-                    return None;
-                }
-                state.unlink(header);
-            }
-            state.frames -= 1;
-            state.empty -= 1;
-            Some(header)
-        });
-        if let Some(header) = kept {
+                state.frames -= 1;
+                state.empty -= 1;
+                Some(header)
+            })
+        };
+        while let Some(header) = kept() {
             // SAFETY: the frame is the slab's, off the list, and nothing of it is in use.
             unsafe { self.give_back(frames, cx, map, header, (*header).pfn) };
         }

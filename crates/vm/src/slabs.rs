@@ -56,7 +56,7 @@ impl<S: Setup> Vm<'_, S> {
         unsafe { T::slab(self.slabs()).free(self.frames(), cx, cx.platform(), memory.cast()) };
     }
 
-    /// Gives back the frames that the manager keeps for its own small objects. Any context but NMI; a lock round for each kind.
+    /// Gives back the frames that the manager keeps for its own small objects. Any context but NMI; a lock round for each frame, and for each kind.
     pub fn trim(&self, cx: &Cx<'_, S>) {
         let Slabs { spaces, areas, objects, followers } = self.slabs();
         for slab in [spaces, areas, objects, followers] {

@@ -29,6 +29,39 @@ unsafe impl PhysMap for Bytes {
     }
 }
 
+/// Where two make a frame the slab's at once, there is one more than is needed; one empty one is kept all the same.
+#[test]
+fn one_empty_frame_is_kept_however_many_there_have_been() {
+    with_one_arena(0, 64, 1, |frames, threads| {
+        let (cx, map) = (threads.cx(), Bytes::new(64));
+        let slab: Slab = Slab::new(4032, 64).expect("fits");
+        assert_eq!(slab.per_frame(), 1);
+        // SAFETY: each is the slab's, and freed once.
+        let free = |object| unsafe { slab.free(frames, &cx, &map, object) };
+        let mut held = Some(slab.alloc(frames, &cx, &map).expect("memory"));
+        let (mut points, mut object) = (0, None);
+        let interrupt = |cx: &mut hugemm_base::CpuCx<'_, _>| {
+            points += 1;
+            if points == 2 {
+                // It has found no room, and is about to take a frame.
+                free(slab.alloc(frames, cx, &map).expect("memory"));
+            }
+            if slab.stats(cx).frames == 3 {
+                held.take().into_iter().for_each(free);
+            }
+        };
+        threads.interrupted(interrupt, |cx| object = slab.alloc(frames, cx, &map).ok());
+        assert!(held.is_none(), "nobody came between");
+        free(object.expect("memory"));
+        let stats = slab.stats(&cx);
+        assert_eq!((stats.objects, stats.frames), (0, 1));
+        // SAFETY: the slab's frames and map.
+        unsafe { slab.trim(frames, &cx, &map) };
+        frames.drain(&cx);
+        assert_eq!((slab.stats(&cx).frames, frames.stats(&cx).free), (0, 64));
+    });
+}
+
 #[test]
 fn slabs_take_and_give_frames_and_never_overlap() {
     with_one_arena(0, 64, 1, |frames, threads| {

@@ -126,6 +126,8 @@ struct Process<'v, 'h, F: PageFormat> {
     ending: Cell<bool>,
     /// Pins of it, and those that are being made.
     pins: Cell<u32>,
+    /// How many were ever begun.
+    pins_begun: Cell<u64>,
     guest: Arc<Guest>,
     follower: RefCell<Option<hugemm_vm::Follower<Model<'h, F>>>>,
 }
@@ -163,8 +165,9 @@ struct Device<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 10] = [
+pub const ALL_DEEDS: [&str; 11] = [
     "forked",
+    "forked beside pins",
     "unmapped",
     "ended",
     "pinned",
@@ -239,6 +242,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             doomed: Cell::new(false),
             ending: Cell::new(false),
             pins: Cell::new(0),
+            pins_begun: Cell::new(0),
             guest,
             follower,
         })
@@ -645,7 +649,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         if test.processes.borrow().len() >= PROCESSES {
             return;
         }
-        let (id, pins) = (test.next_value(), parent.pins.get());
+        let (id, pins, begun) = (test.next_value(), parent.pins.get(), parent.pins_begun.get());
         let (before, mut words, gone) = {
             let mut book = parent.book.borrow_mut();
             book.forks.push(Fork { id, stores: Vec::new() });
@@ -685,9 +689,8 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
         self.process = child.clone();
         // What may be pinned is copied for the child, each page at its own moment.
-        if pins + parent.pins.get() == 0 {
-            self.is_one_moment(cx, &stores);
-        }
+        let pinned = pins != 0 || parent.pins_begun.get() != begun;
+        self.is_one_moment(cx, &stores, pinned.then_some(&*parent));
         if self.random.below(2) == 0 {
             let own = child.book.borrow().words.keys().copied().collect::<Vec<_>>();
             for at in own {
@@ -698,8 +701,13 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         self.test.let_go(cx, parent);
     }
 
-    /// Of the stores of one CPU, the child has seen the first so many.
-    fn is_one_moment(&mut self, cx: &mut Cx<'_, 'h>, stores: &[(Option<u32>, u64, u64)]) {
+    /// Of the stores of one CPU, the child has seen the first so many; beside pins, of those to pages that it has with the parent.
+    fn is_one_moment(
+        &mut self,
+        cx: &mut Cx<'_, 'h>,
+        stores: &[(Option<u32>, u64, u64)],
+        pinned: Option<&Process<'_, 'h, F>>,
+    ) {
         let by_devices: BTreeSet<u64> = stores.iter().filter(|store| store.0.is_none()).map(|store| store.1).collect();
         for cpu in 0..=CPUS {
             let own: Vec<(u64, u64)> =
@@ -708,6 +716,12 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             let (mut least, mut most) = (0, own.len());
             for at in places {
                 let changed = self.process.book.borrow().changes(area_of(at).page(at)).begun > 0;
+                if let Some(parent) = pinned {
+                    if !self.has_with(cx, parent, at) {
+                        continue;
+                    }
+                    self.test.did("forked beside pins", 1);
+                }
                 let Some(found) = self.get(cx, at).filter(|_| !changed) else { continue };
                 let here =
                     || own.iter().enumerate().filter(|(_, store)| store.0 == at).map(|(index, store)| (index, store.1));
@@ -724,6 +738,17 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
     }
 
+    /// Whether the page there is one that both processes have.
+    fn has_with(&self, cx: &mut Cx<'_, 'h>, other: &Process<'_, 'h, F>, at: u64) -> bool {
+        let mut frame =
+            |process: &Process<'_, 'h, F>| match self.test.world.vm.lookup(cx, &process.space, VirtAddr::new(at)) {
+                Lookup::Mapped(leaf) => Some(leaf.frame),
+                _ => None,
+            };
+        let own = frame(&self.process);
+        own.is_some() && own == frame(other)
+    }
+
     /// A device gets a private page.
     fn pin(&mut self, cx: &mut Cx<'_, 'h>) {
         let (test, process) = (self.test, self.process.clone());
@@ -733,6 +758,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
         let before = process.book.borrow().changes(at);
         process.pins.set(process.pins.get() + 1);
+        process.pins_begun.set(process.pins_begun.get() + 1);
         let mut pins = Vec::new();
         let done = test.world.vm.pin(cx, &process.space, span(at, 4096), None, &Never, |pinned| pins.push(pinned));
         let after = process.book.borrow().changes(at);
@@ -772,17 +798,24 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     fn device_acts(&mut self) {
         let value = self.test.next_value();
         let mut devices = self.test.devices.borrow_mut();
-        let Some(device) = devices.iter_mut().find(|device| device.of == self.cpu) else { return };
+        let Some(device) = devices.iter().find(|device| device.of == self.cpu) else { return };
         let (page, within) = (device.pinned.at().get(), u64::from(self.cpu) * 8);
-        let mut book = device.process.book.borrow_mut();
+        let process = device.process.clone();
+        let mut book = process.book.borrow_mut();
         let may = device.apart.clone().unwrap_or_else(|| book.may_be(page + within));
         let frame = device.pinned.extent().base();
         let found = self.test.world.device_get(frame, within);
         assert!(may.contains(&found), "a device of cpu{} at {page:#x}: {found}, which may be {may:?}", self.cpu);
         self.test.world.device_put(frame, within, value);
         let under_way = book.changes(page).under_way;
-        if let Some(apart) = &mut device.apart {
-            *apart = [value].into();
+        if device.apart.is_some() {
+            // The CPU's other device may have the same page.
+            let same = |other: &&mut Device<'v, 'h, F>| other.of == self.cpu && other.pinned.extent().base() == frame;
+            devices
+                .iter_mut()
+                .filter(same)
+                .filter_map(|other| other.apart.as_mut())
+                .for_each(|apart| *apart = [value].into());
             if under_way {
                 // It may be the page that is mapped, still.
                 let mut may = book.may_be(page + within);
@@ -806,10 +839,13 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         if test.world.guest.extent.contains(leaf.frame) {
             return;
         }
+        // Others have used it up meanwhile, or may while the frame goes bad.
+        let Some(left) = test.poison.get().checked_sub(1) else { return };
+        test.poison.set(left);
         // It may be gone by now: what is free, or somebody else's, is as good.
         let done = test.world.vm.frames().hwpoison(cx, leaf.frame);
         let is_new = matches!(done, HwPoisoned::Free | HwPoisoned::InUse);
-        test.poison.set(test.poison.get() - u32::from(is_new));
+        test.poison.set(test.poison.get() + u32::from(!is_new));
         test.did("poisoned", u64::from(is_new));
     }
 
