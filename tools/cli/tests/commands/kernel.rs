@@ -1,9 +1,7 @@
 //! The reference kernel under emulation. What needs QEMU is run by `make test-kernel`, which installs it or says how to.
 
-mod support;
-
+use crate::support::{document, misused, refused, rows};
 use std::process::{Command, Output};
-use support::{document, misused, refused, rows};
 
 /// `hugemm boot` under emulation with the guest's command.
 fn boot(cpus: u32, options: &[&str], command: &str) -> Output {
