@@ -41,7 +41,7 @@
 //!
 //! | file | the rule it owns |
 //! |---|---|
-//! | [`setup`] | which types an embedder chooses |
+//! | [`setup`], `default_setup.rs` | which types an embedder chooses |
 //! | `vm.rs` | what all spaces share; asking for relief; letting others run |
 //! | [`vma`] | areas never change; finding them |
 //! | `protection.rs` | what an area may be asked to allow |
@@ -85,6 +85,8 @@ pub mod ageing;
 mod copy;
 mod cow;
 mod cpu_masks;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod default_setup;
 mod error;
 pub mod evict;
 pub mod fault;
@@ -123,6 +125,8 @@ pub mod zeroing;
 pub use address_space::{AddressSpace, AddressSpaceCounters, AddressSpaceRef};
 pub use ageing::{AgeRun, Neighbours, Recency};
 pub use cpu_masks::{CpuMasks, SpaceTlb};
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub use default_setup::DefaultSetup;
 pub use error::VmError;
 pub use fault::{Access, Served};
 pub use followers::Follower;
@@ -136,7 +140,7 @@ pub use pool::Pools;
 pub use prefault::Prefault;
 pub use protection::Protection;
 pub use rmap::Place;
-pub use setup::{Cx, DefaultSetup, Setup};
+pub use setup::{Cx, Setup};
 pub use unhook::UnhookedPage;
 pub use unmap::Unmapped;
 pub use vm::{Parts, Vm};

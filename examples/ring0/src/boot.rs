@@ -96,6 +96,12 @@ unsafe extern "C" {
     static image_end: u8;
 }
 
+/// What the boot tables map, one to one.
+pub const FIRST_4_GIB: Extent = match Extent::new(Pfn::new(0), 1 << 20) {
+    Ok(frames) => frames,
+    Err(_) => panic!(),
+};
+
 /// The largest piece of RAM of the loader's memory map, without what the program itself lies in: whole frames.
 ///
 /// # Safety
