@@ -10,7 +10,7 @@ extern crate alloc;
 
 use alloc::collections::BTreeMap;
 use hugemm::frames::{AllocError, Carved};
-use hugemm::prelude::{BareMetal, CpuCx, Dirty, Extent, Frames, GlobalHeap, PageSize};
+use hugemm::prelude::{BareMetal, CpuCx, Dirty, Frames, GlobalHeap, PageSize};
 use hugemm_x86_64::{FrameSource, RangeError, RangeMapper};
 use x86_64::VirtAddr;
 use x86_64::instructions::tlb;
