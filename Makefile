@@ -54,8 +54,8 @@ test-examples:
 	$(DEBUG)/hugemm-example-vmm-prefault 64
 	$(DEBUG)/hugemm-example-second-stage
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
-	    CARGO="$(CARGO)" examples/ring0/run.sh; \
-	else echo "skipped: the ring-0 example"; fi
+	    CARGO="$(CARGO)" examples/ring0/run.sh && CARGO="$(CARGO)" examples/two-cpus/run.sh; \
+	else echo "skipped: the ring-0 example, and the one with two CPUs"; fi
 
 # The optimiser's output is what ships: the dispatch is judged by disassembly, the fence stress runs at full speed, and
 # the heap believes its frees.

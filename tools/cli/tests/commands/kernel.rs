@@ -196,9 +196,7 @@ fn workloads_run_in_the_kernel() {
     for (command, metrics) in [
         ("bench free -n 64 -o 0,9 -r 1", &["bench.free.free_range", "bench.free.speedup"][..]),
         ("bench alloc -o 0 --millis 5 -r 1", &["bench.alloc.pair", "bench.alloc.pin"]),
-        ("bench mem memset -s 16MB -k 2MB -l 1", &["bench.mem.memset"]),
-        ("bench mem mmap -s 16MB -l 1", &["bench.mem.mmap"]),
-        ("bench mem mmap -s 4MB -p 4KB -f demand -l 1", &["bench.mem.mmap"]),
+        ("bench mem mmap -s 4MB -p 4KB --how demand -l 1", &["bench.vm_create"]),
         ("bench vm-create -s 16MB -p 4KB,2MB -r 1", &["bench.vm_create", "bench.vm_create.clear"]),
         ("bench vm-create -s 16MB --from frames --how demand -r 1", &["bench.vm_create", "bench.vm_create.map"]),
     ] {
@@ -230,8 +228,8 @@ fn pages_of_1_gib_fault() {
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
 fn out_of_memory_is_an_error() {
-    for how in ["demand", "populate"] {
-        breaks(2, &[], &format!("bench mem mmap -s 1GB -f {how} -l 1"), &["out of memory"], "");
+    for how in ["demand", "prefault"] {
+        breaks(2, &[], &format!("bench vm-create -s 1GB --from frames --how {how} -r 1"), &["out of memory"], "");
     }
     breaks(2, &[], "bench vm-create -s 1GB -r 1", &["too little memory"], "");
 }
@@ -276,7 +274,7 @@ fn a_guest_that_is_dead_is_ended_from_outside() {
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
 fn too_large_a_job_is_refused_by_the_guest() {
-    breaks(1, &[], "bench mem memset -s 2GB", &["too little memory", "--memory"], "");
+    breaks(1, &[], "bench vm-create -s 2GB -r 1", &["too little memory", "--memory"], "");
 }
 
 #[test]

@@ -130,8 +130,6 @@ fn workloads_run() {
     for (command, metric) in [
         ("bench free -n 64 -o 0,9 -r 1", "bench.free.speedup"),
         ("bench alloc -o 0 --millis 5 -r 1", "bench.alloc.pair"),
-        ("bench mem memset -s 16MB -k 2MB -l 1", "bench.mem.memset"),
-        ("bench mem mmap -s 4MB -p 4KB -l 1", "bench.mem.mmap"),
         ("bench vm-create -s 16MB -p 4KB,2MB -r 1", "bench.vm_create"),
         ("bench shootdown --pages 1,8,512 -r 1", "bench.shootdown.flushes"),
         ("bench pool -n 50 -r 1", "bench.pool.up_ns"),
