@@ -277,6 +277,33 @@ fn ageing_clears_and_reports_once_at_every_leaf_size() {
     assert_eq!(dirty, 512 + 1, "what was written stays known");
 }
 
+/// A run of young leaves was written if any of them was. A line of them or more is aged by another loop than less.
+#[test]
+fn young_runs_say_whether_any_of_them_was_written() {
+    written_among_young::<X86_64>();
+    written_among_young::<Aarch64>();
+}
+
+fn written_among_young<F: PageFormat>() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<F, _>(&heap);
+    let mut first = 0;
+    for pages in [3, 16] {
+        for written in [None, Some(0), Some(2)] {
+            for page in first..first + pages {
+                let dirty = if written == Some(page - first) { Flags::DIRTY } else { Flags::NONE };
+                let how = Mapping { flags: Flags::WRITE | Flags::ACCESSED | dirty, ..SMALL };
+                table.exclusive(&heap).map(span(page, 1), [extent(page, 1)], how).expect("mapped");
+            }
+            let mut seen = Vec::new();
+            let show = |run: Run| seen.push((run.extent, run.flags.contains(Flags::DIRTY)));
+            let young = table.shared(&heap).test_and_clear_young(span(first, pages), show).expect("in bounds");
+            assert_eq!((young.young, seen), (pages, vec![(extent(first, pages), written.is_some())]), "{written:?}");
+            first += 64;
+        }
+    }
+}
+
 /// One store per table that the range covers; what somebody wants to write again is paid for where that is.
 #[test]
 fn write_protection_is_one_store_per_table() {
