@@ -2,7 +2,7 @@
 
 use crate::support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as, with_pool};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{PageSize, Pfn};
+use hugemm_base::{Cpu, FrameUse, PageSize, Pfn};
 use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError};
 use hugemm_threads::Random;
 use std::cell::Cell;
@@ -34,11 +34,17 @@ fn run(
     mut armed: impl FnMut(usize),
     mut after: impl FnMut(usize, u64),
 ) {
+    // Frames that are descriptors of this machine's, but for those that all blocks share.
+    let counted =
+        || m.threads.counters().snapshot().frames.of(FrameUse::DESCRIPTORS) - m.optimizer.shared_frames() as i64;
     for (step, pages) in steps.iter().enumerate() {
         armed(step);
+        let before = counted();
         let report = m.set(pool, *pages);
         let failed = m.frames.env().inject.disarm();
         heads_can_be_written(m, pool);
+        let grown = report.taken_frames as i64 - report.freed_frames as i64;
+        assert_eq!(counted() - before, grown, "{report:?}");
         // Flushes are two per batch up and one per batch down, and one for what is carved, whatever failed.
         let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
         assert!(report.flushes <= most, "{report:?}");
