@@ -172,6 +172,24 @@ fn a_poisoned_page_leaves_with_its_last_reference() {
     });
 }
 
+/// A folio that is freed says how many of its frames stay out, wherever it lies.
+#[test]
+fn a_folio_says_how_many_of_its_frames_are_poisoned() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let below = frames.alloc(&cx, request(3)).expect("memory");
+        let folio = frames.count(frames.alloc(&cx, request(3)).expect("memory")).expect("managed");
+        let head = folio.pfn().number();
+        assert_ne!(head, 0);
+        for at in [1, 2, 7] {
+            assert_eq!(frames.hwpoison(&cx, Pfn::new(head + at)), HwPoisoned::InUse);
+        }
+        let report = frames.free_array(&mut cx, [folio]);
+        assert_eq!((report.refused, report.freed, frames.stats(&cx).refused), (3, 5, 3));
+        frames.free(&cx, below);
+    });
+}
+
 /// The first poisoned frame of an extent, wherever the extent begins and ends.
 #[test]
 fn the_first_poisoned_frame_is_found_from_anywhere() {
