@@ -110,6 +110,11 @@ mod tests {
     use core::cell::Cell;
 
     #[test]
+    fn ways_are_spelled_as_on_the_command_line() {
+        assert_eq!(Ageing::ALL.map(Ageing::name), ["flush", "nosync", "noflush", "batch"]);
+    }
+
+    #[test]
     fn a_closure_is_told_each_step() {
         let told = Cell::new(Step::Outside);
         Steps::enter(&|step| told.set(step), Step::Age);

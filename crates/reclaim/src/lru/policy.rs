@@ -104,6 +104,11 @@ impl LruPolicy {
 mod tests {
     use super::*;
 
+    #[test]
+    fn policies_are_spelled_as_on_the_command_line() {
+        assert_eq!(LruPolicy::ALL.map(LruPolicy::name), ["classic", "generations"]);
+    }
+
     /// What did not compress stays as young as can be while it is idle, and is as any other when it has been used.
     #[test]
     fn what_does_not_compress_is_no_candidate() {
