@@ -375,12 +375,35 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
             cx.pinned(|_| self.apply(me, request));
         }
         own.slot.acknowledge();
+        let mut looks = 0_u64;
         while !own.slot.is_done() {
             self.handle_ipi(cx);
             spin_loop();
+            looks += 1;
+            if cfg!(all(debug_assertions, not(loom))) && looks == DEAF {
+                self.name_who_is_deaf(my_word, my_bit);
+            }
+        }
+    }
+
+    /// Ends the program: somebody does not answer.
+    #[cold]
+    fn name_who_is_deaf(&self, my_word: usize, my_bit: u64) -> ! {
+        let words = Self::mask_words(self.cpus.len());
+        // Relaxed: a report.
+        let asked = |cpu: &usize| self.inboxes[cpu * words + my_word].load(Ordering::Relaxed) & my_bit != 0;
+        match (0..self.cpus.len()).find(asked) {
+            Some(cpu) => panic!(
+                "cpu{cpu} does not serve shootdowns: its interrupt handler has to call `handle_ipi`, and it has had interrupts \
+                 off for seconds, or no interrupt"
+            ),
+            None => panic!("a CPU has taken a shootdown's request and not finished it for seconds"),
         }
     }
 }
+
+/// How often whoever waits for other CPUs looks, in debug builds, before it says who does not answer: ten seconds to a minute.
+const DEAF: u64 = 1 << 27;
 
 /// A part of a shootdown that is forgotten when it has been done. If it is left by unwinding instead, this panics once more,
 /// which ends the program: others would wait for this CPU for ever, or it for them. Costs nothing where panics do not unwind.

@@ -1,9 +1,9 @@
 //! The reference kernel under emulation. What needs QEMU is run by `make test-kernel`, which installs it or says how to.
 
-mod support;
-
-use std::process::{Command, Output};
-use support::{document, misused, refused, rows};
+use crate::support::{Scratch, document, misused, refused, rows};
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Command, Output, Stdio};
 
 /// `hugemm boot` under emulation with the guest's command.
 fn boot(cpus: u32, options: &[&str], command: &str) -> Output {
@@ -327,4 +327,30 @@ fn a_run_adds_up_in_the_kernel() {
         assert!(value("run.worker_freed", side, "pressure") > 1_000.0, "{side}: the second CPU keeps memory free");
     }
     assert_eq!(value("run.age_flushes", "extent", "pressure"), 0.0);
+}
+
+/// What QEMU has started, and what keeps its standard error open, is not waited for: a shell stands for QEMU.
+#[test]
+fn what_outlives_the_emulator_is_not_waited_for() {
+    let scratch = Scratch::new("outlives");
+    let left = scratch.path("left");
+    let script = format!(
+        "#!/bin/sh\n[ \"$1\" = --version ] && exit\nsleep 600 >/dev/null &\necho $! >{left}\necho no room >&2\nexit 1\n"
+    );
+    let qemu = scratch.put("qemu-system-x86_64", script);
+    std::fs::set_permissions(&qemu, std::fs::Permissions::from_mode(0o755)).expect("executable");
+    let hugemm = env!("CARGO_BIN_EXE_hugemm");
+    let boot = ["boot", "--accel", "tcg", "--memory", "64MB", "--cpus", "1", "--image", hugemm, "--", "selftest"];
+    let path = format!("{}:{}", scratch.path(""), std::env::var("PATH").expect("a path"));
+    let mut command = Command::new(hugemm);
+    // Its own standard error ends with it, whatever lives on.
+    let (mut said, theirs) = std::io::pipe().expect("a pipe");
+    let status = command.args(boot).env("PATH", path).stdout(Stdio::null()).stderr(theirs).status().expect("it starts");
+    drop(command);
+    let left = std::fs::read_to_string(left).expect("it was started");
+    let ended = Command::new("kill").arg(left.trim()).status().expect("it starts");
+    let mut err = String::new();
+    said.read_to_string(&mut err).expect("text");
+    assert!(!status.success() && err.contains("no room"), "{err}");
+    assert!(ended.success(), "it was waited for");
 }

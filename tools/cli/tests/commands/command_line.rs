@@ -1,9 +1,7 @@
 //! The command as a user meets it: what it prints, and what it says when it is called wrongly.
 
-mod support;
-
+use crate::support::{document, misused, refused, rows};
 use serde_json::Value;
-use support::{document, misused, refused, rows};
 
 #[test]
 fn sizes_that_are_no_sizes_are_named() {

@@ -1,9 +1,7 @@
 //! `hugemm bench pool` on the host: counts, which are exact, and what is said of them.
 
-mod support;
-
+use crate::support::{document, misused, rows};
 use serde_json::Value;
-use support::{document, misused, rows};
 
 fn number(row: &Value, name: &str) -> f64 {
     row[name].as_f64().unwrap_or_else(|| panic!("no number '{name}': {row}"))

@@ -1,10 +1,8 @@
 //! `hugemm compare`, `report`, `doctor`, `completions` and `man` as a user meets them.
 
-mod support;
-
+use crate::support::{Scratch, document, hugemm, misused, refused, rows};
 use serde_json::{Value, json};
 use std::path::Path;
-use support::{Scratch, document, hugemm, misused, refused, rows};
 
 fn words(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()

@@ -1,10 +1,8 @@
 //! The reference kernel on arm64, under emulation on any machine. What needs QEMU is run by `make test-arm`, which installs it or
 //! says how to.
 
-mod support;
-
+use crate::support::{document, rows};
 use std::process::{Command, Output};
-use support::{document, rows};
 
 const BOOT: [&str; 5] = ["boot", "--arch", "arm64", "--accel", "tcg"];
 

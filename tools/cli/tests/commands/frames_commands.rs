@@ -1,10 +1,8 @@
 //! The commands that measure the frame allocator, as a user meets them. Small sizes: what is checked is what they say,
 //! not how fast anything is.
 
-mod support;
-
+use crate::support::{document, misused, refused, rows};
 use serde_json::Value;
-use support::{document, misused, refused, rows};
 
 /// A row that states a goal and what it came to.
 #[track_caller]

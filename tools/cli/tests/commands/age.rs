@@ -1,8 +1,6 @@
 //! `hugemm bench age`, as a user meets it.
 
-mod support;
-
-use support::{document, misused, rows};
+use crate::support::{document, misused, rows};
 
 const SMALL: [&str; 10] = ["bench", "age", "--memory", "32M", "--seconds", "0.3", "--cpus", "1", "--procs", "3"];
 

@@ -1,9 +1,7 @@
 //! `hugemm run` and `hugemm bench headline`: what a run counts, and what is refused.
 
-mod support;
-
+use crate::support::{document, misused, refused, rows};
 use serde_json::Value;
-use support::{document, misused, refused, rows};
 
 fn of<'a>(rows: &[&'a Value], side: &str, phase: &str) -> &'a Value {
     let row = rows.iter().find(|row| row["side"] == side && row["phase"] == phase);
