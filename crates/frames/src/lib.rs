@@ -118,7 +118,7 @@ mod uses;
 pub use alloc_contig::{AllocContigError, FAULT_CLAIM, Migrate, NoMigration};
 pub use arena::ArenaSpec;
 pub use arenas::{RemoveError, RemovedArena};
-pub use carve::{CarveError, CarveReason, Carved};
+pub use carve::{CarveError, CarveReason, Carved, MOST_PIECES};
 pub use descriptor::{DescMut, DescRef, Descriptor};
 pub use folio::{FolioRef, FolioRun};
 pub use frames::{Env, Frames, Plain};

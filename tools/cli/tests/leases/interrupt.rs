@@ -1,12 +1,10 @@
 //! Ctrl-C in the middle of a measurement: memory and hugetlb pool are given back. Guests that a signal ends did not break.
 
-mod support;
-
+use crate::support::{self, Scratch};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use support::Scratch;
 
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
@@ -24,6 +22,8 @@ fn wait_until(patience: Duration, done: impl Fn() -> bool) {
 
 #[test]
 fn the_pool_is_put_back_on_interrupt() {
+    // For its lock: others change the pool too.
+    let _turn = support::lease::pool(0);
     let before = pool();
     let mut command = Command::new(env!("CARGO_BIN_EXE_hugemm"));
     command.args(["bench", "mem", "mmap", "-s", "128MB", "-l", "1000"]).stdout(Stdio::null()).stderr(Stdio::piped());

@@ -1,8 +1,6 @@
 //! `hugemm bench shootdown`, as a user meets it.
 
-mod support;
-
-use support::{document, misused, refused, rows};
+use crate::support::{document, misused, refused, rows};
 
 #[test]
 fn a_batch_asks_each_cpu_once_whatever_the_number_of_pages() {

@@ -95,7 +95,7 @@ fn comments_cite_what_a_reader_can_open() {
     let private =
         ["checklist ", "Checklist ", "design §", "design rule", "design invariant", "seed 00", "Row A", "Row B"];
     let mut wrong = Vec::new();
-    for path in files("rs").into_iter().filter(|path| !path.ends_with("tests/docs.rs")) {
+    for path in files("rs").into_iter().filter(|path| !path.ends_with("commands/docs.rs")) {
         let text = fs::read_to_string(&path).expect("readable");
         for (number, line) in text.lines().enumerate().filter(|(_, line)| line.trim_start().starts_with("//")) {
             if private.iter().any(|word| line.contains(word)) {
@@ -258,7 +258,7 @@ fn the_checklist_names_what_is_there() {
             }
         }
     }
-    assert!(files > 50 && tests > 100, "{files} files and {tests} tests are found");
+    assert!(files > 30 && tests > 150, "{files} files and {tests} tests are found");
     assert!(wrong.is_empty(), "{wrong:#?}");
     let rows: Vec<Vec<&str>> = text
         .lines()

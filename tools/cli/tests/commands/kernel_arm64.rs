@@ -1,10 +1,8 @@
 //! The reference kernel on arm64, under emulation on any machine. What needs QEMU is run by `make test-arm`, which installs it or
 //! says how to.
 
-mod support;
-
+use crate::support::{document, rows};
 use std::process::{Command, Output};
-use support::{document, rows};
 
 const BOOT: [&str; 5] = ["boot", "--arch", "arm64", "--accel", "tcg"];
 
@@ -132,8 +130,6 @@ fn workloads_run() {
     for (command, metric) in [
         ("bench free -n 64 -o 0,9 -r 1", "bench.free.speedup"),
         ("bench alloc -o 0 --millis 5 -r 1", "bench.alloc.pair"),
-        ("bench mem memset -s 16MB -k 2MB -l 1", "bench.mem.memset"),
-        ("bench mem mmap -s 4MB -p 4KB -l 1", "bench.mem.mmap"),
         ("bench vm-create -s 16MB -p 4KB,2MB -r 1", "bench.vm_create"),
         ("bench shootdown --pages 1,8,512 -r 1", "bench.shootdown.flushes"),
         ("bench pool -n 50 -r 1", "bench.pool.up_ns"),
@@ -173,25 +169,6 @@ fn a_worker_asks_the_cpu_that_plays_a_guest() {
         let pressure: Vec<_> = rows.iter().filter(|row| row["phase"] == "pressure").collect();
         assert_eq!(pressure.len(), 3, "{document}");
         assert!(pressure.iter().all(|row| row["value"].as_f64() > Some(0.0)), "{metric}: {pressure:?}");
-    }
-}
-
-/// A TLBI for each mapping that was young, beside those of unmapping; none where ageing flushes nothing.
-#[test]
-#[ignore = "needs QEMU: make test-arm"]
-fn ageing_begins_invalidations_and_does_not_wait() {
-    let args = ["--cpus", "1", "--memory", "512MB", "--accel", "icount", "--json", "--", "bench", "age"];
-    let command = ["--memory", "32MB", "--seconds", "0.5", "-p", "4KB", "--lru", "classic", "--young", "nosync,batch"];
-    let document = document(&[&BOOT[..3], &args, &command].concat());
-    let of = |metric, young| {
-        let rows = rows(&document, metric);
-        let row = rows.iter().find(|row| row["young"] == young).expect("measured");
-        row["value"].as_f64().expect("a number")
-    };
-    for (young, hints) in [("nosync", true), ("batch", false)] {
-        let (begun, ageing) = (of("bench.age.broadcasts", young), of("bench.age.flushes_by_ageing", young));
-        assert_eq!(ageing > 0.0, hints, "{document}");
-        assert!(begun >= ageing + of("bench.age.flushes_by_unmapping", young), "{document}");
     }
 }
 

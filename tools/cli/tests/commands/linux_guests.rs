@@ -1,9 +1,7 @@
 //! `hugemm linux` when something is wrong. Real kernels are not shipped; what boots here is an image that does nothing.
 
-mod support;
-
+use crate::support::{Scratch, hugemm, misused, refused};
 use std::process::Command;
-use support::{Scratch, hugemm, misused, refused};
 
 /// A bzImage by its header, whose first instruction jumps to itself.
 fn hanging_kernel() -> Vec<u8> {

@@ -1,9 +1,7 @@
 //! `hugemm bench heap`, as a user meets it. What is checked is what it says, not how fast anything is.
 
-mod support;
-
+use crate::support::{document, misused, refused, rows};
 use std::collections::HashSet;
-use support::{document, misused, refused, rows};
 
 #[test]
 fn every_heap_does_every_work_and_hugemm_gives_all_memory_back() {

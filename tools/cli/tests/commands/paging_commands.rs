@@ -1,8 +1,6 @@
 //! The commands that measure page tables, as a user meets them. Small sizes: what is checked is what they say.
 
-mod support;
-
-use support::{document, misused, refused, rows};
+use crate::support::{document, misused, refused, rows};
 
 #[test]
 fn sizes_that_cannot_be_name_the_way_out() {

@@ -1,11 +1,9 @@
 //! Stock programs on leased memory: what docs/lease.md says of each. One that is not installed is passed over with a line.
 
-mod support;
-
+use crate::support::hugemm;
+use crate::support::lease::{Daemon, pool};
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::process::{Command, Output};
-use support::hugemm;
-use support::lease::{Daemon, pool};
 
 /// A user who owns nothing.
 const NOBODY: u32 = 65534;

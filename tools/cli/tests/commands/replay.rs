@@ -1,9 +1,7 @@
 //! `hugemm replay` as a user meets it.
 
-mod support;
-
+use crate::support::{self, Scratch, hugemm, rows};
 use serde_json::Value;
-use support::{Scratch, hugemm, rows};
 
 fn data(name: &str) -> String {
     format!("{}/tests/data/{name}", env!("CARGO_MANIFEST_DIR"))

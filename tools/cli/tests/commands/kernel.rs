@@ -1,9 +1,9 @@
 //! The reference kernel under emulation. What needs QEMU is run by `make test-kernel`, which installs it or says how to.
 
-mod support;
-
-use std::process::{Command, Output};
-use support::{document, misused, refused, rows};
+use crate::support::{Scratch, document, misused, refused, rows};
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Command, Output, Stdio};
 
 /// `hugemm boot` under emulation with the guest's command.
 fn boot(cpus: u32, options: &[&str], command: &str) -> Output {
@@ -31,7 +31,7 @@ fn breaks(cpus: u32, options: &[&str], command: &str, parts: &[&str], report: &s
 
 /// The self-test is clean on this many CPUs, all of which were at work.
 fn selftest(cpus: u32) {
-    let (text, seconds) = (cpus.to_string(), "8");
+    let (text, seconds) = (cpus.to_string(), "4");
     let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", &text, "--json", "--"];
     let document = document(&[&args[..], &["selftest", "--seconds", seconds]].concat());
     assert_eq!(document["environment"]["guest"]["cpus"], cpus);
@@ -88,11 +88,11 @@ fn the_selftest_is_clean_on_8_cpus() {
 #[ignore = "needs QEMU: make test-kernel"]
 fn ageing_by_the_run_flushes_nothing_on_real_page_tables() {
     let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "2", "--json", "--", "bench", "age"];
-    let document = document(&[&args[..], &["--memory", "32MB", "--procs", "4"]].concat());
+    let document = document(&[&args[..], &["--memory", "32MB", "--procs", "4", "--seconds", "1"]].concat());
     let rows = |metric| rows(&document, metric);
     let value = |row: &serde_json::Value| row["value"].as_f64().expect("a number");
     for row in rows("bench.age.flushes_by_ageing") {
-        assert!(row["young"] == "flush" || value(row) == 0.0, "{row}");
+        assert!(value(row) == 0.0, "{row}");
     }
     // How far each line gets is the host's speed; the self-test's pressure goes on until pages came back.
     for metric in ["bench.age.scanned", "bench.age.faults"] {
@@ -186,7 +186,7 @@ fn pools_flush_once_or_twice_and_save_descriptors() {
         let saved = number(row, "value");
         assert!(if row["hvo"] == true { (27.0..=28.1).contains(&saved) } else { saved == 0.0 }, "{row}");
     }
-    let met: Vec<_> = rows(&document, "pool.flushes_up").iter().map(|row| row["verdict"].as_str()).collect();
+    let met: Vec<_> = rows(&document, "pool.flushes_per_batch").iter().map(|row| row["verdict"].as_str()).collect();
     assert_eq!(met, [Some("met")]);
 }
 
@@ -196,9 +196,7 @@ fn workloads_run_in_the_kernel() {
     for (command, metrics) in [
         ("bench free -n 64 -o 0,9 -r 1", &["bench.free.free_range", "bench.free.speedup"][..]),
         ("bench alloc -o 0 --millis 5 -r 1", &["bench.alloc.pair", "bench.alloc.pin"]),
-        ("bench mem memset -s 16MB -k 2MB -l 1", &["bench.mem.memset"]),
-        ("bench mem mmap -s 16MB -l 1", &["bench.mem.mmap"]),
-        ("bench mem mmap -s 4MB -p 4KB -f demand -l 1", &["bench.mem.mmap"]),
+        ("bench mem mmap -s 4MB -p 4KB --how demand -l 1", &["bench.vm_create"]),
         ("bench vm-create -s 16MB -p 4KB,2MB -r 1", &["bench.vm_create", "bench.vm_create.clear"]),
         ("bench vm-create -s 16MB --from frames --how demand -r 1", &["bench.vm_create", "bench.vm_create.map"]),
     ] {
@@ -230,8 +228,8 @@ fn pages_of_1_gib_fault() {
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
 fn out_of_memory_is_an_error() {
-    for how in ["demand", "populate"] {
-        breaks(2, &[], &format!("bench mem mmap -s 1GB -f {how} -l 1"), &["out of memory"], "");
+    for how in ["demand", "prefault"] {
+        breaks(2, &[], &format!("bench vm-create -s 1GB --from frames --how {how} -r 1"), &["out of memory"], "");
     }
     breaks(2, &[], "bench vm-create -s 1GB -r 1", &["too little memory"], "");
 }
@@ -276,7 +274,7 @@ fn a_guest_that_is_dead_is_ended_from_outside() {
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
 fn too_large_a_job_is_refused_by_the_guest() {
-    breaks(1, &[], "bench mem memset -s 2GB", &["too little memory", "--memory"], "");
+    breaks(1, &[], "bench vm-create -s 2GB -r 1", &["too little memory", "--memory"], "");
 }
 
 #[test]
@@ -329,4 +327,30 @@ fn a_run_adds_up_in_the_kernel() {
         assert!(value("run.worker_freed", side, "pressure") > 1_000.0, "{side}: the second CPU keeps memory free");
     }
     assert_eq!(value("run.age_flushes", "extent", "pressure"), 0.0);
+}
+
+/// What QEMU has started, and what keeps its standard error open, is not waited for: a shell stands for QEMU.
+#[test]
+fn what_outlives_the_emulator_is_not_waited_for() {
+    let scratch = Scratch::new("outlives");
+    let left = scratch.path("left");
+    let script = format!(
+        "#!/bin/sh\n[ \"$1\" = --version ] && exit\nsleep 600 >/dev/null &\necho $! >{left}\necho no room >&2\nexit 1\n"
+    );
+    let qemu = scratch.put("qemu-system-x86_64", script);
+    std::fs::set_permissions(&qemu, std::fs::Permissions::from_mode(0o755)).expect("executable");
+    let hugemm = env!("CARGO_BIN_EXE_hugemm");
+    let boot = ["boot", "--accel", "tcg", "--memory", "64MB", "--cpus", "1", "--image", hugemm, "--", "selftest"];
+    let path = format!("{}:{}", scratch.path(""), std::env::var("PATH").expect("a path"));
+    let mut command = Command::new(hugemm);
+    // Its own standard error ends with it, whatever lives on.
+    let (mut said, theirs) = std::io::pipe().expect("a pipe");
+    let status = command.args(boot).env("PATH", path).stdout(Stdio::null()).stderr(theirs).status().expect("it starts");
+    drop(command);
+    let left = std::fs::read_to_string(left).expect("it was started");
+    let ended = Command::new("kill").arg(left.trim()).status().expect("it starts");
+    let mut err = String::new();
+    said.read_to_string(&mut err).expect("text");
+    assert!(!status.success() && err.contains("no room"), "{err}");
+    assert!(ended.success(), "it was waited for");
 }

@@ -1,10 +1,10 @@
 //! Commands of leases that are ended at any point, by Ctrl-C or worse: nothing stays lent, and the kernel's pool is as before.
 
-mod support;
-
-#[path = "../../../services/lease/tests/support/tracer.rs"]
+#[path = "../../../../services/lease/tests/support/tracer.rs"]
 mod tracer;
 
+use crate::support::lease::{Daemon, pool};
+use crate::support::{Scratch, hugemm};
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::HugetlbPool;
 use std::collections::BTreeMap;
@@ -13,7 +13,6 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
-use support::lease::{Daemon, pool};
 use tracer::{Then, trace};
 
 /// What the kernel's pool has, and how much of that is in use beyond it: pages that were taken from it while it was lowered.
@@ -138,7 +137,7 @@ fn commands_end_at_any_call() {
     let words = ["pool", "drain", "--socket", &socket];
     let whole = traced(&words, libc::SYS_connect, None);
     for number in whole.begins.expect("it connects")..whole.calls[&0] {
-        assert!(support::hugemm(&["pool", "fill", "--socket", &socket]).status.success());
+        assert!(hugemm(&["pool", "fill", "--socket", &socket]).status.success());
         daemon.wait_for("\"ready\":[8388608]");
         traced(&words, libc::SYS_connect, Some((0, number)));
     }
@@ -149,15 +148,13 @@ fn commands_end_at_any_call() {
 fn a_daemon_ends_while_it_fills() {
     let Some(_pool) = pool(32) else { return };
     let before = pool_has();
-    let scratch = support::Scratch::new("signals-serve");
+    let scratch = Scratch::new("signals-serve");
     let socket = scratch.path("socket");
     let serve =
         ["pool", "serve", "--size", "64MB", "--shape", "8MB,56MB", "--max-bandwidth", "8MB", "--socket", &socket];
     let mut daemon = job(&serve).spawn().expect("a daemon");
-    let status = || {
-        String::from_utf8_lossy(&support::hugemm(&["pool", "status", "--json", "--socket", &socket]).stdout)
-            .into_owned()
-    };
+    let status =
+        || String::from_utf8_lossy(&hugemm(&["pool", "status", "--json", "--socket", &socket]).stdout).into_owned();
     let end = Instant::now() + Duration::from_secs(60);
     while !status().contains("\"ready\":[8388608]") {
         assert!(Instant::now() < end, "never ready: {}", status());
@@ -174,7 +171,7 @@ fn a_daemon_ends_while_it_fills() {
     assert!(end_of(&mut daemon, "the daemon does not end while somebody has its memory").success());
     assert!(program.try_wait().expect("looked").is_none(), "its memory is its own");
     interrupt(&program);
-    assert!(!program.wait().expect("ended").success());
+    assert!(!end_of(&mut program, "the program does not end").success());
     wait_until_pool_has(before);
     let free = HugetlbPool::new().status(PageSize::Size2M, None).expect("a pool").unreserved();
     assert!(free >= 32, "{free} pages are free");

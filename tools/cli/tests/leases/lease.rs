@@ -1,10 +1,10 @@
 //! Leases, as stock programs meet them: with transparent huge pages where the machine has them for shared memory, so that no
 //! pool of it is touched; else, run by root, with pages that the machine's pool has more meanwhile.
 
-mod support;
-
+use crate::support::lease::pool;
+use crate::support::{Scratch, hugemm, misused, refused, rows};
 use hugemm_base::PageSize;
-use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
+use hugemm_inspect::pool::PoolGuard;
 use hugemm_lease::listener::Listener;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use serde_json::Value;
@@ -15,9 +15,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use support::{Scratch, hugemm, misused, refused, rows};
 
 const MIB: u64 = 1 << 20;
 const LEASE: u64 = 32 * MIB;
@@ -33,10 +31,8 @@ enum Pages {
     /// From the file system of shared memory.
     Transparent,
     /// From the machine's pool, which has as many more for as long, for one test at a time.
-    Pool { _more: PoolGuard, _turn: MutexGuard<'static, ()> },
+    Pool { _more: (PoolGuard, File) },
 }
-
-static TURN: Mutex<()> = Mutex::new(());
 
 impl Pages {
     /// `None` where there are none; the test says so and ends.
@@ -45,17 +41,14 @@ impl Pages {
         if !enabled.is_empty() && !["[never]", "[deny]"].iter().any(|word| enabled.contains(word)) {
             return Some(Pages::Transparent);
         }
-        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        match HugetlbPool::new().ensure(PageSize::Size2M, MEMORY / PageSize::Size2M.bytes() + OWN, None) {
-            Ok(_more) => Some(Pages::Pool { _more, _turn }),
-            Err(error) => {
-                eprintln!(
-                    "skipped: no huge pages for shared memory (as root: echo advise > \
-                     /sys/kernel/mm/transparent_hugepage/shmem_enabled), and none in the pool: {error}"
-                );
-                None
-            }
+        let more = pool(MEMORY / PageSize::Size2M.bytes() + OWN);
+        if more.is_none() {
+            eprintln!(
+                "no huge pages for shared memory either (as root: echo advise > \
+                 /sys/kernel/mm/transparent_hugepage/shmem_enabled)"
+            );
         }
+        more.map(|_more| Pages::Pool { _more })
     }
 
     fn name(&self) -> &'static str {
@@ -147,8 +140,8 @@ fn me() -> String {
 }
 
 /// How one of its programs is run.
-fn words<'a>(me: &'a str, program: &'a str) -> [&'a str; 5] {
-    [me, "--ignored", "--exact", "--nocapture", program]
+fn words<'a>(me: &'a str, program: &'a str) -> [&'a str; 4] {
+    [me, "--ignored", "--nocapture", program]
 }
 
 impl Drop for Daemon {
