@@ -11,6 +11,7 @@ use crate::supply::Dropping;
 use crate::vm::Vm;
 use crate::vma::{Areas, Vma, VmaInfo, pages};
 use core::cell::RefCell;
+use core::ops::Range;
 use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{PageSize, VirtAddr, VirtRange};
@@ -117,9 +118,8 @@ impl<S: Setup> Vm<'_, S> {
             let mapped = area.harvested.load(Ordering::Relaxed);
             // SAFETY: it is on no list any more, and nobody has found it since it was taken off.
             unsafe { self.free_area(cx, area) };
-            let (from, to) = part(&info, first, end);
             // What was mapped has had its promise kept.
-            self.unreserve(cx, &info.kind, to - from - mapped);
+            self.unreserve(cx, &info.kind, info.range.pages() - mapped);
             self.put_object(cx, object);
         }
         Ok(report)
@@ -276,28 +276,41 @@ impl<S: Setup> Vm<'_, S> {
         pages
     }
 
-    /// Takes the areas that meet `first..end` out; what remains of those at the ends is put back.
+    /// Takes the areas that meet `first..end` out; what remains of those at the ends is put back. In the objects' trees what goes and what
+    /// remains are areas of their own at once: no page is shown twice.
     fn cut(&self, areas: &mut Areas<S>, first: u64, end: u64, removed: &mut Areas<S>, spare: &mut Spare<S>) {
         while let Some(old) = areas.take(first, end) {
-            let info = old.info;
+            let (info, space, object) = (old.info, old.space, old.object);
             let (begins, ends) = (info.range.first_page(), info.range.end_page());
-            for (from, to) in [(begins, first.max(begins)), (end.min(ends), ends)] {
-                if from >= to {
-                    continue;
-                }
-                let (Some(memory), Some(span)) = (spare.take(), pages(from, to)) else { continue };
-                let offset = info.offset_of(from);
-                // SAFETY: the old area holds a reference.
-                unsafe { old.object.as_ref() }.get();
-                let memory = memory.cast::<Vma<S>>();
+            let (goes, remains) = (first.max(begins)..end.min(ends), [begins..first.max(begins), end.min(ends)..ends]);
+            let part = |part: &Range<u64>| {
+                pages(part.start, part.end).map(|range| VmaInfo { range, offset: info.offset_of(part.start), ..info })
+            };
+            if goes == (begins..ends) {
+                removed.insert(old);
+                continue;
+            }
+            // SAFETY: the area holds a reference, and lives on.
+            let object_ref = unsafe { object.as_ref() };
+            let mut tree = object_ref.areas.exclusive();
+            // SAFETY: it is in that tree until here.
+            unsafe { tree.remove(&old) };
+            for info in remains.iter().filter(|part| !part.is_empty()).filter_map(part) {
+                let Some(memory) = spare.take() else { continue };
+                object_ref.get();
                 // SAFETY: memory for an area, nobody else's; it is never moved, and freed after it has left all lists.
                 let area = unsafe {
-                    memory.write(Vma::new(old.space, old.object, VmaInfo { range: span, offset, ..info }));
+                    memory.write(Vma::new(space, object, info));
                     UnsafeRef::from_raw(memory.as_ptr())
                 };
-                self.link_area(&area);
+                tree.add(area.clone());
                 areas.insert(area);
             }
+            if let Some(goes) = part(&goes) {
+                // SAFETY: it is in neither tree, and both are locked, so nobody reads it.
+                unsafe { (*UnsafeRef::into_raw(old.clone())).info = goes };
+            }
+            tree.add(old.clone());
             removed.insert(old);
         }
     }
@@ -314,10 +327,4 @@ fn cuts<S: Setup>(areas: &Areas<S>, first: u64, end: u64) -> Result<usize, VmErr
         cuts += 1;
     }
     Ok(cuts)
-}
-
-/// The part of an area that lies in a range.
-fn part(area: &VmaInfo, first: u64, end: u64) -> (u64, u64) {
-    let (begins, ends) = (area.range.first_page(), area.range.end_page());
-    (begins.max(first), ends.min(end))
 }

@@ -1,8 +1,8 @@
 //! Areas: what an address space promises about a range of addresses.
 //!
-//! An area never changes. Taking a part out of one replaces it by what remains, so whoever has found an area may read it
-//! without a lock for as long as it exists. It exists from its insertion until it has been taken out of both its trees:
-//! the space's tree, by address, under the space's lock, and its object's tree, by offset, under the object's lock.
+//! An area never changes while it is in a tree. Taking a part out of one replaces it by what remains and what goes, so whoever has found an
+//! area may read it for as long as he has the lock under which he found it. There are two trees:
+//! the space's, by address, under the space's lock, and its object's, by offset, under the object's lock.
 
 use crate::address_space::AddressSpace;
 use crate::object::Object;
