@@ -15,7 +15,7 @@ use crate::outgoing::{WORD_ORDER, Word, words_of};
 use crate::pcp::{Kept, PerCpu, is_stocked};
 use core::mem::MaybeUninit;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, CpuPin};
+use hugemm_base::{CpuCx, CpuId, CpuPin, NodeId};
 
 /// Words that are freed in one lock round, or blocks that are larger.
 const ROUND: usize = 64;
@@ -24,7 +24,7 @@ const ROUND: usize = 64;
 const PART: u64 = 64;
 
 /// Parts that empty every cache: what interrupts add meanwhile goes too, within reason.
-const PARTS: u64 = 256;
+pub(crate) const PARTS: u64 = 256;
 
 /// What a CPU gives back before something is done. Where another CPU has asked for all of it, it is all in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,17 +181,16 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn after_giving_back<P: Cpu, R>(
         &self,
         cx: &CpuCx<'_, P>,
-        of: impl for<'a> Fn(&'a Self, CpuPin<'_>) -> Option<&'a PerCpu<'m>>,
+        of: impl Fn(CpuPin<'_>) -> Option<&'m PerCpu<'m>>,
         due: Due,
         f: impl FnOnce(CpuPin<'_>) -> R,
     ) -> R {
         let (mut f, mut parts) = (Some(f), 0);
         loop {
-            let done =
-                cx.pinned(|pin| match of(self, pin).filter(|own| parts < PARTS && self.give_back(pin, own, due)) {
-                    Some(_) => None,
-                    None => f.take().map(|f| f(pin)),
-                });
+            let done = cx.pinned(|pin| match of(pin).filter(|own| parts < PARTS && self.give_back(pin, own, due)) {
+                Some(_) => None,
+                None => f.take().map(|f| f(pin)),
+            });
             if let Some(done) = done {
                 return done;
             }
@@ -340,36 +339,22 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// How many frames CPUs have cached, or queued for a node.
-    pub(crate) fn on_the_way(&self) -> u64 {
-        self.caches().iter().map(PerCpu::pages).sum::<u64>() + self.queued().map(|(_, pages)| pages).sum::<u64>()
-    }
-
-    /// Asks every CPU that has something cached for it. This one's cache is empty.
-    pub(crate) fn request_drains(&self) {
-        self.caches().iter().filter(|cpu| cpu.pages() != 0).for_each(|cpu| cpu.mailbox.post());
+    /// How many frames CPUs have cached of a node.
+    pub(crate) fn cached_on(&self, node: NodeId) -> u64 {
+        self.caches().iter().filter(|cpu| cpu.node == node).map(PerCpu::pages).sum()
     }
 
     /// For a CPU that has nothing to do, or that others have asked: gives everything that it has cached back to its node, and says that it
     /// has. To be called from idle loops, before interrupts go off there, because nobody wakes a CPU for what it has; and from an interrupt
     /// sent for the purpose. Cheap when there is nothing. Otherwise as [`drain`](Frames::drain).
     pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.after_giving_back(cx, Self::own, Due::All, |pin| {
-            if let Some(own) = self.own(pin) {
-                self.serve_own(own);
-            }
-        })
+        self.empty_cache(cx, |pin| self.own(pin), |_| ());
     }
 
     /// Gives everything that this CPU has cached back to its node, and shrinks the cache. Any context but NMI; a lock round
     /// per 64 words of pages or 16 of 2 MiB blocks, a pin for each few of them.
     pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        self.after_giving_back(cx, Self::own, Due::All, |pin| {
-            if let Some(own) = self.own(pin) {
-                self.serve_own(own);
-                own.shrink();
-            }
-        })
+        self.empty_cache(cx, |pin| self.own(pin), PerCpu::shrink);
     }
 
     /// Gives everything that a CPU has cached back, on its behalf. Any context but NMI.
@@ -378,16 +363,21 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
     pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
-        self.after_giving_back(
-            cx,
-            |it, _| it.caches().get(cpu.0 as usize),
-            Due::All,
-            |_| {
-                if let Some(cpu) = self.caches().get(cpu.0 as usize) {
-                    self.serve_own(cpu);
-                    cpu.shrink();
-                }
-            },
-        )
+        self.empty_cache(cx, |_| self.caches().get(cpu.0 as usize), PerCpu::shrink);
+    }
+
+    /// Empties the cache of the CPU that `of` names, and says that it has if others have asked.
+    fn empty_cache<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        of: impl Fn(CpuPin<'_>) -> Option<&'m PerCpu<'m>>,
+        then: impl FnOnce(&PerCpu<'m>),
+    ) {
+        self.after_giving_back(cx, &of, Due::All, |pin| {
+            if let Some(cpu) = of(pin) {
+                self.serve_own(cpu);
+                then(cpu);
+            }
+        })
     }
 }

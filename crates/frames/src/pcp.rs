@@ -360,6 +360,11 @@ impl<'m> PerCpu<'m> {
         self.classes.iter().enumerate().map(|(index, class)| (class, index as u32 / 2))
     }
 
+    /// Whether it has a block of an order or more to hand out.
+    pub(crate) fn has_block(&self, order: u32) -> bool {
+        self.all().any(|(class, log)| log >= order && class.len() != 0)
+    }
+
     /// Frames in the cache: exact for the owner, a snapshot for others.
     pub(crate) fn pages(&self) -> u64 {
         self.all().map(|(class, order)| class.len() << order).sum::<u64>() + self.out.pages()

@@ -379,7 +379,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
                     self.pause_others(false);
                 }
                 8 => drop(pager.compact(&world.vm, cx, node)),
-                9 => pager.set_ageing(Ageing::ALL[random.below(4) as usize]),
+                9 => pager.set_ageing(Ageing::ALL[random.below(2) as usize]),
                 10 => pager.lru(node).expect("one").set_policy(cx, LruPolicy::ALL[random.below(2) as usize]),
                 11 => world.resize_pool(cx, random.below(4)),
                 12 => self.come_and_go(cx),
