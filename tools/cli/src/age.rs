@@ -14,7 +14,7 @@ pub mod steps;
 pub mod watch;
 
 use crate::age::config::RunConfig;
-use crate::age::costs::{Cost, ageing_costs};
+use crate::age::costs::{COSTS, Cost, FREE, WHOLE, ageing_costs};
 use crate::age::run::run as run_one;
 use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
@@ -22,7 +22,6 @@ use crate::machine::Machine;
 use crate::options::Common;
 use crate::options::Kind;
 use crate::results::{Line, Results};
-use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::Result;
 use clap::Args;
@@ -90,26 +89,6 @@ fn title(processes: &Processes, [shared, memory, swap]: [u64; 3], cpus: &str) ->
     )
 }
 
-/// Ageing alone, by run: ours first.
-struct Alone {
-    rate: [Samples; 2],
-    /// Of all of reclaim, ours to theirs.
-    speedup: Samples,
-    /// The same if ageing cost nothing and all else what it costs them.
-    ceiling: Samples,
-}
-
-impl Alone {
-    fn of(costs: &[[Cost; 2]]) -> Self {
-        let samples = |of: &dyn Fn(&[Cost; 2]) -> f64| costs.iter().map(of).collect();
-        Alone {
-            rate: [samples(&|pair| pair[0].rate()), samples(&|pair| pair[1].rate())],
-            speedup: samples(&|pair| pair[0].whole_rate() / pair[1].whole_rate()),
-            ceiling: samples(&|pair| pair[1].free_rate() / pair[1].whole_rate()),
-        }
-    }
-}
-
 pub fn run(args: &Age) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let real = machine.topology.cpus.len() as u32;
@@ -162,7 +141,7 @@ pub fn run(args: &Age) -> Result<()> {
         bar.inc(1);
     }
     bar.finish_and_clear();
-    let mut costs = Vec::new();
+    let mut costs = None;
     if args.processes.page.contains(PageSize::Size4K) {
         // Everything fits: what goes is what ageing finds idle.
         let config = RunConfig {
@@ -180,42 +159,34 @@ pub fn run(args: &Age) -> Result<()> {
     let on = format!("{cpus} CPU{}, the worker on {worker}", if cpus == 1 { "" } else { "s" });
     let title = title(&args.processes, [shared, memory, swap], &on);
     let mut results = results_of(&lines, title);
-    alone(&costs, args, &mut results);
+    match &costs {
+        Some(costs) => alone(costs, &mut results),
+        None if args.processes.page.contains(PageSize::Size4K) => results.remarks.push(
+            "The rate of ageing alone is not measured: so few processes do not keep pages; use --procs 8".to_owned(),
+        ),
+        None => {}
+    }
     machine.show(results)
 }
 
 /// What ageing takes alone.
-fn alone(costs: &[[Cost; 2]], args: &Age, results: &mut Results) {
-    let Results { rows, remarks, .. } = results;
-    let alone = (!costs.is_empty()).then(|| Alone::of(costs));
-    if let Some(alone) = &alone {
-        remarks.push(format!(
-            "Ageing by runs: {:.2} × over all of reclaim's time, of at most {:.2} × if ageing cost nothing",
-            alone.speedup.median(),
-            alone.ceiling.median()
-        ));
-        for (name, rate) in ["batch", "noflush"].into_iter().zip(&alone.rate) {
-            rows.push(
-                Row::median("bench.age.rate", rate, "1/s").label("young", name).label("procs", args.processes.procs),
-            );
-        }
-        rows.push(
-            Row::median("bench.age.reclaim_speedup", &alone.speedup, "ratio").label("procs", args.processes.procs),
-        );
-        rows.push(
-            Row::median("bench.age.reclaim_ceiling", &alone.ceiling, "ratio").label("procs", args.processes.procs),
-        );
-        let wrong: u64 = costs.iter().map(|pair| pair[0].refaults).sum();
-        rows.push(Row::single("bench.age.wrongly_old", wrong as f64, "pages").label("procs", args.processes.procs));
-        remarks.push(format!(
-            "Ageing with all that it causes, {} mappings of 4 KiB: {:.1} pages/µs by the run, {:.1} page by page",
-            args.processes.procs,
-            alone.rate[0].median() / 1e6,
-            alone.rate[1].median() / 1e6
-        ));
-    } else if args.processes.page.contains(PageSize::Size4K) {
-        remarks.push(
-            "The rate of ageing alone is not measured: so few processes do not keep pages; use --procs 8".to_owned(),
-        );
-    }
+fn alone([ours, theirs]: &[Line<Cost>; 2], results: &mut Results) {
+    let (whole, rates) = (theirs.samples(&WHOLE), [ours, theirs].map(|line| line.samples(&COSTS[0]).median() / 1e6));
+    let ratios = [("speedup", ours.samples(&WHOLE)), ("ceiling", theirs.samples(&FREE))];
+    let [speedup, ceiling] = ratios.map(|(name, samples)| {
+        let ratio = samples.per_run_ratio(&whole);
+        let row = Row::median(format!("bench.age.reclaim_{name}"), &ratio, "ratio");
+        results.rows.push(ours.labelled(row).without("young"));
+        ratio.median()
+    });
+    results.rows.extend([ours, theirs].iter().flat_map(|line| line.rows(&COSTS)));
+    results.remarks.push(format!(
+        "Ageing by runs: {speedup:.2} × over all of reclaim's time, of at most {ceiling:.2} × if ageing cost nothing"
+    ));
+    results.remarks.push(format!(
+        "Ageing with all that it causes, {} mappings of 4 KiB: {:.1} pages/µs by the run, {:.1} page by page",
+        ours.number("procs"),
+        rates[0],
+        rates[1]
+    ));
 }
