@@ -27,7 +27,7 @@ use crate::{progress, table};
 use anyhow::Result;
 use clap::Args;
 use hugemm_base::PageSize;
-use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
+use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_reclaim::{Ageing, LruPolicy};
 use hugemm_workloads::age::{AgeFigures, METRICS};
 use hugemm_workloads::request;
@@ -36,7 +36,7 @@ use hugemm_workloads::size::Size;
 use std::time::Duration;
 
 #[derive(Debug, Args)]
-#[command(mut_arg("young", |arg| arg.default_value("flush,nosync,noflush,batch")))]
+#[command(mut_arg("young", |arg| arg.default_value("noflush,batch")))]
 #[command(mut_arg("lru", |arg| arg.default_value("classic,generations")))]
 pub struct Age {
     #[command(flatten)]
@@ -72,9 +72,8 @@ fn results_of(lines: &[Line<AgeFigures>], title: String) -> Results {
     }
     results.tables.push((title, out));
     results.remarks.push(
-        "Every touch checked what was in the page. Shares are of the time spent in reclaim. Linux on x86-64 flushes nothing\n  \
-         when it ages 4 KiB pages (as noflush); flush is what it does for 2 MiB pages. On arm64 it is nosync without the \
-         wait\n  at the end."
+        "Every touch checked what was in the page. Shares are of the time spent in reclaim. Linux on x86-64 ages 4 KiB pages as noflush: page by \
+         page,\n  and no flush."
             .to_owned(),
     );
     results
@@ -146,12 +145,10 @@ pub fn run(args: &Age) -> Result<()> {
     }
     configs.dedup();
     let bar = progress::bar(configs.len() as u64, machine.quiet());
-    let (mut lines, mut interrupted) = (Vec::new(), Vec::new());
+    let mut lines = Vec::new();
     for config in configs {
         bar.set_message(format!("{} pages, {}, {}", config.page, config.policy.name(), config.ageing.name()));
-        let before = function_call_interrupts();
         let figures = run_one(&machine, region.as_mut_slice(), &places, interrupts.as_ref(), &config)?;
-        let taken = before.zip(function_call_interrupts()).map(|(before, after)| after.saturating_sub(before));
         let mut line = Line::new([
             ("page", config.page.to_string().into()),
             ("lru", config.policy.name().into()),
@@ -161,9 +158,6 @@ pub fn run(args: &Age) -> Result<()> {
             ("worker", worker.into()),
         ]);
         line.runs.push(figures);
-        // By the kernel's count, which includes others'.
-        let row = |taken| Row::single("bench.age.interrupts_taken", taken as f64, "count");
-        interrupted.extend(taken.map(|taken| line.labelled(row(taken))));
         lines.push(line);
         bar.inc(1);
     }
@@ -186,10 +180,6 @@ pub fn run(args: &Age) -> Result<()> {
     let on = format!("{cpus} CPU{}, the worker on {worker}", if cpus == 1 { "" } else { "s" });
     let title = title(&args.processes, [shared, memory, swap], &on);
     let mut results = results_of(&lines, title);
-    if lines.iter().any(|line| line.label("young") == Ageing::NoSync.name()) {
-        results.remarks.push("Invalidations of nosync are counted here and not executed.".to_owned());
-    }
-    results.rows.extend(interrupted);
     alone(&costs, args, &mut results);
     machine.show(results)
 }

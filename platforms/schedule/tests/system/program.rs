@@ -338,7 +338,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
                 }
                 6 => drop(pager.balance(&world.vm, cx, node, 256, &Never)),
                 7 | 8 => drop(pager.compact(&world.vm, cx, node)),
-                9 => pager.set_ageing(Ageing::ALL[random.below(4) as usize]),
+                9 => pager.set_ageing(Ageing::ALL[random.below(2) as usize]),
                 10 => pager.lru(node).expect("one").set_policy(cx, LruPolicy::ALL[random.below(2) as usize]),
                 11 => world.resize_pool(cx, random.below(4)),
                 12 => self.come_and_go(cx),

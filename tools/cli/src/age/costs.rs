@@ -191,7 +191,7 @@ impl<'h> Rig<'_, 'h> {
         let (counts, of) = (pager.counts(), |step| pager.steps().of(step));
         Seen {
             pages: counts.aged.get() + counts.around.get(),
-            age_ns: of(Step::Age) + of(Step::AgeFlush),
+            age_ns: of(Step::Age),
             lists_ns: of(Step::Around),
             whole_ns: pager.steps().whole(),
         }
