@@ -31,7 +31,7 @@ fn breaks(cpus: u32, options: &[&str], command: &str, parts: &[&str], report: &s
 
 /// The self-test is clean on this many CPUs, all of which were at work.
 fn selftest(cpus: u32) {
-    let (text, seconds) = (cpus.to_string(), "8");
+    let (text, seconds) = (cpus.to_string(), "4");
     let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", &text, "--json", "--"];
     let document = document(&[&args[..], &["selftest", "--seconds", seconds]].concat());
     assert_eq!(document["environment"]["guest"]["cpus"], cpus);
@@ -88,7 +88,7 @@ fn the_selftest_is_clean_on_8_cpus() {
 #[ignore = "needs QEMU: make test-kernel"]
 fn ageing_by_the_run_flushes_nothing_on_real_page_tables() {
     let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "2", "--json", "--", "bench", "age"];
-    let document = document(&[&args[..], &["--memory", "32MB", "--procs", "4"]].concat());
+    let document = document(&[&args[..], &["--memory", "32MB", "--procs", "4", "--seconds", "1"]].concat());
     let rows = |metric| rows(&document, metric);
     let value = |row: &serde_json::Value| row["value"].as_f64().expect("a number");
     for row in rows("bench.age.flushes_by_ageing") {

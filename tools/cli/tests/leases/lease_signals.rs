@@ -171,7 +171,7 @@ fn a_daemon_ends_while_it_fills() {
     assert!(end_of(&mut daemon, "the daemon does not end while somebody has its memory").success());
     assert!(program.try_wait().expect("looked").is_none(), "its memory is its own");
     interrupt(&program);
-    assert!(!program.wait().expect("ended").success());
+    assert!(!end_of(&mut program, "the program does not end").success());
     wait_until_pool_has(before);
     let free = HugetlbPool::new().status(PageSize::Size2M, None).expect("a pool").unreserved();
     assert!(free >= 32, "{free} pages are free");
