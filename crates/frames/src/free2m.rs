@@ -17,22 +17,17 @@
 //! Under the node's lock. Taking or freeing: the node's line, at most five lines of the region, one row; no descriptor,
 //! nothing per 2 MiB or per frame.
 
-use crate::arena::{Arena, BLOCK, BLOCK_ORDER, REGION_ORDER, Region, in_region};
+use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, Region, in_region};
 use crate::bits::{descending, lowest};
 use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
 use crate::freelist::{FreeLists, Places};
-use crate::frozen::Frozen;
-use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
 use crate::rows::{BIG, SMALL_KINDS};
 use crate::stats::ORDERS;
 use core::ops::ControlFlow;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{CpuPin, Extent, NodeId, Order, Pfn};
-
-/// log2 of the frames that a word of a region stands for.
-const WORD_SHIFT: u32 = BLOCK_ORDER + WORD_BITS.ilog2();
+use hugemm_base::{Extent, Order, Pfn};
 
 /// Which content will do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,22 +80,6 @@ impl Region {
         }
     }
 }
-
-/// 2 MiB blocks of one word of a region, to be freed together.
-#[derive(Clone, Copy, Default)]
-struct Piece {
-    /// The word's number among all of memory.
-    word: u64,
-    blocks: u64,
-    /// Which of them are known to be zero.
-    zero: u64,
-}
-
-/// Pieces that are gathered, each at its word's number modulo this: those of 8 GiB at least.
-const PIECES: usize = 64;
-
-/// Pieces that are freed in one lock round.
-const ROUND: usize = 16;
 
 /// 2 MiB blocks of one word of a region that were taken together.
 #[derive(Clone, Copy, Default)]
@@ -188,71 +167,17 @@ impl<'m, E: Env> Frames<'m, E> {
         self.hint(arena, pfn, content);
     }
 
-    /// Frees 2 MiB blocks that a cache held, in any order, those of a word together: one lock round per [`ROUND`] words, however they lie.
-    pub(crate) fn free_cached_2m(&self, pin: CpuPin<'_>, node: NodeId, words: &[u64]) {
-        let (mut pieces, mut used) = ([Piece::default(); PIECES], 0_u64);
-        let (mut round, mut len) = ([Piece::default(); ROUND], 0);
-        let mut leave = |piece: Piece| {
-            round[len] = piece;
-            len = (len + 1) % ROUND;
-            if len == 0 {
-                self.free_pieces(pin, node, &round);
-            }
-            len
-        };
-        // SAFETY: a cache's, which gives them up.
-        for block in words.iter().map(|word| unsafe { Frozen::from_word(*word) }) {
-            let number = block.pfn().number() >> BLOCK_ORDER;
-            let (word, bit) = (number / WORD_BITS as u64, 1 << (number % WORD_BITS as u64));
-            let at = word as usize % PIECES;
-            let piece = &mut pieces[at];
-            if used >> at & 1 == 0 || piece.word != word {
-                let former = core::mem::replace(piece, Piece { word, blocks: 0, zero: 0 });
-                if used >> at & 1 != 0 {
-                    leave(former);
-                }
-                used |= 1 << at;
-            }
-            piece.blocks |= bit;
-            piece.zero |= if block.is_zero() { bit } else { 0 };
-        }
-        let left = descending(used).fold(0, |_, at| leave(pieces[at]));
-        if left != 0 {
-            self.free_pieces(pin, node, &round[..left]);
-        }
-    }
-
-    /// Frees pieces: one lock round.
-    fn free_pieces(&self, pin: CpuPin<'_>, node: NodeId, pieces: &[Piece]) {
-        self.with_node(pin, node, |lists| {
-            let (suspects, mut freed) = (self.has_suspects(), 0);
-            for Piece { word, blocks, zero } in pieces.iter().copied() {
-                let pfn = |bit: u32| Pfn::new((word << WORD_SHIFT) + (u64::from(bit) << BLOCK_ORDER));
-                let (first, last) = (pfn(blocks.trailing_zeros()), pfn(blocks.ilog2()));
-                let looked_at = |arena: &Arena<'m>| {
-                    let (region, at) = (arena.region(first), in_region(first).word());
-                    suspects && (region.refused.load(at) | region.isolated.load(at)) & blocks != 0
-                };
-                let Some(arena) = self.arena(first).filter(|arena| arena.contains(last) && !looked_at(arena)) else {
-                    for bit in descending(blocks) {
-                        let block = Frozen::make(pfn(bit as u32), BLOCK, Mobility::Movable, zero >> bit & 1 != 0);
-                        if let Some(arena) = self.arena(block.pfn()) {
-                            self.free_handle(lists, arena, block);
-                        }
-                    }
-                    continue;
-                };
-                for (bits, content) in [(blocks & !zero, Content::Dirty), (zero, Content::Zero)] {
-                    if bits != 0 {
-                        free_word(lists, arena.region(first), in_region(first).word(), bits, content, false);
-                        self.hint(arena, first, content);
-                    }
-                }
-                freed += pages(blocks);
-            }
-            // Once, because whoever waits for the lock looks at the same line.
-            lists.pages += freed;
-        });
+    /// Frees undivided blocks of the word of a region that a frame is in; the caller counts them. Nothing is isolated.
+    pub(crate) fn free_blocks_2m(
+        &self,
+        lists: &mut FreeLists,
+        arena: &Arena<'m>,
+        near: Pfn,
+        bits: u64,
+        content: Content,
+    ) {
+        free_word(lists, arena.region(near), in_region(near).word(), bits, content, false);
+        self.hint(arena, near, content);
     }
 
     /// Says that a frame's region may have runs of every order: something of a content has become free in the frame's word.
@@ -403,18 +328,16 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         batches
     }
+}
 
-    /// Adds up the free blocks of 2 MiB and more of one node by order. Isolated ones are single.
-    pub(crate) fn count_2m(&self, lists: &FreeLists, blocks: &mut [u64; ORDERS]) {
-        for region in self.arena_table().on(lists).flat_map(|arena| arena.regions) {
-            let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
-            for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
-                *sum += count;
-            }
-            let isolated = |at| u64::from((region.free.load(at) & region.isolated.load(at)).count_ones());
-            blocks[BLOCK_ORDER as usize] += (0..WORDS).map(isolated).sum::<u64>();
-        }
+/// Adds up the free blocks of 2 MiB and more of a region by order. Isolated ones are single.
+pub(crate) fn count_2m(region: &Region, blocks: &mut [u64; ORDERS]) {
+    let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
+    for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
+        *sum += count;
     }
+    let isolated = |at| u64::from((region.free.load(at) & region.isolated.load(at)).count_ones());
+    blocks[BLOCK_ORDER as usize] += (0..WORDS).map(isolated).sum::<u64>();
 }
 
 /// The rows that freeing memory of some content belongs to, but for [`WHOLE`].

@@ -28,12 +28,13 @@ use crate::free2m::{DIRTY_FIRST, Sought, Way, ZERO};
 use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
+use crate::outgoing::Word;
 use crate::page_alloc::Wanted;
 use crate::pcp::{self, PerCpu};
 use crate::rows::SMALL;
 use crate::stats::ORDERS;
+use hugemm_base::Pfn;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{Extent, Pfn};
 
 /// Kinds of one mobility.
 const ROWS: usize = 3 * SMALL;
@@ -139,67 +140,6 @@ impl Place<'_> {
     }
 }
 
-/// Pages of one word of a 2 MiB that are freed together.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WordPages<'m> {
-    block: &'m Block,
-    /// A frame of the word, from bit 1 on, and in bit 0 whether the pages are known to be zero.
-    near: u64,
-    bits: u64,
-}
-
-impl<'m> WordPages<'m> {
-    /// The pages `bits` of the word of a frame of an arena.
-    #[inline]
-    pub(crate) fn new(arena: &Arena<'m>, near: Pfn, bits: u64, zero: bool) -> Self {
-        WordPages { block: arena.block(near), near: near.number() << 1 | u64::from(zero), bits }
-    }
-
-    /// How many.
-    #[inline]
-    pub(crate) const fn count(&self) -> u64 {
-        self.bits.count_ones() as u64
-    }
-
-    /// Makes each page a block by itself in the map. The caller owns them.
-    pub(crate) fn divide(&self) {
-        self.block.starts.set_shared(self.at(), self.bits, true);
-    }
-
-    /// Asks for the lines that freeing them touches.
-    #[inline]
-    pub(crate) fn prefetch(&self) {
-        self.block.free.prefetch();
-        hugemm_base::prefetch::read(&self.block.hints);
-    }
-
-    /// Each run of them, and its content.
-    pub(crate) fn runs(&self) -> impl Iterator<Item = (Extent, Content)> + use<> {
-        let (near, at, content) = (self.near(), self.at(), Content::of(self.is_zero()));
-        let mut left = self.bits;
-        core::iter::from_fn(move || {
-            let first = (left != 0).then(|| left.trailing_zeros())?;
-            let count = (left >> first).trailing_ones();
-            left &= u64::MAX.unbounded_shl(first + count);
-            let base = Position::<Pages>::in_word(at, first).pfn(near);
-            Some((Extent::new(base, count.into()).ok()?, content))
-        })
-    }
-
-    /// A frame of the word.
-    pub(crate) const fn near(&self) -> Pfn {
-        Pfn::new(self.near >> 1)
-    }
-
-    const fn is_zero(&self) -> bool {
-        self.near & 1 != 0
-    }
-
-    const fn at(&self) -> usize {
-        Position::<Pages>::new((self.near >> 1) as usize).word()
-    }
-}
-
 /// Blocks of one order that were taken together: of one word if they are smaller, otherwise one.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Run {
@@ -270,33 +210,35 @@ impl<'m, E: Env> Frames<'m, E> {
         self.note_run(lists, arena, pfn, zero, end.unwrap_or(0));
     }
 
-    /// Frees pages of one word. Each is a block by itself in the map already; the caller counts them. Nothing is isolated.
+    /// Frees pages of a word of an arena, of which `near` is a frame; the caller counts them. Nothing is isolated.
     ///
     /// Two lines, of which one is only read.
     #[inline]
-    pub(crate) fn free_pages(&self, lists: &mut FreeLists, pages: &WordPages<'m>) {
-        let WordPages { block, bits, .. } = *pages;
-        let (at, zero) = (pages.at(), pages.is_zero());
+    pub(crate) fn free_pages(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn, word: Word) {
+        let (block, at, bits) = (arena.block(near), in_block(near).word(), word.bits);
+        let zero = word.content() == Content::Zero;
+        if word.has_blocks() {
+            // Each is a block by itself in the map.
+            block.starts.set_shared(at, bits, true);
+        }
         let free = block.free.load(at) | bits;
         block.free.replace(at, free);
         if zero {
             block.zero.set_locked(at, bits, true);
-            note_zero(lists, block, pages.count());
+            note_zero(lists, block, word.pages());
         }
         // The word is searched for runs only if these pages may have made one that is larger than any that is known.
         let hints = Hints(block.hints.load(Ordering::Relaxed));
         let known = hints.end(Sought::Any).min(hints.end(freed_as(zero)));
         if (hints.mobility() != block.mobility()) | may_be_in_run(free, bits, known) {
-            self.note_word(lists, pages.near(), zero);
+            self.note_word(lists, arena, near, zero);
         }
     }
 
     #[inline(never)]
-    fn note_word(&self, lists: &mut FreeLists, near: Pfn, zero: bool) {
-        if let Some(arena) = self.arena(near) {
-            let end = end_at(&arena.block(near).free, in_block(near).word());
-            self.note_run(lists, arena, near, zero, end);
-        }
+    fn note_word(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn, zero: bool) {
+        let end = end_at(&arena.block(near).free, in_block(near).word());
+        self.note_run(lists, arena, near, zero, end);
     }
 
     /// Pages of one 2 MiB have become free, and are in runs of orders below `end`, or of all if that is all there are.
@@ -552,15 +494,14 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         take_words(lists, arena.block(pfn), in_block(pfn), count)
     }
+}
 
-    /// Adds up the free blocks of less than 2 MiB of one node by order. A line per 2 MiB of which parts are free.
-    pub(crate) fn count_4k(&self, lists: &FreeLists, blocks: &mut [u64; ORDERS]) {
-        for arena in self.arena_table().on(lists) {
-            for free in arena.blocks.iter().map(|block| block.free.snapshot()).filter(|free| *free != [0; WORDS]) {
-                for (sum, count) in blocks.iter_mut().zip(count_runs(free)) {
-                    *sum += count;
-                }
-            }
+/// Adds up the free blocks of less than 2 MiB by order.
+pub(crate) fn count_4k(block: &Block, blocks: &mut [u64; ORDERS]) {
+    let free = block.free.snapshot();
+    if free != [0; WORDS] {
+        for (sum, count) in blocks.iter_mut().zip(count_runs(free)) {
+            *sum += count;
         }
     }
 }

@@ -4,7 +4,7 @@
 //! |---|---|---|---|
 //! | cached order, cache not empty / not full | 0 | 0 | 3 of the cache |
 //! | refill | 1 per 4 to 512 blocks | 1 round for all | |
-//! | drain | 1 per 64 words of pages, 16 of 2 MiB blocks, or 64 queued blocks | 1 round for these | |
+//! | drain | 1 per 64 words of pages or 2 MiB blocks, or 64 queued blocks | 1 round for these | |
 //! | other orders | 1 (the lock) | 1 round | 5 to 7, whatever the size |
 //!
 //! What the first may cost in branches, loads and stores is in `tests/golden/fast_paths.txt`.
@@ -126,10 +126,10 @@ impl fmt::Display for AllocError {
 
 impl core::error::Error for AllocError {}
 
-/// No call takes nodes' locks more often than this under one pin, and once more for each node that it asks. In one round 64 words of pages,
-/// 16 of 2 MiB blocks, or 64 queued blocks are freed, and a search looks at 64 places that have nothing of what they seemed to have; what is
+/// No call takes nodes' locks more often than this under one pin, and once more for each node that it asks. In one round 64 words of
+/// pages or of 2 MiB blocks, or 64 queued blocks are freed, and a search looks at 64 places that have nothing of what they seemed to have; what is
 /// left goes on in another pin. What is asked for by its extent takes as long as that is: a word per 128 MiB.
-pub const ROUNDS_PER_PIN: u64 = 16;
+pub const ROUNDS_PER_PIN: u64 = 11;
 
 /// Cached blocks that are looked at for poison in one pin before the node is asked: two rounds each.
 const ADMISSIONS: usize = 4;
@@ -245,7 +245,8 @@ impl<'m, E: Env> Frames<'m, E> {
         self.alloc_slowly(cx, &Wanted { limit, ..Wanted::from(request.into()) })
     }
 
-    /// Where the cache has nothing. The parts of a request, so that they travel in registers.
+    /// Where the cache has nothing: what this CPU has freed and would get again, or the nodes. The parts of a request, so that they travel in
+    /// registers.
     #[cold]
     #[inline(never)]
     fn alloc_missed<P: Cpu>(
@@ -256,11 +257,42 @@ impl<'m, E: Env> Frames<'m, E> {
         from: Placement,
         prefer_zeroed: bool,
     ) -> Result<Frozen, AllocError> {
-        self.alloc_slowly(cx, &AllocRequest { order, mobility, from, prefer_zeroed }.into())
+        let back = self.after_giving_back(
+            cx,
+            |pin| self.own(pin),
+            Due::Leaving,
+            |pin| self.take_back(pin, order, mobility, from, prefer_zeroed),
+        );
+        match back {
+            Some(block) => Ok(block),
+            None => self.alloc_slowly(cx, &AllocRequest { order, mobility, from, prefer_zeroed }.into()),
+        }
     }
 
-    /// In this order: what this CPU has freed and would get again; its node, through the cache if that holds the order; the other nodes;
-    /// and all of that once more with what this CPU has cached. The others are asked for what they have, for the next time.
+    /// A block that this CPU has freed, of an order that is only gathered, if nothing that is to be done before comes in between, and its
+    /// node has none that lies lower as far as it knows: no lock round then.
+    #[inline]
+    fn take_back(
+        &self,
+        pin: CpuPin<'_>,
+        order: Order,
+        mobility: Mobility,
+        from: Placement,
+        prefer_zeroed: bool,
+    ) -> Option<Frozen> {
+        let own = self.own(pin).filter(|own| own.mailbox.is_quiet() && !self.is_isolating())?;
+        let here = match from {
+            Placement::Local => true,
+            Placement::Prefer(node) | Placement::Only(node) => node == own.node,
+        };
+        let will_do = here && !(prefer_zeroed && self.may_have_zero());
+        let block = if will_do { own.take_gathered(order.get(), mobility)? } else { return None };
+        // Blocks of these orders are not looked at when they are freed.
+        if self.has_suspects() { self.admit(pin, block) } else { Some(block) }
+    }
+
+    /// From the nodes: the CPU's, through the cache if that holds the order, the others, and all of them once more with what this CPU has
+    /// cached. The others are asked for what they have, for the next time.
     fn alloc_slowly<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted) -> Result<Frozen, AllocError> {
         let found = self.search(cx, |pin| self.own(pin), Due::Leaving, wanted);
         if !matches!(found, Err(AllocError::OutOfMemory)) {
@@ -275,7 +307,7 @@ impl<'m, E: Env> Frames<'m, E> {
         found
     }
 
-    /// The same with what the CPU that `of` names has freed, after it has given back what is due.
+    /// The same after the CPU that `of` names has given back what is due.
     fn search<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
@@ -284,32 +316,13 @@ impl<'m, E: Env> Frames<'m, E> {
         wanted: &Wanted,
     ) -> Result<Frozen, AllocError> {
         loop {
-            let found = self.after_giving_back(cx, &of, due, |pin| match self.take_back(pin, wanted) {
-                Some(block) => Ok(block),
-                None => self.alloc_from_nodes(pin, wanted),
-            });
-            match found {
+            match self.after_giving_back(cx, &of, due, |pin| self.alloc_from_nodes(pin, wanted)) {
                 Ok(block) => return Ok(block),
                 Err(Some(error)) => return Err(error),
                 // In another pin.
                 Err(None) => {}
             }
         }
-    }
-
-    /// A block that this CPU has freed, of an order that is only gathered, if nothing that is to be done before comes in between, and its
-    /// node has none that lies lower as far as it knows: no lock round then.
-    #[inline]
-    fn take_back(&self, pin: CpuPin<'_>, wanted: &Wanted) -> Option<Frozen> {
-        let own = self.own(pin).filter(|own| own.mailbox.is_quiet() && !self.is_isolating())?;
-        let here = match wanted.from {
-            Placement::Local => true,
-            Placement::Prefer(node) | Placement::Only(node) => node == own.node,
-        };
-        let will_do = here && wanted.is_anywhere() && !(wanted.zero && self.may_have_zero());
-        let block = if will_do { own.take_gathered(wanted.order.get(), wanted.mobility)? } else { return None };
-        // Blocks of these orders are not looked at when they are freed.
-        if self.has_suspects() { self.admit(pin, block) } else { Some(block) }
     }
 
     /// The nodes of a request; none if there is no such node.
@@ -416,7 +429,8 @@ impl<'m, E: Env> Frames<'m, E> {
         None
     }
 
-    /// Frees one block, as dirty. A block of another manager is left alone, and lost. Any context but NMI.
+    /// Frees one block, as dirty. A block of another manager is left alone, and lost: whoever is not sure asks
+    /// [`node_of`](Frames::node_of), which is `None` for it. Any context but NMI.
     ///
     /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders 4 to 8 share a lock round, if there has to be one, with the next
     /// allocation that needs one; larger ones: one lock round, a word per 128 MiB.

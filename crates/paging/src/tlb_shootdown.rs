@@ -5,7 +5,7 @@ use crate::shootdown_counters::{ShootdownCounters, ShootdownCounts};
 use core::fmt;
 use hugemm_base::platform::{Cpu, CpuId};
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering, spin_loop};
-use hugemm_base::{CpuCx, Invalidation, PageSize, TlbHw, TlbScope, VirtRange};
+use hugemm_base::{CpuCx, Invalidation, TlbHw, TlbScope};
 
 /// CPUs that one word of a mask stands for.
 pub(crate) const WORD: usize = u64::BITS as usize;
@@ -326,26 +326,6 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
         let instructions = self.hw.broadcast(cpu, scope, what)?;
         self.hw.sync(cpu);
         Some(instructions)
-    }
-
-    /// Has all CPUs let go of what they keep of user pages, all of them leaves of `stride`, and waits for nobody: some time later they have.
-    /// Nothing happens where hardware does not [broadcast](TlbHw::broadcast). For hints only, such as that a page's
-    /// accessed bit was cleared: there is no receipt. [`sync`](TlbShootdown::sync) waits for all that this CPU has asked for. Any context.
-    pub fn invalidate_nosync<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange, stride: PageSize) {
-        let what = Invalidation { ranges: range.into(), stride, tables: false, uniform: true };
-        cx.staying(|| {
-            let me = cx.platform().current();
-            let instructions = self.hw.broadcast(me, TlbScope::Space, &what);
-            let counters = &self.cpus[me.0 as usize].counters;
-            counters.unawaited.add(u64::from(instructions.is_some()));
-            counters.instructions.add(instructions.unwrap_or(0));
-        });
-    }
-
-    /// Waits until what the calling CPU has begun by [`invalidate_nosync`](TlbShootdown::invalidate_nosync) is done on all CPUs. Any
-    /// context; nothing where hardware does not broadcast.
-    pub fn sync<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        cx.staying(|| self.hw.sync(cx.platform().current()));
     }
 
     fn shoot_by_interrupt<P: Cpu>(

@@ -33,13 +33,7 @@ pub struct Took {
 }
 
 /// By several threads at once, each its share of whole pages: the times of the slowest.
-pub fn together(
-    bytes: u64,
-    page: PageSize,
-    backing: RegionBacking,
-    how: CreateMethod,
-    threads: u32,
-) -> Result<Took> {
+pub fn together(bytes: u64, page: PageSize, backing: RegionBacking, how: CreateMethod, threads: u32) -> Result<Took> {
     let (pages, threads) = (bytes / page.bytes(), u64::from(threads));
     let start = Barrier::new(threads as usize);
     std::thread::scope(|scope| {
@@ -71,12 +65,7 @@ pub fn together(
 }
 
 /// Maps `bytes` of fresh memory and populates it as `how` says, in so many nanoseconds.
-fn populated(
-    bytes: u64,
-    page: PageSize,
-    backing: RegionBacking,
-    how: CreateMethod,
-) -> Result<(Option<Region>, u64)> {
+fn populated(bytes: u64, page: PageSize, backing: RegionBacking, how: CreateMethod) -> Result<(Option<Region>, u64)> {
     if bytes == 0 {
         return Ok((None, 0));
     }

@@ -372,7 +372,7 @@ requests! {
         /// Seconds for each line of the table.
         seconds: f64 [long, default_value_t = 2.0, value_parser = time],
         /// How accessed bits are read.
-        young: List<Ageing> [long, default_value = "flush,batch", value_parser = list(named::<Ageing>())],
+        young: List<Ageing> [long, default_value = "noflush,batch", value_parser = list(named::<Ageing>())],
         /// Which pages are old.
         lru: List<LruPolicy> [long, default_value = "generations", value_parser = list(named::<LruPolicy>())],
         /// Sizes of the pages.
@@ -455,7 +455,7 @@ mod tests {
                 memory: Some(64 << 20),
                 swap: None,
                 seconds: 0.25,
-                young: List::new([Ageing::NoSync, Ageing::Batch]).expect("short"),
+                young: List::new([Ageing::NoFlush, Ageing::Batch]).expect("short"),
                 lru: List::new([LruPolicy::TwoList]).expect("short"),
                 page: List::new([PageSize::Size4K]).expect("short"),
             }),
@@ -493,7 +493,7 @@ mod tests {
 
     #[test]
     fn sizes_follow_from_what_is_given() {
-        let none = "bench age procs=8 shared=- memory=- swap=- seconds=2 young=flush lru=classic page=4KB";
+        let none = "bench age procs=8 shared=- memory=- swap=- seconds=2 young=batch lru=classic page=4KB";
         let sizes = |given: &str, instead: &str| match none.replace(given, instead).parse() {
             Ok(Request::Age(age)) => age.sizes(64 << 20).map(|bytes| bytes >> 20),
             other => panic!("{other:?}"),

@@ -31,7 +31,7 @@ fn breaks(cpus: u32, options: &[&str], command: &str, parts: &[&str], report: &s
 
 /// The self-test is clean on this many CPUs, all of which were at work.
 fn selftest(cpus: u32) {
-    let (text, seconds) = (cpus.to_string(), "8");
+    let (text, seconds) = (cpus.to_string(), "4");
     let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", &text, "--json", "--"];
     let document = document(&[&args[..], &["selftest", "--seconds", seconds]].concat());
     assert_eq!(document["environment"]["guest"]["cpus"], cpus);
@@ -88,11 +88,11 @@ fn the_selftest_is_clean_on_8_cpus() {
 #[ignore = "needs QEMU: make test-kernel"]
 fn ageing_by_the_run_flushes_nothing_on_real_page_tables() {
     let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "2", "--json", "--", "bench", "age"];
-    let document = document(&[&args[..], &["--memory", "32MB", "--procs", "4"]].concat());
+    let document = document(&[&args[..], &["--memory", "32MB", "--procs", "4", "--seconds", "1"]].concat());
     let rows = |metric| rows(&document, metric);
     let value = |row: &serde_json::Value| row["value"].as_f64().expect("a number");
     for row in rows("bench.age.flushes_by_ageing") {
-        assert!(row["young"] == "flush" || value(row) == 0.0, "{row}");
+        assert!(value(row) == 0.0, "{row}");
     }
     // How far each line gets is the host's speed; the self-test's pressure goes on until pages came back.
     for metric in ["bench.age.scanned", "bench.age.faults"] {
@@ -186,7 +186,7 @@ fn pools_flush_once_or_twice_and_save_descriptors() {
         let saved = number(row, "value");
         assert!(if row["hvo"] == true { (27.0..=28.1).contains(&saved) } else { saved == 0.0 }, "{row}");
     }
-    let met: Vec<_> = rows(&document, "pool.flushes_up").iter().map(|row| row["verdict"].as_str()).collect();
+    let met: Vec<_> = rows(&document, "pool.flushes_per_batch").iter().map(|row| row["verdict"].as_str()).collect();
     assert_eq!(met, [Some("met")]);
 }
 

@@ -172,25 +172,6 @@ fn a_worker_asks_the_cpu_that_plays_a_guest() {
     }
 }
 
-/// A TLBI for each mapping that was young, beside those of unmapping; none where ageing flushes nothing.
-#[test]
-#[ignore = "needs QEMU: make test-arm"]
-fn ageing_begins_invalidations_and_does_not_wait() {
-    let args = ["--cpus", "1", "--memory", "512MB", "--accel", "icount", "--json", "--", "bench", "age"];
-    let command = ["--memory", "32MB", "--seconds", "0.5", "-p", "4KB", "--lru", "classic", "--young", "nosync,batch"];
-    let document = document(&[&BOOT[..3], &args, &command].concat());
-    let of = |metric, young| {
-        let rows = rows(&document, metric);
-        let row = rows.iter().find(|row| row["young"] == young).expect("measured");
-        row["value"].as_f64().expect("a number")
-    };
-    for (young, hints) in [("nosync", true), ("batch", false)] {
-        let (begun, ageing) = (of("bench.age.broadcasts", young), of("bench.age.flushes_by_ageing", young));
-        assert_eq!(ageing > 0.0, hints, "{document}");
-        assert!(begun >= ageing + of("bench.age.flushes_by_unmapping", young), "{document}");
-    }
-}
-
 #[test]
 #[ignore = "needs QEMU: make test-arm"]
 fn the_selftest_finds_planted_bugs() {

@@ -14,25 +14,7 @@ fn sizes_that_cannot_be_name_the_way_out() {
 #[test]
 fn map_measures_both_ways_at_every_size() {
     let document = document(&["bench", "map", "-s", "4KB,2MB,64MB", "-r", "2", "--json"]);
-    let whats = [
-        "map",
-        "unmap",
-        "protect_settled",
-        "protect_live",
-        "protect_tables",
-        "rewritten_1",
-        "rewritten_10",
-        "rewritten_100",
-        "write_again",
-        "map_scattered",
-        "unmap_scattered",
-        "map_scattered16k",
-        "unmap_scattered16k",
-        "map_scattered64k",
-        "unmap_scattered64k",
-        "map_existing",
-        "unmap_existing",
-    ];
+    let whats = ["map", "unmap", "protect_live", "map_scattered", "unmap_scattered"];
     for what in whats {
         let figures = rows(&document, &format!("bench.map.{what}"));
         assert_eq!(figures.len(), 6, "{what}");
