@@ -45,9 +45,10 @@ impl<const CPUS: usize> BareMetal<CPUS> {
     /// # Safety
     ///
     /// * The map's frames are mapped as it says, writable, for as long as there is a platform.
-    /// * It is the only one of this machine, and code in ring 0, or at EL1, alone uses it.
-    /// * A task stays on the CPU where it began. Or it leaves it with interrupts on, and the CPU executes a store fence before it goes
-    ///   on, as each kernel's switch does.
+    /// * It is the only one of this machine, and code in ring 0, or at EL1, alone uses it, on CPUs that have
+    ///   [entered](BareMetal::enter), and in handlers of maskable interrupts and page faults only.
+    /// * No interrupt switches tasks within a call of hugemm. A task that goes on on another CPU was switched out by code that
+    ///   executes a store fence, as each kernel's does.
     pub const unsafe fn new(map: DirectMap) -> Self {
         BareMetal { cpus: [const { Own { number: AtomicU32::new(0), counters: Counters::new() } }; CPUS], map }
     }
@@ -73,8 +74,7 @@ impl<const CPUS: usize> BareMetal<CPUS> {
     }
 }
 
-// SAFETY: with interrupts off nothing else runs on the CPU that is not its machine check's or NMI's handler, which the documentation of each
-// function leaves out. Rescheduling, and what is asked of a switch: `new`'s promise. Barriers: the provided ones. Vector registers: none.
+// SAFETY: with interrupts off nothing else that uses hugemm runs on the CPU. Rescheduling, and what is asked of a switch: `new`'s promise. Barriers: the provided ones. Vector registers: none.
 // `number` is below `CPUS` on a CPU that has entered.
 unsafe impl<const CPUS: usize> Cpu for BareMetal<CPUS> {
     #[inline]
@@ -194,7 +194,7 @@ mod arch {
     use core::arch::asm;
     use core::sync::atomic::Ordering;
 
-    /// DAIF.I (Arm ARM, C5.2.3).
+    /// DAIF.I (Arm ARM, C5.2.3). A pin masks F too: some machines deliver timers so.
     const MASKED: usize = 1 << 7;
 
     /// Sets TPIDR_EL1 to the number.
@@ -234,15 +234,13 @@ mod arch {
     pub(super) fn interrupts_off() -> usize {
         let state = masks();
         // SAFETY: at EL1. Memory may change here, so what the pin guards stays behind it.
-        unsafe { asm!("msr daifset, #2", options(nostack, preserves_flags)) };
+        unsafe { asm!("msr daifset, #3", options(nostack, preserves_flags)) };
         state
     }
 
     #[inline]
     pub(super) fn restore_interrupts(state: usize) {
-        if state & MASKED == 0 {
-            // SAFETY: as above; they were on.
-            unsafe { asm!("msr daifclr, #2", options(nostack, preserves_flags)) };
-        }
+        // SAFETY: as above; what was there before the pin.
+        unsafe { asm!("msr daif, {}", in(reg) state, options(nostack, preserves_flags)) };
     }
 }

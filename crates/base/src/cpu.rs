@@ -137,15 +137,17 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
     /// ```
     /// # use hugemm_base::{Cpu, CpuCx};
     /// fn page_fault<P: Cpu>(platform: &P, serve: impl FnOnce(&mut CpuCx<'_, P>) -> bool) -> bool {
-    ///     // SAFETY: the task waits for this handler, and holds no lock that serving takes.
+    ///     // SAFETY: the task waits for this handler, and interrupts are as it had them.
     ///     unsafe { CpuCx::of_fault(platform) }.is_some_and(|mut cx| serve(&mut cx))
     /// }
     /// ```
     ///
     /// # Safety
     ///
-    /// The interrupted task waits until the context is gone, and is in no section with vector registers nor one that
-    /// [stays](CpuCx::staying) on its CPU. It interrupted no handler.
+    /// * [`Cpu::interrupts_on`] says what held for the interrupted task: the handler has turned interrupts on again if, and only
+    ///   if, they were on there; and it is false under a pin.
+    /// * The interrupted task waits until the context is gone, and is in no section with vector registers nor one that
+    ///   [stays](CpuCx::staying) on its CPU. It is no interrupt's handler.
     pub unsafe fn of_fault(platform: &'p P) -> Option<Self> {
         if !platform.interrupts_on() {
             return None;

@@ -5,7 +5,7 @@ use crate::extent::Extent;
 use crate::platform::Window;
 
 /// A direct map: frames that are mapped one after the other from an address on, for good. What a platform's
-/// [`PhysMap::open`](crate::PhysMap::open) answers from.
+/// [`PhysMap::open`](crate::PhysMap::open) answers from. A frame at address 0 is not reached: no pointer leads there.
 #[derive(Clone, Copy, Debug)]
 pub struct DirectMap {
     frames: Extent,
@@ -26,7 +26,7 @@ impl DirectMap {
             return None;
         }
         let offset = (seen.base().number() - self.frames.base().number()) << PAGE_SHIFT;
-        let ptr = core::ptr::with_exposed_provenance_mut(self.at.wrapping_add(offset as usize));
-        Some(Window { ptr, pages: seen.pages() })
+        let ptr: *mut u8 = core::ptr::with_exposed_provenance_mut(self.at.wrapping_add(offset as usize));
+        (!ptr.is_null()).then_some(Window { ptr, pages: seen.pages() })
     }
 }

@@ -189,7 +189,9 @@ pub unsafe trait Cpu {
         true
     }
 
-    /// Whether the caller can be interrupted by other CPUs. Whoever waits for them asserts it in debug builds.
+    /// Whether the caller can be interrupted by other CPUs: never between `pin` and `unpin` where page faults are served by
+    /// [`CpuCx::of_fault`](crate::CpuCx::of_fault), which relies on it. Whoever waits for other CPUs asserts it in debug builds. The
+    /// provided answer is for platforms without interrupts.
     fn interrupts_on(&self) -> bool {
         true
     }
@@ -342,8 +344,12 @@ pub struct Window {
 /// * Nothing of it unwinds, nor an interrupt handler that runs meanwhile: nobody could say which CPUs have been asked, and a
 ///   flush that is left would be waited for for ever. A shootdown that is left by unwinding ends the program.
 pub unsafe trait TlbHw {
-    /// Invalidates on the calling CPU. Called with interrupts off.
-    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation);
+    /// Invalidates on the calling CPU.
+    ///
+    /// # Safety
+    ///
+    /// Interrupts are off.
+    unsafe fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation);
 
     /// Begins to invalidate on all CPUs by instructions that reach them (INVLPGB, TLBI … IS), and says how many it took; `None` if
     /// there is no such instruction, and then nothing has happened. It is done when [`sync`](TlbHw::sync) returns. Interrupts are on;
@@ -364,18 +370,27 @@ pub unsafe trait TlbHw {
         1
     }
 
-    /// Makes `root` the tables that the calling CPU walks, under `tag` (less than [`tags`](TlbHw::tags)). `keep`: what the
-    /// TLB has under that tag is still right. Called with interrupts off.
-    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool);
+    /// Makes `root` the tables that the calling CPU walks, under `tag`. `keep`: what the TLB has under that tag is still right.
+    ///
+    /// # Safety
+    ///
+    /// Interrupts are off; `root` is the root of an address space's tables, which stay until another is loaded or this one
+    /// [unloaded](TlbHw::unload); `tag` is less than [`tags`](TlbHw::tags).
+    unsafe fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool);
 
-    /// Makes the calling CPU walk the kernel's tables only. Called with interrupts off.
-    fn unload(&self, cpu: CpuId);
+    /// Makes the calling CPU walk the kernel's tables only.
+    ///
+    /// # Safety
+    ///
+    /// Interrupts are off.
+    unsafe fn unload(&self, cpu: CpuId);
 }
 
 // SAFETY: the same hardware.
 unsafe impl<H: TlbHw> TlbHw for &H {
-    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
-        (**self).invalidate(cpu, scope, what);
+    unsafe fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { (**self).invalidate(cpu, scope, what) };
     }
 
     fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
@@ -394,12 +409,14 @@ unsafe impl<H: TlbHw> TlbHw for &H {
         (**self).tags()
     }
 
-    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
-        (**self).load(cpu, root, tag, keep);
+    unsafe fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { (**self).load(cpu, root, tag, keep) };
     }
 
-    fn unload(&self, cpu: CpuId) {
-        (**self).unload(cpu);
+    unsafe fn unload(&self, cpu: CpuId) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { (**self).unload(cpu) };
     }
 }
 

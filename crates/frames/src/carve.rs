@@ -43,7 +43,7 @@ pub struct CarveError {
 pub enum CarveReason {
     /// The metadata would leave no frame to manage, or cannot be sized.
     Size(FramesConfigError),
-    /// These frames, which would hold the metadata, are not mapped as a whole.
+    /// These frames are not mapped, or are to hold the metadata and are not mapped as one.
     NotMapped(Extent),
     /// The memory map has more than [`MOST_PIECES`] pieces that do not adjoin.
     TooManyPieces,
@@ -131,7 +131,7 @@ impl<'m> Frames<'m, Carved> {
     ///
     /// # Errors
     ///
-    /// Too little memory, or metadata that the platform does not map; `ram` comes back. If the platform unwinds, `ram` is lost:
+    /// Too little memory, or some that the platform does not map; `ram` comes back. If the platform unwinds, `ram` is lost:
     /// nobody has any of it. O(2 MiB blocks); any context but NMI.
     pub fn carve<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, ram: Ram) -> Result<Self, CarveError> {
         match Self::carve_arenas(cx, &mut [arena(ram.extent())]) {
@@ -141,7 +141,8 @@ impl<'m> Frames<'m, Carved> {
     }
 
     /// A manager of all RAM of a machine's memory map, in any order: what [`carve`](Frames::carve) is for one piece. The metadata is at
-    /// the end of the largest piece. Holes cost nothing: pieces that adjoin are one arena, the others one each, in one node.
+    /// the end of the largest piece. Holes cost nothing: pieces that adjoin are one arena, the others one each, in one node. Frame 0 is left out
+    /// where it is mapped at address 0.
     ///
     /// ```
     /// # use hugemm_base::{Extent, PageSize, Pfn, SingleCpu};
@@ -169,6 +170,12 @@ impl<'m> Frames<'m, Carved> {
     ) -> Result<Self, CarveReason> {
         let (mut pieces, mut count) = ([arena(Extent::default()); MOST_PIECES], 0);
         for piece in map.into_iter().map(|ram| ram.extent()).filter(|piece| !piece.is_empty()) {
+            // The first frame of all may be where no pointer leads.
+            let unreachable = piece.base().number() == 0 && cx.platform().open(piece, None).is_none();
+            let (_, piece) = piece.split_at(u64::from(unreachable));
+            if piece.is_empty() {
+                continue;
+            }
             // Where it belongs, by frame number.
             let at = pieces[..count].partition_point(|other| other.extent.base() < piece.base());
             let before = at.checked_sub(1).and_then(|at| pieces[at].extent.join(piece));
@@ -198,6 +205,13 @@ impl<'m> Frames<'m, Carved> {
         let metadata = set_aside(arenas, cx.platform().cpus()).map_err(CarveReason::Size)?;
         let window = cx.platform().open(metadata, None).filter(|window| window.pages >= metadata.pages());
         let window = window.ok_or(CarveReason::NotMapped(metadata))?;
+        for arena in &*arenas {
+            let mut rest = arena.extent;
+            while !rest.is_empty() {
+                let window = cx.platform().open(rest, None).filter(|window| window.pages != 0);
+                rest = rest.split_at(window.ok_or(CarveReason::NotMapped(rest))?.pages).1;
+            }
+        }
         let config = FramesConfig { arenas, cpus: cx.platform().cpus(), cpu_nodes: &[] };
         let env = Carved { platform: core::ptr::from_ref(cx.platform()).addr() };
         // SAFETY: the metadata's frames are the caller's, who gives them up, and mapped for `'m`: the platform is borrowed for

@@ -12,7 +12,7 @@ pub struct Counting;
 // SAFETY: no CPU holds any translation, and every interrupted CPU has served when `interrupt` returns.
 unsafe impl TlbHw for Counting {
     #[inline]
-    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
+    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, mut cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         while cpus != 0 {
@@ -22,8 +22,8 @@ unsafe impl TlbHw for Counting {
     }
 
     #[inline]
-    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
 
     #[inline]
-    fn unload(&self, _cpu: CpuId) {}
+    unsafe fn unload(&self, _cpu: CpuId) {}
 }

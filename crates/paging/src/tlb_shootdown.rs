@@ -245,13 +245,15 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
                 // It is no longer loaded (what is left under its tag is caught up with when it is loaded again), or the
                 // request is for whatever is.
                 if request.space == ANY_SPACE && loaded != 0 {
-                    self.hw.invalidate(cpu, request.scope, &request.what);
+                    // SAFETY: pinned, by every caller.
+                    unsafe { self.hw.invalidate(cpu, request.scope, &request.what) };
                 }
                 return;
             }
         };
         if request.unload {
-            self.hw.unload(cpu);
+            // SAFETY: pinned, by every caller.
+            unsafe { self.hw.unload(cpu) };
             own.loaded.store(0, Ordering::Relaxed);
             return;
         }
@@ -268,7 +270,8 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
             own.counters.caught_up.add(1);
             Invalidation::ALL
         };
-        self.hw.invalidate(cpu, request.scope, &what);
+        // SAFETY: pinned, by every caller.
+        unsafe { self.hw.invalidate(cpu, request.scope, &what) };
         tagged.seen.store(request.generation, Ordering::Relaxed);
     }
 

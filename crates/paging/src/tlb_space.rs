@@ -164,7 +164,8 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
                 let tag = own.tag.load(Ordering::Relaxed) as usize % own.tags.len();
                 let tagged = &own.tags[tag];
                 if own.notice_expiry(Some(tag)) || tagged.seen.load(Ordering::Relaxed) < generation {
-                    shootdown.hw.invalidate(cpu, TlbScope::Space, &Invalidation::ALL);
+                    // SAFETY: pinned.
+                    unsafe { shootdown.hw.invalidate(cpu, TlbScope::Space, &Invalidation::ALL) };
                     tagged.seen.store(generation, Ordering::Relaxed);
                     own.counters.caught_up.add(1);
                 }
@@ -183,7 +184,9 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
             let (tag, known) = own.tag_of(self.id, shootdown.hw.tags());
             let keep = known && own.tags[tag].seen.load(Ordering::Relaxed) == generation;
             own.counters.caught_up.add(u64::from(known && !keep));
-            shootdown.hw.load(cpu, self.root, tag, keep);
+            // SAFETY: pinned; the root of this space, whose tables stay until no CPU has it loaded, by `new`'s contract; `tag_of` keeps below
+            // the number of tags.
+            unsafe { shootdown.hw.load(cpu, self.root, tag, keep) };
             own.tags[tag].seen.store(generation, Ordering::Relaxed);
             own.tag.store(tag as u64, Ordering::Relaxed);
             own.loaded.store(self.id, Ordering::Relaxed);
@@ -199,7 +202,8 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
             let own = &shootdown.cpus[cpu.0 as usize];
             // Relaxed: only this CPU reads or writes it.
             if own.loaded.load(Ordering::Relaxed) == self.id {
-                shootdown.hw.unload(cpu);
+                // SAFETY: pinned.
+                unsafe { shootdown.hw.unload(cpu) };
                 own.loaded.store(0, Ordering::Relaxed);
             }
             // Release pairs with the Acquire of an initiator that finds us gone: what we did through our translations has
@@ -272,7 +276,8 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<KernelSpace, Q, M> {
             self.users()[word].fetch_or(bit, Ordering::Relaxed);
             full_fence(FencePoint::AfterJoining);
             let generation = self.domain.generation();
-            shootdown.hw.invalidate(pin.cpu(), TlbScope::Kernel, &Invalidation::ALL);
+            // SAFETY: pinned.
+            unsafe { shootdown.hw.invalidate(pin.cpu(), TlbScope::Kernel, &Invalidation::ALL) };
             own.kernel_of(self.id).seen.store(generation, Ordering::Relaxed);
         })
     }

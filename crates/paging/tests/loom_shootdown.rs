@@ -81,7 +81,7 @@ impl Hw {
 
 // SAFETY: a remembered translation is gone when `invalidate` or `load` returns; interrupted CPUs poll, or are served for.
 unsafe impl TlbHw for Hw {
-    fn invalidate(&self, cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
+    unsafe fn invalidate(&self, cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
         for entry in 0..2 {
             if what.ranges.covers(Hw::entry_range(entry)) {
                 self.remembered[cpu.0 as usize][entry].store(0, Ordering::Relaxed);
@@ -100,13 +100,14 @@ unsafe impl TlbHw for Hw {
         2
     }
 
-    fn load(&self, cpu: CpuId, _root: PhysAddr, _tag: usize, keep: bool) {
+    unsafe fn load(&self, cpu: CpuId, _root: PhysAddr, _tag: usize, keep: bool) {
         if !keep {
-            self.invalidate(cpu, TlbScope::Space, &Invalidation::ALL);
+            // SAFETY: the caller's promise, passed on.
+            unsafe { self.invalidate(cpu, TlbScope::Space, &Invalidation::ALL) };
         }
     }
 
-    fn unload(&self, _cpu: CpuId) {}
+    unsafe fn unload(&self, _cpu: CpuId) {}
 }
 
 struct Machine {

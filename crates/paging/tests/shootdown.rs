@@ -193,7 +193,7 @@ struct Tagging {
 
 // SAFETY: nothing is translated.
 unsafe impl TlbHw for &Tagging {
-    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {
+    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {
         self.invalidated.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -205,11 +205,11 @@ unsafe impl TlbHw for &Tagging {
         4
     }
 
-    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, keep: bool) {
+    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, keep: bool) {
         self.kept.lock().expect("not poisoned").push(keep);
     }
 
-    fn unload(&self, _cpu: CpuId) {}
+    unsafe fn unload(&self, _cpu: CpuId) {}
 }
 
 /// What is kept under tags hides no use for longer than until it expires, and that costs no interrupt.
@@ -325,7 +325,7 @@ struct Everywhere {
 
 // SAFETY: no CPU holds any translation.
 unsafe impl TlbHw for Everywhere {
-    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
+    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
 
     fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
         self.begun.set(self.begun.get() + 1);
@@ -341,9 +341,9 @@ unsafe impl TlbHw for Everywhere {
         panic!("nobody is to be interrupted");
     }
 
-    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
 
-    fn unload(&self, _cpu: CpuId) {}
+    unsafe fn unload(&self, _cpu: CpuId) {}
 }
 
 #[test]
@@ -444,13 +444,13 @@ struct Polling;
 
 // SAFETY: no CPU holds any translation.
 unsafe impl TlbHw for Polling {
-    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
+    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
 
     fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {}
 
-    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
 
-    fn unload(&self, _cpu: CpuId) {}
+    unsafe fn unload(&self, _cpu: CpuId) {}
 }
 
 /// All CPUs shoot each other, some of them while they hold a lock for which the others queue with interrupts on. It ends.
@@ -624,7 +624,7 @@ struct Failing(bool);
 
 // SAFETY: none: what unwinds here is what the test is about, in a process of its own.
 unsafe impl TlbHw for Failing {
-    fn invalidate(&self, _: CpuId, _: TlbScope, _: &Invalidation) {
+    unsafe fn invalidate(&self, _: CpuId, _: TlbScope, _: &Invalidation) {
         assert!(self.0, "planned");
     }
 
@@ -633,9 +633,9 @@ unsafe impl TlbHw for Failing {
         serve(CpuId(first.0 + cpus.trailing_zeros()));
     }
 
-    fn load(&self, _: CpuId, _: PhysAddr, _: usize, _: bool) {}
+    unsafe fn load(&self, _: CpuId, _: PhysAddr, _: usize, _: bool) {}
 
-    fn unload(&self, _: CpuId) {}
+    unsafe fn unload(&self, _: CpuId) {}
 }
 
 /// A shootdown that unwinds ends the program, whoever would catch it: nobody is left to wait for ever.

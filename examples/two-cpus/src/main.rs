@@ -38,9 +38,11 @@ mod kernel {
     type Types = DefaultSetup<Machine, Tlbs>;
     type Task = CpuCx<'static, Machine>;
 
-    // SAFETY: the boot tables, and `Kernel::tables` after them, map the first 4 GiB one to one, which is more than there is memory. There
-    // is one task on each CPU, in ring 0, and it stays there.
-    static MACHINE: Machine = unsafe { BareMetal::new(DirectMap::new(FIRST_4_GIB, 0)) };
+    /// What is mapped one to one: everything below the registers of a PC's devices.
+    const RAM: Extent = FIRST_4_GIB.split_at((4 << 18) - (32 << 8)).0;
+
+    // SAFETY: the boot tables map it, and `Kernel::tables` after them. There is one task on each CPU, in ring 0, and it stays there.
+    static MACHINE: Machine = unsafe { BareMetal::new(DirectMap::new(RAM, 0)) };
 
     #[global_allocator]
     static HEAP: GlobalHeap<Machine, Carved> = GlobalHeap::new();
@@ -91,7 +93,7 @@ mod kernel {
 
     // SAFETY: the instructions do what is asked; an interrupted CPU's handler calls `handle_ipi`; every root has the kernel's addresses.
     unsafe impl TlbHw for Tlbs {
-        fn invalidate(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+        unsafe fn invalidate(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) {
             // SAFETY: ring 0, interrupts off by the trait's contract, global pages on, no PCIDs.
             unsafe { invalidate::here(scope, what) };
         }
@@ -100,23 +102,24 @@ mod kernel {
             (0..64).filter(|n| cpus >> n & 1 != 0).for_each(|n| machine::interrupt(first.0 + n, SHOOTDOWN));
         }
 
-        fn load(&self, _cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        unsafe fn load(&self, _cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
             // SAFETY: interrupts are off by the trait's contract; every root has the kernel's addresses.
             unsafe { invalidate::load(root, tag, false, keep) };
         }
 
-        fn unload(&self, cpu: CpuId) {
-            self.load(cpu, self.root, 0, false);
+        unsafe fn unload(&self, cpu: CpuId) {
+            // SAFETY: interrupts are off by the trait's contract; the kernel's tables stay.
+            unsafe { self.load(cpu, self.root, 0, false) };
         }
     }
 
-    /// The addresses that the kernel has for itself, in every space.
-    fn kernel_half() -> VirtRange {
+    /// The addresses that the kernel has for itself, in every space: the lowest 512 GiB.
+    fn kernel_range() -> VirtRange {
         VirtRange::new(VirtAddr::new(0), 1 << 39).expect("a range")
     }
 
     /// The rest of the lower half.
-    fn user_half() -> VirtRange {
+    fn user_range() -> VirtRange {
         VirtRange::new(VirtAddr::new(1 << 39), (1 << 47) - (1 << 39)).expect("a range")
     }
 
@@ -127,11 +130,9 @@ mod kernel {
             // SAFETY: the platform's direct map has all frames.
             let mut memory = unsafe { FrameTables::new(frames, cx) };
             // SAFETY: nothing of it is ever taken away.
-            let table = unsafe { PageTable::with_fixed_top(&mut memory, kernel_half()) }.expect("memory for tables");
-            let whole = FIRST_4_GIB.bytes() - (32 << 20);
-            let (ram, registers) = (Extent::from_bytes(PhysAddr::new(0), whole), Extent::from_bytes(REGISTERS, 4096));
-            for (extent, flags) in [(ram, ALL), (registers, ALL | Flags::UNCACHED)] {
-                let extent = extent.expect("whole pages");
+            let table = unsafe { PageTable::with_fixed_top(&mut memory, kernel_range()) }.expect("memory for tables");
+            let registers = Extent::from_bytes(REGISTERS, 4096).expect("a page");
+            for (extent, flags) in [(RAM, ALL), (registers, ALL | Flags::UNCACHED)] {
                 let span = VirtRange::new(VirtAddr::new(extent.start().get()), extent.bytes()).expect("whole pages");
                 let how = Mapping { flags, largest: PageSize::Size2M };
                 table.shared(&mut memory).map(span, [extent], how).expect("nothing is there");
@@ -213,7 +214,7 @@ mod kernel {
     fn work(cx: &mut Task, space: &AddressSpaceRef<'_, Types>) -> u64 {
         let (vm, cpu) = (&kernel().vm, u64::from(MACHINE.current().0));
         // 64 pages for each CPU, in one area's reach: they share a page table.
-        let range = VirtRange::new(user_half().start().checked_add(cpu << 18).expect("in range"), 64 << 12)
+        let range = VirtRange::new(user_range().start().checked_add(cpu << 18).expect("in range"), 64 << 12)
             .expect("whole pages");
         let mut rounds = 0;
         while rounds < 100 || CPUS.iter().any(|cpu| cpu.ticks.load(Ordering::Relaxed) < 20) {
@@ -272,7 +273,8 @@ mod kernel {
         let cpus: &'static [TlbCpu; 2] = Box::leak(Box::default());
         let inboxes: &'static [AtomicU64; 2] = Box::leak(Box::default());
         let tlbs = Tlbs { root: tables.root().start() };
-        tlbs.unload(CpuId(0));
+        // SAFETY: interrupts are off until `start_interrupts`.
+        unsafe { tlbs.unload(CpuId(0)) };
         // SAFETY: as many CPUs as the machine has, their TLBs, and memory of its own.
         let shootdown = unsafe { TlbShootdown::new(cpus, inboxes, tlbs) }.expect("two CPUs");
         let shootdown: &'static _ = Box::leak(Box::new(shootdown));
@@ -286,7 +288,7 @@ mod kernel {
 
         let mut before = 0;
         for turn in 0..2 {
-            let mut space = vm.create(&mut cx, user_half()).expect("memory");
+            let mut space = vm.create(&mut cx, user_range()).expect("memory");
             SPACE.store(&raw mut space, Ordering::Release);
             if turn == 0 {
                 machine::start_second_cpu();

@@ -104,8 +104,9 @@ unsafe impl Cpu for Machine<'_> {
 
 // SAFETY: the model's own; a CPU that no task plays has its interrupts served by whoever sends them.
 unsafe impl TlbHw for Machine<'_> {
-    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
-        self.mmu.invalidate(cpu, scope, what);
+    unsafe fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.mmu.invalidate(cpu, scope, what) };
     }
 
     // No giving way in these two: whoever meets an entry that is being made anew spins until it is.
@@ -131,14 +132,16 @@ unsafe impl TlbHw for Machine<'_> {
         TlbHw::tags(self.mmu)
     }
 
-    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+    unsafe fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
         run::loads(cpu, Some(root));
-        TlbHw::load(self.mmu, cpu, root, tag, keep);
+        // SAFETY: the caller's promise, passed on.
+        unsafe { TlbHw::load(self.mmu, cpu, root, tag, keep) };
     }
 
-    fn unload(&self, cpu: CpuId) {
+    unsafe fn unload(&self, cpu: CpuId) {
         run::loads(cpu, None);
-        TlbHw::unload(self.mmu, cpu);
+        // SAFETY: the caller's promise, passed on.
+        unsafe { TlbHw::unload(self.mmu, cpu) };
     }
 }
 

@@ -35,7 +35,7 @@ impl MembarrierIpi {
 // SAFETY: no CPU walks the tables, so there is nothing to invalidate; an interrupted CPU is a thread that polls.
 unsafe impl TlbHw for MembarrierIpi {
     #[inline]
-    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
+    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
 
     fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {
         // Fails only for processes that have not registered, which this one has.
@@ -43,10 +43,10 @@ unsafe impl TlbHw for MembarrierIpi {
     }
 
     #[inline]
-    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
 
     #[inline]
-    fn unload(&self, _cpu: CpuId) {}
+    unsafe fn unload(&self, _cpu: CpuId) {}
 }
 
 #[cfg(test)]

@@ -56,7 +56,7 @@ macro_rules! hardware {
     ($rich:literal { $($more:tt)* }) => {
         // SAFETY: nobody walks any table.
         unsafe impl TlbHw for Hardware<$rich> {
-            fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+            unsafe fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
                 self.0.borrow_mut().push(format!("invalidate {cpu} {scope:?} {}", what.tables));
             }
 
@@ -65,11 +65,11 @@ macro_rules! hardware {
                 serve(CpuId(9));
             }
 
-            fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+            unsafe fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
                 self.0.borrow_mut().push(format!("load {cpu} {root} {tag} {keep}"));
             }
 
-            fn unload(&self, cpu: CpuId) {
+            unsafe fn unload(&self, cpu: CpuId) {
                 self.0.borrow_mut().push(format!("unload {cpu}"));
             }
 
@@ -97,10 +97,13 @@ hardware!(true {
 /// Asks everything once; what it was told.
 fn ask<H: TlbHw>(hw: H) -> (Option<u64>, usize, Vec<CpuId>) {
     let (here, mut served) = (CpuId(2), Vec::new());
-    hw.invalidate(here, TlbScope::Space, &Invalidation::ALL);
+    // SAFETY: there is no hardware.
+    unsafe { hw.invalidate(here, TlbScope::Space, &Invalidation::ALL) };
     hw.interrupt(here, CpuId(64), 0b101, &mut |cpu| served.push(cpu));
-    hw.load(here, PhysAddr::new(0x5000), 3, true);
-    hw.unload(here);
+    // SAFETY: there is no hardware.
+    unsafe { hw.load(here, PhysAddr::new(0x5000), 3, true) };
+    // SAFETY: there is no hardware.
+    unsafe { hw.unload(here) };
     let broadcast = hw.broadcast(here, TlbScope::Kernel, &Invalidation::ALL);
     hw.sync(here);
     (broadcast, hw.tags(), served)

@@ -70,9 +70,10 @@ impl Hw<'_> {
 
 // SAFETY: the model's promise, except for the planted bug, which is there to break it.
 unsafe impl TlbHw for Hw<'_> {
-    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+    unsafe fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         if self.deaf != Some(cpu) {
-            self.mmu.invalidate(cpu, scope, &self.told(what));
+            // SAFETY: the caller's promise, passed on.
+            unsafe { self.mmu.invalidate(cpu, scope, &self.told(what)) };
         }
     }
 
@@ -92,12 +93,14 @@ unsafe impl TlbHw for Hw<'_> {
         self.mmu.tags()
     }
 
-    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
-        TlbHw::load(self.mmu, cpu, root, tag, keep);
+    unsafe fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { TlbHw::load(self.mmu, cpu, root, tag, keep) };
     }
 
-    fn unload(&self, cpu: CpuId) {
-        self.mmu.unload(cpu);
+    unsafe fn unload(&self, cpu: CpuId) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.mmu.unload(cpu) };
     }
 }
 

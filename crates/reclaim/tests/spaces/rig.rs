@@ -59,9 +59,10 @@ pub struct Deaf<'h> {
 
 // SAFETY: the model's own, unless a test asks for the mistake that it then looks for.
 unsafe impl TlbHw for Deaf<'_> {
-    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+    unsafe fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         if !self.deaf.load(Ordering::Relaxed) {
-            self.mmu.invalidate(cpu, scope, what);
+            // SAFETY: the caller's promise, passed on.
+            unsafe { self.mmu.invalidate(cpu, scope, what) };
         }
     }
 
@@ -79,12 +80,14 @@ unsafe impl TlbHw for Deaf<'_> {
         TlbHw::tags(self.mmu)
     }
 
-    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
-        TlbHw::load(self.mmu, cpu, root, tag, keep);
+    unsafe fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { TlbHw::load(self.mmu, cpu, root, tag, keep) };
     }
 
-    fn unload(&self, cpu: CpuId) {
-        self.mmu.unload(cpu);
+    unsafe fn unload(&self, cpu: CpuId) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.mmu.unload(cpu) };
     }
 }
 

@@ -69,7 +69,7 @@ unsafe impl Cpu for Mmu<'_, '_> {
 
 // SAFETY: `CpuTlb` drops what x86-64's instructions drop, and for arm64 that under every tag; a CPU that nobody plays is served for, the others serve by themselves.
 unsafe impl TlbHw for Mmu<'_, '_> {
-    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+    unsafe fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         let mut tlb = self.tlb(cpu);
         let every_tag = self.walks != Tables::X86_64;
         let level = what.leaf_size().filter(|_| every_tag).map(|size| size.pages().ilog2() / 9);
@@ -89,7 +89,8 @@ unsafe impl TlbHw for Mmu<'_, '_> {
     fn sync(&self, cpu: CpuId) {
         let begun = std::mem::take(&mut *lock(&self.cpus[cpu.0 as usize].begun));
         for (scope, what) in begun {
-            (0..self.cpus.len() as u32).for_each(|cpu| self.invalidate(CpuId(cpu), scope, &what));
+            // SAFETY: a model has no interrupts.
+            (0..self.cpus.len() as u32).for_each(|cpu| unsafe { self.invalidate(CpuId(cpu), scope, &what) });
         }
         self.meanwhile();
     }
@@ -112,11 +113,11 @@ unsafe impl TlbHw for Mmu<'_, '_> {
         self.tags
     }
 
-    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+    unsafe fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
         self.tlb(cpu).load(root, tag, keep);
     }
 
-    fn unload(&self, cpu: CpuId) {
+    unsafe fn unload(&self, cpu: CpuId) {
         let kernel = self.kernel_root.load(Ordering::Relaxed);
         let mut tlb = self.tlb(cpu);
         tlb.root = (kernel != 0).then_some(PhysAddr::new(kernel));

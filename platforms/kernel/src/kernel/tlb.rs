@@ -67,7 +67,7 @@ pub unsafe fn flush_nothing(plant: bool) {
 // `set_control_bits`; every interrupted CPU's handler calls `serve`; the kernel's half is the same whatever is loaded. (Planted
 // bugs break this on purpose.)
 unsafe impl TlbHw for Hardware {
-    fn invalidate(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+    unsafe fn invalidate(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         // Long sequences of shootdowns pass no reschedule point, and are no hang.
         percpu::beat();
         if percpu::own().unflushed.load(Ordering::Relaxed) {
@@ -114,12 +114,12 @@ unsafe impl TlbHw for Hardware {
         mmu::TAGS
     }
 
-    fn load(&self, _cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+    unsafe fn load(&self, _cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
         // SAFETY: every address space has the kernel's half (`vm`); interrupts are off by the trait's contract.
         unsafe { mmu::load(root, tag, keep) };
     }
 
-    fn unload(&self, _cpu: CpuId) {
+    unsafe fn unload(&self, _cpu: CpuId) {
         // SAFETY: the kernel's own root; as above.
         unsafe { mmu::unload(PhysAddr::new(tables::root())) };
     }

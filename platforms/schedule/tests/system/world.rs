@@ -216,7 +216,8 @@ impl<'h, F: PageFormat> World<'h, F> {
                         let page = span(at.get() & !0xfff, 0x1000).into();
                         let what =
                             Invalidation { ranges: page, stride: PageSize::Size4K, tables: true, uniform: false };
-                        cx.pinned(|pin| self.machine.invalidate(pin.cpu(), TlbScope::Space, &what));
+                        // SAFETY: pinned.
+                        cx.pinned(|pin| unsafe { self.machine.invalidate(pin.cpu(), TlbScope::Space, &what) });
                     }
                 }
             }

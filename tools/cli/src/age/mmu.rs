@@ -161,7 +161,7 @@ impl<'a, 'h> SoftMmu<'a, 'h> {
 // SAFETY: a CPU forgets what it is told to before the call returns; what it remembers are leaves only. Interrupted CPUs
 // are threads that poll.
 unsafe impl TlbHw for SoftMmu<'_, '_> {
-    fn invalidate(&self, cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
+    unsafe fn invalidate(&self, cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
         self.forget(cpu, what);
     }
 
@@ -171,7 +171,7 @@ unsafe impl TlbHw for SoftMmu<'_, '_> {
         }
     }
 
-    fn load(&self, cpu: CpuId, root: PhysAddr, _tag: usize, keep: bool) {
+    unsafe fn load(&self, cpu: CpuId, root: PhysAddr, _tag: usize, keep: bool) {
         let tlb = self.tlb(cpu);
         tlb.root = root.get();
         if !keep {
@@ -180,7 +180,7 @@ unsafe impl TlbHw for SoftMmu<'_, '_> {
         }
     }
 
-    fn unload(&self, cpu: CpuId) {
+    unsafe fn unload(&self, cpu: CpuId) {
         let tlb = self.tlb(cpu);
         tlb.root = 0;
         tlb.small.fill(NONE);

@@ -69,7 +69,7 @@ struct Costly {
 
 // SAFETY: no CPU walks the tables, so there is nothing to invalidate; an interrupted CPU is a thread that polls.
 unsafe impl TlbHw for Costly {
-    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
+    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
         spin(match what.ranges.is_all() {
             true => self.cost.all_ns + self.cost.refill_ns,
             false => self.cost.page_ns * what.ranges.touched(what.stride) as f64,
@@ -80,9 +80,9 @@ unsafe impl TlbHw for Costly {
         self.interrupts.interrupt(cpu, first, cpus, serve);
     }
 
-    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
 
-    fn unload(&self, _cpu: CpuId) {}
+    unsafe fn unload(&self, _cpu: CpuId) {}
 }
 
 pub fn run(args: &Shootdown) -> Result<()> {

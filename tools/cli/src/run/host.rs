@@ -68,7 +68,7 @@ struct Played {
 // SAFETY: what a thread has looked up it uses before it answers, and no CPU remembers any translation; of the others, every one that
 // was interrupted has served when `interrupt` returns.
 unsafe impl TlbHw for Played {
-    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
+    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         let _one = self.others.lock().unwrap_or_else(PoisonError::into_inner);
@@ -76,9 +76,9 @@ unsafe impl TlbHw for Played {
         all.filter(|cpu| cpu.0 >= self.played).for_each(serve);
     }
 
-    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
 
-    fn unload(&self, _cpu: CpuId) {}
+    unsafe fn unload(&self, _cpu: CpuId) {}
 }
 
 /// Runs once in the memory that begins at `start`.

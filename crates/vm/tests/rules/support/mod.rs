@@ -74,8 +74,9 @@ pub struct Watched<'h>(pub &'h Cpus<'h>);
 
 // SAFETY: the model's own.
 unsafe impl TlbHw for Watched<'_> {
-    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
-        TlbHw::invalidate(self.0, cpu, scope, what);
+    unsafe fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { TlbHw::invalidate(self.0, cpu, scope, what) };
     }
 
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
@@ -89,12 +90,14 @@ unsafe impl TlbHw for Watched<'_> {
         TlbHw::tags(self.0)
     }
 
-    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
-        TlbHw::load(self.0, cpu, root, tag, keep);
+    unsafe fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { TlbHw::load(self.0, cpu, root, tag, keep) };
     }
 
-    fn unload(&self, cpu: CpuId) {
-        TlbHw::unload(self.0, cpu);
+    unsafe fn unload(&self, cpu: CpuId) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { TlbHw::unload(self.0, cpu) };
     }
 }
 
