@@ -1,9 +1,10 @@
 //! Areas are cut where a range begins and ends, and neighbours of the same kind are joined again.
 //!
 //! Whoever changes areas has the space's list alone; what is changed about an area that stays in its object's tree is changed with that
-//! tree alone too, so that whoever walks the places of a page finds an area as it was or as it is.
+//! tree alone too, in one step: whoever walks the places of a page finds each once, in an area as it was or as it is.
 
 use crate::error::VmError;
+use crate::object::AreaTree;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::{Areas, Vma, VmaInfo, pages};
@@ -78,12 +79,7 @@ impl<S: Setup> Vm<'_, S> {
     /// Changes what an area says that stays where it is in its space's tree.
     pub(crate) fn change_area(&self, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
         // SAFETY: the area holds a reference to its object.
-        let mut peers = unsafe { area.object.as_ref() }.areas.exclusive();
-        // SAFETY: an area is in its object's tree until it has left the space's.
-        unsafe { peers.remove(area) };
-        // SAFETY: the caller has the space's list alone and this has the object's, so nobody looks at it.
-        unsafe { (*UnsafeRef::into_raw(area.clone())).info = info };
-        peers.add(area.clone());
+        change(&mut unsafe { area.object.as_ref() }.areas.exclusive(), area, info);
     }
 
     /// Cuts the area that `page` is in the middle of in two. There is memory for one.
@@ -103,8 +99,13 @@ impl<S: Setup> Vm<'_, S> {
             ));
             UnsafeRef::from_raw(memory.as_ptr())
         };
-        self.change_area(&old, VmaInfo { range: before, ..info });
-        self.link_area(&new);
+        {
+            // At once: whoever looks for a page's places meanwhile finds it in one of the two.
+            // SAFETY: as above.
+            let mut peers = unsafe { old.object.as_ref() }.areas.exclusive();
+            change(&mut peers, &old, VmaInfo { range: before, ..info });
+            peers.add(new.clone());
+        }
         areas.insert(new);
     }
 
@@ -130,15 +131,27 @@ impl<S: Setup> Vm<'_, S> {
                 continue;
             };
             let _ = areas.take(begins, begins + 1);
-            // SAFETY: the area holds a reference to its object, in whose tree it is. The left one has another reference.
-            unsafe {
-                right.object.as_ref().areas.exclusive().remove(&right);
-                let last = right.object.as_ref().put();
-                debug_assert!(!last, "two areas had one reference");
+            // SAFETY: the area holds a reference to its object, as the left one does.
+            let object = unsafe { right.object.as_ref() };
+            {
+                let mut peers = object.areas.exclusive();
+                // SAFETY: an area is in its object's tree until it has left the space's.
+                unsafe { peers.remove(&right) };
+                change(&mut peers, &left, VmaInfo { range: whole, ..before });
             }
-            self.change_area(&left, VmaInfo { range: whole, ..before });
+            let last = object.put();
+            debug_assert!(!last, "two areas had one reference");
             // SAFETY: on no list any more; whoever found it did so under one of the locks that were taken alone.
             unsafe { self.free_area(cx, right) };
         }
     }
+}
+
+/// Changes what an area says that is in its object's tree. The caller has its space's list alone.
+fn change<S: Setup>(peers: &mut AreaTree<S>, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
+    // SAFETY: an area is in its object's tree until it has left the space's.
+    unsafe { peers.remove(area) };
+    // SAFETY: the caller has the space's list alone and the object's tree, so nobody looks at it.
+    unsafe { (*UnsafeRef::into_raw(area.clone())).info = info };
+    peers.add(area.clone());
 }
