@@ -86,6 +86,13 @@ impl Block {
         self.set_mobility(mobility);
     }
 
+    /// Asks for the lines that freeing pages inside touches.
+    #[inline]
+    pub(crate) fn prefetch(&self) {
+        self.free.prefetch();
+        hugemm_base::prefetch::read(&self.hints);
+    }
+
     /// All of it is free, or nothing. Node's lock.
     pub(crate) fn set_free(&self, free: bool) {
         (0..WORDS).for_each(|at| self.free.fill(at, free));

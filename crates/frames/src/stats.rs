@@ -2,7 +2,6 @@
 
 use crate::frames::{Env, Frames};
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuCx, NodeId, Order};
 
 /// Orders, 0 to 18.
@@ -68,9 +67,8 @@ impl<E: Env> Frames<'_, E> {
     /// node, and about 0.2 µs for each 2 MiB of which only parts are free: not for hot paths, which want
     /// [`node_available`](Frames::node_available). Any context but NMI.
     pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
-        let Some(owner) = self.node(node) else { return NodeStats::default() };
         cx.pinned(|pin| {
-            let cached = self.caches().iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
+            let cached = self.cached_on(node);
             let mut blocks = [0; ORDERS];
             let stats = self.with_node(pin, node, |lists| NodeStats {
                 blocks: {
@@ -81,8 +79,7 @@ impl<E: Env> Frames<'_, E> {
                 free: lists.pages,
                 isolated: lists.isolated,
                 cached,
-                // Relaxed: a statistic.
-                deferred: owner.deferred_pages.load(Ordering::Relaxed),
+                deferred: self.queued_on(node),
                 refused: lists.refused,
                 lock_rounds: lists.rounds,
             });
@@ -93,12 +90,9 @@ impl<E: Env> Frames<'_, E> {
     /// How many frames of a node can be allocated, in one way or another; 0 if there is no such node. Takes the node's lock (one
     /// round, counted). O(CPUs). Any context but NMI.
     pub fn node_available<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> u64 {
-        let Some(owner) = self.node(node) else { return 0 };
         cx.pinned(|pin| {
-            let cached: u64 = self.caches().iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
-            // Relaxed: a statistic.
-            let deferred = owner.deferred_pages.load(Ordering::Relaxed);
-            self.with_node(pin, node, |lists| lists.pages).unwrap_or(0) + cached + deferred
+            let cached = self.cached_on(node);
+            self.with_node(pin, node, |lists| lists.pages + self.queued_on(node)).map_or(0, |pages| pages + cached)
         })
     }
 

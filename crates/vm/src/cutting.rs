@@ -1,7 +1,7 @@
 //! Areas are cut where a range begins and ends, and neighbours of the same kind are joined again.
 //!
 //! Whoever changes areas has the space's list alone; what is changed about an area that stays in its object's tree is changed with that
-//! tree alone too, in one step: whoever walks the places of a page finds each once, in an area as it was or as it is.
+//! tree alone too, so that whoever walks the places of a page finds an area as it was or as it is.
 
 use crate::error::VmError;
 use crate::object::AreaTree;
@@ -75,11 +75,20 @@ impl<S: Setup> Areas<S> {
     }
 }
 
+/// Changes what an area of the tree says.
+fn change_area<S: Setup>(peers: &mut AreaTree<S>, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
+    // SAFETY: an area is in its object's tree until it has left the space's.
+    unsafe { peers.remove(area) };
+    // SAFETY: the caller has the space's list alone and the object's, so nobody looks at it.
+    unsafe { (*UnsafeRef::into_raw(area.clone())).info = info };
+    peers.add(area.clone());
+}
+
 impl<S: Setup> Vm<'_, S> {
     /// Changes what an area says that stays where it is in its space's tree.
     pub(crate) fn change_area(&self, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
         // SAFETY: the area holds a reference to its object.
-        change(&mut unsafe { area.object.as_ref() }.areas.exclusive(), area, info);
+        change_area(&mut unsafe { area.object.as_ref() }.areas.exclusive(), area, info);
     }
 
     /// Cuts the area that `page` is in the middle of in two. There is memory for one.
@@ -89,7 +98,8 @@ impl<S: Setup> Vm<'_, S> {
         let (before, after) = (pages(info.range.first_page(), page), pages(page, info.range.end_page()));
         let (Some(before), Some(after), Some(memory)) = (before, after, spare.take()) else { return };
         // SAFETY: the old area holds a reference.
-        unsafe { old.object.as_ref() }.get();
+        let object = unsafe { old.object.as_ref() };
+        object.get();
         // SAFETY: memory for an area, nobody else's; it is never moved, and freed after it has left all lists.
         let new = unsafe {
             memory.write(Vma::new(
@@ -99,13 +109,10 @@ impl<S: Setup> Vm<'_, S> {
             ));
             UnsafeRef::from_raw(memory.as_ptr())
         };
-        {
-            // At once: whoever looks for a page's places meanwhile finds it in one of the two.
-            // SAFETY: as above.
-            let mut peers = unsafe { old.object.as_ref() }.areas.exclusive();
-            change(&mut peers, &old, VmaInfo { range: before, ..info });
-            peers.add(new.clone());
-        }
+        // At once: a page that no area shows is thought to be mapped nowhere.
+        let mut peers = object.areas.exclusive();
+        change_area(&mut peers, &old, VmaInfo { range: before, ..info });
+        peers.add(new.clone());
         areas.insert(new);
     }
 
@@ -131,27 +138,18 @@ impl<S: Setup> Vm<'_, S> {
                 continue;
             };
             let _ = areas.take(begins, begins + 1);
-            // SAFETY: the area holds a reference to its object, as the left one does.
-            let object = unsafe { right.object.as_ref() };
             {
+                // SAFETY: the area holds a reference to its object; the left one has another.
+                let object = unsafe { right.object.as_ref() };
                 let mut peers = object.areas.exclusive();
-                // SAFETY: an area is in its object's tree until it has left the space's.
+                // SAFETY: it is in that tree until here.
                 unsafe { peers.remove(&right) };
-                change(&mut peers, &left, VmaInfo { range: whole, ..before });
+                change_area(&mut peers, &left, VmaInfo { range: whole, ..before });
+                let last = object.put();
+                debug_assert!(!last, "two areas had one reference");
             }
-            let last = object.put();
-            debug_assert!(!last, "two areas had one reference");
             // SAFETY: on no list any more; whoever found it did so under one of the locks that were taken alone.
             unsafe { self.free_area(cx, right) };
         }
     }
-}
-
-/// Changes what an area says that is in its object's tree. The caller has its space's list alone.
-fn change<S: Setup>(peers: &mut AreaTree<S>, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
-    // SAFETY: an area is in its object's tree until it has left the space's.
-    unsafe { peers.remove(area) };
-    // SAFETY: the caller has the space's list alone and the object's tree, so nobody looks at it.
-    unsafe { (*UnsafeRef::into_raw(area.clone())).info = info };
-    peers.add(area.clone());
 }

@@ -35,9 +35,13 @@ const ROUNDS: u32 = 3;
 const PART: u64 = 1 << 14;
 
 impl<S: Setup> Vm<'_, S> {
-    /// A space with the areas and the content of `parent`. Waits for other CPUs once, however much there is. Meanwhile the
-    /// parent's areas neither come nor go, and its faults wait. When memory runs out, the parent is as it was, apart from
+    /// A space with the areas and the content of `parent`, as it was at one moment. Waits for other CPUs once, however much there is.
+    /// Meanwhile the parent's areas neither come nor go, and its faults wait. When memory runs out, the parent is as it was, apart from
     /// write-protection that its next stores undo. Passes reschedule points; may sleep.
+    ///
+    /// Pages that may be pinned are no part of that moment: while anything of the parent is [pinned](Vm::pin), each page with more
+    /// than one reference stays writable there and is copied by itself, in ascending order. Of two stores to such pages, or to one and any
+    /// other page, the child may have the later and not the earlier one.
     ///
     /// A page that has been [unhooked](Vm::unhook) is waited for, at reschedule points and with nothing locked. That ends:
     /// storing it, moving it and putting it back take the page table's lock and wait for no fork. A lost
@@ -54,9 +58,11 @@ impl<S: Setup> Vm<'_, S> {
             let whole = parent.bounds();
             let done = parent.changing(cx, whole, |cx| self.fork_into(cx, parent, &child));
             let Err(error) = done else { return Ok(child) };
-            if let Err((_, child)) = self.destroy(cx, child) {
-                // Nobody has it loaded, so this cannot be; if it is, it is lost and not used.
-                debug_assert!(child.areas().shared().find(0).is_none());
+            let mut ended = self.destroy(cx, child);
+            while let Err((_, child)) = ended {
+                // Nobody else knows it, so what is in the way is others', and passes.
+                self.cond_resched(cx);
+                ended = self.destroy(cx, child);
             }
             if error != VmError::NoMemory
                 || round == ROUNDS

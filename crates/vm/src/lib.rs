@@ -41,7 +41,7 @@
 //!
 //! | file | the rule it owns |
 //! |---|---|
-//! | [`setup`] | which types an embedder chooses |
+//! | [`setup`], `default_setup.rs` | which types an embedder chooses |
 //! | `vm.rs` | what all spaces share; asking for relief; letting others run |
 //! | [`vma`] | what an area says; finding areas |
 //! | `cutting.rs` | cutting areas, and joining them again |
@@ -93,6 +93,8 @@ mod copy;
 mod cow;
 mod cpu_masks;
 mod cutting;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod default_setup;
 mod discard;
 mod error;
 pub mod evict;
@@ -135,6 +137,8 @@ pub use access::AccessError;
 pub use address_space::{AddressSpace, AddressSpaceCounters, AddressSpaceRef};
 pub use ageing::{AgeRun, Neighbours, Recency};
 pub use cpu_masks::{CpuMasks, SpaceTlb};
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub use default_setup::DefaultSetup;
 pub use error::VmError;
 pub use fault::{Access, Served};
 pub use followers::Follower;
@@ -148,7 +152,7 @@ pub use pool::Pools;
 pub use prefault::Prefault;
 pub use protection::Protection;
 pub use rmap::Place;
-pub use setup::{Cx, DefaultSetup, Setup};
+pub use setup::{Cx, Setup};
 pub use unhook::UnhookedPage;
 pub use unmap::Unmapped;
 pub use usage::Usage;
