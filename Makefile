@@ -19,7 +19,7 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb vm
 LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames heap paging vm reclaim lz4 threads)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants soak races lint lines package dist deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants soak races lint lines package dist test-systemd deep clean
 
 help:
 	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
@@ -29,6 +29,7 @@ help:
 	@echo "make package  every published crate as the registry would get it, built from that"
 	@echo "make mutants CRATE=vm   changes a crate here and there and says which changes no test of it notices (SAMPLE=60, SEED=...)"
 	@echo "make dist   a static binary, manual pages, systemd units, and a Debian package of them, in target/dist"
+	@echo "make test-systemd  that package under a real systemd, in a root of its own (needs root)"
 	@echo "make lines  what each package costs in lines"
 	@echo "make soak   half an hour of everything at once, in which not one byte may be wrong (SOAK=600 seconds for each)"
 	@echo "make races  the engine's tests with atomics that let other threads run now and then (ten minutes)"
@@ -116,12 +117,14 @@ mutants:
 	@CARGO="$(CARGO)" scripts/mutants.sh "$(CRATE)" "$(SAMPLE)" "$(SEED)"
 
 # Ten minutes each: frames are owned once, while some are poisoned and others come and go; processes that share, fork, pin, are poisoned
-# and are paged out read what they wrote, on threads, and in orders that seeds decide; and the reference kernel's self-test with all its parts, on eight CPUs.
+# and are paged out read what they wrote, on threads, and in orders that seeds decide; programs of all kinds have leases, one memory for
+# each file; and the reference kernel's self-test with all its parts, on eight CPUs.
 SOAK ?= 600
 soak: build
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-workloads --test soak
 	HUGEMM_SOAK_STEPS=$$(($(SOAK) * 1000)) $(CARGO) test --release --locked -p hugemm-reclaim --test spaces oracle
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-schedule --test system
+	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-lease --test processes -- "at once"
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
 
 # Races that need a thread to stop between two steps: see crates/base/src/perturb.rs.
@@ -150,6 +153,10 @@ package:
 # For hosts without Rust: see scripts/dist.sh.
 dist:
 	@CARGO="$(CARGO)" scripts/dist.sh
+
+# The package under a real systemd: this machine's, or that of another root (SYSTEMD_ROOT=).
+test-systemd: dist
+	@scripts/test-systemd.sh target/dist/hugemm_*_$$(dpkg --print-architecture).deb $(SYSTEMD_ROOT)
 
 # What each package costs in lines of Rust.
 lines:

@@ -249,6 +249,14 @@ impl<'m> Arena<'m> {
         &self.blocks[((pfn.number() >> BLOCK_ORDER) - first) as usize]
     }
 
+    /// What is kept for the 2 MiB of a region, by the region's place in the arena.
+    pub(crate) fn blocks_of(&self, region: usize) -> &'m [Block] {
+        // The arena may begin inside its first region.
+        let before = (self.extent.base().number() >> BLOCK_ORDER) as usize % SPAN;
+        let (first, end) = ((region * SPAN).saturating_sub(before), (region + 1) * SPAN - before);
+        self.blocks.get(first..end.min(self.blocks.len())).unwrap_or(&[])
+    }
+
     /// The region of a frame of this arena.
     #[inline]
     pub(crate) fn region(&self, pfn: Pfn) -> &'m Region {

@@ -328,18 +328,16 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         batches
     }
+}
 
-    /// Adds up the free blocks of 2 MiB and more of one node by order. Isolated ones are single.
-    pub(crate) fn count_2m(&self, lists: &FreeLists, blocks: &mut [u64; ORDERS]) {
-        for region in self.arena_table().on(lists).flat_map(|arena| arena.regions) {
-            let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
-            for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
-                *sum += count;
-            }
-            let isolated = |at| u64::from((region.free.load(at) & region.isolated.load(at)).count_ones());
-            blocks[BLOCK_ORDER as usize] += (0..WORDS).map(isolated).sum::<u64>();
-        }
+/// Adds up the free blocks of 2 MiB and more of a region by order. Isolated ones are single.
+pub(crate) fn count_2m(region: &Region, blocks: &mut [u64; ORDERS]) {
+    let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
+    for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
+        *sum += count;
     }
+    let isolated = |at| u64::from((region.free.load(at) & region.isolated.load(at)).count_ones());
+    blocks[BLOCK_ORDER as usize] += (0..WORDS).map(isolated).sum::<u64>();
 }
 
 /// The rows that freeing memory of some content belongs to, but for [`WHOLE`].

@@ -494,15 +494,14 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         take_words(lists, arena.block(pfn), in_block(pfn), count)
     }
+}
 
-    /// Adds up the free blocks of less than 2 MiB of one node by order. A line per 2 MiB of which parts are free.
-    pub(crate) fn count_4k(&self, lists: &FreeLists, blocks: &mut [u64; ORDERS]) {
-        for arena in self.arena_table().on(lists) {
-            for free in arena.blocks.iter().map(|block| block.free.snapshot()).filter(|free| *free != [0; WORDS]) {
-                for (sum, count) in blocks.iter_mut().zip(count_runs(free)) {
-                    *sum += count;
-                }
-            }
+/// Adds up the free blocks of less than 2 MiB by order.
+pub(crate) fn count_4k(block: &Block, blocks: &mut [u64; ORDERS]) {
+    let free = block.free.snapshot();
+    if free != [0; WORDS] {
+        for (sum, count) in blocks.iter_mut().zip(count_runs(free)) {
+            *sum += count;
         }
     }
 }

@@ -115,6 +115,10 @@ fn words_that_displace_each_other_take_no_more_rounds() {
     // 2 MiB: 128 words of 128 MiB, zero and dirty ones by turns.
     with_counted(&[arena(0, 1 << 22, 0)], 1, &[], |frames, threads| {
         let cx = threads.cx();
+        // Eight times 2 GiB are counted, a pin for each.
+        let (before, mut after) = (frames.stats(&cx).lock_rounds, 0);
+        let most = most_rounds(threads, |cx| after = frames.stats(cx).lock_rounds);
+        assert_eq!((most, after - before), (1, 8));
         let mut blocks: Vec<Option<Frozen>> = take(frames, &cx, 9, 1 << 13).into_iter().map(Some).collect();
         assert_eq!(blocks.len(), 1 << 13);
         blocks.sort_by_key(|block| block.as_ref().map(|block| block.pfn().number()));

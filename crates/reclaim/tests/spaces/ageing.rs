@@ -74,6 +74,20 @@ fn look_around_takes_a_page_with_all_its_mappings() {
     });
 }
 
+/// Page by page nothing is looked at on the way.
+#[test]
+fn page_by_page_looks_at_nothing_else() {
+    with_cpu(SIZE, 6, |rig, cx| {
+        let space = filled(rig, cx, PageSize::Size4K, 64);
+        let pager = rig.vm.pager();
+        pager.set_ageing(Ageing::NoFlush);
+        let budget = ShrinkBudget { free: u64::MAX, scan: 32 };
+        assert_eq!(pager.shrink(&rig.vm, cx, NODE, budget, &Never).freed, 0, "all are young");
+        assert_eq!((pager.counts().young.get(), pager.counts().around.get()), (32, 0));
+        rig.end(cx, space);
+    });
+}
+
 /// A process's own copy of a page lies at the same place of the same object, and is a page of its own: in one batch with the other,
 /// both are looked at. What is looked at on the way, and is in the batch too, has been looked at.
 #[test]

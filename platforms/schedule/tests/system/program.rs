@@ -28,9 +28,6 @@ const PROCESSES: usize = 3;
 const POISON: u32 = 3;
 /// Devices at a time.
 const DEVICES: usize = 5;
-/// Places in a page of 2 MiB at which CPUs have words, so far apart.
-const PLACES: u64 = 4;
-const PLACE: u64 = 0x7_f000;
 
 struct Area {
     start: u64,
@@ -189,7 +186,7 @@ struct Device<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 16] = [
+pub const ALL_DEEDS: [&str; 15] = [
     "forked",
     "forked beside pins",
     "unmapped",
@@ -204,7 +201,6 @@ pub const ALL_DEEDS: [&str; 16] = [
     "arenas removed",
     "swapped out",
     "swapped in",
-    "large pages swapped in",
     "moved",
 ];
 
@@ -225,8 +221,6 @@ pub struct Test<'v, 'h, F: PageFormat> {
     poison: Cell<u32>,
     ended: Cell<u32>,
     has_guest: Cell<bool>,
-    /// CPUs that have promised to use no address.
-    idle: RefCell<BTreeSet<u32>>,
     deeds: &'v Deeds,
 }
 
@@ -249,7 +243,6 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             poison: Cell::new(POISON),
             ended: Cell::new(0),
             has_guest: Cell::new(false),
-            idle: RefCell::default(),
             deeds,
         };
         let cx = &mut world.machine.cx();
@@ -390,14 +383,12 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
                 }
                 6 => drop(pager.balance(&world.vm, cx, node, 256, &Never)),
                 7 => {
-                    // All of it a few times, while CPUs repeat no accesses, so that what is large is idle now and then.
-                    self.pause_others(true);
+                    // All of it, a few times.
+                    let budget = ShrinkBudget { free: u64::MAX, scan: 1 << 8 };
                     for _ in 0..16 {
-                        let budget = ShrinkBudget { free: u64::MAX, scan: 1 << 8 };
                         pager.shrink(&world.vm, cx, node, budget, &Never);
                         progress();
                     }
-                    self.pause_others(false);
                 }
                 8 => drop(pager.compact(&world.vm, cx, node)),
                 9 => pager.set_ageing(Ageing::ALL[random.below(2) as usize]),
@@ -408,13 +399,6 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             }
             cx.cond_resched();
         }
-    }
-
-    /// Whether CPUs repeat accesses; those that idle do not.
-    fn pause_others(&self, paused: bool) {
-        let idle = self.idle.borrow();
-        let others = (0..CPUS).filter(|cpu| !idle.contains(cpu));
-        others.for_each(|cpu| self.world.machine.mmu().pause(CpuId(cpu), paused));
     }
 
     /// Memory that comes if it is not there, and goes if it can be had.
@@ -491,7 +475,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
 
     fn any_at(&mut self) -> u64 {
         let area = self.any_area();
-        let within = if area.kind.page == PageSize::Size4K { 0 } else { self.random.below(PLACES) * PLACE };
+        let within = if area.kind.page == PageSize::Size4K { 0 } else { self.random.below(4) * 0x7_f000 };
         area.start + self.random.below(area.pages) * area.kind.page.bytes() + within + u64::from(self.cpu) * 8
     }
 
@@ -619,18 +603,8 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     }
 
     fn get(&mut self, cx: &mut Cx<'_, 'h>, at: u64) -> Option<u64> {
-        let (process, vm) = (self.process.clone(), &self.test.world.vm);
-        let away = AREAS[2].holds(at) && matches!(vm.lookup(cx, &process.space, VirtAddr::new(at)), Lookup::Owner(_));
-        let mut load =
-            |at| self.loading(&process, at, |program| program.test.world.get(cx, &process.space, at).map(Some));
-        let found = load(at);
-        if away && found.is_some() {
-            // All of what is known of it.
-            let first = area_of(at).start + at % 0x1000;
-            (0..PLACES).for_each(|place| _ = load(first + place * PLACE));
-            self.test.did("large pages swapped in", 1);
-        }
-        found
+        let process = self.process.clone();
+        self.loading(&process, at, |program| program.test.world.get(cx, &process.space, at).map(Some))
     }
 
     /// Loads by some way, which says what it has found; what that is, if nobody changed the page meanwhile.
@@ -777,14 +751,12 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
 
     /// Promises to use no address, and keeps the tables.
     fn idle_over(&self, cx: &Cx<'_, 'h>, process: &Process<'v, 'h, F>) {
-        self.test.idle.borrow_mut().insert(self.cpu);
         self.test.world.machine.mmu().pause(CpuId(self.cpu), true);
         // SAFETY: it enters a space before it uses an address.
         unsafe { process.space.tlb().enter_lazy(self.test.world.vm.shootdown(), cx) };
     }
 
     fn wake_up(&self) {
-        self.test.idle.borrow_mut().remove(&self.cpu);
         self.test.world.machine.mmu().pause(CpuId(self.cpu), false);
     }
 

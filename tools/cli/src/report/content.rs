@@ -26,7 +26,8 @@ pub struct Content<'a> {
 
 impl<'a> Content<'a> {
     pub fn of(documents: &'a [(String, Saved)]) -> Self {
-        let (mut goals, mut metrics): (Vec<Goal>, Vec<(&str, Vec<(usize, &Row)>)>) = (Vec::new(), Vec::new());
+        let mut goals = Vec::new();
+        let mut metrics: Vec<(&str, Vec<(usize, &Row)>)> = Vec::new();
         for (index, (name, saved)) in documents.iter().enumerate() {
             for row in &saved.results {
                 match goals::verdict_of(row).zip(Bound::of(row)) {

@@ -112,11 +112,6 @@ fn options_that_do_nothing_are_not_there() {
 }
 
 #[test]
-fn gigantic_pages_have_no_transparent_kind() {
-    refused(&["bench", "mem", "mmap", "-p", "1GB", "--kind", "thp", "-s", "1GB"], &["1 GiB", "--kind hugetlb"]);
-}
-
-#[test]
 fn profiles_that_are_none_are_refused() {
     refused(&["explain", "--profile", "/nonexistent/profile.json"], &["cannot read the profile"]);
     let path = std::env::temp_dir().join(format!("hugemm-no-profile-{}.json", std::process::id()));

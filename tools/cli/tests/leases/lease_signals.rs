@@ -3,7 +3,7 @@
 #[path = "../../../../services/lease/tests/support/tracer.rs"]
 mod tracer;
 
-use crate::support::lease::{Daemon, pool};
+use crate::support::lease::{Daemon, with_pool};
 use crate::support::{Scratch, hugemm};
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::HugetlbPool;
@@ -108,73 +108,76 @@ const HOLDER: usize = 1;
 /// Memory that a path was asked for stays lent only if the path was said.
 #[test]
 fn a_holder_stays_only_where_it_was_said() {
-    let Some(_pool) = pool(8) else { return };
-    let daemon = Daemon::start("signals-path", 8, &[]);
-    let words = ["lease", "8MB", "--path", "--socket", &daemon.scratch.path("socket")];
-    let whole = traced(&words, libc::SYS_pipe2, None);
-    assert!(whole.stays && whole.said.starts_with("/proc/"), "{}", whole.said);
-    let first = [whole.begins.expect("a pipe"), 0];
-    let mut steps = 0;
-    for (process, first) in first.into_iter().enumerate() {
-        for number in first..whole.calls[&process] {
-            daemon.wait_for("\"leases\":[]");
-            daemon.wait_for("\"ready\":[8388608]");
-            let run = traced(&words, libc::SYS_pipe2, Some((process, number)));
-            assert!(!run.stays || run.said.starts_with("/proc/"), "process {process}, call {number}");
-            steps += 1;
+    with_pool(8, || {
+        let daemon = Daemon::start("signals-path", 8, &[]);
+        let words = ["lease", "8MB", "--path", "--socket", &daemon.scratch.path("socket")];
+        let whole = traced(&words, libc::SYS_pipe2, None);
+        assert!(whole.stays && whole.said.starts_with("/proc/"), "{}", whole.said);
+        let first = [whole.begins.expect("a pipe"), 0];
+        let mut steps = 0;
+        for (process, first) in first.into_iter().enumerate() {
+            for number in first..whole.calls[&process] {
+                daemon.wait_for("\"leases\":[]");
+                daemon.wait_for("\"ready\":[8388608]");
+                let run = traced(&words, libc::SYS_pipe2, Some((process, number)));
+                assert!(!run.stays || run.said.starts_with("/proc/"), "process {process}, call {number}");
+                steps += 1;
+            }
         }
-    }
-    daemon.wait_for("\"leases\":[]");
-    assert!(steps > 20, "{steps}");
+        daemon.wait_for("\"leases\":[]");
+        assert!(steps > 20, "{steps}");
+    });
 }
 
 /// A command to the daemon that ends in the middle is a command that was given or not, and the daemon goes on.
 #[test]
 fn commands_end_at_any_call() {
-    let Some(_pool) = pool(8) else { return };
-    let daemon = Daemon::start("signals-drain", 8, &[]);
-    let socket = daemon.scratch.path("socket");
-    let words = ["pool", "drain", "--socket", &socket];
-    let whole = traced(&words, libc::SYS_connect, None);
-    for number in whole.begins.expect("it connects")..whole.calls[&0] {
-        assert!(hugemm(&["pool", "fill", "--socket", &socket]).status.success());
-        daemon.wait_for("\"ready\":[8388608]");
-        traced(&words, libc::SYS_connect, Some((0, number)));
-    }
+    with_pool(8, || {
+        let daemon = Daemon::start("signals-drain", 8, &[]);
+        let socket = daemon.scratch.path("socket");
+        let words = ["pool", "drain", "--socket", &socket];
+        let whole = traced(&words, libc::SYS_connect, None);
+        for number in whole.begins.expect("it connects")..whole.calls[&0] {
+            assert!(hugemm(&["pool", "fill", "--socket", &socket]).status.success());
+            daemon.wait_for("\"ready\":[8388608]");
+            traced(&words, libc::SYS_connect, Some((0, number)));
+        }
+    });
 }
 
 /// Ctrl-C while the daemon fills, and while a program has memory: the daemon ends at once and well, and so does the program.
 #[test]
 fn a_daemon_ends_while_it_fills() {
-    let Some(_pool) = pool(32) else { return };
-    let before = pool_has();
-    let scratch = Scratch::new("signals-serve");
-    let socket = scratch.path("socket");
-    let serve =
-        ["pool", "serve", "--size", "64MB", "--shape", "8MB,56MB", "--max-bandwidth", "8MB", "--socket", &socket];
-    let mut daemon = job(&serve).spawn().expect("a daemon");
-    let status =
-        || String::from_utf8_lossy(&hugemm(&["pool", "status", "--json", "--socket", &socket]).stdout).into_owned();
-    let end = Instant::now() + Duration::from_secs(60);
-    while !status().contains("\"ready\":[8388608]") {
-        assert!(Instant::now() < end, "never ready: {}", status());
-        sleep(Duration::from_millis(20));
-    }
-    // It has a second file half done by now, or soon.
-    let words =
-        ["lease", "8MB", "--require", "--socket", &socket, "--", "sh", "-c", "echo lent; exec sleep 600 < @LEASE@"];
-    let mut program = job(&words).spawn().expect("a program");
-    let mut lent = String::new();
-    BufReader::new(program.stdout.take().expect("piped")).read_line(&mut lent).expect("a line");
-    assert_eq!(lent, "lent\n");
-    interrupt(&daemon);
-    assert!(end_of(&mut daemon, "the daemon does not end while somebody has its memory").success());
-    assert!(program.try_wait().expect("looked").is_none(), "its memory is its own");
-    interrupt(&program);
-    assert!(!end_of(&mut program, "the program does not end").success());
-    wait_until_pool_has(before);
-    let free = HugetlbPool::new().status(PageSize::Size2M, None).expect("a pool").unreserved();
-    assert!(free >= 32, "{free} pages are free");
+    with_pool(32, || {
+        let before = pool_has();
+        let scratch = Scratch::new("signals-serve");
+        let socket = scratch.path("socket");
+        let serve =
+            ["pool", "serve", "--size", "64MB", "--shape", "8MB,56MB", "--max-bandwidth", "8MB", "--socket", &socket];
+        let mut daemon = job(&serve).spawn().expect("a daemon");
+        let status =
+            || String::from_utf8_lossy(&hugemm(&["pool", "status", "--json", "--socket", &socket]).stdout).into_owned();
+        let end = Instant::now() + Duration::from_secs(60);
+        while !status().contains("\"ready\":[8388608]") {
+            assert!(Instant::now() < end, "never ready: {}", status());
+            sleep(Duration::from_millis(20));
+        }
+        // It has a second file half done by now, or soon.
+        let words =
+            ["lease", "8MB", "--require", "--socket", &socket, "--", "sh", "-c", "echo lent; exec sleep 600 < @LEASE@"];
+        let mut program = job(&words).spawn().expect("a program");
+        let mut lent = String::new();
+        BufReader::new(program.stdout.take().expect("piped")).read_line(&mut lent).expect("a line");
+        assert_eq!(lent, "lent\n");
+        interrupt(&daemon);
+        assert!(end_of(&mut daemon, "the daemon does not end while somebody has its memory").success());
+        assert!(program.try_wait().expect("looked").is_none(), "its memory is its own");
+        interrupt(&program);
+        assert!(!end_of(&mut program, "the program does not end").success());
+        wait_until_pool_has(before);
+        let free = HugetlbPool::new().status(PageSize::Size2M, None).expect("a pool").unreserved();
+        assert!(free >= 32, "{free} pages are free");
+    });
 }
 
 /// Whether the command that runs the bench can; a line if it cannot.
@@ -196,39 +199,50 @@ fn bench() -> Child {
 #[test]
 fn the_bench_ends_at_any_time() {
     // Root alone can raise the pool; the lock is what is wanted of it.
-    let Some(_pool) = pool(1).filter(|_| has_qemu()) else { return };
-    let before = pool_has();
-    for after in [50, 200, 400, 800, 1600, 3200] {
-        let mut bench = bench();
-        sleep(Duration::from_millis(after));
-        interrupt(&bench);
-        let code = end_of(&mut bench, "the bench does not end").code();
-        // Before its handlers are there, the signal ends it, and it has nothing yet.
-        assert!(matches!(code, Some(130 | 0) | None), "after {after} ms: {code:?}");
-        wait_until_pool_has(before);
+    if !has_qemu() {
+        return;
     }
+    with_pool(1, || {
+        let before = pool_has();
+        for after in [50, 200, 400, 800, 1600, 3200] {
+            let mut bench = bench();
+            sleep(Duration::from_millis(after));
+            interrupt(&bench);
+            let code = end_of(&mut bench, "the bench does not end").code();
+            // Before its handlers are there, the signal ends it, and it has nothing yet.
+            assert!(matches!(code, Some(130 | 0) | None), "after {after} ms: {code:?}");
+            wait_until_pool_has(before);
+        }
+    });
 }
 
 /// Killed at any time after it has raised the pool, or found that it need not, by itself or with its process group: the pool is as it was,
 /// and so no daemon is left that has pages of it.
 #[test]
 fn a_killed_bench_leaves_the_pool_as_it_was() {
-    let Some(_pool) = pool(1).filter(|_| has_qemu()) else { return };
-    let before = pool_has();
-    for (after, group) in [(0, false), (100, true), (400, false), (1000, true)] {
-        let mut bench = bench();
-        let end = Instant::now() + Duration::from_secs(60);
-        let dir = std::env::temp_dir().join(format!("hugemm-bench-lease-{}", bench.id()));
-        while pool_has() == before && !dir.exists() {
-            assert!(Instant::now() < end, "it does not begin");
-            assert!(bench.try_wait().expect("looked").is_none(), "it has ended");
-            sleep(Duration::from_millis(1));
-        }
-        sleep(Duration::from_millis(after));
-        let id = bench.id() as i32;
-        // SAFETY: a child that has not been waited for, or its group.
-        assert_eq!(unsafe { libc::kill(if group { -id } else { id }, libc::SIGKILL) }, 0);
-        end_of(&mut bench, "the bench is not killed");
-        wait_until_pool_has(before);
+    if !has_qemu() {
+        return;
+    }
+    // As much as it wants may be there already.
+    for (pages, kills) in [(1, [(0, false), (100, true)]), (64, [(400, false), (1000, true)])] {
+        with_pool(pages, || {
+            let before = pool_has();
+            for (after, group) in kills {
+                let mut bench = bench();
+                let end = Instant::now() + Duration::from_secs(60);
+                let dir = std::env::temp_dir().join(format!("hugemm-bench-lease-{}", bench.id()));
+                while pool_has() == before && !dir.exists() {
+                    assert!(Instant::now() < end, "it does not begin");
+                    assert!(bench.try_wait().expect("looked").is_none(), "it has ended");
+                    sleep(Duration::from_millis(1));
+                }
+                sleep(Duration::from_millis(after));
+                let id = bench.id() as i32;
+                // SAFETY: a child that has not been waited for, or its group.
+                assert_eq!(unsafe { libc::kill(if group { -id } else { id }, libc::SIGKILL) }, 0);
+                end_of(&mut bench, "the bench is not killed");
+                wait_until_pool_has(before);
+            }
+        });
     }
 }
