@@ -37,16 +37,20 @@ impl<S: Setup> Vm<'_, S> {
             if !areas.admit(area, page) {
                 return Ok(Served::Meanwhile);
             }
+            let mut table = space.table().shared(self.tables(&task));
+            let Some(old) = read_only(table.lookup(page.start())) else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
             // same page.
-            let Some(found) = self.read_only_at(&task, space, page) else { return Ok(Served::Meanwhile) };
-            let own = area.kind.shared
-                || self.frames().references(found.frame) == 1
-                || space.pins().any() && self.is_mapped_here_only(&task, space, &areas, page, found.frame);
-            let mut table = space.table().shared(self.tables(&task));
-            let Some(old) = read_only(table.lookup(page.start())).filter(|leaf| leaf.frame == found.frame) else {
-                return Ok(Served::Meanwhile);
-            };
+            let mut own = area.kind.shared || self.frames().references(old.frame) == 1;
+            if !own && space.pins().any() {
+                // Objects' locks come before page tables'.
+                drop(table);
+                own = self.is_mapped_here_only(&task, space, &areas, page, old.frame);
+                table = space.table().shared(self.tables(&task));
+                if read_only(table.lookup(page.start())).is_none_or(|leaf| leaf.frame != old.frame) {
+                    return Ok(Served::Meanwhile);
+                }
+            }
             if own {
                 let change = Change { set: Flags::WRITE | Flags::HARDWARE, clear: Flags::NONE };
                 let stale = match table.protect(page, change) {
@@ -78,11 +82,6 @@ impl<S: Setup> Vm<'_, S> {
         copied
     }
 
-    /// The leaf there, if it allows no stores.
-    fn read_only_at(&self, task: &Task<'_, '_, S>, space: &AddressSpace<S>, page: VirtRange) -> Option<Leaf> {
-        read_only(space.table().shared(self.tables(task)).lookup(page.start()))
-    }
-
     /// Whether no other place has a page that has more than one reference: then the others are pins', and the page stays
     /// under its devices. It may have become read-only by [`protect`](Vm::protect).
     fn is_mapped_here_only(
@@ -102,10 +101,8 @@ impl<S: Setup> Vm<'_, S> {
             only = own
                 || match self.lookup(&mut task.borrow_mut(), place.space, place.at) {
                     Lookup::Mapped(leaf) => leaf.frame != head,
-                    // It is back in a moment.
-                    Lookup::Owner(word) => {
-                        !matches!(SwapEntry::of(word), SwapEntry::Moving { head: moving, .. } if moving == head)
-                    }
+                    // A page that is moving may come back there as this one: from another frame, too.
+                    Lookup::Owner(word) => !matches!(SwapEntry::of(word), SwapEntry::Moving { .. }),
                     // Whoever takes it away there may read it until he has flushed, and drops his reference then.
                     Lookup::Busy => false,
                     Lookup::Absent => true,

@@ -40,7 +40,7 @@ pub enum Access {
 
 impl Access {
     /// What an area has to allow for it.
-    const fn needs(self) -> Flags {
+    pub(crate) const fn needs(self) -> Flags {
         match self {
             Access::Read => Flags::NONE,
             Access::Write => Flags::WRITE,
@@ -49,7 +49,7 @@ impl Access {
     }
 
     /// What hardware that notes accesses sets for it.
-    const fn notes(self) -> Flags {
+    pub(crate) const fn notes(self) -> Flags {
         match self {
             Access::Write => Flags::HARDWARE,
             Access::Read | Access::Execute => Flags::ACCESSED,

@@ -55,7 +55,8 @@
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
 //! | [`prefault`]; [`pin`], `pins.rs` | filling by any number of CPUs; keeping pages for devices, and counting them |
 //! | [`unmap`] | one flush per call, then frees by runs |
-//! | `protect.rs` | other rights for a range, with one flush |
+//! | `protect.rs`, `discard.rs` | other rights for a range, and giving up what it has, with one flush |
+//! | `access.rs` | reading and writing a space from outside of it |
 //! | `alone.rs` | having a space to oneself across reschedule points |
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
 //! | [`pager`] | the seam to reclaim and swap |
@@ -84,6 +85,7 @@
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc, clippy::significant_drop_in_scrutinee)]
 
+mod access;
 mod address_space;
 pub mod ageing;
 mod alone;
@@ -93,6 +95,7 @@ mod cpu_masks;
 mod cutting;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod default_setup;
+mod discard;
 mod error;
 pub mod evict;
 pub mod fault;
@@ -130,6 +133,7 @@ pub mod vma;
 mod working_set;
 pub mod zeroing;
 
+pub use access::AccessError;
 pub use address_space::{AddressSpace, AddressSpaceCounters, AddressSpaceRef};
 pub use ageing::{AgeRun, Neighbours, Recency};
 pub use cpu_masks::{CpuMasks, SpaceTlb};

@@ -2,11 +2,14 @@
 
 #![cfg(all(target_os = "linux", not(miri)))]
 
+mod access;
 mod ageing;
 mod areas;
 mod away;
 mod callbacks;
 mod clears;
+mod costs;
+mod discards;
 mod exhaustion;
 mod extremes;
 mod filling;

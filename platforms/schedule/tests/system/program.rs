@@ -12,7 +12,7 @@ use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap};
 use hugemm_schedule::{Machine, has_loaded, point, progress, step};
 use hugemm_threads::{Memory, Random};
-use hugemm_vm::{Access, Backing, Following, Notifier, Pinned, SharedRef, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Following, Notifier, Pinned, Protection, SharedRef, VmError, VmaKind};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::ManuallyDrop;
@@ -85,12 +85,21 @@ struct Changes {
     under_way: bool,
 }
 
+/// How often a page has got other rights, whether it gets some just now, and whether it may not be stored to.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Rights {
+    begun: u64,
+    under_way: bool,
+    read_only: bool,
+}
+
 /// What is known of some words.
 #[derive(Default)]
 struct Book {
     /// What may be in each; 0 in those that are not here.
     words: BTreeMap<u64, BTreeSet<u64>>,
     changes: BTreeMap<u64, Changes>,
+    rights: BTreeMap<u64, Rights>,
     /// What was stored during a change.
     fresh: BTreeMap<u64, BTreeSet<u64>>,
     /// Pages that could not be mapped again.
@@ -101,6 +110,10 @@ struct Book {
 impl Book {
     fn changes(&self, page: u64) -> Changes {
         self.changes.get(&page).copied().unwrap_or_default()
+    }
+
+    fn rights(&self, page: u64) -> Rights {
+        self.rights.get(&page).copied().unwrap_or_default()
     }
 
     fn may_be(&self, at: u64) -> BTreeSet<u64> {
@@ -133,6 +146,9 @@ struct Process<'v, 'h, F: PageFormat> {
     pins: Cell<u32>,
     /// How many were ever begun.
     pins_begun: Cell<u64>,
+    /// Pins that are being made, and changes of rights: a device that stores is given what the process may store to.
+    pinning: Cell<u32>,
+    protecting: Cell<u32>,
     guest: Arc<Guest>,
     follower: RefCell<Option<hugemm_vm::Follower<Model<'h, F>>>>,
 }
@@ -170,10 +186,13 @@ struct Device<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 12] = [
+pub const ALL_DEEDS: [&str; 15] = [
     "forked",
     "forked beside pins",
     "unmapped",
+    "discarded",
+    "protected",
+    "denied",
     "ended",
     "ended beside idle CPUs",
     "pinned",
@@ -249,6 +268,8 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             ending: Cell::new(false),
             pins: Cell::new(0),
             pins_begun: Cell::new(0),
+            pinning: Cell::new(0),
+            protecting: Cell::new(0),
             guest,
             follower,
         })
@@ -473,7 +494,8 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             35 => self.poison(cx),
             36..=38 => self.prefault(cx),
             39..=52 => self.guest_acts(cx),
-            53..=115 => {
+            53..=58 => self.protect(cx),
+            59..=115 => {
                 let at = self.any_at();
                 self.get(cx, at);
             }
@@ -505,14 +527,17 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         let (test, area, value) = (self.test, area_of(at), self.test.next_value());
         let page = area.page(at);
         let before = process.book.borrow().changes(page);
+        let rights = process.book.borrow().rights(page);
         let book = test.book(process, area);
         test.in_flight.borrow_mut()[self.cpu as usize] = Some((book, at, value));
         let stored = store(self, value);
         test.in_flight.borrow_mut()[self.cpu as usize] = None;
         let after = process.book.borrow().changes(page);
         let torn = before.under_way || before != after;
+        let known = !torn && !rights.under_way && rights == process.book.borrow().rights(page);
         match stored {
             Ok(true) => {
+                assert!(!known || !rights.read_only, "cpu{} at {at:#x}: stored what may not be", self.cpu);
                 book.borrow_mut().stored(Some(self.cpu), at, value, torn && !area.kind.shared);
                 // A page that leaves may have got it.
                 for device in test.devices.borrow_mut().iter_mut().filter(|device| torn && device.of == self.cpu) {
@@ -525,7 +550,45 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
                 }
             }
             Ok(false) => {}
+            Err(VmError::Denied { .. }) if !known || rights.read_only => test.did("denied", 1),
             Err(error) => self.missed(process, page, torn, error),
+        }
+    }
+
+    /// Some pages may be stored to no longer, or again.
+    fn protect(&mut self, cx: &mut Cx<'_, 'h>) {
+        let process = self.process.clone();
+        let area = self.any_area();
+        let size = area.kind.page.bytes();
+        let first = self.random.below(area.pages);
+        let pages = (1 + self.random.below(6)).min(area.pages - first);
+        let start = area.start + first * size;
+        let all = || (0..pages).map(|page| start + page * size);
+        let read_only = self.random.below(2) == 0;
+        {
+            let mut book = process.book.borrow_mut();
+            let busy = |page| book.changes(page).under_way || book.rights(page).under_way || book.gone.contains(&page);
+            if process.pinning.get() > 0 || all().any(busy) {
+                return;
+            }
+            for page in all() {
+                let rights = book.rights(page);
+                book.rights.insert(page, Rights { begun: rights.begun + 1, under_way: true, ..rights });
+            }
+        }
+        process.protecting.set(process.protecting.get() + 1);
+        let rights = if read_only { Protection::USER } else { area.kind.protection };
+        let done = self.test.world.vm.protect(cx, &process.space, span(start, pages * size), rights);
+        process.protecting.set(process.protecting.get() - 1);
+        let mut book = process.book.borrow_mut();
+        for page in all() {
+            let rights = book.rights.get_mut(&page).expect("begun");
+            rights.under_way = false;
+            rights.read_only = if done.is_ok() { read_only } else { rights.read_only };
+        }
+        match done {
+            Ok(()) => self.test.did("protected", 1),
+            Err(error) => assert_eq!(error, VmError::NoMemory),
         }
     }
 
@@ -575,7 +638,8 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
     }
 
-    /// Some pages are unmapped, of areas that adjoin too, and mapped again: private ones read as zeroes, and shared ones as before.
+    /// Some pages are given up, or unmapped and mapped again, of areas that adjoin too: private ones read as zeroes, and shared ones as
+    /// before.
     fn change(&mut self, cx: &mut Cx<'_, 'h>) {
         let process = self.process.clone();
         let area = self.any_area();
@@ -583,18 +647,23 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         let start = area.start + self.random.below(area.pages) * size;
         let end = if area.end() == AREAS[1].start { AREAS[1].end() } else { area.end() };
         let end = end.min(start + (1 + self.random.below(6)) * size);
-        self.change_pages(cx, &process, start..end);
+        let gives_up = self.random.below(3) == 0;
+        self.change_pages(cx, &process, start..end, gives_up);
     }
 
-    fn change_pages(&self, cx: &mut Cx<'_, 'h>, process: &Process<'v, 'h, F>, range: Range<u64>) {
+    fn change_pages(&self, cx: &mut Cx<'_, 'h>, process: &Process<'v, 'h, F>, range: Range<u64>, gives_up: bool) {
         let part = |area: &'static Area| (area, range.start.max(area.start)..range.end.min(area.end()));
         let parts: Vec<_> = AREAS.iter().map(part).filter(|(_, part)| !part.is_empty()).collect();
         let all = || parts.iter().flat_map(|(area, part)| part.clone().step_by(area.kind.page.bytes() as usize));
+        let stays;
         {
             let mut book = process.book.borrow_mut();
-            if all().any(|page| book.changes(page).under_way) {
+            if all().any(|page| book.changes(page).under_way || book.rights(page).under_way) {
                 return;
             }
+            stays = gives_up
+                && parts.iter().all(|(area, _)| !area.kind.pooled)
+                && !all().any(|page| book.gone.contains(&page));
             for page in all() {
                 let changes = book.changes(page);
                 book.changes.insert(page, Changes { begun: changes.begun + 1, under_way: true });
@@ -614,17 +683,25 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
                 }
             }
         }
-        while let Err(error) = self.test.world.vm.unmap(cx, &process.space, span(range.start, range.end - range.start))
-        {
-            assert_eq!(error, VmError::NoMemory);
-            cx.cond_resched();
-        }
-        self.test.did("unmapped", 1);
-        process.book.borrow_mut().gone.retain(|page| !range.contains(page));
-        for (area, part) in &parts {
-            self.test.map(cx, process, area, part.clone());
+        let whole = span(range.start, range.end - range.start);
+        if stays {
+            self.test.world.vm.discard(cx, &process.space, whole).expect("areas");
+            self.test.did("discarded", 1);
+        } else {
+            while let Err(error) = self.test.world.vm.unmap(cx, &process.space, whole) {
+                assert_eq!(error, VmError::NoMemory);
+                cx.cond_resched();
+            }
+            self.test.did("unmapped", 1);
+            process.book.borrow_mut().gone.retain(|page| !range.contains(page));
+            for (area, part) in &parts {
+                self.test.map(cx, process, area, part.clone());
+            }
         }
         let mut book = process.book.borrow_mut();
+        if !stays {
+            book.rights.retain(|page, _| !range.contains(page));
+        }
         for page in all() {
             book.changes.get_mut(&page).expect("begun").under_way = false;
         }
@@ -726,13 +803,20 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             words.entry(*at).or_insert_with(|| [0].into()).insert(*value);
         }
         test.did("forked", 1);
-        let child = test.process(cx, child, Book { words, gone, ..Book::default() });
+        let pages =
+            AREAS.iter().flat_map(|area| (0..area.pages).map(|page| area.start + page * area.kind.page.bytes()));
+        let rights = pages.filter_map(|page| {
+            let allowed = child.find_vma(VirtAddr::new(page)).ok()?.kind.protection;
+            Some((page, Rights { read_only: !allowed.contains(Protection::WRITE), ..Rights::default() }))
+        });
+        let rights = rights.collect();
+        let child = test.process(cx, child, Book { words, gone, rights, ..Book::default() });
         child.users.set(1);
         test.world.enter(cx, &child.space);
         test.world.leave(cx, &parent.space);
         // What came or went meanwhile is there or not.
         for page in torn {
-            self.change_pages(cx, &child, page..page + area_of(page).kind.page.bytes());
+            self.change_pages(cx, &child, page..page + area_of(page).kind.page.bytes(), false);
         }
         self.process = child.clone();
         // What may be pinned is copied for the child, each page at its own moment.
@@ -800,14 +884,17 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     fn pin(&mut self, cx: &mut Cx<'_, 'h>) {
         let (test, process) = (self.test, self.process.clone());
         let at = PRIVATE.start + self.random.below(PRIVATE.pages) * 4096;
-        if test.devices.borrow().len() >= DEVICES {
+        let rights = process.book.borrow().rights(at);
+        if test.devices.borrow().len() >= DEVICES || rights.read_only || process.protecting.get() > 0 {
             return;
         }
         let before = process.book.borrow().changes(at);
         process.pins.set(process.pins.get() + 1);
         process.pins_begun.set(process.pins_begun.get() + 1);
+        process.pinning.set(process.pinning.get() + 1);
         let mut pins = Vec::new();
         let done = test.world.vm.pin(cx, &process.space, span(at, 4096), None, &Never, |pinned| pins.push(pinned));
+        process.pinning.set(process.pinning.get() - 1);
         let after = process.book.borrow().changes(at);
         if let Err(error) = done {
             let torn = before.under_way || before != after;

@@ -7,7 +7,7 @@ pub mod metered;
 pub mod slots;
 
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::lock::SpinLock;
+use hugemm_base::lock::{Pause, SpinLock};
 use hugemm_base::{
     CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, PhysAddr, PhysMap, TlbHw, TlbScope, VirtAddr,
     VirtRange,
@@ -41,10 +41,39 @@ impl<'h, F: PageFormat, const AWAY: bool> Setup for Model<'h, F, AWAY> {
     type Platform = Cpus<'h>;
     type Env = Plain<&'h FaultPlan>;
     type Format = F;
-    type Lock = EditLock<Serving>;
+    type Lock = EditLock<Counted>;
     type Tlb = Watched<'h>;
     type Pager = Slots<AWAY>;
     type Notifier = Follower<'h>;
+}
+
+thread_local! {
+    /// Lock rounds of this thread.
+    static LOCKS: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Waits as [`Serving`] does; what this thread has locked is counted.
+#[derive(Clone, Copy, Debug)]
+pub struct Counted;
+
+impl Pause for Counted {
+    fn pause() {
+        Serving::pause();
+    }
+
+    fn taken() {
+        LOCKS.set(LOCKS.get() + 1);
+        Serving::taken();
+    }
+
+    fn given_back() {
+        Serving::given_back();
+    }
+}
+
+/// How often the managers of this thread's tests have locked an area list, an object or a page table.
+pub fn lock_rounds() -> u64 {
+    LOCKS.get()
 }
 
 /// Whoever follows a space.

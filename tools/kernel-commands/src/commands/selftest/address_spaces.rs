@@ -1,5 +1,5 @@
-//! Address spaces keep what is stored in them: all CPUs fault, prefault, unmap, fork and write in one space at once, and clear
-//! free memory ahead of need.
+//! Address spaces keep what is stored in them: all CPUs fault, prefault, unmap, discard, protect, fork and write in one space at once,
+//! read and write it from outside, and clear free memory ahead of need.
 //!
 //! Each CPU has a plot of its own, an area of 4 KiB pages and one of 2 MiB pages: it knows what it stored in every page, and
 //! that a page which it has unmapped is zero again. In the common area, which is shared memory, each CPU has a word of its
@@ -15,7 +15,8 @@ use hugemm_kernel::percpu;
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_paging::ShootdownPolicy;
 use hugemm_vm::{
-    AddressSpace, Backing, NoPager, Pools, Protection, SharedRef, Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
+    AccessError, AddressSpace, Backing, NoPager, Pools, Protection, SharedRef, Vm, VmError, VmaKind, ZeroTurn,
+    ZeroWorker,
 };
 use hugemm_workloads::random::Random;
 
@@ -167,8 +168,10 @@ impl Task<'_> {
             match self.random.below(16) {
                 0 => self.fork(cx)?,
                 1..=3 => self.renew(cx)?,
-                4..=5 => self.prefault(cx)?,
+                4 => self.prefault(cx)?,
+                5 => self.protect(cx)?,
                 6 => self.zero_ahead(cx),
+                7 => self.from_outside(cx)?,
                 _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
             }
             self.round.steps.fetch_add(1, Ordering::Relaxed);
@@ -215,8 +218,8 @@ impl Task<'_> {
         Ok(())
     }
 
-    /// Unmaps a part of the plot, and makes it anew: it is zero then.
-    fn renew(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+    /// Any part of the plot, its kind, and what is known of its pages.
+    fn any_part(&mut self) -> (VirtRange, VmaKind, &mut [u64]) {
         let huge = self.random.below(4) == 0;
         let ((area, kind), known) = match huge {
             true => (huge_plot(self.cpu), &mut self.known.huge[..]),
@@ -226,15 +229,83 @@ impl Task<'_> {
         let known = &mut known[first as usize..];
         let pages = pages.min(known.len() as u64);
         let (bytes, start) = (kind.page.bytes(), area.start().get());
-        let part = span(start + first * bytes, pages * kind.page.pages());
-        match self.round.vm.unmap(cx, self.round.space, part) {
+        (span(start + first * bytes, pages * kind.page.pages()), kind, &mut known[..pages as usize])
+    }
+
+    /// Nobody may store to a part of the plot, for a while.
+    fn protect(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let (round, cpu) = (self.round, self.cpu);
+        let (part, kind, known) = self.any_part();
+        let places = (part.start().get() + u64::from(cpu) * 8..).step_by(kind.page.bytes() as usize).map(VirtAddr::new);
+        match round.vm.protect(cx, round.space, part, Protection::USER) {
+            Ok(()) => {}
+            // It had to be cut; nothing has changed.
+            Err(VmError::NoMemory) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+        vm::with(cx, round.vm, round.space, |_| -> Result<(), Failure> {
+            for (at, known) in places.clone().zip(&*known) {
+                check(cpu, at, *known)?;
+                // SAFETY: the word is this CPU's, in a space that is for this.
+                if unsafe { store(at, !*known) } {
+                    return Err(stored(at.get()).into());
+                }
+            }
+            Ok(())
+        })?;
+        round.vm.protect(cx, round.space, part, kind.protection)?;
+        vm::with(cx, round.vm, round.space, |_| {
+            for (at, known) in places.zip(known) {
+                check(cpu, at, *known)?;
+                // SAFETY: as above.
+                if unsafe { store(at, !*known) } {
+                    *known = !*known;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// A word is read and written through the direct map.
+    fn from_outside(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let (round, cpu, word) = (self.round, self.cpu, self.random.below(u64::MAX));
+        let (at, known) = self.any_page();
+        let mut found = [0; 8];
+        match round.vm.read(cx, round.space, at, &mut found) {
+            Ok(()) if found != known.to_ne_bytes() => {
+                let found = u64::from_ne_bytes(found);
+                let what = format_args!("cpu{cpu} read {found:#x} from outside at {:#x}, not {known:#x}", at.get());
+                return Err(Finding::new("address spaces", what).into());
+            }
+            Ok(()) | Err(AccessError { cause: VmError::NoMemory, .. }) => {}
+            Err(error) => return Err(error.cause.into()),
+        }
+        match round.vm.write(cx, round.space, at, &word.to_ne_bytes()) {
+            Ok(()) => *known = word,
+            Err(AccessError { cause: VmError::NoMemory, .. }) => {}
+            Err(error) => return Err(error.cause.into()),
+        }
+        let known = *known;
+        vm::with(cx, round.vm, round.space, |_| check(cpu, at, known))
+    }
+
+    /// Gives up what a part of the plot has, or unmaps it and makes it anew: it is zero then.
+    fn renew(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let (round, stays) = (self.round, self.random.below(2) == 0);
+        let (part, kind, known) = self.any_part();
+        if stays {
+            round.vm.discard(cx, round.space, part)?;
+            known.fill(0);
+            return Ok(());
+        }
+        match round.vm.unmap(cx, round.space, part) {
             Ok(_) => {}
             // It had to be cut; nothing has changed.
             Err(VmError::NoMemory) => return Ok(()),
             Err(error) => return Err(error.into()),
         }
-        known[..pages as usize].fill(0);
-        while let Err(error) = self.round.vm.map(cx, self.round.space, part, kind, Backing::Private) {
+        known.fill(0);
+        while let Err(error) = round.vm.map(cx, round.space, part, kind, Backing::Private) {
             if error != VmError::NoMemory {
                 return Err(error.into());
             }

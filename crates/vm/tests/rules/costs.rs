@@ -1,0 +1,131 @@
+//! What the verbs of a range cost, whatever its length: lock rounds of area lists, objects and page tables, and flushes. The table in
+//! `docs/vm.md` is what is counted here.
+
+use crate::support::{Cx, Handle, Metered, Rig, lock_rounds, no_faults, span, with_format};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
+use hugemm_paging::{Aarch64, PageFormat};
+use hugemm_vm::{Protection, VmaKind};
+
+const AT: u64 = 0x4000_0000;
+/// How many pages.
+const LENGTHS: [u64; 2] = [64, 8192];
+const USER: Protection = Protection::USER;
+
+type Verb<'h, F> = fn(&Rig<'h, F>, &mut Cx<'_, 'h>, &Handle<'_, 'h, F>, VirtRange);
+
+/// A verb, and what has to be there before it.
+type Row<'h, F> = (&'static str, Verb<'h, F>, Verb<'h, F>);
+
+fn protect<'h, F: PageFormat>(
+    rig: &Rig<'h, F>,
+    cx: &mut Cx<'_, 'h>,
+    space: &Handle<'_, 'h, F>,
+    part: VirtRange,
+    rights: Protection,
+) {
+    rig.vm.protect(cx, space, part, rights).expect("an area");
+}
+
+fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 9] {
+    [
+        ("`protect`: `WRITE` goes", |_, _, _, _| (), |rig, cx, space, part| protect(rig, cx, space, part, USER)),
+        (
+            "`protect`: `WRITE` comes",
+            |rig, cx, space, part| protect(rig, cx, space, part, USER),
+            |rig, cx, space, part| protect(rig, cx, space, part, USER.with(Protection::WRITE)),
+        ),
+        (
+            "`protect`: `EXEC` for `WRITE`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| protect(rig, cx, space, part, USER.with(Protection::EXEC)),
+        ),
+        (
+            "`discard`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                rig.vm.discard(cx, space, part).expect("an area");
+            },
+        ),
+        (
+            "`unmap`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                rig.vm.unmap(cx, space, part).expect("in the space");
+            },
+        ),
+        (
+            "`read`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                rig.vm.read(cx, space, part.start(), &mut vec![0; part.bytes() as usize]).expect("an area");
+            },
+        ),
+        (
+            "`write`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                rig.vm.write(cx, space, part.start(), &vec![1; part.bytes() as usize]).expect("an area");
+            },
+        ),
+        (
+            "`zero`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                rig.vm.zero(cx, space, part.start(), part.bytes() as usize).expect("an area");
+            },
+        ),
+        (
+            "`usage`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                rig.vm.usage(cx, space, part).expect("in the space");
+            },
+        ),
+    ]
+}
+
+/// Lock rounds and flushes of a verb for the middle of an area whose pages are all written.
+fn cost<F: PageFormat>(row: usize, pages: u64) -> (u64, u64) {
+    let mut cost = (0, 0);
+    with_format::<F, false>(64, 1, 5, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.space(cx, span(AT, (pages + 32) << 12), VmaKind::private(PageSize::Size4K));
+            let part = span(AT + (16 << 12), pages << 12);
+            rig.enter(cx, &space);
+            // One by one: small pages that a pool or a prefault makes at once may be folded.
+            (0..pages).for_each(|page| rig.store(cx, &space, AT + ((page + 16) << 12), page).expect("memory"));
+            let (_, before, verb) = rows::<F>()[row];
+            before(rig, cx, &space, part);
+            let counts = || {
+                let counts = rig.vm.shootdown().counts();
+                (lock_rounds(), counts.flushes_all + counts.flushes_range)
+            };
+            let (locks, flushes) = counts();
+            verb(rig, cx, &space, part);
+            let (locks_after, flushes_after) = counts();
+            cost = (locks_after - locks, flushes_after - flushes);
+            rig.vm.prefault(&space, span(AT, 0x1000), None).work(cx, &Never).expect("the space goes on");
+            assert!(space.find_vma(VirtAddr::new(AT)).is_ok());
+            rig.end(cx, space);
+        });
+    });
+    cost
+}
+
+/// Flushes do not grow with the range, and lock rounds do so only by the parts between which others run.
+#[test]
+fn the_table_is_what_is_counted() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/vm.md");
+    let page = std::fs::read_to_string(page).expect("the page is there");
+    let mut missing = Vec::new();
+    for (row, (name, ..)) in rows::<Metered>().into_iter().enumerate() {
+        let [few, many] = LENGTHS.map(|pages| cost::<Metered>(row, pages));
+        let [arm_few, arm_many] = LENGTHS.map(|pages| cost::<Aarch64>(row, pages));
+        assert_eq!((few.1, arm_few.1), (many.1, arm_many.1), "flushes of {name}");
+        let line = format!("| {name} | {} | {} | {} | {} |", few.0, many.0, few.1, arm_few.1);
+        if !page.contains(&line) {
+            missing.push(line);
+        }
+    }
+    assert!(missing.is_empty(), "docs/vm.md has not:\n{}", missing.join("\n"));
+}
