@@ -475,7 +475,9 @@ impl Pairs<'_> {
                         run_as(cpu);
                         let mut cx = self.ground.cpus.cx();
                         // Until pages are idle, and go.
-                        (0..8).for_each(|_| drop(shrink(&mut cx, cpu.into(), 512)));
+                        for _ in 0..8 {
+                            shrink(&mut cx, cpu.into(), 512);
+                        }
                     }
                 }
                 self.trace(
@@ -486,7 +488,7 @@ impl Pairs<'_> {
                     |cx, cpu, at| {
                         if back {
                             let served = vm.fault(cx, &spaces[cpu as usize], at, Access::Read);
-                            assert_eq!(served.expect("memory"), Served::Mapped, "it was away");
+                            assert_eq!(served.expect("memory"), Served::Refaulted, "it was away");
                         } else {
                             shrink(cx, cpu, 32);
                         }
