@@ -13,6 +13,8 @@ target=$arch-unknown-linux-musl
 scripts/need.sh target "$target" || { echo "the target $target is needed: rustup target add $target" >&2; exit 1; }
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
 
+# Of programs that are handed out nobody has the sources beside them.
+export CARGO_PROFILE_RELEASE_STRIP=symbols
 CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER=rust-lld ${CARGO:-cargo} build --release --locked --target "$target" -p hugemm-cli
 binary=${CARGO_TARGET_DIR:-target}/$target/release/hugemm
 native=$arch-unknown-linux-gnu
@@ -48,7 +50,24 @@ install -m 644 docs/lease.md LICENSE-APACHE "$root/usr/share/doc/hugemm/"
     echo "License: Apache-2.0 or Expat"
     sed 's/^$/./; s/^/ /' LICENSE-MIT
 } > "$root/usr/share/doc/hugemm/copyright"
-gzip -9nc CHANGELOG.md > "$root/usr/share/doc/hugemm/changelog.gz"
+gzip -9nc CHANGELOG.md > "$root/usr/share/doc/hugemm/CHANGELOG.md.gz"
+maintainer="hugemm developers <hugemm@users.noreply.github.com>"
+gzip -9n > "$root/usr/share/doc/hugemm/changelog.gz" <<CHANGES
+hugemm ($version) unstable; urgency=medium
+
+  * What is new is in CHANGELOG.md.
+
+ -- $maintainer  $(git log -1 --format=%aD 2> /dev/null || date -R)
+CHANGES
+mkdir -p "$root/usr/share/lintian/overrides"
+cat > "$root/usr/share/lintian/overrides/hugemm" <<'OVERRIDES'
+# A module for those who have Python; nothing here runs it.
+hugemm: python-package-missing-depends-on-python
+# It is static.
+hugemm: shared-library-lacks-prerequisites [usr/bin/hugemm]
+# Where the administrator enabled the units, they are disabled.
+hugemm: maintainer-script-calls-systemctl [prerm:*]
+OVERRIDES
 mkdir "$root/usr/share/doc/hugemm/examples"
 cat > "$root/usr/share/doc/hugemm/examples/lease.policy" <<'POLICY'
 # Who may lease how much, all that a line names together: `--policy /etc/hugemm/lease.policy` in /etc/hugemm/lease.conf.
@@ -72,7 +91,8 @@ cat > "$root/DEBIAN/control" <<CONTROL
 Package: hugemm
 Version: $version
 Architecture: $deb
-Maintainer: hugemm developers <https://github.com/hugemm/hugemm>
+Maintainer: $maintainer
+Homepage: https://github.com/hugemm/hugemm
 Section: admin
 Priority: optional
 ${depends:+$depends
@@ -137,6 +157,7 @@ if command -v dpkg-deb > /dev/null; then
         fi
         echo "the package installs in an empty root, and its unit's command starts"
     fi
+    if command -v lintian > /dev/null; then lintian --fail-on error "$dist/hugemm_${version}_$deb.deb"; else echo "skipped: lintian"; fi
 else
     echo "skipped: the package (no dpkg-deb); its tree is in $root"
 fi

@@ -129,6 +129,12 @@ impl Ram {
         self.0.extent()
     }
 
+    /// The first `pages` frames, at most all, and the rest.
+    pub fn split_at(self, pages: u64) -> (Ram, Ram) {
+        let (left, right) = self.0.split_at(pages);
+        (Ram(left), Ram(right))
+    }
+
     /// The frames, for a use without a manager.
     pub fn into_dirty(self) -> Dirty {
         self.0

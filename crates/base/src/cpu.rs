@@ -129,6 +129,32 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
         CpuCx { platform, stays: PhantomData }
     }
 
+    /// The context of a page fault's handler, where the fault may be the kernel's own (`copy_from_user`): the interrupted task may
+    /// have a context, lent or not, and debts. `None` if it could not be interrupted ([`Cpu::interrupts_on`]), as a pinned one cannot:
+    /// that fault is a bug. The handler may do whatever a task may, sleep included: what the interrupted task has streamed is
+    /// fenced here.
+    ///
+    /// ```
+    /// # use hugemm_base::{Cpu, CpuCx};
+    /// fn page_fault<P: Cpu>(platform: &P, serve: impl FnOnce(&mut CpuCx<'_, P>) -> bool) -> bool {
+    ///     // SAFETY: the task waits for this handler, and holds no lock that serving takes.
+    ///     unsafe { CpuCx::of_fault(platform) }.is_some_and(|mut cx| serve(&mut cx))
+    /// }
+    /// ```
+    ///
+    /// # Safety
+    ///
+    /// The interrupted task waits until the context is gone, and is in no section with vector registers nor one that
+    /// [stays](CpuCx::staying) on its CPU. It interrupted no handler.
+    pub unsafe fn of_fault(platform: &'p P) -> Option<Self> {
+        if !platform.interrupts_on() {
+            return None;
+        }
+        platform.store_fence();
+        // SAFETY: the other context is not used meanwhile, and no debt of it is open any more.
+        Some(unsafe { CpuCx::new(platform) })
+    }
+
     /// The platform.
     #[inline]
     pub fn platform(&self) -> &'p P {

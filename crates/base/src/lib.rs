@@ -31,6 +31,8 @@
 //! | [`cpu`] | [`CpuCx`], [`CpuPin`], [`VectorCx`]: what the running task may do on its CPU |
 //! | [`platform`] | the traits that a platform implements |
 //! | `single_cpu.rs` | [`SingleCpu`]: the smallest platform |
+//! | `bare_metal.rs` | [`BareMetal`]: a platform for kernels on x86-64 and arm64 |
+//! | `direct_map.rs` | [`DirectMap`]: where frames are that are all mapped at one distance |
 //! | [`cancel`] | [`Cancel`]: how a long operation is asked to stop |
 //! | [`shortfall`] | what an allocator is short of |
 //! | [`inject`] | [`Inject`](inject::Inject): the one fault-injection harness |
@@ -45,12 +47,15 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod addr;
+#[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(loom)))]
+mod bare_metal;
 pub mod barriers;
 pub mod cancel;
 pub mod chain;
 pub mod content;
 pub mod counters;
 pub mod cpu;
+mod direct_map;
 pub mod extent;
 pub mod inject;
 pub mod lock;
@@ -70,11 +75,14 @@ pub mod tlb_ranges;
 pub mod virt_range;
 
 pub use addr::{PAGE_BYTES, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
+#[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(loom)))]
+pub use bare_metal::BareMetal;
 pub use cancel::{Cancel, CancelFlag, Never};
 pub use chain::{ExtentChain, ExtentLinks};
 pub use content::{Clearing, Dirty, Ram, Sweep, Zeroed};
 pub use counters::{CounterSnapshot, Counters, FrameUse, FrameUses, FramesInUse};
 pub use cpu::{CpuCx, CpuPin, VectorCx};
+pub use direct_map::DirectMap;
 pub use extent::{Extent, ExtentError};
 pub use pending::{Barrier, Pending};
 pub use platform::{Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, Topology, Window};

@@ -152,16 +152,21 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
-        let result = self.after_giving_back(cx, Self::own, Due::Leaving, |pin| {
-            self.with_node(pin, arena.node, |lists| {
-                self.all_free(arena, extent)?;
-                if self.any_isolated(arena, extent) {
-                    return Err(AllocContigError::Contended);
-                }
-                self.take_free(lists, arena, extent);
-                Ok(())
-            })
-        });
+        let result = self.after_giving_back(
+            cx,
+            |pin| self.own(pin),
+            Due::Leaving,
+            |pin| {
+                self.with_node(pin, arena.node, |lists| {
+                    self.all_free(arena, extent)?;
+                    if self.any_isolated(arena, extent) {
+                        return Err(AllocContigError::Contended);
+                    }
+                    self.take_free(lists, arena, extent);
+                    Ok(())
+                })
+            },
+        );
         result.unwrap_or(Err(AllocContigError::NotManaged))?;
         // SAFETY: the frames were free and have just been taken out, so they are the caller's.
         Ok(unsafe { Dirty::assume_owned(extent) })

@@ -86,6 +86,13 @@ impl Block {
         self.set_mobility(mobility);
     }
 
+    /// Asks for the lines that freeing pages inside touches.
+    #[inline]
+    pub(crate) fn prefetch(&self) {
+        self.free.prefetch();
+        hugemm_base::prefetch::read(&self.hints);
+    }
+
     /// All of it is free, or nothing. Node's lock.
     pub(crate) fn set_free(&self, free: bool) {
         (0..WORDS).for_each(|at| self.free.fill(at, free));
@@ -240,6 +247,14 @@ impl<'m> Arena<'m> {
     pub(crate) fn block(&self, pfn: Pfn) -> &'m Block {
         let first = self.extent.base().number() >> BLOCK_ORDER;
         &self.blocks[((pfn.number() >> BLOCK_ORDER) - first) as usize]
+    }
+
+    /// What is kept for the 2 MiB of a region, by the region's place in the arena.
+    pub(crate) fn blocks_of(&self, region: usize) -> &'m [Block] {
+        // The arena may begin inside its first region.
+        let before = (self.extent.base().number() >> BLOCK_ORDER) as usize % SPAN;
+        let (first, end) = ((region * SPAN).saturating_sub(before), (region + 1) * SPAN - before);
+        self.blocks.get(first..end.min(self.blocks.len())).unwrap_or(&[])
     }
 
     /// The region of a frame of this arena.

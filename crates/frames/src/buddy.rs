@@ -4,10 +4,10 @@
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::{Position, SPAN};
 use crate::frames::{Env, Frames};
-use crate::free2m::{Sought, take_word};
+use crate::free2m::{DIRTY_FIRST, ZERO, take_word};
 use crate::freelist::{FreeLists, Places};
-use crate::mobility::Mobility;
 use crate::node::{Content, Node, Taken};
+use crate::page_alloc::Wanted;
 use hugemm_base::lock::LockGuard;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuPin, Extent, NodeId, Pfn};
@@ -44,7 +44,7 @@ impl<'m, E: Env> Frames<'m, E> {
         lists: &mut LockGuard<'_, E::Lock, FreeLists>,
         f: impl FnOnce(&mut FreeLists) -> R,
     ) -> R {
-        lists.rounds += 1;
+        lists.begin_round();
         self.free_deferred(owner, lists);
         let result = f(lists);
         // Relaxed: a hint.
@@ -83,20 +83,18 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Takes one block of `order`, the lowest there is.
-    pub(crate) fn take_block(
-        &self,
-        lists: &mut FreeLists,
-        order: u32,
-        mobility: Mobility,
-        want_zero: bool,
-    ) -> Option<Taken> {
+    /// Takes the lowest block that will do. `None` says that there is none unless the round is [spent](FreeLists::is_spent).
+    pub(crate) fn take_block(&self, lists: &mut FreeLists, wanted: &Wanted) -> Option<Taken> {
+        let order = wanted.order.get();
         match order.checked_sub(BLOCK_ORDER) {
             None => {
-                let place = self.find_4k(lists, order, mobility, want_zero, None)?;
+                let place = self.find_4k(lists, wanted, None)?;
                 self.take_4k(lists, place, order, 1).0.descending().next()
             }
-            Some(log) => Sought::preferring(want_zero).into_iter().find_map(|sought| self.take_2m(lists, log, sought)),
+            Some(log) => {
+                let zero = if wanted.zero { self.take_2m(lists, log, &ZERO, wanted.limit) } else { None };
+                zero.or_else(|| self.take_2m(lists, log, &DIRTY_FIRST, wanted.limit))
+            }
         }
     }
 

@@ -45,28 +45,44 @@ pub enum CarveReason {
     Size(FramesConfigError),
     /// These frames, which would hold the metadata, are not mapped as a whole.
     NotMapped(Extent),
+    /// The memory map has more than [`MOST_PIECES`] pieces that do not adjoin.
+    TooManyPieces,
 }
+
+/// How many pieces of RAM with holes between them [`Frames::carve_all`] takes.
+pub const MOST_PIECES: usize = 64;
 
 impl fmt::Display for CarveError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bytes = self.ram.extent().bytes();
-        match self.reason {
-            CarveReason::Size(reason) => write!(f, "no manager of frames can be carved out of {bytes} bytes: {reason}"),
+        write!(f, "{} bytes from frame {} on: {}", self.ram.extent().bytes(), self.ram.extent().base(), self.reason)
+    }
+}
+
+impl core::error::Error for CarveError {}
+
+impl fmt::Display for CarveReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CarveReason::Size(reason) => write!(f, "no manager of frames can be carved out of that: {reason}"),
             CarveReason::NotMapped(metadata) => {
                 write!(f, "the platform maps no {} pages from frame {} on", metadata.pages(), metadata.base())
+            }
+            CarveReason::TooManyPieces => {
+                write!(f, "the memory map has more than {MOST_PIECES} pieces; leave out the smallest")
             }
         }
     }
 }
 
-impl core::error::Error for CarveError {}
+impl core::error::Error for CarveReason {}
 
 impl<'m> Frames<'m, Carved> {
     /// A manager of all of `ram`, every frame of it free, but for those at its end that hold the metadata: at most 1.6 % and a
     /// few KiB per CPU of the platform. They belong to no arena, so nothing ever hands them out. One node.
     ///
     /// The platform maps memory for good, since the metadata is used for as long as the manager lives. Its CPUs have caches.
-    /// A kernel with several arenas or nodes, or with descriptors elsewhere, uses [`Frames::new`].
+    /// A machine with several pieces of RAM has [`carve_all`](Frames::carve_all); one with several nodes, or with descriptors elsewhere,
+    /// [`Frames::new`].
     ///
     /// ```
     /// # use hugemm_base::{Extent, PageSize, Pfn, SingleCpu};
@@ -118,46 +134,107 @@ impl<'m> Frames<'m, Carved> {
     /// Too little memory, or metadata that the platform does not map; `ram` comes back. If the platform unwinds, `ram` is lost:
     /// nobody has any of it. O(2 MiB blocks); any context but NMI.
     pub fn carve<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, ram: Ram) -> Result<Self, CarveError> {
-        match Self::carve_extent(cx, ram.extent()) {
+        match Self::carve_arenas(cx, &mut [arena(ram.extent())]) {
             Ok(frames) => Ok(frames),
             Err(reason) => Err(CarveError { ram, reason }),
         }
     }
 
-    /// For the owner of `ram`, who has nothing to do with it any more if this succeeds.
-    fn carve_extent<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, ram: Extent) -> Result<Self, CarveReason> {
-        let (free, metadata) = divide(ram, cx.platform().cpus()).map_err(CarveReason::Size)?;
+    /// A manager of all RAM of a machine's memory map, in any order: what [`carve`](Frames::carve) is for one piece. The metadata is at
+    /// the end of the largest piece. Holes cost nothing: pieces that adjoin are one arena, the others one each, in one node.
+    ///
+    /// ```
+    /// # use hugemm_base::{Extent, PageSize, Pfn, SingleCpu};
+    /// # use hugemm_frames::Frames;
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let (ram, layout) = (Extent::new(Pfn::new(0), 4 * 512)?, std::alloc::Layout::from_size_align(8 << 20, 2 << 20)?);
+    /// # let base = unsafe { std::alloc::alloc_zeroed(layout) };
+    /// # // SAFETY: nobody else uses it; it stays mapped at `base`.
+    /// # let (cx, ram) = unsafe { SingleCpu::start(ram, base) };
+    /// let (below, above) = ram.split_at(600); // what a boot loader says is RAM
+    /// let frames = Frames::carve_all(&cx, [above, below])?;
+    /// let page = frames.alloc(&cx, PageSize::Size2M)?;
+    /// # frames.free(&cx, page);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`carve`](Frames::carve), and more than [`MOST_PIECES`] pieces; all of the memory is lost then: a kernel that cannot start has no
+    /// use for it. O(2 MiB blocks + pieces²); any context but NMI; 4 KiB of stack.
+    pub fn carve_all<P: Cpu + LinearMap>(
+        cx: &CpuCx<'m, P>,
+        map: impl IntoIterator<Item = Ram>,
+    ) -> Result<Self, CarveReason> {
+        let (mut pieces, mut count) = ([arena(Extent::default()); MOST_PIECES], 0);
+        for piece in map.into_iter().map(|ram| ram.extent()).filter(|piece| !piece.is_empty()) {
+            // Where it belongs, by frame number.
+            let at = pieces[..count].partition_point(|other| other.extent.base() < piece.base());
+            let before = at.checked_sub(1).and_then(|at| pieces[at].extent.join(piece));
+            let after = |piece: Extent| pieces[..count].get(at).and_then(|next| piece.join(next.extent));
+            match (before, after(before.unwrap_or(piece))) {
+                (Some(_), Some(all)) => {
+                    pieces[at - 1].extent = all;
+                    pieces.copy_within(at + 1..count, at);
+                    count -= 1;
+                }
+                (Some(joined), None) => pieces[at - 1].extent = joined,
+                (None, Some(joined)) => pieces[at].extent = joined,
+                (None, None) if count == MOST_PIECES => return Err(CarveReason::TooManyPieces),
+                (None, None) => {
+                    pieces.copy_within(at..count, at + 1);
+                    pieces[at].extent = piece;
+                    count += 1;
+                }
+            }
+        }
+        Self::carve_arenas(cx, &mut pieces[..count])
+    }
+
+    /// For the owner of the arenas' frames, who has nothing to do with them any more if this succeeds. The metadata is taken from the
+    /// end of the largest.
+    fn carve_arenas<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, arenas: &mut [ArenaSpec]) -> Result<Self, CarveReason> {
+        let metadata = set_aside(arenas, cx.platform().cpus()).map_err(CarveReason::Size)?;
         let window = cx.platform().open(metadata, None).filter(|window| window.pages >= metadata.pages());
         let window = window.ok_or(CarveReason::NotMapped(metadata))?;
-        let arenas = [ArenaSpec { extent: free, node: NodeId(0), descriptors: None }];
-        let config = FramesConfig { arenas: &arenas, cpus: cx.platform().cpus(), cpu_nodes: &[] };
+        let config = FramesConfig { arenas, cpus: cx.platform().cpus(), cpu_nodes: &[] };
         let env = Carved { platform: core::ptr::from_ref(cx.platform()).addr() };
         // SAFETY: the metadata's frames are the caller's, who gives them up, and mapped for `'m`: the platform is borrowed for
         // as long. That no other manager knows frames of `Ram` is what it stands for. Contexts of other platforms find no cache.
         let frames = unsafe { Self::new(&config, env, window.ptr, metadata.bytes() as usize) };
         let frames = frames.map_err(CarveReason::Size)?;
-        // SAFETY: the same owner's; released once, to the only manager that knows them.
-        unsafe { frames.release_extent(cx, free) };
+        for arena in &*arenas {
+            // SAFETY: the same owner's; released once, to the only manager that knows them.
+            unsafe { frames.release_extent(cx, arena.extent) };
+        }
         Ok(frames)
     }
 }
 
-/// What is managed of `ram`, and the frames after it that hold its metadata.
-fn divide(ram: Extent, cpus: u32) -> Result<(Extent, Extent), FramesConfigError> {
+/// Some RAM as an arena of a manager with one node.
+fn arena(extent: Extent) -> ArenaSpec {
+    ArenaSpec { extent, node: NodeId(0), descriptors: None }
+}
+
+/// Takes the frames that hold the metadata from the end of the largest arena.
+fn set_aside(arenas: &mut [ArenaSpec], cpus: u32) -> Result<Extent, FramesConfigError> {
+    let largest = (0..arenas.len()).max_by_key(|at| arenas[*at].extent.pages()).ok_or(FramesConfigError::Empty)?;
+    let whole = arenas[largest].extent;
     // How many frames the metadata needs if `given` are set aside.
-    let need = |given: u64| {
-        let (extent, _) = ram.split_at(ram.pages().saturating_sub(given));
-        let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
-        let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
-        let layout = Frames::<Carved>::required_bytes(&config)?;
+    let mut need = |given: u64| {
+        (arenas[largest].extent, _) = whole.split_at(whole.pages().saturating_sub(given));
+        let layout = Frames::<Carved>::required_bytes(&FramesConfig { arenas, cpus, cpu_nodes: &[] })?;
         let pages = (layout.size() as u64).div_ceil(PAGE_BYTES);
-        if pages >= ram.pages() {
+        if pages >= whole.pages() {
             return Err(FramesConfigError::Memory { bytes: layout.size(), align: layout.align() });
         }
         Ok(pages)
     };
     // The need falls with what is set aside. So the first figure is too large and the second too small, and the third, which
     // is what the second leaves needs, is enough for what it leaves itself.
-    let pages = need(need(need(0)?)?)?;
-    Ok(ram.split_at(ram.pages() - pages))
+    let pages = need(0).and_then(&mut need).and_then(&mut need)?;
+    let (rest, metadata) = whole.split_at(whole.pages() - pages);
+    arenas[largest].extent = rest;
+    Ok(metadata)
 }

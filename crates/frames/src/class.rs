@@ -164,10 +164,12 @@ impl<'m> Class<'m> {
         self.last.store(NEITHER, Ordering::Relaxed);
     }
 
-    /// Blocks of this class have been given back that were not to be allocated again: whoever frees as much as it takes needs no larger
-    /// cache, wherever that lies.
+    /// A block of this class has been freed that is not to be allocated again: whoever frees as much as it takes needs no larger cache,
+    /// wherever that lies.
     pub(crate) fn note_given_back(&self) {
-        self.note(DRAINED);
+        if self.last.load(Ordering::Relaxed) % STREAK != DRAINED {
+            self.note(DRAINED);
+        }
     }
 
     /// Whether the class caches anything at all.

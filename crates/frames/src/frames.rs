@@ -426,7 +426,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The cache of the CPU that the caller is pinned to.
     #[inline]
-    pub(crate) fn own(&self, pin: CpuPin<'_>) -> Option<&PerCpu<'m>> {
+    pub(crate) fn own(&self, pin: CpuPin<'_>) -> Option<&'m PerCpu<'m>> {
         if self.env.has_cache(pin) { self.caches.get(pin.cpu().0 as usize) } else { None }
     }
 

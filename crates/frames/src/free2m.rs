@@ -8,29 +8,26 @@
 //!
 //! For each order, and for content that is dirty, zero or either, the node has a row with a bit per region: clear where
 //! there is certainly no such run, set where there may be one. Freeing sets a region's bits, and a search that finds nothing
-//! clears one, so searches in vain are paid for by frees. Of all runs the **lowest** is taken (first fit), aligned; but a 1 GiB of which all
-//! is free is broken only where no other has a run of the same content. The rows of 1 GiB say which those are.
+//! clears one, so searches in vain are paid for by frees; and it clears no more than so many in one lock round
+//! ([`FreeLists::is_spent`]). Of all runs the **lowest** is taken (first fit), aligned; but a 1 GiB of which all
+//! is free is broken only where no other has a run; for whoever wants zeroes, none that is zero. The rows of 1 GiB say which those are.
 //!
 //! # Cost
 //!
 //! Under the node's lock. Taking or freeing: the node's line, at most five lines of the region, one row; no descriptor,
 //! nothing per 2 MiB or per frame.
 
-use crate::arena::{Arena, BLOCK, BLOCK_ORDER, REGION_ORDER, Region, in_region};
+use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, Region, in_region};
 use crate::bits::{descending, lowest};
 use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
 use crate::freelist::{FreeLists, Places};
-use crate::frozen::Frozen;
-use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
 use crate::rows::{BIG, SMALL_KINDS};
 use crate::stats::ORDERS;
+use core::ops::ControlFlow;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{CpuPin, Extent, NodeId, Pfn};
-
-/// log2 of the frames that a word of a region stands for.
-const WORD_SHIFT: u32 = BLOCK_ORDER + WORD_BITS.ilog2();
+use hugemm_base::{Extent, Order, Pfn};
 
 /// Which content will do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,11 +41,6 @@ pub(crate) enum Sought {
 }
 
 impl Sought {
-    /// In which order to look.
-    pub(crate) const fn preferring(zero: bool) -> [Sought; 3] {
-        if zero { [Sought::Zero, Sought::Dirty, Sought::Any] } else { [Sought::Dirty, Sought::Any, Sought::Zero] }
-    }
-
     /// The number of the row for runs of 2^`log` times 2 MiB among those of 2 MiB.
     const fn row(self, log: u32) -> usize {
         self as usize * BIG + log as usize
@@ -59,6 +51,16 @@ impl Sought {
         ((1 << BIG) - 1) << self.row(0)
     }
 }
+
+/// A way to look: for which content, and whether only where a region is broken already.
+pub(crate) type Way = (Sought, bool);
+
+/// Whoever needs known-zero memory.
+pub(crate) const ZERO: [Way; 2] = [(Sought::Zero, true), (Sought::Zero, false)];
+
+/// Whoever does not: a whole 1 GiB is worth more than that some of it is known to be zero.
+pub(crate) const DIRTY_FIRST: [Way; 4] =
+    [(Sought::Dirty, true), (Sought::Any, true), (Sought::Dirty, false), (Sought::Any, false)];
 
 /// The row that has a bit for each region of which all is free.
 const WHOLE_ROW: usize = Sought::Any.row(BIG as u32 - 1);
@@ -78,22 +80,6 @@ impl Region {
         }
     }
 }
-
-/// 2 MiB blocks of one word of a region, to be freed together.
-#[derive(Clone, Copy, Default)]
-struct Piece {
-    /// The word's number among all of memory.
-    word: u64,
-    blocks: u64,
-    /// Which of them are known to be zero.
-    zero: u64,
-}
-
-/// Pieces that are gathered, each at its word's number modulo this: those of 8 GiB at least.
-const PIECES: usize = 64;
-
-/// Pieces that are freed in one lock round.
-const ROUND: usize = 16;
 
 /// 2 MiB blocks of one word of a region that were taken together.
 #[derive(Clone, Copy, Default)]
@@ -119,7 +105,7 @@ impl Batch {
 }
 
 /// Free 2 MiB blocks in a row.
-pub(crate) struct FreeRun<'m> {
+struct FreeRun<'m> {
     arena: &'m Arena<'m>,
     /// The region's first frame.
     base: Pfn,
@@ -181,71 +167,17 @@ impl<'m, E: Env> Frames<'m, E> {
         self.hint(arena, pfn, content);
     }
 
-    /// Frees 2 MiB blocks that a cache held, in any order, those of a word together: one lock round per [`ROUND`] words, however they lie.
-    pub(crate) fn free_cached_2m(&self, pin: CpuPin<'_>, node: NodeId, words: &[u64]) {
-        let (mut pieces, mut used) = ([Piece::default(); PIECES], 0_u64);
-        let (mut round, mut len) = ([Piece::default(); ROUND], 0);
-        let mut leave = |piece: Piece| {
-            round[len] = piece;
-            len = (len + 1) % ROUND;
-            if len == 0 {
-                self.free_pieces(pin, node, &round);
-            }
-            len
-        };
-        // SAFETY: a cache's, which gives them up.
-        for block in words.iter().map(|word| unsafe { Frozen::from_word(*word) }) {
-            let number = block.pfn().number() >> BLOCK_ORDER;
-            let (word, bit) = (number / WORD_BITS as u64, 1 << (number % WORD_BITS as u64));
-            let at = word as usize % PIECES;
-            let piece = &mut pieces[at];
-            if used >> at & 1 == 0 || piece.word != word {
-                let former = core::mem::replace(piece, Piece { word, blocks: 0, zero: 0 });
-                if used >> at & 1 != 0 {
-                    leave(former);
-                }
-                used |= 1 << at;
-            }
-            piece.blocks |= bit;
-            piece.zero |= if block.is_zero() { bit } else { 0 };
-        }
-        let left = descending(used).fold(0, |_, at| leave(pieces[at]));
-        if left != 0 {
-            self.free_pieces(pin, node, &round[..left]);
-        }
-    }
-
-    /// Frees pieces: one lock round.
-    fn free_pieces(&self, pin: CpuPin<'_>, node: NodeId, pieces: &[Piece]) {
-        self.with_node(pin, node, |lists| {
-            let (suspects, mut freed) = (self.has_suspects(), 0);
-            for Piece { word, blocks, zero } in pieces.iter().copied() {
-                let pfn = |bit: u32| Pfn::new((word << WORD_SHIFT) + (u64::from(bit) << BLOCK_ORDER));
-                let (first, last) = (pfn(blocks.trailing_zeros()), pfn(blocks.ilog2()));
-                let looked_at = |arena: &Arena<'m>| {
-                    let (region, at) = (arena.region(first), in_region(first).word());
-                    suspects && (region.refused.load(at) | region.isolated.load(at)) & blocks != 0
-                };
-                let Some(arena) = self.arena(first).filter(|arena| arena.contains(last) && !looked_at(arena)) else {
-                    for bit in descending(blocks) {
-                        let block = Frozen::make(pfn(bit as u32), BLOCK, Mobility::Movable, zero >> bit & 1 != 0);
-                        if let Some(arena) = self.arena(block.pfn()) {
-                            self.free_handle(lists, arena, block);
-                        }
-                    }
-                    continue;
-                };
-                for (bits, content) in [(blocks & !zero, Content::Dirty), (zero, Content::Zero)] {
-                    if bits != 0 {
-                        free_word(lists, arena.region(first), in_region(first).word(), bits, content, false);
-                        self.hint(arena, first, content);
-                    }
-                }
-                freed += pages(blocks);
-            }
-            // Once, because whoever waits for the lock looks at the same line.
-            lists.pages += freed;
-        });
+    /// Frees undivided blocks of the word of a region that a frame is in; the caller counts them. Nothing is isolated.
+    pub(crate) fn free_blocks_2m(
+        &self,
+        lists: &mut FreeLists,
+        arena: &Arena<'m>,
+        near: Pfn,
+        bits: u64,
+        content: Content,
+    ) {
+        free_word(lists, arena.region(near), in_region(near).word(), bits, content, false);
+        self.hint(arena, near, content);
     }
 
     /// Says that a frame's region may have runs of every order: something of a content has become free in the frame's word.
@@ -268,95 +200,112 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// What `find` makes of the lowest region that has a run, in the first of the node's places that has one, of those that are broken
-    /// already if there is one: `None` from it says that there is no run, which is remembered.
+    /// What `find` makes of the lowest region that has a run, in the first of the node's places that has one; of several ways to look, the
+    /// first that finds what `fits`. `None` from `find` says that there is no run, which is remembered.
     fn seek<R>(
         &self,
         lists: &FreeLists,
         log: u32,
-        sought: Sought,
-        mut find: impl FnMut(&'m Arena<'m>, &'m Region, Pfn) -> Option<R>,
+        ways: &[Way],
+        find: impl Fn(Sought, &'m Arena<'m>, &'m Region, Pfn) -> Option<R>,
+        fits: impl Fn(&R) -> bool,
     ) -> Option<R> {
         self.places(lists).find_map(|places| {
-            let mut seek = |broken| self.seek_in(&places, log, sought, broken, &mut find);
-            seek(true).or_else(|| seek(false))
+            ways.iter().find_map(|way| {
+                let found =
+                    self.seek_in(lists, &places, log, *way, |arena, region, base| find(way.0, arena, region, base));
+                found.filter(&fits)
+            })
         })
     }
 
     fn seek_in<R>(
         &self,
+        lists: &FreeLists,
         places: &Places<'m>,
         log: u32,
-        sought: Sought,
-        broken: bool,
-        find: &mut impl FnMut(&'m Arena<'m>, &'m Region, Pfn) -> Option<R>,
+        (sought, where_broken): Way,
+        find: impl Fn(&'m Arena<'m>, &'m Region, Pfn) -> Option<R>,
     ) -> Option<R> {
         let row = SMALL_KINDS + sought.row(log);
-        loop {
-            let number =
-                if broken { places.rows.first_without(row, SMALL_KINDS + WHOLE_ROW) } else { places.rows.first(row) }?;
+        while !lists.is_spent() {
+            let number = match where_broken {
+                true => places.rows.first_without(row, SMALL_KINDS + WHOLE_ROW)?,
+                false => places.rows.first(row)?,
+            };
             let (arena, region, base) = places.at(number)?;
             if let Some(found) = find(arena, region, base) {
                 return Some(found);
             }
             // No run of this order, so none of a larger one.
             clear_rows(arena, region, number, sought.rows() & u64::MAX << sought.row(log));
+            lists.looked_in_vain();
         }
+        None
     }
 
-    /// The number of the lowest region that is broken, and has a free 2 MiB of some content.
-    pub(crate) fn lowest_broken(&self, lists: &FreeLists, sought: Sought) -> Option<usize> {
-        let mut number = |arena: &'m Arena<'m>, region: &'m Region, base: Pfn| {
+    /// The number of the lowest region that is broken, and has dirty 2 MiB free.
+    pub(crate) fn lowest_broken(&self, lists: &FreeLists) -> Option<usize> {
+        let number = |sought, arena: &'m Arena<'m>, region: &'m Region, base: Pfn| {
             let base = base.max(arena.extent.base());
             (0..WORDS).any(|at| region.available(at, sought) != 0).then(|| arena.region_number(base))
         };
-        self.places(lists).find_map(|places| self.seek_in(&places, 0, sought, true, &mut number))
+        self.seek(lists, 0, &DIRTY_FIRST[..1], number, |_| true)
     }
 
-    /// Whether a run of an order above that of 2 MiB, below a frame, has no more than so many frames in use. A word per 128 MiB.
-    pub(crate) fn is_nearly_free(&self, lists: &FreeLists, order: u32, limit: Pfn, used: u64) -> bool {
-        let log = order.saturating_sub(BLOCK_ORDER);
+    /// Whether a run of an order above that of 2 MiB, below a frame, has no more than so many frames in use; of regions from number `from`
+    /// on. Where that cannot be said in one round, the number of the region with which the next begins. A word per 128 MiB.
+    pub(crate) fn is_nearly_free(
+        &self,
+        lists: &FreeLists,
+        from: usize,
+        order: Order,
+        limit: Pfn,
+        used: u64,
+    ) -> ControlFlow<bool, usize> {
+        let log = order.get().saturating_sub(BLOCK_ORDER);
         let in_use = |region: &Region, first| {
             let words = spans(Position::<Blocks>::new(first), 1 << log)
                 .map(|(at, bits)| (bits & !region.free.load(at), region.split.load(at)));
             // A page of each group at least.
             words.map(|(used, split)| pages(used & !split) + u64::from((used & split).count_ones())).sum::<u64>()
         };
-        self.arena_table().on(lists).any(|arena| {
+        for arena in self.arena_table().on(lists) {
             let first = arena.extent.base().number() >> REGION_ORDER;
-            arena.regions.iter().zip(first..).any(|(region, number)| {
-                (0..SPAN).step_by(1 << log).any(|index| {
-                    let base = Position::<Blocks>::new(index).pfn(Pfn::new(number << REGION_ORDER));
-                    let inside =
-                        Extent::new(base, 1 << order).is_ok_and(|run| arena.extent.covers(run) && run.end() <= limit);
-                    inside && in_use(region, index) <= used
-                })
-            })
-        })
+            for (at, region) in arena.regions.iter().enumerate().skip(from.saturating_sub(arena.first_region)) {
+                if lists.is_spent() {
+                    return ControlFlow::Continue(arena.first_region + at);
+                }
+                lists.looked_in_vain();
+                let may_become = |index: &usize| {
+                    let base = Position::<Blocks>::new(*index).pfn(Pfn::new((first + at as u64) << REGION_ORDER));
+                    let run = Extent::block(base, order);
+                    arena.extent.covers(run) && run.end() <= limit && in_use(region, *index) <= used
+                };
+                if (0..SPAN).step_by(1 << log).any(|index| may_become(&index)) {
+                    return ControlFlow::Break(true);
+                }
+            }
+        }
+        ControlFlow::Break(false)
     }
 
-    /// Takes the lowest run of 2^`log` times 2 MiB of some content.
-    pub(crate) fn take_2m(&self, lists: &mut FreeLists, log: u32, sought: Sought) -> Option<Taken> {
-        let run = self.lowest_run(lists, log, sought, |_| true)?;
-        Some(take_run(lists, log, run))
-    }
-
-    /// The lowest run of 2^`log` times 2 MiB of some content in each of the node's places, of those the first that will do; where
-    /// something is broken already before where nothing is.
-    pub(crate) fn lowest_run(
-        &self,
-        lists: &FreeLists,
-        log: u32,
-        sought: Sought,
-        fits: impl Fn(Pfn) -> bool,
-    ) -> Option<FreeRun<'m>> {
-        let mut find = |arena, region: &'m Region, base| {
+    /// Takes the lowest run of 2^`log` times 2 MiB below a frame: the first that one of several ways to look finds.
+    pub(crate) fn take_2m(&self, lists: &mut FreeLists, log: u32, ways: &[Way], limit: Pfn) -> Option<Taken> {
+        let find = |sought, arena, region: &'m Region, base| {
             first_run(log, |at| region.available(at, sought)).map(|index| FreeRun { arena, base, index })
         };
-        self.places(lists).find_map(|places| {
-            let mut lowest = |broken| self.seek_in(&places, log, sought, broken, &mut find);
-            [true, false].into_iter().find_map(|broken| lowest(broken).filter(|run| fits(run.index.pfn(run.base))))
-        })
+        let fits = |run: &FreeRun<'_>| run.index.pfn(run.base).number() + (1 << (BLOCK_ORDER + log)) <= limit.number();
+        let FreeRun { arena, base, index } = self.seek(lists, log, ways, find, fits)?;
+        let mut zero = true;
+        for (at, bits) in spans(index, 1 << log) {
+            zero &= take_word(lists, arena, Position::<Blocks>::in_word(at, 0).pfn(base), bits, false) == bits;
+        }
+        lists.pages -= 1 << (BLOCK_ORDER + log);
+        if log != 0 {
+            arena.region(base).starts.merge(index, log);
+        }
+        Some(Taken { pfn: index.pfn(base), zero })
     }
 
     /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of [`BATCHES`] words at most, so that a round ends
@@ -364,15 +313,13 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn take_many_2m(&self, lists: &mut FreeLists, want: u64) -> [Batch; BATCHES] {
         let mut batches = [Batch::default(); BATCHES];
         let mut left = want;
+        let find = |sought, arena, region: &'m Region, base| {
+            let found = (0..WORDS).map(|at| (at, region.available(at, sought))).find(|(_, word)| *word != 0);
+            found.map(|(at, word)| (arena, word, Position::<Blocks>::in_word(at, 0).pfn(base)))
+        };
         for batch in &mut batches {
-            let word = |sought| {
-                self.seek(lists, 0, sought, |arena, region, base| {
-                    let found = (0..WORDS).map(|at| (at, region.available(at, sought))).find(|(_, word)| *word != 0);
-                    found.map(|(at, word)| (arena, word, Position::<Blocks>::in_word(at, 0).pfn(base)))
-                })
-            };
-            let found = word(Sought::Dirty).or_else(|| word(Sought::Any));
-            let Some((arena, word, base)) = found.filter(|_| left != 0) else { break };
+            let found = if left == 0 { None } else { self.seek(lists, 0, &DIRTY_FIRST, find, |_| true) };
+            let Some((arena, word, base)) = found else { break };
             let blocks = lowest(word, left);
             let count = u64::from(blocks.count_ones());
             *batch = Batch { base, blocks, zero: take_word(lists, arena, base, blocks, false) };
@@ -381,18 +328,16 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         batches
     }
+}
 
-    /// Adds up the free blocks of 2 MiB and more of one node by order. Isolated ones are single.
-    pub(crate) fn count_2m(&self, lists: &FreeLists, blocks: &mut [u64; ORDERS]) {
-        for region in self.arena_table().on(lists).flat_map(|arena| arena.regions) {
-            let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
-            for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
-                *sum += count;
-            }
-            let isolated = |at| u64::from((region.free.load(at) & region.isolated.load(at)).count_ones());
-            blocks[BLOCK_ORDER as usize] += (0..WORDS).map(isolated).sum::<u64>();
-        }
+/// Adds up the free blocks of 2 MiB and more of a region by order. Isolated ones are single.
+pub(crate) fn count_2m(region: &Region, blocks: &mut [u64; ORDERS]) {
+    let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
+    for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
+        *sum += count;
     }
+    let isolated = |at| u64::from((region.free.load(at) & region.isolated.load(at)).count_ones());
+    blocks[BLOCK_ORDER as usize] += (0..WORDS).map(isolated).sum::<u64>();
 }
 
 /// The rows that freeing memory of some content belongs to, but for [`WHOLE`].
@@ -454,20 +399,6 @@ pub(crate) fn take_word(lists: &mut FreeLists, arena: &Arena<'_>, pfn: Pfn, bits
     zero
 }
 
-/// Takes a run of 2^`log` times 2 MiB that was just found.
-pub(crate) fn take_run(lists: &mut FreeLists, log: u32, run: FreeRun<'_>) -> Taken {
-    let FreeRun { arena, base, index } = run;
-    let mut zero = true;
-    for (at, bits) in spans(index, 1 << log) {
-        zero &= take_word(lists, arena, Position::<Blocks>::in_word(at, 0).pfn(base), bits, false) == bits;
-    }
-    lists.pages -= 1 << (BLOCK_ORDER + log);
-    if log != 0 {
-        arena.region(base).starts.merge(index, log);
-    }
-    Taken { pfn: index.pfn(base), zero }
-}
-
 /// Frames in the 2 MiB blocks of a word.
 #[inline]
 pub(crate) fn pages(bits: u64) -> u64 {
@@ -493,8 +424,6 @@ mod tests {
         assert_eq!([Sought::Dirty.row(0), Sought::Zero.row(3), Sought::Any.row(9)], [0, 13, 29]);
         let freed = [Content::Dirty, Content::Zero, Content::AsMapped].map(rows_of);
         assert_eq!(freed, [0x1ff << 20 | 0x1ff, 0x1ff << 20 | 0x1ff << 10, 0x1ff7_fdff]);
-        assert_eq!(Sought::preferring(true), [Sought::Zero, Sought::Dirty, Sought::Any]);
-        assert_eq!(Sought::preferring(false), [Sought::Dirty, Sought::Any, Sought::Zero]);
         assert_eq!(pages(0b101), 2 * 512);
     }
 }

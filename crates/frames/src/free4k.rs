@@ -7,8 +7,8 @@
 //! # Finding
 //!
 //! For each mobility, content and order the region has a bit per 2 MiB: set for the largest order of which there may be a run
-//! there, so that there is certainly none of a larger one. A free raises it, a search in vain lowers it; what a 2 MiB has its
-//! bits for stands beside its counts. The node has a bit per region that may have some. Of all runs the **lowest** is taken
+//! there, so that there is certainly none of a larger one. A free raises it, a search in vain lowers it, so many of them in one lock round; what a
+//! 2 MiB has its bits for stands beside its counts. The node has a bit per region that may have some. Of all runs the **lowest** is taken
 //! (first fit), aligned.
 //!
 //! # Cost
@@ -24,15 +24,17 @@ use crate::blockmap::{
     Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans,
 };
 use crate::frames::{Env, Frames};
-use crate::free2m::Sought;
+use crate::free2m::{DIRTY_FIRST, Sought, Way, ZERO};
 use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
+use crate::outgoing::Word;
+use crate::page_alloc::Wanted;
 use crate::pcp::{self, PerCpu};
 use crate::rows::SMALL;
 use crate::stats::ORDERS;
+use hugemm_base::Pfn;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{Extent, Pfn};
 
 /// Kinds of one mobility.
 const ROWS: usize = 3 * SMALL;
@@ -138,67 +140,6 @@ impl Place<'_> {
     }
 }
 
-/// Pages of one word of a 2 MiB that are freed together.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WordPages<'m> {
-    block: &'m Block,
-    /// A frame of the word, from bit 1 on, and in bit 0 whether the pages are known to be zero.
-    near: u64,
-    bits: u64,
-}
-
-impl<'m> WordPages<'m> {
-    /// The pages `bits` of the word of a frame of an arena.
-    #[inline]
-    pub(crate) fn new(arena: &Arena<'m>, near: Pfn, bits: u64, zero: bool) -> Self {
-        WordPages { block: arena.block(near), near: near.number() << 1 | u64::from(zero), bits }
-    }
-
-    /// How many.
-    #[inline]
-    pub(crate) const fn count(&self) -> u64 {
-        self.bits.count_ones() as u64
-    }
-
-    /// Makes each page a block by itself in the map. The caller owns them.
-    pub(crate) fn divide(&self) {
-        self.block.starts.set_shared(self.at(), self.bits, true);
-    }
-
-    /// Asks for the lines that freeing them touches.
-    #[inline]
-    pub(crate) fn prefetch(&self) {
-        self.block.free.prefetch();
-        hugemm_base::prefetch::read(&self.block.hints);
-    }
-
-    /// Each run of them, and its content.
-    pub(crate) fn runs(&self) -> impl Iterator<Item = (Extent, Content)> + use<> {
-        let (near, at, content) = (self.near(), self.at(), Content::of(self.is_zero()));
-        let mut left = self.bits;
-        core::iter::from_fn(move || {
-            let first = (left != 0).then(|| left.trailing_zeros())?;
-            let count = (left >> first).trailing_ones();
-            left &= u64::MAX.unbounded_shl(first + count);
-            let base = Position::<Pages>::in_word(at, first).pfn(near);
-            Some((Extent::new(base, count.into()).ok()?, content))
-        })
-    }
-
-    /// A frame of the word.
-    pub(crate) const fn near(&self) -> Pfn {
-        Pfn::new(self.near >> 1)
-    }
-
-    const fn is_zero(&self) -> bool {
-        self.near & 1 != 0
-    }
-
-    const fn at(&self) -> usize {
-        Position::<Pages>::new((self.near >> 1) as usize).word()
-    }
-}
-
 /// Blocks of one order that were taken together: of one word if they are smaller, otherwise one.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Run {
@@ -269,33 +210,35 @@ impl<'m, E: Env> Frames<'m, E> {
         self.note_run(lists, arena, pfn, zero, end.unwrap_or(0));
     }
 
-    /// Frees pages of one word. Each is a block by itself in the map already; the caller counts them. Nothing is isolated.
+    /// Frees pages of a word of an arena, of which `near` is a frame; the caller counts them. Nothing is isolated.
     ///
     /// Two lines, of which one is only read.
     #[inline]
-    pub(crate) fn free_pages(&self, lists: &mut FreeLists, pages: &WordPages<'m>) {
-        let WordPages { block, bits, .. } = *pages;
-        let (at, zero) = (pages.at(), pages.is_zero());
+    pub(crate) fn free_pages(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn, word: Word) {
+        let (block, at, bits) = (arena.block(near), in_block(near).word(), word.bits);
+        let zero = word.content() == Content::Zero;
+        if word.has_blocks() {
+            // Each is a block by itself in the map.
+            block.starts.set_shared(at, bits, true);
+        }
         let free = block.free.load(at) | bits;
         block.free.replace(at, free);
         if zero {
             block.zero.set_locked(at, bits, true);
-            note_zero(lists, block, pages.count());
+            note_zero(lists, block, word.pages());
         }
         // The word is searched for runs only if these pages may have made one that is larger than any that is known.
         let hints = Hints(block.hints.load(Ordering::Relaxed));
         let known = hints.end(Sought::Any).min(hints.end(freed_as(zero)));
         if (hints.mobility() != block.mobility()) | may_be_in_run(free, bits, known) {
-            self.note_word(lists, pages.near(), zero);
+            self.note_word(lists, arena, near, zero);
         }
     }
 
     #[inline(never)]
-    fn note_word(&self, lists: &mut FreeLists, near: Pfn, zero: bool) {
-        if let Some(arena) = self.arena(near) {
-            let end = end_at(&arena.block(near).free, in_block(near).word());
-            self.note_run(lists, arena, near, zero, end);
-        }
+    fn note_word(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn, zero: bool) {
+        let end = end_at(&arena.block(near).free, in_block(near).word());
+        self.note_run(lists, arena, near, zero, end);
     }
 
     /// Pages of one 2 MiB have become free, and are in runs of orders below `end`, or of all if that is all there are.
@@ -392,35 +335,53 @@ impl<'m, E: Env> Frames<'m, E> {
     /// The lowest 2 MiB that may have a run of an order: its region, and its number in there.
     fn lowest_4k(
         &self,
+        lists: &FreeLists,
         places: &Places<'m>,
         order: u32,
         mobility: Mobility,
         sought: Sought,
     ) -> Option<(usize, Position<Blocks>)> {
-        let at = |kind: usize| loop {
-            let number = places.rows.first(kind)?;
-            if let Some(at) = places.at(number)?.1.has[kind].first(|word| word) {
-                return Some((number, at));
+        let at = |kind: usize| {
+            while !lists.is_spent() {
+                let number = places.rows.first(kind)?;
+                if let Some(at) = places.at(number)?.1.has[kind].first(|word| word) {
+                    return Some((number, at));
+                }
+                places.rows.put(kind, number, false);
+                lists.looked_in_vain();
             }
-            places.rows.put(kind, number, false);
+            None
         };
         (order..BLOCK_ORDER).filter_map(|order| at(kind(mobility, sought, order))).min()
     }
 
-    /// The lowest run of an order, and the number of its region.
-    fn seek_4k(&self, lists: &FreeLists, order: u32, mobility: Mobility, sought: Sought) -> Option<(usize, Place<'m>)> {
-        self.places(lists).find_map(|places| self.seek_4k_in(&places, order, mobility, sought))
+    /// The lowest run of an order below a frame, and the number of its region.
+    fn seek_4k(
+        &self,
+        lists: &FreeLists,
+        order: u32,
+        mobility: Mobility,
+        sought: Sought,
+        limit: Pfn,
+    ) -> Option<(usize, Place<'m>)> {
+        let fits = |(_, place): &(_, Place<'_>)| place.pfn().number() + (1 << order) <= limit.number();
+        self.places(lists).find_map(|places| self.seek_4k_in(lists, &places, order, mobility, sought).filter(fits))
     }
 
-    pub(crate) fn seek_4k_in(
+    fn seek_4k_in(
         &self,
+        lists: &FreeLists,
         places: &Places<'m>,
         order: u32,
         mobility: Mobility,
         sought: Sought,
     ) -> Option<(usize, Place<'m>)> {
         loop {
-            let (number, at) = self.lowest_4k(places, order, mobility, sought)?;
+            let (number, at) = self.lowest_4k(lists, places, order, mobility, sought)?;
+            // It may be the lowest of some orders only.
+            if lists.is_spent() {
+                return None;
+            }
             let (arena, region, base) = places.at(number)?;
             let near = at.pfn(base).max(arena.extent.base());
             let (block, mut end) = (arena.block(near), 0);
@@ -434,59 +395,65 @@ impl<'m, E: Env> Frames<'m, E> {
             }
             let hints = Hints(block.hints.load(Ordering::Relaxed));
             self.set_hints(arena, near, hints.with(sought, end));
+            lists.looked_in_vain();
         }
     }
 
-    /// Where to take blocks of `order`, less than 2 MiB.
+    /// Where to take blocks of less than 2 MiB.
     ///
     /// That is the lowest place of the mobility, then fresh 2 MiB, and only then the largest run of the other mobility. But
     /// fresh 2 MiB in a lower 1 GiB that is broken come first, so that high ones become whole again, unless the place is just as large as
-    /// is asked for and of an order that no cache holds. Within each step, whoever wants zeroes gets them first and whoever does
-    /// not leaves them for last; but a request for zeroes goes through all known-zero memory of its own mobility and fresh
-    /// blocks before anything dirty. For a CPU's cache, `own`, it is a place that [keeps apart](crate::chunk).
+    /// is asked for and of an order that no cache holds. Within each step, whoever does not want zeroes gets them last; a request for
+    /// zeroes goes through all known-zero memory of its own mobility and fresh blocks before anything dirty. For a CPU's cache, `own`, it is
+    /// a place that [keeps apart](crate::chunk).
     pub(crate) fn find_4k(
         &self,
         lists: &mut FreeLists,
-        order: u32,
-        mobility: Mobility,
-        want_zero: bool,
+        wanted: &Wanted,
         own: Option<&PerCpu<'m>>,
     ) -> Option<Place<'m>> {
-        if want_zero {
-            let zero = self.seek_4k(lists, order, mobility, Sought::Zero).map(|(_, place)| place);
-            if let Some(place) = zero.or_else(|| self.fresh(lists, mobility, Sought::Zero)) {
+        let Wanted { mobility, limit, .. } = *wanted;
+        let order = wanted.order.get();
+        // Fresh 2 MiB may end above the limit.
+        let end = Pfn::new(limit.number() + SPAN as u64 - wanted.order.pages());
+        if wanted.zero {
+            let zero = self.seek_4k(lists, order, mobility, Sought::Zero, limit).map(|(_, place)| place);
+            if let Some(place) = zero.or_else(|| self.fresh(lists, mobility, &ZERO, end)) {
                 return Some(place);
             }
         }
-        let fresh = if want_zero { Sought::Zero } else { Sought::Dirty };
-        let contents: &[Sought] = match (want_zero, lists.zero_4k) {
+        let contents: &[Sought] = match (wanted.zero, lists.zero_4k) {
             (true, _) => &[Sought::Any],
             // All is dirty.
             (false, 0) => &[Sought::Dirty],
             (false, _) => &[Sought::Dirty, Sought::Any],
         };
-        for sought in contents {
-            let Some((number, place)) = self.seek_4k(lists, order, mobility, *sought) else { continue };
-            let exact = !pcp::is_stocked(order) && place.is_exact(order);
-            if !exact && self.lowest_broken(lists, fresh).is_some_and(|region| region < number) {
-                break;
-            }
-            let Some(own) = own.filter(|own| self.is_anothers(own, place.arena, place.pfn())) else {
-                return Some(place);
-            };
-            let apart = self.apart(lists, own, order, mobility, *sought);
-            return Some(apart.or_else(|| self.fresh(lists, mobility, Sought::Dirty)).unwrap_or(place));
+        let mut found =
+            contents.iter().filter_map(|sought| Some((*sought, self.seek_4k(lists, order, mobility, *sought, limit)?)));
+        let Some((sought, (number, place))) = found.next() else {
+            return self.fresh(lists, mobility, &DIRTY_FIRST, end).or_else(|| {
+                let others = |order| self.seek_4k(lists, order, mobility.other(), Sought::Any, limit);
+                (order..BLOCK_ORDER).rev().find_map(others).map(|(_, place)| place)
+            });
+        };
+        let exact = !pcp::is_stocked(order) && place.is_exact(order);
+        if !exact && self.lowest_broken(lists).is_some_and(|region| region < number) {
+            return self.fresh(lists, mobility, &DIRTY_FIRST[..1], end).or(Some(place));
         }
-        let fresh = Sought::preferring(want_zero).into_iter().find_map(|sought| self.fresh(lists, mobility, sought));
-        fresh.or_else(|| {
-            let found = |order| self.seek_4k(lists, order, mobility.other(), Sought::Any);
-            (order..BLOCK_ORDER).rev().find_map(found).map(|(_, place)| place)
-        })
+        if lists.is_spent() {
+            return None;
+        }
+        let Some(own) = own.filter(|own| self.is_anothers(own, place.arena, place.pfn())) else {
+            return Some(place);
+        };
+        let apart = self.apart(lists, own, order, mobility, sought);
+        // Nobody breaks a whole 1 GiB to keep apart.
+        Some(apart.or_else(|| self.fresh(lists, mobility, &DIRTY_FIRST[..1], end)).unwrap_or(place))
     }
 
     /// Fresh 2 MiB.
-    fn fresh(&self, lists: &mut FreeLists, mobility: Mobility, sought: Sought) -> Option<Place<'m>> {
-        let taken = self.take_2m(lists, 0, sought)?;
+    fn fresh(&self, lists: &mut FreeLists, mobility: Mobility, ways: &[Way], limit: Pfn) -> Option<Place<'m>> {
+        let taken = self.take_2m(lists, 0, ways, limit)?;
         self.divide_2m(lists, taken, mobility)
     }
 
@@ -527,15 +494,14 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         take_words(lists, arena.block(pfn), in_block(pfn), count)
     }
+}
 
-    /// Adds up the free blocks of less than 2 MiB of one node by order. A line per 2 MiB of which parts are free.
-    pub(crate) fn count_4k(&self, lists: &FreeLists, blocks: &mut [u64; ORDERS]) {
-        for arena in self.arena_table().on(lists) {
-            for free in arena.blocks.iter().map(|block| block.free.snapshot()).filter(|free| *free != [0; WORDS]) {
-                for (sum, count) in blocks.iter_mut().zip(count_runs(free)) {
-                    *sum += count;
-                }
-            }
+/// Adds up the free blocks of less than 2 MiB by order.
+pub(crate) fn count_4k(block: &Block, blocks: &mut [u64; ORDERS]) {
+    let free = block.free.snapshot();
+    if free != [0; WORDS] {
+        for (sum, count) in blocks.iter_mut().zip(count_runs(free)) {
+            *sum += count;
         }
     }
 }

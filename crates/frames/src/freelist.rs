@@ -14,7 +14,11 @@
 
 use crate::arena::{Arena, REGION_ORDER, Region};
 use crate::rows::Rows;
+use core::cell::Cell;
 use hugemm_base::{NodeId, Pfn};
+
+/// Places that searches look at in vain in one lock round.
+const LOOKS: u32 = 64;
 
 /// The counts of a node, beside its lock.
 #[derive(Debug)]
@@ -35,11 +39,40 @@ pub(crate) struct FreeLists {
     pub(crate) queued: u64,
     /// Which node.
     pub(crate) node: NodeId,
+    /// How many more places searches may look at in vain.
+    looks: Cell<u32>,
 }
 
 impl FreeLists {
     pub(crate) const fn new(node: NodeId) -> Self {
-        FreeLists { pages: 0, rounds: 0, zero_2m: 0, zero_4k: 0, isolated: 0, refused: 0, queued: 0, node }
+        FreeLists {
+            pages: 0,
+            rounds: 0,
+            zero_2m: 0,
+            zero_4k: 0,
+            isolated: 0,
+            refused: 0,
+            queued: 0,
+            node,
+            looks: Cell::new(LOOKS),
+        }
+    }
+
+    /// A lock round begins.
+    pub(crate) fn begin_round(&mut self) {
+        self.rounds += 1;
+        self.looks.set(LOOKS);
+    }
+
+    /// A search has looked at a place that has nothing of what it seemed to have.
+    pub(crate) fn looked_in_vain(&self) {
+        self.looks.set(self.looks.get().saturating_sub(1));
+    }
+
+    /// Whether searches have looked at as many places in vain as may be in one round, so that interrupts are not off for longer. They find
+    /// nothing then, which says nothing, and go on in another round: what the hints say of those places has been corrected.
+    pub(crate) fn is_spent(&self) -> bool {
+        self.looks.get() == 0
     }
 
     /// Whether any known-zero memory is free.

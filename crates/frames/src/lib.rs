@@ -53,11 +53,10 @@
 //! | `buddy.rs` | blocks and extents of any size freed and taken, under the lock |
 //! | `takers.rs`, `chunk.rs` | CPUs fill their caches from places whose references share no line |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
-//! | `page_alloc.rs` | allocating and freeing blocks; known-zero memory first for those who ask |
+//! | `page_alloc.rs` | allocating and freeing blocks, below an address too; known-zero memory first for those who ask |
 //! | `refill.rs` | how a cache is filled from its node |
 //! | `drain.rs` | what a cache gives back, when and how |
 //! | `outgoing.rs` | what a CPU has freed and will not allocate again |
-//! | `below.rs` | blocks below an address |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
 //! | `range.rs` | freeing ranges, parts and arrays |
@@ -83,7 +82,6 @@
 mod alloc_contig;
 mod arena;
 mod arenas;
-mod below;
 mod bits;
 mod blockmap;
 mod buddy;
@@ -120,7 +118,7 @@ mod uses;
 pub use alloc_contig::{AllocContigError, FAULT_CLAIM, Migrate, NoMigration};
 pub use arena::ArenaSpec;
 pub use arenas::{RemoveError, RemovedArena};
-pub use carve::{CarveError, CarveReason, Carved};
+pub use carve::{CarveError, CarveReason, Carved, MOST_PIECES};
 pub use descriptor::{DescMut, DescRef, Descriptor};
 pub use folio::{FolioRef, FolioRun};
 pub use frames::{Env, Frames, Plain};

@@ -12,7 +12,7 @@ use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::node::{Content, Node};
-use crate::page_alloc::{AllocError, AllocRequest, FAULT_ALLOC};
+use crate::page_alloc::{AllocError, AllocRequest, FAULT_ALLOC, Wanted};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicWord, Ordering};
 use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, Pfn};
@@ -36,19 +36,19 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env().fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
         }
-        let (first, fallback) = self.choose(None, request.from)?;
+        let wanted = Wanted::from(request);
+        let nodes = self.asked(None, wanted.from).ok_or(AllocError::NoSuchNode)?;
         let mut error = AllocError::OutOfMemory;
-        for node in self.nodes_from(first, fallback) {
-            let take = |lists: &mut FreeLists| {
-                self.take_block(lists, request.order.get(), request.mobility, request.prefer_zeroed)
-            };
-            match cx.pinned(|pin| self.try_with_node(pin, node, take)) {
-                None => error = AllocError::WouldWait,
-                Some(None) => {}
-                Some(Some(taken)) => {
-                    let AllocRequest { order, mobility, .. } = request;
-                    return Ok(Frozen::make(taken.pfn, order, mobility, taken.zero));
+        for node in nodes.iter() {
+            let take = |lists: &mut FreeLists| self.take_block(lists, &wanted).ok_or(lists.is_spent());
+            loop {
+                match cx.pinned(|pin| self.try_with_node(pin, node, take)) {
+                    Some(Ok(taken)) => return Ok(wanted.block(taken)),
+                    Some(Err(true)) => continue,
+                    Some(Err(false)) => {}
+                    None => error = AllocError::WouldWait,
                 }
+                break;
             }
         }
         Err(error)
@@ -85,15 +85,16 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// The nodes for which something is queued, and how many frames.
-    pub(crate) fn queued(&self) -> impl Iterator<Item = (NodeId, u64)> {
-        let pages = |node| self.node(node).map_or(0, |node| node.deferred_pages.load(Ordering::Relaxed));
-        (0..self.nodes()).map(NodeId).map(move |node| (node, pages(node))).filter(|(_, pages)| *pages != 0)
+    /// How many frames are queued for a node.
+    pub(crate) fn queued_on(&self, node: NodeId) -> u64 {
+        // Relaxed: a statistic.
+        self.node(node).map_or(0, |node| node.deferred_pages.load(Ordering::Relaxed))
     }
 
     /// Frees a part of what is queued for some node: false if nothing is.
     pub(crate) fn free_queued(&self, pin: CpuPin<'_>) -> bool {
-        self.queued().next().is_some_and(|(node, _)| self.with_node(pin, node, |_| ()).is_some())
+        let node = (0..self.nodes()).map(NodeId).find(|node| self.queued_on(*node) != 0);
+        node.is_some_and(|node| self.with_node(pin, node, |_| ()).is_some())
     }
 
     #[cold]

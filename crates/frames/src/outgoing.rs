@@ -1,31 +1,34 @@
-//! What a CPU has freed and will not allocate again: on its way to the node.
+//! What a CPU has freed and will not allocate again: on its way to the node, as **words** of 64 pages or of 64 blocks of 2 MiB, a bit each.
 //!
-//! * **Blocks** that lie higher than its cache wants them are kept as they are until there are [`BLOCKS`] of them.
-//! * **Words**: those, and what the cache has no room for, become bits of pages in a table of the CPU's own, without a lock or an atomic.
-//!   Pages that are freed at random lie in as many words as there are pages: each would be an edit under the lock. A word leaves the table
-//!   when all its pages are there and when another word needs its slot.
+//! A word goes this way, without a lock or an atomic:
 //!
-//! All of it leaves before the CPU takes anything from its node, and when its cache is drained: see [`drain`](crate::drain).
+//! 1. It gathers bits in a slot of a table, until all are there, another word needs the slot, or there is too much here. Where most words
+//!    would only make others leave, they pass the table by for a while.
+//! 2. It is ready, with up to [`READY`] others, which are freed in one lock round.
+//!
+//! Pages that are freed at random lie in as many words as there are pages: each would be an edit under the lock. All of it leaves before the
+//! CPU takes anything from its node, and when its cache is drained: see [`drain`](crate::drain).
 //!
 //! Only its owner touches it, pinned, with relaxed loads and stores (see [`pcp`](crate::pcp)); others read how many pages there are.
 //!
 //! Expected of a page: one line of the table, 5 loads and a store; a 64th of an edit under the lock where all pages of a word are freed.
 
+use crate::arena::BLOCK_ORDER;
 use crate::bits::{RUNS, descending};
 use crate::blockmap::WORD_BITS;
-use crate::class::plain;
 use crate::frozen::Frozen;
-use hugemm_base::Pfn;
+use crate::node::Content;
 use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::{Extent, Pfn};
 
-/// log2 of the pages of a word.
-pub(crate) const WORD_ORDER: u32 = WORD_BITS.ilog2();
+/// log2 of the bits of a word.
+const WORD_ORDER: u32 = WORD_BITS.ilog2();
 
 /// Slots at most: a bit for each is a word of as many bits for each of its words. Words of 1 GiB that lie side by side.
 const MOST: u64 = (WORD_BITS * WORD_BITS) as u64;
 
-/// Blocks at most.
-const BLOCKS: u64 = 64;
+/// Words that are freed in one lock round.
+pub(crate) const READY: usize = 64;
 
 /// Words may have a part in so many of a CPU's share of memory.
 const PART: u64 = 16;
@@ -39,44 +42,96 @@ const FEW: u64 = 4;
 /// Marks the key of a word of which some pages may be parts of larger blocks in the map.
 const LARGER: u64 = 1 << 63;
 
-/// Pages of one word.
+/// Marks that of a word that is known to be zero.
+const ZERO: u64 = 1 << 62;
+
+/// Marks that of a word of 2 MiB blocks.
+const HUGE: u64 = 1 << 61;
+
+/// Pages of one word, or 2 MiB blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Word {
-    /// Its number among all words of memory plus 1, and [`LARGER`].
+    /// Its number among all words of its kind plus 1, and marks.
     key: u64,
-    pub(crate) pages: u64,
+    pub(crate) bits: u64,
 }
 
 impl Word {
-    /// The frame that a bit stands for.
-    #[inline]
-    pub(crate) const fn frame(&self, bit: u32) -> Pfn {
-        Pfn::new((((self.key & !LARGER) - 1) << WORD_ORDER) + bit as u64)
+    /// Whether it is of 2 MiB blocks.
+    pub(crate) const fn is_huge(&self) -> bool {
+        self.key & HUGE != 0
     }
 
     /// Whether some of the pages may be parts of larger blocks in the map.
     pub(crate) const fn has_blocks(&self) -> bool {
         self.key & LARGER != 0
     }
+
+    pub(crate) const fn content(&self) -> Content {
+        Content::of(self.key & ZERO != 0)
+    }
+
+    /// log2 of the frames that a bit stands for.
+    const fn bit_order(&self) -> u32 {
+        if self.is_huge() { BLOCK_ORDER } else { 0 }
+    }
+
+    /// The first frame that a bit stands for.
+    const fn frame(&self, bit: u32) -> Pfn {
+        let number = (self.key & !(LARGER | ZERO | HUGE)) - 1;
+        Pfn::new(((number << WORD_ORDER) + bit as u64) << self.bit_order())
+    }
+
+    /// Its first frame, and its last.
+    #[inline]
+    pub(crate) const fn ends(&self) -> (Pfn, Pfn) {
+        let last = self.frame(self.bits.ilog2()).number() + (1 << self.bit_order()) - 1;
+        (self.frame(self.bits.trailing_zeros()), Pfn::new(last))
+    }
+
+    /// How many frames.
+    #[inline]
+    pub(crate) const fn pages(&self) -> u64 {
+        (self.bits.count_ones() as u64) << self.bit_order()
+    }
+
+    /// Each run of them.
+    pub(crate) fn runs(self) -> impl Iterator<Item = Extent> {
+        let mut left = self.bits;
+        core::iter::from_fn(move || {
+            let first = (left != 0).then(|| left.trailing_zeros())?;
+            let count = (left >> first).trailing_ones();
+            left &= u64::MAX.unbounded_shl(first + count);
+            Extent::new(self.frame(first), u64::from(count) << self.bit_order()).ok()
+        })
+    }
 }
 
-/// A place for a word: its key, 0 while it is empty, and its pages.
+/// A place for a word: its key, 0 while it is empty, and its bits.
 type Slot = [AtomicU64; 2];
+
+fn get([key, bits]: &Slot) -> Word {
+    Word { key: key.load(Ordering::Relaxed), bits: bits.load(Ordering::Relaxed) }
+}
+
+fn put([key, bits]: &Slot, word: Word) {
+    key.store(word.key, Ordering::Relaxed);
+    bits.store(word.bits, Ordering::Relaxed);
+}
 
 /// What one CPU has on its way.
 #[derive(Debug)]
 pub(crate) struct Outgoing<'m> {
-    /// Blocks, the first of them there.
-    blocks: &'m [AtomicU64],
+    /// The words that are ready, the first of them there.
+    ready: &'m [Slot],
     len: AtomicU64,
-    block_pages: AtomicU64,
     /// As many as a power of two, or none. A word has one: that of its number modulo this.
     slots: &'m [Slot],
     /// A bit per slot: clear where it is certainly empty.
     used: &'m [AtomicU64],
     /// A bit for each word of those: clear where that is certainly 0.
     groups: AtomicU64,
-    /// How many pages are in words, or between the cache, the table and the node.
+    /// How many pages are here, or between the cache and here.
     pages: AtomicU64,
     /// Groups of slots below this go before those above.
     turn: AtomicU64,
@@ -98,122 +153,75 @@ impl<'m> Outgoing<'m> {
 
     /// How many words of memory are needed for so many slots.
     pub(crate) const fn entries(slots: u64) -> u64 {
-        2 * slots + slots.div_ceil(WORD_BITS as u64) + if slots < BLOCKS { slots } else { BLOCKS }
+        2 * (READY as u64 + slots) + slots.div_ceil(WORD_BITS as u64)
     }
 
     /// Nothing yet, in memory for so many slots.
     pub(crate) fn new(entries: &'m [AtomicU64], slots: u64) -> Self {
         let zero = || AtomicU64::new(0);
-        let (table, rest) = entries.split_at_checked(2 * slots as usize).unwrap_or((&[], &[]));
-        let (used, blocks) = rest.split_at_checked(slots.div_ceil(WORD_BITS as u64) as usize).unwrap_or((&[], &[]));
-        let (len, block_pages) = (zero(), zero());
-        let (groups, pages, turn, rest) = (zero(), zero(), zero(), zero());
-        Outgoing { blocks, len, block_pages, slots: table.as_chunks().0, used, groups, pages, turn, rest }
+        let (ready, rest) = entries.split_at_checked(2 * READY).unwrap_or((&[], &[]));
+        let (slots, used) = rest.split_at_checked(2 * slots as usize).unwrap_or((&[], &[]));
+        let (len, groups, pages, turn, rest) = (zero(), zero(), zero(), zero(), zero());
+        Outgoing { ready: ready.as_chunks().0, len, slots: slots.as_chunks().0, used, groups, pages, turn, rest }
     }
 
     /// How many pages are here: exact for the owner.
     #[inline]
     pub(crate) fn pages(&self) -> u64 {
-        self.word_pages() + self.block_pages.load(Ordering::Relaxed)
-    }
-
-    /// How many of them are in words.
-    #[inline]
-    pub(crate) fn word_pages(&self) -> u64 {
         self.pages.load(Ordering::Relaxed)
     }
 
-    /// Whether there are blocks.
-    pub(crate) fn has_blocks(&self) -> bool {
-        self.len.load(Ordering::Relaxed) != 0
-    }
-
-    /// Adds a block; gives it back if there is no room.
-    pub(crate) fn push(&self, block: Frozen) -> Result<(), Frozen> {
-        let len = self.len.load(Ordering::Relaxed);
-        let pages = self.block_pages.load(Ordering::Relaxed) + block.order().pages();
-        let room = len == 0 || pages <= self.most_pages();
-        let Some(place) = self.blocks.get(len as usize).filter(|_| room) else { return Err(block) };
-        place.store(block.into_word(), Ordering::Relaxed);
-        self.len.store(len + 1, Ordering::Relaxed);
-        self.block_pages.store(pages, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Hands over all blocks, those of a class together. They are counted until `f` returns.
-    pub(crate) fn take_blocks(&self, f: impl FnOnce(&[u64])) {
-        // SAFETY: `push` alone raises the count, and by one for each block; the owner is pinned, and `f` knows nothing of this.
-        let blocks = unsafe { plain(self.blocks, self.len.load(Ordering::Relaxed) as usize) };
-        blocks.sort_unstable_by_key(|word| Frozen::class_of_word(*word));
-        f(blocks);
-        self.len.store(0, Ordering::Relaxed);
-        self.block_pages.store(0, Ordering::Relaxed);
-    }
-
-    /// So many pages come into words, which count from before they are [added](Outgoing::add).
-    pub(crate) fn enter(&self, pages: u64) {
-        self.pages.store(self.word_pages() + pages, Ordering::Relaxed);
-    }
-
-    /// So many have left: they are the node's.
-    pub(crate) fn leave(&self, pages: u64) {
-        self.pages.store(self.word_pages() - pages, Ordering::Relaxed);
-    }
-
-    /// How many pages there may be in words, and in blocks.
-    fn most_pages(&self) -> u64 {
-        (self.slots.len() as u64 / 2) << WORD_ORDER
-    }
-
-    /// Whether there are more pages in words than there may be.
+    /// Whether there are more than there may be.
     pub(crate) fn is_over(&self) -> bool {
-        self.word_pages() > self.most_pages()
+        self.pages() > (self.slots.len() as u64 / 2) << WORD_ORDER
     }
 
-    /// Whether the next batch is to pass the table by, because most of the last that did not only made others leave.
-    pub(crate) fn rests(&self) -> bool {
+    /// Adds a batch of blocks of one order that lie in a word each, and hands over what has no place in the table: full words, those that were
+    /// in others' slots, and all where the table rests.
+    #[inline(always)]
+    pub(crate) fn add(&self, order: u32, blocks: &[u64], mut leaves: impl FnMut(Word)) {
+        self.pages.store(self.pages() + ((blocks.len() as u64) << order), Ordering::Relaxed);
+        if self.rests() {
+            return words_of(order, blocks).for_each(leaves);
+        }
+        let (mut displaced, mut displaced_bits) = (0, 0);
+        for word in words_of(order, blocks) {
+            if !extend(self.slots, word)
+                && let Some(word) = self.replace(word)
+            {
+                let makes_room = u64::from(word.bits != u64::MAX);
+                displaced += makes_room;
+                displaced_bits += makes_room * u64::from(word.bits.count_ones());
+                leaves(word);
+            }
+        }
+        let bits = if order == BLOCK_ORDER { 1 } else { 1 << order };
+        // One alone says nothing.
+        if blocks.len() > 1 && 2 * displaced > blocks.len() as u64 && displaced_bits < FEW * displaced * bits {
+            self.rest.store(REST, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a batch is to pass the table by, because most of the last that did not only made others leave.
+    fn rests(&self) -> bool {
         let rest = self.rest.load(Ordering::Relaxed);
         self.rest.store(rest.saturating_sub(1), Ordering::Relaxed);
         rest != 0 || self.slots.is_empty()
     }
 
-    /// Adds a batch of blocks of one order, less than a word. What has to go to the node is handed over, and whether it is known to be zero:
-    /// words that are full, those that were in others' slots, and what is zero.
-    #[inline(always)]
-    pub(crate) fn add(&self, order: u32, blocks: &[u64], mut leaves: impl FnMut(Word, bool)) {
-        let (mut displaced, mut displaced_pages) = (0, 0);
-        let slots = self.slots;
-        for (word, zero) in words_of(order, blocks) {
-            if !zero && extend(slots, word) {
-                continue;
-            }
-            if let Some(word) = if zero { Some(word) } else { self.replace(word) } {
-                let makes_room = u64::from(!zero && word.pages != u64::MAX);
-                displaced += makes_room;
-                displaced_pages += makes_room * u64::from(word.pages.count_ones());
-                leaves(word, zero);
-            }
-        }
-        if 2 * displaced > blocks.len() as u64 && displaced_pages < (FEW * displaced) << order {
-            self.rest.store(REST, Ordering::Relaxed);
-        }
-    }
-
-    /// Adds pages that are the first of their word here, or the last. What has to go to the node comes back: the word if it is full, or the
-    /// one that was in its slot.
+    /// Adds the first bits of a word here, or the last. What has to leave comes back: the word if it is full, or the one that was in its slot.
     #[inline(never)]
     fn replace(&self, word: Word) -> Option<Word> {
         let index = index(self.slots, word);
-        let Some([key, pages]) = self.slots.get(index).filter(|_| word.pages != u64::MAX) else { return Some(word) };
+        let Some(slot) = self.slots.get(index).filter(|_| word.bits != u64::MAX) else { return Some(word) };
         let old = self.take(index);
         if let Some(old) = old.filter(|old| (old.key ^ word.key) & !LARGER == 0) {
-            debug_assert_eq!(old.pages & word.pages, 0, "freed twice, near {:?}", word.frame(0));
-            return Some(Word { key: old.key | word.key, pages: old.pages | word.pages });
+            debug_assert_eq!(old.bits & word.bits, 0, "freed twice, near {:?}", word.frame(0));
+            return Some(Word { key: old.key | word.key, bits: old.bits | word.bits });
         }
         let (group, bit) = (index / WORD_BITS, index % WORD_BITS);
         if let Some(used) = self.used.get(group) {
-            key.store(word.key, Ordering::Relaxed);
-            pages.store(word.pages, Ordering::Relaxed);
+            put(slot, word);
             used.store(used.load(Ordering::Relaxed) | 1 << bit, Ordering::Relaxed);
             self.groups.store(self.groups.load(Ordering::Relaxed) | 1 << group, Ordering::Relaxed);
         }
@@ -222,14 +230,13 @@ impl<'m> Outgoing<'m> {
 
     /// Empties a slot.
     fn take(&self, index: usize) -> Option<Word> {
-        let [key, pages] = self.slots.get(index)?;
-        let word = Word { key: key.load(Ordering::Relaxed), pages: pages.load(Ordering::Relaxed) };
-        key.store(0, Ordering::Relaxed);
+        let slot = self.slots.get(index)?;
+        let word = get(slot);
+        slot[0].store(0, Ordering::Relaxed);
         (word.key != 0).then_some(word)
     }
 
     /// Takes those of a group of slots out, [`WORD_BITS`] at most, last slots first; each group in its turn. Whether there may be more.
-    /// Their pages count until they are [out](Outgoing::leave).
     pub(crate) fn take_group(&self, mut f: impl FnMut(Word)) -> bool {
         let (groups, turn) = (self.groups.load(Ordering::Relaxed), self.turn.load(Ordering::Relaxed));
         let below = groups & !u64::MAX.unbounded_shl(turn as u32);
@@ -248,27 +255,51 @@ impl<'m> Outgoing<'m> {
         }
         left != 0
     }
+
+    /// A word is ready; there is room for it. Whether there is none for another.
+    #[inline]
+    pub(crate) fn make_ready(&self, word: Word) -> bool {
+        let len = self.len.load(Ordering::Relaxed);
+        if let Some(slot) = self.ready.get(len as usize) {
+            put(slot, word);
+            self.len.store(len + 1, Ordering::Relaxed);
+        }
+        len + 1 >= self.ready.len() as u64
+    }
+
+    /// The words that are ready.
+    pub(crate) fn ready(&self) -> impl Iterator<Item = Word> {
+        self.ready.iter().take(self.len.load(Ordering::Relaxed) as usize).map(get)
+    }
+
+    /// Those are the node's, and were so many pages.
+    pub(crate) fn have_left(&self, pages: u64) {
+        self.len.store(0, Ordering::Relaxed);
+        self.pages.store(self.pages() - pages, Ordering::Relaxed);
+    }
 }
 
-/// The words that blocks of one order, less than a word, are in, as a cache has them, and whether they are known to be zero. Those that come
-/// one after another in one word are one.
+/// The words that blocks of one order are in, as a cache has them. Those that come one after another in one word are one.
 #[inline(always)]
-pub(crate) fn words_of(order: u32, blocks: &[u64]) -> impl Iterator<Item = (Word, bool)> {
-    let (run, kind) = (RUNS[order as usize % RUNS.len()], if order == 0 { 0 } else { LARGER });
-    let pages = move |block: u64| run << Frozen::index_of(block, WORD_ORDER);
+fn words_of(order: u32, blocks: &[u64]) -> impl Iterator<Item = Word> {
+    let huge = order == BLOCK_ORDER;
+    let (bit_order, kind) = if huge { (BLOCK_ORDER, HUGE) } else { (0, if order == 0 { 0 } else { LARGER }) };
+    let (run, place) = (if huge { 1 } else { RUNS[order as usize % RUNS.len()] }, WORD_ORDER + bit_order);
+    let bits = move |block: u64| run << (Frozen::index_of(block, place) >> bit_order);
     let mut at = 0;
     core::iter::from_fn(move || {
         let block = blocks.get(at).copied()?;
-        let mut word = Word { key: (Frozen::place_of(block, WORD_ORDER) + 1) | kind, pages: pages(block) };
+        let zero = if Frozen::zero_of(block) { ZERO } else { 0 };
+        let mut word = Word { key: (Frozen::place_of(block, place) + 1) | kind | zero, bits: bits(block) };
         at += 1;
         while let Some(next) = blocks.get(at).copied()
-            && Frozen::are_beside(block, next, WORD_ORDER)
+            && Frozen::are_beside(block, next, place)
         {
-            debug_assert_eq!(word.pages & pages(next), 0, "freed twice, near {:?}", word.frame(0));
-            word.pages |= pages(next);
+            debug_assert_eq!(word.bits & bits(next), 0, "freed twice, near {:?}", word.frame(0));
+            word.bits |= bits(next);
             at += 1;
         }
-        Some((word, Frozen::zero_of(block)))
+        Some(word)
     })
 }
 
@@ -277,17 +308,17 @@ fn index(slots: &[Slot], word: Word) -> usize {
     (word.key - 1) as usize & slots.len().wrapping_sub(1)
 }
 
-/// Adds pages to their word, if that is here, and not full then.
+/// Adds bits to their word, if that is here, and not full then.
 #[inline(always)]
 fn extend(slots: &[Slot], word: Word) -> bool {
-    let Some([key, pages]) = slots.get(index(slots, word)) else { return false };
-    let (old, there) = (key.load(Ordering::Relaxed), pages.load(Ordering::Relaxed));
-    let both = there | word.pages;
+    let Some([key, bits]) = slots.get(index(slots, word)) else { return false };
+    let (old, there) = (key.load(Ordering::Relaxed), bits.load(Ordering::Relaxed));
+    let both = there | word.bits;
     if (old ^ word.key) & !LARGER != 0 || both == u64::MAX {
         return false;
     }
-    debug_assert_eq!(there & word.pages, 0, "freed twice, near {:?}", word.frame(0));
-    pages.store(both, Ordering::Relaxed);
+    debug_assert_eq!(there & word.bits, 0, "freed twice, near {:?}", word.frame(0));
+    bits.store(both, Ordering::Relaxed);
     if word.has_blocks() {
         key.store(old | LARGER, Ordering::Relaxed);
     }
@@ -318,10 +349,10 @@ mod tests {
         Frozen::make(Pfn::new(pfn), order, Mobility::Movable, zero).into_word()
     }
 
-    /// What leaves when blocks of order 0 are added, by first frame and pages.
+    /// What leaves when blocks of an order are added, by first frame and bits.
     fn leavers(words: &Outgoing<'_>, order: u32, blocks: &[u64]) -> Vec<(u64, u64)> {
         let mut left = Vec::new();
-        words.add(order, blocks, |word, _| left.push((word.frame(0).number(), word.pages)));
+        words.add(order, blocks, |word| left.push((word.frame(0).number(), word.bits)));
         left
     }
 
@@ -329,18 +360,23 @@ mod tests {
     fn a_share_has_slots_for_an_eighth_of_its_words() {
         let slots = [0, 1023, 1024, 2047, 2048, 6400, 1 << 18, 1 << 21, 1 << 30].map(Outgoing::slots);
         assert_eq!(slots, [0, 0, 2, 2, 4, 8, 512, 4096, 4096]);
-        assert_eq!([0, 2, 512].map(Outgoing::entries), [0, 7, 1096]);
+        assert_eq!([0, 2, 512].map(Outgoing::entries), [128, 133, 1160]);
         with_slots(8, |words| {
-            words.enter(4 * 64);
+            leavers(words, 0, &[block(0, 0, false)]);
+            leavers(words, 3, &(1..32).map(|at| block(at << 3, 3, false)).collect::<Vec<_>>());
+            assert!(!words.is_over() && words.pages() == 249);
+            leavers(words, 3, &[block(32 << 3, 3, false)]);
+            assert!(words.is_over() && words.pages() == 257);
+            words.have_left(2);
             assert!(!words.is_over());
-            words.enter(1);
-            assert!(words.is_over() && words.word_pages() == 257);
-            words.leave(2);
-            assert!(!words.is_over());
+        });
+        with_slots(512, |words| {
+            leavers(words, 9, &[block(512, 9, false)]);
+            assert_eq!(words.pages(), 512);
         });
     }
 
-    /// A word leaves when all its pages are there, or when another one comes to its slot.
+    /// A word leaves when all its bits are there, or when another one comes to its slot.
     #[test]
     fn words_leave_when_they_are_full_or_in_the_way() {
         with_slots(4, |words| {
@@ -355,23 +391,53 @@ mod tests {
             let whole: Vec<u64> = (0..16).map(|at| block(9 * 64 + 4 * at, 2, false)).collect();
             assert_eq!(leavers(words, 2, &whole), [(9 * 64, u64::MAX)], "nobody has to make room for it");
             let mut rest = Vec::new();
-            words.drain(|word| rest.push((word.frame(0).number(), word.pages, word.has_blocks())));
+            words.drain(|word| rest.push((word.frame(0).number(), word.bits, word.has_blocks())));
             assert_eq!(rest, [(5 * 64, 1 << 9, false)]);
         });
     }
 
+    /// What is known to be zero, and 2 MiB blocks, have words of their own.
     #[test]
-    fn zeroes_and_what_has_no_slot_leave_at_once() {
+    fn what_is_of_another_kind_is_in_the_way() {
         with_slots(4, |words| {
             let mut left = Vec::new();
             let blocks = [block(64, 0, false), block(65, 0, true), block(66, 0, true), block(67, 0, false)];
-            words.add(0, &blocks, |word, zero| left.push((word.frame(0).number(), word.pages, zero)));
-            assert_eq!(left, [(64, 6, true)]);
-            assert_eq!(leavers(words, 0, &[block(5 * 64, 0, false)]), [(64, 9)]);
+            words.add(0, &blocks, |word| left.push((word.ends().0.number(), word.bits, word.content())));
+            assert_eq!(left, [(64, 1, Content::Dirty), (65, 6, Content::Zero)]);
+            assert_eq!(leavers(words, 9, &[block(64 << 9, 9, false), block(67 << 9, 9, false)]), [(64, 8)]);
+            let mut rest = Vec::new();
+            words.drain(|word| rest.push((word.is_huge(), word.pages(), word.ends())));
+            assert_eq!(rest, [(true, 1024, (Pfn::new(64 << 9), Pfn::new((68 << 9) - 1)))]);
         });
         with_slots(0, |words| {
-            assert!(words.rests() && words.rests());
+            assert_eq!(leavers(words, 0, &[block(64, 0, false)]), [(64, 1)]);
             words.drain(|word| panic!("{word:?}"));
+        });
+    }
+
+    /// Runs of bits are extents of pages, or of 2 MiB.
+    #[test]
+    fn a_word_is_taken_apart_by_runs() {
+        for (kind, order) in [(0, 0), (HUGE, 9)] {
+            let word = Word { key: 3 | kind | ZERO, bits: 1 << 63 | 0b1101 };
+            let runs: Vec<_> = word.runs().map(|run| (run.base().number() >> order, run.pages() >> order)).collect();
+            assert_eq!(runs, [(128, 1), (130, 2), (191, 1)]);
+            assert_eq!(word.pages(), 4 << order);
+        }
+    }
+
+    /// So many are ready, and are there until they have left.
+    #[test]
+    fn ready_words_wait_for_each_other() {
+        with_slots(2, |words| {
+            for round in 0..2 {
+                let full: Vec<bool> =
+                    (0..READY as u64).map(|key| words.make_ready(Word { key: key + 1, bits: 1 })).collect();
+                assert!(full.iter().position(|full| *full) == Some(READY - 1), "{round}");
+                assert!(words.ready().map(|word| word.key).eq(1..=READY as u64));
+                words.have_left(0);
+                assert_eq!(words.ready().count(), 0);
+            }
         });
     }
 
@@ -413,25 +479,33 @@ mod tests {
             leavers(words, 0, &far(1, 1));
             words.drain(|_| ());
             assert!(!words.rests(), "what there was is gone: another try");
+            leavers(words, 0, &far(1, 1)[..1]);
+            assert_eq!(leavers(words, 0, &far(2, 1)[..1]).len(), 1);
+            assert!(!words.rests(), "one alone says nothing");
         });
     }
 
-    /// What counts is blocks, whatever their order, that others have made leave: `FEW` of each word are enough. Zeroes make nobody leave.
+    /// What counts is blocks, whatever their order, that others have made leave: `FEW` for each that comes are enough.
     #[test]
     fn a_table_rests_for_few_blocks_that_had_to_leave() {
-        for (order, blocks, rests) in [(0, FEW - 1, true), (0, FEW, false), (3, 1, true), (3, FEW, false)] {
-            with_slots(4, |words| {
-                let one: Vec<u64> = (0..blocks).map(|at| block((1 << 12) + (at << order), order, false)).collect();
-                assert_eq!(leavers(words, order, &one), []);
-                assert_eq!(leavers(words, order, &[block(2 << 12, order, false)]).len(), 1);
-                assert_eq!(words.rests(), rests, "{blocks} of order {order} left for one");
-            });
+        for order in [0, 2, 9] {
+            for blocks in [1, 2 * FEW - 2, 2 * FEW - 1] {
+                with_slots(4, |words| {
+                    // Words that share a slot.
+                    let base = |word: u64| word << if order == 9 { 20 } else { 12 };
+                    let first: Vec<u64> = (0..blocks).map(|at| block(base(1) + (at << order), order, false)).collect();
+                    assert_eq!(leavers(words, order, &first), []);
+                    let two = [block(base(2), order, false), block(base(2) + (1 << order), order, false)];
+                    assert_eq!(leavers(words, order, &two).len(), 1);
+                    assert!(!words.rests(), "one of two is no more than half");
+                    assert_eq!(leavers(words, order, &first).len(), 1);
+                    assert!(!words.rests());
+                    let others = [block(base(2), order, false), block(base(3), order, false)];
+                    assert_eq!(leavers(words, order, &others).len(), 2);
+                    assert_eq!(words.rests(), blocks + 1 < 2 * FEW, "{blocks} of order {order}, and one, left for two");
+                });
+            }
         }
-        with_slots(4, |words| {
-            let zeroes: Vec<u64> = (1..5).map(|word| block(word << 12, 0, true)).collect();
-            assert_eq!(leavers(words, 0, &zeroes).len(), 4);
-            assert!(!words.rests());
-        });
     }
 
     /// That pages of a word are parts of larger blocks is known when it leaves full, whichever of them came last.
@@ -444,7 +518,7 @@ mod tests {
                 with_slots(4, |words| {
                     assert_eq!(leavers(words, first.0, first.1), []);
                     let mut left = Vec::new();
-                    words.add(last.0, last.1, |word, _| left.push((word.pages, word.has_blocks())));
+                    words.add(last.0, last.1, |word| left.push((word.bits, word.has_blocks())));
                     assert_eq!(left, [(u64::MAX, order != 0)]);
                 });
             }
@@ -460,9 +534,9 @@ mod tests {
             let mut there = BTreeMap::<u64, (u64, u64)>::new();
             let leave = |there: &mut BTreeMap<u64, (u64, u64)>, word: Word| {
                 let (pages, blocks) = there.entry(word.frame(0).number() / 64).or_default();
-                assert_eq!(*pages & word.pages, word.pages, "{word:?} comes twice");
-                assert!(word.has_blocks() || *blocks & word.pages == 0, "{word:?}");
-                (*pages, *blocks) = (*pages & !word.pages, *blocks & !word.pages);
+                assert_eq!(*pages & word.bits, word.bits, "{word:?} comes twice");
+                assert!(word.has_blocks() || *blocks & word.bits == 0, "{word:?}");
+                (*pages, *blocks) = (*pages & !word.bits, *blocks & !word.bits);
             };
             let mut left = [0; 2];
             for _ in 0..if cfg!(miri) { 50 } else { 3000 } {
@@ -477,8 +551,7 @@ mod tests {
                         blocks.push(block(pfn, order, false));
                     }
                 }
-                words.add(order, &blocks, |word, zero| {
-                    assert!(!zero);
+                words.add(order, &blocks, |word| {
                     left[usize::from(word.has_blocks())] += 1;
                     leave(&mut there, word);
                 });
@@ -500,7 +573,7 @@ mod tests {
                 let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                     for batch in batches {
                         let blocks: Vec<u64> = batch.iter().map(|pfn| block(*pfn, 0, false)).collect();
-                        words.add(0, &blocks, |_, _| ());
+                        words.add(0, &blocks, |_| ());
                     }
                 }));
                 assert!(found.is_err(), "{batches:?}");

@@ -4,7 +4,7 @@
 //! |---|---|---|---|
 //! | cached order, cache not empty / not full | 0 | 0 | 3 of the cache |
 //! | refill | 1 per 4 to 512 blocks | 1 round for all | |
-//! | drain | 1 per 64 words of pages, 16 of 2 MiB blocks, or 64 queued blocks | 1 round for these | |
+//! | drain | 1 per 64 words of pages or 2 MiB blocks, or 64 queued blocks | 1 round for these | |
 //! | other orders | 1 (the lock) | 1 round | 5 to 7, whatever the size |
 //!
 //! What the first may cost in branches, loads and stores is in `tests/golden/fast_paths.txt`.
@@ -21,13 +21,15 @@
 
 use crate::arena::BLOCK_ORDER;
 use crate::class::Class;
-use crate::drain::Due;
+use crate::drain::{Due, PARTS};
 use crate::frames::{Env, Frames};
+use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
 use crate::pcp::{PerCpu, is_stocked};
 use core::fmt;
+use core::ops::ControlFlow;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, PageSize, Pfn};
@@ -124,20 +126,63 @@ impl fmt::Display for AllocError {
 
 impl core::error::Error for AllocError {}
 
-/// No call takes nodes' locks more often than this under one pin, and twice more for each node that it asks: 64 words of pages, 16 of 2 MiB
-/// blocks, or as much of what is queued are freed in one round. It bounds rounds, not what one looks at: a
-/// request above 2 MiB that fails looks at all regions of a node in one.
-pub const ROUNDS_PER_PIN: u64 = 16;
+/// No call takes nodes' locks more often than this under one pin, and once more for each node that it asks. In one round 64 words of
+/// pages or of 2 MiB blocks, or 64 queued blocks are freed, and a search looks at 64 places that have nothing of what they seemed to have; what is
+/// left goes on in another pin. What is asked for by its extent takes as long as that is: a word per 128 MiB.
+pub const ROUNDS_PER_PIN: u64 = 11;
 
 /// Cached blocks that are looked at for poison in one pin before the node is asked: two rounds each.
 const ADMISSIONS: usize = 4;
 
-/// Why no node had a block.
-enum Missed {
-    /// This.
-    For(AllocError),
-    /// There may be one when CPUs have given back what they have cached.
-    Cached,
+/// A request that goes to the nodes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted {
+    pub(crate) order: Order,
+    pub(crate) mobility: Mobility,
+    pub(crate) from: Placement,
+    /// Known-zero memory first.
+    pub(crate) zero: bool,
+    /// Frames below this one only.
+    pub(crate) limit: Pfn,
+}
+
+impl From<AllocRequest> for Wanted {
+    #[inline]
+    fn from(AllocRequest { order, mobility, from, prefer_zeroed }: AllocRequest) -> Self {
+        Wanted { order, mobility, from, zero: prefer_zeroed, limit: Pfn::LIMIT }
+    }
+}
+
+impl Wanted {
+    /// What was taken for it.
+    pub(crate) const fn block(&self, taken: Taken) -> Frozen {
+        Frozen::make(taken.pfn, self.order, self.mobility, taken.zero)
+    }
+
+    /// Whether any frame will do.
+    fn is_anywhere(&self) -> bool {
+        self.limit == Pfn::LIMIT
+    }
+}
+
+/// The nodes of a request, in the order in which they are asked.
+#[derive(Clone, Copy)]
+pub(crate) struct Asked {
+    first: NodeId,
+    /// How many, of how many.
+    count: u32,
+    nodes: u32,
+}
+
+impl Asked {
+    /// From the first on.
+    pub(crate) fn iter(self) -> impl Iterator<Item = NodeId> {
+        (0..self.count).map(move |step| NodeId((self.first.0 + step) % self.nodes))
+    }
+
+    fn contains(self, node: NodeId) -> bool {
+        self.count > 1 || node == self.first
+    }
 }
 
 impl<'m, E: Env> Frames<'m, E> {
@@ -173,9 +218,35 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Where the cache has nothing, in this order: what this CPU has freed and would get again; its node, through the cache if that holds the
-    /// order; the other nodes; and all of that once more with what this CPU has cached. The others are asked for what they have, for the
-    /// next time. The parts of a request, so that they travel in registers.
+    /// Allocates one block of frames below `limit` only: 2^20 for a device that has 32 address bits. Otherwise as
+    /// [`alloc`](Frames::alloc), the nodes in the same order. Any context but NMI.
+    ///
+    /// Never from the CPU's cache: one lock round; a second one and those of a [`drain`](Frames::drain) where nothing is found but with
+    /// what is cached.
+    /// Everybody else takes low memory first, too. To keep some for such devices, make that memory a node of its own, numbered after the
+    /// one that the CPUs are on: they fall back to it. Of several nodes each is asked in the order of [`Placement`], so that CPUs on another
+    /// than the first come to it before they come to that.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfMemory`](AllocError::OutOfMemory) if nothing of that order is free below the limit, where it was asked for;
+    /// [`NoSuchNode`](AllocError::NoSuchNode).
+    pub fn alloc_below<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        limit: Pfn,
+        request: impl Into<AllocRequest>,
+    ) -> Result<Frozen, AllocError> {
+        if self.env().fault(FAULT_ALLOC) {
+            return Err(AllocError::OutOfMemory);
+        }
+        // A limit that is none is one all the same: what is cached may lie anywhere.
+        let limit = limit.min(Pfn::new(Pfn::LIMIT.number() - 1));
+        self.alloc_slowly(cx, &Wanted { limit, ..Wanted::from(request.into()) })
+    }
+
+    /// Where the cache has nothing: what this CPU has freed and would get again, or the nodes. The parts of a request, so that they travel in
+    /// registers.
     #[cold]
     #[inline(never)]
     fn alloc_missed<P: Cpu>(
@@ -186,22 +257,15 @@ impl<'m, E: Env> Frames<'m, E> {
         from: Placement,
         prefer_zeroed: bool,
     ) -> Result<Frozen, AllocError> {
-        let back = self.after_giving_back(cx, Self::own, Due::Leaving, |pin| {
-            self.take_back(pin, order, mobility, from, prefer_zeroed)
-        });
-        if let Some(block) = back {
-            return Ok(block);
-        }
-        match cx.pinned(|pin| self.alloc_from_nodes(pin, order, mobility, from, prefer_zeroed)) {
-            Ok(block) => Ok(block),
-            Err(Missed::For(error)) => Err(error),
-            Err(Missed::Cached) => self.after_giving_back(cx, Self::own, Due::All, |pin| {
-                let again = self.alloc_from_nodes(pin, order, mobility, from, prefer_zeroed);
-                again.map_err(|_| {
-                    self.request_drains();
-                    AllocError::OutOfMemory
-                })
-            }),
+        let back = self.after_giving_back(
+            cx,
+            |pin| self.own(pin),
+            Due::Leaving,
+            |pin| self.take_back(pin, order, mobility, from, prefer_zeroed),
+        );
+        match back {
+            Some(block) => Ok(block),
+            None => self.alloc_slowly(cx, &AllocRequest { order, mobility, from, prefer_zeroed }.into()),
         }
     }
 
@@ -221,97 +285,137 @@ impl<'m, E: Env> Frames<'m, E> {
             Placement::Local => true,
             Placement::Prefer(node) | Placement::Only(node) => node == own.node,
         };
-        let wanted = here && !(prefer_zeroed && self.may_have_zero());
-        let block = if wanted { own.take_gathered(order.get(), mobility)? } else { return None };
+        let will_do = here && !(prefer_zeroed && self.may_have_zero());
+        let block = if will_do { own.take_gathered(order.get(), mobility)? } else { return None };
         // Blocks of these orders are not looked at when they are freed.
         if self.has_suspects() { self.admit(pin, block) } else { Some(block) }
     }
 
-    /// The node of a request, and whether others will do.
-    pub(crate) fn choose(&self, own: Option<&PerCpu<'m>>, from: Placement) -> Result<(NodeId, bool), AllocError> {
-        let (node, fallback) = match from {
+    /// From the nodes: the CPU's, through the cache if that holds the order, the others, and all of them once more with what this CPU has
+    /// cached. The others are asked for what they have, for the next time.
+    fn alloc_slowly<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted) -> Result<Frozen, AllocError> {
+        let found = self.search(cx, |pin| self.own(pin), Due::Leaving, wanted);
+        if !matches!(found, Err(AllocError::OutOfMemory)) {
+            return found;
+        }
+        let asked = cx.pinned(|pin| self.asked(self.own(pin), wanted.from));
+        let Some(asked) = asked.filter(|asked| self.could_be_made(cx, wanted, *asked)) else { return found };
+        let found = self.search(cx, |pin| self.own(pin).filter(|own| asked.contains(own.node)), Due::All, wanted);
+        if found.is_err() {
+            self.request_drains(wanted, asked);
+        }
+        found
+    }
+
+    /// The same after the CPU that `of` names has given back what is due.
+    fn search<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        of: impl Fn(CpuPin<'_>) -> Option<&'m PerCpu<'m>>,
+        due: Due,
+        wanted: &Wanted,
+    ) -> Result<Frozen, AllocError> {
+        loop {
+            match self.after_giving_back(cx, &of, due, |pin| self.alloc_from_nodes(pin, wanted)) {
+                Ok(block) => return Ok(block),
+                Err(Some(error)) => return Err(error),
+                // In another pin.
+                Err(None) => {}
+            }
+        }
+    }
+
+    /// The nodes of a request; none if there is no such node.
+    pub(crate) fn asked(&self, own: Option<&PerCpu<'m>>, from: Placement) -> Option<Asked> {
+        let (first, fallback) = match from {
             Placement::Local => (self.node_of_cache(own), true),
             Placement::Prefer(node) => (node, true),
             Placement::Only(node) => (node, false),
         };
-        self.node(node).map(|_| (node, fallback)).ok_or(AllocError::NoSuchNode)
-    }
-
-    /// The nodes to ask, from the first on.
-    pub(crate) fn nodes_from(&self, first: NodeId, fallback: bool) -> impl Iterator<Item = NodeId> {
         let nodes = self.nodes();
-        (0..if fallback { nodes } else { 1 }).map(move |step| NodeId((first.0 + step) % nodes))
+        self.node(first).map(|_| Asked { first, count: if fallback { nodes } else { 1 }, nodes })
     }
 
+    /// From the nodes of a request. No error: a node was not searched to the end.
     #[inline(never)]
-    fn alloc_from_nodes(
-        &self,
-        pin: CpuPin<'_>,
-        order: Order,
-        mobility: Mobility,
-        from: Placement,
-        prefer_zeroed: bool,
-    ) -> Result<Frozen, Missed> {
-        let want_zero = prefer_zeroed && self.may_have_zero();
+    fn alloc_from_nodes(&self, pin: CpuPin<'_>, wanted: &Wanted) -> Result<Frozen, Option<AllocError>> {
+        let wanted = &Wanted { zero: wanted.zero && self.may_have_zero(), ..*wanted };
         let own = self.own(pin);
         own.into_iter().for_each(|own| self.serve_own(own));
-        let (first, fallback) = self.choose(own, from).map_err(Missed::For)?;
-        let near = own.filter(|own| own.node == first && !want_zero);
-        let stock = near.and_then(|own| Some((own, own.stock(order.get(), mobility)?)));
+        let asked = self.asked(own, wanted.from).ok_or(Some(AllocError::NoSuchNode))?;
+        let near = own.filter(|own| own.node == asked.first && !wanted.zero && wanted.is_anywhere());
+        let stock = near.and_then(|own| Some((own, own.stock(wanted.order.get(), wanted.mobility)?)));
         if let Some((own, class)) = stock.filter(|(_, class)| class.enabled())
-            && let Some(block) = self.alloc_through(pin, own, class, order, mobility)
+            && let Some(block) = self.alloc_through(pin, own, class, wanted)
         {
             return Ok(block);
         }
-        for node in self.nodes_from(first, fallback) {
+        for node in asked.iter() {
             let taken = self.with_node(pin, node, |lists| {
                 own.into_iter().for_each(|own| self.return_gathered(lists, own));
-                self.take_block(lists, order.get(), mobility, want_zero)
+                self.take_block(lists, wanted).ok_or(lists.is_spent())
             });
-            if let Some(Taken { pfn, zero }) = taken.flatten() {
-                let block = Frozen::make(pfn, order, mobility, zero);
-                near.into_iter().filter(|own| own.node == node).for_each(|own| own.note_lowest(&block));
-                return Ok(block);
+            match taken {
+                Some(Ok(taken)) => {
+                    let block = wanted.block(taken);
+                    near.into_iter().filter(|own| own.node == node).for_each(|own| own.note_lowest(&block));
+                    return Ok(block);
+                }
+                Some(Err(true)) => return Err(None),
+                Some(Err(false)) | None => {}
             }
         }
-        let could = self.could_be_made(pin, self.nodes_from(first, fallback), order.get(), Pfn::LIMIT);
-        Err(if could { Missed::Cached } else { Missed::For(AllocError::OutOfMemory) })
+        Err(Some(AllocError::OutOfMemory))
     }
 
-    /// Whether what CPUs have cached, or queued, could make a block of an order below a frame, on one of some nodes.
-    pub(crate) fn could_be_made(
-        &self,
-        pin: CpuPin<'_>,
-        mut nodes: impl Iterator<Item = NodeId>,
-        order: u32,
-        limit: Pfn,
-    ) -> bool {
-        let cached = self.on_the_way();
-        if order <= BLOCK_ORDER || cached == 0 {
-            return cached != 0 && limit.number() >> order != 0;
-        }
-        let fits = |node| self.with_node(pin, node, |lists| self.is_nearly_free(lists, order, limit, cached));
-        nodes.any(|node| fits(node) == Some(true))
+    /// Whether what others have queued, which is freed now, or what CPUs have cached could make a block on one of the nodes that are asked.
+    /// A pin for each lock round.
+    fn could_be_made<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted, asked: Asked) -> bool {
+        asked.iter().any(|node| {
+            let (queued, mut from) = (self.queued_on(node) != 0, 0);
+            let look = |lists: &mut FreeLists, part, from| {
+                if self.queued_on(node) != 0 && part < PARTS {
+                    return ControlFlow::Continue(from);
+                }
+                let cached = self.cached_on(node);
+                if cached != 0 && wanted.order.get() > BLOCK_ORDER {
+                    return self.is_nearly_free(lists, from, wanted.order, wanted.limit, cached);
+                }
+                let pages = wanted.order.pages();
+                ControlFlow::Break(cached != 0 && lists.pages + cached >= pages && wanted.limit.number() >= pages)
+            };
+            for part in 0.. {
+                match cx.pinned(|pin| self.with_node(pin, node, |lists| look(lists, part, from))) {
+                    Some(ControlFlow::Continue(next)) => from = next,
+                    Some(ControlFlow::Break(could)) => return could || queued,
+                    None => break,
+                }
+            }
+            false
+        })
+    }
+
+    /// Asks the CPUs of the nodes that were asked for what they have cached: those that have such a block, or else all that have something, of
+    /// which one may be made.
+    fn request_drains(&self, wanted: &Wanted, asked: Asked) {
+        let cpus = || self.caches().iter().filter(|cpu| asked.contains(cpu.node) && cpu.pages() != 0);
+        let has = |cpu: &&PerCpu<'m>| wanted.is_anywhere() && cpu.has_block(wanted.order.get());
+        let any = cpus().any(|cpu| has(&cpu));
+        cpus().filter(|cpu| !any || has(cpu)).for_each(|cpu| cpu.mailbox.post());
     }
 
     /// A block from this CPU's cache, which is filled from its node if it is empty.
-    fn alloc_through(
-        &self,
-        pin: CpuPin<'_>,
-        own: &PerCpu<'m>,
-        class: &Class<'m>,
-        order: Order,
-        mobility: Mobility,
-    ) -> Option<Frozen> {
+    fn alloc_through(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, wanted: &Wanted) -> Option<Frozen> {
+        let (order, mobility) = (wanted.order.get(), wanted.mobility);
         for _ in 0..ADMISSIONS {
             // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
-            let other = own.class(order.get(), mobility.other()).filter(|_| order.get() == BLOCK_ORDER);
+            let other = own.class(order, mobility.other()).filter(|_| order == BLOCK_ORDER);
             if class.len() == 0
                 && let Some(block) = other.and_then(Class::pop)
             {
                 let _ = class.push(block.with_mobility(mobility));
             } else if class.len() == 0 {
-                self.refill(pin, own, class, own.node, order, mobility);
+                self.refill(pin, own, class, wanted);
             }
             let block = class.pop()?;
             // Frames can become refused while they are cached.
@@ -325,7 +429,8 @@ impl<'m, E: Env> Frames<'m, E> {
         None
     }
 
-    /// Frees one block, as dirty. A block of another manager is left alone, and lost. Any context but NMI.
+    /// Frees one block, as dirty. A block of another manager is left alone, and lost: whoever is not sure asks
+    /// [`node_of`](Frames::node_of), which is `None` for it. Any context but NMI.
     ///
     /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders 4 to 8 share a lock round, if there has to be one, with the next
     /// allocation that needs one; larger ones: one lock round, a word per 128 MiB.
@@ -357,7 +462,7 @@ impl<'m, E: Env> Frames<'m, E> {
     #[cold]
     #[inline(never)]
     fn free_missed<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
-        self.after_giving_back(cx, Self::own, Due::Nothing, |pin| self.free_to_node(pin, block));
+        self.after_giving_back(cx, |pin| self.own(pin), Due::Nothing, |pin| self.free_to_node(pin, block));
     }
 
     /// Frees a block that the cache had no room for, or that may not go there: in this order it is looked at for poison, kept, or freed in its

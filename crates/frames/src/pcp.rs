@@ -20,10 +20,10 @@
 //!   small for how this CPU works, and double it. A change of direction means that a small one will do, and so does
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
 //! * A cache hands the places that were freed last out again, wherever they lie, while the node has room in lower ones. So what is freed
-//!   above the 2 MiB where the class's last refill found room is not cached. That, and what a drain takes of orders 0 to 3, is
-//!   on its way (`outgoing.rs`) to the node: it counts as cached, no block of it is handed out, and it leaves before this CPU takes
-//!   anything from the node: it may be the lowest place, or make a larger block with what is there. Every path that drains the cache drains
-//!   it too; so a request that is served leaves nothing there. Whether pages must be looked at is seen under the lock.
+//!   above the 2 MiB where the class's last refill found room is not cached. That, and what a drain takes of the orders that are cached, is
+//!   on its way ([`outgoing`](crate::outgoing)) to the node: it counts as cached, no block of it is handed out, and it leaves before this CPU
+//!   takes anything from the node: it may be the lowest place, or make a larger block with what is there. Every path that drains the cache
+//!   drains it too; so a request that is served leaves nothing there. Whether pages must be looked at is seen under the lock.
 //! * What is given back before something else is done goes in parts, each in a pin of its own: nobody has interrupts off for a whole
 //!   cache who had them on before. [`ROUNDS_PER_PIN`](crate::ROUNDS_PER_PIN) says for how long at most.
 //!
@@ -194,15 +194,6 @@ pub(crate) struct Capacities {
     words: u64,
 }
 
-/// What a freed block is kept as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kept {
-    /// For the next allocation.
-    Cached,
-    /// For the node.
-    Leaving,
-}
-
 /// One CPU's cache. On lines of its own.
 #[repr(align(128))]
 #[derive(Debug)]
@@ -280,15 +271,9 @@ impl<'m> PerCpu<'m> {
         pfn.number().wrapping_sub(self.local.base().number()) < class.near()
     }
 
-    /// Keeps a freed block, which is on the node: to be allocated again, or on its way back if it is of an order that is allocated from here
-    /// and lies higher than near, as far as that is known at the first look. Gives it back if there is no room for that, and says which it
-    /// is.
-    pub(crate) fn keep(&self, class: &Class<'m>, block: Frozen) -> Result<(), (Frozen, Kept)> {
-        let far = is_stocked(block.log()) && self.local.contains(block.pfn()) && !self.is_near(class, block.pfn());
-        match if far { self.out.push(block) } else { class.push(block) } {
-            Ok(()) => Ok(()),
-            Err(block) => Err((block, if far { Kept::Leaving } else { Kept::Cached })),
-        }
+    /// Whether a freed block is of an order that is allocated from here and lies higher than near, as far as that is known at the first look.
+    pub(crate) fn is_far(&self, class: &Class<'m>, block: &Frozen) -> bool {
+        is_stocked(block.log()) && self.local.contains(block.pfn()) && !self.is_near(class, block.pfn())
     }
 
     /// A refill of a class of blocks of `order` found room at a frame: that is as far as near is.
@@ -360,6 +345,11 @@ impl<'m> PerCpu<'m> {
         self.classes.iter().enumerate().map(|(index, class)| (class, index as u32 / 2))
     }
 
+    /// Whether it has a block of an order or more to hand out.
+    pub(crate) fn has_block(&self, order: u32) -> bool {
+        self.all().any(|(class, log)| log >= order && class.len() != 0)
+    }
+
     /// Frames in the cache: exact for the owner, a snapshot for others.
     pub(crate) fn pages(&self) -> u64 {
         self.all().map(|(class, order)| class.len() << order).sum::<u64>() + self.out.pages()
@@ -369,6 +359,7 @@ impl<'m> PerCpu<'m> {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::outgoing::READY;
     use hugemm_base::Order;
 
     const GIB: u64 = 1 << REGION_ORDER;
@@ -394,16 +385,16 @@ mod tests {
             assert_eq!([6400, GIB].map(|share| sizes(share).words), [8, 512]);
         }
         assert_eq!(PerCpu::capacities(6400, 0).blocks, PerCpu::capacities(6400, 1).blocks);
-        // Two mobilities. Two words for each slot, a bit, and a block that leaves.
+        // Two mobilities. Two words for each slot and each word that is ready, and a bit.
         let sizes = Capacities { blocks: [8, 4, 3, 0, 0, 0, 0, 0, 0, 1], words: 8 };
-        assert_eq!(PerCpu::entries(&sizes), 2 * (8 + 4 + 3 + 1) + 3 * 8 + 1);
+        assert_eq!(PerCpu::entries(&sizes), 2 * (8 + 4 + 3 + 1) + 2 * 8 + 1 + 2 * READY as u64);
     }
 
-    /// A cache over these frames, with eight entries in each class and room for eight blocks that leave.
+    /// A cache over these frames, with eight entries in each class and eight slots for words.
     fn with_cache(local: Extent, test: impl FnOnce(&PerCpu<'_>)) {
         let capacities = Capacities { blocks: [8; CLASSES / 2], words: 8 };
         let entries: Vec<AtomicU64> = (0..PerCpu::entries(&capacities)).map(|_| AtomicU64::new(0)).collect();
-        assert_eq!(entries.len(), CLASSES * 8 + 25);
+        assert_eq!(entries.len(), CLASSES * 8 + 2 * 8 + 1 + 2 * READY);
         test(&PerCpu::new(0, NodeId(0), local, &capacities, &entries));
     }
 
@@ -433,18 +424,8 @@ mod tests {
             assert!(ends_at(1000 + (1 << 16)), "nor what lies beyond");
 
             own.found(class, 0, Pfn::new(2000));
-            let far = |pfn, order| {
-                assert_eq!(own.keep(class, block(pfn, order)), Ok(()));
-                let far = own.out.has_blocks();
-                own.out.take_blocks(|words| assert!(words.iter().all(|word| *word == block(pfn, order).into_word())));
-                far
-            };
+            let far = |pfn, order| own.is_far(class, &block(pfn, order));
             assert_eq!([far(2047, 0), far(2048, 0), far(2048, 4), far(900, 0)], [false, true, false, false]);
-            let full = |pfn, kept| {
-                let mut blocks = (pfn..pfn + 20).map(|pfn| own.keep(class, block(pfn, 0)));
-                blocks.find_map(Result::err).is_some_and(|(_, as_what)| as_what == kept)
-            };
-            assert!(full(1000, Kept::Cached) && full(4000, Kept::Leaving));
         });
     }
 
@@ -458,10 +439,9 @@ mod tests {
                 assert!(core::ptr::eq(class, own.class(order, Mobility::Movable).expect("cached")));
                 assert_eq!(class.push(block), Ok(()));
             }
-            assert_eq!(own.out.push(block(1 << 20, 1)), Ok(()));
-            assert!(own.gathered().next().is_none() && own.out.has_blocks());
-            own.out.enter(5);
-            assert_eq!(own.pages(), 1 + 1 + 8 + 512 + 2 + 5);
+            own.out.add(1, &[block(1 << 20, 1).into_word()], |_| ());
+            assert!(own.gathered().next().is_none());
+            assert_eq!(own.pages(), 1 + 1 + 8 + 512 + 2);
             assert!(own.class(10, Mobility::Unmovable).is_none() && own.class_of(&block(0, 10)).is_none());
             assert!(own.stock(4, Mobility::Movable).is_none());
             let stock = own.stock(3, Mobility::Movable).expect("stocked");
@@ -471,8 +451,6 @@ mod tests {
             }
             let orders = own.gathered().map(|class| class.pop().expect("one").log());
             assert!(orders.eq([4, 8]));
-            own.out.take_blocks(|words| assert_eq!(words.len(), 1));
-            assert!(!own.out.has_blocks());
         });
     }
 

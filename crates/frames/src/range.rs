@@ -297,7 +297,12 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
         match self.join(extent, content) {
             Some(block) => self.free_as_known(cx, block),
-            None => self.after_giving_back(cx, Self::own, Due::Nothing, |pin| self.free_slow(pin, extent, content)),
+            None => self.after_giving_back(
+                cx,
+                |pin| self.own(pin),
+                Due::Nothing,
+                |pin| self.free_slow(pin, extent, content),
+            ),
         }
     }
 

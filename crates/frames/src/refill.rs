@@ -7,34 +7,24 @@ use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::free2m::Batch;
 use crate::free4k::Run;
-use crate::frozen::Frozen;
-use crate::mobility::Mobility;
 use crate::node::Taken;
+use crate::page_alloc::Wanted;
 use crate::pcp::PerCpu;
-use hugemm_base::{CpuPin, NodeId, Order};
+use hugemm_base::CpuPin;
 
 /// Words of a 2 MiB that a refill takes blocks of in one lock round.
 const RUNS: usize = 16;
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Moves blocks from the node into a cache: one lock round, in pieces as large as are free.
-    pub(crate) fn refill(
-        &self,
-        pin: CpuPin<'_>,
-        own: &PerCpu<'m>,
-        class: &Class<'m>,
-        node: NodeId,
-        size: Order,
-        mobility: Mobility,
-    ) {
-        let want = class.want();
-        let order = size.get();
+    pub(crate) fn refill(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, wanted: &Wanted) {
+        let (want, node, order) = (class.want(), own.node, wanted.order.get());
         if order == BLOCK_ORDER {
             let batches = self.with_node(pin, node, |lists| self.take_many_2m(lists, want));
             for taken in batches.iter().flatten().rev().flat_map(Batch::descending) {
                 own.found(class, order, taken.pfn);
                 // At most half of what the watermark allows.
-                let _ = class.push(Frozen::make(taken.pfn, size, mobility, taken.zero));
+                let _ = class.push(wanted.block(taken));
             }
             return;
         }
@@ -47,7 +37,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 if got >= want {
                     break;
                 }
-                let Some(found) = place.take().or_else(|| self.find_4k(lists, order, mobility, false, apart)) else {
+                let Some(found) = place.take().or_else(|| self.find_4k(lists, wanted, apart)) else {
                     break;
                 };
                 let arena = found.arena;
@@ -64,7 +54,7 @@ impl<'m, E: Env> Frames<'m, E> {
         });
         // Last first, so that they come out in ascending order.
         for run in runs.iter().rev() {
-            class.extend(run.descending().map(|taken| Frozen::make(taken.pfn, size, mobility, taken.zero)));
+            class.extend(run.descending().map(|taken| wanted.block(taken)));
         }
     }
 }

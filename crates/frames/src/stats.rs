@@ -1,14 +1,20 @@
 //! What a node has free, and in which shape.
 
 use crate::frames::{Env, Frames};
+use crate::free2m::count_2m;
+use crate::free4k::count_4k;
+use crate::freelist::FreeLists;
+use core::ops::ControlFlow;
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuCx, NodeId, Order};
 
 /// Orders, 0 to 18.
 pub const ORDERS: usize = Order::MAX.get() as usize + 1;
 
-/// One node at one moment; cached frames and those of other CPUs as last seen.
+/// 2 MiB blocks that are counted in one lock round: 2 GiB, a region at a time.
+const BLOCKS_PER_ROUND: usize = 1024;
+
+/// One node at one moment, or as nearly as it is counted in parts; cached frames and those of other CPUs as last seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeStats {
     /// Free blocks by order.
@@ -64,41 +70,56 @@ impl NodeStats {
 }
 
 impl<E: Env> Frames<'_, E> {
-    /// One node's numbers; zeroes if there is no such node. Takes the node's lock (one round, counted) for a line per 2 MiB of
-    /// node, and about 0.2 µs for each 2 MiB of which only parts are free: not for hot paths, which want
+    /// One node's numbers; zeroes if there is no such node. Takes the node's lock (a round, counted, and a pin for each 2 GiB) for a line per
+    /// 2 MiB of node, and about 0.2 µs for each 2 MiB of which only parts are free: not for hot paths, which want
     /// [`node_available`](Frames::node_available). Any context but NMI.
     pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
-        let Some(owner) = self.node(node) else { return NodeStats::default() };
-        cx.pinned(|pin| {
-            let cached = self.caches().iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
-            let mut blocks = [0; ORDERS];
-            let stats = self.with_node(pin, node, |lists| NodeStats {
-                blocks: {
-                    self.count_2m(lists, &mut blocks);
-                    self.count_4k(lists, &mut blocks);
-                    blocks
-                },
+        let (mut blocks, mut from) = ([0; ORDERS], 0);
+        let mut count = |lists: &FreeLists, from| match self.count_blocks(lists, from, &mut blocks) {
+            Some(next) => ControlFlow::Continue(next),
+            None => ControlFlow::Break(NodeStats {
+                blocks,
                 free: lists.pages,
                 isolated: lists.isolated,
-                cached,
-                // Relaxed: a statistic.
-                deferred: owner.deferred_pages.load(Ordering::Relaxed),
+                cached: self.cached_on(node),
+                deferred: self.queued_on(node),
                 refused: lists.refused,
                 lock_rounds: lists.rounds,
-            });
-            stats.unwrap_or_default()
-        })
+            }),
+        };
+        loop {
+            match cx.pinned(|pin| self.with_node(pin, node, |lists| count(lists, from))) {
+                Some(ControlFlow::Continue(next)) => from = next,
+                Some(ControlFlow::Break(stats)) => return stats,
+                None => return NodeStats::default(),
+            }
+        }
+    }
+
+    /// Adds up a node's free blocks by order, of regions from number `from` on, as many as are looked at in one round: the number of the one
+    /// with which the next goes on.
+    fn count_blocks(&self, lists: &FreeLists, from: usize, blocks: &mut [u64; ORDERS]) -> Option<usize> {
+        let mut looked = 0;
+        for arena in self.arena_table().on(lists) {
+            for (at, region) in arena.regions.iter().enumerate().skip(from.saturating_sub(arena.first_region)) {
+                if looked >= BLOCKS_PER_ROUND {
+                    return Some(arena.first_region + at);
+                }
+                count_2m(region, blocks);
+                let inside = arena.blocks_of(at);
+                inside.iter().for_each(|block| count_4k(block, blocks));
+                looked += inside.len();
+            }
+        }
+        None
     }
 
     /// How many frames of a node can be allocated, in one way or another; 0 if there is no such node. Takes the node's lock (one
     /// round, counted). O(CPUs). Any context but NMI.
     pub fn node_available<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> u64 {
-        let Some(owner) = self.node(node) else { return 0 };
         cx.pinned(|pin| {
-            let cached: u64 = self.caches().iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
-            // Relaxed: a statistic.
-            let deferred = owner.deferred_pages.load(Ordering::Relaxed);
-            self.with_node(pin, node, |lists| lists.pages).unwrap_or(0) + cached + deferred
+            let cached = self.cached_on(node);
+            self.with_node(pin, node, |lists| lists.pages + self.queued_on(node)).map_or(0, |pages| pages + cached)
         })
     }
 

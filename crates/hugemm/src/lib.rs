@@ -47,8 +47,8 @@
 //! # }
 //! ```
 //!
-//! A kernel has a platform of its own in the place of [`SingleCpu`](base::SingleCpu): a type that implements
-//! [`Cpu`](base::platform::Cpu), and what the crates that it uses ask for besides.
+//! A kernel has [`BareMetal`](base::BareMetal) in the place of [`SingleCpu`](base::SingleCpu), or a platform of its own: a type that
+//! implements [`Cpu`](base::platform::Cpu), and what the crates that it uses ask for besides.
 //!
 //! # Where to go on
 //!
@@ -88,27 +88,32 @@ pub use hugemm_vm as vm;
 ///
 /// Names that two systems share come with the system's name (`FrameRequest`).
 pub mod prelude {
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    pub use hugemm_base::BareMetal;
     pub use hugemm_base::platform::{
         Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, Topology, Window,
     };
     pub use hugemm_base::{
-        Cancel, Counters, CpuCx, Dirty, Extent, Never, Order, PageSize, Pfn, PhysAddr, Ram, Shortfall, SingleCpu,
-        VirtAddr, VirtRange, Zeroed,
+        Cancel, Counters, CpuCx, DirectMap, Dirty, Extent, Invalidation, Never, Order, PageSize, Pfn, PhysAddr, Ram,
+        Shortfall, SingleCpu, TlbScope, VirtAddr, VirtRange, Zeroed,
     };
     #[cfg(feature = "clear")]
     pub use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Features, Profile, calibrate};
     #[cfg(feature = "frames")]
-    pub use hugemm_frames::{AllocRequest as FrameRequest, ArenaSpec, Frames, FramesConfig, Frozen, Plain};
+    pub use hugemm_frames::{AllocRequest as FrameRequest, ArenaSpec, Carved, Frames, FramesConfig, Frozen, Plain};
     #[cfg(feature = "heap")]
     pub use hugemm_heap::{GlobalHeap, Heap};
     #[cfg(feature = "hugetlb")]
     pub use hugemm_hugetlb::{HugePool, VmemmapOptimizer};
     #[cfg(feature = "paging")]
     pub use hugemm_paging::{
-        Counting, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64,
+        Counting, EditLock, Flags, FrameTables, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, TlbCpu,
+        TlbShootdown, TlbSpace, X86_64,
     };
     #[cfg(feature = "reclaim")]
     pub use hugemm_reclaim::{Compressed, Lru, Watermarks};
+    #[cfg(all(feature = "vm", any(target_arch = "x86_64", target_arch = "aarch64")))]
+    pub use hugemm_vm::DefaultSetup;
     #[cfg(feature = "vm")]
-    pub use hugemm_vm::{Access, Backing, DefaultSetup, Parts, Setup, Vm, VmaKind};
+    pub use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, Parts, Served, Setup, Vm, VmaKind};
 }

@@ -75,6 +75,12 @@ impl Unhooked {
         self.sizes.only().filter(|_| self.tables == 0)
     }
 
+    /// One more leaf.
+    pub(crate) fn leaf(&mut self, level: u32) {
+        self.leaves += 1;
+        self.sizes.add(level);
+    }
+
     /// The root of the table that it comes from.
     pub(crate) fn root(&self) -> Pfn {
         self.detached.root
@@ -166,12 +172,23 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         let (first, end) = self.tree.check(span)?;
         let (table, level) = self.tree.narrowed(first, end, |table, index, _| table.get(index))?;
         self.tree.check_groups(first, end)?;
+        self.detached_by(span, |tree, unhooked| {
+            tree.detach(table, level, first, end, editing, unhooked, &mut owners);
+        })
+    }
+
+    /// What `detach` detaches in a span of which nothing is waiting for a harvest.
+    pub(crate) fn detached_by(
+        &mut self,
+        span: VirtRange,
+        detach: impl FnOnce(&mut Tree<F, M>, &mut Unhooked),
+    ) -> Result<Unhooked, PagingError> {
         if let Some(page) = self.outstanding().meets(span) {
             return Err(PagingError::Busy { at: level::address(page) });
         }
-        let nothing = Detached { range: span, root: self.tree.root, any: false, next: first };
+        let nothing = Detached { range: span, root: self.tree.root, any: false, next: span.first_page() };
         let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, sizes: self.tree.no_leaves() };
-        self.tree.detach(table, level, first, end, editing, &mut unhooked, &mut owners);
+        detach(&mut self.tree, &mut unhooked);
         if unhooked.entries() > 0 {
             unhooked.detached.any = true;
             self.outstanding().add(span);

@@ -30,6 +30,7 @@
 //!
 //! So whoever asks for the age of single pages should not fold them.
 
+use crate::detach::Unhooked;
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::format::{Kind, PageFormat, kind};
@@ -97,6 +98,24 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         let (page, pages) = self.tree.group_over(first).or_else(|| self.tree.group_over(end))?;
         VirtRange::from_pages(page, pages).ok()
     }
+
+    /// Detaches every folded group that meets the span, and nothing else: to be flushed and attached, after which none is folded.
+    /// One flush, whatever the number of groups.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](PagingError::OutOfBounds), [`Busy`](PagingError::Busy) as of [`detach`](Exclusive::detach). Nothing has changed.
+    pub fn detach_folded(&mut self, span: VirtRange) -> Result<Unhooked, PagingError> {
+        let (first, end) = self.tree.check(span)?;
+        let first = self.tree.group_over(first).map_or(first, |(page, _)| page);
+        let end = self.tree.group_over(end).map_or(end, |(page, pages)| page + pages);
+        let whole = VirtRange::from_pages(first, end - first).unwrap_or(span);
+        self.detached_by(whole, |tree, unhooked| {
+            if F::CONTIGUOUS != 0 {
+                tree.detach_groups(tree.table(tree.root), Tree::<F, M>::ROOT, first, end, unhooked);
+            }
+        })
+    }
 }
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
@@ -133,6 +152,20 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             }
         }
         Ok(())
+    }
+
+    fn detach_groups(&self, table: Table, level: u32, first: u64, end: u64, unhooked: &mut Unhooked) {
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Table => self.detach_groups(self.below(entry), level - 1, slot.first, slot.end, unhooked),
+                Kind::Leaf if is_folded::<F>(entry) => {
+                    table.flip(slot.index, F::DETACHED);
+                    unhooked.leaf(level);
+                }
+                _ => {}
+            }
+        }
     }
 
     /// Whether no folded group reaches over either end of the range.

@@ -11,7 +11,7 @@ use hugemm_frames::{AllocRequest, Env, Frames, Frozen, Mobility};
 /// be zero. The platform's [`PhysMap`] is a direct map: what it opens stays open.
 pub struct FrameTables<'a, 'p, 'm, P, E: Env> {
     frames: &'a Frames<'m, E>,
-    cx: &'a mut CpuCx<'p, P>,
+    cx: &'a CpuCx<'p, P>,
 }
 
 impl<P, E: Env> fmt::Debug for FrameTables<'_, '_, '_, P, E> {
@@ -27,7 +27,7 @@ impl<'a, 'p, 'm, P: Cpu + PhysMap, E: Env> FrameTables<'a, 'p, 'm, P, E> {
     ///
     /// Every frame of the manager can be opened by the platform's [`PhysMap`], whose windows stay valid without being
     /// closed.
-    pub unsafe fn new(frames: &'a Frames<'m, E>, cx: &'a mut CpuCx<'p, P>) -> Self {
+    pub unsafe fn new(frames: &'a Frames<'m, E>, cx: &'a CpuCx<'p, P>) -> Self {
         FrameTables { frames, cx }
     }
 }

@@ -8,10 +8,10 @@
 //! # let layout = std::alloc::Layout::from_size_align(4 << 20, 2 << 20)?;
 //! # let (ram, base) = (Extent::new(Pfn::new(0), 1024)?, unsafe { std::alloc::alloc_zeroed(layout) });
 //! // SAFETY: nobody else uses `ram`; it stays mapped at `base`.
-//! let (mut cx, ram) = unsafe { SingleCpu::start(ram, base) };
+//! let (cx, ram) = unsafe { SingleCpu::start(ram, base) };
 //! let frames = Frames::carve(&cx, ram)?;
 //! // SAFETY: the platform's map is linear, and reaches every frame of the manager.
-//! let mut tables = unsafe { FrameTables::new(&frames, &mut cx) };
+//! let mut tables = unsafe { FrameTables::new(&frames, &cx) };
 //! let user = VirtRange::new(VirtAddr::new(0), 1 << 47)?;
 //! // SAFETY: one memory for tables; no CPU translates by them yet.
 //! let table = unsafe { PageTable::<X86_64, EditLock>::new(&mut tables, user) }?;

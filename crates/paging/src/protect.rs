@@ -3,6 +3,7 @@
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
+use crate::folding::{GROUP, is_folded};
 use crate::format::{Kind, PageFormat, is_read_only, kind, written};
 use crate::leaf_sizes::LeafSizes;
 use crate::level::{self, slots};
@@ -10,7 +11,7 @@ use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Shared, Tree};
 use crate::stale::Stale;
 use crate::table::{Ask, LINE, Table, alike};
-use hugemm_base::VirtRange;
+use hugemm_base::{Pfn, VirtRange};
 
 /// Which flags to change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -98,15 +99,48 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     pub fn protect(&mut self, span: VirtRange, change: Change, editing: Editing) -> Result<Stale, PagingError> {
         self.tree.protect(span, change, Way::Alone(editing))
     }
+
+    /// The same, and those leaves get `more` too that `wants` wants, by their first page's number and first frame: of a
+    /// [folded](crate::folding) group all or none. One walk, leaf by leaf.
+    ///
+    /// # Errors
+    ///
+    /// As [`protect`](Exclusive::protect), of both changes.
+    pub fn protect_where(
+        &mut self,
+        span: VirtRange,
+        change: Change,
+        more: Flags,
+        editing: Editing,
+        mut wants: impl FnMut(u64, Pfn) -> bool,
+    ) -> Result<Stale, PagingError> {
+        let way = Way::Alone(editing);
+        let most = Edit::new(Change { set: change.set | more, ..change }, way);
+        let (table, level) = self.tree.way_to(span, &most)?;
+        let mut edits = [Edit::new(change, way), most];
+        let (first, end) = (span.first_page(), span.end_page());
+        self.tree.protect_wanted(table, level, first, end, &mut edits, &mut wants);
+        let none = self.tree.no_leaves();
+        let [some, most] = edits;
+        Ok(some.stale(span, none).leaves(most.changed, most.sizes).after::<F>(most.change))
+    }
 }
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn protect(&mut self, span: VirtRange, change: Change, way: Way) -> Result<Stale, PagingError> {
-        let (first, end) = self.check(span)?;
-        self.check_flags(change.set, span.start())?;
         let mut edit = Edit::new(change, way);
+        let (table, level) = self.way_to(span, &edit)?;
+        self.protect_table(table, level, span.first_page(), span.end_page(), Ask::Own, &mut edit);
+        Ok(edit.stale(span, self.no_leaves()).after::<F>(change))
+    }
+
+    /// The lowest table under which all of a span lies, if it may be edited like that.
+    fn way_to(&self, span: VirtRange, edit: &Edit) -> Result<(Table, u32), PagingError> {
+        let (first, end) = self.check(span)?;
+        let Edit { change, way, .. } = *edit;
+        self.check_flags(change.set, span.start())?;
         let hands_down = edit.hands_down();
-        let (table, level) = self.narrowed(first, end, |table, index, level| {
+        let top = self.narrowed(first, end, |table, index, level| {
             let entry = table.get(index);
             let denies = hands_down && kind::<F>(entry, level) == Kind::Table && is_read_only::<F>(entry);
             if denies { self.hand_down(table, index, level) } else { entry }
@@ -120,10 +154,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         if !change.keeps_groups() && !way.editing().retypes::<F>() {
             self.check_no_group(first, end)?;
         }
-        self.protect_table(table, level, first, end, Ask::Own, &mut edit);
-        let stale = edit.stale(span, self.no_leaves());
-        // Where a refusal drops nothing, a CPU may also keep refusing by a read-only table that has been handed down here.
-        Ok(if change.set.contains(Flags::WRITE) && !F::FAULT_DROPS { stale.through_tables() } else { stale })
+        Ok(top)
     }
 
     /// Changes what `first..end` maps; `ask` is what to do ahead.
@@ -144,6 +175,49 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     self.protect_table(self.below(entry), level - 1, slot.first, slot.end, ask, edit);
                 }
                 Kind::Leaf => edit.leaf::<F>(table, slot.index, level, entry),
+                _ => {}
+            }
+        }
+    }
+}
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    /// Changes what `first..end` maps, by the second of two edits where `wants` says so.
+    fn protect_wanted(
+        &self,
+        table: Table,
+        level: u32,
+        first: u64,
+        end: u64,
+        edits: &mut [Edit; 2],
+        wants: &mut dyn FnMut(u64, Pfn) -> bool,
+    ) {
+        // The entry after the last folded group that was met, and whether all of it was wanted.
+        let mut group = (0, false);
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Table => {
+                    if edits[1].hands_down() {
+                        self.hand_down(table, slot.index, level);
+                    }
+                    self.protect_wanted(self.below(entry), level - 1, slot.first, slot.end, edits, wants);
+                }
+                Kind::Leaf => {
+                    let wanted = if is_folded::<F>(entry) {
+                        if slot.index >= group.0 {
+                            let of_group = |place: u64| {
+                                let page = slot.first + (place << level::shift(level));
+                                wants(page, F::frame(table.get(slot.index + place as usize)))
+                            };
+                            group = (slot.index + GROUP, (0..GROUP as u64).all(of_group));
+                        }
+                        group.1
+                    } else {
+                        wants(slot.first, F::frame(entry))
+                    };
+                    edits[usize::from(wanted)].leaf::<F>(table, slot.index, level, entry);
+                }
                 _ => {}
             }
         }
@@ -286,7 +360,6 @@ mod tests {
     use super::*;
     use crate::aarch64::Aarch64;
     use crate::x86_64::X86_64;
-    use hugemm_base::Pfn;
 
     /// A leaf that has been written becomes read-only by flipping the same bits, whatever else it says; and only such a leaf has all
     /// the bits that say so.

@@ -59,9 +59,7 @@ counts! {
     pages,
     /// Flushes done by instructions that reach all CPUs.
     broadcasts,
-    /// Invalidations of pages on all CPUs that were begun without waiting for them; no flushes.
-    unawaited,
-    /// How many instructions both took.
+    /// How many instructions those took.
     instructions,
     /// CPUs that were asked.
     targets,

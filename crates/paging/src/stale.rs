@@ -1,6 +1,9 @@
 //! What CPUs may still believe after entries have been changed.
 
+use crate::flags::Flags;
+use crate::format::PageFormat;
 use crate::leaf_sizes::LeafSizes;
+use crate::protect::Change;
 use hugemm_base::{PageSize, VirtRange};
 
 /// Entries were changed that CPUs may have cached. Nothing is to be freed, so nothing is unsafe, but until the range has
@@ -40,9 +43,11 @@ impl Stale {
         self
     }
 
-    /// What CPUs keep of the tables on the way is old too, if any leaf is.
-    pub(crate) fn through_tables(self) -> Self {
-        Stale { tables: self.tables | (self.entries > 0), ..self }
+    /// After `change`: where a refusal drops nothing, a CPU may also keep refusing by a read-only table that was handed down on
+    /// the way, if any leaf got the right to be stored to.
+    pub(crate) fn after<F: PageFormat>(self, change: Change) -> Self {
+        let through_tables = change.set.contains(Flags::WRITE) && !F::FAULT_DROPS;
+        Stale { tables: self.tables | (through_tables && self.entries > 0), ..self }
     }
 
     /// What to flush; `None` if no entry has changed.

@@ -5,7 +5,7 @@ use crate::shootdown_counters::{ShootdownCounters, ShootdownCounts};
 use core::fmt;
 use hugemm_base::platform::{Cpu, CpuId};
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering, spin_loop};
-use hugemm_base::{CpuCx, Invalidation, PageSize, TlbHw, TlbScope, VirtRange};
+use hugemm_base::{CpuCx, Invalidation, TlbHw, TlbScope};
 
 /// CPUs that one word of a mask stands for.
 pub(crate) const WORD: usize = u64::BITS as usize;
@@ -328,26 +328,6 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
         Some(instructions)
     }
 
-    /// Has all CPUs let go of what they keep of user pages, all of them leaves of `stride`, and waits for nobody: some time later they have.
-    /// Nothing happens where hardware does not [broadcast](TlbHw::broadcast). For hints only, such as that a page's
-    /// accessed bit was cleared: there is no receipt. [`sync`](TlbShootdown::sync) waits for all that this CPU has asked for. Any context.
-    pub fn invalidate_nosync<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange, stride: PageSize) {
-        let what = Invalidation { ranges: range.into(), stride, tables: false, uniform: true };
-        cx.staying(|| {
-            let me = cx.platform().current();
-            let instructions = self.hw.broadcast(me, TlbScope::Space, &what);
-            let counters = &self.cpus[me.0 as usize].counters;
-            counters.unawaited.add(u64::from(instructions.is_some()));
-            counters.instructions.add(instructions.unwrap_or(0));
-        });
-    }
-
-    /// Waits until what the calling CPU has begun by [`invalidate_nosync`](TlbShootdown::invalidate_nosync) is done on all CPUs. Any
-    /// context; nothing where hardware does not broadcast.
-    pub fn sync<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        cx.staying(|| self.hw.sync(cx.platform().current()));
-    }
-
     fn shoot_by_interrupt<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
@@ -395,12 +375,35 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
             cx.pinned(|_| self.apply(me, request));
         }
         own.slot.acknowledge();
+        let mut looks = 0_u64;
         while !own.slot.is_done() {
             self.handle_ipi(cx);
             spin_loop();
+            looks += 1;
+            if cfg!(all(debug_assertions, not(loom))) && looks == DEAF {
+                self.name_who_is_deaf(my_word, my_bit);
+            }
+        }
+    }
+
+    /// Ends the program: somebody does not answer.
+    #[cold]
+    fn name_who_is_deaf(&self, my_word: usize, my_bit: u64) -> ! {
+        let words = Self::mask_words(self.cpus.len());
+        // Relaxed: a report.
+        let asked = |cpu: &usize| self.inboxes[cpu * words + my_word].load(Ordering::Relaxed) & my_bit != 0;
+        match (0..self.cpus.len()).find(asked) {
+            Some(cpu) => panic!(
+                "cpu{cpu} does not serve shootdowns: its interrupt handler has to call `handle_ipi`, and it has had interrupts \
+                 off for seconds, or no interrupt"
+            ),
+            None => panic!("a CPU has taken a shootdown's request and not finished it for seconds"),
         }
     }
 }
+
+/// How often whoever waits for other CPUs looks, in debug builds, before it says who does not answer: ten seconds to a minute.
+const DEAF: u64 = 1 << 27;
 
 /// A part of a shootdown that is forgotten when it has been done. If it is left by unwinding instead, this panics once more,
 /// which ends the program: others would wait for this CPU for ever, or it for them. Costs nothing where panics do not unwind.

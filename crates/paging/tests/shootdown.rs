@@ -360,29 +360,6 @@ fn a_broadcast_interrupts_nobody() {
     assert_eq!((shootdown.hw().begun.get(), shootdown.hw().waits.get()), (0, 1));
 }
 
-/// Hints are begun one after the other and waited for once; where nothing broadcasts they do not happen.
-#[test]
-fn hints_are_waited_for_together() {
-    let (parts, cpu) = (Parts::new(4), Player::new(0));
-    let pages = || (0..5).map(|page| range(page << 36, 1));
-    cpu.run(|cx| {
-        let shootdown = parts.shootdown(Everywhere::default());
-        pages().for_each(|page| shootdown.invalidate_nosync(cx, page, PageSize::Size4K));
-        let counts = shootdown.counts();
-        assert_eq!((counts.unawaited, counts.instructions, counts.broadcasts, counts.flushes()), (5, 15, 0, 0));
-        assert_eq!((shootdown.hw().begun.get(), shootdown.hw().waits.get()), (5, 0));
-        shootdown.sync(cx);
-        assert_eq!((shootdown.hw().begun.get(), shootdown.hw().waits.get()), (0, 1));
-    });
-    cpu.run(|cx| {
-        let shootdown = parts.shootdown(Counting);
-        let before = shootdown.counts();
-        pages().for_each(|page| shootdown.invalidate_nosync(cx, page, PageSize::Size4K));
-        shootdown.sync(cx);
-        assert_eq!(shootdown.counts(), before);
-    });
-}
-
 #[test]
 fn the_kernels_half_reaches_every_cpu_that_is_online() {
     let parts = Parts::new(70);

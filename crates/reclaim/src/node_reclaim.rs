@@ -9,9 +9,9 @@ use crate::ways::{Ageing, Step, Steps};
 use core::cell::Cell;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Cpu, NodeId, Order, PageSize, Pfn, TlbHw};
+use hugemm_base::{Cpu, NodeId, Order, Pfn, TlbHw};
 use hugemm_frames::{FolioRef, Frozen, RefError};
-use hugemm_paging::{DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, TlbShootdown};
+use hugemm_paging::{DeferredUnmap, Keep, TlbShootdown};
 use hugemm_vm::ageing::AROUND;
 use hugemm_vm::{AgeRun, Cx, Neighbours, Recency, Setup, UnhookedPage, Vm, VmError};
 
@@ -131,6 +131,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
         lies.sort_unstable_by_key(|lies| (lies.object, lies.order, lies.offset));
         // The folios are of one LRU; neighbours that are on another are left to that one's lock.
         let node = folios.first().map(|folio| self.node_of(folio.pfn));
+        let by_runs = self.pager.ageing() == Ageing::Batch;
         let mut around = 0;
         // Folios of the batch that were looked at as neighbours: a look that is not repeated.
         let mut young = [false; BATCH];
@@ -138,7 +139,8 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
         while let Some(first) = rest.first() {
             let reach = AROUND * first.order.pages();
             let together = |(before, next): &(&Lies, &Lies)| {
-                next.object == first.object
+                by_runs
+                    && next.object == first.object
                     && next.order == first.order
                     && next.offset / reach == first.offset / reach
                     // A process's own copy is another page at the same offset.
@@ -162,7 +164,8 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
                 around += self.lru.promote(cx, heads, isolated);
                 self.pager.steps().enter(Step::Age);
             };
-            self.vm.age(cx, &run, &mut found, Some(Neighbours { wants: &wants, take: &mut take }));
+            let neighbours = by_runs.then_some(Neighbours { wants: &wants, take: &mut take });
+            self.vm.age(cx, &run, &mut found, neighbours);
             for (lies, found) in some.iter().zip(found) {
                 looks[lies.index] = self.judge(&found);
             }
@@ -171,34 +174,6 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
             *look = Look::Young;
         }
         self.pager.counts().around.add(around);
-    }
-
-    /// The old ways: a page at a time.
-    fn age_pages(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Look], way: Ageing) {
-        let counts = self.pager.counts();
-        for (folio, look) in folios.iter().zip(looks) {
-            let stride = PageSize::largest_within(folio.order);
-            let found = self.vm.age_page(cx, folio.pfn, folio.order, |cx, tlb, page| {
-                if way == Ageing::NoFlush {
-                    return;
-                }
-                self.pager.steps().enter(Step::AgeFlush);
-                if way == Ageing::NoSync {
-                    counts.age_flushes.add(1);
-                    self.vm.shootdown().invalidate_nosync(cx, page, stride);
-                } else {
-                    let mut batch = ShootdownBatch::new(tlb);
-                    batch.changed(page, stride);
-                    let _ = batch.flush(self.vm.shootdown(), cx, &ShootdownPolicy::PER_PAGE);
-                }
-                self.pager.steps().enter(Step::Age);
-            });
-            *look = self.judge(&found);
-        }
-        if way == Ageing::NoSync {
-            self.pager.steps().enter(Step::AgeFlush);
-            self.vm.shootdown().sync(cx);
-        }
     }
 
     fn judge(&self, found: &Recency) -> Look {
@@ -253,10 +228,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
         // Whoever flushes because of ageing, on whatever path, is counted where flushes are started.
         let (shootdown, cpu) = (self.vm.shootdown(), cx.platform().current());
         let before = shootdown.counts_of(cpu);
-        match self.pager.ageing() {
-            Ageing::Batch => self.age_runs(cx, folios, looks),
-            way => self.age_pages(cx, folios, looks, way),
-        }
+        self.age_runs(cx, folios, looks);
         self.pager.counts().age_flushes.add(shootdown.counts_of(cpu).since(before).flushes());
         self.pager.steps().enter(Step::Other);
     }

@@ -225,13 +225,9 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
         nodes.peek().is_none() || nodes.any(is_fine)
     }
 
-    fn holds_back(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool {
-        let reserve = self.marks().reserve();
-        let mut nodes = self.lrus(frames).peekable();
-        let needs_it = |(node, lru): (_, &Lru<'_, '_, _, _>)| {
-            lru.wake().is_low() && frames.node_available(cx, node) < order.pages() + reserve
-        };
-        nodes.peek().is_some() && nodes.all(needs_it)
+    fn holds_back(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, node: NodeId, order: Order) -> bool {
+        self.lru_of(frames, node).is_some_and(|lru| lru.wake().is_low())
+            && frames.node_available(cx, node) < order.pages() + self.marks().reserve()
     }
 
     fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64 {

@@ -19,11 +19,14 @@ const WOKEN: u32 = 2;
 /// finds nothing left reclaims for itself, whatever this says. What that frees ends it, and the next look wakes the worker.
 const HOPELESS: u32 = 4;
 
+/// Less than *low* is free.
+const SHORT: u32 = 8;
+
 /// Of those who reclaim at this moment one met another.
-const SHARED: u32 = 8;
+const SHARED: u32 = 16;
 
 /// One who reclaims at this moment; how many do is in the bits from here on.
-const BUSY: u32 = 16;
+const BUSY: u32 = 32;
 
 /// What is noted of a node.
 pub(crate) struct Wake(AtomicU32);
@@ -44,10 +47,10 @@ impl Wake {
     #[must_use = "who sets the worker to work wakes it"]
     pub(crate) fn note(&self, level: Level) -> bool {
         let (before, after) = self.change(|state| match level {
-            Level::Fair | Level::Ample => state & !(CRITICAL | HOPELESS),
-            _ if state & HOPELESS != 0 => state,
-            Level::Short => state & !CRITICAL | WOKEN,
-            Level::Critical => state | CRITICAL | WOKEN,
+            Level::Fair | Level::Ample => state & !(CRITICAL | HOPELESS | SHORT),
+            _ if state & HOPELESS != 0 => state | SHORT,
+            Level::Short => state & !CRITICAL | WOKEN | SHORT,
+            Level::Critical => state | CRITICAL | WOKEN | SHORT,
         });
         before & WOKEN < after & WOKEN
     }
@@ -77,11 +80,11 @@ impl Wake {
         state & CRITICAL != 0 && state < BUSY
     }
 
-    /// Whether less than *min* was free when somebody looked last, and there may be nothing to free. One load.
+    /// Whether less than *low* was free when somebody looked last, or there may be nothing to free. One load.
     #[inline]
     pub(crate) fn is_low(&self) -> bool {
         // Relaxed: a hint.
-        self.0.load(Ordering::Relaxed) & (CRITICAL | HOPELESS) != 0
+        self.0.load(Ordering::Relaxed) & (SHORT | HOPELESS) != 0
     }
 
     /// One who reclaimed has ended.
@@ -131,14 +134,14 @@ mod tests {
     fn a_worker_is_woken_once_and_again_after_it_has_begun() {
         let wake = Wake::new();
         assert!(!wake.note(Level::Ample) && !wake.note(Level::Fair) && !wake.take());
-        assert!(wake.note(Level::Short) && !wake.is_critical());
+        assert!(!wake.is_low() && wake.note(Level::Short) && !wake.is_critical() && wake.is_low());
         assert!(!wake.note(Level::Critical), "it is awake");
         assert!(wake.is_critical());
         assert!(wake.take() && !wake.take());
         wake.reclaim(|| (assert!(!wake.is_critical(), "somebody is at it"), None));
         assert!(wake.is_critical(), "until somebody finds more free");
         assert!(wake.note(Level::Short) && !wake.is_critical());
-        assert!(!wake.note(Level::Ample));
+        assert!(!wake.note(Level::Ample) && !wake.is_low());
         assert!(wake.take(), "a wake stays until it is taken");
     }
 

@@ -9,7 +9,8 @@
 //!
 //! What is below *min* is for those who free memory by using some, and for who allocates while others do, or where another
 //! node has more; its lower half, the [reserve](Watermarks::reserve), for those and for whoever brings a page back. Whoever puts pages on an LRU looks at the level now and then, and wakes the worker
-//! ([`Steps::wake`](crate::Steps::wake)).
+//! ([`Steps::wake`](crate::Steps::wake)). From *low* down the reserve is looked at for whatever a [`Vm`](hugemm_vm::Vm) makes anew;
+//! above, only that often: who takes all from *low* down in between, and is not the manager, takes the reserve too.
 
 /// The marks of one node, in base pages; `min <= low <= high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +54,10 @@ impl Watermarks {
         self.min
     }
 
-    /// So much of what is below *min* is for whoever brings pages back: half. What is new stops here.
+    /// So much of what is below *min* is for whoever brings pages back: half. New pages stop here, and where every node is
+    /// down to it new tables, counters of references and areas do.
+    /// A page of 2 MiB that comes back finds it in one piece, or can have it made so, where it is 1538 frames and more: on nodes from
+    /// 9 GiB on.
     pub const fn reserve(self) -> u64 {
         self.min / 2
     }

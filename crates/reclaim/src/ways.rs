@@ -3,31 +3,24 @@
 use hugemm_base::NodeId;
 use hugemm_base::counters::Counter;
 
-/// How accessed bits are read: values of one policy, so that the old ways can be measured beside the one to use.
+/// How many pages one walk of a mapping reads the accessed bits of, without a flush: values of one policy, so that the old way can be
+/// measured beside the one to use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Ageing {
-    /// A page at a time, and a flush of each mapping that was young, waited for: what x86-64 does in Linux for 2 MiB.
-    Flush,
-    /// The same with invalidations that are begun one by one and waited for together, at the end of a batch: arm64 in Linux waits
-    /// for none. Where hardware does not [broadcast](hugemm_base::TlbHw::broadcast), which is so on x86-64 without INVLPGB, they are
-    /// counted and not executed.
-    NoSync,
-    /// A page at a time, no flush: patch series "Don't flush TLB after checking PTE young".
+    /// One page: patch series "Don't flush TLB after checking PTE young".
     NoFlush,
-    /// By runs, no flush.
+    /// Pages that adjoin, and what lies around them.
     #[default]
     Batch,
 }
 
 impl Ageing {
     /// Every way.
-    pub const ALL: [Ageing; 4] = [Ageing::Flush, Ageing::NoSync, Ageing::NoFlush, Ageing::Batch];
+    pub const ALL: [Ageing; 2] = [Ageing::NoFlush, Ageing::Batch];
 
     /// As the command line spells it.
     pub const fn name(self) -> &'static str {
         match self {
-            Ageing::Flush => "flush",
-            Ageing::NoSync => "nosync",
             Ageing::NoFlush => "noflush",
             Ageing::Batch => "batch",
         }
@@ -39,8 +32,6 @@ impl Ageing {
 pub enum Step {
     /// Reading accessed bits.
     Age,
-    /// Flushing because of that.
-    AgeFlush,
     /// Making neighbours whose bits were read on the way younger: the LRU rounds that ageing causes.
     Around,
     /// Unhooking.
@@ -87,8 +78,7 @@ pub struct ReclaimCounts {
     pub young: Counter,
     /// Pages of which neighbours' looks were made.
     pub around: Counter,
-    /// Flushes that were started while pages were aged, as the TLB layer counts them; with [`Ageing::NoSync`] those that
-    /// it does without.
+    /// Flushes that were started while pages were aged, as the TLB layer counts them.
     pub age_flushes: Counter,
     /// Flushes caused by unmapping: one per batch.
     pub unmap_flushes: Counter,

@@ -137,10 +137,11 @@ impl<S: Setup> AddressSpace<S> {
         self.exiting.load(Ordering::Relaxed)
     }
 
-    /// Whether all of a range is within the space.
-    pub(crate) fn covers(&self, span: VirtRange) -> bool {
+    /// An error, which says where, unless all of a range is within the space.
+    pub(crate) fn check_covers(&self, span: VirtRange) -> Result<(), VmError> {
         let (first, end) = (self.bounds.first_page(), self.bounds.end_page());
-        first <= span.first_page() && span.end_page() <= end
+        let within = first <= span.first_page() && span.end_page() <= end;
+        if within { Ok(()) } else { Err(VmError::OutOfBounds { at: span.start() }) }
     }
 
     /// Where its tables begin.
@@ -161,6 +162,19 @@ impl<S: Setup> AddressSpace<S> {
     pub fn find_vma(&self, at: VirtAddr) -> Result<VmaInfo, VmError> {
         let areas = self.areas.shared();
         areas.find(at.get() >> PAGE_SHIFT).map(|area| area.info).ok_or(VmError::NoArea { at })
+    }
+
+    /// The areas that meet a range, in ascending order, each as it is when it is come to: areas that come or go between two steps
+    /// are met or not. O(log areas) a step, with nothing locked between two. What is in each says
+    /// [`Vm::usage`](crate::Vm::usage).
+    pub fn vmas(&self, within: VirtRange) -> impl Iterator<Item = VmaInfo> {
+        let (mut next, end) = (within.first_page(), within.end_page());
+        core::iter::from_fn(move || {
+            let areas = self.areas.shared();
+            let area = areas.first_after(next).map(|area| area.info).filter(|area| area.range.first_page() < end)?;
+            next = area.range.end_page();
+            Some(area)
+        })
     }
 }
 

@@ -5,7 +5,6 @@
 //! pages of the same 64 entries can be looked at for nothing (look-around).
 
 use crate::address_space::AddressSpace;
-use crate::cpu_masks::SpaceTlb;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::Vma;
@@ -196,41 +195,6 @@ impl<S: Setup> Vm<'_, S> {
         if going {
             found.iter_mut().for_each(|page| page.keep = true);
         }
-    }
-
-    /// The old way, one page at a time: one walk of the page tables for each mapping, as the patch series has it, and for
-    /// each that has used the page `stale` is told where: whether and how to flush there is its business. For comparison
-    /// with [`age`](Vm::age), and by the same rules.
-    pub fn age_page(
-        &self,
-        cx: &mut Cx<'_, S>,
-        head: Pfn,
-        order: Order,
-        mut stale: impl FnMut(&mut Cx<'_, S>, &SpaceTlb, VirtRange),
-    ) -> Recency {
-        let mut found = Recency::default();
-        let Some(owner) = self.owner(head) else { return found };
-        let shown = |area: &Vma<S>| VirtRange::new(area.address_of(owner.offset)?, order.bytes()).ok();
-        let going = self.look(cx, owner.object, (owner.offset, owner.offset + 1), shown, |cx, _, span, space| {
-            let Some(space) = space else {
-                found.keep = true;
-                return;
-            };
-            let young = {
-                let task = RefCell::new(&mut *cx);
-                let mut table = space.table().shared(self.tables(&task));
-                table.test_and_clear_young_of(span, |_, frame| frame == head)
-            };
-            let young = young.is_ok_and(|young| young.young > 0);
-            if young {
-                stale(cx, space.tlb(), span);
-            }
-            let young = young | (space.is_followed() && space.followers_age(span));
-            found.young |= young;
-            found.users += u32::from(young);
-        });
-        found.keep |= going;
-        found
     }
 
     /// Calls `each` for those areas of an object whose mappings count and that show one of the pages `first..end`, with what is `shown` there: with the space, or with

@@ -1,6 +1,6 @@
 //! Writing to a page that fork has made read-only in several spaces.
 //!
-//! Whoever holds the only reference makes its entry writable again. Otherwise the page is copied, and the entry changes
+//! Whoever holds the only reference, or is the only one to map what is pinned, makes its entry writable again. Otherwise the page is copied, and the entry changes
 //! from the old page to the copy by detach, flush and map, under the area list's lock: between, nobody finds the entry
 //! empty, and after it no CPU reads the old page here while another writes the copy.
 
@@ -8,12 +8,13 @@ use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::fault::{Access, Served, fresh_flags};
 use crate::object::Owner;
-use crate::setup::{Cx, Setup};
+use crate::setup::{Cx, Setup, Task};
 use crate::supply::Want;
+use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
-use crate::vma::VmaInfo;
+use crate::vma::{Areas, VmaInfo};
 use core::cell::RefCell;
-use hugemm_base::{Extent, VirtAddr, VirtRange};
+use hugemm_base::{Extent, Pfn, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
 use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch};
 
@@ -36,11 +37,17 @@ impl<S: Setup> Vm<'_, S> {
             if !areas.admit(area, page) {
                 return Ok(Served::Meanwhile);
             }
-            let mut table = space.table().shared(self.tables(&task));
-            let Some(old) = read_only(table.lookup(page.start())) else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
             // same page.
-            if area.kind.shared || self.frames().references(old.frame) == 1 {
+            let Some(found) = self.read_only_at(&task, space, page) else { return Ok(Served::Meanwhile) };
+            let own = area.kind.shared
+                || self.frames().references(found.frame) == 1
+                || space.pins().any() && self.is_mapped_here_only(&task, space, &areas, page, found.frame);
+            let mut table = space.table().shared(self.tables(&task));
+            let Some(old) = read_only(table.lookup(page.start())).filter(|leaf| leaf.frame == found.frame) else {
+                return Ok(Served::Meanwhile);
+            };
+            if own {
                 let change = Change { set: Flags::WRITE | Flags::HARDWARE, clear: Flags::NONE };
                 let stale = match table.protect(page, change) {
                     Err(PagingError::Folded { .. }) => {
@@ -69,6 +76,43 @@ impl<S: Setup> Vm<'_, S> {
         let copied = self.copy_and_replace(cx, space, area, at, from);
         self.drop_pages(cx, from, area.kind.page, area.kind.pooled);
         copied
+    }
+
+    /// The leaf there, if it allows no stores.
+    fn read_only_at(&self, task: &Task<'_, '_, S>, space: &AddressSpace<S>, page: VirtRange) -> Option<Leaf> {
+        read_only(space.table().shared(self.tables(task)).lookup(page.start()))
+    }
+
+    /// Whether no other place has a page that has more than one reference: then the others are pins', and the page stays
+    /// under its devices. It may have become read-only by [`protect`](Vm::protect).
+    fn is_mapped_here_only(
+        &self,
+        task: &Task<'_, '_, S>,
+        space: &AddressSpace<S>,
+        areas: &Areas<S>,
+        page: VirtRange,
+        head: Pfn,
+    ) -> bool {
+        let Some(here) = areas.find(page.first_page()) else { return false };
+        let owner = Owner { object: here.info.object, offset: here.info.offset_of(page.first_page()) };
+        let mut only = true;
+        // SAFETY: the area holds a reference, and stays while its list is locked.
+        self.places(unsafe { here.object.as_ref() }, owner, |place| {
+            let own = core::ptr::eq(place.space, space) && place.at == page.start();
+            only = own
+                || match self.lookup(&mut task.borrow_mut(), place.space, place.at) {
+                    Lookup::Mapped(leaf) => leaf.frame != head,
+                    // It is back in a moment.
+                    Lookup::Owner(word) => {
+                        !matches!(SwapEntry::of(word), SwapEntry::Moving { head: moving, .. } if moving == head)
+                    }
+                    // Whoever takes it away there may read it until he has flushed, and drops his reference then.
+                    Lookup::Busy => false,
+                    Lookup::Absent => true,
+                };
+            only
+        });
+        only
     }
 
     /// The caller has a reference to the old page.

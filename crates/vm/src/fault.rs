@@ -187,7 +187,7 @@ impl<S: Setup> Vm<'_, S> {
         if !info.kind.flags().contains(access.needs()) {
             return Err(VmError::Denied { at });
         }
-        if areas.forking {
+        if areas.alone {
             return Ok((info, Found::Busy));
         }
         let task = RefCell::new(cx);

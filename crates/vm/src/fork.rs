@@ -4,8 +4,7 @@
 //! tables where an area covers them ([`hugemm_paging::write_protect`]), take a reference to each page, enter the runs in the
 //! child; one flush of the parent for all of it. The fork has the parent to itself throughout, and until the flush is over:
 //! otherwise one of the parent's threads could copy a page, while another still stores to the old one through its TLB; or
-//! store what the child does not get before what it gets. That is a mark in the area list, not a lock: whoever meets it lets
-//! others run and comes again, and the fork itself passes a reschedule point after every part.
+//! store what the child does not get before what it gets ([`alone`](crate::alone)). The fork passes a reschedule point after every part.
 //!
 //! Pages that a device may be writing to are copied for the child instead, and stay the parent's as they are. What is
 //! pinned is not known by the page; while anything of the space is pinned, every page with more than one reference is
@@ -13,7 +12,7 @@
 //! although what it stored later, there or to any other page, is in it.
 
 use crate::address_space::{AddressSpace, AddressSpaceRef};
-use crate::cpu_masks::CpuMasks;
+use crate::alone::Alone;
 use crate::error::VmError;
 use crate::object::{Object, Owner};
 use crate::pager::Pager;
@@ -26,7 +25,7 @@ use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
-use hugemm_paging::{Change, Editing, Flags, Keep, Lookup, Mapping, PagingError, ShootdownBatch, Stale, UserSpace};
+use hugemm_paging::{Change, Editing, Flags, Lookup, Mapping, PagingError, Stale};
 use intrusive_collections::UnsafeRef;
 
 /// How often a fork is begun again after it ran out of memory and somebody gave some back.
@@ -35,36 +34,14 @@ const ROUNDS: u32 = 3;
 /// Pages that are shared between two reschedule points, under one lock round of the parent's table: 0.2 ms.
 const PART: u64 = 1 << 14;
 
-/// The mark that a space is being forked; without it the space is everybody's again.
-struct Mark<'a, S: Setup>(&'a AddressSpace<S>);
-
-impl<S: Setup> Drop for Mark<'_, S> {
-    fn drop(&mut self) {
-        self.0.areas().exclusive().forking = false;
-    }
-}
-
-/// A fork under way. However it ends: entries have lost rights, and no store through an old one may go on.
-struct Forking<'a, 'v, 'p, S: Setup> {
-    vm: &'a Vm<'v, S>,
-    cx: &'a mut Cx<'p, S>,
-    mark: Mark<'a, S>,
-    batch: ShootdownBatch<'a, UserSpace, Keep, CpuMasks>,
-}
-
-impl<S: Setup> Drop for Forking<'_, '_, '_, S> {
-    fn drop(&mut self) {
-        let batch = core::mem::replace(&mut self.batch, ShootdownBatch::new(self.mark.0.tlb()));
-        if !batch.is_empty() {
-            batch.flush(self.vm.shootdown(), self.cx, self.vm.shootdown_policy());
-        }
-    }
-}
-
 impl<S: Setup> Vm<'_, S> {
-    /// A space with the areas and the content of `parent`. Waits for other CPUs once, however much there is. Meanwhile the
-    /// parent's areas neither come nor go, and its faults wait. When memory runs out, the parent is as it was, apart from
+    /// A space with the areas and the content of `parent`, as it was at one moment. Waits for other CPUs once, however much there is.
+    /// Meanwhile the parent's areas neither come nor go, and its faults wait. When memory runs out, the parent is as it was, apart from
     /// write-protection that its next stores undo. Passes reschedule points; may sleep.
+    ///
+    /// Pages that may be pinned are no part of that moment: while anything of the parent is [pinned](Vm::pin), each page with more
+    /// than one reference stays writable there and is copied by itself, in ascending order. Of two stores to such pages, or to one and any
+    /// other page, the child may have the later and not the earlier one.
     ///
     /// A page that has been [unhooked](Vm::unhook) is waited for, at reschedule points and with nothing locked. That ends:
     /// storing it, moving it and putting it back take the page table's lock and wait for no fork. A lost
@@ -81,9 +58,11 @@ impl<S: Setup> Vm<'_, S> {
             let whole = parent.bounds();
             let done = parent.changing(cx, whole, |cx| self.fork_into(cx, parent, &child));
             let Err(error) = done else { return Ok(child) };
-            if let Err((_, child)) = self.destroy(cx, child) {
-                // Nobody has it loaded, so this cannot be; if it is, it is lost and not used.
-                debug_assert!(child.areas().shared().find(0).is_none());
+            let mut ended = self.destroy(cx, child);
+            while let Err((_, child)) = ended {
+                // Nobody else knows it, so what is in the way is others', and passes.
+                self.cond_resched(cx);
+                ended = self.destroy(cx, child);
             }
             if error != VmError::NoMemory
                 || round == ROUNDS
@@ -96,13 +75,8 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     fn fork_into(&self, cx: &mut Cx<'_, S>, parent: &AddressSpace<S>, child: &AddressSpace<S>) -> Result<(), VmError> {
-        while core::mem::replace(&mut parent.areas().exclusive().forking, true) {
-            // Another fork.
-            self.cond_resched(cx);
-        }
-        let mut forking = Forking { vm: self, cx, mark: Mark(parent), batch: ShootdownBatch::new(parent.tlb()) };
-        let batch = &mut forking.batch;
-        self.inherit_all(forking.cx, parent, child, |stale| batch.stale(stale))
+        let Alone { cx, batch, .. } = &mut Alone::wait(self, cx, parent);
+        self.inherit_all(cx, parent, child, |stale| batch.stale(stale))
     }
 
     /// Gives the child every area of the parent, and what is in the private ones.

@@ -41,9 +41,10 @@
 //!
 //! | file | the rule it owns |
 //! |---|---|
-//! | [`setup`] | which types an embedder chooses |
+//! | [`setup`], `default_setup.rs` | which types an embedder chooses |
 //! | `vm.rs` | what all spaces share; asking for relief; letting others run |
-//! | [`vma`] | areas never change; finding them |
+//! | [`vma`] | what an area says; finding areas |
+//! | `cutting.rs` | cutting areas, and joining them again |
 //! | `protection.rs` | what an area may be asked to allow |
 //! | `cpu_masks.rs` | which CPUs use a space: as many words as there are CPUs for |
 //! | [`object`] | what a page belongs to; the reverse map; who holds references |
@@ -54,11 +55,14 @@
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
 //! | [`prefault`]; [`pin`], `pins.rs` | filling by any number of CPUs; keeping pages for devices, and counting them |
 //! | [`unmap`] | one flush per call, then frees by runs |
+//! | `protect.rs` | other rights for a range, with one flush |
+//! | `alone.rs` | having a space to oneself across reschedule points |
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
 //! | [`pager`] | the seam to reclaim and swap |
 //! | `swap_entry.rs`, `refault.rs` | what stands for a page in swap or on the move; bringing it back |
 //! | [`unhook`] | a page that is taken out of its entries is one value; putting it back |
 //! | [`evict`], [`ageing`] | writing pages out; what is known of their use, through the reverse map |
+//! | `usage.rs` | what is there of a range |
 //! | `working_set.rs` | which pages of a range have been used, for others than reclaim |
 //! | `moving.rs` | moving pages to other frames |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
@@ -74,17 +78,21 @@
 //! A space's area list, then an object's area list, then an object's index, then a space's page table; the registry of
 //! objects and the slabs come last and alone. None is taken with interrupts off, and nothing sleeps or reschedules under
 //! one. The area list is held while other CPUs are flushed by copy-on-write; they serve such requests while they wait for it,
-//! because they wait with interrupts on. A fork holds none of them for long: it marks the list, and whoever meets the mark
-//! lets others run and looks again.
+//! because they wait with interrupts on. A fork, and whoever changes rights, holds none of them for long: it marks the list, and
+//! whoever meets the mark lets others run and looks again.
 #![cfg_attr(not(test), no_std)]
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc, clippy::significant_drop_in_scrutinee)]
 
 mod address_space;
 pub mod ageing;
+mod alone;
 mod copy;
 mod cow;
 mod cpu_masks;
+mod cutting;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod default_setup;
 mod error;
 pub mod evict;
 pub mod fault;
@@ -103,6 +111,7 @@ mod pins;
 pub mod pool;
 pub mod prefault;
 mod promises;
+mod protect;
 mod protection;
 mod refault;
 mod rmap;
@@ -115,6 +124,7 @@ mod swap_entry;
 mod tables;
 pub mod unhook;
 pub mod unmap;
+mod usage;
 mod vm;
 pub mod vma;
 mod working_set;
@@ -123,6 +133,8 @@ pub mod zeroing;
 pub use address_space::{AddressSpace, AddressSpaceCounters, AddressSpaceRef};
 pub use ageing::{AgeRun, Neighbours, Recency};
 pub use cpu_masks::{CpuMasks, SpaceTlb};
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub use default_setup::DefaultSetup;
 pub use error::VmError;
 pub use fault::{Access, Served};
 pub use followers::Follower;
@@ -136,9 +148,10 @@ pub use pool::Pools;
 pub use prefault::Prefault;
 pub use protection::Protection;
 pub use rmap::Place;
-pub use setup::{Cx, DefaultSetup, Setup};
+pub use setup::{Cx, Setup};
 pub use unhook::UnhookedPage;
 pub use unmap::Unmapped;
+pub use usage::Usage;
 pub use vm::{Parts, Vm};
 pub use vma::{VmaInfo, VmaKind};
 pub use zeroing::{ZeroTurn, ZeroWorker};

@@ -139,9 +139,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !span.start().is_aligned(bytes) || !span.pages().is_multiple_of(kind.page.pages()) {
             return Err(VmError::Misaligned { at: span.start() });
         }
-        if !space.covers(span) {
-            return Err(VmError::OutOfBounds { at: span.start() });
-        }
+        space.check_covers(span)?;
         let (object, offset, kind) = self.object_of(cx, span, kind, backing)?;
         // SAFETY: `object_of` took a reference.
         let id = unsafe { object.as_ref() }.id;
@@ -213,7 +211,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Err(VmError::Overlap { at: met.info.range.start() });
                 }
                 let emptied = match area.info.kind.page {
-                    _ if areas.forking => Err(PagingError::Busy { at: span.start() }),
+                    _ if areas.alone => Err(PagingError::Busy { at: span.start() }),
                     PageSize::Size4K => Ok(None),
                     _ => space.table().exclusive(self.tables(&task)).detach(span, Editing::LIVE).map(Some),
                 };

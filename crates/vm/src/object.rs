@@ -214,7 +214,7 @@ impl<S: Setup> Registry<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::setup::DefaultSetup;
+    use crate::DefaultSetup;
     use hugemm_threads::{Memory, Threads};
 
     type Here = DefaultSetup<Threads<Memory>>;

@@ -9,7 +9,7 @@
 
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use hugemm_base::{Extent, Order, Pfn, Shortfall};
+use hugemm_base::{Extent, NodeId, Order, Pfn, Shortfall};
 use hugemm_frames::{FolioRun, Frames, Frozen};
 
 /// Bits of a slot.
@@ -122,9 +122,9 @@ pub unsafe trait Pager<S: Setup> {
     /// is no; then the block is taken if there is one.
     fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool;
 
-    /// Whether what is free is kept for pages that come back, whose content nobody has elsewhere: a new one of `order` is not made of
-    /// it, although the pager has nothing to [relieve](Pager::relieve).
-    fn holds_back(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _order: Order) -> bool {
+    /// Whether what is free of a node is kept for pages that come back, whose content nobody has elsewhere: nothing new of `order` is
+    /// made of it, although the pager has nothing to [relieve](Pager::relieve). May be called under a page table's lock.
+    fn holds_back(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _node: NodeId, _order: Order) -> bool {
         false
     }
 

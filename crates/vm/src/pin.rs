@@ -148,8 +148,14 @@ impl<S: Setup> Vm<'_, S> {
             let to = ends.min(next + BATCH as u64 * size);
             let batch = pages(next, to).ok_or(VmError::NoArea { at }).map_err(stopped)?;
             let site = Site { space, area: &area, phases: &() };
-            self.pin_batch(cx, site, batch, total, cancel, &mut visit).map_err(stopped)?;
-            next = to;
+            match self.pin_batch(cx, site, batch, total, cancel, &mut visit) {
+                Ok(()) => next = to,
+                // The area says something else meanwhile.
+                Err(VmError::NoArea { .. }) if !space.find_vma(at).is_ok_and(|now| now.admits(&area, batch)) => {
+                    self.cond_resched(cx);
+                }
+                Err(cause) => return Err(stopped(cause)),
+            }
         }
         Ok(end - first)
     }
@@ -206,7 +212,7 @@ impl<S: Setup> Vm<'_, S> {
         let task = RefCell::new(cx);
         // Held until the references are taken: no fork meanwhile.
         let areas = space.areas().shared();
-        if areas.forking {
+        if areas.alone {
             return (found, None);
         }
         if !areas.admit(area, span) {

@@ -57,6 +57,18 @@ impl Protection {
         self.0.contains(other.0)
     }
 
+    /// Of it, what an access needs.
+    pub(crate) const fn rights(self) -> Protection {
+        Protection(self.0.without(Protection::ATTRIBUTES))
+    }
+
+    /// Of it, how memory is reached.
+    pub(crate) const fn attributes(self) -> Protection {
+        Protection(self.0.without(self.rights().0))
+    }
+
+    const ATTRIBUTES: Flags = Flags::UNCACHED.with(Flags::WRITE_THROUGH);
+
     /// The same in the page tables' words.
     pub const fn flags(self) -> Flags {
         self.0

@@ -5,16 +5,15 @@
 //! in front of the manager would cut this at the pager, with six methods and one implementor.
 
 use crate::notifier::Notifier;
-use crate::pager::{NoPager, Pager};
+use crate::pager::Pager;
 use crate::pool::Pools;
 use core::cell::RefCell;
-use core::marker::PhantomData;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, PhysMap, TlbHw};
-use hugemm_frames::{Carved, Env};
-use hugemm_paging::{Counting, EditLock, PageFormat, RawEditLock};
+use hugemm_frames::Env;
+use hugemm_paging::{PageFormat, RawEditLock};
 
-/// The types that an embedder chooses once, for all its address spaces. [`DefaultSetup`] has chosen all but the platform.
+/// The types that an embedder chooses once, for all its address spaces. [`DefaultSetup`](crate::DefaultSetup) has chosen all but the platform.
 pub trait Setup: Sized {
     /// The CPUs, and how frames are reached: a direct map, whose windows stay valid.
     type Platform: Cpu + PhysMap;
@@ -27,35 +26,12 @@ pub trait Setup: Sized {
     type Lock: RawEditLock + Send + Sync;
     /// TLBs.
     type Tlb: TlbHw;
-    /// Who takes pages away that nobody uses and brings them back, and is asked when memory runs out: reclaim and swap, or [`NoPager`].
+    /// Who takes pages away that nobody uses and brings them back, and is asked when memory runs out: reclaim and swap, or
+    /// [`NoPager`](crate::NoPager).
     /// An out-of-memory policy or a balloon is a pager too.
     type Pager: Pager<Self>;
     /// Who follows address spaces.
     type Notifier: Notifier<Self::Platform>;
-}
-
-/// The format of the architecture that this is compiled for: x86-64's where there is none.
-#[cfg(target_arch = "aarch64")]
-type Native = hugemm_paging::Aarch64;
-#[cfg(not(target_arch = "aarch64"))]
-type Native = hugemm_paging::X86_64;
-
-/// A setup to start from, over a platform `P` whose TLBs are `T` and frames in the surroundings `E`, which are those of
-/// [`Frames::carve`](hugemm_frames::Frames::carve) unless something else is said: page tables of this architecture, locks that spin, pages
-/// that stay where they are, and nobody who follows. An embedder that wants one
-/// of these otherwise writes the [`Setup`] down. What `T` is says the [`TlbShootdown`](hugemm_paging::TlbShootdown); without
-/// hardware that walks the tables it is [`Counting`].
-#[derive(Debug)]
-pub struct DefaultSetup<P, T = Counting, E = Carved>(PhantomData<(P, T, E)>);
-
-impl<P: Cpu + PhysMap, T: TlbHw, E: Env> Setup for DefaultSetup<P, T, E> {
-    type Platform = P;
-    type Env = E;
-    type Format = Native;
-    type Lock = EditLock;
-    type Tlb = T;
-    type Pager = NoPager;
-    type Notifier = ();
 }
 
 /// A task's context under a setup.

@@ -6,19 +6,26 @@ use crate::small_objects::{Kept, Slabs};
 use crate::vm::Vm;
 use core::ptr::NonNull;
 use hugemm_base::Order;
-use hugemm_frames::Placement;
+use hugemm_frames::{AllocError, Placement};
 
 impl<S: Setup> Vm<'_, S> {
-    /// Memory for a `T`, uninitialised; whoever takes memory away is asked if there is none. Called with nothing locked.
+    /// Memory for a `T`, uninitialised; whoever takes memory away is asked if there is none. For those who free more by it: it may be
+    /// what is kept for pages that come back. Called with nothing locked.
     pub(crate) fn memory_for<T: Kept<S>>(&self, cx: &mut Cx<'_, S>) -> Result<NonNull<T>, VmError> {
-        let slab = T::slab(self.slabs());
-        self.relieved(cx, Order::ZERO, Placement::Local, |cx| slab.alloc(self.frames(), cx, cx.platform()))
-            .map(NonNull::cast)
+        self.relieved(cx, Order::ZERO, Placement::Local, |cx| self.slab_memory(cx))
+    }
+
+    fn slab_memory<T: Kept<S>>(&self, cx: &Cx<'_, S>) -> Result<NonNull<T>, AllocError> {
+        T::slab(self.slabs()).alloc(self.frames(), cx, cx.platform()).map(NonNull::cast)
+    }
+
+    fn new_memory<T: Kept<S>>(&self, cx: &Cx<'_, S>) -> Result<NonNull<T>, AllocError> {
+        if self.holds_back(cx) { Err(AllocError::OutOfMemory) } else { self.slab_memory(cx) }
     }
 
     /// Puts a value into memory of its own. Called with nothing locked.
     pub(crate) fn keep<T: Kept<S>>(&self, cx: &mut Cx<'_, S>, value: T) -> Result<NonNull<T>, VmError> {
-        let memory = self.memory_for(cx)?;
+        let memory = self.relieved(cx, Order::ZERO, Placement::Local, |cx| self.new_memory(cx))?;
         // SAFETY: memory for a value of this type, nobody else's.
         unsafe { memory.write(value) };
         Ok(memory)
@@ -26,8 +33,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// The same without asking anybody for relief: for those who hold a lock.
     pub(crate) fn try_keep<T: Kept<S>>(&self, cx: &Cx<'_, S>, value: T) -> Result<NonNull<T>, VmError> {
-        let memory =
-            T::slab(self.slabs()).alloc(self.frames(), cx, cx.platform()).map_err(|_| VmError::NoMemory)?.cast();
+        let memory = self.new_memory(cx).map_err(|_| VmError::NoMemory)?;
         // SAFETY: as above.
         unsafe { memory.write(value) };
         Ok(memory)

@@ -13,7 +13,7 @@ use crate::vm::Vm;
 use crate::vma::{VmaInfo, VmaKind};
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{Cancel, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
+use hugemm_base::{Cancel, Dirty, Extent, NodeId, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
 use hugemm_clear::{self as clear, StopReason, folio};
 use hugemm_frames::{AllocError, AllocRequest, FolioRun, Frozen, Mobility, Placement, RefError, WideCounts};
 
@@ -201,12 +201,33 @@ impl<S: Setup> Vm<'_, S> {
         self.relieved(cx, request.order, want.from, |cx| self.frames().alloc(cx, request))
     }
 
-    /// A block for content that is new, and takes nothing that the pager keeps for what comes back.
-    fn new_block(&self, cx: &Cx<'_, S>, request: AllocRequest) -> Result<Frozen, AllocError> {
-        if S::Pager::ACTIVE && self.pager().holds_back(self.frames(), cx, request.order) {
-            return Err(AllocError::OutOfMemory);
+    /// A block for what is new, and takes nothing that the pager keeps for what comes back: where that is all that a node has, another
+    /// node's will do, if it may.
+    pub(crate) fn new_block(&self, cx: &Cx<'_, S>, request: AllocRequest) -> Result<Frozen, AllocError> {
+        let frames = self.frames();
+        let is_open = |node: &NodeId| !self.pager().holds_back(frames, cx, *node, request.order);
+        if !S::Pager::ACTIVE || self.nodes().all(|node| is_open(&node)) {
+            return frames.alloc(cx, request);
         }
-        self.frames().alloc(cx, request)
+        let (first, only) = match request.from {
+            Placement::Local => (frames.local_node(cx), false),
+            Placement::Prefer(node) => (node, false),
+            Placement::Only(node) => (node, true),
+        };
+        let others = self.nodes().filter(|node| *node != first && !only);
+        let mut open = core::iter::once(first).chain(others).filter(is_open);
+        let block = open.find_map(|node| frames.alloc(cx, request.from(Placement::Only(node))).ok());
+        block.ok_or(AllocError::OutOfMemory)
+    }
+
+    /// Whether every node is down to what the pager keeps for what comes back: then nothing new is made, of whatever kind. What frees
+    /// memory by taking some does not ask.
+    pub(crate) fn holds_back(&self, cx: &Cx<'_, S>) -> bool {
+        S::Pager::ACTIVE && self.nodes().all(|node| self.pager().holds_back(self.frames(), cx, node, Order::ZERO))
+    }
+
+    fn nodes(&self) -> impl Iterator<Item = NodeId> {
+        (0..self.frames().nodes()).map(NodeId)
     }
 
     /// A block for a page, from where it is wanted.
@@ -348,6 +369,11 @@ impl<S: Setup> Vm<'_, S> {
     /// Another reference to a page, for whoever has one. May take a frame for a counter: the first time that any page of
     /// its 2 MiB has more than fifteen.
     pub(crate) fn get_page(&self, cx: &mut Cx<'_, S>, head: Pfn) -> Result<(), VmError> {
+        self.get_page_for(cx, head, true)
+    }
+
+    /// The same; `new`: not for what comes back.
+    pub(crate) fn get_page_for(&self, cx: &mut Cx<'_, S>, head: Pfn, new: bool) -> Result<(), VmError> {
         loop {
             // SAFETY: the callers have a reference, or hold the lock of an entry that is one; this one goes as those do.
             match unsafe { self.frames().get_at(head) } {
@@ -356,6 +382,7 @@ impl<S: Setup> Vm<'_, S> {
                     let _ = folio.into_pfn();
                     return Ok(());
                 }
+                Err(RefError::Saturated) if new && self.holds_back(cx) => return Err(VmError::NoMemory),
                 Err(RefError::Saturated) => self.widen(cx, head)?,
                 Err(_) => return Err(VmError::Unreachable),
             }

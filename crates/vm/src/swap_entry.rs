@@ -76,7 +76,7 @@ impl<S: Setup> Vm<'_, S> {
                 let share = unsafe { self.pager().share(cx, slot) };
                 share.map(|slot| SwapEntry::Slot(slot).word()).ok_or(VmError::NoMemory)
             }
-            SwapEntry::Slots(frame) => self.get_page(cx, frame).map(|()| word),
+            SwapEntry::Slots(frame) => self.get_page_for(cx, frame, false).map(|()| word),
         }
     }
 

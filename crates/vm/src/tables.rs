@@ -1,36 +1,40 @@
 //! Page tables' memory, from the same frames as everything else.
 
-use core::cell::RefCell;
+use crate::setup::{Cx, Setup, Task};
+use crate::vm::Vm;
 use core::ptr::NonNull;
-use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Pfn, PhysMap};
-use hugemm_frames::{Env, Frames};
+use hugemm_base::Pfn;
 use hugemm_paging::{FrameTables, NoTable, TableContent, TableMemory};
 
 /// [`FrameTables`] that borrow the task's context only while they use it, so that whoever visits entries can use it too.
-pub(crate) struct Tables<'a, 't, 'p, 'm, P, E: Env> {
-    frames: &'a Frames<'m, E>,
-    task: &'a RefCell<&'t mut CpuCx<'p, P>>,
+pub(crate) struct Tables<'a, 't, 'p, 'm, S: Setup> {
+    vm: &'a Vm<'m, S>,
+    task: &'a Task<'t, 'p, S>,
 }
 
-impl<'a, 't, 'p, 'm, P: Cpu + PhysMap, E: Env> Tables<'a, 't, 'p, 'm, P, E> {
+impl<'a, 't, 'p, 'm, S: Setup> Tables<'a, 't, 'p, 'm, S> {
     /// # Safety
     ///
     /// As [`FrameTables::new`].
-    pub(crate) unsafe fn new(frames: &'a Frames<'m, E>, task: &'a RefCell<&'t mut CpuCx<'p, P>>) -> Self {
-        Tables { frames, task }
+    pub(crate) unsafe fn new(vm: &'a Vm<'m, S>, task: &'a Task<'t, 'p, S>) -> Self {
+        Tables { vm, task }
     }
 
-    fn with<R>(&self, use_it: impl FnOnce(FrameTables<'_, 'p, 'm, P, E>) -> R) -> R {
+    fn with<R>(&self, use_it: impl FnOnce(FrameTables<'_, 'p, 'm, S::Platform, S::Env>) -> R) -> R {
         let mut cx = self.task.borrow_mut();
+        let cx: &mut Cx<'p, S> = &mut cx;
         // SAFETY: the promise made to `new`.
-        use_it(unsafe { FrameTables::new(self.frames, &mut cx) })
+        use_it(unsafe { FrameTables::new(self.vm.frames(), cx) })
     }
 }
 
 // SAFETY: passes everything on to `FrameTables` over the same frames and the same platform.
-unsafe impl<P: Cpu + PhysMap, E: Env> TableMemory for Tables<'_, '_, '_, '_, P, E> {
+unsafe impl<S: Setup> TableMemory for Tables<'_, '_, '_, '_, S> {
+    /// Tables are for what is new: what comes back, goes, or loses rights has its own.
     fn alloc(&mut self, content: TableContent) -> Result<Pfn, NoTable> {
+        if self.vm.holds_back(&self.task.borrow()) {
+            return Err(NoTable);
+        }
         self.with(|mut tables| tables.alloc(content))
     }
 

@@ -99,8 +99,8 @@ impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, '_, S, M> {
     pub fn put_back(mut self, cx: &mut Cx<'_, S>) {
         let vm = self.vm;
         // No test can tell this from a flush after the entries are back, as long as it comes before the reference goes. An old
-        // translation leads to the same frame with the rights that the entry gets: an area's rights change only by unmapping, which
-        // settles the space. A D bit that it hides was in the leaf that was taken. And whoever takes the page again meanwhile cannot
+        // translation leads to the same frame with the rights that the entry gets: whoever takes rights from an area settles the
+        // space. A D bit that it hides was in the leaf that was taken. And whoever takes the page again meanwhile cannot
         // freeze it. First, it is the one rule of all three that consume the value.
         vm.flush_page(cx, &mut self);
         let entered = vm.enter_again(cx, &self, self.head);

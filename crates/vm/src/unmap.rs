@@ -5,15 +5,15 @@
 //! has found them until here), the detached entries are read off, and their frames are dropped by runs.
 
 use crate::address_space::AddressSpace;
+use crate::cutting::Spare;
 use crate::error::VmError;
 use crate::setup::{Cx, Setup, Task};
 use crate::supply::Dropping;
 use crate::vm::Vm;
-use crate::vma::{Areas, Vma, VmaInfo, pages};
+use crate::vma::Areas;
 use core::cell::RefCell;
-use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{PageSize, VirtAddr, VirtRange};
+use hugemm_base::{PageSize, VirtRange};
 use hugemm_paging::{
     Detached, Editing, Exclusive, Flags, PageTable, PagingError, Run, ShootdownBatch, TableMemory, Unhooked,
 };
@@ -32,25 +32,6 @@ pub struct Unmapped {
     pub pages: u64,
 }
 
-/// Memory for the two areas that can remain of one that is cut.
-struct Spare<S: Setup>([Option<NonNull<Vma<S>>>; 2]);
-
-impl<S: Setup> Spare<S> {
-    fn count(&self) -> usize {
-        self.0.iter().flatten().count()
-    }
-
-    fn take(&mut self) -> Option<NonNull<Vma<S>>> {
-        self.0.iter_mut().find_map(Option::take)
-    }
-
-    fn put(&mut self, memory: NonNull<Vma<S>>) {
-        if let Some(place) = self.0.iter_mut().find(|place| place.is_none()) {
-            *place = Some(memory);
-        }
-    }
-}
-
 impl<S: Setup> Vm<'_, S> {
     /// Unmaps everything in `span`, holes and all. Both ends have to lie at pages of the areas that they cut. One flush,
     /// or none if nothing was mapped.
@@ -64,9 +45,7 @@ impl<S: Setup> Vm<'_, S> {
     /// lies within a page of an area, [`NoMemory`](VmError::NoMemory) if one has to be cut, [`Foreign`](VmError::Foreign). Nothing has changed.
     pub fn unmap(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<Unmapped, VmError> {
         self.check_own(space)?;
-        if !space.covers(span) {
-            return Err(VmError::OutOfBounds { at: span.start() });
-        }
+        space.check_covers(span)?;
         self.unmap_all(cx, space, span)
     }
 
@@ -77,12 +56,9 @@ impl<S: Setup> Vm<'_, S> {
         space: &AddressSpace<S>,
         span: VirtRange,
     ) -> Result<Unmapped, VmError> {
-        let mut spare = Spare([None, None]);
+        let mut spare = Spare::new();
         let result = self.unmap_with(cx, space, span, &mut spare);
-        while let Some(memory) = spare.take() {
-            // SAFETY: taken below and never used.
-            unsafe { self.free_memory(cx, memory) };
-        }
+        spare.give_back(self, cx);
         result
     }
 
@@ -117,9 +93,8 @@ impl<S: Setup> Vm<'_, S> {
             let mapped = area.harvested.load(Ordering::Relaxed);
             // SAFETY: it is on no list any more, and nobody has found it since it was taken off.
             unsafe { self.free_area(cx, area) };
-            let (from, to) = part(&info, first, end);
             // What was mapped has had its promise kept.
-            self.unreserve(cx, &info.kind, to - from - mapped);
+            self.unreserve(cx, &info.kind, info.range.pages() - mapped);
             self.put_object(cx, object);
         }
         Ok(report)
@@ -139,8 +114,8 @@ impl<S: Setup> Vm<'_, S> {
             let busy = {
                 let task = RefCell::new(&mut *cx);
                 let mut areas = space.areas().exclusive();
-                let cuts = cuts(&areas, first, end)?;
-                if areas.forking {
+                let cuts = areas.cuts(span, |_| true)?;
+                if areas.alone {
                     true
                 } else if spare.count() >= cuts {
                     let detached = {
@@ -158,7 +133,10 @@ impl<S: Setup> Vm<'_, S> {
                     // The table is unlocked: areas' locks come before it.
                     match detached {
                         Ok(unhooked) => {
-                            self.cut(&mut areas, first, end, removed, spare);
+                            [first, end].into_iter().for_each(|at| self.cut_at(&mut areas, at, spare));
+                            while let Some(area) = areas.take(first, end) {
+                                removed.insert(area);
+                            }
                             return Ok(unhooked);
                         }
                         Err(PagingError::Busy { .. }) => true,
@@ -172,7 +150,7 @@ impl<S: Setup> Vm<'_, S> {
                 // Another task is between its own detach and harvest near here, or forks.
                 self.cond_resched(cx);
             } else {
-                spare.put(self.memory_for(cx)?);
+                spare.fill(self, cx)?;
             }
         }
     }
@@ -190,6 +168,23 @@ impl<S: Setup> Vm<'_, S> {
         let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
         // The receipt is of this batch, so it pays. If it did not, the addresses would stay blocked, and be counted.
         debt.release(&receipt).ok()
+    }
+
+    /// Unfolds all that meets a span, as [`unfold`](Vm::unfold) what reaches over its ends: one flush, if there is anything.
+    ///
+    /// # Errors
+    ///
+    /// As [`unfold`](Vm::unfold).
+    pub(crate) fn unfold_all<M: TableMemory>(
+        &self,
+        task: &Task<'_, '_, S>,
+        space: &AddressSpace<S>,
+        table: &mut Exclusive<'_, S::Format, S::Lock, M>,
+        span: VirtRange,
+    ) -> Result<(), PagingError> {
+        let unhooked = table.detach_folded(span)?;
+        let Some(detached) = self.flush_unhooked(&task.borrow(), space, unhooked) else { return Ok(()) };
+        table.attach(detached, PageSize::Size1G)
     }
 
     /// Unfolds what reaches over the ends of a span of which a part is to be changed, under the guard under which that is to be
@@ -275,49 +270,4 @@ impl<S: Setup> Vm<'_, S> {
         }
         pages
     }
-
-    /// Takes the areas that meet `first..end` out; what remains of those at the ends is put back.
-    fn cut(&self, areas: &mut Areas<S>, first: u64, end: u64, removed: &mut Areas<S>, spare: &mut Spare<S>) {
-        while let Some(old) = areas.take(first, end) {
-            let info = old.info;
-            let (begins, ends) = (info.range.first_page(), info.range.end_page());
-            for (from, to) in [(begins, first.max(begins)), (end.min(ends), ends)] {
-                if from >= to {
-                    continue;
-                }
-                let (Some(memory), Some(span)) = (spare.take(), pages(from, to)) else { continue };
-                let offset = info.offset_of(from);
-                // SAFETY: the old area holds a reference.
-                unsafe { old.object.as_ref() }.get();
-                let memory = memory.cast::<Vma<S>>();
-                // SAFETY: memory for an area, nobody else's; it is never moved, and freed after it has left all lists.
-                let area = unsafe {
-                    memory.write(Vma::new(old.space, old.object, VmaInfo { range: span, offset, ..info }));
-                    UnsafeRef::from_raw(memory.as_ptr())
-                };
-                self.link_area(&area);
-                areas.insert(area);
-            }
-            removed.insert(old);
-        }
-    }
-}
-
-/// How many areas remain of those that the ends of a range cut; an error if an end is inside a page.
-fn cuts<S: Setup>(areas: &Areas<S>, first: u64, end: u64) -> Result<usize, VmError> {
-    let mut cuts = 0;
-    for at in [first, end] {
-        let Some(area) = areas.find(at).filter(|area| area.info.range.first_page() != at) else { continue };
-        if !at.is_multiple_of(area.info.kind.page.pages()) {
-            return Err(VmError::Misaligned { at: VirtAddr::new(at << hugemm_base::PAGE_SHIFT) });
-        }
-        cuts += 1;
-    }
-    Ok(cuts)
-}
-
-/// The part of an area that lies in a range.
-fn part(area: &VmaInfo, first: u64, end: u64) -> (u64, u64) {
-    let (begins, ends) = (area.range.first_page(), area.range.end_page());
-    (begins.max(first), ends.min(end))
 }

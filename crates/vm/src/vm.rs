@@ -185,12 +185,9 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// Page tables' memory for the calling task.
-    pub(crate) fn tables<'a, 't, 'p>(
-        &'a self,
-        task: &'a Task<'t, 'p, S>,
-    ) -> Tables<'a, 't, 'p, 'm, S::Platform, S::Env> {
+    pub(crate) fn tables<'a, 't, 'p>(&'a self, task: &'a Task<'t, 'p, S>) -> Tables<'a, 't, 'p, 'm, S> {
         // SAFETY: `new` requires a direct map of all frames.
-        unsafe { Tables::new(self.parts.frames, task) }
+        unsafe { Tables::new(self, task) }
     }
 
     /// Serves shootdowns and, where the caller may sleep, passes a reschedule point: for tasks that wait or work for long.

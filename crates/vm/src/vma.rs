@@ -1,8 +1,9 @@
 //! Areas: what an address space promises about a range of addresses.
 //!
-//! An area never changes. Taking a part out of one replaces it by what remains, so whoever has found an area may read it
-//! without a lock for as long as it exists. It exists from its insertion until it has been taken out of both its trees:
-//! the space's tree, by address, under the space's lock, and its object's tree, by offset, under the object's lock.
+//! An area is in two trees: the space's, by address, under the space's lock, and its object's, by offset, under the object's lock.
+//! It exists until it has been taken out of both. Who holds either lock may read it; what it says changes under both
+//! ([cutting](crate::cutting)). Others work with a copy of what it said ([`VmaInfo`]) and ask, before they enter anything, whether it still says
+//! that.
 
 use crate::address_space::AddressSpace;
 use crate::object::Object;
@@ -98,9 +99,19 @@ impl VmaInfo {
         VirtRange::new(at.align_down(bytes), bytes).unwrap_or(self.range)
     }
 
+    /// Whether the area promises the same about all of a span, in which it has the first page, as `other` did.
+    pub(crate) fn admits(&self, other: &VmaInfo, span: VirtRange) -> bool {
+        self.same_at(other, span.first_page()) && span.end_page() <= self.range.end_page()
+    }
+
     /// Whether the area promises the same about a page as `other` does.
     pub(crate) fn same_at(&self, other: &VmaInfo, page: u64) -> bool {
-        self.kind == other.kind && self.object == other.object && self.offset_of(page) == other.offset_of(page)
+        self.kind == other.kind && self.shows_same_at(other, page)
+    }
+
+    /// Whether the area shows the same page of the same object there as `other` does, whatever else they say.
+    pub(crate) fn shows_same_at(&self, other: &VmaInfo, page: u64) -> bool {
+        self.object == other.object && self.offset_of(page) == other.offset_of(page)
     }
 }
 
@@ -157,9 +168,8 @@ impl<'a, S: Setup> KeyAdapter<'a> for ByOffset<S> {
 /// The areas of a space, by address.
 pub(crate) struct Areas<S: Setup> {
     tree: RBTree<ByAddress<S>>,
-    /// A fork has the space to itself, across reschedule points: until it has finished, areas neither come nor go, nothing
-    /// is entered in them and nothing copied. Changed and relied on under the list's lock.
-    pub(crate) forking: bool,
+    /// A task has the space [to itself](crate::alone). Changed and relied on under the list's lock.
+    pub(crate) alone: bool,
 }
 
 // SAFETY: the tree refers to areas, which may be sent and shared.
@@ -169,7 +179,7 @@ unsafe impl<S: Setup> Sync for Areas<S> {}
 
 impl<S: Setup> Areas<S> {
     pub(crate) fn new() -> Self {
-        Areas { tree: RBTree::new(ByAddress::NEW), forking: false }
+        Areas { tree: RBTree::new(ByAddress::NEW), alone: false }
     }
 
     /// The area that holds a page. O(log areas).
@@ -178,14 +188,16 @@ impl<S: Setup> Areas<S> {
         (page - area.info.range.first_page() < area.info.range.pages()).then_some(area)
     }
 
+    /// The same for whoever changes it.
+    pub(crate) fn holding(&self, page: u64) -> Option<UnsafeRef<Vma<S>>> {
+        let area = self.tree.upper_bound(Bound::Included(&page)).clone_pointer()?;
+        (page - area.info.range.first_page() < area.info.range.pages()).then_some(area)
+    }
+
     /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: what is there
     /// now promises the same. True for as long as the list stays locked.
     pub(crate) fn admit(&self, area: &VmaInfo, span: VirtRange) -> bool {
-        !self.forking
-            && self.find(span.first_page()).is_some_and(|there| {
-                let there = &there.info;
-                there.same_at(area, span.first_page()) && span.end_page() <= there.range.end_page()
-            })
+        !self.alone && self.find(span.first_page()).is_some_and(|there| there.info.admits(area, span))
     }
 
     /// The first area that ends after `page`.

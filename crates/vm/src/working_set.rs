@@ -37,10 +37,8 @@ impl<S: Setup> Vm<'_, S> {
         mut visit: impl FnMut(VirtRange),
     ) -> Result<u64, VmError> {
         self.check_own(space)?;
+        space.check_covers(span)?;
         let (mut from, end) = (span.first_page(), span.end_page());
-        if !space.covers(span) {
-            return Err(VmError::OutOfBounds { at: span.start() });
-        }
         let mut used = 0;
         let mut run = (from, from);
         let mut show = |(first, end): (u64, u64)| {

@@ -28,7 +28,7 @@ pub enum ZeroTurn {
         /// Nanoseconds.
         rest: u64,
     },
-    /// Nothing is free that is not known to be zero, at this size.
+    /// Nothing is free that is not known to be zero, at this size, and is not kept for pages that come back.
     Nothing,
     /// It was asked to stop; what it had begun is free again, as dirty.
     Stopped,
@@ -63,7 +63,7 @@ where
     /// One turn of a background worker: at most one block. Passes a reschedule point before each unit; may sleep.
     pub fn zero_ahead(&self, cx: &mut Cx<'_, S>, worker: &ZeroWorker, cancel: &impl Cancel) -> ZeroTurn {
         // Not through relief: whoever needs memory more than zeroes is not to be disturbed. Dirty blocks come first.
-        let Ok(block) = self.frames().alloc(cx, AllocRequest::order(worker.order).movable()) else {
+        let Ok(block) = self.new_block(cx, AllocRequest::order(worker.order).movable()) else {
             return ZeroTurn::Nothing;
         };
         let dirty = match block.into_content() {

@@ -69,6 +69,7 @@ boot_long:
     # Null, 64-bit code, data.
     .section .rodata.boot_gdt, "a"
     .balign 8
+    .global boot_gdt
 boot_gdt:
     .quad 0, 0x00af9b000000ffff, 0x00cf93000000ffff
 boot_gdt_pointer:
@@ -77,6 +78,7 @@ boot_gdt_pointer:
 
     .section .bss.boot, "aw", @nobits
     .balign 4096
+    .global boot_pml4
 boot_pml4:
     .skip 4096
 boot_pdpt:
@@ -95,6 +97,12 @@ boot_stack_top:
 unsafe extern "C" {
     static image_end: u8;
 }
+
+/// What the boot tables map, one to one.
+pub const FIRST_4_GIB: Extent = match Extent::new(Pfn::new(0), 1 << 20) {
+    Ok(frames) => frames,
+    Err(_) => panic!(),
+};
 
 /// The largest piece of RAM of the loader's memory map, without what the program itself lies in: whole frames.
 ///

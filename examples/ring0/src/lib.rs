@@ -1,4 +1,4 @@
-//! What a kernel on the `x86_64` crate does to start using hugemm: a platform of one CPU, frames carved out of the boot
+//! What a kernel on the `x86_64` crate does to start using hugemm: frames carved out of the boot
 //! loader's memory, the global allocator on them, and areas of virtual memory, each mapped as one range. Which areas there are is
 //! kept in a `BTreeMap`, on that allocator.
 //!
@@ -9,76 +9,17 @@
 extern crate alloc;
 
 use alloc::collections::BTreeMap;
-use core::ptr::with_exposed_provenance_mut;
 use hugemm::frames::{AllocError, Carved};
-use hugemm::prelude::{
-    Counters, Cpu, CpuCx, CpuId, Dirty, Extent, Frames, GlobalHeap, LinearMap, PageSize, PhysMap, PreemptModel, Window,
-};
+use hugemm::prelude::{BareMetal, CpuCx, Dirty, Frames, GlobalHeap, PageSize};
 use hugemm_x86_64::{FrameSource, RangeError, RangeMapper};
 use x86_64::VirtAddr;
-use x86_64::instructions::{interrupts, tlb};
+use x86_64::instructions::tlb;
 use x86_64::registers::control::Cr3;
 use x86_64::structures::paging::page::PageRange;
 use x86_64::structures::paging::{Page, PageTableFlags, PhysFrame, Size4KiB};
 
-/// A kernel with one CPU that never preempts itself.
-#[derive(Debug)]
-pub struct OneCpu {
-    counters: Counters,
-    offset: VirtAddr,
-}
-
-impl OneCpu {
-    /// The kernel's only platform.
-    ///
-    /// # Safety
-    ///
-    /// Every frame that the loader says is RAM is mapped at `offset`, writable, for good.
-    pub const unsafe fn new(offset: VirtAddr) -> Self {
-        OneCpu { counters: Counters::new(), offset }
-    }
-}
-
-// SAFETY: with interrupts off nothing else runs on the only CPU. One task, which nothing switches out.
-unsafe impl Cpu for OneCpu {
-    fn current(&self) -> CpuId {
-        CpuId(0)
-    }
-
-    unsafe fn pin(&self) -> usize {
-        let enabled = interrupts::are_enabled();
-        interrupts::disable();
-        usize::from(enabled)
-    }
-
-    unsafe fn unpin(&self, state: usize) {
-        if state != 0 {
-            interrupts::enable();
-        }
-    }
-
-    fn preempt_model(&self) -> PreemptModel {
-        PreemptModel::None
-    }
-
-    unsafe fn cond_resched(&self) {}
-
-    fn counters(&self) -> &Counters {
-        &self.counters
-    }
-}
-
-// SAFETY: `new`'s promise.
-unsafe impl PhysMap for OneCpu {
-    fn open(&self, extent: Extent, _user: Option<hugemm::prelude::VirtAddr>) -> Option<Window> {
-        let at = self.offset + extent.start().get();
-        (!extent.is_empty())
-            .then(|| Window { ptr: with_exposed_provenance_mut(at.as_u64() as usize), pages: extent.pages() })
-    }
-}
-
-// SAFETY: `new`'s promise.
-unsafe impl LinearMap for OneCpu {}
+/// One CPU, and memory that the loader has mapped.
+pub type OneCpu = BareMetal<1>;
 
 /// The kernel's frames, by `Frames::carve`.
 pub type KernelFrames<'m> = Frames<'m, Carved>;

@@ -16,11 +16,11 @@ extern crate alloc;
 
 #[cfg(all(target_os = "none", target_arch = "x86_64"))]
 mod kernel {
-    use super::boot::{Serial, exit, largest_ram};
+    use super::boot::{FIRST_4_GIB, Serial, exit, largest_ram};
     use alloc::vec::Vec;
     use core::fmt::Write;
     use core::ptr::with_exposed_provenance;
-    use hugemm::prelude::{CpuCx, Frames, Heap, PageSize, Ram};
+    use hugemm::prelude::{CpuCx, CpuId, DirectMap, Frames, Heap, PageSize, Ram};
     use hugemm_example_ring0::{AreaError, Areas, KernelFrames, KernelHeap, OneCpu};
     use x86_64::VirtAddr;
     use x86_64::registers::control::Cr3;
@@ -33,8 +33,8 @@ mod kernel {
     /// Where areas are mapped.
     const AREAS: VirtAddr = VirtAddr::new(0xffff_c000_0000_0000);
 
-    // SAFETY: the boot tables map all memory at `OFFSET`.
-    static PLATFORM: OneCpu = unsafe { OneCpu::new(OFFSET) };
+    // SAFETY: the boot tables map 4 GiB one to one, and memory ends below; there is one task, in ring 0, and one platform.
+    static PLATFORM: OneCpu = unsafe { OneCpu::new(DirectMap::new(FIRST_4_GIB, 0)) };
 
     #[global_allocator]
     static HEAP: KernelHeap = KernelHeap::new();
@@ -48,8 +48,8 @@ mod kernel {
         let bytes = ram.bytes();
         // SAFETY: nobody uses this memory, and there is no manager; once.
         let ram = unsafe { Ram::assume_unmanaged(ram) };
-        // SAFETY: the only context of the only CPU, but for those that the heap makes for a call.
-        let cx = &unsafe { CpuCx::new(&PLATFORM) };
+        // SAFETY: once, first of all; GS is nobody's.
+        let cx = &unsafe { PLATFORM.enter(CpuId(0)) }.expect("room for one");
         let frames = Frames::carve(cx, ram).expect("enough memory");
         let pointer = &raw const frames;
         // SAFETY: this function does not return, so what is on its stack stays.

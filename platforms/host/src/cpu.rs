@@ -205,7 +205,9 @@ impl<'m> Host<'m> {
     ///
     /// The thread's former CPU binding is restored afterwards, also when `f` panics. Within `f` the thread may take a turn on
     /// another machine; it is then bound to that one's real CPU, and still the same CPU of this one.
-    pub fn run_on<R>(&self, cpu: CpuId, f: impl FnOnce(&mut CpuCx<'_, Self>) -> R) -> Result<R, CpuError> {
+    ///
+    /// What `f` returns may live as long as the machine, such as a manager carved out of its memory.
+    pub fn run_on<'s, R>(&'s self, cpu: CpuId, f: impl FnOnce(&mut CpuCx<'s, Self>) -> R) -> Result<R, CpuError> {
         let slot = self.cpus.get(cpu.0 as usize).ok_or(CpuError::NoSuchCpu { cpu, cpus: self.cpus.len() as u32 })?;
         if let Some(cpu) = self.occupant() {
             return Err(CpuError::Nested { cpu });
@@ -220,10 +222,10 @@ impl<'m> Host<'m> {
     }
 
     /// Runs `f` on several CPUs at once, one thread each, and returns the results in the order of `cpus`.
-    pub fn run_on_each<R: Send>(
-        &self,
+    pub fn run_on_each<'s, R: Send>(
+        &'s self,
         cpus: impl IntoIterator<Item = CpuId>,
-        f: impl Fn(&mut CpuCx<'_, Self>) -> R + Sync,
+        f: impl Fn(&mut CpuCx<'s, Self>) -> R + Sync,
     ) -> Result<Vec<R>, CpuError> {
         std::thread::scope(|scope| {
             let threads: Vec<_> = cpus

@@ -30,4 +30,4 @@ mod run;
 
 pub use lock::ModelLock;
 pub use machine::Machine;
-pub use run::{Failure, Task, explore, point, progress, run, seeds};
+pub use run::{Failure, Task, explore, has_loaded, point, progress, run, seeds, step};

@@ -132,10 +132,12 @@ unsafe impl TlbHw for Machine<'_> {
     }
 
     fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        run::loads(cpu, Some(root));
         TlbHw::load(self.mmu, cpu, root, tag, keep);
     }
 
     fn unload(&self, cpu: CpuId) {
+        run::loads(cpu, None);
         TlbHw::unload(self.mmu, cpu);
     }
 }

@@ -2,7 +2,7 @@
 
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
-use hugemm_base::CpuId;
+use hugemm_base::{CpuId, PhysAddr};
 use hugemm_host::mmu::Mmu;
 use hugemm_threads::Random;
 use std::any::Any;
@@ -50,6 +50,8 @@ struct State {
     held: RefCell<Vec<(usize, u64)>>,
     interrupted: Cell<bool>,
     ended: Cell<bool>,
+    /// The tables that it walks, and since which step.
+    loaded: Cell<Option<(PhysAddr, u64)>>,
 }
 
 /// A run under way.
@@ -162,8 +164,23 @@ pub fn progress() {
 }
 
 /// How many steps have been made.
-pub(crate) fn step() -> u64 {
+pub fn step() -> u64 {
     with(|run, _| run.step.get()).unwrap_or_default()
+}
+
+/// A CPU walks these tables from here on.
+pub(crate) fn loads(cpu: CpuId, root: Option<PhysAddr>) {
+    with(|run, _| {
+        let state = run.states.get(cpu.0 as usize)?;
+        state.loaded.set(root.map(|root| (root, run.step.get())));
+        Some(())
+    });
+}
+
+/// Whether some CPU walks the tables below `root`, and has since before a step: tables that have gone since then.
+pub fn has_loaded(root: PhysAddr, before: u64) -> bool {
+    let walks = |state: &State| state.loaded.get().is_some_and(|(of, since)| of == root && since < before);
+    with(|run, _| run.states.iter().any(walks)).unwrap_or(false)
 }
 
 /// Lets others run until something is so. Interrupts come meanwhile, if they are on. False if it will never be: a run has failed, and

@@ -8,7 +8,7 @@ use hugemm_lease::preload::{Offer, VARIABLE};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use support::{PAGE, Pool};
+use support::{PAGE, Pool, judged};
 
 const MEMORY: u64 = 16 * PAGE;
 
@@ -40,24 +40,26 @@ fn the_first_machine_has_the_lease_and_others_their_own_memory() {
         eprintln!("skipped: no QEMU");
         return;
     }
-    let Some(pool) = Pool::with_free(2 * MEMORY / PAGE) else { return };
-    let library = std::env::current_exe().expect("a path").with_file_name("libhugemm_lease_preload.so");
-    assert!(library.exists(), "{}", library.display());
-    let file = MemoryFile::new(Page::Huge2M, MEMORY).expect("a file");
-    file.fill(0, MEMORY).expect("filled");
-    file.make_lent(0, 0).expect("lent");
-    let inode = rustix::fs::fstat(&file).expect("open").st_ino;
-    let (offer, socket) = Offer::new(file.into_fd(), MEMORY, Page::Huge2M, false).expect("offered");
-    let (mut first, is_leased) = machine(&library, &offer, inode);
-    assert!(is_leased, "the first is on it");
-    pool.wait_until_lacks(MEMORY / PAGE);
-    let (mut second, is_leased) = machine(&library, &offer, inode);
-    assert!(!is_leased, "it is lent once");
-    pool.wait_until_lacks(2 * MEMORY / PAGE);
-    for child in [&mut first, &mut second] {
-        child.kill().expect("killed");
-        child.wait().expect("ended");
-    }
-    drop(socket);
-    pool.wait_until_lacks(0);
+    judged(|| {
+        let Some(pool) = Pool::with_free(2 * MEMORY / PAGE) else { return };
+        let library = std::env::current_exe().expect("a path").with_file_name("libhugemm_lease_preload.so");
+        assert!(library.exists(), "{}", library.display());
+        let file = MemoryFile::new(Page::Huge2M, MEMORY).expect("a file");
+        file.fill(0, MEMORY).expect("filled");
+        file.make_lent(0, 0).expect("lent");
+        let inode = rustix::fs::fstat(&file).expect("open").st_ino;
+        let (offer, socket) = Offer::new(file.into_fd(), MEMORY, Page::Huge2M, false).expect("offered");
+        let (mut first, is_leased) = machine(&library, &offer, inode);
+        assert!(is_leased, "the first is on it");
+        pool.wait_until_lacks(MEMORY / PAGE);
+        let (mut second, is_leased) = machine(&library, &offer, inode);
+        assert!(!is_leased, "it is lent once");
+        pool.wait_until_lacks(2 * MEMORY / PAGE);
+        for child in [&mut first, &mut second] {
+            child.kill().expect("killed");
+            child.wait().expect("ended");
+        }
+        drop(socket);
+        pool.wait_until_lacks(0);
+    });
 }

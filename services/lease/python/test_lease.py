@@ -1,6 +1,7 @@
 """Run by the tests of hugemm-lease-c, with the socket of a daemon and the path of a secret that is not there yet."""
 
 import os
+import resource
 import socket
 import sys
 import tempfile
@@ -74,4 +75,18 @@ refused("the memory is not kept", name="other", bytes=SIZE, socket=path, secret=
 # It is not: the name is free.
 with hugemm.lease("other", SIZE, socket=path, secret=secret + "2") as memory:
     assert not memory.resumed
+# Nor is one whose secret a full disk has no room for, and what is left of its file is no hindrance.
+full = secret + "3"
+for left in False, True:
+    if left:
+        open(full, "w").close()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    refused("the memory is not kept", name="full", bytes=SIZE, socket=path, secret=full)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not os.path.exists(full)
+open(full, "w").close()
+hugemm.lease("full", SIZE, socket=path, secret=full).close()
+with hugemm.lease("full", SIZE, socket=path, secret=full) as memory:
+    assert memory.resumed
 print("ok")

@@ -134,17 +134,32 @@ impl Drop for MappedLease {
     }
 }
 
-/// The secret of kept memory; nothing if there is no such file, since the first lease makes it.
+/// The secret of kept memory; nothing if there is no such file, since the first lease makes it, or an empty one, which is what a full
+/// disk or the end of whoever wrote it leaves.
 ///
 /// # Errors
 ///
 /// The system's.
 pub fn read_secret(path: &Path) -> io::Result<Option<String>> {
     match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text.trim().to_owned())),
+        Ok(text) => Ok(Some(text.trim().to_owned()).filter(|secret| !secret.is_empty())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// Writes a secret where there is none, for the user alone. A file that nothing can be written into does not stay.
+fn write_secret(path: &Path, secret: &str) -> io::Result<()> {
+    if std::fs::symlink_metadata(path).is_ok() && read_secret(path)?.is_none() {
+        // Not written into: whoever made it may have it open, or let others read it.
+        std::fs::remove_file(path)?;
+    }
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    let written = writeln!(file, "{secret}").and_then(|()| file.sync_all());
+    if written.is_err() {
+        let _ = std::fs::remove_file(path);
+    }
+    written
 }
 
 /// A connection to a daemon.
@@ -218,7 +233,7 @@ impl Connection {
         connect(&daemon)
     }
 
-    /// Leases memory that is kept as `name`, with its bytes if it is kept already. `file` has its secret: the first lease makes it,
+    /// Leases memory that is kept as `name`, with its bytes if it is kept already. `file` has its secret: the first lease writes it,
     /// for the user alone.
     ///
     /// # Errors
@@ -229,14 +244,13 @@ impl Connection {
         let known = read_secret(file).map_err(|cause| secret("cannot be read", cause))?;
         wish.keep = Some(KeepAs { name: name.to_owned(), secret: known });
         let lease = self.lease(wish)?;
-        if let (Some(new), false) = (&lease.about.secret, lease.about.resumed) {
-            let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(file);
-            if let Err(cause) = made.and_then(|mut made| writeln!(made, "{new}")) {
-                // Nobody could have it again.
-                let keep = KeepAs { name: name.to_owned(), secret: Some(new.clone()) };
-                let _ = lease.connection.ask(&Request::Forget(Forget { keep, uid: None }));
-                return Err(secret("cannot be written, so the memory is not kept", cause));
-            }
+        if let (Some(new), false) = (&lease.about.secret, lease.about.resumed)
+            && let Err(cause) = write_secret(file, new)
+        {
+            // Nobody could have it again.
+            let keep = KeepAs { name: name.to_owned(), secret: Some(new.clone()) };
+            let _ = lease.connection.ask(&Request::Forget(Forget { keep, uid: None }));
+            return Err(secret("cannot be written, so the memory is not kept", cause));
         }
         Ok(lease)
     }

@@ -246,6 +246,7 @@ impl Daemon {
         let Some(entered) = state.leases.get_mut(&lease).filter(|lease| !lease.seen.contains(&seen)) else { return };
         entered.seen.push(seen);
         let count = match seen {
+            Seen::Awaited => return,
             Seen::Placed => &mut state.counts.placed,
             Seen::PrivateMapping => &mut state.counts.private,
             Seen::Unused => &mut state.counts.unused,

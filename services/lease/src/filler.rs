@@ -37,7 +37,7 @@ pub fn fill(daemon: &Daemon, manners: &Manners) {
 fn fill_on(machine: &impl Machine, daemon: &Daemon, manners: &Manners) {
     // More than any machine does.
     let mut throttle = Throttle::new(manners.cap.unwrap_or(64 << 30));
-    let mut failures = 0;
+    let (mut looked, mut failures) = (None, 0);
     while let Some(missing) = daemon.wait_for_missing() {
         let (room, all) = (daemon.config().room(), missing.iter().sum());
         let Some(bytes) = missing.into_iter().find(|bytes| *bytes <= room) else {
@@ -46,7 +46,7 @@ fn fill_on(machine: &impl Machine, daemon: &Daemon, manners: &Manners) {
             continue;
         };
         daemon.begins(bytes);
-        let file = Filler { machine, daemon, throttle: &mut throttle, looked: None }.file(bytes, all);
+        let file = Filler { machine, daemon, throttle: &mut throttle, looked: &mut looked }.file(bytes, all);
         let is_full = file.is_some();
         daemon.fill_ended(file);
         if is_full {
@@ -88,14 +88,13 @@ impl Machine for ThisMachine {
         machine_is_busy()
     }
 
-    /// Pages of a pool one by one, none of them at idle priority: the kernel has a lock meanwhile that others need who touch huge pages,
-    /// and a thread that others keep from running would keep it from them.
+    /// Little at once, and none of it at idle priority: the kernel has a lock meanwhile, of the pool for others who touch huge pages, of
+    /// this process's mappings for its other threads; a thread that others keep from running would keep it from them.
     fn fill(&self, file: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
-        if file.page() == Page::Transparent {
-            return file.fill(from, to);
-        }
-        let page = file.page().bytes();
-        (from..to).step_by(page as usize).try_for_each(|at| background::hurried(|| file.fill(at, at + page)))
+        // It costs a look at the mappings, each time, whether transparent pages are huge.
+        let step = file.page().bytes() * if file.page() == Page::Transparent { 8 } else { 1 };
+        let fill = |at| background::hurried(|| file.fill(at, to.min(at + step)));
+        (from..to).step_by(step as usize).try_for_each(fill)
     }
 }
 
@@ -147,7 +146,8 @@ struct Filler<'a, M> {
     machine: &'a M,
     daemon: &'a Daemon,
     throttle: &'a mut Throttle,
-    looked: Option<Duration>,
+    /// When the machine was asked last whether it is busy.
+    looked: &'a mut Option<Duration>,
 }
 
 impl<M: Machine> Filler<'_, M> {
@@ -161,9 +161,9 @@ impl<M: Machine> Filler<'_, M> {
         while done < bytes {
             if self.looked.is_none_or(|looked| machine.now() - looked >= LOOK) {
                 self.throttle.observe(machine.is_busy());
-                self.looked = Some(machine.now());
-                daemon.gives_way(self.throttle.halvings());
+                *self.looked = Some(machine.now());
             }
+            daemon.gives_way(self.throttle.halvings());
             let pause = self.throttle.pause(machine.now()).max(daemon.rest());
             if !machine.wait(daemon, pause) {
                 return None;
@@ -243,6 +243,7 @@ mod tests {
     use crate::throttle::most_in_a_second;
     use crate::wire::Wish;
     use std::cell::{Cell, RefCell};
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     /// Time goes by when somebody waits for it, and there are as many pages as are wanted. A wait may take longer, as one of a thread at
     /// idle priority does.
@@ -250,7 +251,26 @@ mod tests {
     struct Paced {
         now: Cell<Duration>,
         late: Duration,
+        /// Others wait, until then.
+        busy: Duration,
         filled: RefCell<Vec<(Duration, u64)>>,
+        /// How many times slower than it may it fills, as the status says.
+        slower: RefCell<Vec<(Duration, u32)>>,
+    }
+
+    impl Paced {
+        /// Fills all that `daemon` is to have.
+        fn run(&self, daemon: &Daemon, cap: u64) {
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    while daemon.status().ready.len() < daemon.config().shapes.0.len() {
+                        std::thread::yield_now();
+                    }
+                    daemon.stop();
+                });
+                fill_on(self, daemon, &Manners { cap: Some(cap), ..Manners::default() });
+            });
+        }
     }
 
     impl Machine for Paced {
@@ -261,7 +281,13 @@ mod tests {
         fn wait(&self, daemon: &Daemon, pause: Duration) -> bool {
             let seldom = self.filled.borrow().len() % 7 == 3;
             self.now.set(self.now.get() + pause + if seldom { self.late } else { Duration::ZERO });
+            let halvings = daemon.status().filling.map_or(0, |filling| filling.halvings);
+            self.slower.borrow_mut().push((self.now.get(), 1 << halvings));
             daemon.may_go_on(Duration::ZERO)
+        }
+
+        fn is_busy(&self) -> bool {
+            self.now.get() < self.busy
         }
 
         fn fill(&self, _: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
@@ -281,17 +307,7 @@ mod tests {
                 let shapes = Shapes(vec![file * page.bytes(); files as usize]);
                 let daemon = Daemon::new(PoolConfig::new(page, shapes, u64::MAX, 0));
                 let machine = Paced { late, ..Paced::default() };
-                let manners = Manners { cap: Some(cap), ..Manners::default() };
-                std::thread::scope(|scope| {
-                    let daemon = &daemon;
-                    scope.spawn(move || {
-                        while daemon.status().ready.len() < files as usize {
-                            std::thread::yield_now();
-                        }
-                        daemon.stop();
-                    });
-                    fill_on(&machine, daemon, &manners);
-                });
+                machine.run(&daemon, cap);
                 let filled = machine.filled.borrow();
                 let all: u64 = filled.iter().map(|(_, bytes)| bytes).sum();
                 assert_eq!(all, files * file * page.bytes());
@@ -301,6 +317,64 @@ mod tests {
                 assert!(!late.is_zero() || rate > 0.9 * cap as f64, "and it is used: {rate} of {cap}");
             }
         }
+    }
+
+    /// While others wait the rate is halved every second, whatever the files' length, and doubled again as often; the status says so.
+    #[test]
+    fn a_busy_machine_is_filled_more_slowly() {
+        let page = Page::Transparent;
+        let (cap, busy) = (64, Duration::from_secs(10));
+        for file in [4, 50, 700] {
+            let shapes = Shapes(vec![file * page.bytes(); 700 / file as usize]);
+            let daemon = Daemon::new(PoolConfig::new(page, shapes, u64::MAX, 0));
+            let machine = Paced { busy, ..Paced::default() };
+            machine.run(&daemon, cap * page.bytes());
+            let pages = |from: u64, to: u64| {
+                let within = |at: Duration| (from..to).contains(&at.as_secs());
+                let bytes =
+                    machine.filled.borrow().iter().filter(|(at, _)| within(*at)).map(|(_, bytes)| bytes).sum::<u64>();
+                bytes / page.bytes()
+            };
+            let at_first = pages(0, 1);
+            assert!((cap / 4..=cap / 2).contains(&at_first), "{at_first} of {cap} in the first second");
+            assert!((1..=4).contains(&pages(7, 10)), "{} of {cap} in three seconds, later", pages(7, 10));
+            assert!(pages(20, 21) > cap * 9 / 10, "{} of {cap} in a second when nobody waits", pages(20, 21));
+            let slower = |second| {
+                let said = machine.slower.borrow();
+                said.iter().rev().find(|(at, _)| at.as_secs() == second).map(|(_, times)| *times)
+            };
+            assert_eq!((slower(0), slower(9), slower(20)), (Some(2), Some(64), Some(1)));
+        }
+    }
+
+    /// While pages are zeroed nobody is kept from running the thread: this process's other threads answer clients, and wait for its lock
+    /// of the mappings.
+    #[test]
+    fn no_page_is_zeroed_at_idle_priority() {
+        // SAFETY: asks for a number.
+        let me = || unsafe { libc::syscall(libc::SYS_gettid) } as libc::pid_t;
+        // SAFETY: asks about a thread.
+        let policy =
+            |thread: libc::pid_t| unsafe { libc::syscall(libc::SYS_sched_getscheduler, thread) } as libc::c_int;
+        let (page, over) = (Page::Transparent, &AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let (tell, told) = std::sync::mpsc::channel();
+            scope.spawn(move || {
+                background::idle_priority().expect("no right is needed");
+                let may = background::hurried(|| policy(0)) == libc::SCHED_OTHER;
+                tell.send((me(), may)).expect("heard");
+                while !over.load(Ordering::Relaxed) {
+                    let file = MemoryFile::new(page, 8 * page.bytes()).expect("a file");
+                    // Where the machine has no huge pages for it, it has small ones.
+                    let _ = ThisMachine { began: Instant::now() }.fill(&file, 0, file.bytes());
+                }
+            });
+            let (thread, may) = told.recv().expect("it says so");
+            let end = Instant::now() + Duration::from_secs(60);
+            while may && policy(thread) != libc::SCHED_OTHER && Instant::now() < end {}
+            over.store(true, Ordering::Relaxed);
+            assert!(!may || Instant::now() < end, "it was idle all the time");
+        });
     }
 
     /// Records when it fills, and then has no pages.
@@ -364,7 +438,7 @@ mod tests {
         let looked = || {
             let machine = Full::default();
             let mut throttle = Throttle::new(1 << 30);
-            let mut filler = Filler { machine: &machine, daemon: &daemon, throttle: &mut throttle, looked: None };
+            let mut filler = Filler { machine: &machine, daemon: &daemon, throttle: &mut throttle, looked: &mut None };
             assert!(filler.file(page.bytes(), page.bytes()).is_none());
             daemon.filled(0, Duration::ZERO, Duration::ZERO);
             machine.filled.borrow()[0].0

@@ -82,7 +82,7 @@ pub struct Lent {
     pub bytes: u64,
     /// For how many seconds.
     pub seconds: u64,
-    /// What its supervisor saw last: nothing, if it has none, or the program has not asked for memory of that length yet.
+    /// What its supervisor saw last: nothing, if it has none, for its program was given a path, a descriptor or a socket.
     #[serde(default)]
     pub seen: Option<Seen>,
 }

@@ -24,7 +24,6 @@ use std::fs;
 use std::io;
 use std::mem;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::time::{Duration, Instant};
 
 /// Why a program cannot be started on a lease.
@@ -201,13 +200,14 @@ fn run(from_program: OwnedFd, lease: Lease, ears: Ears, require: bool) -> io::Re
     // Somebody who opens a file while it is looked at has the kernel send this, and nothing is to be done.
     // SAFETY: no handler.
     unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
+    connection.tell(Seen::Awaited);
     crate::wire::send(from_program.as_fd(), &std::process::id(), None)?;
     let Some(((), Some(listener))) = crate::wire::receive::<()>(from_program.as_fd())? else { return Ok(()) };
     drop(from_program);
     seccomp::switch_at_once(listener.as_fd());
     let (length, page) = (about.bytes, about.page);
-    let (file, ears) = (Some(file), Some(ears));
-    Supervisor { listener, length, page, require, file, connection, ears, watch: None }.serve()
+    let (file, ears, untaken) = (Some(file), Some(ears), Some(Instant::now() + UNTAKEN));
+    Supervisor { listener, length, page, require, file, connection, ears, untaken, watch: None }.serve()
 }
 
 /// Closes everything else: a program waits for the end of pipes that its starter had open. Standard streams go nowhere.
@@ -245,6 +245,8 @@ struct Supervisor {
     connection: Connection,
     /// Until the lease is placed, something was said, or the program has ended.
     ears: Option<Ears>,
+    /// When it is said that nothing has taken the lease, if that was not said yet.
+    untaken: Option<Instant>,
     /// How the program maps what it was given is looked at for a while.
     watch: Option<Watch>,
 }
@@ -259,10 +261,16 @@ struct Watch {
 const LOOK: Duration = Duration::from_millis(200);
 const LOOKS_FOR: Duration = Duration::from_secs(10);
 
+/// A program that has not made its memory after that long may never do so; it may run for months.
+const UNTAKEN: Duration = Duration::from_secs(10);
+
 impl Supervisor {
     fn serve(&mut self) -> io::Result<()> {
         loop {
-            let pause = self.watch.as_ref().map(|_| Timespec { tv_sec: 0, tv_nsec: LOOK.subsec_nanos().into() });
+            let until =
+                self.untaken.filter(|_| self.ears.is_some()).map(|at| at.saturating_duration_since(Instant::now()));
+            let pause = self.watch.as_ref().map(|_| LOOK).or(until);
+            let pause = pause.map(Timespec::try_from).transpose().map_err(io::Error::other)?;
             let ears = self.ears.as_ref().map(|ears| PollFd::new(&ears.process, PollFlags::IN));
             let mut wait: Vec<_> = [PollFd::new(&self.listener, PollFlags::IN)].into_iter().chain(ears).collect();
             match poll(&mut wait, pause.as_ref()) {
@@ -274,14 +282,11 @@ impl Supervisor {
                 if let Some(call) = seccomp::receive(self.listener.as_fd())? {
                     self.answer(&call);
                 }
-            } else if (ended || !events.is_empty())
-                && let Some(ears) = self.ears.take()
-            {
-                ears.say(&format!(
-                    "the program has ended, and nothing took the lease: no file of {} bytes that it could replace \
-                     was made; other ways are @LEASE@ and --fd",
-                    self.length
-                ));
+            } else if ended || !events.is_empty() {
+                self.say_untaken("the program has ended");
+                self.ears = None;
+            } else if until.is_some_and(|until| until.is_zero()) {
+                self.say_untaken(&format!("the program has run for {} s", UNTAKEN.as_secs()));
             }
             if !events.is_empty() && !events.contains(PollFlags::IN) {
                 // Nothing has the filter any more.
@@ -291,6 +296,17 @@ impl Supervisor {
                 return Ok(());
             }
             self.look();
+        }
+    }
+
+    /// Says, once, that the lease is of no use so far.
+    fn say_untaken(&mut self, when: &str) {
+        if let Some((ears, _)) = self.ears.as_ref().zip(self.untaken.take()) {
+            ears.say(&format!(
+                "{when}, and nothing took the lease: no file of {} bytes that it could replace was made; other ways are \
+                 @LEASE@ and --fd",
+                self.length
+            ));
         }
     }
 
@@ -381,20 +397,34 @@ fn is_private(maps: &[u8], inode: u64) -> Option<bool> {
 /// What of a program's arguments keeps it from gaining anything, if that can be seen: a line for its user.
 pub fn private_by_arguments<A: AsRef<OsStr>>(arguments: &[A]) -> Option<String> {
     arguments.iter().find_map(|argument| {
-        let argument = argument.as_ref().as_bytes();
-        let text = std::str::from_utf8(argument).ok()?;
-        let options = || text.split(',');
-        let file = options().any(|option| option == "memory-backend-file" || option == "qom-type=memory-backend-file");
-        let memfd =
-            options().any(|option| option == "memory-backend-memfd" || option == "qom-type=memory-backend-memfd");
-        let share = options().find_map(|option| option.strip_prefix("share="));
-        let private = match share {
-            Some(value) => (file || memfd) && matches!(value, "off" | "no" | "false"),
-            // QEMU's default: shared for a memfd, private for a file.
-            None => file,
-        };
-        private.then(|| format!("`{text}` maps its memory privately and would copy every page; add share=on"))
+        let text = argument.as_ref().to_str()?;
+        is_private_memory(text).then(|| {
+            format!("`{text}` maps its memory privately and would copy every page; take a memory backend with share=on")
+        })
     })
+}
+
+/// Of QEMU, whose default is shared for a memfd and private for a file. Its objects are written as words or as JSON; its older option has no
+/// other way.
+fn is_private_memory(argument: &str) -> bool {
+    if argument == "-mem-path" {
+        return true;
+    }
+    let json: Option<serde_json::Value> =
+        argument.starts_with('{').then(|| serde_json::from_str(argument).ok()).flatten();
+    let word = |key: &str| argument.split(',').find_map(|option| option.strip_prefix(key)?.strip_prefix('='));
+    let (kind, share) = match &json {
+        Some(object) => (object["qom-type"].as_str(), object["share"].as_bool()),
+        None => (
+            word("qom-type").or_else(|| argument.split(',').next()),
+            word("share").map(|share| !matches!(share, "off" | "no" | "false")),
+        ),
+    };
+    match kind {
+        Some("memory-backend-file") => share != Some(true),
+        Some("memory-backend-memfd") => share == Some(false),
+        _ => false,
+    }
 }
 
 #[cfg(test)]
@@ -418,6 +448,11 @@ mod tests {
             ("memory-backend-file,id=m,size=1G,mem-path=/x", true),
             ("memory-backend-file,id=m,size=1G,mem-path=/x,share=on", false),
             ("virtio-net,share=off", false),
+            (r#"{"qom-type":"memory-backend-file","id":"m","size":4096,"mem-path":"/x"}"#, true),
+            (r#"{"qom-type":"memory-backend-file","id":"m","size":4096,"mem-path":"/x","share":true}"#, false),
+            (r#"{"qom-type":"memory-backend-memfd","id":"m","size":4096,"share":false}"#, true),
+            ("{", false),
+            ("-mem-path", true),
         ] {
             assert_eq!(private_by_arguments(&["-object", argument]).is_some(), private, "{argument}");
         }

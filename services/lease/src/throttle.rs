@@ -1,5 +1,7 @@
 //! How fast filling may go: a cap that holds in every second, less of it while the machine is busy.
 
+use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 /// The share of the cap that one chunk may be, so that no second sees more than a tenth above the cap.
@@ -64,18 +66,30 @@ impl Throttle {
     }
 }
 
-/// Whether somebody waits for what filling uses: the kernel's pressure figures, or the load where there are none.
+/// Whether somebody waits for what filling uses: the kernel's pressure figures, or the load where there are none. For memory also
+/// those of this process's own control group, whose limit may be long before the machine's.
 pub fn machine_is_busy() -> bool {
-    let stalled = |path: &str| std::fs::read_to_string(path).ok().and_then(|text| some_avg10(&text));
-    match (stalled("/proc/pressure/cpu"), stalled("/proc/pressure/memory")) {
-        (None, None) => {
-            let load = std::fs::read_to_string("/proc/loadavg").ok();
-            let load = load.and_then(|text| text.split_whitespace().next()?.parse::<f64>().ok());
-            let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
-            load.is_some_and(|load| load > 1.5 * cpus as f64)
-        }
-        (cpu, memory) => cpu.is_some_and(|share| share > 25.0) || memory.is_some_and(|share| share > 5.0),
+    is_busy(Path::new("/"))
+}
+
+/// The same, with `/proc` and `/sys` below `root`.
+fn is_busy(root: &Path) -> bool {
+    let text = |path: &str| fs::read_to_string(root.join(path)).ok();
+    let stalled = |path: &str| some_avg10(&text(path)?);
+    // cgroup(7); beside groups of version 1 systemd mounts those of version 2 at another place.
+    let groups = text("proc/self/cgroup").unwrap_or_default();
+    let group = groups.lines().find_map(|line| line.strip_prefix("0::")).filter(|group| *group != "/");
+    let in_group = group.and_then(|group| {
+        let at = |mount| stalled(&format!("sys/fs/cgroup{mount}{group}/memory.pressure"));
+        at("").or_else(|| at("/unified"))
+    });
+    let (cpu, memory) = (stalled("proc/pressure/cpu"), [stalled("proc/pressure/memory"), in_group]);
+    if cpu.is_none() && memory == [None; 2] {
+        let load = text("proc/loadavg").and_then(|text| text.split_whitespace().next()?.parse::<f64>().ok());
+        let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
+        return load.is_some_and(|load| load > 1.5 * cpus as f64);
     }
+    cpu.is_some_and(|share| share > 25.0) || memory.into_iter().flatten().any(|share| share > 5.0)
 }
 
 /// Percent of the last ten seconds in which some task waited.
@@ -155,5 +169,45 @@ mod tests {
         let text = "some avg10=31.07 avg60=1.00 avg300=0.00 total=5\nfull avg10=99.00 avg60=0 avg300=0 total=0\n";
         assert_eq!(some_avg10(text), Some(31.07));
         assert_eq!(some_avg10(""), None);
+    }
+
+    /// On machines of the kinds that there are, others wait for memory or CPUs, or nobody does.
+    #[test]
+    fn a_machine_is_busy_where_somebody_waits() {
+        let root = std::env::temp_dir().join(format!("hugemm-pressure-{}", std::process::id()));
+        let put = |path: &str, text: &str| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().expect("a directory")).expect("made");
+            fs::write(path, text).expect("written");
+        };
+        let some =
+            |share: &str| format!("some avg10={share} avg60=0.00 avg300=0.00 total=5\nfull avg10=0.00 avg60=0.00\n");
+        assert!(!is_busy(&root), "nothing is known");
+        put("proc/loadavg", "1000.00 1.00 1.00 1/1 1\n");
+        assert!(is_busy(&root), "a kernel without pressure figures");
+        let all = ["proc/pressure/cpu", "proc/pressure/memory"];
+        let own = ["sys/fs/cgroup/a/b/memory.pressure", "sys/fs/cgroup/unified/a/b/memory.pressure"];
+        all.iter().for_each(|path| put(path, &some("1.00")));
+        assert!(!is_busy(&root), "where there are, the load is no matter");
+        put("sys/fs/cgroup/memory.pressure", &some("99.00"));
+        for group in ["", "1:memory:/x\n0::/\n", "1:memory:/a/b\n"] {
+            put("proc/self/cgroup", group);
+            assert!(!is_busy(&root), "in no group of its own: {group}");
+        }
+        put("proc/self/cgroup", "9:cpu:/\n0::/a/b\n");
+        assert!(!is_busy(&root), "its group has no figures");
+        // A group's CPUs are waited for by what fills at idle priority itself.
+        put("sys/fs/cgroup/a/b/cpu.pressure", &some("99.00"));
+        for (path, least) in all.into_iter().zip(["25.01", "5.01"]).chain(own.map(|path| (path, "5.01"))) {
+            put(path, &some(least));
+            assert!(is_busy(&root), "{path}");
+            put(path, &some("1.00"));
+            assert!(!is_busy(&root), "{path}");
+            // The other place is looked at only where the first has nothing.
+            if own.contains(&path) {
+                fs::remove_file(root.join(path)).expect("removed");
+            }
+        }
+        fs::remove_dir_all(root).expect("removed");
     }
 }

@@ -78,6 +78,8 @@ pub struct Forget {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Seen {
+    /// The program is to ask for memory of that length, and has not yet.
+    Awaited,
     /// It took the place of the program's own file.
     Placed,
     /// The program maps its memory privately: each page that it writes is copied, and nothing is gained.

@@ -20,7 +20,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, PoisonError};
-use support::{PAGE, Pool, wait_for};
+use support::{PAGE, Pool, judged, wait_for};
 
 /// Users that the policy names, with two pages each, and one that it does not.
 const NAMED: [u32; 2] = [61_001, 61_002];
@@ -34,12 +34,14 @@ const FILES: u64 = 5;
 
 /// Runs `attack` beside a daemon with all files ready; skips, with a line, where there are no pages or no other users can be had.
 fn with_daemon(name: &str, attack: impl FnOnce(&Path)) {
-    let Some(pool) = Pool::with_free(FILES) else { return };
-    serving(name, FILES, |socket| {
-        wait_for("all is ready", || status(socket).ready.len() as u64 == FILES);
-        attack(socket);
+    judged(|| {
+        let Some(pool) = Pool::with_free(FILES) else { return };
+        serving(name, FILES, |socket| {
+            wait_for("all is ready", || status(socket).ready.len() as u64 == FILES);
+            attack(socket);
+        });
+        pool.wait_until_lacks(0);
     });
-    pool.wait_until_lacks(0);
 }
 
 /// Runs `attack` beside a daemon that is to have so many files.

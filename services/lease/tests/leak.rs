@@ -13,7 +13,7 @@ use hugemm_lease::wire::Wish;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use support::{PAGE, Pool, wait_for};
+use support::{PAGE, Pool, judged, wait_for};
 
 /// A way to lend memory to one owner after the other.
 trait Lender {
@@ -160,16 +160,20 @@ const PAGES: u64 = 3;
 
 #[test]
 fn a_page_parked_in_a_pipe_shows_the_next_owners_bytes_only_if_files_are_reused() {
-    let Some(pool) = Pool::with_free(PAGES) else { return };
-    assert_eq!(page_in_a_pipe(&mut Reuse::new()), SECRET, "the naive design leaks");
-    assert_eq!(with_daemon(|mut daemon| page_in_a_pipe(&mut daemon)), FIRST);
-    pool.wait_until_lacks(0);
+    judged(|| {
+        let Some(pool) = Pool::with_free(PAGES) else { return };
+        assert_eq!(page_in_a_pipe(&mut Reuse::new()), SECRET, "the naive design leaks");
+        assert_eq!(with_daemon(|mut daemon| page_in_a_pipe(&mut daemon)), FIRST);
+        pool.wait_until_lacks(0);
+    });
 }
 
 #[test]
 fn a_duplicated_descriptor_shows_the_next_owners_bytes_only_if_files_are_reused() {
-    let Some(pool) = Pool::with_free(PAGES) else { return };
-    assert_eq!(duplicated_descriptor(&mut Reuse::new()), SECRET, "the naive design leaks");
-    assert_eq!(with_daemon(|mut daemon| duplicated_descriptor(&mut daemon)), FIRST);
-    pool.wait_until_lacks(0);
+    judged(|| {
+        let Some(pool) = Pool::with_free(PAGES) else { return };
+        assert_eq!(duplicated_descriptor(&mut Reuse::new()), SECRET, "the naive design leaks");
+        assert_eq!(with_daemon(|mut daemon| duplicated_descriptor(&mut daemon)), FIRST);
+        pool.wait_until_lacks(0);
+    });
 }

@@ -11,7 +11,7 @@ use hugemm_lease::wire::Wish;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::fs::{self, File};
 use std::os::fd::OwnedFd;
-use support::{PAGE, Pool, wait_for};
+use support::{PAGE, Pool, judged, wait_for};
 
 const FILE: u64 = 2 * PAGE;
 
@@ -38,33 +38,35 @@ fn map(file: &OwnedFd) -> *mut std::ffi::c_void {
 #[test]
 #[ignore = "as root; takes a huge page from the machine until it is started anew (in a guest, say)"]
 fn a_file_with_a_broken_page_is_not_lent() {
-    let Some(_pool) = Pool::with_free(2 * FILE / PAGE) else { return };
-    let shapes = Shapes::new(&[(FILE, 2)], 2 * FILE, PAGE).expect("shapes");
-    let daemon = Daemon::new(PoolConfig::new(Page::Huge2M, shapes, FILE, 0));
-    std::thread::scope(|scope| {
-        scope.spawn(|| fill(&daemon, &Manners::default()));
-        wait_for("both are ready", || daemon.status().ready.len() == 2);
-        daemon.stop();
+    judged(|| {
+        let Some(_pool) = Pool::with_free(2 * FILE / PAGE) else { return };
+        let shapes = Shapes::new(&[(FILE, 2)], 2 * FILE, PAGE).expect("shapes");
+        let daemon = Daemon::new(PoolConfig::new(Page::Huge2M, shapes, FILE, 0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| fill(&daemon, &Manners::default()));
+            wait_for("both are ready", || daemon.status().ready.len() == 2);
+            daemon.stop();
+        });
+        if !break_a_page() {
+            eprintln!("skipped: {}; root, and CONFIG_MEMORY_FAILURE, are needed", std::io::Error::last_os_error());
+            return;
+        }
+        let lease = || {
+            let wish = Wish { bytes: FILE, page: None, node: None, keep: None };
+            daemon.lease(&Asker::user(0), std::process::id(), &wish)
+        };
+        let all_there = |file: &OwnedFd| {
+            let memory = map(file);
+            // SAFETY: looks whether each page of the mapping can be had, and touches none.
+            let looked = unsafe { rustix::mm::madvise(memory, FILE as usize, Advice::LinuxPopulateRead) };
+            // SAFETY: mapped above.
+            unsafe { rustix::mm::munmap(memory, FILE as usize) }.expect("unmapped");
+            looked
+        };
+        let (_, sound) = lease().expect("the file without a broken page");
+        assert_eq!(all_there(&sound), Ok(()));
+        assert!(lease().is_err(), "the other is not lent");
+        assert_eq!(daemon.status().counts.poisoned, 1);
+        assert!(daemon.status().ready.is_empty(), "it is the kernel's again");
     });
-    if !break_a_page() {
-        eprintln!("skipped: {}; root, and CONFIG_MEMORY_FAILURE, are needed", std::io::Error::last_os_error());
-        return;
-    }
-    let lease = || {
-        let wish = Wish { bytes: FILE, page: None, node: None, keep: None };
-        daemon.lease(&Asker::user(0), std::process::id(), &wish)
-    };
-    let all_there = |file: &OwnedFd| {
-        let memory = map(file);
-        // SAFETY: looks whether each page of the mapping can be had, and touches none.
-        let looked = unsafe { rustix::mm::madvise(memory, FILE as usize, Advice::LinuxPopulateRead) };
-        // SAFETY: mapped above.
-        unsafe { rustix::mm::munmap(memory, FILE as usize) }.expect("unmapped");
-        looked
-    };
-    let (_, sound) = lease().expect("the file without a broken page");
-    assert_eq!(all_there(&sound), Ok(()));
-    assert!(lease().is_err(), "the other is not lent");
-    assert_eq!(daemon.status().counts.poisoned, 1);
-    assert!(daemon.status().ready.is_empty(), "it is the kernel's again");
 }

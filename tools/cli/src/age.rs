@@ -14,7 +14,7 @@ pub mod steps;
 pub mod watch;
 
 use crate::age::config::RunConfig;
-use crate::age::costs::{Cost, ageing_costs};
+use crate::age::costs::{COSTS, Cost, FREE, WHOLE, ageing_costs};
 use crate::age::run::run as run_one;
 use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
@@ -22,12 +22,11 @@ use crate::machine::Machine;
 use crate::options::Common;
 use crate::options::Kind;
 use crate::results::{Line, Results};
-use crate::stats::Samples;
 use crate::{progress, table};
 use anyhow::Result;
 use clap::Args;
 use hugemm_base::PageSize;
-use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
+use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_reclaim::{Ageing, LruPolicy};
 use hugemm_workloads::age::{AgeFigures, METRICS};
 use hugemm_workloads::request;
@@ -36,7 +35,7 @@ use hugemm_workloads::size::Size;
 use std::time::Duration;
 
 #[derive(Debug, Args)]
-#[command(mut_arg("young", |arg| arg.default_value("flush,nosync,noflush,batch")))]
+#[command(mut_arg("young", |arg| arg.default_value("noflush,batch")))]
 #[command(mut_arg("lru", |arg| arg.default_value("classic,generations")))]
 pub struct Age {
     #[command(flatten)]
@@ -72,9 +71,8 @@ fn results_of(lines: &[Line<AgeFigures>], title: String) -> Results {
     }
     results.tables.push((title, out));
     results.remarks.push(
-        "Every touch checked what was in the page. Shares are of the time spent in reclaim. Linux on x86-64 flushes nothing\n  \
-         when it ages 4 KiB pages (as noflush); flush is what it does for 2 MiB pages. On arm64 it is nosync without the \
-         wait\n  at the end."
+        "Every touch checked what was in the page. Shares are of the time spent in reclaim. Linux on x86-64 ages 4 KiB pages as noflush: page by \
+         page,\n  and no flush."
             .to_owned(),
     );
     results
@@ -89,26 +87,6 @@ fn title(processes: &Processes, [shared, memory, swap]: [u64; 3], cpus: &str) ->
         Size(memory),
         Size(swap)
     )
-}
-
-/// Ageing alone, by run: ours first.
-struct Alone {
-    rate: [Samples; 2],
-    /// Of all of reclaim, ours to theirs.
-    speedup: Samples,
-    /// The same if ageing cost nothing and all else what it costs them.
-    ceiling: Samples,
-}
-
-impl Alone {
-    fn of(costs: &[[Cost; 2]]) -> Self {
-        let samples = |of: &dyn Fn(&[Cost; 2]) -> f64| costs.iter().map(of).collect();
-        Alone {
-            rate: [samples(&|pair| pair[0].rate()), samples(&|pair| pair[1].rate())],
-            speedup: samples(&|pair| pair[0].whole_rate() / pair[1].whole_rate()),
-            ceiling: samples(&|pair| pair[1].free_rate() / pair[1].whole_rate()),
-        }
-    }
 }
 
 pub fn run(args: &Age) -> Result<()> {
@@ -146,12 +124,10 @@ pub fn run(args: &Age) -> Result<()> {
     }
     configs.dedup();
     let bar = progress::bar(configs.len() as u64, machine.quiet());
-    let (mut lines, mut interrupted) = (Vec::new(), Vec::new());
+    let mut lines = Vec::new();
     for config in configs {
         bar.set_message(format!("{} pages, {}, {}", config.page, config.policy.name(), config.ageing.name()));
-        let before = function_call_interrupts();
         let figures = run_one(&machine, region.as_mut_slice(), &places, interrupts.as_ref(), &config)?;
-        let taken = before.zip(function_call_interrupts()).map(|(before, after)| after.saturating_sub(before));
         let mut line = Line::new([
             ("page", config.page.to_string().into()),
             ("lru", config.policy.name().into()),
@@ -161,14 +137,11 @@ pub fn run(args: &Age) -> Result<()> {
             ("worker", worker.into()),
         ]);
         line.runs.push(figures);
-        // By the kernel's count, which includes others'.
-        let row = |taken| Row::single("bench.age.interrupts_taken", taken as f64, "count");
-        interrupted.extend(taken.map(|taken| line.labelled(row(taken))));
         lines.push(line);
         bar.inc(1);
     }
     bar.finish_and_clear();
-    let mut costs = Vec::new();
+    let mut costs = None;
     if args.processes.page.contains(PageSize::Size4K) {
         // Everything fits: what goes is what ageing finds idle.
         let config = RunConfig {
@@ -186,46 +159,34 @@ pub fn run(args: &Age) -> Result<()> {
     let on = format!("{cpus} CPU{}, the worker on {worker}", if cpus == 1 { "" } else { "s" });
     let title = title(&args.processes, [shared, memory, swap], &on);
     let mut results = results_of(&lines, title);
-    if lines.iter().any(|line| line.label("young") == Ageing::NoSync.name()) {
-        results.remarks.push("Invalidations of nosync are counted here and not executed.".to_owned());
+    match &costs {
+        Some(costs) => alone(costs, &mut results),
+        None if args.processes.page.contains(PageSize::Size4K) => results.remarks.push(
+            "The rate of ageing alone is not measured: so few processes do not keep pages; use --procs 8".to_owned(),
+        ),
+        None => {}
     }
-    results.rows.extend(interrupted);
-    alone(&costs, args, &mut results);
     machine.show(results)
 }
 
 /// What ageing takes alone.
-fn alone(costs: &[[Cost; 2]], args: &Age, results: &mut Results) {
-    let Results { rows, remarks, .. } = results;
-    let alone = (!costs.is_empty()).then(|| Alone::of(costs));
-    if let Some(alone) = &alone {
-        remarks.push(format!(
-            "Ageing by runs: {:.2} × over all of reclaim's time, of at most {:.2} × if ageing cost nothing",
-            alone.speedup.median(),
-            alone.ceiling.median()
-        ));
-        for (name, rate) in ["batch", "noflush"].into_iter().zip(&alone.rate) {
-            rows.push(
-                Row::median("bench.age.rate", rate, "1/s").label("young", name).label("procs", args.processes.procs),
-            );
-        }
-        rows.push(
-            Row::median("bench.age.reclaim_speedup", &alone.speedup, "ratio").label("procs", args.processes.procs),
-        );
-        rows.push(
-            Row::median("bench.age.reclaim_ceiling", &alone.ceiling, "ratio").label("procs", args.processes.procs),
-        );
-        let wrong: u64 = costs.iter().map(|pair| pair[0].refaults).sum();
-        rows.push(Row::single("bench.age.wrongly_old", wrong as f64, "pages").label("procs", args.processes.procs));
-        remarks.push(format!(
-            "Ageing with all that it causes, {} mappings of 4 KiB: {:.1} pages/µs by the run, {:.1} page by page",
-            args.processes.procs,
-            alone.rate[0].median() / 1e6,
-            alone.rate[1].median() / 1e6
-        ));
-    } else if args.processes.page.contains(PageSize::Size4K) {
-        remarks.push(
-            "The rate of ageing alone is not measured: so few processes do not keep pages; use --procs 8".to_owned(),
-        );
-    }
+fn alone([ours, theirs]: &[Line<Cost>; 2], results: &mut Results) {
+    let (whole, rates) = (theirs.samples(&WHOLE), [ours, theirs].map(|line| line.samples(&COSTS[0]).median() / 1e6));
+    let ratios = [("speedup", ours.samples(&WHOLE)), ("ceiling", theirs.samples(&FREE))];
+    let [speedup, ceiling] = ratios.map(|(name, samples)| {
+        let ratio = samples.per_run_ratio(&whole);
+        let row = Row::median(format!("bench.age.reclaim_{name}"), &ratio, "ratio");
+        results.rows.push(ours.labelled(row).without("young"));
+        ratio.median()
+    });
+    results.rows.extend([ours, theirs].iter().flat_map(|line| line.rows(&COSTS)));
+    results.remarks.push(format!(
+        "Ageing by runs: {speedup:.2} × over all of reclaim's time, of at most {ceiling:.2} × if ageing cost nothing"
+    ));
+    results.remarks.push(format!(
+        "Ageing with all that it causes, {} mappings of 4 KiB: {:.1} pages/µs by the run, {:.1} page by page",
+        ours.number("procs"),
+        rates[0],
+        rates[1]
+    ));
 }

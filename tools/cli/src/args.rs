@@ -9,17 +9,15 @@ use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand};
 use hugemm_base::PreemptModel;
 use hugemm_clear::{Primitive, Warmth};
-use hugemm_workloads::options::{cpus, list, named, runs};
-use hugemm_workloads::request::{self, Clearing};
+use hugemm_workloads::options::{cpus, named, runs};
 use hugemm_workloads::size::Size;
-use hugemm_workloads::words::List;
 use std::path::PathBuf;
 
 /// Memory management by extents: probes this machine, measures, compares.
 #[derive(Debug, Parser)]
 #[command(name = "hugemm", version, max_term_width = 100)]
 #[command(after_help = "Sizes are written as 4KB, 2MB, 64GB (powers of 1024). Bandwidths are in GB/s (10^9 bytes per \
-                        second) except under `bench mem`, which prints perf's GB/sec (2^30).")]
+                        second).")]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -79,7 +77,7 @@ pub enum Bench {
     /// two.
     #[command(after_help = crate::headline::help())]
     Headline(crate::headline::Headline),
-    /// Memory clearing, with the names and units of `perf bench mem`.
+    /// `hugemm probe` and `hugemm bench vm-create` by the names that `perf bench mem` has for their work.
     #[command(subcommand)]
     Mem(Mem),
     /// How much a cache-resident program on one CPU is slowed down while another CPU clears.
@@ -106,13 +104,13 @@ pub enum Bench {
     Map(crate::paging::map::Map),
 }
 
-/// The workloads of `perf bench mem`.
+/// Names that `perf bench mem` has.
 #[derive(Debug, Subcommand)]
 pub enum Mem {
-    /// Clear memory chunk by chunk with each primitive: bandwidth by chunk size.
-    Memset(Memset),
-    /// Populate memory page by page: this machine's kernel, and hugemm on the same amount of the same kind of memory.
-    Mmap(Mmap),
+    /// What `hugemm probe` does.
+    Memset(Probe),
+    /// What `hugemm bench vm-create` does.
+    Mmap(crate::vm_create::VmCreate),
 }
 
 #[derive(Debug, Args)]
@@ -124,57 +122,13 @@ pub struct Probe {
     #[arg(long, value_enum, default_value_t = Kind::Thp)]
     pub kind: Kind,
     /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 7, value_parser = runs())]
+    #[arg(short, long, visible_short_alias = 'l', visible_alias = "loops", default_value_t = 7, value_parser = runs())]
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
     /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
     #[arg(long, value_name = "FILE")]
     pub save_profile: Option<PathBuf>,
-    #[command(flatten)]
-    pub calibration: Calibration,
-    #[command(flatten)]
-    pub common: Common,
-}
-
-#[derive(Debug, Args)]
-#[command(mut_arg("chunk", |arg| arg.default_value("4KB,64KB,2MB,8MB,32MB,128MB,1GB")))]
-#[command(mut_arg("loops", |arg| arg.default_value("5")))]
-pub struct Memset {
-    #[command(flatten)]
-    pub loops: request::Memset,
-    /// Primitives by name, or `all` that this CPU has.
-    #[arg(short, long, value_delimiter = ',', default_value = "all")]
-    pub function: Vec<String>,
-    #[command(flatten)]
-    pub warmup: Warmup,
-    /// Kind of huge pages.
-    #[arg(long, value_enum, default_value_t = Kind::Thp)]
-    pub kind: Kind,
-    #[command(flatten)]
-    pub common: Common,
-}
-
-#[derive(Debug, Args)]
-#[command(mut_arg("function", |arg| arg.default_value("demand")))]
-#[command(mut_arg("loops", |arg| arg.default_value("5")))]
-pub struct Mmap {
-    #[command(flatten)]
-    pub loops: request::Mmap,
-    #[command(flatten)]
-    pub warmup: Warmup,
-    /// Threads; the memory is divided among them.
-    #[arg(short, long, default_value_t = 1)]
-    pub threads: u32,
-    /// Touch each page at a random offset, from this seed, instead of at its first byte.
-    #[arg(short, long, value_name = "SEED")]
-    pub randomize: Option<u64>,
-    /// How hugemm clears.
-    #[arg(long, default_value = "page,batch,extent,bulk", value_parser = list(named::<Clearing>()))]
-    pub clear: List<Clearing>,
-    /// Kind of huge pages.
-    #[arg(long, value_enum, default_value_t = Kind::Auto)]
-    pub kind: Kind,
     #[command(flatten)]
     pub calibration: Calibration,
     #[command(flatten)]

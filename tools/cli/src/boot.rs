@@ -12,7 +12,7 @@ use crate::machine::Machine;
 use crate::qemu::Accel;
 use crate::results::Results;
 use crate::run::{self, Log, RunConditions, Side};
-use crate::{age, frames, memset, mmap, paging, pool, progress, vm_create};
+use crate::{age, frames, paging, pool, progress, vm_create};
 use anyhow::Result;
 use hugemm_inspect::environment::GuestInfo;
 use hugemm_kernel::MAX_CPUS;
@@ -52,8 +52,6 @@ pub fn run(args: &Boot) -> Result<()> {
         managed_bytes: boot.memory,
     });
     let mut results = match &request {
-        Request::Memset(_) => memset::of_guest(&transcript),
-        Request::Mmap(_) => mmap::of_guest(&transcript),
         Request::VmCreate(_) => vm_create::of_guest(&transcript),
         Request::Free(_) => frames::free::of_guest(&transcript),
         Request::Alloc(_) => frames::alloc::of_guest(&transcript),

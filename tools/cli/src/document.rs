@@ -20,7 +20,8 @@ use std::path::Path;
 /// | 6 | the kernel's side of `vm.create_vs_host_kernel`, `bench vm-create` and `bench mem mmap` populated memory that a hypervisor might have taken back in between; `bench.lease.*` and `lease.*` let QEMU run once before each leased start (but `leased, wrapper, cold caches`), which follows a filling now |
 /// | 7 | `clear.worst_vs_best_*` chose size and primitive by the runs that it judged, so that noise alone made it less; the atomic was measured before the CPU had come to its speed |
 /// | 8 | goals were met or missed, whatever their spread (`met`); those in atomics or nanoseconds are ratios to a floor or gone; `frames.*_vs_best` had an LLFree |
-pub const SCHEMA: u32 = 8;
+/// | 9 | `heap.worst_vs_best` was of one CPU; regions that `clear.worst_vs_best` chooses from were twice as many, hot ones beyond any cache among them; `linux.mmap` had `function` for `how` |
+pub const SCHEMA: u32 = 9;
 
 /// What a command measured, where, and how it was called.
 #[derive(Debug, Serialize)]

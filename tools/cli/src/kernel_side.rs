@@ -1,4 +1,4 @@
-//! What `perf bench mem mmap` does: map, populate, time; then unmap. The kernel's side, on memory that the machine has at hand: hugemm's
+//! What `perf bench mem mmap` measures: map, populate, time; then unmap. The kernel's side, on memory that the machine has at hand: hugemm's
 //! has been touched before, and so has this.
 //!
 //! A virtual machine whose kernel reports its free pages loses those of 2 MiB and more to the hypervisor as soon as nobody uses them. Their
@@ -9,7 +9,7 @@ use crate::results::Line;
 use anyhow::{Context, Result, bail};
 use hugemm_base::PageSize;
 use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
-use hugemm_workloads::request::Function;
+use hugemm_workloads::vm_create::CreateMethod;
 use std::sync::Barrier;
 use std::time::Instant;
 
@@ -32,16 +32,8 @@ pub struct Took {
     pub unmap: u64,
 }
 
-/// By several threads at once, each its share of whole pages: the times of the slowest. `offset` gives the byte at which each page
-/// of a share is touched.
-pub fn together(
-    bytes: u64,
-    page: PageSize,
-    backing: RegionBacking,
-    function: Function,
-    threads: u32,
-    offset: &(impl Fn(u64) -> u64 + Sync),
-) -> Result<Took> {
+/// By several threads at once, each its share of whole pages: the times of the slowest.
+pub fn together(bytes: u64, page: PageSize, backing: RegionBacking, how: CreateMethod, threads: u32) -> Result<Took> {
     let (pages, threads) = (bytes / page.bytes(), u64::from(threads));
     let start = Barrier::new(threads as usize);
     std::thread::scope(|scope| {
@@ -50,14 +42,14 @@ pub fn together(
             let start = &start;
             scope.spawn(move || {
                 start.wait();
-                let before = populated(share, page, backing, function, offset);
+                let before = populated(share, page, backing, how);
                 start.wait();
                 let timer = Instant::now();
                 let before = before.map(drop);
                 let unmap = timer.elapsed().as_nanos() as u64;
                 start.wait();
                 before?;
-                let (_region, populate) = populated(share, page, backing, function, offset)?;
+                let (_region, populate) = populated(share, page, backing, how)?;
                 anyhow::Ok(Took { populate, unmap })
             })
         };
@@ -72,14 +64,8 @@ pub fn together(
     })
 }
 
-/// Maps `bytes` of fresh memory and populates it as `function` says, in so many nanoseconds.
-fn populated(
-    bytes: u64,
-    page: PageSize,
-    backing: RegionBacking,
-    function: Function,
-    offset: impl Fn(u64) -> u64,
-) -> Result<(Option<Region>, u64)> {
+/// Maps `bytes` of fresh memory and populates it as `how` says, in so many nanoseconds.
+fn populated(bytes: u64, page: PageSize, backing: RegionBacking, how: CreateMethod) -> Result<(Option<Region>, u64)> {
     if bytes == 0 {
         return Ok((None, 0));
     }
@@ -87,23 +73,22 @@ fn populated(
     // Reserving the mapping is part of neither side: it costs microseconds, and the checks of what may be taken more.
     let mut region = Region::allocate(&request)?;
     let start = Instant::now();
-    match function {
-        Function::Demand => {
+    match how {
+        CreateMethod::Demand => {
             let memory = region.as_ptr().as_ptr();
             for index in 0..bytes / page.bytes() {
-                let at = index * page.bytes() + (offset(index) & (page.bytes() - 1));
                 // SAFETY: within the region; a byte that this thread alone uses.
                 unsafe {
-                    let byte = memory.add(at as usize);
+                    let byte = memory.add((index * page.bytes()) as usize);
                     byte.write_volatile(byte.read_volatile().wrapping_add(1));
                 }
             }
         }
         // SAFETY: the range is the region's own mapping.
-        Function::Populate => unsafe {
+        CreateMethod::Prefault | CreateMethod::Pin => unsafe {
             rustix::mm::madvise(region.as_ptr().as_ptr().cast(), region.len(), rustix::mm::Advice::LinuxPopulateWrite)
         }
-        .context("the kernel refused MADV_POPULATE_WRITE (it needs Linux 5.14); use -f demand")?,
+        .context("the kernel refused MADV_POPULATE_WRITE (it needs Linux 5.14); use --how demand")?,
     }
     let nanos = start.elapsed().as_nanos() as u64;
     let verified = region.verify()?;

@@ -71,16 +71,15 @@ impl Machine {
         Ok(bytes.clamp(least, most))
     }
 
-    /// Memory of a page size, populated and verified, with a progress bar. `kind` decides between transparent and
-    /// hugetlb pages where both can be.
+    /// Memory of pages of 4 KiB or 2 MiB, populated and verified, with a progress bar. `kind` decides between transparent and
+    /// hugetlb pages.
     pub fn memory(&self, bytes: u64, page: PageSize, kind: Kind) -> Result<Region> {
         let allocate = |backing| self.allocate(bytes, backing);
-        match (page, kind) {
-            (PageSize::Size4K, _) => allocate(RegionBacking::Small),
-            (PageSize::Size1G, Kind::Thp) => bail!("transparent huge pages have no 1 GiB size; use --kind hugetlb"),
-            (PageSize::Size2M, Kind::Thp) => allocate(RegionBacking::Thp),
-            (PageSize::Size1G, Kind::Auto) | (_, Kind::Hugetlb) => allocate(RegionBacking::Hugetlb(page)),
-            (PageSize::Size2M, Kind::Auto) => match allocate(RegionBacking::Hugetlb(page)) {
+        match kind {
+            _ if page == PageSize::Size4K => allocate(RegionBacking::Small),
+            Kind::Thp => allocate(RegionBacking::Thp),
+            Kind::Hugetlb => allocate(RegionBacking::Hugetlb(page)),
+            Kind::Auto => match allocate(RegionBacking::Hugetlb(page)) {
                 Err(error) if !error.is::<SignalReceived>() => allocate(RegionBacking::Thp),
                 result => result,
             },

@@ -29,8 +29,6 @@ mod lease;
 mod linux;
 mod machine;
 mod measure;
-mod memset;
-mod mmap;
 mod noise;
 mod options;
 mod paging;
@@ -82,17 +80,15 @@ fn main() -> ExitCode {
     }
     let result = interrupt::install().and_then(|()| match &cli.command {
         Command::Run(args) => run::run(args),
-        Command::Probe(args) => probe::run(args),
+        Command::Probe(args) | Command::Bench(Bench::Mem(Mem::Memset(args))) => probe::run(args),
         Command::Bench(Bench::Headline(args)) => headline::run(args),
-        Command::Bench(Bench::Mem(Mem::Memset(args))) => memset::run(args),
-        Command::Bench(Bench::Mem(Mem::Mmap(args))) => mmap::run(args),
         Command::Bench(Bench::Interference(args)) => interference::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Bench(Bench::Free(args)) => frames::free::run(args),
         Command::Bench(Bench::Alloc(args)) => frames::alloc::run(args),
         Command::Bench(Bench::Churn(args)) => frames::churn::run(args),
         Command::Bench(Bench::Heap(args)) => heap::run(args),
-        Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
+        Command::Bench(Bench::VmCreate(args) | Bench::Mem(Mem::Mmap(args))) => vm_create::run(args),
         Command::Bench(Bench::Age(args)) => age::run(args),
         Command::Linux(args) => linux::run(args),
         Command::Boot(args) => boot::run(args),

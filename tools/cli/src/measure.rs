@@ -76,11 +76,6 @@ pub struct Field {
 }
 
 impl Field {
-    /// All memory, chunk by chunk.
-    pub fn chunk(chunk: u64, total: u64) -> Self {
-        Field { size: chunk, total, warmth: Warmth::Cold, touch: false }
-    }
-
     /// Regions of a size one after the other through memory, `enough` bytes of it in all.
     pub fn cold(region: u64, enough: u64, touch: bool) -> Self {
         Field { size: region, total: region.max(enough), warmth: Warmth::Cold, touch }

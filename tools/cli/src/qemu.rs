@@ -20,6 +20,9 @@ const TICK: Duration = Duration::from_millis(50);
 /// What a guest says first, it says within this time, or the accelerator does not work here.
 const FIRST_WORD: Duration = Duration::from_secs(15);
 
+/// What QEMU has complained about before its end is read within this time, also on a busy machine.
+const LAST_COMPLAINT: Duration = Duration::from_secs(5);
+
 /// How many lines are kept as a guest's last words.
 const LAST_WORDS: usize = 40;
 
@@ -201,42 +204,27 @@ pub fn kvm_usable() -> Result<()> {
 struct Running {
     child: Child,
     lines: Receiver<String>,
-    complaints: Option<std::thread::JoinHandle<String>>,
+    complaints: Receiver<String>,
 }
 
 impl Running {
     fn start(arch: Arch, mut command: Command) -> Result<Self> {
         let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
         let mut child = spawned.map_err(|error| not_started(arch, error))?;
-        let (sender, lines) = channel();
-        let serial = child.stdout.take();
-        std::thread::spawn(move || {
-            let Some(serial) = serial else { return };
-            for line in BufReader::new(serial).split(b'\n') {
-                let Ok(line) = line else { return };
-                // What a console writes need not be text.
-                let text = String::from_utf8_lossy(&line).trim_end_matches('\r').to_owned();
-                if sender.send(text).is_err() {
-                    return;
-                }
-            }
-        });
-        let stderr = child.stderr.take();
-        let complaints = std::thread::spawn(move || {
-            let mut text = String::new();
-            if let Some(mut stderr) = stderr {
-                // Best effort: it only makes a message better.
-                let _ = stderr.read_to_string(&mut text);
-            }
-            text
-        });
-        Ok(Running { child, lines, complaints: Some(complaints) })
+        let (lines, complaints) = (lines_of(child.stdout.take()), lines_of(child.stderr.take()));
+        Ok(Running { child, lines, complaints })
     }
 
-    /// Ends QEMU if it still runs, and returns what it complained about.
+    /// Ends QEMU if it still runs, and returns what it complained about. What QEMU has started may live on and keep the other end open, so
+    /// nobody waits for that.
     fn end(mut self) -> String {
         self.kill();
-        self.complaints.take().and_then(|thread| thread.join().ok()).unwrap_or_default()
+        let mut text = String::new();
+        while let Ok(line) = self.complaints.recv_timeout(LAST_COMPLAINT) {
+            text += &line;
+            text.push('\n');
+        }
+        text
     }
 
     fn kill(&mut self) {
@@ -250,4 +238,20 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Reads along; the lines end with the stream.
+fn lines_of(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        for line in stream.into_iter().flat_map(|stream| BufReader::new(stream).split(b'\n')) {
+            let Ok(line) = line else { return };
+            // What a console writes need not be text.
+            let text = String::from_utf8_lossy(&line).trim_end_matches('\r').to_owned();
+            if sender.send(text).is_err() {
+                return;
+            }
+        }
+    });
+    lines
 }

@@ -38,9 +38,9 @@ pub fn run(args: &Replay) -> Result<()> {
     };
     let bytes = (setup.metadata_bytes()? as u64).next_multiple_of(PAGE_BYTES);
     let mut metadata = machine.memory(bytes, PageSize::Size4K, crate::options::Kind::Thp)?;
-    let bar = progress::bar(u64::from(args.runs) + 2, machine.quiet());
+    let bar = progress::bar(0, machine.quiet());
     bar.set_message(format!("replaying {} operations", plan.ops.len()));
-    let outcome = run::run(plan, &setup, args.runs, args.no_peers, metadata.as_mut_slice(), || bar.inc(1))?;
+    let outcome = run::run(plan, &setup, args.runs, args.no_peers, metadata.as_mut_slice(), &bar)?;
     bar.finish_and_clear();
 
     let tables = vec![
@@ -109,11 +109,16 @@ fn events(trace: &Trace) -> Table {
 
 fn kinds(outcome: &Outcome) -> Table {
     let mut lines = table::new(["operation", "order", "count", "median ns", "99 % ns", "longest ns"]);
-    for kind in &outcome.kinds {
-        let [median, most, longest] = [500, 990, 1000].map(|permille| kind.quantile(permille).to_string());
-        lines.add_row([kind.what.to_owned(), orders(kind.orders), kind.nanos.len().to_string(), median, most, longest]);
+    for ((what, of), nanos) in &outcome.kinds {
+        let [median, most, longest] = [500, 990, 1000].map(|permille| quantile(nanos, permille).to_string());
+        lines.add_row([(*what).to_owned(), orders(*of), nanos.len().to_string(), median, most, longest]);
     }
     lines
+}
+
+/// The time that `permille` of ascending ones do not exceed.
+fn quantile(nanos: &[u32], permille: usize) -> u32 {
+    nanos.get(nanos.len().saturating_sub(1) * permille / 1000).copied().unwrap_or(0)
 }
 
 fn figures(plan: &Plan, setup: &Setup, outcome: &Outcome) -> Table {
@@ -121,16 +126,16 @@ fn figures(plan: &Plan, setup: &Setup, outcome: &Outcome) -> Table {
     let mut row = |name: &str, value: String, what: &str| {
         lines.add_row([name, &value, what]);
     };
-    let time = format!("{:.1} ±{:.1}", outcome.op_ns.median(), outcome.op_ns.stdev());
-    let what = format!(
-        "allocator only, median of {} runs; {:.1} ns for the loop and timer subtracted",
-        outcome.op_ns.runs(),
-        outcome.loop_ns.median()
-    );
-    row("ns per operation", time, &what);
-    for (name, samples) in &outcome.others {
-        let time = format!("{:.1} ±{:.1}", samples.median(), samples.stdev());
-        row(&format!("… of {name}"), time, "the same, by turns");
+    for (side, samples) in &outcome.op_ns {
+        let what = match side.as_str() {
+            "hugemm" => format!(
+                "allocator only, median of {} runs; {:.1} ns for the loop and timer subtracted",
+                samples.runs(),
+                outcome.loop_ns.median()
+            ),
+            _ => "the same, by turns".to_owned(),
+        };
+        row(&format!("ns per operation, {side}"), format!("{:.1} ±{:.1}", samples.median(), samples.stdev()), &what);
     }
     let cpus = format!("played by one thread, for the trace's {}; {} turns", plan.cpus.len(), plan.turns.len());
     row("virtual CPUs", setup.cpus.to_string(), &cpus);
@@ -141,12 +146,8 @@ fn figures(plan: &Plan, setup: &Setup, outcome: &Outcome) -> Table {
         &format!("{} pages in use at once", plan.peak_pages),
     );
     let live = "pages in use at the end = adopted + allocated − freed − supplied (checked)";
-    row("live pages", outcome.live_pages.to_string(), live);
-    row(
-        "failures",
-        (outcome.tally.failed + outcome.unfit).to_string(),
-        "allocations for which there was no memory here",
-    );
+    row("live pages", outcome.done.live_pages.to_string(), live);
+    row("failures", outcome.done.tally.failed.to_string(), "allocations for which there was no memory here");
     for order in FRAGMENTATION_ORDERS {
         let value = format!("{:.1} %", permille(outcome, order)[0] / 10.0);
         let what = format!(
@@ -169,7 +170,7 @@ fn left(mut lines: Table) -> Table {
 /// Fragmentation at the peak and at the end.
 fn permille(outcome: &Outcome, order: u32) -> [f64; 2] {
     let order = Order::new(order).unwrap_or(Order::ZERO);
-    [outcome.at_peak, outcome.at_end].map(|stats| stats.fragmentation_permille(order) as f64)
+    [outcome.at_peak, outcome.done.at_end].map(|stats| stats.fragmentation_permille(order) as f64)
 }
 
 fn orders((least, most): (u32, u32)) -> String {
@@ -190,30 +191,29 @@ fn rows(trace: &Trace, setup: &Setup, outcome: &Outcome) -> Vec<Row> {
     let plan = &trace.plan;
     let number = |name: &str, value: u64, unit| Row::single(format!("replay.{name}"), value as f64, unit);
     let mut rows = vec![
-        Row::median("replay.op_ns", &outcome.op_ns, "ns")
-            .label("operations", plan.ops.len())
-            .label("virtual_cpus", setup.cpus)
-            .label("turns", plan.turns.len())
-            .label("managed_pages", setup.pages),
         Row::median("replay.loop_ns", &outcome.loop_ns, "ns"),
         number("peak_pages", plan.peak_pages, "pages"),
-        number("live_pages", outcome.live_pages, "pages"),
-        number("failures", outcome.tally.failed + outcome.unfit, "allocations"),
+        number("live_pages", outcome.done.live_pages, "pages"),
+        number("failures", outcome.done.tally.failed, "allocations"),
     ];
-    rows.extend(
-        outcome
-            .others
-            .iter()
-            .map(|(name, samples)| Row::median("replay.peer_op_ns", samples, "ns").label("side", *name)),
-    );
-    for kind in &outcome.kinds {
-        let row = Row::single("replay.kind_ns", f64::from(kind.quantile(500)), "ns");
+    rows.extend(outcome.op_ns.iter().map(|(side, samples)| {
+        match side.as_str() {
+            "hugemm" => Row::median("replay.op_ns", samples, "ns")
+                .label("operations", plan.ops.len())
+                .label("virtual_cpus", setup.cpus)
+                .label("turns", plan.turns.len())
+                .label("managed_pages", setup.pages),
+            side => Row::median("replay.peer_op_ns", samples, "ns").label("side", side),
+        }
+    }));
+    for ((what, of), nanos) in &outcome.kinds {
+        let row = Row::single("replay.kind_ns", f64::from(quantile(nanos, 500)), "ns");
         rows.push(
-            row.label("operation", kind.what)
-                .label("orders", orders(kind.orders))
-                .label("count", kind.nanos.len())
-                .label("p99_ns", kind.quantile(990))
-                .label("longest_ns", kind.quantile(1000)),
+            row.label("operation", *what)
+                .label("orders", orders(*of))
+                .label("count", nanos.len())
+                .label("p99_ns", quantile(nanos, 990))
+                .label("longest_ns", quantile(nanos, 1000)),
         );
     }
     for order in FRAGMENTATION_ORDERS {

@@ -1,9 +1,8 @@
 //! `hugemm report FILE…`: saved results as one HTML page, or in the tables of a Markdown page that is there.
 //!
-//! The way of a figure: `content` sorts the rows of all documents, by the table in `views` or by their labels alone
-//! (`build`), into plots; `draw` draws them; `html` writes them down.
+//! The way of a figure: `content` sorts the rows of all documents by command and metric, `plot` by their labels; `draw` draws what is a
+//! line, `html` writes all down.
 
-mod build;
 mod content;
 mod draw;
 mod fill;
@@ -12,7 +11,6 @@ mod machine;
 mod plot;
 #[cfg(test)]
 mod tests;
-mod views;
 
 use crate::document;
 use crate::saved::{Saved, same_schema};

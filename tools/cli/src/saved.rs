@@ -131,7 +131,7 @@ mod tests {
     fn what_is_no_document_is_named() {
         for (value, part) in [
             (json!([1, 2]), "no field 'schema'"),
-            (json!({"schema": 9, "results": []}), "schema 9"),
+            (json!({"schema": 10, "results": []}), "schema 10"),
             (json!({"schema": "1", "results": []}), "schema \"1\""),
             (json!({"schema": 1}), "no list 'results'"),
             (json!({"schema": 1, "results": [{"metric": "a"}]}), "row 0"),

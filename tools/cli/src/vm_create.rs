@@ -31,7 +31,7 @@ use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Watermarks};
 use hugemm_vm::{Backing as From, Parts, Pinned, Pools, Setup, Vm, VmaKind};
-use hugemm_workloads::request::{self, Clearing, Function, PagesFrom};
+use hugemm_workloads::request::{self, Clearing, PagesFrom};
 use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_create::{CreateMethod, Created, Creation, RATE, SHARES, Split, software_faults};
 use hugemm_workloads::words::Named;
@@ -234,9 +234,8 @@ impl Setting<'_, '_, '_> {
 
     /// The time of the slowest thread.
     fn kernel(&self, line: &Way) -> Result<u64> {
-        let function = if line.how == CreateMethod::Demand { Function::Demand } else { Function::Populate };
         let Some(backing) = self.kernel_backing else { bail!("no memory for the kernel's side") };
-        Ok(kernel_side::together(self.bytes, self.page, backing, function, line.workers, &|_| 0)?.populate)
+        Ok(kernel_side::together(self.bytes, self.page, backing, line.how, line.workers)?.populate)
     }
 
     fn hugemm(&self, line: &Way, clear: Clearing) -> Result<(u64, Split)> {

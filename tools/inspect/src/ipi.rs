@@ -49,28 +49,9 @@ unsafe impl TlbHw for MembarrierIpi {
     fn unload(&self, _cpu: CpuId) {}
 }
 
-/// How many function-call interrupts, of which membarrier's are some, all CPUs have taken since the machine started.
-/// `None` where the kernel does not say.
-pub fn function_call_interrupts() -> Option<u64> {
-    sum(&std::fs::read_to_string("/proc/interrupts").ok()?)
-}
-
-fn sum(text: &str) -> Option<u64> {
-    // x86 names the line, arm64 only describes it.
-    let line = text.lines().find(|line| line.contains("Function call interrupts"))?;
-    Some(line.split_whitespace().skip(1).map_while(|word| word.parse::<u64>().ok()).sum())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn counts_are_summed_over_cpus() {
-        let text = "      CPU0  CPU1\n  0:     7     8  IO-APIC  timer\nCAL:  1200    34  Function call interrupts\n";
-        assert_eq!(sum(text), Some(1234));
-        assert_eq!(sum("CAL: nothing"), None);
-    }
 
     #[test]
     fn more_cpus_than_there_are_is_refused() {

@@ -4,8 +4,6 @@ mod age;
 mod alloc;
 mod crash;
 mod free;
-mod memset;
-mod mmap;
 mod pool;
 mod populate;
 mod processes;
@@ -101,8 +99,6 @@ pub fn main(cx: Cx<'_>, boot: &BootInfo) -> ExitCode {
 
 fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
     match request {
-        Request::Memset(args) => memset::run(cx, args),
-        Request::Mmap(args) => mmap::run(cx, args),
         Request::VmCreate(args) => vm_create::run(cx, args),
         Request::Free(args) => free::run(cx, args),
         Request::Alloc(args) => alloc::run(cx, args),

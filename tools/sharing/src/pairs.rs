@@ -201,7 +201,6 @@ impl Pairs<'_> {
                     fault(cx, cpu, page);
                 }
             })?;
-            std::mem::forget(spaces);
         }
         Ok(())
     }
@@ -236,7 +235,6 @@ impl Pairs<'_> {
                     machine.roots.vm.map(cx, &space, at, small(), Backing::Private).expect("an area");
                 },
             )?;
-            std::mem::forget(space);
         }
         let name = "an area unmapped each in one space, far apart";
         if self.wants(name) {
@@ -252,7 +250,6 @@ impl Pairs<'_> {
             self.trace(&machine, name, 1, prepare, |cx, _, at| {
                 vm.unmap(cx, &space, at).expect("an area");
             })?;
-            std::mem::forget(space);
         }
         let name = "a page unmapped each in one space, far apart";
         if self.wants(name) {
@@ -267,7 +264,6 @@ impl Pairs<'_> {
                     machine.roots.vm.unmap(cx, &space, span(at.get(), 4096)).expect("a page");
                 },
             )?;
-            std::mem::forget(space);
         }
         let name = "a page unmapped in one space, a fault in another table";
         if self.wants(name) {
@@ -286,7 +282,6 @@ impl Pairs<'_> {
                     }
                 },
             )?;
-            std::mem::forget(space);
         }
         let name = "lookup of a page each in one space, far apart";
         if self.wants(name) {
@@ -301,7 +296,6 @@ impl Pairs<'_> {
                     assert!(matches!(machine.roots.vm.lookup(cx, &space, at), Lookup::Mapped(_)));
                 },
             )?;
-            std::mem::forget(space);
         }
         let name = "find_vma of an area each in one space, far apart";
         if self.wants(name) {
@@ -316,7 +310,6 @@ impl Pairs<'_> {
                     space.find_vma(at).expect("an area");
                 },
             )?;
-            std::mem::forget(space);
         }
         let name = "64 pages pinned each in one space, far apart";
         if self.wants(name) {
@@ -333,7 +326,6 @@ impl Pairs<'_> {
                     assert_eq!(pinned.ok(), Some(64));
                 },
             )?;
-            std::mem::forget(space);
         }
         let name = "64 pages unpinned each in one space, far apart";
         if self.wants(name) {
@@ -350,7 +342,6 @@ impl Pairs<'_> {
                     assert!(vm.unpin(cx, &space, pinned).is_ok());
                 }
             })?;
-            std::mem::forget(space);
         }
         let name = "the halves of 2 MiB prefaulted in one space, 4 KiB pages";
         if self.wants(name) {
@@ -361,7 +352,6 @@ impl Pairs<'_> {
             self.trace(&machine, name, 256, half, |cx, _, half| {
                 machine.roots.vm.prefault(&space, half, Some(2 << 20)).work(cx, &Never).expect("memory");
             })?;
-            std::mem::forget(space);
         }
         let name = "2 MiB prefaulted each in one space, far apart, 4 KiB pages";
         if self.wants(name) {
@@ -371,7 +361,6 @@ impl Pairs<'_> {
             self.trace(&machine, name, 512, part, |cx, _, part| {
                 machine.roots.vm.prefault(&space, part, None).work(cx, &Never).expect("memory");
             })?;
-            std::mem::forget(space);
         }
         for (name, other) in
             [("a fork, and a fault in the parent", false), ("a fork, and a fault in another space", true)]
@@ -389,13 +378,12 @@ impl Pairs<'_> {
                 |_, cpu, round| page(cpu, 513 + round),
                 |cx, cpu, at| {
                     if cpu == 0 {
-                        std::mem::forget(vm.fork(cx, &space).expect("memory"));
+                        let _child = vm.fork(cx, &space).expect("memory");
                     } else {
                         vm.fault(cx, second.as_ref().unwrap_or(&space), at, Access::Write).expect("memory");
                     }
                 },
             )?;
-            std::mem::forget((space, second));
         }
         let name = "a space made and ended each";
         if self.wants(name) {
@@ -434,7 +422,6 @@ impl Pairs<'_> {
                         vm.test_and_clear_young(cx, &space, span(at.get(), 64 << 12), drop).expect("an area");
                     },
                 )?;
-                std::mem::forget(space);
             }
             let name = format!("accessed bits of 64 pages taken, and a fault in the same space, far apart, {on}");
             if self.wants(&name) {
@@ -453,7 +440,6 @@ impl Pairs<'_> {
                         }
                     },
                 )?;
-                std::mem::forget(space);
             }
             // Each CPU reclaims from its node and faults in its space.
             for (name, back) in [
@@ -494,7 +480,6 @@ impl Pairs<'_> {
                         }
                     },
                 )?;
-                std::mem::forget(spaces);
             }
         }
         Ok(())

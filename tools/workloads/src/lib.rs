@@ -7,7 +7,6 @@
 //! | module | measures |
 //! |---|---|
 //! | [`sweep`] | primitives, and the policy's choice, by chunk and region size |
-//! | [`faults`] | clearing a region page by page as demand faults or prefault would |
 //! | [`alloc_free`] | allocating and freeing frames (what allocators are compared by) |
 //! | [`pool`] | growing and shrinking a huge page pool |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears |
@@ -27,7 +26,6 @@
 pub mod age;
 pub mod alloc_free;
 pub mod chase;
-pub mod faults;
 pub mod mapping;
 #[cfg(feature = "clap")]
 pub mod options;

@@ -2,16 +2,14 @@
 //!
 //! A plan is made beforehand (from a trace of a Linux kernel, for instance), so that nothing but the allocator and a
 //! loop over [`Op`] is left for the time that is measured: no text, no map from foreign frame numbers. Blocks are known
-//! by a number, their *slot*; [`Slots`] holds where each was put this time. [`run`] does the work and [`walk`] goes the
-//! same way with no allocator behind it: the difference is the allocator's.
-//!
-//! Every block is counted, with one reference on its head, as a page or folio of Linux is; memory is not touched. [`run_on`] takes
-//! another allocator, which keeps no references.
+//! by a number, their *slot*; [`Slots`] holds where each was put this time. [`run`] does the work on a [`Target`]: this allocator
+//! ([`Counted`]), another, which keeps no references ([`Other`]), or none ([`Nobody`]): the difference is the allocator's. Memory is not
+//! touched.
 
 use crate::alloc_free::Source;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
-use hugemm_frames::{AllocError, AllocRequest, Env, FolioRef, Frames, Mobility, Put, RefError};
+use hugemm_frames::{AllocRequest, Env, FolioRef, Frames, Mobility, Put};
 
 /// One operation. Slots are numbered from 0; each is filled once and emptied once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,35 +76,6 @@ impl<'s> Slots<'s> {
     }
 }
 
-/// Why the allocator did not do what a plan says although the block is there: a bug in one or the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refused {
-    /// It knows no reference to the block.
-    Reference(RefError),
-    /// It knows more references than the one that the plan has.
-    StillReferenced,
-    /// It cannot split a block.
-    Indivisible,
-}
-
-impl core::fmt::Display for Refused {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            Refused::Reference(error) => error.fmt(f),
-            Refused::StillReferenced => f.write_str("the block has more references than the one it was given"),
-            Refused::Indivisible => f.write_str("it cannot split blocks"),
-        }
-    }
-}
-
-impl core::error::Error for Refused {}
-
-impl From<RefError> for Refused {
-    fn from(error: RefError) -> Self {
-        Refused::Reference(error)
-    }
-}
-
 /// What came of the operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplayCounts {
@@ -116,8 +85,8 @@ pub struct ReplayCounts {
     pub failed: u64,
     /// Frees and splits of blocks whose allocation had failed: nothing was done.
     pub skipped: u64,
-    /// Why the first operation was refused that was.
-    pub refused: Option<Refused>,
+    /// Why the first operation was refused that was, although its block is there: a bug in the allocator or the plan.
+    pub refused: Option<&'static str>,
 }
 
 impl ReplayCounts {
@@ -132,153 +101,125 @@ impl ReplayCounts {
     }
 }
 
-/// What the operations are done to.
-trait Target {
-    fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, Refused>;
-    fn free(&mut self, head: Pfn, order: Order) -> Result<(), Refused>;
-    fn split(&mut self, head: Pfn, pieces: u32, to: Order) -> Result<(), Refused>;
+/// What the operations are done to. An error says why one was refused.
+pub trait Target {
+    /// Takes a block; `None` if there is no memory.
+    fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, &'static str>;
+    /// Frees one.
+    fn free(&mut self, head: Pfn, order: Order) -> Result<(), &'static str>;
+    /// Makes blocks of `to` of one.
+    fn split(&mut self, head: Pfn, pieces: u32, to: Order) -> Result<(), &'static str>;
 }
 
-struct Real<'a, 'm, 'p, E: Env, P: Cpu>(&'a Frames<'m, E>, &'a CpuCx<'p, P>);
+const UNKNOWN: &str = "it knows no reference to the block";
+const REFERENCED: &str = "the block has more references than the one it was given";
+const INDIVISIBLE: &str = "it cannot split blocks";
 
-impl<E: Env, P: Cpu> Target for Real<'_, '_, '_, E, P> {
+/// This allocator. Every block is counted, with one reference on its head, as a page or folio of Linux is.
+pub struct Counted<'a, 'm, 'p, E: Env, P: Cpu>(pub &'a Frames<'m, E>, pub &'a CpuCx<'p, P>);
+
+impl<E: Env, P: Cpu> Target for Counted<'_, '_, '_, E, P> {
     #[inline]
-    fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, Refused> {
-        match self.0.alloc(self.1, AllocRequest { mobility, ..AllocRequest::order(order) }) {
-            // The plan keeps numbers.
-            Ok(block) => match self.0.count(block) {
-                Ok(folio) => Ok(Some(folio.into_pfn())),
-                Err(_) => Err(RefError::NotManaged.into()),
-            },
-            Err(AllocError::OutOfMemory | AllocError::NoSuchNode | AllocError::WouldWait) => Ok(None),
-        }
+    fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, &'static str> {
+        let Ok(block) = self.0.alloc(self.1, AllocRequest { mobility, ..AllocRequest::order(order) }) else {
+            return Ok(None);
+        };
+        // The plan keeps numbers.
+        self.0.count(block).map(|folio| Some(folio.into_pfn())).map_err(|_| UNKNOWN)
     }
 
     #[inline]
-    fn free(&mut self, head: Pfn, _: Order) -> Result<(), Refused> {
+    fn free(&mut self, head: Pfn, _: Order) -> Result<(), &'static str> {
         // SAFETY: the plan frees what it allocated, or divided, once.
         match self.0.put(self.1, unsafe { FolioRef::from_pfn(head) }) {
             Ok(Put::Last) => Ok(()),
-            Ok(Put::Kept) => Err(Refused::StillReferenced),
-            Err(_) => Err(RefError::NotManaged.into()),
+            Ok(Put::Kept) => Err(REFERENCED),
+            Err(_) => Err(UNKNOWN),
         }
     }
 
     #[inline]
-    fn split(&mut self, head: Pfn, _: u32, to: Order) -> Result<(), Refused> {
+    fn split(&mut self, head: Pfn, _: u32, to: Order) -> Result<(), &'static str> {
         // SAFETY: as above; what it is divided into is freed instead.
-        match self.0.split_counted(unsafe { FolioRef::from_pfn(head) }, to) {
-            Ok(parts) => {
-                let _ = parts.into_extent();
-                Ok(())
-            }
-            Err(_) => Err(Refused::StillReferenced),
-        }
+        let parts = self.0.split_counted(unsafe { FolioRef::from_pfn(head) }, to);
+        parts.map(|parts| _ = parts.into_extent()).map_err(|_| REFERENCED)
     }
 }
 
 /// Another allocator, whose blocks are numbers.
-struct Other<'a, 'p, S, P: Cpu>(&'a S, &'a CpuCx<'p, P>);
+pub struct Other<'a, 'p, S, P: Cpu>(pub &'a S, pub &'a CpuCx<'p, P>);
 
 impl<P: Cpu, S: Source<P, Block = u64>> Target for Other<'_, '_, S, P> {
     #[inline]
-    fn alloc(&mut self, order: Order, _: Mobility) -> Result<Option<Pfn>, Refused> {
+    fn alloc(&mut self, order: Order, _: Mobility) -> Result<Option<Pfn>, &'static str> {
         Ok(self.0.alloc(self.1, order).map(Pfn::new))
     }
 
     #[inline]
-    fn free(&mut self, head: Pfn, order: Order) -> Result<(), Refused> {
+    fn free(&mut self, head: Pfn, order: Order) -> Result<(), &'static str> {
         self.0.free(self.1, head.number(), order);
         Ok(())
     }
 
     #[inline]
-    fn split(&mut self, head: Pfn, pieces: u32, to: Order) -> Result<(), Refused> {
-        let from = Order::new(to.get() + pieces.ilog2()).map_err(|_| Refused::Indivisible)?;
-        self.0.divide(head.number(), from).map(|_| ()).map_err(|_| Refused::Indivisible)
+    fn split(&mut self, head: Pfn, pieces: u32, to: Order) -> Result<(), &'static str> {
+        let from = Order::new(to.get() + pieces.ilog2()).map_err(|_| INDIVISIBLE)?;
+        self.0.divide(head.number(), from).map(|_| ()).map_err(|_| INDIVISIBLE)
     }
 }
 
-/// Hands out numbers.
-struct Nobody(u64);
+/// Hands out numbers, from its own on.
+pub struct Nobody(pub u64);
 
 impl Target for Nobody {
     #[inline]
-    fn alloc(&mut self, order: Order, _: Mobility) -> Result<Option<Pfn>, Refused> {
+    fn alloc(&mut self, order: Order, _: Mobility) -> Result<Option<Pfn>, &'static str> {
         self.0 += order.pages();
         Ok(Some(Pfn::new(self.0)))
     }
 
     #[inline]
-    fn free(&mut self, head: Pfn, _: Order) -> Result<(), Refused> {
+    fn free(&mut self, head: Pfn, _: Order) -> Result<(), &'static str> {
         core::hint::black_box(head);
         Ok(())
     }
 
     #[inline]
-    fn split(&mut self, head: Pfn, _: u32, _: Order) -> Result<(), Refused> {
+    fn split(&mut self, head: Pfn, _: u32, _: Order) -> Result<(), &'static str> {
         core::hint::black_box(head);
         Ok(())
     }
 }
 
+/// Runs operations, on the calling CPU. Any context but NMI; never sleeps.
 #[inline]
-fn each(target: &mut impl Target, ops: &[Op], slots: &mut Slots<'_>) -> ReplayCounts {
+pub fn run(target: &mut impl Target, ops: &[Op], slots: &mut Slots<'_>) -> ReplayCounts {
     let mut tally = ReplayCounts { ops: ops.len() as u64, ..ReplayCounts::default() };
     for op in ops {
+        let emptied = match *op {
+            Op::Alloc { .. } => None,
+            Op::Free { slot, .. } | Op::Split { slot, .. } => match slots.take(slot) {
+                Some(head) => Some(head),
+                None => {
+                    tally.skipped += 1;
+                    continue;
+                }
+            },
+        };
+        let head = emptied.unwrap_or(Pfn::new(0));
         let outcome = match *op {
             Op::Alloc { slot, order, mobility } => target.alloc(order, mobility).map(|block| match block {
                 Some(head) => slots.put(slot, head),
                 None => tally.failed += 1,
             }),
-            Op::Free { slot, order } => match slots.take(slot) {
-                Some(head) => target.free(head, order),
-                None => {
-                    tally.skipped += 1;
-                    Ok(())
+            Op::Free { order, .. } => target.free(head, order),
+            Op::Split { pieces, to, first, .. } => target.split(head, pieces, to).map(|()| {
+                for index in 0..pieces {
+                    slots.put(first + index, Pfn::new(head.number() + (u64::from(index) << to.get())));
                 }
-            },
-            Op::Split { slot, pieces, to, first } => match slots.take(slot) {
-                Some(head) => target.split(head, pieces, to).map(|()| {
-                    for index in 0..pieces {
-                        let at = head.number() + (u64::from(index) << to.get());
-                        slots.put(first + index, Pfn::new(at));
-                    }
-                }),
-                None => {
-                    tally.skipped += 1;
-                    Ok(())
-                }
-            },
+            }),
         };
-        if let Err(error) = outcome {
-            tally.refused = tally.refused.or(Some(error));
-        }
+        tally.refused = tally.refused.or(outcome.err());
     }
     tally
-}
-
-/// Runs operations on the calling CPU. Any context but NMI; never sleeps.
-pub fn run<P: Cpu, E: Env>(
-    cx: &CpuCx<'_, P>,
-    frames: &Frames<'_, E>,
-    ops: &[Op],
-    slots: &mut Slots<'_>,
-) -> ReplayCounts {
-    each(&mut Real(frames, cx), ops, slots)
-}
-
-/// The same with another allocator, whose blocks are known by number.
-pub fn run_on<P: Cpu, S: Source<P, Block = u64>>(
-    cx: &CpuCx<'_, P>,
-    source: &S,
-    ops: &[Op],
-    slots: &mut Slots<'_>,
-) -> ReplayCounts {
-    each(&mut Other(source, cx), ops, slots)
-}
-
-/// The same loop over the same slots with no allocator behind it: what [`run`] costs apart from the allocator.
-pub fn walk(ops: &[Op], slots: &mut Slots<'_>) -> ReplayCounts {
-    each(&mut Nobody(1), ops, slots)
 }

@@ -47,7 +47,7 @@ fn value<T: Word>(line: &str, name: &str) -> Option<T> {
 
 /// A command per line: its name, and a structure of its arguments, each with what a command line's parser has to know of it.
 macro_rules! requests {
-    ($($(#[$doc:meta])* $name:literal $type:ident {
+    ($($(#[$doc:meta])* $name:literal $(| $alias:literal)* $type:ident {
         $($(#[$fdoc:meta])* $field:ident: $kind:ty [$($arg:tt)*],)*
     })+) => {
         $(
@@ -93,7 +93,9 @@ macro_rules! requests {
         impl Request {
             /// Every command, for a command line's parser and its help.
             pub fn commands() -> impl Iterator<Item = clap::Command> {
-                [$(<$type as clap::Args>::augment_args(clap::Command::new($name).bin_name(concat!("hugemm boot -- ", $name))),)+]
+                [$(<$type as clap::Args>::augment_args(
+                    clap::Command::new($name)$(.alias($alias))*.bin_name(concat!("hugemm boot -- ", $name)),
+                ),)+]
                     .into_iter()
                     .map(|command| command.no_binary_name(true))
             }
@@ -118,8 +120,12 @@ macro_rules! requests {
             ) -> Result<Option<Self>, clap::Error> {
                 for mut command in commands {
                     let name = command.get_name().to_owned();
-                    let count = name.split(' ').count();
-                    if words.iter().take(count).eq(name.split(' ')) {
+                    let words_of = |called: &str| {
+                        let count = called.split(' ').count();
+                        words.iter().take(count).eq(called.split(' ')).then_some(count)
+                    };
+                    let count = core::iter::once(&*name).chain(command.get_all_aliases()).find_map(words_of);
+                    if let Some(count) = count {
                         let matches = command.try_get_matches_from_mut(&words[count..])?;
                         return Self::from_matches(&name, &matches);
                     }
@@ -221,16 +227,6 @@ named! {
 }
 
 named! {
-    /// Who populates memory.
-    Function {
-        /// Touching each page in turn.
-        Demand = "demand",
-        /// One request for all of it (`MADV_POPULATE_WRITE`).
-        Populate = "populate",
-    }
-}
-
-named! {
     /// How hugemm clears: values of the same policy.
     Clearing {
         /// 4 KiB at a time, cached, with a reschedule point each: the old way.
@@ -313,28 +309,8 @@ requests! {
         /// Runs, after one that is not counted.
         runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
     }
-    /// Memory cleared chunk by chunk with each primitive.
-    "bench mem memset" Memset {
-        /// Memory to clear in each loop [default: a sixth of what is available, 1 GiB to 4 GiB; 256MB in the reference kernel].
-        size: Option<u64> [short, long, value_parser = bytes],
-        /// Chunk sizes.
-        chunk: List<u64> [short = 'k', long, default_value = "4KB,64KB,2MB,32MB", value_parser = list(bytes)],
-        /// Loops.
-        loops: u32 [short = 'l', long, visible_alias = "runs", default_value_t = 3, value_parser = runs()],
-    }
-    /// Memory mapped and populated.
-    "bench mem mmap" Mmap {
-        /// Memory per loop [default: an eighth of what is available, at most 4 GiB; 256MB in the reference kernel].
-        size: Option<u64> [short, long, value_parser = bytes],
-        /// Page size.
-        page: PageSize [short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>()],
-        /// Who populates.
-        function: List<Function> [short, long, default_value = "demand,populate", value_parser = list(named::<Function>())],
-        /// Loops.
-        loops: u32 [short = 'l', long, visible_alias = "runs", default_value_t = 3, value_parser = runs()],
-    }
     /// A virtual machine's memory allocated, cleared and mapped.
-    "bench vm-create" VmCreate {
+    "bench vm-create" | "bench mem mmap" VmCreate {
         /// Memory of the virtual machine [default: a quarter of what is available, at most 8 GiB, or 512 MiB by pages of 4KB, each
         /// of which is a fault; 256MB in the reference kernel].
         size: Option<u64> [short, long, value_parser = bytes],
@@ -349,7 +325,7 @@ requests! {
         /// Where hugemm's huge pages come from.
         from: PagesFrom [long, default_value = "pool", value_parser = named::<PagesFrom>()],
         /// Runs of each, after an untimed one.
-        runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
+        runs: u32 [short, long, visible_short_alias = 'l', visible_alias = "loops", default_value_t = 3, value_parser = runs()],
     }
     /// Blocks divided into pages and freed, as ranges and page by page.
     "bench free" Free {
@@ -396,7 +372,7 @@ requests! {
         /// Seconds for each line of the table.
         seconds: f64 [long, default_value_t = 2.0, value_parser = time],
         /// How accessed bits are read.
-        young: List<Ageing> [long, default_value = "flush,batch", value_parser = list(named::<Ageing>())],
+        young: List<Ageing> [long, default_value = "noflush,batch", value_parser = list(named::<Ageing>())],
         /// Which pages are old.
         lru: List<LruPolicy> [long, default_value = "generations", value_parser = list(named::<LruPolicy>())],
         /// Sizes of the pages.
@@ -469,19 +445,17 @@ mod tests {
     #[test]
     fn what_the_host_writes_the_kernel_reads() {
         let orders = List::new([0, 9, 18].map(|order| Order::new(order).expect("an order"))).expect("short");
-        let list = |values: &[u64]| List::new(values.iter().copied()).expect("short");
         for request in [
             Request::Free(Free { n: Some(100_000), order: orders, runs: 5 }),
             Request::Free(Free { n: None, order: orders, runs: 5 }),
             Request::Alloc(Alloc { orders, millis: 20, runs: 7 }),
-            Request::Memset(Memset { size: Some(1 << 30), chunk: list(&[4096, 1 << 21]), loops: 3 }),
             Request::Age(Age {
                 procs: 8,
                 shared: None,
                 memory: Some(64 << 20),
                 swap: None,
                 seconds: 0.25,
-                young: List::new([Ageing::NoSync, Ageing::Batch]).expect("short"),
+                young: List::new([Ageing::NoFlush, Ageing::Batch]).expect("short"),
                 lru: List::new([LruPolicy::TwoList]).expect("short"),
                 page: List::new([PageSize::Size4K]).expect("short"),
             }),
@@ -519,7 +493,7 @@ mod tests {
 
     #[test]
     fn sizes_follow_from_what_is_given() {
-        let none = "bench age procs=8 shared=- memory=- swap=- seconds=2 young=flush lru=classic page=4KB";
+        let none = "bench age procs=8 shared=- memory=- swap=- seconds=2 young=batch lru=classic page=4KB";
         let sizes = |given: &str, instead: &str| match none.replace(given, instead).parse() {
             Ok(Request::Age(age)) => age.sizes(64 << 20).map(|bytes| bytes >> 20),
             other => panic!("{other:?}"),

@@ -76,7 +76,7 @@ record! {
 }
 
 /// The time, where it is measured.
-pub const TIME: Metric<Shot> = Metric::new("bench.shootdown.time", "ns", |it: &Shot| it.nanos as f64);
+pub const TIME: Metric<Shot> = Metric::new("bench.shootdown.time", "ns", |it: &Shot| it.nanos as f64).column("ns");
 
 /// What is counted.
 pub const COUNTS: [Metric<Shot>; 3] = [

@@ -214,10 +214,6 @@ named! {
 
 named! {
     for Ageing {
-        /// Page by page, with a flush for each mapping that was young: what Linux does on x86-64 for 2 MiB.
-        Flush = Ageing::Flush.name(),
-        /// The same with one wait for many, nearly as Linux on arm64; counted, not executed, where no instruction reaches all CPUs.
-        NoSync = Ageing::NoSync.name(),
         /// Page by page, no flush: what Linux does on x86-64 for 4 KiB.
         NoFlush = Ageing::NoFlush.name(),
         /// By runs, no flush.

@@ -97,8 +97,11 @@ fn zeroes_go_to_those_who_want_them() {
         let range = frames.alloc_contig_range(&cx, extent(0, 512)).expect("free").into_extent();
         // SAFETY: just taken; there is no memory behind the numbers.
         frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(range) });
-        for (log, zeroed, dirty) in [(0, 0, 512), (3, 0, 512), (9, 0, 512)] {
-            let limit = Pfn::new(1024);
+        let page = frames.alloc(&cx, request(0)).expect("memory");
+        assert_eq!(page.pfn().number(), 512, "fresh 2 MiB that are dirty");
+        frames.drain(&cx);
+        for (log, dirty) in [(0, 513), (3, 520), (9, 1024)] {
+            let (limit, zeroed) = (Pfn::new(1536), 0);
             let kind = request(log);
             let wanted = frames.alloc_below(&cx, limit, kind.prefer_zeroed()).expect("free");
             assert!(wanted.is_zero() && wanted.pfn().number() == zeroed, "{wanted:?}");
@@ -111,6 +114,7 @@ fn zeroes_go_to_those_who_want_them() {
             assert_eq!(frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(pfn) }), pages);
             frames.drain(&cx);
         }
+        frames.free(&cx, page);
     });
 }
 

@@ -176,3 +176,58 @@ fn sizes_are_requests() {
     assert_eq!((page.extent().bytes(), page.pfn()), (2 << 20, Pfn::new(512)));
     frames.free(&cx, page);
 }
+
+/// Pieces of a memory map, in any order: each frame but the metadata's is free, those that adjoin are one arena, and holes stay holes.
+#[test]
+fn a_memory_map_becomes_one_manager() {
+    let memory = memory(6 * 512);
+    let pages = |ram: Extent, from: u64, to: u64| ram.slice(from, to);
+    // (where the pieces lie, how many arenas they are, how large the largest block is)
+    let cases: &[(&[(u64, u64)], u64)] = &[
+        (&[(1024, 3000), (0, 159), (256, 700)], 1976),
+        (&[(700, 1100), (0, 700), (1100, 3000)], 3000), // all adjoin; the middle one first
+        (&[(1600, 1601), (0, 1600), (1601, 2000), (2500, 2501)], 2000),
+    ];
+    for (map, largest) in cases {
+        let (cx, ram) = start(&memory, 511);
+        let all = ram.extent();
+        // SAFETY: pieces of it, none twice; the whole is given up.
+        let pieces = map.iter().map(|(from, to)| unsafe { Ram::assume_unmanaged(pages(all, *from, *to)) });
+        let frames = Frames::carve_all(&cx, pieces).expect("enough");
+        let there: u64 = map.iter().map(|(from, to)| to - from).sum();
+        let metadata = there - frames.managed();
+        assert!(
+            (1..100).contains(&metadata) && frames.stats(&cx).available() == frames.managed(),
+            "{map:?}: {metadata}"
+        );
+        let mut blocks = Vec::new();
+        drain(&frames, &cx, Order::ZERO, &mut blocks);
+        let mut taken: Vec<u64> = blocks.iter().map(|block| block.pfn().number() - all.base().number()).collect();
+        taken.sort_unstable();
+        let is_ram = |page: u64| map.iter().any(|(from, to)| (*from..*to).contains(&page));
+        assert!(taken.iter().all(|page| is_ram(*page)), "{map:?}: a hole was handed out");
+        assert!(taken.windows(2).all(|two| two[0] < two[1]), "{map:?}: a frame was handed out twice");
+        // The largest run of frames is the largest piece without the metadata.
+        let runs = taken.chunk_by(|one, next| one + 1 == *next).map(|run| run.len() as u64);
+        assert_eq!(runs.max(), Some(largest - metadata), "{map:?}");
+        blocks.into_iter().for_each(|block| frames.free(&cx, block));
+    }
+}
+
+#[test]
+fn a_memory_map_may_be_too_much_or_nothing() {
+    let memory = memory(1024);
+    for (pieces, error) in
+        [(64, None), (65, Some(CarveReason::TooManyPieces)), (0, Some(CarveReason::Size(FramesConfigError::Empty)))]
+    {
+        let (cx, ram) = start(&memory, 0);
+        let all = ram.extent();
+        // SAFETY: as above.
+        let map = (0..pieces).map(|piece| unsafe { Ram::assume_unmanaged(all.slice(2 * piece, 2 * piece + 1)) });
+        // The last is large enough for the metadata of all.
+        // SAFETY: as above.
+        let last = (pieces > 0).then(|| unsafe { Ram::assume_unmanaged(all.slice(2 * pieces - 1, 1000)) });
+        let carved = Frames::carve_all(&cx, map.chain(last));
+        assert_eq!(carved.as_ref().err(), error.as_ref(), "{pieces}");
+    }
+}

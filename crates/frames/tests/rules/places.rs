@@ -441,13 +441,25 @@ fn cached_2_mib_blocks_go_back_to_where_they_were() {
     );
 }
 
-/// What is broken already is used up before a whole 1 GiB is broken, though that lies lower: by pages, ranges of 2 MiB and all between.
+/// What is broken already is used up before a whole 1 GiB is broken, though that lies lower: by pages, ranges of 2 MiB and all between;
+/// and though what is broken is known to be zero, which nobody has asked for.
 #[test]
 #[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
 fn the_only_whole_gibibyte_is_broken_last() {
+    for zero in [false, true] {
+        broken_last(zero);
+    }
+}
+
+fn broken_last(zero: bool) {
     // Broken by the end of memory, and by a page in use.
     with_one_arena(0, 2 * GIB - 512, 1, |frames, threads| {
         let cx = threads.cx();
+        if zero {
+            let range = frames.alloc_contig_range(&cx, extent(GIB, GIB - 512)).expect("free").into_extent();
+            // SAFETY: the test's own; there is no memory behind the numbers.
+            frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(range) });
+        }
         let (wholes, high) = (|| frames.stats(&cx).blocks[18], |block: &Frozen| block.pfn().number() >= GIB);
         let mut held = Vec::new();
         for log in [0, 1, 3, 4, 6, 8, 9, 10, 12, 16] {
@@ -503,6 +515,49 @@ fn a_request_that_cannot_be_served_empties_no_caches() {
         hugemm_threads::run_as(1);
         let all = frames.alloc(&cx, request(18)).expect("given back");
         frames.free(&cx, all);
+    });
+}
+
+/// Only CPUs of the nodes that were asked are asked, and of those only the ones that have such a block, if any has.
+#[test]
+fn a_request_that_fails_asks_those_who_can_help() {
+    let nodes = [0, 0, 0, 1].map(NodeId);
+    with_arenas(&[arena(0, 1 << 16, 0), arena(1 << 16, 1 << 16, 1)], 4, &nodes, |frames, threads| {
+        let cx = threads.cx();
+        let on = |cpu, request| {
+            hugemm_threads::run_as(cpu);
+            frames.alloc(&cx, request)
+        };
+        let give = |cpu, block| {
+            hugemm_threads::run_as(cpu);
+            frames.free(&cx, block);
+        };
+        let only = |log, node| request(log).from(Placement::Only(NodeId(node)));
+        // CPU 1 has 2 MiB, CPU 2 has pages, and CPU 3 has pages of another node.
+        let (page, far) = (on(2, request(0)).expect("memory"), on(3, request(0)).expect("memory"));
+        let all = frames.node_stats(&cx, NodeId(0)).extents(order(9));
+        let mut held: Vec<Frozen> = (0..all).map(|_| on(0, only(9, 0)).expect("memory")).collect();
+        give(1, held.pop().expect("some"));
+        give(2, page);
+        give(3, far);
+        let cached = |node| frames.node_stats(&cx, NodeId(node)).cached;
+        let (here, there) = (cached(0), cached(1));
+        assert!(here > 512 && there != 0);
+        let serve = || {
+            [1, 2, 3].into_iter().for_each(|cpu| {
+                on(cpu, request(16).from(Placement::Only(NodeId(0)))).expect_err("too large");
+            })
+        };
+        let asked = |log, node| {
+            assert_eq!(on(0, only(log, node)), Err(AllocError::OutOfMemory));
+            serve();
+            (cached(0), cached(1))
+        };
+        assert_eq!(asked(12, 0), (here, there), "there is not as much");
+        assert_eq!(asked(9, 0), (here - 512, there), "it was asked of the one who has it");
+        held.push(on(0, only(9, 0)).expect("given back"));
+        assert_eq!(asked(9, 0), (0, there), "together with what others have it may become one");
+        held.into_iter().for_each(|block| give(0, block));
     });
 }
 

@@ -62,6 +62,39 @@ fn one_empty_frame_is_kept_however_many_there_have_been() {
     });
 }
 
+/// Those that two have taken at once go back, both of them.
+#[test]
+fn all_empty_frames_are_trimmed() {
+    with_one_arena(0, 64, 1, |frames, threads| {
+        let (cx, map) = (threads.cx(), Bytes::new(64));
+        let slab: Slab = Slab::new(4032, 64).expect("fits");
+        let (mut points, mut trimmed, mut object) = (0, 0, None);
+        let interrupt = |cx: &mut hugemm_base::CpuCx<'_, _>| {
+            points += 1;
+            // SAFETY: the slab's frames and map; the object once.
+            unsafe {
+                if points == 2 {
+                    // It has found no room, and is about to take a frame.
+                    slab.free(frames, cx, &map, slab.alloc(frames, cx, &map).expect("memory"));
+                }
+                if slab.stats(cx).frames == 2 {
+                    slab.trim(frames, cx, &map);
+                    trimmed += 1;
+                    assert_eq!(slab.stats(cx).frames, 0);
+                }
+            }
+        };
+        threads.interrupted(interrupt, |cx| object = slab.alloc(frames, cx, &map).ok());
+        assert_eq!(trimmed, 1, "there were no two empty frames");
+        // SAFETY: as above.
+        unsafe {
+            slab.free(frames, &cx, &map, object.expect("it takes another frame"));
+            slab.trim(frames, &cx, &map);
+        }
+        assert_eq!(frames.stats(&cx).available(), 64);
+    });
+}
+
 #[test]
 fn slabs_take_and_give_frames_and_never_overlap() {
     with_one_arena(0, 64, 1, |frames, threads| {

@@ -171,7 +171,8 @@ fn an_idle_cpu_keeps_nothing() {
         let mut blocks = take(frames, &cx, 0, 4096);
         let kept = blocks.split_off(2048);
         free(frames, &cx, blocks);
-        assert!(frames.stats(&cx).cached > 1024);
+        let cached = frames.stats(&cx).cached;
+        assert!(cached > 1024, "{cached}");
         let before = frames.stats(&cx).free;
         frames.serve(&cx);
         let after = frames.stats(&cx);

@@ -13,7 +13,7 @@ use hugemm_base::platform::{Cpu, LinearMap, Window};
 use hugemm_base::{CpuCx, Dirty, Extent, FrameUse, Order, Pfn};
 use hugemm_frames::{AllocError, AllocRequest, Env, Frozen, Mobility};
 
-/// How many blocks that are not mapped where the heap could use them are passed by.
+/// How many blocks are passed by that are not mapped where the heap could use them, or do not begin a row that is long enough.
 const PASSED: usize = 32;
 
 /// The largest of those.
@@ -158,7 +158,8 @@ impl<E: Env> Heap<'_, E> {
         (pfn, memory, zero)
     }
 
-    /// So many pages in a row that are no power of two, or none that is free: a smaller block and what adjoins it.
+    /// So many pages in a row that are no power of two, or none that is free: a smaller block and what adjoins it above, the larger ones first.
+    /// Of each size so many are tried.
     #[cold]
     #[inline(never)]
     fn take_row<P: Cpu + LinearMap>(
@@ -169,28 +170,51 @@ impl<E: Env> Heap<'_, E> {
     ) -> Result<(Pfn, NonNull<u8>, bool), HeapError> {
         // Blocks are aligned to their size, and more than `SMALL`, so that a row that is cut down to that is a block.
         let least = (layout.align() as u64 / hugemm_base::PAGE_BYTES).max(2 * u64::from(SMALL)).ilog2();
-        for order in (least..(pages - 1).max(1).ilog2() + 1).rev() {
-            let Ok(order) = Order::new(order) else { continue };
-            let Ok(block) = self.frames.alloc(cx, AllocRequest::order(order)) else { continue };
-            let first = block.extent();
-            let rest = Extent::new(first.end(), u64::from(pages) - first.pages());
-            let Some(rest) = rest.ok().and_then(|rest| self.frames.alloc_contig_range(cx, rest).ok()) else {
-                self.frames.free(cx, block);
-                continue;
-            };
-            let opened = match first.join(rest.extent()) {
-                Some(row) => self.open(cx, row),
-                None => Ok(None),
-            };
-            if let Ok(Some(memory)) = opened {
-                let _ = (block.into_dirty(), rest);
-                return Ok((first.base(), memory, false));
+        let orders = (least..(pages - 1).max(1).ilog2() + 1).rev().filter_map(|order| Order::new(order).ok());
+        let mut taken = Err(HeapError::OutOfMemory);
+        for order in orders {
+            let mut passed = [const { None }; PASSED];
+            for place in &mut passed {
+                let Ok(block) = self.frames.alloc(cx, AllocRequest::order(order)) else { break };
+                match self.take_after(cx, block.extent(), pages) {
+                    Ok(None) => *place = Some(block),
+                    Ok(Some(memory)) => {
+                        taken = Ok((block.into_dirty().into_extent().base(), memory, false));
+                        break;
+                    }
+                    Err(error) => {
+                        *place = Some(block);
+                        taken = Err(error);
+                        break;
+                    }
+                }
             }
-            self.frames.free(cx, block);
-            self.frames.free_extent(cx, rest);
-            opened?;
+            passed.into_iter().flatten().for_each(|block| self.frames.free(cx, block));
+            if taken != Err(HeapError::OutOfMemory) {
+                break;
+            }
         }
-        Err(HeapError::OutOfMemory)
+        taken
+    }
+
+    /// Takes what adjoins a block that has been taken, and opens both, if that makes so many pages that are free and mapped as one.
+    fn take_after<P: Cpu + LinearMap>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        first: Extent,
+        pages: u32,
+    ) -> Result<Option<NonNull<u8>>, HeapError> {
+        let rest = Extent::new(first.end(), u64::from(pages) - first.pages());
+        let Some(rest) = rest.ok().and_then(|rest| self.frames.alloc_contig_range(cx, rest).ok()) else {
+            return Ok(None);
+        };
+        let opened = first.join(rest.extent()).map_or(Ok(None), |row| self.open(cx, row));
+        if let Ok(Some(_)) = opened {
+            let _ = rest.into_extent();
+        } else {
+            self.frames.free_extent(cx, rest);
+        }
+        opened
     }
 
     /// Opens an extent, and counts it: where it is, if that is where the heap can use it.

@@ -144,7 +144,7 @@ fn a_pin_holds_few_lock_rounds() {
                 }
             }
         });
-        assert!(worst > 1, "nothing was counted");
+        assert!(worst >= 1, "nothing was counted");
         assert!(worst <= BOUND, "{worst} lock rounds in one pin");
         for cpu in [1, 0] {
             run_as(cpu);

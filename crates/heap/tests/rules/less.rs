@@ -184,3 +184,32 @@ fn large_blocks_are_rows_of_pages() {
         }
     });
 }
+
+/// A row that is no power of two is found though it is not where the lowest block that could begin one lies.
+#[test]
+fn a_row_is_looked_for_in_several_places() {
+    with_heap(8, |threads, frames, heap| {
+        let cx = threads.cx();
+        let order = |order| hugemm_base::Order::new(order).expect("valid");
+        let all: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, order(0)).ok()).collect();
+        // Seven holes of 64 KiB, with 4 KiB between them, and then one of 96 KiB.
+        let first = all.iter().map(|page| page.pfn().number()).min().expect("some").next_multiple_of(512);
+        let hole = |pfn: u64| {
+            let at = pfn.checked_sub(first)?;
+            Some(if at < 7 * 32 { at % 32 < 16 } else { (7 * 32..7 * 32 + 24).contains(&at) })
+        };
+        let (given, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|page| hole(page.pfn().number()) == Some(true));
+        assert_eq!(given.len(), 7 * 16 + 24);
+        given.into_iter().for_each(|page| frames.free(&cx, page));
+        frames.drain(&cx);
+        let wanted = layout(24 << 12, 8);
+        let before = frames.available(&cx);
+        let row = heap.alloc(&cx, wanted).expect("there is one");
+        fill(row, wanted, 5);
+        assert_eq!(heap.alloc(&cx, wanted), Err(HeapError::OutOfMemory), "and no other");
+        assert_eq!(frames.available(&cx), before - 24, "what was passed by is free");
+        assert!(holds(row, wanted, 5));
+        free(heap, &cx, row, wanted);
+        kept.into_iter().for_each(|page| frames.free(&cx, page));
+    });
+}

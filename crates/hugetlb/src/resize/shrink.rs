@@ -102,8 +102,17 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             let is_good = |bit: &u64| self.optimizer.frames.first_hwpoisoned(page(*bit)).is_none();
             let Some(bit) = each(lean & !group.bad.get()).find(is_good) else { continue };
             let (mut donor, mine) = (page(bit), 1 << bit);
-            // It is no whole page any more when this begins: whoever unwinds loses it, and nobody gets it.
-            group.staged.remove_shared(mine);
+            // It is no whole page any more when this begins: whoever unwinds loses it, and nobody gets it. Poison is noted of what is
+            // staged: what has come since the look is found here, and what comes later is as in any frame in use.
+            let is_mine = self.pool.locked(cx, |_| {
+                let good = group.bad.get() & mine == 0 && is_good(&bit);
+                group.staged.remove_shared(if good { mine } else { 0 });
+                good
+            });
+            if !is_mine {
+                // With those that are left.
+                return true;
+            }
             let mut done = 0;
             // The donor's own descriptors come first.
             let others = if self.per_group() == 1 { lean & !mine } else { 0 };
@@ -115,7 +124,8 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             self.mend(index, group, mine | others);
             self.wait_for_helpers();
             if done & mine == 0 {
-                group.staged.add_shared(mine);
+                // It is a page still, unless some of it has become descriptors already.
+                group.staged.add_shared(if donor == page(bit) { mine } else { 0 });
                 return false;
             }
             group.zero.remove_shared(mine);

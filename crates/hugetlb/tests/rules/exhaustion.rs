@@ -2,7 +2,7 @@
 
 use crate::support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as, with_pool};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{PageSize, Pfn};
+use hugemm_base::{CpuCx, Never, PageSize, Pfn};
 use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError};
 use hugemm_threads::Random;
 use std::cell::Cell;
@@ -227,6 +227,43 @@ fn a_poisoned_page_gives_no_frames_for_descriptors() {
             everything_is_somewhere(m, 1);
         });
     }
+}
+
+/// A page that poison strikes while pages leave without memory gives no descriptors that bad frame, if the pool knew it in time: wherever
+/// the strike comes.
+#[test]
+fn a_page_that_is_struck_gives_no_frames_for_descriptors() {
+    let strike = |at: u64| {
+        machine(&Shape::spans(4), Faults::default(), |m| {
+            let mut memory = m.pool_memory(PageSize::Size2M);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            assert_eq!(m.set(&pool, 2).entered, 2);
+            // Of the first donor, whose last frames are the first to go.
+            let bad = Pfn::new(pool.pages().next().expect("two").0.number() + PageSize::Size2M.pages() - 2);
+            let (calls, noted) = (AtomicU64::new(0), AtomicBool::new(false));
+            let struck = |cx: &mut CpuCx<'_, _>| {
+                if calls.fetch_add(1, Ordering::Relaxed) + 1 == at {
+                    m.frames.hwpoison(cx, bad);
+                    noted.store(pool.note_hwpoison(cx, bad).is_ok(), Ordering::Relaxed);
+                }
+            };
+            let faults = &m.frames.env().inject;
+            faults.arm(FaultPlan::periodic(0, 1));
+            let shrink = |cx: &mut CpuCx<'_, _>| pool.resize(cx, &m.optimizer, 0, Nodes::All, &Never);
+            m.threads.interrupted(struck, shrink).expect("idle");
+            faults.disarm();
+            let mut descriptors = (m.all.base().number()..m.all.end().number()).step_by(64).map(Pfn::new);
+            let noted = noted.into_inner();
+            assert!(!noted || !descriptors.any(|pfn| m.walk(pfn).is_some_and(|leaf| leaf.frame == bad)), "call {at}");
+            pool.tidy(&mut cx, &m.optimizer).expect("idle");
+            assert_eq!(pool.counts(&cx).counts.total, 0);
+            assert!(pool.is_consistent(&cx));
+            (calls.into_inner(), noted)
+        })
+    };
+    let (calls, _) = strike(u64::MAX);
+    let noted: Vec<bool> = (1..=calls).map(|at| strike(at).1).collect();
+    assert!(noted.contains(&true) && noted.contains(&false), "{noted:?}");
 }
 
 /// Where entries have to be invalid before they become others, those of pages that were restored with frames of one of them are made

@@ -56,43 +56,6 @@ fn a_page_belongs_to_whoever_took_it() {
     });
 }
 
-#[test]
-fn promises_are_kept_and_surplus_stays_within_its_limit() {
-    with_pool(&Shape::spans(4), NoFaults, |m, pool, mut cx| {
-        set(m, &pool, 3);
-        assert_eq!(pool.reserve(&cx, 2), Ok(()));
-        let first = pool.take(&cx, Nodes::All, false).expect("one is not promised");
-        assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
-        assert_eq!(pool.reserve(&cx, 2), Err(2));
-        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 2), Err(PoolError::Exhausted));
-        pool.set_overcommit(&cx, 2);
-        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 2), Ok(()));
-        let counts = pool.counts(&cx);
-        assert_eq!((counts.reserved, counts.counts), (4, HugePageCounts { total: 5, free: 4, surplus: 2 }));
-        assert_eq!(take_more(m, &pool, &mut cx), Err(PoolError::Exhausted));
-        pool.set_overcommit(&cx, 3);
-        let sixth = take_more(m, &pool, &mut cx).expect("one more");
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 6, free: 4, surplus: 3 });
-        // A promise is taken up, and made good again.
-        let promised = pool.take(&cx, Nodes::All, true).expect("promised");
-        assert_eq!(pool.counts(&cx).reserved, 3);
-        pool.put(&cx, promised, true).expect("its own");
-        assert_eq!(pool.counts(&cx).reserved, 4);
-        // Shrinking leaves what is promised.
-        set(m, &pool, 0);
-        let counts = pool.counts(&cx);
-        assert_eq!((counts.reserved, counts.counts), (4, HugePageCounts { total: 6, free: 4, surplus: 6 }));
-        assert_eq!(pool.unreserve(&cx, 5), Err(PoolError::NotReserved));
-        assert_eq!(pool.unreserve(&cx, 4), Ok(true));
-        assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 4);
-        for page in [first, sixth] {
-            pool.put(&cx, page, false).expect("its own");
-        }
-        pool.tidy(&mut cx, &m.optimizer).expect("idle");
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
-    });
-}
-
 /// A poisoned frame's page is not handed out again and leaves; the frame never comes back.
 #[test]
 fn poison_survives_the_optimization() {
@@ -554,7 +517,7 @@ proptest! {
                     Op::Take(reserved) => {
                         let may = if reserved { oracle.reserved > 0 } else { oracle.free > oracle.reserved };
                         let page = pool.take(&cx, Nodes::All, reserved);
-                        prop_assert_eq!(page.is_ok(), may);
+                        prop_assert_eq!(page.as_ref().err(), (!may).then_some(&PoolError::Exhausted));
                         if may {
                             oracle.free -= 1;
                             oracle.reserved -= u64::from(reserved);
@@ -573,11 +536,13 @@ proptest! {
                     }
                     Op::Put(..) => {}
                     Op::Reserve(pages) => {
-                        let may = oracle.reserved + pages <= oracle.free;
-                        prop_assert_eq!(pool.reserve(&cx, pages).is_ok(), may);
-                        oracle.reserved += if may { pages } else { 0 };
+                        let short = (oracle.reserved + pages).saturating_sub(oracle.free);
+                        let reserved = pool.reserve(&cx, pages);
+                        prop_assert_eq!(reserved, if short == 0 { Ok(()) } else { Err(short) });
+                        oracle.reserved += if short == 0 { pages } else { 0 };
                     }
                     Op::Unreserve(pages) => {
+                        prop_assert_eq!(pool.unreserve(&cx, oracle.reserved + 1), Err(PoolError::NotReserved));
                         let pages = pages.min(oracle.reserved);
                         if pool.unreserve(&cx, pages).expect("fewer") {
                             pool.tidy(&mut cx, &m.optimizer).expect("idle");
@@ -593,7 +558,7 @@ proptest! {
                         let short = (oracle.reserved + pages).saturating_sub(oracle.free);
                         let may = short == 0 || oracle.surplus + short <= oracle.overcommit;
                         let result = pool.reserve_or_overcommit(&mut cx, &m.optimizer, pages);
-                        prop_assert_eq!(result.is_ok(), may);
+                        prop_assert_eq!(result, if may { Ok(()) } else { Err(PoolError::Exhausted) });
                         if may {
                             (oracle.total, oracle.free) = (oracle.total + short, oracle.free + short);
                             (oracle.surplus, oracle.reserved) = (oracle.surplus + short, oracle.reserved + pages);
@@ -605,7 +570,7 @@ proptest! {
                         let fresh = oracle.free == oracle.reserved;
                         let may = !fresh || oracle.surplus < oracle.overcommit;
                         let page = take_more(m, &pool, &mut cx);
-                        prop_assert_eq!(page.is_ok(), may);
+                        prop_assert_eq!(page.as_ref().err(), (!may).then_some(&PoolError::Exhausted));
                         match (may, fresh) {
                             (true, true) => (oracle.total, oracle.surplus) = (oracle.total + 1, oracle.surplus + 1),
                             (true, false) => oracle.free -= 1,

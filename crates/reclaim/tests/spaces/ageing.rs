@@ -6,14 +6,11 @@ use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_paging::{Lookup, ShootdownBatch, ShootdownCounts, ShootdownPolicy};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget};
 use hugemm_vm::{Backing, VmaKind};
-use std::sync::atomic::Ordering;
 
-/// Whatever the way, the same pages are found young; only the flushing ways flush, and of these one waits once for all that it has
-/// begun, on hardware that broadcasts; elsewhere it only counts.
+/// Whatever the way, the same pages are found young, and no TLB is touched.
 #[test]
 fn ageing_flushes_nothing_at_any_leaf_size() {
-    let ways = Ageing::ALL.map(|way| (way, false)).into_iter().chain([(Ageing::NoSync, true)]);
-    for (page, (way, broadcasts)) in SIZES.into_iter().flat_map(|page| ways.clone().map(move |way| (page, way))) {
+    for (page, way) in SIZES.into_iter().flat_map(|page| Ageing::ALL.map(move |way| (page, way))) {
         with_cpu(SIZE, 5, |rig, cx| {
             let object = rig.vm.create_shared(cx, 4 * page.pages(), page, false).expect("an object");
             let spaces: Vec<_> = (0..3)
@@ -32,26 +29,12 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
             let pager = rig.vm.pager();
             pager.set_ageing(way);
             let flushed = rig.vm.shootdown().counts();
-            let hardware = rig.vm.shootdown().hw();
-            hardware.broadcasts.store(broadcasts, Ordering::Relaxed);
-            hardware.syncs.store(0, Ordering::Relaxed);
             let budget = ShrinkBudget { free: u64::MAX, scan: 4 * page.pages() };
             let progress = pager.shrink(&rig.vm, cx, NODE, budget, &Never);
             assert_eq!(progress.freed, 0, "all are young");
             assert_eq!(pager.counts().young.get(), 12, "3 mappings of 4 pages");
-            let flushes = pager.counts().age_flushes.get();
-            match way {
-                Ageing::Flush | Ageing::NoSync => assert_eq!(flushes, 12),
-                Ageing::NoFlush | Ageing::Batch => assert_eq!(flushes, 0),
-            }
-            hardware.broadcasts.store(false, Ordering::Relaxed);
-            let did = rig.vm.shootdown().counts().since(flushed);
-            if broadcasts {
-                let expected = ShootdownCounts { unawaited: 12, instructions: 12, ..ShootdownCounts::default() };
-                assert_eq!((did, hardware.syncs.load(Ordering::Relaxed)), (expected, 1));
-            } else if way != Ageing::Flush {
-                assert_eq!(did, ShootdownCounts::default(), "no TLB was touched");
-            }
+            assert_eq!(pager.counts().age_flushes.get(), 0);
+            assert_eq!(rig.vm.shootdown().counts().since(flushed), ShootdownCounts::default(), "no TLB was touched");
             for space in spaces {
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
@@ -88,6 +71,20 @@ fn look_around_takes_a_page_with_all_its_mappings() {
             rig.vm.destroy(cx, space).expect("destroyed");
         }
         rig.vm.close(cx, object).expect("its own");
+    });
+}
+
+/// Page by page nothing is looked at on the way.
+#[test]
+fn page_by_page_looks_at_nothing_else() {
+    with_cpu(SIZE, 6, |rig, cx| {
+        let space = filled(rig, cx, PageSize::Size4K, 64);
+        let pager = rig.vm.pager();
+        pager.set_ageing(Ageing::NoFlush);
+        let budget = ShrinkBudget { free: u64::MAX, scan: 32 };
+        assert_eq!(pager.shrink(&rig.vm, cx, NODE, budget, &Never).freed, 0, "all are young");
+        assert_eq!((pager.counts().young.get(), pager.counts().around.get()), (32, 0));
+        rig.end(cx, space);
     });
 }
 
@@ -225,14 +222,13 @@ fn areas_say_what_counts() {
 }
 
 /// A CPU that goes on using a page through its TLB hides that from ageing without flushes. That costs at most a
-/// refault for each round of looks, and with a flush nothing.
+/// refault for each round of looks.
 #[test]
 fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
     const ROUNDS: u64 = 40;
-    for (page, way) in SIZES.into_iter().flat_map(|page| [Ageing::Flush, Ageing::Batch].map(|way| (page, way))) {
+    for page in SIZES {
         with_cpu(SIZE, 12, |rig, cx| {
             let space = filled(rig, cx, page, 3);
-            rig.vm.pager().set_ageing(way);
             for round in 0..ROUNDS {
                 // Used between any two looks, mostly by what the TLB knows.
                 rig.put(cx, &space, AT + 8, round).expect("memory");
@@ -242,11 +238,8 @@ fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
                 rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
             }
             let refaults = space.counters().refaulted.get();
-            match way {
-                Ageing::Flush => assert_eq!(refaults, 0, "a flush at each look shows each use"),
-                // Two looks are needed to lose it.
-                _ => assert!(refaults <= ROUNDS / 2, "{refaults}"),
-            }
+            // Two looks are needed to lose it.
+            assert!(refaults <= ROUNDS / 2, "{refaults}");
             rig.end(cx, space);
         });
     }

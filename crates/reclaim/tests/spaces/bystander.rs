@@ -3,6 +3,7 @@
 use crate::rig::{Cx, Handle, NODE, Rig, Size, bounds, span, with_cpu};
 use crate::rules::{AT, SIZE, SIZES, expect, filled};
 use hugemm_base::{PageSize, VirtAddr};
+use hugemm_frames::{AllocRequest, Placement};
 use hugemm_paging::Lookup;
 use hugemm_reclaim::{LruPolicy, Swap};
 use hugemm_vm::{Backing, VmError, VmaKind};
@@ -119,23 +120,39 @@ fn what_does_not_compress_stays_where_it_is() {
     }
 }
 
-/// New pages leave the reserve, what comes back may use it.
-#[test]
-fn new_pages_leave_the_reserve_to_those_that_come_back() {
-    with_cpu(SIZE, 11, |rig, cx| {
-        let space = filled(rig, cx, PageSize::Size4K, 40);
+/// New pages leave the reserve of every node, what comes back may use it. `left`: frames that others leave of the first node, which
+/// they take at once.
+fn leave_the_reserve(nodes: u32, from: Placement, left: u64) {
+    let only = Placement::Only(NODE);
+    with_cpu(Size { nodes, mib: SIZE.mib * u64::from(nodes), ..SIZE }, 11, |rig, cx| {
+        let space = rig.space(cx, span(AT, 40 << 12), VmaKind::private(PageSize::Size4K).from(only));
+        rig.enter(cx, &space);
+        (0..40).for_each(|index| rig.put(cx, &space, AT + (index << 12) + 8, index + 1).expect("memory"));
         assert_eq!((0..3).map(|_| rig.evict_all(cx)).sum::<u64>(), 40);
         rig.leave(cx, &space);
-        let frames = rig.vm.frames();
-        let reserve = rig.vm.pager().marks().min() / 2;
+        let (frames, marks) = (rig.vm.frames(), rig.vm.pager().marks());
+        let reserve = marks.min() / 2;
         let mut taken = Vec::new();
-        while frames.node_available(cx, NODE) > 400 {
-            taken.push(frames.alloc(cx, hugemm_frames::AllocRequest::default()).expect("there are some"));
-        }
-        let other = rig.space(cx, span(AT, 1 << 22), VmaKind::private(PageSize::Size4K));
+        let mut take = |cx: &Cx<'_, '_>, left| {
+            while frames.node_available(cx, NODE) > left {
+                let request = AllocRequest::default().from(only);
+                taken.push(frames.alloc(cx, request).expect("there are some"));
+            }
+        };
+        take(cx, 400);
+        let other = rig.space(cx, span(AT, 1 << 22), VmaKind::private(PageSize::Size4K).from(from));
         rig.enter(cx, &other);
-        let grew = (0..1024).find_map(|page| write(rig, cx, &other, AT + (page << 12), true).err());
-        assert_eq!((grew, frames.node_available(cx, NODE)), (Some(VmError::NoMemory), reserve));
+        // Tables are taken where the CPU is.
+        write(rig, cx, &other, AT + (1 << 21), true).expect("memory");
+        let mut pages = (0..1024).filter(|page| *page != 1 << 9);
+        // Until somebody has seen that less than *low* is free.
+        while frames.node_available(cx, NODE) > marks.low() - 40 {
+            write(rig, cx, &other, AT + (pages.next().expect("enough") << 12), true).expect("memory");
+        }
+        take(cx, left.max(reserve));
+        let grew = pages.find_map(|page| write(rig, cx, &other, AT + (page << 12), true).err());
+        let expected = (nodes == 1 || from == only).then_some(VmError::NoMemory);
+        assert_eq!((grew, frames.node_available(cx, NODE)), (expected, reserve), "{nodes} nodes, {from:?}, {left}");
         rig.leave(cx, &other);
         rig.enter(cx, &space);
         for index in 0..40 {
@@ -149,4 +166,13 @@ fn new_pages_leave_the_reserve_to_those_that_come_back() {
         rig.end(cx, other);
         rig.vm.destroy(cx, space).expect("destroyed");
     });
+}
+
+#[test]
+fn new_pages_leave_the_reserve_to_those_that_come_back() {
+    for (nodes, from) in [(1, Placement::Local), (2, Placement::Only(NODE)), (2, Placement::Local)] {
+        for left in [u64::MAX, 0] {
+            leave_the_reserve(nodes, from, left);
+        }
+    }
 }

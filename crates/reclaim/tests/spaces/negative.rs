@@ -63,29 +63,6 @@ fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
     })
 }
 
-/// Write-protected by a fork while a CPU goes on storing.
-fn fork_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
-    let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
-    rig.mmu.as_cpu(CpuId(1), |cx| {
-        rig.enter(cx, &space);
-        (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
-    });
-    rig.vm.shootdown().hw().deaf.store(deaf, Ordering::Relaxed);
-    let child = rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.fork(cx, &space).expect("forked"));
-    rig.vm.shootdown().hw().deaf.store(false, Ordering::Relaxed);
-    rig.mmu.as_cpu(CpuId(1), |cx| {
-        (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 2).expect("memory"));
-        rig.leave(cx, &space);
-    });
-    rig.mmu.as_cpu(CpuId(0), |cx| {
-        rig.enter(cx, &child);
-        let seen = (0..PAGES).filter(|index| rig.get(cx, &child, at(*index)) != Ok(1)).count();
-        rig.end(cx, child);
-        rig.vm.destroy(cx, space).expect("destroyed");
-        seen as u64
-    })
-}
-
 /// Unmapped by its owner while reclaim has unhooked it and not flushed.
 fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
     let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
@@ -131,12 +108,6 @@ fn the_last_of_many_cpus_is_flushed() {
         assert_eq!(wrong_on(size, false, evict_under_a_writer), 0);
         assert!(wrong_on(size, true, evict_under_a_writer) > 0);
     }
-}
-
-#[test]
-fn a_write_protection_without_its_flush_reaches_the_child() {
-    assert_eq!(wrong(false, fork_under_a_writer), 0);
-    assert!(wrong(true, fork_under_a_writer) > 0);
 }
 
 #[test]

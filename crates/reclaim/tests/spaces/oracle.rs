@@ -274,7 +274,7 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
                         let mut turn = 0;
                         while !over.requested() {
                             let pager = rig.vm.pager();
-                            pager.set_ageing(Ageing::ALL[turn % 4]);
+                            pager.set_ageing(Ageing::ALL[turn % 2]);
                             pager.lru(NODE).expect("one").set_policy(cx, LruPolicy::ALL[turn / 4 % 2]);
                             pager.balance(&rig.vm, cx, NODE, 512, over);
                             if page != private_page && turn % 16 == 0 {

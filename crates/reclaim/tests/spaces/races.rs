@@ -1,8 +1,7 @@
-//! Faults and forks beside reclaim, step by step.
+//! Faults beside each other, step by step.
 
 use crate::rig::{Rig, Size, bounds, no_faults, span, with_rig};
-use hugemm_base::{CpuId, PageSize, VirtAddr};
-use hugemm_paging::{DeferredUnmap, Lookup};
+use hugemm_base::{CpuId, PageSize};
 use hugemm_reclaim::LruPolicy;
 use hugemm_vm::{Backing, VmaKind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -68,64 +67,6 @@ fn two_faults_at_a_page(rig: &Rig<'_>, shared: bool) {
         rig.vm.destroy(cx, space).expect("destroyed");
         rig.vm.close(cx, object).expect("its own");
     });
-}
-
-/// CPU 0 forks, and has looked at what the parent has mapped; CPU 1 puts a page back that it had unhooked. The child has it.
-fn fork_beside_put_back(rig: &Rig<'_>) {
-    let at = |index: u64| AT + (index << 12);
-    let space = rig.mmu.as_cpu(CpuId(0), |cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 2 << 12), kind);
-        rig.enter(cx, &space);
-        (0..2).for_each(|index| rig.put(cx, &space, at(index) + 8, index + 1).expect("memory"));
-        (0..3).for_each(|_| _ = rig.evict_all(cx));
-        // The first stays away.
-        assert_eq!(rig.get(cx, &space, at(1) + 8), Ok(2));
-        rig.leave(cx, &space);
-        space
-    });
-    // SAFETY: one machine.
-    let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-    let page = rig.mmu.as_cpu(CpuId(1), |cx| {
-        let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(1)));
-        let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
-        // SAFETY: mapped, and nobody else is there to take it away.
-        let held = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("mapped");
-        rig.vm.unhook(cx, held, &deferred).expect("unhooked")
-    });
-    let [waits, over, unused] = [const { AtomicBool::new(false) }; 3];
-    rig.store.sharing.arm(0);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            rig.beside_others_noting(0, &unused, |cx| {
-                let child = rig.vm.fork(cx, &space).expect("forked");
-                rig.enter(cx, &space);
-                (0..2).for_each(|index| rig.put(cx, &space, at(index) + 8, 100).expect("memory"));
-                rig.leave(cx, &space);
-                rig.enter(cx, &child);
-                (0..2).for_each(|index| assert_eq!(rig.get(cx, &child, at(index) + 8), Ok(index + 1)));
-                rig.end(cx, child);
-            });
-        });
-        rig.store.sharing.wait();
-        let (waits, over) = (&waits, &over);
-        scope.spawn(move || {
-            rig.beside_others_noting(1, waits, |cx| {
-                page.put_back(cx);
-                over.store(true, Ordering::SeqCst);
-            });
-        });
-        while !waits.load(Ordering::SeqCst) && !over.load(Ordering::SeqCst) {
-            std::thread::yield_now();
-        }
-        rig.store.sharing.open();
-    });
-    rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
-}
-
-#[test]
-fn a_fork_has_what_reclaim_puts_back_meanwhile() {
-    with_rig(SIZE, 52, &no_faults(), fork_beside_put_back);
 }
 
 #[test]

@@ -55,9 +55,6 @@ pub struct Deaf<'h> {
     pub interrupts: AtomicU64,
     /// Before others are asked.
     pub asking: Stop,
-    /// Whether an instruction reaches all CPUs, and how often somebody has waited for those.
-    pub broadcasts: AtomicBool,
-    pub syncs: AtomicU64,
 }
 
 // SAFETY: the model's own, unless a test asks for the mistake that it then looks for.
@@ -68,16 +65,9 @@ unsafe impl TlbHw for Deaf<'_> {
         }
     }
 
-    fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
+    fn broadcast(&self, cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
         self.asking.pass(cpu.0);
-        self.broadcasts.load(Ordering::Relaxed).then(|| {
-            (0..self.mmu.cpus()).for_each(|cpu| self.mmu.invalidate(CpuId(cpu), scope, what));
-            1
-        })
-    }
-
-    fn sync(&self, _cpu: CpuId) {
-        self.syncs.fetch_add(1, Ordering::Relaxed);
+        None
     }
 
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
@@ -211,14 +201,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = TlbShootdown::<Deaf<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
-    let hardware = Deaf {
-        mmu,
-        deaf: AtomicBool::new(false),
-        interrupts: AtomicU64::new(0),
-        asking: Stop::default(),
-        broadcasts: AtomicBool::new(false),
-        syncs: AtomicU64::new(0),
-    };
+    let hardware = Deaf { mmu, deaf: AtomicBool::new(false), interrupts: AtomicU64::new(0), asking: Stop::default() };
     // SAFETY: the model's CPUs, and one view of the slices.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, hardware) }.expect("enough words");
     let features = Features::detect();

@@ -61,13 +61,14 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
     ) -> Result<(), VmError> {
         let to = (from + PIECE).min(self.end);
         let mut at = from;
-        while at < to {
-            let mut area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
+        'areas: while at < to {
+            let area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
             let size = area.kind.page;
             // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
             let first = area.range.first_page().max(self.first / size.pages() * size.pages());
-            let last = |area: &VmaInfo| area.range.end_page().min(self.end.next_multiple_of(size.pages()));
-            let (mut next, mut end) = self.own_part(from, first, last(&area), size);
+            let (begin, end) =
+                self.own_part(from, first, area.range.end_page().min(self.end.next_multiple_of(size.pages())), size);
+            let mut next = begin.max(at / size.pages() * size.pages());
             while next < end {
                 if cancel.requested() {
                     return Err(VmError::Cancelled);
@@ -78,11 +79,11 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                     // Somebody is at the same page, or the area has gone or ends elsewhere now.
                     self.vm.cond_resched(cx);
                     let there = space.find_vma(VirtAddr::new(next << PAGE_SHIFT))?;
-                    if !there.same_at(&area, next) {
+                    if !there.shows_same_at(&area, next) {
                         return Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) });
                     }
-                    area = there;
-                    (_, end) = self.own_part(from, first, last(&area), size);
+                    at = next;
+                    continue 'areas;
                 }
                 self.done.fetch_add(filled, Ordering::Relaxed);
                 next += filled;
@@ -238,7 +239,7 @@ enum Absent {
 impl<S: Setup> Vm<'_, S> {
     /// Looks from page `from` on, as far as one table goes: so runs of frames lie as runs of addresses do.
     fn absent(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, from: u64, end: u64, size: PageSize) -> Absent {
-        if space.areas().shared().forking {
+        if space.areas().shared().alone {
             return Absent::Busy;
         }
         let task = RefCell::new(cx);

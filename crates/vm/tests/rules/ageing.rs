@@ -85,12 +85,7 @@ fn mappings_are_counted() {
         let spaces = [0, 1, 2].map(|_| filled(rig, cx, KIND, Some(&object), 8));
         let everywhere = Recency { users: 3, ..USED };
         assert_eq!(age(rig, cx, &spaces[0], &[1, 2], None), [everywhere; 2]);
-        let head = frame(rig, cx, &spaces[0], 3);
-        let mut places = 0;
-        assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| places += 1), everywhere);
-        assert_eq!(places, 3, "each is told");
-        assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| places += 1), OLD);
-        assert_eq!(places, 3, "nobody used it");
+        assert_eq!(age(rig, cx, &spaces[2], &[2, 3], None), [OLD, everywhere]);
         rig.vm.close(cx, object).expect("its own");
 
         let parent = filled(rig, cx, KIND, None, 8);
@@ -100,8 +95,7 @@ fn mappings_are_counted() {
         let found = age(rig, cx, &parent, &[0, 1, 5], None);
         assert_eq!(found, [USED, USED, Recency { users: 2, ..USED }]);
         assert!(is_young(rig, cx, &child, 0), "the copy was not asked for");
-        let head = frame(rig, cx, &child, 1);
-        assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| ()), USED);
+        assert_eq!(age(rig, cx, &child, &[1], None), [USED]);
         assert_eq!(age(rig, cx, &child, &[0, 1], None), [USED, OLD]);
         for space in spaces.into_iter().chain([parent, child]) {
             rig.vm.destroy(cx, space).expect("destroyed");
@@ -117,9 +111,6 @@ fn areas_say_what_their_use_means() {
         {
             let space = filled(rig, cx, kind, None, 4);
             assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
-            let head = frame(rig, cx, &space, 1);
-            let found = rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| panic!("no use of it counts"));
-            assert_eq!(found, expected);
             assert!((0..4).all(|page| is_young(rig, cx, &space, page)));
             rig.vm.destroy(cx, space).expect("destroyed");
         }
@@ -224,12 +215,6 @@ fn followers_are_asked() {
         let twice = Recency { users: 2, ..USED };
         assert_eq!(age(rig, cx, &space, &[2, 3], None), [twice, USED]);
         assert_eq!(age(rig, cx, &space, &[1, 2, 3], None), [twice, USED, OLD]);
-        let mut stale = 0;
-        let [first, third] = [0, 3].map(|page| frame(rig, cx, &space, page));
-        assert!(rig.vm.age_page(cx, first, Order::ZERO, |_, _, _| stale += 1).young);
-        assert_eq!(rig.vm.age_page(cx, first, Order::ZERO, |_, _, _| stale += 1), USED, "by the follower only");
-        assert_eq!(stale, 1, "what a follower did leaves no translation of the space's");
-        assert_eq!(rig.vm.age_page(cx, third, Order::ZERO, |_, _, _| ()), OLD);
         // SAFETY: the follower is this space's.
         let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
         rig.vm.destroy(cx, space).expect("destroyed");
@@ -268,10 +253,6 @@ fn spaces_that_end_do_not_count() {
                     );
                     let expected = if shared { USED } else { KEPT };
                     assert_eq!(found, [expected]);
-                    if shared {
-                        use_pages(rig, cx, stays.as_ref().expect("one"), 1..2);
-                    }
-                    assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| ()), expected);
                 });
             };
             at_flush(&meanwhile, || rig.vm.destroy(cx, ends).expect("destroyed"));

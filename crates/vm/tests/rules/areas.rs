@@ -1,6 +1,6 @@
 //! Areas, faults, unmapping, the reverse map: one rule per test, on the model MMU.
 
-use crate::support::{areas, bounds, no_faults, span, with_cpu, with_rig};
+use crate::support::{bounds, no_faults, span, with_cpu, with_rig};
 use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::Lookup;
@@ -62,7 +62,7 @@ fn a_hole_leaves_both_ends() {
         assert_eq!((unmapped.areas, unmapped.pages), (1, 512));
         let after = rig.vm.shootdown().counts();
         assert_eq!(after.flushes_all + after.flushes_range - before.flushes_all - before.flushes_range, 1);
-        let areas = areas(&space, span(0, 4 << 30)).map(|area| (area.range, area.offset));
+        let areas = space.vmas(span(0, 4 << 30)).map(|area| (area.range, area.offset));
         assert!(areas.eq([(span(AT, 0x10_0000), 0), (span(AT + 0x30_0000, 0x10_0000), 768)]));
         for page in 0..1024 {
             let found = rig.load(cx, &space, AT + page * 4096);

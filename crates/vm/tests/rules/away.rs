@@ -4,7 +4,8 @@ use crate::support::{Cx, Metered, Model, Rig, bounds, no_faults, span, with_form
 use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Lookup};
-use hugemm_vm::{Access, AddressSpace, Backing, Pager, UnhookedPage, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Pager, UnhookedPage, VmError, VmaKind, ZeroTurn, ZeroWorker};
+use std::sync::atomic::Ordering;
 
 const AT: u64 = 0x4000_0000;
 const GIB: u64 = 1 << 30;
@@ -63,6 +64,62 @@ fn a_fork_that_unwinds_is_over() {
     // The memory of parent and child is missed at the end.
     assert!(std::panic::catch_unwind(test).is_err());
     assert!(used.get());
+}
+
+/// Of what the pager keeps for pages that come back nothing new is made, of whatever kind; they come back, and what frees memory by
+/// taking some has it.
+#[test]
+fn nothing_new_is_made_of_what_is_kept() {
+    with_rig(16, 54, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let (vm, kind, page) = (&rig.vm, VmaKind::private(PageSize::Size4K), PageSize::Size4K);
+            let space = rig.space(cx, span(AT, 0x8000), kind);
+            let object = vm.create_shared(cx, 8, page, false).expect("an object");
+            vm.map(cx, &space, span(2 * AT, 0x8000), kind, Backing::Shared(&object, 0)).expect("an area");
+            rig.enter(cx, &space);
+            (0..3).for_each(|page| rig.store(cx, &space, AT + (page << 12), page + 1).expect("memory"));
+            page_out(rig, cx, &space, AT);
+            let used = rig.used(cx);
+            let holds_back = |holds| rig.vm.pager().holds_back.store(holds, Ordering::Relaxed);
+            holds_back(true);
+            let others = span(3 * AT, 0x1000);
+            let refused = |now: u64, error: Option<VmError>, what: &str| {
+                assert_eq!((error, now), (Some(VmError::NoMemory), used), "{what}");
+            };
+            let error = rig.store(cx, &space, AT + 0x3000, 1).err();
+            refused(rig.used(cx), error, "a page");
+            let error = rig.store(cx, &space, 2 * AT, 1).err();
+            refused(rig.used(cx), error, "a shared page");
+            let error = vm.prefault(&space, span(AT + 0x3000, 0x5000), None).work(cx, &Never).err();
+            refused(rig.used(cx), error, "pages");
+            let error = vm.map(cx, &space, others, kind, Backing::Private).err();
+            refused(rig.used(cx), error, "an area");
+            let error = vm.create(cx, bounds()).err();
+            refused(rig.used(cx), error, "a space");
+            let error = vm.fork(cx, &space).err();
+            refused(rig.used(cx), error, "a child");
+            let error = vm.create_shared(cx, 8, page, false).err();
+            refused(rig.used(cx), error, "an object");
+            let worker = ZeroWorker::new(vm.clearer(), page, 100);
+            assert_eq!(vm.zero_ahead(cx, &worker, &Never), ZeroTurn::Nothing);
+            // More references than there is room for without a frame of counters.
+            let mut pins = Vec::new();
+            let error = (0..16).find_map(|_| {
+                let pinned = vm.pin(cx, &space, span(AT + 0x1000, 0x1000), None, &Never, |pin| pins.push(pin));
+                pinned.err().map(|error| error.cause)
+            });
+            refused(rig.used(cx), error, "counters");
+            pins.into_iter().for_each(|pin| vm.unpin(cx, &space, pin).expect("its own"));
+            assert_eq!(rig.load(cx, &space, AT), Ok(1), "it comes back");
+            assert_eq!(rig.used(cx), used + 1);
+            assert_eq!(vm.unmap(cx, &space, span(AT + 0x1000, 0x1000)).expect("memory for what remains").pages, 1);
+            holds_back(false);
+            vm.map(cx, &space, others, kind, Backing::Private).expect("an area");
+            rig.store(cx, &space, 3 * AT, 1).expect("a page, and a table");
+            rig.end(cx, space);
+            vm.close(cx, object).expect("its own");
+        });
+    });
 }
 
 /// Content that is away goes with its address, and no other does, wherever the range ends.

@@ -120,6 +120,23 @@ fn followers_look_up_what_changes() {
     }
 }
 
+/// While a part of an area goes, each page of what remains is found once, and each that goes still is.
+#[test]
+fn no_page_is_shown_twice_while_its_area_is_cut() {
+    with_space(|rig, cx, space| {
+        let follower = rig.vm.follow(cx, space, Follower(Arc::new(Calling { at_begin: false }))).expect("memory");
+        let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(AT)) else { panic!("not mapped") };
+        let places = Cell::new(None);
+        rig.calling_back(
+            |cx| places.set(Some(rig.vm.walk_mappings(cx, leaf.frame, |_, _| ()))),
+            || assert_eq!(rig.vm.unmap(cx, space, span(AT + 0x1000, 0x1000)).expect("memory").areas, 1),
+        );
+        assert_eq!(places.get(), Some(1));
+        // SAFETY: it follows this space.
+        drop(unsafe { rig.vm.unfollow(cx, space, follower) });
+    });
+}
+
 /// A pager that is asked for memory unmaps some of the very space that wants it, and faults there, also where the fault is
 /// under way that waits for it.
 #[test]

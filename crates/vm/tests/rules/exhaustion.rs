@@ -5,7 +5,7 @@ use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, Backing, Served, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Protection, Served, VmError, VmaKind};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
@@ -78,6 +78,14 @@ fn scenario(rig: &Rig<'_>) {
         }
         check(rig, cx, &space, &known);
         store(rig, cx, &space, &mut known, AT, 50);
+        let area = space.find_vma(VirtAddr::new(AT + 0x1000)).map(|area| area.kind.protection);
+        let read_only = span(AT + 0x1000, 0x1000);
+        if rig.vm.protect(cx, &space, read_only, Protection::USER).is_ok() {
+            let refused = VmError::Denied { at: VirtAddr::new(AT + 0x1000) };
+            assert_eq!(rig.store(cx, &space, AT + 0x1000, 1), Err(refused));
+        } else {
+            assert_eq!(space.find_vma(VirtAddr::new(AT + 0x1000)).map(|area| area.kind.protection), area);
+        }
         let hole = span(AT + 0x4000, 0x8000);
         if rig.vm.unmap(cx, &space, hole).is_ok() {
             known.retain(|at, _| !(hole.start().get()..hole.start().get() + hole.bytes()).contains(at));
@@ -122,6 +130,7 @@ enum Needs {
     Object,
     Vma,
     Cut,
+    Rights,
     Page,
     Table,
     SharedPage,
@@ -134,7 +143,7 @@ enum Needs {
 #[test]
 fn exhaustion_asks_for_relief() {
     use Needs::*;
-    let needs = [Space, Object, Vma, Cut, Page, Table, SharedPage, Fill, Fork];
+    let needs = [Space, Object, Vma, Cut, Rights, Page, Table, SharedPage, Fill, Fork];
     for (needs, room) in needs.into_iter().flat_map(|needs| (0..6).map(move |room| (needs, room))) {
         for helps in [false, true] {
             with_cpu(8, 1, 22, |rig, cx| {
@@ -158,6 +167,7 @@ fn exhaustion_asks_for_relief() {
                     Object => rig.vm.create_shared(cx, 4, PageSize::Size4K, false).map(|object| objects.push(object)),
                     Vma => rig.vm.map(cx, &space, span(9 * AT, 0x1000), kind, Backing::Private).map(|_| ()),
                     Cut => rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x1000)).map(|_| ()),
+                    Rights => rig.vm.protect(cx, &space, span(AT + 0x1000, 0x1000), Protection::USER),
                     Page => rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()),
                     Table => rig.vm.fault(cx, &space, VirtAddr::new(8 * AT), Access::Write).map(|_| ()),
                     SharedPage => rig.vm.fault(cx, &space, VirtAddr::new(8 * AT + 0x5000), Access::Write).map(|_| ()),
@@ -175,7 +185,7 @@ fn exhaustion_asks_for_relief() {
                 assert_eq!(asked, expected, "{needs:?} with {room} frames: {done:?}");
                 assert!(done.is_ok() || done == Err(VmError::NoMemory), "{done:?}");
                 // Slabs may have room for small objects; everything else needs a frame, and six are enough.
-                assert!(done.is_err() || room > 0 || matches!(needs, Object | Vma | Cut), "{needs:?}");
+                assert!(done.is_err() || room > 0 || matches!(needs, Object | Vma | Cut | Rights), "{needs:?}");
                 taken.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
                 for space in spaces.into_iter().chain([space]) {
                     rig.vm.destroy(cx, space).expect("destroyed");

@@ -106,7 +106,6 @@ fn spaces_take_any_range() {
         for frame in [0, 1, u64::MAX >> 12, u64::MAX].map(Pfn::new).into_iter().chain([Pfn::LIMIT]) {
             // SAFETY: the test's pager lists nothing.
             assert!(unsafe { rig.vm.hold_mapped(cx, frame) }.is_none());
-            let _: Recency = rig.vm.age_page(cx, frame, hugemm_base::Order::MAX, |_, _, _| {});
         }
         // Pages of which nobody asks, and such as no object has.
         rig.vm.map(cx, &space, span(0, 2 << 20), SMALL, Backing::Private).expect("room");

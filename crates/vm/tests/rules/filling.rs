@@ -300,6 +300,33 @@ fn an_area_that_has_changed_is_not_filled() {
     }
 }
 
+/// An area of which a part gets other rights while it is filled is filled all the same: each page by the rights of now.
+#[test]
+fn an_area_whose_rights_change_is_filled() {
+    with_cpu(16, 2, 80, |rig, cx| {
+        let area = span(AT, 32 << 12);
+        let space = rig.space(cx, area, SMALL);
+        let changed = Cell::new(false);
+        let meanwhile = |phase| {
+            if phase == Phase::Map && !changed.replace(true) {
+                rig.mmu.as_cpu(CpuId(1), |cx| {
+                    let part = span(AT + (8 << 12), 8 << 12);
+                    rig.vm.protect(cx, &space, part, Protection::USER).expect("an area");
+                });
+            }
+        };
+        let filling = rig.vm.prefault(&space, area, None);
+        filling.work_observed(cx, &Never, &meanwhile).expect("it is there");
+        assert_eq!(filling.done(), 32);
+        for page in 0..32 {
+            let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12)));
+            let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
+            assert_eq!(leaf.flags.contains(Flags::WRITE), !(8..16).contains(&page), "page {page}");
+        }
+        rig.vm.destroy(cx, space).expect("destroyed");
+    });
+}
+
 /// An area that is mapped anew while it is filled, on the same pages and longer, is filled to its new end; each page counts once.
 #[test]
 fn an_area_that_has_grown_is_filled() {

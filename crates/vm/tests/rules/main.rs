@@ -17,6 +17,7 @@ mod races;
 mod refused;
 mod relaxing;
 mod reschedule;
+mod rights;
 mod stage2;
 mod strangers;
 mod support;

@@ -3,9 +3,9 @@
 use crate::support::{Handle, Model, Rig, bounds, no_faults, span, with_format, with_rig};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, PageFormat};
-use hugemm_vm::{Backing, SharedRef, VmError, VmaKind};
+use hugemm_vm::{Backing, Protection, SharedRef, VmError, VmaKind};
 use proptest::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const AT: u64 = 0x4000_0000;
 const SPACES: usize = 3;
@@ -16,6 +16,7 @@ const UNIT: u64 = 0x1_0000;
 enum Op {
     Map { space: usize, at: u64, units: u64, huge: bool, shared: bool, pooled: bool },
     Unmap { space: usize, at: u64, units: u64 },
+    Protect { space: usize, at: u64, units: u64, writable: bool },
     Store { space: usize, at: u64, cpu: u32 },
     Load { space: usize, at: u64, cpu: u32 },
     Prefault { space: usize, at: u64, units: u64 },
@@ -31,6 +32,8 @@ enum Op {
 struct Known {
     /// Page number to whether it is shared, at which page of the object.
     pages: BTreeMap<u64, Option<u64>>,
+    /// Those that may not be stored to.
+    read_only: BTreeSet<u64>,
     words: BTreeMap<u64, u64>,
 }
 
@@ -48,6 +51,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         3 => (space.clone(), 0u64..36, 1u64..40, any::<bool>(), any::<bool>(), any::<bool>()).prop_map(
             |(space, at, units, huge, shared, pooled)| Op::Map { space, at, units, huge, shared, pooled }),
         2 => (space.clone(), at.clone(), 1u64..64).prop_map(|(space, at, units)| Op::Unmap { space, at, units }),
+        2 => (space.clone(), at.clone(), 1u64..40, any::<bool>()).prop_map(
+            |(space, at, units, writable)| Op::Protect { space, at, units, writable }),
         12 => (space.clone(), page.clone(), 0u32..3).prop_map(|(space, at, cpu)| Op::Store { space, at, cpu }),
         8 => (space.clone(), page, 0u32..3).prop_map(|(space, at, cpu)| Op::Load { space, at, cpu }),
         1 => (space.clone(), at.clone(), 1u64..40).prop_map(|(space, at, units)| Op::Prefault { space, at, units }),
@@ -111,10 +116,26 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
                     Ok(_) => {
                         let known = &mut self.known[space];
                         known.pages.retain(|page, _| *page < range.first_page() || *page >= range.end_page());
+                        known.read_only.retain(|page| *page < range.first_page() || *page >= range.end_page());
                         let (from, to) = (range.start().get(), range.start().get() + range.bytes());
                         known.words.retain(|at, _| *at < from || *at >= to);
                     }
                     Err(error) => assert!(matches!(error, VmError::Misaligned { .. }), "{error}"),
+                }
+            }
+            Op::Protect { space, at, units, writable } => {
+                let range = span(AT + at * UNIT, units * UNIT);
+                let rights = Protection::USER.with(if writable { Protection::WRITE } else { Protection::EXEC });
+                let done =
+                    self.rig.mmu.as_cpu(CpuId(1), |cx| self.rig.vm.protect(cx, self.space(space), range, rights));
+                let (known, pages) = (&mut self.known[space], range.first_page()..range.end_page());
+                let hole = pages.clone().find(|page| !known.pages.contains_key(page));
+                match (done, hole) {
+                    (Ok(()), None) if writable => pages.for_each(|page| _ = known.read_only.remove(&page)),
+                    (Ok(()), None) => known.read_only.extend(pages),
+                    (Err(VmError::NoArea { at }), Some(hole)) => assert_eq!(at.get() >> 12, hole),
+                    (Err(VmError::Misaligned { .. }), None) => {}
+                    (done, hole) => panic!("{done:?} with hole {hole:?}"),
                 }
             }
             Op::Store { space, at, cpu } => {
@@ -123,6 +144,10 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
                 self.stamp += 1;
                 let stamp = self.stamp;
                 let done = self.rig.mmu.as_cpu(CpuId(cpu), |cx| self.rig.store(cx, self.space(space), at, stamp));
+                if self.known[space].read_only.contains(&(at >> 12)) {
+                    assert_eq!(done, Err(VmError::Denied { at: VirtAddr::new(at) }));
+                    return;
+                }
                 match (done, self.known[space].pages.get(&(at >> 12)).copied()) {
                     (Ok(()), Some(Some(page))) => {
                         self.shared.insert(page << 12 | at & 0xfff, stamp);

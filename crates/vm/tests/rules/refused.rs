@@ -1,6 +1,6 @@
 //! Requests that cannot be served say why and where, and leave everything as it was.
 
-use crate::support::{areas, bounds, span, with_cpu};
+use crate::support::{bounds, span, with_cpu};
 use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_vm::{Backing, PinError, VmError, VmaKind};
 
@@ -51,7 +51,7 @@ fn areas_are_refused_by_their_place_and_object() {
         let shown = map(at, 2 << 20, LARGE, 512).expect("its last page");
         assert_eq!(shown, (512, VmaKind { shared: true, ..LARGE }));
         // Nothing is left of those that were refused: not an area, and not a promise.
-        let areas = areas(&space, span(AT, 1 << 30)).map(|area| area.range.start().get());
+        let areas = space.vmas(span(AT, 1 << 30)).map(|area| area.range.start().get());
         assert!(areas.eq([AT, at, AT + (1 << 30) - 0x1000]));
         let none = rig.vm.map(cx, &space, span(at, 2 << 20), LARGE.pooled(), Backing::Private);
         assert_eq!(none, Err(VmError::Overlap { at: VirtAddr::new(at) }));

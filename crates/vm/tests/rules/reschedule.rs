@@ -5,7 +5,7 @@ use crate::support::{Cx, Handle, Rig, at_flush, bounds, no_faults, span, with_cp
 use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::{DeferredUnmap, Lookup};
-use hugemm_vm::{Access, AgeRun, Backing, Phase, Phases, Recency, VmError, VmaKind};
+use hugemm_vm::{Access, AgeRun, Backing, Phase, Phases, Protection, Recency, VmError, VmaKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -47,6 +47,30 @@ fn forks_let_others_run() {
             }
         });
     }
+}
+
+/// Other rights for 50000 pages, leaf by leaf; to take only the right to store away, no leaf is looked at.
+#[test]
+fn other_rights_let_others_run() {
+    with_cpu(256, 1, 45, |rig, cx| {
+        let area = span(AT + 0x5000, 50_000 << 12);
+        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+        let counters: *const _ = cx.platform().counters();
+        let user = Protection::USER;
+        let (write, exec) = (user.with(Protection::WRITE), user.with(Protection::EXEC));
+        for (rights, bound) in [(user, TABLE), (write, 2 * PART), (exec, 2 * PART), (user, 2 * PART), (write, 2 * PART)]
+        {
+            let points = cx.platform().counters().reschedules.get();
+            // SAFETY: the CPU's counters stay where they are.
+            let most = most_between_reschedules(unsafe { &*counters }, || {
+                rig.vm.protect(cx, &space, area, rights).expect("an area");
+            });
+            let points = cx.platform().counters().reschedules.get() - points;
+            assert!(most < bound && (points > 3) == (bound > TABLE), "{most} entries, {points} points");
+        }
+        rig.vm.destroy(cx, space).expect("destroyed");
+    });
 }
 
 /// A fork of areas whose pages stay in their object: no page is looked at, and after each area others may run all the same.

@@ -7,7 +7,7 @@ use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_hugetlb::{Nodes, VmemmapOptimizer};
 use hugemm_paging::Lookup;
 use hugemm_threads::Memory;
-use hugemm_vm::{Access, Backing, Parts, Pools, Vm, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Parts, Pools, Protection, Vm, VmError, VmaKind};
 
 const AT: u64 = 0x4000_0000;
 
@@ -32,6 +32,8 @@ fn another_managers_things_are_refused() {
             let shared = Backing::Shared(&object, 0);
             assert_eq!(other.map(cx, &own, area, kind, shared).map(|_| ()), foreign);
             assert_eq!(other.unmap(cx, &space, area).map(|_| ()), foreign);
+            assert_eq!(other.protect(cx, &space, area, Protection::USER), foreign);
+            assert_eq!(other.usage(cx, &space, area).map(|_| ()), foreign);
             assert_eq!(other.fault(cx, &space, VirtAddr::new(AT + 0x1000), Access::Write).map(|_| ()), foreign);
             assert_eq!(other.fork(cx, &space).map(|_| ()), foreign);
             assert_eq!(other.prefault(&space, area, None).work(cx, &Never), foreign);

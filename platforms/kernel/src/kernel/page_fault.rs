@@ -77,9 +77,8 @@ fn served(frame: &mut Frame, fault: &PageFault) -> bool {
     let server: *const Server<'_> = percpu::own().server.load(Ordering::Relaxed).cast();
     // SAFETY: `with` stores a server that lives until it has taken it back, on this CPU.
     let Some(server) = (unsafe { server.as_ref() }) else { return false };
-    // SAFETY: the interrupted task waits for this handler, which leaves no debts behind. Rescheduling only notes progress
-    // in this kernel and takes no task off its CPU, so debts of the interrupted task stay where they can be paid.
-    let mut cx = unsafe { CpuCx::new(&KERNEL) };
+    // SAFETY: the interrupted task waits for this handler. There are no vector registers here, and tasks always stay on their CPU.
+    let Some(mut cx) = (unsafe { CpuCx::of_fault(&KERNEL) }) else { return false };
     if (server.0)(&mut cx, VirtAddr::new(fault.at), fault.access) {
         return true;
     }

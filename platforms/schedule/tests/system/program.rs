@@ -10,12 +10,13 @@ use hugemm_base::{CpuCx, CpuId, Extent, Never, NodeId, PageSize, Pfn, VirtAddr, 
 use hugemm_frames::{Frames, HwPoisoned, NoMigration};
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap};
-use hugemm_schedule::{Machine, point, progress};
+use hugemm_schedule::{Machine, has_loaded, point, progress, step};
 use hugemm_threads::{Memory, Random};
 use hugemm_vm::{Access, Backing, Following, Notifier, Pinned, SharedRef, VmError, VmaKind};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::ManuallyDrop;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
@@ -39,8 +40,12 @@ impl Area {
         self.pages * self.kind.page.bytes()
     }
 
+    fn end(&self) -> u64 {
+        self.start + self.bytes()
+    }
+
     fn holds(&self, at: u64) -> bool {
-        (self.start..self.start + self.bytes()).contains(&at)
+        (self.start..self.end()).contains(&at)
     }
 
     /// Where the page begins that an address is in.
@@ -52,10 +57,10 @@ impl Area {
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 
-/// Private ones, and one that all processes share.
+/// Private ones, and one that all processes share, which adjoins the first.
 static AREAS: [Area; 4] = [
     Area { start: 0x4000_0000, pages: 24, kind: SMALL },
-    Area { start: 0x1_0000_0000, pages: 10, kind: VmaKind { shared: true, ..SMALL } },
+    Area { start: 0x4001_8000, pages: 10, kind: VmaKind { shared: true, ..SMALL } },
     Area { start: 0x8000_0000, pages: 1, kind: LARGE },
     Area { start: 0xc000_0000, pages: 1, kind: LARGE.pooled() },
 ];
@@ -165,11 +170,12 @@ struct Device<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 11] = [
+pub const ALL_DEEDS: [&str; 12] = [
     "forked",
     "forked beside pins",
     "unmapped",
     "ended",
+    "ended beside idle CPUs",
     "pinned",
     "poisoned",
     "stored by guests",
@@ -225,7 +231,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         let first = world.vm.create(cx, crate::world::bounds()).expect("memory");
         let first = test.process(cx, first, Book::default());
         for area in &AREAS {
-            test.map(cx, &first, area, area.start, area.pages);
+            test.map(cx, &first, area, area.start..area.end());
         }
         test.processes.borrow_mut().push(first);
         test
@@ -249,19 +255,19 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
     }
 
     /// Makes an area, or a part of one. Nobody changes these pages meanwhile.
-    fn map(&self, cx: &mut Cx<'_, 'h>, process: &Process<'v, 'h, F>, area: &Area, start: u64, pages: u64) {
-        let size = area.kind.page.bytes();
+    fn map(&self, cx: &mut Cx<'_, 'h>, process: &Process<'v, 'h, F>, area: &Area, part: Range<u64>) {
+        let whole = span(part.start, part.end - part.start);
         loop {
-            let from = (start - area.start) / 4096;
+            let from = (part.start - area.start) / 4096;
             let backing = if area.kind.shared { Backing::Shared(self.object, from) } else { Backing::Private };
-            match self.world.vm.map(cx, &process.space, span(start, pages * size), area.kind, backing) {
+            match self.world.vm.map(cx, &process.space, whole, area.kind, backing) {
                 Ok(_) => return,
                 Err(VmError::NoPool) => break,
                 Err(error) => assert_eq!(error, VmError::NoMemory),
             }
             cx.cond_resched();
         }
-        process.book.borrow_mut().gone.extend((0..pages).map(|page| start + page * size));
+        process.book.borrow_mut().gone.extend(part.step_by(area.kind.page.bytes() as usize));
     }
 
     fn did(&self, what: &'static str, times: u64) {
@@ -296,7 +302,9 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             drop(unsafe { self.world.vm.unfollow(cx, &process.space, follower) });
         }
         let process = Rc::into_inner(process).expect("nobody's any more");
+        let (root, begun) = (process.space.root(), step());
         self.world.vm.destroy(cx, process.space).map_err(|(error, _)| error).expect("destroyed");
+        assert!(!has_loaded(root, begun), "a CPU walks tables that are free");
         self.did("ended", 1);
     }
 
@@ -317,11 +325,27 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
     pub fn finish(self) {
         let cx = &mut self.world.machine.cx();
         let left = self.processes.take();
-        left.into_iter().for_each(|process| self.end(cx, process));
+        for process in left {
+            self.is_in_reverse_map(cx, &process);
+            self.end(cx, process);
+        }
         let stats = Swap::stats(self.world.store, cx);
         self.did("swapped out", stats.stores);
         self.did("swapped in", stats.loads);
         self.did("moved", self.world.vm.pager().counts().moved.get());
+    }
+
+    /// What the page table has, the reverse map finds.
+    fn is_in_reverse_map(&self, cx: &mut Cx<'_, 'h>, process: &Process<'v, 'h, F>) {
+        let vm = &self.world.vm;
+        for at in AREAS.iter().flat_map(|area| (area.start..area.end()).step_by(area.kind.page.bytes() as usize)) {
+            let Lookup::Mapped(leaf) = vm.lookup(cx, &process.space, VirtAddr::new(at)) else { continue };
+            let mut here = 0;
+            vm.walk_mappings(cx, leaf.frame, |_, place| {
+                here += u32::from(std::ptr::eq(place.space, &raw const *process.space) && place.at.get() == at);
+            });
+            assert_eq!(here, 1, "{at:#x}");
+        }
     }
 
     /// What the worker does: it takes memory away, moves pages, changes its ways, and has pools and arenas come and go.
@@ -337,8 +361,16 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
                     pager.shrink(&world.vm, cx, node, budget, &Never);
                 }
                 6 => drop(pager.balance(&world.vm, cx, node, 256, &Never)),
-                7 | 8 => drop(pager.compact(&world.vm, cx, node)),
-                9 => pager.set_ageing(Ageing::ALL[random.below(4) as usize]),
+                7 => {
+                    // All of it, a few times.
+                    let budget = ShrinkBudget { free: u64::MAX, scan: 1 << 8 };
+                    for _ in 0..16 {
+                        pager.shrink(&world.vm, cx, node, budget, &Never);
+                        progress();
+                    }
+                }
+                8 => drop(pager.compact(&world.vm, cx, node)),
+                9 => pager.set_ageing(Ageing::ALL[random.below(2) as usize]),
                 10 => pager.lru(node).expect("one").set_policy(cx, LruPolicy::ALL[random.below(2) as usize]),
                 11 => world.resize_pool(cx, random.below(4)),
                 12 => self.come_and_go(cx),
@@ -457,6 +489,10 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         self.storing(&process, at, |program, value| {
             program.test.world.put(cx, &process.space, at, value).map(|()| true)
         });
+        // A guest that has the page has what was stored.
+        if process.guest.pages.lock().expect("one thread").contains_key(&(at & !0xfff)) {
+            self.guest_loads(cx, &process, at);
+        }
     }
 
     /// Stores by some way, which says whether it has.
@@ -539,28 +575,21 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
     }
 
-    /// Some pages are unmapped, and mapped again: private ones read as zeroes, and shared ones as before.
+    /// Some pages are unmapped, of areas that adjoin too, and mapped again: private ones read as zeroes, and shared ones as before.
     fn change(&mut self, cx: &mut Cx<'_, 'h>) {
         let process = self.process.clone();
         let area = self.any_area();
         let size = area.kind.page.bytes();
-        let first = self.random.below(area.pages);
-        let pages = (1 + self.random.below(6)).min(area.pages - first);
-        let start = area.start + first * size;
-        self.change_pages(cx, &process, area, start, pages);
+        let start = area.start + self.random.below(area.pages) * size;
+        let end = if area.end() == AREAS[1].start { AREAS[1].end() } else { area.end() };
+        let end = end.min(start + (1 + self.random.below(6)) * size);
+        self.change_pages(cx, &process, start..end);
     }
 
-    fn change_pages(
-        &self,
-        cx: &mut Cx<'_, 'h>,
-        process: &Process<'v, 'h, F>,
-        area: &'static Area,
-        start: u64,
-        pages: u64,
-    ) {
-        let size = area.kind.page.bytes();
-        let all = || (0..pages).map(|page| start + page * size);
-        let range = start..start + pages * size;
+    fn change_pages(&self, cx: &mut Cx<'_, 'h>, process: &Process<'v, 'h, F>, range: Range<u64>) {
+        let part = |area: &'static Area| (area, range.start.max(area.start)..range.end.min(area.end()));
+        let parts: Vec<_> = AREAS.iter().map(part).filter(|(_, part)| !part.is_empty()).collect();
+        let all = || parts.iter().flat_map(|(area, part)| part.clone().step_by(area.kind.page.bytes() as usize));
         {
             let mut book = process.book.borrow_mut();
             if all().any(|page| book.changes(page).under_way) {
@@ -585,20 +614,23 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
                 }
             }
         }
-        while let Err(error) = self.test.world.vm.unmap(cx, &process.space, span(start, pages * size)) {
+        while let Err(error) = self.test.world.vm.unmap(cx, &process.space, span(range.start, range.end - range.start))
+        {
             assert_eq!(error, VmError::NoMemory);
             cx.cond_resched();
         }
         self.test.did("unmapped", 1);
         process.book.borrow_mut().gone.retain(|page| !range.contains(page));
-        self.test.map(cx, process, area, start, pages);
+        for (area, part) in &parts {
+            self.test.map(cx, process, area, part.clone());
+        }
         let mut book = process.book.borrow_mut();
         for page in all() {
             book.changes.get_mut(&page).expect("begun").under_way = false;
         }
-        if !area.kind.shared {
-            let fresh: Vec<_> = book.fresh.range(range.clone()).map(|(at, values)| (*at, values.clone())).collect();
-            book.words.retain(|at, _| !range.contains(at));
+        for (_, part) in parts.iter().filter(|(area, _)| !area.kind.shared) {
+            let fresh: Vec<_> = book.fresh.range(part.clone()).map(|(at, values)| (*at, values.clone())).collect();
+            book.words.retain(|at, _| !part.contains(at));
             for (at, mut values) in fresh {
                 values.insert(0);
                 book.words.insert(at, values);
@@ -615,25 +647,40 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             open[self.random.below(open.len() as u64) as usize].clone()
         };
         to.users.set(to.users.get() + 1);
-        // Idle for a while; over the kernel's tables; or from one to the other.
+        // Idle for a while, over its own tables or those of one that it has left; or from one to the other.
         if Rc::ptr_eq(&to, &self.process) {
-            let mmu = test.world.machine.mmu();
-            let cpu = CpuId(self.cpu);
-            mmu.pause(cpu, true);
-            // SAFETY: it comes back before it uses an address.
-            unsafe { to.space.tlb().enter_lazy(test.world.vm.shootdown(), cx) };
+            self.idle_over(cx, &to);
             (0..self.random.below(200)).for_each(|_| point());
             test.world.enter(cx, &to.space);
-            mmu.pause(cpu, false);
+            self.wake_up();
         } else if self.random.below(2) == 0 {
-            test.world.leave(cx, &self.process.space);
-            test.world.enter(cx, &to.space);
+            // Idle over tables that may go meanwhile.
+            let from = std::mem::replace(&mut self.process, to);
+            self.idle_over(cx, &from);
+            let left = Rc::downgrade(&from);
+            self.test.let_go(cx, from);
+            (0..self.random.below(2000)).for_each(|_| point());
+            test.world.enter(cx, &self.process.space);
+            self.wake_up();
+            test.did("ended beside idle CPUs", u64::from(left.strong_count() == 0));
+            return;
         } else {
             test.world.enter(cx, &to.space);
             test.world.leave(cx, &self.process.space);
         }
         let from = std::mem::replace(&mut self.process, to);
         self.test.let_go(cx, from);
+    }
+
+    /// Promises to use no address, and keeps the tables.
+    fn idle_over(&self, cx: &Cx<'_, 'h>, process: &Process<'v, 'h, F>) {
+        self.test.world.machine.mmu().pause(CpuId(self.cpu), true);
+        // SAFETY: it enters a space before it uses an address.
+        unsafe { process.space.tlb().enter_lazy(self.test.world.vm.shootdown(), cx) };
+    }
+
+    fn wake_up(&self) {
+        self.test.world.machine.mmu().pause(CpuId(self.cpu), false);
     }
 
     fn doom(&mut self) {
@@ -685,7 +732,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         test.world.leave(cx, &parent.space);
         // What came or went meanwhile is there or not.
         for page in torn {
-            self.change_pages(cx, &child, area_of(page), page, 1);
+            self.change_pages(cx, &child, page..page + area_of(page).kind.page.bytes());
         }
         self.process = child.clone();
         // What may be pinned is copied for the child, each page at its own moment.
@@ -878,10 +925,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         let at = area.start + self.random.below(area.pages) * 4096 + u64::from(self.cpu) * 8;
         let world = self.test.world;
         if self.random.below(2) == 0 {
-            let load = |_: &mut Self| {
-                Ok(translated(world, cx, &process, at, false)?.map(|frame| world.device_get(frame, at & 0xfff)))
-            };
-            self.loading(&process, at, load);
+            self.guest_loads(cx, &process, at);
             return;
         }
         self.storing(&process, at, |program, value| {
@@ -890,6 +934,14 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             program.test.did("stored by guests", 1);
             Ok(true)
         });
+    }
+
+    fn guest_loads(&mut self, cx: &mut Cx<'_, 'h>, process: &Process<'v, 'h, F>, at: u64) {
+        let world = self.test.world;
+        let load = |_: &mut Self| {
+            Ok(translated(world, cx, process, at, false)?.map(|frame| world.device_get(frame, at & 0xfff)))
+        };
+        self.loading(process, at, load);
     }
 }
 

@@ -76,9 +76,8 @@ def lease(name=None, bytes=0, page=None, node=None, *, secret=None, socket=None)
         wish["node"] = node
     if name is not None:
         wish["keep"] = {"name": name}
-        if os.path.exists(secret):
-            with open(secret) as file:
-                wish["keep"]["secret"] = file.read().strip()
+        if known := _read_secret(secret):
+            wish["keep"]["secret"] = known
     connection = _connect(socket or _default_socket())
     try:
         answer, fds = _ask(connection, {"lease": wish})
@@ -143,10 +142,29 @@ def _ask(connection, request):
     return answer, fds
 
 
+def _read_secret(path):
+    """Nothing, too, if the file is empty: a full disk leaves it so, or the end of whoever wrote it."""
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return ""
+
+
 def _write_secret(connection, name, path, secret):
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secret + "\n")
+        if os.path.lexists(path) and not _read_secret(path):
+            # Not written into: whoever made it may have it open, or let others read it.
+            os.remove(path)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(fd, "w") as file:
+                file.write(secret + "\n")
+                file.flush()
+                os.fsync(fd)
+        except OSError:
+            os.remove(path)
+            raise
     except OSError as error:
         # Nobody could have it again.
         _ask(connection, {"forget": {"keep": {"name": name, "secret": secret}}})

@@ -18,14 +18,17 @@ use killed::{clients_and_supervisors_are_killed, the_daemon_is_killed};
 use manager::{a_manager_holds_what_is_filled, kept_memory_survives_the_daemon};
 use programs::{
     a_daemon_of_another_process_namespace, a_descriptor_changes, a_lease_without_a_filter_is_over,
-    programs_of_all_kinds,
+    programs_of_all_kinds, programs_of_all_kinds_at_once,
 };
 use roles::{client, daemon, keeper, program};
 use std::path::Path;
-use support::{PAGE, Pool};
+use support::{PAGE, Pool, judged};
 
 /// A lease, and a file that the daemon has ready: two pages, so that there is a first and a last one.
 const LEASE: u64 = 2 * PAGE;
+
+/// What the programs of a test have at most: each a lease and memory of its own.
+const MEMORY: u64 = 16 * LEASE;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
@@ -51,7 +54,7 @@ fn goes_on() {
 type Test = (&'static str, fn(&Pool));
 
 fn tests(part: &str) {
-    let tests: [Test; 9] = [
+    let tests: [Test; 10] = [
         ("a daemon of another process namespace", a_daemon_of_another_process_namespace),
         ("clients and supervisors are killed before every call", clients_and_supervisors_are_killed),
         ("the daemon is killed before every call", the_daemon_is_killed),
@@ -60,13 +63,16 @@ fn tests(part: &str) {
         ("a service manager holds what is filled", a_manager_holds_what_is_filled),
         ("kept memory survives its program and the daemon", kept_memory_survives_the_daemon),
         ("programs with filters, children and old calls", programs_of_all_kinds),
+        ("programs of all kinds at once", programs_of_all_kinds_at_once),
         ("a lease without a filter is over", a_lease_without_a_filter_is_over),
     ];
-    let Some(pool) = Pool::with_free(4 * LEASE / PAGE) else { return };
     for (name, test) in tests.into_iter().filter(|(name, _)| name.contains(part)) {
-        goes_on();
-        test(&pool);
-        pool.wait_until_lacks(0);
-        println!("test {name} ... ok");
+        judged(|| {
+            let Some(pool) = Pool::with_free(MEMORY / PAGE) else { return };
+            goes_on();
+            test(&pool);
+            pool.wait_until_lacks(0);
+            println!("test {name} ... ok");
+        });
     }
 }

@@ -2,13 +2,18 @@
 
 use crate::roles::DONE;
 use crate::served::{PROGRAM, SUPERVISOR, Served, rest};
-use crate::support::Pool;
+use crate::support::{PAGE, Pool, wait_for};
 use crate::tracer::{Then, trace};
 use crate::{LEASE, goes_on};
+use hugemm_lease::client::Connection;
+use hugemm_lease::wire::Request;
 use rustix::io::Errno;
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::process::Stdio;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 const RECEIVE: u64 = 0xc050_2100;
 const SEND: u64 = 0xc018_2101;
@@ -79,31 +84,87 @@ pub(crate) fn a_descriptor_changes(_: &Pool, how: &str) {
     }
 }
 
+/// Roles, and what begins what each of them says.
+const KINDS: &[(&str, &str)] = &[
+    ("plain", "leased"),
+    // What it starts has the filter, too.
+    ("child", "leased"),
+    ("filtered", "leased"),
+    // A child's end that nobody is told of.
+    ("ignores", "leased"),
+    // Linux allows one listener: the one that is there stays, and the program runs without a lease.
+    ("listened", "taken\nplain"),
+    ("listens", "Err(Taken)\nleased"),
+    #[cfg(target_arch = "x86_64")]
+    ("int80", "plain"),
+    // Whoever else can reach the file has the same memory.
+    ("dup", "one"),
+    ("fork", "one"),
+    ("reopen", "one"),
+    ("send", "one"),
+    ("required", "failed: "),
+];
+
 pub(crate) fn programs_of_all_kinds(_: &Pool) {
     let daemon = Served::start();
-    for (role, expected) in [
-        ("plain", "leased"),
-        // What it starts has the filter, too.
-        ("child", "leased"),
-        ("filtered", "leased"),
-        // A child's end that nobody is told of.
-        ("ignores", "leased"),
-        // Linux allows one listener: the one that is there stays, and the program runs without a lease.
-        ("listened", "taken\nplain"),
-        ("listens", "Err(Taken)\nleased"),
-        #[cfg(target_arch = "x86_64")]
-        ("int80", "plain"),
-        // Whoever else can reach the file has the same memory.
-        ("dup", "one"),
-        ("fork", "one"),
-        ("reopen", "one"),
-        ("send", "one"),
-        ("required", "failed: "),
-    ] {
+    for (role, expected) in KINDS {
         daemon.wait_until_idle();
         let said = daemon.said(role);
         assert!(said.starts_with(expected), "{role}: {said}");
     }
+}
+
+/// Programs of all kinds, several at any moment, some of them killed, while the daemon is drained and filled again; for as many seconds as
+/// HUGEMM_SOAK_SECONDS says. Each file has one memory, what is lent is clear and nobody else's, and in the end all is back.
+pub(crate) fn programs_of_all_kinds_at_once(pool: &Pool) {
+    let seconds = std::env::var("HUGEMM_SOAK_SECONDS").ok().and_then(|text| text.parse().ok());
+    let end = Instant::now() + Duration::from_secs(seconds.unwrap_or(2));
+    let (daemon, seen) = (&Served::start(), &Mutex::new(BTreeSet::new()));
+    let run = |seed: u64| {
+        let (mut random, mut runs, mut killed) = (seed, 0, 0);
+        let mut below = |most: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) % most
+        };
+        while Instant::now() < end {
+            let (role, expected) = KINDS[below(KINDS.len() as u64) as usize];
+            let mut program = daemon.client(role).stderr(Stdio::piped()).spawn().expect("started");
+            let dies = below(4) == 0;
+            if dies {
+                std::thread::sleep(Duration::from_millis(below(30)));
+                program.kill().expect("a child");
+            }
+            let output = program.wait_with_output().expect("ended");
+            let [said, errors] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+            // Where others take from the pool it may have nothing for a program's own memory.
+            let short = said.is_empty() && errors.contains("Cannot allocate memory");
+            let ends_early = dies && expected.starts_with(&said);
+            assert!(said.starts_with(expected) || ends_early || short, "{role}: {said}{errors}");
+            if let Some(inode) = said.strip_prefix("leased ") {
+                assert!(seen.lock().expect("no panic").insert(inode.to_owned()), "lent twice: {inode}");
+            }
+            (runs, killed) = (runs + 1, killed + u32::from(dies));
+        }
+        (runs, killed)
+    };
+    let ran: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (1..4).map(|seed| scope.spawn(move || run(seed))).collect();
+        let tell = |request| Connection::open(&daemon.socket)?.ask(&request);
+        let filled = || daemon.status().map_or(0, |status| status.counts.filled_bytes);
+        while Instant::now() < end {
+            goes_on();
+            let before = filled();
+            tell(Request::Drain {}).and_then(|_| tell(Request::Fill {})).expect("it answers");
+            // A busy machine has a moment for that now and then.
+            wait_for("a file is filled", || filled() > before || Instant::now() >= end);
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    });
+    daemon.wait_until_idle();
+    pool.wait_until_lacks(LEASE / PAGE);
+    let [runs, killed] = [ran.iter().map(|(runs, _)| runs).sum::<u32>(), ran.iter().map(|(_, killed)| killed).sum()];
+    println!("{runs} programs, {killed} of them killed; {} leases taken", seen.lock().expect("no panic").len());
 }
 
 /// Where no filter can be had the daemon has its memory back, however long the program runs without it.

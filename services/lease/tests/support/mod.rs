@@ -2,8 +2,11 @@
 
 #![allow(dead_code, reason = "each test program uses its part")]
 
+mod judged;
 mod watchdog;
 
+use judged::SIZE;
+pub(crate) use judged::judged;
 use std::fs::{self, File};
 use std::time::{Duration, Instant};
 
@@ -19,14 +22,10 @@ pub(crate) struct Pool {
     more: u64,
 }
 
-const SIZE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
-
 impl Pool {
     /// `None`, and a line that says why, where the kernel has not that many free pages.
     pub(crate) fn with_free(pages: u64) -> Option<Self> {
-        let lock = std::env::temp_dir().join("hugemm-lease-pool.lock");
-        let lock = File::options().create(true).truncate(false).write(true).open(lock).expect("a lock file");
-        lock.lock().expect("locked");
+        let lock = judged::turn();
         let more = pages.saturating_sub(free());
         // For root; the kernel gives what it finds.
         let _ = resize(|size| size + more);

@@ -52,6 +52,7 @@ fn trace_here(command: &mut Command, mut stopped: impl FnMut(Stop) -> Then) -> O
     let mut tracer = Tracer { processes: vec![(child.id() as i32, 0)], threads: BTreeMap::new(), held: None };
     loop {
         let mut status = 0;
+        // Another thread's child never becomes this one's: when its thread ends it goes to the program's first, which outlives this.
         // SAFETY: waits for any child or traced thread of this thread; the status outlives the call.
         let thread = unsafe { libc::waitpid(-1, &raw mut status, libc::__WALL | libc::__WNOTHREAD) };
         if thread < 0 {

@@ -3,14 +3,31 @@
 use crate::age::config::RunConfig;
 use crate::age::rig::{NODE, OnHost, Rig, Touches, on_machine};
 use crate::machine::Machine;
+use crate::measure::Repeat;
+use crate::results::Line;
+use crate::sides::by_turns;
 use anyhow::{Context, Result};
 use hugemm_base::{CpuCx, CpuId, Never, VirtAddr};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_inspect::interrupt;
 use hugemm_reclaim::{Ageing, BATCH, ShrinkBudget, Step};
 use hugemm_vm::AddressSpaceRef;
 use hugemm_workloads::age::{SHARED_AT, Touch};
+use hugemm_workloads::record::Metric;
+use indicatif::ProgressBar;
 use std::time::Instant;
+
+/// Ours first.
+const WAYS: [Ageing; 2] = [Ageing::Batch, Ageing::NoFlush];
+
+/// What is saved of each.
+pub const COSTS: [Metric<Cost>; 2] = [
+    Metric::new("bench.age.rate", "1/s", Cost::rate),
+    Metric::new("bench.age.wrongly_old", "pages", |it| it.refaults as f64),
+];
+
+/// Of all of reclaim, and the same if ageing cost nothing.
+pub const WHOLE: Metric<Cost> = Metric::new("", "1/s", Cost::whole_rate);
+pub const FREE: Metric<Cost> = Metric::new("", "1/s", Cost::free_rate);
 
 /// What ageing of the same pages has cost in one way.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -57,39 +74,32 @@ impl Cost {
 /// beginning. In each turn a round over pages of which all have been used, so that nothing is evicted; then one in which a
 /// half has, and the other half goes; then who was wrongly sent away comes back.
 ///
-/// Empty if a TLB remembered all pages of the only process, and so hid that they were used.
+/// A line for each way, ours first; none if a TLB remembered all pages of the only process, and so hid that they were used.
 pub fn ageing_costs(
     machine: &Machine,
     memory: &mut [u8],
     places: &[CpuPlace],
     config: &RunConfig,
     runs: u32,
-) -> Result<Vec<[Cost; 2]>> {
+) -> Result<Option<[Line<Cost>; 2]>> {
     on_machine(machine, memory, places, None, config, |rig| rig.costs(config, runs))
 }
 
 impl<'h> Rig<'_, 'h> {
-    fn costs(&self, config: &RunConfig, runs: u32) -> Result<Vec<[Cost; 2]>> {
+    fn costs(&self, config: &RunConfig, runs: u32) -> Result<Option<[Line<Cost>; 2]>> {
         let (object, spaces) = self.spaces(config)?;
-        let costs = self.as_cpu(CpuId(0), |cx| {
-            let mut costs = Vec::new();
-            for run in 0..=runs {
-                let mut pair = [Cost::default(); 2];
-                for turn in 0..2 {
-                    interrupt::check()?;
-                    let which = (turn + run as usize) % 2;
-                    self.vm.pager().set_ageing([Ageing::Batch, Ageing::NoFlush][which]);
-                    let Some(cost) = self.cost(cx, &spaces, config)? else { return anyhow::Ok(Vec::new()) };
-                    pair[which] = cost;
-                }
-                if run > 0 {
-                    costs.push(pair);
-                }
-            }
-            Ok(costs)
+        let line = |way: Ageing| Line::new([("young", way.name().into()), ("procs", config.procs.into())]);
+        let (mut lines, mut hidden) = (WAYS.map(line), false);
+        self.as_cpu(CpuId(0), |cx| {
+            by_turns(&mut lines, Repeat::new(runs, 1), &ProgressBar::hidden(), |index| {
+                self.vm.pager().set_ageing(WAYS[index]);
+                let cost = if hidden { None } else { self.cost(cx, &spaces, config)? };
+                hidden |= cost.is_none();
+                Ok(cost.unwrap_or_default())
+            })
         })??;
         self.end(object, spaces)?;
-        Ok(costs)
+        Ok((!hidden).then_some(lines))
     }
 
     /// One turn of one side.
@@ -191,7 +201,7 @@ impl<'h> Rig<'_, 'h> {
         let (counts, of) = (pager.counts(), |step| pager.steps().of(step));
         Seen {
             pages: counts.aged.get() + counts.around.get(),
-            age_ns: of(Step::Age) + of(Step::AgeFlush),
+            age_ns: of(Step::Age),
             lists_ns: of(Step::Around),
             whole_ns: pager.steps().whole(),
         }

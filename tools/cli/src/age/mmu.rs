@@ -5,7 +5,6 @@
 //! thread that is the CPU alone. Between looking a page up and using it the thread serves no shootdown, so a flush that is
 //! complete is complete here as well.
 
-use crate::age::steps::is_ageing;
 use hugemm_base::{CpuId, Invalidation, PhysAddr, TlbHw, TlbScope, VirtAddr};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::ipi::MembarrierIpi;
@@ -13,7 +12,6 @@ use hugemm_paging::{Flags, PageFormat, X86_64};
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
 /// The bit that decides whether hardware uses an entry, in every format.
 const PRESENT: u64 = 1;
@@ -49,31 +47,13 @@ pub struct SoftMmu<'a, 'h> {
     host: &'a Host<'h>,
     cpus: Vec<SoftCpu>,
     interrupts: Option<&'a MembarrierIpi>,
-    /// Nanoseconds of invalidations and interrupts by CPUs that are reading accessed bits.
-    age_flush_ns: AtomicU64,
 }
 
 impl<'a, 'h> SoftMmu<'a, 'h> {
     /// For the host's first `cpus` CPUs. `interrupts` are sent where there are any to send.
     pub fn new(host: &'a Host<'h>, cpus: u32, interrupts: Option<&'a MembarrierIpi>) -> Self {
         let cpu = |_| SoftCpu(UnsafeCell::new(Tlb { root: 0, small: Box::new([NONE; SMALL]), huge: [NONE; HUGE] }));
-        SoftMmu { host, cpus: (0..cpus).map(cpu).collect(), interrupts, age_flush_ns: AtomicU64::new(0) }
-    }
-
-    /// Nanoseconds that CPUs have spent on flushes while they read accessed bits, whoever made them do it.
-    pub fn age_flush_ns(&self) -> u64 {
-        self.age_flush_ns.load(Ordering::Relaxed)
-    }
-
-    /// Does part of a flush; its time is ageing's if the calling thread is at that.
-    fn flushing(&self, part: impl FnOnce()) {
-        if !is_ageing() {
-            return part();
-        }
-        let start = Instant::now();
-        part();
-        // At least one: it is seen, however coarse the clock.
-        self.age_flush_ns.fetch_add((start.elapsed().as_nanos() as u64).max(1), Ordering::Relaxed);
+        SoftMmu { host, cpus: (0..cpus).map(cpu).collect(), interrupts }
     }
 
     fn forget(&self, cpu: CpuId, what: &Invalidation) {
@@ -182,12 +162,12 @@ impl<'a, 'h> SoftMmu<'a, 'h> {
 // are threads that poll.
 unsafe impl TlbHw for SoftMmu<'_, '_> {
     fn invalidate(&self, cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
-        self.flushing(|| self.forget(cpu, what));
+        self.forget(cpu, what);
     }
 
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         if let Some(interrupts) = self.interrupts {
-            self.flushing(|| interrupts.interrupt(cpu, first, cpus, serve));
+            interrupts.interrupt(cpu, first, cpus, serve);
         }
     }
 

@@ -85,9 +85,8 @@ impl<'h> Rig<'_, 'h> {
         let reclaimed = self.as_cpu(CpuId(0), |cx| {
             AgeFigures::of_reclaim(cx, pager, self.store, NODE, |step| pager.steps().of(step))
         })?;
-        let age_flush_ns = reclaimed.age_flush_ns + self.mmu.age_flush_ns();
         let shootdowns = self.vm.shootdown().counts();
-        let figures = AgeFigures { seconds, windows, touched, shootdowns, age_flush_ns, ..reclaimed };
+        let figures = AgeFigures { seconds, windows, touched, shootdowns, ..reclaimed };
         self.end(object, spaces)?;
         Ok(figures)
     }

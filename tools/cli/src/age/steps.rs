@@ -12,11 +12,6 @@ thread_local! {
     pub static STEP: Cell<(Step, Option<Instant>)> = const { Cell::new((Step::Outside, None)) };
 }
 
-/// Whether this thread reads accessed bits, and does not serve others meanwhile.
-pub fn is_ageing() -> bool {
-    STEP.get().0 == Step::Age
-}
-
 /// Adds up what reclaim spends its time on, over all threads, and wakes the worker.
 #[derive(Debug, Default)]
 pub struct Clocked {
@@ -53,31 +48,5 @@ impl Clocked {
     /// Nanoseconds in one step.
     pub fn of(&self, step: Step) -> u64 {
         self.nanos[step as usize].load(Ordering::Relaxed)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::age::mmu::SoftMmu;
-    use hugemm_base::{CpuId, Invalidation, NodeId, TlbHw, TlbScope};
-    use hugemm_host::cpu::{CpuPlace, Host};
-
-    /// An invalidation by a thread that ages is ageing's, whatever path it took; one for others is not.
-    #[test]
-    fn a_flush_in_ageing_is_seen() {
-        let place = CpuPlace { os_cpu: 0, node: NodeId(0) };
-        let host = Host::new(&[place], &mut []).expect("a machine without memory");
-        let mmu = SoftMmu::new(&host, 1, None);
-        let flush = || mmu.invalidate(CpuId(0), TlbScope::Space, &Invalidation::ALL);
-        flush();
-        assert_eq!(mmu.age_flush_ns(), 0, "nobody ages");
-        Clocked::default().enter(Step::Age);
-        flush();
-        assert!(mmu.age_flush_ns() > 0);
-        Clocked::default().enter(Step::Outside);
-        let seen = mmu.age_flush_ns();
-        flush();
-        assert_eq!(mmu.age_flush_ns(), seen);
     }
 }

@@ -97,8 +97,8 @@ mod tests {
         for (words, expected) in [
             ("bench free -n 7 -o 0,9", "bench free n=7 order=0,9 runs=5"),
             (
-                "bench mem mmap -p 1gb -s 2GB",
-                "bench mem mmap size=2147483648 page=1GB function=demand,populate loops=3",
+                "bench mem mmap -p 1gb -s 2GB --how demand -l 2",
+                "bench vm-create size=2147483648 page=1GB how=demand workers=- clear=page,extent,bulk from=pool runs=2",
             ),
             ("bench pool -n 7,9 --hvo off,on --flush page", "bench pool n=7,9 page=2MB hvo=off,on flush=page runs=5"),
             (
@@ -119,13 +119,13 @@ mod tests {
     #[test]
     fn usage_errors_are_one_line() {
         for (words, part) in [
-            ("bench churn", "it has run, bench mem memset"),
+            ("bench churn", "it has run, bench vm-create"),
             ("nonsense", "no command 'nonsense'"),
             ("bench", "no command 'bench'"),
             ("bench free --nonsense", "see 'hugemm boot -- bench free --help'"),
             ("bench free -o 0,19", "there is no order 19"),
             ("bench pool -p 4KB", "[possible values: 2MB, 1GB]"),
-            ("bench age --young flush,swim", "'swim' for '--young <YOUNG>' [possible values: flush"),
+            ("bench age --young batch,swim", "'swim' for '--young <YOUNG>' [possible values: noflush"),
             ("bench age --memory 1MB", "give at least 32MB"),
             ("bench age --seconds nan", "'nan' is no time"),
             ("bench vm-create -w 1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8", "measure them in two runs"),

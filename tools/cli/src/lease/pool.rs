@@ -283,10 +283,11 @@ fn print(status: &Status) {
             size,
             lent.seconds.to_string(),
             match lent.seen {
+                Some(Seen::Awaited) => "not taken yet",
                 Some(Seen::Placed) => "placed",
                 Some(Seen::PrivateMapping) => "mapped privately",
                 Some(Seen::Unused) => "never used",
-                None => "",
+                None => "given",
             }
             .to_owned(),
         ]);

@@ -162,7 +162,7 @@ mod tests {
             ("bench pool --flush page,batch", "--flush page,batch are several"),
             ("bench vm-create --how pin", "stock Linux has no --how pin"),
             ("bench vm-create -p 2MB,1GB", "-p 2MB,1GB are several"),
-            ("bench age --young flush,batch", "--young flush,batch are several"),
+            ("bench age --young noflush,batch", "--young noflush,batch are several"),
             ("bench age -p 2MB", "-p 2MB is not for 'bench age' here"),
             ("bench age -p 4KB,2MB", "-p 4KB,2MB are several"),
             ("bench age --swim", "see 'hugemm linux VMLINUZ -- bench age --help'"),

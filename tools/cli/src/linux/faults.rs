@@ -7,22 +7,16 @@ use crate::linux::{Cell, NAME};
 use crate::results::Results;
 use crate::table;
 use hugemm_base::PageSize;
-use hugemm_workloads::request::{Function, KERNEL_SIZE, PagesFrom, VmCreate};
+use hugemm_workloads::request::{KERNEL_SIZE, PagesFrom, VmCreate};
 use hugemm_workloads::size::Size;
-use hugemm_workloads::vm_create::{CreateMethod, RATE};
-use hugemm_workloads::words::Named;
-
-/// As Linux has it.
-fn function(how: &str) -> &'static str {
-    if how == CreateMethod::Demand.name() { Function::Demand.name() } else { Function::Populate.name() }
-}
+use hugemm_workloads::vm_create::RATE;
 
 pub fn report(work: &VmCreate, cells: &[Cell]) -> Results {
     let bytes = Size(work.size.unwrap_or(KERNEL_SIZE));
     let page = work.page.iter().next().unwrap_or(PageSize::Size2M);
     // What Linux's huge pages are: from a pool that has been filled before, or transparent, from free memory.
     let kind = if work.from == PagesFrom::Pool { "hugetlb" } else { "thp" };
-    let mut lines = table::new(["kernel", "CPUs", "function", "workers", "GB/s", "± stdev"]);
+    let mut lines = table::new(["kernel", "CPUs", "how", "workers", "GB/s", "± stdev"]);
     let mut rows = Vec::new();
     for cell in cells {
         let Ok(transcript) = &cell.transcript else {
@@ -30,18 +24,18 @@ pub fn report(work: &VmCreate, cells: &[Cell]) -> Results {
             continue;
         };
         for line in lines_of(transcript) {
-            let (function, workers) = (function(&line.label("how")), line.number("workers"));
+            let (how, workers) = (line.label("how"), line.number("workers"));
             let rate = line.samples(&RATE);
             lines.add_row([
                 cell.kernel.clone(),
                 cell.cpus.to_string(),
-                function.to_owned(),
+                how.clone(),
                 workers.to_string(),
                 format!("{:.2}", rate.median()),
                 format!("{:.1}%", rate.stdev_percent()),
             ]);
             let row = Row::median("linux.mmap", &rate, RATE.unit).label("kernel", cell.kernel.as_str());
-            let row = row.label("cpus", cell.cpus).label("function", function).label("workers", workers);
+            let row = row.label("cpus", cell.cpus).label("how", how).label("workers", workers);
             rows.push(row.label("page_kib", page.bytes() >> 10).label("kind", kind));
         }
     }
@@ -54,18 +48,18 @@ pub fn report(work: &VmCreate, cells: &[Cell]) -> Results {
 pub fn compare(results: &mut Results) {
     let label = |row: &Row, name: &str| row.labels().get(name).cloned().unwrap_or_default();
     let same = |row: &Row, other: &Row| {
-        ["cpus", "function", "workers"].into_iter().all(|name| label(row, name) == label(other, name))
+        ["cpus", "how", "workers"].into_iter().all(|name| label(row, name) == label(other, name))
     };
     let (ours, theirs): (Vec<&Row>, Vec<&Row>) = results.rows.iter().partition(|row| label(row, "kernel") == NAME);
-    let mut lines = table::new(["Linux", "CPUs", "function", "workers", "hugemm / Linux"]);
+    let mut lines = table::new(["Linux", "CPUs", "how", "workers", "hugemm / Linux"]);
     let mut ratios = Vec::new();
     for linux in theirs.iter().filter(|row| row.value() > 0.0) {
         let Some(hugemm) = ours.iter().find(|row| same(row, linux)) else { continue };
         let ratio = hugemm.value() / linux.value();
         let text = |name: &str| label(linux, name).to_string().trim_matches('"').to_owned();
-        lines.add_row([text("kernel"), text("cpus"), text("function"), text("workers"), format!("{ratio:.2}")]);
+        lines.add_row([text("kernel"), text("cpus"), text("how"), text("workers"), format!("{ratio:.2}")]);
         let row = Row::single("linux.mmap.hugemm_vs_linux", ratio, "ratio");
-        let labels = ["kernel", "cpus", "function", "workers", "page_kib", "kind"];
+        let labels = ["kernel", "cpus", "how", "workers", "page_kib", "kind"];
         ratios.push(labels.into_iter().fold(row, |row, name| row.label(name, label(linux, name))));
     }
     if !ratios.is_empty() {
@@ -80,9 +74,9 @@ mod tests {
     use super::*;
     use crate::goals::{MET, MISSED};
 
-    fn row(kernel: &str, function: &str, workers: u32, value: f64) -> Row {
+    fn row(kernel: &str, how: &str, workers: u32, value: f64) -> Row {
         let row = Row::single("linux.mmap", value, "GB/s").label("kernel", kernel).label("cpus", 2);
-        row.label("function", function).label("workers", workers)
+        row.label("how", how).label("workers", workers)
     }
 
     fn compared(rows: Vec<Row>) -> Vec<Row> {
@@ -100,7 +94,7 @@ mod tests {
                 row("7.3", "demand", 2, 1.0),
                 row(NAME, "demand", 1, 4.0),
                 row(NAME, "demand", 2, second),
-                row(NAME, "populate", 2, 0.1),
+                row(NAME, "prefault", 2, 0.1),
             ];
             let all = compared(rows);
             let goal = all.last().expect("a goal");

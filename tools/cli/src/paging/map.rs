@@ -4,13 +4,10 @@
 //! mapped are numbers. Nobody translates by the tables; a flush costs both sides what this machine's kernel takes for one.
 //! Both give the tables back when they unmap a whole range.
 //!
-//! A range becomes read-only leaf by leaf on both sides, or by the tables on both sides: that crate has functions for the
-//! entries of each level. What the second puts off is charged where it is written again: one page in 1, 10 and 100 % of the
-//! tables, with the flush in between; there the per-page side has the better of both ways. Where CPUs may be translating by
-//! the entries (live), a leaf is changed after the tables and a flush on both sides: a plain store without them would lose what
-//! hardware sets meanwhile.
+//! A range becomes read-only while CPUs may be translating by it: by the tables and a flush on both sides, and then leaf by leaf. A plain
+//! store to a leaf without them would lose what hardware sets meanwhile.
 //!
-//! Frames are one run, or as `--extent` says; the last rows are of short runs, and of such into tables that exist and stay.
+//! Frames are one run, or as `--extent` says; the last rows are of runs of 4 KiB.
 
 use crate::document::Row;
 use crate::frames::area::AreaPlan;
@@ -29,8 +26,7 @@ use hugemm_host::cpu::Host;
 use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::memory::Region;
 use hugemm_paging::{FrameTables, PageTable, X86_64};
-use hugemm_workloads::alloc_free::Spent;
-use hugemm_workloads::mapping::{ByRange, Field, MapperLoop, Times, pass, pass_in_tables, pass_with_tables};
+use hugemm_workloads::mapping::{ByRange, Field, MapperLoop, Times, pass};
 use hugemm_workloads::options::runs;
 use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
@@ -59,40 +55,19 @@ const FRAMES: Pfn = Pfn::new(1 << 30);
 /// The addresses that a table may translate here: the lower half.
 const LOWER: u64 = 1 << 47;
 
-/// What a pass took.
-struct Passed {
-    times: Times,
-    /// Mapping and unmapping runs of 1, 4 and 16 frames.
-    scattered: [[Spent; 2]; 3],
-    /// The same of one frame into tables that exist and stay: the least that there is to win.
-    existing: [Spent; 2],
-}
-
-/// How many frames in a row are contiguous.
-const SCATTERED: [u64; 3] = [1, 4, 16];
+/// What a pass took over the field, and over one whose frames are contiguous by 4 KiB only.
+struct Passed([Times; 2]);
 
 const fn per_page(name: &'static str, head: &'static str, of: fn(&Passed) -> f64) -> Metric<Passed> {
     Metric::new(name, "ns per page", of).column(head)
 }
 
-const METRICS: [Metric<Passed>; 17] = [
-    per_page("bench.map.map", "map", |it| it.times.map.each()),
-    per_page("bench.map.unmap", "unmap", |it| it.times.unmap.each()),
-    per_page("bench.map.protect_settled", "read-only by leaf", |it| it.times.protect_settled.each()),
-    per_page("bench.map.protect_live", "read-only by leaf, live", |it| it.times.protect_live.each()),
-    per_page("bench.map.protect_tables", "read-only by table", |it| it.times.protect_tables.each()),
-    per_page("bench.map.rewritten_1", "read-only, flush, 1 % of tables written", |it| it.times.rewritten[0].each()),
-    per_page("bench.map.rewritten_10", "read-only, flush, 10 % of tables written", |it| it.times.rewritten[1].each()),
-    per_page("bench.map.rewritten_100", "read-only, flush, all tables written", |it| it.times.rewritten[2].each()),
-    per_page("bench.map.write_again", "write 1 page in 2 MiB again, by page", |it| it.times.write_again.each()),
-    per_page("bench.map.map_scattered", "map 4 KiB runs", |it| it.scattered[0][0].each()),
-    per_page("bench.map.unmap_scattered", "unmap 4 KiB runs", |it| it.scattered[0][1].each()),
-    per_page("bench.map.map_scattered16k", "map 16 KiB runs", |it| it.scattered[1][0].each()),
-    per_page("bench.map.unmap_scattered16k", "unmap 16 KiB runs", |it| it.scattered[1][1].each()),
-    per_page("bench.map.map_scattered64k", "map 64 KiB runs", |it| it.scattered[2][0].each()),
-    per_page("bench.map.unmap_scattered64k", "unmap 64 KiB runs", |it| it.scattered[2][1].each()),
-    per_page("bench.map.map_existing", "map 4 KiB runs, tables exist", |it| it.existing[0].each()),
-    per_page("bench.map.unmap_existing", "unmap 4 KiB runs, tables stay", |it| it.existing[1].each()),
+const METRICS: [Metric<Passed>; 5] = [
+    per_page("bench.map.map", "map", |it| it.0[0].map.each()),
+    per_page("bench.map.unmap", "unmap", |it| it.0[0].unmap.each()),
+    per_page("bench.map.protect_live", "read-only, live", |it| it.0[0].protect.each()),
+    per_page("bench.map.map_scattered", "map 4 KiB runs", |it| it.0[1].map.each()),
+    per_page("bench.map.unmap_scattered", "unmap 4 KiB runs", |it| it.0[1].unmap.each()),
 ];
 
 pub fn run(args: &Map) -> Result<()> {
@@ -206,6 +181,7 @@ impl<'b> Bench<'b, '_> {
         };
         Side::new("hugemm, by range", run)
     }
+
     fn per_page(self, field: Field) -> Side<'b, Passed>
     where
         Self: 'b,
@@ -228,12 +204,7 @@ impl<'b> Bench<'b, '_> {
 
 /// All that is measured of one way.
 fn measured<W: MapperLoop>(host: &Host<'_>, way: &mut W, field: Field, flush: &dyn Fn()) -> Result<Passed> {
-    let times = pass(host, way, field, flush)?;
-    let mut scattered = [[Spent::default(); 2]; 3];
-    for (spent, run) in scattered.iter_mut().zip(SCATTERED) {
-        *spent = pass_with_tables(host, way, Field { run: run.min(field.pages), ..field })?;
-    }
-    Ok(Passed { times, scattered, existing: pass_in_tables(host, way, Field { run: 1, ..field })? })
+    Ok(Passed([pass(host, way, field, flush)?, pass(host, way, Field { run: 1, ..field }, flush)?]))
 }
 
 /// The figures of one size: the rows of both sides, and how many times as long the other takes.

@@ -3,11 +3,11 @@
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, VirtAddr};
 use hugemm_frames::{Frames, Plain};
-use hugemm_workloads::mapping::{Field, MapLoopError, MapMethod, MapperLoop, State};
+use hugemm_workloads::mapping::{Field, MapLoopError, MapperLoop};
 use hugemm_x86_64::FrameSource;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use x86_64::structures::paging::mapper::{CleanUp, FlagUpdateError, MapperFlush, MapperFlushAll};
+use x86_64::structures::paging::mapper::{CleanUp, MapperFlush, MapperFlushAll};
 use x86_64::structures::paging::{
     FrameAllocator, FrameDeallocator, Mapper, OffsetPageTable, Page, PageTable, PageTableFlags, PageTableIndex,
     PhysFrame, Size4KiB,
@@ -50,45 +50,29 @@ const UNDER: [u64; 3] = [1 << 9, 1 << 18, 1 << 27];
 const TABLE: PageTableFlags = PageTableFlags::PRESENT.union(PageTableFlags::WRITABLE);
 
 impl<P: Cpu> PerPage<'_, '_, '_, P> {
-    fn update(
-        &mut self,
-        field: Field,
-        pages: impl Iterator<Item = u64>,
-        flags: PageTableFlags,
-    ) -> Result<(), MapLoopError> {
-        for index in pages {
-            // SAFETY: nobody translates by this table.
-            let done = unsafe { self.mapper.update_flags(page(field, index), flags) };
-            done.map(MapperFlush::ignore).map_err(|_| MapLoopError::Page(index))?;
-        }
-        Ok(())
-    }
-
-    /// Sets the flags of the entries that refer to tables, of the highest level whose entries the field fills, and of the
-    /// leaves that are left: by the crate's own functions for it.
-    fn update_tables(&mut self, field: Field, table: PageTableFlags, leaf: PageTableFlags) -> Result<(), MapLoopError> {
+    /// Sets the flags of the entries that refer to tables, of the highest level whose entries the field fills, by the crate's own functions
+    /// for it; leaves that are left become read-only.
+    fn update_tables(&mut self, field: Field, table: PageTableFlags) -> Result<(), MapLoopError> {
         let mut index = 0;
         while index < field.pages {
-            let (page, rest) = (page(field, index), field.pages - index);
-            let all = |done: Result<MapperFlushAll, FlagUpdateError>| {
-                done.map(MapperFlushAll::ignore).map_err(|_| MapLoopError::Page(index))
-            };
+            let (at, page, rest) = (index, page(field, index), field.pages - index);
             // SAFETY: nobody translates by this table.
-            unsafe {
+            let done = unsafe {
                 if rest >= UNDER[2] {
-                    all(self.mapper.set_flags_p4_entry(page, table))?;
                     index += UNDER[2];
+                    self.mapper.set_flags_p4_entry(page, table).map(MapperFlushAll::ignore)
                 } else if rest >= UNDER[1] {
-                    all(self.mapper.set_flags_p3_entry(page, table))?;
                     index += UNDER[1];
+                    self.mapper.set_flags_p3_entry(page, table).map(MapperFlushAll::ignore)
                 } else if rest >= UNDER[0] {
-                    all(self.mapper.set_flags_p2_entry(page, table))?;
                     index += UNDER[0];
+                    self.mapper.set_flags_p2_entry(page, table).map(MapperFlushAll::ignore)
                 } else {
-                    self.update(field, index..field.pages, leaf)?;
-                    index = field.pages;
+                    index += 1;
+                    self.mapper.update_flags(page, LEAF).map(MapperFlush::ignore)
                 }
-            }
+            };
+            done.map_err(|_| MapLoopError::Page(at))?;
         }
         Ok(())
     }
@@ -105,28 +89,6 @@ impl<P: Cpu> PerPage<'_, '_, '_, P> {
             table = NonNull::new(std::ptr::with_exposed_provenance_mut(below as usize)).unwrap_or(table);
             here
         })
-    }
-
-    /// Makes one page writable where a table above it is read-only: each such entry leaves it to the 512 below. The crate
-    /// has no function for that; a loop over a table that it hands out is the best there is.
-    fn hand_down(&mut self, field: Field, index: u64) {
-        let way = self.way(page(field, index));
-        for pair in way.windows(2) {
-            let ((mut table, index), (mut below, _)) = (pair[0], pair[1]);
-            // SAFETY: tables of this tree, which is borrowed; they are different ones.
-            let (entry, below) = unsafe { (&mut table.as_mut()[index], below.as_mut()) };
-            if entry.flags().contains(PageTableFlags::WRITABLE) {
-                continue;
-            }
-            for entry in below.iter_mut().filter(|entry| !entry.is_unused()) {
-                entry.set_flags(entry.flags() - PageTableFlags::WRITABLE);
-            }
-            entry.set_flags(entry.flags() | PageTableFlags::WRITABLE);
-        }
-        let (mut table, index) = way[3];
-        // SAFETY: as above.
-        let entry = unsafe { &mut table.as_mut()[index] };
-        entry.set_flags(entry.flags() | PageTableFlags::WRITABLE);
     }
 
     /// The leaf of a page, by the walk that the mapper makes for each.
@@ -153,19 +115,12 @@ fn page(field: Field, index: u64) -> Page<Size4KiB> {
     Page::containing_address(x86_64::VirtAddr::new(field.at.get())) + index
 }
 
-fn flags(state: State) -> PageTableFlags {
-    let mut flags = PageTableFlags::PRESENT | PageTableFlags::NO_EXECUTE;
-    flags.set(PageTableFlags::WRITABLE, state.writable);
-    flags.set(PageTableFlags::ACCESSED | PageTableFlags::DIRTY, state.settled);
-    flags
-}
+/// The flags of a leaf, which is neither accessed nor dirty.
+const LEAF: PageTableFlags = PageTableFlags::PRESENT.union(PageTableFlags::NO_EXECUTE);
 
 impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
-    /// Whichever is faster for what is written afterwards, which its user would have to know before.
-    const LAZY: &'static [MapMethod] = &[MapMethod::Tables, MapMethod::Leaves];
-
     fn map(&mut self, field: Field) -> Result<(), MapLoopError> {
-        let flags = flags(State { writable: true, settled: true });
+        let flags = LEAF | PageTableFlags::WRITABLE;
         let mut index = 0;
         for run in field.runs() {
             for frame in 0..run.pages() {
@@ -180,26 +135,6 @@ impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
         Ok(())
     }
 
-    fn protect(&mut self, field: Field, by: MapMethod) -> Result<(), MapLoopError> {
-        let leaf = flags(State { writable: false, settled: true });
-        match by {
-            MapMethod::Tables => self.update_tables(field, TABLE - PageTableFlags::WRITABLE, leaf),
-            MapMethod::Leaves => self.update(field, 0..field.pages, leaf),
-        }
-    }
-
-    fn write_again(&mut self, field: Field, page: u64, by: MapMethod) -> Result<(), MapLoopError> {
-        match by {
-            MapMethod::Tables => {
-                self.hand_down(field, page);
-                Ok(())
-            }
-            MapMethod::Leaves => {
-                self.update(field, std::iter::once(page), flags(State { writable: true, settled: true }))
-            }
-        }
-    }
-
     fn is_writable(&mut self, field: Field, index: u64) -> Result<bool, MapLoopError> {
         let way = self.way(page(field, index));
         // SAFETY: tables of this tree, which is borrowed.
@@ -207,44 +142,27 @@ impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
         Ok(all.all(|flags| flags.contains(PageTableFlags::WRITABLE | PageTableFlags::PRESENT)))
     }
 
-    fn change(&mut self, field: Field, to: State) -> Result<(), MapLoopError> {
-        for index in (0..field.pages).step_by(UNDER[0] as usize) {
-            for (mut table, index) in self.way(page(field, index)).into_iter().take(3) {
-                // SAFETY: tables of this tree, which is borrowed.
-                let table = unsafe { table.as_mut() };
-                table[index].set_flags(TABLE);
-            }
-        }
-        self.update(field, 0..field.pages, flags(to))
-    }
-
     /// By the tables, and after the flush leaf by leaf. That crate's mapper stores flags without reading them, which forgets
     /// that a page was written; so the same walk, and a load and a store.
-    fn protect_live(&mut self, field: Field, flush: &dyn Fn()) -> Result<(), MapLoopError> {
-        let leaf = flags(State { writable: false, settled: false });
-        self.update_tables(field, TABLE - PageTableFlags::WRITABLE, leaf)?;
+    fn protect(&mut self, field: Field, flush: &dyn Fn()) -> Result<(), MapLoopError> {
+        self.update_tables(field, TABLE - PageTableFlags::WRITABLE)?;
         flush();
         for index in 0..field.pages {
             let entry = self.entry(page(field, index)).ok_or(MapLoopError::Page(index))?;
             entry.store(entry.load(Ordering::Relaxed) & !PageTableFlags::WRITABLE.bits(), Ordering::Relaxed);
         }
-        self.update_tables(field, TABLE, leaf)
+        self.update_tables(field, TABLE)
     }
 
     fn unmap(&mut self, field: Field) -> Result<u64, MapLoopError> {
-        self.unmap_leaves(field)?;
-        let range = Page::range_inclusive(page(field, 0), page(field, field.pages - 1));
-        // SAFETY: nobody translates by the table, so its empty tables can be freed at once.
-        unsafe { self.mapper.clean_up_addr_range(range, &mut self.source) };
-        Ok(field.pages)
-    }
-
-    fn unmap_leaves(&mut self, field: Field) -> Result<u64, MapLoopError> {
         for index in 0..field.pages {
             let (frame, flush) = self.mapper.unmap(page(field, index)).map_err(|_| MapLoopError::Page(index))?;
             flush.ignore();
             std::hint::black_box(frame);
         }
+        let range = Page::range_inclusive(page(field, 0), page(field, field.pages - 1));
+        // SAFETY: nobody translates by the table, so its empty tables can be freed at once.
+        unsafe { self.mapper.clean_up_addr_range(range, &mut self.source) };
         Ok(field.pages)
     }
 }

@@ -11,32 +11,31 @@ use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
 use crate::frames::area::AreaPlan;
 use crate::machine::Machine;
+use crate::measure::Repeat;
 use crate::options::Common;
 use crate::options::Kind;
+use crate::progress;
 use crate::results::{Line, Results};
-use crate::sides::figure;
+use crate::sides::{by_turns, pivot};
 use crate::stand_in::StandIn;
-use crate::stats::Samples;
-use crate::{progress, table};
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Invalidation, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
-use hugemm_inspect::interrupt;
-use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
+use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_paging::{
     Counting, EditLock, FrameTables, Keep, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, UserSpace,
     X86_64,
 };
 use hugemm_workloads::options::cpus;
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::request;
 use hugemm_workloads::shootdown::{
     self, COUNTS, FromFrames, LONG_RUNS, Operation, POLICIES, PROBE, ShootdownRig, Shot, TIME, too_long,
 };
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::{Duration, Instant};
 
 #[derive(Debug, Args)]
 #[command(mut_arg("limit", |arg| arg.default_value("10")))]
@@ -62,9 +61,6 @@ const TABLES: u64 = 8 << 20;
 
 const AT: VirtAddr = VirtAddr::new(1 << 40);
 
-/// A measurement that takes longer is run three times.
-const LONG: Duration = Duration::from_millis(100);
-
 /// Interrupts as the kernel sends them, and invalidations that take as long as its own.
 struct Costly {
     interrupts: MembarrierIpi,
@@ -89,14 +85,6 @@ unsafe impl TlbHw for Costly {
     fn unload(&self, _cpu: CpuId) {}
 }
 
-struct Figures {
-    shots: Line<Shot>,
-    /// Interrupts per operation by the kernel's count, which includes others'.
-    taken: Option<Samples>,
-    /// Not measured: how many seconds it would have taken.
-    left_out: Option<f64>,
-}
-
 pub fn run(args: &Shootdown) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let mut real = Vec::new();
@@ -112,39 +100,24 @@ pub fn run(args: &Shootdown) -> Result<()> {
             Some(Costly { interrupts, cost: FlushCost::measure().context("what a flush costs")? })
         }
     };
-    let steps = (real.len() + args.counted.len()) * args.ranges.pages.iter().count() * 4;
-    let bar = progress::bar(steps as u64, machine.quiet());
-    let mut rows = Vec::new();
-    let mut timed = table::new(HEADS.into_iter().chain(TIMES).chain(COUNTED));
-    let mut longest = 0.0_f64;
-    for &cpus in &real {
-        let Some(interrupts) = &interrupts else { break };
-        let all = on_machine(
-            &machine,
-            &machine.places(cpus as usize)?,
-            interrupts,
-            cpus,
-            args,
-            Some(args.ranges.runs),
-            &bar,
-        )?;
-        for (operation, pages, figures) in all {
-            longest = figures.iter().filter_map(|figures| figures.left_out).fold(longest, f64::max);
-            rows.extend(figures.iter().flat_map(Figures::rows));
-            timed.add_row(line(operation.name(), pages, cpus.into(), &figures, true));
-        }
+    let ways = args.ranges.pages.iter().count() * Operation::ALL.len() * POLICIES.len();
+    let turns = real.len() * Repeat::new(args.ranges.runs, 1).all() + args.counted.len();
+    let bar = progress::bar((ways * turns) as u64, machine.quiet());
+    let (mut timed, mut counted) = (Vec::new(), Vec::new());
+    for (&cpus, interrupts) in real.iter().zip(interrupts.iter().cycle()) {
+        let places = machine.places(cpus as usize)?;
+        timed.extend(on_machine(&machine, &places, interrupts, cpus, args, Some(args.ranges.runs), &bar)?);
     }
-    let mut counted = table::new(HEADS.into_iter().chain(COUNTED));
     let place = machine.places(1)?;
     for &cpus in &args.counted {
-        let all = on_machine(&machine, &place, &Counting, cpus, args, None, &bar)?;
-        for (operation, pages, figures) in all {
-            rows.extend(figures.iter().flat_map(Figures::rows));
-            counted.add_row(line(operation.name(), pages, cpus.into(), &figures, false));
-        }
+        counted.extend(on_machine(&machine, &place, &Counting, cpus, args, None, &bar)?);
     }
     bar.finish_and_clear();
-    let mut results = Results { rows, ..Results::default() };
+    let mut results = results_of(&timed);
+    let title = "Flushes and interrupts (IPIs) per operation, counted, not sent";
+    results.tables.push((title.to_owned(), pivot(&counted, HEAD, &DOWN[..3], "policy", &COUNTED)));
+    // What was not sent took no time.
+    results.rows.extend(counted.iter().flat_map(|line| line.rows(&COUNTS)));
     if let Some(Costly { cost, .. }) = &interrupts {
         let FlushCost { page_ns, all_ns, refill_ns } = *cost;
         results.intro = format!(
@@ -152,20 +125,17 @@ pub fn run(args: &Shootdown) -> Result<()> {
              {page_ns:.0} ns for a page, and {all_ns:.0} ns for everything with {refill_ns:.0} ns to translate {WORKING_SET} pages anew, as \
              in\nthis machine's kernel (by mprotect)."
         );
-        let title = "Time, flushes and interrupts (IPIs) per operation; real interrupts";
-        results.tables.push((title.to_owned(), timed));
-        if longest > 0.0 {
+        if timed.iter().any(|line| line.runs.is_empty()) {
             let limit = args.ranges.limit;
-            results.remarks.push(format!(
-                "– : a flush per page would have taken more than --limit {limit} s, up to {longest:.0} s; raise it to measure that too."
-            ));
+            let note = format!(
+                "– : a flush per page would have taken more than --limit {limit} s; raise it to measure that too."
+            );
+            results.remarks.push(note);
         }
-        for (what, nanos) in [("page", page_ns), ("all", all_ns)] {
-            results.rows.push(Row::single(format!("bench.shootdown.invalidate_{what}"), nanos, "ns"));
+        for (what, nanos) in [("invalidate_page", page_ns), ("invalidate_all", all_ns), ("refill", refill_ns)] {
+            results.rows.push(Row::single(format!("bench.shootdown.{what}"), nanos, "ns"));
         }
-        results.rows.push(Row::single("bench.shootdown.refill", refill_ns, "ns"));
     }
-    results.tables.push(("Flushes and interrupts (IPIs) per operation, counted, not sent".to_owned(), counted));
     machine.show(results)
 }
 
@@ -177,8 +147,6 @@ fn doubling(all: u32) -> Vec<u32> {
     numbers
 }
 
-type Measured = Vec<(Operation, u64, [Figures; 2])>;
-
 /// Measures everything on `cpus` CPUs, of which the first `places.len()` are threads and the others are served for. Without `runs`
 /// nothing is sent: it is counted once.
 fn on_machine<H: TlbHw + Sync>(
@@ -189,8 +157,9 @@ fn on_machine<H: TlbHw + Sync>(
     args: &Shootdown,
     runs: Option<u32>,
     bar: &indicatif::ProgressBar,
-) -> Result<Measured> {
-    let (runs, how) = runs.map_or((1, "counted"), |runs| (runs, "membarrier"));
+) -> Result<Vec<Line<Shot>>> {
+    let (repeat, how) = runs.map_or((Repeat::new(1, 0), "counted"), |runs| (Repeat::new(runs, 1), "membarrier"));
+    let repeat = Repeat { of_long: LONG_RUNS as u32 - 1, ..repeat };
     let mut memory = machine.memory(TABLES, PageSize::Size2M, Kind::Thp)?;
     let host = Host::new(places, memory.as_mut_slice())?;
     let plan = AreaPlan::over(host.frames(), places.len() as u32)?;
@@ -260,20 +229,18 @@ fn on_machine<H: TlbHw + Sync>(
             for pages in args.ranges.pages.iter() {
                 let span = VirtRange::new(AT, pages * PAGE_BYTES)?;
                 for operation in Operation::ALL {
-                    bar.set_message(format!("{} {pages} pages, {cpus} CPUs", operation.name()));
-                    let once = |cx: &mut CpuCx<'_, _>, policy: &ShootdownPolicy| {
-                        shootdown::run(cx, &setup, span, operation, policy).context("page tables")
-                    };
                     // Batched, it takes as long as its entries take.
-                    let mut left_out = None;
+                    let mut measured = POLICIES.len();
                     if pages > PROBE {
                         let probe = VirtRange::new(AT, PROBE * PAGE_BYTES)?;
                         let shot = shootdown::run(cx, &setup, probe, operation, &ShootdownPolicy::PER_PAGE)?;
-                        left_out = too_long(shot.nanos, pages, args.ranges.limit);
+                        measured -= usize::from(too_long(shot.nanos, pages, args.ranges.limit).is_some());
                     }
-                    let figures = POLICIES.map(|(policy, _)| Figures::new(operation, pages, cpus, policy, how));
-                    all.push((operation, pages, alternate(cx, runs, left_out, figures, once)?));
-                    bar.inc(2);
+                    let mut lines = POLICIES.map(|(policy, _)| line(operation, pages, cpus, policy, how));
+                    by_turns(&mut lines[..measured], repeat, bar, |index| {
+                        shootdown::run(cx, &setup, span, operation, &POLICIES[index].1).context("page tables")
+                    })?;
+                    all.extend(lines);
                 }
             }
             Ok(all)
@@ -294,110 +261,33 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
-/// Runs both policies, or the first if the second is to be left out, once untimed and then `runs` times in turn.
-fn alternate<P>(
-    cx: &mut CpuCx<'_, P>,
-    runs: u32,
-    left_out: Option<f64>,
-    mut all: [Figures; 2],
-    mut once: impl FnMut(&mut CpuCx<'_, P>, &ShootdownPolicy) -> Result<Shot>,
-) -> Result<[Figures; 2]> {
-    let mut left = [runs, if left_out.is_some() { 0 } else { runs }];
-    all[1].left_out = left_out;
-    for run in 0..=runs {
-        for (index, (_, policy)) in POLICIES.iter().enumerate() {
-            interrupt::check()?;
-            if left[index] == 0 || runs == 1 && run == 0 {
-                continue;
-            }
-            let (before, start) = (function_call_interrupts(), Instant::now());
-            let shot = once(cx, policy)?;
-            if run == 0 {
-                left[index] = if start.elapsed() > LONG { runs.min(LONG_RUNS as u32 - 1) } else { runs };
-                continue;
-            }
-            let figures = &mut all[index];
-            left[index] -= 1;
-            figures.shots.runs.push(shot);
-            if let Some((before, after)) = before.zip(function_call_interrupts()) {
-                figures.taken.get_or_insert_default().push(after.saturating_sub(before) as f64);
-            }
-        }
-    }
-    Ok(all)
+fn line(operation: Operation, pages: u64, cpus: u32, policy: &str, interrupts: &str) -> Line<Shot> {
+    Line::new([
+        ("operation", operation.name().into()),
+        ("pages", pages.into()),
+        ("cpus", cpus.into()),
+        ("policy", policy.into()),
+        ("interrupts", interrupts.into()),
+    ])
 }
 
-impl Figures {
-    fn new(operation: Operation, pages: u64, cpus: u32, policy: &str, interrupts: &str) -> Self {
-        let shots = Line::new([
-            ("operation", operation.name().into()),
-            ("pages", pages.into()),
-            ("cpus", cpus.into()),
-            ("policy", policy.into()),
-            ("interrupts", interrupts.into()),
-        ]);
-        Figures { shots, taken: None, left_out: None }
-    }
+const HEAD: &str = "operation, pages, CPUs";
+const DOWN: [&str; 4] = ["operation", "pages", "cpus", "interrupts"];
+const COUNTED: [Metric<Shot>; 2] = [COUNTS[0], COUNTS[2]];
+const TIMED: [Metric<Shot>; 3] = [TIME, COUNTS[0], COUNTS[2]];
 
-    fn nanos(&self) -> f64 {
-        self.shots.samples(&TIME).median()
+/// Of lines whose interrupts were sent.
+fn results_of(lines: &[Line<Shot>]) -> Results {
+    let mut results = Results::default();
+    if !lines.is_empty() {
+        let title = "Time, flushes and interrupts (IPIs) per operation; real interrupts";
+        results.tables.push((title.to_owned(), pivot(lines, HEAD, &DOWN, "policy", &TIMED)));
+        results.rows.extend(lines.iter().flat_map(|line| line.rows(&[TIME])));
+        results.rows.extend(lines.iter().flat_map(|line| line.rows(&COUNTS)));
     }
-
-    /// A cell, unless there was no measurement.
-    fn shown(&self, cell: String) -> String {
-        if self.shots.runs.is_empty() { "–".to_owned() } else { cell }
-    }
-
-    fn rows(&self) -> Vec<Row> {
-        let mut rows = self.shots.rows(&COUNTS);
-        // What was not sent took no time, and whom the machine interrupted meanwhile says nothing of it.
-        if self.shots.label("interrupts") != "counted" {
-            rows.extend(self.shots.rows(&[TIME]));
-            let taken = self.taken.iter().map(|taken| Row::median("bench.shootdown.interrupts_taken", taken, "count"));
-            rows.extend(taken.map(|row| self.shots.labelled(row)));
-        }
-        rows
-    }
-}
-
-const HEADS: [&str; 3] = ["operation", "pages", "CPUs"];
-const TIMES: [&str; 3] = ["batched, ns", "per page, ns", "ratio"];
-const COUNTED: [&str; 4] = ["flushes", "per page", "IPIs", "per page"];
-
-fn line(operation: &str, pages: u64, cpus: u64, figures: &[Figures; 2], timed: bool) -> Vec<String> {
-    let mut cells = vec![operation.to_owned(), pages.to_string(), cpus.to_string()];
-    if timed {
-        cells.extend(figures.iter().map(|f| f.shown(figure(f.nanos()))));
-        let ratio = figures[1].nanos() / figures[0].nanos().max(1.0);
-        cells.push(figures[1].shown(format!("{ratio:.1} ×")));
-    }
-    for metric in COUNTS.iter().filter(|metric| !metric.head.is_empty()) {
-        cells.extend(figures.iter().map(|f| f.shown(format!("{:.0}", f.shots.samples(metric).median()))));
-    }
-    cells
+    results
 }
 
 pub fn of_guest(transcript: &Transcript) -> Results {
-    let lines: Vec<Line<Shot>> = lines_of(transcript);
-    let mut results = Results::default();
-    let [operation, pages, cpus] = HEADS;
-    let mut timed = table::new([operation, pages, cpus, "by"].into_iter().chain(TIMES).chain(COUNTED));
-    let (batched, each): (Vec<_>, Vec<_>) = lines.into_iter().partition(|line| line.label("policy") == POLICIES[0].0);
-    let mut each = each.into_iter().peekable();
-    for shots in batched {
-        let (operation, pages, cpus) = (shots.label("operation"), shots.number("pages"), shots.number("cpus"));
-        let by = shots.label("interrupts");
-        let same = |line: &Line<Shot>| {
-            (line.label("operation"), line.number("pages"), line.number("cpus")) == (operation.clone(), pages, cpus)
-                && line.label("interrupts") == by
-        };
-        let per_page = each.next_if(same).unwrap_or_else(|| Line::new([]));
-        let figures = [shots, per_page].map(|shots| Figures { shots, taken: None, left_out: None });
-        let mut cells = line(&operation, pages, cpus, &figures, true);
-        cells.insert(HEADS.len(), if by == "sent" { "interrupt" } else { "broadcast" }.to_owned());
-        timed.add_row(cells);
-        results.rows.extend(figures.iter().flat_map(Figures::rows));
-    }
-    results.tables.push(("Time, flushes and interrupts (IPIs) per operation".to_owned(), timed));
-    results
+    results_of(&lines_of(transcript))
 }

@@ -2,7 +2,7 @@
 //! table of figures.
 
 use super::html::escape;
-use super::plot::{Plot, X, tick};
+use super::plot::{Figure, Plot, number};
 use poloto::build;
 
 /// Values that differ by more than this factor need a logarithmic axis.
@@ -10,49 +10,47 @@ const WIDE: f64 = 30.0;
 
 /// Colours from the palette of Okabe and Ito, which people with any kind of colour vision can tell apart, lightened in the dark.
 pub const STYLE: &str = "\
-:root{--ink:#1b1f24;--soft:#59636e;--grid:#d8dee4;--paper:#fff;--wash:#f5f7f9;--good:#0b6e4f;--bad:#b3261e;\
+:root{--ink:#1b1f24;--soft:#59636e;--grid:#d8dee4;--paper:#fff;--good:#0b6e4f;--bad:#b3261e;\
 --s0:#0072b2;--s1:#d55e00;--s2:#009e73;--s3:#b0578d;--s4:#b87d00;--s5:#3a8fc4;--s6:#6b6b6b;--s7:#8c6d46}\
-@media (prefers-color-scheme:dark){:root{--ink:#e8eaed;--soft:#a4acb5;--grid:#3a424b;--paper:#14181d;--wash:#1d232a;\
+@media (prefers-color-scheme:dark){:root{--ink:#e8eaed;--soft:#a4acb5;--grid:#3a424b;--paper:#14181d;\
 --good:#5fd3a6;--bad:#ff8a80;--s0:#5ab4f0;--s1:#ff8c42;--s2:#35c99a;--s3:#e79bc9;--s4:#f0b93a;--s5:#9bd4f5;--s6:#b4b4b4;\
 --s7:#cdb08a}}\
-@media print{:root{--ink:#000;--soft:#444;--grid:#ccc;--paper:#fff;--wash:#fff}.bar{print-color-adjust:exact}}\
+@media print{:root{--ink:#000;--soft:#444;--grid:#ccc;--paper:#fff}.bar{print-color-adjust:exact}}\
 .poloto{font:18px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;stroke-linejoin:round}\
 .poloto_text{fill:var(--ink)}.poloto_name,.poloto_ticks.poloto_x{text-anchor:middle}.poloto_ticks.poloto_y{text-anchor:end}\
 .poloto_imgs.poloto_ticks{stroke:var(--soft);fill:none}.poloto_grid{stroke:var(--grid)}.poloto_line{stroke-width:3}\
 .poloto0{stroke:var(--s0)}.poloto1{stroke:var(--s1)}.poloto2{stroke:var(--s2)}.poloto3{stroke:var(--s3)}\
 .poloto4{stroke:var(--s4)}.poloto5{stroke:var(--s5)}.poloto6{stroke:var(--s6)}.poloto7{stroke:var(--s7)}\
-.poloto_background{fill:none}text.poloto_legend{stroke:none}.bar{height:.5em;background:var(--s0)}";
+.poloto_background{fill:none}text.poloto_legend{stroke:none}.bar div{height:.6em;background:var(--s0)}";
 
-/// The picture of a plot over numbers, if it is one.
+/// The picture of a plot whose lines can be told apart, if it is one.
 pub fn draw(plot: &Plot) -> Option<String> {
-    let X::Numbers(scale, title) = &plot.x else { return None };
+    let (lines, title) = (plot.lines()?, plot.x.as_ref()?.replace('_', " "));
     let bounds = |(least, most): (f64, f64), y: f64| (least.min(y), most.max(y));
-    let (least, most) = plot.points().map(|point| point.y).fold((f64::INFINITY, f64::NEG_INFINITY), bounds);
+    let (least, most) = plot.figures.iter().map(|figure| figure.y).fold((f64::INFINITY, f64::NEG_INFINITY), bounds);
     let log = least > 0.0 && most / least > WIDE;
     let height = |y: f64| if log { y.log10() } else { y };
     let ticks = if log { decades(least, most) } else { steps(least.min(0.0), most.max(0.0)) };
     let (low, high) = (*ticks.first()?, *ticks.last()?);
-    let places: Vec<(f64, String)> = plot.places().iter().map(|x| (scale.place(*x), scale.text(*x))).collect();
+    let mut places: Vec<f64> = plot.figures.iter().map(|figure| figure.x).collect();
+    places.sort_by(f64::total_cmp);
+    places.dedup();
+    let places: Vec<(f64, String)> = places.into_iter().map(|x| (plot.place(x), plot.place_text(x))).collect();
     let (first, last) = (places.first()?.0, places.last()?.0);
-    let mut lines: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
-    for series in &plot.series {
-        let points = series.points.iter().map(|point| (scale.place(point.x), height(point.y)));
-        lines.push((series.name.clone(), points.collect()));
-    }
-    for mark in plot.marks.iter().filter(|mark| (first..=last).contains(&scale.place(mark.x))) {
-        let x = scale.place(mark.x);
-        lines.push((mark.text.clone(), vec![(x, low), (x, high)]));
-    }
     let count = lines.len();
-    let lines: Vec<_> = lines.into_iter().map(|(name, points)| build::plot(name).line(points)).collect();
+    let line = |(name, points): (&str, Vec<&Figure>)| {
+        let points: Vec<_> = points.iter().map(|figure| (plot.place(figure.x), height(figure.y))).collect();
+        build::plot(name.to_owned()).line(points)
+    };
+    let lines: Vec<_> = lines.into_iter().map(line).collect();
     let at: Vec<f64> = places.iter().map(|(x, _)| *x).collect();
     let place = move |x: &f64| places.iter().find(|(at, _)| at == x).map_or(String::new(), |(_, text)| text.clone());
-    let unit = if log { format!("{} (logarithmic)", plot.unit_text()) } else { plot.unit_text() };
+    let unit = if log { format!("{} (logarithmic)", plot.unit) } else { plot.unit.clone() };
     let body = poloto::frame_build()
         .data(poloto::plots!(lines, build::markers([first, last], [low, high])))
         .map_xticks(|_| poloto::ticks::from_iter(at).with_tick_fmt(place))
         .map_yticks(|_| {
-            poloto::ticks::from_iter(ticks).with_tick_fmt(move |y| tick(if log { 10_f64.powf(*y) } else { *y }))
+            poloto::ticks::from_iter(ticks).with_tick_fmt(move |y| number(if log { 10_f64.powf(*y) } else { *y }))
         })
         .build_and_label(("", title.as_str(), unit.as_str()))
         .headless()
@@ -60,7 +58,7 @@ pub fn draw(plot: &Plot) -> Option<String> {
         .ok()?;
     // Several pictures stand on one page: none of their parts may have a name.
     let body = (0..count).fold(body, |body, index| body.replace(&format!(" id=\"poloto_plot{index}\""), ""));
-    let label = escape(&format!("{}; {}", plot.title, plot.unit_text()));
+    let label = escape(&format!("{}; {}", plot.title, plot.unit));
     Some(format!("<svg class=\"poloto\" viewBox=\"0 0 1050 500\" role=\"img\" aria-label=\"{label}\">{body}</svg>\n"))
 }
 
@@ -81,20 +79,11 @@ fn steps(least: f64, most: f64) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::plot::{Point, Scale, Series};
 
     fn plot(points: &[(f64, f64)]) -> Plot {
-        let points = points.iter().map(|(x, y)| Point { x: *x, y: *y, stdev: 0.0 }).collect();
-        Plot {
-            id: "p".to_owned(),
-            title: "p".to_owned(),
-            note: "",
-            x: X::Numbers(Scale::Bytes, "size".to_owned()),
-            unit: "GB/s".to_owned(),
-            better: None,
-            series: vec![Series { name: "a <b>".to_owned(), points }],
-            marks: Vec::new(),
-        }
+        let figure = |(x, y): &(f64, f64)| Figure { series: "a <b>".to_owned(), x: *x, y: *y, stdev: 0.0 };
+        let figures = points.iter().map(figure).collect();
+        Plot { title: "p".to_owned(), unit: "GB/s".to_owned(), x: Some("size".to_owned()), figures }
     }
 
     #[test]

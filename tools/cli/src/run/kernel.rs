@@ -6,7 +6,7 @@ use hugemm_base::PageSize;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
-use hugemm_workloads::request::Function;
+use hugemm_workloads::vm_create::CreateMethod;
 use hugemm_workloads::vm_host::{GUESTS, HostSizes, PhaseFigures, RunPhase};
 use std::time::Instant;
 
@@ -48,5 +48,5 @@ fn figures(nanos: u64, large: u64, small: u64) -> PhaseFigures {
 
 /// One request for each thread's share; the time of the slowest.
 fn touched(bytes: u64, page: PageSize, backing: RegionBacking, threads: u32) -> Result<Took> {
-    kernel_side::together(bytes, page, backing, Function::Populate, threads, &|_| 0)
+    kernel_side::together(bytes, page, backing, CreateMethod::Prefault, threads)
 }

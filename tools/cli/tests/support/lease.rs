@@ -1,8 +1,13 @@
 //! A pool of huge pages, and a daemon that lends them.
 
+#[path = "../../../../services/lease/tests/support/judged.rs"]
+mod judged;
+
 use super::{Scratch, hugemm};
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
+pub(crate) use judged::judged;
+use judged::turn;
 use std::fs::File;
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -10,9 +15,7 @@ use std::time::{Duration, Instant};
 
 /// The kernel's pool with that many free pages, for one test at a time; `None`, and a line, where they are not to be had.
 pub(crate) fn pool(pages: u64) -> Option<(PoolGuard, File)> {
-    let lock = std::env::temp_dir().join("hugemm-lease-pool.lock");
-    let lock = File::options().create(true).truncate(false).write(true).open(lock).expect("a lock file");
-    lock.lock().expect("locked");
+    let lock = turn();
     match HugetlbPool::new().ensure(PageSize::Size2M, pages, None) {
         Ok(more) => Some((more, lock)),
         Err(error) => {
@@ -20,6 +23,15 @@ pub(crate) fn pool(pages: u64) -> Option<(PoolGuard, File)> {
             None
         }
     }
+}
+
+/// Runs a test that needs as many. It is judged where nobody else changes the pool.
+pub(crate) fn with_pool(pages: u64, test: impl FnOnce()) {
+    judged(|| {
+        if let Some(_pool) = pool(pages) {
+            test();
+        }
+    });
 }
 
 /// A daemon, ended when dropped.

@@ -2,11 +2,9 @@
 
 use super::processes::{self, ProcessPlan};
 use super::{Cx, Failure};
-use crate::output::{note, progress, record};
+use crate::output::{progress, record};
 use hugemm_base::PAGE_BYTES;
 use hugemm_kernel::percpu;
-use hugemm_kernel::tlb::BROADCASTS;
-use hugemm_reclaim::Ageing;
 use hugemm_workloads::age::AgeFigures;
 use hugemm_workloads::request::Age;
 
@@ -38,9 +36,6 @@ pub fn run(cx: Cx<'_>, args: &Age) -> Result<(), Failure> {
                 report(&plan, &processes::run(cx, &plan)?);
             }
         }
-    }
-    if !BROADCASTS && args.young.iter().any(|young| young == Ageing::NoSync) {
-        note(format_args!("Invalidations of nosync are counted here and not executed."));
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What `bench mem mmap` and `bench vm-create` have in common: an address space with one area that is filled once, by any
+//! A pass of `bench vm-create`: an address space with one area that is filled once, by any
 //! number of CPUs, through the page fault path or by requests. As in other kernels, each page that is not from a pool goes on an
 //! LRU, from which reclaim could take it.
 

@@ -37,8 +37,6 @@ pub struct AgeFigures {
     pub stolen: u64,
     /// Nanoseconds spent on reading accessed bits.
     pub age_ns: u64,
-    /// Nanoseconds of flushes caused by that.
-    pub age_flush_ns: u64,
     /// Nanoseconds of flushes caused by unmapping.
     pub unmap_flush_ns: u64,
     /// Nanoseconds of all that reclaim did.
@@ -56,7 +54,7 @@ impl AgeFigures {
         nanos: impl Fn(Step) -> u64,
     ) -> AgeFigures {
         let counts = pager.counts();
-        let steps = [Step::Age, Step::AgeFlush, Step::Around, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other];
+        let steps = [Step::Age, Step::Around, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other];
         AgeFigures {
             lru: pager.lru(node).map(|lru| lru.stats(cx)).unwrap_or_default(),
             swap: swap.stats(cx),
@@ -67,7 +65,6 @@ impl AgeFigures {
             unmap_flushes: counts.unmap_flushes.get(),
             stolen: counts.direct_freed.get() + counts.worker_freed.get(),
             age_ns: nanos(Step::Age),
-            age_flush_ns: nanos(Step::AgeFlush),
             unmap_flush_ns: nanos(Step::UnmapFlush),
             reclaim_ns: steps.into_iter().map(nanos).sum(),
             ..AgeFigures::default()
@@ -84,18 +81,9 @@ impl AgeFigures {
         (self.aged + self.around) as f64 * 1e3 / self.age_ns.max(1) as f64
     }
 
-    /// Percent of reclaim's time that went into flushes caused by ageing.
-    pub fn age_flush_share(&self) -> f64 {
-        self.share(self.age_flush_ns)
-    }
-
     /// Percent of reclaim's time that went into flushes caused by unmapping.
     pub fn unmap_flush_share(&self) -> f64 {
-        self.share(self.unmap_flush_ns)
-    }
-
-    fn share(&self, nanos: u64) -> f64 {
-        100.0 * nanos as f64 / self.reclaim_ns.max(1) as f64
+        100.0 * self.unmap_flush_ns as f64 / self.reclaim_ns.max(1) as f64
     }
 }
 
@@ -119,7 +107,6 @@ record! {
         unmap_flushes: u64,
         stolen: u64,
         age_ns: u64,
-        age_flush_ns: u64,
         unmap_flush_ns: u64,
         reclaim_ns: u64,
     }
@@ -131,7 +118,7 @@ const fn count(name: &'static str, of: fn(&AgeFigures) -> f64) -> Metric<AgeFigu
 }
 
 /// All metrics of `hugemm bench age`.
-pub const METRICS: [Metric<AgeFigures>; 18] = [
+pub const METRICS: [Metric<AgeFigures>; 17] = [
     Metric::new("bench.age.loops", "1/s", AgeFigures::loops).column("loops/s").better(Better::Higher),
     count("bench.age.touched", |it| it.touched.pages as f64),
     count("bench.age.faults", |it| it.touched.faults as f64),
@@ -147,9 +134,6 @@ pub const METRICS: [Metric<AgeFigures>; 18] = [
     count("bench.age.flushes_by_unmapping", |it| it.unmap_flushes as f64).column("unmap"),
     count("bench.age.ipis", |it| it.shootdowns.interrupts as f64).column("IPIs"),
     count("bench.age.broadcasts", |it| it.shootdowns.instructions as f64).column("broadcasts"),
-    Metric::new("bench.age.ageing_flush_share", "percent", AgeFigures::age_flush_share)
-        .column("age flush")
-        .better(Better::Lower),
     Metric::new("bench.age.unmap_flush_share", "percent", AgeFigures::unmap_flush_share)
         .column("unmap flush")
         .better(Better::Lower),

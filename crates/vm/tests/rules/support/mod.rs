@@ -23,9 +23,7 @@ use hugemm_hugetlb::{
 };
 use hugemm_paging::{EditLock, Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown};
 use hugemm_threads::{Memory, Watchdog};
-use hugemm_vm::{
-    Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaInfo, VmaKind,
-};
+use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaKind};
 pub use metered::Metered;
 pub use slots::Slots;
 use std::cell::Cell;
@@ -179,12 +177,6 @@ pub type Handle<'v, 'h, F = Metered, const AWAY: bool = false> = AddressSpaceRef
 
 pub fn span(start: u64, bytes: u64) -> VirtRange {
     VirtRange::new(VirtAddr::new(start), bytes).expect("a span")
-}
-
-/// A space's areas that begin in `within`, in ascending order.
-pub fn areas<S: Setup>(space: &AddressSpace<S>, within: VirtRange) -> impl Iterator<Item = VmaInfo> {
-    let pages = (within.start().get()..).step_by(4096).take(within.pages() as usize).map(VirtAddr::new);
-    pages.filter_map(|at| space.find_vma(at).ok().filter(|area| area.range.start() == at))
 }
 
 /// The lower half.

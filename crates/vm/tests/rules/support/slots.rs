@@ -2,7 +2,7 @@
 
 use super::{Cx, Model};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{Cpu, Extent, Order, PAGE_BYTES, Pfn, PhysMap, Shortfall};
+use hugemm_base::{Cpu, Extent, NodeId, Order, PAGE_BYTES, Pfn, PhysMap, Shortfall};
 use hugemm_frames::{FolioRun, Frames, Frozen, Plain};
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::PageFormat;
@@ -22,6 +22,8 @@ pub struct Slots<const AWAY: bool> {
     pub asked: AtomicU64,
     /// What is free is needed for storing pages.
     pub reserves: AtomicBool,
+    /// It is kept for pages that come back.
+    pub holds_back: AtomicBool,
 }
 
 #[derive(Default)]
@@ -151,6 +153,10 @@ unsafe impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for S
 
     fn may_take(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Order) -> bool {
         !self.reserves.load(Ordering::Relaxed)
+    }
+
+    fn holds_back(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: NodeId, _: Order) -> bool {
+        self.holds_back.load(Ordering::Relaxed)
     }
 
     fn relieve(&self, _: &Vm<'_, Model<'h, F, AWAY>>, cx: &mut Cx<'_, 'h>, _: Shortfall) -> u64 {

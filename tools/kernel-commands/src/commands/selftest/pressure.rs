@@ -21,11 +21,6 @@ const HUGE: u64 = 6;
 /// Pages that come back in a round at each page size, at least: otherwise nothing would have been shown.
 const LEAST: u64 = 1024;
 
-/// Where each mapping of 4 KiB that is found young is flushed, there are fewer processes, on as many CPUs. Such a flush waits
-/// for a CPU, which takes tens of milliseconds where the host runs it seldom: with eight processes, a page has eight
-/// mappings, and the first pages came back after minutes.
-const FLUSHED_PROCESSES: u32 = 2;
-
 /// Pages of a window that its process uses all the time.
 const HOT: u64 = 8;
 
@@ -67,11 +62,9 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         let each = if page == PageSize::Size4K { 1 } else { HUGE };
         // All ways of choosing and of looking get their turn.
         let policy = if seed >> 1 & 1 == 0 { LruPolicy::Generations } else { LruPolicy::TwoList };
-        let ageing = if seed.is_multiple_of(5) { Ageing::Flush } else { Ageing::Batch };
-        let flushes = page == PageSize::Size4K && ageing == Ageing::Flush;
-        let most = if flushes { FLUSHED_PROCESSES } else { *PROCESSES.end() };
-        let procs = percpu::count().clamp(*PROCESSES.start(), *PROCESSES.end()).min(most);
-        let wanted = each * (FRAMES + FRAMES_PER_CPU * u64::from(percpu::count().min(most)));
+        let ageing = if seed.is_multiple_of(5) { Ageing::NoFlush } else { Ageing::Batch };
+        let procs = percpu::count().clamp(*PROCESSES.start(), *PROCESSES.end());
+        let wanted = each * (FRAMES + FRAMES_PER_CPU * u64::from(percpu::count().min(*PROCESSES.end())));
         let frames = wanted.min(frames().available(cx) / 4 * 3);
         let shared = (frames * PAGE_BYTES / 4 * 5).next_multiple_of(page.bytes());
         let (swap, time) = (frames / 2, left / (2 - index as u64));

@@ -1,0 +1,195 @@
+//! Other rights for a range: areas are cut and joined, entries changed in one walk, and flushed once.
+//!
+//! The space is the caller's [alone](crate::alone) until the flush is over: no fault enters by the old rights what the walk has passed.
+//! What is not in the page table has no rights there: a page in swap gets those that its area has when it comes back, and a page that
+//! is [moving](crate::unhook) the part that its area still allows. So areas change first, then entries; then, if rights were taken
+//! away, a flush that reclaim still owes for pages that it took out before is paid, as by whoever unmaps.
+//!
+//! | rights | entries | flush |
+//! |---|---|---|
+//! | only `WRITE` goes | one store per table that the area covers ([`write_protect`](hugemm_paging::write_protect)) | one |
+//! | some go | each, in parts with a reschedule point between them | one for all |
+//! | some come | the same; private pages with one reference become writable at once, the others by their next store, which copies what is shared | none; one where a refusal [drops nothing](hugemm_paging::PageFormat::FAULT_DROPS) |
+
+use crate::address_space::AddressSpace;
+use crate::alone::Alone;
+use crate::cutting::Spare;
+use crate::error::VmError;
+use crate::protection::Protection;
+use crate::setup::{Cx, Setup};
+use crate::vm::Vm;
+use crate::vma::{Areas, VmaInfo, VmaKind, pages};
+use core::cell::RefCell;
+use hugemm_base::VirtRange;
+use hugemm_paging::{Change, Editing, Flags, PageFormat, PagingError, Stale};
+
+/// Pages that are changed between two reschedule points, under one lock round: 0.2 ms.
+const PART: u64 = 1 << 14;
+
+impl<S: Setup> Vm<'_, S> {
+    /// Makes `rights` what every area in `span` allows, of which both ends lie at pages of their areas: `mprotect`. Cache
+    /// attributes stay what they are. Pages keep their content, their place (in swap, in a pool, under a pin) and what is known of
+    /// their use.
+    ///
+    /// One flush, however many pages; none if only rights come and refused accesses [drop what refused
+    /// them](hugemm_paging::PageFormat::FAULT_DROPS), or nothing was mapped. One more where leaves are
+    /// [folded](hugemm_paging::folding) and other rights than `WRITE` change. Waits for a fork of the space, and has it alone meanwhile, as a
+    /// fork has. Passes reschedule points; may sleep. O(areas + tables) if only `WRITE` goes, otherwise O(pages).
+    ///
+    /// Allocates only where an area is cut.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](VmError::OutOfBounds) if the space does not have all of `span`, [`NoArea`](VmError::NoArea) names the first page
+    /// that is in no area, [`Misaligned`](VmError::Misaligned) an end that lies within a page of an area, [`Denied`](VmError::Denied) an
+    /// area that has not the cache attributes that `rights` asks for. [`NoMemory`](VmError::NoMemory),
+    /// [`Foreign`](VmError::Foreign). Nothing has changed.
+    pub fn protect(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        span: VirtRange,
+        rights: Protection,
+    ) -> Result<(), VmError> {
+        self.check_own(space)?;
+        space.check_covers(span)?;
+        let mut spare = Spare::new();
+        let done = space.changing(cx, span, |cx| self.protect_with(cx, space, span, rights, &mut spare));
+        spare.give_back(self, cx);
+        done
+    }
+
+    fn protect_with(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        span: VirtRange,
+        rights: Protection,
+        spare: &mut Spare<S>,
+    ) -> Result<(), VmError> {
+        let (first, end) = (span.first_page(), span.end_page());
+        loop {
+            let busy = {
+                let mut areas = space.areas().exclusive();
+                let cuts = may_allow(&areas, span, rights)?;
+                if !areas.alone && spare.count() >= cuts {
+                    areas.alone = true;
+                    for at in [first, end] {
+                        if areas.find(at).is_some_and(|area| area.info.kind.allowing_rights(rights) != area.info.kind) {
+                            self.cut_at(&mut areas, at, spare);
+                        }
+                    }
+                    break;
+                }
+                areas.alone
+            };
+            if busy {
+                self.cond_resched(cx);
+            } else {
+                spare.fill(self, cx)?;
+            }
+        }
+        let mut alone = Alone::marked(self, cx, space);
+        let (mut next, mut taken) = (first, Flags::NONE);
+        while next < end {
+            let area = {
+                let areas = space.areas().exclusive();
+                let Some(area) = areas.holding(next) else { break };
+                let old = area.info;
+                let kind = old.kind.allowing_rights(rights);
+                if kind != old.kind {
+                    self.change_area(&area, VmaInfo { kind, ..old });
+                }
+                old
+            };
+            let was = area.kind.flags();
+            let now = area.kind.allowing_rights(rights).flags();
+            if was != now {
+                self.change_entries(&mut alone, &area, now)?;
+                taken = taken | was.without(now);
+            }
+            next = area.range.end_page();
+        }
+        if taken != Flags::NONE {
+            // What has been unhooked there is used by no CPU any more: under the lock under which it was.
+            let task = RefCell::new(&mut *alone.cx);
+            let _table = space.table().exclusive(self.tables(&task));
+            space.tlb().settle(self.shootdown(), &task.borrow());
+        }
+        self.join_areas(alone.cx, &mut space.areas().exclusive(), first, end);
+        Ok(())
+    }
+
+    /// Gives the entries of an area, which had its rights, those of `now`.
+    fn change_entries(&self, alone: &mut Alone<'_, '_, '_, S>, area: &VmaInfo, now: Flags) -> Result<(), VmError> {
+        let was = area.kind.flags();
+        let (taken, given) = (was.without(now), now.without(was));
+        // At once, if each table takes one store.
+        let part =
+            if taken == Flags::WRITE && given == Flags::NONE { u64::MAX } else { PART << area.kind.page.order().get() };
+        let (mut from, end) = (area.range.first_page(), area.range.end_page());
+        while from < end {
+            let to = if part == u64::MAX { end } else { end.min((from / part + 1) * part) };
+            let Some(span) = pages(from, to) else { return Err(VmError::Unreachable) };
+            match self.change_part(alone, area, span, taken, given) {
+                Ok(stale) => {
+                    if taken != Flags::NONE || !S::Format::FAULT_DROPS {
+                        alone.batch.stale(stale);
+                    }
+                    from = to;
+                }
+                // Another task is between its own detach and harvest near here.
+                Err(PagingError::Busy { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+            self.cond_resched(alone.cx);
+        }
+        Ok(())
+    }
+
+    fn change_part(
+        &self,
+        alone: &mut Alone<'_, '_, '_, S>,
+        area: &VmaInfo,
+        span: VirtRange,
+        taken: Flags,
+        given: Flags,
+    ) -> Result<Stale, PagingError> {
+        let space = alone.space;
+        let task = RefCell::new(&mut *alone.cx);
+        let mut table = space.table().exclusive(self.tables(&task));
+        self.unfold(&task, space, &mut table, span)?;
+        if taken == Flags::WRITE && given == Flags::NONE {
+            return table.write_protect(span);
+        }
+        if S::Format::CONTIGUOUS != 0 && (taken | given).without(Flags::WRITE) != Flags::NONE {
+            self.unfold_all(&task, space, &mut table, span)?;
+        }
+        if area.kind.shared || !given.contains(Flags::WRITE) {
+            return table.protect(span, Change { set: given, clear: taken }, Editing::LIVE);
+        }
+        let change = Change { set: given.without(Flags::WRITE), clear: taken };
+        // As for a store: who has the only reference may store. No fork gives the page another user meanwhile.
+        table.protect_where(span, change, Flags::WRITE, Editing::LIVE, |_, head| self.frames().references(head) == 1)
+    }
+}
+
+/// How many areas have to be cut so that those in a range allow `rights`, if they may.
+fn may_allow<S: Setup>(areas: &Areas<S>, span: VirtRange, rights: Protection) -> Result<usize, VmError> {
+    areas.check_no_hole(span)?;
+    for area in areas.meeting(span.first_page(), span.end_page()) {
+        let (range, kind) = (area.info.range, area.info.kind);
+        if !kind.protection.contains(rights.attributes()) {
+            return Err(VmError::Denied { at: range.start().max(span.start()) });
+        }
+    }
+    areas.cuts(span, |area| area.kind.allowing_rights(rights) != area.kind)
+}
+
+impl VmaKind {
+    /// The same with other rights.
+    fn allowing_rights(self, rights: Protection) -> Self {
+        let protection = self.protection.attributes().with(rights.rights());
+        VmaKind { protection, ..self }
+    }
+}

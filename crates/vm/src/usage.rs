@@ -1,0 +1,98 @@
+//! What is there of a range: what `smaps` says. Counted by looking; nothing is kept for it.
+
+use crate::address_space::AddressSpace;
+use crate::error::VmError;
+use crate::setup::{Cx, Setup};
+use crate::swap_entry::SwapEntry;
+use crate::vm::Vm;
+use crate::vma::{VmaInfo, pages};
+use core::cell::RefCell;
+use hugemm_base::{PageSize, VirtAddr, VirtRange};
+use hugemm_paging::Flags;
+
+/// Pages that are looked at between two reschedule points.
+const PART: u64 = 1 << 16;
+
+/// What is there of a range of a space, in 4 KiB pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// In memory and mapped here; those that are just moving too.
+    pub present: u64,
+    /// Of those, what is mapped by leaves of 2 MiB and more.
+    pub huge: u64,
+    /// Away in swap: of private areas what this space has there, of shared ones what the object has.
+    pub swapped: u64,
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// What is there of `span`, of which nothing needs to be in areas: those of a space are
+    /// [`AddressSpace::vmas`]. Right while nobody changes anything. O(tables + entries in them); one lock round of the page table, and
+    /// one of the object's, per 256 MiB. Passes reschedule points; may sleep.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](VmError::OutOfBounds), [`Foreign`](VmError::Foreign).
+    pub fn usage(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<Usage, VmError> {
+        self.check_own(space)?;
+        space.check_covers(span)?;
+        let mut usage = Usage::default();
+        for area in space.vmas(span) {
+            let (mut from, end) =
+                (area.range.first_page().max(span.first_page()), area.range.end_page().min(span.end_page()));
+            while from < end {
+                let to = end.min((from / PART + 1) * PART);
+                self.look_at(cx, space, &area, (from, to), &mut usage)?;
+                from = to;
+                self.cond_resched(cx);
+            }
+        }
+        Ok(usage)
+    }
+
+    /// Adds what there is of `from..to` in an area.
+    fn look_at(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        area: &VmaInfo,
+        (from, to): (u64, u64),
+        usage: &mut Usage,
+    ) -> Result<(), VmError> {
+        let Some(span) = pages(from, to) else { return Ok(()) };
+        let task = RefCell::new(cx);
+        {
+            let table = space.table().shared(self.tables(&task));
+            table.walk(span, Flags::HARDWARE, |run| {
+                usage.present += run.extent.pages();
+                usage.huge += if run.size == PageSize::Size4K { 0 } else { run.extent.pages() };
+            })?;
+            // Only the part of a large page that is in the range.
+            let part = |at: VirtAddr, size: PageSize| {
+                let first = at.get() >> hugemm_base::PAGE_SHIFT;
+                to.min(first + size.pages()) - from.max(first)
+            };
+            table.walk_owners(span, |at, size, word| match SwapEntry::of(word) {
+                SwapEntry::Moving { .. } => usage.present += part(at, size),
+                SwapEntry::Slot(_) | SwapEntry::Slots(_) => usage.swapped += part(at, size),
+            })?;
+        }
+        if !area.kind.shared {
+            return Ok(());
+        }
+        let Some(handle) = self.registry().shared().get(area.object) else { return Ok(()) };
+        let mut looked = Ok(());
+        // SAFETY: `Registry::get` took a reference.
+        let index = unsafe { &handle.as_ref().index };
+        if let (Some(index), Some(shown)) = (index, pages(area.offset_of(from), area.offset_of(to))) {
+            let away = |at: VirtAddr, size: PageSize, word| {
+                if !matches!(SwapEntry::of(word), SwapEntry::Moving { .. }) {
+                    let first = at.get() >> hugemm_base::PAGE_SHIFT;
+                    usage.swapped += shown.end_page().min(first + size.pages()) - shown.first_page().max(first);
+                }
+            };
+            looked = index.table.shared(self.tables(&task)).walk_owners(shown, away).map_err(VmError::from);
+        }
+        self.put_object(&mut task.borrow_mut(), handle);
+        looked
+    }
+}

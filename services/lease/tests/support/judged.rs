@@ -1,0 +1,45 @@
+//! Tests that take huge pages from the kernel's pool: they take turns, and are judged where nobody else changes the pool or takes from it.
+
+use std::fs::{self, File};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::sleep;
+use std::time::Duration;
+
+pub(crate) const SIZE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+const FREE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
+
+/// A test's turn, for as long as it is kept: of all programs of all tests of this machine.
+pub(crate) fn turn() -> File {
+    let lock = std::env::temp_dir().join("hugemm-lease-pool.lock");
+    let lock = File::options().create(true).truncate(false).write(true).open(lock).expect("a lock file");
+    lock.lock().expect("locked");
+    lock
+}
+
+/// Runs a test. Where it fails while somebody else changes the pool or takes from it, who may have taken its pages, that is said, and is no
+/// failure; then no other test of this program is tried.
+pub(crate) fn judged(test: impl FnOnce()) {
+    static MOVES: AtomicBool = AtomicBool::new(false);
+    if !MOVES.load(Ordering::Relaxed) {
+        let Err(cause) = catch_unwind(AssertUnwindSafe(test)) else { return };
+        if !moves() {
+            resume_unwind(cause);
+        }
+        MOVES.store(true, Ordering::Relaxed);
+    }
+    eprintln!("skipped: somebody else changes the kernel's pool of huge pages, or takes from it");
+}
+
+/// Whether the pool, or what is free of it, changes again and again, though it is the turn of nothing that takes from it.
+fn moves() -> bool {
+    let _turn = turn();
+    // What the test had goes back.
+    sleep(Duration::from_secs(1));
+    let look = |_| {
+        sleep(Duration::from_millis(10));
+        [SIZE, FREE].map(|path| fs::read_to_string(path).ok())
+    };
+    let looks: Vec<_> = (0..200).map(look).collect();
+    looks.windows(2).filter(|pair| pair[0] != pair[1]).count() > 2
+}

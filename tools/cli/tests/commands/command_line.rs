@@ -1,0 +1,196 @@
+//! The command as a user meets it: what it prints, and what it says when it is called wrongly.
+
+use crate::support::{document, misused, refused, rows};
+use serde_json::Value;
+
+#[test]
+fn sizes_that_are_no_sizes_are_named() {
+    misused(&["bench", "mem", "mmap", "-s", "0"], "larger than zero");
+    misused(&["bench", "mem", "mmap", "-s", "12XB"], "unknown unit 'XB'");
+    misused(&["bench", "mem", "mmap", "-s", "99999999999999999999GB"], "larger than any memory");
+    misused(&["probe", "-s", "99999999999GB"], "larger than any memory");
+}
+
+#[test]
+fn sizes_that_do_not_fit_name_the_way_out() {
+    refused(&["bench", "mem", "mmap", "-s", "3000KB"], &["not a multiple", "2MB", "next size up is 4MB"]);
+    refused(&["bench", "mem", "mmap", "-s", "64MB", "-w", "999"], &["999 threads", "CPUs"]);
+    refused(&["probe", "-s", "2MB"], &["too small", "64MB"]);
+    refused(&["probe", "-s", "512TB"], &["512"]);
+    refused(&["bench", "interference", "-w", "100"], &["100B", "multiple of 64"]);
+}
+
+#[test]
+fn extents_and_requests_are_checked() {
+    refused(&["explain", "--touch", "512"], &["page 512", "0 to 511"]);
+    refused(&["explain", "-s", "4MB", "--total", "2MB"], &["cannot be smaller"]);
+    refused(&["explain", "-s", "4097"], &["not a multiple"]);
+}
+
+#[test]
+fn primitives_that_are_not_here_are_refused() {
+    // No CPU has both instruction sets.
+    let foreign = if cfg!(target_arch = "x86_64") { "stnp" } else { "clzero" };
+    refused(&["explain", "--primitive", foreign], &["does not have", foreign, "hugemm probe"]);
+    misused(&["explain", "--primitive", "model"], "no such primitive");
+}
+
+#[test]
+fn files_that_cannot_be_written_are_refused_before_anything_is_measured() {
+    let way_out = "name a file in a directory";
+    refused(&["bench", "free", "--json=/nonexistent/a.json"], &["cannot write /nonexistent/a.json", way_out]);
+    refused(&["bench", "headline", "--json=/nonexistent/a.json"], &["cannot write /nonexistent/a.json", way_out]);
+    refused(&["run", "--report", "/nonexistent/a.html"], &["cannot write /nonexistent/a.html", way_out]);
+    refused(&["probe", "--save-profile", "/nonexistent/a.rs"], &["cannot write /nonexistent/a.rs", way_out]);
+    let path = std::env::temp_dir().join(format!("hugemm-refused-{}.json", std::process::id()));
+    refused(&["explain", "-s", "3KB", &format!("--json={}", path.display())], &["not a multiple"]);
+    assert!(!path.exists(), "a command that is refused leaves no file");
+}
+
+/// What is printed may have nowhere to go; what is saved is there all the same.
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_nobody_takes_is_one_line_and_loses_no_file() {
+    let path = std::env::temp_dir().join(format!("hugemm-kept-{}.json", std::process::id()));
+    let json = format!("--json={}", path.display());
+    for args in [&["explain", &json][..], &["explain", "--json"], &["man"], &["completions", "bash"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").expect("Linux has it");
+        let (reader, closed) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        for out in [std::process::Stdio::from(full), std::process::Stdio::from(closed)] {
+            let command = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).stdout(out).output();
+            let output = command.expect("it starts");
+            let err = String::from_utf8_lossy(&output.stderr);
+            assert!(!output.status.success() && err.lines().count() == 1, "{args:?}: {err}");
+            assert!(err.contains("os error") && !err.contains("panicked"), "{args:?}: {err}");
+        }
+    }
+    let saved = std::fs::read(&path).expect("saved");
+    assert!(serde_json::from_slice::<Value>(&saved).is_ok());
+    std::fs::remove_file(path).expect("removed");
+}
+
+/// A file's name need not be text.
+#[cfg(unix)]
+#[test]
+fn names_that_are_no_text_are_names() {
+    use std::os::unix::ffi::OsStrExt;
+    let name = std::ffi::OsStr::from_bytes(b"--json=/nonexistent/\xff.json");
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).arg("explain").arg(name).output();
+    let output = output.expect("it starts");
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && err.lines().count() == 1 && err.contains("cannot write"), "{err}");
+    let path = std::env::temp_dir().join(std::ffi::OsStr::from_bytes(b"hugemm-\xff.json"));
+    let mut option = std::ffi::OsString::from("--json=");
+    option.push(&path);
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).arg("explain").arg(option).output();
+    assert!(output.expect("it starts").status.success());
+    std::fs::remove_file(path).expect("it was written");
+}
+
+#[test]
+fn odd_values_are_named() {
+    misused(&["run", "-s", "-1"], "no number in '-1'");
+    misused(&["bench", "free", "-r", "-1"], "-1 is not in 1..");
+    misused(&["run", "--siz", "1GB"], "a similar argument exists: '--size'; see 'hugemm run --help'");
+    misused(&["bench", "swim"], "unrecognized subcommand 'swim'; see 'hugemm bench --help'");
+    misused(&["compare", "a.json", "b.json", "-t", "-5"], "'-5' is no percentage");
+    refused(&["run", "-s", "1MB"], &["1MB is not a multiple of 128MB", "--size 128MB"]);
+    refused(&["bench", "headline", "--only", "swim"], &["no goal begins with 'swim'", "--help"]);
+    refused(&["doctor", "--json=/nonexistent/a.json"], &["cannot write /nonexistent/a.json", "name a file"]);
+    refused(&["man", "/proc/nonexistent"], &["cannot make the directory", "may write"]);
+    for command in [&["report"][..], &["compare", "/nonexistent/b.json"]] {
+        refused(&[command, &["/nonexistent/a.json"]].concat(), &["cannot read /nonexistent/", "--json=FILE"]);
+    }
+}
+
+#[test]
+fn options_that_do_nothing_are_not_there() {
+    for command in ["alloc", "churn", "shootdown", "map"] {
+        misused(&["bench", command, "--profile", "x"], "unexpected argument '--profile'");
+    }
+}
+
+#[test]
+fn profiles_that_are_none_are_refused() {
+    refused(&["explain", "--profile", "/nonexistent/profile.json"], &["cannot read the profile"]);
+    let path = std::env::temp_dir().join(format!("hugemm-no-profile-{}.json", std::process::id()));
+    std::fs::write(&path, "{\"cached\": 7}").expect("written");
+    refused(&["explain", "--profile", path.to_str().expect("utf-8")], &["is no profile", "--save-profile"]);
+    std::fs::remove_file(path).expect("removed");
+}
+
+/// The neighbourhood order, on real memory: right, left, then the five pages around the touch, through the cache.
+#[test]
+fn explain_traces_the_neighbourhood_order() {
+    let units = |args: &[&str]| -> Vec<(u64, u64, String, String)> {
+        let document = document(args);
+        let text = |row: &Value, key: &str| row[key].as_str().expect("a label").to_owned();
+        rows(&document, "explain.unit")
+            .into_iter()
+            .map(|row| {
+                let (first, bytes) = (row["first_page"].as_u64(), row["value"].as_f64());
+                (
+                    first.expect("a page"),
+                    bytes.expect("a size") as u64 / 4096,
+                    text(row, "part"),
+                    text(row, "primitive"),
+                )
+            })
+            .collect()
+    };
+    let demand = units(&["explain", "-s", "2MB", "--touch", "100", "--total", "64GB", "--threshold", "8MB", "--json"]);
+    let parts: Vec<_> = demand.iter().map(|(first, pages, part, _)| (*first, *pages, part.as_str())).collect();
+    assert_eq!(parts, [(103, 409, "rest"), (0, 98, "rest"), (98, 5, "around the touch")]);
+    assert_eq!(demand[0].3, demand[1].3);
+    if cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
+        assert_ne!(demand[1].3, demand[2].3, "bulk far from the touch, cached around it");
+    }
+    let paged = units(&["explain", "-s", "64KB", "--unit", "4KB", "--preempt", "none", "--json"]);
+    assert_eq!(paged.len(), 16);
+}
+
+#[test]
+fn documents_have_the_promised_form() {
+    let document = document(&["bench", "mem", "memset", "-s", "64MB", "-l", "2", "--json"]);
+    assert_eq!(document["schema"], 9);
+    assert!(document["command"].as_str().is_some_and(|c| c.starts_with("bench mem memset -s 64MB")));
+    assert!(document["environment"]["regions"][0]["huge_share"].as_f64().is_some_and(|share| share > 0.9));
+    let all = rows(&document, "clear.chunk");
+    assert!(all.len() >= 5 && all.len().is_multiple_of(5));
+    for row in all {
+        assert!(row["value"].as_f64().is_some_and(|v| v > 0.0) && row["stdev"].is_f64());
+        assert_eq!((row["unit"].as_str(), row["runs"].as_u64()), (Some("GB/s"), Some(2)));
+        assert!(row["chunk"].as_u64().is_some_and(|chunk| (64_u64 << 20).is_multiple_of(chunk)));
+    }
+}
+
+/// Every way, by the name that `perf bench mem` has for the work.
+#[test]
+fn both_sides_of_a_creation_are_measured_and_labelled() {
+    let document = document(&["bench", "mem", "mmap", "-s", "64MB", "-l", "2", "-w", "1", "--kind", "thp", "--json"]);
+    let all = rows(&document, "bench.vm_create");
+    assert_eq!(all.len(), 2 * 4 + 3);
+    for row in all {
+        assert_eq!(row["software_fault"], row["side"] != "kernel" && row["how"] == "demand");
+        assert!(row["value"].as_f64().is_some_and(|v| v > 0.0));
+    }
+}
+
+#[test]
+fn a_profile_can_be_saved_and_used_again() {
+    let path = std::env::temp_dir().join(format!("hugemm-profile-{}.json", std::process::id()));
+    let source = path.with_extension("rs");
+    let (json, rust) = (path.to_str().expect("utf-8"), source.to_str().expect("utf-8"));
+    let probe = document(&["probe", "-s", "64MB", "-r", "1", "--save-profile", json, "--json"]);
+    for goal in ["clear.bulk_vs_best_stream", "clear.worst_vs_best"] {
+        let row = rows(&probe, goal);
+        assert_eq!(row.len(), 1, "{goal}");
+        assert!(row[0]["goal"].is_f64() && row[0]["verdict"].is_string());
+    }
+    document(&["explain", "--profile", json, "--json"]);
+    document(&["probe", "-s", "64MB", "-r", "1", "--profile", json, "--save-profile", rust, "--json"]);
+    let constant = std::fs::read_to_string(&source).expect("saved");
+    assert!(constant.contains("pub const PROFILE: Profile"), "{constant}");
+    std::fs::remove_file(path).and(std::fs::remove_file(source)).expect("removed");
+}

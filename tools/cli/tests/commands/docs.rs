@@ -1,0 +1,277 @@
+//! The documentation says what is so: links lead somewhere, commands and their options exist, and what the checklist names
+//! is there.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the source tree")
+}
+
+/// All files of the tree with this extension, except what is built.
+fn files(extension: &str) -> Vec<PathBuf> {
+    let (mut found, mut dirs) = (Vec::new(), vec![root()]);
+    while let Some(dir) = dirs.pop() {
+        for entry in fs::read_dir(dir).expect("readable").map(|entry| entry.expect("readable").path()) {
+            let hidden = entry.file_name().is_some_and(|name| name == "target" || name.as_encoded_bytes()[0] == b'.');
+            match entry.is_dir() {
+                true if !hidden => dirs.push(entry),
+                false if entry.extension().is_some_and(|found| found == extension) => found.push(entry),
+                _ => {}
+            }
+        }
+    }
+    found
+}
+
+/// What stands between `open` and `close`, wherever they follow each other on one line.
+fn between<'a>(text: &'a str, open: &'a str, close: &'a str) -> impl Iterator<Item = &'a str> {
+    text.lines().flat_map(move |line| line.split(open).skip(1).filter_map(move |rest| Some(rest.split_once(close)?.0)))
+}
+
+/// The anchors of a page: its headings in lower case, with hyphens for spaces and nothing for punctuation.
+fn anchors(page: &str) -> BTreeSet<String> {
+    let headings = page.lines().filter_map(|line| line.strip_prefix('#'));
+    let kept = |c: &char| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_');
+    let slug = |text: &str| text.trim_start_matches('#').trim().to_lowercase().chars().filter(kept).collect::<String>();
+    headings.map(|heading| slug(heading).replace(' ', "-")).collect()
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let mut broken = Vec::new();
+    for page in files("md") {
+        let text = fs::read_to_string(&page).expect("readable");
+        for link in between(&text, "](", ")").filter(|link| !link.contains("://")) {
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { page.clone() } else { page.with_file_name(file) };
+            let found = target.exists()
+                && (anchor.is_empty() || anchors(&fs::read_to_string(&target).expect("readable")).contains(anchor));
+            if !found {
+                broken.push(format!("{}: {link}", page.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{broken:#?}");
+}
+
+/// What a crate's own table of files, or a page, says about files is so: each is named, and what is named is there.
+#[test]
+fn every_crate_says_which_file_has_which_rule() {
+    let mut wrong = Vec::new();
+    for crate_root in files("rs").into_iter().filter(|path| path.ends_with("src/lib.rs")) {
+        let sources = crate_root.parent().expect("a directory").to_path_buf();
+        if !sources.starts_with(root().join("crates")) || sources.ends_with("hugemm/src") {
+            continue;
+        }
+        let text = fs::read_to_string(&crate_root).expect("readable");
+        let table: String = text.lines().filter(|line| line.starts_with("//! |")).collect::<Vec<_>>().join("\n");
+        for entry in fs::read_dir(&sources).expect("readable").map(|entry| entry.expect("readable").path()) {
+            let stem = entry.file_stem().expect("a name").to_string_lossy().into_owned();
+            let named =
+                [format!("`{stem}.rs`"), format!("[`{stem}`]"), format!("[`mod@{stem}`]"), format!("(mod@{stem})")];
+            if !["lib", "tests"].contains(&stem.as_str()) && !named.iter().any(|name| table.contains(name)) {
+                wrong.push(format!("{} is not in the table of {}", entry.display(), crate_root.display()));
+            }
+        }
+        let named = between(&table, "`", "`").filter(|name| name.ends_with(".rs"));
+        wrong.extend(named.filter(|name| !sources.join(name).exists()).map(|name| format!("no {name} in {sources:?}")));
+    }
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("readable");
+    let words = page.split(|c: char| c.is_whitespace() || "`;,()".contains(c)).filter(|word| word.ends_with(".rs"));
+    for word in words {
+        wrong.extend(
+            (!files("rs").iter().any(|path| path.ends_with(word))).then(|| format!("ARCHITECTURE.md: no {word}")),
+        );
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// Comments cite manuals, papers and series by their titles, never a row or a paragraph of what is not in the tree.
+#[test]
+fn comments_cite_what_a_reader_can_open() {
+    let private =
+        ["checklist ", "Checklist ", "design §", "design rule", "design invariant", "seed 00", "Row A", "Row B"];
+    let mut wrong = Vec::new();
+    for path in files("rs").into_iter().filter(|path| !path.ends_with("commands/docs.rs")) {
+        let text = fs::read_to_string(&path).expect("readable");
+        for (number, line) in text.lines().enumerate().filter(|(_, line)| line.trim_start().starts_with("//")) {
+            if private.iter().any(|word| line.contains(word)) {
+                wrong.push(format!("{}:{}: {}", path.display(), number + 1, line.trim()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// Every type and function of the glossary's third column is one.
+#[test]
+fn the_glossary_names_what_is_there() {
+    let sources: String = files("rs").iter().map(|path| fs::read_to_string(path).expect("readable")).collect();
+    let page = fs::read_to_string(root().join("docs/glossary.md")).expect("readable");
+    let (mut names, mut wrong) = (0, Vec::new());
+    for row in page.lines().filter(|line| line.starts_with("| ")) {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').collect();
+        for name in spans(cells.get(2).copied().unwrap_or_default()).iter().filter(|name| !name.contains('-')) {
+            names += 1;
+            let name = name.rsplit("::").next().unwrap_or_default();
+            // Also as a variant or a field.
+            let ends = [" ", "<", "(", ";", ":", ","];
+            let found = ["struct ", "enum ", "trait ", "type ", "fn ", "const ", "mod ", "    ", "pub "]
+                .iter()
+                .any(|kind| ends.iter().any(|end| sources.contains(&format!("{kind}{name}{end}"))));
+            if !found {
+                wrong.push(name.to_owned());
+            }
+        }
+    }
+    assert!(names > 60, "{names} names are found");
+    assert!(wrong.is_empty(), "not there: {wrong:?}");
+}
+
+/// What each floor costs in lines is said within a fifth of what `scripts/lines.sh` counts.
+#[test]
+fn floors_cost_what_the_page_says() {
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("readable");
+    let counted = Command::new(root().join("scripts/lines.sh")).output().expect("it starts").stdout;
+    let counted = String::from_utf8_lossy(&counted).into_owned();
+    let mut floors = 0;
+    for cells in page.lines().map(|line| line.split('|').map(str::trim).collect::<Vec<_>>()) {
+        let Some(floor) = cells.get(1).and_then(|cell| cell.strip_prefix('`')?.strip_suffix("/`")) else { continue };
+        floors += 1;
+        let said: usize = cells[3].replace(' ', "").parse().expect("a number of lines");
+        let row = counted.lines().find_map(|line| line.strip_prefix(&format!("{floor}/ "))).expect("a row");
+        let lines: usize = row.split_whitespace().next().expect("a column").parse().expect("a number of lines");
+        assert!(lines.abs_diff(said) * 5 <= said, "{floor} has {lines} lines");
+    }
+    assert_eq!(floors, 5);
+}
+
+/// Rust that a page shows can be pasted, and stands so in a source that is compiled and run: no page has an example of its own.
+#[test]
+fn examples_of_pages_stand_in_sources() {
+    let lines = |text: &str| text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("\n");
+    let sources: Vec<String> =
+        files("rs").iter().map(|path| lines(&fs::read_to_string(path).expect("readable"))).collect();
+    let (mut blocks, mut wrong) = (0, Vec::new());
+    for page in files("md") {
+        let text = fs::read_to_string(&page).expect("readable");
+        for block in text.split("```rust\n").skip(1).filter_map(|rest| Some(rest.split_once("```")?.0)) {
+            blocks += 1;
+            if !sources.iter().any(|source| source.contains(&lines(block))) {
+                wrong.push(format!("{}: {block}", page.display()));
+            }
+        }
+    }
+    assert!(blocks >= 5, "{blocks} examples are found");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// What stands in backticks.
+fn spans(text: &str) -> Vec<String> {
+    let prose: String = text.split("```").step_by(2).collect();
+    prose.replace('\n', " ").split('`').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+/// The commands that a page shows: in backticks, and on lines of code blocks.
+fn commands(text: &str) -> Vec<String> {
+    let code = text.split("```").skip(1).step_by(2).flat_map(str::lines);
+    let code = code.map(|line| line.split(['#', '>', '|']).next().unwrap_or_default());
+    let lines = code.flat_map(|line| line.split("&&")).map(|command| command.trim().to_owned());
+    spans(text).into_iter().chain(lines).filter_map(|c| Some(c.strip_prefix("hugemm ")?.to_owned())).collect()
+}
+
+/// What `--help` of a command says; `None` if there is no such command.
+fn help(words: &[&str]) -> Option<String> {
+    let output = Command::new(env!("CARGO_BIN_EXE_hugemm")).args(words).arg("--help").output().expect("it starts");
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[test]
+fn commands_exist_and_have_the_options_that_are_shown() {
+    let mut known: BTreeMap<Vec<String>, String> = BTreeMap::new();
+    let mut wrong = Vec::new();
+    for page in files("md").into_iter().filter(|page| !page.ends_with("CHANGELOG.md")) {
+        let text = fs::read_to_string(&page).expect("readable");
+        for command in commands(&text) {
+            // What follows ' -- ' is for a guest, and is checked by the tests that boot one.
+            let own = command.split(" -- ").next().unwrap_or_default();
+            let words: Vec<&str> = own.split_whitespace().collect();
+            let plain =
+                |word: &&str| word.chars().all(|c| c.is_ascii_lowercase() || c == '-') && !word.starts_with('-');
+            let depth = match words.first() {
+                Some(&"bench") if words.get(1) == Some(&"mem") => 3,
+                Some(&"bench" | &"pool") => 2,
+                _ => 1,
+            };
+            let path: Vec<&str> = words.iter().take(depth).copied().filter(plain).collect();
+            let key: Vec<String> = path.iter().map(|word| (*word).to_owned()).collect();
+            let Some(help) = known.get(&key).cloned().or_else(|| help(&path)) else {
+                wrong.push(format!("{}: hugemm {command}", page.display()));
+                continue;
+            };
+            for option in words.iter().filter(|word| word.starts_with('-') && word.len() > 1) {
+                let option = option.split(['=', '[']).next().unwrap_or_default();
+                // A name ends where something else than a name's letters begins.
+                let named =
+                    |at: usize| !help[at + option.len()..].starts_with(|c: char| c.is_alphanumeric() || c == '-');
+                if !help.match_indices(option).any(|(at, _)| named(at)) {
+                    wrong.push(format!("{}: no {option} in: hugemm {command}", page.display()));
+                }
+            }
+            known.insert(key, help);
+        }
+    }
+    assert!(known.len() > 15, "commands are not found any more: {:?}", known.keys());
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn the_checklist_names_what_is_there() {
+    let sources: Vec<(PathBuf, String)> =
+        files("rs").into_iter().map(|path| (path.clone(), fs::read_to_string(path).expect("readable"))).collect();
+    let text = fs::read_to_string(root().join("docs/checklist.md")).expect("readable");
+    let (mut wrong, mut files, mut tests) = (Vec::new(), 0, 0);
+    for span in spans(&text) {
+        // `package: path.rs: name`, of which the first and the last may be missing; or a name alone.
+        let parts: Vec<&str> = span.split(": ").collect();
+        let file = parts.iter().find(|part| part.ends_with(".rs"));
+        let name = parts.last().filter(|name| {
+            name.contains('_') && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+        });
+        let in_file = |path: &Path| file.is_none_or(|file| path.ends_with(file));
+        if file.is_some() {
+            files += 1;
+            if !sources.iter().any(|(path, _)| in_file(path)) {
+                wrong.push(format!("no file: {span}"));
+                continue;
+            }
+        }
+        if let Some(name) = name {
+            tests += 1;
+            let stands =
+                |source: &str| ["fn ", "mod ", "#["].iter().any(|before| source.contains(&format!("{before}{name}")));
+            if !sources.iter().any(|(path, source)| in_file(path) && stands(source)) {
+                wrong.push(format!("no such name: {span}"));
+            }
+        }
+    }
+    assert!(files > 30 && tests > 150, "{files} files and {tests} tests are found");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    let rows: Vec<Vec<&str>> = text
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .map(|row| row.trim_matches('|').split(" | ").map(str::trim).collect())
+        .collect();
+    for row in &rows {
+        assert!(row.len() >= 3 && row[1..].iter().all(|cell| !cell.is_empty()), "a row without an answer: {row:?}");
+    }
+    for (letter, last) in [('A', 28), ('B', 16), ('C', 20), ('D', 20), ('E', 32), ('X', 6)] {
+        for number in 1..=last {
+            let row = format!("{letter}{number}");
+            assert!(rows.iter().any(|cells| cells[0].split([',', ' ']).any(|one| one == row)), "no row {row}");
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! The commands that measure the frame allocator, as a user meets them. Small sizes: what is checked is what they say,
+//! not how fast anything is.
+
+use crate::support::{document, misused, refused, rows};
+use serde_json::Value;
+
+/// A row that states a goal and what it came to.
+#[track_caller]
+fn goal(document: &Value, metric: &str) {
+    let row = rows(document, metric);
+    assert_eq!(row.len(), 1, "{metric}");
+    assert!(row[0]["goal"].is_f64() && row[0]["verdict"].is_string(), "{metric}");
+    assert!(row[0]["value"].as_f64().is_some_and(|value| value > 0.0), "{metric}");
+}
+
+fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+#[test]
+fn orders_and_counts_that_are_none_are_named() {
+    misused(&["bench", "free", "--order", "19"], "there is no order 19; orders are 0 (4 KiB) to 18 (1 GiB)");
+    misused(&["bench", "free", "--order", "9,x"], "'x' is no order");
+    misused(&["bench", "alloc", "--orders", "-1"], "-1");
+    misused(&["bench", "free", "-n", "0"], "0 is not in 1..");
+    misused(&["bench", "free", "-n", "99999999999"], "99999999999 is not in 1..=4294967296");
+    misused(&["bench", "free", "--held", "0"], "0 is not in 1..");
+    misused(&["bench", "alloc", "--threads", "0"], "0 is not in 1..=4096");
+    misused(&["bench", "alloc", "--pattern", "twice"], "twice");
+    misused(&["bench", "churn", "--size", "0"], "larger than zero");
+    misused(&["bench", "churn", "--seconds", "0"], "0 is not in 1..");
+    misused(&["bench", "churn", "--fill", "96"], "96 is not in 1..=95");
+    misused(&["bench", "churn", "--size", "12XB"], "unknown unit 'XB'");
+}
+
+#[test]
+fn what_does_not_fit_names_the_way_out() {
+    refused(&["bench", "free", "-s", "3000KB"], &["3000KB is not a multiple", "2MB", "next size up is 4MB"]);
+    refused(&["bench", "free", "-s", "512MB"], &["order 18 is 1GB", "512MB", "--size 1GB"]);
+    refused(&["bench", "free", "-s", "1GB", "-o", "9", "--held", "600", "-n", "600"], &["600 blocks", "--held 512"]);
+    refused(&["bench", "free", "-n", "4294967296", "-o", "9"], &["days", "-n 2147483648"]);
+    refused(&["bench", "free", "-s", "16000000TB"], &["physical addresses", "--size"]);
+    refused(&["bench", "alloc", "-s", "4000TB"], &["data for 4000TB", "ask for less"]);
+    refused(&["bench", "alloc", "-s", "4MB", "-t", "1", "-o", "9,10"], &["4MB", "order 10", "--size"]);
+    refused(&["bench", "alloc", "-t", "4000", "-s", "64MB"], &["4000 threads", "CPUs"]);
+    refused(&["bench", "churn", "-s", "512MB"], &["order 18", "--size 1GB"]);
+}
+
+#[test]
+fn free_shows_both_ways_and_its_goals() {
+    let document =
+        document(&["bench", "free", "-s", "2GB", "-n", "8", "-o", "0,9,18", "-r", "2", "--no-peers", "--json"]);
+    for metric in ["take_divide", "free_range", "free_each", "speedup", "free_whole"] {
+        let name = format!("bench.free.{metric}");
+        let own: Vec<_> = rows(&document, &name).into_iter().filter(|row| row["side"] == "hugemm, counted").collect();
+        assert_eq!(own.len(), 3, "{name}");
+        assert!(own.iter().all(|row| row["value"].as_f64().is_some_and(|v| v > 0.0) && row["n"] == 8), "{name}");
+    }
+    for metric in ["frames.free512_over_floor", "frames.free512_speedup"] {
+        goal(&document, metric);
+    }
+    assert_eq!(rows(&document, "bench.free.array").len(), 4);
+    let claims = rows(&document, "bench.free.claim");
+    assert!(claims.iter().any(|row| row["side"] == "hugemm" && row["pages"] == 16_384));
+    // The memory for the metadata is what the allocator says that it needs.
+    let metadata = rows(&document, "bench.free.metadata")[0]["value"].as_f64().expect("a number");
+    assert!((1.5..1.7).contains(&metadata), "{metadata}");
+}
+#[test]
+fn others_are_measured_in_the_same_run() {
+    let document = document(&["bench", "free", "-s", "1GB", "-n", "4", "-o", "9", "-r", "1", "--json"]);
+    let ranges = rows(&document, "bench.free.free_range");
+    for side in ["buddy_system_allocator", "bitmap-allocator", "free-list"] {
+        assert!(ranges.iter().any(|row| row["side"] == side), "{side}");
+    }
+    // One cannot free parts of a block: it has no such figure.
+    assert!(!ranges.iter().any(|row| row["side"] == "buddy-slab-allocator"));
+    assert!(rows(&document, "bench.free.free_whole").iter().any(|row| row["side"] == "buddy-slab-allocator"));
+}
+
+#[test]
+fn alloc_measures_every_pattern_on_every_number_of_cpus() {
+    let threads = if cpus() > 1 { "1,2" } else { "1" };
+    let pattern = "pair,bulk,random";
+    let document = document(&[
+        "bench",
+        "alloc",
+        "-s",
+        "256MB",
+        "-t",
+        threads,
+        "-p",
+        pattern,
+        "--counted",
+        "--no-peers",
+        "-r",
+        "2",
+        "--json",
+    ]);
+    let count = |metric: &str| rows(&document, metric).len();
+    let each = threads.split(',').count() * 2 * 2;
+    assert_eq!(
+        (count("bench.alloc.pair"), count("bench.alloc.alloc"), count("bench.alloc.free")),
+        // The floor of order 0 besides.
+        (each + threads.split(',').count(), each * 2, each * 2)
+    );
+    goal(&document, "frames.pair0_over_array");
+    goal(&document, "frames.counted_pair0_over_floor");
+    if cpus() > 1 {
+        goal(&document, "frames.pair9_2t_vs_1t");
+    }
+    // A pair hits the cache: no lock at all.
+    let pairs = rows(&document, "bench.alloc.lock_rounds").into_iter().filter(|row| row["pattern"] == "pair");
+    assert!(pairs.into_iter().all(|row| row["value"].as_f64().is_some_and(|rounds| rounds < 0.01)));
+}
+
+#[test]
+fn churn_counts_what_is_left() {
+    let document = document(&["bench", "churn", "-s", "1GB", "--seconds", "1", "--no-peers", "--json"]);
+    let left = rows(&document, "bench.churn.extents_2m");
+    let at = |when: &str| left.iter().find(|row| row["when"] == when).and_then(|row| row["value"].as_f64());
+    assert_eq!(at("when all is freed"), Some(512.0));
+    assert!(at("in use").zip(at("when nine of ten are freed")).is_some_and(|(full, thin)| full > 0.0 && thin > full));
+    let whole = rows(&document, "bench.churn.extents_1g");
+    assert!(whole.iter().any(|row| row["when"] == "when all is freed" && row["value"] == 1.0));
+}

@@ -1,0 +1,32 @@
+//! The commands that measure page tables, as a user meets them. Small sizes: what is checked is what they say.
+
+use crate::support::{document, misused, refused, rows};
+
+#[test]
+fn sizes_that_cannot_be_name_the_way_out() {
+    misused(&["bench", "map", "--size", "0"], "larger than zero");
+    misused(&["bench", "map", "--runs", "0"], "0 is not in 1..");
+    refused(&["bench", "map", "-s", "3KB"], &["3KB is not a multiple", "next size up is 4KB"]);
+    refused(&["bench", "map", "-s", "200TB"], &["lower half", "64TB"]);
+    refused(&["bench", "map", "-s", "4MB", "--extent", "12KB"], &["12KB does not divide 4MB"]);
+}
+
+#[test]
+fn map_measures_both_ways_at_every_size() {
+    let document = document(&["bench", "map", "-s", "4KB,2MB,64MB", "-r", "2", "--json"]);
+    let whats = ["map", "unmap", "protect_live", "map_scattered", "unmap_scattered"];
+    for what in whats {
+        let figures = rows(&document, &format!("bench.map.{what}"));
+        assert_eq!(figures.len(), 6, "{what}");
+        assert!(figures.iter().all(|row| row["value"].as_f64().is_some_and(|v| v > 0.0)), "{what}");
+        assert_eq!(rows(&document, &format!("bench.map.{what}_speedup")).len(), 3);
+    }
+    assert!(rows(&document, "paging.map4k_speedup").is_empty(), "the goal is stated for 64 GiB");
+}
+
+#[test]
+fn map_takes_scattered_frames_and_leaves_peers_out() {
+    let document = document(&["bench", "map", "-s", "2MB", "--extent", "4KB", "-r", "1", "--no-peers", "--json"]);
+    let figures = rows(&document, "bench.map.map");
+    assert_eq!((figures.len(), figures[0]["bytes"].as_u64()), (1, Some(2 << 20)));
+}
