@@ -19,7 +19,7 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb vm
 LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames heap paging vm reclaim lz4 threads)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants soak races lint lines package dist test-systemd deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants sharing soak races lint lines package dist test-systemd deep clean
 
 help:
 	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
@@ -28,6 +28,7 @@ help:
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make package  every published crate as the registry would get it, built from that"
 	@echo "make mutants CRATE=vm   changes a crate here and there and says which changes no test of it notices (SAMPLE=60, SEED=...)"
+	@echo "make sharing  which cache lines two CPUs share, against the table in the tree (SHARING=write, SHARING=\"show PART-OF-A-NAME\")"
 	@echo "make dist   a static binary, manual pages, systemd units, and a Debian package of them, in target/dist"
 	@echo "make test-systemd  that package under a real systemd, in a root of its own (needs root)"
 	@echo "make lines  what each package costs in lines"
@@ -115,6 +116,13 @@ SAMPLE ?= 60
 SEED ?= $(shell git rev-parse HEAD)
 mutants:
 	@CARGO="$(CARGO)" scripts/mutants.sh "$(CRATE)" "$(SAMPLE)" "$(SEED)"
+
+# Counted on one CPU, under valgrind: see docs/scale.md. Quiet cores need about two minutes.
+SHARING ?=
+sharing:
+	@if scripts/need.sh program valgrind valgrind; then \
+	    $(CARGO) run --profile sharing --locked --quiet -p hugemm-sharing -- $(SHARING); \
+	else echo "skipped: sharing"; fi
 
 # Ten minutes each: frames are owned once, while some are poisoned and others come and go; processes that share, fork, pin, are poisoned
 # and are paged out read what they wrote, on threads, and in orders that seeds decide; programs of all kinds have leases, one memory for

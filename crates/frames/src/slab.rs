@@ -5,9 +5,12 @@
 //! become empty go back to the manager, except for one that is kept, so that a slab at the border of two frames does not
 //! take and give one at every call.
 //!
+//! A CPU takes pieces of its own frames: eight CPUs share nothing here, of more every eighth has the same frames. A piece that another
+//! CPU frees goes back to its frame.
+//!
 //! Cost: one lock round per call, two cache lines; a frame every [`per_frame`](Slab::per_frame) calls. Any context but
-//! NMI: pins while it holds its lock, calls the manager without. Allocation fails exactly where the manager's does, so
-//! that every fault that can be injected there is one here.
+//! NMI: pins while it holds its lock, calls the manager without. Allocation fails exactly where the manager's does, unless
+//! another CPU's frames have room, so that every fault that can be injected there is one here.
 
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
@@ -16,10 +19,13 @@ use core::mem::{align_of, size_of};
 use core::ptr::{NonNull, null_mut};
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::{Cpu, PhysMap, Window};
-use hugemm_base::{CpuCx, FrameUse, Order, PAGE_BYTES, Pfn};
+use hugemm_base::{CpuCx, CpuPin, FrameUse, Order, PAGE_BYTES, Pfn};
 
 const FRAME: usize = PAGE_BYTES as usize;
 const HEADER: usize = 64;
+
+/// CPUs that have frames of their own.
+const SHARES: usize = 8;
 
 /// No free piece.
 const NONE: u32 = u32::MAX;
@@ -30,6 +36,8 @@ struct Header {
     /// First free piece, by number; each free piece holds the number of the next in its first four bytes.
     free: u32,
     used: u32,
+    /// Whose lock it is under. Constant while it has a piece in use.
+    share: usize,
     next: *mut Header,
     prev: *mut Header,
 }
@@ -48,12 +56,16 @@ struct State {
 // SAFETY: the headers are in frames that the slab owns, and are reached under its lock only.
 unsafe impl Send for State {}
 
+/// What some CPUs have, on a line of its own.
+#[repr(align(64))]
+struct Share<L>(PinnedLock<L, State>);
+
 /// A source of objects of one size. It does not know its manager: pass the same one to every call.
 pub struct Slab<L: RawLock = SpinLock> {
     size: usize,
     per_frame: u32,
     first: usize,
-    state: PinnedLock<L, State>,
+    shares: [Share<L>; SHARES],
 }
 
 impl<L: RawLock> core::fmt::Debug for Slab<L> {
@@ -84,8 +96,8 @@ impl<L: RawLock> Slab<L> {
         if per_frame == 0 {
             return None;
         }
-        let state = State { partial: null_mut(), frames: 0, objects: 0, empty: 0 };
-        Some(Slab { size, per_frame: per_frame as u32, first, state: PinnedLock::new(state) })
+        let share = |_| Share(PinnedLock::new(State { partial: null_mut(), frames: 0, objects: 0, empty: 0 }));
+        Some(Slab { size, per_frame: per_frame as u32, first, shares: core::array::from_fn(share) })
     }
 
     /// A slab for values of type `T`.
@@ -98,11 +110,13 @@ impl<L: RawLock> Slab<L> {
         self.per_frame
     }
 
-    /// What it holds now. Any context but NMI; one lock round.
+    /// What it holds now. Any context but NMI; eight lock rounds.
     pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> SlabStats {
         cx.pinned(|pin| {
-            let state = self.state.lock(pin);
-            SlabStats { frames: state.frames, objects: state.objects }
+            self.shares.iter().fold(SlabStats::default(), |sum, share| {
+                let state = share.0.lock(pin);
+                SlabStats { frames: sum.frames + state.frames, objects: sum.objects + state.objects }
+            })
         })
     }
 
@@ -119,11 +133,14 @@ impl<L: RawLock> Slab<L> {
         map: &impl PhysMap,
     ) -> Result<NonNull<u8>, AllocError> {
         loop {
-            if let Some(object) = self.take(cx) {
+            if let Some(object) = cx.pinned(|pin| self.take(pin, own_share(pin))) {
                 return Ok(object);
             }
-            // Others may take all of the new frame's pieces before this does; each time, somebody got ahead.
-            self.grow(frames, cx, map)?;
+            // Others may take all of the new frame's pieces before this does, or the task moves; each time, somebody got ahead.
+            if let Err(error) = self.grow(frames, cx, map) {
+                let others = || (0..SHARES).find_map(|share| cx.pinned(|pin| self.take(pin, share)));
+                return others().ok_or(error);
+            }
         }
     }
 
@@ -142,48 +159,50 @@ impl<L: RawLock> Slab<L> {
         // SAFETY: the window is the frame's bytes, writable, 4 KiB-aligned and nobody else's; it stays open until the
         // frame is given back. All pieces are inside the frame by the choice of `per_frame`.
         unsafe {
-            header.write(Header { pfn, free: 0, used: 0, next: null_mut(), prev: null_mut() });
+            header.write(Header { pfn, free: 0, used: 0, share: 0, next: null_mut(), prev: null_mut() });
             for index in 0..self.per_frame {
                 let next = if index + 1 == self.per_frame { NONE } else { index + 1 };
                 self.piece(header, index).cast::<u32>().write(next);
             }
         }
         cx.pinned(|pin| {
-            let mut state = self.state.lock(pin);
+            let share = own_share(pin);
+            let mut state = self.shares[share].0.lock(pin);
             // The header keeps the frame from here on.
             let _ = spare.block.take().map(|block| block.into_dirty().into_extent());
             state.frames += 1;
             state.empty += 1;
             // SAFETY: just initialised, on no list.
-            unsafe { state.link(header) };
+            unsafe {
+                (*header).share = share;
+                state.link(header);
+            }
         });
         Ok(())
     }
 
-    /// A piece of a frame that has one.
-    fn take<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> Option<NonNull<u8>> {
-        cx.pinned(|pin| {
-            let mut state = self.state.lock(pin);
-            let header = state.partial;
-            if header.is_null() {
-                return None;
+    /// A piece of a frame of a share that has one.
+    fn take(&self, pin: CpuPin<'_>, share: usize) -> Option<NonNull<u8>> {
+        let mut state = self.shares[share].0.lock(pin);
+        let header = state.partial;
+        if header.is_null() {
+            return None;
+        }
+        // SAFETY: headers on the list are in frames that the slab owns and have a free piece; the lock is held.
+        unsafe {
+            let index = (*header).free;
+            let piece = self.piece(header, index);
+            (*header).free = piece.cast::<u32>().read();
+            if (*header).used == 0 {
+                state.empty -= 1;
             }
-            // SAFETY: headers on the list are in frames that the slab owns and have a free piece; the lock is held.
-            unsafe {
-                let index = (*header).free;
-                let piece = self.piece(header, index);
-                (*header).free = piece.cast::<u32>().read();
-                if (*header).used == 0 {
-                    state.empty -= 1;
-                }
-                (*header).used += 1;
-                if (*header).free == NONE {
-                    state.unlink(header);
-                }
-                state.objects += 1;
-                NonNull::new(piece)
+            (*header).used += 1;
+            if (*header).free == NONE {
+                state.unlink(header);
             }
-        })
+            state.objects += 1;
+            NonNull::new(piece)
+        }
     }
 
     /// Gives an object back.
@@ -202,10 +221,12 @@ impl<L: RawLock> Slab<L> {
         let object = object.as_ptr();
         let header = object.map_addr(|address| address & !(FRAME - 1)).cast::<Header>();
         let index = ((object.addr() - header.addr() - self.first) / self.size) as u32;
+        // SAFETY: the object is a piece of a frame of this slab, so its header is where the frame begins; it says so as long as the
+        // object is in use.
+        let share = unsafe { (*header).share };
         let gone = cx.pinned(|pin| {
-            let mut state = self.state.lock(pin);
-            // SAFETY: the object is a piece of a frame of this slab, so its header is where the frame begins; the lock is
-            // held.
+            let mut state = self.shares[share].0.lock(pin);
+            // SAFETY: as above; the lock is held.
             unsafe {
                 object.cast::<u32>().write((*header).free);
                 if (*header).free == NONE {
@@ -232,16 +253,15 @@ impl<L: RawLock> Slab<L> {
         }
     }
 
-    /// Gives back the frames of which nothing is used: one is kept, more where two took one at once. Any context but NMI; a lock round
-    /// for each, and one more.
+    /// Gives back the frames of which nothing is used: each CPU keeps one. Any context but NMI; a lock round for each, and eight more.
     ///
     /// # Safety
     ///
     /// `frames` and `map` are those that the slab has always been used with.
     pub unsafe fn trim<E: Env, P: Cpu>(&self, frames: &Frames<'_, E>, cx: &CpuCx<'_, P>, map: &impl PhysMap) {
-        let kept = || {
+        let kept = |share: &Share<L>| {
             cx.pinned(|pin| {
-                let mut state = self.state.lock(pin);
+                let mut state = share.0.lock(pin);
                 let mut header = state.partial;
                 // SAFETY: headers on the list are the slab's; the lock is held.
                 unsafe {
@@ -258,9 +278,11 @@ impl<L: RawLock> Slab<L> {
                 Some(header)
             })
         };
-        while let Some(header) = kept() {
-            // SAFETY: the frame is the slab's, off the list, and nothing of it is in use.
-            unsafe { self.give_back(frames, cx, map, header, (*header).pfn) };
+        for share in &self.shares {
+            while let Some(header) = kept(share) {
+                // SAFETY: the frame is the slab's, off the list, and nothing of it is in use.
+                unsafe { self.give_back(frames, cx, map, header, (*header).pfn) };
+            }
         }
     }
 
@@ -292,6 +314,11 @@ impl<L: RawLock> Slab<L> {
         // SAFETY: inside the frame by the contract.
         unsafe { header.cast::<u8>().add(self.first + index as usize * self.size) }
     }
+}
+
+/// The share of the CPU.
+fn own_share(pin: CpuPin<'_>) -> usize {
+    pin.cpu().0 as usize % SHARES
 }
 
 /// A frame that goes back unless a slab keeps it, also if the platform unwinds.

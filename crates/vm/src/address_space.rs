@@ -2,7 +2,7 @@
 
 use crate::cpu_masks::SpaceTlb;
 use crate::error::VmError;
-use crate::guarded::Guarded;
+use crate::guarded::{Apart, Guarded};
 use crate::inflight_faults::{Claim, InflightFaults};
 use crate::notifier::Followers;
 use crate::pins::Pins;
@@ -24,7 +24,7 @@ pub struct AddressSpace<S: Setup> {
     table: PageTable<S::Format, S::Lock>,
     pub(crate) tlb: SpaceTlb,
     areas: Guarded<S::Lock, Areas<S>>,
-    followers: Guarded<S::Lock, Followers<S::Notifier>>,
+    followers: Apart<Guarded<S::Lock, Followers<S::Notifier>>>,
     inflight: InflightFaults,
     pins: Pins,
     /// The space is being taken apart: its pages go away by themselves.
@@ -82,7 +82,7 @@ impl<S: Setup> AddressSpace<S> {
             table,
             tlb,
             areas: Guarded::new(Areas::new()),
-            followers: Guarded::new(Followers::new()),
+            followers: Apart(Guarded::new(Followers::new())),
             inflight: InflightFaults::new(),
             pins: Pins::new(),
             exiting: AtomicBool::new(false),
@@ -104,7 +104,7 @@ impl<S: Setup> AddressSpace<S> {
     }
 
     pub(crate) fn followers(&self) -> &Guarded<S::Lock, Followers<S::Notifier>> {
-        &self.followers
+        &self.followers.0
     }
 
     pub(crate) fn pins(&self) -> &Pins {

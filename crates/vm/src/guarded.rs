@@ -10,6 +10,11 @@ pub(crate) struct Guarded<L, T> {
     value: UnsafeCell<T>,
 }
 
+/// On cache lines of its own, so that whoever looks at what stands beside it does not wait for whoever changes it.
+#[derive(Debug)]
+#[repr(align(64))]
+pub(crate) struct Apart<T>(pub(crate) T);
+
 // SAFETY: `&T` is given to many threads at once and `&mut T` to one, under the lock.
 unsafe impl<L: RawEditLock + Sync, T: Send + Sync> Sync for Guarded<L, T> {}
 // SAFETY: it is the value and a lock that nobody holds.

@@ -279,10 +279,10 @@ impl<'m, S: Setup> Vm<'m, S> {
         cx: &mut Cx<'_, S>,
         index: Option<Index<S>>,
     ) -> Result<NonNull<Object<S>>, VmError> {
-        let object = self.keep(cx, Object::new(self.next_object(), index))?;
-        // SAFETY: the object is never moved, and freed only after it has left the registry.
-        self.registry().exclusive().insert(unsafe { UnsafeRef::from_raw(object.as_ptr()) });
-        Ok(object)
+        let memory = self.memory_for::<Object<S>>(cx)?;
+        // SAFETY: memory for an object, this task's; it is never moved, and freed only after it has left the registry.
+        unsafe { self.registry().exclusive().add(memory, index) };
+        Ok(memory)
     }
 
     /// Drops a reference; frees the object and all its pages if it was the last.

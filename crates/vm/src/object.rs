@@ -172,8 +172,8 @@ impl<'a, S: Setup> KeyAdapter<'a> for ById<S> {
     }
 }
 
-/// Objects by number.
-pub(crate) struct Registry<S: Setup>(RBTree<ById<S>>);
+/// Objects by number, and how many there have been.
+pub(crate) struct Registry<S: Setup>(RBTree<ById<S>>, u64);
 
 // SAFETY: the tree refers to objects, which may be sent and shared.
 unsafe impl<S: Setup> Send for Registry<S> {}
@@ -182,11 +182,21 @@ unsafe impl<S: Setup> Sync for Registry<S> {}
 
 impl<S: Setup> Registry<S> {
     pub(crate) fn new() -> Self {
-        Registry(RBTree::new(ById::NEW))
+        Registry(RBTree::new(ById::NEW), 0)
     }
 
-    pub(crate) fn insert(&mut self, object: UnsafeRef<Object<S>>) {
-        self.0.insert(object);
+    /// Makes an object of a number that none has had, with one reference. O(log objects).
+    ///
+    /// # Safety
+    ///
+    /// The memory is the caller's, and the object's until it has been taken out.
+    pub(crate) unsafe fn add(&mut self, memory: NonNull<Object<S>>, index: Option<Index<S>>) {
+        self.1 += 1;
+        // SAFETY: the caller's promise.
+        unsafe {
+            memory.write(Object::new(self.1, index));
+            self.0.insert(UnsafeRef::from_raw(memory.as_ptr()));
+        }
     }
 
     /// Takes an object out. O(log objects).

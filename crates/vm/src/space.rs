@@ -39,7 +39,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             self.free_root(cx, root);
             return Err(VmError::OutOfBounds { at: bounds.start() });
         };
-        let identity = SpaceId(self.identity(), self.next_object());
+        let identity = SpaceId(self.identity(), self.next_space());
         let space = AddressSpace::new(identity, bounds, table, tlb);
         // SAFETY: memory for a space, this task's.
         unsafe { memory.write(space) };

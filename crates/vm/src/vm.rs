@@ -2,7 +2,7 @@
 
 use crate::address_space::AddressSpace;
 use crate::error::VmError;
-use crate::guarded::Guarded;
+use crate::guarded::{Apart, Guarded};
 use crate::object::Registry;
 use crate::pager::Pager;
 use crate::pool::Pools;
@@ -71,9 +71,9 @@ pub struct Vm<'m, S: Setup> {
     /// What every space has besides its own addresses.
     common: Option<&'m PageTable<S::Format, S::Lock>>,
     slabs: Slabs<S>,
-    registry: Guarded<S::Lock, Registry<S>>,
+    registry: Apart<Guarded<S::Lock, Registry<S>>>,
     promises: Guarded<S::Lock, Promises>,
-    objects_made: AtomicU64,
+    spaces_made: AtomicU64,
     /// Unhooked pages that were dropped.
     pages_lost: Counter,
 }
@@ -99,9 +99,9 @@ impl<'m, S: Setup> Vm<'m, S> {
             slabs: Slabs::new(parts.shootdown.cpus())?,
             parts,
             common: None,
-            registry: Guarded::new(Registry::new()),
+            registry: Apart(Guarded::new(Registry::new())),
             promises: Guarded::new(Promises::default()),
-            objects_made: AtomicU64::new(0),
+            spaces_made: AtomicU64::new(0),
             pages_lost: Counter::default(),
         })
     }
@@ -155,7 +155,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     pub(crate) fn registry(&self) -> &Guarded<S::Lock, Registry<S>> {
-        &self.registry
+        &self.registry.0
     }
 
     pub(crate) fn promises(&self) -> &Guarded<S::Lock, Promises> {
@@ -178,10 +178,10 @@ impl<'m, S: Setup> Vm<'m, S> {
         if space.identity().is_of(self.identity()) { Ok(()) } else { Err(VmError::Foreign) }
     }
 
-    /// A number that neither an object nor a space has had.
-    pub(crate) fn next_object(&self) -> u64 {
+    /// A number that no space has had.
+    pub(crate) fn next_space(&self) -> u64 {
         // Relaxed: only the number counts.
-        self.objects_made.fetch_add(1, Ordering::Relaxed) + 1
+        self.spaces_made.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Page tables' memory for the calling task.

@@ -150,6 +150,34 @@ fn slabs_take_and_give_frames_and_never_overlap() {
     });
 }
 
+/// A CPU takes from frames of its own, and from another's only when there is no memory; what another frees goes back there.
+#[test]
+fn cpus_have_frames_of_their_own() {
+    with_one_arena(0, 64, 2, |frames, threads| {
+        let map = Bytes::new(64);
+        let slab: Slab = Slab::new(1000, 8).expect("fits");
+        let frame = |object: &NonNull<u8>| object.as_ptr().addr() >> 12;
+        let first = slab.alloc(frames, &threads.cx(), &map).expect("memory");
+        hugemm_threads::run_as(1);
+        let mut held = vec![slab.alloc(frames, &threads.cx(), &map).expect("memory")];
+        assert_ne!(frame(&held[0]), frame(&first));
+        while let Ok(object) = slab.alloc(frames, &threads.cx(), &map) {
+            held.push(object);
+        }
+        let shared = held.iter().filter(|object| frame(object) == frame(&first)).count();
+        assert_eq!((shared, slab.stats(&threads.cx()).objects), (3, held.len() as u64 + 1));
+        for object in held.into_iter().chain([first]) {
+            // SAFETY: ours, once.
+            unsafe { slab.free(frames, &threads.cx(), &map, object) };
+        }
+        assert_eq!((slab.stats(&threads.cx()).objects, slab.stats(&threads.cx()).frames), (0, 2), "each keeps one");
+        // SAFETY: the only manager and map.
+        unsafe { slab.trim(frames, &threads.cx(), &map) };
+        hugemm_threads::run_as(0);
+        assert_eq!(frames.stats(&threads.cx()).available(), 64);
+    });
+}
+
 /// Whose first window unwinds.
 struct Unwinds(Bytes, AtomicBool);
 

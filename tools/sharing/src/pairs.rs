@@ -1,0 +1,603 @@
+//! The pairs: an operation as CPU 0, then the same or its partner as CPU 1, on memory that is warm.
+
+use crate::machine::{CPUS, Cpus, Ground, Machine, Site, keep, span};
+use anyhow::{Result, anyhow};
+use hugemm::base::{CpuCx, Never, NodeId, Order, PageSize, VirtAddr};
+use hugemm::frames::{Frozen, Plain};
+use hugemm::heap::Heap;
+use hugemm::hugetlb::{FlatMemory, HugePage, Nodes, SoftMap, VmemmapOptimizer, WalkCache};
+use hugemm::paging::{Keep, Lookup};
+use hugemm::reclaim::ShrinkBudget;
+use hugemm::vm::{Access, AddressSpaceRef, Backing, Served, VmaKind};
+use hugemm_threads::run_as;
+use std::alloc::Layout;
+use std::any::type_name;
+use std::io::{Read, Write};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// A task's context.
+pub(crate) type Context = CpuCx<'static, Cpus>;
+
+/// Stored to where a window begins, and where it ends.
+static MARKS: [AtomicU8; 2] = [const { AtomicU8::new(0) }; 2];
+
+/// Rounds before the one that is traced.
+const WARM: u64 = 3;
+
+/// Addresses that are far apart: another table of every level but the root.
+const FAR: u64 = 1 << 40;
+
+/// Tells the tracer, and waits until it has read what it wants to.
+fn say(line: &str) -> Result<()> {
+    println!("{line}");
+    std::io::stdout().flush()?;
+    Ok(std::io::stdin().read_exact(&mut [0])?)
+}
+
+/// Which pairs are traced.
+struct Pairs<'a> {
+    ground: &'static Ground,
+    only: &'a str,
+}
+
+impl Pairs<'_> {
+    fn wants(&self, name: &str) -> bool {
+        name.contains(self.only)
+    }
+
+    /// Traces `operations` of them as one CPU and as the other. `prepare` is called before, for each CPU; what it makes is gone when
+    /// the operation is over. Both know the CPU and the number of the round.
+    fn trace<S: Site, T>(
+        &self,
+        machine: &Machine<S>,
+        name: &str,
+        operations: u64,
+        mut prepare: impl FnMut(&mut Context, u64, u64) -> T,
+        mut operate: impl FnMut(&mut Context, u64, T),
+    ) -> Result<()> {
+        let look = || {
+            let roots = machine.roots;
+            let name = type_name_of(roots).rsplit_once("::Roots").map_or("", |(_, arguments)| arguments);
+            let name = format!("Roots{name}");
+            let mut line = format!("look\t{name}\t{}\t{}", std::ptr::from_ref(roots).addr(), self.ground.base);
+            for space in [&roots.space, &roots.other_space].map(std::cell::Cell::get) {
+                // SAFETY: the pairs' spaces live as long as their pairs.
+                if let Some(space) = unsafe { space.as_ref() } {
+                    line += &format!("\t{}", space.root().get());
+                }
+            }
+            say(&line)
+        };
+        for round in 0..=WARM {
+            let mut ready = Vec::new();
+            for cpu in 0..CPUS {
+                run_as(cpu);
+                ready.push(prepare(&mut self.ground.cpus.cx(), cpu.into(), round));
+            }
+            if round == WARM {
+                look()?;
+            }
+            for (cpu, ready) in (0..CPUS).zip(ready) {
+                run_as(cpu);
+                let mut cx = self.ground.cpus.cx();
+                if round == WARM {
+                    MARKS[0].store(1, Ordering::SeqCst);
+                }
+                operate(&mut cx, cpu.into(), ready);
+                if round == WARM {
+                    MARKS[1].store(1, Ordering::SeqCst);
+                }
+            }
+        }
+        look()?;
+        say(&format!("pair\t{name}\t{operations}\t{}", self.ground.base))
+    }
+
+    fn blocks(&self) -> Result<()> {
+        for nodes in [1, 2] {
+            let on = if nodes == 1 { "one node" } else { "two nodes" };
+            for (what, order) in [("4 KiB", 0), ("2 MiB", 9), ("order 6", 6)] {
+                let order = Order::new(order).map_err(|error| anyhow!("{error}"))?;
+                let once = format!("{what} taken and freed, {on}");
+                if self.wants(&once) {
+                    let machine = Machine::bare(self.ground, nodes)?;
+                    let frames = machine.roots.frames;
+                    self.trace(
+                        &machine,
+                        &once,
+                        1,
+                        |_, _, _| (),
+                        |cx, _, ()| {
+                            let block = frames.alloc(cx, order).expect("memory");
+                            frames.free(cx, block);
+                        },
+                    )?;
+                }
+                let (count, many) =
+                    (if order == Order::ZERO { 1024 } else { 64 }, format!("{what} taken, then all freed, {on}"));
+                if self.wants(&many) {
+                    let machine = Machine::bare(self.ground, nodes)?;
+                    let frames = machine.roots.frames;
+                    let place = || Vec::<Frozen>::with_capacity(count);
+                    self.trace(
+                        &machine,
+                        &many,
+                        count as u64,
+                        |_, _, _| place(),
+                        |cx, _, mut blocks| {
+                            for _ in 0..count {
+                                blocks.push(frames.alloc(cx, order).expect("memory"));
+                            }
+                            for block in blocks {
+                                frames.free(cx, block);
+                            }
+                        },
+                    )?;
+                }
+            }
+            let name = format!("512 counted pages freed as a range, {on}");
+            if self.wants(&name) {
+                let machine = Machine::bare(self.ground, nodes)?;
+                let frames = machine.roots.frames;
+                let counted = |cx: &mut Context, _, _| {
+                    let block = frames.alloc(cx, PageSize::Size2M).expect("memory");
+                    let run = frames.split(block, Order::ZERO).expect("a block");
+                    frames.count_run(run).expect("nobody else's")
+                };
+                self.trace(&machine, &name, 1, counted, |cx, _, run| {
+                    frames.free_range(cx, run);
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Faults: `spaces`, `areas` and `tables` each 1 or 2.
+    fn faults<S: Site>(
+        &self,
+        name: &str,
+        make: impl Fn() -> Result<Machine<S>>,
+        spaces: usize,
+        areas: u64,
+        far: u64,
+        many: bool,
+    ) -> Result<()> {
+        for (count, name) in [(1, name.to_owned()), (256, format!("{name}, many"))] {
+            if !self.wants(&name) || (count > 1 && !many) {
+                continue;
+            }
+            let machine = make()?;
+            let (vm, mut cx) = (machine.roots.vm, self.ground.cpus.cx());
+            let spaces: Vec<_> = (0..spaces).map(|_| machine.space(&mut cx)).collect();
+            let of = |cpu: u64| &spaces[cpu as usize % spaces.len()];
+            let at = |cpu: u64, page: u64| (1 << 42) + cpu * far + page * 4096;
+            for (cpu, space) in spaces
+                .iter()
+                .enumerate()
+                .filter(|_| spaces.len() > 1 || areas == 2)
+                .chain((areas == 2 && spaces.len() == 1).then(|| (1, &spaces[0])))
+            {
+                vm.map(&mut cx, space, span(at(cpu as u64, 0), 1 << 30), small(), Backing::Private).expect("an area");
+            }
+            if spaces.len() == 1 && areas == 1 {
+                vm.map(&mut cx, &spaces[0], span(at(0, 0), far + (1 << 30)), small(), Backing::Private)
+                    .expect("an area");
+            }
+            let fault = |cx: &mut Context, cpu: u64, page: u64| {
+                vm.fault(cx, of(cpu), VirtAddr::new(at(cpu, page)), Access::Write).expect("memory");
+            };
+            let prepare = |cx: &mut Context, cpu: u64, round: u64| {
+                // So that the CPU's cache has a page, and the tables are there.
+                let scratch = at(cpu, (WARM + 1) * count);
+                if count == 1 {
+                    fault(cx, cpu, (WARM + 1) * count);
+                    vm.unmap(cx, of(cpu), span(scratch, 4096)).map(drop).err();
+                    vm.map(cx, of(cpu), span(scratch, 4096), small(), Backing::Private).map(drop).err();
+                }
+                round * count
+            };
+            self.trace(&machine, &name, count, prepare, |cx, cpu, first| {
+                for page in first..first + count {
+                    fault(cx, cpu, page);
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// One space in which both CPUs have an area of 1 GiB, far apart, the first 512 pages of which are mapped.
+    fn shared<S: Site>(&self, machine: &Machine<S>) -> AddressSpaceRef<'static, S> {
+        let (vm, mut cx) = (machine.roots.vm, self.ground.cpus.cx());
+        let space = machine.space(&mut cx);
+        for cpu in 0..u64::from(CPUS) {
+            run_as(cpu as u32);
+            vm.map(&mut cx, &space, span(area(cpu), 1 << 30), small(), Backing::Private).expect("an area");
+            vm.prefault(&space, span(area(cpu), 2 << 20), None).work(&mut cx, &Never).expect("memory");
+        }
+        space
+    }
+
+    fn space(&self) -> Result<()> {
+        let machine = || Machine::bare(self.ground, 1);
+        let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
+
+        let name = "an area mapped each in one space, far apart";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            let at = |cpu, round| span(area(cpu) + (2 + round) * (1 << 30), 1 << 20);
+            self.trace(
+                &machine,
+                name,
+                1,
+                |_, cpu, round| at(cpu, round),
+                |cx, _, at| {
+                    machine.roots.vm.map(cx, &space, at, small(), Backing::Private).expect("an area");
+                },
+            )?;
+        }
+        let name = "an area unmapped each in one space, far apart";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            let vm = machine.roots.vm;
+            let prepare = |cx: &mut Context, cpu, round| {
+                let at = span(area(cpu) + (2 + round) * (1 << 30), 1 << 20);
+                vm.map(cx, &space, at, small(), Backing::Private).expect("an area");
+                vm.fault(cx, &space, at.start(), Access::Write).expect("memory");
+                at
+            };
+            self.trace(&machine, name, 1, prepare, |cx, _, at| {
+                vm.unmap(cx, &space, at).expect("an area");
+            })?;
+        }
+        let name = "a page unmapped each in one space, far apart";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            self.trace(
+                &machine,
+                name,
+                1,
+                |_, cpu, round| page(cpu, 2 * round + 1),
+                |cx, _, at| {
+                    machine.roots.vm.unmap(cx, &space, span(at.get(), 4096)).expect("a page");
+                },
+            )?;
+        }
+        let name = "a page unmapped in one space, a fault in another table";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            self.trace(
+                &machine,
+                name,
+                1,
+                |_, cpu, round| page(cpu, 512 * cpu + 2 * round + 1),
+                |cx, cpu, at| {
+                    if cpu == 0 {
+                        machine.roots.vm.unmap(cx, &space, span(at.get(), 4096)).expect("a page");
+                    } else {
+                        machine.roots.vm.fault(cx, &space, at, Access::Write).expect("a page");
+                    }
+                },
+            )?;
+        }
+        let name = "lookup of a page each in one space, far apart";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            self.trace(
+                &machine,
+                name,
+                1,
+                |_, cpu, round| page(cpu, round),
+                |cx, _, at| {
+                    assert!(matches!(machine.roots.vm.lookup(cx, &space, at), Lookup::Mapped(_)));
+                },
+            )?;
+        }
+        let name = "find_vma of an area each in one space, far apart";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            self.trace(
+                &machine,
+                name,
+                1,
+                |_, cpu, round| page(cpu, round),
+                |_, _, at| {
+                    space.find_vma(at).expect("an area");
+                },
+            )?;
+        }
+        let name = "64 pages pinned each in one space, far apart";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            self.trace(
+                &machine,
+                name,
+                1,
+                |_, cpu, round| page(cpu, 64 * round),
+                |cx, _, at| {
+                    let pinned =
+                        machine.roots.vm.pin(cx, &space, span(at.get(), 64 << 12), None, &Never, std::mem::forget);
+                    assert_eq!(pinned.ok(), Some(64));
+                },
+            )?;
+        }
+        let name = "64 pages unpinned each in one space, far apart";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            let vm = machine.roots.vm;
+            let prepare = |cx: &mut Context, cpu, round| {
+                let (at, mut pins) = (page(cpu, 64 * round), Vec::new());
+                vm.pin(cx, &space, span(at.get(), 64 << 12), None, &Never, |pinned| pins.push(pinned)).expect("memory");
+                pins
+            };
+            self.trace(&machine, name, 1, prepare, |cx, _, pins| {
+                for pinned in pins {
+                    assert!(vm.unpin(cx, &space, pinned).is_ok());
+                }
+            })?;
+        }
+        let name = "the halves of 2 MiB prefaulted in one space, 4 KiB pages";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            let half =
+                |_: &mut Context, cpu, round: u64| span(area(0) + (1 + round) * (2 << 20) + cpu * (1 << 20), 1 << 20);
+            self.trace(&machine, name, 256, half, |cx, _, half| {
+                machine.roots.vm.prefault(&space, half, Some(2 << 20)).work(cx, &Never).expect("memory");
+            })?;
+        }
+        let name = "2 MiB prefaulted each in one space, far apart, 4 KiB pages";
+        if self.wants(name) {
+            let machine = machine()?;
+            let space = self.shared(&machine);
+            let part = |_: &mut Context, cpu, round: u64| span(area(cpu) + (1 + round) * (2 << 20), 2 << 20);
+            self.trace(&machine, name, 512, part, |cx, _, part| {
+                machine.roots.vm.prefault(&space, part, None).work(cx, &Never).expect("memory");
+            })?;
+        }
+        for (name, other) in
+            [("a fork, and a fault in the parent", false), ("a fork, and a fault in another space", true)]
+        {
+            if !self.wants(name) {
+                continue;
+            }
+            let machine = machine()?;
+            let (vm, space) = (machine.roots.vm, self.shared(&machine));
+            let second = other.then(|| self.shared(&machine));
+            self.trace(
+                &machine,
+                name,
+                1,
+                |_, cpu, round| page(cpu, 513 + round),
+                |cx, cpu, at| {
+                    if cpu == 0 {
+                        let _child = vm.fork(cx, &space).expect("memory");
+                    } else {
+                        vm.fault(cx, second.as_ref().unwrap_or(&space), at, Access::Write).expect("memory");
+                    }
+                },
+            )?;
+        }
+        let name = "a space made and ended each";
+        if self.wants(name) {
+            let machine = machine()?;
+            let vm = machine.roots.vm;
+            self.trace(
+                &machine,
+                name,
+                1,
+                |_, _, _| (),
+                |cx, _, ()| {
+                    let space = vm.create(cx, span(0, 1 << 47)).expect("memory");
+                    assert!(vm.destroy(cx, space).is_ok());
+                },
+            )?;
+        }
+        Ok(())
+    }
+
+    fn reclaim(&self) -> Result<()> {
+        for nodes in [1, 2] {
+            let on = if nodes == 1 { "one node" } else { "two nodes" };
+            let machine = || Machine::paged(self.ground, nodes);
+            self.faults(&format!("a fault each in two spaces, with a pager, {on}"), machine, 2, 2, FAR, false)?;
+            let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
+            let name = format!("accessed bits of 64 pages taken each in one space, far apart, {on}");
+            if self.wants(&name) {
+                let machine = machine()?;
+                let (vm, space) = (machine.roots.vm, self.shared(&machine));
+                self.trace(
+                    &machine,
+                    &name,
+                    1,
+                    |_, cpu, round| page(cpu, 64 * round),
+                    |cx, _, at| {
+                        vm.test_and_clear_young(cx, &space, span(at.get(), 64 << 12), drop).expect("an area");
+                    },
+                )?;
+            }
+            let name = format!("accessed bits of 64 pages taken, and a fault in the same space, far apart, {on}");
+            if self.wants(&name) {
+                let machine = machine()?;
+                let (vm, space) = (machine.roots.vm, self.shared(&machine));
+                self.trace(
+                    &machine,
+                    &name,
+                    1,
+                    |_, cpu, round| page(cpu, 512 * cpu + 64 * round),
+                    |cx, cpu, at| {
+                        if cpu == 0 {
+                            vm.test_and_clear_young(cx, &space, span(at.get(), 64 << 12), drop).expect("an area");
+                        } else {
+                            vm.fault(cx, &space, at, Access::Write).expect("memory");
+                        }
+                    },
+                )?;
+            }
+            // Each CPU reclaims from its node and faults in its space.
+            for (name, back) in [
+                (format!("32 pages looked at for reclaim each, {on}"), false),
+                (format!("a page brought back each in two spaces, {on}"), true),
+            ] {
+                if !self.wants(&name) {
+                    continue;
+                }
+                let machine = machine()?;
+                let (vm, spaces) = (machine.roots.vm, [(); 2].map(|()| self.shared(&machine)));
+                let node = |cpu: u64| NodeId(cpu as u32 % nodes);
+                let shrink = |cx: &mut Context, cpu, pages| {
+                    let budget = ShrinkBudget { scan: pages, free: pages };
+                    vm.pager().shrink(vm, cx, node(cpu), budget, &Never)
+                };
+                if back {
+                    for cpu in 0..2 {
+                        run_as(cpu);
+                        let mut cx = self.ground.cpus.cx();
+                        // Until pages are idle, and go.
+                        for _ in 0..8 {
+                            shrink(&mut cx, cpu.into(), 512);
+                        }
+                    }
+                }
+                self.trace(
+                    &machine,
+                    &name,
+                    if back { 1 } else { 32 },
+                    |_, cpu, round| page(cpu, round),
+                    |cx, cpu, at| {
+                        if back {
+                            let served = vm.fault(cx, &spaces[cpu as usize], at, Access::Read);
+                            assert_eq!(served.expect("memory"), Served::Refaulted, "it was away");
+                        } else {
+                            shrink(cx, cpu, 32);
+                        }
+                    },
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    fn heap(&self) -> Result<()> {
+        for (name, elsewhere) in [
+            ("heap: a piece of each size taken and freed", false),
+            ("heap: a piece of each size freed that the other CPU took", true),
+        ] {
+            if !self.wants(name) {
+                continue;
+            }
+            let machine = Machine::bare(self.ground, 1)?;
+            let cx = self.ground.cpus.cx();
+            let heap: &'static Heap<'static, Plain> =
+                keep(Heap::new(machine.roots.frames, &cx, CPUS).map_err(|error| anyhow!("{error}"))?);
+            machine.roots.heap.set(heap);
+            let sizes = || (3..=15).map(|log2| Layout::from_size_align(1 << log2, 8).expect("small"));
+            let take =
+                |cx: &mut Context| sizes().map(|layout| heap.alloc(cx, layout).expect("memory")).collect::<Vec<_>>();
+            let prepare = |cx: &mut Context, cpu: u64, _| {
+                if elsewhere {
+                    run_as(1 - cpu as u32);
+                    take(cx)
+                } else {
+                    Vec::with_capacity(16)
+                }
+            };
+            self.trace(&machine, name, 13, prepare, |cx, _, mut pieces| {
+                if !elsewhere {
+                    pieces.extend(sizes().map(|layout| heap.alloc(cx, layout).expect("memory")));
+                }
+                for (piece, layout) in pieces.into_iter().zip(sizes()) {
+                    // SAFETY: taken with this layout, and freed once.
+                    unsafe { heap.free(cx, piece, layout) };
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    fn pool(&self) -> Result<()> {
+        let name = "pool: a huge page taken and put back each";
+        if !self.wants(name) {
+            return Ok(());
+        }
+        let machine = Machine::bare(self.ground, 1)?;
+        let (pool, frames, mut cx) = (machine.roots.pool, machine.roots.frames, self.ground.cpus.cx());
+        struct Flat;
+        // SAFETY: nothing is remembered.
+        unsafe impl WalkCache for Flat {}
+        let memory =
+            hugemm::base::Extent::new(hugemm::base::Pfn::new(crate::machine::FIRST), crate::machine::MEMORY >> 12)
+                .map_err(|error| anyhow!("{error}"))?;
+        let start = std::ptr::with_exposed_provenance_mut(self.ground.base as usize);
+        let start = std::ptr::NonNull::new(start).ok_or_else(|| anyhow!("mapped"))?;
+        // SAFETY: all of memory is mapped there, for ever.
+        let map = SoftMap::new(VirtAddr::new(0), &mut [], unsafe { FlatMemory::new(start, memory) }, Flat, Keep);
+        // SAFETY: nothing is mapped by it.
+        let optimizer = unsafe { VmemmapOptimizer::new(frames, &map, &[], Default::default()) };
+        optimizer.set_enabled(false);
+        pool.resize(&mut cx, &optimizer, 16, Nodes::All, &Never).map_err(|error| anyhow!("{error}"))?;
+        self.trace(
+            &machine,
+            name,
+            1,
+            |_, _, _| (),
+            |cx, _, ()| {
+                let page: HugePage = pool.take(cx, Nodes::All, false).expect("a page");
+                assert!(pool.put(cx, page, false).is_ok());
+            },
+        )
+    }
+}
+
+/// A CPU's area in a space that both use.
+fn area(cpu: u64) -> u64 {
+    (1 << 42) + cpu * FAR
+}
+
+/// Pages of 4 KiB.
+fn small() -> VmaKind {
+    VmaKind::private(PageSize::Size4K)
+}
+
+fn type_name_of<T>(_: &T) -> &'static str {
+    type_name::<T>()
+}
+
+/// What is traced side by side, each by a program of its own; in the table's order.
+pub(crate) const GROUPS: [&str; 6] = ["blocks", "faults", "space", "reclaim", "heap", "pool"];
+
+/// Runs all pairs of a group that have `only` in their names.
+pub(crate) fn run(group: &str, only: &str) -> Result<()> {
+    let ground: &'static Ground = Box::leak(Box::new(Ground::new()?));
+    say(&format!("marks\t{}", MARKS.as_ptr().addr()))?;
+    let pairs = Pairs { ground, only };
+    match group {
+        "blocks" => pairs.blocks(),
+        "faults" => {
+            let on = |nodes| Machine::bare(ground, nodes);
+            pairs.faults("a fault each in two spaces", || on(1), 2, 2, FAR, true)?;
+            pairs.faults("a fault each in one space, one area, tables far apart", || on(1), 1, 1, FAR, false)?;
+            pairs.faults("a fault each in one space, two areas, far apart", || on(1), 1, 2, FAR, true)?;
+            pairs.faults(
+                "a fault each in one space, two areas, two tables that adjoin",
+                || on(1),
+                1,
+                2,
+                1 << 30,
+                false,
+            )?;
+            pairs.faults("a fault each in one space, two areas, two nodes", || on(2), 1, 2, FAR, false)
+        }
+        "space" => pairs.space(),
+        "reclaim" => pairs.reclaim(),
+        "heap" => pairs.heap(),
+        _ => pairs.pool(),
+    }
+}
