@@ -140,7 +140,7 @@ pub const GOALS: [Goal; 27] = [
         "clear.bulk_vs_rep_stosb",
         2.2,
         PROBE,
-        "the same beside `rep stosb` by 2 MiB page, as Linux clears up to 6.x",
+        "1 GiB of cold memory cleared by the policy, beside `rep stosb` for each 2 MiB page, as Linux clears up to 6.x",
         |f| bulk_beside_stosb(f, 2 << 20),
     ),
     beside("clear.bulk_vs_rep_stosb_32m", PROBE, "the same beside `rep stosb` by 32 MiB, as Linux 7.0 may", |f| {
@@ -187,7 +187,7 @@ pub const GOALS: [Goal; 27] = [
         "frames.free0_random_vs_best",
         1.3,
         RANDOM,
-        "128 Ki single pages freed in random order and the cache drained, beside the fastest allocator of the registry, under its spin lock",
+        "128 Ki single pages freed in random order and the cache drained, beside the fastest allocator of crates.io, under its spin lock",
         |f| {
             let labels = [("pattern", "random"), ("order", "0"), ("cpus", "1")];
             let (own, others): (Vec<&Row>, Vec<&Row>) =
@@ -210,7 +210,7 @@ pub const GOALS: [Goal; 27] = [
         "frames.churn_2m_vs_best",
         0.99,
         CHURN,
-        "blocks of 2 MiB that can be had after churn, beside the best allocator of the registry, at the moment where that is least",
+        "blocks of 2 MiB that can be had after churn, beside the best allocator of crates.io, at the moment where that is least",
         |f| {
             let own = f.all("bench.churn.extents_2m", &[("side", "hugemm")]);
             let moments = own.filter_map(|own| {
@@ -231,7 +231,7 @@ pub const GOALS: [Goal; 27] = [
          allocator; both make the tables",
         |f| mapping(f, "map"),
     ),
-    at_least("paging.map4k_scattered_speedup", 3.0, MAP, "the same with frames contiguous by 4 KiB only", |f| {
+    at_least("paging.map4k_scattered_speedup", 3.0, MAP, "4 KiB pages mapped whose frames adjoin nowhere, beside a loop over the `x86_64` crate's mapper; both make the tables", |f| {
         mapping(f, "map_scattered")
     }),
     at_least(
@@ -284,8 +284,8 @@ pub const GOALS: [Goal; 27] = [
         "age.speedup_4k",
         5.0,
         AGE,
-        "pages of eight processes per second of which it is found out whether they were used, beside a walk for each mapping; neither \
-         flushes. Charged: the LRU rounds that it causes, and the time in which pages in use that were sent away come back",
+        "pages of eight processes aged per second, beside a reverse-map walk for each mapping; neither flushes. The LRU rounds that \
+         it causes are charged, and the refaults of pages in use that were evicted",
         |f| {
             let rate = |young| f.get("bench.age.rate", &[("young", young)]);
             Some(rate("batch")?.per_run_ratio(rate("noflush")?))
@@ -305,7 +305,7 @@ pub const GOALS: [Goal; 27] = [
         2.2,
         CREATE,
         "bandwidth of a prefaulted machine's creation, beside this machine's kernel's (`MADV_POPULATE_WRITE`, transparent huge pages); one \
-         CPU each. Linux 7.0 clears 1 GiB pages by longer runs than earlier ones",
+         CPU each. Linux 7.0 clears 1 GiB pages in longer runs than earlier kernels do",
         |f| {
             let rate = |side| created(f, "bench.vm_create", "prefault", side);
             Some(rate("hugemm-bulk")?.per_run_ratio(&rate("kernel")?))
@@ -315,7 +315,7 @@ pub const GOALS: [Goal; 27] = [
         "heap.worst_vs_best",
         1.2,
         HEAP,
-        "the heap beside the fastest of the registry's, in the work and on the number of CPUs, 1 or 2, where it does worst",
+        "the heap beside the fastest of crates.io's, in the work and on the number of CPUs, 1 or 2, where it does worst",
         worst_heap,
     ),
     at_most(

@@ -67,9 +67,16 @@ impl<F: PageFormat> State<'_, F> {
             *flags = flags.without(Flags::WRITE);
         }
         assert!(stale.flush().is_some() || !differ);
-        // What waits under a table that became read-only may be shown either way.
+        // What waits under a table that became read-only may be shown either way; what may be a larger leaf, as a whole.
         for waiting in &mut self.waiting {
-            waiting.blurred.extend(waiting.pages.range(first..first + pages).map(|(page, _)| *page));
+            let frame = |page| waiting.pages.get(&page).map(|(frame, _)| *frame);
+            let is_leaf = |page: u64| {
+                frame(page).is_some_and(|base| base % 512 == 0 && (1..512).all(|i| frame(page + i) == Some(base + i)))
+            };
+            let (head, tail) = (first & !511, (first + pages - 1) & !511);
+            let from = if is_leaf(head) { head } else { first };
+            let end = if is_leaf(tail) { tail + 512 } else { first + pages };
+            waiting.blurred.extend(waiting.pages.range(from..end).map(|(page, _)| *page));
         }
     }
 
