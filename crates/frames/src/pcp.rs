@@ -21,7 +21,7 @@
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
 //! * A cache hands the places that were freed last out again, wherever they lie, while the node has room in lower ones. So what is freed
 //!   above the 2 MiB where the class's last refill found room is not cached. That, and what a drain takes of the orders that are cached, is
-//!   on its way ([`outgoing`](crate::outgoing)) to the node: it counts as cached, no block of it is handed out, and it leaves before this CPU
+//!   on its way (`outgoing.rs`) to the node: it counts as cached, no block of it is handed out, and it leaves before this CPU
 //!   takes anything from the node: it may be the lowest place, or make a larger block with what is there. Every path that drains the cache
 //!   drains it too; so a request that is served leaves nothing there. Whether pages must be looked at is seen under the lock.
 //! * What is given back before something else is done goes in parts, each in a pin of its own: nobody has interrupts off for a whole

@@ -4,7 +4,7 @@
 //! tables where an area covers them ([`hugemm_paging::write_protect`]), take a reference to each page, enter the runs in the
 //! child; one flush of the parent for all of it. The fork has the parent to itself throughout, and until the flush is over:
 //! otherwise one of the parent's threads could copy a page, while another still stores to the old one through its TLB; or
-//! store what the child does not get before what it gets ([`alone`](crate::alone)). The fork passes a reschedule point after every part.
+//! store what the child does not get before what it gets (`alone.rs`). The fork passes a reschedule point after every part.
 //!
 //! Pages that a device may be writing to are copied for the child instead, and stay the parent's as they are. What is
 //! pinned is not known by the page; while anything of the space is pinned, every page with more than one reference is

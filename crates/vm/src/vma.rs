@@ -2,7 +2,7 @@
 //!
 //! An area is in two trees: the space's, by address, under the space's lock, and its object's, by offset, under the object's lock.
 //! It exists until it has been taken out of both. Who holds either lock may read it; what it says changes under both
-//! ([cutting](crate::cutting)). Others work with a copy of what it said ([`VmaInfo`]) and ask, before they enter anything, whether it still says
+//! (`cutting.rs`). Others work with a copy of what it said ([`VmaInfo`]) and ask, before they enter anything, whether it still says
 //! that.
 
 use crate::address_space::AddressSpace;

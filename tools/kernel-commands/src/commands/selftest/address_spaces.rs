@@ -171,7 +171,7 @@ impl Task<'_> {
                 4 => self.prefault(cx)?,
                 5 => self.protect(cx)?,
                 6 => self.zero_ahead(cx),
-                7 => self.from_outside(cx)?,
+                7 => self.read_and_write(cx)?,
                 _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
             }
             self.round.steps.fetch_add(1, Ordering::Relaxed);
@@ -267,7 +267,7 @@ impl Task<'_> {
     }
 
     /// A word is read and written through the direct map.
-    fn from_outside(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+    fn read_and_write(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
         let (round, cpu, word) = (self.round, self.cpu, self.random.below(u64::MAX));
         let (at, known) = self.any_page();
         let mut found = [0; 8];
