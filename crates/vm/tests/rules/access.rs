@@ -1,6 +1,6 @@
 //! A space's memory from outside of it: any address and length, what is missing, shared, away and denied. On both formats.
 
-use crate::support::{Cx, Metered, Model, Rig, bounds, no_faults, span, with_cpu, with_format};
+use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_cpu, with_format};
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_frames::HwPoisoned;
@@ -8,7 +8,6 @@ use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
 use hugemm_threads::Random;
 use hugemm_vm::{AccessError, AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
 
-const AT: u64 = 0x4000_0000;
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const BYTES: u64 = 6 << 20;
 

@@ -1,6 +1,6 @@
 //! What ageing finds in the mappings of a page, and what it leaves there.
 
-use crate::support::{Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_cpu, with_rig};
+use crate::support::{AT, Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_cpu, with_rig};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Lookup};
@@ -8,7 +8,6 @@ use hugemm_vm::{AgeRun, Backing, Neighbours, Notifier, Recency, SharedRef, VmErr
 use std::cell::RefCell;
 use std::sync::Arc;
 
-const AT: u64 = 0x4000_0000;
 const KIND: VmaKind = VmaKind::private(PageSize::Size4K);
 
 const USED: Recency = Recency { young: true, keep: false, users: 1 };

@@ -1,12 +1,10 @@
 //! Areas, faults, unmapping, the reverse map: one rule per test, on the model MMU.
 
-use crate::support::{bounds, no_faults, span, with_cpu, with_rig};
+use crate::support::{AT, bounds, no_faults, span, with_cpu, with_rig};
 use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Phase, Protection, Served, VmError, VmaKind};
-
-const AT: u64 = 0x4000_0000;
 
 /// A store faults once, the memory around it reads as zero, and everything is back at the end.
 #[test]
@@ -57,11 +55,10 @@ fn a_hole_leaves_both_ends() {
         for page in 0..1024 {
             rig.store(cx, &space, AT + page * 4096, page + 1).expect("a page");
         }
-        let before = rig.vm.shootdown().counts();
+        let before = rig.flushes();
         let unmapped = rig.vm.unmap(cx, &space, span(AT + 0x10_0000, 0x20_0000)).expect("unmapped");
         assert_eq!((unmapped.areas, unmapped.pages), (1, 512));
-        let after = rig.vm.shootdown().counts();
-        assert_eq!(after.flushes_all + after.flushes_range - before.flushes_all - before.flushes_range, 1);
+        assert_eq!(rig.flushes() - before, 1);
         let areas = space.vmas(span(0, 4 << 30)).map(|area| (area.range, area.offset));
         assert!(areas.eq([(span(AT, 0x10_0000), 0), (span(AT + 0x30_0000, 0x10_0000), 768)]));
         for page in 0..1024 {
@@ -187,10 +184,9 @@ fn forks_share_until_somebody_writes() {
             for index in 0..4 {
                 rig.store(cx, &parent, at(index), 100 + index).expect("a page");
             }
-            let before = rig.vm.shootdown().counts();
+            let before = rig.flushes();
             let child = rig.vm.fork(cx, &parent).expect("forked");
-            let after = rig.vm.shootdown().counts();
-            assert_eq!(after.flushes_all + after.flushes_range - before.flushes_all - before.flushes_range, 1);
+            assert_eq!(rig.flushes() - before, 1);
             rig.store(cx, &parent, at(0), 1).expect("a copy");
             assert_eq!(parent.counters().copied.get(), 1);
             rig.enter(cx, &child);

@@ -1,43 +1,17 @@
 //! What becomes of pages that are away when their addresses go.
 
-use crate::support::{Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
-use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, Pfn, VirtAddr};
-use hugemm_frames::{AllocRequest, FolioRef, Frozen};
-use hugemm_paging::{DeferredUnmap, Lookup};
-use hugemm_vm::{Access, AddressSpace, Backing, Pager, UnhookedPage, VmError, VmaKind, ZeroTurn, ZeroWorker};
+use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
+use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, VirtAddr};
+use hugemm_frames::{AllocRequest, Frozen};
+use hugemm_vm::{Access, Backing, Pager, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::atomic::Ordering;
 
-const AT: u64 = 0x4000_0000;
 const GIB: u64 = 1 << 30;
 
-type SwapEntry<'h> = Rig<'h, Metered, true>;
+type Away<'h> = Rig<'h, Metered, true>;
 
-fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&SwapEntry<'h>)) {
+fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
     with_format(mib, 1, seed, &no_faults(), test);
-}
-
-fn hold(rig: &SwapEntry<'_>, head: Pfn) -> FolioRef {
-    // SAFETY: the tests' pages are mapped, and nobody else is there to let them go.
-    unsafe { rig.vm.frames().get_at(head) }.expect("it has references")
-}
-
-/// Pages out what is mapped at an address.
-fn page_out<'h>(rig: &SwapEntry<'h>, cx: &mut Cx<'_, 'h>, space: &AddressSpace<Model<'h, Metered, true>>, at: u64) {
-    let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(at)) else { panic!("not mapped") };
-    // SAFETY: used with this manager's TLBs only.
-    let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-    let unhooked = rig.vm.unhook(cx, hold(rig, leaf.frame), &deferred).expect("nobody else has it");
-    let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
-    let freed: Result<u64, (VmError, UnhookedPage<'_, 'h, Model<'h, Metered, true>>)> =
-        // SAFETY: the slots are new ones of this pager.
-        unsafe {
-            unhooked.page_out(
-                cx,
-                |cx: &Cx<'_, 'h>, block| Ok((store(cx, &block, 0), Some(block))),
-                |cx: &Cx<'_, 'h>, block: &Frozen, page| Ok(store(cx, block, page)),
-            )
-        };
-    assert_eq!(freed.ok(), Some(leaf.size.pages()));
 }
 
 /// A fork that ends by unwinding leaves a parent that others can use: nobody waits for its mark. Here the pager fails, which
@@ -51,7 +25,7 @@ fn a_fork_that_unwinds_is_over() {
                 let kind = VmaKind::private(PageSize::Size4K);
                 let space = rig.space(cx, span(AT, 0x8000), kind);
                 rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
-                page_out(rig, cx, &space, AT);
+                rig.page_out(cx, &space, AT);
                 // SAFETY: nothing of the space is used after this but its list of areas.
                 unsafe { Pager::<Model<'_, Metered, true>>::free(rig.vm.pager(), cx, 1) };
                 let fork = std::panic::AssertUnwindSafe(|| rig.vm.fork(cx, &space).is_ok());
@@ -78,7 +52,7 @@ fn nothing_new_is_made_of_what_is_kept() {
             vm.map(cx, &space, span(2 * AT, 0x8000), kind, Backing::Shared(&object, 0)).expect("an area");
             rig.enter(cx, &space);
             (0..3).for_each(|page| rig.store(cx, &space, AT + (page << 12), page + 1).expect("memory"));
-            page_out(rig, cx, &space, AT);
+            rig.page_out(cx, &space, AT);
             let used = rig.used(cx);
             let holds_back = |holds| rig.vm.pager().holds_back.store(holds, Ordering::Relaxed);
             holds_back(true);
@@ -136,7 +110,7 @@ fn content_goes_with_its_address() {
                 for index in 0..pages {
                     rig.store(cx, &space, at(index), index + 1).expect("memory");
                 }
-                (0..pages).for_each(|index| page_out(rig, cx, &space, at(index)));
+                (0..pages).for_each(|index| rig.page_out(cx, &space, at(index)));
                 assert_eq!(rig.vm.pager().used() as u64, pages * page.pages());
                 // A large page's slots stand in a frame, which is swap's.
                 let of_swap = |cx: &Cx<'_, '_>| cx.platform().counters().snapshot().frames.of(FrameUse::SWAP);
@@ -175,7 +149,7 @@ fn giving_up_what_is_away_lets_others_run() {
             for gib in 0..GIBS {
                 let part = span(AT + gib * GIB, EACH * page.bytes());
                 rig.vm.prefault(&space, part, None).work(cx, &Never).expect("memory");
-                (0..EACH).for_each(|index| page_out(rig, cx, &space, part.start().get() + index * page.bytes()));
+                (0..EACH).for_each(|index| rig.page_out(cx, &space, part.start().get() + index * page.bytes()));
             }
             assert_eq!(rig.vm.pager().used() as u64, GIBS * EACH * page.pages());
             rig.vm.pager().most_between_reschedules();
@@ -201,7 +175,7 @@ fn an_object_ends_with_what_it_has_away() {
             rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
             rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
             for index in (0..PAGES).filter(|index| index % 7 != 0) {
-                page_out(rig, cx, &space, AT + (index << 12));
+                rig.page_out(cx, &space, AT + (index << 12));
             }
             assert_eq!(rig.vm.pager().used() as u64, PAGES - PAGES / 7);
             // The object keeps it, not the space.
@@ -223,7 +197,7 @@ fn a_fork_without_memory_shares_nothing_that_is_away() {
                 let kind = VmaKind::private(PageSize::Size4K);
                 let space = rig.space(cx, span(AT, 0x1000), kind);
                 rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
-                page_out(rig, cx, &space, AT);
+                rig.page_out(cx, &space, AT);
                 let request = AllocRequest::order(Order::ZERO);
                 let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, request).ok());
                 let mut held: Vec<Frozen> = all.collect();

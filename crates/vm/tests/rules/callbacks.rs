@@ -1,6 +1,6 @@
 //! What is called back calls the manager, as the traits say that it may, and is answered.
 
-use crate::support::{Cpus, Cx, Follower, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
+use crate::support::{AT, Cpus, Cx, Follower, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
 use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Lookup};
@@ -9,7 +9,6 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-const AT: u64 = 0x4000_0000;
 const KIND: VmaKind = VmaKind::private(PageSize::Size4K);
 
 type Away<'h> = Rig<'h, Metered, true>;

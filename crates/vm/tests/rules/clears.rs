@@ -1,13 +1,11 @@
 //! How pages are copied and cleared: in which order, and by the size of the whole request.
 
-use crate::support::{Model, bounds, no_faults, parts, span, with_cpu, with_rig};
+use crate::support::{AT, Model, bounds, no_faults, parts, span, with_cpu, with_rig};
 use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize, VirtAddr};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Backing, Parts, Vm, VmError, VmaKind};
 use std::cell::Cell;
-
-const AT: u64 = 0x4000_0000;
 
 /// A copy goes right of the touched page, then left of it, then around it, with a reschedule point after each: how far it
 /// comes before a bad frame tells.

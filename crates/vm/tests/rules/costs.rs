@@ -1,12 +1,11 @@
 //! What the verbs of a range cost, whatever its length: lock rounds of area lists, objects and page tables, and flushes. The table in
 //! `docs/vm.md` is what is counted here.
 
-use crate::support::{Cx, Handle, Metered, Rig, lock_rounds, no_faults, span, with_format};
+use crate::support::{AT, Cx, Handle, Metered, Rig, lock_rounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{Aarch64, PageFormat};
 use hugemm_vm::{Protection, VmaKind};
 
-const AT: u64 = 0x4000_0000;
 /// How many pages.
 const LENGTHS: [u64; 2] = [64, 8192];
 const USER: Protection = Protection::USER;
@@ -96,10 +95,7 @@ fn cost<F: PageFormat>(row: usize, pages: u64) -> (u64, u64) {
             (0..pages).for_each(|page| rig.store(cx, &space, AT + ((page + 16) << 12), page).expect("memory"));
             let (_, before, verb) = rows::<F>()[row];
             before(rig, cx, &space, part);
-            let counts = || {
-                let counts = rig.vm.shootdown().counts();
-                (lock_rounds(), counts.flushes_all + counts.flushes_range)
-            };
+            let counts = || (lock_rounds(), rig.flushes());
             let (locks, flushes) = counts();
             verb(rig, cx, &space, part);
             let (locks_after, flushes_after) = counts();

@@ -1,59 +1,32 @@
 //! What is given up: it reads as zeroes, or as its object has it, on every CPU; its memory is back; who shares it keeps it. On both formats.
 
-use crate::support::{Handle, Metered, Rig, bounds, no_faults, span, with_cpu, with_format};
+use crate::support::{AT, Metered, bounds, no_faults, span, with_cpu, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_frames::FolioRef;
 use hugemm_paging::{Aarch64, DeferredUnmap, Lookup, PageFormat};
 use hugemm_vm::{Backing, Usage, VmError, VmaKind};
 
-const AT: u64 = 0x4000_0000;
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
-
-fn flushes<F: PageFormat, const AWAY: bool>(rig: &Rig<'_, F, AWAY>) -> u64 {
-    let counts = rig.vm.shootdown().counts();
-    counts.flushes_all + counts.flushes_range
-}
-
-/// A space that both CPUs use, with so many pages at `AT`, all written, and known to both TLBs.
-fn filled<'v, 'h, F: PageFormat, const AWAY: bool>(
-    rig: &'v Rig<'h, F, AWAY>,
-    size: PageSize,
-    pages: u64,
-) -> Handle<'v, 'h, F, AWAY> {
-    let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.space(cx, span(AT, pages * size.bytes()), VmaKind::private(size)));
-    for cpu in [0, 1] {
-        rig.mmu.as_cpu(CpuId(cpu), |cx| {
-            rig.enter(cx, &space);
-            (0..pages).for_each(|page| rig.store(cx, &space, AT + page * size.bytes(), page + 1).expect("memory"));
-        });
-    }
-    space
-}
-
-fn end<'h, F: PageFormat, const AWAY: bool>(rig: &Rig<'h, F, AWAY>, space: Handle<'_, 'h, F, AWAY>) {
-    rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
-    rig.mmu.as_cpu(CpuId(0), |cx| rig.end(cx, space));
-}
 
 fn gone<F: PageFormat>(size: PageSize) {
     let pages = if size == PageSize::Size4K { 1200 } else { 6 };
     with_format::<F, false>(48, 2, 3, &no_faults(), |rig| {
-        let space = filled(rig, size, pages);
+        let space = rig.filled_for_both(size, pages);
         let at = |page: u64| AT + page * size.bytes();
         let (from, to) = (pages / 3, pages / 2);
-        let before = flushes(rig);
+        let before = rig.flushes();
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let used = rig.used(cx);
             let part = span(at(from), (to - from) * size.bytes());
             assert_eq!(rig.vm.discard(cx, &space, part), Ok(part.pages()));
-            assert_eq!(flushes(rig) - before, 1);
+            assert_eq!(rig.flushes() - before, 1);
             assert!(used - rig.used(cx) >= part.pages(), "they are free");
             assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage::default()));
             let whole = Usage { present: pages * size.pages() - part.pages(), huge: 0, swapped: 0 };
             let huge = if size == PageSize::Size4K { 0 } else { whole.present };
             assert_eq!(rig.vm.usage(cx, &space, span(AT, pages * size.bytes())), Ok(Usage { huge, ..whole }));
             assert_eq!(rig.vm.discard(cx, &space, part), Ok(0));
-            assert_eq!(flushes(rig) - before, 1, "nothing was there");
+            assert_eq!(rig.flushes() - before, 1, "nothing was there");
         });
         assert_eq!(space.vmas(bounds()).count(), 1, "areas stay");
         for cpu in [1, 0] {
@@ -65,7 +38,7 @@ fn gone<F: PageFormat>(size: PageSize) {
                 assert_eq!(rig.store(cx, &space, at(from), 0), Ok(()));
             });
         }
-        end(rig, space);
+        rig.end_for_both(space);
     });
 }
 
@@ -79,7 +52,7 @@ fn what_is_given_up_reads_as_zeroes_after_one_flush() {
 
 fn shared<F: PageFormat>() {
     with_format::<F, false>(32, 2, 4, &no_faults(), |rig| {
-        let space = filled(rig, PageSize::Size4K, 8);
+        let space = rig.filled_for_both(PageSize::Size4K, 8);
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("memory");
             rig.vm.map(cx, &space, span(AT + 0x8000, 0x8000), SMALL, Backing::Shared(&object, 4)).expect("an area");
@@ -88,9 +61,9 @@ fn shared<F: PageFormat>() {
             let mut pins = Vec::new();
             let pinned = rig.vm.pin(cx, &space, span(AT + 0x1000, 0x1000), None, &Never, |pin| pins.push(pin));
             assert_eq!(pinned, Ok(1));
-            let before = flushes(rig);
+            let before = rig.flushes();
             assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1_0000)), Ok(16));
-            assert_eq!(flushes(rig) - before, 2, "of private ones, and of shared ones");
+            assert_eq!(rig.flushes() - before, 2, "of private ones, and of shared ones");
             for page in 0..16 {
                 let expected = if page < 8 { 0 } else { page + 1 };
                 assert_eq!(rig.load(cx, &space, AT + page * 0x1000), Ok(expected), "page {page}");
@@ -107,7 +80,7 @@ fn shared<F: PageFormat>() {
             rig.vm.destroy(cx, child).expect("nobody uses it");
             rig.vm.close(cx, object).expect("its own");
         });
-        end(rig, space);
+        rig.end_for_both(space);
     });
 }
 
@@ -120,7 +93,7 @@ fn who_else_has_it_keeps_it() {
 
 fn moving<F: PageFormat>(seed: u64) {
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
-        let space = filled(rig, PageSize::Size4K, 4);
+        let space = rig.filled_for_both(PageSize::Size4K, 4);
         // SAFETY: used with this manager's TLBs only.
         let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
         rig.mmu.as_cpu(CpuId(0), |cx| {
@@ -138,7 +111,7 @@ fn moving<F: PageFormat>(seed: u64) {
             page.put_back(cx);
             assert_eq!(rig.load(cx, &space, AT), Ok(0), "it has gone");
         });
-        end(rig, space);
+        rig.end_for_both(space);
     });
 }
 

@@ -1,6 +1,6 @@
 //! Memory can run out at every allocation: whatever was going on, the space stays right, and every frame comes back.
 
-use crate::support::{Cx, Handle, Metered, Rig, bounds, no_faults, span, with_cpu, with_format, with_rig};
+use crate::support::{AT, Cx, Handle, Metered, Rig, bounds, no_faults, span, with_cpu, with_format, with_rig};
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
 use hugemm_frames::AllocRequest;
@@ -8,8 +8,6 @@ use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Protection, Served, VmError, VmaKind};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
-
-const AT: u64 = 0x4000_0000;
 
 /// Stores, and remembers what was stored.
 fn store<'h>(

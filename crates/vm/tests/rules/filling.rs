@@ -1,13 +1,12 @@
 //! Filling and pinning ranges that begin and end anywhere: every page once, where it belongs.
 
-use crate::support::{Cx, Handle, Rig, bounds, span, with_cpu};
+use crate::support::{AT, Cx, Handle, Rig, bounds, span, with_cpu};
 use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{Backing, Owner, Phase, Pinned, Protection, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::cell::Cell;
 
-const AT: u64 = 0x4000_0000;
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 

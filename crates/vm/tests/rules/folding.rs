@@ -1,13 +1,12 @@
 //! Folded groups of leaves (arm64's contiguous bit): areas that nobody ages page by page have them, and whoever changes a part
 //! unfolds it first. The model MMU reports a group that is not whole, and two translations of one address that differ.
 
-use crate::support::{Cx, Model, Rig, bounds, no_faults, span, with_format};
+use crate::support::{AT, Cx, Model, Rig, bounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, DeferredUnmap, Lookup};
 use hugemm_vm::{AddressSpace, Backing, VmaKind};
 
 /// 64 KiB-aligned; four groups.
-const AT: u64 = 0x4000_0000;
 const PAGES: u64 = 64;
 
 /// Pages that hardware would find to be of a folded group.

@@ -1,13 +1,12 @@
 //! Random sequences of everything, by several CPUs, against what every byte has to be.
 
-use crate::support::{Handle, Model, Rig, bounds, no_faults, span, with_format, with_rig};
+use crate::support::{AT, Handle, Model, Rig, bounds, no_faults, span, with_format, with_rig};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, PageFormat};
 use hugemm_vm::{Backing, Protection, SharedRef, VmError, VmaKind};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-const AT: u64 = 0x4000_0000;
 const SPACES: usize = 3;
 /// Addresses are 64 KiB apart in units; huge areas lie at multiples of 2 MiB.
 const UNIT: u64 = 0x1_0000;

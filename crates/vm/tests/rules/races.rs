@@ -1,11 +1,9 @@
 //! Several CPUs at once: one page is cleared once, and promises are kept; bad memory does not spread.
 
-use crate::support::{no_faults, span, with_cpu, with_rig};
+use crate::support::{AT, no_faults, span, with_cpu, with_rig};
 use hugemm_base::{CancelFlag, CpuId, Never, PageSize, VirtAddr};
 use hugemm_vm::{Access, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::Barrier;
-
-const AT: u64 = 0x4000_0000;
 
 /// Four CPUs fault at the same pages in the same order: every page is entered once, and the pages that were cleared in
 /// vain went back.

@@ -1,10 +1,9 @@
 //! Requests that cannot be served say why and where, and leave everything as it was.
 
-use crate::support::{bounds, span, with_cpu};
+use crate::support::{AT, bounds, span, with_cpu};
 use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_vm::{Backing, PinError, VmError, VmaKind};
 
-const AT: u64 = 0x4000_0000;
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 

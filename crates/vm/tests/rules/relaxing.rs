@@ -1,11 +1,9 @@
 //! CPUs that go on refusing by what they keep, as arm64's may: rights that are given reach them all the same.
 
-use crate::support::{Metered, no_faults, span, with_format};
+use crate::support::{AT, Metered, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_host::mmu::Fault;
 use hugemm_vm::{Access, Served, VmaKind};
-
-const AT: u64 = 0x4000_0000;
 
 /// After a fork the child is gone, so the parent's next store makes its page writable again where it is. Every CPU that has
 /// looked at the page while it was read-only can store to it then.

@@ -1,15 +1,13 @@
 //! Nothing that takes long goes on for long without letting others run, and what others do then is right.
 
 use crate::support::metered::{TABLE, most_between_reschedules};
-use crate::support::{Cx, Handle, Rig, at_flush, bounds, no_faults, span, with_cpu, with_rig};
+use crate::support::{AT, Cx, Handle, Rig, at_flush, bounds, no_faults, span, with_cpu, with_rig};
 use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::{DeferredUnmap, Lookup};
 use hugemm_vm::{Access, AgeRun, Backing, Phase, Phases, Protection, Recency, VmError, VmaKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
-
-const AT: u64 = 0x4000_0000;
 
 /// Pages of a part, what lies in the tables at its ends, and the tables above.
 const PART: u64 = 16_384 + 5 * TABLE;

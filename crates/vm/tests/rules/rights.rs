@@ -1,13 +1,12 @@
 //! Other rights for a range: what they mean for what is mapped, what is shared, what is away, what moves and what is pinned; what they
 //! cost; and what is refused. On both formats.
 
-use crate::support::{Cx, Handle, Metered, Model, Rig, bounds, no_faults, span, with_cpu, with_format};
-use hugemm_base::{CpuId, Never, Order, PageSize, Pfn, VirtAddr};
-use hugemm_frames::{AllocRequest, FolioRef, Frozen};
-use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Leaf, Lookup, PageFormat};
-use hugemm_vm::{Access, AddressSpace, Backing, Protection, UnhookedPage, Usage, VmError, VmaKind};
+use crate::support::{AT, Metered, Model, Rig, bounds, no_faults, span, with_cpu, with_format};
+use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
+use hugemm_frames::{AllocRequest, Frozen};
+use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
+use hugemm_vm::{Access, AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
 
-const AT: u64 = 0x4000_0000;
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const READ: Protection = Protection::USER;
 const WRITE: Protection = Protection::USER.with(Protection::WRITE);
@@ -19,78 +18,9 @@ fn denied(at: u64) -> Result<(), VmError> {
 
 /// Does `work`; how many flushes it took.
 fn flushes<F: PageFormat, const AWAY: bool>(rig: &Rig<'_, F, AWAY>, work: impl FnOnce()) -> u64 {
-    let count = || {
-        let counts = rig.vm.shootdown().counts();
-        counts.flushes_all + counts.flushes_range
-    };
-    let before = count();
+    let before = rig.flushes();
     work();
-    count() - before
-}
-
-fn leaf<'h, F: PageFormat, const AWAY: bool>(
-    rig: &Rig<'h, F, AWAY>,
-    cx: &mut Cx<'_, 'h>,
-    space: &AddressSpace<Model<'h, F, AWAY>>,
-    at: u64,
-) -> Leaf {
-    match rig.vm.lookup(cx, space, VirtAddr::new(at)) {
-        Lookup::Mapped(leaf) => leaf,
-        found => panic!("{found:?} at {at:#x}"),
-    }
-}
-
-fn hold<F: PageFormat, const AWAY: bool>(rig: &Rig<'_, F, AWAY>, head: Pfn) -> FolioRef {
-    // SAFETY: the tests' pages are mapped, and nobody else is there to let them go.
-    unsafe { rig.vm.frames().get_at(head) }.expect("it has references")
-}
-
-fn deferred<F: PageFormat, const AWAY: bool>(rig: &Rig<'_, F, AWAY>) -> DeferredUnmap {
-    // SAFETY: used with this manager's TLBs only.
-    unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs")
-}
-
-fn page_out<'h, F: PageFormat>(
-    rig: &Rig<'h, F, true>,
-    cx: &mut Cx<'_, 'h>,
-    space: &AddressSpace<Model<'h, F, true>>,
-    at: u64,
-) {
-    let leaf = leaf(rig, cx, space, at);
-    let deferred = deferred(rig);
-    let unhooked = rig.vm.unhook(cx, hold(rig, leaf.frame), &deferred).expect("nobody else has it");
-    let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
-    let freed: Result<u64, (VmError, UnhookedPage<'_, 'h, Model<'h, F, true>>)> =
-        // SAFETY: the slots are new ones of this pager.
-        unsafe {
-            unhooked.page_out(
-                cx,
-                |cx: &Cx<'_, 'h>, block| Ok((store(cx, &block, 0), Some(block))),
-                |cx: &Cx<'_, 'h>, block: &Frozen, page| Ok(store(cx, block, page)),
-            )
-        };
-    assert_eq!(freed.ok(), Some(leaf.size.pages()));
-}
-
-/// A space that both CPUs use, with so many pages at `AT`, all written, and known to both TLBs.
-fn filled<'v, 'h, F: PageFormat, const AWAY: bool>(
-    rig: &'v Rig<'h, F, AWAY>,
-    size: PageSize,
-    pages: u64,
-) -> Handle<'v, 'h, F, AWAY> {
-    let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.space(cx, span(AT, pages * size.bytes()), VmaKind::private(size)));
-    for cpu in [0, 1] {
-        rig.mmu.as_cpu(CpuId(cpu), |cx| {
-            rig.enter(cx, &space);
-            (0..pages).for_each(|page| rig.store(cx, &space, AT + page * size.bytes(), page + 1).expect("memory"));
-        });
-    }
-    space
-}
-
-fn end<'h, F: PageFormat, const AWAY: bool>(rig: &Rig<'h, F, AWAY>, space: Handle<'_, 'h, F, AWAY>) {
-    rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
-    rig.mmu.as_cpu(CpuId(0), |cx| rig.end(cx, space));
+    rig.flushes() - before
 }
 
 /// What the areas are: where they begin, and what they allow.
@@ -101,7 +31,7 @@ fn shape<F: PageFormat, const AWAY: bool>(space: &AddressSpace<Model<'_, F, AWAY
 fn taken_and_given<F: PageFormat>(size: PageSize) {
     let pages = if size == PageSize::Size4K { 1200 } else { 6 };
     with_format::<F, false>(48, 2, 3, &no_faults(), |rig| {
-        let space = filled(rig, size, pages);
+        let space = rig.filled_for_both(size, pages);
         let at = |page: u64| AT + page * size.bytes();
         let (from, to) = (pages / 3, pages / 2);
         let part = span(at(from), (to - from) * size.bytes());
@@ -136,7 +66,7 @@ fn taken_and_given<F: PageFormat>(size: PageSize) {
         }
         assert_eq!(space.counters().reused.get(), reused, "at once, for who has the only reference");
         assert_eq!((protect(READ), protect(WRITE)), (1, given));
-        end(rig, space);
+        rig.end_for_both(space);
     });
 }
 
@@ -150,7 +80,7 @@ fn rights_are_taken_by_one_flush_and_given_by_none() {
 
 fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
     with_format::<F, false>(32, 2, 4, &no_faults(), |rig| {
-        let space = filled(rig, PageSize::Size4K, 8);
+        let space = rig.filled_for_both(PageSize::Size4K, 8);
         let all = span(AT, 0x8000);
         let child = rig.mmu.as_cpu(CpuId(0), |cx| {
             let child = rig.vm.fork(cx, &space).expect("memory");
@@ -167,7 +97,7 @@ fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
             rig.enter(cx, &space);
         });
         rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, child).expect("nobody uses it"));
-        end(rig, space);
+        rig.end_for_both(space);
     });
 }
 
@@ -182,10 +112,10 @@ fn what_a_fork_shares_is_still_copied() {
 
 fn away<F: PageFormat>() {
     with_format::<F, true>(16, 2, 5, &no_faults(), |rig| {
-        let space = filled(rig, PageSize::Size4K, 4);
+        let space = rig.filled_for_both(PageSize::Size4K, 4);
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            page_out(rig, cx, &space, AT);
-            page_out(rig, cx, &space, AT + 0x1000);
+            rig.page_out(cx, &space, AT);
+            rig.page_out(cx, &space, AT + 0x1000);
             let there = Usage { present: 2, huge: 0, swapped: 2 };
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there));
             rig.vm.protect(cx, &space, span(AT, 0x2000), READ).expect("an area");
@@ -196,7 +126,7 @@ fn away<F: PageFormat>() {
             assert_eq!(rig.store(cx, &space, AT, 9), Ok(()));
             assert_eq!(rig.load(cx, &space, AT + 0x1000), Ok(2));
         });
-        end(rig, space);
+        rig.end_for_both(space);
     });
 }
 
@@ -210,11 +140,11 @@ fn pages_in_swap_stay_there() {
 fn moving<F: PageFormat>(seed: u64) -> bool {
     let mut stale = false;
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
-        let space = filled(rig, PageSize::Size4K, 4);
-        let deferred = deferred(rig);
+        let space = rig.filled_for_both(PageSize::Size4K, 4);
+        let deferred = rig.deferred();
         let (page, before) = rig.mmu.as_cpu(CpuId(0), |cx| {
-            let before = leaf(rig, cx, &space, AT);
-            (rig.vm.unhook(cx, hold(rig, before.frame), &deferred).expect("nobody else has it"), before)
+            let before = rig.leaf(cx, &space, AT);
+            (rig.vm.unhook(cx, rig.hold(before.frame), &deferred).expect("nobody else has it"), before)
         });
         // The other CPU has the old translation, and nobody has flushed.
         stale = rig.mmu.store(CpuId(1), VirtAddr::new(AT), 5).is_ok();
@@ -222,12 +152,12 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
         assert!(rig.mmu.store(CpuId(1), VirtAddr::new(AT), 6).is_err(), "no store goes on after that");
         rig.mmu.as_cpu(CpuId(0), |cx| {
             page.put_back(cx);
-            let after = leaf(rig, cx, &space, AT);
+            let after = rig.leaf(cx, &space, AT);
             assert_eq!(after, Leaf { flags: before.flags.without(Flags::WRITE), ..before });
             assert_eq!(rig.store(cx, &space, AT, 9), denied(AT));
             assert_eq!(rig.load(cx, &space, AT), Ok(if stale { 5 } else { 1 }));
         });
-        end(rig, space);
+        rig.end_for_both(space);
     });
     stale
 }
@@ -244,7 +174,7 @@ fn a_page_that_moves_comes_back_with_the_rights_of_now() {
 
 fn pinned<F: PageFormat>(forks: bool) {
     with_format::<F, false>(32, 2, 7, &no_faults(), |rig| {
-        let space = filled(rig, PageSize::Size4K, 4);
+        let space = rig.filled_for_both(PageSize::Size4K, 4);
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let first = span(AT, 0x1000);
             let mut pins = Vec::new();
@@ -253,7 +183,7 @@ fn pinned<F: PageFormat>(forks: bool) {
             let child = forks.then(|| rig.vm.fork(cx, &space).expect("memory"));
             rig.vm.protect(cx, &space, first, WRITE).expect("an area");
             assert_eq!(rig.store(cx, &space, AT, 70), Ok(()));
-            assert_eq!(leaf(rig, cx, &space, AT).frame, pins[0].extent().base(), "under its device");
+            assert_eq!(rig.leaf(cx, &space, AT).frame, pins[0].extent().base(), "under its device");
             if let Some(child) = child {
                 rig.enter(cx, &child);
                 rig.leave(cx, &space);
@@ -265,7 +195,7 @@ fn pinned<F: PageFormat>(forks: bool) {
             pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
         });
         assert_eq!(space.counters().copied.get(), 0);
-        end(rig, space);
+        rig.end_for_both(space);
     });
 }
 
@@ -282,7 +212,7 @@ fn a_pinned_page_stays_under_its_device() {
 #[test]
 fn what_others_have_is_copied_beside_pins() {
     with_format::<Metered, true>(32, 2, 8, &no_faults(), |rig| {
-        let space = filled(rig, PageSize::Size4K, 4);
+        let space = rig.filled_for_both(PageSize::Size4K, 4);
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let child = rig.vm.fork(cx, &space).expect("memory");
             let mut pins = Vec::new();
@@ -296,7 +226,7 @@ fn what_others_have_is_copied_beside_pins() {
             rig.vm.destroy(cx, child).expect("nobody uses it");
             pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
         });
-        end(rig, space);
+        rig.end_for_both(space);
     });
 }
 
@@ -454,6 +384,6 @@ fn folded_groups_cost_one_flush_more() {
         rig.mmu.as_cpu(CpuId(1), |cx| {
             assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()), Ok(()))
         });
-        end(rig, space);
+        rig.end_for_both(space);
     });
 }

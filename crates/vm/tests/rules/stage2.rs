@@ -1,7 +1,7 @@
 //! A hypervisor's second stage that follows an address space, over a page table of its own: the example of a notifier, and
 //! the proof that no store of a guest goes to a page that the space no longer has.
 
-use crate::support::{Cpus, Cx, Follower, Handle, Rig, bounds, span, with_cpu};
+use crate::support::{AT, Cpus, Cx, Follower, Handle, Rig, bounds, span, with_cpu};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, Plain};
@@ -9,8 +9,6 @@ use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Lookup, Mapping, Page
 use hugemm_vm::{Access, Backing, Following, Notifier, VmError, VmaKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-
-const AT: u64 = 0x4000_0000;
 
 /// Guest address 0 is address `AT` of the space.
 struct Stage2<'h> {

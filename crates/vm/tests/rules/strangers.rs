@@ -1,15 +1,13 @@
 //! Spaces, objects and pins are taken by the manager and the space that they belong to, and by nobody else; and a space with
 //! pinned pages does not end.
 
-use crate::support::{Follower, Model, PoolMemory, bounds, map, no_faults, parts, span, with_cpu, with_rig};
+use crate::support::{AT, Follower, Model, PoolMemory, bounds, map, no_faults, parts, span, with_cpu, with_rig};
 use hugemm_base::{CpuId, Dirty, Never, NodeId, Order, PageSize, VirtAddr};
 use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_hugetlb::{Nodes, VmemmapOptimizer};
 use hugemm_paging::Lookup;
 use hugemm_threads::Memory;
 use hugemm_vm::{Access, Backing, Parts, Pools, Protection, Vm, VmError, VmaKind};
-
-const AT: u64 = 0x4000_0000;
 
 /// A second manager over the same frames refuses what is the first one's, and changes nothing.
 #[test]

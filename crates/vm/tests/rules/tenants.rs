@@ -1,11 +1,10 @@
 //! What belongs to one space is out of reach for the others, whatever safe code asks for.
 
-use crate::support::{bounds, span, with_cpu};
+use crate::support::{AT, bounds, span, with_cpu};
 use hugemm_base::{PageSize, VirtAddr};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{Backing, Protection, VmaKind};
 
-const AT: u64 = 0x4000_0000;
 const SECRET: u64 = 0x5ec2e7;
 
 /// Everything that an area may be asked to allow, stores always.

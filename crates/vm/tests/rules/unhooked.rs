@@ -1,13 +1,12 @@
 //! Pages that are taken out of their page tables: they come back as they were, move, or go away, and nobody loses a store.
 
-use crate::support::{Cx, Handle, Metered, Model, Rig, bounds, no_faults, span, with_format};
+use crate::support::{AT, Cx, Handle, Metered, Model, Rig, bounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
 use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, UnhookedPage, VmError, VmaKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-const AT: u64 = 0x4000_0000;
 const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 type Away<'h> = Rig<'h, Metered, true>;
@@ -33,23 +32,6 @@ fn filled<'v, 'h, const AWAY: bool>(
     space
 }
 
-fn leaf<'h, const AWAY: bool>(
-    rig: &Rig<'h, Metered, AWAY>,
-    cx: &mut Cx<'_, 'h>,
-    space: &Process<'h, AWAY>,
-    at: u64,
-) -> Leaf {
-    match rig.vm.lookup(cx, space, VirtAddr::new(at)) {
-        Lookup::Mapped(leaf) => leaf,
-        found => panic!("{found:?}"),
-    }
-}
-
-fn hold<const AWAY: bool>(rig: &Rig<'_, Metered, AWAY>, head: Pfn) -> FolioRef {
-    // SAFETY: the tests' pages are mapped or unhooked, and nobody else is there to let them go.
-    unsafe { rig.vm.frames().get_at(head) }.expect("it has references")
-}
-
 fn hold_mapped<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, frame: Pfn) -> Option<FolioRef> {
     // SAFETY: the tests' pager lists nothing, so that `let_go` may drop it.
     unsafe { rig.vm.hold_mapped(cx, frame) }
@@ -59,12 +41,6 @@ fn let_go<'h>(rig: &Away<'h>, cx: &Cx<'_, 'h>, folio: FolioRef) {
     let _ = rig.vm.frames().put(cx, folio);
 }
 
-/// One machine, one manager: whatever is unhooked is flushed by its TLBs.
-fn deferred<const AWAY: bool>(rig: &Rig<'_, Metered, AWAY>) -> DeferredUnmap {
-    // SAFETY: used with this manager's TLBs only.
-    unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs")
-}
-
 fn unhook<'d, 'h, const AWAY: bool>(
     rig: &'d Rig<'h, Metered, AWAY>,
     cx: &mut Cx<'_, 'h>,
@@ -72,8 +48,8 @@ fn unhook<'d, 'h, const AWAY: bool>(
     at: u64,
     deferred: &'d DeferredUnmap,
 ) -> Page<'d, 'h, AWAY> {
-    let leaf = leaf(rig, cx, space, at);
-    let page = rig.vm.unhook(cx, hold(rig, leaf.frame), deferred).expect("nobody else has it");
+    let leaf = rig.leaf(cx, space, at);
+    let page = rig.vm.unhook(cx, rig.hold(leaf.frame), deferred).expect("nobody else has it");
     assert_eq!(page.head(), leaf.frame);
     page
 }
@@ -120,16 +96,16 @@ fn a_leaf_comes_back_as_it_was() {
                     rig.vm.test_and_clear_young(cx, &space, span(at(1), size.bytes()), |_| ()),
                     Ok(size.pages())
                 );
-                let deferred = deferred(rig);
+                let deferred = rig.deferred();
                 let bits = [Flags::HARDWARE, Flags::DIRTY, Flags::ACCESSED, Flags::ACCESSED];
                 for (index, bits) in (0..).zip(bits) {
-                    let before = leaf(rig, cx, &space, at(index));
+                    let before = rig.leaf(cx, &space, at(index));
                     assert_eq!(before.flags & Flags::HARDWARE, bits);
                     assert_eq!(before.flags.contains(Flags::WRITE), index < 3);
                     let page = unhook(rig, cx, &space, at(index), &deferred);
                     assert!(matches!(rig.vm.lookup(cx, &space, VirtAddr::new(at(index))), Lookup::Owner(_)));
                     page.put_back(cx);
-                    assert_eq!(leaf(rig, cx, &space, at(index)), before);
+                    assert_eq!(rig.leaf(cx, &space, at(index)), before);
                     // Also when there is no room for it, or for the last of it.
                     for room in [0, size.pages() - 1] {
                         let page = unhook(rig, cx, &space, at(index), &deferred);
@@ -137,17 +113,17 @@ fn a_leaf_comes_back_as_it_was() {
                         assert_eq!(error, VmError::NoMemory);
                         assert_eq!(rig.vm.pager().used(), 0, "what was stored of it is given up");
                         page.put_back(cx);
-                        assert_eq!(leaf(rig, cx, &space, at(index)), before);
+                        assert_eq!(rig.leaf(cx, &space, at(index)), before);
                     }
                     if size == PageSize::Size4K {
                         let page = unhook(rig, cx, &space, at(index), &deferred);
                         assert!(page.move_elsewhere(cx));
-                        let moved = leaf(rig, cx, &space, at(index));
+                        let moved = rig.leaf(cx, &space, at(index));
                         assert_ne!(moved.frame, before.frame);
                         assert_eq!(Leaf { frame: before.frame, ..moved }, before);
                         assert_eq!(rig.vm.frames().references(before.frame), 0, "the old frame is free");
                     }
-                    let now = leaf(rig, cx, &space, at(index));
+                    let now = rig.leaf(cx, &space, at(index));
                     assert_eq!(rig.vm.frames().references(now.frame), 1);
                 }
                 rig.enter(cx, &space);
@@ -173,7 +149,7 @@ fn a_page_comes_back_where_it_is_still_wanted() {
                 rig.mmu.as_cpu(CpuId(0), |cx| {
                     let parent = filled(rig, cx, size, 1);
                     let children = [0, 1].map(|_| rig.vm.fork(cx, &parent).expect("forked"));
-                    let deferred = deferred(rig);
+                    let deferred = rig.deferred();
                     let spaces = [&children[0], &children[1], &parent];
                     for gone in 0..=3 {
                         let still = &spaces[gone.min(2)..];
@@ -193,7 +169,7 @@ fn a_page_comes_back_where_it_is_still_wanted() {
                         }
                         let left = &spaces[(gone + 1).min(3)..];
                         for space in left {
-                            let leaf = leaf(rig, cx, space, AT);
+                            let leaf = rig.leaf(cx, space, AT);
                             assert_eq!(rig.vm.frames().references(leaf.frame), left.len() as u64);
                             assert!(!leaf.flags.contains(Flags::WRITE), "it was shared");
                         }
@@ -220,16 +196,16 @@ fn a_page_that_somebody_holds_stays() {
         with_rig(32, 93, |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = filled(rig, cx, size, 1);
-                let deferred = deferred(rig);
+                let deferred = rig.deferred();
                 let object = rig.vm.create_shared(cx, size.pages(), size, false).expect("an object");
                 let shared = span(AT << 1, size.bytes());
                 rig.vm.map(cx, &space, shared, VmaKind::private(size), Backing::Shared(&object, 0)).expect("an area");
                 rig.store(cx, &space, AT << 1, 1).expect("memory");
                 for at in [AT, AT << 1] {
-                    let before = leaf(rig, cx, &space, at);
+                    let before = rig.leaf(cx, &space, at);
                     let late = {
                         let page = unhook(rig, cx, &space, at, &deferred);
-                        let late = hold(rig, before.frame);
+                        let late = rig.hold(before.frame);
                         if size == PageSize::Size4K {
                             assert!(!page.move_elsewhere(cx), "somebody came late");
                         } else {
@@ -240,14 +216,14 @@ fn a_page_that_somebody_holds_stays() {
                         late
                     };
                     if at == AT {
-                        assert_eq!(leaf(rig, cx, &space, at), before);
+                        assert_eq!(rig.leaf(cx, &space, at), before);
                     }
-                    let refused = rig.vm.unhook(cx, hold(rig, before.frame), &deferred).expect_err("held");
+                    let refused = rig.vm.unhook(cx, rig.hold(before.frame), &deferred).expect_err("held");
                     assert_eq!(refused.pfn(), before.frame);
                     let_go(rig, cx, refused);
                     let_go(rig, cx, late);
                     rig.store(cx, &space, at, 9).expect("it is there");
-                    assert_eq!(leaf(rig, cx, &space, at).frame, before.frame);
+                    assert_eq!(rig.leaf(cx, &space, at).frame, before.frame);
                     let page = unhook(rig, cx, &space, at, &deferred);
                     page.put_back(cx);
                     assert_eq!(rig.load(cx, &space, at), Ok(9));
@@ -285,7 +261,7 @@ fn a_shared_page_goes_away_once() {
                     rig.leave(cx, space);
                 }
                 let second = AT + size.bytes();
-                let deferred = deferred(rig);
+                let deferred = rig.deferred();
                 let page = unhook(rig, cx, &spaces[0], second, &deferred);
                 for space in &spaces {
                     assert_eq!(rig.vm.lookup(cx, space, VirtAddr::new(second)), Lookup::Absent);
@@ -329,7 +305,7 @@ fn pages_that_are_away_are_inherited() {
             with_rig(64, 95, |rig| {
                 rig.mmu.as_cpu(CpuId(0), |cx| {
                     let parent = filled(rig, cx, size, 2);
-                    let deferred = deferred(rig);
+                    let deferred = rig.deferred();
                     let page = unhook(rig, cx, &parent, AT, &deferred);
                     assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
                     let mut pins = Vec::new();
@@ -378,11 +354,11 @@ fn pages_of_many_processes_go_away() {
                 rig.leave(cx, &parent);
                 let mut spaces: Vec<_> = (1..places).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
                 spaces.push(parent);
-                let head = leaf(rig, cx, &spaces[0], AT).frame;
+                let head = rig.leaf(cx, &spaces[0], AT).frame;
                 assert_eq!(rig.vm.frames().references(head), places);
                 rig.vm.widen(cx, head).expect("memory");
                 let used = rig.used(cx);
-                let deferred = deferred(rig);
+                let deferred = rig.deferred();
                 let page = unhook(rig, cx, &spaces[0], AT, &deferred);
                 assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
                 assert_eq!(rig.vm.pager().used() as u64, size.pages());
@@ -431,7 +407,7 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
             let (space, away, forks) = (&space, &away, &forks);
             scope.spawn(move || {
                 rig.beside_others(0, |cx| {
-                    let deferred = deferred(rig);
+                    let deferred = rig.deferred();
                     let page = unhook(rig, cx, space, AT + size.bytes(), &deferred);
                     away.store(true, Ordering::SeqCst);
                     while !forks.load(Ordering::SeqCst) {
@@ -481,11 +457,11 @@ fn a_large_page_stays_where_it_is() {
             let space = filled(rig, cx, PageSize::Size2M, 1);
             let last = AT + PageSize::Size2M.bytes() - 8;
             rig.store(cx, &space, last, 7).expect("it is there");
-            let (before, used) = (leaf(rig, cx, &space, AT), rig.used(cx));
-            let deferred = deferred(rig);
+            let (before, used) = (rig.leaf(cx, &space, AT), rig.used(cx));
+            let deferred = rig.deferred();
             let page = unhook(rig, cx, &space, AT, &deferred);
             assert!(!page.move_elsewhere(cx));
-            assert_eq!((leaf(rig, cx, &space, AT), rig.used(cx)), (before, used));
+            assert_eq!((rig.leaf(cx, &space, AT), rig.used(cx)), (before, used));
             assert_eq!((rig.load(cx, &space, AT), rig.load(cx, &space, last)), (Ok(1), Ok(7)));
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
@@ -512,7 +488,7 @@ fn unmapping_flushes_what_is_moving_without_a_pager() {
             (0..PAGES).for_each(|index| rig.store(cx, &space, at(index), 7).expect("memory"));
         });
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            let deferred = deferred(rig);
+            let deferred = rig.deferred();
             let pages: Vec<_> = (0..PAGES).map(|index| unhook(rig, cx, &space, at(index), &deferred)).collect();
             rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
             let reached = (0..PAGES).filter(|index| rig.mmu.store(CpuId(1), VirtAddr::new(at(*index)), 8).is_ok());
@@ -535,20 +511,20 @@ fn only_mapped_pages_are_held_for_moving() {
             rig.fill_pool(cx, 1);
             let space = filled(rig, cx, PageSize::Size4K, 4);
             let at = |index: u64| AT + (index << 12);
-            let head = leaf(rig, cx, &space, at(1)).frame;
+            let head = rig.leaf(cx, &space, at(1)).frame;
             let held = hold_mapped(rig, cx, head).expect("a page");
             assert_eq!((held.pfn(), rig.vm.frames().references(head)), (head, 2));
             let_go(rig, cx, held);
             // Its descriptor still names its owner, which has another page there or none.
-            let other = leaf(rig, cx, &space, at(2)).frame;
+            let other = rig.leaf(cx, &space, at(2)).frame;
             rig.vm.unmap(cx, &space, span(at(1), 0x1000)).expect("unmapped");
             assert_eq!(hold_mapped(rig, cx, head).map(|held| held.pfn()), None);
             let child = rig.vm.fork(cx, &space).expect("forked");
             rig.store(cx, &space, at(2), 9).expect("a copy");
-            let copy = leaf(rig, cx, &space, at(2)).frame;
+            let copy = rig.leaf(cx, &space, at(2)).frame;
             for (page, space) in [(copy, &space), (other, &child)] {
                 let held = hold_mapped(rig, cx, page).expect("either's own");
-                assert_eq!(leaf(rig, cx, space, at(2)).frame, held.pfn());
+                assert_eq!(rig.leaf(cx, space, at(2)).frame, held.pfn());
                 let_go(rig, cx, held);
             }
             // Large pages, pages of the pool, and what is no page at all.
@@ -557,7 +533,7 @@ fn only_mapped_pages_are_held_for_moving() {
             rig.vm.map(cx, &space, span(3 * AT, 2 << 20), large.pooled(), Backing::Private).expect("an area");
             for at in [2 * AT, 3 * AT] {
                 rig.store(cx, &space, at, 1).expect("memory");
-                let head = leaf(rig, cx, &space, at).frame;
+                let head = rig.leaf(cx, &space, at).frame;
                 assert_eq!(hold_mapped(rig, cx, head).map(|held| held.pfn()), None);
                 assert_eq!(rig.vm.frames().references(head), 1);
             }
@@ -567,7 +543,7 @@ fn only_mapped_pages_are_held_for_moving() {
             let small = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(4 * AT, 0x4000), small, Backing::Shared(&object, 0)).expect("an area");
             rig.store(cx, &space, 4 * AT + 0x2000, 1).expect("memory");
-            let shared = leaf(rig, cx, &space, 4 * AT + 0x2000).frame;
+            let shared = rig.leaf(cx, &space, 4 * AT + 0x2000).frame;
             let held = hold_mapped(rig, cx, shared).expect("the object's");
             assert_eq!(held.pfn(), shared);
             let_go(rig, cx, held);
@@ -575,7 +551,7 @@ fn only_mapped_pages_are_held_for_moving() {
             let pages = rig.vm.create_shared(cx, 512, PageSize::Size2M, false).expect("an object");
             rig.vm.map(cx, &space, span(5 * AT, 2 << 20), large, Backing::Shared(&pages, 0)).expect("an area");
             rig.store(cx, &space, 5 * AT, 1).expect("memory");
-            let head = leaf(rig, cx, &space, 5 * AT).frame;
+            let head = rig.leaf(cx, &space, 5 * AT).frame;
             assert_eq!(hold_mapped(rig, cx, head).map(|held| held.pfn()), None);
             rig.vm.close(cx, pages).expect("its own");
             rig.vm.close(cx, object).expect("its own");
@@ -594,8 +570,8 @@ fn a_page_that_cannot_move_stays() {
     with_rig(8, 99, |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 2);
-            let before = leaf(rig, cx, &space, AT);
-            let deferred = deferred(rig);
+            let before = rig.leaf(cx, &space, AT);
+            let deferred = rig.deferred();
             let mut taken = Vec::new();
             while let Ok(block) = rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)) {
                 taken.push(block);
@@ -606,17 +582,17 @@ fn a_page_that_cannot_move_stays() {
             assert!(!page.move_elsewhere(cx), "there is no frame");
             // Whoever reclaimed might wait for the page that is moving.
             assert_eq!(asked(), before_that, "somebody was asked for relief");
-            assert_eq!(leaf(rig, cx, &space, AT), before);
+            assert_eq!(rig.leaf(cx, &space, AT), before);
             taken.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
             let page = unhook(rig, cx, &space, AT, &deferred);
             let _ = rig.vm.frames().hwpoison(cx, before.frame);
             assert!(!page.move_elsewhere(cx), "its content has gone bad");
-            assert_eq!(leaf(rig, cx, &space, AT), before);
+            assert_eq!(rig.leaf(cx, &space, AT), before);
             // From then on nobody begins.
-            let refused = rig.vm.unhook(cx, hold(rig, before.frame), &deferred);
+            let refused = rig.vm.unhook(cx, rig.hold(before.frame), &deferred);
             let Err(folio) = refused else { panic!("its content is bad") };
             let_go(rig, cx, folio);
-            assert_eq!(leaf(rig, cx, &space, AT), before);
+            assert_eq!(rig.leaf(cx, &space, AT), before);
             assert_eq!(rig.vm.frames().references(before.frame), 1);
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
@@ -630,7 +606,7 @@ fn lost_pages_are_counted() {
     with_rig(8, 100, |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 2);
-            let deferred = deferred(rig);
+            let deferred = rig.deferred();
             for lost in 1..=2 {
                 drop(unhook(rig, cx, &space, AT + ((lost - 1) << 12), &deferred));
                 assert_eq!(rig.vm.pages_lost(), lost);
@@ -655,11 +631,11 @@ fn a_page_of_too_many_places_stays() {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 1);
             rig.leave(cx, &space);
-            let (head, deferred) = (leaf(rig, cx, &space, AT).frame, deferred(rig));
+            let (head, deferred) = (rig.leaf(cx, &space, AT).frame, rig.deferred());
             let mut children = Vec::new();
             for (places, goes) in [(MOST, true), (MOST + 1, false)] {
                 children.resize_with(places - 1, || rig.vm.fork(cx, &space).expect("memory"));
-                match rig.vm.unhook(cx, hold(rig, head), &deferred) {
+                match rig.vm.unhook(cx, rig.hold(head), &deferred) {
                     Ok(page) => {
                         assert!(goes);
                         page.put_back(cx);

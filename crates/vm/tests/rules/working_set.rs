@@ -2,7 +2,7 @@
 
 #![allow(clippy::single_range_in_vec_init, reason = "runs of pages are what is compared")]
 
-use crate::support::{Cx, Follower, Metered, Model, Rig, bounds, no_faults, span, with_format};
+use crate::support::{AT, Cx, Follower, Metered, Model, Rig, bounds, no_faults, span, with_format};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
@@ -12,7 +12,6 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-const AT: u64 = 0x4000_0000;
 /// Page number of `AT`.
 const FIRST: u64 = AT >> 12;
 

@@ -4,6 +4,7 @@
 #![allow(unreachable_pub)]
 
 pub mod metered;
+mod pages;
 pub mod slots;
 
 use hugemm_base::inject::FaultPlan;
@@ -25,6 +26,7 @@ use hugemm_paging::{EditLock, Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShoo
 use hugemm_threads::{Memory, Watchdog};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaKind};
 pub use metered::Metered;
+pub use pages::AT;
 pub use slots::Slots;
 use std::cell::Cell;
 use std::marker::PhantomData;
