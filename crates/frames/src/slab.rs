@@ -2,7 +2,7 @@
 //!
 //! A [`Slab`] hands out pieces of single frames. Each frame begins with a 64-byte header (its number, its free pieces,
 //! its place in the list of frames that have some); a piece finds its header by rounding its address down. Frames that
-//! become empty go back to the manager, except for one that is kept, so that a slab at the border of two frames does not
+//! become empty go back to the manager, except for one of each share that is kept, so that a slab at the border of two frames does not
 //! take and give one at every call.
 //!
 //! A CPU takes pieces of its own frames: eight CPUs share nothing here, of more every eighth has the same frames. A piece that another
@@ -49,7 +49,7 @@ struct State {
     partial: *mut Header,
     frames: u64,
     objects: u64,
-    /// How many of the frames have no piece in use: 0 or 1.
+    /// How many of the frames have no piece in use: 1 at most, unless several were taken at once.
     empty: u64,
 }
 
@@ -262,6 +262,9 @@ impl<L: RawLock> Slab<L> {
         let kept = |share: &Share<L>| {
             cx.pinned(|pin| {
                 let mut state = share.0.lock(pin);
+                if state.empty == 0 {
+                    return None;
+                }
                 let mut header = state.partial;
                 // SAFETY: headers on the list are the slab's; the lock is held.
                 unsafe {

@@ -42,6 +42,25 @@ impl fmt::Display for AccessError {
 
 impl core::error::Error for AccessError {}
 
+/// What a request does with the memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Verb {
+    Read,
+    Write,
+    /// A write that leaves alone what is zero because nobody has touched it.
+    Zero,
+}
+
+impl Verb {
+    /// As what the process would access it.
+    const fn access(self) -> Access {
+        match self {
+            Verb::Read => Access::Read,
+            Verb::Write | Verb::Zero => Access::Write,
+        }
+    }
+}
+
 /// What is done with some bytes of the space's memory: where the direct map has them, how many, and where in the request they begin.
 type Each<'e> = &'e mut dyn FnMut(*mut u8, usize, usize);
 
@@ -64,7 +83,7 @@ impl<S: Setup> Vm<'_, S> {
         into: &mut [u8],
     ) -> Result<(), AccessError> {
         let (bytes, to) = (into.len(), into.as_mut_ptr());
-        self.access(cx, space, at, bytes, Access::Read, false, &mut |from, count, place| {
+        self.access(cx, space, at, bytes, Verb::Read, &mut |from, count, place| {
             // SAFETY: `place` and `count` are of `bytes`; the window has as many.
             unsafe { load(from, to.add(place), count) }
         })
@@ -83,7 +102,7 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
         from: &[u8],
     ) -> Result<(), AccessError> {
-        self.access(cx, space, at, from.len(), Access::Write, false, &mut |to, count, place| {
+        self.access(cx, space, at, from.len(), Verb::Write, &mut |to, count, place| {
             // SAFETY: as in `read`.
             unsafe { store(to, count, |index| from[place + index]) }
         })
@@ -101,21 +120,19 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
         bytes: usize,
     ) -> Result<(), AccessError> {
-        self.access(cx, space, at, bytes, Access::Write, true, &mut |to, count, _| {
+        self.access(cx, space, at, bytes, Verb::Zero, &mut |to, count, _| {
             // SAFETY: as in `read`.
             unsafe { store(to, count, |_| 0) }
         })
     }
 
-    #[allow(clippy::too_many_arguments, reason = "what an access is")]
     fn access(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         at: VirtAddr,
         bytes: usize,
-        access: Access,
-        zeroes: bool,
+        verb: Verb,
         each: Each<'_>,
     ) -> Result<(), AccessError> {
         let mut done = 0;
@@ -126,9 +143,9 @@ impl<S: Setup> Vm<'_, S> {
             let Some(here) = here else { return Err(stopped(VmError::OutOfBounds { at })) };
             let most = (bytes - done).min(PART as usize);
             let mut shown = |memory: *mut u8, count, place| each(memory, count, done + place);
-            let some = self.access_some(cx, space, here, most, access, zeroes, &mut shown).map_err(stopped)?;
+            let some = self.access_some(cx, space, here, most, verb, &mut shown).map_err(stopped)?;
             if some == 0 {
-                self.fault(cx, space, here, access).map_err(stopped)?;
+                self.fault(cx, space, here, verb.access()).map_err(stopped)?;
             }
             done += some;
             self.cond_resched(cx);
@@ -137,18 +154,16 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Shows what is mapped as it has to be from `at` on; how many bytes. At most so many, of one area.
-    #[allow(clippy::too_many_arguments, reason = "what an access is")]
     fn access_some(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         at: VirtAddr,
         most: usize,
-        access: Access,
-        zeroes: bool,
+        verb: Verb,
         each: Each<'_>,
     ) -> Result<usize, VmError> {
-        let task = RefCell::new(cx);
+        let (task, access) = (RefCell::new(cx), verb.access());
         let areas = space.areas().shared();
         let first = at.get() >> PAGE_SHIFT;
         let area = areas.find(first).ok_or(VmError::NoArea { at })?.info;
@@ -160,7 +175,7 @@ impl<S: Setup> Vm<'_, S> {
         let Some(span) = pages(first, end).filter(|_| !areas.alone) else { return Ok(0) };
         let mut table = space.table().shared(self.tables(&task));
         let bytes_to = |page: u64| (((page - first) << PAGE_SHIFT) as usize - into).min(most);
-        if zeroes && !area.kind.shared {
+        if verb == Verb::Zero && !area.kind.shared {
             let absent = table.absent(span)?;
             if absent > 0 {
                 return Ok(bytes_to(first + absent));

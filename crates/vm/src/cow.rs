@@ -1,8 +1,8 @@
 //! Writing to a page that fork has made read-only in several spaces.
 //!
-//! Whoever holds the only reference, or is the only one to map what is pinned, makes its entry writable again. Otherwise the page is copied, and the entry changes
-//! from the old page to the copy by detach, flush and map, under the area list's lock: between, nobody finds the entry
-//! empty, and after it no CPU reads the old page here while another writes the copy.
+//! Whoever holds the only reference, or is the only one to map what is pinned, makes its entry writable again. Otherwise the page is
+//! copied, and the entry changes from the old page to the copy by detach, flush and map, under the area list's lock: between, nobody
+//! finds the entry empty, and after it no CPU reads the old page here while another writes the copy.
 
 use crate::address_space::AddressSpace;
 use crate::error::VmError;

@@ -132,8 +132,7 @@ impl<S: Setup> Vm<'_, S> {
             let begins = right.info.range.first_page();
             let Some(left) = begins.checked_sub(1).and_then(|page| areas.holding(page)) else { continue };
             let (before, after) = (left.info, right.info);
-            let goes_on =
-                before.kind == after.kind && before.object == after.object && before.offset_of(begins) == after.offset;
+            let goes_on = before.same_at(&after, begins);
             let Some(whole) = pages(before.range.first_page(), at).filter(|_| goes_on && begins >= first) else {
                 continue;
             };

@@ -1,6 +1,6 @@
 //! Page tables' memory, from the same frames as everything else.
 
-use crate::setup::{Cx, Setup, Task};
+use crate::setup::{Setup, Task};
 use crate::vm::Vm;
 use core::ptr::NonNull;
 use hugemm_base::Pfn;
@@ -21,10 +21,9 @@ impl<'a, 't, 'p, 'm, S: Setup> Tables<'a, 't, 'p, 'm, S> {
     }
 
     fn with<R>(&self, use_it: impl FnOnce(FrameTables<'_, 'p, 'm, S::Platform, S::Env>) -> R) -> R {
-        let mut cx = self.task.borrow_mut();
-        let cx: &mut Cx<'p, S> = &mut cx;
+        let cx = self.task.borrow();
         // SAFETY: the promise made to `new`.
-        use_it(unsafe { FrameTables::new(self.vm.frames(), cx) })
+        use_it(unsafe { FrameTables::new(self.vm.frames(), &cx) })
     }
 }
 

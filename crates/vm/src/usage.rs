@@ -7,7 +7,7 @@ use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{VmaInfo, pages};
 use core::cell::RefCell;
-use hugemm_base::{PageSize, VirtAddr, VirtRange};
+use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::Flags;
 
 /// Pages that are looked at between two reschedule points.
@@ -66,14 +66,9 @@ impl<S: Setup> Vm<'_, S> {
                 usage.present += run.extent.pages();
                 usage.huge += if run.size == PageSize::Size4K { 0 } else { run.extent.pages() };
             })?;
-            // Only the part of a large page that is in the range.
-            let part = |at: VirtAddr, size: PageSize| {
-                let first = at.get() >> hugemm_base::PAGE_SHIFT;
-                to.min(first + size.pages()) - from.max(first)
-            };
             table.walk_owners(span, |at, size, word| match SwapEntry::of(word) {
-                SwapEntry::Moving { .. } => usage.present += part(at, size),
-                SwapEntry::Slot(_) | SwapEntry::Slots(_) => usage.swapped += part(at, size),
+                SwapEntry::Moving { .. } => usage.present += part(span, at, size),
+                SwapEntry::Slot(_) | SwapEntry::Slots(_) => usage.swapped += part(span, at, size),
             })?;
         }
         if !area.kind.shared {
@@ -86,8 +81,7 @@ impl<S: Setup> Vm<'_, S> {
         if let (Some(index), Some(shown)) = (index, pages(area.offset_of(from), area.offset_of(to))) {
             let away = |at: VirtAddr, size: PageSize, word| {
                 if !matches!(SwapEntry::of(word), SwapEntry::Moving { .. }) {
-                    let first = at.get() >> hugemm_base::PAGE_SHIFT;
-                    usage.swapped += shown.end_page().min(first + size.pages()) - shown.first_page().max(first);
+                    usage.swapped += part(shown, at, size);
                 }
             };
             looked = index.table.shared(self.tables(&task)).walk_owners(shown, away).map_err(VmError::from);
@@ -95,4 +89,10 @@ impl<S: Setup> Vm<'_, S> {
         self.put_object(&mut task.borrow_mut(), handle);
         looked
     }
+}
+
+/// How much of a page, which meets a range, is in it: a large one may reach over an end.
+fn part(of: VirtRange, at: VirtAddr, size: PageSize) -> u64 {
+    let first = at.get() >> PAGE_SHIFT;
+    of.end_page().min(first + size.pages()) - of.first_page().max(first)
 }

@@ -14,6 +14,7 @@ use hugemm_base::sync::AtomicU64;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::Placement;
 use hugemm_paging::Flags;
+use intrusive_collections::rbtree::Cursor;
 use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter};
 
 /// What an area is, wherever it lies.
@@ -184,14 +185,17 @@ impl<S: Setup> Areas<S> {
 
     /// The area that holds a page. O(log areas).
     pub(crate) fn find(&self, page: u64) -> Option<&Vma<S>> {
-        let area = self.tree.upper_bound(Bound::Included(&page)).get()?;
-        (page - area.info.range.first_page() < area.info.range.pages()).then_some(area)
+        self.at(page).get().filter(|area| area.info.range.end_page() > page)
     }
 
     /// The same for whoever changes it.
     pub(crate) fn holding(&self, page: u64) -> Option<UnsafeRef<Vma<S>>> {
-        let area = self.tree.upper_bound(Bound::Included(&page)).clone_pointer()?;
-        (page - area.info.range.first_page() < area.info.range.pages()).then_some(area)
+        self.at(page).clone_pointer().filter(|area| area.info.range.end_page() > page)
+    }
+
+    /// The last area that begins at a page or before.
+    fn at(&self, page: u64) -> Cursor<'_, ByAddress<S>> {
+        self.tree.upper_bound(Bound::Included(&page))
     }
 
     /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: what is there

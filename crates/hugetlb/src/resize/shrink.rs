@@ -106,7 +106,9 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             // staged: what has come since the look is found here, and what comes later is as in any frame in use.
             let is_mine = self.pool.locked(cx, |_| {
                 let good = group.bad.get() & mine == 0 && is_good(&bit);
-                group.staged.remove_shared(if good { mine } else { 0 });
+                if good {
+                    group.staged.remove_shared(mine);
+                }
                 good
             });
             if !is_mine {
@@ -125,7 +127,9 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             self.wait_for_helpers();
             if done & mine == 0 {
                 // It is a page still, unless some of it has become descriptors already.
-                group.staged.add_shared(if donor == page(bit) { mine } else { 0 });
+                if donor == page(bit) {
+                    group.staged.add_shared(mine);
+                }
                 return false;
             }
             group.zero.remove_shared(mine);
