@@ -15,13 +15,13 @@ notes=$(mktemp -d)
 trap 'rm -rf "$notes"' EXIT
 # What a shell starts in the background does not hear a terminal's Ctrl-C.
 trap 'trap - INT TERM; kill 0' INT TERM
-mark=cat
-[ $# = 1 ] || mark='sed -u s/^/$target:\ /'
+many=$(($# > 1))
+show() { if [ "$many" = 1 ]; then sed -u "s/^/$target: /"; else cat; fi; }
 queue() {
     for part in $1; do
         [ ! -e "$notes/failed" ] || return
         target=${part%=*} budget=${part#*=} start=$SECONDS verdict=
-        ${MAKE:-make} --no-print-directory "$target" 2>&1 | eval "$mark"
+        ${MAKE:-make} --no-print-directory "$target" 2>&1 | show
         [ "${PIPESTATUS[0]}" = 0 ] || verdict=FAILED
         took=$((SECONDS - start))
         [ "$took" -le "$budget" ] || verdict+="${verdict:+, }over its budget"

@@ -3,12 +3,12 @@
 use crate::machine::{CPUS, Cpus, Ground, Machine, Site, keep, span};
 use anyhow::{Result, anyhow};
 use hugemm::base::{CpuCx, Never, NodeId, Order, PageSize, VirtAddr};
-use hugemm::frames::{Frozen, Plain};
+use hugemm::frames::{Frames, Frozen, Plain};
 use hugemm::heap::Heap;
 use hugemm::hugetlb::{FlatMemory, HugePage, Nodes, SoftMap, VmemmapOptimizer, WalkCache};
 use hugemm::paging::{Keep, Lookup};
 use hugemm::reclaim::ShrinkBudget;
-use hugemm::vm::{Access, AddressSpaceRef, Backing, Served, VmaKind};
+use hugemm::vm::{Access, AddressSpaceRef, Backing, Served, Vm, VmaKind};
 use hugemm_threads::run_as;
 use std::alloc::Layout;
 use std::any::type_name;
@@ -32,6 +32,12 @@ fn say(line: &str) -> Result<()> {
     println!("{line}");
     std::io::stdout().flush()?;
     Ok(std::io::stdin().read_exact(&mut [0])?)
+}
+
+/// A space that both CPUs use, and its manager.
+struct Used<S: Site> {
+    vm: &'static Vm<'static, S>,
+    space: AddressSpaceRef<'static, S>,
 }
 
 /// Which pairs are traced.
@@ -93,61 +99,98 @@ impl Pairs<'_> {
         say(&format!("pair\t{name}\t{operations}\t{}", self.ground.base))
     }
 
+    /// Traces a pair of the page allocator on a machine of its own.
+    fn of_frames<T>(
+        &self,
+        nodes: u32,
+        name: &str,
+        operations: u64,
+        prepare: impl Fn(&'static Frames<'static>, &mut Context) -> T,
+        operate: impl Fn(&'static Frames<'static>, &mut Context, T),
+    ) -> Result<()> {
+        if !self.wants(name) {
+            return Ok(());
+        }
+        let machine = Machine::bare(self.ground, nodes)?;
+        let frames = machine.roots.frames;
+        self.trace(
+            &machine,
+            name,
+            operations,
+            |cx, _, _| prepare(frames, cx),
+            |cx, _, ready| operate(frames, cx, ready),
+        )
+    }
+
+    /// Traces a pair of one space that both CPUs [use](Pairs::shared), on a machine of its own.
+    fn of_space<S: Site, T>(
+        &self,
+        make: impl FnOnce() -> Result<Machine<S>>,
+        name: &str,
+        operations: u64,
+        prepare: impl Fn(&Used<S>, &mut Context, u64, u64) -> T,
+        operate: impl Fn(&Used<S>, &mut Context, u64, T),
+    ) -> Result<()> {
+        if !self.wants(name) {
+            return Ok(());
+        }
+        let machine = make()?;
+        let used = Used { vm: machine.roots.vm, space: self.shared(&machine) };
+        self.trace(
+            &machine,
+            name,
+            operations,
+            |cx, cpu, round| prepare(&used, cx, cpu, round),
+            |cx, cpu, ready| operate(&used, cx, cpu, ready),
+        )
+    }
+
     fn blocks(&self) -> Result<()> {
         for nodes in [1, 2] {
             let on = if nodes == 1 { "one node" } else { "two nodes" };
             for (what, order) in [("4 KiB", 0), ("2 MiB", 9), ("order 6", 6)] {
                 let order = Order::new(order).map_err(|error| anyhow!("{error}"))?;
                 let once = format!("{what} taken and freed, {on}");
-                if self.wants(&once) {
-                    let machine = Machine::bare(self.ground, nodes)?;
-                    let frames = machine.roots.frames;
-                    self.trace(
-                        &machine,
-                        &once,
-                        1,
-                        |_, _, _| (),
-                        |cx, _, ()| {
-                            let block = frames.alloc(cx, order).expect("memory");
+                self.of_frames(
+                    nodes,
+                    &once,
+                    1,
+                    |_, _| (),
+                    |frames, cx, ()| {
+                        let block = frames.alloc(cx, order).expect("memory");
+                        frames.free(cx, block);
+                    },
+                )?;
+                let count = if order == Order::ZERO { 1024 } else { 64 };
+                let many = format!("{what} taken, then all freed, {on}");
+                self.of_frames(
+                    nodes,
+                    &many,
+                    count as u64,
+                    |_, _| Vec::<Frozen>::with_capacity(count),
+                    |frames, cx, mut blocks| {
+                        for _ in 0..count {
+                            blocks.push(frames.alloc(cx, order).expect("memory"));
+                        }
+                        for block in blocks {
                             frames.free(cx, block);
-                        },
-                    )?;
-                }
-                let (count, many) =
-                    (if order == Order::ZERO { 1024 } else { 64 }, format!("{what} taken, then all freed, {on}"));
-                if self.wants(&many) {
-                    let machine = Machine::bare(self.ground, nodes)?;
-                    let frames = machine.roots.frames;
-                    let place = || Vec::<Frozen>::with_capacity(count);
-                    self.trace(
-                        &machine,
-                        &many,
-                        count as u64,
-                        |_, _, _| place(),
-                        |cx, _, mut blocks| {
-                            for _ in 0..count {
-                                blocks.push(frames.alloc(cx, order).expect("memory"));
-                            }
-                            for block in blocks {
-                                frames.free(cx, block);
-                            }
-                        },
-                    )?;
-                }
+                        }
+                    },
+                )?;
             }
-            let name = format!("512 counted pages freed as a range, {on}");
-            if self.wants(&name) {
-                let machine = Machine::bare(self.ground, nodes)?;
-                let frames = machine.roots.frames;
-                let counted = |cx: &mut Context, _, _| {
+            self.of_frames(
+                nodes,
+                &format!("512 counted pages freed as a range, {on}"),
+                1,
+                |frames, cx| {
                     let block = frames.alloc(cx, PageSize::Size2M).expect("memory");
                     let run = frames.split(block, Order::ZERO).expect("a block");
                     frames.count_run(run).expect("nobody else's")
-                };
-                self.trace(&machine, &name, 1, counted, |cx, _, run| {
+                },
+                |frames, cx, run| {
                     frames.free_range(cx, run);
-                })?;
-            }
+                },
+            )?;
         }
         Ok(())
     }
@@ -220,148 +263,116 @@ impl Pairs<'_> {
     fn space(&self) -> Result<()> {
         let machine = || Machine::bare(self.ground, 1);
         let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
+        let pages = |at: VirtAddr, pages: u64| span(at.get(), pages << 12);
+        let beyond = |cpu: u64, round: u64| span(area(cpu) + (2 + round) * (1 << 30), 1 << 20);
 
-        let name = "an area mapped each in one space, far apart";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            let at = |cpu, round| span(area(cpu) + (2 + round) * (1 << 30), 1 << 20);
-            self.trace(
-                &machine,
-                name,
-                1,
-                |_, cpu, round| at(cpu, round),
-                |cx, _, at| {
-                    machine.roots.vm.map(cx, &space, at, small(), Backing::Private).expect("an area");
-                },
-            )?;
-        }
-        let name = "an area unmapped each in one space, far apart";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            let vm = machine.roots.vm;
-            let prepare = |cx: &mut Context, cpu, round| {
-                let at = span(area(cpu) + (2 + round) * (1 << 30), 1 << 20);
-                vm.map(cx, &space, at, small(), Backing::Private).expect("an area");
-                vm.fault(cx, &space, at.start(), Access::Write).expect("memory");
+        self.of_space(
+            machine,
+            "an area mapped each in one space, far apart",
+            1,
+            |_, _, cpu, round| beyond(cpu, round),
+            |used, cx, _, at| {
+                used.vm.map(cx, &used.space, at, small(), Backing::Private).expect("an area");
+            },
+        )?;
+        self.of_space(
+            machine,
+            "an area unmapped each in one space, far apart",
+            1,
+            |used, cx, cpu, round| {
+                let at = beyond(cpu, round);
+                used.vm.map(cx, &used.space, at, small(), Backing::Private).expect("an area");
+                used.vm.fault(cx, &used.space, at.start(), Access::Write).expect("memory");
                 at
-            };
-            self.trace(&machine, name, 1, prepare, |cx, _, at| {
-                vm.unmap(cx, &space, at).expect("an area");
-            })?;
-        }
-        let name = "a page unmapped each in one space, far apart";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            self.trace(
-                &machine,
-                name,
-                1,
-                |_, cpu, round| page(cpu, 2 * round + 1),
-                |cx, _, at| {
-                    machine.roots.vm.unmap(cx, &space, span(at.get(), 4096)).expect("a page");
-                },
-            )?;
-        }
-        let name = "a page unmapped in one space, a fault in another table";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            self.trace(
-                &machine,
-                name,
-                1,
-                |_, cpu, round| page(cpu, 512 * cpu + 2 * round + 1),
-                |cx, cpu, at| {
-                    if cpu == 0 {
-                        machine.roots.vm.unmap(cx, &space, span(at.get(), 4096)).expect("a page");
-                    } else {
-                        machine.roots.vm.fault(cx, &space, at, Access::Write).expect("a page");
-                    }
-                },
-            )?;
-        }
-        let name = "lookup of a page each in one space, far apart";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            self.trace(
-                &machine,
-                name,
-                1,
-                |_, cpu, round| page(cpu, round),
-                |cx, _, at| {
-                    assert!(matches!(machine.roots.vm.lookup(cx, &space, at), Lookup::Mapped(_)));
-                },
-            )?;
-        }
-        let name = "find_vma of an area each in one space, far apart";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            self.trace(
-                &machine,
-                name,
-                1,
-                |_, cpu, round| page(cpu, round),
-                |_, _, at| {
-                    space.find_vma(at).expect("an area");
-                },
-            )?;
-        }
-        let name = "64 pages pinned each in one space, far apart";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            self.trace(
-                &machine,
-                name,
-                1,
-                |_, cpu, round| page(cpu, 64 * round),
-                |cx, _, at| {
-                    let pinned =
-                        machine.roots.vm.pin(cx, &space, span(at.get(), 64 << 12), None, &Never, std::mem::forget);
-                    assert_eq!(pinned.ok(), Some(64));
-                },
-            )?;
-        }
-        let name = "64 pages unpinned each in one space, far apart";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            let vm = machine.roots.vm;
-            let prepare = |cx: &mut Context, cpu, round| {
-                let (at, mut pins) = (page(cpu, 64 * round), Vec::new());
-                vm.pin(cx, &space, span(at.get(), 64 << 12), None, &Never, |pinned| pins.push(pinned)).expect("memory");
-                pins
-            };
-            self.trace(&machine, name, 1, prepare, |cx, _, pins| {
-                for pinned in pins {
-                    assert!(vm.unpin(cx, &space, pinned).is_ok());
+            },
+            |used, cx, _, at| {
+                used.vm.unmap(cx, &used.space, at).expect("an area");
+            },
+        )?;
+        self.of_space(
+            machine,
+            "a page unmapped each in one space, far apart",
+            1,
+            |_, _, cpu, round| page(cpu, 2 * round + 1),
+            |used, cx, _, at| {
+                used.vm.unmap(cx, &used.space, pages(at, 1)).expect("a page");
+            },
+        )?;
+        self.of_space(
+            machine,
+            "a page unmapped in one space, a fault in another table",
+            1,
+            |_, _, cpu, round| page(cpu, 512 * cpu + 2 * round + 1),
+            |used, cx, cpu, at| {
+                if cpu == 0 {
+                    used.vm.unmap(cx, &used.space, pages(at, 1)).expect("a page");
+                } else {
+                    used.vm.fault(cx, &used.space, at, Access::Write).expect("a page");
                 }
-            })?;
-        }
-        let name = "the halves of 2 MiB prefaulted in one space, 4 KiB pages";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            let half =
-                |_: &mut Context, cpu, round: u64| span(area(0) + (1 + round) * (2 << 20) + cpu * (1 << 20), 1 << 20);
-            self.trace(&machine, name, 256, half, |cx, _, half| {
-                machine.roots.vm.prefault(&space, half, Some(2 << 20)).work(cx, &Never).expect("memory");
-            })?;
-        }
-        let name = "2 MiB prefaulted each in one space, far apart, 4 KiB pages";
-        if self.wants(name) {
-            let machine = machine()?;
-            let space = self.shared(&machine);
-            let part = |_: &mut Context, cpu, round: u64| span(area(cpu) + (1 + round) * (2 << 20), 2 << 20);
-            self.trace(&machine, name, 512, part, |cx, _, part| {
-                machine.roots.vm.prefault(&space, part, None).work(cx, &Never).expect("memory");
-            })?;
-        }
+            },
+        )?;
+        self.of_space(
+            machine,
+            "lookup of a page each in one space, far apart",
+            1,
+            |_, _, cpu, round| page(cpu, round),
+            |used, cx, _, at| {
+                assert!(matches!(used.vm.lookup(cx, &used.space, at), Lookup::Mapped(_)));
+            },
+        )?;
+        self.of_space(
+            machine,
+            "find_vma of an area each in one space, far apart",
+            1,
+            |_, _, cpu, round| page(cpu, round),
+            |used, _, _, at| {
+                used.space.find_vma(at).expect("an area");
+            },
+        )?;
+        self.of_space(
+            machine,
+            "64 pages pinned each in one space, far apart",
+            1,
+            |_, _, cpu, round| page(cpu, 64 * round),
+            |used, cx, _, at| {
+                let pinned = used.vm.pin(cx, &used.space, pages(at, 64), None, &Never, std::mem::forget);
+                assert_eq!(pinned.ok(), Some(64));
+            },
+        )?;
+        self.of_space(
+            machine,
+            "64 pages unpinned each in one space, far apart",
+            1,
+            |used, cx, cpu, round| {
+                let (at, mut pins) = (page(cpu, 64 * round), Vec::new());
+                let pinned = used.vm.pin(cx, &used.space, pages(at, 64), None, &Never, |pinned| pins.push(pinned));
+                pinned.expect("memory");
+                pins
+            },
+            |used, cx, _, pins| {
+                for pinned in pins {
+                    assert!(used.vm.unpin(cx, &used.space, pinned).is_ok());
+                }
+            },
+        )?;
+        self.of_space(
+            machine,
+            "the halves of 2 MiB prefaulted in one space, 4 KiB pages",
+            256,
+            |_, _, cpu, round| span(area(0) + (1 + round) * (2 << 20) + cpu * (1 << 20), 1 << 20),
+            |used, cx, _, half| {
+                used.vm.prefault(&used.space, half, Some(2 << 20)).work(cx, &Never).expect("memory");
+            },
+        )?;
+        self.of_space(
+            machine,
+            "2 MiB prefaulted each in one space, far apart, 4 KiB pages",
+            512,
+            |_, _, cpu, round| span(area(cpu) + (1 + round) * (2 << 20), 2 << 20),
+            |used, cx, _, part| {
+                used.vm.prefault(&used.space, part, None).work(cx, &Never).expect("memory");
+            },
+        )?;
         for (name, other) in
             [("a fork, and a fault in the parent", false), ("a fork, and a fault in another space", true)]
         {
@@ -409,38 +420,28 @@ impl Pairs<'_> {
             let machine = || Machine::paged(self.ground, nodes);
             self.faults(&format!("a fault each in two spaces, with a pager, {on}"), machine, 2, 2, FAR, false)?;
             let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
-            let name = format!("accessed bits of 64 pages taken each in one space, far apart, {on}");
-            if self.wants(&name) {
-                let machine = machine()?;
-                let (vm, space) = (machine.roots.vm, self.shared(&machine));
-                self.trace(
-                    &machine,
-                    &name,
-                    1,
-                    |_, cpu, round| page(cpu, 64 * round),
-                    |cx, _, at| {
-                        vm.test_and_clear_young(cx, &space, span(at.get(), 64 << 12), drop).expect("an area");
-                    },
-                )?;
-            }
-            let name = format!("accessed bits of 64 pages taken, and a fault in the same space, far apart, {on}");
-            if self.wants(&name) {
-                let machine = machine()?;
-                let (vm, space) = (machine.roots.vm, self.shared(&machine));
-                self.trace(
-                    &machine,
-                    &name,
-                    1,
-                    |_, cpu, round| page(cpu, 512 * cpu + 64 * round),
-                    |cx, cpu, at| {
-                        if cpu == 0 {
-                            vm.test_and_clear_young(cx, &space, span(at.get(), 64 << 12), drop).expect("an area");
-                        } else {
-                            vm.fault(cx, &space, at, Access::Write).expect("memory");
-                        }
-                    },
-                )?;
-            }
+            self.of_space(
+                machine,
+                &format!("accessed bits of 64 pages taken each in one space, far apart, {on}"),
+                1,
+                |_, _, cpu, round| page(cpu, 64 * round),
+                |used, cx, _, at| {
+                    used.vm.test_and_clear_young(cx, &used.space, span(at.get(), 64 << 12), drop).expect("an area");
+                },
+            )?;
+            self.of_space(
+                machine,
+                &format!("accessed bits of 64 pages taken, and a fault in the same space, far apart, {on}"),
+                1,
+                |_, _, cpu, round| page(cpu, 512 * cpu + 64 * round),
+                |used, cx, cpu, at| {
+                    if cpu == 0 {
+                        used.vm.test_and_clear_young(cx, &used.space, span(at.get(), 64 << 12), drop).expect("an area");
+                    } else {
+                        used.vm.fault(cx, &used.space, at, Access::Write).expect("memory");
+                    }
+                },
+            )?;
             // Each CPU reclaims from its node and faults in its space.
             for (name, back) in [
                 (format!("32 pages looked at for reclaim each, {on}"), false),
