@@ -127,7 +127,7 @@ fn the_glossary_names_what_is_there() {
             }
         }
     }
-    assert!(names > 60, "{names} names are found");
+    assert!(names > 50, "{names} names are found");
     assert!(wrong.is_empty(), "not there: {wrong:?}");
 }
 
@@ -165,7 +165,7 @@ fn examples_of_pages_stand_in_sources() {
             }
         }
     }
-    assert!(blocks >= 5, "{blocks} examples are found");
+    assert!(blocks >= 4, "{blocks} examples are found");
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
