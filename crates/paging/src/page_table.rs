@@ -1,5 +1,6 @@
 //! A page table, and the two ways to hold it.
 
+use crate::cpu_readers::{CountedLock, Half, Readers};
 use crate::edit_lock::{EditLock, RawEditLock};
 use crate::error::PagingError;
 use crate::flags::Flags;
@@ -13,6 +14,7 @@ use crate::table::Table;
 use core::cell::UnsafeCell;
 use core::fmt;
 use core::marker::PhantomData;
+use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::{Pfn, VirtAddr, VirtRange};
 
@@ -29,7 +31,7 @@ pub struct PageTable<F, L = EditLock> {
     global: bool,
     /// Leaves have changed their size in place, or may have before this handle was there. Written under exclusive guards.
     resized: AtomicBool,
-    lock: L,
+    lock: CountedLock<L>,
     outstanding: UnsafeCell<Outstanding>,
     format: PhantomData<F>,
 }
@@ -140,7 +142,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
             return Err(PagingError::OutOfBounds { at: first });
         }
         let outstanding = UnsafeCell::new(Outstanding::new());
-        let (resized, lock) = (AtomicBool::new(true), L::new());
+        let (resized, lock) = (AtomicBool::new(true), CountedLock::new());
         Ok(PageTable { root, bounds, fixed_top: false, global: true, resized, lock, outstanding, format: PhantomData })
     }
 
@@ -180,7 +182,32 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// Waits until nobody is alone inside, and keeps it so while the guard lives.
     pub fn shared<M: TableMemory>(&self, memory: M) -> Shared<'_, F, L, M> {
         self.lock.lock_shared();
-        Shared { table: self, tree: self.tree(memory) }
+        Shared { table: self, entered: true, tree: self.tree(memory) }
+    }
+
+    /// What readers enter who are [counted on lines](crate::cpu_readers).
+    pub fn lock(&self) -> &CountedLock<L> {
+        &self.lock
+    }
+
+    /// Lets readers be counted on lines.
+    ///
+    /// # Safety
+    ///
+    /// As [`CountedLock::count_on`].
+    pub unsafe fn count_on(&mut self, readers: NonNull<Readers>, half: Half) {
+        // SAFETY: the caller's promise.
+        unsafe { self.lock.count_on(readers, half) }
+    }
+
+    /// For whoever is inside.
+    ///
+    /// # Safety
+    ///
+    /// The caller is [inside](crate::cpu_readers::Inside) this table's [lock](PageTable::lock) until the guard is gone.
+    #[inline]
+    pub unsafe fn shared_inside<M: TableMemory>(&self, memory: M) -> Shared<'_, F, L, M> {
+        Shared { table: self, entered: false, tree: self.tree(memory) }
     }
 
     /// Waits until nobody is inside, and keeps everybody out while the guard lives.
@@ -201,6 +228,8 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
 #[clippy::has_significant_drop]
 pub struct Shared<'t, F: PageFormat, L: RawEditLock, M: TableMemory> {
     table: &'t PageTable<F, L>,
+    /// By this guard, and not by an [`Inside`](crate::cpu_readers::Inside).
+    entered: bool,
     pub(crate) tree: Tree<F, M>,
 }
 
@@ -212,8 +241,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> fmt::Debug for Shared<'_, F,
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Shared<'_, F, L, M> {
     fn drop(&mut self) {
-        // SAFETY: the guard was made by whoever entered, and ends here.
-        unsafe { self.table.lock.unlock_shared() }
+        if self.entered {
+            // SAFETY: the guard was made by whoever entered, and ends here.
+            unsafe { self.table.lock.unlock_shared() }
+        }
     }
 }
 

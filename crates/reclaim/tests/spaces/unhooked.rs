@@ -89,7 +89,7 @@ fn a_device_and_its_space_have_one_page() {
                     assert_eq!(rig.get(cx, &space, AT + 16), Ok(77 + round), "{page:?}: the device has another page");
                     assert_eq!(leaf(rig, cx, &space, AT).frame, frame);
                 }
-                assert_eq!(space.counters().copied.get() + space.counters().reused.get(), 0);
+                assert_eq!(space.counters().copied + space.counters().reused, 0);
                 rig.vm.unpin(cx, &space, pinned).expect("its own");
                 rig.leave(cx, &space);
                 rig.vm.destroy(cx, space).expect("destroyed");
@@ -231,7 +231,7 @@ fn stores_through_old_translations_are_not_lost() {
                 assert_eq!(rig.get(cx, &space, AT + 8), stored);
                 assert_eq!(rig.get(cx, &space, AT + 16), Ok(2));
                 assert_eq!(rig.get(cx, &space, AT + 24), Ok(4));
-                assert_eq!(space.counters().copied.get(), 0, "nobody shares the page");
+                assert_eq!(space.counters().copied, 0, "nobody shares the page");
             });
             rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
             rig.mmu.as_cpu(CpuId(0), |cx| {
