@@ -31,9 +31,15 @@ pub struct PageTable<F, L = EditLock> {
     global: bool,
     /// Leaves have changed their size in place, or may have before this handle was there. Written under exclusive guards.
     resized: AtomicBool,
+    edits: Edits<L>,
+    format: PhantomData<F>,
+}
+
+/// What everybody writes who has the table alone, mostly on one cache line.
+#[repr(C, align(64))]
+struct Edits<L> {
     lock: CountedLock<L>,
     outstanding: UnsafeCell<Outstanding>,
-    format: PhantomData<F>,
 }
 
 // SAFETY: `outstanding` is reached by exclusive guards only.
@@ -141,9 +147,9 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
         if !F::one_root(first, last) {
             return Err(PagingError::OutOfBounds { at: first });
         }
-        let outstanding = UnsafeCell::new(Outstanding::new());
-        let (resized, lock) = (AtomicBool::new(true), CountedLock::new());
-        Ok(PageTable { root, bounds, fixed_top: false, global: true, resized, lock, outstanding, format: PhantomData })
+        let edits = Edits { lock: CountedLock::new(), outstanding: UnsafeCell::new(Outstanding::new()) };
+        let resized = AtomicBool::new(true);
+        Ok(PageTable { root, bounds, fixed_top: false, global: true, resized, edits, format: PhantomData })
     }
 
     /// Takes the table apart and gives every table of it back, the root included. Shows `visit` what is still mapped, by
@@ -181,13 +187,13 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
 
     /// Waits until nobody is alone inside, and keeps it so while the guard lives.
     pub fn shared<M: TableMemory>(&self, memory: M) -> Shared<'_, F, L, M> {
-        self.lock.lock_shared();
+        self.edits.lock.lock_shared();
         Shared { table: self, entered: true, tree: self.tree(memory) }
     }
 
     /// What readers enter who are [counted on lines](crate::cpu_readers).
     pub fn lock(&self) -> &CountedLock<L> {
-        &self.lock
+        &self.edits.lock
     }
 
     /// Lets readers be counted on lines.
@@ -197,7 +203,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// As [`CountedLock::count_on`].
     pub unsafe fn count_on(&mut self, readers: NonNull<Readers>, half: Half) {
         // SAFETY: the caller's promise.
-        unsafe { self.lock.count_on(readers, half) }
+        unsafe { self.edits.lock.count_on(readers, half) }
     }
 
     /// For whoever is inside.
@@ -212,7 +218,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
 
     /// Waits until nobody is inside, and keeps everybody out while the guard lives.
     pub fn exclusive<M: TableMemory>(&self, memory: M) -> Exclusive<'_, F, L, M> {
-        self.lock.lock_exclusive();
+        self.edits.lock.lock_exclusive();
         Exclusive { table: self, tree: self.tree(memory) }
     }
 
@@ -243,7 +249,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Shared<'_, F, L, M>
     fn drop(&mut self) {
         if self.entered {
             // SAFETY: the guard was made by whoever entered, and ends here.
-            unsafe { self.table.lock.unlock_shared() }
+            unsafe { self.table.edits.lock.unlock_shared() }
         }
     }
 }
@@ -265,7 +271,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// What has been detached and not harvested.
     pub(crate) fn outstanding(&mut self) -> &mut Outstanding {
         // SAFETY: the lock is held exclusively, and the guard is borrowed exclusively.
-        unsafe { &mut *self.table.outstanding.get() }
+        unsafe { &mut *self.table.edits.outstanding.get() }
     }
 
     /// Leaves are about to change their size in place: CPUs may have the old ones beside the new until they have been flushed.
@@ -279,7 +285,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Exclusive<'_, F, L, M> {
     fn drop(&mut self) {
         // SAFETY: the guard was made by whoever entered, and ends here.
-        unsafe { self.table.lock.unlock_exclusive() }
+        unsafe { self.table.edits.lock.unlock_exclusive() }
     }
 }
 

@@ -1,12 +1,12 @@
 //! An address space, and its owner.
 
-use crate::cpu_lines::{CpuLine, CpuLines};
+use crate::cpu_lines::{CpuLine, CpuLines, Here};
 use crate::cpu_masks::SpaceTlb;
 use crate::error::VmError;
 use crate::guarded::{Apart, Guarded};
 use crate::inflight_faults::{Claim, InflightFaults};
 use crate::notifier::Followers;
-use crate::setup::Setup;
+use crate::setup::{Cx, Setup};
 use crate::vma::{Areas, VmaInfo};
 use core::fmt;
 use core::marker::PhantomData;
@@ -26,6 +26,8 @@ pub struct AddressSpace<S: Setup> {
     pub(crate) tlb: SpaceTlb,
     areas: Guarded<S::Lock, Areas<S>>,
     followers: Apart<Guarded<S::Lock, Followers<S::Notifier>>>,
+    /// Whether there are any, for who only asks.
+    pub(crate) followed: AtomicBool,
     inflight: InflightFaults,
     pub(crate) lines: CpuLines,
     /// The space is being taken apart: its pages go away by themselves.
@@ -98,6 +100,7 @@ impl<S: Setup> AddressSpace<S> {
             tlb,
             areas,
             followers: Apart(Guarded::new(Followers::new())),
+            followed: AtomicBool::new(false),
             inflight: InflightFaults::new(),
             lines,
             exiting: AtomicBool::new(false),
@@ -195,8 +198,8 @@ impl<S: Setup> AddressSpace<S> {
     /// # Errors
     ///
     /// [`NoArea`](VmError::NoArea).
-    pub fn find_vma(&self, at: VirtAddr) -> Result<VmaInfo, VmError> {
-        let areas = self.areas.shared();
+    pub fn find_vma(&self, cx: &Cx<'_, S>, at: VirtAddr) -> Result<VmaInfo, VmError> {
+        let areas = Here::known(cx, self).areas();
         areas.find(at.get() >> PAGE_SHIFT).map(|area| area.info).ok_or(VmError::NoArea { at })
     }
 

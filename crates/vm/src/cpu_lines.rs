@@ -6,16 +6,14 @@
 //! the first. A task that moves on between two uses may go on with its former CPU's: that is right, and slower.
 
 use crate::address_space::AddressSpace;
-use crate::error::VmError;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use crate::vma::{Areas, VmaInfo};
+use crate::vma::Areas;
 use core::fmt;
 use core::mem::size_of;
 use core::ops::{Deref, DerefMut};
 use core::ptr::{NonNull, null_mut};
 use hugemm_base::counters::Counter;
-use hugemm_base::{PAGE_SHIFT, VirtAddr};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicPtr, AtomicU64, Ordering};
 use hugemm_paging::cpu_readers::{Inside, ReaderLine, Readers};
@@ -222,17 +220,19 @@ pub(crate) fn cpu<S: Setup>(cx: &Cx<'_, S>) -> usize {
 }
 
 impl<'s, S: Setup> Here<'s, S> {
+    /// The space from this CPU, by the first line if it has none of its own.
+    #[inline]
+    pub(crate) fn known(cx: &Cx<'_, S>, space: &'s AddressSpace<S>) -> Self {
+        let line = space.lines().of(cpu::<S>(cx)).unwrap_or(space.lines().first());
+        Here { space, line }
+    }
+
     pub(crate) fn space(self) -> &'s AddressSpace<S> {
         self.space
     }
 
     pub(crate) fn line(self) -> &'s CpuLine {
         self.line
-    }
-
-    /// The area at an address. O(log areas).
-    pub(crate) fn find_vma(self, at: VirtAddr) -> Result<VmaInfo, VmError> {
-        self.areas().find(at.get() >> PAGE_SHIFT).map(|area| area.info).ok_or(VmError::NoArea { at })
     }
 
     /// Waits until nobody changes the areas.
@@ -316,5 +316,52 @@ impl<S: Setup> Both<'_, S> {
     pub(crate) fn table<M: TableMemory>(&self, memory: M) -> Shared<'_, S::Format, S::Lock, M> {
         // SAFETY: inside, for as long as this is borrowed.
         unsafe { self.space.table().shared_inside(memory) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A space with its lines fits in a frame however many CPUs there are; up to some hundreds each has a place of its own.
+    #[test]
+    fn all_places_fit_in_a_frame() {
+        for (cpus, own) in [(1_usize, 1), (2, 2), (256, 256), (360, 360), (8192, 100)] {
+            let masks = 2 * 8 * cpus.div_ceil(64);
+            let (at, places, bytes) = layout(768 + masks, cpus);
+            assert!(places >= own && places <= cpus && bytes <= MOST, "{cpus} CPUs: {places} in {bytes} bytes");
+            assert_eq!(at % 64, 0);
+        }
+        assert_eq!(layout(1 << 20, 4).1, 1, "for a space that does not fit");
+    }
+
+    /// CPUs without a place of their own have one with others; who has no line finds none.
+    #[test]
+    fn each_cpu_finds_the_line_that_it_was_given() {
+        #[repr(align(64))]
+        struct Memory([u8; 4096]);
+        let mut memory = Memory([0; 4096]);
+        let (mut mine, mut second) = (CpuLine::default(), CpuLine::default());
+        let mine = NonNull::from(&mut mine);
+        // SAFETY: large enough, and outlives the lines.
+        let lines = unsafe { CpuLines::behind(NonNull::from(&mut memory.0).cast(), 100, 3, 4) };
+        let of = |cpu| lines.of(cpu).map(core::ptr::from_ref);
+        assert_eq!([0, 1, 2, 4].map(of), [None, Some(core::ptr::from_ref(lines.first())), None, of(1)]);
+        // SAFETY: new, and they outlive the lines.
+        unsafe { lines.give(2, mine) };
+        // SAFETY: as above.
+        unsafe { lines.give(5, NonNull::from(&mut second)) };
+        assert_eq!([of(2), of(5), of(0)], [Some(mine.as_ptr().cast_const()), of(2), None]);
+        lines.first().pin(3);
+        // SAFETY: it is there.
+        let mine = unsafe { mine.as_ref() };
+        assert!(lines.any_pinned());
+        mine.unpin(3);
+        assert!(!lines.any_pinned());
+        mine.mapped.add(2);
+        lines.first().mapped.add(5);
+        assert_eq!(lines.sum(|line| line.mapped.get()), 7);
+        // SAFETY: nobody else uses them.
+        assert_eq!(unsafe { lines.drain() }.count(), 2);
     }
 }

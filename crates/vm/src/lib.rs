@@ -31,7 +31,7 @@
 //! // What a page fault handler calls: one page of 2 MiB, cleared around the touch, and mapped.
 //! assert_eq!(vm.fault(&mut cx, &space, at, Access::Write)?, Served::Mapped);
 //!
-//! assert_eq!(space.find_vma(at)?.range.bytes(), 2 << 20);
+//! assert_eq!(space.find_vma(&cx, at)?.range.bytes(), 2 << 20);
 //! let Lookup::Mapped(leaf) = vm.lookup(&mut cx, &space, at) else { panic!("mapped above") };
 //! // Where the page is mapped, by its descriptor and the areas of what it belongs to.
 //! assert_eq!(vm.walk_mappings(&mut cx, leaf.frame, |_, place| assert_eq!(place.at, at)), 1);

@@ -139,8 +139,7 @@ impl<S: Setup> Vm<'_, S> {
             let stopped = |cause| PinError { pinned: next - first, cause };
             self.check_own(space).map_err(stopped)?;
             let at = VirtAddr::new(next << PAGE_SHIFT);
-            let here = self.here(cx, space);
-            let area = here.find_vma(at).map_err(stopped)?;
+            let area = space.find_vma(cx, at).map_err(stopped)?;
             let size = area.kind.page.pages();
             let ends = area.range.end_page().min(end);
             if !next.is_multiple_of(size) || !ends.is_multiple_of(size) {
@@ -152,7 +151,7 @@ impl<S: Setup> Vm<'_, S> {
             match self.pin_batch(cx, site, batch, total, cancel, &mut visit) {
                 Ok(()) => next = to,
                 // The area says something else meanwhile.
-                Err(VmError::NoArea { .. }) if !here.find_vma(at).is_ok_and(|now| now.admits(&area, batch)) => {
+                Err(VmError::NoArea { .. }) if !space.find_vma(cx, at).is_ok_and(|now| now.admits(&area, batch)) => {
                     self.cond_resched(cx);
                 }
                 Err(cause) => return Err(stopped(cause)),

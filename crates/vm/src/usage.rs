@@ -75,7 +75,7 @@ impl<S: Setup> Vm<'_, S> {
         if !area.kind.shared {
             return Ok(());
         }
-        let Some(handle) = self.registry().shared().get(area.object) else { return Ok(()) };
+        let Some(handle) = self.object(area.object) else { return Ok(()) };
         let mut looked = Ok(());
         // SAFETY: `Registry::get` took a reference.
         let index = unsafe { &handle.as_ref().index };

@@ -325,8 +325,8 @@ impl Pairs<'_> {
             "find_vma of an area each in one space, far apart",
             1,
             |_, _, cpu, round| page(cpu, round),
-            |used, _, _, at| {
-                used.space.find_vma(at).expect("an area");
+            |used, cx, _, at| {
+                used.space.find_vma(cx, at).expect("an area");
             },
         )?;
         self.of_space(

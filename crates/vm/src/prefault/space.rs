@@ -62,8 +62,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let to = (from + PIECE).min(self.end);
         let mut at = from;
         'areas: while at < to {
-            let here = self.vm.here(cx, space);
-            let area = here.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
+            let area = space.find_vma(cx, VirtAddr::new(at << PAGE_SHIFT))?;
             let size = area.kind.page;
             // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
             let first = area.range.first_page().max(self.first / size.pages() * size.pages());
@@ -79,7 +78,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 if filled == 0 {
                     // Somebody is at the same page, or the area has gone or ends elsewhere now.
                     self.vm.cond_resched(cx);
-                    let there = here.find_vma(VirtAddr::new(next << PAGE_SHIFT))?;
+                    let there = space.find_vma(cx, VirtAddr::new(next << PAGE_SHIFT))?;
                     if !there.shows_same_at(&area, next) {
                         return Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) });
                     }
@@ -128,7 +127,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let Site { space, area, phases } = site;
         let size = area.kind.page.pages();
         let Some(page) = pages(from, from + size) else { return Err(VmError::NoArea { at: area.range.start() }) };
-        let Some(object) = self.vm.registry().shared().get(area.object) else {
+        let Some(object) = self.vm.object(area.object) else {
             return Err(VmError::NoArea { at: page.start() });
         };
         let want = self.want(area, page.start());

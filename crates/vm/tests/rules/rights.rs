@@ -317,7 +317,7 @@ fn what_cannot_be_is_refused() {
         refused(AT + 0x5000, 0x1000, READ.with(Protection::WRITE_THROUGH), VmError::Denied { at: at(0x5000) });
         // Attributes are kept by those that have them.
         rig.vm.protect(cx, &space, span(AT + (8 << 20), 0x1000), READ).expect("an area");
-        let kept = space.find_vma(at(8 << 20)).expect("an area").kind.protection;
+        let kept = space.find_vma(cx, at(8 << 20)).expect("an area").kind.protection;
         assert_eq!(kept, READ.with(Protection::UNCACHED));
         rig.end(cx, space);
     });
