@@ -229,7 +229,8 @@ impl<D> Addresses<D> {
         // SAFETY: the caller's promise; all nodes on the trees are valid, and free ones are on both.
         unsafe {
             let cursor = self.places.cursor_from_ptr(node.as_ptr());
-            let (before, after) = (cursor.peek_prev().get().map(NonNull::from), cursor.peek_next().get().map(NonNull::from));
+            let (before, after) =
+                (cursor.peek_prev().get().map(NonNull::from), cursor.peek_next().get().map(NonNull::from));
             let mut kept = node;
             node.as_ref().set(Use::Free);
             let joins = |a: NonNull<Node<D>>, b: NonNull<Node<D>>| {

@@ -160,7 +160,8 @@ impl<S: KvaSetup> Kva<'_, S> {
                 most = order.get().checked_sub(1).and_then(|less| Order::new(less).ok()).ok_or(KvaError::NoMemory)?;
                 continue;
             };
-            let block = if zeroed { self.cleared(cx, block, pages * PAGE_BYTES)? } else { block.into_dirty().into_extent() };
+            let block =
+                if zeroed { self.cleared(cx, block, pages * PAGE_BYTES)? } else { block.into_dirty().into_extent() };
             // SAFETY: just taken.
             unsafe { blocks.push(frames, block) };
             left -= block.pages();

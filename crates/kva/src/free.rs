@@ -161,11 +161,8 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         let taken = cx.pinned(|pin| {
             let mut waiting = self.waiting.0.lock(pin);
             let first = waiting.first.take()?;
-            waiting.counts = KvaCounts {
-                batches: waiting.counts.batches + 1,
-                freed: waiting.counts.freed,
-                ..KvaCounts::default()
-            };
+            waiting.counts =
+                KvaCounts { batches: waiting.counts.batches + 1, freed: waiting.counts.freed, ..KvaCounts::default() };
             Some((first, replace(&mut waiting.batch, ShootdownBatch::new(self.parts.space))))
         });
         let Some((first, batch)) = taken else { return 0 };

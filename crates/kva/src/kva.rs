@@ -113,10 +113,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
     }
 
     /// The task's way to tables.
-    pub(crate) fn tables<'a, 'p>(
-        &self,
-        cx: &'a Cx<'p, S>,
-    ) -> FrameTables<'a, 'p, 'm, S::Platform, S::Env>
+    pub(crate) fn tables<'a, 'p>(&self, cx: &'a Cx<'p, S>) -> FrameTables<'a, 'p, 'm, S::Platform, S::Env>
     where
         'm: 'a,
     {

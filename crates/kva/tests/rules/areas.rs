@@ -163,7 +163,8 @@ on_both! {
         for area in [uart, ram] {
             world.on(1, |cx| world.kva.free(cx, area)).expect("its own");
         }
-        assert_eq!(world.on(0, |cx| world.kva.flush(cx)), 3 - world.on(0, |cx| world.kva.counts(cx)).waiting);
+        // The first of those took the interrupt's along, and all that waited.
+        assert_eq!(world.on(0, |cx| world.kva.flush(cx)), 1);
         assert_eq!(world.load(1, at), Err(Fault::NotPresent));
         assert!(world.free() - free < 8, "the pages are whose they were");
         world.on(0, |cx| world.frames.free(cx, block));
@@ -186,8 +187,10 @@ on_both! {
         assert_eq!(alloc(Request::new(u64::MAX, "bad")), KvaError::NoSpace { pages: (1 << 52) + 1 });
         assert_eq!(alloc(Request::new(64 << 20, "more than there is")), KvaError::NoMemory);
         let bad = extent(Pfn::new((1 << 40) - 2), 2);
-        let refused = world.on(0, |cx| world.kva.map_pages(cx, &[bad], one)).expect_err("bad");
-        assert_eq!(refused, KvaError::Paging(PagingError::BadFrame { frame: bad.base() }));
+        if F::PHYS_BITS < 52 {
+            let refused = world.on(0, |cx| world.kva.map_pages(cx, &[bad], one)).expect_err("bad");
+            assert_eq!(refused, KvaError::Paging(PagingError::BadFrame { frame: bad.base() }));
+        }
         assert_eq!(world.on(0, |cx| world.kva.map_pages(cx, &[], one)).expect_err("bad"), KvaError::Empty);
         let endless = [Extent::new(Pfn::new(0), (1 << 40) - 1).expect("frames"); 3];
         assert!(matches!(world.on(0, |cx| world.kva.map_pages(cx, &endless, one)), Err(KvaError::NoSpace { .. })));

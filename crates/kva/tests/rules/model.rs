@@ -56,7 +56,9 @@ impl<F: PageFormat> Oracle<F> {
             self.batches = counts.batches;
             for frame in self.waiting.drain(..).flat_map(|(_, frames)| frames) {
                 self.owners.remove(&frame);
+                // In use again at once, for all that the model knows: as whatever the allocator makes of it.
                 self.world.mmu.freed(Extent::new(frame, 1).expect("a frame"));
+                self.world.mmu.allocated(Extent::new(frame, 1).expect("a frame"));
             }
         }
         assert_eq!(counts.waiting, self.waiting.len() as u64);
@@ -97,7 +99,6 @@ impl<F: PageFormat> Oracle<F> {
         for (number, frame) in found[1..found.len() - 1].iter().enumerate() {
             let frame = frame.expect("mapped");
             assert_eq!(self.owners.insert(frame, self.marks), None, "{frame} is somebody's, or waits");
-            self.world.mmu.allocated(Extent::new(frame, 1).expect("a frame"));
             frames.push(frame);
             let (at, cpu) = (page(&area, number as u64), self.any(CPUS.into()) as u32);
             if zeroed && !stack {

@@ -300,7 +300,8 @@ fn ranges_that_are_apart_wait_in_any_number() {
         // SAFETY: `access` caches nothing.
         let detached = unsafe { unhooked.assume_flushed() };
         let mut seen = Vec::new();
-        let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |run| seen.push(run.extent)).expect("its own");
+        let harvest =
+            table.exclusive(&heap).harvest(detached, Flags::NONE, |run| seen.push(run.extent)).expect("its own");
         assert_eq!((harvest.pages, seen), (2, vec![extent(first, 2)]), "itself, and nobody else's");
     }
     let again = table.exclusive(&heap).detach(span(2, 1), Editing::LIVE).err();
