@@ -22,6 +22,8 @@ pub(crate) enum Use {
     Area(Taken),
     /// They were an area's, and wait for the flush.
     Waiting(Taken),
+    /// Nobody's, and their tables are being taken.
+    Held,
 }
 
 /// An area's place in its node: `below` guard pages, then its own, then one guard page.
@@ -263,5 +265,25 @@ impl<D> Addresses<D> {
             }
         }
         left
+    }
+
+    /// Takes out a whole block that is free, if there is one.
+    pub(crate) fn take_block(&mut self) -> Option<NonNull<Node<D>>> {
+        let mut cursor = self.sizes.lower_bound_mut(Bound::Included(&(self.border.checked_sub(1)?, 0)));
+        let node = NonNull::from(cursor.get()?);
+        cursor.remove();
+        // SAFETY: a node of the other tree, too.
+        unsafe { self.places.cursor_mut_from_ptr(node.as_ptr()) }.remove();
+        Some(node)
+    }
+
+    /// Holds the largest free node that comes before one of so many pages, which begins at `first`, and has `least` pages at least.
+    pub(crate) fn hold(&mut self, before: (u64, u64), least: u64) -> Option<NonNull<Node<D>>> {
+        let mut cursor = self.sizes.upper_bound_mut(Bound::Excluded(&before));
+        let node = cursor.get().filter(|node| node.pages.get() >= least).map(NonNull::from)?;
+        cursor.remove();
+        // SAFETY: nodes on the trees are valid.
+        unsafe { node.as_ref() }.set(Use::Held);
+        Some(node)
     }
 }

@@ -14,9 +14,9 @@ use crate::setup::{Cx, KvaParts, KvaSetup};
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::lock::PinnedLock;
-use hugemm_base::{PAGE_SHIFT, VirtRange};
+use hugemm_base::{PAGE_SHIFT, PageSize, VirtRange};
 use hugemm_frames::{Env, Slab};
-use hugemm_paging::FrameTables;
+use hugemm_paging::{Editing, Flags, FrameTables, ShootdownBatch};
 
 /// Homes of small areas.
 const SHARES: usize = 8;
@@ -203,17 +203,22 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         // SAFETY: the caller's promise.
         let left = cx.pinned(|pin| unsafe { self.homes[usize::from(home)].0.lock(pin).give(record) });
         if let Some(block) = left[2] {
-            // SAFETY: it is off the home's tree; nobody else has it.
-            let first = unsafe { block.as_ref() }.first() - 1;
-            let left = cx.pinned(|pin| {
-                let mut all = self.homes[Self::ALL].0.lock(pin);
-                let block = all.at(first).filter(|node| matches!(node.usage(), Use::Block(_))).map(NonNull::from);
-                // SAFETY: it is in the home of all, and the block's.
-                block.map(|block| unsafe { all.give(block) })
-            });
-            self.forget(cx, left.into_iter().flatten());
+            self.give_block(cx, block);
         }
         self.forget(cx, left);
+    }
+
+    /// Gives the block that a home's node was back to the home of all. The record of the node stays the caller's.
+    fn give_block(&self, cx: &Cx<'_, S>, node: NonNull<Record<'m>>) {
+        // SAFETY: it is off the home's tree; nobody else has it.
+        let first = unsafe { node.as_ref() }.first() - 1;
+        let left = cx.pinned(|pin| {
+            let mut all = self.homes[Self::ALL].0.lock(pin);
+            let block = all.at(first).filter(|node| matches!(node.usage(), Use::Block(_))).map(NonNull::from);
+            // SAFETY: it is in the home of all, and nobody's now.
+            block.map(|block| unsafe { all.give(block) })
+        });
+        self.forget(cx, left.into_iter().flatten());
     }
 
     /// Runs `f` with the record of an area, if it is one of this manager's, under its home's lock.
@@ -233,10 +238,50 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         })
     }
 
-    /// Gives back the frames that it keeps for records. Any context but NMI.
-    pub fn trim(&self, cx: &Cx<'_, S>) {
+    /// [Flushes](Kva::flush), and gives back what is kept for the next area: blocks of addresses, tables that map nothing, frames of
+    /// records. Whoever takes a large area meanwhile may be refused addresses that are there. Context as of [`flush`](Kva::flush); a
+    /// flush for each run of free addresses that has tables.
+    pub fn trim(&self, cx: &mut Cx<'_, S>) {
+        self.flush(cx);
+        for home in &self.homes[..Self::ALL] {
+            while let Some(block) = cx.pinned(|pin| home.0.lock(pin).take_block()) {
+                self.give_block(cx, block);
+                self.forget(cx, [Some(block)]);
+            }
+        }
+        let mut before = (u64::MAX, u64::MAX);
+        let least = PageSize::Size2M.pages();
+        while let Some(held) = cx.pinned(|pin| self.homes[Self::ALL].0.lock(pin).hold(before, least)) {
+            // SAFETY: it is held, so nobody else changes it.
+            let (first, end) = unsafe { (held.as_ref().first(), held.as_ref().end()) };
+            before = (end - first, first);
+            // The page that is never used goes with what is behind it.
+            let first = first - u64::from(first == self.range.first_page() + 1);
+            if let Ok(span) = VirtRange::from_pages(first, end - first) {
+                self.take_tables(cx, span);
+            }
+            // SAFETY: it is the home's, held, and nothing is mapped there.
+            unsafe { self.give(cx, Self::ALL as u8, held) };
+        }
         // SAFETY: the slab is used with these frames and this platform's map only.
         unsafe { self.records.trim(self.parts.frames, cx, cx.platform()) };
+    }
+
+    /// Takes the tables of a span in which nothing is mapped, nor will be until this returns.
+    fn take_tables(&self, cx: &Cx<'_, S>, span: VirtRange) {
+        let unhooked = {
+            let mut table = self.parts.table.exclusive(self.tables(cx));
+            // SAFETY: the caller has the addresses, and the harvest is below.
+            unsafe { table.detach_apart(span, Editing::LIVE) }
+        };
+        let mut batch = ShootdownBatch::new(self.parts.space);
+        let debt = unhooked.ok().and_then(|unhooked| batch.detached(unhooked).ok().flatten());
+        let Some(debt) = debt else { return };
+        let receipt = batch.flush(self.parts.shootdown, cx, &self.parts.shootdown_policy);
+        if let Ok(detached) = debt.release(&receipt) {
+            // It is this table's, so it is not refused.
+            let _ = self.parts.table.exclusive(self.tables(cx)).harvest(detached, Flags::NONE, |_| ());
+        }
     }
 }
 

@@ -127,7 +127,7 @@ impl Look {
                 look.inside = Some(Place::Area(taken.info));
             }
             Some((_, Use::Area(taken))) => look.below = Some(taken.info),
-            Some((_, Use::Free)) | None => {}
+            Some((_, Use::Free | Use::Held)) | None => {}
         }
         look
     }

@@ -30,7 +30,7 @@ const FRAMES: usize = 8192;
 /// The half that the table translates, and what of it is for areas.
 const HALF: u64 = 0xffff_8000_0000_0000;
 pub(crate) const START: u64 = HALF + (1 << 30);
-pub(crate) const RANGE: u64 = 256 << 20;
+pub(crate) const RANGE: u64 = 1 << 30;
 
 fn leak<T>(value: T) -> &'static T {
     Box::leak(Box::new(value))
@@ -153,10 +153,13 @@ impl<F: PageFormat> World<F> {
 
     /// Frames that are free.
     pub(crate) fn free(&self) -> u64 {
-        self.on(0, |cx| {
-            self.kva.trim(cx);
-            self.frames.available(cx)
-        })
+        self.on(0, |cx| self.frames.available(cx))
+    }
+
+    /// The same after all that is kept has been given back.
+    pub(crate) fn trimmed(&self) -> u64 {
+        self.on(0, |cx| self.kva.trim(cx));
+        self.free()
     }
 
     pub(crate) fn flushes(&self) -> u64 {

@@ -40,8 +40,11 @@ impl<F: PageFormat> Oracle<F> {
             0..3 => self.take(cpu),
             3..5 => self.free(cpu),
             5 => self.protect(cpu),
-            6 if self.any(40) == 0 => {
-                self.world.on(cpu, |cx| self.world.kva.flush(cx));
+            6 if self.any(20) == 0 => {
+                self.world.on(cpu, |cx| match self.batches % 2 {
+                    0 => drop(self.world.kva.flush(cx)),
+                    _ => self.world.kva.trim(cx),
+                });
                 self.notice();
             }
             _ => self.access(cpu),
@@ -158,6 +161,7 @@ fn run<F: PageFormat>(walks: Tables, seeds: std::ops::Range<u64>) {
     for seed in seeds {
         let limits = Limits { areas: 1 + seed * 7 % 40, pages: 3000 };
         let (world, random) = (World::<F>::new(walks, limits, seed), Random(seed + 1));
+        let free = world.trimmed();
         let mut oracle = Oracle {
             world,
             random,
@@ -173,6 +177,7 @@ fn run<F: PageFormat>(walks: Tables, seeds: std::ops::Range<u64>) {
         }
         oracle.world.on(0, |cx| oracle.world.kva.flush(cx));
         oracle.notice();
+        assert_eq!(oracle.world.trimmed(), free, "frames are lost");
         assert!(oracle.owners.is_empty() && oracle.batches > 2 && oracle.marks > 40);
     }
 }
