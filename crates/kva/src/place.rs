@@ -135,6 +135,8 @@ impl Look {
     fn place(self) -> Place {
         let Look { inside, above, below, .. } = self;
         match inside {
+            // What was freed has a guard page that is another's too.
+            Some(Place::Freed(_)) if above.is_some() => Place::Guard { above, below },
             Some(place) => place,
             None if above.is_some() || below.is_some() => Place::Guard { above, below },
             None => Place::Unused,

@@ -36,9 +36,9 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// For this many frames: 1024 areas, and a 32nd of the frames, but 32 MiB at least.
+    /// For this many frames: 1024 areas, and a sixteenth of the frames, but 32 MiB at least.
     pub const fn of_frames(frames: u64) -> Self {
-        let pages = frames / 32;
+        let pages = frames / 16;
         Limits { areas: 1024, pages: if pages > 8192 { pages } else { 8192 } }
     }
 }

@@ -396,6 +396,13 @@ requests! {
         /// Runs of each measurement.
         runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
     }
+    /// Kernel areas taken and freed in the ways of Linux's test_vmalloc, and many freed, batched and page by page.
+    "bench vmalloc" Vmalloc {
+        /// Areas of each test.
+        areas: u64 [short = 'n', long, default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..=1 << 32)],
+        /// Runs of each measurement.
+        runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
+    }
     /// Every system's stress on the real machine.
     "selftest" Selftest {
         /// Seconds in all.

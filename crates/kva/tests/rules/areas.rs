@@ -126,6 +126,16 @@ on_both! {
             assert!(matches!(is(end), Place::Guard { below: Some(info), .. } if info.range == area.range()));
             assert!(matches!(is(end + PAGE_BYTES), Place::Unused), "{:?}", is(end + PAGE_BYTES));
         }
+        // Beside what has been freed.
+        let [gone, next] = [(); 2].map(|()| {
+            world.on(0, |cx| world.kva.alloc(cx, Request::new(PAGE_BYTES, "next"))).expect("memory")
+        });
+        let freed = gone.end().get();
+        world.on(0, |cx| world.kva.free(cx, gone)).expect("its own");
+        assert_eq!(freed + PAGE_BYTES, next.range().start().get());
+        assert!(matches!(is(freed), Place::Guard { above: Some(info), .. } if info.range == next.range()));
+        assert!(matches!(is(freed - 1), Place::Freed(_)));
+        world.on(0, |cx| world.kva.flush(cx));
         for area in [small, large] {
             let at = area.range().start().get();
             world.on(0, |cx| world.kva.free(cx, area)).expect("its own");
@@ -237,6 +247,6 @@ fn errors_say_what_and_where() {
     ] {
         assert!(error.to_string().contains(word), "{error}");
     }
-    assert_eq!(Limits::of_frames(1 << 20), Limits { areas: 1024, pages: 1 << 15 });
+    assert_eq!(Limits::of_frames(1 << 20), Limits { areas: 1024, pages: 1 << 16 });
     assert_eq!(Limits::of_frames(0).pages, 8192);
 }
