@@ -66,6 +66,7 @@
 //! | `slab.rs` | small objects of one size |
 //! | `stats.rs` | numbers |
 //! | `uses.rs` | counts by use |
+//! | `dump.rs` | what is free, as text |
 //!
 //! # Who owns a frame
 //!
@@ -91,6 +92,7 @@ mod class;
 mod counted;
 pub mod descriptor;
 mod drain;
+mod dump;
 mod folio;
 mod frames;
 mod free2m;

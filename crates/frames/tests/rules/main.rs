@@ -9,6 +9,7 @@ mod configuration;
 mod corpus;
 mod counted;
 mod descriptors;
+mod dumping;
 #[cfg(all(target_os = "linux", not(miri)))]
 mod engine;
 mod errors;
