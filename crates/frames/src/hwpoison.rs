@@ -225,7 +225,7 @@ mod tests {
     fn with_cache(test: impl FnOnce(&Frames<'_>, &CpuCx<'_, Threads>, &crate::pcp::PerCpu<'_>)) {
         let extent = Extent::new(Pfn::new(0), PAGES).expect("in range");
         let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
-        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas, 1);
         let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
         let frames = unsafe { Frames::new(&config, Plain::default(), memory.ptr(), memory.bytes()) }.expect("enough");

@@ -101,7 +101,7 @@ impl GroundPlan {
     }
 
     fn config<'a>(&self, arenas: &'a [ArenaSpec], cpus: u32) -> FramesConfig<'a> {
-        FramesConfig { arenas, cpus, cpu_nodes: &[] }
+        FramesConfig::new(arenas, cpus)
     }
 
     /// Builds the machine for `f`, in memory that takes room when it is touched.

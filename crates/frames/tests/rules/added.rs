@@ -46,7 +46,7 @@ fn hand_over(frames: &Manager<'_>, threads: &Threads, base: u64, pages: u64) -> 
 /// A manager of two nodes, each 2 MiB, none of them free; and a context.
 fn with_two_nodes(test: impl FnOnce(&Manager<'_>, &Threads)) {
     let arenas = [arena(512, 512, 0), arena(4096, 512, 1)];
-    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[NodeId(0), NodeId(1)] };
+    let config = FramesConfig::new(&arenas, 2).on_nodes(&[NodeId(0), NodeId(1)]);
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     hugemm_threads::run_as(0);
@@ -148,7 +148,7 @@ fn bad_arenas_are_refused_and_change_nothing() {
 #[test]
 fn arenas_come_while_others_allocate() {
     let arenas = [arena(0, 1024, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus: 4, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 4);
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, 1024));
@@ -392,7 +392,7 @@ fn wide_counters_come_back_with_their_arena() {
 #[test]
 fn arenas_come_and_go_while_others_allocate() {
     let arenas = [arena(0, 1024, 0), arena(4096, 1024, 1)];
-    let config = FramesConfig { arenas: &arenas, cpus: 4, cpu_nodes: &[NodeId(0), NodeId(1), NodeId(0), NodeId(1)] };
+    let config = FramesConfig::new(&arenas, 4).on_nodes(&[NodeId(0), NodeId(1), NodeId(0), NodeId(1)]);
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, 1024));

@@ -60,7 +60,7 @@ fn layouts_and_objects_of_any_size() {
             for cpus in [0, 1, 1 << 16, u32::MAX] {
                 for node in [0, 1, u32::MAX] {
                     let arenas = [hugemm_frames::ArenaSpec { extent, ..arena(0, 1, node) }];
-                    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
+                    let config = FramesConfig::new(&arenas, cpus);
                     let _ = Frames::<Plain>::required_bytes(&config);
                 }
             }

@@ -40,7 +40,7 @@ unsafe impl<L: RawLock + Send + Sync> Env for With<L> {
 fn with_manager<L: RawLock + Send + Sync>(test: impl FnOnce(&Frames<'_, With<L>>, &Threads)) {
     let arena = |n: u64| ArenaSpec { extent: extent(n * PAGES, PAGES), node: NodeId(n as u32), descriptors: None };
     let arenas = [arena(0), arena(1)];
-    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 2);
     let memory = Memory::new(Frames::<With<L>>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
     let frames = unsafe {

@@ -11,7 +11,7 @@ use hugemm_frames::{FramesConfig, Mobility, NoMigration, Slab};
 fn every_allocation_point_can_fail() {
     let runs = every_fault(|plan: &FaultPlan| {
         let arenas = [arena(0, 1024, 0)];
-        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas, 1);
         let memory = Memory::for_config(&config);
         let frames = memory.manager(&config, plan);
         release(&frames, extent(0, 1024));

@@ -109,7 +109,7 @@ pub fn run(data: &[u8]) {
     let mut bytes = Bytes(data.iter());
     let (places, released) = shapes(bytes.next().unwrap_or(0));
     let arenas: Vec<_> = places.iter().map(|&(base, pages, node)| arena(base, pages, node)).collect();
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(0)] };
+    let config = FramesConfig::new(&arenas, 1).on_nodes(&[NodeId(0)]);
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     let threads: Threads = Threads::default();

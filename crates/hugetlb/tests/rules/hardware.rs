@@ -161,7 +161,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     let map = Watched { map, mmu, deaf };
     let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(first.get() as usize));
     let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: array }];
-    let config = FramesConfig { arenas: &arenas, cpus: CPUS, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, CPUS);
     let layout = Frames::<Seen<'_>>::required_bytes(&config).expect("valid");
     let mut metadata = vec![0_u8; layout.size() + layout.align()];
     let at = metadata.as_mut_ptr();

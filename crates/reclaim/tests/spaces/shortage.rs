@@ -337,7 +337,7 @@ fn pages_without_an_lru_are_on_none() {
         assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId(1))]);
         let nowhere =
             [ArenaSpec { extent: Extent::block(Pfn::new(1 << 30), Order::ZERO), node: NODE, descriptors: None }];
-        let config = FramesConfig { arenas: &nowhere, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&nowhere, 1);
         let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, of this size, used once; one platform; nobody else has the frame's number.
         let others = unsafe { Frames::new(&config, *frames.env(), metadata.ptr(), metadata.bytes()) }.expect("room");

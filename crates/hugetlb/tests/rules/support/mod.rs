@@ -360,7 +360,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         areas.push(unsafe { PoolArena::new(part, NodeId(node as u32)).with_descriptors(at) });
         base += spans * SPAN;
     }
-    let config = FramesConfig { arenas: &specs, cpus: CPUS as u32, cpu_nodes: &[] };
+    let config = FramesConfig::new(&specs, CPUS as u32);
     let layout = Frames::<Soft<'_, NoFaults>>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
     // SAFETY: zeroed, large enough, used once; the descriptors are reached through the map.
