@@ -289,7 +289,7 @@ mod tests {
             let mut held = Some(held);
             let threads = cx.platform();
             let taken =
-                frames.alloc_contig_pages(&mut threads.cx(), range, &mut |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+                frames.alloc_contig_range(&mut threads.cx(), range, &mut |cx: &mut CpuCx<'_, Threads>, _: Extent| {
                     assert!(!own.mailbox.is_quiet() && (0..64).all(|place| !own.mailbox.admits_place(place)));
                     held.take().is_some_and(|block| {
                         frames.free(cx, block);

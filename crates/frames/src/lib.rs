@@ -61,6 +61,7 @@
 //! | `counted.rs` | counted pages and folios, splitting |
 //! | `range.rs` | freeing ranges, parts and arrays |
 //! | `alloc_contig.rs` | particular frames; isolation and migration |
+//! | `exact.rs` | pages in a row that are no power of two |
 //! | `suspects.rs` | whether frames that are freed have to be looked at |
 //! | `hwpoison.rs` | poisoned frames |
 //! | `slab.rs` | small objects of one size |
@@ -93,6 +94,7 @@ mod counted;
 pub mod descriptor;
 mod drain;
 mod dump;
+mod exact;
 mod folio;
 mod frames;
 mod free2m;

@@ -260,7 +260,7 @@ fn claims_race_with_frees() {
                     std::thread::yield_now();
                     patience > 0
                 };
-                if let Ok(taken) = frames.alloc_contig_pages(&mut cx, range, &mut wait) {
+                if let Ok(taken) = frames.alloc_contig_range(&mut cx, range, &mut wait) {
                     let taken = taken.into_extent();
                     shadow.take(taken);
                     claimed.fetch_add(1, Ordering::SeqCst);

@@ -25,11 +25,11 @@ fn frames_that_do_not_exist() {
             for pages in NUMBERS {
                 let Ok(extent) = Extent::new(pfn, pages) else { continue };
                 assert_eq!(frames.first_hwpoisoned(extent), None);
-                if let Ok(taken) = frames.alloc_contig_range(&cx, extent) {
+                if let Ok(taken) = frames.take_range(&cx, extent) {
                     assert!(managed && extent.end().number() <= 8192);
                     frames.free_extent(&cx, taken);
                 }
-                if let Ok(taken) = frames.alloc_contig_pages(&mut cx, extent, &mut NoMigration) {
+                if let Ok(taken) = frames.alloc_contig_range(&mut cx, extent, &mut NoMigration) {
                     assert!(managed && extent.end().number() <= 8192);
                     frames.free_extent(&cx, taken);
                 }

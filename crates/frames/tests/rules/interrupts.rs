@@ -105,10 +105,10 @@ fn an_interrupt_may_want_memory_anywhere() {
                     let free = Pfn::new(PAGES + 4000 + round);
                     let _ = frames.hwpoison(cx, free);
                     // Particular frames, with and without the help of who has them.
-                    if let Ok(taken) = frames.alloc_contig_range(cx, extent(PAGES + 5000, 100)) {
+                    if let Ok(taken) = frames.take_range(cx, extent(PAGES + 5000, 100)) {
                         frames.free_extent(cx, taken);
                     }
-                    let taken = frames.alloc_contig_pages(
+                    let taken = frames.alloc_contig_range(
                         cx,
                         extent(PAGES + 1024, 1024),
                         &mut |_: &mut CpuCx<'_, _>, _: Extent| false,

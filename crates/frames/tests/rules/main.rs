@@ -13,6 +13,7 @@ mod dumping;
 #[cfg(all(target_os = "linux", not(miri)))]
 mod engine;
 mod errors;
+mod exact;
 mod extremes;
 // Miri has no part of a mapping given back.
 #[cfg(not(miri))]

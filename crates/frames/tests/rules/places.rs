@@ -461,7 +461,7 @@ fn cached_2_mib_blocks_go_back_to_where_they_were() {
                 assert_eq!((stats.free, stats.blocks[9], stats.cached), (2 * HUGE, 2, 0), "{pair:?}");
                 if !zero {
                     let claim =
-                        |pfn| frames.alloc_contig_pages(&mut cx, extent(pfn, HUGE), &mut NoMigration).expect("free");
+                        |pfn| frames.alloc_contig_range(&mut cx, extent(pfn, HUGE), &mut NoMigration).expect("free");
                     let claimed = pair.map(claim);
                     claimed.into_iter().for_each(|claimed| _ = frames.free_extent(&cx, claimed));
                 }
@@ -493,7 +493,7 @@ fn broken_last(zero: bool) {
     with_one_arena(0, 2 * GIB - 512, 1, |frames, threads| {
         let cx = threads.cx();
         if zero {
-            let range = frames.alloc_contig_range(&cx, extent(GIB, GIB - 512)).expect("free").into_extent();
+            let range = frames.take_range(&cx, extent(GIB, GIB - 512)).expect("free").into_extent();
             // SAFETY: the test's own; there is no memory behind the numbers.
             frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(range) });
         }

@@ -380,7 +380,7 @@ impl Run<'_> {
             18 => {
                 let from = self.base + bytes.below(self.end - self.base);
                 let range = extent(from, 1 + bytes.below(1100));
-                match frames.alloc_contig_range(&cx, range) {
+                match frames.take_range(&cx, range) {
                     Ok(taken) => {
                         let taken = taken.into_extent();
                         self.model.borrow_mut().hand_out(taken, false);
@@ -522,7 +522,7 @@ impl Run<'_> {
                 }
             }
         };
-        match frames.alloc_contig_pages(cx, range, &mut migrate) {
+        match frames.alloc_contig_range(cx, range, &mut migrate) {
             Ok(taken) => {
                 let taken = taken.into_extent();
                 assert_eq!(taken, range);

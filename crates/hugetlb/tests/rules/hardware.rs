@@ -172,7 +172,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
         // SAFETY: once.
         unsafe { frames.release(cx, Dirty::assume_owned(all)) };
         let used = Extent::new(described.base(), described.pages() + 3).expect("in range");
-        let _ = frames.alloc_contig_range(cx, used).expect("free").into_extent();
+        let _ = frames.take_range(cx, used).expect("free").into_extent();
     });
     let tails = [Tail::default()];
     // SAFETY: the frames behind the descriptors were claimed for them; it is the only optimizer of the map.

@@ -350,7 +350,7 @@ fn pages_without_an_lru_are_on_none() {
             (0..8).for_each(|word| victims.store(word, 7));
             for pfn in [first, next] {
                 let page = Extent::block(pfn, Order::ZERO);
-                let _ = frames.alloc_contig_range(cx, page).expect("free").into_extent();
+                let _ = frames.take_range(cx, page).expect("free").into_extent();
                 // SAFETY: taken just now.
                 let mut page = unsafe { Frozen::assume_owned(pfn, Order::ZERO, Mobility::Movable) };
                 let descriptor = frames.descriptor_mut(&mut page).expect("managed");

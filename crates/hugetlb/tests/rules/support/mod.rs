@@ -370,7 +370,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let descriptors = extent(BASE, spans * 512);
     // SAFETY: once; the memory is the machine's.
     unsafe { frames.release(&threads.cx(), Dirty::assume_owned(all)) };
-    let _ = frames.alloc_contig_range(&threads.cx(), descriptors).expect("free").into_extent();
+    let _ = frames.take_range(&threads.cx(), descriptors).expect("free").into_extent();
     let tails: Vec<Tail> = shape.nodes.iter().map(|_| Tail::default()).collect();
     // SAFETY: the frames behind the descriptors were claimed for them; it is the only optimizer of the map.
     let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &tails, shape.policy) };
