@@ -40,6 +40,7 @@
 //! | [`detach`], `outstanding.rs` | unmapping: detach, flush, harvest |
 //! | `reap.rs` | taking apart what nobody walks any more |
 //! | [`walk`], [`run`] | looking, by maximal runs |
+//! | `dump.rs` | what is mapped, as text |
 //! | [`protect`], [`stale`] | changing flags |
 //! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
@@ -65,6 +66,7 @@ pub mod aarch64;
 pub mod counting;
 pub mod deferred;
 pub mod detach;
+mod dump;
 pub mod edit_lock;
 pub mod error;
 pub mod flags;

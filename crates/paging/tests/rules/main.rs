@@ -1,6 +1,7 @@
 //! The rules one by one.
 
 mod detaching;
+mod dumping;
 mod extremes;
 mod folding;
 mod mapping;

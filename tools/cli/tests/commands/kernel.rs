@@ -84,6 +84,19 @@ fn the_selftest_is_clean_on_8_cpus() {
     selftest(8);
 }
 
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn free_memory_and_tables_are_shown_as_text() {
+    for (what, parts) in [
+        ("frames", ["node   0, unmovable ", "node   0, pages: "]),
+        ("tables", ["x86-64, root 0x", " READ|EXEC|GLOBAL\n"]),
+    ] {
+        let output = boot(1, &[], &format!("dump {what}"));
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && parts.iter().all(|part| text.contains(part)), "{what}: {text}");
+    }
+}
+
 /// Accessed bits are set by the MMU, and flushes are interrupts.
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
