@@ -35,6 +35,7 @@
 //! | `level.rs` | cutting a range at entry borders
 //! | `leaf_sizes.rs` | of which sizes the leaves are that an operation changes |
 //! | [`edit_lock`] | who may edit when |
+//! | [`cpu_readers`] | readers who count themselves by CPU, and who visits them |
 //! | `page_table.rs` | a page table, its guards, walking down |
 //! | `source.rs`, [`map`] | mapping: reserve, then commit |
 //! | [`detach`], `outstanding.rs` | unmapping: detach, flush, harvest |
@@ -64,6 +65,7 @@
 
 pub mod aarch64;
 pub mod counting;
+pub mod cpu_readers;
 pub mod deferred;
 pub mod detach;
 mod dump;
