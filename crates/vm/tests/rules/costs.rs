@@ -25,7 +25,7 @@ fn protect<'h, F: PageFormat>(
     rig.vm.protect(cx, space, part, rights).expect("an area");
 }
 
-fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 9] {
+fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 11] {
     [
         ("`protect`: `WRITE` goes", |_, _, _, _| (), |rig, cx, space, part| protect(rig, cx, space, part, USER)),
         (
@@ -43,6 +43,22 @@ fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 9] {
             |_, _, _, _| (),
             |rig, cx, space, part| {
                 rig.vm.discard(cx, space, part).expect("an area");
+            },
+        ),
+        (
+            "`move_to`, tables",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                let there = span(part.start().get() + (1 << 40), part.bytes());
+                rig.vm.move_to(cx, space, part, there).expect("nothing is there");
+            },
+        ),
+        (
+            "`move_to`, entries",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                let there = span(part.start().get() + (1 << 40) + 0x1000, part.bytes());
+                rig.vm.move_to(cx, space, part, there).expect("nothing is there");
             },
         ),
         (
