@@ -55,6 +55,7 @@
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
 //! | [`prefault`]; [`pin`], `pins.rs` | filling by any number of CPUs; keeping pages for devices, and counting them |
 //! | [`unmap`] | one flush per call, then frees by runs |
+//! | `lock.rs` | what stays in memory, and how much may |
 //! | `move_to.rs` | a range at other addresses, longer or shorter |
 //! | `protect.rs`, `discard.rs` | other rights for a range, and giving up what it has, with one flush |
 //! | `access.rs` | reading and writing a space from outside of it |
@@ -104,6 +105,7 @@ mod followers;
 pub mod fork;
 mod guarded;
 mod inflight_faults;
+mod lock;
 mod mapping;
 mod move_to;
 mod moving;

@@ -25,7 +25,7 @@ fn protect<'h, F: PageFormat>(
     rig.vm.protect(cx, space, part, rights).expect("an area");
 }
 
-fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 11] {
+fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 13] {
     [
         ("`protect`: `WRITE` goes", |_, _, _, _| (), |rig, cx, space, part| protect(rig, cx, space, part, USER)),
         (
@@ -88,6 +88,12 @@ fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 11] {
             |rig, cx, space, part| {
                 rig.vm.zero(cx, space, part.start(), part.bytes() as usize).expect("an area");
             },
+        ),
+        ("`lock`", |_, _, _, _| (), |rig, cx, space, part| rig.vm.lock(cx, space, part, u64::MAX).expect("an area")),
+        (
+            "`unlock`",
+            |rig, cx, space, part| rig.vm.lock(cx, space, part, u64::MAX).expect("an area"),
+            |rig, cx, space, part| rig.vm.unlock(cx, space, part).expect("an area"),
         ),
         (
             "`usage`",

@@ -14,6 +14,7 @@ mod exhaustion;
 mod extremes;
 mod filling;
 mod folding;
+mod locks;
 mod moves;
 mod oracle;
 mod pools;

@@ -184,7 +184,7 @@ fn long_ranges_move_in_parts() {
         with_cpu(32, 1, 31, |rig, cx| {
             let space = rig.space(cx, span(AT, PAGES << 12), SMALL);
             let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
-            let (shared, all) = (AT + (PAGES << 12), 2 * PAGES << 12);
+            let (shared, all) = (AT + (PAGES << 12), (2 * PAGES) << 12);
             rig.vm.map(cx, &space, span(shared, PAGES << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
             rig.enter(cx, &space);
             let pages = || (0..2 * PAGES).step_by(997);

@@ -17,6 +17,7 @@ enum Op {
     Unmap { space: usize, at: u64, units: u64 },
     Protect { space: usize, at: u64, units: u64, writable: bool },
     Move { space: usize, at: u64, units: u64, to: u64, to_units: u64 },
+    Lock { space: usize, at: u64, units: u64, unlocks: bool },
     Store { space: usize, at: u64, cpu: u32 },
     Load { space: usize, at: u64, cpu: u32 },
     Prefault { space: usize, at: u64, units: u64 },
@@ -55,6 +56,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
             |(space, at, units, writable)| Op::Protect { space, at, units, writable }),
         2 => (space.clone(), at.clone(), 1u64..40, at.clone(), 1u64..40).prop_map(
             |(space, at, units, to, to_units)| Op::Move { space, at, units, to, to_units }),
+        1 => (space.clone(), at.clone(), 1u64..40, any::<bool>()).prop_map(
+            |(space, at, units, unlocks)| Op::Lock { space, at, units, unlocks }),
         12 => (space.clone(), page.clone(), 0u32..3).prop_map(|(space, at, cpu)| Op::Store { space, at, cpu }),
         8 => (space.clone(), page, 0u32..3).prop_map(|(space, at, cpu)| Op::Load { space, at, cpu }),
         1 => (space.clone(), at.clone(), 1u64..40).prop_map(|(space, at, units)| Op::Prefault { space, at, units }),
@@ -141,6 +144,21 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
                 }
             }
             Op::Move { space, at, units, to, to_units } => self.move_to(space, (at, units), (to, to_units)),
+            Op::Lock { space, at, units, unlocks } => {
+                let range = span(AT + at * UNIT, units * UNIT);
+                let (vm, space) = (&self.rig.vm, self.space(space));
+                let done = self.rig.mmu.as_cpu(CpuId(2), |cx| match unlocks {
+                    true => vm.unlock(cx, space, range),
+                    false => vm.lock(cx, space, range, 1200),
+                });
+                let of_unlock = matches!(done, Ok(()) | Err(VmError::Misaligned { .. }));
+                let of_lock = matches!(
+                    done,
+                    Err(VmError::LockLimit { .. } | VmError::NoArea { .. } | VmError::NoMemory | VmError::NoPool)
+                );
+                assert!(of_unlock || of_lock && !unlocks, "{done:?}");
+                assert!(space.locked() <= 1200);
+            }
             Op::Store { space, at, cpu } => {
                 let at = AT + at * 4096 + ((at * 40) & 0xff8);
                 self.switch(cpu, Some(space));
@@ -257,7 +275,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
             }
             Err(error) => {
                 let fits = matches!(error, VmError::Misaligned { .. } | VmError::NoPool | VmError::NoMemory)
-                    || matches!(error, VmError::OutOfBounds { .. }) && to.pages() > kept;
+                    || matches!(error, VmError::OutOfBounds { .. } | VmError::Denied { .. }) && to.pages() > kept;
                 return assert!(fits, "{error}");
             }
         }

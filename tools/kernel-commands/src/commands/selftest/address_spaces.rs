@@ -167,7 +167,7 @@ impl Task<'_> {
                 return Ok(());
             }
             percpu::beat();
-            match self.random.below(17) {
+            match self.random.below(18) {
                 0 => self.fork(cx)?,
                 1..=3 => self.renew(cx)?,
                 4 => self.prefault(cx)?,
@@ -175,6 +175,7 @@ impl Task<'_> {
                 6 => self.zero_ahead(cx),
                 7 => self.read_and_write(cx)?,
                 8 => self.move_away(cx)?,
+                9 => self.lock(cx)?,
                 _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
             }
             self.round.steps.fetch_add(1, Ordering::Relaxed);
@@ -311,6 +312,30 @@ impl Task<'_> {
         vm::with(cx, round.vm, round.space, |_| {
             places(part).zip(known).try_for_each(|(at, known)| check(cpu, at, *known))
         })
+    }
+
+    /// A part of the plot is locked for a while: all of it is there.
+    fn lock(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let round = self.round;
+        let (part, ..) = self.any_part();
+        match round.vm.lock(cx, round.space, part, u64::MAX) {
+            Ok(()) => {
+                let present = round.vm.usage(cx, round.space, part)?.present;
+                if present != part.pages() {
+                    let what = format_args!("{present} pages of {} are locked at {}", part.pages(), part.start());
+                    return Err(Finding::new("address spaces", what).into());
+                }
+            }
+            Err(VmError::NoMemory) => {}
+            Err(error) => return Err(error.into()),
+        }
+        while let Err(error) = round.vm.unlock(cx, round.space, part) {
+            if error != VmError::NoMemory {
+                return Err(error.into());
+            }
+            percpu::beat();
+        }
+        Ok(())
     }
 
     /// A word is read and written through the direct map.
