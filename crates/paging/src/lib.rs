@@ -45,6 +45,7 @@
 //! | [`protect`], [`stale`] | changing flags |
 //! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
+//! | [`relocate`] | the same at other addresses: whole tables where both ranges lie alike |
 //! | [`owned`] | entries for what is not there: the owner's word, such as a place in swap |
 //! | [`folding`] | sixteen leaves that a TLB may keep as one |
 //! | [`split`] | other leaf sizes, in place |
@@ -86,6 +87,7 @@ pub mod owned;
 mod page_table;
 pub mod protect;
 mod reap;
+pub mod relocate;
 pub mod run;
 pub mod shootdown;
 mod shootdown_counters;

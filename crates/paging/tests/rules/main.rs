@@ -7,6 +7,7 @@ mod folding;
 mod mapping;
 mod races;
 mod refusals;
+mod relocating;
 mod resizing;
 mod rights;
 #[path = "../support/mod.rs"]
