@@ -1,5 +1,6 @@
 //! The rules one by one.
 
+mod cases;
 mod detaching;
 mod dumping;
 mod extremes;
