@@ -41,9 +41,11 @@
 //! | [`detach`], `outstanding.rs` | unmapping: detach, flush, harvest |
 //! | `reap.rs` | taking apart what nobody walks any more |
 //! | [`walk`], [`run`] | looking, by maximal runs |
+//! | `dump.rs` | what is mapped, as text |
 //! | [`protect`], [`stale`] | changing flags |
 //! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
+//! | [`relocate`] | the same at other addresses: whole tables where both ranges lie alike |
 //! | [`owned`] | entries for what is not there: the owner's word, such as a place in swap |
 //! | [`folding`] | sixteen leaves that a TLB may keep as one |
 //! | [`split`] | other leaf sizes, in place |
@@ -67,6 +69,7 @@ pub mod counting;
 pub mod cpu_readers;
 pub mod deferred;
 pub mod detach;
+mod dump;
 pub mod edit_lock;
 pub mod error;
 pub mod flags;
@@ -84,6 +87,7 @@ pub mod owned;
 mod page_table;
 pub mod protect;
 mod reap;
+pub mod relocate;
 pub mod run;
 pub mod shootdown;
 mod shootdown_counters;

@@ -56,6 +56,8 @@
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
 //! | [`prefault`]; [`pin`] | filling by any number of CPUs; keeping pages for devices |
 //! | [`unmap`] | one flush per call, then frees by runs |
+//! | `lock.rs` | what stays in memory, and how much may |
+//! | `move_to.rs` | a range at other addresses, longer or shorter |
 //! | `protect.rs`, `discard.rs` | other rights for a range, and giving up what it has, with one flush |
 //! | `access.rs` | reading and writing a space from outside of it |
 //! | `alone.rs` | having a space to oneself across reschedule points |
@@ -105,7 +107,9 @@ mod followers;
 pub mod fork;
 mod guarded;
 mod inflight_faults;
+mod lock;
 mod mapping;
+mod move_to;
 mod moving;
 pub mod notifier;
 pub mod object;

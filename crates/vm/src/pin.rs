@@ -3,7 +3,7 @@
 //! A pinned page has a reference more, so it is neither freed nor moved nor copied away from under its device: a fork gives
 //! the child a copy of it instead. The request is filled first, with the size of all of it as the hint (what a hypervisor's
 //! attachment of a device to a whole guest is), and every page is made the space's own, so that what the device writes is
-//! what the space reads.
+//! what the space reads. Where an area allows no stores, a page stays shared with those that a fork gave it to.
 
 use crate::address_space::{AddressSpace, Site, SpaceId};
 use crate::error::VmError;
@@ -118,6 +118,9 @@ impl<S: Setup> Vm<'_, S> {
     /// [`prefault`](Vm::prefault), on which several CPUs may have worked before. `visit` is given each run, in ascending
     /// order, with nothing locked; if it unwinds, what it has not been given is not pinned. Returns how many 4 KiB pages there
     /// are. Passes reschedule points; may sleep.
+    ///
+    /// In a private area that allows no stores the device must not store either: the page may be other spaces' too. If the area
+    /// allows stores later, the first one may go to a copy, and the device keeps the page from before.
     ///
     /// # Errors
     ///

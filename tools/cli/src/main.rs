@@ -95,6 +95,7 @@ fn main() -> ExitCode {
         Command::Boot(args) => boot::run(args),
         Command::Bench(Bench::Pool(args)) => pool::run(args),
         Command::Bench(Bench::Shootdown(args)) => paging::shootdown::run(args),
+        Command::Bench(Bench::Vmalloc(args)) => paging::vmalloc::run(args),
         Command::Bench(Bench::Lease(args)) => lease::bench::run(args),
         Command::Bench(Bench::Map(args)) => paging::map::run(args),
         Command::Bench(Bench::Scale(args)) => scale::run(args),

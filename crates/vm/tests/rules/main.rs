@@ -15,6 +15,8 @@ mod extremes;
 mod filling;
 mod folding;
 mod lines;
+mod locks;
+mod moves;
 mod oracle;
 mod pools;
 mod races;

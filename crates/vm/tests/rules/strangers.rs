@@ -142,7 +142,7 @@ fn a_pool_of_other_frames_is_refused() {
     with_cpu(32, 1, 55, |rig, cx| {
         let block = rig.vm.frames().alloc(cx, AllocRequest::order(Order::new(11).expect("valid"))).expect("8 MiB");
         let arenas = [ArenaSpec { extent: block.extent(), node: NodeId(0), descriptors: None }];
-        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas, 1);
         let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, of this size, used once; one platform.
         let others = unsafe { Frames::new(&config, Plain::default(), metadata.ptr(), metadata.bytes()) };

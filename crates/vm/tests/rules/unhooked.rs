@@ -201,12 +201,14 @@ fn a_page_that_somebody_holds_stays() {
                 let shared = span(AT << 1, size.bytes());
                 rig.vm.map(cx, &space, shared, VmaKind::private(size), Backing::Shared(&object, 0)).expect("an area");
                 rig.store(cx, &space, AT << 1, 1).expect("memory");
-                for at in [AT, AT << 1] {
+                for (at, moves) in
+                    [AT, AT << 1].into_iter().flat_map(|at| [(at, false), (at, size == PageSize::Size4K)])
+                {
                     let before = rig.leaf(cx, &space, at);
                     let late = {
                         let page = unhook(rig, cx, &space, at, &deferred);
                         let late = rig.hold(before.frame);
-                        if size == PageSize::Size4K {
+                        if moves {
                             assert!(!page.move_elsewhere(cx), "somebody came late");
                         } else {
                             let (error, page) = page_out(rig, cx, page, size.pages()).expect_err("somebody came late");
