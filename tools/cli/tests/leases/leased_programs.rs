@@ -271,7 +271,8 @@ fn libvirt_starts_a_domain() {
         // Where the user can reach it.
         std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), &command).expect("copied");
         let socket = daemon.scratch.path("socket");
-        let script = format!("#!/bin/sh\nexec {command} lease --up-to 32MB --socket {socket} -- qemu-system-x86_64 \"$@\"\n");
+        let script =
+            format!("#!/bin/sh\nexec {command} lease --up-to 32MB --socket {socket} -- qemu-system-x86_64 \"$@\"\n");
         daemon.scratch.put("emulator", script);
         for program in [&command, &emulator] {
             std::fs::set_permissions(program, std::fs::Permissions::from_mode(0o755)).expect("executable");
