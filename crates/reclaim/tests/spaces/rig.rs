@@ -179,7 +179,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     };
     let arenas: Vec<ArenaSpec> = (0..size.nodes).map(arena).collect();
     let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % size.nodes)).collect();
-    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &cpu_nodes };
+    let config = FramesConfig::new(&arenas, cpus).on_nodes(&cpu_nodes);
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata = [(); 2].map(|()| Memory::new(layout));
     let [frames, others] = metadata.each_ref().map(|metadata| {

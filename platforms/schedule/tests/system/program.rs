@@ -65,11 +65,13 @@ struct Process<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 15] = [
+pub const ALL_DEEDS: [&str; 17] = [
     "forked",
     "forked beside pins",
     "unmapped",
     "discarded",
+    "relocated",
+    "locked",
     "protected",
     "denied",
     "ended",
@@ -318,7 +320,9 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             36..=38 => self.prefault(cx),
             39..=52 => self.guest_acts(cx),
             53..=58 => self.protect(cx),
-            59..=115 => {
+            59..=64 => self.relocate(cx),
+            65..=68 => self.lock(cx),
+            69..=115 => {
                 let at = self.any_at();
                 self.get(cx, at);
             }

@@ -42,7 +42,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let pages =
             AREAS.iter().flat_map(|area| (0..area.pages).map(|page| area.start + page * area.kind.page.bytes()));
         let rights = pages.filter_map(|page| {
-            let allowed = child.find_vma(VirtAddr::new(page)).ok()?.kind.protection;
+            let allowed = child.find_vma(cx, VirtAddr::new(page)).ok()?.kind.protection;
             Some((page, Rights { read_only: !allowed.contains(Protection::WRITE), ..Rights::default() }))
         });
         let rights = rights.collect();

@@ -46,7 +46,7 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
                 frames.add(cx, spec, memory.ptr(), memory.bytes()).expect("room");
                 frames.release_extent(cx, spec.extent);
             }
-        } else if let Ok(all) = frames.alloc_contig_pages(cx, spec.extent, &mut NoMigration) {
+        } else if let Ok(all) = frames.alloc_contig_range(cx, spec.extent, &mut NoMigration) {
             // SAFETY: no program asks for these frames by number, and nobody else is at it.
             let removed = unsafe { frames.remove(cx, all, |_| panic!("no frame was widened")) };
             drop(removed.expect("all of one that was added"));
