@@ -283,7 +283,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Runs `map`, asking for relief while page tables have no memory. That something is in the way is no error: it is
     /// or was somebody else's.
-    fn try_map<'p>(
+    pub(crate) fn try_map<'p>(
         &self,
         cx: &mut Cx<'p, S>,
         mut map: impl FnMut(&RefCell<&mut Cx<'p, S>>) -> Result<(), PagingError>,
