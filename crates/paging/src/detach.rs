@@ -10,6 +10,35 @@
 //! detach ──► Unhooked ──batch.detached──► Pending<Detached> ──release(receipt)──► Detached ──► harvest
 //! ```
 //!
+//! By a space's shootdown, as several CPUs need it, and the frames of what had been mapped come back:
+//!
+//! ```
+//! use hugemm_base::platform::TlbHw;
+//! use hugemm_base::{Cpu, CpuCx, VirtRange};
+//! use hugemm_frames::Env;
+//! use hugemm_paging::{
+//!     Editing, Flags, FrameTables, Harvest, PageTable, ShootdownBatch, ShootdownPolicy, TlbShootdown, TlbSpace, UserSpace, X86_64,
+//! };
+//!
+//! fn unmap<P: Cpu, E: Env, H: TlbHw>(
+//!     cx: &CpuCx<'_, P>,
+//!     mut tables: FrameTables<'_, '_, '_, P, E>,
+//!     table: &PageTable<X86_64>,
+//!     space: &TlbSpace<UserSpace>,
+//!     shootdown: &TlbShootdown<'_, H>,
+//!     span: VirtRange,
+//! ) -> Option<Harvest> {
+//!     let unhooked = table.exclusive(&mut tables).detach(span, Editing::LIVE).ok()?;
+//!     let mut batch = ShootdownBatch::new(space);
+//!     let debt = batch.detached(unhooked).ok()??; // `None`: nothing was mapped, and nothing is owed
+//!     let receipt = batch.flush(shootdown, cx, ShootdownPolicy::BATCHED);
+//!     let detached = debt.release(&receipt).ok()?;
+//!     let mut table = table.exclusive(&mut tables);
+//!     let harvest = table.harvest(detached, Flags::NONE, |run| println!("{:?} is free again", run.extent));
+//!     harvest.ok()
+//! }
+//! ```
+//!
 //! What was detached may also be [attached](Exclusive::attach) again, in leaves of another size.
 //!
 //! Only a batch of the space whose table it was takes it; there is no way round that by naming a flush domain:
@@ -123,12 +152,19 @@ pub struct Detached {
     any: bool,
     /// The first page that has not been harvested.
     next: u64,
+    /// It is not among what the table remembers: [`detach_apart`](Exclusive::detach_apart).
+    apart: bool,
 }
 
 impl Detached {
     /// Which addresses.
     pub fn range(&self) -> VirtRange {
         self.range
+    }
+
+    /// Whether the table does not remember it.
+    pub(crate) fn is_apart(&self) -> bool {
+        self.apart
     }
 }
 
@@ -186,14 +222,44 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         if let Some(page) = self.outstanding().meets(span) {
             return Err(PagingError::Busy { at: level::address(page) });
         }
-        let nothing = Detached { range: span, root: self.tree.root, any: false, next: span.first_page() };
-        let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, sizes: self.tree.no_leaves() };
-        detach(&mut self.tree, &mut unhooked);
+        let unhooked = self.detached_as(span, false, detach);
         if unhooked.entries() > 0 {
-            unhooked.detached.any = true;
             self.outstanding().add(span);
         }
         Ok(unhooked)
+    }
+
+    fn detached_as(
+        &mut self,
+        span: VirtRange,
+        apart: bool,
+        detach: impl FnOnce(&mut Tree<F, M>, &mut Unhooked),
+    ) -> Unhooked {
+        let nothing = Detached { range: span, root: self.tree.root, any: false, next: span.first_page(), apart };
+        let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, sizes: self.tree.no_leaves() };
+        detach(&mut self.tree, &mut unhooked);
+        unhooked.detached.any = unhooked.entries() > 0;
+        unhooked
+    }
+
+    /// [`detach`](Exclusive::detach) of a span of which nothing else waits for its harvest, as the caller knows: a table remembers
+    /// a few ranges that do, and takes what lies between them for waiting too; of this one it remembers nothing. For those who detach
+    /// any number of ranges, here and there, before they flush.
+    ///
+    /// # Errors
+    ///
+    /// As [`detach`](Exclusive::detach), but for [`Busy`](PagingError::Busy).
+    ///
+    /// # Safety
+    ///
+    /// Nothing of the span is detached and not harvested, nor will anything be until this is harvested.
+    pub unsafe fn detach_apart(&mut self, span: VirtRange, editing: Editing) -> Result<Unhooked, PagingError> {
+        let (first, end) = self.tree.check(span)?;
+        let (table, level) = self.tree.narrowed(first, end, |table, index, _| table.get(index))?;
+        self.tree.check_groups(first, end)?;
+        Ok(self.detached_as(span, true, |tree, unhooked| {
+            tree.detach(table, level, first, end, editing, unhooked, &mut |_, _, _| ());
+        }))
     }
 
     /// Shows `visit` what had been mapped, by maximal [runs](Run) with the accessed and dirty bits of the last moment,
@@ -286,7 +352,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         mut runs: Runs<'_, F>,
     ) -> Result<(u64, Option<Detached>), (PagingError, Detached)> {
         let detached = self.own(detached)?;
-        let Detached { range: span, any: true, next, .. } = detached else { return Ok((0, None)) };
+        let Detached { range: span, any: true, next, apart, .. } = detached else { return Ok((0, None)) };
         let root = self.tree.table(self.tree.root);
         let mut budget = Budget { left: budget.max(1), stopped: None };
         let tables = self.tree.harvest(root, Tree::<F, M>::ROOT, next, span.end_page(), &mut runs, &mut budget);
@@ -294,7 +360,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         if let Some(next) = budget.stopped {
             return Ok((tables, Some(Detached { next, ..detached })));
         }
-        self.outstanding().remove(span);
+        if !apart {
+            self.outstanding().remove(span);
+        }
         Ok((tables, None))
     }
 }

@@ -61,9 +61,10 @@ impl<S: Setup> Vm<'_, S> {
         usage: &mut Usage,
     ) -> Result<(), VmError> {
         let Some(span) = pages(from, to) else { return Ok(()) };
+        let here = self.here(cx, space);
         let task = RefCell::new(cx);
         {
-            let table = space.table().shared(self.tables(&task));
+            let table = here.table(self.tables(&task));
             table.walk(span, Flags::HARDWARE, |run| {
                 if area.kind.given {
                     usage.given += run.extent.pages();
@@ -80,7 +81,7 @@ impl<S: Setup> Vm<'_, S> {
         if !area.kind.shared {
             return Ok(());
         }
-        let Some(handle) = self.registry().shared().get(area.object) else { return Ok(()) };
+        let Some(handle) = self.object(area.object) else { return Ok(()) };
         let mut looked = Ok(());
         // SAFETY: `Registry::get` took a reference.
         let index = unsafe { &handle.as_ref().index };

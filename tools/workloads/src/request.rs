@@ -159,6 +159,8 @@ named! {
         ForgottenPoison = "forgotten-poison",
         /// Pages go to swap, and their frames are freed, without the flush before.
         UnflushedSwap = "unflushed-swap",
+        /// Pages and addresses of kernel areas are given back, and areas made read-only, without the flush before.
+        UnflushedArea = "unflushed-area",
     }
 }
 
@@ -172,6 +174,7 @@ impl Plant {
             Plant::DoubleFree | Plant::ForgottenPoison => Part::Frames,
             Plant::DoubleAlloc => Part::Heap,
             Plant::UnflushedSwap => Part::Pressure,
+            Plant::UnflushedArea => Part::Areas,
         }
     }
 }
@@ -201,6 +204,8 @@ named! {
         Pressure = "pressure",
         /// Huge page pools grow and shrink.
         Pools = "pools",
+        /// Kernel areas are taken, passed on and freed.
+        Areas = "areas",
     }
 }
 
@@ -225,6 +230,8 @@ named! {
         Tail = "tail",
         /// It runs off its stack.
         Stack = "stack",
+        /// It stores below a stack of another task.
+        Guard = "guard",
         /// All CPUs spin with interrupts on and make no progress.
         Hang = "hang",
         /// One CPU spins with interrupts off.
@@ -396,6 +403,13 @@ requests! {
             value_parser = list(clap::value_parser!(u64).range(1..=1 << 18))],
         /// Seconds that the page-at-a-time side of one measurement may take; what would take longer is left out, and said.
         limit: f64 [long, default_value_t = 0.1, value_name = "SECONDS", value_parser = time],
+        /// Runs of each measurement.
+        runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
+    }
+    /// Kernel areas taken and freed in the ways of Linux's test_vmalloc, and many freed, batched and page by page.
+    "bench vmalloc" Vmalloc {
+        /// Areas of each test.
+        areas: u64 [short = 'n', long, default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..=1 << 32)],
         /// Runs of each measurement.
         runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
     }

@@ -1,5 +1,6 @@
 //! The rules one by one.
 
+mod cases;
 mod detaching;
 mod dumping;
 mod extremes;
@@ -7,6 +8,7 @@ mod folding;
 mod mapping;
 mod races;
 mod refusals;
+mod relocating;
 mod resizing;
 mod rights;
 #[path = "../support/mod.rs"]

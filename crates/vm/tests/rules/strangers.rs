@@ -75,9 +75,9 @@ fn another_spaces_pins_are_refused() {
         rig.vm.pin(cx, &first, span(AT, 0x1000), None, &Never, |run| pins.push(run)).expect("pinned");
         let (error, pin) = rig.vm.unpin(cx, &second, pins.remove(0)).expect_err("another's");
         assert_eq!(error, VmError::Foreign);
-        let copied = second.counters().copied.get();
+        let copied = second.counters().copied;
         let child = rig.vm.fork(cx, &second).expect("forked");
-        assert_eq!(second.counters().copied.get(), copied);
+        assert_eq!(second.counters().copied, copied);
         rig.vm.unpin(cx, &first, pin).expect("its own");
         for space in [first, second, child] {
             rig.vm.destroy(cx, space).expect("destroyed");
