@@ -15,14 +15,14 @@
 //! ```
 //! use hugemm_base::platform::TlbHw;
 //! use hugemm_base::{Cpu, CpuCx, VirtRange};
-//! use hugemm_frames::Env;
 //! use hugemm_paging::{
-//!     Editing, Flags, FrameTables, Harvest, PageTable, ShootdownBatch, ShootdownPolicy, TlbShootdown, TlbSpace, UserSpace, X86_64,
+//!     Editing, Flags, Harvest, PageTable, ShootdownBatch, ShootdownPolicy, TableMemory, TlbShootdown, TlbSpace, UserSpace,
+//!     X86_64,
 //! };
 //!
-//! fn unmap<P: Cpu, E: Env, H: TlbHw>(
+//! fn unmap<P: Cpu, H: TlbHw>(
 //!     cx: &CpuCx<'_, P>,
-//!     mut tables: FrameTables<'_, '_, '_, P, E>,
+//!     mut tables: impl TableMemory,
 //!     table: &PageTable<X86_64>,
 //!     space: &TlbSpace<UserSpace>,
 //!     shootdown: &TlbShootdown<'_, H>,
@@ -31,7 +31,7 @@
 //!     let unhooked = table.exclusive(&mut tables).detach(span, Editing::LIVE).ok()?;
 //!     let mut batch = ShootdownBatch::new(space);
 //!     let debt = batch.detached(unhooked).ok()??; // `None`: nothing was mapped, and nothing is owed
-//!     let receipt = batch.flush(shootdown, cx, ShootdownPolicy::BATCHED);
+//!     let receipt = batch.flush(shootdown, cx, &ShootdownPolicy::BATCHED);
 //!     let detached = debt.release(&receipt).ok()?;
 //!     let mut table = table.exclusive(&mut tables);
 //!     let harvest = table.harvest(detached, Flags::NONE, |run| println!("{:?} is free again", run.extent));

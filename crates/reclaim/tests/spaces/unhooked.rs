@@ -99,7 +99,7 @@ fn stores_through_old_translations_are_not_lost() {
                 assert_eq!(rig.get(cx, &space, AT + 8), stored);
                 assert_eq!(rig.get(cx, &space, AT + 16), Ok(2));
                 assert_eq!(rig.get(cx, &space, AT + 24), Ok(4));
-                assert_eq!(space.counters().copied.get(), 0, "nobody shares the page");
+                assert_eq!(space.counters().copied, 0, "nobody shares the page");
             });
             rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
             rig.mmu.as_cpu(CpuId(0), |cx| {
