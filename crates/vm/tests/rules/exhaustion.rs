@@ -95,7 +95,7 @@ fn scenario(rig: &Rig<'_>) {
         // To where the tables are others, and back.
         let (here, there) = (span(AT + 0x1_0000, 0x2_0000), span(40 * AT + 0x1f_0000, 0x3_0000));
         if rig.vm.move_to(cx, &space, here, there).is_ok() {
-            assert!(space.find_vma(VirtAddr::new(AT + 0x1_0000)).is_err());
+            assert!(space.find_vma(cx, VirtAddr::new(AT + 0x1_0000)).is_err());
             check(rig, cx, &space, &known);
             let _ = rig.vm.move_to(cx, &space, there, here);
         }
