@@ -36,7 +36,7 @@ pub enum Access {
     /// A store.
     Write,
     /// An instruction fetch.
-    Execute,
+    Exec,
 }
 
 impl Access {
@@ -45,7 +45,7 @@ impl Access {
         match self {
             Access::Read => Flags::NONE,
             Access::Write => Flags::WRITE,
-            Access::Execute => Flags::EXEC,
+            Access::Exec => Flags::EXEC,
         }
     }
 
@@ -53,7 +53,7 @@ impl Access {
     pub(crate) const fn notes(self) -> Flags {
         match self {
             Access::Write => Flags::HARDWARE,
-            Access::Read | Access::Execute => Flags::ACCESSED,
+            Access::Read | Access::Exec => Flags::ACCESSED,
         }
     }
 }
