@@ -54,6 +54,7 @@ impl From<AllocError> for HeapError {
 
 /// What a heap holds and has seen, over all CPUs, at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HeapStats {
     /// Pages taken from the manager, for slabs and as blocks. [`FrameUse::HEAP`] counts those of all heaps of a platform together, and
     /// what they have for themselves.
