@@ -36,7 +36,7 @@ pub enum Access {
     /// A store.
     Write,
     /// An instruction fetch.
-    Execute,
+    Exec,
 }
 
 impl Access {
@@ -45,7 +45,7 @@ impl Access {
         match self {
             Access::Read => Flags::NONE,
             Access::Write => Flags::WRITE,
-            Access::Execute => Flags::EXEC,
+            Access::Exec => Flags::EXEC,
         }
     }
 
@@ -53,7 +53,7 @@ impl Access {
     pub(crate) const fn notes(self) -> Flags {
         match self {
             Access::Write => Flags::HARDWARE,
-            Access::Read | Access::Execute => Flags::ACCESSED,
+            Access::Read | Access::Exec => Flags::ACCESSED,
         }
     }
 }
@@ -288,7 +288,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Runs `map`, asking for relief while page tables have no memory. That something is in the way is no error: it is
     /// or was somebody else's.
-    fn try_map<'p>(
+    pub(crate) fn try_map<'p>(
         &self,
         cx: &mut Cx<'p, S>,
         mut map: impl FnMut(&RefCell<&mut Cx<'p, S>>) -> Result<(), PagingError>,

@@ -84,11 +84,11 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         let made = self.new_table(cx, bounds, None).and_then(|table| {
             let root = table.root();
-            let index = Index { table, pages, page, pooled, inflight: InflightFaults::new() };
+            let index = Index { table, pages, page, pooled, given: false, inflight: InflightFaults::new() };
             self.new_object(cx, Some(index)).inspect_err(|_| self.free_root(cx, root))
         });
         match made {
-            Ok(object) => Ok(SharedRef { object, manager: self.identity(), vm: PhantomData }),
+            Ok(object) => Ok(self.shared_ref(object)),
             Err(error) => {
                 if pooled {
                     self.release_promises(cx, page, pages / page.pages());
@@ -96,6 +96,11 @@ impl<'m, S: Setup> Vm<'m, S> {
                 Err(error)
             }
         }
+    }
+
+    /// The handle on an object, with its reference.
+    pub(crate) fn shared_ref(&self, object: NonNull<Object<S>>) -> SharedRef<'_, S> {
+        SharedRef { object, manager: self.identity(), vm: PhantomData }
     }
 
     /// Lets go of an object: its memory is freed with its last area. Another manager's comes back. May sleep; nothing locked.
@@ -169,7 +174,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     ) -> Result<(NonNull<Object<S>>, u64, VmaKind), VmError> {
         match backing {
             Backing::Private => {
-                let kind = VmaKind { shared: false, reserved: kind.pooled, ..kind };
+                let kind = VmaKind { shared: false, given: false, reserved: kind.pooled, ..kind };
                 if kind.pooled {
                     let pages = span.pages() / kind.page.pages();
                     self.pools().reserve(cx, kind.page, pages)?;
@@ -192,7 +197,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Err(VmError::OutOfBounds { at });
                 }
                 object.get();
-                Ok((shared.object, offset, VmaKind { shared: true, reserved: false, ..kind }))
+                Ok((shared.object, offset, VmaKind { shared: true, given: index.given, reserved: false, ..kind }))
             }
         }
     }
@@ -306,7 +311,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         let mut dropping = Dropping::new();
         let found = detached.map_or(0, |detached| {
             self.harvest_by_parts(cx, &index.table, detached, |task, run| {
-                dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, index.page, index.pooled);
+                if !index.given {
+                    dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, index.page, index.pooled);
+                }
             })
         });
         dropping.drop_all(self, cx);

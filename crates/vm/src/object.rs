@@ -110,6 +110,8 @@ pub(crate) struct Index<S: Setup> {
     pub(crate) pages: u64,
     pub(crate) page: PageSize,
     pub(crate) pooled: bool,
+    /// Its pages were [given](crate::given): nobody here owns them, and all are there.
+    pub(crate) given: bool,
     /// Pages that are being made.
     pub(crate) inflight: InflightFaults,
 }
