@@ -118,6 +118,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let (mut steps, mut zeroed, mut unplugged, mut poisoned, mut offline) = (0, 0, 0, 0, 0);
     let (mut pressed, mut conflicts, mut areas) = (pressure::Tally::default(), 0, 0);
     let before = tlb::shootdown().counts();
+    // As it is at the end of each round.
+    hugemm_kernel::kva::areas().trim(cx);
     let (pieces, bad) = (frames_stress::pieces()?, frames_stress::bad()?);
     // A planted bug has the time to itself.
     let only = if args.plant == Plant::None { args.only } else { args.plant.part() };
