@@ -125,12 +125,11 @@ sharing:
 	else echo "skipped: sharing"; fi
 
 # Ten minutes each: frames are owned once, while some are poisoned and others come and go; processes that share, fork, pin, are poisoned
-# and are paged out read what they wrote, on threads, and in orders that seeds decide; programs of all kinds have leases, one memory for
+# and are paged out read what they wrote, in orders that seeds decide; programs of all kinds have leases, one memory for
 # each file; and the reference kernel's self-test with all its parts, on eight CPUs.
 SOAK ?= 600
 soak: build
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-workloads --test soak
-	HUGEMM_SOAK_STEPS=$$(($(SOAK) * 1000)) $(CARGO) test --release --locked -p hugemm-reclaim --test spaces oracle
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-schedule --test system
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-lease --test processes -- "at once"
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)

@@ -41,7 +41,7 @@
 //! let stack = VirtRange::new(VirtAddr::new(0x7000_0000), 16 * 4096)?;
 //! vm.map(&mut cx, &space, stack, VmaKind::private(PageSize::Size4K), Backing::Private)?;
 //! vm.fault(&mut cx, &space, stack.start(), Access::Write)?; // a page is taken, cleared and mapped
-//! assert_eq!(space.counters().mapped.get(), 1);
+//! assert_eq!(space.counters().mapped, 1);
 //! vm.destroy(&mut cx, space).map_err(|(error, _)| error)?;
 //! # Ok(())
 //! # }

@@ -60,7 +60,7 @@ pub fn run(args: &Boot) -> Result<()> {
         Request::Shootdown(_) => paging::shootdown::of_guest(&transcript),
         Request::Vmalloc(_) => paging::vmalloc::of_guest(&transcript),
         Request::Run(_) => Results::default(),
-        Request::Selftest(_) | Request::Trial(_) | Request::CrashTest(_) => transcript.figures(),
+        Request::Selftest(_) | Request::Trial(_) | Request::Dump(_) | Request::CrashTest(_) => transcript.figures(),
     };
     results.emulated = accel != Accel::Kvm;
     let goals = results.goals();

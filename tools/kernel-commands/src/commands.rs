@@ -3,6 +3,7 @@
 mod age;
 mod alloc;
 mod crash;
+mod dump;
 mod free;
 mod pool;
 mod populate;
@@ -112,6 +113,7 @@ fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Run(args) => run::run(cx, args),
         Request::Trial(args) => trial::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
+        Request::Dump(args) => dump::run(cx, args.what),
         Request::CrashTest(args) => crash::run(cx, args.how),
     }
 }

@@ -210,6 +210,16 @@ named! {
 }
 
 named! {
+    /// What the kernel shows as text.
+    Dumped {
+        /// Free memory: a line per node, a column per order.
+        Frames = "frames",
+        /// The kernel's page table: a line for what is mapped with equal rights.
+        Tables = "tables",
+    }
+}
+
+named! {
     /// How the kernel is made to fail, to show what is reported.
     Crash {
         /// It panics.
@@ -422,6 +432,11 @@ requests! {
         /// Rounds.
         rounds: u32 [long, default_value_t = 3, value_parser = runs()],
     }
+    /// What the kernel has of one kind, as text.
+    "dump" Dump {
+        /// What.
+        what: Dumped [value_parser = named::<Dumped>()],
+    }
     /// A failure on purpose, to show what is reported.
     "crash" CrashTest {
         /// Which.
@@ -485,6 +500,7 @@ mod tests {
             Request::Selftest(Selftest { seconds: 60, resizes: 100, only: Part::All, plant: Plant::MissedCpu }),
             Request::CrashTest(CrashTest { how: Crash::Deaf }),
             Request::Trial(Trial { pages: 4096, rounds: 3 }),
+            Request::Dump(Dump { what: Dumped::Tables }),
         ] {
             assert_eq!(request.to_string().parse(), Ok(request), "{request}");
         }

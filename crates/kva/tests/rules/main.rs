@@ -83,7 +83,7 @@ impl<F: PageFormat> World<F> {
         let mmu: &'static Machine = leak(Mmu::new(host, CPUS, 1, seed).walking(walks));
         let extent = host.frames();
         let spec = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
-        let config = FramesConfig { arenas: &spec, cpus: CPUS, cpu_nodes: &[] };
+        let config = FramesConfig::new(&spec, CPUS);
         let layout = Frames::<Faults>::required_bytes(&config).expect("a size");
         // SAFETY: memory of that size, nobody else's, for ever.
         let frames = leak(unsafe {

@@ -102,7 +102,7 @@ fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
     // SAFETY: the memory map gave them to the descriptors alone; each block is released once, and claimed at once, before
     // anybody else allocates.
     unsafe { frames().release(cx, Dirty::assume_owned(block)) };
-    let claimed = frames().alloc_contig_range(cx, block);
+    let claimed = frames().take_range(cx, block);
     let claimed = claimed.unwrap_or_else(|error| panic!("the descriptors' own frames cannot be claimed: {error}"));
     // Theirs until the optimizer frees them.
     cx.count_frames(FrameUse::DESCRIPTORS, claimed.into_extent().pages() as i64);
