@@ -277,21 +277,6 @@ impl<D> Addresses<D> {
         Some(node)
     }
 
-    /// Puts another record in the place of a node that is held.
-    ///
-    /// # Safety
-    ///
-    /// `held` is on here, and held; the other is memory for a node, the caller's.
-    pub(crate) unsafe fn put_in_place(&mut self, held: NonNull<Node<D>>, other: NonNull<Node<D>>) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            self.places.cursor_mut_from_ptr(held.as_ptr()).remove();
-            other.write(Node::new(held.as_ref().first(), held.as_ref().pages.get()));
-            other.as_ref().set(Use::Held);
-            self.places.insert(UnsafeRef::from_raw(other.as_ptr()));
-        }
-    }
-
     /// Holds the largest free node that comes before one of so many pages, and of that first page.
     pub(crate) fn hold(&mut self, before: (u64, u64)) -> Option<NonNull<Node<D>>> {
         let mut cursor = self.sizes.upper_bound_mut(Bound::Excluded(&before));

@@ -37,7 +37,7 @@ pub(crate) struct Home<L, T>(pub(crate) PinnedLock<L, T>);
 pub struct Kva<'m, S: KvaSetup> {
     pub(crate) parts: KvaParts<'m, S>,
     pub(crate) range: VirtRange,
-    records: Slab<LockOf<S>>,
+    pub(crate) records: Slab<LockOf<S>>,
     pub(crate) homes: [Home<LockOf<S>, Addresses<Debt<'m>>>; SHARES + 1],
     pub(crate) waiting: Home<LockOf<S>, Waiting<'m, S>>,
 }
@@ -250,15 +250,9 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             }
         }
         let mut before = (u64::MAX, u64::MAX);
-        while let Some(mut held) = cx.pinned(|pin| self.homes[Self::ALL].0.lock(pin).hold(before)) {
+        while let Some(held) = cx.pinned(|pin| self.homes[Self::ALL].0.lock(pin).hold(before)) {
             // SAFETY: it is held, so nobody else changes it.
             let (first, end) = unsafe { (held.as_ref().first(), held.as_ref().end()) };
-            // Its record may be all that keeps a frame of another CPU's in use.
-            if let Ok(record) = self.record(cx) {
-                // SAFETY: it is in the home of all, and held; memory for a record.
-                cx.pinned(|pin| unsafe { self.homes[Self::ALL].0.lock(pin).put_in_place(held, record) });
-                self.forget(cx, [Some(core::mem::replace(&mut held, record))]);
-            }
             before = (end - first, first);
             // The page that is never used goes with what is behind it.
             let first = first - u64::from(first == self.range.first_page() + 1);
