@@ -6,13 +6,13 @@
 #![allow(unreachable_pub, reason = "one test's modules")]
 
 use crate::world::{Cx, Follower, Handle, Model, Surroundings, World, span};
-use hugemm_base::{CpuCx, CpuId, Extent, Never, NodeId, PageSize, Pfn, VirtAddr, VirtRange};
-use hugemm_frames::{Frames, HwPoisoned, NoMigration};
-use hugemm_paging::{Flags, Lookup, PageFormat};
+use hugemm_base::{CpuCx, CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_frames::{FolioRun, Frames, HwPoisoned, NoMigration};
+use hugemm_paging::{DeferredUnmap, Flags, Lookup, PageFormat};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap};
 use hugemm_schedule::{Machine, has_loaded, point, progress, step};
 use hugemm_threads::{Memory, Random};
-use hugemm_vm::{Access, Backing, Following, Notifier, Pinned, Protection, SharedRef, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Following, Notifier, Pager, Pinned, Protection, SharedRef, VmError, VmaKind};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::ManuallyDrop;
@@ -28,6 +28,10 @@ const PROCESSES: usize = 3;
 const POISON: u32 = 3;
 /// Devices at a time.
 const DEVICES: usize = 5;
+/// Bytes of a page, at its end, that are filled with anything.
+const NOISE: u64 = 3584;
+/// Runs use all pages, or every eighth: few, of which two are claimed at one place.
+const STRIDES: [u64; 2] = [1, 8];
 
 struct Area {
     start: u64,
@@ -186,7 +190,7 @@ struct Device<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 15] = [
+pub const ALL_DEEDS: [&str; 17] = [
     "forked",
     "forked beside pins",
     "unmapped",
@@ -202,6 +206,8 @@ pub const ALL_DEEDS: [&str; 15] = [
     "swapped out",
     "swapped in",
     "moved",
+    "unhooked",
+    "kept whole",
 ];
 
 /// In whose book, where, and what.
@@ -221,6 +227,8 @@ pub struct Test<'v, 'h, F: PageFormat> {
     poison: Cell<u32>,
     ended: Cell<u32>,
     has_guest: Cell<bool>,
+    /// Programs use every so many pages of an area. Of few they meet at each, and at what is done to it.
+    stride: u64,
     deeds: &'v Deeds,
 }
 
@@ -231,7 +239,7 @@ fn refused(error: VmError) {
 }
 
 impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
-    pub fn new(world: &'v World<'h, F>, object: &'v SharedRef<'v, Model<'h, F>>, deeds: &'v Deeds) -> Self {
+    pub fn new(world: &'v World<'h, F>, object: &'v SharedRef<'v, Model<'h, F>>, seed: u64, deeds: &'v Deeds) -> Self {
         let test = Test {
             world,
             object,
@@ -243,6 +251,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             poison: Cell::new(POISON),
             ended: Cell::new(0),
             has_guest: Cell::new(false),
+            stride: STRIDES[(seed / 2 % 2) as usize],
             deeds,
         };
         let cx = &mut world.machine.cx();
@@ -254,6 +263,11 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         }
         test.processes.borrow_mut().push(first);
         test
+    }
+
+    /// Whether programs meet at few pages, where more comes and goes.
+    fn is_narrow(&self) -> bool {
+        self.stride > 1
     }
 
     fn process(&self, cx: &mut Cx<'_, 'h>, space: Handle<'v, 'h, F>, book: Book) -> Rc<Process<'v, 'h, F>> {
@@ -377,28 +391,76 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             let pager = world.vm.pager();
             let node = NodeId(random.below(2) as u32);
             match random.below(16) {
+                0..=3 if self.is_narrow() => self.unhook_some(cx, &mut random),
+                4 | 5 if self.is_narrow() => self.shrink_all(cx, node),
                 0..=5 => {
                     let budget = ShrinkBudget { free: 1 << random.below(8), scan: 1 << random.below(9) };
                     pager.shrink(&world.vm, cx, node, budget, &Never);
                 }
                 6 => drop(pager.balance(&world.vm, cx, node, 256, &Never)),
-                7 => {
-                    // All of it, a few times.
-                    let budget = ShrinkBudget { free: u64::MAX, scan: 1 << 8 };
-                    for _ in 0..16 {
-                        pager.shrink(&world.vm, cx, node, budget, &Never);
-                        progress();
-                    }
-                }
+                7 => self.shrink_all(cx, node),
                 8 => drop(pager.compact(&world.vm, cx, node)),
                 9 => pager.set_ageing(Ageing::ALL[random.below(2) as usize]),
                 10 => pager.lru(node).expect("one").set_policy(cx, LruPolicy::ALL[random.below(2) as usize]),
                 11 => world.resize_pool(cx, random.below(4)),
                 12 => self.come_and_go(cx),
+                13 | 14 => self.unhook_some(cx, &mut random),
                 _ => (0..200).for_each(|_| point()),
             }
             cx.cond_resched();
         }
+    }
+
+    /// Takes away all that there is, a few times: what has been used meanwhile, too.
+    fn shrink_all(&self, cx: &mut Cx<'_, 'h>, node: NodeId) {
+        let budget = ShrinkBudget { free: u64::MAX, scan: 1 << 8 };
+        for _ in 0..16 {
+            self.world.vm.pager().shrink(&self.world.vm, cx, node, budget, &Never);
+            progress();
+        }
+        let in_pieces: u64 = self.world.store.usage(cx).map(|class| class.used).sum();
+        self.did("kept whole", Swap::stats(self.world.store, cx).pages.saturating_sub(in_pieces));
+    }
+
+    /// Some pages that programs use are away for a while, and come back there or elsewhere.
+    fn unhook_some(&self, cx: &mut Cx<'_, 'h>, random: &mut Random) {
+        let vm = &self.world.vm;
+        let process = {
+            let processes = self.processes.borrow();
+            let open: Vec<_> = processes.iter().filter(|process| !process.doomed.get()).collect();
+            open[random.below(open.len() as u64) as usize].clone()
+        };
+        process.users.set(process.users.get() + 1);
+        // SAFETY: one machine.
+        let deferred = unsafe { DeferredUnmap::new(vm.shootdown()) }.expect("few CPUs");
+        let mut away = Vec::new();
+        for page in (0..PRIVATE.pages).step_by(self.stride as usize).filter(|_| random.below(2) == 0) {
+            let at = VirtAddr::new(PRIVATE.start + page * 4096);
+            let Lookup::Mapped(leaf) = vm.lookup(cx, &process.space, at) else { continue };
+            // SAFETY: given to `unhook`, or to the pager.
+            let Some(held) = (unsafe { vm.hold_mapped(cx, leaf.frame) }) else { continue };
+            match vm.unhook(cx, held, &deferred) {
+                Ok(page) => away.push(page),
+                Err(held) => {
+                    let extent = Extent::block(held.into_pfn(), Order::ZERO);
+                    // SAFETY: the reference that was got here, to a page that the pager has been told of.
+                    unsafe {
+                        let page = FolioRun::from_extent(extent, Order::ZERO);
+                        Pager::<Model<'h, F>>::drop_references(vm.pager(), vm.frames(), cx, [page]);
+                    }
+                }
+            }
+        }
+        (0..random.below(1000)).for_each(|_| point());
+        self.did("unhooked", away.len() as u64);
+        for page in away {
+            if random.below(2) == 0 {
+                page.put_back(cx);
+            } else {
+                page.move_elsewhere(cx);
+            }
+        }
+        self.let_go(cx, process);
     }
 
     /// Memory that comes if it is not there, and goes if it can be had.
@@ -473,17 +535,26 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         &AREAS[[0, 0, 0, 0, 0, 1, 1, 2, 3][self.random.below(9) as usize]]
     }
 
+    /// Where a page of an area is.
+    fn any_page(&mut self, area: &Area) -> u64 {
+        let stride = self.test.stride;
+        area.start + self.random.below(area.pages.div_ceil(stride)) * stride * area.kind.page.bytes()
+    }
+
     fn any_at(&mut self) -> u64 {
         let area = self.any_area();
         let within = if area.kind.page == PageSize::Size4K { 0 } else { self.random.below(4) * 0x7_f000 };
-        area.start + self.random.below(area.pages) * area.kind.page.bytes() + within + u64::from(self.cpu) * 8
+        self.any_page(area) + within + u64::from(self.cpu) * 8
     }
 
     fn step(&mut self, cx: &mut Cx<'_, 'h>) {
         if self.process.doomed.get() {
             self.go_elsewhere(cx);
         }
+        let narrow = self.test.is_narrow();
         match self.random.below(200) {
+            116..=140 if narrow => self.change(cx),
+            141..=150 if narrow => self.protect(cx),
             0..=3 => self.fork(cx),
             4..=9 => self.change(cx),
             10..=13 => self.go_elsewhere(cx),
@@ -495,7 +566,8 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             36..=38 => self.prefault(cx),
             39..=52 => self.guest_acts(cx),
             53..=58 => self.protect(cx),
-            59..=115 => {
+            59..=62 => self.scramble(cx),
+            63..=115 => {
                 let at = self.any_at();
                 self.get(cx, at);
             }
@@ -560,9 +632,8 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         let process = self.process.clone();
         let area = self.any_area();
         let size = area.kind.page.bytes();
-        let first = self.random.below(area.pages);
-        let pages = (1 + self.random.below(6)).min(area.pages - first);
-        let start = area.start + first * size;
+        let start = self.any_page(area);
+        let pages = (1 + self.random.below(6)).min((area.end() - start) / size);
         let all = || (0..pages).map(|page| start + page * size);
         let read_only = self.random.below(2) == 0;
         {
@@ -589,6 +660,20 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         match done {
             Ok(()) => self.test.did("protected", 1),
             Err(error) => assert_eq!(error, VmError::NoMemory),
+        }
+    }
+
+    /// Fills what no word of interest is in, so that the page does not compress.
+    fn scramble(&mut self, cx: &mut Cx<'_, 'h>) {
+        let process = self.process.clone();
+        let page = self.any_page(PRIVATE);
+        let before = process.book.borrow().changes(page);
+        let noise: Vec<u8> = (0..NOISE / 8).flat_map(|_| self.random.word().to_le_bytes()).collect();
+        let written = self.test.world.vm.write(cx, &process.space, VirtAddr::new(page + 4096 - NOISE), &noise);
+        let after = process.book.borrow().changes(page);
+        match written.map_err(|error| error.cause) {
+            Ok(()) | Err(VmError::Denied { .. }) => {}
+            Err(error) => self.missed(&process, page, before.under_way || before != after, error),
         }
     }
 
@@ -644,7 +729,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         let process = self.process.clone();
         let area = self.any_area();
         let size = area.kind.page.bytes();
-        let start = area.start + self.random.below(area.pages) * size;
+        let start = self.any_page(area);
         let end = if area.end() == AREAS[1].start { AREAS[1].end() } else { area.end() };
         let end = end.min(start + (1 + self.random.below(6)) * size);
         let gives_up = self.random.below(3) == 0;
@@ -883,7 +968,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     /// A device gets a private page.
     fn pin(&mut self, cx: &mut Cx<'_, 'h>) {
         let (test, process) = (self.test, self.process.clone());
-        let at = PRIVATE.start + self.random.below(PRIVATE.pages) * 4096;
+        let at = self.any_page(PRIVATE);
         let rights = process.book.borrow().rights(at);
         if test.devices.borrow().len() >= DEVICES || rights.read_only || process.protecting.get() > 0 {
             return;
@@ -964,7 +1049,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
 
     /// A page is found to be bad.
     fn poison(&mut self, cx: &mut Cx<'_, 'h>) {
-        let at = PRIVATE.start + self.random.below(PRIVATE.pages) * 4096;
+        let at = self.any_page(PRIVATE);
         let (test, process) = (self.test, &self.process);
         if test.poison.get() == 0 {
             return;
@@ -1009,7 +1094,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             return;
         }
         let area = &AREAS[self.random.below(2) as usize];
-        let at = area.start + self.random.below(area.pages) * 4096 + u64::from(self.cpu) * 8;
+        let at = self.any_page(area) + u64::from(self.cpu) * 8;
         let world = self.test.world;
         if self.random.below(2) == 0 {
             self.guest_loads(cx, &process, at);
