@@ -260,8 +260,7 @@ fn the_checklist_names_what_is_there() {
     }
     assert!(files > 25 && tests > 120, "{files} files and {tests} tests are found");
     assert!(wrong.is_empty(), "{wrong:#?}");
-    let rows: Vec<(&str, &str)> =
-        text.lines().filter_map(|line| line.strip_prefix("- **")?.split_once("**")).collect();
+    let rows: Vec<(&str, &str)> = text.lines().filter_map(|line| line.strip_prefix("- **")?.split_once("**")).collect();
     for (row, answer) in &rows {
         assert!(answer.contains('`') || answer.contains("not here"), "a row without an answer: {row}");
     }
