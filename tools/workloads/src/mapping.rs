@@ -182,7 +182,8 @@ impl<F: PageFormat, M: TableMemory> MapperLoop for ByRange<'_, F, M> {
     }
 
     fn is_writable(&mut self, field: Field, page: u64) -> Result<bool, MapLoopError> {
-        match self.table.shared(&mut self.memory).lookup(address(field, page)) {
+        let found = self.table.shared(&mut self.memory).lookup(address(field, page));
+        match found {
             Lookup::Mapped(leaf) => Ok(leaf.flags.contains(Flags::WRITE)),
             _ => Err(MapLoopError::Page(page)),
         }

@@ -27,7 +27,7 @@ fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) -> u64 {
         let cx = &mut world.machine.cx();
         let object = world.vm.create_shared(cx, SHARED_PAGES, PageSize::Size4K, false).expect("memory");
         {
-            let test = Test::new(world, &object, deeds);
+            let test = Test::new(world, &object, seed, deeds);
             let shared = &test;
             let program = |cpu| -> Task<'_> { Box::new(move || Program::run(shared, cpu, seed, STEPS)) };
             let mut tasks: Vec<Task<'_>> = (0..CPUS).map(program).collect();

@@ -41,6 +41,10 @@ const PROCESSES: usize = 3;
 const POISON: u32 = 3;
 /// Devices at a time.
 const DEVICES: usize = 5;
+/// Bytes of a page, at its end, that are filled with anything.
+const NOISE: u64 = 3584;
+/// Runs use all pages, or every eighth: few, of which two are claimed at one place.
+const STRIDES: [u64; 2] = [1, 8];
 
 /// A process.
 struct Process<'v, 'h, F: PageFormat> {
@@ -65,7 +69,7 @@ struct Process<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 17] = [
+pub const ALL_DEEDS: [&str; 19] = [
     "forked",
     "forked beside pins",
     "unmapped",
@@ -83,6 +87,8 @@ pub const ALL_DEEDS: [&str; 17] = [
     "swapped out",
     "swapped in",
     "moved",
+    "unhooked",
+    "kept whole",
 ];
 
 /// In whose book, where, and what.
@@ -102,6 +108,8 @@ pub struct Test<'v, 'h, F: PageFormat> {
     poison: Cell<u32>,
     ended: Cell<u32>,
     has_guest: Cell<bool>,
+    /// Programs use every so many pages of an area. Of few they meet at each, and at what is done to it.
+    stride: u64,
     deeds: &'v Deeds,
 }
 
@@ -112,7 +120,7 @@ fn refused(error: VmError) {
 }
 
 impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
-    pub fn new(world: &'v World<'h, F>, object: &'v SharedRef<'v, Model<'h, F>>, deeds: &'v Deeds) -> Self {
+    pub fn new(world: &'v World<'h, F>, object: &'v SharedRef<'v, Model<'h, F>>, seed: u64, deeds: &'v Deeds) -> Self {
         let test = Test {
             world,
             object,
@@ -124,6 +132,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             poison: Cell::new(POISON),
             ended: Cell::new(0),
             has_guest: Cell::new(false),
+            stride: STRIDES[(seed / 2 % 2) as usize],
             deeds,
         };
         let cx = &mut world.machine.cx();
@@ -135,6 +144,11 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         }
         test.processes.borrow_mut().push(first);
         test
+    }
+
+    /// Whether programs meet at few pages, where more comes and goes.
+    fn is_narrow(&self) -> bool {
+        self.stride > 1
     }
 
     fn process(&self, cx: &mut Cx<'_, 'h>, space: Handle<'v, 'h, F>, book: Book) -> Rc<Process<'v, 'h, F>> {
@@ -298,17 +312,26 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         &AREAS[[0, 0, 0, 0, 0, 1, 1, 2, 3][self.random.below(9) as usize]]
     }
 
+    /// Where a page of an area is.
+    fn any_page(&mut self, area: &Area) -> u64 {
+        let stride = self.test.stride;
+        area.start + self.random.below(area.pages.div_ceil(stride)) * stride * area.kind.page.bytes()
+    }
+
     fn any_at(&mut self) -> u64 {
         let area = self.any_area();
         let within = if area.kind.page == PageSize::Size4K { 0 } else { self.random.below(4) * 0x7_f000 };
-        area.start + self.random.below(area.pages) * area.kind.page.bytes() + within + u64::from(self.cpu) * 8
+        self.any_page(area) + within + u64::from(self.cpu) * 8
     }
 
     fn step(&mut self, cx: &mut Cx<'_, 'h>) {
         if self.process.doomed.get() {
             self.go_elsewhere(cx);
         }
+        let narrow = self.test.is_narrow();
         match self.random.below(200) {
+            116..=140 if narrow => self.change(cx),
+            141..=150 if narrow => self.protect(cx),
             0..=3 => self.fork(cx),
             4..=9 => self.change(cx),
             10..=13 => self.go_elsewhere(cx),
@@ -322,7 +345,8 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             53..=58 => self.protect(cx),
             59..=64 => self.relocate(cx),
             65..=68 => self.lock(cx),
-            69..=115 => {
+            69..=72 => self.scramble(cx),
+            73..=115 => {
                 let at = self.any_at();
                 self.get(cx, at);
             }
@@ -379,6 +403,20 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             Ok(false) => {}
             Err(VmError::Denied { .. }) if !known || rights.read_only => test.did("denied", 1),
             Err(error) => self.missed(process, page, torn, error),
+        }
+    }
+
+    /// Fills what no word of interest is in, so that the page does not compress.
+    fn scramble(&mut self, cx: &mut Cx<'_, 'h>) {
+        let process = self.process.clone();
+        let page = self.any_page(PRIVATE);
+        let before = process.book.borrow().changes(page);
+        let noise: Vec<u8> = (0..NOISE / 8).flat_map(|_| self.random.word().to_le_bytes()).collect();
+        let written = self.test.world.vm.write(cx, &process.space, VirtAddr::new(page + 4096 - NOISE), &noise);
+        let after = process.book.borrow().changes(page);
+        match written.map_err(|error| error.cause) {
+            Ok(()) | Err(VmError::Denied { .. }) => {}
+            Err(error) => self.missed(&process, page, before.under_way || before != after, error),
         }
     }
 

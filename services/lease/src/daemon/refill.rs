@@ -62,7 +62,8 @@ impl Daemon {
 
     /// How often the rate at which it grows was halved, because the machine is busy.
     pub(crate) fn gives_way(&self, halvings: u32) {
-        if let Some(filling) = &mut self.state().filling {
+        let mut state = self.state();
+        if let Some(filling) = &mut state.filling {
             filling.halvings = halvings;
         }
     }

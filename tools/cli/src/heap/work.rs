@@ -116,7 +116,8 @@ pub fn run<S: AnyHeap>(
     };
     // Nobody waits for one that has failed.
     shared.end.wait();
-    for batch in std::mem::take(&mut *shared.lock(cpu as usize)) {
+    let batches = std::mem::take(&mut *shared.lock(cpu as usize));
+    for batch in batches {
         batch.into_iter().for_each(|piece| give(side, cx, piece));
     }
     side.settle(cx);

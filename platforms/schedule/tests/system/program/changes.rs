@@ -8,9 +8,8 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let process = self.process.clone();
         let area = self.any_area();
         let size = area.kind.page.bytes();
-        let first = self.random.below(area.pages);
-        let pages = (1 + self.random.below(6)).min(area.pages - first);
-        let start = area.start + first * size;
+        let start = self.any_page(area);
+        let pages = (1 + self.random.below(6)).min((area.end() - start) / size);
         let all = || (0..pages).map(|page| start + page * size);
         let read_only = self.random.below(2) == 0;
         {
@@ -46,7 +45,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let process = self.process.clone();
         let area = self.any_area();
         let size = area.kind.page.bytes();
-        let start = area.start + self.random.below(area.pages) * size;
+        let start = self.any_page(area);
         let end = if area.end() == AREAS[1].start { AREAS[1].end() } else { area.end() };
         let end = end.min(start + (1 + self.random.below(6)) * size);
         let gives_up = self.random.below(3) == 0;
@@ -128,7 +127,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let process = self.process.clone();
         let area = self.any_area();
         let size = area.kind.page.bytes();
-        let first = self.random.below(area.pages);
+        let first = (self.any_page(area) - area.start) / size;
         let pages = (1 + self.random.below(6)).min(area.pages - first);
         let part = span(area.start + first * size, pages * size);
         let all = || (0..pages).map(|page| area.start + (first + page) * size);
@@ -170,7 +169,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let process = self.process.clone();
         let area = self.any_area();
         let size = area.kind.page.bytes();
-        let first = self.random.below(area.pages);
+        let first = (self.any_page(area) - area.start) / size;
         let pages = (1 + self.random.below(6)).min(area.pages - first);
         let here = span(area.start + first * size, pages * size);
         let all = || (0..pages).map(|page| area.start + (first + page) * size);

@@ -15,7 +15,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
     /// A device gets a private page.
     pub(super) fn pin(&mut self, cx: &mut Cx<'_, 'h>) {
         let (test, process) = (self.test, self.process.clone());
-        let at = PRIVATE.start + self.random.below(PRIVATE.pages) * 4096;
+        let at = self.any_page(PRIVATE);
         let rights = process.book.borrow().rights(at);
         if test.devices.borrow().len() >= DEVICES || rights.read_only || process.protecting.get() > 0 {
             return;
@@ -96,7 +96,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
 
     /// A page is found to be bad.
     pub(super) fn poison(&mut self, cx: &mut Cx<'_, 'h>) {
-        let at = PRIVATE.start + self.random.below(PRIVATE.pages) * 4096;
+        let at = self.any_page(PRIVATE);
         let (test, process) = (self.test, &self.process);
         if test.poison.get() == 0 {
             return;

@@ -30,7 +30,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             return;
         }
         let area = &AREAS[self.random.below(2) as usize];
-        let at = area.start + self.random.below(area.pages) * 4096 + u64::from(self.cpu) * 8;
+        let at = self.any_page(area) + u64::from(self.cpu) * 8;
         let world = self.test.world;
         if self.random.below(2) == 0 {
             self.guest_loads(cx, &process, at);

@@ -1,6 +1,10 @@
 //! The worker, which takes memory away and moves it.
 
 use super::*;
+use hugemm_base::Order;
+use hugemm_frames::FolioRun;
+use hugemm_paging::DeferredUnmap;
+use hugemm_vm::Pager;
 
 impl<'h, F: PageFormat> Test<'_, 'h, F> {
     /// What the worker does: it takes memory away, moves pages, changes its ways, and has pools and arenas come and go.
@@ -11,28 +15,76 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
             let pager = world.vm.pager();
             let node = NodeId(random.below(2) as u32);
             match random.below(16) {
+                0..=3 if self.is_narrow() => self.unhook_some(cx, &mut random),
+                4 | 5 if self.is_narrow() => self.shrink_all(cx, node),
                 0..=5 => {
                     let budget = ShrinkBudget { free: 1 << random.below(8), scan: 1 << random.below(9) };
                     pager.shrink(&world.vm, cx, node, budget, &Never);
                 }
                 6 => drop(pager.balance(&world.vm, cx, node, 256, &Never)),
-                7 => {
-                    // All of it, a few times.
-                    let budget = ShrinkBudget { free: u64::MAX, scan: 1 << 8 };
-                    for _ in 0..16 {
-                        pager.shrink(&world.vm, cx, node, budget, &Never);
-                        progress();
-                    }
-                }
+                7 => self.shrink_all(cx, node),
                 8 => drop(pager.compact(&world.vm, cx, node)),
                 9 => pager.set_ageing(Ageing::ALL[random.below(2) as usize]),
                 10 => pager.lru(node).expect("one").set_policy(cx, LruPolicy::ALL[random.below(2) as usize]),
                 11 => world.resize_pool(cx, random.below(4)),
                 12 => self.come_and_go(cx),
+                13 | 14 => self.unhook_some(cx, &mut random),
                 _ => (0..200).for_each(|_| point()),
             }
             cx.cond_resched();
         }
+    }
+
+    /// Takes away all that there is, a few times: what has been used meanwhile, too.
+    fn shrink_all(&self, cx: &mut Cx<'_, 'h>, node: NodeId) {
+        let budget = ShrinkBudget { free: u64::MAX, scan: 1 << 8 };
+        for _ in 0..16 {
+            self.world.vm.pager().shrink(&self.world.vm, cx, node, budget, &Never);
+            progress();
+        }
+        let in_pieces: u64 = self.world.store.usage(cx).map(|class| class.used).sum();
+        self.did("kept whole", Swap::stats(self.world.store, cx).pages.saturating_sub(in_pieces));
+    }
+
+    /// Some pages that programs use are away for a while, and come back there or elsewhere.
+    fn unhook_some(&self, cx: &mut Cx<'_, 'h>, random: &mut Random) {
+        let vm = &self.world.vm;
+        let process = {
+            let processes = self.processes.borrow();
+            let open: Vec<_> = processes.iter().filter(|process| !process.doomed.get()).collect();
+            open[random.below(open.len() as u64) as usize].clone()
+        };
+        process.users.set(process.users.get() + 1);
+        // SAFETY: one machine.
+        let deferred = unsafe { DeferredUnmap::new(vm.shootdown()) }.expect("few CPUs");
+        let mut away = Vec::new();
+        for page in (0..PRIVATE.pages).step_by(self.stride as usize).filter(|_| random.below(2) == 0) {
+            let at = VirtAddr::new(PRIVATE.start + page * 4096);
+            let Lookup::Mapped(leaf) = vm.lookup(cx, &process.space, at) else { continue };
+            // SAFETY: given to `unhook`, or to the pager.
+            let Some(held) = (unsafe { vm.hold_mapped(cx, leaf.frame) }) else { continue };
+            match vm.unhook(cx, held, &deferred) {
+                Ok(page) => away.push(page),
+                Err(held) => {
+                    let extent = Extent::block(held.into_pfn(), Order::ZERO);
+                    // SAFETY: the reference that was got here, to a page that the pager has been told of.
+                    unsafe {
+                        let page = FolioRun::from_extent(extent, Order::ZERO);
+                        Pager::<Model<'h, F>>::drop_references(vm.pager(), vm.frames(), cx, [page]);
+                    }
+                }
+            }
+        }
+        (0..random.below(1000)).for_each(|_| point());
+        self.did("unhooked", away.len() as u64);
+        for page in away {
+            if random.below(2) == 0 {
+                page.put_back(cx);
+            } else {
+                page.move_elsewhere(cx);
+            }
+        }
+        self.let_go(cx, process);
     }
 
     /// Memory that comes if it is not there, and goes if it can be had.
