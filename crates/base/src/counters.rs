@@ -80,6 +80,8 @@ impl FrameUse {
     pub const SWAP: FrameUse = FrameUse(3);
     /// Frames behind descriptors, and the tables that map those.
     pub const DESCRIPTORS: FrameUse = FrameUse(4);
+    /// Pages of kernel virtual areas.
+    pub const AREAS: FrameUse = FrameUse(5);
 
     /// How many there can be.
     const COUNT: usize = 16;

@@ -35,14 +35,17 @@
 //! | `level.rs` | cutting a range at entry borders
 //! | `leaf_sizes.rs` | of which sizes the leaves are that an operation changes |
 //! | [`edit_lock`] | who may edit when |
+//! | [`cpu_readers`] | readers who count themselves by CPU, and who visits them |
 //! | `page_table.rs` | a page table, its guards, walking down |
 //! | `source.rs`, [`map`] | mapping: reserve, then commit |
 //! | [`detach`], `outstanding.rs` | unmapping: detach, flush, harvest |
 //! | `reap.rs` | taking apart what nobody walks any more |
 //! | [`walk`], [`run`] | looking, by maximal runs |
+//! | `dump.rs` | what is mapped, as text |
 //! | [`protect`], [`stale`] | changing flags |
 //! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
+//! | [`relocate`] | the same at other addresses: whole tables where both ranges lie alike |
 //! | [`owned`] | entries for what is not there: the owner's word, such as a place in swap |
 //! | [`folding`] | sixteen leaves that a TLB may keep as one |
 //! | [`split`] | other leaf sizes, in place |
@@ -63,8 +66,10 @@
 
 pub mod aarch64;
 pub mod counting;
+pub mod cpu_readers;
 pub mod deferred;
 pub mod detach;
+mod dump;
 pub mod edit_lock;
 pub mod error;
 pub mod flags;
@@ -82,6 +87,7 @@ pub mod owned;
 mod page_table;
 pub mod protect;
 mod reap;
+pub mod relocate;
 pub mod run;
 pub mod shootdown;
 mod shootdown_counters;

@@ -145,7 +145,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     }
 
     /// The entry for `page` at `level`, or above it if the walk ends there.
-    fn descend_to(&self, page: u64, lowest: u32) -> (u64, u32, Table) {
+    pub(crate) fn descend_to(&self, page: u64, lowest: u32) -> (u64, u32, Table) {
         let (mut table, mut level) = (self.table(self.root), Self::ROOT);
         loop {
             let entry = table.get(level::index(page, level));

@@ -282,8 +282,13 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<KernelSpace, Q, M> {
         })
     }
 
-    /// The calling CPU uses no translation of the kernel's half that may change any more: it is about to stop. Pins.
-    pub fn offline<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+    /// The calling CPU is about to stop, and is asked for no flush of the kernel's half any more. Pins.
+    ///
+    /// # Safety
+    ///
+    /// Until [`online`](Self::online) the CPU uses no address of the kernel's half whose mapping may change: what it would
+    /// use may have been freed. So it has loaded tables of its own, or halts with interrupts off.
+    pub unsafe fn offline<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
             let (word, bit) = place(pin.cpu());
             // Release pairs with the Acquire of an initiator that finds us gone.

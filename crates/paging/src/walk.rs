@@ -85,7 +85,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     }
 
     /// The first page of `first..end` at which there is something, or `end`.
-    fn absent(&self, table: Table, level: u32, first: u64, end: u64) -> u64 {
+    pub(crate) fn absent(&self, table: Table, level: u32, first: u64, end: u64) -> u64 {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             let next = match kind::<F>(entry, level) {

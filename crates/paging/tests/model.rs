@@ -110,7 +110,7 @@ fn pages_in_use_change_their_size() {
 
 /// The bug is noticed within a few runs, and as what it is.
 fn caught(plant: Plant, as_what: &[&str]) {
-    let error = (0..40).find_map(|seed| run(seed, Some(plant)).err());
+    let error = (0..120).find_map(|seed| run(seed, Some(plant)).err());
     let error = error.unwrap_or_else(|| panic!("{plant:?} was not noticed"));
     assert!(as_what.iter().any(|what| error.contains(what)), "{plant:?} was noticed as: {error}");
 }
@@ -158,6 +158,16 @@ fn a_write_protection_that_is_not_flushed() {
 #[test]
 fn a_table_made_read_only_whose_upper_levels_are_not_flushed() {
     caught(Plant::UpperLevelsKept, &["stored to a read-only page"]);
+}
+
+#[test]
+fn what_moves_without_a_flush() {
+    caught(Plant::RelocateWithoutFlush, &["moved away", "stale translation", "freed table"]);
+}
+
+#[test]
+fn a_dirty_bit_lost_on_the_way() {
+    caught(Plant::RelocateLosesDirty, &["dirty bit lost"]);
 }
 
 #[test]

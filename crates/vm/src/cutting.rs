@@ -12,19 +12,19 @@ use core::ptr::NonNull;
 use hugemm_base::{PAGE_SHIFT, VirtAddr, VirtRange};
 use intrusive_collections::UnsafeRef;
 
-/// Memory for the two areas that come into being where a range is cut out.
-pub(crate) struct Spare<S: Setup>([Option<NonNull<Vma<S>>>; 2]);
+/// Memory for areas: for the two that come into being where a range is cut out, and for one that follows another.
+pub(crate) struct Spare<S: Setup>([Option<NonNull<Vma<S>>>; 3]);
 
 impl<S: Setup> Spare<S> {
     pub(crate) const fn new() -> Self {
-        Spare([None, None])
+        Spare([None; 3])
     }
 
     pub(crate) fn count(&self) -> usize {
         self.0.iter().flatten().count()
     }
 
-    fn take(&mut self) -> Option<NonNull<Vma<S>>> {
+    pub(crate) fn take(&mut self) -> Option<NonNull<Vma<S>>> {
         self.0.iter_mut().find_map(Option::take)
     }
 
@@ -39,10 +39,17 @@ impl<S: Setup> Spare<S> {
         Ok(())
     }
 
+    /// Keeps the memory of an area that is on no list any more.
+    pub(crate) fn keep(&mut self, area: UnsafeRef<Vma<S>>) {
+        if let Some(place) = self.0.iter_mut().find(|place| place.is_none()) {
+            *place = NonNull::new(UnsafeRef::into_raw(area));
+        }
+    }
+
     /// Gives back what was not used.
     pub(crate) fn give_back(mut self, vm: &Vm<'_, S>, cx: &Cx<'_, S>) {
         while let Some(memory) = self.take() {
-            // SAFETY: allocated by `fill` and never used.
+            // SAFETY: allocated by `fill`, and used by nobody (any more).
             unsafe { vm.free_memory(cx, memory) };
         }
     }
@@ -76,7 +83,7 @@ impl<S: Setup> Areas<S> {
 }
 
 /// Changes what an area of the tree says.
-fn change_area<S: Setup>(peers: &mut AreaTree<S>, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
+pub(crate) fn change_area<S: Setup>(peers: &mut AreaTree<S>, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
     // SAFETY: an area is in its object's tree until it has left the space's.
     unsafe { peers.remove(area) };
     // SAFETY: the caller has the space's list alone and the object's, so nobody looks at it.

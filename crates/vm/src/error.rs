@@ -36,6 +36,11 @@ pub enum VmError {
         /// Where.
         at: VirtAddr,
     },
+    /// More pages would be locked than the caller allows.
+    LockLimit {
+        /// How many, in 4 KiB.
+        locked: u64,
+    },
     /// The space, object or pin is another manager's, or the pin another space's.
     Foreign,
     /// The object is of another kind (page size, pool) than the area asked for, or the pool has handed out something else
@@ -68,6 +73,7 @@ impl fmt::Display for VmError {
             VmError::Overlap { at } => write!(f, "there is an area at {at} already; unmap it first"),
             VmError::Misaligned { at } => write!(f, "{at} is not aligned to the area's pages"),
             VmError::OutOfBounds { at } => write!(f, "{at} lies outside the address space or the object"),
+            VmError::LockLimit { locked } => write!(f, "{locked} pages would be locked: unlock some or allow more"),
             VmError::Foreign => f.write_str("it belongs to another manager or space"),
             VmError::OtherKind => f.write_str("the object or the pool has other pages than the area asks for"),
             VmError::HwPoisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
@@ -110,6 +116,7 @@ mod tests {
             (VmError::Overlap { at }, format!("there is an area at {at} already; unmap it first")),
             (VmError::Misaligned { at }, format!("{at} is not aligned to the area's pages")),
             (VmError::OutOfBounds { at }, format!("{at} lies outside the address space or the object")),
+            (VmError::LockLimit { locked: 7 }, "7 pages would be locked: unlock some or allow more".into()),
             (VmError::InUse, "still in use: switch the CPUs out and unmap it first".into()),
             (VmError::HwPoisoned { frame }, format!("the memory of frame {frame} is bad")),
             (VmError::Paging(PagingError::Foreign), PagingError::Foreign.to_string()),

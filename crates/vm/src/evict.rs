@@ -26,7 +26,7 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
     ///
     /// # Errors
     ///
-    /// The page, and why: the store's own error; [`InUse`](VmError::InUse) if somebody has it after all,
+    /// The page, and why: the store's own error; [`InUse`](VmError::InUse) if somebody has it after all, or it is [locked](Vm::lock),
     /// [`NoMemory`](VmError::NoMemory) for a 2 MiB page's slots, [`OtherKind`](VmError::OtherKind) for a size that
     /// cannot be stored.
     ///
@@ -41,6 +41,9 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
         mut store: impl FnMut(&Cx<'_, S>, &Frozen, u64) -> Result<u64, E>,
     ) -> Result<u64, (E, Self)> {
         let vm = self.vm;
+        if self.locked {
+            return Err((VmError::InUse.into(), self));
+        }
         let Some(block) = vm.freeze_unhooked(cx, &mut self) else { return Err((VmError::InUse.into(), self)) };
         let stored = match self.order.get() {
             0 => evict(cx, block).map(|(slot, freed)| (SwapEntry::Slot(slot).word(), freed)),

@@ -88,7 +88,7 @@ impl<S: Setup> Vm<'_, S> {
         mut changed: impl FnMut(Stale),
     ) -> Result<(), VmError> {
         // Nobody takes references for pins during a fork.
-        let pinned = parent.pins().any();
+        let pinned = parent.lines().any_pinned();
         let mut next = 0;
         loop {
             // The list does not change meanwhile, and nobody waits for it.
@@ -115,8 +115,8 @@ impl<S: Setup> Vm<'_, S> {
         object: NonNull<Object<S>>,
         area: VmaInfo,
     ) -> Result<(), VmError> {
-        // What the pool has promised, it has promised to the parent.
-        let info = VmaInfo { kind: VmaKind { reserved: false, ..area.kind }, ..area };
+        // What the pool has promised, it has promised to the parent; and so is what is locked.
+        let info = VmaInfo { kind: VmaKind { reserved: false, locked: false, ..area.kind }, ..area };
         let own = Vma::new(NonNull::from(child), object, info);
         let own = self.try_keep(cx, own)?;
         // SAFETY: the parent's area, which stays, holds a reference.

@@ -281,7 +281,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     ) -> Result<NonNull<Object<S>>, VmError> {
         let memory = self.memory_for::<Object<S>>(cx)?;
         // SAFETY: memory for an object, this task's; it is never moved, and freed only after it has left the registry.
-        unsafe { self.registry().exclusive().add(memory, index) };
+        unsafe { self.own_registry(cx).exclusive().add(memory, index) };
         Ok(memory)
     }
 
@@ -292,7 +292,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !last {
             return;
         }
-        self.registry().exclusive().remove(id);
+        self.registry_of(id).exclusive().remove(id);
         // SAFETY: nobody has a reference, and nobody can find it any more.
         let object = unsafe { self.take_back(cx, object) };
         let Some(index) = object.index else { return };

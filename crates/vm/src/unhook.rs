@@ -61,6 +61,8 @@ pub struct UnhookedPage<'d, 'm, S: Setup, M: AsRef<[AtomicU64]> = [AtomicU64; 2]
     pub(crate) order: Order,
     /// How many places it was taken from: their references to the page are this value's too.
     pub(crate) places: u64,
+    /// An area that shows it is locked: it may move, and stays in memory.
+    pub(crate) locked: bool,
     debt: Option<Debt<'d>>,
     deferred: &'d DeferredUnmap<Keep, M>,
 }
@@ -146,7 +148,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     ///
     /// # Errors
     ///
-    /// The reference: the page is pinned, locked, moving, or has other holders. It may be the last by now, and goes as whoever
+    /// The reference: the page is pinned, moving, or has other holders. It may be the last by now, and goes as whoever
     /// made it has promised ([`hold_mapped`](Vm::hold_mapped), [`Frames::try_get`](hugemm_frames::Frames::try_get)).
     pub fn unhook<'d, M: AsRef<[AtomicU64]>>(
         &'d self,
@@ -162,10 +164,20 @@ impl<'m, S: Setup> Vm<'m, S> {
             return Err(folio);
         }
         let Some(owner) = self.owner(head) else { return Err(folio) };
-        let Some(handle) = self.registry().shared().get(owner.object) else { return Err(folio) };
+        let Some(handle) = self.object(owner.object) else { return Err(folio) };
         let folio = Some(folio);
-        let mut page =
-            UnhookedPage { vm: self, object: handle, owner, head, folio, order, places: 0, debt: None, deferred };
+        let mut page = UnhookedPage {
+            vm: self,
+            object: handle,
+            owner,
+            head,
+            folio,
+            order,
+            places: 0,
+            locked: false,
+            debt: None,
+            deferred,
+        };
         // SAFETY: `Registry::get` took a reference, which the page has.
         let object = unsafe { handle.as_ref() };
         match &object.index {
@@ -200,6 +212,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         page.places = 1;
         let looked = self.places(object, page.owner, |place| {
+            page.locked |= place.area.kind.locked;
             // Where somebody is just unmapping it, he may not have flushed yet, and the page is not his to keep.
             let owes = |found: &Result<Leaf, Lookup>| matches!(found, Ok(_) | Err(Lookup::Busy));
             let _ = self.take_leaf(cx, page, &place, |_| None, owes);
@@ -233,6 +246,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             // Where somebody is just unmapping it, he keeps its reference until he has flushed.
             let taken = self.take_leaf(cx, page, &place, |leaf| Some(moving(head, leaf)), Result::is_ok);
             page.places += u64::from(taken.is_ok());
+            page.locked |= taken.is_ok() && place.area.kind.locked;
             true
         });
         self.resched_after(cx, looked);

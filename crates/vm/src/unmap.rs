@@ -62,7 +62,7 @@ impl<S: Setup> Vm<'_, S> {
         result
     }
 
-    fn unmap_with(
+    pub(crate) fn unmap_with(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,

@@ -32,7 +32,7 @@ pub struct VmaKind {
     pub reserved: bool,
     /// Which node its pages come from.
     pub from: Placement,
-    /// Its pages are not to be reclaimed.
+    /// Its pages are not to be reclaimed. [`lock`](crate::Vm::lock) says so with a limit, and fills it.
     pub locked: bool,
     /// Its pages' accessed bits say nothing about their use: read once, in order.
     pub no_recency: bool,

@@ -2,11 +2,13 @@
 
 mod cases;
 mod detaching;
+mod dumping;
 mod extremes;
 mod folding;
 mod mapping;
 mod races;
 mod refusals;
+mod relocating;
 mod resizing;
 mod rights;
 #[path = "../support/mod.rs"]

@@ -61,6 +61,13 @@ pub enum Op {
         block: u64,
         resizes: bool,
     },
+    /// All of it comes to lie elsewhere.
+    Relocate {
+        first: u64,
+        pages: u64,
+        to: u64,
+        fail: Option<u64>,
+    },
     /// The leaf gives way to the owner's word.
     Away {
         page: u64,
@@ -108,8 +115,10 @@ pub fn op() -> impl Strategy<Value = Op> {
         2 => range().prop_map(|(first, pages)| Op::WriteProtect { first, pages }),
         1 => range().prop_map(|(first, pages)| Op::Age { first, pages }),
         3 => (0..PAGES, prop::bool::ANY).prop_map(|(page, write)| Op::Access { page, write }),
-        1 => (range(), prop::bool::ANY, fail)
+        1 => (range(), prop::bool::ANY, fail.clone())
             .prop_map(|((first, pages), resizes, fail)| Op::Split { first, pages, resizes, fail }),
+        3 => (range(), prop_oneof![0..PAGES, (0..8_u64).prop_map(|block| block * 512)], fail)
+            .prop_map(|((first, pages), to, fail)| Op::Relocate { first, pages, to, fail }),
         1 => (0..PAGES / 512, prop::bool::ANY).prop_map(|(block, resizes)| Op::Collapse { block, resizes }),
         3 => (0..PAGES, 0_u64..1 << 52).prop_map(|(page, word)| Op::Away { page, word }),
         2 => (0_usize..64, 0_u8..3).prop_map(|(which, next)| Op::Back { which, next }),

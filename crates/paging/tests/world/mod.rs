@@ -48,6 +48,8 @@ pub enum Plant {
     UnfoldWithoutFlush,
     PartOfAGroup,
     AnotherLevel,
+    RelocateWithoutFlush,
+    RelocateLosesDirty,
 }
 
 /// The model's hardware; with [`Plant::MissedCpu`], one CPU acknowledges and invalidates nothing; with [`Plant::AnotherLevel`], all are
@@ -199,7 +201,7 @@ impl<F: PageFormat> World<F> {
         let cpu = CpuId(self.below(u64::from(CPUS)) as u32);
         let space = self.below(SPACES as u64) as usize;
         let this = &*self;
-        this.mmu.as_cpu(cpu, |cx| match this.below(16) {
+        this.mmu.as_cpu(cpu, |cx| match this.below(17) {
             0..=5 => this.touch(cx),
             6 | 7 => this.switch(cx, space),
             8 | 9 => this.map(cx, space),
@@ -207,6 +209,7 @@ impl<F: PageFormat> World<F> {
             12 => this.protect(cx, space),
             13 => this.age(cx, space),
             14 => this.unmap_later(cx, space),
+            15 => this.relocate(cx, space),
             _ => this.move_page(cx, space),
         })?;
         self.mmu.meanwhile();

@@ -362,6 +362,59 @@ impl<F: PageFormat> World<F> {
         Ok(())
     }
 
+    /// Moves pages to other addresses, and sees that nobody reaches them at the old ones any more.
+    pub(super) fn relocate(&self, cx: &Cx<'_, '_>, space: usize) -> Result<(), String> {
+        let this = &self.spaces[space];
+        this.tlb.settle(&self.shootdown, cx);
+        let (first, pages, to) = match self.below(3) {
+            0 => (self.below(3) * 512, 512, (3 + self.below(3)) * 512),
+            1 => ((3 + self.below(3)) * 512, 512, self.below(3) * 512),
+            _ => (self.page(), 1 + self.below(16), self.page()),
+        };
+        let part = span(first, pages);
+        if !self.unfold(cx, space, part) {
+            return Ok(());
+        }
+        if self.planted(Plant::RelocateLosesDirty) {
+            self.relocate_plainly(cx, space, first, to);
+            return Ok(());
+        }
+        let moved = this.table.exclusive(&self.pool).relocate(part, at(to), Editing::LIVE);
+        let Ok(stale) = moved else { return Ok(()) };
+        self.mmu.meanwhile();
+        let mut batch = ShootdownBatch::new(&this.tlb);
+        if !self.planted(Plant::RelocateWithoutFlush) {
+            batch.stale(stale);
+        }
+        batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
+        for cpu in 0..self.shootdown.cpus() {
+            let runs = self.state.borrow()[cpu] == (Some(space), false);
+            if runs && (first..first + pages).any(|page| !self.is_hole(CpuId(cpu as u32), page)) {
+                return Err(format!("cpu{cpu} reaches what has moved away"));
+            }
+        }
+        Ok(())
+    }
+
+    /// One page, by a load and a store, between which hardware sets the dirty bit: a planted bug.
+    fn relocate_plainly(&self, cx: &Cx<'_, '_>, space: usize, first: u64, to: u64) {
+        let (Some(from), Some(there)) = (self.entry(space, first), self.entry(space, to)) else { return };
+        let seen = from.load(Ordering::Relaxed);
+        if seen & 1 == 0 || there.load(Ordering::Relaxed) != 0 {
+            return;
+        }
+        for (cpu, state) in self.state.borrow().iter().enumerate() {
+            if *state == (Some(space), false) {
+                let _ = self.mmu.store(CpuId(cpu as u32), at(first), 1);
+            }
+        }
+        there.store(seen, Ordering::Relaxed);
+        from.store(0, Ordering::Relaxed);
+        let mut batch = ShootdownBatch::new(&self.spaces[space].tlb);
+        batch.changed(span(first, 1), PageSize::Size4K);
+        batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
+    }
+
     /// The entry of a page of 4 KiB, found as hardware does; `None` where there is no table.
     fn entry(&self, space: usize, page: u64) -> Option<&'static AtomicU64> {
         let mut table = self.spaces[space].table.root();

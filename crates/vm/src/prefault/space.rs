@@ -62,7 +62,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let to = (from + PIECE).min(self.end);
         let mut at = from;
         'areas: while at < to {
-            let area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
+            let area = space.find_vma(cx, VirtAddr::new(at << PAGE_SHIFT))?;
             let size = area.kind.page;
             // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
             let first = area.range.first_page().max(self.first / size.pages() * size.pages());
@@ -78,7 +78,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 if filled == 0 {
                     // Somebody is at the same page, or the area has gone or ends elsewhere now.
                     self.vm.cond_resched(cx);
-                    let there = space.find_vma(VirtAddr::new(next << PAGE_SHIFT))?;
+                    let there = space.find_vma(cx, VirtAddr::new(next << PAGE_SHIFT))?;
                     if !there.shows_same_at(&area, next) {
                         return Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) });
                     }
@@ -105,18 +105,14 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let Site { space, area, .. } = site;
         let size = area.kind.page.pages();
         let at = VirtAddr::new(from << PAGE_SHIFT);
-        // Pages of an object are entered one by one: there is no use in looking further.
-        let looked = if area.kind.shared { from + size } else { end };
-        match self.vm.absent(cx, space, from, looked, area.kind.page) {
-            Absent::Mapped(leaf) => {
-                if self.writable && area.kind.flags().contains(Flags::WRITE) && !leaf.contains(Flags::WRITE) {
-                    self.vm.fault(cx, space, at, Access::Write)?;
-                    return Ok(0);
-                }
-                Ok(size)
-            }
+        let needs = if self.writable { area.kind.flags() & Flags::WRITE } else { Flags::NONE };
+        match self.vm.absent(cx, space, from, end, (area.kind.page, needs)) {
+            // A part of a large one, where the request ends.
+            Absent::Mapped(pages) if pages > 0 => Ok(pages.next_multiple_of(size)),
+            Absent::Mapped(_) => self.vm.fault(cx, space, at, Access::Write).map(|_| 0),
             Absent::Busy => Ok(0),
             Absent::SwapEntry => self.vm.fault(cx, space, at, Access::Read).map(|_| 0),
+            // Pages of an object are entered one by one.
             Absent::Pages(_) if area.kind.shared => self.fill_shared(cx, site, from),
             Absent::Pages(absent) => self.fill_private(cx, site, from, from + absent, cancel),
         }
@@ -127,7 +123,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let Site { space, area, phases } = site;
         let size = area.kind.page.pages();
         let Some(page) = pages(from, from + size) else { return Err(VmError::NoArea { at: area.range.start() }) };
-        let Some(object) = self.vm.registry().shared().get(area.object) else {
+        let Some(object) = self.vm.object(area.object) else {
             return Err(VmError::NoArea { at: page.start() });
         };
         let want = self.want(area, page.start());
@@ -202,7 +198,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let entered = match pages(from, from + batch.pages) {
             Some(span) => {
                 let flags = area.kind.flags() | Flags::ACCESSED;
-                self.vm.enter(cx, space, area, span, batch.blocks().iter().copied(), flags)
+                self.vm.enter(cx, self.vm.here(cx, space), area, span, batch.blocks().iter().copied(), flags)
             }
             None => Err(VmError::NoArea { at: area.range.start() }),
         };
@@ -226,8 +222,8 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
 
 /// What a walk from an address on finds first.
 enum Absent {
-    /// A page with these flags.
-    Mapped(Flags),
+    /// So many 4 KiB pages that are mapped as they have to be.
+    Mapped(u64),
     /// A page that is being mapped or unmapped, or a fork that has the space to itself.
     Busy,
     /// A page that reclaim has taken away.
@@ -238,17 +234,37 @@ enum Absent {
 
 impl<S: Setup> Vm<'_, S> {
     /// Looks from page `from` on, as far as one table goes: so runs of frames lie as runs of addresses do.
-    fn absent(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, from: u64, end: u64, size: PageSize) -> Absent {
-        if space.areas().shared().alone {
+    fn absent(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        from: u64,
+        end: u64,
+        (size, needs): (PageSize, Flags),
+    ) -> Absent {
+        let both = self.here(cx, space).both();
+        if both.areas().alone {
             return Absent::Busy;
         }
         let task = RefCell::new(cx);
-        let table = space.table().shared(self.tables(&task));
+        let table = both.table(self.tables(&task));
         let reach = (from + 1).next_multiple_of(512 << size.order().get());
-        let absent = pages(from, end.min(reach)).and_then(|span| table.absent(span).ok()).unwrap_or(0);
+        let span = pages(from, end.min(reach));
         match table.lookup(VirtAddr::new(from << PAGE_SHIFT)) {
-            Lookup::Absent => Absent::Pages(absent.max(size.pages())),
-            Lookup::Mapped(leaf) => Absent::Mapped(leaf.flags),
+            Lookup::Absent => {
+                let absent = span.and_then(|span| table.absent(span).ok()).unwrap_or(0);
+                Absent::Pages(absent.max(size.pages()))
+            }
+            Lookup::Mapped(_) => {
+                let mut next = from;
+                let _ = span.map(|span| {
+                    table.walk(span, Flags::HARDWARE, |run| {
+                        let goes_on = run.at.get() >> PAGE_SHIFT == next && run.flags.contains(needs);
+                        next += if goes_on { run.extent.pages() } else { 0 };
+                    })
+                });
+                Absent::Mapped(next - from)
+            }
             Lookup::Busy => Absent::Busy,
             Lookup::Owner(_) => Absent::SwapEntry,
         }

@@ -25,7 +25,7 @@ fn protect<'h, F: PageFormat>(
     rig.vm.protect(cx, space, part, rights).expect("an area");
 }
 
-fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 9] {
+fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 13] {
     [
         ("`protect`: `WRITE` goes", |_, _, _, _| (), |rig, cx, space, part| protect(rig, cx, space, part, USER)),
         (
@@ -43,6 +43,22 @@ fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 9] {
             |_, _, _, _| (),
             |rig, cx, space, part| {
                 rig.vm.discard(cx, space, part).expect("an area");
+            },
+        ),
+        (
+            "`move_to`, tables",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                let there = span(part.start().get() + (1 << 40), part.bytes());
+                rig.vm.move_to(cx, space, part, there).expect("nothing is there");
+            },
+        ),
+        (
+            "`move_to`, entries",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                let there = span(part.start().get() + (1 << 40) + 0x1000, part.bytes());
+                rig.vm.move_to(cx, space, part, there).expect("nothing is there");
             },
         ),
         (
@@ -73,6 +89,12 @@ fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 9] {
                 rig.vm.zero(cx, space, part.start(), part.bytes() as usize).expect("an area");
             },
         ),
+        ("`lock`", |_, _, _, _| (), |rig, cx, space, part| rig.vm.lock(cx, space, part, u64::MAX).expect("an area")),
+        (
+            "`unlock`",
+            |rig, cx, space, part| rig.vm.lock(cx, space, part, u64::MAX).expect("an area"),
+            |rig, cx, space, part| rig.vm.unlock(cx, space, part).expect("an area"),
+        ),
         (
             "`usage`",
             |_, _, _, _| (),
@@ -101,7 +123,7 @@ fn cost<F: PageFormat>(row: usize, pages: u64) -> (u64, u64) {
             let (locks_after, flushes_after) = counts();
             cost = (locks_after - locks, flushes_after - flushes);
             rig.vm.prefault(&space, span(AT, 0x1000), None).work(cx, &Never).expect("the space goes on");
-            assert!(space.find_vma(VirtAddr::new(AT)).is_ok());
+            assert!(space.find_vma(cx, VirtAddr::new(AT)).is_ok());
             rig.end(cx, space);
         });
     });

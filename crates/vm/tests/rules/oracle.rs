@@ -16,6 +16,8 @@ enum Op {
     Map { space: usize, at: u64, units: u64, huge: bool, shared: bool, pooled: bool },
     Unmap { space: usize, at: u64, units: u64 },
     Protect { space: usize, at: u64, units: u64, writable: bool },
+    Move { space: usize, at: u64, units: u64, to: u64, to_units: u64 },
+    Lock { space: usize, at: u64, units: u64, unlocks: bool },
     Store { space: usize, at: u64, cpu: u32 },
     Load { space: usize, at: u64, cpu: u32 },
     Prefault { space: usize, at: u64, units: u64 },
@@ -52,6 +54,10 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         2 => (space.clone(), at.clone(), 1u64..64).prop_map(|(space, at, units)| Op::Unmap { space, at, units }),
         2 => (space.clone(), at.clone(), 1u64..40, any::<bool>()).prop_map(
             |(space, at, units, writable)| Op::Protect { space, at, units, writable }),
+        2 => (space.clone(), at.clone(), 1u64..40, at.clone(), 1u64..40).prop_map(
+            |(space, at, units, to, to_units)| Op::Move { space, at, units, to, to_units }),
+        1 => (space.clone(), at.clone(), 1u64..40, any::<bool>()).prop_map(
+            |(space, at, units, unlocks)| Op::Lock { space, at, units, unlocks }),
         12 => (space.clone(), page.clone(), 0u32..3).prop_map(|(space, at, cpu)| Op::Store { space, at, cpu }),
         8 => (space.clone(), page, 0u32..3).prop_map(|(space, at, cpu)| Op::Load { space, at, cpu }),
         1 => (space.clone(), at.clone(), 1u64..40).prop_map(|(space, at, units)| Op::Prefault { space, at, units }),
@@ -136,6 +142,22 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
                     (Err(VmError::Misaligned { .. }), None) => {}
                     (done, hole) => panic!("{done:?} with hole {hole:?}"),
                 }
+            }
+            Op::Move { space, at, units, to, to_units } => self.move_to(space, (at, units), (to, to_units)),
+            Op::Lock { space, at, units, unlocks } => {
+                let range = span(AT + at * UNIT, units * UNIT);
+                let (vm, space) = (&self.rig.vm, self.space(space));
+                let done = self.rig.mmu.as_cpu(CpuId(2), |cx| match unlocks {
+                    true => vm.unlock(cx, space, range),
+                    false => vm.lock(cx, space, range, 1200),
+                });
+                let of_unlock = matches!(done, Ok(()) | Err(VmError::Misaligned { .. }));
+                let of_lock = matches!(
+                    done,
+                    Err(VmError::LockLimit { .. } | VmError::NoArea { .. } | VmError::NoMemory | VmError::NoPool)
+                );
+                assert!(of_unlock || of_lock && !unlocks, "{done:?}");
+                assert!(space.locked() <= 1200);
             }
             Op::Store { space, at, cpu } => {
                 let at = AT + at * 4096 + ((at * 40) & 0xff8);
@@ -231,6 +253,53 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
                 self.rig.mmu.as_cpu(CpuId(0), |cx| self.rig.vm.unpin(cx, self.space(space), run).expect("its own"));
             } else {
                 self.pinned.push((space, run));
+            }
+        }
+    }
+
+    /// Longer or shorter, to the same or another place.
+    fn move_to(&mut self, space: usize, (at, units): (u64, u64), (to, to_units): (u64, u64)) {
+        let (from, to) = (span(AT + at * UNIT, units * UNIT), span(AT + to * UNIT, to_units * UNIT));
+        let done = self.rig.mmu.as_cpu(CpuId(1), |cx| self.rig.vm.move_to(cx, self.space(space), from, to));
+        let known = &mut self.known[space];
+        let (first, there) = (from.first_page(), to.first_page());
+        let kept = from.pages().min(to.pages());
+        let hole = (first..from.end_page()).find(|page| !known.pages.contains_key(page));
+        match done {
+            Ok(()) => {}
+            Err(VmError::NoArea { at }) => return assert_eq!(Some(at.get() >> 12), hole),
+            Err(VmError::Overlap { .. }) => {
+                let new = if first == there { from.end_page() } else { there };
+                let goes_on = first == there && known.pages.contains_key(&(from.end_page() - 1));
+                return assert!(goes_on || (new..to.end_page()).any(|page| known.pages.contains_key(&page)));
+            }
+            Err(error) => {
+                let fits = matches!(error, VmError::Misaligned { .. } | VmError::NoPool | VmError::NoMemory)
+                    || matches!(error, VmError::OutOfBounds { .. } | VmError::Denied { .. }) && to.pages() > kept;
+                return assert!(fits, "{error}");
+            }
+        }
+        assert_eq!(hole, None);
+        let last = known.pages[&(first + kept - 1)];
+        let read_only = known.read_only.contains(&(first + kept - 1));
+        let part = |page: &u64| (first..from.end_page()).contains(page);
+        let moved: Vec<_> = known.pages.iter().filter(|(page, _)| part(page)).map(|(page, of)| (*page, *of)).collect();
+        let denied: Vec<_> = known.read_only.iter().copied().filter(part).collect();
+        let words: Vec<_> =
+            known.words.iter().filter(|(at, _)| part(&(*at >> 12))).map(|(at, to)| (*at, *to)).collect();
+        known.pages.retain(|page, _| !part(page));
+        known.read_only.retain(|page| !part(page));
+        known.words.retain(|at, _| !part(&(at >> 12)));
+        let stays = |page: &u64| *page < first + kept;
+        let new = |page: u64| page - first + there;
+        known.pages.extend(moved.into_iter().filter(|(page, _)| stays(page)).map(|(page, of)| (new(page), of)));
+        known.read_only.extend(denied.into_iter().filter(stays).map(new));
+        let word = |(at, value): (u64, u64)| (new(at >> 12) << 12 | at & 0xfff, value);
+        known.words.extend(words.into_iter().filter(|(at, _)| stays(&(at >> 12))).map(word));
+        for (page, more) in (there + kept..to.end_page()).zip(1..) {
+            known.pages.insert(page, last.map(|of| of + more));
+            if read_only {
+                known.read_only.insert(page);
             }
         }
     }

@@ -186,11 +186,13 @@ struct Device<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 15] = [
+pub const ALL_DEEDS: [&str; 17] = [
     "forked",
     "forked beside pins",
     "unmapped",
     "discarded",
+    "relocated",
+    "locked",
     "protected",
     "denied",
     "ended",
@@ -412,7 +414,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
                 frames.add(cx, spec, memory.ptr(), memory.bytes()).expect("room");
                 frames.release_extent(cx, spec.extent);
             }
-        } else if let Ok(all) = frames.alloc_contig_pages(cx, spec.extent, &mut NoMigration) {
+        } else if let Ok(all) = frames.alloc_contig_range(cx, spec.extent, &mut NoMigration) {
             // SAFETY: no program asks for these frames by number, and nobody else is at it.
             let removed = unsafe { frames.remove(cx, all, |_| panic!("no frame was widened")) };
             drop(removed.expect("all of one that was added"));
@@ -495,7 +497,9 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             36..=38 => self.prefault(cx),
             39..=52 => self.guest_acts(cx),
             53..=58 => self.protect(cx),
-            59..=115 => {
+            59..=64 => self.relocate(cx),
+            65..=68 => self.lock(cx),
+            69..=115 => {
                 let at = self.any_at();
                 self.get(cx, at);
             }
@@ -715,6 +719,94 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
     }
 
+    /// Some pages are locked for a while: all of them are there, whatever reclaim does.
+    fn lock(&mut self, cx: &mut Cx<'_, 'h>) {
+        let process = self.process.clone();
+        let area = self.any_area();
+        let size = area.kind.page.bytes();
+        let first = self.random.below(area.pages);
+        let pages = (1 + self.random.below(6)).min(area.pages - first);
+        let part = span(area.start + first * size, pages * size);
+        let all = || (0..pages).map(|page| area.start + (first + page) * size);
+        {
+            let mut book = process.book.borrow_mut();
+            let busy = |page| book.changes(page).under_way || book.rights(page).under_way || book.gone.contains(&page);
+            if all().any(busy) {
+                return;
+            }
+            for page in all() {
+                let rights = book.rights(page);
+                book.rights.insert(page, Rights { begun: rights.begun + 1, under_way: true, ..rights });
+            }
+        }
+        let vm = &self.test.world.vm;
+        match vm.lock(cx, &process.space, part, u64::MAX) {
+            Ok(()) => {
+                (0..self.random.below(400)).for_each(|_| point());
+                let usage = vm.usage(cx, &process.space, part).expect("in the space");
+                if !area.kind.shared {
+                    assert_eq!((usage.present, usage.swapped), (part.pages(), 0), "{part:?}");
+                }
+                self.test.did("locked", 1);
+            }
+            Err(error) => refused(error),
+        }
+        while let Err(error) = vm.unlock(cx, &process.space, part) {
+            assert_eq!(error, VmError::NoMemory);
+            cx.cond_resched();
+        }
+        let mut book = process.book.borrow_mut();
+        for page in all() {
+            book.rights.get_mut(&page).expect("begun").under_way = false;
+        }
+    }
+
+    /// Some pages are elsewhere for a while, where nobody looks, and come back as they were.
+    fn relocate(&mut self, cx: &mut Cx<'_, 'h>) {
+        let process = self.process.clone();
+        let area = self.any_area();
+        let size = area.kind.page.bytes();
+        let first = self.random.below(area.pages);
+        let pages = (1 + self.random.below(6)).min(area.pages - first);
+        let here = span(area.start + first * size, pages * size);
+        let all = || (0..pages).map(|page| area.start + (first + page) * size);
+        {
+            let mut book = process.book.borrow_mut();
+            let busy = |page| book.changes(page).under_way || book.rights(page).under_way || book.gone.contains(&page);
+            if all().any(busy) {
+                return;
+            }
+            for page in all() {
+                let changes = book.changes(page);
+                book.changes.insert(page, Changes { begun: changes.begun + 1, under_way: true });
+            }
+        }
+        let vm = &self.test.world.vm;
+        // By whole tables or not.
+        let there = 0x10_0000_0000 + (u64::from(self.cpu) << 32) + here.start().get();
+        let there = span(there + if size == 4096 { self.random.below(3) * size } else { 0 }, here.bytes());
+        // A fork may have come between, once.
+        while let Err(error) = vm.unmap(cx, &process.space, there) {
+            assert_eq!(error, VmError::NoMemory);
+            cx.cond_resched();
+        }
+        match vm.move_to(cx, &process.space, here, there) {
+            Ok(()) => {
+                (0..self.random.below(100)).for_each(|_| point());
+                while let Err(error) = vm.move_to(cx, &process.space, there, here) {
+                    assert_eq!(error, VmError::NoMemory);
+                    cx.cond_resched();
+                }
+                self.test.did("relocated", 1);
+            }
+            Err(error) => assert_eq!(error, VmError::NoMemory),
+        }
+        let mut book = process.book.borrow_mut();
+        for page in all() {
+            book.changes.get_mut(&page).expect("begun").under_way = false;
+        }
+    }
+
     /// Into another process, or this one again.
     fn go_elsewhere(&mut self, cx: &mut Cx<'_, 'h>) {
         let test = self.test;
@@ -806,7 +898,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         let pages =
             AREAS.iter().flat_map(|area| (0..area.pages).map(|page| area.start + page * area.kind.page.bytes()));
         let rights = pages.filter_map(|page| {
-            let allowed = child.find_vma(VirtAddr::new(page)).ok()?.kind.protection;
+            let allowed = child.find_vma(cx, VirtAddr::new(page)).ok()?.kind.protection;
             Some((page, Rights { read_only: !allowed.contains(Protection::WRITE), ..Rights::default() }))
         });
         let rights = rights.collect();

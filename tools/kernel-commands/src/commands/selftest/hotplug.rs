@@ -55,7 +55,8 @@ fn leave(cx: Cx<'_>, phase: &AtomicU64) {
     });
     let cx = &*cx;
     cx.pinned(|_| {
-        kernel_half().offline(cx);
+        // SAFETY: until it is back it reads `phase` and runs this loop, whose mappings do not change.
+        unsafe { kernel_half().offline(cx) };
         // Release and Acquire pair with `beside`: what is in the cache is seen there, and what is left of it here.
         phase.store(1 + cached.unwrap_or(0), Ordering::Release);
         while phase.load(Ordering::Acquire) != BACK {
@@ -82,7 +83,7 @@ fn beside(cx: Cx<'_>, leaver: CpuId, phase: &AtomicU64) -> Result<(), Finding> {
         let _receipt = batch.flush(shootdown(), cx, &ShootdownPolicy::BATCHED);
     }
     // 0: there was none to cache.
-    let taken = (cached != Pfn::new(0)).then(|| frames().alloc_contig_range(cx, Extent::block(cached, Order::ZERO)));
+    let taken = (cached != Pfn::new(0)).then(|| frames().take_range(cx, Extent::block(cached, Order::ZERO)));
     phase.store(BACK, Ordering::Release);
     match taken {
         Some(Err(_)) => Err(Finding::new(
