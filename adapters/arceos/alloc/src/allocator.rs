@@ -173,7 +173,7 @@ impl GlobalAllocator {
         let extent = extent_at(start, num_pages).filter(|_| start.is_multiple_of(align.max(PAGE_SIZE)));
         let extent = extent.ok_or(AllocError::InvalidParam)?;
         self.alloc_extent(num_pages, kind, |frames, cx| {
-            let taken = frames.alloc_contig_range(cx, extent).map_err(|error| match error {
+            let taken = frames.take_range(cx, extent).map_err(|error| match error {
                 hugemm_frames::AllocContigError::NotManaged => PagesError::Invalid,
                 _ => PagesError::OutOfMemory,
             })?;

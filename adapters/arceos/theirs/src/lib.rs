@@ -23,7 +23,7 @@ pub mod alloc {
             let frames: &'static _ = Box::leak(Box::new(Frames::carve(&threads.cx(), ram).expect("64 MiB suffice")));
             // SAFETY: threads are tasks of their platform.
             let tables = unsafe { TableFrames::new(frames, threads) };
-            let offset = tables.phys_to_virt(first.into()).expose_provenance() - first;
+            let offset = tables.phys_to_virt(first.into()).expose_provenance().wrapping_sub(first);
             (tables, offset)
         })
     }
@@ -51,6 +51,10 @@ pub mod alloc {
     /// They came from [`alloc`], and are not used any more.
     pub unsafe fn dealloc(memory: *mut u8, layout: Layout) {
         let (tables, offset) = tables();
-        tables.dealloc_frames((memory.expose_provenance() - offset).into(), pages(layout), PAGE_BYTES as usize);
+        tables.dealloc_frames(
+            memory.expose_provenance().wrapping_sub(*offset).into(),
+            pages(layout),
+            PAGE_BYTES as usize,
+        );
     }
 }
