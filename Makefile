@@ -19,11 +19,12 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb kv
 LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames heap paging kva vm reclaim lz4 threads)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants sharing soak races lint lines package semver size dist test-systemd deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-arceos bench-arceos test-ostd bench-ostd mutants sharing soak races lint lines package semver size dist test-systemd deep clean
 
 help:
 	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
 	@echo "make test   host, loom, code generation, bare-metal builds, arm64 and the reference kernel under emulation"
+	@echo "make test-arceos  an ArceOS unikernel from the registry on hugemm's frames and heap, x86-64 and arm64 (needs a nightly; no part of make test)"
 	@echo "make test-ostd  an OSTD kernel on hugemm's frames and heap: OSTD's 221 tests and ours (needs a nightly; no part of make test)"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make package  every published crate as the registry would get it, built from that"
@@ -106,7 +107,14 @@ test-kernel:
 	    $(CARGO) test --workspace --locked --test commands -- --ignored --test-threads 3 kernel::; \
 	else echo "skipped: the reference kernel"; fi
 
-# A workspace of its own, with a nightly compiler: see adapters/ostd/README.md.
+# A workspace of its own, with a nightly compiler: see adapters/arceos/README.md.
+test-arceos:
+	@adapters/arceos/test.sh
+
+bench-arceos:
+	@adapters/arceos/test.sh bench
+
+# The same: see adapters/ostd/README.md.
 test-ostd:
 	@adapters/ostd/test.sh
 

@@ -173,7 +173,8 @@ on_both! {
         let ram = world.on(0, |cx| world.kva.map_device(cx, extent(Pfn::new(0xfee00), 1), through)).expect("tables");
         let flags = |at| world.on(0, |cx| {
             // SAFETY: the host's memory is a direct map.
-            match world.table.shared(unsafe { FrameTables::new(world.frames, cx) }).lookup(at) {
+            let found = world.table.shared(unsafe { FrameTables::new(world.frames, cx) }).lookup(at);
+            match found {
                 Lookup::Mapped(leaf) => leaf.flags & (Flags::UNCACHED | Flags::WRITE_THROUGH),
                 other => panic!("{other:?}"),
             }
