@@ -19,7 +19,7 @@ const THERE: u64 = 0x70_0000_0000;
 
 /// A file in memory.
 #[derive(Default)]
-struct File {
+pub(crate) struct File {
     bytes: Mutex<Vec<u8>>,
     /// Pages that were asked for together, and that were written together: from where on, and how many bytes.
     fills: Mutex<Vec<(u64, usize)>>,
@@ -33,7 +33,7 @@ struct File {
 
 impl File {
     /// Of so many bytes, each word of which is its number, for ever.
-    fn new(bytes: usize) -> &'static File {
+    pub(crate) fn new(bytes: usize) -> &'static File {
         let words = (0..bytes as u64).step_by(8).flat_map(u64::to_le_bytes).take(bytes).collect();
         Box::leak(Box::new(File { bytes: Mutex::new(words), ..File::default() }))
     }
