@@ -15,9 +15,9 @@ test-%: export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER = timeout --foregrou
 test-%: export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER = timeout --foreground 30m
 
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
-BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb vm reclaim lz4 workloads)
+BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb kva vm reclaim lz4 workloads)
 LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb reclaim)
-MIRI = $(addprefix -p hugemm-,base clear frames heap paging vm reclaim lz4 threads)
+MIRI = $(addprefix -p hugemm-,base clear frames heap paging kva vm reclaim lz4 threads)
 
 .PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants sharing soak races lint lines package dist test-systemd deep clean
 
@@ -81,7 +81,7 @@ test-bare:
 	done; \
 	[ "$$targets" ] || exit 0; \
 	$(CARGO) check --locked $$targets $(BARE) || exit 1; \
-	for feature in clear frames heap paging hugetlb vm reclaim; do \
+	for feature in clear frames heap paging hugetlb kva vm reclaim; do \
 	    $(CARGO) check --locked --quiet $$targets -p hugemm --no-default-features --features $$feature || exit 1; \
 	done
 	@if scripts/need.sh target x86_64-unknown-none; then \
@@ -126,12 +126,11 @@ sharing:
 	else echo "skipped: sharing"; fi
 
 # Ten minutes each: frames are owned once, while some are poisoned and others come and go; processes that share, fork, pin, are poisoned
-# and are paged out read what they wrote, on threads, and in orders that seeds decide; programs of all kinds have leases, one memory for
+# and are paged out read what they wrote, in orders that seeds decide; programs of all kinds have leases, one memory for
 # each file; and the reference kernel's self-test with all its parts, on eight CPUs.
 SOAK ?= 600
 soak: build
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-workloads --test soak
-	HUGEMM_SOAK_STEPS=$$(($(SOAK) * 1000)) $(CARGO) test --release --locked -p hugemm-reclaim --test spaces oracle
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-schedule --test system
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-lease --test processes -- "at once"
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
@@ -139,7 +138,7 @@ soak: build
 # Races that need a thread to stop between two steps: see crates/base/src/perturb.rs.
 races:
 	RUSTFLAGS="--cfg perturb" CARGO_TARGET_DIR=target/perturb \
-	$(CARGO) test --locked --tests $(addprefix -p hugemm-,base frames heap paging hugetlb vm reclaim)
+	$(CARGO) test --locked --tests $(addprefix -p hugemm-,base frames heap paging hugetlb kva vm reclaim)
 
 lint:
 	$(CARGO) fmt --all --check

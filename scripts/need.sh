@@ -2,12 +2,12 @@
 # Sees to it that a tool is there: installs it where that is possible, and otherwise says in one line how to.
 #
 #   scripts/need.sh target TRIPLE      a Rust target, through rustup
-#   scripts/need.sh program PROGRAM PACKAGE    a program, through the system's packages
+#   scripts/need.sh program PROGRAM PACKAGE    a program, or the path of a file, through the system's packages
 #
 # Exit code 0: it is there (now). 1: it is not, and the line on standard error says what to do.
 set -u
 
-have() { command -v "$1" >/dev/null 2>&1; }
+have() { case $1 in /*) [ -e "$1" ] ;; *) command -v "$1" >/dev/null 2>&1 ;; esac; }
 
 # Runs a command as root: directly, or through sudo if that asks for no password.
 as_root() {

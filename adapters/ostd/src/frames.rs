@@ -106,7 +106,7 @@ impl OstdFrames {
         let used = join(extents, &mut arenas);
         let cpus = cx.platform().cpus();
         // Enough for the smaller arenas that are left as well. The manager itself comes after its metadata.
-        let config = FramesConfig { arenas: &arenas[..used], cpus, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas[..used], cpus);
         let bytes = Manager::required_bytes(&config).ok()?.size().next_multiple_of(align_of::<Manager>());
         let pages = ((bytes + size_of::<Manager>()) as u64).div_ceil(PAGE_BYTES);
         let largest = extents.iter_mut().max_by_key(|extent| extent.pages())?;
@@ -118,7 +118,7 @@ impl OstdFrames {
         mem::forget(segment);
         *largest = rest;
         let used = join(extents, &mut arenas);
-        let config = FramesConfig { arenas: &arenas[..used], cpus, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas[..used], cpus);
         // SAFETY: the segment is this manager's for good; its frames and those of the arenas were handed over once, so no other
         // manager knows them; all contexts come from this platform.
         let manager = unsafe {

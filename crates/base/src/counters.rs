@@ -40,6 +40,11 @@ impl Counter {
 pub struct CpuCounter(AtomicU64);
 
 impl CpuCounter {
+    /// Zero, for statics.
+    pub const fn new() -> Self {
+        CpuCounter(AtomicU64::new(0))
+    }
+
     /// Adds `n`, without a bus lock where the architecture can.
     #[inline]
     pub fn add(&self, n: u64) {
@@ -75,6 +80,8 @@ impl FrameUse {
     pub const SWAP: FrameUse = FrameUse(3);
     /// Frames behind descriptors, and the tables that map those.
     pub const DESCRIPTORS: FrameUse = FrameUse(4);
+    /// Pages of kernel virtual areas.
+    pub const AREAS: FrameUse = FrameUse(5);
 
     /// How many there can be.
     const COUNT: usize = 16;
@@ -96,7 +103,7 @@ pub struct FrameUses([CpuCounter; FrameUse::COUNT]);
 impl FrameUses {
     /// All zero, for statics.
     pub const fn new() -> Self {
-        FrameUses([const { CpuCounter(AtomicU64::new(0)) }; FrameUse::COUNT])
+        FrameUses([const { CpuCounter::new() }; FrameUse::COUNT])
     }
 
     /// Counts `pages` frames as taken for a use; below zero, as given back. By the CPU that this belongs to, pinned.
@@ -164,7 +171,7 @@ macro_rules! counters {
         impl Counters {
             /// All zero, for statics.
             pub const fn new() -> Self {
-                Counters { $($name: CpuCounter(AtomicU64::new(0)),)* frames: FrameUses::new() }
+                Counters { $($name: CpuCounter::new(),)* frames: FrameUses::new() }
             }
 
             /// Reads every counter. Not atomic across counters.

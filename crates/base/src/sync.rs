@@ -34,6 +34,10 @@ pub enum FencePoint {
     Helping,
     /// Between mending entries and looking for helps that are under way.
     Mended,
+    /// Between a reader's counting itself and its look whether the lock is closed.
+    Counted,
+    /// Between closing a lock and looking for its readers.
+    Closed,
 }
 
 /// A full fence: `mfence` or a locked instruction, `dmb ish`.
@@ -46,6 +50,16 @@ pub fn full_fence(point: FencePoint) {
     #[cfg(not(loom))]
     let _ = point;
     fence(Ordering::SeqCst);
+}
+
+/// The full fence between a `SeqCst` read-modify-write and later `SeqCst` loads: no instruction, for that is what the orders say. loom takes
+/// such accesses for `AcqRel`, so there it is one.
+#[inline]
+pub fn sequenced(point: FencePoint) {
+    #[cfg(loom)]
+    full_fence(point);
+    #[cfg(not(loom))]
+    let _ = point;
 }
 
 #[cfg(loom)]

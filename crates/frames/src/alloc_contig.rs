@@ -1,8 +1,8 @@
 //! Particular frames, not just any: a *claim* is such a call while it is at work.
 //!
-//! * [`alloc_contig_range`](Frames::alloc_contig_range) takes an extent, aligned or not, if all of it is free in its node right
+//! * [`take_range`](Frames::take_range) takes an extent, aligned or not, if all of it is free in its node right
 //!   now. One lock round.
-//! * [`alloc_contig_pages`](Frames::alloc_contig_pages) empties a 2 MiB-aligned range and takes it, in four steps:
+//! * [`alloc_contig_range`](Frames::alloc_contig_range) empties a 2 MiB-aligned range and takes it, in four steps:
 //!   1. **Isolate.** Under the lock every 2 MiB block of the range is marked; its free blocks are found no more but
 //!      stay free. From here on nothing is allocated from the range.
 //!   2. **Drain.** Every CPU is asked for its cache; this one's is drained at once. A free that **races** with this
@@ -50,7 +50,7 @@ impl fmt::Display for AllocContigError {
         match self {
             AllocContigError::NotManaged => f.write_str("the range is empty or not inside one arena"),
             AllocContigError::Misaligned => {
-                f.write_str("the range is not aligned to 2 MiB; align it or use alloc_contig_range")
+                f.write_str("the range is not aligned to 2 MiB; align it or use take_range")
             }
             AllocContigError::Contended => f.write_str("another claim is at work in the range; try again later"),
             AllocContigError::InUse(pfn) => write!(f, "frame {pfn} is in use and was not migrated"),
@@ -140,14 +140,14 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Takes exactly these frames if all of them are free in the node. One lock round, a line per 2 MiB of which parts are free; and one
     /// for 64 words of pages that this CPU has on their way there. Other frames in CPUs' caches count as in use:
-    /// [`alloc_contig_pages`](Frames::alloc_contig_pages) gets those too.
+    /// [`alloc_contig_range`](Frames::alloc_contig_range) gets those too.
     ///
     /// # Errors
     ///
     /// [`InUse`](AllocContigError::InUse) names the first frame that is not free,
     /// [`NotManaged`](AllocContigError::NotManaged) is a range that is empty or not in one arena,
     /// [`Contended`](AllocContigError::Contended) one in which another call is at work. Nothing has changed.
-    pub fn alloc_contig_range<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> Result<Dirty, AllocContigError> {
+    pub fn take_range<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> Result<Dirty, AllocContigError> {
         let arena = self.arena_of(extent)?;
         if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
@@ -246,9 +246,9 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// # Errors
     ///
-    /// As [`alloc_contig_range`](Frames::alloc_contig_range), and [`Misaligned`](AllocContigError::Misaligned). What
+    /// As [`take_range`](Frames::take_range), and [`Misaligned`](AllocContigError::Misaligned). What
     /// was free is free again; what was migrated stays where it is now.
-    pub fn alloc_contig_pages<P: Cpu>(
+    pub fn alloc_contig_range<P: Cpu>(
         &self,
         cx: &mut CpuCx<'_, P>,
         extent: Extent,
@@ -275,7 +275,7 @@ impl<'m, E: Env> Frames<'m, E> {
             result
         });
         taken.unwrap_or(Err(AllocContigError::NotManaged))?;
-        // SAFETY: as in `alloc_contig_range`.
+        // SAFETY: as in `take_range`.
         Ok(unsafe { Dirty::assume_owned(extent) })
     }
 

@@ -45,7 +45,7 @@ pub struct RemovedArena {
 pub enum RemoveError {
     /// The frames are not those of an arena that was added, all of them and no others.
     NotAdded,
-    /// This frame is poisoned. What is around it can be had, and kept, by [`alloc_contig_range`](crate::Frames::alloc_contig_range).
+    /// This frame is poisoned. What is around it can be had, and kept, by [`take_range`](crate::Frames::take_range).
     HwPoisoned(Pfn),
 }
 

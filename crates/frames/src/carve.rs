@@ -212,7 +212,7 @@ impl<'m> Frames<'m, Carved> {
                 rest = rest.split_at(window.ok_or(CarveReason::NotMapped(rest))?.pages).1;
             }
         }
-        let config = FramesConfig { arenas, cpus: cx.platform().cpus(), cpu_nodes: &[] };
+        let config = FramesConfig::new(arenas, cx.platform().cpus());
         let env = Carved { platform: core::ptr::from_ref(cx.platform()).addr() };
         // SAFETY: the metadata's frames are the caller's, who gives them up, and mapped for `'m`: the platform is borrowed for
         // as long. That no other manager knows frames of `Ram` is what it stands for. Contexts of other platforms find no cache.
@@ -238,7 +238,7 @@ fn set_aside(arenas: &mut [ArenaSpec], cpus: u32) -> Result<Extent, FramesConfig
     // How many frames the metadata needs if `given` are set aside.
     let mut need = |given: u64| {
         (arenas[largest].extent, _) = whole.split_at(whole.pages().saturating_sub(given));
-        let layout = Frames::<Carved>::required_bytes(&FramesConfig { arenas, cpus, cpu_nodes: &[] })?;
+        let layout = Frames::<Carved>::required_bytes(&FramesConfig::new(arenas, cpus))?;
         let pages = (layout.size() as u64).div_ceil(PAGE_BYTES);
         if pages >= whole.pages() {
             return Err(FramesConfigError::Memory { bytes: layout.size(), align: layout.align() });

@@ -215,7 +215,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// The counters with which frames of the arena were [widened](Frames::widen) go to `wide`, one after another: they are the caller's again.
     ///
-    /// How one comes to own all of them: [`alloc_contig_pages`](Frames::alloc_contig_pages), and whatever was never released.
+    /// How one comes to own all of them: [`alloc_contig_range`](Frames::alloc_contig_range), and whatever was never released.
     ///
     /// # Errors
     ///
@@ -227,7 +227,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// From now on nobody asks the manager by number about a frame of the arena that is not his: no such call is at work, or comes until an
     /// arena with the frame has been added again, and no [descriptor](Frames::descriptor) of one is in use. Such calls are
     /// [`try_get`](Frames::try_get), [`head_of`](Frames::head_of), [`node_of`](Frames::node_of), [`references`](Frames::references),
-    /// [`hwpoison`](Frames::hwpoison), [`alloc_contig_range`](Frames::alloc_contig_range) and the like, and those with runs of numbers
+    /// [`hwpoison`](Frames::hwpoison), [`take_range`](Frames::take_range) and the like, and those with runs of numbers
     /// of which not all are the caller's.
     ///
     /// Nobody has to wait for calls that were given frames of the arena, or references to them, and are still returning: frees, puts,

@@ -32,7 +32,6 @@ use crate::outgoing::Word;
 use crate::page_alloc::Wanted;
 use crate::pcp::{self, PerCpu};
 use crate::rows::SMALL;
-use crate::stats::ORDERS;
 use hugemm_base::Pfn;
 use hugemm_base::sync::Ordering;
 
@@ -497,7 +496,7 @@ impl<'m, E: Env> Frames<'m, E> {
 }
 
 /// Adds up the free blocks of less than 2 MiB by order.
-pub(crate) fn count_4k(block: &Block, blocks: &mut [u64; ORDERS]) {
+pub(crate) fn count_4k(block: &Block, blocks: &mut [u64]) {
     let free = block.free.snapshot();
     if free != [0; WORDS] {
         for (sum, count) in blocks.iter_mut().zip(count_runs(free)) {

@@ -225,7 +225,7 @@ mod tests {
     fn with_cache(test: impl FnOnce(&Frames<'_>, &CpuCx<'_, Threads>, &crate::pcp::PerCpu<'_>)) {
         let extent = Extent::new(Pfn::new(0), PAGES).expect("in range");
         let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
-        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas, 1);
         let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
         let frames = unsafe { Frames::new(&config, Plain::default(), memory.ptr(), memory.bytes()) }.expect("enough");
@@ -289,7 +289,7 @@ mod tests {
             let mut held = Some(held);
             let threads = cx.platform();
             let taken =
-                frames.alloc_contig_pages(&mut threads.cx(), range, &mut |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+                frames.alloc_contig_range(&mut threads.cx(), range, &mut |cx: &mut CpuCx<'_, Threads>, _: Extent| {
                     assert!(!own.mailbox.is_quiet() && (0..64).all(|place| !own.mailbox.admits_place(place)));
                     held.take().is_some_and(|block| {
                         frames.free(cx, block);

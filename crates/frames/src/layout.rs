@@ -14,6 +14,7 @@ use hugemm_base::{Extent, NodeId, Pfn};
 
 /// What a manager is made for.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct FramesConfig<'a> {
     /// The arenas, in ascending order of their first frames, not overlapping.
     pub arenas: &'a [ArenaSpec],
@@ -21,6 +22,43 @@ pub struct FramesConfig<'a> {
     pub cpus: u32,
     /// The node of each CPU, by number. CPUs beyond the end are on the first arena's node.
     pub cpu_nodes: &'a [NodeId],
+    /// How far nodes are from each other, a row of each to all, as ACPI's SLIT has it: 10 to itself, 255 where there is no way. None: all
+    /// others are as far.
+    pub distances: &'a [u8],
+}
+
+impl<'a> FramesConfig<'a> {
+    /// All CPUs on the first arena's node.
+    pub const fn new(arenas: &'a [ArenaSpec], cpus: u32) -> Self {
+        FramesConfig { arenas, cpus, cpu_nodes: &[], distances: &[] }
+    }
+
+    /// The same, with the node of each CPU.
+    #[must_use]
+    pub const fn on_nodes(self, cpu_nodes: &'a [NodeId]) -> Self {
+        FramesConfig { cpu_nodes, ..self }
+    }
+
+    /// The same, with the distances of nodes.
+    #[must_use]
+    pub const fn with_distances(self, distances: &'a [u8]) -> Self {
+        FramesConfig { distances, ..self }
+    }
+
+    /// How far it is from one node to another.
+    fn distance(&self, from: NodeId, to: NodeId) -> u8 {
+        let row = self.distances.len().isqrt();
+        let [from, to] = [from, to].map(|node| node.0 as usize);
+        if from.max(to) < row { self.distances[from * row + to] } else { u8::MAX }
+    }
+
+    /// Entries of all nodes' [`fallback`](Node::fallback) lists: none where all nodes are as far.
+    fn fallbacks(&self) -> Result<u64, FramesConfigError> {
+        if self.distances.is_empty() {
+            return Ok(0);
+        }
+        nodes(self).checked_mul(nodes(self)).ok_or(FramesConfigError::TooLarge)
+    }
 }
 
 /// Why a manager cannot be made.
@@ -41,6 +79,8 @@ pub enum FramesConfigError {
     TooLarge,
     /// The manager has no such node.
     NoSuchNode(NodeId),
+    /// So many distances are no row of each node to all.
+    Distances(usize),
 }
 
 impl fmt::Display for FramesConfigError {
@@ -54,6 +94,9 @@ impl fmt::Display for FramesConfigError {
                 write!(f, "the manager needs {bytes} bytes aligned to {align} for its metadata")
             }
             FramesConfigError::TooLarge => f.write_str("the metadata would not fit in the address space"),
+            FramesConfigError::Distances(count) => {
+                write!(f, "{count} distances are no square; give a row of each node to all, or none")
+            }
             FramesConfigError::NoSuchNode(node) => write!(f, "the manager was made without {node}"),
         }
     }
@@ -191,7 +234,8 @@ fn check(config: &FramesConfig<'_>) -> Result<(), FramesConfigError> {
             return Err(FramesConfigError::Overlap(b.extent.base()));
         }
     }
-    Ok(())
+    let count = config.distances.len();
+    if count.isqrt().pow(2) == count { Ok(()) } else { Err(FramesConfigError::Distances(count)) }
 }
 
 /// Size and alignment of the memory that a manager needs: O(arenas).
@@ -202,6 +246,7 @@ pub(crate) fn required<L: RawLock>(config: &FramesConfig<'_>) -> Result<Layout, 
     carver.place::<Node<'_, L>>(nodes(config))?;
     let rows = nodes(config).checked_mul(Rows::words(regions(config))).ok_or(FramesConfigError::TooLarge)?;
     carver.place::<AtomicU64>(rows)?;
+    carver.place::<NodeId>(config.fallbacks()?)?;
     carver.place::<PerCpu<'_>>(config.cpus.into())?;
     let entries = PerCpu::entries(&PerCpu::capacities(frames(config), config.cpus));
     carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into()).ok_or(FramesConfigError::TooLarge)?)?;
@@ -209,6 +254,25 @@ pub(crate) fn required<L: RawLock>(config: &FramesConfig<'_>) -> Result<Layout, 
         place_arena(&mut carver, arena)?;
     }
     carver.layout()
+}
+
+/// Makes the lists of [`Node::fallback`], one after another.
+struct Nearest<'a> {
+    config: &'a FramesConfig<'a>,
+    nodes: u64,
+    last: (bool, u8, u64),
+}
+
+impl Nearest<'_> {
+    /// The entry that comes next: itself, then by distance, then in ascending order from there on. O(nodes).
+    fn next(&mut self, index: u64) -> NodeId {
+        let (node, step) = (index / self.nodes, index % self.nodes);
+        let other = |step: u64| NodeId(((node + step) % self.nodes) as u32);
+        let place = |step| (step != 0, self.config.distance(NodeId(node as u32), other(step)), step);
+        let nearest = (0..self.nodes).map(place).filter(|place| step == 0 || *place > self.last).min();
+        self.last = nearest.unwrap_or_default();
+        other(self.last.2)
+    }
 }
 
 /// Everything placed.
@@ -244,9 +308,12 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         let nodes_at = carver.place::<Node<'_, L>>(count)?;
         let all_rows = carver.fill(count * words, |_| AtomicU64::new(0))?;
         let rows = |node: usize| Rows::new(&all_rows[node * words as usize..(node + 1) * words as usize], 0);
+        let mut nearest = Nearest { config, nodes: count, last: (false, 0, 0) };
+        let fallbacks = carver.fill(config.fallbacks()?, |index| nearest.next(index as u64))?;
+        let fallback = |node: usize| fallbacks.get(node * count as usize..(node + 1) * count as usize).unwrap_or(&[]);
         let nodes = carver.base.add(nodes_at).cast::<Node<'m, L>>();
         for node in 0..count as usize {
-            nodes.add(node).write(Node::new(NodeId(node as u32), rows(node)));
+            nodes.add(node).write(Node::new(NodeId(node as u32), rows(node), fallback(node)));
         }
         let nodes = core::slice::from_raw_parts(nodes, count as usize);
         let cpus_at = carver.place::<PerCpu<'_>>(config.cpus.into())?;

@@ -61,11 +61,13 @@
 //! | `counted.rs` | counted pages and folios, splitting |
 //! | `range.rs` | freeing ranges, parts and arrays |
 //! | `alloc_contig.rs` | particular frames; isolation and migration |
+//! | `exact.rs` | pages in a row that are no power of two |
 //! | `suspects.rs` | whether frames that are freed have to be looked at |
 //! | `hwpoison.rs` | poisoned frames |
 //! | `slab.rs` | small objects of one size |
 //! | `stats.rs` | numbers |
 //! | `uses.rs` | counts by use |
+//! | `dump.rs` | what is free, as text |
 //!
 //! # Who owns a frame
 //!
@@ -91,6 +93,8 @@ mod class;
 mod counted;
 pub mod descriptor;
 mod drain;
+mod dump;
+mod exact;
 mod folio;
 mod frames;
 mod free2m;

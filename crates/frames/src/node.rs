@@ -13,6 +13,8 @@ pub(crate) struct Node<'m, L> {
     pub(crate) lists: PinnedLock<L, FreeLists>,
     /// Where what is counted there is. Written under the lock.
     pub(crate) rows: Rows<'m>,
+    /// All nodes from this one on, the nearest first; empty if all are as far.
+    pub(crate) fallback: &'m [NodeId],
     /// Blocks freed by whoever must not wait: a stack through their descriptors. See `nowait`.
     pub(crate) deferred: AtomicU64,
     /// Frames on it.
@@ -22,10 +24,11 @@ pub(crate) struct Node<'m, L> {
 }
 
 impl<'m, L: RawLock> Node<'m, L> {
-    pub(crate) fn new(number: NodeId, rows: Rows<'m>) -> Self {
+    pub(crate) fn new(number: NodeId, rows: Rows<'m>, fallback: &'m [NodeId]) -> Self {
         Node {
             lists: PinnedLock::new(FreeLists::new(number)),
             rows,
+            fallback,
             deferred: AtomicU64::new(0),
             deferred_pages: AtomicU64::new(0),
             zero_hint: AtomicU64::new(0),

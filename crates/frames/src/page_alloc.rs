@@ -40,10 +40,10 @@ pub const FAULT_ALLOC: FaultPoint = FaultPoint("frames.alloc");
 /// Which node to allocate from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Placement {
-    /// The calling CPU's, then the others.
+    /// The calling CPU's, then the others: the nearest first.
     #[default]
     Local,
-    /// This one, then the others in ascending order, starting over at the first.
+    /// This one, then the others: the nearest first, of those as far in ascending order, starting over at the first.
     Prefer(NodeId),
     /// This one or none.
     Only(NodeId),
@@ -167,17 +167,20 @@ impl Wanted {
 
 /// The nodes of a request, in the order in which they are asked.
 #[derive(Clone, Copy)]
-pub(crate) struct Asked {
+pub(crate) struct Asked<'m> {
     first: NodeId,
     /// How many, of how many.
     count: u32,
     nodes: u32,
+    /// The first one's [list](crate::node::Node::fallback).
+    fallback: &'m [NodeId],
 }
 
-impl Asked {
+impl<'m> Asked<'m> {
     /// From the first on.
-    pub(crate) fn iter(self) -> impl Iterator<Item = NodeId> {
-        (0..self.count).map(move |step| NodeId((self.first.0 + step) % self.nodes))
+    pub(crate) fn iter(self) -> impl Iterator<Item = NodeId> + use<'m> {
+        let in_order = move |step| NodeId((self.first.0 + step) % self.nodes);
+        (0..self.count).map(move |step| self.fallback.get(step as usize).copied().unwrap_or(in_order(step)))
     }
 
     fn contains(self, node: NodeId) -> bool {
@@ -326,14 +329,21 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The nodes of a request; none if there is no such node.
-    pub(crate) fn asked(&self, own: Option<&PerCpu<'m>>, from: Placement) -> Option<Asked> {
+    pub(crate) fn asked(&self, own: Option<&PerCpu<'m>>, from: Placement) -> Option<Asked<'m>> {
         let (first, fallback) = match from {
             Placement::Local => (self.node_of_cache(own), true),
             Placement::Prefer(node) => (node, true),
             Placement::Only(node) => (node, false),
         };
         let nodes = self.nodes();
-        self.node(first).map(|_| Asked { first, count: if fallback { nodes } else { 1 }, nodes })
+        let count = if fallback { nodes } else { 1 };
+        self.node(first).map(|node| Asked { first, count, nodes, fallback: node.fallback })
+    }
+
+    /// All nodes in the order in which a request that [prefers](Placement::Prefer) this one asks them: itself, then the nearest first. None
+    /// if there is no such node. Any context.
+    pub fn nodes_from(&self, node: NodeId) -> impl Iterator<Item = NodeId> + use<'m, E> {
+        self.asked(None, Placement::Prefer(node)).into_iter().flat_map(Asked::iter)
     }
 
     /// From the nodes of a request. No error: a node was not searched to the end.
@@ -370,7 +380,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Whether what others have queued, which is freed now, or what CPUs have cached could make a block on one of the nodes that are asked.
     /// A pin for each lock round.
-    fn could_be_made<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted, asked: Asked) -> bool {
+    fn could_be_made<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted, asked: Asked<'m>) -> bool {
         asked.iter().any(|node| {
             let (queued, mut from) = (self.queued_on(node) != 0, 0);
             let look = |lists: &mut FreeLists, part, from| {
@@ -397,7 +407,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Asks the CPUs of the nodes that were asked for what they have cached: those that have such a block, or else all that have something, of
     /// which one may be made.
-    fn request_drains(&self, wanted: &Wanted, asked: Asked) {
+    fn request_drains(&self, wanted: &Wanted, asked: Asked<'m>) {
         let cpus = || self.caches().iter().filter(|cpu| asked.contains(cpu.node) && cpu.pages() != 0);
         let has = |cpu: &&PerCpu<'m>| wanted.is_anywhere() && cpu.has_block(wanted.order.get());
         let any = cpus().any(|cpu| has(&cpu));

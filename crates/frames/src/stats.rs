@@ -1,15 +1,20 @@
 //! What a node has free, and in which shape.
 
+use crate::arena::BLOCK_ORDER;
 use crate::frames::{Env, Frames};
 use crate::free2m::count_2m;
 use crate::free4k::count_4k;
 use crate::freelist::FreeLists;
+use crate::mobility::Mobility;
 use core::ops::ControlFlow;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, NodeId, Order};
 
 /// Orders, 0 to 18.
 pub const ORDERS: usize = Order::MAX.get() as usize + 1;
+
+/// Orders of less than 2 MiB.
+pub(crate) const SMALL: usize = BLOCK_ORDER as usize;
 
 /// 2 MiB blocks that are counted in one lock round: 2 GiB, a region at a time.
 const BLOCKS_PER_ROUND: usize = 1024;
@@ -19,6 +24,8 @@ const BLOCKS_PER_ROUND: usize = 1024;
 pub struct NodeStats {
     /// Free blocks by order.
     pub blocks: [u64; ORDERS],
+    /// Of those of less than 2 MiB, the ones in 2 MiB where what [can be moved](crate::Mobility::Movable) is allocated.
+    pub movable: [u64; SMALL],
     /// Free frames in those blocks.
     pub free: u64,
     /// Of those, frames set aside by claims at work.
@@ -54,11 +61,13 @@ impl NodeStats {
 
     /// The sum of two nodes.
     pub fn plus(mut self, other: &NodeStats) -> NodeStats {
-        for (mine, theirs) in self.blocks.iter_mut().zip(&other.blocks) {
+        let mine = self.blocks.iter_mut().chain(&mut self.movable);
+        for (mine, theirs) in mine.zip(other.blocks.iter().chain(&other.movable)) {
             *mine = mine.saturating_add(*theirs);
         }
         NodeStats {
             blocks: self.blocks,
+            movable: self.movable,
             free: self.free.saturating_add(other.free),
             isolated: self.isolated.saturating_add(other.isolated),
             cached: self.cached.saturating_add(other.cached),
@@ -74,11 +83,12 @@ impl<E: Env> Frames<'_, E> {
     /// 2 MiB of node, and about 0.2 µs for each 2 MiB of which only parts are free: not for hot paths, which want
     /// [`node_available`](Frames::node_available). Any context but NMI.
     pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
-        let (mut blocks, mut from) = ([0; ORDERS], 0);
-        let mut count = |lists: &FreeLists, from| match self.count_blocks(lists, from, &mut blocks) {
+        let (mut stats, mut from) = (NodeStats::default(), 0);
+        let mut count = |lists: &FreeLists, from| match self.count_blocks(lists, from, &mut stats) {
             Some(next) => ControlFlow::Continue(next),
             None => ControlFlow::Break(NodeStats {
-                blocks,
+                blocks: stats.blocks,
+                movable: stats.movable,
                 free: lists.pages,
                 isolated: lists.isolated,
                 cached: self.cached_on(node),
@@ -98,16 +108,21 @@ impl<E: Env> Frames<'_, E> {
 
     /// Adds up a node's free blocks by order, of regions from number `from` on, as many as are looked at in one round: the number of the one
     /// with which the next goes on.
-    fn count_blocks(&self, lists: &FreeLists, from: usize, blocks: &mut [u64; ORDERS]) -> Option<usize> {
+    fn count_blocks(&self, lists: &FreeLists, from: usize, stats: &mut NodeStats) -> Option<usize> {
         let mut looked = 0;
         for arena in self.arena_table().on(lists) {
             for (at, region) in arena.regions.iter().enumerate().skip(from.saturating_sub(arena.first_region)) {
                 if looked >= BLOCKS_PER_ROUND {
                     return Some(arena.first_region + at);
                 }
-                count_2m(region, blocks);
+                count_2m(region, &mut stats.blocks);
                 let inside = arena.blocks_of(at);
-                inside.iter().for_each(|block| count_4k(block, blocks));
+                for block in inside {
+                    count_4k(block, &mut stats.blocks);
+                    if block.mobility() == Mobility::Movable {
+                        count_4k(block, &mut stats.movable);
+                    }
+                }
                 looked += inside.len();
             }
         }
@@ -168,15 +183,25 @@ mod tests {
             deferred: 30,
             refused: 40,
             lock_rounds: 50,
+            movable: [3; SMALL],
             ..stats(&[(0, 5), (18, 2)])
         };
-        let two = NodeStats { isolated: 1, cached: 2, deferred: 3, refused: 4, lock_rounds: 5, ..stats(&[(0, 7)]) };
+        let two = NodeStats {
+            isolated: 1,
+            cached: 2,
+            deferred: 3,
+            refused: 4,
+            lock_rounds: 5,
+            movable: [1; SMALL],
+            ..stats(&[(0, 7)])
+        };
         let expected = NodeStats {
             isolated: 11,
             cached: 22,
             deferred: 33,
             refused: 44,
             lock_rounds: 55,
+            movable: [4; SMALL],
             ..stats(&[(0, 12), (18, 2)])
         };
         assert_eq!(one.plus(&two), expected);

@@ -260,7 +260,7 @@ fn claims_race_with_frees() {
                     std::thread::yield_now();
                     patience > 0
                 };
-                if let Ok(taken) = frames.alloc_contig_pages(&mut cx, range, &mut wait) {
+                if let Ok(taken) = frames.alloc_contig_range(&mut cx, range, &mut wait) {
                     let taken = taken.into_extent();
                     shadow.take(taken);
                     claimed.fetch_add(1, Ordering::SeqCst);
@@ -306,7 +306,7 @@ fn a_remote_cache_is_drained_by_request() {
 fn two_managers_in_one_process() {
     with_one_arena(0, 1024, 1, |one, threads| {
         let arenas = [arena(0, 512, 0)];
-        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas, 1);
         let memory = Memory::for_config(&config);
         let two = memory.manager(&config, NoFaults);
         release(&two, extent(0, 512));

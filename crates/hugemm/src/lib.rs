@@ -41,7 +41,7 @@
 //! let stack = VirtRange::new(VirtAddr::new(0x7000_0000), 16 * 4096)?;
 //! vm.map(&mut cx, &space, stack, VmaKind::private(PageSize::Size4K), Backing::Private)?;
 //! vm.fault(&mut cx, &space, stack.start(), Access::Write)?; // a page is taken, cleared and mapped
-//! assert_eq!(space.counters().mapped.get(), 1);
+//! assert_eq!(space.counters().mapped, 1);
 //! vm.destroy(&mut cx, space).map_err(|(error, _)| error)?;
 //! # Ok(())
 //! # }
@@ -60,6 +60,7 @@
 //! | a global allocator for a kernel | `heap::GlobalHeap` | `heap`, which brings `frames` |
 //! | page tables, TLB shootdowns | `paging::PageTable`, `paging::TlbShootdown` | `paging`, which brings `frames` |
 //! | pools of huge pages, descriptors given back | `hugetlb::HugePool`, `hugetlb::VmemmapOptimizer` | `hugetlb`, which brings `paging` |
+//! | kernel virtual areas, stacks with guard pages | `kva::Kva` | `kva`, which brings `clear` and `paging` |
 //! | address spaces | `vm::Vm` | `vm`, which brings `clear` and `hugetlb` |
 //! | ageing, LRU, compressed swap | `reclaim::Reclaim`, `reclaim::Lru` | `reclaim`, which brings `vm` |
 //!
@@ -77,6 +78,8 @@ pub use hugemm_frames as frames;
 pub use hugemm_heap as heap;
 #[cfg(feature = "hugetlb")]
 pub use hugemm_hugetlb as hugetlb;
+#[cfg(feature = "kva")]
+pub use hugemm_kva as kva;
 #[cfg(feature = "paging")]
 pub use hugemm_paging as paging;
 #[cfg(feature = "reclaim")]
@@ -105,6 +108,8 @@ pub mod prelude {
     pub use hugemm_heap::{GlobalHeap, Heap};
     #[cfg(feature = "hugetlb")]
     pub use hugemm_hugetlb::{HugePool, VmemmapOptimizer};
+    #[cfg(feature = "kva")]
+    pub use hugemm_kva::{Kva, KvaParts, KvaSetup};
     #[cfg(feature = "paging")]
     pub use hugemm_paging::{
         Counting, EditLock, Flags, FrameTables, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, TlbCpu,

@@ -60,7 +60,7 @@ mod hotplug {
         piece: Extent,
         frame_of: impl Fn(NonNull<WideCounts>) -> Pfn,
     ) -> Option<RemovedArena> {
-        let all = frames.alloc_contig_pages(cx, piece, &mut NoMigration).ok()?;
+        let all = frames.alloc_contig_range(cx, piece, &mut NoMigration).ok()?;
         // SAFETY: the counters were a frame's, and nobody else has it.
         let page = |wide| unsafe { Frozen::assume_owned(frame_of(wide), Order::ZERO, Mobility::Unmovable) };
         // SAFETY: nobody asks about a frame of it by its number: what scans memory by numbers has been told before.

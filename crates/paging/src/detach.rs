@@ -123,12 +123,19 @@ pub struct Detached {
     any: bool,
     /// The first page that has not been harvested.
     next: u64,
+    /// It is not among what the table remembers: [`detach_apart`](Exclusive::detach_apart).
+    apart: bool,
 }
 
 impl Detached {
     /// Which addresses.
     pub fn range(&self) -> VirtRange {
         self.range
+    }
+
+    /// Whether the table does not remember it.
+    pub(crate) fn is_apart(&self) -> bool {
+        self.apart
     }
 }
 
@@ -186,14 +193,44 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         if let Some(page) = self.outstanding().meets(span) {
             return Err(PagingError::Busy { at: level::address(page) });
         }
-        let nothing = Detached { range: span, root: self.tree.root, any: false, next: span.first_page() };
-        let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, sizes: self.tree.no_leaves() };
-        detach(&mut self.tree, &mut unhooked);
+        let unhooked = self.detached_as(span, false, detach);
         if unhooked.entries() > 0 {
-            unhooked.detached.any = true;
             self.outstanding().add(span);
         }
         Ok(unhooked)
+    }
+
+    fn detached_as(
+        &mut self,
+        span: VirtRange,
+        apart: bool,
+        detach: impl FnOnce(&mut Tree<F, M>, &mut Unhooked),
+    ) -> Unhooked {
+        let nothing = Detached { range: span, root: self.tree.root, any: false, next: span.first_page(), apart };
+        let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, sizes: self.tree.no_leaves() };
+        detach(&mut self.tree, &mut unhooked);
+        unhooked.detached.any = unhooked.entries() > 0;
+        unhooked
+    }
+
+    /// [`detach`](Exclusive::detach) of a span of which nothing else waits for its harvest, as the caller knows: a table remembers
+    /// a few ranges that do, and takes what lies between them for waiting too; of this one it remembers nothing. For those who detach
+    /// any number of ranges, here and there, before they flush.
+    ///
+    /// # Errors
+    ///
+    /// As [`detach`](Exclusive::detach), but for [`Busy`](PagingError::Busy).
+    ///
+    /// # Safety
+    ///
+    /// Nothing of the span is detached and not harvested, nor will anything be until this is harvested.
+    pub unsafe fn detach_apart(&mut self, span: VirtRange, editing: Editing) -> Result<Unhooked, PagingError> {
+        let (first, end) = self.tree.check(span)?;
+        let (table, level) = self.tree.narrowed(first, end, |table, index, _| table.get(index))?;
+        self.tree.check_groups(first, end)?;
+        Ok(self.detached_as(span, true, |tree, unhooked| {
+            tree.detach(table, level, first, end, editing, unhooked, &mut |_, _, _| ());
+        }))
     }
 
     /// Shows `visit` what had been mapped, by maximal [runs](Run) with the accessed and dirty bits of the last moment,
@@ -286,7 +323,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         mut runs: Runs<'_, F>,
     ) -> Result<(u64, Option<Detached>), (PagingError, Detached)> {
         let detached = self.own(detached)?;
-        let Detached { range: span, any: true, next, .. } = detached else { return Ok((0, None)) };
+        let Detached { range: span, any: true, next, apart, .. } = detached else { return Ok((0, None)) };
         let root = self.tree.table(self.tree.root);
         let mut budget = Budget { left: budget.max(1), stopped: None };
         let tables = self.tree.harvest(root, Tree::<F, M>::ROOT, next, span.end_page(), &mut runs, &mut budget);
@@ -294,7 +331,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         if let Some(next) = budget.stopped {
             return Ok((tables, Some(Detached { next, ..detached })));
         }
-        self.outstanding().remove(span);
+        if !apart {
+            self.outstanding().remove(span);
+        }
         Ok((tables, None))
     }
 }

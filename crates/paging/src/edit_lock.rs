@@ -34,6 +34,21 @@ pub unsafe trait RawEditLock {
     ///
     /// The caller entered by [`lock_exclusive`](RawEditLock::lock_exclusive).
     unsafe fn unlock_exclusive(&self);
+
+    /// Waits, as for a lock of this kind, until nobody is inside who is [counted elsewhere](crate::cpu_readers).
+    fn wait_until(gone: &dyn Fn() -> bool) {
+        while !gone() {
+            hugemm_base::sync::spin_loop();
+        }
+    }
+
+    /// The caller has entered a lock at this address and is counted elsewhere. For test platforms, which count what a task holds.
+    #[inline]
+    fn entered(_lock: usize) {}
+
+    /// Such a caller is about to leave.
+    #[inline]
+    fn left(_lock: usize) {}
 }
 
 /// One word: how many share it, whether somebody is alone inside, whether somebody waits to be. Who waits to be alone
@@ -99,6 +114,22 @@ unsafe impl<P: Pause> RawEditLock for EditLock<P> {
         P::given_back();
         // Release pairs with the Acquire of both locks.
         self.0.fetch_and(!ALONE, Ordering::Release);
+    }
+
+    fn wait_until(gone: &dyn Fn() -> bool) {
+        while !gone() {
+            P::pause();
+        }
+    }
+
+    #[inline]
+    fn entered(_lock: usize) {
+        P::taken();
+    }
+
+    #[inline]
+    fn left(_lock: usize) {
+        P::given_back();
     }
 }
 

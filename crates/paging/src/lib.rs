@@ -35,11 +35,13 @@
 //! | `level.rs` | cutting a range at entry borders
 //! | `leaf_sizes.rs` | of which sizes the leaves are that an operation changes |
 //! | [`edit_lock`] | who may edit when |
+//! | [`cpu_readers`] | readers who count themselves by CPU, and who visits them |
 //! | `page_table.rs` | a page table, its guards, walking down |
 //! | `source.rs`, [`map`] | mapping: reserve, then commit |
 //! | [`detach`], `outstanding.rs` | unmapping: detach, flush, harvest |
 //! | `reap.rs` | taking apart what nobody walks any more |
 //! | [`walk`], [`run`] | looking, by maximal runs |
+//! | `dump.rs` | what is mapped, as text |
 //! | [`protect`], [`stale`] | changing flags |
 //! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
@@ -64,8 +66,10 @@
 
 pub mod aarch64;
 pub mod counting;
+pub mod cpu_readers;
 pub mod deferred;
 pub mod detach;
+mod dump;
 pub mod edit_lock;
 pub mod error;
 pub mod flags;

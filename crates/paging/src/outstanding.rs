@@ -17,10 +17,11 @@ struct Interval {
     ranges: u64,
 }
 
-/// Disjoint intervals in ascending order.
+/// Disjoint intervals in ascending order. Seldom more than one at a time, which stands beside the number.
+#[repr(C)]
 pub(crate) struct Outstanding {
-    intervals: [Interval; INTERVALS],
     used: usize,
+    intervals: [Interval; INTERVALS],
 }
 
 impl Outstanding {

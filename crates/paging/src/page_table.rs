@@ -1,5 +1,6 @@
 //! A page table, and the two ways to hold it.
 
+use crate::cpu_readers::{CountedLock, Half, Readers};
 use crate::edit_lock::{EditLock, RawEditLock};
 use crate::error::PagingError;
 use crate::flags::Flags;
@@ -13,6 +14,7 @@ use crate::table::Table;
 use core::cell::UnsafeCell;
 use core::fmt;
 use core::marker::PhantomData;
+use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::{Pfn, VirtAddr, VirtRange};
 
@@ -29,9 +31,15 @@ pub struct PageTable<F, L = EditLock> {
     global: bool,
     /// Leaves have changed their size in place, or may have before this handle was there. Written under exclusive guards.
     resized: AtomicBool,
-    lock: L,
-    outstanding: UnsafeCell<Outstanding>,
+    edits: Edits<L>,
     format: PhantomData<F>,
+}
+
+/// What everybody writes who has the table alone, mostly on one cache line.
+#[repr(C, align(64))]
+struct Edits<L> {
+    lock: CountedLock<L>,
+    outstanding: UnsafeCell<Outstanding>,
 }
 
 // SAFETY: `outstanding` is reached by exclusive guards only.
@@ -139,9 +147,9 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
         if !F::one_root(first, last) {
             return Err(PagingError::OutOfBounds { at: first });
         }
-        let outstanding = UnsafeCell::new(Outstanding::new());
-        let (resized, lock) = (AtomicBool::new(true), L::new());
-        Ok(PageTable { root, bounds, fixed_top: false, global: true, resized, lock, outstanding, format: PhantomData })
+        let edits = Edits { lock: CountedLock::new(), outstanding: UnsafeCell::new(Outstanding::new()) };
+        let resized = AtomicBool::new(true);
+        Ok(PageTable { root, bounds, fixed_top: false, global: true, resized, edits, format: PhantomData })
     }
 
     /// Takes the table apart and gives every table of it back, the root included. Shows `visit` what is still mapped, by
@@ -179,13 +187,38 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
 
     /// Waits until nobody is alone inside, and keeps it so while the guard lives.
     pub fn shared<M: TableMemory>(&self, memory: M) -> Shared<'_, F, L, M> {
-        self.lock.lock_shared();
-        Shared { table: self, tree: self.tree(memory) }
+        self.edits.lock.lock_shared();
+        Shared { table: self, entered: true, tree: self.tree(memory) }
+    }
+
+    /// What readers enter who are [counted on lines](crate::cpu_readers).
+    pub fn lock(&self) -> &CountedLock<L> {
+        &self.edits.lock
+    }
+
+    /// Lets readers be counted on lines.
+    ///
+    /// # Safety
+    ///
+    /// As [`CountedLock::count_on`].
+    pub unsafe fn count_on(&mut self, readers: NonNull<Readers>, half: Half) {
+        // SAFETY: the caller's promise.
+        unsafe { self.edits.lock.count_on(readers, half) }
+    }
+
+    /// For whoever is inside.
+    ///
+    /// # Safety
+    ///
+    /// The caller is [inside](crate::cpu_readers::Inside) this table's [lock](PageTable::lock) until the guard is gone.
+    #[inline]
+    pub unsafe fn shared_inside<M: TableMemory>(&self, memory: M) -> Shared<'_, F, L, M> {
+        Shared { table: self, entered: false, tree: self.tree(memory) }
     }
 
     /// Waits until nobody is inside, and keeps everybody out while the guard lives.
     pub fn exclusive<M: TableMemory>(&self, memory: M) -> Exclusive<'_, F, L, M> {
-        self.lock.lock_exclusive();
+        self.edits.lock.lock_exclusive();
         Exclusive { table: self, tree: self.tree(memory) }
     }
 
@@ -201,6 +234,8 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
 #[clippy::has_significant_drop]
 pub struct Shared<'t, F: PageFormat, L: RawEditLock, M: TableMemory> {
     table: &'t PageTable<F, L>,
+    /// By this guard, and not by an [`Inside`](crate::cpu_readers::Inside).
+    entered: bool,
     pub(crate) tree: Tree<F, M>,
 }
 
@@ -212,8 +247,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> fmt::Debug for Shared<'_, F,
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Shared<'_, F, L, M> {
     fn drop(&mut self) {
-        // SAFETY: the guard was made by whoever entered, and ends here.
-        unsafe { self.table.lock.unlock_shared() }
+        if self.entered {
+            // SAFETY: the guard was made by whoever entered, and ends here.
+            unsafe { self.table.edits.lock.unlock_shared() }
+        }
     }
 }
 
@@ -234,7 +271,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// What has been detached and not harvested.
     pub(crate) fn outstanding(&mut self) -> &mut Outstanding {
         // SAFETY: the lock is held exclusively, and the guard is borrowed exclusively.
-        unsafe { &mut *self.table.outstanding.get() }
+        unsafe { &mut *self.table.edits.outstanding.get() }
     }
 
     /// Leaves are about to change their size in place: CPUs may have the old ones beside the new until they have been flushed.
@@ -248,7 +285,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Exclusive<'_, F, L, M> {
     fn drop(&mut self) {
         // SAFETY: the guard was made by whoever entered, and ends here.
-        unsafe { self.table.lock.unlock_exclusive() }
+        unsafe { self.table.edits.lock.unlock_exclusive() }
     }
 }
 

@@ -120,7 +120,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// [`NoTable`](PagingError::NoTable) when memory for tables runs out: everything is present again, in its former sizes.
     /// [`Foreign`](PagingError::Foreign): it is another table's, and stays blocked.
     pub fn attach(&mut self, detached: Detached, size: PageSize) -> Result<(), PagingError> {
-        let span = detached.range();
+        let (span, apart) = (detached.range(), detached.is_apart());
         let Some((first, end)) = self.to_attach(detached).map_err(|(error, _)| error)? else { return Ok(()) };
         let (root, to) = (self.tree.table(self.tree.root), level::of(size));
         let need = self.tree.count_splits(root, Tree::<F, M>::ROOT, first, end, to, true);
@@ -132,7 +132,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             stock.empty(&mut self.tree);
         }
         walker::published();
-        self.outstanding().remove(span);
+        if !apart {
+            self.outstanding().remove(span);
+        }
         done
     }
 }

@@ -37,7 +37,7 @@ fn with_frames(
     let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<u8>(), len) };
     let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a host");
     let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 1);
     let layout = Frames::<Plain<&FaultPlan>>::required_bytes(&config).expect("valid");
     let mut metadata = vec![Aligned { _bytes: [0; PAGE_BYTES as usize] }; layout.size().div_ceil(PAGE_BYTES as usize)];
     // SAFETY: memory of its own, initialised; one host.

@@ -1,7 +1,7 @@
 //! Making a block of 2 MiB where memory is free, but in pieces.
 //!
 //! The blocks of pages that nobody has used for long are tried one after the other: the allocator keeps what is free there
-//! from being handed out ([`Frames::alloc_contig_pages`](hugemm_frames::Frames::alloc_contig_pages)), the pages move to other frames, a batch of
+//! from being handed out ([`Frames::alloc_contig_range`](hugemm_frames::Frames::alloc_contig_range)), the pages move to other frames, a batch of
 //! them per flush, and the block is free. A block with something that cannot move (a table, a pinned page, what swap keeps
 //! there) stays as it was, but for the pages that have moved.
 
@@ -55,7 +55,7 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
     fn empty(&self, cx: &mut Cx<'_, S>, block: Extent) -> bool {
         let frames = self.vm.frames();
         let mut out = |cx: &mut Cx<'_, S>, used: Extent| self.move_out(cx, used.base(), block);
-        let Ok(claimed) = frames.alloc_contig_pages(cx, block, &mut out) else { return false };
+        let Ok(claimed) = frames.alloc_contig_range(cx, block, &mut out) else { return false };
         frames.free_extent(cx, claimed);
         true
     }

@@ -163,8 +163,8 @@ impl<S: Setup> Vm<'_, S> {
         verb: Verb,
         each: Each<'_>,
     ) -> Result<usize, VmError> {
-        let (task, access) = (RefCell::new(cx), verb.access());
-        let areas = space.areas().shared();
+        let both = self.here(cx, space).both();
+        let (task, access, areas) = (RefCell::new(cx), verb.access(), both.areas());
         let first = at.get() >> PAGE_SHIFT;
         let area = areas.find(first).ok_or(VmError::NoArea { at })?.info;
         if !area.kind.flags().contains(access.needs()) {
@@ -173,7 +173,7 @@ impl<S: Setup> Vm<'_, S> {
         let into = (at.get() & (PAGE_BYTES - 1)) as usize;
         let end = area.range.end_page().min(first + ((into + most) as u64).div_ceil(PAGE_BYTES));
         let Some(span) = pages(first, end).filter(|_| !areas.alone) else { return Ok(0) };
-        let mut table = space.table().shared(self.tables(&task));
+        let mut table = both.table(self.tables(&task));
         let bytes_to = |page: u64| (((page - first) << PAGE_SHIFT) as usize - into).min(most);
         if verb == Verb::Zero && !area.kind.shared && !area.kind.sourced {
             let absent = table.absent(span)?;

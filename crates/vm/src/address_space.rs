@@ -1,12 +1,12 @@
 //! An address space, and its owner.
 
+use crate::cpu_lines::{CpuLine, CpuLines, Here};
 use crate::cpu_masks::SpaceTlb;
 use crate::error::VmError;
 use crate::guarded::{Apart, Guarded};
 use crate::inflight_faults::{Claim, InflightFaults};
 use crate::notifier::Followers;
-use crate::pins::Pins;
-use crate::setup::Setup;
+use crate::setup::{Cx, Setup};
 use crate::vma::{Areas, VmaInfo};
 use core::fmt;
 use core::marker::PhantomData;
@@ -14,8 +14,9 @@ use core::ops::Deref;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
 use hugemm_base::sync::{AtomicBool, Ordering};
-use hugemm_base::{PAGE_SHIFT, PhysAddr, VirtAddr, VirtRange};
+use hugemm_base::{PAGE_SHIFT, PageSize, PhysAddr, VirtAddr, VirtRange};
 use hugemm_paging::PageTable;
+use hugemm_paging::cpu_readers::Half;
 
 /// One address space. Reached through its [`AddressSpaceRef`].
 pub struct AddressSpace<S: Setup> {
@@ -25,11 +26,13 @@ pub struct AddressSpace<S: Setup> {
     pub(crate) tlb: SpaceTlb,
     areas: Guarded<S::Lock, Areas<S>>,
     followers: Apart<Guarded<S::Lock, Followers<S::Notifier>>>,
+    /// Whether there are any, for who only asks.
+    pub(crate) followed: AtomicBool,
     inflight: InflightFaults,
-    pins: Pins,
+    pub(crate) lines: CpuLines,
     /// The space is being taken apart: its pages go away by themselves.
     exiting: AtomicBool,
-    counters: AddressSpaceCounters,
+    counters: Counters,
 }
 
 /// Which space: the manager's identity, and a number that no other of its spaces has had.
@@ -44,22 +47,30 @@ impl SpaceId {
 }
 
 /// What has happened in one address space.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AddressSpaceCounters {
     /// Faults that mapped a page.
-    pub mapped: Counter,
+    pub mapped: u64,
     /// Faults that found the page mapped, or being mapped or unmapped, by somebody else.
-    pub waited: Counter,
+    pub waited: u64,
     /// Faults that brought a page back that reclaim had taken away.
-    pub refaulted: Counter,
+    pub refaulted: u64,
     /// Pages that were cleared in vain, because another CPU's fault got ahead.
-    pub wasted: Counter,
+    pub wasted: u64,
     /// Faults that copied a page that was shared by fork.
-    pub copied: Counter,
+    pub copied: u64,
     /// Faults that found themselves the only user of such a page.
-    pub reused: Counter,
+    pub reused: u64,
     /// Faults that could not be served.
-    pub failed: Counter,
+    pub failed: u64,
+}
+
+/// What is counted for all CPUs together, because it is rare or costs much more.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) refaulted: Counter,
+    pub(crate) wasted: Counter,
+    pub(crate) failed: Counter,
 }
 
 impl<S: Setup> fmt::Debug for AddressSpace<S> {
@@ -73,20 +84,27 @@ impl<S: Setup> AddressSpace<S> {
     pub(crate) fn new(
         identity: SpaceId,
         bounds: VirtRange,
-        table: PageTable<S::Format, S::Lock>,
+        mut table: PageTable<S::Format, S::Lock>,
         tlb: SpaceTlb,
+        lines: CpuLines,
     ) -> Self {
+        let mut areas = Guarded::new(Areas::new());
+        // SAFETY: the lines live as long as the space; no other locks count on them.
+        unsafe { areas.count_on(lines.readers(), Half::Low) };
+        // SAFETY: as above.
+        unsafe { table.count_on(lines.readers(), Half::High) };
         AddressSpace {
             identity,
             bounds,
             table,
             tlb,
-            areas: Guarded::new(Areas::new()),
+            areas,
             followers: Apart(Guarded::new(Followers::new())),
+            followed: AtomicBool::new(false),
             inflight: InflightFaults::new(),
-            pins: Pins::new(),
+            lines,
             exiting: AtomicBool::new(false),
-            counters: AddressSpaceCounters::default(),
+            counters: Counters::default(),
         }
     }
 
@@ -107,13 +125,19 @@ impl<S: Setup> AddressSpace<S> {
         &self.followers.0
     }
 
-    pub(crate) fn pins(&self) -> &Pins {
-        &self.pins
+    pub(crate) fn lines(&self) -> &CpuLines {
+        &self.lines
     }
 
-    /// See [`InflightFaults::claim`].
-    pub(crate) fn claim(&self, page: u64, wait: impl FnMut()) -> Option<Claim<'_>> {
-        self.inflight.claim(page, wait)
+    /// Claims a page of an area: see [`InflightFaults::claim`]. One of 4 KiB is not claimed: it is made in less time than it takes many
+    /// CPUs to say so on one cache line.
+    pub(crate) fn claim(&self, area: &VmaInfo, page: VirtRange, wait: impl FnMut()) -> Option<Claim<'_>> {
+        if area.kind.page == PageSize::Size4K { Some(Claim::NONE) } else { self.claim_any(page, wait) }
+    }
+
+    /// Claims a page of any size, because it is brought from somewhere.
+    pub(crate) fn claim_any(&self, page: VirtRange, wait: impl FnMut()) -> Option<Claim<'_>> {
+        self.inflight.claim(page.first_page(), wait)
     }
 
     pub(crate) fn identity(&self) -> SpaceId {
@@ -149,8 +173,23 @@ impl<S: Setup> AddressSpace<S> {
         self.table.root().start()
     }
 
-    /// What has happened.
-    pub fn counters(&self) -> &AddressSpaceCounters {
+    /// What has happened. O(CPUs that have used the space); exact while nobody faults.
+    pub fn counters(&self) -> AddressSpaceCounters {
+        let sum = |of: fn(&CpuLine) -> &Counter| self.lines.sum(|line| of(line).get());
+        let Counters { refaulted, wasted, failed } = &self.counters;
+        AddressSpaceCounters {
+            mapped: sum(|line| &line.mapped),
+            waited: sum(|line| &line.waited),
+            refaulted: refaulted.get(),
+            wasted: wasted.get(),
+            copied: sum(|line| &line.copied),
+            reused: sum(|line| &line.reused),
+            failed: failed.get(),
+        }
+    }
+
+    /// What is counted for all CPUs together.
+    pub(crate) fn counts(&self) -> &Counters {
         &self.counters
     }
 
@@ -159,8 +198,8 @@ impl<S: Setup> AddressSpace<S> {
     /// # Errors
     ///
     /// [`NoArea`](VmError::NoArea).
-    pub fn find_vma(&self, at: VirtAddr) -> Result<VmaInfo, VmError> {
-        let areas = self.areas.shared();
+    pub fn find_vma(&self, cx: &Cx<'_, S>, at: VirtAddr) -> Result<VmaInfo, VmError> {
+        let areas = Here::known(cx, self).areas();
         areas.find(at.get() >> PAGE_SHIFT).map(|area| area.info).ok_or(VmError::NoArea { at })
     }
 

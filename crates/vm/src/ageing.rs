@@ -208,7 +208,7 @@ impl<S: Setup> Vm<'_, S> {
         mut each: impl FnMut(&mut Cx<'p, S>, &Vma<S>, T, Option<&AddressSpace<S>>),
     ) -> bool {
         let (mut mapped, mut going, mut looked) = (false, false, 0);
-        let Some(object) = self.registry().shared().get(object) else { return false };
+        let Some(object) = self.object(object) else { return false };
         {
             // SAFETY: `Registry::get` took a reference.
             let areas = unsafe { object.as_ref() }.areas.shared();

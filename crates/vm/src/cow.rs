@@ -28,12 +28,13 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
-        let Some(_claim) = space.claim(page.first_page(), || self.cond_resched(cx)) else {
+        let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let old = {
+            let here = self.here(cx, space);
             let task = RefCell::new(&mut *cx);
-            let areas = space.areas().shared();
+            let areas = here.areas();
             if !areas.admit(area, page) {
                 return Ok(Served::Meanwhile);
             }
@@ -44,16 +45,16 @@ impl<S: Setup> Vm<'_, S> {
                 _ => None,
             };
             let mut cached = index.map(|index| index.table.shared(self.tables(&task)));
-            let mut table = space.table().shared(self.tables(&task));
+            let mut table = here.table(self.tables(&task));
             let Some(old) = read_only(table.lookup(page.start())) else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
             // same page.
             let mut own = area.kind.shared || self.frames().references(old.frame) == 1;
-            if !own && space.pins().any() {
+            if !own && space.lines().any_pinned() {
                 // Objects' locks come before page tables'.
                 drop(table);
                 own = self.is_mapped_here_only(&task, space, &areas, page, old.frame);
-                table = space.table().shared(self.tables(&task));
+                table = here.table(self.tables(&task));
                 if read_only(table.lookup(page.start())).is_none_or(|leaf| leaf.frame != old.frame) {
                     return Ok(Served::Meanwhile);
                 }

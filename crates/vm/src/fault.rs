@@ -13,7 +13,8 @@
 //! Other entries leave this path after step 1: a page of a shared object is made in the object's index and mapped from
 //! there, a page that is away comes back (`refault.rs`), and one that is mapped read-only is copied or reused (`cow.rs`).
 
-use crate::address_space::{AddressSpace, AddressSpaceCounters, Site};
+use crate::address_space::{AddressSpace, Site};
+use crate::cpu_lines::Here;
 use crate::error::VmError;
 use crate::object::{Index, Object, Owner};
 use crate::pager::Pager;
@@ -73,15 +74,16 @@ pub enum Served {
     Meanwhile,
 }
 
-impl AddressSpaceCounters {
-    pub(crate) fn count(&self, served: &Result<Served, VmError>) {
+impl<S: Setup> Here<'_, S> {
+    fn count(self, served: &Result<Served, VmError>) {
+        let (line, rare) = (self.line(), self.space().counts());
         let counter = match served {
-            Ok(Served::Mapped) => &self.mapped,
-            Ok(Served::Copied) => &self.copied,
-            Ok(Served::Reused) => &self.reused,
-            Ok(Served::Refaulted) => &self.refaulted,
-            Ok(Served::Meanwhile) => &self.waited,
-            Err(_) => &self.failed,
+            Ok(Served::Mapped) => &line.mapped,
+            Ok(Served::Copied) => &line.copied,
+            Ok(Served::Reused) => &line.reused,
+            Ok(Served::Meanwhile) => &line.waited,
+            Ok(Served::Refaulted) => &rare.refaulted,
+            Err(_) => &rare.failed,
         };
         counter.add(1);
     }
@@ -137,23 +139,24 @@ impl<S: Setup> Vm<'_, S> {
         phases: &impl Phases,
     ) -> Result<Served, VmError> {
         self.check_own(space)?;
-        let served = self.serve(cx, space, at, access, phases);
-        space.counters().count(&served);
+        let here = self.here(cx, space);
+        let served = self.serve(cx, here, at, access, phases);
+        here.count(&served);
         served
     }
 
     fn serve(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &AddressSpace<S>,
+        here: Here<'_, S>,
         at: VirtAddr,
         access: Access,
         phases: &impl Phases,
     ) -> Result<Served, VmError> {
-        let (area, found) = self.find_for_fault(cx, space, at, access)?;
+        let (space, (area, found)) = (here.space(), self.find_for_fault(cx, here, at, access)?);
         let site = Site { space, area: &area, phases };
         match found {
-            Found::Absent(None) => match self.fault_private(cx, site, at, access) {
+            Found::Absent(None) => match self.fault_private(cx, here, site, at, access) {
                 // Another CPU that faulted at the same address had what was missing.
                 Err(_) if self.lookup(cx, space, at) != Lookup::Absent => Ok(Served::Meanwhile),
                 served => served,
@@ -183,11 +186,12 @@ impl<S: Setup> Vm<'_, S> {
     fn find_for_fault(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &AddressSpace<S>,
+        here: Here<'_, S>,
         at: VirtAddr,
         access: Access,
     ) -> Result<(VmaInfo, Found<S>), VmError> {
-        let areas = space.areas().shared();
+        let both = here.both();
+        let areas = both.areas();
         let area = areas.find(at.get() >> PAGE_SHIFT).ok_or(VmError::NoArea { at })?;
         let info = area.info;
         if !info.kind.flags().contains(access.needs()) {
@@ -197,7 +201,7 @@ impl<S: Setup> Vm<'_, S> {
             return Ok((info, Found::Busy));
         }
         let task = RefCell::new(cx);
-        let mut table = space.table().shared(self.tables(&task));
+        let mut table = both.table(self.tables(&task));
         let found = match table.lookup(at) {
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs() | access.notes()) => Found::Meanwhile,
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => {
@@ -207,7 +211,7 @@ impl<S: Setup> Vm<'_, S> {
                 drop(table);
                 // What is not accessed is kept by nobody; what is clean may be kept as read-only.
                 if access == Access::Write && !S::Format::FAULT_DROPS {
-                    let mut batch = ShootdownBatch::new(space.tlb());
+                    let mut batch = ShootdownBatch::new(here.space().tlb());
                     batch.stale(stale);
                     batch.flush(self.shootdown(), &task.borrow(), self.shootdown_policy());
                 }
@@ -235,13 +239,14 @@ impl<S: Setup> Vm<'_, S> {
     fn fault_private(
         &self,
         cx: &mut Cx<'_, S>,
+        here: Here<'_, S>,
         site: Site<'_, S, impl Phases>,
         at: VirtAddr,
         access: Access,
     ) -> Result<Served, VmError> {
         let Site { space, area, phases } = site;
         let page = area.page_at(at);
-        let Some(_claim) = space.claim(page.first_page(), || self.cond_resched(cx)) else {
+        let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let want = Want::of_fault(area, at);
@@ -252,14 +257,14 @@ impl<S: Setup> Vm<'_, S> {
             Err(error) => return Err(error),
         };
         phases.enter(Phase::Map);
-        let entered = self.enter(cx, space, area, page, [extent], fresh_flags(area, access));
+        let entered = self.enter(cx, here, area, page, [extent], fresh_flags(area, access));
         phases.enter(Phase::Other);
         if entered == Ok(Served::Mapped) {
             if want.reserved {
                 self.keep_promises(cx, want.page, 1);
             }
         } else {
-            space.counters().wasted.add(1);
+            space.counts().wasted.add(1);
             self.return_pages(cx, extent, &want);
         }
         entered
@@ -270,7 +275,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn enter<I>(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &AddressSpace<S>,
+        here: Here<'_, S>,
         area: &VmaInfo,
         span: VirtRange,
         frames: I,
@@ -284,11 +289,11 @@ impl<S: Setup> Vm<'_, S> {
         let written = if folds && flags.contains(Flags::WRITE) { Flags::DIRTY } else { Flags::NONE };
         let how = Mapping { flags: flags.with(written), largest: area.kind.page };
         self.try_map(cx, |task| {
-            let areas = space.areas().shared();
-            if !areas.admit(area, span) {
+            let both = here.both();
+            if !both.areas().admit(area, span) {
                 return Err(PagingError::Busy { at: span.start() });
             }
-            let mut table = space.table().shared(self.tables(task));
+            let mut table = both.table(self.tables(task));
             if folds { table.map_folded(span, frames.clone(), how) } else { table.map(span, frames.clone(), how) }
         })
     }
@@ -418,11 +423,12 @@ impl<S: Setup> Vm<'_, S> {
         flags: Flags,
     ) -> Result<Option<Served>, VmError> {
         let Some(index) = &object.index else { return Err(VmError::OtherKind) };
+        let here = self.here(cx, space);
         let at = VirtAddr::new(area.offset_of(page.first_page()) << PAGE_SHIFT);
         let mut there = true;
         let served = self.try_map(cx, |task| {
             let busy = Err(PagingError::Busy { at: page.start() });
-            let areas = space.areas().shared();
+            let areas = here.areas();
             if !areas.admit(area, page) {
                 return busy;
             }
@@ -437,9 +443,9 @@ impl<S: Setup> Vm<'_, S> {
             };
             if index.source.is_none() {
                 let how = Mapping { flags, largest: area.kind.page };
-                return space.table().shared(self.tables(task)).map(page, [extent], how);
+                return here.table(self.tables(task)).map(page, [extent], how);
             }
-            let mut table = space.table().shared(self.tables(task));
+            let mut table = here.table(self.tables(task));
             if flags.contains(Flags::DIRTY) {
                 // Before anybody stores to it.
                 let (offset, dirty) =

@@ -50,7 +50,8 @@ impl Drop for Whole {
 impl<S: Setup> AddressSpace<S> {
     /// Whether anybody follows the space.
     pub(crate) fn is_followed(&self) -> bool {
-        !self.followers().shared().list.is_empty()
+        // Acquire pairs with the Release in `between_changes`.
+        self.followed.load(Ordering::Acquire)
     }
 
     /// Ages a range in all followers; whether one has used it.
@@ -131,7 +132,9 @@ where
                 let mut followers = space.followers().exclusive();
                 // Relaxed: ordered by the lock.
                 if followers.under_way.load(Ordering::Relaxed) == 0 {
-                    return change(&mut followers.list);
+                    change(&mut followers.list);
+                    // Release pairs with the Acquire in `is_followed`.
+                    return space.followed.store(!followers.list.is_empty(), Ordering::Release);
                 }
             }
             self.cond_resched(cx);

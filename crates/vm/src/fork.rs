@@ -88,7 +88,7 @@ impl<S: Setup> Vm<'_, S> {
         mut changed: impl FnMut(Stale),
     ) -> Result<(), VmError> {
         // Nobody takes references for pins during a fork.
-        let pinned = parent.pins().any();
+        let pinned = parent.lines().any_pinned();
         let mut next = 0;
         loop {
             // The list does not change meanwhile, and nobody waits for it.

@@ -2,11 +2,13 @@
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
+use core::ptr::NonNull;
 use hugemm_paging::RawEditLock;
+use hugemm_paging::cpu_readers::{CountedLock, Half, Readers};
 
 /// A `T` behind a reader-writer lock of the platform's choice.
 pub(crate) struct Guarded<L, T> {
-    raw: L,
+    raw: CountedLock<L>,
     value: UnsafeCell<T>,
 }
 
@@ -22,7 +24,32 @@ unsafe impl<L: Send, T: Send> Send for Guarded<L, T> {}
 
 impl<L: RawEditLock, T> Guarded<L, T> {
     pub(crate) fn new(value: T) -> Self {
-        Guarded { raw: L::new(), value: UnsafeCell::new(value) }
+        Guarded { raw: CountedLock::new(), value: UnsafeCell::new(value) }
+    }
+
+    /// Lets readers be counted on lines.
+    ///
+    /// # Safety
+    ///
+    /// As [`CountedLock::count_on`].
+    pub(crate) unsafe fn count_on(&mut self, readers: NonNull<Readers>, half: Half) {
+        // SAFETY: the caller's promise.
+        unsafe { self.raw.count_on(readers, half) }
+    }
+
+    /// What such readers enter.
+    pub(crate) fn lock(&self) -> &CountedLock<L> {
+        &self.raw
+    }
+
+    /// For whoever is inside.
+    ///
+    /// # Safety
+    ///
+    /// The caller is inside the [`lock`](Guarded::lock) as long as the result lives.
+    pub(crate) unsafe fn inside(&self) -> &T {
+        // SAFETY: the caller's promise: nobody has a mutable reference.
+        unsafe { &*self.value.get() }
     }
 
     /// Waits until nobody changes it.

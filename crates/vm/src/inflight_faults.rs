@@ -21,6 +21,11 @@ pub(crate) struct InflightFaults {
 /// A fault that is under way, until dropped.
 pub(crate) struct Claim<'c>(Option<&'c AtomicU64>);
 
+impl Claim<'_> {
+    /// Of nothing.
+    pub(crate) const NONE: Self = Claim(None);
+}
+
 impl InflightFaults {
     pub(crate) fn new() -> Self {
         InflightFaults { places: core::array::from_fn(|_| AtomicU64::new(0)) }
@@ -43,7 +48,7 @@ impl InflightFaults {
                 self.wait(page, cond_resched);
                 None
             }
-            Err(_) => Some(Claim(None)),
+            Err(_) => Some(Claim::NONE),
         }
     }
 

@@ -31,7 +31,7 @@
 //! // What a page fault handler calls: one page of 2 MiB, cleared around the touch, and mapped.
 //! assert_eq!(vm.fault(&mut cx, &space, at, Access::Write)?, Served::Mapped);
 //!
-//! assert_eq!(space.find_vma(at)?.range.bytes(), 2 << 20);
+//! assert_eq!(space.find_vma(&cx, at)?.range.bytes(), 2 << 20);
 //! let Lookup::Mapped(leaf) = vm.lookup(&mut cx, &space, at) else { panic!("mapped above") };
 //! // Where the page is mapped, by its descriptor and the areas of what it belongs to.
 //! assert_eq!(vm.walk_mappings(&mut cx, leaf.frame, |_, place| assert_eq!(place.at, at)), 1);
@@ -47,13 +47,14 @@
 //! | `cutting.rs` | cutting areas, and joining them again |
 //! | `protection.rs` | what an area may be asked to allow |
 //! | `cpu_masks.rs` | which CPUs use a space: as many words as there are CPUs for |
+//! | `cpu_lines.rs` | a line of a space for each CPU: who reads its areas and its table; counts |
 //! | [`object`] | what a page belongs to; the reverse map; who holds references |
 //! | `rmap.rs` | reverse-map walks |
 //! | `address_space.rs` | what an address space is |
 //! | `space.rs`, `mapping.rs` | making and ending spaces, objects, areas |
 //! | [`fault`], `inflight_faults.rs` | demand faults, and CPUs that meet at one page |
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
-//! | [`prefault`]; [`pin`], `pins.rs` | filling by any number of CPUs; keeping pages for devices, and counting them |
+//! | [`prefault`]; [`pin`] | filling by any number of CPUs; keeping pages for devices |
 //! | [`unmap`] | one flush per call, then frees by runs |
 //! | `lock.rs` | what stays in memory, and how much may |
 //! | `move_to.rs` | a range at other addresses, longer or shorter |
@@ -94,6 +95,7 @@ pub mod ageing;
 mod alone;
 mod copy;
 mod cow;
+mod cpu_lines;
 mod cpu_masks;
 mod cutting;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -115,7 +117,6 @@ pub mod object;
 pub mod pager;
 mod phases;
 pub mod pin;
-mod pins;
 pub mod pool;
 pub mod prefault;
 mod promises;

@@ -314,7 +314,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     ) -> Result<NonNull<Object<S>>, VmError> {
         let memory = self.memory_for::<Object<S>>(cx)?;
         // SAFETY: memory for an object, this task's; it is never moved, and freed only after it has left the registry.
-        unsafe { self.registry().exclusive().add(memory, index, over) };
+        unsafe { self.own_registry(cx).exclusive().add(memory, index, over) };
         Ok(memory)
     }
 
@@ -325,7 +325,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !last {
             return;
         }
-        self.registry().exclusive().remove(id);
+        self.registry_of(id).exclusive().remove(id);
         // SAFETY: nobody has a reference, and nobody can find it any more.
         let object = unsafe { self.take_back(cx, object) };
         if let Some(over) = object.over {

@@ -55,7 +55,7 @@ impl<S: Setup> Vm<'_, S> {
     /// ([`Pager::lru_add`](crate::Pager::lru_add)): it may be the last by then, because whoever unmaps the page drops the others.
     pub unsafe fn hold_mapped(&self, cx: &mut Cx<'_, S>, frame: Pfn) -> Option<FolioRef> {
         let owner = self.owner(frame)?;
-        let handle = self.registry().shared().get(owner.object)?;
+        let handle = self.object(owner.object)?;
         // SAFETY: `Registry::get` took a reference.
         let object = unsafe { handle.as_ref() };
         // Whoever takes a page away has the table alone, so what is mapped in a table that is shared has a reference.

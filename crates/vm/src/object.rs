@@ -180,7 +180,10 @@ impl<'a, S: Setup> KeyAdapter<'a> for ById<S> {
     }
 }
 
-/// Objects by number, and how many there have been.
+/// Among how many registries objects are divided by number. A CPU gives numbers of one of them, so that several make objects side by side.
+pub(crate) const REGISTRIES: usize = 16;
+
+/// Objects by number, and the number of the latest: modulo [`REGISTRIES`], the registry's own.
 pub(crate) struct Registry<S: Setup>(RBTree<ById<S>>, u64);
 
 // SAFETY: the tree refers to objects, which may be sent and shared.
@@ -189,8 +192,8 @@ unsafe impl<S: Setup> Send for Registry<S> {}
 unsafe impl<S: Setup> Sync for Registry<S> {}
 
 impl<S: Setup> Registry<S> {
-    pub(crate) fn new() -> Self {
-        Registry(RBTree::new(ById::NEW), 0)
+    pub(crate) fn new(own: usize) -> Self {
+        Registry(RBTree::new(ById::NEW), own as u64)
     }
 
     /// Makes an object of a number that none has had, with one reference. O(log objects).
@@ -204,7 +207,7 @@ impl<S: Setup> Registry<S> {
         index: Option<Index<S>>,
         over: Option<NonNull<Object<S>>>,
     ) {
-        self.1 += 1;
+        self.1 += REGISTRIES as u64;
         // SAFETY: the caller's promise.
         unsafe {
             memory.write(Object::new(self.1, index, over));

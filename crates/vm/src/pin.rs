@@ -109,7 +109,7 @@ impl<S: Setup> Drop for Taken<'_, '_, '_, S> {
         for run in self.runs.by_ref().flatten() {
             self.vm.drop_pages(self.cx, run.extent, self.kind.page, self.kind.pooled);
         }
-        self.space.pins().remove(self.pages);
+        self.vm.here(self.cx, self.space).line().unpin(self.pages);
     }
 }
 
@@ -142,7 +142,7 @@ impl<S: Setup> Vm<'_, S> {
             let stopped = |cause| PinError { pinned: next - first, cause };
             self.check_own(space).map_err(stopped)?;
             let at = VirtAddr::new(next << PAGE_SHIFT);
-            let area = space.find_vma(at).map_err(stopped)?;
+            let area = space.find_vma(cx, at).map_err(stopped)?;
             let size = area.kind.page.pages();
             let ends = area.range.end_page().min(end);
             if !next.is_multiple_of(size) || !ends.is_multiple_of(size) {
@@ -154,7 +154,7 @@ impl<S: Setup> Vm<'_, S> {
             match self.pin_batch(cx, site, batch, total, cancel, &mut visit) {
                 Ok(()) => next = to,
                 // The area says something else meanwhile.
-                Err(VmError::NoArea { .. }) if !space.find_vma(at).is_ok_and(|now| now.admits(&area, batch)) => {
+                Err(VmError::NoArea { .. }) if !space.find_vma(cx, at).is_ok_and(|now| now.admits(&area, batch)) => {
                     self.cond_resched(cx);
                 }
                 Err(cause) => return Err(stopped(cause)),
@@ -177,7 +177,7 @@ impl<S: Setup> Vm<'_, S> {
         let kind = area.kind;
         for _ in 0..ATTEMPTS {
             self.prefault(space, span, total).writable().work(cx, cancel)?;
-            space.pins().add(span.pages());
+            self.here(cx, space).line().pin(span.pages());
             let (found, error) = self.take_references(cx, space, area, span);
             let runs = found.runs.into_iter();
             let mut taken = Taken { vm: self, cx: &mut *cx, space, kind, runs, pages: span.pages() };
@@ -212,9 +212,10 @@ impl<S: Setup> Vm<'_, S> {
     ) -> (Found, Option<VmError>) {
         let mut found = Found { runs: [None; BATCH], count: 0, pages: 0 };
         let mut error = None;
-        let task = RefCell::new(cx);
         // Held until the references are taken: no fork meanwhile.
-        let areas = space.areas().shared();
+        let both = self.here(cx, space).both();
+        let areas = both.areas();
+        let task = RefCell::new(cx);
         if areas.alone {
             return (found, None);
         }
@@ -222,7 +223,7 @@ impl<S: Setup> Vm<'_, S> {
             return (found, Some(VmError::NoArea { at: span.start() }));
         }
         let needs = area.kind.flags() & Flags::WRITE;
-        let table = space.table().shared(self.tables(&task));
+        let table = both.table(self.tables(&task));
         let walked = table.walk(span, Flags::HARDWARE, |run| {
             // A span has no more runs than there is room for.
             let room = found.runs.get_mut(found.count).filter(|_| run.flags.contains(needs));
@@ -259,7 +260,7 @@ impl<S: Setup> Vm<'_, S> {
             return Err((VmError::Foreign, pinned));
         }
         self.drop_pages(cx, pinned.extent, pinned.page, pinned.pooled);
-        space.pins().remove(pinned.extent.pages());
+        self.here(cx, space).line().unpin(pinned.extent.pages());
         Ok(())
     }
 }

@@ -2,8 +2,8 @@
 
 use crate::error::VmError;
 use hugemm_base::lock::{RawLock, SpinLock};
-use hugemm_base::{Cpu, CpuCx, Dirty, NodeId, PageSize, Zeroed};
-use hugemm_frames::Placement;
+use hugemm_base::{Cpu, CpuCx, Dirty, PageSize, Zeroed};
+use hugemm_frames::{Env, Frames, Placement};
 use hugemm_hugetlb::{HugePage, HugePool, Nodes};
 
 /// Pools for a [`Vm`](crate::Vm): of 2 MiB pages, of 1 GiB pages, both, or none, without which pooled areas cannot be made. Their sizes
@@ -53,7 +53,7 @@ impl<'m, L: RawLock> Pools<'m, L> {
         debug_assert!(returned.is_ok(), "promises are returned that were not made");
     }
 
-    /// A page, from where it is wanted, seen from the node `local`: a promised one, which is then no longer promised, or one
+    /// A page, from where it is wanted, the nearest node of `frames` first: a promised one, which is then no longer promised, or one
     /// that is promised to nobody.
     pub(crate) fn take<P: Cpu>(
         &self,
@@ -61,17 +61,20 @@ impl<'m, L: RawLock> Pools<'m, L> {
         size: PageSize,
         reserved: bool,
         from: Placement,
-        local: NodeId,
+        frames: &Frames<'_, impl Env>,
     ) -> Result<Result<Zeroed, Dirty>, VmError> {
         let pool = self.of(size)?;
         let (node, elsewhere) = match from {
-            Placement::Local => (local, true),
+            Placement::Local => (frames.local_node(cx), true),
             Placement::Prefer(node) => (node, true),
             // A promise was made of any node's page, and outranks where it should be.
             Placement::Only(node) => (node, reserved),
         };
         let page = match pool.take(cx, Nodes::Only(node), reserved) {
-            Err(_) if elsewhere => pool.take(cx, Nodes::All, reserved),
+            Err(none) if elsewhere => {
+                let mut others = frames.nodes_from(node).skip(1);
+                others.find_map(|node| pool.take(cx, Nodes::Only(node), reserved).ok()).ok_or(none)
+            }
             taken => taken,
         };
         // SAFETY: whoever has it gives it back by `put`, as areas' pages all go.

@@ -30,14 +30,14 @@ impl<S: Setup> Vm<'_, S> {
         let Site { space, area, .. } = site;
         let page = area.page_at(at);
         let want = &Want::of_fault(area, at);
-        let Some(_claim) = space.claim(page.first_page(), || self.cond_resched(cx)) else {
+        let Some(_claim) = space.claim_any(page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let Some(held) = self.hold_away(cx, space.table(), page.start(), word)? else { return Ok(Served::Meanwhile) };
         let owner = Owner { object: area.object, offset: area.offset_of(page.first_page()) };
         let brought = self.page_from(cx, held, want, owner);
         let entered = brought.map(|extent| {
-            let areas = space.areas().shared();
+            let areas = self.here(cx, space).areas();
             let there = areas.admit(area, page);
             // Nobody else has its content any more, so it is as if written.
             let flags = fresh_flags(area, Access::Write);

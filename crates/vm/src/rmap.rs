@@ -48,7 +48,7 @@ impl<S: Setup> Vm<'_, S> {
         mut visit: impl FnMut(&mut Cx<'_, S>, Place<'_, S>),
     ) -> u64 {
         let Some(owner) = self.owner(head) else { return 0 };
-        let Some(object) = self.registry().shared().get(owner.object) else { return 0 };
+        let Some(object) = self.object(owner.object) else { return 0 };
         let mut places = 0;
         {
             // SAFETY: `Registry::get` took a reference.

@@ -64,8 +64,8 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Gives back the frames that the manager keeps for its own small objects. Any context but NMI; a lock round for each frame, and for each kind.
     pub fn trim(&self, cx: &Cx<'_, S>) {
-        let Slabs { spaces, areas, objects, followers } = self.slabs();
-        for slab in [spaces, areas, objects, followers] {
+        let Slabs { spaces, areas, objects, followers, lines } = self.slabs();
+        for slab in [spaces, areas, objects, followers, lines] {
             // SAFETY: each slab is used with these frames and this platform's map only.
             unsafe { slab.trim(self.frames(), cx, cx.platform()) };
         }

@@ -83,6 +83,11 @@ pub struct StoredPages<'a> {
     lifetime: PhantomData<&'a [u8]>,
 }
 
+// SAFETY: the pages are read as atomics, by anybody.
+unsafe impl Send for StoredPages<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for StoredPages<'_> {}
+
 impl StoredPages<'_> {
     /// # Safety
     ///
@@ -265,7 +270,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let offset = area.offset_of(page.first_page());
         let index = over.index.as_ref().ok_or(VmError::OtherKind)?;
         let want = Want::of_fault(area, at);
-        let Some(_claim) = space.claim(page.first_page(), || self.cond_resched(cx)) else {
+        let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         for _ in 0..2 {
@@ -279,7 +284,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             let copy = self.copy_of(cx, from, &want, Owner { object: area.object, offset }, false);
             self.drop_pages(cx, from, PageSize::Size4K, false);
             let copy = copy?;
-            let entered = self.enter(cx, space, area, page, [copy], fresh_flags(area, access));
+            let entered = self.enter(cx, self.here(cx, space), area, page, [copy], fresh_flags(area, access));
             if entered != Ok(Served::Mapped) {
                 self.return_pages(cx, copy, &want);
             }

@@ -1,7 +1,8 @@
 //! Making and ending address spaces, and their page tables.
 
 use crate::address_space::{AddressSpace, AddressSpaceRef, SpaceId};
-use crate::cpu_masks::CpuMasks;
+use crate::cpu_lines::{self, CpuLines};
+use crate::cpu_masks::{self, CpuMasks};
 use crate::error::VmError;
 use crate::setup::{Cx, Setup, Task};
 use crate::vm::Vm;
@@ -31,6 +32,10 @@ impl<'m, S: Setup> Vm<'m, S> {
         };
         // SAFETY: the slab was made for these CPUs; the masks are in the space, which is gone before its memory is.
         let masks = unsafe { CpuMasks::behind::<_, S::Tlb>(memory, self.shootdown().cpus()) };
+        let (before, _) = cpu_masks::layout::<AddressSpace<S>, S::Tlb>(self.shootdown().cpus());
+        // SAFETY: as above.
+        let lines =
+            unsafe { CpuLines::behind(memory.cast(), before, self.shootdown().cpus(), cpu_lines::cpu::<S>(cx)) };
         // SAFETY: the table was made above, with the half that all spaces have in common, and is retired after the space.
         let Ok(tlb) = (unsafe { TlbSpace::with_masks(self.shootdown(), root.start(), Keep, masks) }) else {
             // There are as many words as it takes, so this cannot be.
@@ -40,7 +45,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             return Err(VmError::OutOfBounds { at: bounds.start() });
         };
         let identity = SpaceId(self.identity(), self.next_space());
-        let space = AddressSpace::new(identity, bounds, table, tlb);
+        let space = AddressSpace::new(identity, bounds, table, tlb, lines);
         // SAFETY: memory for a space, this task's.
         unsafe { memory.write(space) };
         Ok(AddressSpaceRef(memory, PhantomData))
@@ -62,7 +67,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             return Err((error, space));
         }
         // The space is this task's alone, so nobody pins or follows it from here on.
-        if space.pins().any() || space.is_followed() {
+        if space.lines().any_pinned() || space.is_followed() {
             return Err((VmError::InUse, space));
         }
         let bounds = space.table().bounds();
@@ -88,6 +93,11 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         // No CPU walks the tables any more, and nothing hangs below the root.
         self.free_root(cx, root);
+        // SAFETY: the space is this task's alone.
+        for line in unsafe { owned.lines.drain() } {
+            // SAFETY: made by `here`; nobody uses it any more.
+            unsafe { self.free_memory(cx, line) };
+        }
         // SAFETY: made by `create`; the contents were moved out above and are taken apart.
         unsafe { self.free_memory(cx, handle) };
         Ok(())
@@ -99,8 +109,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         if self.check_own(space).is_err() {
             return Lookup::Absent;
         }
+        let here = self.here(cx, space);
         let task = RefCell::new(cx);
-        space.table().shared(self.tables(&task)).lookup(at)
+        here.table(self.tables(&task)).lookup(at)
     }
 
     /// A page table, for a space, or for a shared object's index, which has no addresses `beside` its own. It translates

@@ -214,8 +214,7 @@ impl<S: Setup> Vm<'_, S> {
             Placement::Prefer(node) => (node, false),
             Placement::Only(node) => (node, true),
         };
-        let others = self.nodes().filter(|node| *node != first && !only);
-        let mut open = core::iter::once(first).chain(others).filter(is_open);
+        let mut open = frames.nodes_from(first).take(if only { 1 } else { usize::MAX }).filter(is_open);
         let block = open.find_map(|node| frames.alloc(cx, request.from(Placement::Only(node))).ok());
         block.ok_or(AllocError::OutOfMemory)
     }
@@ -295,7 +294,7 @@ impl<S: Setup> Vm<'_, S> {
         let block = if want.reserved {
             self.take_promised(cx, want.page, want.from)?
         } else {
-            self.pools().take(cx, want.page, false, want.from, self.frames().local_node(cx))?.into()
+            self.pools().take(cx, want.page, false, want.from, self.frames())?.into()
         };
         let extent = match &block {
             Block::Zeroed(zeroed) => zeroed.extent(),
@@ -481,7 +480,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn take_promised(&self, cx: &Cx<'_, S>, size: PageSize, from: Placement) -> Result<Block, VmError> {
         let mut promises = self.promises().exclusive();
         let ledger = promises.of(size);
-        match self.pools().take(cx, size, true, from, self.frames().local_node(cx)) {
+        match self.pools().take(cx, size, true, from, self.frames()) {
             Ok(content) => {
                 ledger.in_hand += 1;
                 Ok(content.into())

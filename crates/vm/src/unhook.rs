@@ -164,7 +164,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             return Err(folio);
         }
         let Some(owner) = self.owner(head) else { return Err(folio) };
-        let Some(handle) = self.registry().shared().get(owner.object) else { return Err(folio) };
+        let Some(handle) = self.object(owner.object) else { return Err(folio) };
         let folio = Some(folio);
         let mut page = UnhookedPage {
             vm: self,

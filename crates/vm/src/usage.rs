@@ -61,9 +61,10 @@ impl<S: Setup> Vm<'_, S> {
         usage: &mut Usage,
     ) -> Result<(), VmError> {
         let Some(span) = pages(from, to) else { return Ok(()) };
+        let here = self.here(cx, space);
         let task = RefCell::new(cx);
         {
-            let table = space.table().shared(self.tables(&task));
+            let table = here.table(self.tables(&task));
             table.walk(span, Flags::HARDWARE, |run| {
                 usage.present += run.extent.pages();
                 usage.huge += if run.size == PageSize::Size4K { 0 } else { run.extent.pages() };
@@ -76,7 +77,7 @@ impl<S: Setup> Vm<'_, S> {
         if !area.kind.shared {
             return Ok(());
         }
-        let Some(handle) = self.registry().shared().get(area.object) else { return Ok(()) };
+        let Some(handle) = self.object(area.object) else { return Ok(()) };
         let mut looked = Ok(());
         // SAFETY: `Registry::get` took a reference.
         let index = unsafe { &handle.as_ref().index };

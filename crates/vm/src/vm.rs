@@ -1,9 +1,10 @@
 //! The manager of address spaces: what all spaces of a system share.
 
 use crate::address_space::AddressSpace;
+use crate::cpu_lines::cpu;
 use crate::error::VmError;
 use crate::guarded::{Apart, Guarded};
-use crate::object::Registry;
+use crate::object::{Object, REGISTRIES, Registry};
 use crate::pager::Pager;
 use crate::pool::Pools;
 use crate::promises::Promises;
@@ -11,6 +12,7 @@ use crate::setup::{Cx, PoolsOf, Setup, Task};
 use crate::small_objects::Slabs;
 use crate::tables::Tables;
 use core::fmt;
+use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering, spin_loop};
@@ -71,7 +73,7 @@ pub struct Vm<'m, S: Setup> {
     /// What every space has besides its own addresses.
     common: Option<&'m PageTable<S::Format, S::Lock>>,
     slabs: Slabs<S>,
-    registry: Apart<Guarded<S::Lock, Registry<S>>>,
+    registries: [Apart<Guarded<S::Lock, Registry<S>>>; REGISTRIES],
     promises: Guarded<S::Lock, Promises>,
     spaces_made: AtomicU64,
     /// Unhooked pages that were dropped.
@@ -101,7 +103,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             slabs: Slabs::new(parts.shootdown.cpus())?,
             parts,
             common: None,
-            registry: Apart(Guarded::new(Registry::new())),
+            registries: core::array::from_fn(|own| Apart(Guarded::new(Registry::new(own)))),
             promises: Guarded::new(Promises::default()),
             spaces_made: AtomicU64::new(0),
             pages_lost: Counter::default(),
@@ -157,8 +159,19 @@ impl<'m, S: Setup> Vm<'m, S> {
         &self.slabs
     }
 
-    pub(crate) fn registry(&self) -> &Guarded<S::Lock, Registry<S>> {
-        &self.registry.0
+    /// Where an object of this number is.
+    pub(crate) fn registry_of(&self, object: u64) -> &Guarded<S::Lock, Registry<S>> {
+        &self.registries[object as usize % REGISTRIES].0
+    }
+
+    /// Where this CPU makes objects.
+    pub(crate) fn own_registry(&self, cx: &Cx<'_, S>) -> &Guarded<S::Lock, Registry<S>> {
+        self.registry_of(cpu::<S>(cx) as u64)
+    }
+
+    /// The object of this number, with a reference to it. O(log objects).
+    pub(crate) fn object(&self, number: u64) -> Option<NonNull<Object<S>>> {
+        self.registry_of(number).shared().get(number)
     }
 
     pub(crate) fn promises(&self) -> &Guarded<S::Lock, Promises> {

@@ -67,7 +67,8 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Looks at the first 64 pages of `from..end` that an area has there; `None` if there is no area.
     fn take_window(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, (from, end): (u64, u64)) -> Option<Window> {
-        let areas = space.areas().shared();
+        let here = self.here(cx, space);
+        let areas = here.areas();
         // What is pooled is not reclaim's, and what the area says of that is so while the list is locked.
         let area = areas.meeting(from, end).next()?.info;
         let size = area.kind.page;
@@ -85,7 +86,7 @@ impl<S: Setup> Vm<'_, S> {
         let (mut young, mut held, mut heads) = (0_u64, 0, [Pfn::new(0); WINDOW as usize]);
         {
             let task = RefCell::new(&mut *cx);
-            let mut table = space.table().shared(self.tables(&task));
+            let mut table = here.table(self.tables(&task));
             let mut note = |number: u64, frame: Pfn| {
                 let bit = 1 << number;
                 // Mapped, and the table locked: it has a reference that keeps it for that long.

@@ -80,9 +80,8 @@ impl<S: Setup> Vm<'_, S> {
             return 0;
         }
         let mut written = 0;
-        let found = self.registry().shared().get(owner.object);
-        if let Some(handle) = found {
-            // SAFETY: `Registry::get` took a reference.
+        if let Some(handle) = self.object(owner.object) {
+            // SAFETY: with a reference, which goes below.
             let object = unsafe { handle.as_ref() };
             let index = object.index.as_ref().filter(|index| index.source.is_some());
             // As above; but who reclaims may have what the writer waits for.

@@ -11,6 +11,8 @@
 //! | `memory.rs` | frames and descriptors come up |
 //! | `heap.rs` | the program's global allocator |
 //! | `vmemmap.rs` | the descriptor area, as huge page pools give parts of it back |
+//! | `kva.rs` | areas of `hugemm-kva` on this machine: other CPUs' stacks |
+//! | `stack.rs` | where stacks are, and what of them was used |
 //! | `vm.rs` | address spaces of `hugemm-vm` on this machine |
 //! | `page_fault.rs` | who serves a CPU's page faults; accesses that may fail |
 //! | `tlb.rs` | shootdowns |
@@ -47,6 +49,7 @@ pub mod console;
 mod fault;
 pub mod heap;
 pub mod irq_lock;
+pub mod kva;
 pub mod layout;
 mod machine;
 pub mod memory;
@@ -64,6 +67,7 @@ mod watchdog;
 
 use crate::ExitCode;
 use arch::{controller, entry, exit, firmware, interrupts, serial, traps};
+use core::sync::atomic::Ordering;
 use hugemm_base::CpuCx;
 use machine::Machine;
 use once::Once;
@@ -113,7 +117,9 @@ extern "C" fn boot_main(info: u64) -> ! {
     tables::build(&mut machine);
     // SAFETY: alone until `smp::start`, and nobody has asked for it.
     unsafe { MACHINE.set(machine) };
-    entry::continue_on(tables::root(), layout::stack_top(0), kernel_run)
+    let [_, top] = layout::BOOT_STACK;
+    percpu::own().stack_top.store(top, Ordering::Relaxed);
+    entry::continue_on(tables::root(), top, kernel_run)
 }
 
 /// The rest: on the kernel's own tables and stack.
@@ -129,7 +135,8 @@ extern "C" fn kernel_run() -> ! {
     tlb::kernel_half().online(tlb::shootdown(), &cx);
     vmemmap::init(&cx, &machine.map);
     controller::start_timer();
-    smp::start(ids);
+    kva::init(&cx);
+    smp::start(&mut cx, ids);
     interrupts::enable();
     let (command_line, interrupt_controller) = (machine.line(), controller::kind());
     let boot = BootInfo { command_line, cpus_present: machine.present, interrupt_controller };

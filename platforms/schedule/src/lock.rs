@@ -101,4 +101,18 @@ unsafe impl RawEditLock for ModelLock {
         run::gave_back(self.place());
         run::point();
     }
+
+    fn wait_until(gone: &dyn Fn() -> bool) {
+        while !gone() && run::wait_until("readers", gone) {}
+    }
+
+    fn entered(lock: usize) {
+        run::took(lock);
+        run::point();
+    }
+
+    fn left(lock: usize) {
+        run::point();
+        run::gave_back(lock);
+    }
 }

@@ -255,9 +255,9 @@ impl Connection {
         Ok(lease)
     }
 
-    /// Tells the daemon what became of a lease. Nothing depends on its being heard.
-    pub fn tell(&self, seen: Seen) {
-        let _ = wire::send(self.0.as_fd(), &Request::Seen(seen), None);
+    /// Tells the daemon what became of a lease of this connection. Nothing depends on its being heard.
+    pub fn tell(&self, lease: u64, seen: Seen) {
+        let _ = wire::send(self.0.as_fd(), &Request::Seen { lease, seen }, None);
     }
 
     /// Leases memory.
@@ -266,8 +266,17 @@ impl Connection {
     ///
     /// As [`ask`](Connection::ask).
     pub fn lease(self, wish: Wish) -> Result<Lease, ClientError> {
+        self.another(wish).map(|(about, file)| Lease { about, file, connection: self })
+    }
+
+    /// The same, beside what was leased by this connection before.
+    ///
+    /// # Errors
+    ///
+    /// As [`ask`](Connection::ask).
+    pub fn another(&self, wish: Wish) -> Result<(Leased, OwnedFd), ClientError> {
         match self.ask(&Request::Lease(wish))? {
-            (Answer::Leased(about), Some(file)) => Ok(Lease { about, file, connection: self }),
+            (Answer::Leased(about), Some(file)) => Ok((about, file)),
             _ => Err(io::Error::new(io::ErrorKind::InvalidData, "an answer to something else").into()),
         }
     }

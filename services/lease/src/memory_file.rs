@@ -265,10 +265,14 @@ fn is_as_it_was(before: Option<u64>, now: Option<u64>) -> bool {
 /// Of which pages a file is: `None` unless it is one of a huge page file system, or one in memory that may be sealed or has
 /// no name.
 pub fn page_of(fd: BorrowedFd<'_>) -> Option<Page> {
-    const HUGETLBFS: i64 = 0x958458f6;
-    const TMPFS: i64 = 0x0102_1994;
-    let system = rustix::fs::fstatfs(fd).ok()?;
-    let (kind, block) = (system.f_type as i64 & 0xffff_ffff, system.f_bsize as u64);
+    page_of_system(&rustix::fs::fstatfs(fd).ok()?)
+}
+
+/// The same, of files of that file system.
+pub(crate) fn page_of_system(system: &rustix::fs::StatFs) -> Option<Page> {
+    const HUGETLBFS: u32 = 0x958458f6;
+    const TMPFS: u32 = 0x0102_1994;
+    let (kind, block) = (system.f_type as u32, system.f_bsize as u64);
     match kind {
         HUGETLBFS => [Page::Huge2M, Page::Huge1G].into_iter().find(|page| page.bytes() == block),
         TMPFS => Some(Page::Transparent),

@@ -10,9 +10,9 @@
 //! What is left: a thread that duplicates the descriptor between the two, and another one that does so after the second, have two
 //! memories; both during a call on that very number. A descriptor opened with `O_PATH` counts as nothing.
 
-use crate::memory_file::{Page, copy_seals, page_of};
+use crate::memory_file::{Page, copy_seals, page_of, page_of_system};
 use crate::seccomp::last_error;
-use rustix::fs::{FileType, FlockOperation, Mode, OFlags, fcntl_setfl, flock, fstat, stat};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, fcntl_setfl, flock, fstat, stat, statfs};
 use rustix::io::Errno;
 use std::fs;
 use std::io;
@@ -31,13 +31,19 @@ pub(crate) struct OwnFile {
 }
 
 /// Why a file that is of the right kind keeps its place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NotReplaced {
     /// It would have two memories.
     #[error(
         "something else leads to the same file, too: a duplicate, a mapping, another process, a socket that it was sent by"
     )]
     Shared,
+    /// Its name leads to it, and to nothing else.
+    #[error("it has a name, by which others may open it, too")]
+    Named,
+    /// Nothing is leased for it.
+    #[error("{0}")]
+    NotLent(String),
     /// It could not be looked at, or changed.
     #[error("{0}: {1}")]
     Refused(&'static str, Errno),
@@ -78,10 +84,15 @@ impl OwnFile {
             Err(Errno::NOENT) => return Ok(None),
             other => other.map_err(refused("its descriptor cannot be looked at"))?,
         };
-        let is_fresh = stat.st_nlink == 0 && stat.st_size == 0 && stat.st_blocks == 0;
+        let is_fresh = stat.st_size == 0 && stat.st_blocks == 0;
         // Nothing else is opened: a device, say, could do something.
         if !is_fresh || !FileType::from_raw_mode(stat.st_mode).is_file() {
             return Ok(None);
+        }
+        if stat.st_nlink > 0 {
+            let system = statfs(&path).ok().and_then(|system| page_of_system(&system));
+            // Of transparent ones any file in memory may have some.
+            return if page.pool().is_some() && system == Some(page) { Err(NotReplaced::Named) } else { Ok(None) };
         }
         let info = fs::read_to_string(format!("/proc/{process}/fdinfo/{fd}")).unwrap_or_default();
         let flags = info.lines().find_map(|line| i32::from_str_radix(line.strip_prefix("flags:")?.trim(), 8).ok());

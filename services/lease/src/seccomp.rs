@@ -1,12 +1,15 @@
-//! A filter that reports one system call, `ftruncate` to one length, and the descriptor on which it is reported.
+//! A filter that reports the system calls which give a file its length, `ftruncate` and `fallocate` from its beginning, and the descriptor
+//! on which it reports them.
 //!
-//! Every other call passes at the cost of four instructions of the filter; so no other call can ever wait for the
-//! supervisor. The filter is written out here because no maintained library installs one with a listener: `seccompiler` has
-//! neither the action nor the flag, and `libseccomp` needs the C library, which a static build has not.
+//! The kernel knows beforehand that every other call passes, and does not run the filter for it (Linux 5.11); a length that no lease
+//! could have passes, too. So no other call can ever wait for the supervisor. The filter is written out here because no maintained
+//! library installs one with a listener: `seccompiler` has neither the action nor the flag, and `libseccomp` needs the C library, which a
+//! static build has not.
 //!
 //! Source of the rules: seccomp(2) and seccomp_unotify(2).
 
 use rustix::io::Errno;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 #[cfg(target_arch = "x86_64")]
@@ -17,36 +20,91 @@ const ARCH: u32 = 0xc000_00b7;
 /// Byte offsets in the data that a filter sees (`struct seccomp_data`), little endian.
 const NR: u32 = 0;
 const ARCH_AT: u32 = 4;
-const LENGTH_LOW: u32 = 24;
-const LENGTH_HIGH: u32 = 28;
+const ARGS: u32 = 16;
 
 const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
-const JUMP_IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+const JUMP: u16 = (libc::BPF_JMP | libc::BPF_K) as u16;
+const IF_EQUAL: u16 = JUMP | libc::BPF_JEQ as u16;
+const IF_GREATER: u16 = JUMP | libc::BPF_JGT as u16;
+const IF_AT_LEAST: u16 = JUMP | libc::BPF_JGE as u16;
+const IF_ANY_BIT: u16 = JUMP | libc::BPF_JSET as u16;
 const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-const fn op(code: u16, k: u32) -> libc::sock_filter {
-    libc::sock_filter { code, jt: 0, jf: 0, k }
+/// A jump to the last instruction, which lets the call pass.
+const PASS: u8 = u8::MAX;
+
+fn load(at: u32) -> libc::sock_filter {
+    libc::sock_filter { code: LOAD, jt: 0, jf: 0, k: at }
 }
 
-/// Goes on if the loaded word is `k`, else skips `others` instructions.
-const fn expect(k: u32, others: u8) -> libc::sock_filter {
-    libc::sock_filter { code: JUMP_IF_EQUAL, jt: 0, jf: others, k }
+/// Skips as many instructions as it says, where the loaded word is so, and where it is not.
+fn jump(code: u16, k: u32, jt: u8, jf: u8) -> libc::sock_filter {
+    libc::sock_filter { code, jt, jf, k }
 }
 
-/// The program: reports `ftruncate(any, length)` of this architecture, allows all else.
-fn program(length: u64) -> [libc::sock_filter; 10] {
-    [
-        op(LOAD, ARCH_AT),
-        expect(ARCH, 7),
-        op(LOAD, NR),
-        expect(libc::SYS_ftruncate as u32, 5),
-        op(LOAD, LENGTH_LOW),
-        expect(length as u32, 3),
-        op(LOAD, LENGTH_HIGH),
-        expect((length >> 32) as u32, 1),
-        op(RETURN, libc::SECCOMP_RET_USER_NOTIF),
-        op(RETURN, libc::SECCOMP_RET_ALLOW),
-    ]
+/// Which lengths are reported: whole pages, no fewer and no more bytes than the bounds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lengths {
+    /// Bytes of a page, a power of two of 32 bits.
+    pub page: u64,
+    /// From the least to the most.
+    pub bounds: RangeInclusive<u64>,
+}
+
+impl Lengths {
+    /// Whether it is one of them.
+    pub fn contain(&self, length: u64) -> bool {
+        self.bounds.contains(&length) && length.is_multiple_of(self.page)
+    }
+
+    /// Goes on where argument `number` is one of them.
+    fn check(&self, number: u32) -> [libc::sock_filter; 12] {
+        let (low, high) = (ARGS + 8 * number, ARGS + 8 * number + 4);
+        let words = |bytes: u64| (bytes as u32, (bytes >> 32) as u32);
+        let ((least_low, least_high), (most_low, most_high)) = (words(*self.bounds.start()), words(*self.bounds.end()));
+        [
+            load(high),
+            jump(IF_GREATER, least_high, 3, 0),
+            jump(IF_EQUAL, least_high, 0, PASS),
+            load(low),
+            jump(IF_AT_LEAST, least_low, 0, PASS),
+            load(high),
+            jump(IF_GREATER, most_high, PASS, 0),
+            jump(IF_EQUAL, most_high, 0, 2),
+            load(low),
+            jump(IF_GREATER, most_low, PASS, 0),
+            load(low),
+            jump(IF_ANY_BIT, self.page as u32 - 1, PASS, 0),
+        ]
+    }
+}
+
+/// The program: of this architecture, reports `ftruncate(any, length)` and `fallocate(any, 0, 0, length)`, allows all else.
+fn program(lengths: &Lengths) -> Vec<libc::sock_filter> {
+    let give = |answer| [jump(RETURN, answer, 0, 0)];
+    let is_zero = |at| [load(at), jump(IF_EQUAL, 0, 0, PASS)];
+    let report = give(libc::SECCOMP_RET_USER_NOTIF);
+    // A mode is a word; an offset has two.
+    let whole_file = [ARGS + 8, ARGS + 16, ARGS + 20].map(is_zero).concat();
+    let allocates = [&whole_file[..], &lengths.check(3), &report].concat();
+    let truncates = [&lengths.check(1)[..], &report].concat();
+    let which = [
+        load(ARCH_AT),
+        jump(IF_EQUAL, ARCH, 0, PASS),
+        load(NR),
+        jump(IF_EQUAL, libc::SYS_ftruncate as u32, 1, 0),
+        jump(IF_EQUAL, libc::SYS_fallocate as u32, truncates.len() as u8, PASS),
+    ];
+    let mut program = [&which[..], &truncates, &allocates, &give(libc::SECCOMP_RET_ALLOW)].concat();
+    let last = program.len() - 1;
+    for (at, step) in program.iter_mut().enumerate() {
+        for skip in [&mut step.jt, &mut step.jf] {
+            if *skip == PASS {
+                *skip = (last - at - 1) as u8;
+            }
+        }
+    }
+    program
 }
 
 /// What keeps a filter from being installed.
@@ -71,14 +129,14 @@ pub enum FilterError {
 /// # Errors
 ///
 /// [`FilterError`]; nothing is installed then (`no_new_privs` may be set).
-pub fn report_ftruncate(length: u64, keep_privileges: bool) -> Result<OwnedFd, FilterError> {
+pub fn report_lengths(lengths: &Lengths, keep_privileges: bool) -> Result<OwnedFd, FilterError> {
     if !keep_privileges {
         // SAFETY: sets a flag of the calling thread.
         if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
             return Err(FilterError::Other(last_error()));
         }
     }
-    let mut program = program(length);
+    let mut program = program(lengths);
     let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
     // Before Linux 5.16 a filter also switched speculation past stores off, for the program and all that it starts: it is taken for a
     // sandbox there. This one is none.
@@ -118,7 +176,7 @@ pub struct Call {
     pub id: u64,
     /// The calling thread, as this process sees its number; 0 if it is in a namespace that cannot be seen from here.
     pub thread: u32,
-    /// The descriptor that it wants truncated.
+    /// The descriptor whose file it gives a length.
     pub fd: u32,
     /// The length.
     pub length: u64,
@@ -174,7 +232,9 @@ pub fn receive(listener: BorrowedFd<'_>) -> Result<Option<Call>, Errno> {
         Err(Errno::NOENT | Errno::INTR) => return Ok(None),
         Err(error) => return Err(error),
     }
-    Ok(Some(Call { id: call.id, thread: call.pid, fd: call.data.args[0] as u32, length: call.data.args[1] }))
+    let (args, allocates) = (call.data.args, i64::from(call.data.nr) == libc::SYS_fallocate);
+    let length = args[if allocates { 3 } else { 1 }];
+    Ok(Some(Call { id: call.id, thread: call.pid, fd: args[0] as u32, length }))
 }
 
 /// Has the kernel run whoever waits for a call at once, on the same CPU, and the caller again when it is answered; for the time of a
@@ -237,42 +297,65 @@ mod tests {
     }
 
     /// Interprets the program as the kernel does.
-    fn run(program: &[libc::sock_filter], arch: u32, nr: u32, length: u64) -> u32 {
+    fn run(program: &[libc::sock_filter], arch: u32, nr: i64, args: [u64; 4]) -> bool {
         let (mut at, mut loaded) = (0, 0);
         loop {
             let step = program[at];
+            let goes = |is_so: bool| usize::from(if is_so { step.jt } else { step.jf });
             match step.code {
                 LOAD => {
+                    let words = args.map(|arg| [arg as u32, (arg >> 32) as u32]).concat();
                     loaded = match step.k {
-                        NR => nr,
+                        NR => nr as u32,
                         ARCH_AT => arch,
-                        LENGTH_LOW => length as u32,
-                        LENGTH_HIGH => (length >> 32) as u32,
-                        other => panic!("loads from {other}"),
+                        other => words[(other - ARGS) as usize / 4],
                     }
                 }
-                JUMP_IF_EQUAL => at += usize::from(if loaded == step.k { step.jt } else { step.jf }),
-                RETURN => return step.k,
+                IF_EQUAL => at += goes(loaded == step.k),
+                IF_GREATER => at += goes(loaded > step.k),
+                IF_AT_LEAST => at += goes(loaded >= step.k),
+                IF_ANY_BIT => at += goes(loaded & step.k != 0),
+                RETURN => return step.k == libc::SECCOMP_RET_USER_NOTIF,
                 other => panic!("instruction {other:#x}"),
             }
             at += 1;
         }
     }
 
+    /// What is reported is what the type says, at both ends of it and on both sides of what half a word can say.
     #[test]
-    fn one_call_is_reported_and_all_others_pass() {
-        let length = 0x12_3456_0000;
-        let program = program(length);
-        let nr = libc::SYS_ftruncate as u32;
-        assert_eq!(run(&program, ARCH, nr, length), libc::SECCOMP_RET_USER_NOTIF);
-        for (arch, nr, length) in [
-            (ARCH, nr, length + 1),
-            (ARCH, nr, length + (1 << 32)),
-            (ARCH, nr, length & 0xffff_ffff),
-            (ARCH, nr + 1, length),
-            (ARCH ^ 1, nr, length),
-        ] {
-            assert_eq!(run(&program, arch, nr, length), libc::SECCOMP_RET_ALLOW, "{arch:#x} {nr} {length:#x}");
+    fn lengths_that_a_lease_could_have_are_reported_and_all_other_calls_pass() {
+        const PAGE: u64 = 2 << 20;
+        let all = [PAGE..=u64::MAX >> 1, 7 * PAGE..=7 * PAGE, (1 << 32)..=(1 << 33) + PAGE, PAGE..=(1 << 32) - PAGE];
+        let ends = all.clone().map(|bounds| [*bounds.start(), *bounds.end()]).concat();
+        let some = [0, 1, PAGE, 1 << 32, (1 << 32) - PAGE, 1 << 33, 3 << 32, 1 << 63, u64::MAX];
+        for bounds in all {
+            let lengths = Lengths { page: PAGE, bounds };
+            let program = program(&lengths);
+            let tried = ends
+                .iter()
+                .chain(&some)
+                .flat_map(|&n| [0, 1, PAGE - 1, PAGE].map(|m| [n.wrapping_add(m), n.wrapping_sub(m)]));
+            for length in tried.flatten() {
+                let (truncate, allocate) = ([9, length, 5, 6], [9, 0, 0, length]);
+                assert_eq!(
+                    run(&program, ARCH, libc::SYS_ftruncate, truncate),
+                    lengths.contain(length),
+                    "{length:#x} {lengths:?}"
+                );
+                assert_eq!(
+                    run(&program, ARCH, libc::SYS_fallocate, allocate),
+                    lengths.contain(length),
+                    "{length:#x} {lengths:?}"
+                );
+                for other in [[9, 1, 0, length], [9, 0, 1, length], [9, 0, 1 << 32, length]] {
+                    assert!(!run(&program, ARCH, libc::SYS_fallocate, other), "{other:x?}");
+                }
+                assert!(!run(&program, ARCH ^ 1, libc::SYS_ftruncate, truncate));
+                assert!(!run(&program, ARCH, libc::SYS_write, truncate));
+                // Whoever passes a word for the mode leaves what is above it as it was.
+                assert_eq!(run(&program, ARCH, libc::SYS_fallocate, [9, 7 << 32, 0, length]), lengths.contain(length));
+            }
         }
     }
 }

@@ -217,9 +217,10 @@ fn answer(daemon: &Daemon, peer: &Peer, request: Request, held: &mut Held<'_>) -
             Err(refused) => Answer::Refused(refused),
         },
         Request::Status {} => Answer::Status(Box::new(daemon.status_for(asker))),
-        // Of a lease that there is.
-        Request::Seen(seen) => {
-            held.leases.last().into_iter().for_each(|lease| daemon.seen(*lease, seen));
+        Request::Seen { lease, seen } => {
+            if held.leases.contains(&lease) {
+                daemon.seen(lease, seen);
+            }
             return None;
         }
         Request::End {} => {

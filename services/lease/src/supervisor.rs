@@ -1,25 +1,27 @@
-//! Puts leased memory in the place of the file that a program makes for itself.
+//! Puts leased memory in the place of the files that a program, and what it starts, make for themselves.
 //!
-//! The program is started with a [filter](crate::seccomp) that reports `ftruncate` to the lease's length. The supervisor looks
-//! at the descriptor: a file of the right pages that has no name, no length and no pages yet, and that nobody else can reach, is
-//! replaced by the leased one, which has that length already. Every other call is executed as if nobody had asked, or fails, if the
+//! The program is started with a [filter](crate::seccomp) that reports the calls which give a file a length. The supervisor looks at the
+//! descriptor: a file of the right pages that has no name, no length and no pages yet, and that nobody else can reach, is
+//! replaced by a leased one, which has that length already. Every other call is executed as if nobody had asked, or fails, if the
 //! memory is required; why a file of the right kind was not replaced, and that none came, is said on standard error.
 //!
 //! The supervisor is a process of its own, no child of the program, and lives as long as anything has the filter. If it is
-//! killed, a call that waits and later calls of that one length fail with ENOSYS; nothing else changes.
+//! killed, a call that waits and later calls of such lengths fail with ENOSYS; nothing else changes.
 
-use crate::client::{Connection, Lease};
+use crate::client::{ClientError, Connection, Lease};
 use crate::memory_file::Page;
 pub use crate::own_file::check_proc;
 use crate::own_file::{NotReplaced, OwnFile};
-use crate::seccomp::{self, Call, CallAnswer, FilterError};
-use crate::wire::Seen;
+use crate::seccomp::{self, Call, CallAnswer, FilterError, Lengths};
+use crate::wire::{Answer, Leased, Refused, RefusedKind, Request, Seen, Wish};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use serde::Serialize;
 use std::ffi::OsStr;
+use std::fmt;
 use std::fs;
 use std::io;
 use std::mem;
@@ -50,30 +52,131 @@ pub struct Attached {
     pub no_new_privs: bool,
 }
 
-/// Starts a supervisor for the calling process: from here on, a file that it, or what it becomes by `exec` or starts, makes to the
-/// lease's length is the leased one. For a process with one thread that is about to `exec`.
+/// What takes the place of a program's files.
+#[derive(Debug)]
+pub struct Lending {
+    /// The daemon, until it is gone.
+    connection: Option<Connection>,
+    /// Leased already, and in no file's place.
+    ready: Vec<(Leased, OwnedFd)>,
+    lengths: Lengths,
+    page: Page,
+    node: Option<u32>,
+    /// How much more may be leased.
+    budget: u64,
+    /// One lease for one file, whatever else is made: there may be more files of its length.
+    is_one: bool,
+}
+
+impl Lending {
+    /// Of the files of a lease's length the first is the lease.
+    pub fn one(lease: Lease) -> Self {
+        let Lease { about, file, connection } = lease;
+        let lengths = Lengths { page: about.page.bytes(), bounds: about.bytes..=about.bytes };
+        let (page, node, ready) = (about.page, about.node, vec![(about, file)]);
+        Lending { connection: Some(connection), ready, lengths, page, node, budget: 0, is_one: true }
+    }
+
+    /// Every file is leased when it is made, as long as they are no more than `budget` together; none for which a ready one would be cut
+    /// to less than an eighth.
+    ///
+    /// # Errors
+    ///
+    /// As [`Connection::ask`]; [`ClientError::Refused`]: no file could be lent.
+    pub fn up_to(daemon: Connection, budget: u64, page: Option<Page>, node: Option<u32>) -> Result<Self, ClientError> {
+        let (Answer::Status(status), _) = daemon.ask(&Request::Status {})? else {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "an answer to something else").into());
+        };
+        let page = page.unwrap_or(status.page);
+        let shortest = status.wanted.iter().min().copied().unwrap_or(0);
+        let least = (shortest / LEAST_PART / page.bytes() * page.bytes()).max(page.bytes());
+        if budget < least {
+            let message =
+                format!("{budget} bytes are less than what is lent of the daemon's shortest file, {least}; lend more");
+            return Err(ClientError::Refused(Refused { kind: RefusedKind::Invalid, message }));
+        }
+        // The longest length that a file has.
+        let lengths = Lengths { page: page.bytes(), bounds: least..=i64::MAX as u64 };
+        Ok(Lending { connection: Some(daemon), ready: Vec::new(), lengths, page, node, budget, is_one: false })
+    }
+
+    /// A file of that length.
+    fn take(&mut self, bytes: u64) -> Result<(Leased, OwnedFd), NotReplaced> {
+        if let Some(index) = self.ready.iter().position(|(about, _)| about.bytes == bytes) {
+            return Ok(self.ready.swap_remove(index));
+        }
+        if bytes > self.budget {
+            return Err(NotReplaced::NotLent(format!(
+                "{} bytes are left to be lent; lend more with --up-to",
+                self.budget
+            )));
+        }
+        let no_daemon =
+            || NotReplaced::NotLent("the lease daemon is gone; programs that are started anew have leases".to_owned());
+        let wish = Wish { bytes, page: Some(self.page), node: self.node, keep: None };
+        match self.connection.as_ref().ok_or_else(no_daemon)?.another(wish) {
+            Ok(leased) => {
+                self.budget -= bytes;
+                Ok(leased)
+            }
+            Err(ClientError::Refused(refused)) => Err(NotReplaced::NotLent(refused.message)),
+            Err(error) => {
+                // What comes later would be the answer to something else.
+                self.connection = None;
+                Err(NotReplaced::NotLent(error.to_string()))
+            }
+        }
+    }
+
+    fn tell(&self, lease: u64, seen: Seen) {
+        self.connection.iter().for_each(|connection| connection.tell(lease, seen));
+    }
+
+    fn tell_of_ready(&self, seen: Seen) {
+        self.ready.iter().for_each(|(about, _)| self.tell(about.lease, seen));
+    }
+}
+
+/// Of the daemon's shortest file so much is lent at least: the rest is given back to the kernel, and was filled for nothing.
+const LEAST_PART: u64 = 8;
+
+/// What a supervisor says on its program's standard error of files that are lent or not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Say {
+    /// A line when the program ends; of one lease, only if its file was not replaced.
+    #[default]
+    AtEnd,
+    /// A line for each, too.
+    Each,
+    /// When the program ends, an object for other programs to read.
+    Json,
+}
+
+/// Starts a supervisor for the calling process: from here on, files that it, or what it becomes by `exec` or starts, gives a length are
+/// leased ones. For a process with one thread that is about to `exec`.
 ///
-/// `require`: a call that asks for memory of that length, and cannot have the leased one, fails (ENOMEM).
+/// `require`: a call that asks for such memory, and cannot have a leased file, fails (ENOMEM).
 ///
 /// # Errors
 ///
 /// [`AttachError`]: the lease is over, and nothing has changed but `no_new_privs`, or as [`AttachError::Gone`] says.
-pub fn attach(lease: Lease, require: bool) -> Result<Attached, AttachError> {
+pub fn attach(lending: Lending, require: bool, say: Say) -> Result<Attached, AttachError> {
     let attached = match start() {
-        Ok((Process::Supervisor, _, theirs, ears)) => exit(run(theirs, lease, ears, require).is_err().into()),
+        Ok((Process::Supervisor, _, theirs, ears)) => exit(run(theirs, lending, ears, require, say).is_err().into()),
         Ok((Process::Program, ours, theirs, _)) => {
             // A supervisor that gets nothing ends when ours is closed.
             drop(theirs);
             if let Ok(Some((supervisor, _))) = crate::wire::receive::<u32>(ours.as_fd()) {
                 let_look(supervisor);
             }
-            report_to(ours, lease.about.bytes)
+            report_to(ours, &lending.lengths)
         }
         Err(error) => Err(error),
     };
     if attached.is_err() {
         // Nobody else says so before this process ends, and a daemon that does not hear it notices that.
-        let _ = lease.end();
+        drop(lending.ready);
+        lending.connection.iter().for_each(|connection| drop(connection.ask(&Request::End {})));
     }
     attached
 }
@@ -89,8 +192,8 @@ fn start() -> Result<(Process, OwnedFd, OwnedFd, Ears), AttachError> {
     started.map_err(AttachError::Supervisor)
 }
 
-/// Who is told what became of the lease: the standard error of the process that becomes the program, as long as that lives and has not
-/// got it, for whoever reads it to the end waits for all that have it open.
+/// Who is told what became of the leases: the standard error of the process that becomes the program, as long as that lives and there is
+/// something to say, for whoever reads it to the end waits for all that have it open.
 struct Ears {
     process: OwnedFd,
     /// None if it has none.
@@ -105,10 +208,14 @@ impl Ears {
 
     /// A line, if there is room for it: a reader who stands still keeps no program waiting.
     fn say(&self, line: &str) {
+        self.write(&format!("hugemm lease: {line}\n"));
+    }
+
+    fn write(&self, line: &str) {
         let Some(stderr) = &self.stderr else { return };
         let mut room = [PollFd::new(stderr, PollFlags::OUT)];
         if poll(&mut room, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
-            let _ = rustix::io::write(stderr, format!("hugemm lease: {line}\n").as_bytes());
+            let _ = rustix::io::write(stderr, line.as_bytes());
         }
     }
 }
@@ -121,13 +228,13 @@ fn let_look(supervisor: u32) {
 }
 
 /// Installs the filter and sends its listener to the supervisor.
-fn report_to(supervisor: OwnedFd, length: u64) -> Result<Attached, AttachError> {
-    let (listener, no_new_privs) = match seccomp::report_ftruncate(length, true) {
+fn report_to(supervisor: OwnedFd, lengths: &Lengths) -> Result<Attached, AttachError> {
+    let (listener, no_new_privs) = match seccomp::report_lengths(lengths, true) {
         Ok(listener) => (listener, false),
-        Err(FilterError::Other(Errno::ACCESS)) => (seccomp::report_ftruncate(length, false)?, true),
+        Err(FilterError::Other(Errno::ACCESS)) => (seccomp::report_lengths(lengths, false)?, true),
         Err(error) => return Err(error.into()),
     };
-    // The supervisor gets it, or ends, and with it the filter's power over this process but for calls of that length.
+    // The supervisor gets it, or ends, and with it the filter's power over this process but for calls of those lengths.
     // Nothing is waited for: the filter is there in either case.
     let sent = crate::wire::send(supervisor.as_fd(), &(), Some(listener.as_fd()));
     sent.map(|()| Attached { no_new_privs }).map_err(AttachError::Gone)
@@ -193,21 +300,20 @@ fn exit(code: i32) -> ! {
 }
 
 /// The supervisor's life.
-fn run(from_program: OwnedFd, lease: Lease, ears: Ears, require: bool) -> io::Result<()> {
-    let Lease { about, file, connection } = lease;
-    let others = [from_program.as_fd(), file.as_fd(), connection.as_fd(), ears.process.as_fd()];
-    keep_only(others.into_iter().chain(ears.stderr.as_ref().map(AsFd::as_fd)).map(|fd| fd.as_raw_fd()).collect())?;
+fn run(from_program: OwnedFd, lending: Lending, ears: Ears, require: bool, say: Say) -> io::Result<()> {
+    let keep = [from_program.as_fd(), ears.process.as_fd()].into_iter().chain(ears.stderr.as_ref().map(AsFd::as_fd));
+    let leased = lending.ready.iter().map(|(_, file)| file.as_fd()).chain(lending.connection.as_ref().map(AsFd::as_fd));
+    keep_only(keep.chain(leased).map(|fd| fd.as_raw_fd()).collect())?;
     // Somebody who opens a file while it is looked at has the kernel send this, and nothing is to be done.
     // SAFETY: no handler.
     unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
-    connection.tell(Seen::Awaited);
+    lending.tell_of_ready(Seen::Awaited);
     crate::wire::send(from_program.as_fd(), &std::process::id(), None)?;
     let Some(((), Some(listener))) = crate::wire::receive::<()>(from_program.as_fd())? else { return Ok(()) };
     drop(from_program);
     seccomp::switch_at_once(listener.as_fd());
-    let (length, page) = (about.bytes, about.page);
-    let (file, ears, untaken) = (Some(file), Some(ears), Some(Instant::now() + UNTAKEN));
-    Supervisor { listener, length, page, require, file, connection, ears, untaken, watch: None }.serve()
+    let (ears, untaken) = (Some(ears), Some(Instant::now() + UNTAKEN));
+    Supervisor { listener, lending, require, say, ears, untaken, done: Done::default(), watches: Vec::new() }.serve()
 }
 
 /// Closes everything else: a program waits for the end of pipes that its starter had open. Standard streams go nowhere.
@@ -235,24 +341,89 @@ fn keep_only(mut keep: Vec<i32>) -> io::Result<()> {
     Ok(())
 }
 
+/// What was lent and what was not, for the line at the end.
+#[derive(Debug, Default, Serialize)]
+struct Done {
+    lent_bytes: u64,
+    lent_files: u64,
+    /// The first of them.
+    lent: Vec<SizedFile>,
+    not_lent_files: u64,
+    not_lent: Vec<SizedFile>,
+}
+
+/// A file that a program has given a length.
+#[derive(Debug, Serialize)]
+struct SizedFile {
+    bytes: u64,
+    program: String,
+    thread: u32,
+    descriptor: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    why_not: Option<String>,
+}
+
+/// More are only counted.
+const MOST_SAID: usize = 16;
+
+impl Done {
+    fn add(&mut self, file: SizedFile) {
+        let (list, files) = match file.why_not {
+            None => (&mut self.lent, &mut self.lent_files),
+            Some(_) => (&mut self.not_lent, &mut self.not_lent_files),
+        };
+        *files += 1;
+        self.lent_bytes += if file.why_not.is_none() { file.bytes } else { 0 };
+        if list.len() < MOST_SAID {
+            list.push(file);
+        }
+    }
+}
+
+impl fmt::Display for SizedFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let SizedFile { bytes, program, thread, descriptor, why_not } = self;
+        write!(f, "{bytes} bytes to {program} ({thread}), descriptor {descriptor}")?;
+        why_not.iter().try_for_each(|why| write!(f, " ({why})"))
+    }
+}
+
+impl fmt::Display for Done {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |f: &mut fmt::Formatter<'_>, what: &str, files: u64, list: &[SizedFile]| {
+            write!(f, "{what} {files} file{}", if files == 1 { "" } else { "s" })?;
+            let first = |n| if n == 0 { ": " } else { "; " };
+            list.iter().enumerate().try_for_each(|(n, file)| write!(f, "{}{file}", first(n)))?;
+            match files - list.len() as u64 {
+                0 => Ok(()),
+                more => write!(f, "; {more} more"),
+            }
+        };
+        list(f, "lent", self.lent_files, &self.lent)?;
+        if self.not_lent_files > 0 {
+            list(f, ", not lent", self.not_lent_files, &self.not_lent)?;
+        }
+        Ok(())
+    }
+}
+
 struct Supervisor {
     listener: OwnedFd,
-    length: u64,
-    page: Page,
+    lending: Lending,
     require: bool,
-    /// Until it is placed; afterwards the program alone has it, so that its memory goes with it.
-    file: Option<OwnedFd>,
-    connection: Connection,
-    /// Until the lease is placed, something was said, or the program has ended.
+    say: Say,
+    /// Until there is nothing more to say, or the program has ended.
     ears: Option<Ears>,
-    /// When it is said that nothing has taken the lease, if that was not said yet.
+    /// When it is said that nothing was lent, if that was not said yet.
     untaken: Option<Instant>,
-    /// How the program maps what it was given is looked at for a while.
-    watch: Option<Watch>,
+    done: Done,
+    /// How programs map what they were given is looked at for a while.
+    watches: Vec<Watch>,
 }
 
 struct Watch {
     thread: u32,
+    lease: u64,
     inode: u64,
     until: Instant,
 }
@@ -269,7 +440,7 @@ impl Supervisor {
         loop {
             let until =
                 self.untaken.filter(|_| self.ears.is_some()).map(|at| at.saturating_duration_since(Instant::now()));
-            let pause = self.watch.as_ref().map(|_| LOOK).or(until);
+            let pause = if self.watches.is_empty() { until } else { Some(LOOK) };
             let pause = pause.map(Timespec::try_from).transpose().map_err(io::Error::other)?;
             let ears = self.ears.as_ref().map(|ears| PollFd::new(&ears.process, PollFlags::IN));
             let mut wait: Vec<_> = [PollFd::new(&self.listener, PollFlags::IN)].into_iter().chain(ears).collect();
@@ -283,63 +454,95 @@ impl Supervisor {
                     self.answer(&call);
                 }
             } else if ended || !events.is_empty() {
-                self.say_untaken("the program has ended");
-                self.ears = None;
+                self.say_at_end();
             } else if until.is_some_and(|until| until.is_zero()) {
                 self.say_untaken(&format!("the program has run for {} s", UNTAKEN.as_secs()));
             }
             if !events.is_empty() && !events.contains(PollFlags::IN) {
                 // Nothing has the filter any more.
-                if self.file.is_some() {
-                    self.connection.tell(Seen::Unused);
-                }
+                self.lending.tell_of_ready(Seen::Unused);
                 return Ok(());
             }
             self.look();
         }
     }
 
-    /// Says, once, that the lease is of no use so far.
+    /// Says, once, that leases are of no use so far.
     fn say_untaken(&mut self, when: &str) {
         if let Some((ears, _)) = self.ears.as_ref().zip(self.untaken.take()) {
-            ears.say(&format!(
-                "{when}, and nothing took the lease: no file of {} bytes that it could replace was made; other ways are \
-                 @LEASE@ and --fd",
-                self.length
-            ));
+            let which = if self.lending.is_one {
+                format!(
+                    "of {} bytes that it could replace was made; other ways are @LEASE@ and --fd",
+                    self.lending.lengths.bounds.start()
+                )
+            } else {
+                let least = self.lending.lengths.bounds.start();
+                format!("of {} pages, and of {least} bytes or more, was made", self.lending.page)
+            };
+            ears.say(&format!("{when}, and nothing took the lease: no file {which}"));
         }
+    }
+
+    fn say_at_end(&mut self) {
+        match (self.say, self.lending.is_one || self.done.lent_files + self.done.not_lent_files == 0) {
+            (Say::Json, _) => {
+                let line = serde_json::to_string(&self.done).unwrap_or_default();
+                self.ears.iter().for_each(|ears| ears.write(&format!("{line}\n")));
+            }
+            (_, true) => self.say_untaken("the program has ended"),
+            (_, false) => self.ears.iter().for_each(|ears| ears.say(&self.done.to_string())),
+        }
+        self.ears = None;
     }
 
     /// Answers a call. An error of an answer means that nobody waits for it any more.
     fn answer(&mut self, call: &Call) {
-        let answer = match self.place(call) {
-            Ok(true) => CallAnswer::Done,
-            Ok(false) | Err(NotReplaced::Gone) => CallAnswer::Continue,
-            Err(why) => {
-                let (name, then) = (name_of(call.thread), if self.require { "it fails" } else { "it has its own" });
-                // One line for a lease.
-                if let Some(ears) = self.ears.take() {
-                    ears.say(&format!("{name} asks for {} bytes, and {then}: {why}", self.length));
-                }
-                if self.require { CallAnswer::NoMemory } else { CallAnswer::Continue }
-            }
+        let placed = self.place(call);
+        let answer = match &placed {
+            Ok(Some(_)) => CallAnswer::Done,
+            Err(why) if *why != NotReplaced::Gone && self.require => CallAnswer::NoMemory,
+            _ => CallAnswer::Continue,
         };
+        let (is_one, then) = (self.lending.is_one, if self.require { "it fails" } else { "it has its own" });
+        match &placed {
+            Ok(None) | Err(NotReplaced::Gone) => {}
+            placed => {
+                self.untaken = None;
+                let why_not = placed.as_ref().err().map(ToString::to_string);
+                let (bytes, program, thread, descriptor) = (call.length, name_of(call.thread), call.thread, call.fd);
+                let line = match &why_not {
+                    None => format!("{program} ({thread}) has {bytes} bytes, lent, as descriptor {descriptor}"),
+                    Some(why) => format!("{program} ({thread}) asks for {bytes} bytes, and {then}: {why}"),
+                };
+                // Of one lease one line, and none if all is well.
+                if self.say == Say::Each || is_one && why_not.is_some() {
+                    self.ears.iter().for_each(|ears| ears.say(&line));
+                }
+                if is_one {
+                    self.ears = None;
+                }
+                self.done.add(SizedFile { bytes, program, thread, descriptor, why_not });
+            }
+        }
         let _ = seccomp::answer(self.listener.as_fd(), call, answer);
-        if answer == CallAnswer::Done {
-            self.connection.tell(Seen::Placed);
+        if let Ok(Some(lease)) = placed {
+            self.lending.tell(lease, Seen::Placed);
         }
     }
 
-    /// Replaces the call's descriptor, if it is of the kind that is waited for; false if it is not.
-    fn place(&mut self, call: &Call) -> Result<bool, NotReplaced> {
-        let Some(leased) = self.file.as_ref().filter(|_| call.length == self.length) else { return Ok(false) };
+    /// Replaces the call's descriptor, if it is of the kind that is waited for, and says by which lease.
+    fn place(&mut self, call: &Call) -> Result<Option<u64>, NotReplaced> {
+        let lending = &mut self.lending;
+        if !lending.lengths.contain(call.length) || lending.is_one && lending.ready.is_empty() {
+            return Ok(None);
+        }
         if call.thread == 0 {
             return Err(NotReplaced::Refused("its process is in a namespace that cannot be seen", Errno::SRCH));
         }
-        let Some(found) = OwnFile::look(&call.thread.to_string(), call.fd, self.page)? else { return Ok(false) };
+        let Some(found) = OwnFile::look(&call.thread.to_string(), call.fd, lending.page)? else { return Ok(None) };
         // All that was read is of the process that waits.
         if !seccomp::is_valid(self.listener.as_fd(), call) {
-            return Ok(false);
+            return Ok(None);
         }
         let same = descriptor_of(call).map_err(|errno| match errno {
             Errno::BADF => NotReplaced::Gone,
@@ -347,32 +550,37 @@ impl Supervisor {
         })?;
         let close_on_exec = found.close_on_exec;
         let put = |file: BorrowedFd<'_>| seccomp::replace_descriptor(self.listener.as_fd(), call, file, close_on_exec);
-        found.alone(same, put)?.replace(leased.as_fd(), put)?;
-        let inode = rustix::fs::fstat(leased).map_or(0, |stat| stat.st_ino);
-        self.watch = Some(Watch { thread: call.thread, inode, until: Instant::now() + LOOKS_FOR });
-        self.file = None;
-        self.ears = None;
-        Ok(true)
+        let alone = found.alone(same, put)?;
+        let (about, file) = lending.take(call.length)?;
+        let lease = about.lease;
+        if let Err(why) = alone.replace(file.as_fd(), put) {
+            // Nobody has had it.
+            lending.ready.push((about, file));
+            return Err(why);
+        }
+        let inode = rustix::fs::fstat(&file).map_or(0, |stat| stat.st_ino);
+        self.watches.push(Watch { thread: call.thread, lease, inode, until: Instant::now() + LOOKS_FOR });
+        Ok(Some(lease))
     }
 
-    /// Looks whether the program maps its memory privately, and says so once.
+    /// Looks whether programs map their memory privately, and says so once.
     fn look(&mut self) {
-        let Some(watch) = &self.watch else { return };
-        let maps = fs::read(format!("/proc/{}/maps", watch.thread)).unwrap_or_default();
-        let private = is_private(&maps, watch.inode);
-        if private == Some(true) {
-            self.connection.tell(Seen::PrivateMapping);
-        }
-        if private.is_some() || Instant::now() >= watch.until {
-            self.watch = None;
-        }
+        let lending = &self.lending;
+        self.watches.retain(|watch| {
+            let maps = fs::read(format!("/proc/{}/maps", watch.thread)).unwrap_or_default();
+            let private = is_private(&maps, watch.inode);
+            if private == Some(true) {
+                lending.tell(watch.lease, Seen::PrivateMapping);
+            }
+            private.is_none() && Instant::now() < watch.until
+        });
     }
 }
 
 /// The name of a thread's program, for people.
 fn name_of(thread: u32) -> String {
     let name = fs::read_to_string(format!("/proc/{thread}/comm"));
-    format!("{} ({thread})", name.as_deref().map_or("a program", str::trim))
+    name.as_deref().map_or("a program", str::trim).to_owned()
 }
 
 /// Another descriptor of the open file that the call's descriptor leads to. Who waits may be any thread of its process.

@@ -28,7 +28,12 @@ pub enum Request {
     /// Fills again.
     Fill {},
     /// What a lease's supervisor saw; for the log and the counters.
-    Seen(Seen),
+    Seen {
+        /// Which lease of this connection's.
+        lease: u64,
+        /// What.
+        seen: Seen,
+    },
     /// Ends this connection's leases, whose memory the client has let go of, before its process ends.
     End {},
     /// Keeps memory no more: it goes back to the kernel, from a program that has it now when that ends.

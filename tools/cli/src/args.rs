@@ -98,10 +98,14 @@ pub enum Bench {
     Age(crate::age::Age),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
     Shootdown(crate::paging::shootdown::Shootdown),
+    /// Kernel areas taken and freed in the ways of Linux's test_vmalloc, and many freed, batched and page by page.
+    Vmalloc(crate::paging::vmalloc::Vmalloc),
     /// Start stock QEMU on memory that it fills, and on leased memory: from exec to a machine that answers.
     Lease(crate::lease::args::BenchLease),
     /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.
     Map(crate::paging::map::Map),
+    /// What one CPU takes, and what the lines that CPUs share let 1 to 256 of them do.
+    Scale(crate::scale::Scale),
 }
 
 /// Names that `perf bench mem` has.

@@ -58,8 +58,9 @@ pub fn run(args: &Boot) -> Result<()> {
         Request::Pool(_) => pool::of_guest(&transcript),
         Request::Age(args) => age::of_guest(&transcript, args, boot.cpus),
         Request::Shootdown(_) => paging::shootdown::of_guest(&transcript),
+        Request::Vmalloc(_) => paging::vmalloc::of_guest(&transcript),
         Request::Run(_) => Results::default(),
-        Request::Selftest(_) | Request::Trial(_) | Request::CrashTest(_) => transcript.figures(),
+        Request::Selftest(_) | Request::Trial(_) | Request::Dump(_) | Request::CrashTest(_) => transcript.figures(),
     };
     results.emulated = accel != Accel::Kvm;
     let goals = results.goals();

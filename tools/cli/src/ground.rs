@@ -101,7 +101,7 @@ impl GroundPlan {
     }
 
     fn config<'a>(&self, arenas: &'a [ArenaSpec], cpus: u32) -> FramesConfig<'a> {
-        FramesConfig { arenas, cpus, cpu_nodes: &[] }
+        FramesConfig::new(arenas, cpus)
     }
 
     /// Builds the machine for `f`, in memory that takes room when it is touched.
@@ -150,7 +150,7 @@ impl GroundPlan {
         let claimed = host.run_on(hugemm_base::CpuId(0), |cx| {
             // SAFETY: released once, here; the memory is the machine's.
             unsafe { frames.release(cx, Dirty::assume_owned(self.all)) };
-            frames.alloc_contig_range(cx, descriptors)
+            frames.take_range(cx, descriptors)
         })??;
         // Theirs until the optimizer frees them.
         let _ = claimed.into_extent();

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use args::{Lease, Mode};
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
 use hugemm_lease::preload::{self, Offer};
-use hugemm_lease::supervisor::{AttachError, attach, check_proc, private_by_arguments};
+use hugemm_lease::supervisor::{AttachError, Lending, Say, attach, check_proc, private_by_arguments};
 use hugemm_lease::wire::{Request, Wish};
 use hugemm_workloads::size::Size;
 use rustix::fs::{Access, SealFlags, access};
@@ -34,9 +34,17 @@ pub fn run(args: &Lease) -> Result<()> {
         let others = if args.mode == Mode::Preload { "" } else { ", or ask for --path or --json" };
         bail!("nothing to do with the memory; name a command behind --{others}");
     }
-    if args.page.is_some_and(|page| !args.size.0.is_multiple_of(page.bytes())) {
-        let page = args.page.map_or(String::new(), |page| page.to_string());
-        bail!("{} is not a whole number of {page} pages; ask for a multiple", args.size);
+    if args.json && args.up_to.is_none() && !args.command.is_empty() {
+        bail!("--json is for a path, or for --up-to; leave it out");
+    }
+    if args.verbose && args.up_to.is_none() {
+        bail!("--verbose is for --up-to, which may lend many files; leave it out");
+    }
+    if args.up_to.is_some() && is_given(args) {
+        bail!("{LEASE} is one file; say its SIZE instead of --up-to");
+    }
+    if let Some((size, page)) = args.size.zip(args.page).filter(|(size, page)| !size.0.is_multiple_of(page.bytes())) {
+        bail!("{size} is not a whole number of {page} pages; ask for a multiple");
     }
     if let Some(program) = args.command.first() {
         // Before anything is taken for it.
@@ -50,17 +58,37 @@ pub fn run(args: &Lease) -> Result<()> {
     }
     // What can be missing is looked for before memory is taken that nobody would use.
     let checked = if is_given(args) { Ok(()) } else { check_proc().map_err(anyhow::Error::from) };
-    match checked.and_then(|()| libraries(args)).and_then(|libraries| Ok((lease(args)?, libraries))) {
-        Ok((lease, libraries)) => start_on(args, lease, libraries),
+    match checked.and_then(|()| libraries(args)).and_then(|libraries| Ok((had(args)?, libraries))) {
+        Ok((had, libraries)) => start_on(args, had, libraries),
         // A command that is to be given the memory has no other.
         Err(error) if args.require || is_given(args) => Err(error),
         Err(error) => Err(start_without(args, &error)),
     }
 }
 
+/// What there is for the command.
+enum Had {
+    /// Memory, in one file.
+    Lease(Leased),
+    /// What becomes the files that it makes.
+    UpTo(Lending),
+}
+
+fn had(args: &Lease) -> Result<Had> {
+    match args.up_to {
+        Some(budget) => Ok(Had::UpTo(Lending::up_to(daemon(args)?, budget.0, args.page, args.node)?)),
+        None => lease(args).map(Had::Lease),
+    }
+}
+
+fn daemon(args: &Lease) -> Result<Connection> {
+    Ok(Connection::open(&args.socket.clone().unwrap_or_else(default_socket))?)
+}
+
 fn lease(args: &Lease) -> Result<Leased> {
-    let wish = Wish { bytes: args.size.0, page: args.page, node: args.node, keep: None };
-    let daemon = Connection::open(&args.socket.clone().unwrap_or_else(default_socket))?;
+    let bytes = args.size.context("no SIZE")?.0;
+    let wish = Wish { bytes, page: args.page, node: args.node, keep: None };
+    let daemon = daemon(args)?;
     let lease = match (&args.keep, &args.secret) {
         (Some(name), Some(secret)) => daemon.lease_kept(wish, name, secret),
         _ => daemon.lease(wish),
@@ -80,13 +108,17 @@ fn lease(args: &Lease) -> Result<Leased> {
 }
 
 /// Starts the command; `libraries` are for the one that is to be loaded.
-fn start_on(args: &Lease, lease: Leased, libraries: Option<OsString>) -> Result<()> {
+fn start_on(args: &Lease, had: Had, libraries: Option<OsString>) -> Result<()> {
+    if let Some(line) = private_by_arguments(&args.command) {
+        eprintln!("hugemm lease: {line}");
+    }
+    let lease = match had {
+        Had::UpTo(lending) => return start_lending(args, lending),
+        Had::Lease(lease) => lease,
+    };
     if lease.about.filled_late > 0 {
         let late = Size(lease.about.filled_late).rounded();
         eprintln!("hugemm lease: {late} had to be filled just now; announce this size with --shape");
-    }
-    if let Some(line) = private_by_arguments(&args.command) {
-        eprintln!("hugemm lease: {line}");
     }
     if is_given(args) {
         let number = inherit(&lease.file, args.fd)?;
@@ -100,7 +132,17 @@ fn start_on(args: &Lease, lease: Leased, libraries: Option<OsString>) -> Result<
             Err(error) => Err(start_without(args, &error)),
         };
     }
-    match attach(lease, args.require) {
+    start_lending(args, Lending::one(lease))
+}
+
+/// Starts the command with its files replaced as it makes them.
+fn start_lending(args: &Lease, lending: Lending) -> Result<()> {
+    let say = match (args.json, args.verbose) {
+        (true, _) => Say::Json,
+        (_, true) => Say::Each,
+        _ => Say::AtEnd,
+    };
+    match attach(lending, args.require, say) {
         Ok(attached) if attached.no_new_privs => {
             eprintln!("hugemm lease: without CAP_SYS_ADMIN, setuid helpers of {} will not work", name(&args.command));
         }

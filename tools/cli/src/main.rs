@@ -42,6 +42,7 @@ mod report;
 mod results;
 mod run;
 mod saved;
+mod scale;
 mod sides;
 mod stand_in;
 mod stats;
@@ -94,8 +95,10 @@ fn main() -> ExitCode {
         Command::Boot(args) => boot::run(args),
         Command::Bench(Bench::Pool(args)) => pool::run(args),
         Command::Bench(Bench::Shootdown(args)) => paging::shootdown::run(args),
+        Command::Bench(Bench::Vmalloc(args)) => paging::vmalloc::run(args),
         Command::Bench(Bench::Lease(args)) => lease::bench::run(args),
         Command::Bench(Bench::Map(args)) => paging::map::run(args),
+        Command::Bench(Bench::Scale(args)) => scale::run(args),
         Command::Explain(args) => explain::run(args),
         // Commands that measure nothing.
         Command::Compare(args) => compare::run(args),

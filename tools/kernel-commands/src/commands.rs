@@ -3,6 +3,7 @@
 mod age;
 mod alloc;
 mod crash;
+mod dump;
 mod free;
 mod pool;
 mod populate;
@@ -13,6 +14,7 @@ mod shootdown;
 mod swapped;
 mod trial;
 mod vm_create;
+mod vmalloc;
 
 use crate::output;
 use ::alloc::vec::Vec;
@@ -71,6 +73,8 @@ failures! {
     /// A huge page pool refused what a command asked of it.
     Pool(PoolError),
     Vm(VmError),
+    /// A request for a kernel area was refused.
+    Kva(hugemm_kva::KvaError),
     HostRun(hugemm_workloads::vm_host::HostRunError),
     Age(hugemm_workloads::age::Failed),
     Found(selftest::Finding),
@@ -103,11 +107,13 @@ fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Free(args) => free::run(cx, args),
         Request::Alloc(args) => alloc::run(cx, args),
         Request::Shootdown(args) => shootdown::run(cx, args),
+        Request::Vmalloc(args) => vmalloc::run(cx, args),
         Request::Pool(args) => pool::run(cx, args),
         Request::Age(args) => age::run(cx, args),
         Request::Run(args) => run::run(cx, args),
         Request::Trial(args) => trial::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
+        Request::Dump(args) => dump::run(cx, args.what),
         Request::CrashTest(args) => crash::run(cx, args.how),
     }
 }

@@ -1,5 +1,6 @@
 //! Results and progress as JSON lines: whole lines, numbered, one CPU at a time.
 
+use alloc::string::String;
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_kernel::{BootInfo, clock, console, memory, percpu};
@@ -51,6 +52,21 @@ pub fn progress(done: u64, of: u64, what: &str) {
 /// A remark for the user.
 pub fn note(text: fmt::Arguments<'_>) {
     line("note", &[("text", (&text).into())]);
+}
+
+/// Text whose lines are remarks for the user.
+#[derive(Debug, Default)]
+pub struct Notes(String);
+
+impl fmt::Write for Notes {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        self.0.push_str(text);
+        while let Some(end) = self.0.find('\n') {
+            note(format_args!("{}", &self.0[..end]));
+            self.0.drain(..=end);
+        }
+        Ok(())
+    }
 }
 
 pub fn boot(boot: &BootInfo) {

@@ -147,7 +147,7 @@ fn frames(ground: &Ground, nodes: u32) -> Result<&'static Frames<'static>> {
     };
     let arenas: Vec<ArenaSpec> = (0..nodes).map(arena).collect();
     let cpu_nodes = [0, 1].map(|cpu| NodeId(cpu % nodes));
-    let config = FramesConfig { arenas: &arenas, cpus: CPUS, cpu_nodes: &cpu_nodes };
+    let config = FramesConfig::new(&arenas, CPUS).on_nodes(&cpu_nodes);
     let layout = Frames::<Plain>::required_bytes(&config)?;
     let bytes = Layout::from_size_align(layout.size(), layout.align())?;
     // SAFETY: not empty.

@@ -24,6 +24,9 @@ static MARKS: [AtomicU8; 2] = [const { AtomicU8::new(0) }; 2];
 /// Rounds before the one that is traced.
 const WARM: u64 = 3;
 
+/// Pages of 2 MiB that are faulted in. Few, because each store of a clear is a line of the trace.
+const HUGE: u64 = 8;
+
 /// Addresses that are far apart: another table of every level but the root.
 const FAR: u64 = 1 << 40;
 
@@ -178,17 +181,29 @@ impl Pairs<'_> {
                     },
                 )?;
             }
+            let counted = |frames: &'static Frames<'static>, cx: &mut Context| {
+                let block = frames.alloc(cx, PageSize::Size2M).expect("memory");
+                let run = frames.split(block, Order::ZERO).expect("a block");
+                frames.count_run(run).expect("nobody else's")
+            };
             self.of_frames(
                 nodes,
                 &format!("512 counted pages freed as a range, {on}"),
                 1,
-                |frames, cx| {
-                    let block = frames.alloc(cx, PageSize::Size2M).expect("memory");
-                    let run = frames.split(block, Order::ZERO).expect("a block");
-                    frames.count_run(run).expect("nobody else's")
-                },
+                counted,
                 |frames, cx, run| {
                     frames.free_range(cx, run);
+                },
+            )?;
+            self.of_frames(
+                nodes,
+                &format!("512 counted pages freed as a range, many, {on}"),
+                64,
+                |frames, cx| (0..64).map(|_| counted(frames, cx)).collect::<Vec<_>>(),
+                |frames, cx, runs| {
+                    for run in runs {
+                        frames.free_range(cx, run);
+                    }
                 },
             )?;
         }
@@ -266,6 +281,24 @@ impl Pairs<'_> {
         let pages = |at: VirtAddr, pages: u64| span(at.get(), pages << 12);
         let beyond = |cpu: u64, round: u64| span(area(cpu) + (2 + round) * (1 << 30), 1 << 20);
 
+        // Of a part of each area that has pages of 2 MiB.
+        let huge = |cpu: u64, round: u64| span(area(cpu) + (10 + round) * (1 << 30), HUGE << 21);
+        self.of_space(
+            machine,
+            "a fault of 2 MiB each in one space, far apart, many",
+            HUGE,
+            |used, cx, cpu, round| {
+                let kind = VmaKind::private(PageSize::Size2M);
+                used.vm.map(cx, &used.space, huge(cpu, round), kind, Backing::Private).expect("an area");
+                huge(cpu, round).start().get()
+            },
+            |used, cx, _, at| {
+                for page in 0..HUGE {
+                    let at = VirtAddr::new(at + (page << 21));
+                    assert_eq!(used.vm.fault(cx, &used.space, at, Access::Write), Ok(Served::Mapped));
+                }
+            },
+        )?;
         self.of_space(
             machine,
             "an area mapped each in one space, far apart",
@@ -325,8 +358,8 @@ impl Pairs<'_> {
             "find_vma of an area each in one space, far apart",
             1,
             |_, _, cpu, round| page(cpu, round),
-            |used, _, _, at| {
-                used.space.find_vma(at).expect("an area");
+            |used, cx, _, at| {
+                used.space.find_vma(cx, at).expect("an area");
             },
         )?;
         self.of_space(

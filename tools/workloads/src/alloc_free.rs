@@ -159,7 +159,7 @@ impl<P: Cpu, E: Env> Source<P> for FrozenBlocks<'_, '_, E> {
     fn claim(&self, cx: &mut CpuCx<'_, P>, extent: Extent) -> Result<(), Unclaimed> {
         // The frames are known by their number until `free_pages` takes them as they are.
         self.0
-            .alloc_contig_pages(cx, extent, &mut NoMigration)
+            .alloc_contig_range(cx, extent, &mut NoMigration)
             .map(|frames| _ = frames.into_extent())
             .map_err(|_| Unclaimed::InUse)
     }

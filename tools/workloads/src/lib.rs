@@ -14,6 +14,7 @@
 //! | [`age`] | processes that share more memory than there is |
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
 //! | [`vm_host`] | the work of a virtual machine host, all systems together |
+//! | [`vmalloc`] | kernel areas taken and freed, batched and page by page |
 //! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
 //! | [`random`] | random numbers that are the same everywhere |
 //! | [`record`] | what a run measured: sent by name, rendered on the host |
@@ -40,6 +41,7 @@ pub mod size;
 pub mod sweep;
 pub mod vm_create;
 pub mod vm_host;
+pub mod vmalloc;
 pub mod words;
 
 use hugemm_base::{Clock, Dirty, Extent};

@@ -159,6 +159,8 @@ named! {
         ForgottenPoison = "forgotten-poison",
         /// Pages go to swap, and their frames are freed, without the flush before.
         UnflushedSwap = "unflushed-swap",
+        /// Pages and addresses of kernel areas are given back, and areas made read-only, without the flush before.
+        UnflushedArea = "unflushed-area",
     }
 }
 
@@ -172,6 +174,7 @@ impl Plant {
             Plant::DoubleFree | Plant::ForgottenPoison => Part::Frames,
             Plant::DoubleAlloc => Part::Heap,
             Plant::UnflushedSwap => Part::Pressure,
+            Plant::UnflushedArea => Part::Areas,
         }
     }
 }
@@ -201,6 +204,18 @@ named! {
         Pressure = "pressure",
         /// Huge page pools grow and shrink.
         Pools = "pools",
+        /// Kernel areas are taken, passed on and freed.
+        Areas = "areas",
+    }
+}
+
+named! {
+    /// What the kernel shows as text.
+    Dumped {
+        /// Free memory: a line per node, a column per order.
+        Frames = "frames",
+        /// The kernel's page table: a line for what is mapped with equal rights.
+        Tables = "tables",
     }
 }
 
@@ -215,6 +230,8 @@ named! {
         Tail = "tail",
         /// It runs off its stack.
         Stack = "stack",
+        /// It stores below a stack of another task.
+        Guard = "guard",
         /// All CPUs spin with interrupts on and make no progress.
         Hang = "hang",
         /// One CPU spins with interrupts off.
@@ -389,6 +406,13 @@ requests! {
         /// Runs of each measurement.
         runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
     }
+    /// Kernel areas taken and freed in the ways of Linux's test_vmalloc, and many freed, batched and page by page.
+    "bench vmalloc" Vmalloc {
+        /// Areas of each test.
+        areas: u64 [short = 'n', long, default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..=1 << 32)],
+        /// Runs of each measurement.
+        runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
+    }
     /// Every system's stress on the real machine.
     "selftest" Selftest {
         /// Seconds in all.
@@ -407,6 +431,11 @@ requests! {
         pages: u64 [long, default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1 << 18)],
         /// Rounds.
         rounds: u32 [long, default_value_t = 3, value_parser = runs()],
+    }
+    /// What the kernel has of one kind, as text.
+    "dump" Dump {
+        /// What.
+        what: Dumped [value_parser = named::<Dumped>()],
     }
     /// A failure on purpose, to show what is reported.
     "crash" CrashTest {
@@ -471,6 +500,7 @@ mod tests {
             Request::Selftest(Selftest { seconds: 60, resizes: 100, only: Part::All, plant: Plant::MissedCpu }),
             Request::CrashTest(CrashTest { how: Crash::Deaf }),
             Request::Trial(Trial { pages: 4096, rounds: 3 }),
+            Request::Dump(Dump { what: Dumped::Tables }),
         ] {
             assert_eq!(request.to_string().parse(), Ok(request), "{request}");
         }

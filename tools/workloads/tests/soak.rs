@@ -57,7 +57,7 @@ fn no_frame_has_two_owners() {
         Lock::new(unsafe { Plugged::new(beyond.slice(first, first + piece_pages), memory) })
     });
     let arenas = [ArenaSpec { extent: area, node: NodeId(0), descriptors: None }];
-    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, cpus);
     let mut metadata = room(Frames::<Plain>::required_bytes(&config).expect("valid").size());
     // SAFETY: the pages are nothing but bytes.
     let (_, metadata, _) = unsafe { metadata.align_to_mut::<u8>() };

@@ -41,7 +41,7 @@ pub fn on_machine<R>(bytes: usize, test: impl FnOnce(&Frames<'_>, &mut CpuCx<'_,
     let host = Host::new(&[CpuPlace { os_cpu: any_cpu(), node: NodeId(0) }], memory.bytes()).expect("a machine");
     let extent = host.frames();
     let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 1);
     let mut metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid").size());
     let size = metadata.bytes().len();
     // SAFETY: zeroed memory that is used for nothing else, and one platform.

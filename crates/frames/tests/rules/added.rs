@@ -46,7 +46,7 @@ fn hand_over(frames: &Manager<'_>, threads: &Threads, base: u64, pages: u64) -> 
 /// A manager of two nodes, each 2 MiB, none of them free; and a context.
 fn with_two_nodes(test: impl FnOnce(&Manager<'_>, &Threads)) {
     let arenas = [arena(512, 512, 0), arena(4096, 512, 1)];
-    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[NodeId(0), NodeId(1)] };
+    let config = FramesConfig::new(&arenas, 2).on_nodes(&[NodeId(0), NodeId(1)]);
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     hugemm_threads::run_as(0);
@@ -103,9 +103,9 @@ fn ranges_and_claims_reach_added_arenas() {
         add(frames, &arena(1024, 1024, 0)).expect("room");
         // One extent over an added arena, one that was there, and another added one.
         assert_eq!(hand_over(frames, threads, 0, 2048), 2048);
-        let range = frames.alloc_contig_range(&cx, extent(1100, 100)).expect("free");
+        let range = frames.take_range(&cx, extent(1100, 100)).expect("free");
         assert_eq!(frames.free_extent(&cx, range), 100);
-        let range = frames.alloc_contig_pages(&mut cx, extent(1024, 1024), &mut NoMigration).expect("free");
+        let range = frames.alloc_contig_range(&mut cx, extent(1024, 1024), &mut NoMigration).expect("free");
         assert_eq!(range.extent(), extent(1024, 1024));
         frames.free_extent(&cx, range);
         let page = frames.alloc(&cx, request(0)).expect("free");
@@ -148,7 +148,7 @@ fn bad_arenas_are_refused_and_change_nothing() {
 #[test]
 fn arenas_come_while_others_allocate() {
     let arenas = [arena(0, 1024, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus: 4, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 4);
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, 1024));
@@ -246,7 +246,7 @@ fn no_counters(counts: NonNull<WideCounts>) {
 
 /// Empties an arena and removes it; the memory that comes back is overwritten.
 fn remove(frames: &Manager<'_>, threads: &Threads, base: u64, pages: u64) -> &'static mut [u8] {
-    let all = frames.alloc_contig_pages(&mut threads.cx(), extent(base, pages), &mut NoMigration).expect("emptied");
+    let all = frames.alloc_contig_range(&mut threads.cx(), extent(base, pages), &mut NoMigration).expect("emptied");
     // SAFETY: nobody asks for its frames by number.
     let removed = unsafe { frames.remove(&threads.cx(), all, no_counters) }.expect("added");
     assert_eq!(removed.frames.extent(), extent(base, pages));
@@ -328,7 +328,7 @@ fn only_what_was_added_goes_and_only_all_of_it() {
         for (base, pages) in [(512, 512), (8192, 512), (8704, 512), (8192, 0)] {
             let part = extent(base, pages);
             // SAFETY: nobody has the empty one.
-            let owned = frames.alloc_contig_range(&cx, part).unwrap_or_else(|_| unsafe { Dirty::assume_owned(part) });
+            let owned = frames.take_range(&cx, part).unwrap_or_else(|_| unsafe { Dirty::assume_owned(part) });
             // SAFETY: refused.
             let (owned, error) =
                 unsafe { frames.remove(&cx, owned, no_counters) }.expect_err("no arena that was added");
@@ -336,8 +336,8 @@ fn only_what_was_added_goes_and_only_all_of_it() {
             frames.free_extent(&cx, owned);
         }
         // Two at once are not one.
-        let first = frames.alloc_contig_pages(&mut cx, extent(8192, 1024), &mut NoMigration).expect("free");
-        let second = frames.alloc_contig_pages(&mut cx, extent(9216, 512), &mut NoMigration).expect("free");
+        let first = frames.alloc_contig_range(&mut cx, extent(8192, 1024), &mut NoMigration).expect("free");
+        let second = frames.alloc_contig_range(&mut cx, extent(9216, 512), &mut NoMigration).expect("free");
         let (first, second) = (first.into_extent(), second.into_extent());
         // SAFETY: both are owned.
         let both = unsafe { Dirty::assume_owned(first.join(second).expect("adjoin")) };
@@ -367,7 +367,7 @@ fn wide_counters_come_back_with_their_arena() {
         hand_over(frames, threads, 8192, 2048);
         let mut wide = [8192 + 600, 8192 + 1100].map(|pfn| (Pfn::new(pfn), Box::new(WideCounts::new())));
         for (pfn, counts) in &mut wide {
-            let frame = frames.alloc_contig_range(&cx, extent(pfn.number(), 1)).expect("free").into_extent();
+            let frame = frames.take_range(&cx, extent(pfn.number(), 1)).expect("free").into_extent();
             // SAFETY: just taken.
             let frame = unsafe { Frozen::assume_owned(frame.base(), order(0), Mobility::Movable) };
             let folio = frames.count(frame).expect("managed");
@@ -378,7 +378,7 @@ fn wide_counters_come_back_with_their_arena() {
             assert_eq!(frames.put(&cx, folio), Ok(Put::Last));
         }
         frames.drain(&cx);
-        let all = frames.alloc_contig_range(&cx, extent(8192, 2048)).expect("free");
+        let all = frames.take_range(&cx, extent(8192, 2048)).expect("free");
         let mut back = Vec::new();
         // SAFETY: nobody asks for its frames by number.
         let removed = unsafe { frames.remove(&cx, all, |counts| back.push(counts.as_ptr().cast_const())) };
@@ -392,7 +392,7 @@ fn wide_counters_come_back_with_their_arena() {
 #[test]
 fn arenas_come_and_go_while_others_allocate() {
     let arenas = [arena(0, 1024, 0), arena(4096, 1024, 1)];
-    let config = FramesConfig { arenas: &arenas, cpus: 4, cpu_nodes: &[NodeId(0), NodeId(1), NodeId(0), NodeId(1)] };
+    let config = FramesConfig::new(&arenas, 4).on_nodes(&[NodeId(0), NodeId(1), NodeId(0), NodeId(1)]);
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, 1024));
@@ -444,7 +444,7 @@ fn arenas_come_and_go_while_others_allocate() {
                 hand_over(frames, threads, spec.extent.base().number(), spec.extent.pages());
                 std::thread::yield_now();
                 let all = loop {
-                    match frames.alloc_contig_pages(&mut cx, spec.extent, &mut NoMigration) {
+                    match frames.alloc_contig_range(&mut cx, spec.extent, &mut NoMigration) {
                         Ok(all) => break all,
                         Err(_) => std::thread::yield_now(),
                     }
@@ -567,7 +567,7 @@ fn odd_arenas_come_and_go() {
                 assert_eq!(held.len() as u64, pages);
                 held.into_iter().for_each(|block| frames.free(&cx, block));
                 frames.drain(&cx);
-                let all = frames.alloc_contig_range(&cx, spec.extent).expect("free");
+                let all = frames.take_range(&cx, spec.extent).expect("free");
                 // SAFETY: nobody asks for its frames by number.
                 let removed = unsafe { frames.remove(&cx, all, no_counters) }.expect("it was added");
                 assert_eq!(removed.frames.extent(), spec.extent);

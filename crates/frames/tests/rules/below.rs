@@ -94,7 +94,7 @@ fn the_other_mobilitys_places_are_the_last() {
 fn zeroes_go_to_those_who_want_them() {
     with_one_arena(0, 2048, 1, |frames, threads| {
         let cx = threads.cx();
-        let range = frames.alloc_contig_range(&cx, extent(0, 512)).expect("free").into_extent();
+        let range = frames.take_range(&cx, extent(0, 512)).expect("free").into_extent();
         // SAFETY: just taken; there is no memory behind the numbers.
         frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(range) });
         let page = frames.alloc(&cx, request(0)).expect("memory");

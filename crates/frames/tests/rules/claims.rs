@@ -13,9 +13,9 @@ fn claims_take_migrate_or_roll_back() {
     with_one_arena(0, 4096, 1, |frames, threads| {
         let mut cx = threads.cx();
         let range = extent(1024, 1024);
-        let taken = frames.alloc_contig_pages(&mut cx, range, &mut NoMigration).expect("free").into_extent();
+        let taken = frames.alloc_contig_range(&mut cx, range, &mut NoMigration).expect("free").into_extent();
         assert_eq!(
-            frames.alloc_contig_pages(&mut cx, range, &mut NoMigration),
+            frames.alloc_contig_range(&mut cx, range, &mut NoMigration),
             Err(AllocContigError::InUse(range.base()))
         );
         assert_eq!(frames.stats(&cx).isolated, 0, "rolled back");
@@ -23,23 +23,23 @@ fn claims_take_migrate_or_roll_back() {
         frames.free_extent(&cx, unsafe { Dirty::assume_owned(taken) });
         assert_eq!(frames.stats(&cx).blocks[12], 1);
         assert_eq!(
-            frames.alloc_contig_pages(&mut cx, extent(1, 512), &mut NoMigration),
+            frames.alloc_contig_range(&mut cx, extent(1, 512), &mut NoMigration),
             Err(AllocContigError::Misaligned)
         );
         assert_eq!(
-            frames.alloc_contig_pages(&mut cx, extent(4096, 512), &mut NoMigration),
+            frames.alloc_contig_range(&mut cx, extent(4096, 512), &mut NoMigration),
             Err(AllocContigError::NotManaged)
         );
         // A page in use, a page in the cache.
         let mut held = Some(frames.alloc(&cx, request(0).movable()).expect("memory"));
         let at = held.as_ref().map(|b| b.pfn()).expect("held");
         let around = Extent::block(at, order(9));
-        assert!(frames.alloc_contig_pages(&mut cx, around, &mut NoMigration).is_err());
+        assert!(frames.alloc_contig_range(&mut cx, around, &mut NoMigration).is_err());
         let mut migrate = |_: &mut CpuCx<'_, Threads>, block: Extent| {
             assert!(block.contains(at));
             held.take().map(|b| frames.free(&threads.cx(), b)).is_some()
         };
-        let taken = frames.alloc_contig_pages(&mut cx, around, &mut migrate).expect("migrated");
+        let taken = frames.alloc_contig_range(&mut cx, around, &mut migrate).expect("migrated");
         assert_eq!(taken.extent(), around);
         frames.free_extent(&cx, taken);
         frames.drain(&cx);
@@ -55,7 +55,7 @@ fn a_claim_that_unwinds_isolates_nothing() {
         let held = frames.alloc(&cx, request(0)).expect("memory");
         let around = Extent::block(held.pfn(), order(9));
         let mut unwinds = |_: &mut CpuCx<'_, Threads>, _: Extent| -> bool { panic!("planned") };
-        let claim = |cx: &mut CpuCx<'_, Threads>| frames.alloc_contig_pages(cx, around, &mut unwinds);
+        let claim = |cx: &mut CpuCx<'_, Threads>| frames.alloc_contig_range(cx, around, &mut unwinds);
         assert!(catch_unwind(AssertUnwindSafe(|| threads.interrupted(|_| (), claim))).is_err());
         assert_eq!(frames.stats(&cx).isolated, 0);
         frames.free(&cx, held);
@@ -66,7 +66,7 @@ fn a_claim_that_unwinds_isolates_nothing() {
                 calls.set(calls.get() + 1);
                 assert_ne!(calls.get(), at, "planned");
             };
-            let claim = |cx: &mut CpuCx<'_, Threads>| frames.alloc_contig_pages(cx, around, &mut NoMigration);
+            let claim = |cx: &mut CpuCx<'_, Threads>| frames.alloc_contig_range(cx, around, &mut NoMigration);
             match catch_unwind(AssertUnwindSafe(|| threads.interrupted(interrupt, claim))) {
                 Ok(taken) => break taken.expect("free"),
                 Err(_) => at += 1,
@@ -80,7 +80,7 @@ fn a_claim_that_unwinds_isolates_nothing() {
         };
         assert!(at > 5, "{at} calls");
         frames.free_extent(&cx, taken);
-        assert!(frames.alloc_contig_pages(&mut cx, around, &mut NoMigration).is_ok());
+        assert!(frames.alloc_contig_range(&mut cx, around, &mut NoMigration).is_ok());
     });
 }
 
@@ -105,7 +105,7 @@ fn isolated_blocks_are_not_allocated() {
             frames.free(&cx, left[1].take().expect("in use"));
             true
         };
-        let claimed = frames.alloc_contig_pages(&mut claimer, extent(0, 1024), &mut migrate).expect("emptied");
+        let claimed = frames.alloc_contig_range(&mut claimer, extent(0, 1024), &mut migrate).expect("emptied");
         assert_eq!(got.as_ref().map(|block| block.pfn()), Some(Pfn::new(1536)));
         frames.free_extent(&cx, claimed);
         for block in [got, left[2].take()].into_iter().flatten() {
@@ -124,15 +124,15 @@ fn claims_keep_out_of_each_others_way() {
         let mut held = Some(frames.alloc(&cx, request(0)).expect("memory"));
         let mut migrate = |cx: &mut CpuCx<'_, Threads>, _: Extent| {
             for taken in [extent(600, 8), extent(1000, 48)] {
-                assert_eq!(frames.alloc_contig_range(cx, taken), Err(AllocContigError::Contended));
+                assert_eq!(frames.take_range(cx, taken), Err(AllocContigError::Contended));
             }
-            let whole = frames.alloc_contig_pages(cx, extent(512, 512), &mut NoMigration);
+            let whole = frames.alloc_contig_range(cx, extent(512, 512), &mut NoMigration);
             assert_eq!(whole, Err(AllocContigError::Contended));
-            let beside = frames.alloc_contig_range(cx, extent(1024, 512)).expect("nobody is at work there");
+            let beside = frames.take_range(cx, extent(1024, 512)).expect("nobody is at work there");
             frames.free_extent(cx, beside);
             held.take().map(|block| frames.free(cx, block)).is_some()
         };
-        let claimed = frames.alloc_contig_pages(&mut cx, extent(0, 1024), &mut migrate).expect("emptied");
+        let claimed = frames.alloc_contig_range(&mut cx, extent(0, 1024), &mut migrate).expect("emptied");
         frames.free_extent(&cx, claimed);
     });
 }
@@ -153,7 +153,7 @@ fn what_a_failed_claim_isolated_is_found_again() {
             }
             false
         };
-        let claimed = frames.alloc_contig_pages(&mut cx, extent(0, 1024), &mut migrate);
+        let claimed = frames.alloc_contig_range(&mut cx, extent(0, 1024), &mut migrate);
         assert_eq!(claimed, Err(AllocContigError::InUse(page.pfn())));
         assert!(asked > 0);
         let (half, whole) = (frames.alloc(&cx, request(8)), frames.alloc(&cx, request(9)));
@@ -170,7 +170,7 @@ fn nobody_waits_for_an_empty_cache() {
         let calls = Cell::new(0);
         let claimed = threads.interrupted(
             |_| calls.set(calls.get() + 1),
-            |cx| frames.alloc_contig_pages(cx, extent(0, 512), &mut NoMigration),
+            |cx| frames.alloc_contig_range(cx, extent(0, 512), &mut NoMigration),
         );
         // CPU 1 runs nothing, and does not answer.
         assert!(claimed.is_ok() && calls.get() < 100, "{} calls of the platform", calls.get());

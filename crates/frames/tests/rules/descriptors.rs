@@ -15,7 +15,7 @@ fn tails_are_dont_care() {
     let mut descriptors: Vec<Descriptor> = (0..pages).map(|_| Descriptor::default()).collect();
     let spec = ArenaSpec { descriptors: NonNull::new(descriptors.as_mut_ptr()), ..arena(0, pages as u64, 0) };
     let arenas = [spec];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 1);
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, pages as u64));

@@ -22,7 +22,7 @@ fn zeroed_blocks_are_cleared_in_units_and_once() {
     let clearer = Clearer::new(features, policy).expect("what the CPU has");
 
     let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 1);
     let memory = crate::support::Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     // SAFETY: the only owner of the host's frames, made once, released once.

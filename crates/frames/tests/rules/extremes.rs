@@ -25,11 +25,11 @@ fn frames_that_do_not_exist() {
             for pages in NUMBERS {
                 let Ok(extent) = Extent::new(pfn, pages) else { continue };
                 assert_eq!(frames.first_hwpoisoned(extent), None);
-                if let Ok(taken) = frames.alloc_contig_range(&cx, extent) {
+                if let Ok(taken) = frames.take_range(&cx, extent) {
                     assert!(managed && extent.end().number() <= 8192);
                     frames.free_extent(&cx, taken);
                 }
-                if let Ok(taken) = frames.alloc_contig_pages(&mut cx, extent, &mut NoMigration) {
+                if let Ok(taken) = frames.alloc_contig_range(&mut cx, extent, &mut NoMigration) {
                     assert!(managed && extent.end().number() <= 8192);
                     frames.free_extent(&cx, taken);
                 }
@@ -60,7 +60,7 @@ fn layouts_and_objects_of_any_size() {
             for cpus in [0, 1, 1 << 16, u32::MAX] {
                 for node in [0, 1, u32::MAX] {
                     let arenas = [hugemm_frames::ArenaSpec { extent, ..arena(0, 1, node) }];
-                    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
+                    let config = FramesConfig::new(&arenas, cpus);
                     let _ = Frames::<Plain>::required_bytes(&config);
                 }
             }

@@ -101,7 +101,7 @@ fn spec(extent: Extent) -> ArenaSpec {
 
 /// As an embedder unplugs; what was kept about the arena is the system's again.
 fn unplug(frames: &Manager, cx: &mut CpuCx<'_, Threads>, extent: Extent) {
-    let all = frames.alloc_contig_pages(cx, extent, &mut NoMigration).expect("free");
+    let all = frames.alloc_contig_range(cx, extent, &mut NoMigration).expect("free");
     // SAFETY: the tests ask about no frame of it by its number.
     let removed = unsafe { frames.remove(cx, all, |_| ()) }.map_err(|(_, error)| error).expect("added");
     Room(removed.memory).give_back();
@@ -110,7 +110,7 @@ fn unplug(frames: &Manager, cx: &mut CpuCx<'_, Threads>, extent: Extent) {
 /// A manager with 2 MiB that stay and hold nothing, and slots for two arenas, both empty.
 fn manager() -> &'static Manager {
     let arenas = [arena(512, 512, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[NodeId(0), NodeId(0)] };
+    let config = FramesConfig::new(&arenas, 2).on_nodes(&[NodeId(0), NodeId(0)]);
     let memory: &'static mut Memory =
         Box::leak(Box::new(Memory::new(Manager::required_bytes(&config).expect("valid"))));
     // SAFETY: one manager, one platform, frame numbers that no other manager's handles meet.
@@ -137,7 +137,7 @@ fn own_both(frames: &'static Manager, a: Extent, b: Extent) -> Dirty {
     let threads = <Threads>::default();
     let own = |part: Extent| {
         Room::of(part).add(frames, &threads.cx(), part);
-        frames.alloc_contig_pages(&mut threads.cx(), part, &mut NoMigration).expect("free")
+        frames.alloc_contig_range(&mut threads.cx(), part, &mut NoMigration).expect("free")
     };
     let first = own(a);
     first.join(own(b)).expect("they adjoin")
@@ -150,7 +150,7 @@ fn come_again(frames: &'static Manager, a: Extent) {
         let other = extent(1 << 20, 512);
         Room::of(other).add(frames, cx, other);
         Room::of(a).add(frames, cx, a);
-        let mine = frames.alloc_contig_pages(cx, a, &mut NoMigration).expect("free");
+        let mine = frames.alloc_contig_range(cx, a, &mut NoMigration).expect("free");
         assert_eq!(mine.into_extent(), a);
     });
 }
@@ -166,8 +166,8 @@ fn a_part_that_was_freed_is_not_freed_again_in_another_arena() {
     come_again(frames, a);
     assert_eq!(frames.free_extent(&threads.cx(), both), 2048);
     assert!(NEXT.take().is_none(), "it has happened");
-    assert!(frames.alloc_contig_range(&threads.cx(), a).is_err(), "somebody has it");
-    assert!(frames.alloc_contig_range(&threads.cx(), b).is_ok());
+    assert!(frames.take_range(&threads.cx(), a).is_err(), "somebody has it");
+    assert!(frames.take_range(&threads.cx(), b).is_ok());
 }
 
 /// The same for references to the frames.
@@ -186,7 +186,7 @@ fn a_part_whose_references_were_dropped_is_not_looked_for_again() {
     // SAFETY: the only references.
     let report = frames.free_range(&mut threads.cx(), unsafe { FolioRun::from_extent(both, Order::ZERO) });
     assert_eq!((report.freed, report.invalid, report.runs), (2048, 0, 2));
-    assert!(frames.alloc_contig_range(&threads.cx(), a).is_err(), "somebody has it");
+    assert!(frames.take_range(&threads.cx(), a).is_err(), "somebody has it");
 }
 
 /// What frees the last frame of an arena looks at nothing of it afterwards.

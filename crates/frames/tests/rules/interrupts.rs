@@ -40,7 +40,7 @@ unsafe impl<L: RawLock + Send + Sync> Env for With<L> {
 fn with_manager<L: RawLock + Send + Sync>(test: impl FnOnce(&Frames<'_, With<L>>, &Threads)) {
     let arena = |n: u64| ArenaSpec { extent: extent(n * PAGES, PAGES), node: NodeId(n as u32), descriptors: None };
     let arenas = [arena(0), arena(1)];
-    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 2);
     let memory = Memory::new(Frames::<With<L>>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
     let frames = unsafe {
@@ -105,10 +105,10 @@ fn an_interrupt_may_want_memory_anywhere() {
                     let free = Pfn::new(PAGES + 4000 + round);
                     let _ = frames.hwpoison(cx, free);
                     // Particular frames, with and without the help of who has them.
-                    if let Ok(taken) = frames.alloc_contig_range(cx, extent(PAGES + 5000, 100)) {
+                    if let Ok(taken) = frames.take_range(cx, extent(PAGES + 5000, 100)) {
                         frames.free_extent(cx, taken);
                     }
-                    let taken = frames.alloc_contig_pages(
+                    let taken = frames.alloc_contig_range(
                         cx,
                         extent(PAGES + 1024, 1024),
                         &mut |_: &mut CpuCx<'_, _>, _: Extent| false,

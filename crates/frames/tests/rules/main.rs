@@ -9,9 +9,11 @@ mod configuration;
 mod corpus;
 mod counted;
 mod descriptors;
+mod dumping;
 #[cfg(all(target_os = "linux", not(miri)))]
 mod engine;
 mod errors;
+mod exact;
 mod extremes;
 // Miri has no part of a mapping given back.
 #[cfg(not(miri))]

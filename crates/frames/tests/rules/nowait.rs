@@ -57,7 +57,7 @@ unsafe impl Env for Surroundings {
 #[test]
 fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
     let arenas = [arena(0, 4096, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 2);
     let mut memory = Memory::new(Frames::<Surroundings>::required_bytes(&config).expect("valid"));
     // SAFETY: one platform; the arenas have no descriptors of their own.
     let frames = unsafe { Frames::in_slice(&config, Surroundings, memory.bytes()) }.expect("large enough");

@@ -9,7 +9,7 @@ use hugemm_frames::{Frames, FramesConfig, Plain, RangeReport, RefError};
 /// One manager of the first 1024 frames and another of the next.
 fn with_two(f: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Frames<'_, Plain<NoFaults>>, &Threads)) {
     let specs = [[arena(0, 1024, 0)], [arena(1024, 1024, 0)]];
-    let configs = [0, 1].map(|n: usize| FramesConfig { arenas: &specs[n], cpus: 1, cpu_nodes: &[] });
+    let configs = [0, 1].map(|n: usize| FramesConfig::new(&specs[n], 1));
     let memories = configs.each_ref().map(Memory::for_config);
     let one = memories[0].manager(&configs[0], NoFaults);
     let other = memories[1].manager(&configs[1], NoFaults);

@@ -20,7 +20,7 @@ const STEPS: [(&str, Step); 10] = [
         held.extend(frames.alloc_below(cx, Pfn::new(64), request(6)).ok())
     }),
     ("a range", |frames, cx, _| {
-        let range = frames.alloc_contig_range(cx, extent(1 << 19, 512));
+        let range = frames.take_range(cx, extent(1 << 19, 512));
         range.into_iter().for_each(|range| _ = frames.free_extent(cx, range));
     }),
     ("a drain", |frames, cx, _| frames.drain(cx)),
@@ -165,7 +165,7 @@ fn a_search_passes_by_a_few_in_a_round() {
     const GROUPS: u64 = 500;
     with_counted(&[arena(0, GROUPS << 9, 0)], 1, &[], |frames, threads| {
         let cx = threads.cx();
-        let all = frames.alloc_contig_range(&cx, extent(0, GROUPS << 9)).expect("free").into_extent();
+        let all = frames.take_range(&cx, extent(0, GROUPS << 9)).expect("free").into_extent();
         // Room for 16 pages each, of which 8 are taken again: that says nothing to whoever seeks 16, until he looks.
         let groups = || all.chunks(Order::new(9).expect("valid")).map(|(base, _)| base.number());
         let free_again = |base, count| {
@@ -176,12 +176,12 @@ fn a_search_passes_by_a_few_in_a_round() {
             groups().for_each(|base| _ = free_again(base, 16));
             frames.drain(&cx);
             for base in groups().filter(|base| base >> 9 != last) {
-                _ = frames.alloc_contig_range(&cx, extent(base + 8, 8)).expect("free");
+                _ = frames.take_range(&cx, extent(base + 8, 8)).expect("free");
             }
         };
         let take_rest = || {
             frames.drain(&cx);
-            groups().for_each(|base| _ = frames.alloc_contig_range(&cx, extent(base, 8)));
+            groups().for_each(|base| _ = frames.take_range(&cx, extent(base, 8)));
         };
         for call in CALLS {
             again(GROUPS);
@@ -197,7 +197,7 @@ fn a_search_passes_by_a_few_in_a_round() {
             take_rest();
             free_again((GROUPS - 1) << 9, 16);
             take_rest();
-            _ = frames.alloc_contig_range(&cx, extent(((GROUPS - 1) << 9) + 8, 8)).expect("free");
+            _ = frames.take_range(&cx, extent(((GROUPS - 1) << 9) + 8, 8)).expect("free");
         }
     });
 }
@@ -219,7 +219,7 @@ fn a_search_passes_by_a_few_regions_in_a_round() {
         for (call, last) in CALLS.into_iter().flat_map(|call| [(call, REGIONS), (call, REGIONS - 1)]) {
             let bases: Vec<u64> = (0..REGIONS).filter(|at| *at != last).map(|at| at << 18).collect();
             let taken: Vec<_> =
-                bases.iter().map(|base| frames.alloc_contig_range(&cx, extent(*base, 512)).expect("free")).collect();
+                bases.iter().map(|base| frames.take_range(&cx, extent(*base, 512)).expect("free")).collect();
             let (rounds, found) = rounds_of(frames, threads, call, request(10));
             assert!(rounds >= REGIONS / LOOKS, "{rounds} lock rounds");
             assert_eq!(found.as_ref().map(|block| block.pfn().number() >> 18), (last < REGIONS).then_some(last));
@@ -304,7 +304,7 @@ fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
                 }
                 looks += 1;
             };
-            threads.interrupted(move_on, |cx| taken = frames.alloc_contig_range(cx, wanted).ok());
+            threads.interrupted(move_on, |cx| taken = frames.take_range(cx, wanted).ok());
             let Some(taken) = taken else { panic!("not found where the task moved after {moved} of {looks} looks") };
             frames.free_extent(&cx, taken);
             free(frames, &cx, kept);

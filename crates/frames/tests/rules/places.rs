@@ -1,9 +1,9 @@
 //! Where blocks come from: nodes, mobility, low memory, chunks.
 
-use super::support::{arena, extent, with_arenas, with_one_arena};
+use super::support::{arena, extent, with_arenas, with_config, with_one_arena};
 use super::{GIB, order, request};
 use hugemm_base::{NodeId, Order, Pfn, Zeroed};
-use hugemm_frames::{AllocError, Frozen, NoMigration, Placement};
+use hugemm_frames::{AllocError, Frames, FramesConfig, FramesConfigError, Frozen, NoMigration, Placement, Plain};
 
 #[test]
 fn nodes_are_preferred_and_fallen_back_from() {
@@ -28,6 +28,43 @@ fn nodes_are_preferred_and_fallen_back_from() {
         frames.free(&cx, fallen);
         frames.free(&cx, all);
     });
+}
+
+/// The nearest node that has any is asked next, whatever its number; of those as far the next in number; and the list is each node's own.
+#[test]
+fn the_nearest_node_is_fallen_back_to() {
+    let arenas = [0, 1, 2, 3].map(|node| arena(512 * u64::from(node), 512, node));
+    // Two pairs, 0 with 2 and 1 with 3; from 3 there is no way to 0, and nothing is said of further nodes.
+    let distances = [10, 21, 15, 21, 21, 10, 21, 15, 15, 30, 10, 20, 255, 15, 30, 10];
+    let from = |node: u32, distances: &[u8]| {
+        let mut found = Vec::new();
+        with_config(
+            FramesConfig::new(&arenas, 1).on_nodes(&[NodeId(node)]).with_distances(distances),
+            |frames, threads| {
+                let cx = threads.cx();
+                let blocks: Vec<_> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
+                found.extend(blocks.iter().map(|block| frames.node_of(block.pfn()).expect("managed").0));
+                assert_eq!(frames.nodes_from(NodeId(node)).map(|node| node.0).collect::<Vec<_>>(), found);
+                let nowait = frames.alloc_nowait(&cx, request(0));
+                assert_eq!(nowait, Err(AllocError::OutOfMemory));
+                let Some(last) = blocks.into_iter().last() else { return };
+                let (number, at) = (last.pfn(), NodeId(node));
+                frames.free(&cx, last);
+                let far = frames.alloc_nowait(&cx, request(9).from(Placement::Prefer(at))).expect("the last one's");
+                assert_eq!(far.pfn(), number);
+            },
+        );
+        found
+    };
+    assert_eq!(
+        [0, 1, 2, 3].map(|node| from(node, &distances)),
+        [[0, 2, 1, 3], [1, 3, 2, 0], [2, 0, 3, 1], [3, 1, 2, 0]]
+    );
+    assert_eq!([0, 1, 2, 3].map(|node| from(node, &[])), [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]]);
+    // Of two nodes only: the others are farthest.
+    assert_eq!([1, 2].map(|node| from(node, &[10, 20, 20, 10])), [[1, 0, 2, 3], [2, 3, 0, 1]]);
+    let wrong = Frames::<Plain>::required_bytes(&FramesConfig::new(&arenas, 1).with_distances(&[10, 20, 20]));
+    assert_eq!(wrong, Err(FramesConfigError::Distances(3)));
 }
 
 #[test]
@@ -424,7 +461,7 @@ fn cached_2_mib_blocks_go_back_to_where_they_were() {
                 assert_eq!((stats.free, stats.blocks[9], stats.cached), (2 * HUGE, 2, 0), "{pair:?}");
                 if !zero {
                     let claim =
-                        |pfn| frames.alloc_contig_pages(&mut cx, extent(pfn, HUGE), &mut NoMigration).expect("free");
+                        |pfn| frames.alloc_contig_range(&mut cx, extent(pfn, HUGE), &mut NoMigration).expect("free");
                     let claimed = pair.map(claim);
                     claimed.into_iter().for_each(|claimed| _ = frames.free_extent(&cx, claimed));
                 }
@@ -456,7 +493,7 @@ fn broken_last(zero: bool) {
     with_one_arena(0, 2 * GIB - 512, 1, |frames, threads| {
         let cx = threads.cx();
         if zero {
-            let range = frames.alloc_contig_range(&cx, extent(GIB, GIB - 512)).expect("free").into_extent();
+            let range = frames.take_range(&cx, extent(GIB, GIB - 512)).expect("free").into_extent();
             // SAFETY: the test's own; there is no memory behind the numbers.
             frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(range) });
         }

@@ -113,7 +113,7 @@ fn isolated_blocks_bypass_caches() {
             let block = frames.alloc(&cx, request(log)).expect("memory");
             let range = Extent::block(block.pfn(), order(9));
             let mut held = Some(block);
-            let taken = frames.alloc_contig_pages(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
+            let taken = frames.alloc_contig_range(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
                 let Some(block) = held.take() else { return false };
                 let (before, pages) = (frames.stats(cx), block.extent().pages());
                 frames.free(cx, block);
@@ -127,7 +127,7 @@ fn isolated_blocks_bypass_caches() {
                 let block = frames.alloc(&cx, request(log)).expect("memory");
                 let range = Extent::block(block.pfn(), order(9));
                 let mut held = Some(block);
-                let taken = frames.alloc_contig_pages(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
+                let taken = frames.alloc_contig_range(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
                     let Some(block) = held.take() else { return false };
                     let (before, count) = (frames.stats(cx), block.extent().pages());
                     if counted {
@@ -163,10 +163,10 @@ fn a_poisoned_page_leaves_with_its_last_reference() {
         // Nobody gets it by its number either.
         // SAFETY: no LRU lists these frames.
         assert_eq!(unsafe { frames.try_get(bad) }, Ok(None));
-        assert_eq!(frames.alloc_contig_range(&cx, Extent::block(bad, Order::ZERO)), Err(AllocContigError::InUse(bad)));
+        assert_eq!(frames.take_range(&cx, Extent::block(bad, Order::ZERO)), Err(AllocContigError::InUse(bad)));
         let around = extent(bad.number() / 512 * 512, 512);
         assert!(matches!(
-            frames.alloc_contig_pages(&mut cx, around, &mut NoMigration),
+            frames.alloc_contig_range(&mut cx, around, &mut NoMigration),
             Err(AllocContigError::InUse(_))
         ));
     });
@@ -213,7 +213,7 @@ fn the_first_poisoned_frame_is_found_from_anywhere() {
 fn a_pair_beside_a_poisoned_frame_takes_no_lock() {
     with_one_arena(0, 1 << 16, 2, |frames, threads| {
         let cx = threads.cx();
-        let bad = frames.alloc_contig_range(&cx, extent((1 << 16) - 5, 1)).expect("free");
+        let bad = frames.take_range(&cx, extent((1 << 16) - 5, 1)).expect("free");
         assert_eq!(frames.hwpoison(&cx, bad.extent().base()), HwPoisoned::InUse);
         frames.serve(&cx);
         for log in [0, 3, 4, 6, 8, 9] {

@@ -89,9 +89,9 @@ fn extents_become_cached_blocks_by_themselves() {
 fn ranges_split_at_the_border_of_arenas() {
     with_arenas(&[arena(0, 768, 0), arena(768, 768, 1)], 1, &[NodeId(0)], |frames, threads| {
         let mut cx = threads.cx();
-        let left = frames.alloc_contig_range(&cx, extent(512, 256)).expect("free").into_extent();
-        let right = frames.alloc_contig_range(&cx, extent(768, 256)).expect("free").into_extent();
-        assert_eq!(frames.alloc_contig_range(&cx, extent(400, 512)), Err(AllocContigError::NotManaged));
+        let left = frames.take_range(&cx, extent(512, 256)).expect("free").into_extent();
+        let right = frames.take_range(&cx, extent(768, 256)).expect("free").into_extent();
+        assert_eq!(frames.take_range(&cx, extent(400, 512)), Err(AllocContigError::NotManaged));
         let both = left.join(right).expect("adjoining");
         // SAFETY: claimed above.
         assert_eq!(frames.free_extent(&cx, unsafe { Dirty::assume_owned(both) }), 512);

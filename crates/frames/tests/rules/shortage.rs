@@ -11,7 +11,7 @@ use hugemm_frames::{FramesConfig, Mobility, NoMigration, Slab};
 fn every_allocation_point_can_fail() {
     let runs = every_fault(|plan: &FaultPlan| {
         let arenas = [arena(0, 1024, 0)];
-        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas, 1);
         let memory = Memory::for_config(&config);
         let frames = memory.manager(&config, plan);
         release(&frames, extent(0, 1024));
@@ -26,8 +26,8 @@ fn every_allocation_point_can_fail() {
         blocks.extend(frames.alloc(&cx, request(3).prefer_zeroed()).ok());
         blocks.extend(frames.alloc_nowait(&cx, request(1)).ok());
         let object = slab.alloc(&frames, &cx, &map).ok();
-        let exact = frames.alloc_contig_range(&cx, extent(1000, 10)).ok();
-        let claimed = frames.alloc_contig_pages(&mut cx, extent(512, 512), &mut NoMigration).ok();
+        let exact = frames.take_range(&cx, extent(1000, 10)).ok();
+        let claimed = frames.alloc_contig_range(&mut cx, extent(512, 512), &mut NoMigration).ok();
         for block in blocks {
             frames.free(&cx, block);
         }

@@ -55,7 +55,7 @@ type Free = fn(&Manager<'_>, &mut CpuCx<'_, Threads>, Frozen);
 fn a_free_of_a_frozen_extent_does_not_look_at_its_frames() {
     let gib = 1_u64 << 18;
     let arenas = [arena(0, 4 * gib, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 1);
     let needed = Frames::<Plain>::required_bytes(&config).expect("valid");
     let whole = Layout::from_size_align(needed.size().next_multiple_of(PAGE), PAGE.max(needed.align())).expect("fits");
     let mut memory = Memory::new(whole);

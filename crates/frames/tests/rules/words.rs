@@ -126,7 +126,7 @@ fn a_range_that_was_freed_by_word_can_be_taken() {
         free(frames, &cx, range);
         // On the stack, where they would count as in use, are others by now.
         free(frames, &cx, high);
-        let taken = (0..16).filter(|word| frames.alloc_contig_range(&cx, extent(word * 64, 32)).is_ok()).count();
+        let taken = (0..16).filter(|word| frames.take_range(&cx, extent(word * 64, 32)).is_ok()).count();
         assert_eq!(taken, 16);
         free(frames, &cx, rest);
     });
@@ -203,11 +203,11 @@ fn claims_find_what_a_cpu_has_by_word() {
         free(frames, &cx, others);
         assert_eq!(frames.stats(&cx).cached, 512);
         run_as(0);
-        assert!(frames.alloc_contig_pages(&mut cx, claimed, &mut NoMigration).is_err(), "CPU 1 has not answered");
+        assert!(frames.alloc_contig_range(&mut cx, claimed, &mut NoMigration).is_err(), "CPU 1 has not answered");
         run_as(1);
         frames.serve(&cx);
         run_as(0);
-        let taken = frames.alloc_contig_pages(&mut cx, claimed, &mut NoMigration).expect("all there");
+        let taken = frames.alloc_contig_range(&mut cx, claimed, &mut NoMigration).expect("all there");
         frames.free_extent(&cx, taken);
         free(frames, &cx, rest);
         assert_eq!(all_free(frames, &cx, 2), 1 << 14);

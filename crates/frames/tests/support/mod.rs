@@ -78,11 +78,15 @@ pub fn with_arenas(
     cpu_nodes: &[NodeId],
     test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads),
 ) {
+    with_config(FramesConfig::new(arenas, cpus).on_nodes(cpu_nodes), test);
+}
+
+/// The same by a configuration.
+pub fn with_config(config: FramesConfig<'_>, test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads)) {
     let _watched = hugemm_threads::Watchdog::new();
-    let config = FramesConfig { arenas, cpus, cpu_nodes };
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
-    arenas.iter().for_each(|arena| release(&frames, arena.extent));
+    config.arenas.iter().for_each(|arena| release(&frames, arena.extent));
     run_as(0);
     test(&frames, &Threads::default());
 }
@@ -159,7 +163,7 @@ pub fn with_counted(
     test: impl FnOnce(&Frames<'_, Counted>, &Threads),
 ) {
     let _watched = hugemm_threads::Watchdog::new();
-    let config = FramesConfig { arenas, cpus, cpu_nodes };
+    let config = FramesConfig::new(arenas, cpus).on_nodes(cpu_nodes);
     let mut memory = Memory::new(Frames::<Counted>::required_bytes(&config).expect("valid"));
     // SAFETY: one platform; the arenas bring no descriptors.
     let frames = unsafe { Frames::in_slice(&config, Counted, memory.bytes()) }.expect("large enough");

@@ -109,7 +109,7 @@ pub fn run(data: &[u8]) {
     let mut bytes = Bytes(data.iter());
     let (places, released) = shapes(bytes.next().unwrap_or(0));
     let arenas: Vec<_> = places.iter().map(|&(base, pages, node)| arena(base, pages, node)).collect();
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(0)] };
+    let config = FramesConfig::new(&arenas, 1).on_nodes(&[NodeId(0)]);
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     let threads: Threads = Threads::default();
@@ -380,7 +380,7 @@ impl Run<'_> {
             18 => {
                 let from = self.base + bytes.below(self.end - self.base);
                 let range = extent(from, 1 + bytes.below(1100));
-                match frames.alloc_contig_range(&cx, range) {
+                match frames.take_range(&cx, range) {
                     Ok(taken) => {
                         let taken = taken.into_extent();
                         self.model.borrow_mut().hand_out(taken, false);
@@ -522,7 +522,7 @@ impl Run<'_> {
                 }
             }
         };
-        match frames.alloc_contig_pages(cx, range, &mut migrate) {
+        match frames.alloc_contig_range(cx, range, &mut migrate) {
             Ok(taken) => {
                 let taken = taken.into_extent();
                 assert_eq!(taken, range);

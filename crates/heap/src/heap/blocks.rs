@@ -13,7 +13,7 @@ use hugemm_base::platform::{Cpu, LinearMap, Window};
 use hugemm_base::{CpuCx, Dirty, Extent, FrameUse, Order, Pfn};
 use hugemm_frames::{AllocError, AllocRequest, Env, Frozen, Mobility};
 
-/// How many blocks are passed by that are not mapped where the heap could use them, or do not begin a row that is long enough.
+/// How many blocks are passed by that are not mapped where the heap could use them.
 const PASSED: usize = 32;
 
 /// The largest of those.
@@ -158,8 +158,7 @@ impl<E: Env> Heap<'_, E> {
         (pfn, memory, zero)
     }
 
-    /// So many pages in a row that are no power of two, or none that is free: a smaller block and what adjoins it above, the larger ones first.
-    /// Of each size so many are tried.
+    /// So many pages in a row that are no power of two, or of which none is free.
     #[cold]
     #[inline(never)]
     fn take_row<P: Cpu + LinearMap>(
@@ -169,52 +168,19 @@ impl<E: Env> Heap<'_, E> {
         pages: u32,
     ) -> Result<(Pfn, NonNull<u8>, bool), HeapError> {
         // Blocks are aligned to their size, and more than `SMALL`, so that a row that is cut down to that is a block.
-        let least = (layout.align() as u64 / hugemm_base::PAGE_BYTES).max(2 * u64::from(SMALL)).ilog2();
-        let orders = (least..(pages - 1).max(1).ilog2() + 1).rev().filter_map(|order| Order::new(order).ok());
-        let mut taken = Err(HeapError::OutOfMemory);
-        for order in orders {
-            let mut passed = [const { None }; PASSED];
-            for place in &mut passed {
-                let Ok(block) = self.frames.alloc(cx, AllocRequest::order(order)) else { break };
-                match self.take_after(cx, block.extent(), pages) {
-                    Ok(None) => *place = Some(block),
-                    Ok(Some(memory)) => {
-                        taken = Ok((block.into_dirty().into_extent().base(), memory, false));
-                        break;
-                    }
-                    Err(error) => {
-                        *place = Some(block);
-                        taken = Err(error);
-                        break;
-                    }
-                }
-            }
-            passed.into_iter().flatten().for_each(|block| self.frames.free(cx, block));
-            if taken != Err(HeapError::OutOfMemory) {
-                break;
+        let least = (layout.align() as u64 / hugemm_base::PAGE_BYTES).max(2 * u64::from(SMALL));
+        let mut opened = Ok(None);
+        let row = self.frames.alloc_row(cx, pages.into(), AllocRequest::order(log(least as u32)), |row| {
+            opened = self.open(cx, row);
+            opened != Ok(None)
+        })?;
+        match opened {
+            Ok(Some(memory)) => Ok((row.into_extent().base(), memory, false)),
+            failed => {
+                self.frames.free_extent(cx, row);
+                Err(failed.err().unwrap_or(HeapError::NotMapped))
             }
         }
-        taken
-    }
-
-    /// Takes what adjoins a block that has been taken, and opens both, if that makes so many pages that are free and mapped as one.
-    fn take_after<P: Cpu + LinearMap>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        first: Extent,
-        pages: u32,
-    ) -> Result<Option<NonNull<u8>>, HeapError> {
-        let rest = Extent::new(first.end(), u64::from(pages) - first.pages());
-        let Some(rest) = rest.ok().and_then(|rest| self.frames.alloc_contig_range(cx, rest).ok()) else {
-            return Ok(None);
-        };
-        let opened = first.join(rest.extent()).map_or(Ok(None), |row| self.open(cx, row));
-        if let Ok(Some(_)) = opened {
-            let _ = rest.into_extent();
-        } else {
-            self.frames.free_extent(cx, rest);
-        }
-        opened
     }
 
     /// Opens an extent, and counts it: where it is, if that is where the heap can use it.

@@ -54,7 +54,7 @@ fn failures_leave_a_heap_that_works() {
         let (cx, extent) = (threads.cx(), ram.extent());
         let plan = FaultPlan::random(1 + seed, 180, seed);
         let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
-        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas, 1);
         let need = Frames::<Plain<&FaultPlan>>::required_bytes(&config).expect("valid");
         let metadata = Memory::new(need);
         // SAFETY: the metadata is the test's, zeroed; frame numbers are this memory's own; one platform.

@@ -98,7 +98,7 @@ fn with_odd(
     let threads = Threads::new(Odd { memory, odd: odd.clone(), gone });
     let cx = threads.cx();
     let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: None }];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 1);
     let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
     // SAFETY: the metadata is the test's, zeroed; frame numbers are this memory's own; one platform.
     let frames = unsafe { Frames::new(&config, Plain(NoFaults), metadata.ptr(), metadata.bytes()) }.expect("valid");

@@ -161,7 +161,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     let map = Watched { map, mmu, deaf };
     let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(first.get() as usize));
     let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: array }];
-    let config = FramesConfig { arenas: &arenas, cpus: CPUS, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, CPUS);
     let layout = Frames::<Seen<'_>>::required_bytes(&config).expect("valid");
     let mut metadata = vec![0_u8; layout.size() + layout.align()];
     let at = metadata.as_mut_ptr();
@@ -172,7 +172,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
         // SAFETY: once.
         unsafe { frames.release(cx, Dirty::assume_owned(all)) };
         let used = Extent::new(described.base(), described.pages() + 3).expect("in range");
-        let _ = frames.alloc_contig_range(cx, used).expect("free").into_extent();
+        let _ = frames.take_range(cx, used).expect("free").into_extent();
     });
     let tails = [Tail::default()];
     // SAFETY: the frames behind the descriptors were claimed for them; it is the only optimizer of the map.

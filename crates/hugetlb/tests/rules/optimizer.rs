@@ -16,7 +16,7 @@ fn assert_nothing_is_lost(m: &Machine<'_, NoFaults>, used: u64) {
 /// Takes what is free of the span that holds the descriptors, so that pools begin at the next.
 fn occupy_the_first_span(m: &Machine<'_, NoFaults>) -> u64 {
     let rest = extent(m.descriptors.end().number(), SPAN - m.descriptors.pages());
-    let _ = m.frames.alloc_contig_range(&m.threads.cx(), rest).expect("free").into_extent();
+    let _ = m.frames.take_range(&m.threads.cx(), rest).expect("free").into_extent();
     rest.pages()
 }
 

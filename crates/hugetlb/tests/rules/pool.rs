@@ -415,7 +415,7 @@ fn what_is_known_to_be_zero_stays_known() {
         let (pool, cx) = (memory.pool(), m.threads.cx());
         // The upper half of memory is known to be zero.
         let half = crate::support::extent(BASE + 2 * SPAN, 2 * SPAN);
-        let claimed = m.frames.alloc_contig_range(&cx, half).expect("free");
+        let claimed = m.frames.take_range(&cx, half).expect("free");
         // SAFETY: sparse memory that nobody has touched is zero, and it was claimed.
         let zeroed = unsafe { hugemm_base::Zeroed::assume_owned(claimed.into_extent()) };
         m.frames.free_zeroed(&cx, zeroed);

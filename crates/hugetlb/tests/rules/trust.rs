@@ -72,7 +72,7 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
                             let tail = extent(page.number() + 200, 1);
                             // A walker may look again at any time, and remembers.
                             let _ = m.seen(tail.base());
-                            let Ok(mine) = m.frames.alloc_contig_range(&cx, tail) else { return true };
+                            let Ok(mine) = m.frames.take_range(&cx, tail) else { return true };
                             let mine = mine.into_extent();
                             can_be_written(m, mine);
                             got.fetch_add(1, Ordering::Relaxed);

@@ -281,3 +281,38 @@ fn nothing_is_looked_at_behind_the_last_address() {
     kernel.exclusive(&heap).map(top, [extent(0, 3)], SMALL).expect("mapped");
     assert_eq!(kernel.exclusive(&heap).detach(top, Editing::LIVE).map(|unhooked| unhooked.entries()).ok(), Some(3));
 }
+
+/// Any number of ranges that the caller knows to be apart may wait for their harvest, in any order, and what lies between them is
+/// free to go; those that a table remembers block what lies between the nearest of them.
+#[test]
+fn ranges_that_are_apart_wait_in_any_number() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 400), [extent(0, 400)], SMALL).expect("mapped");
+    let apart = |first: u64| {
+        // SAFETY: each span is detached once, and harvested below.
+        unsafe { table.exclusive(&heap).detach_apart(span(first, 2), Editing::LIVE) }.expect("nothing is in the way")
+    };
+    let even: Vec<_> = (0..50).map(|place| apart(place * 8)).collect();
+    let odd: Vec<_> = (0..50).rev().map(|place| apart(place * 8 + 4)).collect();
+    let mut remembered = table.exclusive(&heap).detach(span(2, 2), Editing::LIVE).expect("remembers nothing of those");
+    for (first, unhooked) in odd.into_iter().rev().enumerate().map(|(place, it)| (place as u64 * 8 + 4, it)) {
+        // SAFETY: `access` caches nothing.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let mut seen = Vec::new();
+        let harvest =
+            table.exclusive(&heap).harvest(detached, Flags::NONE, |run| seen.push(run.extent)).expect("its own");
+        assert_eq!((harvest.pages, seen), (2, vec![extent(first, 2)]), "itself, and nobody else's");
+    }
+    let again = table.exclusive(&heap).detach(span(2, 1), Editing::LIVE).err();
+    assert_eq!(again, Some(PagingError::Busy { at: at(2) }), "what was remembered still is");
+    // SAFETY: as above.
+    let detached = unsafe { remembered.assume_flushed() };
+    table.exclusive(&heap).attach(detached, PageSize::Size4K).expect("back");
+    remembered = table.exclusive(&heap).detach(span(2, 2), Editing::LIVE).expect("and forgotten");
+    // SAFETY: as above.
+    let rest = even.into_iter().chain([remembered]).map(|unhooked| unsafe { unhooked.assume_flushed() });
+    let pages = rest.map(|it| table.exclusive(&heap).harvest(it, Flags::NONE, |_| ()).expect("its own").pages);
+    assert_eq!(pages.sum::<u64>(), 102);
+    assert_eq!(unmap(&table, &heap, span(0, 400)).iter().map(|run| run.extent.pages()).sum::<u64>(), 400 - 202);
+}

@@ -1,6 +1,8 @@
 //! The rules one by one.
 
+mod cases;
 mod detaching;
+mod dumping;
 mod extremes;
 mod folding;
 mod mapping;

@@ -237,7 +237,7 @@ fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
                 let budget = ShrinkBudget { free: u64::MAX, scan: page.pages() };
                 rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
             }
-            let refaults = space.counters().refaulted.get();
+            let refaults = space.counters().refaulted;
             // Two looks are needed to lose it.
             assert!(refaults <= ROUNDS / 2, "{refaults}");
             rig.end(cx, space);
@@ -267,7 +267,7 @@ fn translations_kept_under_tags_do_not_hide_use_for_ever() {
                     rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
                 }
             }
-            let refaults: u64 = spaces.iter().map(|space| space.counters().refaulted.get()).sum();
+            let refaults: u64 = spaces.iter().map(|space| space.counters().refaulted).sum();
             // Until the others are gone a round is more than one look at all.
             assert!(refaults <= 4, "pages that are used all the time went to swap {refaults} times");
             spaces.iter().for_each(|space| rig.leave(cx, space));

@@ -1,12 +1,11 @@
 //! Reclaim from address spaces: ageing over the reverse map, swapping in and out, forks, shared objects, unmaps, on the
-//! model MMU; a data oracle under pressure on several CPUs; and what happens when a flush is forgotten.
+//! model MMU; and what happens when a flush is forgotten. All of it at once is in `platforms/schedule`.
 #![cfg(all(target_os = "linux", not(miri), not(loom)))]
 
 mod ageing;
 mod bystander;
 mod files;
 mod negative;
-mod oracle;
 mod passes;
 mod races;
 mod rig;

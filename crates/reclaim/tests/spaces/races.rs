@@ -39,7 +39,7 @@ fn two_faults_at_a_page(rig: &Rig<'_>, shared: bool) {
         (space, object)
     });
     let read = |cpu: u32, index: u64, waits: &AtomicBool, over: &AtomicBool| {
-        rig.beside_others_noting(cpu, waits, |cx| {
+        rig.beside_others(cpu, waits, |cx| {
             rig.enter(cx, &space);
             assert_eq!(rig.get(cx, &space, at(index)), Ok(index + 1));
             assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(100));

@@ -188,7 +188,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     };
     let arenas: Vec<ArenaSpec> = (0..size.nodes).map(arena).collect();
     let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % size.nodes)).collect();
-    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &cpu_nodes };
+    let config = FramesConfig::new(&arenas, cpus).on_nodes(&cpu_nodes);
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata = [(); 2].map(|()| Memory::new(layout));
     let [frames, others] = metadata.each_ref().map(|metadata| {
@@ -320,20 +320,9 @@ impl<'h> Rig<'h> {
         unsafe { at.add(offset as usize).cast::<AtomicU64>().as_ref() }.store(value, Ordering::Relaxed);
     }
 
-    /// Loads 8 bytes of a frame the same way.
-    pub fn device_load(&self, frame: Pfn, offset: u64) -> u64 {
-        let at = self.mmu.host().address(frame).expect("a frame");
-        // SAFETY: as above.
-        unsafe { at.add(offset as usize).cast::<AtomicU64>().as_ref() }.load(Ordering::Relaxed)
-    }
-
-    /// Plays a CPU beside others, whose shootdowns it serves while it waits and after it has [finished](Crew::work).
-    pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
-        self.beside_others_noting(cpu, &AtomicBool::new(false), f)
-    }
-
-    /// The same; `waits` becomes true when the CPU waits for a lock, or has finished.
-    pub fn beside_others_noting<R>(&self, cpu: u32, waits: &AtomicBool, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
+    /// Plays a CPU beside others, whose shootdowns it serves while it waits and after it has [finished](Crew::work): `waits` becomes true
+    /// then.
+    pub fn beside_others<R>(&self, cpu: u32, waits: &AtomicBool, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
         let serve = || {
             waits.store(true, Ordering::SeqCst);
             self.mmu.as_cpu(CpuId(cpu), |cx| {

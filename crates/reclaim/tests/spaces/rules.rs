@@ -50,7 +50,7 @@ fn private_pages_go_away_and_come_back() {
                 assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 16), Ok(0));
                 rig.put(cx, &space, AT + index * page.bytes() + 16, 7).expect("writable");
             }
-            assert_eq!(space.counters().refaulted.get(), pages);
+            assert_eq!(space.counters().refaulted, pages);
             assert_eq!(rig.store.stats(cx).pages, 0, "a slot goes with its page");
             rig.end(cx, space);
         });

@@ -337,7 +337,7 @@ fn pages_without_an_lru_are_on_none() {
         assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId(1))]);
         let nowhere =
             [ArenaSpec { extent: Extent::block(Pfn::new(1 << 30), Order::ZERO), node: NODE, descriptors: None }];
-        let config = FramesConfig { arenas: &nowhere, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&nowhere, 1);
         let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, of this size, used once; one platform; nobody else has the frame's number.
         let others = unsafe { Frames::new(&config, *frames.env(), metadata.ptr(), metadata.bytes()) }.expect("room");
@@ -350,7 +350,7 @@ fn pages_without_an_lru_are_on_none() {
             (0..8).for_each(|word| victims.store(word, 7));
             for pfn in [first, next] {
                 let page = Extent::block(pfn, Order::ZERO);
-                let _ = frames.alloc_contig_range(cx, page).expect("free").into_extent();
+                let _ = frames.take_range(cx, page).expect("free").into_extent();
                 // SAFETY: taken just now.
                 let mut page = unsafe { Frozen::assume_owned(pfn, Order::ZERO, Mobility::Movable) };
                 let descriptor = frames.descriptor_mut(&mut page).expect("managed");

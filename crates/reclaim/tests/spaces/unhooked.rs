@@ -1,13 +1,13 @@
-//! Pages that are taken away and come back: nothing that anybody stores meanwhile is lost, be it through a translation, by a
-//! device or in a child.
+//! Pages that are taken away and come back: nothing that anybody stores meanwhile is lost, be it through a translation or in a child.
+//! What comes back, and where, is in the tests of `hugemm-vm`.
 
-use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
+use crate::rig::{Cx, Handle, Model, Rig, Size, bounds, no_faults, span, with_rig};
 use crate::watched::Stop;
-use hugemm_base::{CpuId, Extent, Never, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CpuId, Extent, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{FolioRef, FolioRun, Frozen};
-use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
+use hugemm_paging::{DeferredUnmap, Leaf, Lookup};
 use hugemm_reclaim::LruPolicy;
-use hugemm_vm::{AddressSpace, Backing, Pager, Pinned, Protection, UnhookedPage, VmError, VmaKind};
+use hugemm_vm::{AddressSpace, Backing, Pager, UnhookedPage, VmError, VmaKind};
 use std::sync::atomic::Ordering;
 
 const AT: u64 = 0x4000_0000;
@@ -56,87 +56,6 @@ fn put<'h>(rig: &Rig<'h>, cx: &Cx<'_, 'h>, folio: FolioRef, order: Order) {
     unsafe { Pager::<Model<'h>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, [page]) };
 }
 
-/// Pins one run of frames.
-fn pin<'r, 'h>(
-    rig: &'r Rig<'h>,
-    cx: &mut Cx<'_, 'h>,
-    space: &AddressSpace<Model<'h>>,
-    at: u64,
-    bytes: u64,
-) -> Pinned<'r> {
-    let mut pins = Vec::new();
-    rig.vm.pin(cx, space, span(at, bytes), None, &Never, |pin| pins.push(pin)).expect("pinned");
-    assert_eq!(pins.len(), 1);
-    pins.remove(0)
-}
-
-/// A device goes on storing to the memory that its space reads, whatever reclaim tries.
-#[test]
-fn a_device_and_its_space_have_one_page() {
-    for page in SIZES {
-        with_rig(SIZE, 61, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = filled(rig, cx, page, 2);
-                let pinned = pin(rig, cx, &space, AT, page.bytes());
-                let frame = pinned.extent().base();
-                for round in 0..4 {
-                    rig.evict_all(cx);
-                    rig.vm.pager().compact(&rig.vm, cx, NODE);
-                    assert_eq!(leaf(rig, cx, &space, AT).frame, frame);
-                    rig.put(cx, &space, AT + 8, round).expect("memory");
-                    rig.device_store(frame, 16, 77 + round);
-                    assert_eq!(rig.get(cx, &space, AT + 8), Ok(round));
-                    assert_eq!(rig.get(cx, &space, AT + 16), Ok(77 + round), "{page:?}: the device has another page");
-                    assert_eq!(leaf(rig, cx, &space, AT).frame, frame);
-                }
-                assert_eq!(space.counters().copied.get() + space.counters().reused.get(), 0);
-                rig.vm.unpin(cx, &space, pinned).expect("its own");
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
-        });
-    }
-}
-
-/// The same where the pin comes when reclaim has looked already: it is found after the flush, and the page goes back as it
-/// was.
-#[test]
-fn a_pin_that_comes_late_keeps_the_page() {
-    for page in SIZES {
-        with_rig(SIZE, 62, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = filled(rig, cx, page, 1);
-                let before = leaf(rig, cx, &space, AT);
-                // SAFETY: one machine.
-                let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-                for moves in [false, true].into_iter().take(if page == PageSize::Size4K { 2 } else { 1 }) {
-                    let unhooked = unhook(rig, cx, &space, AT, &deferred);
-                    let late = hold(rig, before.frame);
-                    if moves {
-                        assert!(!unhooked.move_elsewhere(cx));
-                    } else {
-                        let (error, unhooked) = page_out(cx, unhooked).expect_err("pinned");
-                        assert_eq!(error, VmError::InUse);
-                        unhooked.put_back(cx);
-                    }
-                    assert_eq!(leaf(rig, cx, &space, AT), before);
-                    // Seen at the first look now.
-                    let own = rig.vm.unhook(cx, hold(rig, before.frame), &deferred);
-                    put(rig, cx, own.expect_err("pinned"), before.size.order());
-                    assert_eq!(leaf(rig, cx, &space, AT), before);
-                    rig.put(cx, &space, AT + 8, 9).expect("memory");
-                    rig.device_store(before.frame, 16, 77);
-                    assert_eq!(rig.get(cx, &space, AT + 8), Ok(9));
-                    assert_eq!(rig.get(cx, &space, AT + 16), Ok(77));
-                    put(rig, cx, late, before.size.order());
-                }
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
-        });
-    }
-}
-
 /// Pages out to swap that is full.
 #[allow(clippy::result_large_err, reason = "the page comes back")]
 fn page_out<'d, 'h>(
@@ -146,57 +65,6 @@ fn page_out<'d, 'h>(
     let refuse = |_: &Cx<'_, 'h>, block: Frozen| Err((VmError::NoMemory, block));
     // SAFETY: there are no slots.
     unsafe { page.page_out(cx, refuse, |_: &Cx<'_, 'h>, _: &Frozen, _| Err(VmError::NoMemory)) }
-}
-
-/// What a leaf allowed and what was known of its use comes back with it, exactly.
-#[test]
-fn a_leaf_comes_back_as_it_was() {
-    for page in SIZES {
-        with_rig(SIZE, 63, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = filled(rig, cx, page, 4);
-                let at = |index: u64| AT + index * page.bytes();
-                // Written; written and not used since; only read; of an area that may only be read.
-                let whole = span(at(1), page.bytes());
-                assert_eq!(rig.vm.test_and_clear_young(cx, &space, whole, |_| ()), Ok(page.pages()));
-                rig.vm.unmap(cx, &space, span(at(2), 2 * page.bytes())).expect("unmapped");
-                for (index, kind) in [(2, VmaKind::private(page)), (3, read_only(page))] {
-                    rig.vm.map(cx, &space, span(at(index), page.bytes()), kind, Backing::Private).expect("an area");
-                    assert_eq!(rig.get(cx, &space, at(index)), Ok(0));
-                }
-                // SAFETY: one machine.
-                let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-                let before = [0, 1, 2, 3].map(|index| leaf(rig, cx, &space, at(index)));
-                let bits = [Flags::HARDWARE, Flags::DIRTY, Flags::ACCESSED, Flags::ACCESSED];
-                for (index, (before, bits)) in (0..).zip(before.into_iter().zip(bits)) {
-                    assert_eq!(before.flags & Flags::HARDWARE, bits);
-                    assert_eq!(before.flags.contains(Flags::WRITE), index < 3);
-                    let unhooked = unhook(rig, cx, &space, at(index), &deferred);
-                    // Also if it could not be stored.
-                    let (error, unhooked) = page_out(cx, unhooked).expect_err("refused");
-                    assert_eq!(error, VmError::NoMemory);
-                    unhooked.put_back(cx);
-                    assert_eq!(leaf(rig, cx, &space, at(index)), before);
-                    if page == PageSize::Size4K {
-                        let unhooked = unhook(rig, cx, &space, at(index), &deferred);
-                        assert!(unhooked.move_elsewhere(cx));
-                        let moved = leaf(rig, cx, &space, at(index));
-                        assert_ne!(moved.frame, before.frame);
-                        assert_eq!(Leaf { frame: before.frame, ..moved }, before);
-                    }
-                }
-                for index in 0..4 {
-                    assert_eq!(rig.get(cx, &space, at(index)), Ok(u64::from(index < 2)));
-                }
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
-        });
-    }
-}
-
-fn read_only(page: PageSize) -> VmaKind {
-    VmaKind::private(page).allowing(Protection::USER)
 }
 
 /// CPU 1 has a page's translation, and may store through it. Another CPU takes the page away and puts it back, and stores to
@@ -231,7 +99,7 @@ fn stores_through_old_translations_are_not_lost() {
                 assert_eq!(rig.get(cx, &space, AT + 8), stored);
                 assert_eq!(rig.get(cx, &space, AT + 16), Ok(2));
                 assert_eq!(rig.get(cx, &space, AT + 24), Ok(4));
-                assert_eq!(space.counters().copied.get(), 0, "nobody shares the page");
+                assert_eq!(space.counters().copied, 0, "nobody shares the page");
             });
             rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
             rig.mmu.as_cpu(CpuId(0), |cx| {
@@ -269,45 +137,6 @@ fn stores_through_old_translations_do_not_reach_a_child() {
             rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
             rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
         });
-    }
-}
-
-/// A process forks, and one of the two unmaps a page that is away just then: it comes back to the other only. Then that
-/// one unmaps it too, and it is freed.
-#[test]
-fn a_page_comes_back_only_where_it_is_still_wanted() {
-    for page in SIZES {
-        for moves in [false, true].into_iter().take(if page == PageSize::Size4K { 2 } else { 1 }) {
-            with_rig(SIZE, 66, &no_faults(), |rig| {
-                rig.mmu.as_cpu(CpuId(0), |cx| {
-                    let parent = filled(rig, cx, page, 1);
-                    let child = rig.vm.fork(cx, &parent).expect("forked");
-                    // SAFETY: one machine.
-                    let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-                    let area = span(AT, page.bytes());
-                    for unmapper in [&parent, &child] {
-                        let unhooked = unhook(rig, cx, &child, AT, &deferred);
-                        let head = unhooked.head();
-                        rig.vm.unmap(cx, unmapper, area).expect("unmapped");
-                        if moves {
-                            assert!(unhooked.move_elsewhere(cx));
-                            assert_eq!(rig.vm.frames().references(head), 0, "the frame is free");
-                        } else {
-                            unhooked.put_back(cx);
-                        }
-                        assert_eq!(rig.vm.lookup(cx, unmapper, VirtAddr::new(AT)), Lookup::Absent);
-                        if std::ptr::eq(unmapper, &raw const parent) {
-                            let leaf = leaf(rig, cx, &child, AT);
-                            assert_eq!(rig.vm.frames().references(leaf.frame), 1);
-                            assert!(!leaf.flags.contains(Flags::WRITE), "it was shared");
-                        }
-                    }
-                    rig.leave(cx, &parent);
-                    rig.vm.destroy(cx, parent).expect("destroyed");
-                    rig.vm.destroy(cx, child).expect("destroyed");
-                });
-            });
-        }
     }
 }
 

@@ -62,7 +62,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let to = (from + PIECE).min(self.end);
         let mut at = from;
         'areas: while at < to {
-            let area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
+            let area = space.find_vma(cx, VirtAddr::new(at << PAGE_SHIFT))?;
             let size = area.kind.page;
             // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
             let first = area.range.first_page().max(self.first / size.pages() * size.pages());
@@ -78,7 +78,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 if filled == 0 {
                     // Somebody is at the same page, or the area has gone or ends elsewhere now.
                     self.vm.cond_resched(cx);
-                    let there = space.find_vma(VirtAddr::new(next << PAGE_SHIFT))?;
+                    let there = space.find_vma(cx, VirtAddr::new(next << PAGE_SHIFT))?;
                     if !there.shows_same_at(&area, next) {
                         return Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) });
                     }
@@ -124,7 +124,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let Site { space, area, phases } = site;
         let size = area.kind.page.pages();
         let Some(page) = pages(from, from + size) else { return Err(VmError::NoArea { at: area.range.start() }) };
-        let Some(object) = self.vm.registry().shared().get(area.object) else {
+        let Some(object) = self.vm.object(area.object) else {
             return Err(VmError::NoArea { at: page.start() });
         };
         let want = self.want(area, page.start());
@@ -199,7 +199,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let entered = match pages(from, from + batch.pages) {
             Some(span) => {
                 let flags = area.kind.flags() | Flags::ACCESSED;
-                self.vm.enter(cx, space, area, span, batch.blocks().iter().copied(), flags)
+                self.vm.enter(cx, self.vm.here(cx, space), area, span, batch.blocks().iter().copied(), flags)
             }
             None => Err(VmError::NoArea { at: area.range.start() }),
         };
@@ -243,11 +243,12 @@ impl<S: Setup> Vm<'_, S> {
         end: u64,
         (size, needs): (PageSize, Flags),
     ) -> Absent {
-        if space.areas().shared().alone {
+        let both = self.here(cx, space).both();
+        if both.areas().alone {
             return Absent::Busy;
         }
         let task = RefCell::new(cx);
-        let table = space.table().shared(self.tables(&task));
+        let table = both.table(self.tables(&task));
         let reach = (from + 1).next_multiple_of(512 << size.order().get());
         let span = pages(from, end.min(reach));
         match table.lookup(VirtAddr::new(from << PAGE_SHIFT)) {

@@ -55,7 +55,7 @@ fn age<'p, 'h>(
     pages: &[u64],
     neighbours: Option<Neighbours<'_, 'p, Model<'h>>>,
 ) -> Vec<Recency> {
-    let object = space.find_vma(VirtAddr::new(AT)).expect("an area").object;
+    let object = space.find_vma(cx, VirtAddr::new(AT)).expect("an area").object;
     let pages: Vec<_> = pages.iter().map(|&page| (page, frame(rig, cx, space, page))).collect();
     let mut found = vec![Recency::default(); pages.len()];
     rig.vm.age(cx, &AgeRun { object, pages: &pages, order: Order::ZERO }, &mut found, neighbours);
@@ -182,7 +182,7 @@ fn a_run_lies_in_one_stretch() {
         assert_eq!(age(rig, cx, &parent, &[63, 64, 127], None)[1..], [OLD; 2]);
         assert_eq!(age(rig, cx, &parent, &[64, 127, 128], None)[2], OLD);
         assert!(is_young(rig, cx, &parent, 128) && !is_young(rig, cx, &parent, 127));
-        let object = parent.find_vma(VirtAddr::new(AT)).expect("an area").object;
+        let object = parent.find_vma(cx, VirtAddr::new(AT)).expect("an area").object;
         let pages = [&parent, &child].map(|space| (0, frame(rig, cx, space, 0)));
         let mut found = [OLD; 2];
         rig.vm.age(cx, &AgeRun { object, pages: &pages, order: Order::ZERO }, &mut found, None);
@@ -234,7 +234,7 @@ fn spaces_that_end_do_not_count() {
                 rig.vm.map(cx, &space, pages, KIND, Backing::Shared(&object, offset)).expect("an area");
                 space
             });
-            let number = ends.find_vma(VirtAddr::new(AT)).expect("an area").object;
+            let number = ends.find_vma(cx, VirtAddr::new(AT)).expect("an area").object;
             let head = frame(rig, cx, &ends, 1);
             // A CPU is still on its tables, and has to be asked.
             rig.mmu.as_cpu(CpuId(1), |cx| {
@@ -300,7 +300,7 @@ fn large_pages_are_aged_by_their_place_in_the_object() {
             Lookup::Mapped(leaf) => (page * pages, leaf.frame),
             found => panic!("{found:?}"),
         });
-        let object_number = space.find_vma(at(66)).expect("an area").object;
+        let object_number = space.find_vma(cx, at(66)).expect("an area").object;
         for expected in [[Recency { users: 2, ..USED }, USED, USED], [USED, OLD, OLD]] {
             let mut found = [OLD; 3];
             let wants = |_: Pfn| panic!("of large pages no others are looked at");

@@ -124,7 +124,7 @@ fn cost<F: PageFormat>(row: usize, pages: u64) -> (u64, u64) {
             let (locks_after, flushes_after) = counts();
             cost = (locks_after - locks, flushes_after - flushes);
             rig.vm.prefault(&space, span(AT, 0x1000), None).work(cx, &Never).expect("the space goes on");
-            assert!(space.find_vma(VirtAddr::new(AT)).is_ok());
+            assert!(space.find_vma(cx, VirtAddr::new(AT)).is_ok());
             rig.end(cx, space);
         });
     });

@@ -76,13 +76,13 @@ fn scenario(rig: &Rig<'_>) {
         }
         check(rig, cx, &space, &known);
         store(rig, cx, &space, &mut known, AT, 50);
-        let area = space.find_vma(VirtAddr::new(AT + 0x1000)).map(|area| area.kind.protection);
+        let area = space.find_vma(cx, VirtAddr::new(AT + 0x1000)).map(|area| area.kind.protection);
         let read_only = span(AT + 0x1000, 0x1000);
         if rig.vm.protect(cx, &space, read_only, Protection::USER).is_ok() {
             let refused = VmError::Denied { at: VirtAddr::new(AT + 0x1000) };
             assert_eq!(rig.store(cx, &space, AT + 0x1000, 1), Err(refused));
         } else {
-            assert_eq!(space.find_vma(VirtAddr::new(AT + 0x1000)).map(|area| area.kind.protection), area);
+            assert_eq!(space.find_vma(cx, VirtAddr::new(AT + 0x1000)).map(|area| area.kind.protection), area);
         }
         let part = span(AT + 0x2000, 0x2000);
         match rig.vm.lock(cx, &space, part, 4) {
@@ -95,14 +95,14 @@ fn scenario(rig: &Rig<'_>) {
         // To where the tables are others, and back.
         let (here, there) = (span(AT + 0x1_0000, 0x2_0000), span(40 * AT + 0x1f_0000, 0x3_0000));
         if rig.vm.move_to(cx, &space, here, there).is_ok() {
-            assert!(space.find_vma(VirtAddr::new(AT + 0x1_0000)).is_err());
+            assert!(space.find_vma(cx, VirtAddr::new(AT + 0x1_0000)).is_err());
             check(rig, cx, &space, &known);
             let _ = rig.vm.move_to(cx, &space, there, here);
         }
         let hole = span(AT + 0x4000, 0x8000);
         if rig.vm.unmap(cx, &space, hole).is_ok() {
             known.retain(|at, _| !(hole.start().get()..hole.start().get() + hole.bytes()).contains(at));
-            assert!(space.find_vma(VirtAddr::new(AT + 0x5000)).is_err());
+            assert!(space.find_vma(cx, VirtAddr::new(AT + 0x5000)).is_err());
         }
         check(rig, cx, &space, &known);
         for run in pinned {

@@ -79,7 +79,7 @@ fn spaces_take_any_range() {
         }
         for at in [1 << 47, 1 << 48, !0 << 47, 1 << 63, u64::MAX].map(VirtAddr::new) {
             assert_eq!(rig.vm.fault(cx, &space, at, Access::Read), Err(VmError::NoArea { at }));
-            assert_eq!((rig.vm.lookup(cx, &space, at), space.find_vma(at).is_err()), (Lookup::Absent, true));
+            assert_eq!((rig.vm.lookup(cx, &space, at), space.find_vma(cx, at).is_err()), (Lookup::Absent, true));
         }
         for range in ranges() {
             let _ = rig.vm.test_and_clear_young(cx, &space, range, |_| {});
@@ -102,7 +102,7 @@ fn spaces_take_any_range() {
             let there = if bounds().covers(range) { Ok(()) } else { Err(VmError::OutOfBounds { at: range.start() }) };
             assert_eq!(unmapped, there, "{range}");
         }
-        assert!(space.find_vma(VirtAddr::new(0)).is_err());
+        assert!(space.find_vma(cx, VirtAddr::new(0)).is_err());
         for frame in [0, 1, u64::MAX >> 12, u64::MAX].map(Pfn::new).into_iter().chain([Pfn::LIMIT]) {
             // SAFETY: the test's pager lists nothing.
             assert!(unsafe { rig.vm.hold_mapped(cx, frame) }.is_none());
@@ -110,7 +110,7 @@ fn spaces_take_any_range() {
         // Pages of which nobody asks, and such as no object has.
         rig.vm.map(cx, &space, span(0, 2 << 20), SMALL, Backing::Private).expect("room");
         rig.vm.fault(cx, &space, VirtAddr::new(0), Access::Write).expect("memory");
-        let area = space.find_vma(VirtAddr::new(0)).expect("mapped");
+        let area = space.find_vma(cx, VirtAddr::new(0)).expect("mapped");
         let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(0)) else { panic!("mapped") };
         let first = (area.offset, leaf.frame);
         let mut found = [Recency::default(); 2];

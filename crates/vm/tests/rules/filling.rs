@@ -224,7 +224,7 @@ fn what_is_there_is_filled() {
         }
         let mut pins = Vec::new();
         assert_eq!(rig.vm.pin(cx, &space, read_only, None, &Never, |pin| pins.push(pin)), Ok(4));
-        assert_eq!(space.counters().copied.get(), 0);
+        assert_eq!(space.counters().copied, 0);
         pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
         rig.vm.destroy(cx, child).expect("destroyed");
         rig.vm.destroy(cx, space).expect("destroyed");

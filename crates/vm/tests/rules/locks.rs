@@ -75,9 +75,9 @@ fn shared<F: PageFormat>() {
             let shared = span(AT + 0x8000, 0x4000);
             rig.vm.map(cx, &space, shared, SMALL, Backing::Shared(&object, 0)).expect("an area");
             let child = rig.vm.fork(cx, &space).expect("memory");
-            let copied = space.counters().copied.get();
+            let copied = space.counters().copied;
             rig.vm.lock(cx, &space, span(AT, 0x2000), 100).expect("an area");
-            assert_eq!(space.counters().copied.get() - copied, 2, "its own, so that no store waits for memory");
+            assert_eq!(space.counters().copied - copied, 2, "its own, so that no store waits for memory");
             rig.vm.lock(cx, &space, shared, 100).expect("an area");
             assert_eq!(space.locked(), 6);
             let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, shared.start()) else { panic!("filled") };

@@ -63,7 +63,7 @@ fn goes<F: PageFormat>(size: PageSize, distance: u64) {
             });
         }
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            assert_eq!(space.counters().copied.get() + space.counters().reused.get(), 0);
+            assert_eq!(space.counters().copied + space.counters().reused, 0);
             // Wherever it is, it is found.
             let leaf = rig.leaf(cx, &space, there);
             let mut places = Vec::new();

@@ -39,7 +39,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
     let (lower, upper) = all.split_at(all.pages() / 2);
     let arenas =
         [(lower, 0), (upper, 1)].map(|(extent, node)| ArenaSpec { extent, node: NodeId(node), descriptors: None });
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, 1);
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata: &'static mut [u64] = Vec::leak(vec![0; layout.size().div_ceil(8) + layout.align() / 8]);
     let skip = metadata.as_ptr().align_offset(layout.align());

@@ -36,8 +36,9 @@ fn cpus_that_meet_at_a_page_enter_it_once() {
             });
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let counters = space.counters();
-                assert_eq!(counters.mapped.get(), pages);
-                assert!(counters.wasted.get() <= pages / 8, "{counters:?}");
+                assert_eq!(counters.mapped, pages);
+                // Small ones are not claimed.
+                assert!(page == PageSize::Size4K || counters.wasted <= pages / 8, "{counters:?}");
                 rig.enter(cx, &space);
                 for index in 0..pages {
                     for cpu in 0..4 {

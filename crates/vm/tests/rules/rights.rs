@@ -58,13 +58,13 @@ fn taken_and_given<F: PageFormat>(size: PageSize) {
         assert_eq!(protect(EXEC), given);
         assert_eq!(protect(WRITE), 1);
         assert_eq!(shape(&space), [(0, WRITE)], "joined again");
-        let reused = space.counters().reused.get();
+        let reused = space.counters().reused;
         for cpu in [0, 1] {
             rig.mmu.as_cpu(CpuId(cpu), |cx| {
                 (0..pages).for_each(|page| assert_eq!(rig.store(cx, &space, at(page), 7), Ok(()), "page {page}"));
             });
         }
-        assert_eq!(space.counters().reused.get(), reused, "at once, for who has the only reference");
+        assert_eq!(space.counters().reused, reused, "at once, for who has the only reference");
         assert_eq!((protect(READ), protect(WRITE)), (1, given));
         rig.end_for_both(space);
     });
@@ -88,7 +88,7 @@ fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
             assert_eq!(rig.store(cx, &space, AT, 100), Ok(()));
             child
         });
-        assert_eq!(space.counters().copied.get(), 1, "the child has it too");
+        assert_eq!(space.counters().copied, 1, "the child has it too");
         rig.mmu.as_cpu(CpuId(1), |cx| {
             rig.leave(cx, &space);
             rig.enter(cx, &child);
@@ -194,7 +194,7 @@ fn pinned<F: PageFormat>(forks: bool) {
             }
             pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
         });
-        assert_eq!(space.counters().copied.get(), 0);
+        assert_eq!(space.counters().copied, 0);
         rig.end_for_both(space);
     });
 }
@@ -245,9 +245,9 @@ fn of_shared_objects<F: PageFormat>() {
             assert_eq!(rig.store(cx, &space, 2 * AT, 9), Ok(()), "the other area is as it was");
             assert_eq!(rig.load(cx, &space, AT), Ok(9));
             rig.vm.protect(cx, &space, span(AT, 0x1_0000), WRITE).expect("an area");
-            let reused = space.counters().reused.get();
+            let reused = space.counters().reused;
             assert_eq!(rig.store(cx, &space, AT + 0x5000, 10), Ok(()));
-            assert_eq!(space.counters().reused.get(), reused, "writable at once");
+            assert_eq!(space.counters().reused, reused, "writable at once");
             rig.end(cx, space);
             rig.vm.close(cx, object).expect("its own");
         });
@@ -317,7 +317,7 @@ fn what_cannot_be_is_refused() {
         refused(AT + 0x5000, 0x1000, READ.with(Protection::WRITE_THROUGH), VmError::Denied { at: at(0x5000) });
         // Attributes are kept by those that have them.
         rig.vm.protect(cx, &space, span(AT + (8 << 20), 0x1000), READ).expect("an area");
-        let kept = space.find_vma(at(8 << 20)).expect("an area").kind.protection;
+        let kept = space.find_vma(cx, at(8 << 20)).expect("an area").kind.protection;
         assert_eq!(kept, READ.with(Protection::UNCACHED));
         rig.end(cx, space);
     });

@@ -75,9 +75,9 @@ fn another_spaces_pins_are_refused() {
         rig.vm.pin(cx, &first, span(AT, 0x1000), None, &Never, |run| pins.push(run)).expect("pinned");
         let (error, pin) = rig.vm.unpin(cx, &second, pins.remove(0)).expect_err("another's");
         assert_eq!(error, VmError::Foreign);
-        let copied = second.counters().copied.get();
+        let copied = second.counters().copied;
         let child = rig.vm.fork(cx, &second).expect("forked");
-        assert_eq!(second.counters().copied.get(), copied);
+        assert_eq!(second.counters().copied, copied);
         rig.vm.unpin(cx, &first, pin).expect("its own");
         for space in [first, second, child] {
             rig.vm.destroy(cx, space).expect("destroyed");
@@ -142,7 +142,7 @@ fn a_pool_of_other_frames_is_refused() {
     with_cpu(32, 1, 55, |rig, cx| {
         let block = rig.vm.frames().alloc(cx, AllocRequest::order(Order::new(11).expect("valid"))).expect("8 MiB");
         let arenas = [ArenaSpec { extent: block.extent(), node: NodeId(0), descriptors: None }];
-        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas, 1);
         let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, of this size, used once; one platform.
         let others = unsafe { Frames::new(&config, Plain::default(), metadata.ptr(), metadata.bytes()) };

@@ -6,7 +6,7 @@
 use super::arch::traps::{self, Frame};
 use super::arch::{controller, exit, interrupts};
 use super::page_fault::PageFault;
-use super::{console, layout, percpu, smp, vmemmap, watchdog};
+use super::{console, kva, layout, percpu, smp, stack, vmemmap, watchdog};
 use crate::ExitCode;
 use core::fmt;
 use core::panic::PanicInfo;
@@ -54,7 +54,8 @@ impl Iterator for Callers {
 
     fn next(&mut self) -> Option<u64> {
         let cpu = percpu::current();
-        let stack = layout::stack_bottom(cpu)..layout::stack_top(cpu) - 16;
+        let stack = stack::of(cpu);
+        let stack = stack.start..stack.end.saturating_sub(16);
         if !stack.contains(&self.frame) || !self.frame.is_multiple_of(8) {
             return None;
         }
@@ -94,6 +95,9 @@ pub(super) fn page_fault(frame: &Frame, fault: &PageFault) -> ! {
     };
     let null = if fault.cause == ABSENT && at < PAGE_BYTES { ": a null pointer" } else { "" };
     console::last_words(format_args!("page fault on cpu{cpu}: {access} at {at:#x}: {}{null}", fault.cause));
+    if let Some(place) = kva::what_is(at) {
+        console::last_words(format_args!("{place}"));
+    }
     if let Some((frame, head)) = vmemmap::explain(at) {
         console::last_words(format_args!("it is the descriptor of frame {frame}, a tail of the page at {head}"));
     }

@@ -5,12 +5,12 @@
 //! | `0x0000_0000_0000_0000` | address spaces of the self-test and the benchmarks |
 //! | [`DIRECT`] | all memory, by 1 GiB and 2 MiB entries |
 //! | [`DESCRIPTORS`] | one 64-byte descriptor per frame, by 2 MiB entries |
-//! | [`STACKS`] | each CPU's stack, above as much that is never mapped |
+//! | [`AREAS`] | kernel virtual areas, the stacks of other CPUs among them |
+//! | [`STACKS`] | the boot CPU's stack, above as much that is never mapped |
 //! | [`DEVICES`] | device registers, uncached |
 //! | [`IMAGE`] | the image: code, constants and data by their rights |
 
 use super::arch::mmu;
-use crate::MAX_CPUS;
 use hugemm_base::{Extent, PAGE_BYTES, Pfn};
 
 /// The direct map.
@@ -19,7 +19,11 @@ pub const DIRECT: u64 = 0xffff_8000_0000_0000;
 pub const DESCRIPTORS: u64 = 0xffff_e000_0000_0000;
 /// Bytes of a descriptor.
 pub const DESCRIPTOR_BYTES: u64 = 64;
-/// Stacks.
+/// Kernel virtual areas.
+pub const AREAS: u64 = 0xffff_e800_0000_0000;
+/// Bytes of them.
+pub const AREA_BYTES: u64 = 1 << 40;
+/// The hole below the boot CPU's stack.
 pub const STACKS: u64 = 0xffff_f000_0000_0000;
 /// Devices.
 pub const DEVICES: u64 = 0xffff_f800_0000_0000;
@@ -36,22 +40,8 @@ unsafe extern "C" {
     static image_end: u8;
 }
 
-/// Lowest address of a CPU's stack.
-pub const fn stack_bottom(cpu: u32) -> u64 {
-    assert!(cpu < MAX_CPUS);
-    STACKS + (2 * cpu as u64 + 1) * STACK_BYTES
-}
-
-/// Where a CPU's stack begins: it grows down.
-pub const fn stack_top(cpu: u32) -> u64 {
-    stack_bottom(cpu) + STACK_BYTES
-}
-
-/// Which CPU's stack has run over, if an address lies in the hole below one.
-pub fn overflown_stack(address: u64) -> Option<u32> {
-    let slot = address.checked_sub(STACKS)? / STACK_BYTES;
-    (slot < 2 * u64::from(MAX_CPUS) && slot.is_multiple_of(2)).then_some((slot / 2) as u32)
-}
+/// Lowest address of the boot CPU's stack, and where it begins: it grows down.
+pub const BOOT_STACK: [u64; 2] = [STACKS + STACK_BYTES, STACKS + 2 * STACK_BYTES];
 
 /// First addresses of the image's code, constants and data, and its end.
 pub fn image_parts() -> [u64; 4] {

@@ -82,7 +82,7 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: Memor
         count += 1;
         END.store(piece.end().number(), Ordering::Relaxed);
     }
-    let config = FramesConfig { arenas: &specs[..count], cpus, cpu_nodes: &[] };
+    let config = FramesConfig::new(&specs[..count], cpus);
     let need = KernelFrames::required_bytes(&config).unwrap_or_else(|error| panic!("{error}"));
     let pages = (need.size() as u64).div_ceil(PAGE_BYTES);
     let metadata = free.take(pages, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));

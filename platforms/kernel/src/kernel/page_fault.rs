@@ -69,6 +69,9 @@ pub(crate) fn handle(frame: &mut Frame, fault: &PageFault) {
     if fault.cause == fault::ABSENT && vmemmap::arrives(fault.at) {
         return;
     }
+    if is_area(fault.at) && may_fail(frame) {
+        return;
+    }
     fault::page_fault(frame, fault)
 }
 
@@ -82,11 +85,21 @@ fn served(frame: &mut Frame, fault: &PageFault) -> bool {
     if (server.0)(&mut cx, VirtAddr::new(fault.at), fault.access) {
         return true;
     }
+    may_fail(frame)
+}
+
+/// Lets an access fail that may.
+fn may_fail(frame: &mut Frame) -> bool {
     let guarded = frame.at() == store_word as *const () as u64 || frame.at() == load_word as *const () as u64;
     if guarded {
         frame.go_on_at(access_failed as *const () as u64);
     }
     guarded
+}
+
+/// Whether an address is one for kernel areas.
+fn is_area(at: u64) -> bool {
+    at.wrapping_sub(layout::AREAS) < layout::AREA_BYTES
 }
 
 #[cfg(target_arch = "aarch64")]
@@ -123,24 +136,26 @@ extern "C" fn access_failed() -> u32 {
     naked_asm!(of_arch!(aarch64: "mov w0, #0\nret", x86_64: "xor eax, eax\nret"))
 }
 
-/// Stores a word at an aligned address of the loaded space, as a task does; false if the fault could not be served.
+/// Stores a word at an aligned address of the loaded space, as a task does, or of the range for [areas](super::kva); false if the fault
+/// could not be served.
 ///
 /// # Safety
 ///
-/// The address is one of the loaded space's half, and nothing there is used by anybody who would not expect it.
+/// The address is one of the loaded space's half, or for areas, and nothing there is used by anybody who would not expect it.
 pub unsafe fn store(at: VirtAddr, word: u64) -> bool {
-    debug_assert!(at.get() < layout::DIRECT && at.is_aligned(8));
+    debug_assert!((at.get() < layout::DIRECT || is_area(at.get())) && at.is_aligned(8));
     // SAFETY: one store of the caller's choice; a fault that is not served ends it at `access_failed`.
     unsafe { store_word(at.get(), word) != 0 }
 }
 
-/// Loads the word at an aligned address of the loaded space, as a task does; `None` if the fault could not be served.
+/// Loads the word at an aligned address of the loaded space, as a task does, or of the range for areas; `None` if the fault could not be
+/// served.
 ///
 /// # Safety
 ///
-/// The address is one of the loaded space's half, where nobody has anything that a word must not be made of.
+/// The address is one of the loaded space's half, or for areas, where nobody has anything that a word must not be made of.
 pub unsafe fn load(at: VirtAddr) -> Option<u64> {
-    debug_assert!(at.get() < layout::DIRECT && at.is_aligned(8));
+    debug_assert!((at.get() < layout::DIRECT || is_area(at.get())) && at.is_aligned(8));
     let mut word = 0;
     // SAFETY: one load of the caller's choice; a fault that is not served ends it at `access_failed`.
     (unsafe { load_word(at.get(), &mut word) } != 0).then_some(word)

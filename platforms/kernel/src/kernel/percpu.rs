@@ -31,6 +31,8 @@ pub struct PerCpu {
     pub(crate) asked: AtomicBool,
     /// A planted bug: what it flushes, here and elsewhere, stays. Set by the CPU itself.
     pub unflushed: AtomicBool,
+    /// Where its stack begins: it grows down. Written before it starts.
+    pub(crate) stack_top: AtomicU64,
     /// Statistics.
     pub counters: Counters,
 }
@@ -49,6 +51,7 @@ impl PerCpu {
             faults: AtomicPtr::new(core::ptr::null_mut()),
             asked: AtomicBool::new(false),
             unflushed: AtomicBool::new(false),
+            stack_top: AtomicU64::new(0),
             counters: Counters::new(),
         }
     }

@@ -3,7 +3,7 @@
 use super::arch::{controller, interrupts, mmu, traps};
 use super::memory::frames;
 use super::platform::{KERNEL, Kernel};
-use super::{clock, layout, percpu, tables, tlb};
+use super::{clock, kva, percpu, tables, tlb};
 use core::ops::Range;
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::CpuCx;
@@ -26,12 +26,14 @@ pub(crate) fn is_running() -> bool {
 }
 
 /// Starts all CPUs but the calling one, which is the first of the list of their names.
-pub(crate) fn start(hardware_ids: &[u64]) {
+pub(crate) fn start(cx: &mut CpuCx<'static, Kernel>, hardware_ids: &[u64]) {
     AP_ROOT.store(tables::root(), Ordering::Relaxed);
     let mut cpu = 1;
     for id in hardware_ids.iter().skip(1) {
         percpu::of(cpu).hardware_id.store(*id, Ordering::Relaxed);
-        AP_STACK.store(layout::stack_top(cpu), Ordering::Relaxed);
+        let stack = kva::take_stack(cx, cpu);
+        percpu::of(cpu).stack_top.store(stack, Ordering::Relaxed);
+        AP_STACK.store(stack, Ordering::Relaxed);
         AP_CPU.store(cpu.into(), Ordering::Release);
         controller::start_cpu(*id);
         let since = clock::now_ns();

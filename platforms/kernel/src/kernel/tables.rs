@@ -96,7 +96,6 @@ fn extent(start: u64, end: u64) -> Extent {
 /// Makes the kernel's half for a machine, on frames that it has free. Runs on the boot tables.
 pub(crate) fn build(machine: &mut Machine) {
     mmu::set_control_bits();
-    let cpus = machine.hardware_ids().len() as u32;
     let Machine { map: memory, free, devices, .. } = machine;
     let upper = VirtRange::new(VirtAddr::new(layout::DIRECT), 1 << 47).unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: every guard gets tables of the direct map's frames; what is taken away is flushed by `tlb::kernel_half`,
@@ -118,12 +117,10 @@ pub(crate) fn build(machine: &mut Machine) {
     for (from, to, flags) in [(text, rodata, CODE), (rodata, data, CONSTANTS), (data, end, DATA)] {
         map(&table, free, from, extent(from - layout::IMAGE, to - layout::IMAGE), flags, Changes::Never);
     }
-    for cpu in 0..cpus {
-        let stack = free.take(layout::STACK_BYTES / PAGE_BYTES, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
-        // SAFETY: just taken, and reachable on the boot tables; nobody runs on it yet. `stack::deepest` tells by it what was used.
-        unsafe { layout::direct(stack.base().start().get()).write_bytes(0, layout::STACK_BYTES as usize) };
-        map(&table, free, layout::stack_bottom(cpu), stack, DATA, Changes::Never);
-    }
+    let stack = free.take(layout::STACK_BYTES / PAGE_BYTES, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
+    // SAFETY: just taken, and reachable on the boot tables; nobody runs on it yet. `stack::deepest` tells by it what was used.
+    unsafe { layout::direct(stack.base().start().get()).write_bytes(0, layout::STACK_BYTES as usize) };
+    map(&table, free, layout::BOOT_STACK[0], stack, DATA, Changes::Never);
     for (at, registers) in devices.iter().filter(|(_, registers)| !registers.is_empty()) {
         map(&table, free, *at, *registers, DATA | Flags::UNCACHED, Changes::Never);
     }

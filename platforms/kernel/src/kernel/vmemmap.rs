@@ -102,7 +102,7 @@ fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
     // SAFETY: the memory map gave them to the descriptors alone; each block is released once, and claimed at once, before
     // anybody else allocates.
     unsafe { frames().release(cx, Dirty::assume_owned(block)) };
-    let claimed = frames().alloc_contig_range(cx, block);
+    let claimed = frames().take_range(cx, block);
     let claimed = claimed.unwrap_or_else(|error| panic!("the descriptors' own frames cannot be claimed: {error}"));
     // Theirs until the optimizer frees them.
     cx.count_frames(FrameUse::DESCRIPTORS, claimed.into_extent().pages() as i64);
@@ -111,7 +111,7 @@ fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
 /// For a fault at an address where nothing is mapped: whether it is a descriptor on its way to another frame, so that the access
 /// is to be tried again. With whatever interrupts and locks.
 pub(crate) fn arrives(at: u64) -> bool {
-    let Some(vmemmap) = VMEMMAP.try_get().filter(|_| BREAKS && (layout::DESCRIPTORS..layout::STACKS).contains(&at))
+    let Some(vmemmap) = VMEMMAP.try_get().filter(|_| BREAKS && (layout::DESCRIPTORS..layout::AREAS).contains(&at))
     else {
         return false;
     };
@@ -126,7 +126,7 @@ pub(crate) fn arrives(at: u64) -> bool {
 /// Only when nobody edits the area any more.
 pub(super) fn explain(at: u64) -> Option<(Pfn, Pfn)> {
     let Vmemmap { map, tails, .. } =
-        VMEMMAP.try_get().filter(|_| (layout::DESCRIPTORS..layout::STACKS).contains(&at))?;
+        VMEMMAP.try_get().filter(|_| (layout::DESCRIPTORS..layout::AREAS).contains(&at))?;
     // SAFETY: as in `optimizer`; this one edits nothing.
     let optimizer = unsafe { VmemmapOptimizer::new(frames(), map, tails, OptimizerPolicy::default()) };
     optimizer.explain(VirtAddr::new(layout::DESCRIPTORS), VirtAddr::new(at))

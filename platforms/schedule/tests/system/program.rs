@@ -417,7 +417,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
                 frames.add(cx, spec, memory.ptr(), memory.bytes()).expect("room");
                 frames.release_extent(cx, spec.extent);
             }
-        } else if let Ok(all) = frames.alloc_contig_pages(cx, spec.extent, &mut NoMigration) {
+        } else if let Ok(all) = frames.alloc_contig_range(cx, spec.extent, &mut NoMigration) {
             // SAFETY: no program asks for these frames by number, and nobody else is at it.
             let removed = unsafe { frames.remove(cx, all, |_| panic!("no frame was widened")) };
             drop(removed.expect("all of one that was added"));
@@ -911,7 +911,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         let pages =
             AREAS.iter().flat_map(|area| (0..area.pages).map(|page| area.start + page * area.kind.page.bytes()));
         let rights = pages.filter_map(|page| {
-            let allowed = child.find_vma(VirtAddr::new(page)).ok()?.kind.protection;
+            let allowed = child.find_vma(cx, VirtAddr::new(page)).ok()?.kind.protection;
             Some((page, Rights { read_only: !allowed.contains(Protection::WRITE), ..Rights::default() }))
         });
         let rights = rights.collect();

@@ -132,7 +132,7 @@ fn run<F: PageFormat>(
     let arenas = [arena(part(0, at), 0), arena(part(at + GUEST, end), 0), arena(part(end, end + NODE), 1)];
     let guest = arena(part(at, at + GUEST), 1);
     let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % 2)).collect();
-    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &cpu_nodes };
+    let config = FramesConfig::new(&arenas, cpus).on_nodes(&cpu_nodes);
     let metadata = Memory::new(Frames::<Surroundings<'_>>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, of this size, used once; one platform.
     let frames = unsafe { Frames::new(&config, Surroundings(inject), metadata.ptr(), metadata.bytes()) }.expect("room");

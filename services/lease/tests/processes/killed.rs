@@ -12,11 +12,11 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-pub(crate) fn clients_and_supervisors_are_killed(pool: &Pool) {
+pub(crate) fn clients_are_killed(pool: &Pool, role: &str) {
     let daemon = Served::start();
     // Once undisturbed, to count the calls. What is before the first word with the daemon is no transition.
     let (mut calls, mut connects) = ([0; PROCESSES], None);
-    let output = trace(&mut daemon.client("plain"), |stop| {
+    let output = trace(&mut daemon.client(role), |stop| {
         calls[stop.process] = stop.number + 1;
         if stop.call == libc::SYS_connect {
             connects.get_or_insert(stop.number);
@@ -34,7 +34,7 @@ pub(crate) fn clients_and_supervisors_are_killed(pool: &Pool) {
     for (process, number, then) in steps {
         goes_on();
         daemon.wait_until_idle();
-        let output = trace(&mut daemon.client("plain"), |stop| {
+        let output = trace(&mut daemon.client(role), |stop| {
             if (stop.process, stop.number) == (process, number) { then } else { Then::Go }
         });
         let said = rest(output);
@@ -58,13 +58,13 @@ pub(crate) fn clients_and_supervisors_are_killed(pool: &Pool) {
 }
 
 /// Whatever the daemon was about to do: the program runs, on memory that is its own and keeps its bytes.
-pub(crate) fn the_daemon_is_killed(pool: &Pool) {
+pub(crate) fn the_daemon_is_killed(pool: &Pool, role: &str) {
     let mut binds = None;
     for number in 0.. {
         goes_on();
         let socket = new_socket();
         let name = socket.to_str().expect("UTF-8");
-        let mut client = me(&["client", name, "stays"]);
+        let mut client = me(&["client", name, role]);
         let mut client = client.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a client");
         let mut output = BufReader::new(client.stdout.take().expect("piped"));
         let (was_killed, over) = (AtomicBool::new(false), AtomicBool::new(false));

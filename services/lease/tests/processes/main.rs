@@ -14,7 +14,7 @@ mod programs;
 mod roles;
 mod served;
 
-use killed::{clients_and_supervisors_are_killed, the_daemon_is_killed};
+use killed::{clients_are_killed, the_daemon_is_killed};
 use manager::{a_manager_holds_what_is_filled, kept_memory_survives_the_daemon};
 use programs::{
     a_daemon_of_another_process_namespace, a_descriptor_changes, a_lease_without_a_filter_is_over,
@@ -54,12 +54,16 @@ fn goes_on() {
 type Test = (&'static str, fn(&Pool));
 
 fn tests(part: &str) {
-    let tests: [Test; 10] = [
+    let tests: [Test; 14] = [
         ("a daemon of another process namespace", a_daemon_of_another_process_namespace),
-        ("clients and supervisors are killed before every call", clients_and_supervisors_are_killed),
-        ("the daemon is killed before every call", the_daemon_is_killed),
+        ("clients and supervisors are killed before every call", |pool| clients_are_killed(pool, "plain")),
+        ("the same while they lease", |pool| clients_are_killed(pool, "up-to-plain")),
+        ("the daemon is killed before every call", |pool| the_daemon_is_killed(pool, "stays")),
+        ("the daemon is killed while a supervisor leases", |pool| the_daemon_is_killed(pool, "up-to-stays")),
         ("a descriptor is closed while the supervisor looks", |pool| a_descriptor_changes(pool, "close")),
         ("a descriptor is reused while the supervisor looks", |pool| a_descriptor_changes(pool, "reuse")),
+        ("a descriptor is closed while the supervisor leases", |pool| a_descriptor_changes(pool, "up-to-close")),
+        ("a descriptor is reused while the supervisor leases", |pool| a_descriptor_changes(pool, "up-to-reuse")),
         ("a service manager holds what is filled", a_manager_holds_what_is_filled),
         ("kept memory survives its program and the daemon", kept_memory_survives_the_daemon),
         ("programs with filters, children and old calls", programs_of_all_kinds),

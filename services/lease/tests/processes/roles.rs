@@ -7,13 +7,13 @@ use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{Manners, fill};
 use hugemm_lease::listener::Listener;
 use hugemm_lease::memory_file::Page;
-use hugemm_lease::seccomp::{FilterError, report_ftruncate};
+use hugemm_lease::seccomp::{FilterError, Lengths, report_lengths};
 use hugemm_lease::server::{adopt, serve};
 use hugemm_lease::service;
 use hugemm_lease::stock::Shapes;
-use hugemm_lease::supervisor::{AttachError, attach};
+use hugemm_lease::supervisor::{AttachError, Lending, Say, attach};
 use hugemm_lease::wire::{KeepAs, Wish, receive, send};
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{FallocateFlags, MemfdFlags, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -56,8 +56,7 @@ pub(crate) fn daemon(path: &Path) {
 pub(crate) fn client(socket: &Path, role: &str) {
     if role == "listened" {
         // Some container runtimes do this.
-        let listener = report_ftruncate(12_345, true).or_else(|_| report_ftruncate(12_345, false));
-        std::mem::forget(listener.expect("a listener"));
+        std::mem::forget(listen(true).or_else(|_| listen(false)).expect("a listener"));
     }
     if role == "filtered" {
         allow_all();
@@ -67,8 +66,12 @@ pub(crate) fn client(socket: &Path, role: &str) {
         // SAFETY: no handler.
         unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
     }
-    match lease(socket) {
-        Ok(lease) => match attach(lease, role == "required") {
+    let (lending, role) = match role.strip_prefix(UP_TO) {
+        Some(role) => (when_there(socket, |daemon| Lending::up_to(daemon, LEASE, None, None)), role),
+        None => (lease(socket).map(Lending::one), role),
+    };
+    match lending {
+        Ok(lending) => match attach(lending, role == "required", Say::Each) {
             // SAFETY: as above.
             Ok(_) if role == "ignores" && unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) } != libc::SIG_IGN => {
                 println!("SIGCHLD is not ignored any more")
@@ -82,10 +85,21 @@ pub(crate) fn client(socket: &Path, role: &str) {
     panic!("{}", me(&["program", role]).exec());
 }
 
+/// How a role begins whose memory is leased when it is made.
+pub(crate) const UP_TO: &str = "up-to-";
+
+/// A listener as others have one.
+fn listen(keep_privileges: bool) -> Result<OwnedFd, FilterError> {
+    report_lengths(&Lengths { page: 1, bounds: 12_345..=12_345 }, keep_privileges)
+}
+
 pub(crate) fn lease(socket: &Path) -> Result<Lease, ClientError> {
+    when_there(socket, |daemon| daemon.lease(Wish { bytes: LEASE, page: None, node: None, keep: None }))
+}
+
+fn when_there<R>(socket: &Path, ask: impl Fn(Connection) -> Result<R, ClientError>) -> Result<R, ClientError> {
     loop {
-        let wish = Wish { bytes: LEASE, page: None, node: None, keep: None };
-        match Connection::open(socket).and_then(|daemon| daemon.lease(wish)) {
+        match Connection::open(socket).and_then(&ask) {
             Err(ClientError::NoDaemon { .. } | ClientError::Refused(_)) if !gone(socket).exists() => {
                 std::thread::sleep(Duration::from_millis(10));
             }
@@ -143,10 +157,14 @@ pub(crate) fn program(role: &str) {
     }
     if role == "listens" {
         // What a container runtime would see that is run on a lease.
-        println!("{:?}", report_ftruncate(12_345, true).map(drop));
+        println!("{:?}", listen(true).map(drop));
     }
     let _copy = (role == "required").then(|| file.try_clone().expect("a descriptor"));
-    let answer = if role == "int80" { Ok(()) } else { rustix::fs::ftruncate(&file, LEASE) };
+    let answer = match role {
+        "int80" => Ok(()),
+        "allocates" => rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, LEASE),
+        _ => rustix::fs::ftruncate(&file, LEASE),
+    };
     if let Some(mover) = mover {
         mover.join().expect("moved");
         let stat = rustix::fs::fstat(&file);

@@ -38,7 +38,7 @@ impl AreaPlan {
 
     pub fn over(extent: Extent, cpus: u32) -> Result<Self> {
         let arenas = [arena(extent)];
-        let metadata = Frames::<Plain>::required_bytes(&FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] })?;
+        let metadata = Frames::<Plain>::required_bytes(&FramesConfig::new(&arenas, cpus))?;
         Ok(AreaPlan { extent, cpus, metadata })
     }
 
@@ -58,7 +58,7 @@ impl AreaPlan {
     /// `host`'s.
     pub unsafe fn frames<'m>(&self, host: &Host<'_>, memory: &'m mut [u8]) -> Result<Frames<'m>> {
         let arenas = [arena(self.extent)];
-        let config = FramesConfig { arenas: &arenas, cpus: self.cpus, cpu_nodes: &[] };
+        let config = FramesConfig::new(&arenas, self.cpus);
         // SAFETY: the caller's promise.
         let frames = unsafe { Frames::in_slice(&config, Plain::default(), memory) }?;
         // SAFETY: released once, here; the caller's promise.

@@ -11,8 +11,10 @@ use std::str::FromStr;
 
 /// What of it cannot be seen from the options.
 pub const LEASE_HELP: &str = "\
-hugemm lease 64G -- qemu-system-x86_64 -object memory-backend-memfd,id=m,size=64G,share=on,hugetlb=on,prealloc=on …
-  runs a stock program: the file that it makes to exactly that length is the leased one.
+hugemm lease --up-to 64G -- qemu-system-x86_64 -object memory-backend-memfd,id=m,size=48G,share=on,hugetlb=on …
+  runs a stock program: the files of huge pages that it and what it starts make are leased ones, 64G together at most.
+hugemm lease 64G -- PROGRAM
+  the same for one file of exactly that length, which is leased before PROGRAM starts.
 hugemm lease 64G -- PROGRAM --memory @LEASE@
   for a program that takes a path: @LEASE@ becomes /proc/self/fd/N, in any argument.
 hugemm lease 64G --fd 7 -- PROGRAM --memory-fd=7
@@ -24,9 +26,15 @@ Memory must be mapped shared. If no daemon answers or nothing is ready, COMMAND 
 
 #[derive(Debug, Args)]
 pub struct Lease {
-    /// How much, in whole pages.
-    #[arg(value_name = "SIZE")]
-    pub size: Size,
+    /// How much, in whole pages: one file.
+    #[arg(value_name = "SIZE", required_unless_present = "up_to")]
+    pub size: Option<Size>,
+    /// Lend whatever files of huge pages COMMAND and what it starts make, so much together at most.
+    #[arg(long, value_name = "SIZE", requires = "command", conflicts_with_all = ["size", "fd", "path", "keep"])]
+    pub up_to: Option<Size>,
+    /// Say of each file that it was lent, or why not.
+    #[arg(long, conflicts_with = "json")]
+    pub verbose: bool,
     /// Of which pages: 2M, 1G or thp [default: whatever the daemon has].
     #[arg(long, value_name = "PAGE", value_parser = page)]
     pub page: Option<Page>,
@@ -44,11 +52,11 @@ pub struct Lease {
     pub scrub: bool,
     #[command(flatten)]
     pub calibration: Calibration,
-    /// Fail where nothing can be leased, instead of running COMMAND without.
+    /// Fail where nothing can be leased, instead of running COMMAND without; a file that COMMAND cannot have leased cannot be made.
     #[arg(long)]
     pub require: bool,
     /// How a program that makes its memory itself gets the lease.
-    #[arg(long, value_enum, default_value_t = Mode::Filter, conflicts_with_all = ["fd", "path", "json"])]
+    #[arg(long, value_enum, default_value_t = Mode::Filter, conflicts_with_all = ["fd", "path", "json", "up_to"])]
     pub mode: Mode,
     /// COMMAND inherits the memory as this descriptor.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(3..=1023), requires = "command")]
@@ -56,8 +64,8 @@ pub struct Lease {
     /// Print a path, and leave a process that holds the memory.
     #[arg(long, conflicts_with = "command")]
     pub path: bool,
-    /// The same, as JSON with the process and the lease.
-    #[arg(long, conflicts_with = "command")]
+    /// The same, as JSON with the process and the lease; with --up-to, what was lent, as JSON on standard error at the end.
+    #[arg(long)]
     pub json: bool,
     /// Where the daemon listens.
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]

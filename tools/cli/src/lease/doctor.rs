@@ -12,7 +12,7 @@ use hugemm_inspect::pool::{HugetlbPool, PoolStatus};
 use hugemm_inspect::roots::Roots;
 use hugemm_lease::client::{Connection, default_socket};
 use hugemm_lease::memory_file::page_of;
-use hugemm_lease::seccomp::{FilterError, report_ftruncate};
+use hugemm_lease::seccomp::{FilterError, Lengths, report_lengths};
 use hugemm_lease::status::Status;
 use hugemm_lease::wire::{Answer, Request};
 use hugemm_workloads::size::Size;
@@ -117,10 +117,10 @@ impl Facts {
 
 /// Whether a listener can be had: in a thread of its own, which alone has the filter, and ends. No call has that length.
 fn listener() -> Result<bool, FilterError> {
-    let length = (1 << 62) + 1;
+    let never = Lengths { page: 1, bounds: (1 << 62) + 1..=(1 << 62) + 1 };
     let tried = std::thread::scope(|scope| {
-        let try_it = || match report_ftruncate(length, true) {
-            Err(FilterError::Other(rustix::io::Errno::ACCESS)) => report_ftruncate(length, false).map(|_| true),
+        let try_it = || match report_lengths(&never, true) {
+            Err(FilterError::Other(rustix::io::Errno::ACCESS)) => report_lengths(&never, false).map(|_| true),
             other => other.map(|_| false),
         };
         scope.spawn(try_it).join()

@@ -11,7 +11,7 @@
 //!   they were freed already, or are not allocated yet. Counted, by name, like every event that is not replayed.
 //! * A free of frames that no event has allocated is **adopted**: the block is allocated before the replay starts. They
 //!   were in use before the trace, or come from paths that Linux does not trace (bulk allocation for vmalloc and
-//!   kernel stacks, compaction's targets, `alloc_contig_range`).
+//!   kernel stacks, compaction's targets, `take_range`).
 //! * A free of a part splits the block. A compound allocation is one folio and is split when Linux splits it (a huge page
 //!   whose tails are freed one by one); another block of order > 0 may be freed in parts at any time.
 //! * An allocation of frames that are in use means that their free was not recorded. It is supplied, and counted.

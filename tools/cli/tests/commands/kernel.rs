@@ -45,6 +45,7 @@ fn selftest(cpus: u32) {
         "selftest.zeroed_ahead",
         "selftest.refaults",
         "selftest.poisoned",
+        "selftest.areas",
     ] {
         assert!(value(metric) >= 1.0, "{metric}");
     }
@@ -81,6 +82,19 @@ fn the_selftest_is_clean_on_4_cpus() {
 #[ignore = "needs QEMU: make test-kernel"]
 fn the_selftest_is_clean_on_8_cpus() {
     selftest(8);
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn free_memory_and_tables_are_shown_as_text() {
+    for (what, parts) in [
+        ("frames", ["node   0, unmovable ", "node   0, pages: "]),
+        ("tables", ["x86-64, root 0x", " READ|EXEC|GLOBAL\n"]),
+    ] {
+        let output = boot(1, &[], &format!("dump {what}"));
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && parts.iter().all(|part| text.contains(part)), "{what}: {text}");
+    }
 }
 
 /// Accessed bits are set by the MMU, and flushes are interrupts.
@@ -133,6 +147,7 @@ fn the_selftest_finds_planted_bugs() {
         ("double-free", "self-test"),
         ("double-alloc", "heap"),
         ("forgotten-poison", "was handed out although it is poisoned"),
+        ("unflushed-area", "areas"),
     ] {
         breaks(2, &[], &format!("selftest --seconds 30 --plant {plant}"), &["self-test", finding], "");
     }
@@ -252,6 +267,7 @@ fn a_guest_that_breaks_says_why_and_where() {
     breaks(2, &[], "crash fault", &["page fault on cpu0", "read at", "nothing is mapped"], "crash::run");
     breaks(2, &[], "crash tail", &["page fault on cpu0", "write at", "does not allow it"], "a tail of the page");
     breaks(2, &[], "crash stack", &["double fault on cpu0"], "the stack of cpu0 ran over");
+    breaks(1, &[], "crash guard", &["page fault on cpu0", "write at"], "it is a guard page below the stack 'worker'");
     breaks(1, &[], "crash reset", &["reset by itself"], "");
 }
 

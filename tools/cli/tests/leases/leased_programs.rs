@@ -87,6 +87,84 @@ fn qemu_makes_its_file_in_a_directory() {
     });
 }
 
+/// Starts a machine, whose monitor says that it is there, reads a word, and ends it.
+fn machine(megabytes: u64, objects: &[String], more: &str) -> String {
+    let qemu =
+        format!("qemu-system-x86_64 -accel tcg -m {megabytes}M -nodefaults -display none -S -monitor stdio {more}");
+    format!(
+        "echo quit | {qemu} {}",
+        objects.iter().map(|object| format!("-object {object}")).collect::<Vec<_>>().join(" ")
+    )
+}
+
+/// Runs a shell's script on leases of whatever it makes, and says what came of it.
+fn run_up_to(daemon: &Daemon, script: &str) -> serde_json::Value {
+    let socket = daemon.scratch.path("socket");
+    let output = hugemm(&["lease", "--up-to", "1GB", "--json", "--socket", &socket, "--", "sh", "-c", script]);
+    assert!(output.status.success(), "{}", text(&output));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    daemon.wait_until_filled();
+    let line = said.lines().find_map(|line| serde_json::from_str(line).ok());
+    line.unwrap_or_else(|| panic!("{said}"))
+}
+
+/// The lengths in MiB of what was lent, and why the rest was not.
+fn lent(about: &serde_json::Value) -> (Vec<u64>, String) {
+    let lengths =
+        about["lent"].as_array().expect("a list").iter().map(|file| file["bytes"].as_u64().unwrap_or(0) >> 20);
+    (lengths.collect(), about["not_lent"].to_string())
+}
+
+/// A machine with memory of two nodes, in memory and in files of a directory.
+#[test]
+fn qemu_has_a_lease_for_each_node() {
+    if !installed("qemu-system-x86_64") {
+        return;
+    }
+    with_pool(64, || {
+        let Some(mount) = Mount::new("programs-nodes") else { return };
+        let daemon = Daemon::with_files("programs-nodes", &[12, 20], &[]);
+        let in_memory = "memory-backend-memfd,hugetlb=on".to_owned();
+        let in_files = format!("memory-backend-file,mem-path={}", mount.0.display());
+        for backend in [in_memory, in_files] {
+            let node = |id: &str, size| format!("{backend},id={id},size={size}M,share=on,prealloc=on");
+            let script = machine(32, &[node("a", 12), node("b", 20)], "-M q35 -numa node,memdev=a -numa node,memdev=b");
+            let about = run_up_to(&daemon, &script);
+            assert_eq!(lent(&about), (vec![12, 20], "[]".to_owned()), "{about}");
+        }
+        // Of a private mapping each page is copied: said before it starts.
+        let private = "memory-backend-memfd,hugetlb=on,id=m,size=12M,share=off".to_owned();
+        let socket = daemon.scratch.path("socket");
+        let words = ["lease", "--up-to", "1GB", "--socket", &socket, "--", "qemu-system-x86_64", "-object", &private];
+        let output = hugemm(&[&words[..], &["-m", "12M", "-M", "q35,memory-backend=m", "-accel", "none"]].concat());
+        assert!(text(&output).contains("maps its memory privately"), "{}", text(&output));
+        // Others may open a file by its name.
+        let named = format!("memory-backend-file,id=m,size=12M,share=on,mem-path={}/named", mount.0.display());
+        let about = run_up_to(&daemon, &machine(12, &[named], "-M q35,memory-backend=m"));
+        let (lengths, why) = lent(&about);
+        assert!(lengths.is_empty() && why.contains("it has a name"), "{about}");
+    });
+}
+
+/// A file of Python, by either call.
+#[test]
+fn python_has_a_lease() {
+    if !installed("python3") {
+        return;
+    }
+    with_pool(64, || {
+        let daemon = Daemon::with_files("programs-python", &[12, 20], &[]);
+        for (call, size) in [("os.ftruncate(f,", 12), ("os.posix_fallocate(f,0,", 20)] {
+            let script = format!(
+                "import mmap,os\nf=os.memfd_create('a',os.MFD_HUGETLB|os.MFD_HUGE_2MB)\n{call}{size}<<20)\n\
+                 m=mmap.mmap(f,{size}<<20)\nassert not any(m[::4096])\nm[0]=7"
+            );
+            let about = run_up_to(&daemon, &format!("python3 -c \"{script}\""));
+            assert_eq!(lent(&about), (vec![size], "[]".to_owned()), "{about}");
+        }
+    });
+}
+
 /// DPDK takes over files that have the names and the length of its own, so that filling them beforehand is enough.
 #[test]
 fn dpdk_takes_files_that_are_filled() {
@@ -139,6 +217,9 @@ fn the_heap_of_openjdk_is_placed() {
         let daemon = Daemon::start("programs-java", 32, &[]);
         run_leased(&daemon, &["java", "-XX:+UseZGC", "-XX:+UseLargePages", "-Xms32m", "-Xmx32m", "-version"]);
         daemon.wait_for("\"placed\":1");
+        daemon.wait_until_filled();
+        let about = run_up_to(&daemon, "java -XX:+UseZGC -XX:+UseLargePages -Xms32m -Xmx32m -version");
+        assert_eq!(lent(&about).0, [32], "{about}");
     });
 }
 

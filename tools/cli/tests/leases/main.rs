@@ -1,5 +1,6 @@
 //! What looks at the machine's pool of huge pages, or changes it: a program of its own, since commands that others run may do so too.
 
+mod budget;
 mod interrupt;
 mod lease;
 mod lease_signals;

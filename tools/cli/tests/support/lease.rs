@@ -43,17 +43,43 @@ pub(crate) struct Daemon {
 impl Daemon {
     /// One with a file of so many MiB ready.
     pub(crate) fn start(name: &str, megabytes: u64, options: &[&str]) -> Self {
-        let (scratch, size) = (Scratch::new(name), format!("{megabytes}MB"));
+        Self::with_files(name, &[megabytes], options)
+    }
+
+    /// One with files of so many MiB each ready.
+    pub(crate) fn with_files(name: &str, megabytes: &[u64], options: &[&str]) -> Self {
+        let scratch = Scratch::new(name);
+        let shapes: Vec<_> = megabytes.iter().map(|size| format!("{size}MB")).collect();
+        let size = format!("{}MB", megabytes.iter().sum::<u64>());
         let child = Command::new(env!("CARGO_BIN_EXE_hugemm"))
-            .args(["pool", "serve", "--size", &size, "--shape", &size])
+            .args(["pool", "serve", "--size", &size, "--shape", &shapes.join(",")])
             .args(["--socket", &scratch.path("socket"), "--metrics", &scratch.path("metrics")])
             .args(options)
             .stdout(Stdio::null())
             .spawn()
             .expect("a daemon");
         let daemon = Daemon { child, scratch };
-        daemon.wait_for(&format!("\"ready\":[{}]", megabytes << 20));
+        daemon.wait_until_filled();
         daemon
+    }
+
+    /// One of transparent pages; `None`, and a line, where shared memory has none.
+    pub(crate) fn transparent(name: &str, megabytes: &[u64]) -> Option<Self> {
+        let enabled = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+        if enabled.is_empty() || ["[never]", "[deny]"].iter().any(|word| enabled.contains(word)) {
+            eprintln!("skipped: shared memory has no huge pages (shmem_enabled)");
+            return None;
+        }
+        Some(Self::with_files(name, megabytes, &["--page", "thp"]))
+    }
+
+    /// Waits until nothing is lent, and all is ready.
+    #[track_caller]
+    pub(crate) fn wait_until_filled(&self) {
+        self.wait_for("\"leases\":[]");
+        let words = ["pool", "status", "--wait", "60", "--socket", &self.scratch.path("socket")];
+        let output = hugemm(&words);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
 
     /// Waits until the status has this in it.

@@ -1,9 +1,10 @@
 //! Failures on purpose, to show what is reported.
 
 use super::{Cx, Failure, pool};
-use hugemm_base::{Never, PageSize};
+use hugemm_base::{Never, Order, PageSize};
 use hugemm_hugetlb::{Nodes, OptimizerPolicy};
 use hugemm_kernel::arch::{self, interrupts};
+use hugemm_kernel::kva::areas;
 use hugemm_kernel::{layout, percpu, smp, vmemmap};
 use hugemm_workloads::request::Crash;
 
@@ -31,6 +32,13 @@ pub fn run(cx: Cx<'_>, how: Crash) -> Result<(), Failure> {
         })?,
         Crash::Stack => {
             core::hint::black_box(deep(core::hint::black_box(u64::MAX)));
+        }
+        Crash::Guard => {
+            let order = Order::new(2).unwrap_or(Order::ZERO);
+            if let Ok(stack) = areas().alloc_stack(cx, order, "worker") {
+                // SAFETY: none is needed: the store faults, which is what is asked for.
+                unsafe { (stack.bottom().get() as *mut u64).wrapping_sub(1).write_volatile(1) };
+            }
         }
         Crash::Hang => smp::on_cpus(cx, percpu::count(), &|_, _| spin()),
         Crash::Deaf => smp::on_cpus(cx, percpu::count(), &|_, cpu| {

@@ -2,6 +2,7 @@
 //! on purpose show that it would.
 
 mod address_spaces;
+mod areas;
 mod conflict;
 mod convoy;
 mod descriptors;
@@ -28,7 +29,7 @@ const SLICE_LEAST: u64 = 100_000_000;
 const SLICE_MOST: u64 = 2_000_000_000;
 
 /// How many parts there are.
-const PARTS: u64 = 10;
+const PARTS: u64 = 11;
 
 /// That a part has found something wrong. The words are in [`FOUND`]: whoever finds that memory is wrong takes none to say so.
 #[derive(Debug)]
@@ -115,7 +116,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let (mut rounds, mut seed) = (0_u64, 1_u64);
     let (mut unmaps, mut resized, mut seals, mut pooled) = (0, 0, 0, pools::Tally::default());
     let (mut steps, mut zeroed, mut unplugged, mut poisoned, mut offline) = (0, 0, 0, 0, 0);
-    let (mut pressed, mut conflicts) = (pressure::Tally::default(), 0);
+    let (mut pressed, mut conflicts, mut areas) = (pressure::Tally::default(), 0, 0);
     let before = tlb::shootdown().counts();
     let (pieces, bad) = (frames_stress::pieces()?, frames_stress::bad()?);
     // A planted bug has the time to itself.
@@ -181,6 +182,9 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         if runs(Part::Pressure) {
             pressed = pressed.plus(pressure::round(cx, seed, args.plant, clock.now_ns() + slice)?);
         }
+        if runs(Part::Areas) {
+            areas += areas::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        }
         if runs(Part::Pools) {
             let least = args.resizes.saturating_sub(pooled.resizes);
             pooled = pooled.plus(pools::round(cx, seed, clock.now_ns() + slice, least)?);
@@ -206,6 +210,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.stored", pressed.stored as f64, "pages", &[]);
     sample("selftest.refaults", pressed.back as f64, "pages", &[]);
     sample("selftest.refused", pressed.refused as f64, "touches, forks and unmaps", &[]);
+    sample("selftest.areas", areas as f64, "areas", &[]);
     sample("selftest.seals", seals as f64, "ranges", &[]);
     sample("selftest.resizes", pooled.resizes as f64, "resizes", &[]);
     sample("selftest.demoted", pooled.demoted as f64, "pages", &[]);
@@ -234,6 +239,7 @@ fn check_uses(before: FramesInUse, descriptors: u64) -> Result<(), Finding> {
         ("the heap", FrameUse::HEAP),
         ("swap", FrameUse::SWAP),
         ("memory held back", HELD_BACK),
+        ("kernel areas", FrameUse::AREAS),
     ];
     let kept = uses.map(|(name, of)| (name, before.of(of), now.of(of)));
     let seen = ("descriptors", descriptors as i64, now.of(FrameUse::DESCRIPTORS));

@@ -258,7 +258,7 @@ pub fn claim<P: Cpu, E: Env>(
     let count = ownership.stays.end().number().saturating_sub(first) / size.pages();
     let extent = Extent::block(Pfn::new(first + random.below(count.max(1)) * size.pages()), size);
     let poisoned = ownership.poisoned();
-    let Ok(claimed) = frames.alloc_contig_pages(cx, extent, &mut NoMigration) else { return Ok(false) };
+    let Ok(claimed) = frames.alloc_contig_range(cx, extent, &mut NoMigration) else { return Ok(false) };
     ownership.check_sound(extent, poisoned)?;
     ownership.take(extent, size)?;
     ownership.give(extent);
@@ -324,7 +324,7 @@ pub fn replug<P: Cpu, E: Env>(
     }
     let first = random.below(PIECES as u64 - 1) as usize;
     let mut own = |piece: &Plugged| {
-        piece.there.then(|| frames.alloc_contig_pages(cx, piece.extent, &mut NoMigration).ok()).flatten()
+        piece.there.then(|| frames.alloc_contig_range(cx, piece.extent, &mut NoMigration).ok()).flatten()
     };
     let (a, b) = {
         let (Some(a), Some(b)) = (pieces[first].try_lock(), pieces[first + 1].try_lock()) else { return Ok(()) };
@@ -359,7 +359,7 @@ fn plug<P: Cpu, E: Env>(cx: &mut CpuCx<'_, P>, frames: &Frames<'_, E>, plugged: 
             frames.release_extent(cx, extent);
         }
         plugged.there = true;
-    } else if let Ok(all) = frames.alloc_contig_pages(cx, extent, &mut NoMigration) {
+    } else if let Ok(all) = frames.alloc_contig_range(cx, extent, &mut NoMigration) {
         // SAFETY: nobody asks about their numbers, by the contract of `new`.
         let removed = unsafe { frames.remove(cx, all, |_| ()) }.map_err(|(_, error)| Broken::NotRemoved(error))?;
         // SAFETY: nobody's any more. Whoever still looks there should see it.

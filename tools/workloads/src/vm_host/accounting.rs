@@ -134,8 +134,8 @@ impl Accounting {
 
     /// Adds a space that is about to end.
     pub(crate) fn end_space<S: Setup>(&mut self, space: &AddressSpace<S>) {
-        self.failed += space.counters().failed.get();
-        self.wasted += space.counters().wasted.get();
+        self.failed += space.counters().failed;
+        self.wasted += space.counters().wasted;
         self.unflushed += space.tlb().domain().dropped_debts();
     }
 

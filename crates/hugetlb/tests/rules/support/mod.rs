@@ -360,7 +360,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         areas.push(unsafe { PoolArena::new(part, NodeId(node as u32)).with_descriptors(at) });
         base += spans * SPAN;
     }
-    let config = FramesConfig { arenas: &specs, cpus: CPUS as u32, cpu_nodes: &[] };
+    let config = FramesConfig::new(&specs, CPUS as u32);
     let layout = Frames::<Soft<'_, NoFaults>>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
     // SAFETY: zeroed, large enough, used once; the descriptors are reached through the map.
@@ -370,7 +370,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let descriptors = extent(BASE, spans * 512);
     // SAFETY: once; the memory is the machine's.
     unsafe { frames.release(&threads.cx(), Dirty::assume_owned(all)) };
-    let _ = frames.alloc_contig_range(&threads.cx(), descriptors).expect("free").into_extent();
+    let _ = frames.take_range(&threads.cx(), descriptors).expect("free").into_extent();
     let tails: Vec<Tail> = shape.nodes.iter().map(|_| Tail::default()).collect();
     // SAFETY: the frames behind the descriptors were claimed for them; it is the only optimizer of the map.
     let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &tails, shape.policy) };

@@ -279,7 +279,7 @@ fn run<F: PageFormat, const AWAY: bool>(
 ) {
     let _watched = Watchdog::new();
     let arenas = [ArenaSpec { extent: memory, node: NodeId(0), descriptors: None }];
-    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
+    let config = FramesConfig::new(&arenas, cpus);
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
     // SAFETY: zeroed, of this size, used once; one platform.

@@ -3,7 +3,7 @@
 //! Source: Arm ARM, D1 "Exception entry" and "Synchronous exception types"; ESR_EL1 for syndromes.
 
 use super::super::page_fault::{self, PageFault};
-use super::super::{fault, layout, tlb, watchdog};
+use super::super::{fault, layout, stack, tlb, watchdog};
 use super::controller::{self, Interrupt};
 use super::{interrupts, mmu, read, write};
 use crate::MAX_CPUS;
@@ -193,7 +193,7 @@ pub(crate) fn load(_cpu: u32) {
 
 /// A frame did not fit on the stack: at `frame` it would lie in the hole below one.
 extern "C" fn overflown(frame: u64, at: u64, chain: u64) -> ! {
-    let of = layout::overflown_stack(frame);
+    let of = stack::overflown(frame);
     let frame = Frame { registers: [0; 29], chain, link: 0, at, state: 0, unused: 0 };
     fault::exception(&frame, format_args!("no room for {} bytes", size_of::<Frame>()), "stack overflow", of)
 }

@@ -1,7 +1,7 @@
 //! What happens at an exception or an interrupt: one gate per vector, one way in and out, one dispatch.
 
 use super::super::page_fault::{self, PageFault};
-use super::super::{fault, layout, tlb, watchdog};
+use super::super::{fault, stack, tlb, watchdog};
 use super::{controller, segments};
 use core::arch::global_asm;
 use core::cell::UnsafeCell;
@@ -250,8 +250,7 @@ fn exception(frame: &Frame) -> ! {
     };
     let (vector, error) = (frame.vector, frame.error);
     // A double fault is mostly a page fault whose handler could not be entered: there was no stack.
-    let overflown =
-        || layout::overflown_stack(frame.rsp.saturating_sub(8)).or_else(|| layout::overflown_stack(Cr2::read_raw()));
+    let overflown = || stack::overflown(frame.rsp.saturating_sub(8)).or_else(|| stack::overflown(Cr2::read_raw()));
     let overflown = if vector == DOUBLE_FAULT { overflown() } else { None };
     fault::exception(frame, format_args!("vector {vector}, error code {error:#x}"), name, overflown)
 }

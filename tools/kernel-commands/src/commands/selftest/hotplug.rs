@@ -83,7 +83,7 @@ fn beside(cx: Cx<'_>, leaver: CpuId, phase: &AtomicU64) -> Result<(), Finding> {
         let _receipt = batch.flush(shootdown(), cx, &ShootdownPolicy::BATCHED);
     }
     // 0: there was none to cache.
-    let taken = (cached != Pfn::new(0)).then(|| frames().alloc_contig_range(cx, Extent::block(cached, Order::ZERO)));
+    let taken = (cached != Pfn::new(0)).then(|| frames().take_range(cx, Extent::block(cached, Order::ZERO)));
     phase.store(BACK, Ordering::Release);
     match taken {
         Some(Err(_)) => Err(Finding::new(

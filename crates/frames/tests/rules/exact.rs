@@ -1,0 +1,63 @@
+//! Pages in a row that are no power of two.
+
+use super::support::{extent, with_one_arena};
+use super::{GIB, order, request};
+use hugemm_base::{NodeId, Order, Pfn};
+use hugemm_frames::{AllocError, AllocRequest, Placement};
+
+/// Of a power of two the rest is free at once, and everything is whole again when the pages come back, in parts too.
+#[test]
+fn no_more_is_taken_than_is_asked_for() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let cx = threads.cx();
+        for pages in [1, 3, 19, 500, 513, 1000, 1024] {
+            let row = frames.alloc_exact(&cx, pages, Order::ZERO).expect("memory");
+            assert_eq!((row.extent().pages(), frames.available(&cx)), (pages, 1024 - pages));
+            let (first, second) = row.split_at(pages / 2);
+            frames.free_extent(&cx, second);
+            frames.free_extent(&cx, first);
+            frames.drain(&cx);
+            assert_eq!(frames.stats(&cx).extents(order(10)), 1, "{pages} pages");
+        }
+        for none in [0, 1025, u64::MAX] {
+            assert_eq!(frames.alloc_exact(&cx, none, Order::ZERO), Err(AllocError::OutOfMemory), "{none}");
+        }
+        let elsewhere = AllocRequest::order(Order::ZERO).from(Placement::Only(NodeId(1)));
+        assert_eq!(frames.alloc_exact(&cx, 3, elsewhere), Err(AllocError::NoSuchNode));
+    });
+}
+
+/// Where no power of two is left, what adjoins a smaller block is added to it: at the alignment asked for, and only if it will do.
+#[test]
+fn a_row_is_put_together_where_no_power_of_two_is_free() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let cx = threads.cx();
+        let taken = [extent(0, 512), extent(2048, 2048)].map(|used| frames.take_range(&cx, used).expect("free"));
+        let row = frames.alloc_exact(&cx, 1200, Order::ZERO).expect("512 to 1712");
+        assert_eq!(row.extent(), extent(512, 1200));
+        frames.free_extent(&cx, row);
+        assert_eq!(frames.alloc_exact(&cx, 1200, order(10)), Err(AllocError::OutOfMemory), "none begins at 1024");
+        assert_eq!(frames.alloc_exact(&cx, 1537, Order::ZERO), Err(AllocError::OutOfMemory), "1536 are free");
+        let mut seen = Vec::new();
+        let refused = frames.alloc_row(&cx, 700, request(0), |row| {
+            seen.push(row.base());
+            false
+        });
+        assert_eq!((refused, seen.contains(&Pfn::new(512))), (Err(AllocError::OutOfMemory), true), "{seen:?}");
+        frames.drain(&cx);
+        assert_eq!(frames.available(&cx), 1536, "what was tried is free");
+        taken.into_iter().for_each(|used| _ = frames.free_extent(&cx, used));
+        assert_eq!(frames.stats(&cx).extents(order(12)), 1);
+    });
+}
+
+#[test]
+fn more_than_the_largest_block_can_be_had_in_a_row() {
+    with_one_arena(0, 3 * GIB, 1, |frames, threads| {
+        let cx = threads.cx();
+        let row = frames.alloc_exact(&cx, 2 * GIB + 7, Order::ZERO).expect("all is free");
+        assert_eq!((row.extent().pages(), frames.available(&cx)), (2 * GIB + 7, GIB - 7));
+        frames.free_extent(&cx, row);
+        assert_eq!(frames.stats(&cx).extents(Order::MAX), 3);
+    });
+}

@@ -1,0 +1,289 @@
+//! Which addresses are whose: one ordered structure of nodes that tile a range, in use and free.
+//!
+//! Every node is in the tree by address; free ones are in the tree by size too, so that the smallest that fits is found at once, the
+//! lowest of several. Neighbours that are free are one node, except across a border: a home of small areas has blocks of addresses,
+//! and a block that is free again can be told and given back. Taking addresses needs two nodes at most, which the caller brings;
+//! giving them back needs none and returns those that are left over.
+//!
+//! Cost: O(log nodes) each; where an alignment is asked for, a few free nodes are looked at before one that is large enough in any case.
+
+use crate::place::AreaInfo;
+use core::cell::Cell;
+use core::ptr::NonNull;
+use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeLink, UnsafeRef, intrusive_adapter};
+
+/// What a node's addresses are used for.
+#[derive(Clone, Copy)]
+pub(crate) enum Use {
+    Free,
+    /// A home of small areas has them.
+    Block(u8),
+    /// An area's, its guard pages included.
+    Area(Taken),
+    /// They were an area's, and wait for the flush.
+    Waiting(Taken),
+    /// Nobody's, and their tables are being taken.
+    Held,
+}
+
+/// An area's place in its node: `below` guard pages, then its own, then one guard page.
+#[derive(Clone, Copy)]
+pub(crate) struct Taken {
+    pub(crate) info: AreaInfo,
+    pub(crate) below: u64,
+}
+
+/// A run of addresses. `D` is what an area that has been freed owes.
+pub(crate) struct Node<D> {
+    place: RBTreeLink,
+    size: RBTreeLink,
+    first: Cell<u64>,
+    pages: Cell<u64>,
+    usage: Cell<Use>,
+    pub(crate) debt: Cell<Option<D>>,
+    /// The next that waits.
+    pub(crate) next: Cell<Option<NonNull<Node<D>>>>,
+}
+
+impl<D> Node<D> {
+    pub(crate) fn new(first: u64, pages: u64) -> Self {
+        Node {
+            place: RBTreeLink::new(),
+            size: RBTreeLink::new(),
+            first: Cell::new(first),
+            pages: Cell::new(pages),
+            usage: Cell::new(Use::Free),
+            debt: Cell::new(None),
+            next: Cell::new(None),
+        }
+    }
+
+    /// First page.
+    pub(crate) fn first(&self) -> u64 {
+        self.first.get()
+    }
+
+    /// The page after the last.
+    pub(crate) fn end(&self) -> u64 {
+        self.first.get() + self.pages.get()
+    }
+
+    pub(crate) fn usage(&self) -> Use {
+        self.usage.get()
+    }
+
+    pub(crate) fn set(&self, usage: Use) {
+        self.usage.set(usage);
+    }
+
+    fn is_free(&self) -> bool {
+        matches!(self.usage.get(), Use::Free)
+    }
+}
+
+intrusive_adapter!(ByPlace<D> = UnsafeRef<Node<D>>: Node<D> { place => RBTreeLink });
+intrusive_adapter!(BySize<D> = UnsafeRef<Node<D>>: Node<D> { size => RBTreeLink });
+
+impl<'a, D> KeyAdapter<'a> for ByPlace<D> {
+    type Key = u64;
+
+    fn get_key(&self, node: &'a Node<D>) -> u64 {
+        node.first()
+    }
+}
+
+impl<'a, D> KeyAdapter<'a> for BySize<D> {
+    type Key = (u64, u64);
+
+    fn get_key(&self, node: &'a Node<D>) -> (u64, u64) {
+        (node.pages.get(), node.first())
+    }
+}
+
+/// Why addresses could not be taken.
+pub(crate) enum Short {
+    /// There are none.
+    Space,
+    /// So many nodes are needed.
+    Nodes(usize),
+}
+
+/// Nodes that the caller brings, and takes back.
+pub(crate) type Spare<D> = [Option<NonNull<Node<D>>>; 2];
+
+/// Free nodes that are looked at, one by one, for one that fits aligned, before one is taken that is sure to.
+const LOOKS: usize = 4;
+
+/// The nodes of one range, or of one home's blocks.
+pub(crate) struct Addresses<D> {
+    places: RBTree<ByPlace<D>>,
+    sizes: RBTree<BySize<D>>,
+    /// Pages between two borders; 0: there are none.
+    border: u64,
+}
+
+// SAFETY: the nodes are reached through the trees only, and under the lock that this is behind.
+unsafe impl<D: Send> Send for Addresses<D> {}
+
+impl<D> Addresses<D> {
+    pub(crate) fn new(border: u64) -> Self {
+        Addresses { places: RBTree::new(ByPlace::NEW), sizes: RBTree::new(BySize::NEW), border }
+    }
+
+    /// Adds a node of free addresses that nobody else has.
+    ///
+    /// # Safety
+    ///
+    /// It is a valid node of the caller's, on no tree, and is freed only after it has come out again.
+    pub(crate) unsafe fn add(&mut self, node: NonNull<Node<D>>) {
+        // SAFETY: the caller's promise.
+        let (place, size) = unsafe { (UnsafeRef::from_raw(node.as_ptr()), UnsafeRef::from_raw(node.as_ptr())) };
+        self.places.insert(place);
+        self.sizes.insert(size);
+    }
+
+    /// The node that holds a page.
+    pub(crate) fn holding(&self, page: u64) -> Option<&Node<D>> {
+        self.places.upper_bound(Bound::Included(&page)).get().filter(|node| node.end() > page)
+    }
+
+    /// The node that begins at a page.
+    pub(crate) fn at(&self, page: u64) -> Option<&Node<D>> {
+        self.places.find(&page).get()
+    }
+
+    fn fits(&self, node: &Node<D>, pages: u64, align: u64) -> Option<u64> {
+        let start = node.first().checked_next_multiple_of(align)?;
+        (start.checked_add(pages)? <= node.end()).then_some(start)
+    }
+
+    /// The free node to take `pages` aligned to `align` pages from, and where.
+    fn find(&self, pages: u64, align: u64) -> Option<(NonNull<Node<D>>, u64)> {
+        let from = |least: u64, looks: usize| {
+            let mut cursor = self.sizes.lower_bound(Bound::Included(&(least, 0)));
+            for _ in 0..looks {
+                let node = cursor.get()?;
+                if let Some(start) = self.fits(node, pages, align) {
+                    return Some((NonNull::from(node), start));
+                }
+                cursor.move_next();
+            }
+            None
+        };
+        from(pages, LOOKS).or_else(|| from(pages.checked_add(align - 1)?, 1)).or_else(|| from(pages, usize::MAX))
+    }
+
+    /// Takes `pages` from a multiple of `align` on.
+    pub(crate) fn take(
+        &mut self,
+        pages: u64,
+        align: u64,
+        spare: &mut Spare<D>,
+        usage: impl FnOnce(u64) -> Use,
+    ) -> Result<NonNull<Node<D>>, Short> {
+        let (found, start) = self.find(pages, align).ok_or(Short::Space)?;
+        // SAFETY: nodes on the trees are valid.
+        let node = unsafe { found.as_ref() };
+        let (front, back) = (start - node.first(), node.end() - (start + pages));
+        let needed = usize::from(front > 0) + usize::from(back > 0);
+        if spare.iter().flatten().count() < needed {
+            return Err(Short::Nodes(needed));
+        }
+        // SAFETY: a free node is on this tree.
+        unsafe { self.sizes.cursor_mut_from_ptr(node) }.remove();
+        let mut new = |first, pages| {
+            let memory = spare.iter_mut().find_map(Option::take)?;
+            // SAFETY: memory for a node, the caller's.
+            unsafe { memory.write(Node::new(first, pages)) };
+            Some(memory)
+        };
+        let rest = (back > 0).then(|| new(start + pages, back)).flatten();
+        let taken = if front > 0 {
+            node.pages.set(front);
+            let taken = new(start, pages).ok_or(Short::Nodes(needed))?;
+            // SAFETY: both are valid, and on no such tree.
+            unsafe {
+                self.sizes.insert(UnsafeRef::from_raw(node));
+                self.places.insert(UnsafeRef::from_raw(taken.as_ptr()));
+            }
+            taken
+        } else {
+            node.pages.set(pages);
+            found
+        };
+        if let Some(rest) = rest {
+            // SAFETY: made above.
+            unsafe { self.add(rest) };
+        }
+        // SAFETY: as above.
+        unsafe { taken.as_ref() }.set(usage(start));
+        Ok(taken)
+    }
+
+    /// Makes a node's addresses free. The nodes that are left over: those that were joined, and that of a whole block, if there are
+    /// borders, which goes out of here.
+    ///
+    /// # Safety
+    ///
+    /// The node is on here, and not free.
+    pub(crate) unsafe fn give(&mut self, node: NonNull<Node<D>>) -> [Option<NonNull<Node<D>>>; 3] {
+        let mut left = [None; 3];
+        // SAFETY: the caller's promise; all nodes on the trees are valid, and free ones are on both.
+        unsafe {
+            let cursor = self.places.cursor_from_ptr(node.as_ptr());
+            let (before, after) =
+                (cursor.peek_prev().get().map(NonNull::from), cursor.peek_next().get().map(NonNull::from));
+            let mut kept = node;
+            node.as_ref().set(Use::Free);
+            let joins = |a: NonNull<Node<D>>, b: NonNull<Node<D>>| {
+                let (a, b) = (a.as_ref(), b.as_ref());
+                let apart = self.border != 0 && b.first().is_multiple_of(self.border);
+                a.is_free() && b.is_free() && a.end() == b.first() && !apart
+            };
+            let (with_before, with_after) =
+                (before.filter(|before| joins(*before, node)), after.filter(|after| joins(node, *after)));
+            if let Some(after) = with_after {
+                self.sizes.cursor_mut_from_ptr(after.as_ptr()).remove();
+                self.places.cursor_mut_from_ptr(after.as_ptr()).remove();
+                node.as_ref().pages.set(after.as_ref().end() - node.as_ref().first());
+                left[0] = Some(after);
+            }
+            if let Some(before) = with_before {
+                self.sizes.cursor_mut_from_ptr(before.as_ptr()).remove();
+                self.places.cursor_mut_from_ptr(node.as_ptr()).remove();
+                before.as_ref().pages.set(node.as_ref().end() - before.as_ref().first());
+                left[1] = Some(node);
+                kept = before;
+            }
+            // The first page of a block is never used; a home keeps its last block.
+            let block = self.border != 0 && kept.as_ref().pages.get() == self.border - 1;
+            if block && !self.sizes.is_empty() {
+                self.places.cursor_mut_from_ptr(kept.as_ptr()).remove();
+                left[2] = Some(kept);
+            } else {
+                self.sizes.insert(UnsafeRef::from_raw(kept.as_ptr()));
+            }
+        }
+        left
+    }
+
+    /// Takes out a whole block that is free, if there is one.
+    pub(crate) fn take_block(&mut self) -> Option<NonNull<Node<D>>> {
+        let mut cursor = self.sizes.lower_bound_mut(Bound::Included(&(self.border.checked_sub(1)?, 0)));
+        let node = NonNull::from(cursor.get()?);
+        cursor.remove();
+        // SAFETY: a node of the other tree, too.
+        unsafe { self.places.cursor_mut_from_ptr(node.as_ptr()) }.remove();
+        Some(node)
+    }
+
+    /// Holds the largest free node that comes before one of so many pages, which begins at `first`, and has `least` pages at least.
+    pub(crate) fn hold(&mut self, before: (u64, u64), least: u64) -> Option<NonNull<Node<D>>> {
+        let mut cursor = self.sizes.upper_bound_mut(Bound::Excluded(&before));
+        let node = cursor.get().filter(|node| node.pages.get() >= least).map(NonNull::from)?;
+        cursor.remove();
+        // SAFETY: nodes on the trees are valid.
+        unsafe { node.as_ref() }.set(Use::Held);
+        Some(node)
+    }
+}

@@ -1,0 +1,237 @@
+//! Freeing areas: detached at once, given back in batches after one flush.
+//!
+//! From the call on, whoever reads the tables finds nothing there; a CPU that has read them before may go on until the flush. So neither
+//! pages nor addresses are anybody's until then. What was detached waits in the area's own record, behind its debt; the batch that the
+//! debts are of is flushed when more waits than the [`Limits`](crate::Limits) allow, when something runs out, and when somebody
+//! [asks](Kva::flush). Then pages are read off the tables and freed as ranges, those of neighbouring areas together.
+
+use crate::addresses::{Node, Taken, Use};
+use crate::area::Area;
+use crate::error::KvaError;
+use crate::kva::Kva;
+use crate::place::AreaKind;
+use crate::setup::{Cx, KvaSetup};
+use core::mem::replace;
+use core::ptr::NonNull;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{Dirty, Extent, FrameUse};
+use hugemm_paging::shootdown::DetachedBehind;
+use hugemm_paging::{Editing, Flags, Keep, KernelSpace, ShootdownBatch, TlbSpace};
+
+/// What an area that was freed owes, and whose addresses it gives back. Nothing is detached yet if an interrupt freed it.
+pub(crate) struct Debt<'m> {
+    detached: Option<DetachedBehind<'m, KernelSpace, Keep>>,
+    home: u8,
+}
+
+/// An area's record.
+pub(crate) type Record<'m> = Node<Debt<'m>>;
+
+/// Areas whose pages are freed under one guard of the page table.
+const PART: usize = 32;
+
+/// What has been freed, and what of it waits for its flush.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvaCounts {
+    /// Areas freed so far.
+    pub freed: u64,
+    /// Batches that were given back.
+    pub batches: u64,
+    /// Areas that wait.
+    pub waiting: u64,
+    /// 4 KiB pages of their own that they have.
+    pub waiting_pages: u64,
+}
+
+/// What waits for its flush.
+pub(crate) struct Waiting<'m, S: KvaSetup> {
+    batch: ShootdownBatch<'m, KernelSpace, Keep, S::Masks>,
+    first: Option<NonNull<Record<'m>>>,
+    /// What interrupts have freed: it is to be detached yet.
+    later: Option<NonNull<Record<'m>>>,
+    counts: KvaCounts,
+}
+
+// SAFETY: a record is reached by whoever takes it out of here, and by nobody else.
+unsafe impl<S: KvaSetup> Send for Waiting<'_, S> {}
+
+impl<'m, S: KvaSetup> Waiting<'m, S> {
+    pub(crate) fn new(space: &'m TlbSpace<KernelSpace, Keep, S::Masks>) -> Self {
+        Waiting { batch: ShootdownBatch::new(space), first: None, later: None, counts: KvaCounts::default() }
+    }
+}
+
+/// Pages of its own, of an area.
+fn own_pages(taken: &Taken) -> u64 {
+    match taken.info.kind {
+        AreaKind::Pages | AreaKind::Stack => taken.info.range.pages(),
+        AreaKind::Mapped | AreaKind::Device => 0,
+    }
+}
+
+impl<'m, S: KvaSetup> Kva<'m, S> {
+    /// Frees an area: from here on nobody reaches it through tables. Addresses and pages are given back after the batch's flush.
+    ///
+    /// A task, with interrupts on and no lock that is taken with them off: the call that fills a batch flushes it. The page table alone
+    /// once, one store for each leaf or for all of a table's, two lock rounds; for a batch one flush.
+    ///
+    /// # Errors
+    ///
+    /// The area, and [`Foreign`](KvaError::Foreign): it is another manager's.
+    pub fn free(&self, cx: &mut Cx<'_, S>, area: Area) -> Result<(), (KvaError, Area)> {
+        let (record, taken) = self.begin(cx, area)?;
+        if self.detach(cx, record, taken) {
+            self.flush(cx);
+        }
+        Ok(())
+    }
+
+    /// The same from an interrupt handler, or under a lock that one may want: it stays mapped until the next free of a task, or
+    /// [`flush`](Kva::flush). Any context but NMI; two lock rounds.
+    ///
+    /// # Errors
+    ///
+    /// As [`free`](Kva::free).
+    pub fn free_later(&self, cx: &Cx<'_, S>, area: Area) -> Result<(), (KvaError, Area)> {
+        let (record, _) = self.begin(cx, area)?;
+        cx.pinned(|pin| {
+            let mut waiting = self.waiting.0.lock(pin);
+            // SAFETY: it waits, so nobody gives it back, and its link is this lock's.
+            unsafe { record.as_ref() }.next.set(waiting.later.replace(record));
+        });
+        Ok(())
+    }
+
+    /// Says that an area waits.
+    fn begin(&self, cx: &Cx<'_, S>, area: Area) -> Result<(NonNull<Record<'m>>, Taken), (KvaError, Area)> {
+        let begun = self.with_record(cx, &area, |record, taken| {
+            record.set(Use::Waiting(taken));
+            record.debt.set(Some(Debt { detached: None, home: area.home() }));
+            (NonNull::from(record), taken)
+        });
+        begun.map_err(|error| (error, area))
+    }
+
+    /// Detaches what an area that waits has mapped, and puts it behind the batch's flush; whether that is due.
+    fn detach(&self, cx: &Cx<'_, S>, record: NonNull<Record<'m>>, taken: Taken) -> bool {
+        let unhooked = {
+            let mut table = self.parts.table.exclusive(self.tables(cx));
+            // SAFETY: the area's addresses are nobody else's until they are given back, which is after the harvest.
+            unsafe { table.detach_apart(taken.info.range, Editing::LIVE) }
+        };
+        // The table translates the range, and no leaf reaches over an area's end. If it refused all the same, it would stay as it is.
+        let Ok(unhooked) = unhooked else { return false };
+        cx.pinned(|pin| {
+            let mut waiting = self.waiting.0.lock(pin);
+            // It is of this space's table, so it is not handed back.
+            let Ok(detached) = waiting.batch.detached(unhooked) else { return false };
+            // SAFETY: it waits, so nobody gives it back; what it owes and its link are this lock's.
+            let node = unsafe { record.as_ref() };
+            node.debt.set(node.debt.take().map(|debt| Debt { detached, ..debt }));
+            node.next.set(waiting.first.replace(record));
+            let (limits, counts) = (self.parts.limits, &mut waiting.counts);
+            counts.freed += 1;
+            counts.waiting += 1;
+            counts.waiting_pages += own_pages(&taken);
+            let full = counts.waiting >= limits.areas || counts.waiting_pages > limits.pages;
+            full || waiting.later.is_some()
+        })
+    }
+
+    /// Detaches what interrupts have freed.
+    fn detach_later(&self, cx: &Cx<'_, S>) {
+        let mut next = cx.pinned(|pin| self.waiting.0.lock(pin).later.take());
+        while let Some(record) = next {
+            // SAFETY: it waits, and was taken off the list.
+            let node = unsafe { record.as_ref() };
+            next = node.next.take();
+            if let Use::Waiting(taken) = node.usage() {
+                self.detach(cx, record, taken);
+            }
+        }
+    }
+
+    /// Flushes what waits and gives it back: how many areas. For a timer's task, an idle CPU, and whoever needs memory: what waits is as
+    /// old as the last call at most. Nothing is flushed if nothing waits.
+    ///
+    /// A task, with interrupts on and no lock that is taken with them off. One flush; for each area two lock rounds, and the page table
+    /// alone once for 32 of them. Reschedules between those.
+    pub fn flush(&self, cx: &mut Cx<'_, S>) -> u64 {
+        self.detach_later(cx);
+        let taken = cx.pinned(|pin| {
+            let mut waiting = self.waiting.0.lock(pin);
+            let first = waiting.first.take()?;
+            waiting.counts =
+                KvaCounts { batches: waiting.counts.batches + 1, freed: waiting.counts.freed, ..KvaCounts::default() };
+            Some((first, replace(&mut waiting.batch, ShootdownBatch::new(self.parts.space))))
+        });
+        let Some((first, batch)) = taken else { return 0 };
+        let receipt = batch.flush(self.parts.shootdown, cx, &self.parts.shootdown_policy);
+        let (mut next, mut areas) = (Some(first), 0);
+        while next.is_some() {
+            let (mut part, mut count) = ([None; PART], 0);
+            {
+                let mut run = Extent::default();
+                let mut table = self.parts.table.exclusive(self.tables(cx));
+                for place in &mut part {
+                    let Some(record) = next else { break };
+                    // SAFETY: it waits, and is this batch's: nobody else has it.
+                    let node = unsafe { record.as_ref() };
+                    next = node.next.take();
+                    let (Some(debt), Use::Waiting(taken)) = (node.debt.take(), node.usage()) else { continue };
+                    // The receipt is of the batch that all of these were put behind, so it pays. If it did not, addresses and pages
+                    // would stay in use, and be counted by the domain.
+                    let detached = match debt.detached.map(|debt| debt.release(&receipt)) {
+                        Some(Err(_)) => continue,
+                        Some(Ok(detached)) => Some(detached),
+                        None => None,
+                    };
+                    let own = own_pages(&taken) > 0;
+                    let visit = |found: hugemm_paging::Run| {
+                        if own {
+                            self.free_run(cx, &mut run, found.extent);
+                        }
+                    };
+                    let done = detached.map(|detached| table.harvest(detached, Flags::HARDWARE, visit));
+                    if matches!(done, Some(Err(_))) {
+                        continue;
+                    }
+                    *place = Some((debt.home, record));
+                    count += 1;
+                }
+                self.free_run(cx, &mut run, Extent::default());
+            }
+            for (home, record) in part.into_iter().flatten() {
+                // SAFETY: it is in that home, and has been flushed everywhere.
+                unsafe { self.give(cx, home, record) };
+            }
+            areas += count;
+            if cx.platform().may_sleep() {
+                cx.cond_resched();
+            }
+        }
+        areas
+    }
+
+    /// Frees frames that were an area's, together with those before them if they adjoin: those are freed now otherwise.
+    fn free_run(&self, cx: &Cx<'_, S>, run: &mut Extent, next: Extent) {
+        if !next.is_empty() && run.end() == next.base() {
+            let joined = Extent::new(run.base(), run.pages() + next.pages());
+            *run = joined.unwrap_or(*run);
+            if joined.is_ok() {
+                return;
+            }
+        }
+        let whole = replace(run, next);
+        if !whole.is_empty() {
+            cx.count_frames(FrameUse::AREAS, -(whole.pages() as i64));
+            // SAFETY: the areas owned them, and no CPU translates to them any more.
+            self.parts.frames.free_extent(cx, unsafe { Dirty::assume_owned(whole) });
+        }
+    }
+
+    /// What has been freed, and what of it waits. Any context but NMI; one lock round.
+    pub fn counts(&self, cx: &Cx<'_, S>) -> KvaCounts {
+        cx.pinned(|pin| self.waiting.0.lock(pin).counts)
+    }
+}

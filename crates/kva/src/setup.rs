@@ -1,0 +1,63 @@
+//! What a manager of kernel areas is built on, in one place.
+
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{CpuCx, PhysMap, TlbHw};
+use hugemm_clear::Clearer;
+use hugemm_frames::{Env, Frames};
+use hugemm_paging::{Keep, KernelSpace, PageFormat, PageTable, RawEditLock, ShootdownPolicy, TlbShootdown, TlbSpace};
+
+/// The types that an embedder chooses once.
+pub trait KvaSetup: Sized {
+    /// The CPUs, and how frames are reached: a direct map, whose windows stay valid.
+    type Platform: Cpu + PhysMap;
+    /// Of the frame allocator. Its lock guards addresses too.
+    type Env: Env;
+    /// Of the page tables.
+    type Format: PageFormat;
+    /// Of the page table. Never taken with interrupts off.
+    type Lock: RawEditLock;
+    /// TLBs.
+    type Tlb: TlbHw;
+    /// Where the kernel space's masks live: `[AtomicU64; 2]` for up to 64 CPUs.
+    type Masks: AsRef<[AtomicU64]>;
+}
+
+/// The context of a task under a setup.
+pub type Cx<'p, S> = CpuCx<'p, <S as KvaSetup>::Platform>;
+
+/// What may wait for its flush.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Areas. 1 flushes at each free.
+    pub areas: u64,
+    /// 4 KiB pages of their own that they have.
+    pub pages: u64,
+}
+
+impl Limits {
+    /// For this many frames: 1024 areas, and a sixteenth of the frames, but 32 MiB at least.
+    pub const fn of_frames(frames: u64) -> Self {
+        let pages = frames / 16;
+        Limits { areas: 1024, pages: if pages > 8192 { pages } else { 8192 } }
+    }
+}
+
+/// What a manager is made of.
+#[derive(Debug)]
+pub struct KvaParts<'m, S: KvaSetup> {
+    /// Pages, tables and records come from here.
+    pub frames: &'m Frames<'m, S::Env>,
+    /// Translates the range; has [a fixed top](PageTable::with_fixed_top) where several spaces share it.
+    pub table: &'m PageTable<S::Format, S::Lock>,
+    /// Which CPUs use it.
+    pub space: &'m TlbSpace<KernelSpace, Keep, S::Masks>,
+    /// Their TLBs.
+    pub shootdown: &'m TlbShootdown<'m, S::Tlb>,
+    /// Clears what is to be zero.
+    pub clearer: Clearer,
+    /// How flushes are made.
+    pub shootdown_policy: ShootdownPolicy,
+    /// What may wait for its flush.
+    pub limits: Limits,
+}

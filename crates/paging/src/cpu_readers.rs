@@ -1,0 +1,380 @@
+//! Readers who count themselves on a line of their CPU, for locks that are seldom taken alone.
+//!
+//! Whoever shares a [`RawEditLock`] writes its word, so that readers who have nothing to do with each other wait for one cache line.
+//! Here a reader counts itself on a [`ReaderLine`], normally one that no other CPU uses, and looks whether the lock is closed. Whoever
+//! wants to be alone closes it, and then visits every line:
+//!
+//! | reader | who wants to be alone |
+//! |---|---|
+//! | counts itself on its line | has the raw lock alone |
+//! | *full fence* | closes |
+//! | not closed: is inside | *full fence* |
+//! | closed: takes itself back, and shares the raw lock | waits until nobody is counted on any line |
+//!
+//! A reader leaves by the line on which it was counted, wherever it runs by then. Lines may be shared: counting is atomic. Two locks that
+//! are often taken together have one count each in one word, and are entered and left by one atomic.
+//!
+//! Waiting is the raw lock's: who waits to be alone goes before those who come later, if it does so in the raw lock. Not for interrupt
+//! handlers that may have interrupted a holder.
+
+use crate::edit_lock::RawEditLock;
+use core::fmt;
+use core::marker::PhantomData;
+use core::ptr::{self, NonNull};
+use hugemm_base::sync::{AtomicBool, AtomicPtr, AtomicU64, FencePoint, Ordering, sequenced};
+
+/// Which of the two locks that share lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Half {
+    /// The first.
+    Low,
+    /// The second.
+    High,
+}
+
+impl Half {
+    /// What one reader adds to a line's word.
+    const fn one(self) -> u64 {
+        match self {
+            Half::Low => 1,
+            Half::High => 1 << 32,
+        }
+    }
+
+    /// Where its readers stand in a line's word.
+    const fn mask(self) -> u64 {
+        self.one() * 0xffff_ffff
+    }
+}
+
+/// How many readers who were counted here are inside, of either lock. To be put at the beginning of a cache line.
+#[derive(Debug, Default)]
+pub struct ReaderLine {
+    inside: AtomicU64,
+    /// The line that was added before.
+    next: AtomicPtr<ReaderLine>,
+}
+
+/// The lines that whoever wants to be alone visits.
+#[derive(Debug, Default)]
+pub struct Readers {
+    last: AtomicPtr<ReaderLine>,
+}
+
+impl Readers {
+    /// Adds a line, with which readers may enter from here on.
+    ///
+    /// # Safety
+    ///
+    /// The line is new, and stays where it is as long as this and the locks that [count](CountedLock::count_on) on it.
+    pub unsafe fn add(&self, line: NonNull<ReaderLine>) {
+        // Relaxed: what counts is seen by the exchange.
+        let mut last = self.last.load(Ordering::Relaxed);
+        loop {
+            // SAFETY: it lives. Relaxed: published by the exchange.
+            unsafe { line.as_ref() }.next.store(last, Ordering::Relaxed);
+            // SeqCst: before its readers count themselves; pairs with the loads in `lines`.
+            match self.last.compare_exchange(last, line.as_ptr(), Ordering::SeqCst, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(other) => last = other,
+            }
+        }
+    }
+
+    /// All lines, the latest first.
+    pub fn lines(&self) -> impl Iterator<Item = NonNull<ReaderLine>> {
+        // SeqCst: pairs with the exchange in `add`.
+        let mut next = NonNull::new(self.last.load(Ordering::SeqCst));
+        core::iter::from_fn(move || {
+            let line = next?;
+            // SAFETY: lines that were added stay. Relaxed: written before the line was added, and never again.
+            next = NonNull::new(unsafe { line.as_ref() }.next.load(Ordering::Relaxed));
+            Some(line)
+        })
+    }
+}
+
+/// A reader-writer lock some of whose readers are counted on lines.
+pub struct CountedLock<L> {
+    raw: L,
+    /// Somebody is alone inside, or about to be.
+    closed: AtomicBool,
+    half: Half,
+    readers: Option<NonNull<Readers>>,
+}
+
+// SAFETY: `Readers` are shared by many threads; the rest is a lock and a flag.
+unsafe impl<L: Send> Send for CountedLock<L> {}
+// SAFETY: as above.
+unsafe impl<L: Sync> Sync for CountedLock<L> {}
+
+impl<L> fmt::Debug for CountedLock<L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CountedLock").finish_non_exhaustive()
+    }
+}
+
+impl<L: RawEditLock> Default for CountedLock<L> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<L: RawEditLock> CountedLock<L> {
+    /// All of whose readers share the raw lock.
+    pub fn new() -> Self {
+        CountedLock { raw: L::new(), closed: AtomicBool::new(false), half: Half::Low, readers: None }
+    }
+
+    /// Lets readers be counted on lines.
+    ///
+    /// # Safety
+    ///
+    /// `readers` stays where it is as long as the lock is used, and no other of the locks that count on its lines has the same half.
+    pub unsafe fn count_on(&mut self, readers: NonNull<Readers>, half: Half) {
+        (self.readers, self.half) = (Some(readers), half);
+    }
+
+    /// Shares the raw lock.
+    #[inline]
+    pub fn lock_shared(&self) {
+        self.raw.lock_shared();
+    }
+
+    /// Leaves.
+    ///
+    /// # Safety
+    ///
+    /// As [`RawEditLock::unlock_shared`].
+    #[inline]
+    pub unsafe fn unlock_shared(&self) {
+        // SAFETY: the caller's promise.
+        unsafe { self.raw.unlock_shared() }
+    }
+
+    /// Waits until nobody is inside. O(lines).
+    #[inline]
+    pub fn lock_exclusive(&self) {
+        self.raw.lock_exclusive();
+        let Some(readers) = self.readers else { return };
+        // SeqCst: before the looks at the lines; pairs with a reader's count and its look at this. An exchange, because on x86 it is
+        // the fence as well.
+        self.closed.swap(true, Ordering::SeqCst);
+        sequenced(FencePoint::Closed);
+        // SAFETY: `count_on` requires it.
+        for line in unsafe { readers.as_ref() }.lines() {
+            // SAFETY: lines that were added stay.
+            let line = unsafe { line.as_ref() };
+            // SeqCst as above; with Acquire, that pairs with the Release of who leaves.
+            let gone = || line.inside.load(Ordering::SeqCst) & self.half.mask() == 0;
+            if !gone() {
+                // loom may answer a plain load with an old value for ever; a read-modify-write always sees the latest.
+                #[cfg(loom)]
+                let gone = || line.inside.fetch_add(0, Ordering::Acquire) & self.half.mask() == 0;
+                L::wait_until(&gone);
+            }
+        }
+    }
+
+    /// Leaves.
+    ///
+    /// # Safety
+    ///
+    /// As [`RawEditLock::unlock_exclusive`].
+    #[inline]
+    pub unsafe fn unlock_exclusive(&self) {
+        // Release pairs with the look at it of a reader who enters.
+        self.closed.store(false, Ordering::Release);
+        // SAFETY: the caller's promise.
+        unsafe { self.raw.unlock_exclusive() }
+    }
+
+    fn place(&self) -> usize {
+        ptr::from_ref(self).addr()
+    }
+}
+
+/// Is inside some locks, shared, until dropped.
+#[clippy::has_significant_drop]
+#[must_use = "dropping this leaves"]
+pub struct Inside<'l, L: RawEditLock, const N: usize> {
+    locks: [&'l CountedLock<L>; N],
+    /// Where it is counted, and as what; nowhere if it shares the raw locks.
+    line: Option<(&'l ReaderLine, u64)>,
+    /// Some raw locks must be given back where they were taken.
+    stays: PhantomData<*const ()>,
+}
+
+impl<L: RawEditLock, const N: usize> fmt::Debug for Inside<'_, L, N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inside").finish_non_exhaustive()
+    }
+}
+
+impl<'l, L: RawEditLock, const N: usize> Inside<'l, L, N> {
+    /// Waits until nobody is alone inside one of the locks, which are entered in this order. One atomic to enter and one to leave,
+    /// however many they are, both on the line.
+    ///
+    /// # Safety
+    ///
+    /// The locks [count](CountedLock::count_on) on the same lines, of which this is one; no two have the same half.
+    #[inline]
+    pub unsafe fn enter(line: &'l ReaderLine, locks: [&'l CountedLock<L>; N]) -> Self {
+        let ones = locks.iter().fold(0, |sum, lock| sum + lock.half.one());
+        // SeqCst: before the looks; pairs with who closes and then looks at the line.
+        line.inside.fetch_add(ones, Ordering::SeqCst);
+        sequenced(FencePoint::Counted);
+        // SeqCst as above; with Acquire, that pairs with the Release in `unlock_exclusive`.
+        if locks.iter().any(|lock| lock.closed.load(Ordering::SeqCst)) {
+            return Self::wait(line, locks, ones);
+        }
+        locks.iter().for_each(|lock| L::entered(lock.place()));
+        Inside { locks, line: Some((line, ones)), stays: PhantomData }
+    }
+
+    #[cold]
+    fn wait(line: &ReaderLine, locks: [&'l CountedLock<L>; N], ones: u64) -> Self {
+        // Relaxed: nothing was read.
+        line.inside.fetch_sub(ones, Ordering::Relaxed);
+        locks.iter().for_each(|lock| lock.lock_shared());
+        Inside { locks, line: None, stays: PhantomData }
+    }
+}
+
+impl<L: RawEditLock, const N: usize> Drop for Inside<'_, L, N> {
+    #[inline]
+    fn drop(&mut self) {
+        let Some((line, ones)) = self.line else {
+            // SAFETY: `wait` shared them.
+            return self.locks.iter().rev().for_each(|lock| unsafe { lock.unlock_shared() });
+        };
+        self.locks.iter().rev().for_each(|lock| L::left(lock.place()));
+        // Release pairs with the look at the line of who wants to be alone.
+        line.inside.fetch_sub(ones, Ordering::Release);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use crate::edit_lock::EditLock;
+    use loom::cell::UnsafeCell;
+    use loom::thread;
+    use std::boxed::Box;
+
+    /// Two values, each behind a half; two lines.
+    struct Model {
+        readers: Readers,
+        lines: [ReaderLine; 2],
+        locks: [CountedLock<EditLock>; 2],
+        values: [UnsafeCell<u64>; 2],
+    }
+
+    // SAFETY: the test's accesses follow the locks; loom reports it if they do not exclude each other.
+    unsafe impl Sync for Model {}
+
+    impl Model {
+        /// Leaked: loom's threads want what is `'static`.
+        fn new(added: usize) -> &'static Model {
+            let model = Box::leak(Box::new(Model {
+                readers: Readers::default(),
+                lines: Default::default(),
+                locks: [CountedLock::new(), CountedLock::new()],
+                values: [UnsafeCell::new(0), UnsafeCell::new(0)],
+            }));
+            let readers = NonNull::from(&model.readers);
+            for (lock, half) in model.locks.iter_mut().zip([Half::Low, Half::High]) {
+                // SAFETY: it stays.
+                unsafe { lock.count_on(readers, half) };
+            }
+            let model: &'static Model = model;
+            model.lines[..added].iter().for_each(|line| model.add(line));
+            model
+        }
+
+        fn add(&self, line: &'static ReaderLine) {
+            // SAFETY: it stays, and is added once.
+            unsafe { self.readers.add(NonNull::from(line)) };
+        }
+
+        fn look(&'static self, line: usize) -> u64 {
+            let locks = [&self.locks[0], &self.locks[1]];
+            // SAFETY: the line and the locks are of one model.
+            let _inside = unsafe { Inside::enter(&self.lines[line], locks) };
+            // SAFETY: nobody writes while the locks are shared.
+            self.values.iter().map(|value| value.with(|value| unsafe { *value })).sum()
+        }
+
+        fn change(&self, which: usize) {
+            self.locks[which].lock_exclusive();
+            // SAFETY: alone.
+            self.values[which].with_mut(|value| unsafe { *value += 1 });
+            // SAFETY: locked above.
+            unsafe { self.locks[which].unlock_exclusive() };
+        }
+    }
+
+    fn check(test: impl Fn() + Sync + Send + 'static) {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = model.preemption_bound.or(Some(3));
+        model.check(test);
+    }
+
+    fn a_reader_excludes_who_changes() {
+        check(|| {
+            let model = Model::new(2);
+            // On the line that is visited last.
+            let other = thread::spawn(move || model.look(0));
+            model.change(1);
+            assert!(other.join().expect("the reader") <= 1);
+            assert_eq!(model.look(1), 1);
+        });
+    }
+
+    /// Fails with any of the four orderings that are not about the fences weakened: entering, leaving, waiting, opening.
+    #[test]
+    fn loom_readers_of_lines_exclude_who_changes_and_see_it() {
+        a_reader_excludes_who_changes();
+    }
+
+    #[test]
+    #[should_panic(expected = "Causality violation")]
+    fn loom_a_reader_who_does_not_fence_is_not_seen() {
+        let _removed = FencePoint::Counted.remove();
+        a_reader_excludes_who_changes();
+    }
+
+    #[test]
+    #[should_panic(expected = "Causality violation")]
+    fn loom_a_reader_does_not_see_who_does_not_fence() {
+        let _removed = FencePoint::Closed.remove();
+        a_reader_excludes_who_changes();
+    }
+
+    /// A line that is added while somebody closes is visited, or its readers find the lock closed.
+    #[test]
+    fn loom_a_new_line_is_visited() {
+        check(|| {
+            let model = Model::new(1);
+            let other = thread::spawn(move || {
+                model.add(&model.lines[1]);
+                model.look(1)
+            });
+            model.change(0);
+            assert!(other.join().expect("the reader") <= 1);
+        });
+    }
+
+    /// Each half by itself: who changes one value waits for readers of that, and not for those who have the other.
+    #[test]
+    fn loom_halves_do_not_wait_for_each_other() {
+        check(|| {
+            let model = Model::new(2);
+            // SAFETY: the line and the lock are of one model.
+            let _inside = unsafe { Inside::enter(&model.lines[0], [&model.locks[0]]) };
+            let other = thread::spawn(move || model.change(1));
+            model.change(1);
+            other.join().expect("nobody is in its way");
+        });
+    }
+}

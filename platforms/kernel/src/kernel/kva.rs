@@ -1,0 +1,89 @@
+//! Kernel virtual areas of `hugemm-kva` on this machine: the stacks of all CPUs but the first, and what programs take.
+
+use super::arch::Format;
+use super::memory::{KernelEnv, frames};
+use super::once::Once;
+use super::platform::{KERNEL, Kernel};
+use super::tlb::{Hardware, kernel_half, shootdown};
+use super::{layout, tables};
+use crate::MAX_CPUS;
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{CpuCx, Order, VirtAddr, VirtRange};
+use hugemm_clear::Clearer;
+use hugemm_kva::{Kva, KvaParts, KvaSetup, Limits, Place};
+use hugemm_paging::{EditLock, ShootdownPolicy};
+
+/// The types of areas here.
+#[derive(Debug)]
+pub enum OnKernel {}
+
+impl KvaSetup for OnKernel {
+    type Platform = Kernel;
+    type Env = KernelEnv;
+    type Format = Format;
+    type Lock = EditLock;
+    type Tlb = Hardware;
+    type Masks = [AtomicU64; 2];
+}
+
+/// The manager of this kernel's areas.
+pub type KernelAreas = Kva<'static, OnKernel>;
+
+static AREAS: Once<KernelAreas> = Once::new();
+
+/// The manager. After [`init`].
+pub fn areas() -> &'static KernelAreas {
+    AREAS.get()
+}
+
+/// Brings it up. The boot CPU, once, alone, after it has joined the [kernel's half](kernel_half).
+pub(crate) fn init(cx: &CpuCx<'static, Kernel>) {
+    let parts = KvaParts {
+        frames: frames(),
+        table: tables::kernel(),
+        space: kernel_half(),
+        shootdown: shootdown(),
+        clearer: Clearer::uncalibrated(),
+        shootdown_policy: ShootdownPolicy::BATCHED,
+        limits: Limits::of_frames(frames().managed()),
+    };
+    let range =
+        VirtRange::new(VirtAddr::new(layout::AREAS), layout::AREA_BYTES).unwrap_or_else(|error| panic!("{error}"));
+    // SAFETY: nobody else maps anything in that part of the layout; every CPU joins the kernel's half as it starts; the direct map has
+    // every frame. The platform grants no vector registers, so none are used.
+    let areas = unsafe { Kva::new(cx, parts, range) }.unwrap_or_else(|error| panic!("{error}"));
+    // SAFETY: alone, and nobody has asked for it.
+    unsafe { AREAS.set(areas) };
+}
+
+/// Takes the stack of a CPU for good, all zero: [`stack`](super::stack) tells by that how much was used. Its top.
+pub(crate) fn take_stack(cx: &mut CpuCx<'static, Kernel>, cpu: u32) -> u64 {
+    let order = Order::largest_within(layout::STACK_BYTES / hugemm_base::PAGE_BYTES).unwrap_or(Order::ZERO);
+    let stack = areas().alloc_stack(cx, order, name(cpu)).unwrap_or_else(|error| panic!("{error}"));
+    // SAFETY: mapped, and nobody runs on it yet.
+    unsafe { (stack.bottom().get() as *mut u8).write_bytes(0, layout::STACK_BYTES as usize) };
+    stack.top().get()
+}
+
+/// What an address is, if it is one for areas: for reports, in whatever context.
+pub(super) fn what_is(at: u64) -> Option<Place> {
+    let areas = AREAS.try_get()?;
+    // SAFETY: a look under a lock that is only tried: it neither reschedules nor leaves debts behind.
+    let cx = unsafe { CpuCx::new(&KERNEL) };
+    areas.what_is(&cx, VirtAddr::new(at)).filter(|place| *place != Place::Outside)
+}
+
+/// What a CPU is called.
+fn name(cpu: u32) -> &'static str {
+    static NAMES: [[u8; 5]; MAX_CPUS as usize] = {
+        let mut names = [*b"cpu00"; MAX_CPUS as usize];
+        let mut cpu = 0;
+        while cpu < names.len() {
+            names[cpu][3] += cpu as u8 / 10;
+            names[cpu][4] += cpu as u8 % 10;
+            cpu += 1;
+        }
+        names
+    };
+    NAMES.get(cpu as usize).and_then(|name| core::str::from_utf8(name).ok()).unwrap_or("cpu")
+}

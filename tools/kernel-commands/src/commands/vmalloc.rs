@@ -1,0 +1,38 @@
+//! Kernel areas taken and freed, in the ways of Linux's `test_vmalloc`; many freed, batched and page by page. One CPU works; the others
+//! use the kernel's half, so that each flush has to reach them.
+
+use super::{Cx, Failure, vec_of};
+use crate::output::{progress, record};
+use hugemm_base::{Extent, PAGE_BYTES};
+use hugemm_kernel::kva::areas;
+use hugemm_kernel::memory::{frames, managed_bytes};
+use hugemm_kernel::{percpu, tlb};
+use hugemm_workloads::request::Vmalloc;
+use hugemm_workloads::vmalloc::{HELD, Rig, SIZES, Test, Way};
+
+#[inline(never)]
+pub fn run(cx: Cx<'_>, args: &Vmalloc) -> Result<(), Failure> {
+    let flushes = || tlb::shootdown().counts().flushes();
+    let rig = Rig { kva: areas(), frames: frames(), flushes: &flushes };
+    let bytes = managed_bytes() / 4;
+    let mut held = vec_of(HELD, || None)?;
+    let mut pages = vec_of((bytes / PAGE_BYTES) as usize, Extent::default)?;
+    for run in 0..args.runs {
+        progress(run.into(), args.runs.into(), "vmalloc");
+        for test in Test::ALL {
+            percpu::beat();
+            let looped = rig.run(cx, test, args.areas, &mut held)?;
+            record(&looped, &[("test", (&test.name()).into())]);
+        }
+        for size in SIZES {
+            let count = (bytes / size).clamp(1, HELD as u64) as usize;
+            for way in Way::ALL {
+                percpu::beat();
+                let freed = rig.free(cx, size, way, &mut held[..count], &mut pages)?;
+                record(&freed, &[("bytes", size.into()), ("side", (&way.name()).into())]);
+            }
+        }
+    }
+    areas().trim(cx);
+    Ok(())
+}

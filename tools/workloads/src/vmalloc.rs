@@ -1,0 +1,308 @@
+//! Kernel areas taken and freed in the ways of Linux's `test_vmalloc`, by its names; and many areas of one size freed, with one flush for
+//! all that wait and pages as ranges, beside a flush for each area and page by page.
+//!
+//! Nothing touches the memory: what is measured is addresses, blocks, tables and flushes.
+
+use crate::random::Random;
+use crate::record::{Better, Metric, record};
+use hugemm_base::{Clock, Extent, Order, PAGE_BYTES};
+use hugemm_frames::{AllocRequest, Frames, Frozen, Mobility};
+use hugemm_kva::{Area, Cx, Kva, KvaError, KvaSetup, Request};
+
+/// What is taken and freed, in a loop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Test {
+    /// Ten pages.
+    FixSizeAlloc,
+    /// One page, where all holes are as large as that.
+    FullFitAlloc,
+    /// A hundred pages and one, beside thousands of areas.
+    LongBusyListAlloc,
+    /// One to a hundred pages.
+    RandomSizeAlloc,
+    /// Five stacks' worth, aligned to two.
+    FixAlignAlloc,
+    /// One to ten pages, aligned to any power of two up to 4 MiB.
+    RandomSizeAlignAlloc,
+    /// One to four pages, many at a time.
+    Pcpu,
+    /// A page each, many at a time, freed as from an interrupt and given back as a batch.
+    Kvfree,
+}
+
+impl Test {
+    /// All of them.
+    pub const ALL: [Test; 8] = [
+        Test::FixSizeAlloc,
+        Test::FullFitAlloc,
+        Test::LongBusyListAlloc,
+        Test::RandomSizeAlloc,
+        Test::FixAlignAlloc,
+        Test::RandomSizeAlignAlloc,
+        Test::Pcpu,
+        Test::Kvfree,
+    ];
+
+    /// The name that Linux has for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Test::FixSizeAlloc => "fix_size_alloc",
+            Test::FullFitAlloc => "full_fit_alloc",
+            Test::LongBusyListAlloc => "long_busy_list_alloc",
+            Test::RandomSizeAlloc => "random_size_alloc",
+            Test::FixAlignAlloc => "fix_align_alloc",
+            Test::RandomSizeAlignAlloc => "random_size_align_alloc",
+            Test::Pcpu => "pcpu",
+            Test::Kvfree => "kvfree",
+        }
+    }
+}
+
+/// Areas that are held at a time, at most.
+pub const HELD: usize = 2048;
+
+/// What a loop took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Looped {
+    /// Areas taken and freed.
+    pub areas: u64,
+    /// Nanoseconds.
+    pub nanos: u64,
+    /// Flushes.
+    pub flushes: u64,
+    /// Lock rounds of the page allocator's nodes.
+    pub lock_rounds: u64,
+}
+
+record! {
+    Looped = "vmalloc" { areas: u64, nanos: u64, flushes: u64, lock_rounds: u64, }
+}
+
+/// What is said of a loop.
+pub const LOOPED: [Metric<Looped>; 3] = [
+    Metric::new("bench.vmalloc.pair", "ns", |it: &Looped| it.nanos as f64 / it.areas as f64)
+        .column("ns per area")
+        .better(Better::Lower),
+    Metric::new("bench.vmalloc.flushes", "count", |it: &Looped| it.flushes as f64 * 1000.0 / it.areas as f64)
+        .column("flushes per 1000 frees"),
+    Metric::new("bench.vmalloc.lock_rounds", "count", |it: &Looped| it.lock_rounds as f64 / it.areas as f64)
+        .column("the allocator's lock rounds per area"),
+];
+
+/// How areas are freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// One flush for all that wait; pages as ranges.
+    Batched,
+    /// A flush for each area; page by page.
+    EachPage,
+}
+
+impl Way {
+    /// Both.
+    pub const ALL: [Way; 2] = [Way::Batched, Way::EachPage];
+
+    /// The side that it is in results.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Way::Batched => "batched",
+            Way::EachPage => "page by page",
+        }
+    }
+}
+
+/// Bytes of the areas that are freed, and how many bytes there are of them.
+pub const SIZES: [u64; 3] = [512 << 10, 2 << 20, 16 << 20];
+
+/// What freeing took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Freed {
+    /// Areas.
+    pub areas: u64,
+    /// Nanoseconds.
+    pub nanos: u64,
+    /// Flushes.
+    pub flushes: u64,
+}
+
+record! {
+    Freed = "vmalloc-free" { areas: u64, nanos: u64, flushes: u64, }
+}
+
+/// What is said of it.
+pub const FREED: [Metric<Freed>; 2] = [
+    Metric::new("bench.vmalloc.freed", "areas/s", |it: &Freed| it.areas as f64 * 1e9 / it.nanos as f64)
+        .column("areas/s")
+        .better(Better::Higher),
+    Metric::new("bench.vmalloc.free_flushes", "count", |it: &Freed| it.flushes as f64 * 1000.0 / it.areas as f64)
+        .column("flushes per 1000"),
+];
+
+/// A manager of areas as the workload uses it.
+pub struct Rig<'a, 'm, S: KvaSetup> {
+    /// The manager.
+    pub kva: &'a Kva<'m, S>,
+    /// The allocator below it.
+    pub frames: &'a Frames<'m, S::Env>,
+    /// How many flushes there have been.
+    pub flushes: &'a dyn Fn() -> u64,
+}
+
+impl<S: KvaSetup> Rig<'_, '_, S>
+where
+    S::Platform: Clock,
+{
+    /// `f`, timed and counted; it returns how many areas it took and freed.
+    fn counted(
+        &self,
+        cx: &mut Cx<'_, S>,
+        f: impl FnOnce(&Self, &mut Cx<'_, S>) -> Result<u64, KvaError>,
+    ) -> Result<Looped, KvaError> {
+        let (flushes, rounds) = ((self.flushes)(), self.frames.stats(cx).lock_rounds);
+        let start = cx.platform().now_ns();
+        let areas = f(self, cx)?;
+        let nanos = cx.platform().now_ns().saturating_sub(start);
+        // The question itself takes each lock once.
+        let lock_rounds = self.frames.stats(cx).lock_rounds.saturating_sub(rounds + u64::from(self.frames.nodes()));
+        Ok(Looped { areas, nanos, flushes: (self.flushes)() - flushes, lock_rounds })
+    }
+
+    fn pair(&self, cx: &mut Cx<'_, S>, request: Request) -> Result<(), KvaError> {
+        let area = self.kva.alloc(cx, request)?;
+        self.kva.free(cx, area).map_err(|(error, _)| error)
+    }
+
+    fn take_all(&self, cx: &mut Cx<'_, S>, request: Request, held: &mut [Option<Area>]) -> Result<(), KvaError> {
+        held.iter_mut().try_for_each(|place| {
+            *place = Some(self.kva.alloc(cx, request)?);
+            Ok(())
+        })
+    }
+
+    fn free_all<'h>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        held: impl IntoIterator<Item = &'h mut Option<Area>>,
+    ) -> Result<(), KvaError> {
+        held.into_iter()
+            .filter_map(Option::take)
+            .try_for_each(|area| self.kva.free(cx, area).map_err(|(error, _)| error))
+    }
+
+    /// One test, in which about `areas` areas are taken and freed. `held` has [`HELD`] places, all empty, as they are afterwards.
+    ///
+    /// # Errors
+    ///
+    /// What a request was refused for.
+    pub fn run(
+        &self,
+        cx: &mut Cx<'_, S>,
+        test: Test,
+        areas: u64,
+        held: &mut [Option<Area>],
+    ) -> Result<Looped, KvaError> {
+        let pages = |pages: u64| Request::new(pages * PAGE_BYTES, test.name());
+        let mut random = Random::new(areas);
+        self.kva.flush(cx);
+        match test {
+            Test::FullFitAlloc => {
+                self.take_all(cx, pages(1), held)?;
+                self.free_all(cx, held.iter_mut().step_by(2))?;
+                self.kva.flush(cx);
+            }
+            Test::LongBusyListAlloc => self.take_all(cx, pages(1), held)?,
+            _ => {}
+        }
+        let looped = self.counted(cx, |rig, cx| {
+            let mut done = 0;
+            while done < areas {
+                let request = match test {
+                    Test::FixSizeAlloc => pages(10),
+                    Test::FullFitAlloc => pages(1),
+                    Test::LongBusyListAlloc => pages(if done.is_multiple_of(2) { 100 } else { 1 }),
+                    Test::RandomSizeAlloc => pages(1 + random.below(100)),
+                    Test::FixAlignAlloc => pages(20).aligned(8 * PAGE_BYTES),
+                    Test::RandomSizeAlignAlloc => pages(1 + random.below(10)).aligned(PAGE_BYTES << random.below(11)),
+                    Test::Pcpu => {
+                        for place in held.iter_mut() {
+                            *place = Some(rig.kva.alloc(cx, pages(1 + random.below(4)))?);
+                        }
+                        rig.free_all(cx, held.iter_mut())?;
+                        done += held.len() as u64;
+                        continue;
+                    }
+                    Test::Kvfree => {
+                        rig.take_all(cx, pages(1), held)?;
+                        for area in held.iter_mut().filter_map(Option::take) {
+                            rig.kva.free_later(cx, area).map_err(|(error, _)| error)?;
+                        }
+                        rig.kva.flush(cx);
+                        done += held.len() as u64;
+                        continue;
+                    }
+                };
+                rig.pair(cx, request)?;
+                done += 1;
+            }
+            Ok(done)
+        });
+        self.free_all(cx, held)?;
+        self.kva.flush(cx);
+        looped
+    }
+
+    /// Takes an area of `bytes` for each place of `held`, and frees all of them, which is timed. `pages` has an extent for each of
+    /// their pages.
+    ///
+    /// # Errors
+    ///
+    /// What a request was refused for.
+    pub fn free(
+        &self,
+        cx: &mut Cx<'_, S>,
+        bytes: u64,
+        way: Way,
+        held: &mut [Option<Area>],
+        pages: &mut [Extent],
+    ) -> Result<Freed, KvaError> {
+        let request = Request::new(bytes, "freed");
+        let each = (bytes / PAGE_BYTES) as usize;
+        self.kva.flush(cx);
+        match way {
+            Way::Batched => self.take_all(cx, request, held)?,
+            Way::EachPage => {
+                for (place, pages) in held.iter_mut().zip(pages.chunks_mut(each)) {
+                    for page in pages.iter_mut() {
+                        let frame = self.frames.alloc(cx, AllocRequest::order(Order::ZERO));
+                        *page = frame.map_err(|_| KvaError::NoMemory)?.into_dirty().into_extent();
+                    }
+                    *place = Some(self.kva.map_pages(cx, pages, request)?);
+                }
+            }
+        }
+        let looped = self.counted(cx, |rig, cx| {
+            for (place, pages) in held.iter_mut().zip(pages.chunks(each)) {
+                let Some(area) = place.take() else { continue };
+                rig.kva.free(cx, area).map_err(|(error, _)| error)?;
+                if way == Way::EachPage {
+                    rig.kva.flush(cx);
+                    for page in pages {
+                        // SAFETY: taken above as a block of order 0; nothing maps it since the flush.
+                        let page = unsafe { Frozen::assume_owned(page.base(), Order::ZERO, Mobility::Unmovable) };
+                        rig.frames.free(cx, page);
+                    }
+                }
+            }
+            rig.kva.flush(cx);
+            Ok(held.len() as u64)
+        })?;
+        let Looped { areas, nanos, flushes, .. } = looped;
+        Ok(Freed { areas, nanos, flushes })
+    }
+}
+
+impl<S: KvaSetup> core::fmt::Debug for Rig<'_, '_, S> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Rig").field("kva", self.kva).finish_non_exhaustive()
+    }
+}
