@@ -28,7 +28,8 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
-        let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
+        // Otherwise a copy that was made before the page became writable, was stored to and became read-only again could take its place.
+        let Some(_claim) = space.claim_any(page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let old = {
