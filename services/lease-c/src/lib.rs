@@ -61,7 +61,7 @@ fn take(bytes: u64, options: Option<&Options>) -> Result<Lease, String> {
     // SAFETY: null, or a number that outlives the call, by the same contract.
     let node = options.and_then(|options| unsafe { options.node.as_ref() });
     let node = node.map(|node| u32::try_from(*node).map_err(|_| format!("{node} is no node"))).transpose()?;
-    let wish = Wish { bytes, page, node, keep: None };
+    let wish = Wish { page, node, ..Wish::of(bytes) };
     let connection = Connection::open(&of(|options| options.socket).map_or_else(default_socket, path));
     let connection = connection.map_err(|error| error.to_string())?;
     let lease = match (of(|options| options.keep), of(|options| options.secret).map(path)) {

@@ -128,7 +128,7 @@ fn a_program_in_python() {
 #[test]
 fn a_program_in_rust() {
     with_daemon("rust", |socket, _| {
-        let wish = Wish { bytes: LEASE, page: None, node: None, keep: None };
+        let wish = Wish::of(LEASE);
         let lease = Connection::open(socket).and_then(|daemon| daemon.lease(wish)).expect("a lease");
         let mapping = lease.map().expect("mapped");
         assert_eq!(mapping.bytes() as u64, LEASE);
@@ -145,7 +145,7 @@ fn a_program_in_rust() {
 #[test]
 fn a_region_of_vm_memory() {
     with_daemon("vm-memory", |socket, _| {
-        let wish = Wish { bytes: LEASE, page: None, node: None, keep: None };
+        let wish = Wish::of(LEASE);
         let lease = Connection::open(socket).and_then(|daemon| daemon.lease(wish)).expect("a lease");
         let file = FileOffset::new(lease.file.try_clone().expect("a descriptor").into(), 0);
         let ranges = [(GuestAddress(0), LEASE as usize, Some(file))];

@@ -5,10 +5,12 @@
 //! | `lend` | which file becomes whose, cut or grown to the length that is asked for |
 //! | `keep` | memory that its owner leases again, by a name and a secret |
 //! | `refill` | what is to be filled, and when filling waits |
+//! | `templates` | memory with the bytes of a file |
 
 mod keep;
 mod lend;
 mod refill;
+mod templates;
 
 use crate::kept::Kept;
 use crate::left::{Watch, Watches};
@@ -18,13 +20,16 @@ use crate::policy::{Asker, LendingPolicy, Who};
 use crate::service;
 use crate::status::{Counts, Filling, KeptMemory, LeaseTimes, Left, Lent, Status};
 use crate::stock::Shapes;
+use crate::template::Template;
 use crate::wire::{Refused, RefusedKind, Seen};
+pub(crate) use refill::Missing;
 use serde::Serialize;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
+use templates::Filled;
 
 /// How long nothing is filled after a file was lent: its program starts then, and filling beside it has it wait for memory and
 /// caches. Then filling has its turn for as long, whoever leases meanwhile: many small leases put it off half of the time at most.
@@ -47,13 +52,15 @@ pub struct PoolConfig {
     pub free: fn(Page, Option<u32>) -> Option<u64>,
     /// How many of them are left to others.
     pub keep_free: u64,
+    /// Files whose bytes are ready in memory, too.
+    pub templates: Vec<Template>,
 }
 
 impl PoolConfig {
     /// From any node, for root and the user `owner`, with nothing known of what is free.
     pub fn new(page: Page, shapes: Shapes, size: u64, owner: u32) -> Self {
         let policy = LendingPolicy::closed(owner);
-        PoolConfig { page, node: None, shapes, size, policy, free: |_, _| None, keep_free: 0 }
+        PoolConfig { page, node: None, shapes, size, policy, free: |_, _| None, keep_free: 0, templates: Vec::new() }
     }
 
     /// How many bytes may be taken.
@@ -78,6 +85,7 @@ pub struct Daemon {
 #[derive(Debug, Default)]
 struct State {
     ready: Vec<MemoryFile>,
+    templates: Vec<Filled>,
     filling: Option<Filling>,
     /// Since when a chunk is being filled.
     chunk: Option<Instant>,
@@ -164,7 +172,9 @@ impl Daemon {
     /// With nothing ready.
     pub fn new(config: PoolConfig) -> Self {
         let policy = RwLock::new(config.policy.clone());
-        Daemon { config, policy, state: Mutex::default(), changed: Condvar::new(), watches: Watches::new(), log: None }
+        let templates = config.templates.iter().cloned().map(Filled::new).collect();
+        let state = Mutex::new(State { templates, ..State::default() });
+        Daemon { config, policy, state, changed: Condvar::new(), watches: Watches::new(), log: None }
     }
 
     /// The same, with a line in `log` for each event.
@@ -267,7 +277,8 @@ impl Daemon {
             let mut state = self.state();
             state.drained = drained;
             self.changed.notify_all();
-            if drained { std::mem::take(&mut state.ready) } else { Vec::new() }
+            let templates: Vec<_> = state.templates.iter_mut().filter_map(|template| template.ready.take()).collect();
+            if drained { std::mem::take(&mut state.ready).into_iter().chain(templates).collect() } else { Vec::new() }
         };
         // With nothing locked: it takes a while.
         files.iter().for_each(service::let_go);
@@ -332,6 +343,7 @@ impl Daemon {
                 })
                 .collect(),
             left: state.left.iter().map(|(_, _, left)| *left).collect(),
+            templates: state.templates.iter().map(Filled::about).collect(),
             counts: state.counts,
             times: state.times,
         }
@@ -352,7 +364,7 @@ mod tests {
         let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0);
         let daemon = Daemon::with_log(config, OwnedFd::from(write).into());
         let (root, keep) = (&Asker::user(0), KeepAs { name: "a\"b".to_owned(), secret: None });
-        let wish = |bytes| Wish { bytes, page: None, node: None, keep: Some(keep.clone()) };
+        let wish = |bytes| Wish { keep: Some(keep.clone()), ..Wish::of(bytes) };
         let lease = |bytes| daemon.lease(root, 7, &wish(bytes));
         assert!(lease(1).is_err() && lease(page.bytes()).is_err(), "no size; nothing ready");
         // Whatever pages it has: the daemon asks for those that are missing.

@@ -1,8 +1,9 @@
 //! The thread that fills what is missing, chunk by chunk, no faster than it may.
 
 use crate::background;
-use crate::daemon::{Daemon, PoolConfig};
+use crate::daemon::{Daemon, Missing, PoolConfig};
 use crate::memory_file::{FileError, MemoryFile, Page};
+use crate::template::{Source, TemplateError};
 use crate::throttle::{Throttle, machine_is_busy};
 use rustix::io::Errno;
 use std::time::{Duration, Instant};
@@ -39,16 +40,23 @@ fn fill_on(machine: &impl Machine, daemon: &Daemon, manners: &Manners) {
     let mut throttle = Throttle::new(manners.cap.unwrap_or(64 << 30));
     let (mut looked, mut failures) = (None, 0);
     while let Some(missing) = daemon.wait_for_missing() {
-        let (room, all) = (daemon.config().room(), missing.iter().sum());
-        let Some(bytes) = missing.into_iter().find(|bytes| *bytes <= room) else {
+        let (room, all) = (daemon.config().room(), missing.iter().map(|file| file.bytes).sum());
+        let Some(Missing { bytes, template }) = missing.into_iter().find(|file| file.bytes <= room) else {
             daemon.waits(no_pages(daemon.config(), all));
             machine.wait(daemon, RETRY);
             continue;
         };
         daemon.begins(bytes);
-        let file = Filler { machine, daemon, throttle: &mut throttle, looked: &mut looked }.file(bytes, all);
-        let is_full = file.is_some();
-        daemon.fill_ended(file);
+        let mut filler = Filler { machine, daemon, throttle: &mut throttle, looked: &mut looked };
+        let is_full = match template {
+            None => {
+                let file = filler.file(bytes, all, None).unwrap_or_default();
+                let is_full = file.is_some();
+                daemon.fill_ended(file);
+                is_full
+            }
+            Some(index) => filler.template(index, bytes, all),
+        };
         if is_full {
             failures = 0;
         } else {
@@ -151,12 +159,39 @@ struct Filler<'a, M> {
 }
 
 impl<M: Machine> Filler<'_, M> {
+    /// Fills a file with a template's bytes. False if there is no going on for want of pages, or because the daemon is told something else.
+    fn template(&mut self, index: usize, bytes: u64, all: u64) -> bool {
+        let read = self.daemon.open_template(index).and_then(|mut source| {
+            let file = self.file(bytes, all, Some(&mut source))?;
+            let version = source.version;
+            file.map(|file| Ok((file, version, source.end()?))).transpose()
+        });
+        match read.transpose() {
+            Some(result) => self.daemon.template_ended(index, result),
+            None => {
+                self.daemon.fill_ended(None);
+                return false;
+            }
+        }
+        true
+    }
+
     /// A full file, or nothing if there is no going on with it. With it, `all` bytes are missing.
-    fn file(&mut self, bytes: u64, all: u64) -> Option<MemoryFile> {
+    fn file(
+        &mut self,
+        bytes: u64,
+        all: u64,
+        mut source: Option<&mut Source>,
+    ) -> Result<Option<MemoryFile>, TemplateError> {
         let (machine, daemon) = (self.machine, self.daemon);
         let config = daemon.config();
-        let file = MemoryFile::new(config.page, bytes);
-        let file = file.map_err(|error| daemon.waits(no_file(config.page, error))).ok()?;
+        let file = match MemoryFile::new(config.page, bytes) {
+            Ok(file) => file,
+            Err(error) => {
+                daemon.waits(no_file(config.page, error));
+                return Ok(None);
+            }
+        };
         let mut done = 0;
         while done < bytes {
             if self.looked.is_none_or(|looked| machine.now() - looked >= LOOK) {
@@ -166,7 +201,7 @@ impl<M: Machine> Filler<'_, M> {
             daemon.gives_way(self.throttle.halvings());
             let pause = self.throttle.pause(machine.now()).max(daemon.rest());
             if !machine.wait(daemon, pause) {
-                return None;
+                return Ok(None);
             }
             if !daemon.rest().is_zero() {
                 // Another lease meanwhile.
@@ -175,13 +210,14 @@ impl<M: Machine> Filler<'_, M> {
             let chunk = self.throttle.chunk(config.page.bytes()).min(bytes - done);
             if config.room() < chunk {
                 daemon.waits(no_pages(config, all - done));
-                return None;
+                return Ok(None);
             }
             self.throttle.begin(machine.now(), chunk);
             daemon.fills();
             let (time, cpu) = (machine.now(), background::cpu_time());
             match machine.fill(&file, done, done + chunk) {
                 Ok(()) => {
+                    source.as_mut().map_or(Ok(()), |source| source.read(&file, done, done + chunk))?;
                     done += chunk;
                     daemon.filled(chunk, machine.now() - time, background::cpu_time() - cpu);
                 }
@@ -190,15 +226,15 @@ impl<M: Machine> Filler<'_, M> {
                         Some(free) if free >= chunk => not_ours(all - done, free),
                         _ => no_pages(config, all - done),
                     });
-                    return None;
+                    return Ok(None);
                 }
                 Err(error) => {
                     daemon.waits(error.to_string());
-                    return None;
+                    return Ok(None);
                 }
             }
         }
-        Some(file)
+        Ok(Some(file))
     }
 }
 
@@ -439,14 +475,14 @@ mod tests {
             let machine = Full::default();
             let mut throttle = Throttle::new(1 << 30);
             let mut filler = Filler { machine: &machine, daemon: &daemon, throttle: &mut throttle, looked: &mut None };
-            assert!(filler.file(page.bytes(), page.bytes()).is_none());
+            assert!(matches!(filler.file(page.bytes(), page.bytes(), None), Ok(None)));
             daemon.filled(0, Duration::ZERO, Duration::ZERO);
             machine.filled.borrow()[0].0
         };
         looked();
         assert!(daemon.rest().is_zero(), "nobody has leased");
         daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-        let wish = Wish { bytes: page.bytes(), page: None, node: None, keep: None };
+        let wish = Wish::of(page.bytes());
         let leased = Instant::now();
         daemon.lease(&Asker::user(0), 7, &wish).expect("leased");
         assert!(looked() - leased >= REST);

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`memory_file`] | a file of huge pages; that it has been lent is written on itself |
 //! | [`kept`] | memory that outlives its program and the daemon; whose it is, written beside it |
+//! | [`template`] | a snapshot's file whose bytes memory is filled with |
 //! | [`stock`] | which file serves a request, what to fill next |
 //! | [`throttle`] | how fast filling may go |
 //! | [`filler`], [`background`] | the thread that fills, and how it gives way |
@@ -41,5 +42,6 @@ pub mod service;
 pub mod status;
 pub mod stock;
 pub mod supervisor;
+pub mod template;
 pub mod throttle;
 pub mod wire;

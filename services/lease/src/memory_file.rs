@@ -188,6 +188,17 @@ impl MemoryFile {
         }
     }
 
+    /// Has a part of it, of whole pages, written by `write`.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::Refused`]: no address space.
+    pub(crate) fn with_bytes<R>(&self, from: u64, to: u64, write: impl FnOnce(&mut [u8]) -> R) -> Result<R, FileError> {
+        let window = Window::new(self.fd.as_fd(), from, to - from)?;
+        // SAFETY: mapped for as long as `window`; a file that is being filled is this thread's alone.
+        Ok(write(unsafe { std::slice::from_raw_parts_mut(window.at.as_ptr().cast(), window.bytes) }))
+    }
+
     /// Makes it `bytes` long, by giving pages at the end back, or by making room for more, which are to be
     /// [filled](MemoryFile::fill).
     ///

@@ -195,6 +195,7 @@ mod tests {
             drained: false,
             leases: vec![Lent { lease: 1, uid: 0, pid: 1, bytes: 4 << 20, seconds: 1, seen: None }],
             kept: Vec::new(),
+            templates: Vec::new(),
             left: Vec::new(),
             counts: Counts { hits: 3, misses: 1, fill_cpu_ns: 1_500_000_000, ..Counts::default() },
             times,

@@ -28,6 +28,9 @@ pub struct Status {
     pub kept: Vec<KeptMemory>,
     /// What somebody still has of leases that are over.
     pub left: Vec<Left>,
+    /// What is filled with a file's bytes.
+    #[serde(default)]
+    pub templates: Vec<TemplateMemory>,
     /// Sums since the start.
     pub counts: Counts,
     /// How long those who got a lease waited for it.
@@ -98,6 +101,21 @@ pub struct KeptMemory {
     pub bytes: u64,
     /// The lease that has it now.
     pub lease: Option<u64>,
+}
+
+/// A template.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TemplateMemory {
+    /// Its name.
+    pub name: String,
+    /// Its file's length, if there is one.
+    pub bytes: Option<u64>,
+    /// Whether memory is filled with it.
+    pub ready: bool,
+    /// The digest of its file, once that was read.
+    pub sha256: Option<String>,
+    /// Why nothing is filled with it.
+    pub why: Option<String>,
 }
 
 /// Memory of a lease that is over, which a process has open or mapped still: a child of the one that leased it, say. It counts as its

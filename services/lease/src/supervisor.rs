@@ -113,7 +113,7 @@ impl Lending {
         }
         let no_daemon =
             || NotReplaced::NotLent("the lease daemon is gone; programs that are started anew have leases".to_owned());
-        let wish = Wish { bytes, page: Some(self.page), node: self.node, keep: None };
+        let wish = Wish { page: Some(self.page), node: self.node, ..Wish::of(bytes) };
         match self.connection.as_ref().ok_or_else(no_daemon)?.another(wish) {
             Ok(leased) => {
                 self.budget -= bytes;

@@ -55,6 +55,16 @@ pub struct Wish {
     /// Under which name the memory is kept when its program ends.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep: Option<KeepAs>,
+    /// With the bytes of which template; of its length, if none is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub template: Option<String>,
+}
+
+impl Wish {
+    /// So much, of whatever the daemon has.
+    pub fn of(bytes: u64) -> Self {
+        Wish { bytes, page: None, node: None, keep: None, template: None }
+    }
 }
 
 /// Memory that outlives its program.

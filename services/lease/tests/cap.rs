@@ -24,17 +24,22 @@ fn the_cap_holds() {
         let manners = Manners { cap: Some(CAP), ..Manners::default() };
         // How much was filled at least at a time, and at most at one: a reader that is late must not take that for haste.
         let mut seen: Vec<(Instant, u64, Instant)> = Vec::new();
+        let mut gives_way = false;
         std::thread::scope(|scope| {
             scope.spawn(|| fill(&daemon, &manners));
             let end = Instant::now() + Duration::from_secs(60);
             while seen.last().is_none_or(|(_, filled, _)| *filled < CAPPED) && Instant::now() < end {
                 let before = Instant::now();
-                seen.push((before, daemon.status().counts.filled_bytes, Instant::now()));
+                let status = daemon.status();
+                seen.push((before, status.counts.filled_bytes, Instant::now()));
+                gives_way |= status.filling.is_some_and(|filling| filling.halvings > 0);
                 std::thread::sleep(Duration::from_millis(1));
             }
             daemon.stop();
         });
-        assert_eq!(seen.last().map(|(_, filled, _)| *filled), Some(CAPPED));
+        // While others wait for a CPU it may be a sixty-fourth of the cap, and less: what they leave.
+        let filled = seen.last().map_or(0, |(_, filled, _)| *filled);
+        assert!(filled == CAPPED || gives_way && filled > 0, "{filled} of {CAPPED}");
         for (index, (from, before, _)) in seen.iter().enumerate() {
             let second = seen[index..].iter().take_while(|(_, _, to)| *to - *from <= Duration::from_secs(1));
             let most = second.map(|(_, filled, _)| filled - before).max().unwrap_or(0);

@@ -113,7 +113,7 @@ fn as_member<R: Send>(uid: u32, gid: u32, groups: &[u32], run: impl FnOnce() -> 
 }
 
 fn lease(socket: &Path, uid: u32, bytes: u64) -> Result<Lease, ClientError> {
-    let wish = Wish { bytes, page: None, node: None, keep: None };
+    let wish = Wish::of(bytes);
     as_user(uid, || Connection::open(socket)?.lease(wish))
 }
 
@@ -162,7 +162,7 @@ fn a_quota_is_not_passed_by_ending_leases() {
 fn a_groups_quota_is_shared() {
     with_daemon("group", |socket| {
         let lease = |uid, bytes| {
-            let wish = Wish { bytes, page: None, node: None, keep: None };
+            let wish = Wish::of(bytes);
             as_member(uid, GROUP, &[], || Connection::open(socket)?.lease(wish))
         };
         let (first, second) = (lease(62_001, PAGE).expect("leased"), lease(62_002, PAGE).expect("leased"));
@@ -178,7 +178,7 @@ fn kept_memory_without_a_secret_can_be_forgotten() {
     with_daemon("forget", |socket| {
         let [user, other] = NAMED;
         let keep = KeepAs { name: "cache".to_owned(), secret: None };
-        let wish = Wish { bytes: PAGE, page: None, node: None, keep: Some(keep.clone()) };
+        let wish = Wish { keep: Some(keep.clone()), ..Wish::of(PAGE) };
         let lease = as_user(user, || Connection::open(socket)?.lease(wish)).expect("leased");
         let forget = |uid| {
             let forget = Request::Forget(Forget { keep: keep.clone(), uid: None });
@@ -191,7 +191,7 @@ fn kept_memory_without_a_secret_can_be_forgotten() {
         assert!(status(socket).kept.is_empty());
         // A terminal obeys them, and a status of many would be long.
         let keep = KeepAs { name: "a\u{1b}b".to_owned(), secret: None };
-        let wish = Wish { bytes: PAGE, page: None, node: None, keep: Some(keep) };
+        let wish = Wish { keep: Some(keep), ..Wish::of(PAGE) };
         match as_user(user, || Connection::open(socket)?.lease(wish)) {
             Err(ClientError::Refused(why)) => assert_eq!(why.kind, RefusedKind::Invalid, "{why:?}"),
             other => panic!("{other:?}"),

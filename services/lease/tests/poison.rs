@@ -52,7 +52,7 @@ fn a_file_with_a_broken_page_is_not_lent() {
             return;
         }
         let lease = || {
-            let wish = Wish { bytes: FILE, page: None, node: None, keep: None };
+            let wish = Wish::of(FILE);
             daemon.lease(&Asker::user(0), std::process::id(), &wish)
         };
         let all_there = |file: &OwnedFd| {

@@ -20,70 +20,70 @@ const FEATURES: [&str; 12] = [
     "hypervisor",
 ];
 
-pub fn print(environment: &Environment) {
-    let e = environment;
+/// What is known of the machine, and what makes its figures noisy: a name and a text for each.
+pub fn facts(e: &Environment) -> Vec<(String, String)> {
     let size = |bytes: Option<u64>| bytes.map_or("?".into(), |bytes| Size(bytes).rounded());
     let or_unknown = |text: &Option<String>| text.clone().unwrap_or("unknown".into());
-    println!("machine");
-    println!(
-        "  CPU       {}, {} of {} CPUs usable, {} node{}",
-        or_unknown(&e.cpu.model),
-        e.cpu.allowed_cpus.len(),
-        e.cpu.online_cpus,
-        e.numa_nodes.len(),
-        if e.numa_nodes.len() == 1 { "" } else { "s" }
-    );
-    let features: Vec<&str> =
-        FEATURES.into_iter().filter(|name| e.cpu.features.iter().any(|feature| feature == name)).collect();
-    println!("  features  {}", features.join(" "));
-    println!(
-        "  caches    L1d {}, L2 {}, L3 {}",
-        size(e.caches.l1d_bytes),
-        size(e.caches.l2_bytes),
-        size(e.caches.l3_bytes)
-    );
-    println!(
-        "  memory    {} in all, {} available, {} may be taken",
-        size(e.memory.total_bytes),
-        size(e.memory.available_bytes),
-        size(e.memory.takeable_bytes)
-    );
+    let (usable, nodes) = (e.cpu.allowed_cpus.len(), e.numa_nodes.len());
+    let features = FEATURES.into_iter().filter(|name| e.cpu.features.iter().any(|feature| feature == name));
     let preemption = match (&e.kernel.preemption, e.kernel.preemption_dynamic) {
-        (Some(model), _) => model.clone(),
-        (None, true) => "dynamic, value not readable".into(),
-        (None, false) => "unknown".into(),
+        (Some(model), _) => model,
+        (None, true) => "dynamic, value not readable",
+        (None, false) => "unknown",
     };
-    println!("  kernel    {}, preemption {preemption}", e.kernel.release);
-    println!(
-        "  pages     THP {} (defrag {}), {}",
-        or_unknown(&e.transparent_huge_pages.enabled),
-        or_unknown(&e.transparent_huge_pages.defrag),
-        e.hugetlb_pools
-            .iter()
-            .map(|pool| format!("hugetlb {}: {} pages", Size(pool.page_bytes), pool.total_pages.unwrap_or(0)))
-            .collect::<Vec<_>>()
-            .join(", ")
-    );
-    for region in &e.regions {
-        println!(
-            "  {:9} {} of {} in {} pages",
-            region.label,
-            Size(region.huge_bytes.max(if region.page_bytes == e.base_page_bytes { region.bytes } else { 0 })),
-            Size(region.bytes),
-            Size(region.page_bytes)
-        );
-    }
-    if let Some(guest) = &e.guest {
-        println!(
-            "  guest     {} under {}, {} CPUs, {} of memory, {}",
-            guest.kernel,
-            guest.machine,
-            guest.cpus,
-            Size(guest.memory_bytes).rounded(),
-            guest.interrupt_controller
-        );
-    }
-    for note in checks::notes(e) {
-        println!("  note      {note}");
-    }
+    let pools = e.hugetlb_pools.iter();
+    let pools = pools.map(|pool| format!("hugetlb {}: {} pages", Size(pool.page_bytes), pool.total_pages.unwrap_or(0)));
+    let mut facts = vec![
+        (
+            "CPU",
+            format!(
+                "{}, {usable} of {} CPUs usable, {nodes} node{}",
+                or_unknown(&e.cpu.model),
+                e.cpu.online_cpus,
+                if nodes == 1 { "" } else { "s" }
+            ),
+        ),
+        ("features", features.collect::<Vec<_>>().join(" ")),
+        (
+            "caches",
+            format!("L1d {}, L2 {}, L3 {}", size(e.caches.l1d_bytes), size(e.caches.l2_bytes), size(e.caches.l3_bytes)),
+        ),
+        (
+            "memory",
+            format!(
+                "{} in all, {} available, {} may be taken",
+                size(e.memory.total_bytes),
+                size(e.memory.available_bytes),
+                size(e.memory.takeable_bytes)
+            ),
+        ),
+        ("kernel", format!("{}, preemption {preemption}", e.kernel.release)),
+        (
+            "pages",
+            format!(
+                "THP {} (defrag {}), {}",
+                or_unknown(&e.transparent_huge_pages.enabled),
+                or_unknown(&e.transparent_huge_pages.defrag),
+                pools.collect::<Vec<_>>().join(", ")
+            ),
+        ),
+    ];
+    facts.extend(e.regions.iter().map(|region| {
+        let huge = region.huge_bytes.max(if region.page_bytes == e.base_page_bytes { region.bytes } else { 0 });
+        let page = Size(region.page_bytes);
+        (&*region.label, format!("{} of {} in {page} pages", Size(huge), Size(region.bytes)))
+    }));
+    facts.extend(e.guest.as_ref().map(|guest| {
+        let (memory, interrupts) = (Size(guest.memory_bytes).rounded(), &guest.interrupt_controller);
+        let text =
+            format!("{} under {}, {} CPUs, {memory} of memory, {interrupts}", guest.kernel, guest.machine, guest.cpus);
+        ("guest", text)
+    }));
+    facts.extend(checks::notes(e).map(|note| ("note", note)));
+    facts.into_iter().map(|(what, text)| (what.to_owned(), text)).collect()
+}
+
+pub fn print(environment: &Environment) {
+    println!("machine");
+    facts(environment).iter().for_each(|(what, text)| println!("  {what:9} {text}"));
 }

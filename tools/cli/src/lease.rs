@@ -3,7 +3,9 @@
 pub mod args;
 pub mod bench;
 pub mod doctor;
+mod pins;
 pub mod pool;
+mod restore;
 mod scrub;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -86,8 +88,9 @@ fn daemon(args: &Lease) -> Result<Connection> {
 }
 
 fn lease(args: &Lease) -> Result<Leased> {
-    let bytes = args.size.context("no SIZE")?.0;
-    let wish = Wish { bytes, page: args.page, node: args.node, keep: None };
+    // Of a template its own length.
+    let bytes = args.size.map_or(0, |size| size.0);
+    let wish = Wish { page: args.page, node: args.node, template: args.template.clone(), ..Wish::of(bytes) };
     let daemon = daemon(args)?;
     let lease = match (&args.keep, &args.secret) {
         (Some(name), Some(secret)) => daemon.lease_kept(wish, name, secret),

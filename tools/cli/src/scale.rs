@@ -142,7 +142,7 @@ impl Cost {
 
     /// On how many CPUs no more can be had; infinite if nothing is shared.
     fn saturates(self) -> f64 {
-        (self.alone + self.transfers) / (self.transfers + self.held)
+        ((self.alone + self.transfers) / (self.transfers + self.held)).max(1.0)
     }
 }
 

@@ -18,7 +18,6 @@
 //! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
 //! | [`random`] | random numbers that are the same everywhere |
 //! | [`record`] | what a run measured: sent by name, rendered on the host |
-//! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 //! | [`request`] | which of them the reference kernel runs, with which arguments |
 //! | [`words`] | how arguments are written as one line |
 //! | `options`, `size` | how a command line's are read; with the feature `clap` |
@@ -33,7 +32,6 @@ pub mod options;
 pub mod pool;
 pub mod random;
 pub mod record;
-pub mod replay;
 pub mod request;
 pub mod shootdown;
 #[cfg(feature = "clap")]

@@ -1,4 +1,4 @@
-//! Who was used: ageing in all its ways, working sets, and what TLBs hide.
+//! Who was used: ageing in all its ways, and what TLBs hide.
 
 use crate::rig::{Handle, NODE, Rig, Size, bounds, span, with_cpu};
 use crate::rules::{AT, SIZE, SIZES, filled};
@@ -117,41 +117,6 @@ fn forget<'h>(rig: &Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, space: &Handle<'_,
     let mut batch = ShootdownBatch::new(space.tlb());
     batch.changed(span(AT, 1 << 30), PageSize::Size4K);
     let _ = batch.flush(rig.vm.shootdown(), cx, &ShootdownPolicy::BATCHED);
-}
-
-/// Others may take accessed bits too, and flush nothing. Speculation may set more than was used, never fewer.
-#[test]
-fn a_working_set_is_what_was_used_since_the_last_look() {
-    for page in SIZES {
-        with_cpu(SIZE, 6, |rig, cx| {
-            let space = filled(rig, cx, page, 4);
-            let at = |index: u64| AT + index * page.bytes();
-            let all = span(AT, 4 * page.bytes());
-            let look = |cx: &mut _, range| {
-                let mut runs = Vec::new();
-                let flushed = rig.vm.shootdown().counts();
-                let pages = rig.vm.test_and_clear_young(cx, &space, range, |run| runs.push(run)).expect("in the space");
-                assert_eq!(rig.vm.shootdown().counts(), flushed, "no TLB was touched");
-                assert_eq!(runs.iter().map(|run| run.pages()).sum::<u64>(), pages);
-                assert!(runs.is_sorted_by_key(|run| run.first_page()));
-                runs
-            };
-            assert_eq!(look(cx, all), [all]);
-            forget(rig, cx, &space);
-            for index in [0, 2, 3] {
-                assert!(rig.get(cx, &space, at(index)).is_ok());
-            }
-            let runs = look(cx, all);
-            let shown = |page: u64| runs.iter().any(|run| (run.first_page()..run.end_page()).contains(&page));
-            assert!([0, 2, 3].into_iter().all(|index| shown(at(index) >> 12)), "{runs:?}");
-            // A part of a page is used as far as it was asked for.
-            forget(rig, cx, &space);
-            assert!(rig.get(cx, &space, at(1)).is_ok());
-            assert_eq!(look(cx, span(at(2) - 4096, 4096)), [span(at(2) - 4096, 4096)]);
-            assert!(rig.vm.test_and_clear_young(cx, &space, span(0, 1 << 48), |_| ()).is_err());
-            rig.end(cx, space);
-        });
-    }
 }
 
 /// What somebody else found used is young for reclaim.

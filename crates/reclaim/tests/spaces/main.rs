@@ -14,5 +14,4 @@ mod shortage;
 mod staying;
 #[path = "../support/mod.rs"]
 mod support;
-mod unhooked;
 mod watched;

@@ -364,3 +364,31 @@ fn a_worker_is_woken_by_who_adds_pages() {
         }
     });
 }
+
+/// As many processes share pages as their references fit without counters, and more: the pages go away and come back.
+#[test]
+fn pages_of_many_processes_go_away() {
+    for (page, pages) in [(PageSize::Size4K, 200), (PageSize::Size2M, 2)] {
+        for children in [13, 14, 15, 30] {
+            with_cpu(Size { mib: 24, ..SIZE }, 67, |rig, cx| {
+                // A frame for each 2 MiB whose pages have so many.
+                rig.kept.store(12, Ordering::Relaxed);
+                let mut spaces = vec![filled(rig, cx, page, pages)];
+                for _ in 0..children {
+                    spaces.push(rig.vm.fork(cx, &spaces[0]).expect("forked"));
+                }
+                let freed: u64 = (0..5).map(|_| rig.evict_all(cx)).sum();
+                assert_eq!(freed, pages * page.pages(), "{page:?} of {children} children");
+                rig.leave(cx, &spaces[0]);
+                for space in spaces {
+                    rig.enter(cx, &space);
+                    for index in [0, pages - 1] {
+                        assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 8), Ok(index + 1));
+                    }
+                    rig.leave(cx, &space);
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+            });
+        }
+    }
+}

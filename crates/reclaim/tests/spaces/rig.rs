@@ -4,7 +4,7 @@
 #![allow(unreachable_pub, reason = "one test's modules")]
 
 use crate::support::Runs;
-use crate::watched::{Stop, Watched};
+use crate::watched::Watched;
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{
@@ -52,9 +52,6 @@ impl<'h> Setup for Model<'h> {
 pub struct Deaf<'h> {
     pub mmu: &'h Cpus<'h>,
     pub deaf: AtomicBool,
-    pub interrupts: AtomicU64,
-    /// Before others are asked.
-    pub asking: Stop,
 }
 
 // SAFETY: the model's own, unless a test asks for the mistake that it then looks for.
@@ -66,13 +63,7 @@ unsafe impl TlbHw for Deaf<'_> {
         }
     }
 
-    fn broadcast(&self, cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
-        self.asking.pass(cpu.0);
-        None
-    }
-
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
-        self.interrupts.fetch_add(1, Ordering::Relaxed);
         TlbHw::interrupt(self.mmu, cpu, first, cpus, serve);
     }
 
@@ -204,7 +195,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = TlbShootdown::<Deaf<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
-    let hardware = Deaf { mmu, deaf: AtomicBool::new(false), interrupts: AtomicU64::new(0), asking: Stop::default() };
+    let hardware = Deaf { mmu, deaf: AtomicBool::new(false) };
     // SAFETY: the model's CPUs, and one view of the slices.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, hardware) }.expect("enough words");
     let features = Features::detect();

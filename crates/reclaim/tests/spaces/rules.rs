@@ -1,10 +1,10 @@
-//! Pages go away and come back: one CPU, one rule each.
+//! Pages go away and come back: one CPU, one rule each. Of shared objects and what is unmapped meanwhile: the tests of `hugemm-vm`.
 
-use crate::rig::{Handle, Rig, Size, bounds, span, with_cpu};
+use crate::rig::{Handle, Rig, Size, span, with_cpu};
 use hugemm_base::{PageSize, VirtAddr};
 use hugemm_paging::Lookup;
 use hugemm_reclaim::{LruPolicy, Swap};
-use hugemm_vm::{Backing, VmError, VmaKind};
+use hugemm_vm::VmaKind;
 
 pub(crate) const AT: u64 = 0x4000_0000;
 pub(crate) const SIZE: Size =
@@ -58,27 +58,6 @@ fn private_pages_go_away_and_come_back() {
 }
 
 #[test]
-fn unmapping_what_is_away_frees_its_slots() {
-    for page in SIZES {
-        with_cpu(SIZE, 2, |rig, cx| {
-            let space = filled(rig, cx, page, 3);
-            (0..3).for_each(|_| _ = rig.evict_all(cx));
-            assert!(rig.store.stats(cx).stores > 0);
-            rig.vm.unmap(cx, &space, span(AT + page.bytes(), page.bytes())).expect("unmapped");
-            assert_eq!(rig.get(cx, &space, AT + 8), Ok(1));
-            assert_eq!(
-                rig.get(cx, &space, AT + page.bytes() + 8),
-                Err(VmError::NoArea { at: VirtAddr::new(AT + page.bytes() + 8) })
-            );
-            assert_eq!(rig.get(cx, &space, AT + 2 * page.bytes() + 8), Ok(3));
-            // One stays away: its slot goes with the space.
-            (0..3).for_each(|_| _ = rig.evict_all(cx));
-            rig.end(cx, space);
-        });
-    }
-}
-
-#[test]
 fn a_fork_shares_what_is_away_and_each_gets_its_own() {
     for page in SIZES {
         with_cpu(SIZE, 3, |rig, cx| {
@@ -108,46 +87,6 @@ fn a_fork_shares_what_is_away_and_each_gets_its_own() {
             for space in [parent, child, grandchild] {
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
-        });
-    }
-}
-
-#[test]
-fn a_shared_page_is_stored_once_and_read_once() {
-    for page in SIZES {
-        with_cpu(SIZE, 4, |rig, cx| {
-            let object = rig.vm.create_shared(cx, 2 * page.pages(), page, false).expect("an object");
-            let spaces: Vec<_> = (0..5)
-                .map(|_| {
-                    let space = rig.vm.create(cx, bounds()).expect("a space");
-                    let from = Backing::Shared(&object, 0);
-                    rig.vm.map(cx, &space, span(AT, 2 * page.bytes()), VmaKind::private(page), from).expect("an area");
-                    space
-                })
-                .collect();
-            for (value, space) in (1..).zip(&spaces) {
-                rig.enter(cx, space);
-                rig.put(cx, space, AT + value * 8, value).expect("memory");
-                rig.leave(cx, space);
-            }
-            (0..3).for_each(|_| _ = rig.evict_all(cx));
-            let stats = rig.store.stats(cx);
-            assert_eq!((stats.stores, stats.loads), (page.pages(), 0));
-            for space in &spaces {
-                rig.enter(cx, space);
-                for value in 1..=5 {
-                    assert_eq!(rig.get(cx, space, AT + value * 8), Ok(value));
-                }
-                rig.leave(cx, space);
-            }
-            assert_eq!(rig.store.stats(cx).loads, page.pages(), "one read serves all");
-            // Away again, and the object goes with what is in swap.
-            (0..3).for_each(|_| _ = rig.evict_all(cx));
-            for space in spaces {
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-            assert!(rig.store.stats(cx).pages > 0);
-            rig.vm.close(cx, object).expect("its own");
         });
     }
 }

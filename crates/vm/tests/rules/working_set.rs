@@ -34,7 +34,9 @@ fn look<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Process<'h>, range: Ran
     let asked = span(AT + (range.start << 12), (range.end - range.start) << 12);
     let mut runs: Vec<Range<u64>> = Vec::new();
     let show = |run: VirtRange| runs.push(run.first_page() - FIRST..run.first_page() - FIRST + run.pages());
+    let flushes = rig.flushes();
     let pages = rig.vm.test_and_clear_young(cx, space, asked, show).expect("in the space");
+    assert_eq!(rig.flushes(), flushes, "no TLB is touched");
     assert_eq!(runs.iter().map(|run| run.end - run.start).sum::<u64>(), pages);
     runs
 }

@@ -61,10 +61,10 @@ impl Daemon {
             Err(_) => state.counts.refused += 1,
         }
         drop(state);
-        let (uid, bytes, ms) = (asker.uid, wish.bytes, asked.elapsed().as_micros() as f64 / 1e3);
+        let (uid, ms) = (asker.uid, asked.elapsed().as_micros() as f64 / 1e3);
         match &result {
             // Without the secret.
-            Ok((Leased { lease, filled_late, resumed, .. }, _)) => self.log(
+            Ok((Leased { lease, bytes, filled_late, resumed, .. }, _)) => self.log(
                 "leased",
                 json!({
                     "lease": lease, "uid": uid, "pid": pid, "bytes": bytes, "filled_late": filled_late,
@@ -74,7 +74,7 @@ impl Daemon {
             Err(Refused { kind, message }) => {
                 self.log(
                     "refused",
-                    json!({ "uid": uid, "pid": pid, "bytes": bytes, "kind": kind, "message": message }),
+                    json!({ "uid": uid, "pid": pid, "bytes": wish.bytes, "kind": kind, "message": message }),
                 );
             }
         }
@@ -87,13 +87,22 @@ impl Daemon {
         if wish.page.is_some_and(|wanted| wanted != *page) {
             return invalid(format!("this daemon has pages of {page}; ask without --page, or ask another daemon"));
         }
-        if wish.bytes == 0 || !wish.bytes.is_multiple_of(page.bytes()) {
-            return invalid(format!("{} bytes are not a multiple of the page size, {}", wish.bytes, page.bytes()));
+        let template = wish.template.as_ref().map(|name| self.template(asker, name).map(|found| (name, found)));
+        let template = match template.transpose()? {
+            Some((name, (_, bytes))) if wish.bytes != 0 && wish.bytes != bytes => {
+                return invalid(format!("template `{name}` has {bytes} bytes, not {}; ask without SIZE", wish.bytes));
+            }
+            Some(_) if wish.keep.is_some() => {
+                return invalid("a template's bytes are leased anew each time; ask without --keep".to_owned());
+            }
+            found => found.map(|(_, found)| found),
+        };
+        let bytes = template.map_or(wish.bytes, |(_, bytes)| bytes);
+        if bytes == 0 || !bytes.is_multiple_of(page.bytes()) {
+            return invalid(format!("{bytes} bytes are not a multiple of the page size, {}", page.bytes()));
         }
-        if wish.bytes > self.config.size {
-            let message =
-                format!("{} bytes are more than the pool's {}; serve a larger one", wish.bytes, self.config.size);
-            return invalid(message);
+        if bytes > self.config.size && template.is_none() {
+            return invalid(format!("{bytes} bytes are more than the pool's {}; serve a larger one", self.config.size));
         }
         if wish.node.is_some() && wish.node != *node {
             return invalid(match node {
@@ -105,7 +114,7 @@ impl Daemon {
         if wish.keep.as_ref().is_some_and(|keep| !is_name(&keep.name)) {
             return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes, and no control characters"));
         }
-        if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, wish.bytes, keep)) {
+        if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, bytes, keep)) {
             return resumed;
         }
         let entered = {
@@ -113,43 +122,47 @@ impl Daemon {
             state.forget_returned(&self.watches);
             let policy = self.policy();
             let account = policy.account(asker);
-            let allowed = policy.allows(asker, wish.bytes, state.has(account), *node);
+            let allowed = policy.allows(asker, bytes, state.has(account), *node);
             allowed.map_err(|why: Refusal| refused(RefusedKind::LendingPolicy, why.to_string()))?;
             // Entered before anything is taken, so that two requests at once do not pass the quota together.
             let keep = wish.keep.as_ref().map(|keep| keep.name.clone());
-            Entered { daemon: self, lease: state.enter((asker.uid, account), pid, wish.bytes, keep, None) }
+            Entered { daemon: self, lease: state.enter((asker.uid, account), pid, bytes, keep, None) }
         };
-        let (file, filled_late, watch) = self.take(asker, wish.bytes)?;
+        let (file, filled_late, watch) = self.take(asker, bytes, template.map(|(index, _)| index))?;
         if let Some(entered) = self.state().leases.get_mut(&entered.lease) {
             entered.watch = watch;
         }
-        let (lease, bytes, page, node) = (entered.lease, wish.bytes, *page, *node);
+        let (lease, page, node) = (entered.lease, *page, *node);
         let leased = Leased { lease, bytes, page, node, filled_late, secret: None, resumed: false };
         let given = self.keep(asker, pid, leased, file, wish.keep.as_ref())?;
         std::mem::forget(entered);
         Ok(given)
     }
 
-    /// A file of the length, marked as lent, how many bytes of it were filled just now, and what says whether anybody has it.
-    fn take(&self, asker: &Asker, bytes: u64) -> Result<(MemoryFile, u64, Option<Watch>), Refused> {
-        let short = |had, why: &str| {
-            let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
-            Err(refused(RefusedKind::Empty, message))
+    /// A file that is ready for that length, if one may be had.
+    fn take_ready(&self, bytes: u64) -> Result<MemoryFile, Refused> {
+        let mut state = self.state();
+        let index = match choose(&state.lengths(), bytes, state.growth()) {
+            Choice::Exact(index) | Choice::Cut(index) | Choice::Grow(index) => index,
+            Choice::Short(had) => return Err(short(bytes, had, "it could not grow just now; ask again in a while")),
+            Choice::Empty => {
+                let why = state.waiting().unwrap_or_else(|| "it is being filled".to_owned());
+                return Err(refused(RefusedKind::Empty, format!("nothing is ready: {why}")));
+            }
         };
+        Ok(state.ready.swap_remove(index))
+    }
+
+    /// A file of the length, marked as lent, how many bytes of it were filled just now, and what says whether anybody has it.
+    fn take(
+        &self,
+        asker: &Asker,
+        bytes: u64,
+        template: Option<usize>,
+    ) -> Result<(MemoryFile, u64, Option<Watch>), Refused> {
         loop {
             let began = Instant::now();
-            let mut file = {
-                let mut state = self.state();
-                let index = match choose(&state.lengths(), bytes, state.growth()) {
-                    Choice::Exact(index) | Choice::Cut(index) | Choice::Grow(index) => index,
-                    Choice::Short(had) => return short(had, "it could not grow just now; ask again in a while"),
-                    Choice::Empty => {
-                        let why = state.waiting().unwrap_or_else(|| "it is being filled".to_owned());
-                        return Err(refused(RefusedKind::Empty, format!("nothing is ready: {why}")));
-                    }
-                };
-                state.ready.swap_remove(index)
-            };
+            let mut file = template.map_or_else(|| self.take_ready(bytes), |index| self.take_filled(index))?;
             service::let_go(&file);
             let had = file.bytes();
             // Whoever fills is told when it is certain that something is missing, and whether a program starts.
@@ -186,7 +199,7 @@ impl Daemon {
                 }
                 Err(why) => {
                     let whole = file.resize(had).is_ok();
-                    if whole {
+                    if whole && template.is_none() {
                         service::store(&file);
                     }
                     let mut state = self.state();
@@ -197,13 +210,19 @@ impl Daemon {
                         let less = state.growth().min((bytes - had) / 2);
                         state.short = Some((less, until));
                     }
-                    state.ready.extend(whole.then_some(file));
+                    // Of a template another is filled.
+                    state.ready.extend((whole && template.is_none()).then_some(file));
                     self.changed.notify_all();
-                    return short(had, &why.to_string());
+                    return Err(short(bytes, had, &why.to_string()));
                 }
             }
         }
     }
+}
+
+fn short(bytes: u64, had: u64, why: &str) -> Refused {
+    let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
+    refused(RefusedKind::Empty, message)
 }
 
 /// Makes a file of `had` filled bytes one of `bytes`, all there and none broken.
@@ -258,7 +277,7 @@ mod tests {
         let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
         let file = MemoryFile::new(page, page.bytes()).expect("a file");
         let lease = |bytes| {
-            let wish = Wish { bytes, page: None, node: None, keep: None };
+            let wish = Wish::of(bytes);
             daemon.lease(&Asker::user(0), 7, &wish)
         };
         daemon.fill_ended(Some(file));
@@ -303,7 +322,7 @@ mod tests {
             }
             assert!(std::thread::Builder::new().spawn(|| ()).is_err(), "no thread");
             daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-            let wish = Wish { bytes: 2 * page.bytes(), page: None, node: None, keep: None };
+            let wish = Wish::of(2 * page.bytes());
             daemon.lease(&Asker::user(61_009), 7, &wish).map(|(leased, _)| leased.filled_late)
         };
         let leased = std::thread::scope(|scope| scope.spawn(alone).join().expect("no panic"));
@@ -326,7 +345,7 @@ mod tests {
         };
         let lease = || {
             daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-            daemon.lease(&Asker::user(61_008), 7, &Wish { bytes: page.bytes(), page: None, node: None, keep: None })
+            daemon.lease(&Asker::user(61_008), 7, &Wish::of(page.bytes()))
         };
         if !rustix::process::geteuid().is_root() {
             eprintln!("skipped: only root gives files away");
@@ -363,7 +382,7 @@ mod tests {
         let free = |page: Page, _| Some(3 * page.bytes());
         let daemon = Daemon::new(PoolConfig { free, keep_free: 2 * page.bytes(), ..config });
         daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-        let wish = Wish { bytes: 3 * page.bytes(), page: None, node: None, keep: None };
+        let wish = Wish::of(3 * page.bytes());
         let refused = daemon.lease(&Asker::user(0), 7, &wish).expect_err("one page may be had");
         assert!(refused.message.contains("no free huge page"), "{refused:?}");
         assert_eq!(daemon.status().ready, [page.bytes()], "and nothing was tried");
@@ -377,7 +396,7 @@ mod tests {
         // Which no machine has.
         let daemon = Daemon::new(PoolConfig { node: Some(1023), ..config });
         daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-        let wish = Wish { bytes: 3 * page.bytes(), page: None, node: None, keep: None };
+        let wish = Wish::of(3 * page.bytes());
         let refused = daemon.lease(&Asker::user(0), 7, &wish).expect_err("no such node");
         assert!(refused.message.contains("set_mempolicy"), "{refused:?}");
     }

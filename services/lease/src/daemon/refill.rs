@@ -13,6 +13,14 @@ use std::time::{Duration, Instant};
 /// largest page some tenths.
 const STARVES: Duration = Duration::from_secs(2);
 
+/// A file that is to be filled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Missing {
+    pub(crate) bytes: u64,
+    /// With the bytes of which template; it is clear otherwise.
+    pub(crate) template: Option<usize>,
+}
+
 impl State {
     /// Why nothing is filled though something is missing: what the thread that fills has said, or that it cannot say anything.
     pub(super) fn waiting(&self) -> Option<String> {
@@ -26,14 +34,19 @@ impl State {
 }
 
 impl Daemon {
-    /// Waits until something is missing, and says how long the files are to be. `None`: the daemon stops.
-    pub(crate) fn wait_for_missing(&self) -> Option<Vec<u64>> {
+    /// Waits until something is missing, and says what. `None`: the daemon stops.
+    pub(crate) fn wait_for_missing(&self) -> Option<Vec<Missing>> {
         let mut state = self.state();
         loop {
             if state.stopping {
                 return None;
             }
-            let missing = missing(&self.config.shapes.0, &state.lengths());
+            let clear = missing(&self.config.shapes.0, &state.lengths()).into_iter();
+            let page = self.config.page.bytes();
+            let templates = state.templates.iter().enumerate();
+            let filled = templates
+                .filter_map(|(index, filled)| Some(Missing { bytes: filled.missing(page)?, template: Some(index) }));
+            let missing: Vec<_> = clear.map(|bytes| Missing { bytes, template: None }).chain(filled).collect();
             if !state.drained && !missing.is_empty() {
                 return Some(missing);
             }
@@ -130,7 +143,7 @@ mod tests {
         let page = Page::Transparent;
         let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), u64::MAX, 0));
         let lease = |bytes| {
-            let wish = Wish { bytes, page: None, node: None, keep: None };
+            let wish = Wish::of(bytes);
             daemon.lease(&Asker::user(0), 7, &wish)
         };
         let fill = || daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
@@ -153,7 +166,7 @@ mod tests {
     fn filling_that_gets_no_cpu_is_seen() {
         let bytes = Page::Huge2M.bytes();
         let daemon = Daemon::new(PoolConfig::new(Page::Huge2M, Shapes(vec![bytes]), bytes, 0));
-        assert_eq!(daemon.wait_for_missing(), Some(vec![bytes]));
+        assert_eq!(daemon.wait_for_missing(), Some(vec![Missing { bytes, template: None }]));
         daemon.begins(bytes);
         daemon.fills();
         assert_eq!(daemon.waiting(), (None, true));

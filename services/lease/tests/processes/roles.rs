@@ -94,7 +94,7 @@ fn listen(keep_privileges: bool) -> Result<OwnedFd, FilterError> {
 }
 
 pub(crate) fn lease(socket: &Path) -> Result<Lease, ClientError> {
-    when_there(socket, |daemon| daemon.lease(Wish { bytes: LEASE, page: None, node: None, keep: None }))
+    when_there(socket, |daemon| daemon.lease(Wish::of(LEASE)))
 }
 
 fn when_there<R>(socket: &Path, ask: impl Fn(Connection) -> Result<R, ClientError>) -> Result<R, ClientError> {
@@ -118,7 +118,7 @@ pub(crate) fn keeper(socket: &Path) {
 
 pub(crate) fn kept(socket: &Path, secret: Option<&str>) -> Result<Lease, ClientError> {
     let keep = KeepAs { name: "cache".to_owned(), secret: secret.map(str::to_owned) };
-    Connection::open(socket)?.lease(Wish { bytes: LEASE, page: None, node: None, keep: Some(keep) })
+    Connection::open(socket)?.lease(Wish { keep: Some(keep), ..Wish::of(LEASE) })
 }
 
 pub(crate) fn with_bytes(file: &OwnedFd, look: impl FnOnce(&mut [u8])) {

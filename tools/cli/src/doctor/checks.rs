@@ -48,16 +48,32 @@ pub struct Finding {
     pub remedy: Option<String>,
 }
 
+/// A row of the table: what was found; and where that is not fine, what follows from it and the way out.
+pub fn row<F: AsRef<str>, R: AsRef<str>>(
+    name: &'static str,
+    fact: impl Into<String>,
+    trouble: Option<(F, R)>,
+) -> Finding {
+    let fact = fact.into();
+    match trouble {
+        None => Finding { name, state: State::Ok, fact, remedy: None },
+        Some((follows, remedy)) => {
+            let (fact, remedy) = (fact + follows.as_ref(), Some(remedy.as_ref().to_owned()));
+            Finding { name, state: State::Limits, fact, remedy }
+        }
+    }
+}
+
 pub fn ok(name: &'static str, fact: impl Into<String>) -> Finding {
-    Finding { name, state: State::Ok, fact: fact.into(), remedy: None }
+    row(name, fact, None::<(&str, &str)>)
 }
 
 /// Something is not, and this is the way out.
-pub fn limits(name: &'static str, fact: impl Into<String>, remedy: impl Into<String>) -> Finding {
-    Finding { name, state: State::Limits, fact: fact.into(), remedy: Some(remedy.into()) }
+pub fn limits(name: &'static str, fact: impl Into<String>, remedy: impl AsRef<str>) -> Finding {
+    row(name, fact, Some(("", remedy)))
 }
 
-fn blocks(name: &'static str, fact: impl Into<String>, remedy: impl Into<String>) -> Finding {
+fn blocks(name: &'static str, fact: impl Into<String>, remedy: impl AsRef<str>) -> Finding {
     Finding { state: State::Blocks, ..limits(name, fact, remedy) }
 }
 
@@ -86,28 +102,19 @@ pub fn notes(environment: &Environment) -> impl Iterator<Item = String> {
 fn cpus(environment: &Environment) -> Finding {
     let cpu = &environment.cpu;
     let (usable, online) = (cpu.allowed_cpus.len(), cpu.online_cpus);
-    let fact = format!("{usable} of {online} CPUs usable, {} cores", cpu.cores);
-    match usable {
-        0 | 1 if online < 2 => limits(
-            "CPUs",
-            format!("{fact}: interference and the goals of two CPUs are not measured"),
-            "use a machine with two CPUs",
-        ),
-        0 | 1 => limits(
-            "CPUs",
-            format!("{fact}: interference and the goals of two CPUs are not measured"),
-            format!("taskset -c 0-{} hugemm …, or widen the cpuset", online - 1),
-        ),
-        _ if usable < online => {
-            limits("CPUs", fact, format!("taskset -c 0-{} hugemm …, or widen the cpuset", online - 1))
-        }
-        _ if cpu.cores < usable => limits(
-            "CPUs",
-            format!("{fact}: two threads of a core share its caches"),
+    let few = ": interference and the goals of two CPUs are not measured";
+    let widen = format!("taskset -c 0-{} hugemm …, or widen the cpuset", online.saturating_sub(1));
+    let trouble = match usable {
+        0 | 1 if online < 2 => Some((few, "use a machine with two CPUs")),
+        0 | 1 => Some((few, &*widen)),
+        _ if usable < online => Some(("", &*widen)),
+        _ if cpu.cores < usable => Some((
+            ": two threads of a core share its caches",
             "echo off | sudo tee /sys/devices/system/cpu/smt/control",
-        ),
-        _ => ok("CPUs", fact),
-    }
+        )),
+        _ => None,
+    };
+    row("CPUs", format!("{usable} of {online} CPUs usable, {} cores", cpu.cores), trouble)
 }
 
 fn quota(environment: &Environment) -> Finding {
@@ -127,70 +134,56 @@ fn features(facts: &Facts) -> Finding {
         let names = facts.primitives.iter().filter(|(_, past)| *past == streaming).map(|(name, _)| *name);
         names.collect::<Vec<_>>().join(" ")
     };
-    let (cached, bulk) = (names(false), names(true));
+    let (cached, mut bulk) = (names(false), names(true));
+    let mut trouble = None;
     if bulk.is_empty() {
-        return limits(
-            "CPU features",
-            format!("cached {cached}; nothing writes past the cache"),
-            "a CPU with streaming stores; in a virtual machine of yours: -cpu host",
-        );
-    }
-    let has = |name: &str| facts.environment.cpu.features.iter().any(|feature| feature == name);
-    let fact = format!("cached {cached}; past the cache {bulk}");
-    if facts.environment.arch == "x86_64" && !has("erms") {
+        bulk += "nothing";
+        trouble = Some(("", "a CPU with streaming stores; in a virtual machine of yours: -cpu host"));
+    } else if facts.environment.arch == "x86_64" && !facts.environment.cpu.features.iter().any(|name| name == "erms") {
         let remedy = "nothing to do; in a virtual machine of yours: -cpu host";
-        return limits("CPU features", format!("{fact}; no erms, so the kernel's own clear is slow"), remedy);
+        trouble = Some(("; no erms, so the kernel's own clear is slow", remedy));
     }
-    ok("CPU features", fact)
+    row("CPU features", format!("cached {cached}; past the cache {bulk}"), trouble)
 }
 
 fn virtualisation(environment: &Environment) -> Finding {
     let machine = &environment.virtualization;
     let product = machine.product.as_deref().unwrap_or("unnamed");
-    if machine.hypervisor {
-        return limits(
+    match machine.hypervisor {
+        true => limits(
             "virtualisation",
             format!("a virtual machine ({product}): first touches cost the host's faults, CPUs may be shared"),
             "measure on bare metal, or compare ratios of one run only",
-        );
+        ),
+        false => ok("virtualisation", "bare metal"),
     }
-    ok("virtualisation", "bare metal")
 }
 
 fn governor(environment: &Environment) -> Finding {
     let frequency = &environment.frequency;
-    match frequency.governor.as_deref() {
-        None => ok("frequency", "not governed from here"),
-        Some("performance") if frequency.boost == Some(true) => limits(
-            "frequency",
-            "governor performance, boost on: short runs are faster than long ones",
-            match environment.frequency.driver.as_deref() {
-                Some(driver) if driver.starts_with("intel") => {
-                    "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
-                }
-                _ => "echo 0 | sudo tee /sys/devices/system/cpu/cpufreq/boost",
-            },
-        ),
-        Some("performance") => ok("frequency", "governor performance"),
-        Some(other) => limits(
-            "frequency",
-            format!("governor {other}: clocks ramp during a run"),
-            "sudo cpupower frequency-set -g performance",
-        ),
-    }
+    let boost = match frequency.driver.as_deref() {
+        Some(driver) if driver.starts_with("intel") => {
+            "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
+        }
+        _ => "echo 0 | sudo tee /sys/devices/system/cpu/cpufreq/boost",
+    };
+    let Some(governor) = frequency.governor.as_deref() else { return ok("frequency", "not governed from here") };
+    let trouble = match governor {
+        "performance" if frequency.boost == Some(true) => {
+            Some((", boost on: short runs are faster than long ones", boost))
+        }
+        "performance" => None,
+        _ => Some((": clocks ramp during a run", "sudo cpupower frequency-set -g performance")),
+    };
+    row("frequency", format!("governor {governor}"), trouble)
 }
 
 fn load(environment: &Environment) -> Finding {
     let cpus = environment.cpu.allowed_cpus.len();
-    match environment.load_average {
-        None => ok("load", "not known"),
-        Some([load, ..]) if load >= 0.5 * cpus as f64 || (cpus > 2 && load >= 1.5) => limits(
-            "load",
-            format!("{load:.2} on {cpus} CPUs: other programs run, figures will spread"),
-            "stop what 'top' shows, or wait a minute",
-        ),
-        Some([load, ..]) => ok("load", format!("{load:.2} on {cpus} CPUs")),
-    }
+    let Some([load, ..]) = environment.load_average else { return ok("load", "not known") };
+    let much = load >= 0.5 * cpus as f64 || (cpus > 2 && load >= 1.5);
+    let trouble = (": other programs run, figures will spread", "stop what 'top' shows, or wait a minute");
+    row("load", format!("{load:.2} on {cpus} CPUs"), much.then_some(trouble))
 }
 
 fn memory(facts: &Facts) -> Finding {
@@ -223,15 +216,13 @@ fn swap(environment: &Environment) -> Finding {
 }
 
 fn locked(facts: &Facts) -> Finding {
-    match facts.environment.memory.memlock_bytes {
-        Some(bytes) if bytes < RECORDING && !facts.root => limits(
-            "locked memory",
-            format!("{} may be locked: too little to record traces for 'hugemm replay'", Size(bytes).rounded()),
-            "record as root, or: ulimit -l unlimited (the hard limit is in /etc/security/limits.conf)",
-        ),
-        Some(bytes) => ok("locked memory", format!("{} may be locked", Size(bytes).rounded())),
-        None => ok("locked memory", "no limit"),
-    }
+    let Some(bytes) = facts.environment.memory.memlock_bytes else { return ok("locked memory", "no limit") };
+    let trouble = (
+        ": too little to record traces for 'hugemm replay'",
+        "record as root, or: ulimit -l unlimited (the hard limit is in /etc/security/limits.conf)",
+    );
+    let few = bytes < RECORDING && !facts.root;
+    row("locked memory", format!("{} may be locked", Size(bytes).rounded()), few.then_some(trouble))
 }
 
 fn transparent(environment: &Environment) -> Finding {
@@ -255,15 +246,12 @@ fn transparent(environment: &Environment) -> Finding {
 }
 
 fn defrag(environment: &Environment) -> Finding {
-    match environment.transparent_huge_pages.defrag.as_deref() {
-        Some(mode @ ("never" | "defer")) => limits(
-            "THP defrag",
-            format!("{mode}: a fault takes a huge page only where one is free"),
-            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/defrag",
-        ),
-        Some(mode) => ok("THP defrag", mode),
-        None => ok("THP defrag", "not known"),
-    }
+    let mode = environment.transparent_huge_pages.defrag.as_deref().unwrap_or("not known");
+    let trouble = (
+        ": a fault takes a huge page only where one is free",
+        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/defrag",
+    );
+    row("THP defrag", mode, matches!(mode, "never" | "defer").then_some(trouble))
 }
 
 fn pool_2m(facts: &Facts) -> Finding {
@@ -286,38 +274,35 @@ fn pool(facts: &Facts, name: &'static str, page: u64, wanted: u64, raise: &str) 
     if facts.pools_writable.contains(&page) {
         return ok(name, format!("{free} free pages; hugemm raises it while it runs and puts it back"));
     }
-    if free >= wanted {
-        return ok(name, format!("{free} free pages"));
-    }
-    limits(name, format!("{free} free pages, and this user may not raise it"), raise)
+    let trouble = (free < wanted).then_some((", and this user may not raise it", raise));
+    row(name, format!("{free} free pages"), trouble)
 }
 
 fn permissions(facts: &Facts) -> Finding {
-    if facts.root {
-        return ok("permissions", "root");
-    }
-    limits("permissions", "not root: pools stay as they are, the preemption model may be unknown", "sudo hugemm …")
+    let trouble = (": pools stay as they are, the preemption model may be unknown", "sudo hugemm …");
+    row("permissions", if facts.root { "root" } else { "not root" }, (!facts.root).then_some(trouble))
 }
 
 fn zeroing(environment: &Environment) -> Finding {
-    match environment.kernel.init_on_alloc {
-        Some(true) => limits(
-            "kernel zeroing",
-            "init_on_alloc=1: the kernel clears every page it allocates, so its side is slower",
-            "boot with init_on_alloc=0",
-        ),
-        Some(false) => ok("kernel zeroing", "init_on_alloc=0"),
-        None => ok("kernel zeroing", "init_on_alloc is the kernel's default"),
-    }
+    let (fact, trouble) = match environment.kernel.init_on_alloc {
+        Some(true) => {
+            let follows = ": the kernel clears every page it allocates, so its side is slower";
+            ("init_on_alloc=1", Some((follows, "boot with init_on_alloc=0")))
+        }
+        Some(false) => ("init_on_alloc=0", None),
+        None => ("init_on_alloc is the kernel's default", None),
+    };
+    row("kernel zeroing", fact, trouble)
 }
 
 fn balancing(environment: &Environment) -> Finding {
     let nodes = environment.numa_nodes.len();
-    if environment.kernel.numa_balancing == Some(true) && nodes > 1 {
-        let fact = format!("{nodes} nodes, balancing on: pages move during a run");
-        return limits("NUMA", fact, "sudo sysctl kernel.numa_balancing=0");
-    }
-    ok("NUMA", if nodes == 1 { "1 node".to_owned() } else { format!("{nodes} nodes, balancing off") })
+    let on = environment.kernel.numa_balancing == Some(true) && nodes > 1;
+    let fact = match nodes {
+        1 => "1 node".to_owned(),
+        _ => format!("{nodes} nodes, balancing {}", if on { "on" } else { "off" }),
+    };
+    row("NUMA", fact, on.then_some((": pages move during a run", "sudo sysctl kernel.numa_balancing=0")))
 }
 
 fn building(facts: &Facts) -> Finding {
@@ -348,19 +333,15 @@ fn qemu(facts: &Facts) -> Finding {
 }
 
 fn kvm(facts: &Facts) -> Finding {
-    match &facts.kvm {
-        Ok(()) => ok("KVM", "/dev/kvm can be opened; 'hugemm boot' sees whether it is faster than emulation"),
-        Err(why) => {
-            let (fact, _) = why.split_once(';').unwrap_or((why, ""));
-            let remedy = match fact.contains("no /dev/kvm") {
-                true => {
-                    "sudo modprobe kvm_amd || sudo modprobe kvm_intel (nested virtualisation must be on); or --accel tcg"
-                }
-                false => "sudo usermod -aG kvm $USER, then log in again; or --accel tcg",
-            };
-            limits("KVM", format!("{fact}: guests are emulated, only ratios and counts mean something"), remedy)
-        }
-    }
+    let Err(why) = &facts.kvm else {
+        return ok("KVM", "/dev/kvm can be opened; 'hugemm boot' sees whether it is faster than emulation");
+    };
+    let (fact, _) = why.split_once(';').unwrap_or((why, ""));
+    let remedy = match fact.contains("no /dev/kvm") {
+        true => "sudo modprobe kvm_amd || sudo modprobe kvm_intel (nested virtualisation must be on); or --accel tcg",
+        false => "sudo usermod -aG kvm $USER, then log in again; or --accel tcg",
+    };
+    limits("KVM", format!("{fact}: guests are emulated, only ratios and counts mean something"), remedy)
 }
 
 #[cfg(test)]

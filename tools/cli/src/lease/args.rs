@@ -3,6 +3,7 @@
 use crate::options::{Calibration, Common, Warmup};
 use clap::{Args, Subcommand, ValueEnum, ValueHint};
 use hugemm_lease::memory_file::Page;
+use hugemm_lease::template::Template;
 use hugemm_workloads::options::runs;
 use hugemm_workloads::size::Size;
 use std::ffi::OsString;
@@ -27,10 +28,10 @@ Memory must be mapped shared. If no daemon answers or nothing is ready, COMMAND 
 #[derive(Debug, Args)]
 pub struct Lease {
     /// How much, in whole pages: one file.
-    #[arg(value_name = "SIZE", required_unless_present = "up_to")]
+    #[arg(value_name = "SIZE", required_unless_present_any = ["up_to", "template"])]
     pub size: Option<Size>,
     /// Lend whatever files of huge pages COMMAND and what it starts make, so much together at most.
-    #[arg(long, value_name = "SIZE", requires = "command", conflicts_with_all = ["size", "fd", "path", "keep"])]
+    #[arg(long, value_name = "SIZE", requires = "command", conflicts_with_all = ["size", "fd", "path", "keep", "template"])]
     pub up_to: Option<Size>,
     /// Say of each file that it was lent, or why not.
     #[arg(long, conflicts_with = "json")]
@@ -41,6 +42,9 @@ pub struct Lease {
     /// From which NUMA node [default: wherever the daemon's are].
     #[arg(long, value_name = "N", value_parser = number)]
     pub node: Option<u32>,
+    /// With the bytes of a file that the daemon serves as this template, and of its length.
+    #[arg(long, value_name = "NAME", conflicts_with = "keep")]
+    pub template: Option<String>,
     /// Keep the memory, with its bytes, under this name when the program ends, for this user to lease again.
     #[arg(long, value_name = "NAME", requires = "secret")]
     pub keep: Option<String>,
@@ -117,8 +121,11 @@ pub struct ForgetKept {
 #[derive(Debug, Args)]
 pub struct Serve {
     /// How much should be ready.
-    #[arg(long)]
-    pub size: Size,
+    #[arg(long, required_unless_present = "template")]
+    pub size: Option<Size>,
+    /// Have memory with the bytes of FILE ready, too, for whoever may read FILE; may be given again for others.
+    #[arg(long, value_name = "NAME=FILE", value_parser = template)]
+    pub template: Vec<Template>,
     /// Of which pages: 2M or 1G from the kernel's pools, thp where there is none.
     #[arg(long, default_value = "2M", value_parser = page)]
     pub page: Page,
@@ -190,6 +197,15 @@ pub struct AskStatus {
 /// Of a node or a user.
 fn number(text: &str) -> Result<u32, String> {
     text.parse().map_err(|_| format!("'{text}' is no number; write one, such as 0"))
+}
+
+fn template(text: &str) -> Result<Template, String> {
+    match text.split_once('=') {
+        Some((name, path)) if !name.is_empty() && !path.is_empty() && !name.contains(char::is_control) => {
+            Ok(Template { name: name.to_owned(), path: path.into() })
+        }
+        _ => Err(format!("'{text}' is no template; write one as NAME=FILE")),
+    }
 }
 
 fn page(text: &str) -> Result<Page, String> {

@@ -2,6 +2,8 @@
 //! with memory that is leased.
 
 use super::args::BenchLease;
+use super::pins;
+use super::restore::{self, Snapshot};
 use crate::document::Row;
 use crate::interference::lines_in;
 use crate::machine::Machine;
@@ -17,13 +19,16 @@ use hugemm_inspect::interrupt;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lease::client::Connection;
 use hugemm_lease::status::{Counts, Status};
-use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
+use hugemm_lease::wire::{Answer, Forget, KeepAs, Request, Wish};
 use hugemm_workloads::chase::Chase;
 use hugemm_workloads::size::Size;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::process::Signal;
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -110,6 +115,16 @@ const NEIGHBOUR: u64 = 16 << 20;
 const LOOK_NS: u64 = 20_000_000;
 
 pub fn run(args: &BenchLease) -> Result<()> {
+    let measured = measure(args);
+    // A terminal's signal reaches children, too, and what ends by it may be seen before this process's own comes.
+    let end = Instant::now() + Duration::from_millis(500);
+    while measured.is_err() && !interrupt::requested() && Instant::now() < end {
+        thread::sleep(Duration::from_millis(5));
+    }
+    measured
+}
+
+fn measure(args: &BenchLease) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let threads = args.threads.map_or(machine.topology.cpus.len(), |threads| threads as usize);
     if let Err(error) = Command::new(&args.qemu).arg("--version").output() {
@@ -120,6 +135,9 @@ pub fn run(args: &BenchLease) -> Result<()> {
     let mut lines = table::new(["size", "memory", "ms", "± stdev", "of prealloc=off"]);
     let (mut rows, mut filled) = (Vec::new(), Counts::default());
     let mut slowed = None;
+    let mut restores = table::new(["size", "memory", "guest answers, ms", "has touched all, ms"]);
+    let mut pins = table::new(["size", "memory", "ms", "ms per GiB"]);
+    let mut template_cpu = Samples::default();
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
         // The machine's or the daemon's, never both.
@@ -132,7 +150,7 @@ pub fn run(args: &BenchLease) -> Result<()> {
         };
         bar.set_message(format!("{size}, {FIRST_USE}"));
         let first_use = first_use(args, bytes, threads)?;
-        let bench = Bench::start(args, bytes, threads)?;
+        let bench = Bench::start(args, bytes, threads, &["--size", &bytes.to_string(), "--shape", &bytes.to_string()])?;
         let mut times = vec![Samples::default(); WAYS.len()];
         for run in 0..repeat.all() {
             for i in 0..WAYS.len() {
@@ -180,6 +198,52 @@ pub fn run(args: &BenchLease) -> Result<()> {
             bar.set_message(format!("{size}, a neighbour"));
             slowed = Some(bench.neighbour(&machine)?);
         }
+        for memory in pins::Memory::ALL {
+            bar.set_message(format!("{size}, pins of {}", memory.name()));
+            let mut times = Samples::default();
+            for _ in 0..repeat.all() {
+                interrupt::check()?;
+                times.push(bench.pin(memory)?.as_secs_f64() * 1e3);
+            }
+            let gib = bytes as f64 / (1u64 << 30) as f64;
+            let cells = [times.median(), times.median() / gib].map(|ms| format!("{ms:.2}"));
+            let [ms, per_gib] = cells;
+            pins.add_row([size.to_string(), memory.name(), ms, per_gib]);
+            rows.push(Row::median("bench.lease.pin", &times, "ms").label("size", bytes).label("memory", memory.name()));
+        }
+        drop(bench);
+        bar.set_message(format!("{size}, a snapshot"));
+        let dir = Scratch::new("snapshot")?;
+        let Some(snapshot) = Snapshot::make(&args.qemu, &dir.0, bytes)? else { continue };
+        let template = format!("{}={}", snapshot.template().name, snapshot.template().path.display());
+        let bench = Bench::start(args, bytes, threads, &["--template", &template])?;
+        for memory in restore::Memory::ALL {
+            let (mut running, mut touched) = (Samples::default(), Samples::default());
+            for run in 0..repeat.all().min(SLOW_RUNS + 1) {
+                interrupt::check()?;
+                bar.set_message(format!("{size}, restored on {}", memory.name()));
+                bench.wait_until("the template is ready", || {
+                    let status = bench.status()?;
+                    Ok(status.leases.is_empty() && status.templates.iter().all(|template| template.ready))
+                })?;
+                let times =
+                    snapshot.restore(memory, bench.lease(&["--template", restore::NAME, "--require", "--"])?)?;
+                if run > 0 || repeat.all() == 1 {
+                    running.push(times.running.as_secs_f64() * 1e3);
+                    touched.push(times.touched.as_secs_f64() * 1e3);
+                }
+            }
+            let cells = [&running, &touched].map(|times| format!("{:.0}", times.median()));
+            let [answers, all] = cells;
+            restores.add_row([size.to_string(), memory.name().to_owned(), answers, all]);
+            for (metric, times) in
+                [("bench.lease.restore_to_running", running), ("bench.lease.restore_to_touched", touched)]
+            {
+                rows.push(Row::median(metric, &times, "ms").label("size", bytes).label("memory", memory.name()));
+            }
+        }
+        let counts = bench.status()?.counts;
+        template_cpu.push(counts.fill_cpu_ns as f64 / 1e9 / (counts.filled_bytes.max(1) as f64 / (1u64 << 30) as f64));
     }
     bar.finish_and_clear();
     if filled.filled_bytes == 0 {
@@ -204,7 +268,30 @@ pub fn run(args: &BenchLease) -> Result<()> {
             slowed.stdev()
         ));
     }
-    machine.show(Results { tables: vec![(title, lines)], remarks, rows, ..Results::default() })
+    let mut tables = vec![(title, lines), ("Pinned by io_uring".to_owned(), pins)];
+    if template_cpu.runs() > 0 {
+        rows.push(Row::median("bench.lease.template_cpu_per_gib", &template_cpu, "s"));
+        remarks.push(format!("a template took the daemon {:.2} s of CPU time per GiB", template_cpu.median()));
+        tables.push(("From exec to a guest that was saved".to_owned(), restores));
+    }
+    machine.show(Results { tables, remarks, rows, ..Results::default() })
+}
+
+/// A directory that goes with this command.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Result<Self> {
+        let dir = std::env::temp_dir().join(format!("hugemm-bench-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).with_context(|| format!("{} cannot be made", dir.display()))?;
+        Ok(Scratch(dir))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
 }
 
 /// A daemon of its own, with one file of the size ready whenever a machine starts.
@@ -213,17 +300,15 @@ struct Bench<'a> {
     bytes: u64,
     threads: usize,
     daemon: Child,
-    dir: PathBuf,
+    dir: Scratch,
 }
 
 impl<'a> Bench<'a> {
-    fn start(args: &'a BenchLease, bytes: u64, threads: usize) -> Result<Self> {
-        let dir = std::env::temp_dir().join(format!("hugemm-bench-lease-{}", std::process::id()));
-        std::fs::create_dir_all(&dir).with_context(|| format!("{} cannot be made", dir.display()))?;
-        let size = format!("{bytes}");
+    fn start(args: &'a BenchLease, bytes: u64, threads: usize, what: &[&str]) -> Result<Self> {
+        let dir = Scratch::new("lease")?;
         let mut daemon = Command::new(std::env::current_exe()?);
-        daemon.args(["pool", "serve", "--page", "2M", "--size", &size, "--shape", &size, "--socket"]);
-        daemon.arg(dir.join("socket")).stdout(Stdio::null()).stderr(Stdio::null());
+        daemon.args(["pool", "serve", "--page", "2M"]).args(what).arg("--socket").arg(dir.0.join("socket"));
+        daemon.stdout(Stdio::null()).stderr(Stdio::null());
         let daemon = end_with_this(&mut daemon, Signal::TERM).spawn().context("the lease daemon cannot be started")?;
         let bench = Bench { args, bytes, threads, daemon, dir };
         bench.wait_until("the daemon answers", || Ok(bench.status().is_ok()))?;
@@ -231,7 +316,7 @@ impl<'a> Bench<'a> {
     }
 
     fn socket(&self) -> PathBuf {
-        self.dir.join("socket")
+        self.dir.0.join("socket")
     }
 
     fn status(&self) -> Result<Status> {
@@ -312,6 +397,19 @@ impl<'a> Bench<'a> {
         Ok(command)
     }
 
+    /// How long all of such memory takes to be pinned.
+    fn pin(&self, memory: pins::Memory) -> Result<Duration> {
+        if memory != pins::Memory::Leased {
+            self.drain()?;
+            return pins::pin(memory, self.bytes, || bail!("nothing is leased"));
+        }
+        self.fill()?;
+        let lease = Connection::open(&self.socket())?.lease(Wish::of(self.bytes))?;
+        let time = pins::pin(memory, self.bytes, || Ok(lease.file.try_clone()?));
+        lease.end()?;
+        time
+    }
+
     /// One start. A filling leaves the caches without QEMU: it comes right before each start but two. `prealloc=off`, which the goals
     /// are held to, is started once more before it is measured, as whoever has no daemon has it; and what is kept has its first start.
     fn once(&self, way: Way) -> Result<Duration> {
@@ -349,7 +447,7 @@ impl<'a> Bench<'a> {
     }
 
     fn secret(&self) -> PathBuf {
-        self.dir.join("secret")
+        self.dir.0.join("secret")
     }
 
     /// Starts a machine on whatever there is.
@@ -421,7 +519,6 @@ impl Drop for Bench<'_> {
     fn drop(&mut self) {
         let _ = self.daemon.kill();
         let _ = self.daemon.wait();
-        let _ = std::fs::remove_dir_all::<&Path>(&self.dir);
     }
 }
 
@@ -447,7 +544,7 @@ fn first_use(args: &BenchLease, bytes: u64, threads: usize) -> Result<Duration> 
 }
 
 /// Has a program end if this thread does, killed or not: nobody else would end it.
-fn end_with_this(command: &mut Command, signal: Signal) -> &mut Command {
+pub(super) fn end_with_this(command: &mut Command, signal: Signal) -> &mut Command {
     let parent = rustix::process::getpid();
     let end = move || {
         rustix::process::set_parent_process_death_signal(Some(signal))?;
@@ -459,17 +556,71 @@ fn end_with_this(command: &mut Command, signal: Signal) -> &mut Command {
     unsafe { command.pre_exec(end) }
 }
 
+/// The lines of a pipe, waited for until a time, or until this command is interrupted.
+pub(super) struct Lines {
+    pipe: OwnedFd,
+    text: Vec<u8>,
+    patience: Duration,
+}
+
+impl Lines {
+    pub(super) fn new(pipe: OwnedFd, patience: Duration) -> Self {
+        Lines { pipe, text: Vec::new(), patience }
+    }
+
+    pub(super) fn next(&mut self) -> Result<String> {
+        let until = Instant::now() + self.patience;
+        loop {
+            if let Some(end) = self.text.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = self.text.drain(..=end).collect();
+                return Ok(String::from_utf8_lossy(&line).into_owned());
+            }
+            interrupt::check()?;
+            if Instant::now() > until {
+                bail!("QEMU has not answered after {} s", self.patience.as_secs());
+            }
+            let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+            match poll(&mut [PollFd::new(&self.pipe, PollFlags::IN)], Some(&moment)) {
+                Ok(0) | Err(Errno::INTR) => continue,
+                other => other?,
+            };
+            let mut part = [0; 4096];
+            let got = rustix::io::retry_on_intr(|| rustix::io::read(&self.pipe, &mut part))?;
+            if got == 0 {
+                bail!("QEMU ended before it answered");
+            }
+            self.text.extend(&part[..got]);
+        }
+    }
+}
+
+/// Ends a machine: by its own command, or, if that takes long, without asking.
+pub(super) fn end(child: &mut Child) {
+    let _ = child.stdin.take().map(|mut input| input.write_all(b"{\"execute\":\"quit\"}\n"));
+    let until = Instant::now() + Duration::from_secs(10);
+    while matches!(child.try_wait(), Ok(None)) {
+        if Instant::now() > until || interrupt::requested() {
+            let _ = child.kill();
+            let _ = child.wait();
+            return;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// How long a machine may take.
+const PATIENCE: Duration = Duration::from_secs(600);
+
 /// Starts a machine, and ends it when it answers. The time since `from`.
 fn until_ready(command: &mut Command, from: Instant) -> Result<Duration> {
     let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = end_with_this(command, Signal::KILL).spawn()?;
     let answered = ask(&mut child).map(|()| from.elapsed());
     // Whatever it answered; dropping its input is not enough for a machine that did not.
-    let _ = child.stdin.take().map(|mut input| input.write_all(b"{\"execute\":\"quit\"}\n"));
     if answered.is_err() {
         let _ = child.kill();
     }
-    child.wait()?;
+    end(&mut child);
     answered
 }
 
@@ -477,10 +628,7 @@ fn until_ready(command: &mut Command, from: Instant) -> Result<Duration> {
 fn ask(child: &mut Child) -> Result<()> {
     let (Some(input), Some(output)) = (child.stdin.as_mut(), child.stdout.take()) else { bail!("no pipes") };
     input.write_all(b"{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"query-status\"}\n")?;
-    for line in BufReader::new(output).lines() {
-        if line?.contains("\"running\"") {
-            return Ok(());
-        }
-    }
-    bail!("QEMU ended before it answered")
+    let mut lines = Lines::new(output.into(), PATIENCE);
+    while !lines.next()?.contains("\"running\"") {}
+    Ok(())
 }

@@ -1,7 +1,7 @@
 //! `hugemm pool doctor`: what of this machine keeps leases from working, or from gaining anything, each with the remedy.
 
 use super::args::Ask;
-use crate::doctor::checks::{Finding, limits, ok};
+use crate::doctor::checks::{Finding, limits, ok, row};
 use crate::document::{self, Document};
 use anyhow::Result;
 use hugemm_base::PageSize;
@@ -177,30 +177,19 @@ const GIB: u64 = 1 << 30;
 const PINNED: u64 = GIB;
 
 fn judge(facts: &Facts) -> Vec<Finding> {
-    vec![
-        daemon(facts),
-        pool(facts),
-        overcommit(facts),
-        cgroups(facts),
-        mounts(facts),
-        seccomp(facts),
-        locked(facts),
-        shared(facts),
-        who(facts),
-    ]
+    const CHECKS: [fn(&Facts) -> Finding; 9] =
+        [daemon, pool, overcommit, cgroups, mounts, seccomp, locked, shared, who];
+    CHECKS.iter().map(|check| check(facts)).collect()
 }
 
 fn daemon(facts: &Facts) -> Finding {
     let sum = |sizes: &[u64]| Size(sizes.iter().sum()).rounded();
     match &facts.daemon {
-        Err((fact, remedy)) => limits("lease daemon", fact.as_str(), remedy.as_str()),
+        Err((fact, remedy)) => limits("lease daemon", fact.as_str(), remedy),
         Ok(status) if status.drained => limits("lease daemon", "drained: it fills nothing", "hugemm pool fill"),
         Ok(status) => {
             let fact = format!("{} of {} ready, pages of {}", sum(&status.ready), sum(&status.wanted), status.page);
-            match &status.waiting {
-                None => ok("lease daemon", fact),
-                Some(why) => limits("lease daemon", format!("{fact}; it waits"), why.as_str()),
-            }
+            row("lease daemon", fact, status.waiting.as_ref().map(|why| ("; it waits", why)))
         }
     }
 }
@@ -219,10 +208,10 @@ fn pool(facts: &Facts) -> Finding {
         return limits(name, "this kernel has none", "hugemm pool serve --page thp");
     };
     let bytes = |pages: u64| Size(pages * PageSize::Size2M.bytes()).rounded();
-    let fact = format!("{}, of which {} are free", bytes(pool.total), bytes(pool.unreserved()));
     // A daemon that has all it wants leaves none free.
     let full = facts.daemon.as_ref().is_ok_and(|status| status.ready.len() == status.wanted.len());
-    if pool.unreserved() > 0 || full { ok(name, fact) } else { limits(name, fact, command.as_str()) }
+    let trouble = (pool.unreserved() == 0 && !full).then_some(("", command));
+    row(name, format!("{}, of which {} are free", bytes(pool.total), bytes(pool.unreserved())), trouble)
 }
 
 fn overcommit(facts: &Facts) -> Finding {
@@ -240,38 +229,35 @@ fn overcommit(facts: &Facts) -> Finding {
 fn cgroups(facts: &Facts) -> Finding {
     let name = "control groups";
     let whose = if facts.daemon.is_ok() { "the daemon's group" } else { "this process's group; no daemon answers" };
-    match &facts.cgroups {
-        None => limits(
-            name,
-            "not known: the daemon's group cannot be seen from here",
-            "cat /sys/fs/cgroup/…/hugetlb.2MB.max in the group that the daemon is in (systemctl show -p ControlGroup)",
-        ),
-        Some(all) => match all.iter().min_by_key(|limit| limit.left()) {
-            None => ok(name, format!("no limit on huge pages or memory of {whose}")),
-            Some(limit) => limits(
-                name,
-                format!("{} leaves {} to {whose}", limit.file.display(), Size(limit.left()).rounded()),
-                format!("echo max | sudo tee {}", limit.file.display()),
-            ),
-        },
+    let Some(all) = &facts.cgroups else {
+        let remedy =
+            "cat /sys/fs/cgroup/…/hugetlb.2MB.max in the group that the daemon is in (systemctl show -p ControlGroup)";
+        return limits(name, "not known: the daemon's group cannot be seen from here", remedy);
+    };
+    match all.iter().min_by_key(|limit| limit.left()) {
+        None => ok(name, format!("no limit on huge pages or memory of {whose}")),
+        Some(limit) => {
+            let (file, left) = (limit.file.display(), Size(limit.left()).rounded());
+            limits(name, format!("{file} leaves {left} to {whose}"), format!("echo max | sudo tee {file}"))
+        }
     }
 }
 
 fn mounts(facts: &Facts) -> Finding {
     let list: Vec<_> = facts.mounts.iter().map(|(directory, options)| format!("{directory} ({options})")).collect();
-    let fact = if list.is_empty() { "none; leases need none".to_owned() } else { list.join(", ") };
-    ok("hugetlb mounts", fact)
+    ok("hugetlb mounts", if list.is_empty() { "none; leases need none".to_owned() } else { list.join(", ") })
 }
 
 fn seccomp(facts: &Facts) -> Finding {
     let name = "seccomp listener";
     match facts.listener {
-        Ok(false) => ok(name, "available"),
-        Ok(true) => limits(
-            name,
-            "available, but setuid helpers of a leased program (qemu-bridge-helper) get no rights",
-            "start it with CAP_SYS_ADMIN, or lease by @LEASE@ or --path",
-        ),
+        Ok(helpers_get_none) => {
+            let trouble = (
+                ", but setuid helpers of a leased program (qemu-bridge-helper) get no rights",
+                "start it with CAP_SYS_ADMIN, or lease by @LEASE@ or --path",
+            );
+            row(name, "available", helpers_get_none.then_some(trouble))
+        }
         Err(error) => limits(name, error.to_string(), "lease by @LEASE@ or --path"),
     }
 }
@@ -293,19 +279,18 @@ fn shared(facts: &Facts) -> Finding {
     match facts.shmem.as_deref() {
         _ if !facts.sys => unknown(name),
         None => limits(name, "this kernel has none", "use the pool: --page 2M"),
-        Some(setting @ ("never" | "deny")) => {
-            limits(name, format!("{setting}: --page thp has nothing to give"), command)
+        Some(setting) => {
+            let off = matches!(setting, "never" | "deny");
+            row(name, setting, off.then_some((": --page thp has nothing to give", command)))
         }
-        Some(setting) => ok(name, setting),
     }
 }
 
 fn who(facts: &Facts) -> Finding {
     let first = facts.holders.iter().take(4).map(|(name, bytes)| format!("{name} {}", Size(*bytes).rounded()));
-    let more = facts.holders.len().saturating_sub(4);
     let mut list = first.collect::<Vec<_>>().join(", ");
-    if more > 0 {
-        list = format!("{list} and {more} more");
+    if facts.holders.len() > 4 {
+        list += &format!(" and {} more", facts.holders.len() - 4);
     }
     let nobody = if rustix::process::geteuid().is_root() { "nobody" } else { "nobody of this user's; root sees all" };
     ok("users of huge pages", if list.is_empty() { nobody.to_owned() } else { list })

@@ -58,12 +58,14 @@ fn forget(args: &ForgetKept) -> Result<()> {
 
 fn serve(args: &Serve) -> Result<()> {
     let machine = Limits::read()?.total;
-    if args.size.0 > machine {
-        bail!(
-            "{} is more than this machine's memory, {}; ask for less with --size",
-            args.size,
-            Size(machine).rounded()
-        );
+    let size = args.size.map_or(0, |size| size.0);
+    if size > machine {
+        let (size, machine) = (Size(size), Size(machine).rounded());
+        bail!("{size} is more than this machine's memory, {machine}; ask for less with --size");
+    }
+    let names = || args.template.iter().map(|template| &template.name);
+    if let Some(name) = names().find(|name| names().filter(|other| other == name).count() > 1) {
+        bail!("there are two templates `{name}`; give each a name of its own");
     }
     let manners = Manners {
         cap: args.max_bandwidth.map(|size| size.0),
@@ -71,7 +73,10 @@ fn serve(args: &Serve) -> Result<()> {
     };
     filler::check(args.node, &manners).map_err(anyhow::Error::msg)?;
     let shapes: Vec<_> = args.shape.iter().map(|shape| (shape.0, shape.1)).collect();
-    let shapes = Shapes::new(&shapes, args.size.0, args.page.bytes())?;
+    let shapes = match args.size {
+        None if shapes.is_empty() => Shapes(Vec::new()),
+        _ => Shapes::new(&shapes, size, args.page.bytes())?,
+    };
     let owner = rustix::process::geteuid().as_raw();
     let policy = match &args.policy {
         None => LendingPolicy::closed(owner),
@@ -97,10 +102,12 @@ fn serve(args: &Serve) -> Result<()> {
     });
     let metrics = metrics.transpose()?;
     let keep_free = args.keep_free.map_or(0, |size| size.0);
-    let config = PoolConfig { page: args.page, node: args.node, shapes, size: args.size.0, policy, free, keep_free };
+    let (page, node, templates) = (args.page, args.node, args.template.clone());
+    let config = PoolConfig { page, node, shapes, size, policy, free, keep_free, templates };
     let log = std::io::stderr().as_fd().try_clone_to_owned().context("no descriptor for the log")?;
     let daemon = Arc::new(Daemon::with_log(config, log.into()));
     daemon.adopt(inherited.files);
+    daemon.look_at_templates();
     adopt(&daemon, inherited.kept);
     if let Some(metrics) = metrics {
         let daemon = Arc::clone(&daemon);
@@ -114,6 +121,7 @@ fn serve(args: &Serve) -> Result<()> {
         let (mut said, mut policy) = (false, policy_file.as_deref().and_then(changed));
         while !interrupt::requested() {
             thread::sleep(Duration::from_millis(100));
+            watched.look_at_templates();
             let (waiting, filling) = watched.waiting();
             if let Some(why) = waiting.as_ref().filter(|_| !said) {
                 watched.log("waiting", json!({ "why": why }));
@@ -228,7 +236,7 @@ fn status(args: &Ask, wait: Option<u64>) -> Result<()> {
 
 /// Whether there is a file for each that should be ready.
 fn is_full(status: &Status) -> bool {
-    status.ready.len() >= status.wanted.len()
+    status.ready.len() >= status.wanted.len() && status.templates.iter().all(|template| template.ready)
 }
 
 fn print(status: &Status) {
@@ -265,6 +273,11 @@ fn print(status: &Status) {
     if !status.left.is_empty() {
         let left: Vec<u64> = status.left.iter().map(|left| left.bytes).collect();
         println!("  left     {} of leases that are over, which other processes of their users still have", sum(&left));
+    }
+    for template in &status.templates {
+        let bytes = template.bytes.map_or(String::new(), |bytes| Size(bytes).rounded());
+        let why = template.why.as_deref().unwrap_or(if template.ready { "ready" } else { "not ready yet" });
+        println!("  template {} {bytes}: {why}", template.name);
     }
     for kept in &status.kept {
         let lease = kept.lease.map_or("nobody has it".to_owned(), |lease| format!("lease {lease}"));

@@ -18,10 +18,10 @@
 //!
 //! Blocks are naturally aligned powers of two, so two of them are either disjoint or one contains the other.
 
+use super::ops::Op;
 use super::parse::Event;
 use hugemm_base::{Extent, Order, Pfn};
 use hugemm_frames::Mobility;
-use hugemm_workloads::replay::Op;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What was in the trace. Events unless it says pages.

@@ -1,5 +1,6 @@
 //! Running a plan: a fresh allocator each time, each operation as the CPU it happened on, one thread.
 
+use super::ops::{Counted, Nobody, Op, Other, ReplayCounts, Slots, run as play};
 use super::plan::Plan;
 use crate::frames::area::AreaPlan;
 use crate::frames::peers::{self, Managed, Peer, Visit};
@@ -10,7 +11,6 @@ use anyhow::{Result, bail};
 use hugemm_base::{CpuCx, CpuId, Extent, Order, Pfn};
 use hugemm_frames::{Frames, NodeStats};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_workloads::replay::{self, Counted, Nobody, Op, Other, ReplayCounts, Slots};
 use indicatif::ProgressBar;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -39,9 +39,8 @@ impl Setup {
     }
 }
 
-/// Nanoseconds of each operation of a kind, the timer's own subtracted, ascending. A kind is `alloc`, `free` or `split`, and a smallest
-/// and a largest order.
-pub type Kinds = BTreeMap<(&'static str, (u32, u32)), Vec<u32>>;
+/// Nanoseconds of each operation of a kind, the timer's own subtracted, ascending. A kind is `alloc`, `free` or `split`, and orders.
+pub type Kinds = BTreeMap<(&'static str, &'static str), Vec<u32>>;
 
 /// What the runs showed.
 #[derive(Debug)]
@@ -92,7 +91,7 @@ pub fn run(
         replayer.each()?;
         let (kinds, done, at_peak) = replayer.each()?;
         let mut sides = vec![
-            Side::new("loop", move || replayer.turns(|_, ops, slots| replay::run(&mut Nobody(1), ops, slots))),
+            Side::new("loop", move || replayer.turns(|_, ops, slots| play(&mut Nobody(1), ops, slots))),
             Side::new("hugemm", move || replayer.whole(&done)),
         ];
         peers::each(no_peers, &mut Others { replayer, sides: &mut sides })?;
@@ -183,7 +182,7 @@ impl<'h> Replayer<'_, 'h> {
         }
         let at_end = self.drained(frames)?;
         let live_pages = frames.managed() - at_end.available();
-        let there = |(slot, order): &(u32, Order)| slots.get(*slot).map_or(0, |_| order.pages());
+        let there = |(slot, order): &(u32, Order)| if slots.holds(*slot) { order.pages() } else { 0 };
         let (kept, all) =
             self.plan.left.iter().fold((0, 0), |(kept, all), left| (kept + there(left), all + left.1.pages()));
         if live_pages != kept || i128::from(all) != self.plan.counts.live_pages() {
@@ -195,7 +194,7 @@ impl<'h> Replayer<'_, 'h> {
         }
         let rest: Vec<Op> =
             self.plan.left.iter().map(|(slot, order)| Op::Free { slot: *slot, order: *order }).collect();
-        let freed = self.host.run_on(CpuId(0), |cx| replay::run(&mut Counted(frames, cx), &rest, slots))?;
+        let freed = self.host.run_on(CpuId(0), |cx| play(&mut Counted(frames, cx), &rest, slots))?;
         let (available, managed) = (self.drained(frames)?.available(), frames.managed());
         if freed.refused.is_some() || available != managed {
             bail!(
@@ -207,8 +206,7 @@ impl<'h> Replayer<'_, 'h> {
 
     /// A run of the whole.
     fn whole(&self, expected: &Done) -> Result<(ReplayCounts, u64)> {
-        let (done, nanos) =
-            self.on_frames(|cx, frames, ops, slots| replay::run(&mut Counted(frames, cx), ops, slots))?;
+        let (done, nanos) = self.on_frames(|cx, frames, ops, slots| play(&mut Counted(frames, cx), ops, slots))?;
         if done.tally != expected.tally {
             bail!("two runs of one trace differ: {:?} and {:?}; please report this", done.tally, expected.tally);
         }
@@ -224,7 +222,7 @@ impl<'h> Replayer<'_, 'h> {
             let mut tally = ReplayCounts::default();
             for op in ops {
                 let start = Instant::now();
-                tally = tally.plus(replay::run(&mut Counted(frames, cx), std::slice::from_ref(op), slots));
+                tally = tally.plus(play(&mut Counted(frames, cx), std::slice::from_ref(op), slots));
                 let nanos = (start.elapsed().as_nanos() as u64).saturating_sub(timer);
                 if ops_done >= before {
                     kinds.entry(kind(op)).or_default().push(u32::try_from(nanos).unwrap_or(u32::MAX));
@@ -260,7 +258,7 @@ impl Visit for Others<'_, '_, '_> {
         }
         self.sides.push(Side::new(T::NAME, move || {
             let peer = Managed::<T>::new(area)?;
-            let (tally, nanos) = replayer.turns(|cx, ops, slots| replay::run(&mut Other(&peer, cx), ops, slots))?;
+            let (tally, nanos) = replayer.turns(|cx, ops, slots| play(&mut Other(&peer, cx), ops, slots))?;
             match tally.refused {
                 Some(why) => bail!(
                     "{} refused a block that it had handed out: {why}; please report this with the trace",
@@ -273,16 +271,21 @@ impl Visit for Others<'_, '_, '_> {
     }
 }
 
-/// Orders that are treated alike: cached ones, those between, 2 MiB, larger.
-const BUCKETS: [(u32, u32); 5] = [(0, 0), (1, 3), (4, 8), (9, 9), (10, 18)];
-
-fn kind(op: &Op) -> (&'static str, (u32, u32)) {
+/// Orders are treated alike that are cached, lie between, are 2 MiB, or larger.
+fn kind(op: &Op) -> (&'static str, &'static str) {
     let (what, order) = match *op {
         Op::Alloc { order, .. } => ("alloc", order.get()),
         Op::Free { order, .. } => ("free", order.get()),
         Op::Split { pieces, to, .. } => ("split", to.get() + pieces.ilog2()),
     };
-    (what, BUCKETS.into_iter().find(|(_, most)| order <= *most).unwrap_or((10, 18)))
+    let orders = match order {
+        0 => "0",
+        1..=3 => "1–3",
+        4..=8 => "4–8",
+        9 => "9",
+        _ => "10–18",
+    };
+    (what, orders)
 }
 
 /// What timing nothing takes: the median of many, in nanoseconds.

@@ -14,32 +14,6 @@ fn refusal(bytes: &[u8]) -> String {
     read(bytes).expect_err("refused").to_string()
 }
 
-/// Pages in use at the end by a set of pages, and pages adopted.
-fn reference(text: &str) -> (u64, u64) {
-    let (mut pages, mut adopted) = (HashSet::new(), 0);
-    for text in text.lines() {
-        match line(text).expect("readable") {
-            Line::Event(_, Event::Alloc { pfn: Some(pfn), order, .. }) => pages.extend(pfn..pfn + order.pages()),
-            Line::Event(_, Event::Free { pfn, order }) => {
-                adopted += (pfn..pfn + order.pages()).filter(|page| !pages.remove(page)).count() as u64;
-            }
-            _ => {}
-        }
-    }
-    (pages.len() as u64, adopted)
-}
-
-#[test]
-fn recordings_agree_with_a_map_of_pages() {
-    for text in [PERF, TRACE_CMD] {
-        let counts = read(text.as_bytes()).expect("readable").plan.counts;
-        assert_eq!((counts.live_pages(), counts.adopted_pages), {
-            let (live, adopted) = reference(text);
-            (i128::from(live), adopted)
-        });
-    }
-}
-
 /// What the documentation of the kernel says of batched frees holds in the recordings: each comes after the free that it
 /// accompanies, on the same CPU, with nothing between that concerns the frame.
 #[test]

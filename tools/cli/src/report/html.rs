@@ -64,8 +64,9 @@ pub fn page(content: &Content<'_>) -> String {
     out += "<h2>Machine and documents</h2>\n";
     for (name, saved) in &content.documents {
         let said = format!("hugemm {}, version {}", saved.command, saved.version);
-        let facts = std::iter::once(("command", said)).chain(machine::facts(&saved.environment));
-        let facts: String = facts.map(|(what, text)| format!("<dt>{what}</dt><dd>{}</dd>\n", escape(&text))).collect();
+        let facts = std::iter::once(("command".to_owned(), said)).chain(machine::facts(&saved.environment));
+        let facts: String =
+            facts.map(|(what, text)| format!("<dt>{}</dt><dd>{}</dd>\n", escape(&what), escape(&text))).collect();
         let figures = saved.results.iter().map(machine::figure_cells);
         let figures = table(&["figure", "value", "± stdev", "runs", "unit"], figures);
         out += &format!(

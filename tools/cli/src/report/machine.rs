@@ -1,9 +1,8 @@
-//! What a report says of the machine and the rows of a document. The environment is read field by field: documents of
-//! other versions have more fields, or fewer.
+//! What a report says of the machine and the rows of a document. Documents of other versions have more fields, or fewer.
 
 use super::plot::number;
-use crate::doctor::checks;
 use crate::document::Row;
+use crate::environment_text;
 use crate::saved::{name, plain};
 use hugemm_inspect::environment::Environment;
 use hugemm_workloads::size::Size;
@@ -35,31 +34,10 @@ pub fn line(environment: &Value) -> String {
     parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-/// What is known of the machine, and what makes its figures noisy.
-pub fn facts(environment: &Value) -> Vec<(&'static str, String)> {
-    let mut facts = vec![("machine", line(environment))];
-    let caches = ["l1d", "l2", "l3"].map(|level| {
-        bytes(environment, &format!("/caches/{level}_bytes")).map(|size| format!("{} {size}", level.to_uppercase()))
-    });
-    let pages = [
-        text(environment, "/transparent_huge_pages/enabled").map(|mode| format!("transparent huge pages {mode}")),
-        text(environment, "/transparent_huge_pages/defrag").map(|mode| format!("defrag {mode}")),
-    ];
-    let join = |parts: Vec<Option<String>>| parts.into_iter().flatten().collect::<Vec<_>>().join(", ");
-    facts.push(("caches", join(caches.into())));
-    facts.push(("pages", join(pages.into())));
-    facts.push(("preemption", text(environment, "/kernel/preemption").unwrap_or_default()));
-    for region in environment.pointer("/regions").and_then(Value::as_array).into_iter().flatten() {
-        let (Some(label), Some(size)) = (text(region, "/label"), bytes(region, "/bytes")) else { continue };
-        let share = region["huge_share"].as_f64().unwrap_or(0.0) * 100.0;
-        facts.push(("memory", format!("{label}: {size}, {:.0} % of it really in huge pages", share.floor())));
-    }
-    // A document of another version may lack what the warnings need.
-    if let Ok(environment) = Environment::deserialize(environment) {
-        facts.extend(checks::notes(&environment).map(|note| ("note", note)));
-    }
-    facts.retain(|(_, text)| !text.is_empty());
-    facts
+/// What is known of the machine; of one that lacks what today's environments have, a line.
+pub fn facts(environment: &Value) -> Vec<(String, String)> {
+    Environment::deserialize(environment)
+        .map_or_else(|_| vec![("machine".to_owned(), line(environment))], |known| environment_text::facts(&known))
 }
 
 /// A row as cells: what it is, value, deviation, runs, unit.

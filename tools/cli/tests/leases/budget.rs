@@ -96,6 +96,9 @@ fn step(what: &str) {
             sized(&file, 8 * MIB);
         }
         "child" => assert!(Command::new("true").status().expect("run").success()),
+        _ if what.starts_with("kill ") => {
+            assert!(Command::new("sh").args(["-c", what]).status().expect("run").success());
+        }
         size => sized(&huge(), size.parse::<u64>().expect("a step") * MIB),
     }
 }
@@ -195,6 +198,18 @@ fn what_is_not_lent_is_said() {
         drop(daemon);
         let output = hugemm(&["lease", "--up-to", "32MB", "--socket", &socket, "--", "echo", "ran"]);
         assert!(output.status.success() && String::from_utf8_lossy(&output.stderr).contains("no lease daemon"));
+    });
+}
+
+/// A daemon that stops keeps no program waiting for long, and is asked no more.
+#[test]
+fn a_daemon_that_stops_meanwhile_is_not_waited_for() {
+    with_pool(64, || {
+        let daemon = Daemon::with_files("budget-stops", &[12, 20], &[]);
+        let steps = format!("12,kill -STOP {},20,10", daemon.child.id());
+        let (said, err) = run(&daemon, &["--up-to", "64MB"], &steps);
+        assert_eq!(said, "12 MiB leased, 20 MiB own, 10 MiB own", "{err}");
+        assert!(err.contains("no answer in 5 s") && err.contains("the lease daemon is gone"), "{err}");
     });
 }
 

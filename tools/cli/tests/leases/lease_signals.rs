@@ -216,6 +216,36 @@ fn the_bench_ends_at_any_time() {
     });
 }
 
+/// A bench whose QEMU is a script that says its version and then does as it is told.
+fn bench_on(scratch: &Scratch, script: &str) -> Child {
+    let qemu = scratch.put("qemu", format!("#!/bin/sh\nbench=$PPID\n[ \"$1\" = --version ] || {{ {script}; }}\n"));
+    std::fs::set_permissions(&qemu, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("executable");
+    let words = ["bench", "lease", "--sizes", "8MB", "--runs", "1", "--warmup", "0", "--qemu", &qemu];
+    job(&words).stdout(Stdio::null()).spawn().expect("a bench")
+}
+
+/// A QEMU that does not answer keeps nobody waiting; one that ended by the bench's own signal, which comes a moment later, is no failure.
+#[test]
+fn the_bench_does_not_wait_for_a_silent_machine() {
+    with_pool(1, || {
+        let (before, scratch) = (pool_has(), Scratch::new("signals-silent"));
+        let there = scratch.path("there");
+        let mut bench = bench_on(&scratch, &format!("touch {there}; exec sleep 600"));
+        let end = Instant::now() + Duration::from_secs(60);
+        while !std::fs::exists(&there).expect("looked") {
+            assert!(Instant::now() < end, "it starts no machine");
+            sleep(Duration::from_millis(10));
+        }
+        // SAFETY: a child that has not been waited for; itself alone.
+        assert_eq!(unsafe { libc::kill(bench.id() as i32, libc::SIGINT) }, 0);
+        assert_eq!(end_of(&mut bench, "the bench waits for QEMU").code(), Some(130));
+        wait_until_pool_has(before);
+        let mut bench = bench_on(&scratch, "(sleep 0.1; kill -INT $bench) >/dev/null 2>&1 & exit 1");
+        assert_eq!(end_of(&mut bench, "the bench does not end").code(), Some(130));
+        wait_until_pool_has(before);
+    });
+}
+
 /// Killed at any time after it has raised the pool, or found that it need not, by itself or with its process group: the pool is as it was,
 /// and so no daemon is left that has pages of it.
 #[test]

@@ -346,12 +346,19 @@ fn stock_qemu_starts_in_every_way() {
         let words = ["bench", "lease", "--sizes", "32MB", "--runs", "1", "--warmup", "0", "--qemu", &qemu, "--json"];
         let document = document(&words);
         let told = std::fs::read_to_string(&log).expect("QEMU was started");
-        // Kept memory takes two starts, `prealloc=off` on warm caches too, and one before all asks for the version.
-        assert_eq!(told.lines().count(), 14, "{told}");
+        // Kept memory takes two starts, `prealloc=off` on warm caches too, and one before all asks for the version; a machine is saved, and
+        // restored on three kinds of memory.
+        assert_eq!(told.lines().count(), 18, "{told}");
         assert_eq!(told.lines().filter(|words| words.contains("prealloc=off")).count(), 4, "{told}");
         let times = rows(&document, "bench.lease.exec_to_ready");
         assert_eq!(times.len(), 11);
         assert!(times.iter().all(|row| row["value"].as_f64().is_some_and(|ms| ms > 0.0) && row["size"] == 32 << 20));
+        for metric in ["bench.lease.restore_to_running", "bench.lease.restore_to_touched"] {
+            let restored = rows(&document, metric);
+            let memories: Vec<_> = restored.iter().map(|row| row["memory"].as_str().expect("a name")).collect();
+            assert_eq!(memories, ["leased, template", "file, page cache", "file, cold"]);
+        }
+        assert_eq!(rows(&document, "bench.lease.pin").len(), 7);
         assert_eq!(rows(&document, "lease.vs_no_prealloc")[0]["goal"], 1.2);
         let filled = rows(&document, "bench.lease.filled")[0]["value"].as_f64();
         assert!(filled >= Some(10.0 / 32.0), "{filled:?} GiB, for 10 ways of 32 MiB");

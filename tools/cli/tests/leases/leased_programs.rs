@@ -223,6 +223,37 @@ fn the_heap_of_openjdk_is_placed() {
     });
 }
 
+/// PostgreSQL's shared memory is anonymous: it takes pages of the pool itself, beside those that are leased.
+#[test]
+fn postgresql_has_pages_of_its_own() {
+    if !["postgres", "setpriv"].into_iter().all(installed) {
+        return;
+    }
+    with_pool(80, || {
+        let policy = std::env::temp_dir().join(format!("hugemm-test-postgres-{}", std::process::id()));
+        std::fs::write(&policy, format!("uid {NOBODY} 1GB\n")).expect("written");
+        let daemon = Daemon::start("programs-postgres", 32, &["--policy", policy.to_str().expect("UTF-8")]);
+        std::fs::remove_file(policy).expect("read by now");
+        let [command, home, socket] = ["hugemm", "home", "socket"].map(|name| daemon.scratch.path(name));
+        std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), &command).expect("copied");
+        std::fs::create_dir(&home).expect("a directory");
+        chown(&home, Some(NOBODY), Some(NOBODY)).expect("given away");
+        let start = "--single -c huge_pages=on -c shared_buffers=16MB -D db postgres </dev/null >/dev/null";
+        let script = format!(
+            "bin=$(dirname \"$(readlink -f \"$(command -v postgres)\")\"); cd {home} && $bin/initdb -N -D db >/dev/null && \
+             {command} lease --up-to 32MB --json --socket {socket} -- $bin/postgres {start}"
+        );
+        let nobody = NOBODY.to_string();
+        let output = Command::new("setpriv")
+            .args(["--reuid", &nobody, "--regid", &nobody, "--clear-groups", "sh", "-c", &script])
+            .env("HOME", &home)
+            .output()
+            .expect("it starts");
+        assert!(output.status.success(), "{}", text(&output));
+        assert!(text(&output).contains("\"lent_files\":0"), "{}", text(&output));
+    });
+}
+
 /// A domain of a user's own libvirt that differs from any other in its emulator alone. libvirt starts the emulator to ask
 /// what it can do, too.
 #[test]
@@ -240,7 +271,8 @@ fn libvirt_starts_a_domain() {
         // Where the user can reach it.
         std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), &command).expect("copied");
         let socket = daemon.scratch.path("socket");
-        let script = format!("#!/bin/sh\nexec {command} lease 32MB --socket {socket} -- qemu-system-x86_64 \"$@\"\n");
+        let script =
+            format!("#!/bin/sh\nexec {command} lease --up-to 32MB --socket {socket} -- qemu-system-x86_64 \"$@\"\n");
         daemon.scratch.put("emulator", script);
         for program in [&command, &emulator] {
             std::fs::set_permissions(program, std::fs::Permissions::from_mode(0o755)).expect("executable");

@@ -1,6 +1,7 @@
 //! What looks at the machine's pool of huge pages, or changes it: a program of its own, since commands that others run may do so too.
 
 mod budget;
+mod fleet;
 mod interrupt;
 mod lease;
 mod lease_signals;
@@ -8,3 +9,4 @@ mod leased;
 mod leased_programs;
 #[path = "../support/mod.rs"]
 mod support;
+mod templates;

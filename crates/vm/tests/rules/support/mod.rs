@@ -33,6 +33,7 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::LocalKey;
 
 pub type Cpus<'h> = Mmu<'h, 'h>;
 
@@ -98,6 +99,8 @@ impl<'h> Notifier<Cpus<'h>> for Follower<'h> {
 thread_local! {
     /// What happens when this thread interrupts CPUs to flush them.
     static AT_FLUSH: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+    /// What happens before it asks any for a flush.
+    static BEFORE_FLUSH: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
 }
 
 /// The model's TLBs.
@@ -108,6 +111,13 @@ unsafe impl TlbHw for Watched<'_> {
     unsafe fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         // SAFETY: the caller's promise, passed on.
         unsafe { TlbHw::invalidate(self.0, cpu, scope, what) };
+    }
+
+    fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
+        if let Some(then) = BEFORE_FLUSH.take() {
+            then();
+        }
+        None
     }
 
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
@@ -134,10 +144,19 @@ unsafe impl TlbHw for Watched<'_> {
 
 /// Does `work`, and `then` when it first interrupts other CPUs for a flush.
 pub fn at_flush(then: &dyn Fn(), work: impl FnOnce()) {
+    hooked(&AT_FLUSH, then, work);
+}
+
+/// The same before it asks any CPU for its first flush: others may flush meanwhile.
+pub fn before_flush(then: &dyn Fn(), work: impl FnOnce()) {
+    hooked(&BEFORE_FLUSH, then, work);
+}
+
+fn hooked(hook: &'static LocalKey<Cell<Option<&'static dyn Fn()>>>, then: &dyn Fn(), work: impl FnOnce()) {
     // SAFETY: taken out again before `then` ends.
-    AT_FLUSH.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(then) }));
+    hook.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(then) }));
     work();
-    assert!(AT_FLUSH.take().is_none(), "nobody was interrupted");
+    assert!(hook.take().is_none(), "nobody was flushed");
 }
 
 /// A callback's context, whatever its lifetimes.

@@ -1,70 +1,54 @@
-//! Replaying somebody else's allocations: a list of operations on numbered blocks, run through the allocator.
+//! What a trace is replayed as: operations on numbered blocks, *slots*, each of which is filled once and emptied once.
 //!
-//! A plan is made beforehand (from a trace of a Linux kernel, for instance), so that nothing but the allocator and a
-//! loop over [`Op`] is left for the time that is measured: no text, no map from foreign frame numbers. Blocks are known
-//! by a number, their *slot*; [`Slots`] holds where each was put this time. [`run`] does the work on a [`Target`]: this allocator
-//! ([`Counted`]), another, which keeps no references ([`Other`]), or none ([`Nobody`]): the difference is the allocator's. Memory is not
-//! touched.
+//! No text, no map from foreign frame numbers is left for the time that is measured, only the allocator and a loop. [`run`] does the
+//! work on a [`Target`]: this allocator ([`Counted`]), another, which keeps no references ([`Other`]), or none ([`Nobody`]): the
+//! difference is the allocator's. Memory is not touched.
 
-use crate::alloc_free::Source;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
-use hugemm_frames::{AllocRequest, Env, FolioRef, Frames, Mobility, Put};
+use hugemm_frames::{AllocRequest, FolioRef, Frames, Mobility, Put};
+use hugemm_workloads::alloc_free::Source;
 
-/// One operation. Slots are numbered from 0; each is filled once and emptied once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// Allocates a block into an empty slot.
     Alloc {
-        /// The slot.
         slot: u32,
-        /// The block's order.
         order: Order,
-        /// What it is for.
         mobility: Mobility,
     },
-    /// Drops the only reference of the block in a slot.
+    /// Drops the only reference of a block.
     Free {
-        /// The slot.
         slot: u32,
-        /// The block's order.
         order: Order,
     },
-    /// Splits the block in a slot into blocks of one smaller order, which fill consecutive empty slots.
+    /// A block becomes blocks of one smaller order, which fill consecutive slots.
     Split {
-        /// The slot.
         slot: u32,
-        /// How many blocks it becomes.
         pieces: u32,
-        /// Their order.
         to: Order,
-        /// The slot of the first.
         first: u32,
     },
 }
 
 /// Where the blocks are. A slot is empty before its block is allocated, after it is freed, and if allocating it failed.
-#[derive(Debug)]
 pub struct Slots<'s>(&'s mut [u64]);
 
 /// No block: the highest number is no frame's.
 const EMPTY: u64 = u64::MAX;
 
 impl<'s> Slots<'s> {
-    /// All empty, in the caller's memory: as many as there are words.
     pub fn new(words: &'s mut [u64]) -> Self {
         words.fill(EMPTY);
         Slots(words)
     }
 
-    /// Where the block of a slot is.
-    pub fn get(&self, slot: u32) -> Option<Pfn> {
-        self.0.get(slot as usize).copied().filter(|word| *word != EMPTY).map(Pfn::new)
+    pub fn holds(&self, slot: u32) -> bool {
+        self.0.get(slot as usize).is_some_and(|word| *word != EMPTY)
     }
 
     #[inline]
     fn take(&mut self, slot: u32) -> Option<Pfn> {
-        let word = core::mem::replace(self.0.get_mut(slot as usize)?, EMPTY);
+        let word = std::mem::replace(self.0.get_mut(slot as usize)?, EMPTY);
         (word != EMPTY).then_some(Pfn::new(word))
     }
 
@@ -76,10 +60,8 @@ impl<'s> Slots<'s> {
     }
 }
 
-/// What came of the operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplayCounts {
-    /// Operations.
     pub ops: u64,
     /// Allocations for which there was no memory.
     pub failed: u64,
@@ -90,7 +72,6 @@ pub struct ReplayCounts {
 }
 
 impl ReplayCounts {
-    /// Both added up.
     pub fn plus(self, other: ReplayCounts) -> ReplayCounts {
         ReplayCounts {
             ops: self.ops + other.ops,
@@ -103,11 +84,9 @@ impl ReplayCounts {
 
 /// What the operations are done to. An error says why one was refused.
 pub trait Target {
-    /// Takes a block; `None` if there is no memory.
+    /// `None` if there is no memory.
     fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, &'static str>;
-    /// Frees one.
     fn free(&mut self, head: Pfn, order: Order) -> Result<(), &'static str>;
-    /// Makes blocks of `to` of one.
     fn split(&mut self, head: Pfn, pieces: u32, to: Order) -> Result<(), &'static str>;
 }
 
@@ -116,9 +95,9 @@ const REFERENCED: &str = "the block has more references than the one it was give
 const INDIVISIBLE: &str = "it cannot split blocks";
 
 /// This allocator. Every block is counted, with one reference on its head, as a page or folio of Linux is.
-pub struct Counted<'a, 'm, 'p, E: Env, P: Cpu>(pub &'a Frames<'m, E>, pub &'a CpuCx<'p, P>);
+pub struct Counted<'a, 'm, 'p, P: Cpu>(pub &'a Frames<'m>, pub &'a CpuCx<'p, P>);
 
-impl<E: Env, P: Cpu> Target for Counted<'_, '_, '_, E, P> {
+impl<P: Cpu> Target for Counted<'_, '_, '_, P> {
     #[inline]
     fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, &'static str> {
         let Ok(block) = self.0.alloc(self.1, AllocRequest { mobility, ..AllocRequest::order(order) }) else {
@@ -180,46 +159,37 @@ impl Target for Nobody {
 
     #[inline]
     fn free(&mut self, head: Pfn, _: Order) -> Result<(), &'static str> {
-        core::hint::black_box(head);
+        std::hint::black_box(head);
         Ok(())
     }
 
     #[inline]
     fn split(&mut self, head: Pfn, _: u32, _: Order) -> Result<(), &'static str> {
-        core::hint::black_box(head);
+        std::hint::black_box(head);
         Ok(())
     }
 }
 
-/// Runs operations, on the calling CPU. Any context but NMI; never sleeps.
 #[inline]
 pub fn run(target: &mut impl Target, ops: &[Op], slots: &mut Slots<'_>) -> ReplayCounts {
     let mut tally = ReplayCounts { ops: ops.len() as u64, ..ReplayCounts::default() };
     for op in ops {
-        let emptied = match *op {
-            Op::Alloc { .. } => None,
-            Op::Free { slot, .. } | Op::Split { slot, .. } => match slots.take(slot) {
-                Some(head) => Some(head),
-                None => {
-                    tally.skipped += 1;
-                    continue;
-                }
-            },
-        };
-        let head = emptied.unwrap_or(Pfn::new(0));
         let outcome = match *op {
-            Op::Alloc { slot, order, mobility } => target.alloc(order, mobility).map(|block| match block {
+            Op::Alloc { slot, order, mobility } => Some(target.alloc(order, mobility).map(|block| match block {
                 Some(head) => slots.put(slot, head),
                 None => tally.failed += 1,
-            }),
-            Op::Free { order, .. } => target.free(head, order),
-            Op::Split { pieces, to, first, .. } => target.split(head, pieces, to).map(|()| {
+            })),
+            Op::Free { slot, order } => slots.take(slot).map(|head| target.free(head, order)),
+            Op::Split { slot, pieces, to, first } => slots.take(slot).map(|head| {
+                target.split(head, pieces, to)?;
                 for index in 0..pieces {
                     slots.put(first + index, Pfn::new(head.number() + (u64::from(index) << to.get())));
                 }
+                Ok(())
             }),
         };
-        tally.refused = tally.refused.or(outcome.err());
+        tally.skipped += u64::from(outcome.is_none());
+        tally.refused = tally.refused.or(outcome.and_then(Result::err));
     }
     tally
 }

@@ -1,0 +1,117 @@
+//! Devices that have pinned pages, and memory that goes bad.
+
+use super::*;
+
+/// A device of a CPU's, with a pinned page.
+pub(super) struct Device<'v, 'h, F: PageFormat> {
+    pub(super) of: u32,
+    pub(super) process: Rc<Process<'v, 'h, F>>,
+    pub(super) pinned: Pinned<'v>,
+    /// If the page has been unmapped, what may be in the CPU's word of it.
+    pub(super) apart: Option<BTreeSet<u64>>,
+}
+
+impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
+    /// A device gets a private page.
+    pub(super) fn pin(&mut self, cx: &mut Cx<'_, 'h>) {
+        let (test, process) = (self.test, self.process.clone());
+        let at = PRIVATE.start + self.random.below(PRIVATE.pages) * 4096;
+        let rights = process.book.borrow().rights(at);
+        if test.devices.borrow().len() >= DEVICES || rights.read_only || process.protecting.get() > 0 {
+            return;
+        }
+        let before = process.book.borrow().changes(at);
+        process.pins.set(process.pins.get() + 1);
+        process.pins_begun.set(process.pins_begun.get() + 1);
+        process.pinning.set(process.pinning.get() + 1);
+        let mut pins = Vec::new();
+        let done = test.world.vm.pin(cx, &process.space, span(at, 4096), None, &Never, |pinned| pins.push(pinned));
+        process.pinning.set(process.pinning.get() - 1);
+        let after = process.book.borrow().changes(at);
+        if let Err(error) = done {
+            let torn = before.under_way || before != after;
+            assert!(
+                torn || error.cause == VmError::InUse
+                    || matches!(error.cause, VmError::NoMemory | VmError::HwPoisoned { .. }),
+                "{error}"
+            );
+        }
+        if pins.is_empty() {
+            process.pins.set(process.pins.get() - 1);
+        }
+        for pinned in pins {
+            if before.under_way || before != after {
+                // Nobody knows which page it is.
+                test.unpin(cx, &process, pinned);
+            } else {
+                test.did("pinned", 1);
+                test.devices.borrow_mut().push(Device { of: self.cpu, process: process.clone(), pinned, apart: None });
+            }
+        }
+    }
+
+    pub(super) fn unpin(&mut self, cx: &mut Cx<'_, 'h>) {
+        let mut devices = self.test.devices.borrow_mut();
+        let Some(own) = devices.iter().position(|device| device.of == self.cpu) else { return };
+        let Device { process, pinned, .. } = devices.swap_remove(own);
+        drop(devices);
+        process.users.set(process.users.get() + 1);
+        self.test.unpin(cx, &process, pinned);
+        self.test.let_go(cx, process);
+    }
+
+    /// A device finds in its page what it and the program stored last, and stores something else.
+    pub(super) fn device_acts(&mut self) {
+        let value = self.test.next_value();
+        let mut devices = self.test.devices.borrow_mut();
+        let Some(device) = devices.iter().find(|device| device.of == self.cpu) else { return };
+        let (page, within) = (device.pinned.at().get(), u64::from(self.cpu) * 8);
+        let process = device.process.clone();
+        let mut book = process.book.borrow_mut();
+        let may = device.apart.clone().unwrap_or_else(|| book.may_be(page + within));
+        let frame = device.pinned.extent().base();
+        let found = self.test.world.device_get(frame, within);
+        assert!(may.contains(&found), "a device of cpu{} at {page:#x}: {found}, which may be {may:?}", self.cpu);
+        self.test.world.device_put(frame, within, value);
+        let under_way = book.changes(page).under_way;
+        if device.apart.is_some() {
+            // The CPU's other device may have the same page.
+            let same = |other: &&mut Device<'v, 'h, F>| other.of == self.cpu && other.pinned.extent().base() == frame;
+            devices
+                .iter_mut()
+                .filter(same)
+                .filter_map(|other| other.apart.as_mut())
+                .for_each(|apart| *apart = [value].into());
+            if under_way {
+                // It may be the page that is mapped, still.
+                let mut may = book.may_be(page + within);
+                may.insert(value);
+                book.words.insert(page + within, may);
+                book.forks.iter_mut().for_each(|fork| fork.stores.push((None, page + within, value)));
+            }
+        } else {
+            book.stored(None, page + within, value, false);
+        }
+    }
+
+    /// A page is found to be bad.
+    pub(super) fn poison(&mut self, cx: &mut Cx<'_, 'h>) {
+        let at = PRIVATE.start + self.random.below(PRIVATE.pages) * 4096;
+        let (test, process) = (self.test, &self.process);
+        if test.poison.get() == 0 {
+            return;
+        }
+        let Lookup::Mapped(leaf) = test.world.vm.lookup(cx, &process.space, VirtAddr::new(at)) else { return };
+        if test.world.guest.extent.contains(leaf.frame) {
+            return;
+        }
+        // Others have used it up meanwhile, or may while the frame goes bad.
+        let Some(left) = test.poison.get().checked_sub(1) else { return };
+        test.poison.set(left);
+        // It may be gone by now: what is free, or somebody else's, is as good.
+        let done = test.world.vm.frames().hwpoison(cx, leaf.frame);
+        let is_new = matches!(done, HwPoisoned::Free | HwPoisoned::InUse);
+        test.poison.set(test.poison.get() + u32::from(!is_new));
+        test.did("poisoned", u64::from(is_new));
+    }
+}

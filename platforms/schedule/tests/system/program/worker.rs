@@ -1,0 +1,61 @@
+//! The worker, which takes memory away and moves it.
+
+use super::*;
+
+impl<'h, F: PageFormat> Test<'_, 'h, F> {
+    /// What the worker does: it takes memory away, moves pages, changes its ways, and has pools and arenas come and go.
+    pub fn work(&self, seed: u64) {
+        let (world, mut random) = (self.world, Random(seed ^ 0x776f_726b));
+        let cx = &mut world.machine.cx();
+        while self.ended.get() < CPUS {
+            let pager = world.vm.pager();
+            let node = NodeId(random.below(2) as u32);
+            match random.below(16) {
+                0..=5 => {
+                    let budget = ShrinkBudget { free: 1 << random.below(8), scan: 1 << random.below(9) };
+                    pager.shrink(&world.vm, cx, node, budget, &Never);
+                }
+                6 => drop(pager.balance(&world.vm, cx, node, 256, &Never)),
+                7 => {
+                    // All of it, a few times.
+                    let budget = ShrinkBudget { free: u64::MAX, scan: 1 << 8 };
+                    for _ in 0..16 {
+                        pager.shrink(&world.vm, cx, node, budget, &Never);
+                        progress();
+                    }
+                }
+                8 => drop(pager.compact(&world.vm, cx, node)),
+                9 => pager.set_ageing(Ageing::ALL[random.below(2) as usize]),
+                10 => pager.lru(node).expect("one").set_policy(cx, LruPolicy::ALL[random.below(2) as usize]),
+                11 => world.resize_pool(cx, random.below(4)),
+                12 => self.come_and_go(cx),
+                _ => (0..200).for_each(|_| point()),
+            }
+            cx.cond_resched();
+        }
+    }
+
+    /// Memory that comes if it is not there, and goes if it can be had.
+    fn come_and_go(&self, cx: &mut Cx<'_, 'h>) {
+        let (frames, spec) = (self.world.vm.frames(), &self.world.guest);
+        if !self.has_guest.replace(true) {
+            // What is kept about arenas stays, in part, when they have gone.
+            let memory = ManuallyDrop::new(Memory::new(self.added_bytes()));
+            // SAFETY: of this size, and never given back; the frames are nobody else's.
+            unsafe {
+                frames.add(cx, spec, memory.ptr(), memory.bytes()).expect("room");
+                frames.release_extent(cx, spec.extent);
+            }
+        } else if let Ok(all) = frames.alloc_contig_range(cx, spec.extent, &mut NoMigration) {
+            // SAFETY: no program asks for these frames by number, and nobody else is at it.
+            let removed = unsafe { frames.remove(cx, all, |_| panic!("no frame was widened")) };
+            drop(removed.expect("all of one that was added"));
+            self.has_guest.set(false);
+            self.did("arenas removed", 1);
+        }
+    }
+
+    fn added_bytes(&self) -> std::alloc::Layout {
+        Frames::<Surroundings<'h>>::added_bytes(&self.world.guest).expect("valid")
+    }
+}

@@ -1,0 +1,152 @@
+//! Templates: memory that is filled with a file's bytes, as long as the file is what was read.
+
+use super::{Daemon, refused};
+use crate::memory_file::MemoryFile;
+use crate::policy::Asker;
+use crate::status::TemplateMemory;
+use crate::template::{Source, Template, TemplateError, Version};
+use crate::wire::{Refused, RefusedKind};
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+/// How things stand with a template.
+#[derive(Debug)]
+pub(super) struct Filled {
+    of: Template,
+    /// The file as it was looked at last.
+    version: Option<Version>,
+    pub(super) ready: Option<MemoryFile>,
+    /// Of the version.
+    digest: Option<String>,
+    /// Why nothing is filled, and when that was found.
+    why: Option<(String, Instant)>,
+}
+
+/// After that long a file that could not be read is tried again.
+const AGAIN: Duration = Duration::from_secs(10);
+
+impl Filled {
+    pub(super) fn new(of: Template) -> Self {
+        Filled { of, version: None, ready: None, digest: None, why: None }
+    }
+
+    /// How much is to be filled.
+    pub(super) fn missing(&self, page: u64) -> Option<u64> {
+        let bytes = self.version?.bytes.checked_next_multiple_of(page)?;
+        (self.ready.is_none() && self.why.is_none()).then_some(bytes)
+    }
+
+    pub(super) fn about(&self) -> TemplateMemory {
+        let why = self.why.as_ref().map(|(why, _)| why.clone());
+        let (name, bytes) = (self.of.name.clone(), self.version.map(|version| version.bytes));
+        TemplateMemory { name, bytes, ready: self.ready.is_some(), sha256: self.digest.clone(), why }
+    }
+}
+
+impl Daemon {
+    /// Looks whether the files of the templates are those that memory was filled with. To be called now and then; before each lease it
+    /// is looked anyway.
+    pub fn look_at_templates(&self) {
+        (0..self.config.templates.len()).for_each(|index| self.look_at_template(index));
+    }
+
+    fn look_at_template(&self, index: usize) {
+        // With nothing locked: the file may be far.
+        let found = Version::of(&self.config.templates[index].path);
+        let mut state = self.state();
+        let filled = &mut state.templates[index];
+        if found.as_ref().ok() == filled.version.as_ref() && found.is_ok() {
+            if filled.why.as_ref().is_some_and(|(_, since)| since.elapsed() > AGAIN) {
+                filled.why = None;
+                self.changed.notify_all();
+            }
+            return;
+        }
+        let is_new = filled.version.is_none();
+        filled.version = found.as_ref().ok().copied();
+        (filled.digest, filled.why) = (None, found.err().map(|why| (why.to_string(), Instant::now())));
+        let (old, why) = (filled.ready.take(), filled.why.as_ref().map(|(why, _)| why.clone()));
+        self.changed.notify_all();
+        drop(state);
+        drop(old);
+        if !is_new {
+            self.log("template", json!({ "name": self.config.templates[index].name, "replaced": true, "why": why }));
+        }
+    }
+
+    /// Which template a client means, and how long its memory is.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`]: there is none of that name for that user.
+    pub(super) fn template(&self, asker: &Asker, name: &str) -> Result<(usize, u64), Refused> {
+        let index = self.config.templates.iter().position(|template| template.name == name);
+        let found = index.and_then(|index| {
+            self.look_at_template(index);
+            let state = self.state();
+            let filled = &state.templates[index];
+            let version = filled.version.as_ref();
+            let may = self.may_command(asker) || version.is_some_and(|version| version.is_readable_by(asker));
+            may.then(|| (index, version.map(|version| version.bytes), filled.why.clone()))
+        });
+        let page = self.config.page.bytes();
+        match found {
+            Some((index, Some(bytes), _)) => Ok((index, bytes.next_multiple_of(page))),
+            Some((_, None, why)) => {
+                let why = why.map_or("its file is not there".to_owned(), |(why, _)| why);
+                Err(refused(RefusedKind::Empty, format!("template `{name}`: {why}")))
+            }
+            None => {
+                let message =
+                    format!("there is no template `{name}` whose file this user may read; serve it with --template");
+                Err(refused(RefusedKind::Invalid, message))
+            }
+        }
+    }
+
+    /// Memory that has a template's bytes.
+    pub(super) fn take_filled(&self, index: usize) -> Result<MemoryFile, Refused> {
+        let mut state = self.state();
+        let filled = &mut state.templates[index];
+        filled.ready.take().ok_or_else(|| {
+            let why = filled.why.as_ref().map_or("it is being filled".to_owned(), |(why, _)| why.clone());
+            refused(RefusedKind::Empty, format!("template `{}`: {why}", filled.of.name))
+        })
+    }
+
+    pub(crate) fn open_template(&self, index: usize) -> Result<Source, TemplateError> {
+        Source::open(&self.config.templates[index].path)
+    }
+
+    /// All of a template's bytes are in `file`, or why not.
+    pub(crate) fn template_ended(&self, index: usize, result: Result<(MemoryFile, Version, String), TemplateError>) {
+        let path = &self.config.templates[index].path;
+        let mut state = self.state();
+        state.filling = None;
+        let drained = state.drained;
+        let filled = &mut state.templates[index];
+        let result = result.and_then(|(file, version, digest)| {
+            if filled.version != Some(version) {
+                return Err(TemplateError::Changed(path.clone()));
+            }
+            match &filled.digest {
+                Some(first) if *first != digest => Err(TemplateError::Differs(path.clone())),
+                _ => Ok((file, digest)),
+            }
+        });
+        let why = match result {
+            Ok((file, digest)) => {
+                filled.digest = Some(digest);
+                // Never stored with a manager: the next daemon would take it for memory that is clear.
+                filled.ready = (!drained).then_some(file);
+                None
+            }
+            Err(why) => Some(why.to_string()),
+        };
+        filled.why = why.clone().map(|why| (why, Instant::now()));
+        let about = filled.about();
+        self.changed.notify_all();
+        drop(state);
+        self.log("template", about);
+    }
+}

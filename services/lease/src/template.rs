@@ -1,0 +1,244 @@
+//! A snapshot's file, whose bytes memory is filled with instead of zeroes: which one it is, who may have its bytes, and how they are
+//! read past the page cache into memory that is clear.
+//!
+//! What the file has no blocks for is not read. A digest of all bytes says that each reading found the same.
+
+use crate::memory_file::{FileError, MemoryFile};
+use crate::policy::Asker;
+use rustix::fs::{Advice, Mode, OFlags, SeekFrom, Stat, fadvise, fstat, open, seek, stat};
+use rustix::io::Errno;
+use sha2::{Digest, Sha256};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+/// A name, and the file whose bytes are leased under it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Template {
+    /// As it is asked for.
+    pub name: String,
+    /// Where it is.
+    pub path: PathBuf,
+}
+
+/// Why memory cannot be filled with a file's bytes.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TemplateError {
+    /// No such file, no right to read it, a page of it that is broken.
+    #[error("{} cannot be read at byte {at}: {cause}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// From where.
+        at: u64,
+        /// What the system said.
+        cause: Errno,
+    },
+    /// A directory, a device, or nothing in it.
+    #[error("{} is no file with bytes in it", .0.display())]
+    NoFile(PathBuf),
+    /// Somebody writes it.
+    #[error("{} was changed, or replaced, while it was read; put a new one in its place by renaming it", .0.display())]
+    Changed(PathBuf),
+    /// It says that it was not written since the first reading.
+    #[error("{} has other bytes than when it was read first, and its times are the same; put a good one in its place", .0.display())]
+    Differs(PathBuf),
+    /// The memory that they are read into.
+    #[error(transparent)]
+    Memory(#[from] FileError),
+}
+
+/// A file as it was written last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Version {
+    file: (u64, u64),
+    /// Its length.
+    pub(crate) bytes: u64,
+    written: (i64, i64),
+    changed: (i64, i64),
+    owner: (u32, u32),
+    mode: u32,
+}
+
+impl Version {
+    pub(crate) fn of(path: &Path) -> Result<Self, TemplateError> {
+        Self::from_stat(path, stat(path))
+    }
+
+    fn from_stat(path: &Path, stat: Result<Stat, Errno>) -> Result<Self, TemplateError> {
+        let stat = stat.map_err(unreadable(path, 0))?;
+        if !rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file() || stat.st_size <= 0 {
+            return Err(TemplateError::NoFile(path.to_owned()));
+        }
+        Ok(Version {
+            file: (stat.st_dev, stat.st_ino),
+            bytes: stat.st_size as u64,
+            written: (stat.st_mtime, stat.st_mtime_nsec as i64),
+            changed: (stat.st_ctime, stat.st_ctime_nsec as i64),
+            owner: (stat.st_uid, stat.st_gid),
+            mode: stat.st_mode,
+        })
+    }
+
+    /// Whether the file's own mode lets that user read it.
+    pub(crate) fn is_readable_by(&self, asker: &Asker) -> bool {
+        let (uid, gid) = self.owner;
+        let bit = match asker {
+            Asker { uid: 0, .. } => return true,
+            asker if asker.uid == uid => Mode::RUSR,
+            asker if asker.gid == gid || asker.groups.contains(&gid) => Mode::RGRP,
+            _ => Mode::ROTH,
+        };
+        Mode::from_raw_mode(self.mode).contains(bit)
+    }
+}
+
+fn unreadable(path: &Path, at: u64) -> impl Fn(Errno) -> TemplateError {
+    move |cause| TemplateError::Unreadable { path: path.to_owned(), at, cause }
+}
+
+/// A file that is being read.
+#[derive(Debug)]
+pub(crate) struct Source {
+    path: PathBuf,
+    file: OwnedFd,
+    pub(crate) version: Version,
+    /// Past the page cache, where the file system can.
+    is_direct: bool,
+    digest: Sha256,
+}
+
+/// What a direct reading begins and ends at.
+const BLOCK: u64 = 4096;
+
+impl Source {
+    pub(crate) fn open(path: &Path) -> Result<Self, TemplateError> {
+        // No device is opened: that could do something, or wait.
+        Version::of(path)?;
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY;
+        let opened = |flags| open(path, flags, Mode::empty());
+        let (file, is_direct) = match opened(flags | OFlags::DIRECT) {
+            Err(Errno::INVAL) => (opened(flags), false),
+            file => (file, true),
+        };
+        let file = file.map_err(unreadable(path, 0))?;
+        let version = Version::from_stat(path, fstat(&file))?;
+        Ok(Source { path: path.to_owned(), file, version, is_direct, digest: Sha256::new() })
+    }
+
+    /// Reads its bytes `from` to `to`, in the order of the file, into memory that is clear.
+    pub(crate) fn read(&mut self, into: &MemoryFile, from: u64, to: u64) -> Result<(), TemplateError> {
+        let end = to.min(self.version.bytes);
+        into.with_bytes(from, to, |memory| {
+            let mut at = from;
+            while at < end {
+                let data = match seek(&self.file, SeekFrom::Data(at)) {
+                    // Nothing but a hole is left.
+                    Err(Errno::NXIO) => break,
+                    // The file system does not know.
+                    Err(Errno::INVAL) => at,
+                    other => other.map_err(unreadable(&self.path, at))?,
+                };
+                let hole = seek(&self.file, SeekFrom::Hole(data)).unwrap_or(end);
+                let (first, last) = (data / BLOCK * BLOCK, hole.min(end));
+                if first.max(at) < last {
+                    self.read_exactly(memory, from, first.max(at), last)?;
+                }
+                at = hole.max(at + 1);
+            }
+            self.digest.update(&memory[..end.saturating_sub(from) as usize]);
+            Ok(())
+        })?
+    }
+
+    fn read_exactly(&mut self, memory: &mut [u8], from: u64, first: u64, last: u64) -> Result<(), TemplateError> {
+        let mut at = first;
+        while at < last {
+            // Whole blocks; the memory has room for the last, for it is whole pages.
+            let room = &mut memory[(at - from) as usize..(last.next_multiple_of(BLOCK) - from) as usize];
+            match rustix::io::retry_on_intr(|| rustix::io::pread(&self.file, &mut *room, at)) {
+                Ok(0) => return Err(TemplateError::Changed(self.path.clone())),
+                Ok(got) => at += got as u64,
+                Err(Errno::INVAL) if self.is_direct => {
+                    let flags = rustix::fs::fcntl_getfl(&self.file).map_err(unreadable(&self.path, at))?;
+                    rustix::fs::fcntl_setfl(&self.file, flags - OFlags::DIRECT).map_err(unreadable(&self.path, at))?;
+                    self.is_direct = false;
+                }
+                Err(cause) => return Err(unreadable(&self.path, at)(cause)),
+            }
+        }
+        if !self.is_direct {
+            let _ = fadvise(&self.file, first, std::num::NonZeroU64::new(last - first), Advice::DontNeed);
+        }
+        Ok(())
+    }
+
+    /// The digest of all of it, as `sha256sum` says it, if it is the file that it was when it was opened.
+    pub(crate) fn end(self) -> Result<String, TemplateError> {
+        let same = [Version::from_stat(&self.path, fstat(&self.file)), Version::of(&self.path)];
+        if same.iter().any(|version| version.as_ref() != Ok(&self.version)) {
+            return Err(TemplateError::Changed(self.path));
+        }
+        Ok(self.digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory_file::Page;
+    use std::fs::{self, File};
+    use std::os::unix::fs::FileExt;
+
+    const BYTES: u64 = 4 << 20;
+
+    fn source(name: &str) -> (PathBuf, File) {
+        let path = std::env::temp_dir().join(format!("hugemm-template-{name}-{}", std::process::id()));
+        let file = File::options().create(true).truncate(true).read(true).write(true).open(&path).expect("a file");
+        file.set_len(BYTES).expect("a length");
+        file.write_all_at(b"snapshot", 3 << 20).expect("written");
+        (path, file)
+    }
+
+    fn read(source: &mut Source) -> Result<(), TemplateError> {
+        let memory = MemoryFile::new(Page::Transparent, BYTES).expect("a file");
+        source.read(&memory, 0, BYTES / 2)?;
+        source.read(&memory, BYTES / 2, BYTES)
+    }
+
+    /// However it changes while it is read: it is no good.
+    #[test]
+    fn a_file_that_changes_while_it_is_read_is_noticed() {
+        type Change = fn(&Path, &File);
+        let changes: [(&str, Change, bool); 4] = [
+            ("stays", |_, _| {}, true),
+            ("written", |_, file| file.write_all_at(b"x", 7).expect("written"), false),
+            ("cut", |_, file| file.set_len(BYTES / 2 + 1).expect("cut"), false),
+            ("replaced", |path, _| fs::rename(source("other").0, path).expect("replaced"), false),
+        ];
+        for (name, change, is_good) in changes {
+            let (path, file) = source(name);
+            let mut opened = Source::open(&path).expect("opened");
+            // So that its times are others.
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            change(&path, &file);
+            let result = read(&mut opened).and_then(|()| opened.end());
+            assert_eq!(result.as_ref().is_ok(), is_good, "{name}: {result:?}");
+            if let Err(why) = result {
+                assert_eq!(why, TemplateError::Changed(path.clone()), "{name}");
+            }
+            fs::remove_file(path).expect("removed");
+        }
+    }
+
+    /// A page that the disk does not give, as any error of a reading: the line says where.
+    #[test]
+    fn a_page_that_cannot_be_read_is_named() {
+        let (path, _file) = source("broken");
+        let mut opened = Source::open(&path).expect("opened");
+        // A descriptor that nothing can be read from.
+        opened.file = open(&path, OFlags::WRONLY, Mode::empty()).expect("opened");
+        let why = read(&mut opened).expect_err("it cannot be read").to_string();
+        assert_eq!(why, format!("{} cannot be read at byte {}: {}", path.display(), 3 << 20, Errno::BADF));
+        fs::remove_file(path).expect("removed");
+    }
+}
