@@ -19,7 +19,7 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb kv
 LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames heap paging kva vm reclaim lz4 threads)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants sharing soak races lint lines package dist test-systemd deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants sharing soak races lint lines package semver size dist test-systemd deep clean
 
 help:
 	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
@@ -27,6 +27,8 @@ help:
 	@echo "make test-ostd  an OSTD kernel on hugemm's frames and heap: OSTD's 221 tests and ours (needs a nightly; no part of make test)"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make package  every published crate as the registry would get it, built from that"
+	@echo "make semver BASE=v0.1.0  the public API against that of a tag or commit"
+	@echo "make size   what hugemm adds to a kernel's text, by crate, at opt-level 3 and s"
 	@echo "make mutants CRATE=vm   changes a crate here and there and says which changes no test of it notices (SAMPLE=60, SEED=...)"
 	@echo "make sharing  which cache lines two CPUs share, against the table in the tree (SHARING=write, SHARING=\"show PART-OF-A-NAME\")"
 	@echo "make dist   a static binary, manual pages, systemd units, and a Debian package of them, in target/dist"
@@ -150,6 +152,17 @@ lint:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	@if command -v cargo-deny >/dev/null 2>&1; then $(CARGO) deny --locked check bans licenses sources; \
 	else echo "skipped: cargo deny (install it with: cargo install --locked cargo-deny)"; fi
+
+# Below 1.0 a minor version may break; CHANGELOG.md says what.
+semver:
+	@if ! command -v cargo-semver-checks >/dev/null 2>&1; then \
+	    echo "missing: cargo semver-checks; install it with: cargo install --locked cargo-semver-checks" >&2; exit 1; fi
+	@if [ -z "$(BASE)" ]; then echo "say against what: make semver BASE=TAG" >&2; exit 2; fi
+	$(CARGO) semver-checks --workspace --baseline-rev "$(BASE)"
+
+size:
+	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program nm binutils; then \
+	    CARGO="$(CARGO)" scripts/size.sh; else echo "skipped: sizes"; fi
 
 # In the order of their dependencies, which cargo finds. Publishing is the same without --dry-run.
 # What an earlier run unpacked and built under the same version, cargo would take for this one's.

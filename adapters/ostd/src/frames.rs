@@ -190,7 +190,7 @@ fn block_of(layout: Layout) -> Option<(u64, Order)> {
     if pages == 1 && align <= 1 {
         return Some((1, Order::ZERO));
     }
-    let order = Order::new(pages.max(align).next_power_of_two().trailing_zeros()).ok()?;
+    let order = Order::covering(pages.max(align)).ok()?;
     (pages != 0).then_some((pages, order))
 }
 

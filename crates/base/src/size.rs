@@ -104,6 +104,18 @@ impl Order {
         }
     }
 
+    /// The smallest order whose block holds `pages` base pages; an error for more than one of [`Order::MAX`] has.
+    ///
+    /// # Errors
+    ///
+    /// The order's number, if it is above [`Order::MAX`].
+    pub const fn covering(pages: u64) -> Result<Self, SizeError> {
+        match pages {
+            0 | 1 => Ok(Order::ZERO),
+            pages => Order::new((pages - 1).ilog2() + 1),
+        }
+    }
+
     /// The number itself.
     pub const fn get(self) -> u32 {
         self.0 as u32
@@ -156,6 +168,12 @@ mod tests {
         assert_eq!(Order::largest_within((1 << 18) - 1), Order::new(17).ok());
         assert_eq!(Order::largest_within(1 << 18), Some(Order::MAX));
         assert_eq!(Order::largest_within(1 << 19), Some(Order::MAX));
+        for (pages, order) in [(0, 0), (1, 0), (2, 1), (3, 2), (512, 9), (513, 10), (1 << 18, 18)] {
+            assert_eq!(Order::covering(pages).map(Order::get), Ok(order), "{pages}");
+        }
+        for (pages, order) in [((1 << 18) + 1, 19), (u64::MAX, 64)] {
+            assert_eq!(Order::covering(pages), Err(SizeError { value: order }), "{pages}");
+        }
         for order in 0..19 {
             let valid = Order::new(order).expect("valid");
             assert_eq!((valid.get(), valid.pages(), valid.bytes()), (order, 1 << order, 4096 << order));

@@ -39,7 +39,7 @@ impl<E: Env> Frames<'_, E> {
         request: impl Into<AllocRequest>,
     ) -> Result<Dirty, AllocError> {
         let request = request.into();
-        let order = Order::new(pages.checked_next_power_of_two().unwrap_or(u64::MAX).ilog2());
+        let order = Order::covering(pages);
         let whole = match order {
             _ if pages == 0 => return Err(AllocError::OutOfMemory),
             Ok(order) => self.alloc(cx, AllocRequest { order: order.max(request.order), ..request }),

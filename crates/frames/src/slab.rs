@@ -76,6 +76,7 @@ impl<L: RawLock> core::fmt::Debug for Slab<L> {
 
 /// What a slab holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SlabStats {
     /// Frames taken from the manager.
     pub frames: u64,

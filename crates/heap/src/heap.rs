@@ -54,6 +54,7 @@ impl From<AllocError> for HeapError {
 
 /// What a heap holds and has seen, over all CPUs, at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HeapStats {
     /// Pages taken from the manager, for slabs and as blocks. [`FrameUse::HEAP`] counts those of all heaps of a platform together, and
     /// what they have for themselves.
@@ -117,7 +118,7 @@ impl<'m, E: Env> Heap<'m, E> {
     pub fn new<P: Cpu + LinearMap>(frames: &'m Frames<'m, E>, cx: &CpuCx<'m, P>, cpus: u32) -> Result<Self, HeapError> {
         let bytes = (cpus as usize).checked_mul(size_of::<PerCpu>()).filter(|bytes| *bytes > 0);
         let pages = (bytes.ok_or(HeapError::TooLarge)? as u64).div_ceil(PAGE_BYTES);
-        let order = Order::new(pages.next_power_of_two().trailing_zeros()).map_err(|_| HeapError::TooLarge)?;
+        let order = Order::covering(pages).map_err(|_| HeapError::TooLarge)?;
         let block = frames.alloc_for(cx, FrameUse::HEAP, AllocRequest::order(order))?;
         let window = cx.platform().open(block.extent(), None);
         let Some(window) = window.filter(|window| window.pages >= pages) else {

@@ -83,6 +83,7 @@ impl core::error::Error for PoolError {}
 
 /// Everything a pool counts at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PoolCounts {
     /// Over all nodes.
     pub counts: HugePageCounts,

@@ -277,10 +277,10 @@ impl<D> Addresses<D> {
         Some(node)
     }
 
-    /// Holds the largest free node that comes before one of so many pages, which begins at `first`, and has `least` pages at least.
-    pub(crate) fn hold(&mut self, before: (u64, u64), least: u64) -> Option<NonNull<Node<D>>> {
+    /// Holds the largest free node that comes before one of so many pages, and of that first page.
+    pub(crate) fn hold(&mut self, before: (u64, u64)) -> Option<NonNull<Node<D>>> {
         let mut cursor = self.sizes.upper_bound_mut(Bound::Excluded(&before));
-        let node = cursor.get().filter(|node| node.pages.get() >= least).map(NonNull::from)?;
+        let node = NonNull::from(cursor.get()?);
         cursor.remove();
         // SAFETY: nodes on the trees are valid.
         unsafe { node.as_ref() }.set(Use::Held);

@@ -41,6 +41,8 @@ pub struct KvaCounts {
     pub waiting: u64,
     /// 4 KiB pages of their own that they have.
     pub waiting_pages: u64,
+    /// Frames that records are in.
+    pub record_frames: u64,
 }
 
 /// What waits for its flush.
@@ -230,8 +232,9 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         }
     }
 
-    /// What has been freed, and what of it waits. Any context but NMI; one lock round.
+    /// What has been freed, and what of it waits. Any context but NMI; nine lock rounds.
     pub fn counts(&self, cx: &Cx<'_, S>) -> KvaCounts {
-        cx.pinned(|pin| self.waiting.0.lock(pin).counts)
+        let record_frames = self.records.stats(cx).frames;
+        KvaCounts { record_frames, ..cx.pinned(|pin| self.waiting.0.lock(pin).counts) }
     }
 }

@@ -37,7 +37,7 @@ pub(crate) struct Home<L, T>(pub(crate) PinnedLock<L, T>);
 pub struct Kva<'m, S: KvaSetup> {
     pub(crate) parts: KvaParts<'m, S>,
     pub(crate) range: VirtRange,
-    records: Slab<LockOf<S>>,
+    pub(crate) records: Slab<LockOf<S>>,
     pub(crate) homes: [Home<LockOf<S>, Addresses<Debt<'m>>>; SHARES + 1],
     pub(crate) waiting: Home<LockOf<S>, Waiting<'m, S>>,
 }
@@ -250,14 +250,15 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             }
         }
         let mut before = (u64::MAX, u64::MAX);
-        let least = PageSize::Size2M.pages();
-        while let Some(held) = cx.pinned(|pin| self.homes[Self::ALL].0.lock(pin).hold(before, least)) {
+        while let Some(held) = cx.pinned(|pin| self.homes[Self::ALL].0.lock(pin).hold(before)) {
             // SAFETY: it is held, so nobody else changes it.
             let (first, end) = unsafe { (held.as_ref().first(), held.as_ref().end()) };
             before = (end - first, first);
             // The page that is never used goes with what is behind it.
             let first = first - u64::from(first == self.range.first_page() + 1);
-            if let Ok(span) = VirtRange::from_pages(first, end - first) {
+            if let Ok(span) = VirtRange::from_pages(first, end - first)
+                && span.pages() >= PageSize::Size2M.pages()
+            {
                 self.take_tables(cx, span);
             }
             // SAFETY: it is the home's, held, and nothing is mapped there.

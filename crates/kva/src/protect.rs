@@ -13,7 +13,7 @@ const RIGHTS: Flags = Flags::WRITE.with(Flags::EXEC);
 impl<S: KvaSetup> Kva<'_, S> {
     /// Has `span`, which is all of an area or a part of it, allow `rights` and nothing else: [`Flags::WRITE`], [`Flags::EXEC`], or
     /// neither. When it returns, no CPU goes by what was allowed before. The direct map's view of the same pages is not this crate's: a
-    /// kernel that wants code nobody can store to takes the right from there too.
+    /// kernel that wants code nobody can store to takes the right from there too. Instruction caches are the caller's.
     ///
     /// A task, with interrupts on and no lock that is taken with them off. One walk, one atomic for each leaf; one flush, of more rights
     /// too: a kernel that meets an old refusal has nobody who would try again.

@@ -10,6 +10,35 @@
 //! detach ──► Unhooked ──batch.detached──► Pending<Detached> ──release(receipt)──► Detached ──► harvest
 //! ```
 //!
+//! By a space's shootdown, as several CPUs need it, and the frames of what had been mapped come back:
+//!
+//! ```
+//! use hugemm_base::platform::TlbHw;
+//! use hugemm_base::{Cpu, CpuCx, VirtRange};
+//! use hugemm_paging::{
+//!     Editing, Flags, Harvest, PageTable, ShootdownBatch, ShootdownPolicy, TableMemory, TlbShootdown, TlbSpace, UserSpace,
+//!     X86_64,
+//! };
+//!
+//! fn unmap<P: Cpu, H: TlbHw>(
+//!     cx: &CpuCx<'_, P>,
+//!     mut tables: impl TableMemory,
+//!     table: &PageTable<X86_64>,
+//!     space: &TlbSpace<UserSpace>,
+//!     shootdown: &TlbShootdown<'_, H>,
+//!     span: VirtRange,
+//! ) -> Option<Harvest> {
+//!     let unhooked = table.exclusive(&mut tables).detach(span, Editing::LIVE).ok()?;
+//!     let mut batch = ShootdownBatch::new(space);
+//!     let debt = batch.detached(unhooked).ok()??; // `None`: nothing was mapped, and nothing is owed
+//!     let receipt = batch.flush(shootdown, cx, &ShootdownPolicy::BATCHED);
+//!     let detached = debt.release(&receipt).ok()?;
+//!     let mut table = table.exclusive(&mut tables);
+//!     let harvest = table.harvest(detached, Flags::NONE, |run| println!("{:?} is free again", run.extent));
+//!     harvest.ok()
+//! }
+//! ```
+//!
 //! What was detached may also be [attached](Exclusive::attach) again, in leaves of another size.
 //!
 //! Only a batch of the space whose table it was takes it; there is no way round that by naming a flush domain:

@@ -65,6 +65,7 @@ pub(crate) enum LruEnd {
 
 /// What is on an LRU and what has happened to it, in base pages unless it says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LruStats {
     /// Folios on the lists now.
     pub folios: u64,

@@ -71,6 +71,7 @@ impl<F: Fn(Step)> Steps for F {
 
 /// What reclaim has done since it was made. Pages are base pages.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct ReclaimCounts {
     /// Pages whose accessed bits were looked at.
     pub aged: Counter,

@@ -10,6 +10,7 @@
 use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::fault::Access;
+use crate::protection::Protection;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::pages;
@@ -170,6 +171,10 @@ impl<S: Setup> Vm<'_, S> {
         if !area.kind.flags().contains(access.needs()) {
             return Err(VmError::Denied { at });
         }
+        // The platform's map of it is another memory type.
+        if area.kind.protection.attributes() != Protection::READ {
+            return Err(VmError::Unreachable);
+        }
         let into = (at.get() & (PAGE_BYTES - 1)) as usize;
         let end = area.range.end_page().min(first + ((into + most) as u64).div_ceil(PAGE_BYTES));
         let Some(span) = pages(first, end).filter(|_| !areas.alone) else { return Ok(0) };
@@ -181,7 +186,7 @@ impl<S: Setup> Vm<'_, S> {
                 return Ok(bytes_to(first + absent));
             }
         }
-        let (mut next, mut bad, mut noted) = (first, None, true);
+        let (mut next, mut bad, mut noted, mut reached) = (first, None, true, true);
         table.walk(span, Flags::NONE, |run| {
             if run.at.get() >> PAGE_SHIFT != next || bad.is_some() || !run.flags.contains(access.needs()) {
                 return;
@@ -201,14 +206,18 @@ impl<S: Setup> Vm<'_, S> {
                     // SAFETY: within the window's first page.
                     each(unsafe { memory.add(skipped) }, bytes_to(next + pages) - from, from);
                 });
-                let Some(pages) = shown else { break };
+                let Some(pages) = shown else {
+                    reached = false;
+                    break;
+                };
                 noted &= run.flags.contains(access.notes());
                 next += pages;
                 rest = rest.split_at(pages).1;
             }
         })?;
         if next == first {
-            return bad.map_or(Ok(0), |frame| Err(VmError::HwPoisoned { frame }));
+            let failed = bad.map(|frame| VmError::HwPoisoned { frame });
+            return failed.or((!reached).then_some(VmError::Unreachable)).map_or(Ok(0), Err);
         }
         if !noted {
             let size = area.kind.page.pages();

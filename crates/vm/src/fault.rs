@@ -37,7 +37,7 @@ pub enum Access {
     /// A store.
     Write,
     /// An instruction fetch.
-    Execute,
+    Exec,
 }
 
 impl Access {
@@ -46,7 +46,7 @@ impl Access {
         match self {
             Access::Read => Flags::NONE,
             Access::Write => Flags::WRITE,
-            Access::Execute => Flags::EXEC,
+            Access::Exec => Flags::EXEC,
         }
     }
 
@@ -54,7 +54,7 @@ impl Access {
     pub(crate) const fn notes(self) -> Flags {
         match self {
             Access::Write => Flags::HARDWARE,
-            Access::Read | Access::Execute => Flags::ACCESSED,
+            Access::Read | Access::Exec => Flags::ACCESSED,
         }
     }
 }

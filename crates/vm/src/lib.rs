@@ -52,6 +52,7 @@
 //! | `rmap.rs` | reverse-map walks |
 //! | `address_space.rs` | what an address space is |
 //! | `space.rs`, `mapping.rs` | making and ending spaces, objects, areas |
+//! | `given.rs` | objects of given frames, which stay their owner's |
 //! | [`fault`], `inflight_faults.rs` | demand faults, and CPUs that meet at one page |
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
 //! | [`prefault`]; [`pin`] | filling by any number of CPUs; keeping pages for devices |
@@ -106,6 +107,7 @@ pub mod evict;
 pub mod fault;
 mod followers;
 pub mod fork;
+mod given;
 mod guarded;
 mod inflight_faults;
 mod lock;

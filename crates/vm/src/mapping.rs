@@ -103,11 +103,11 @@ impl<'m, S: Setup> Vm<'m, S> {
             let root = table.root();
             let (length, inflight) = (AtomicU64::new(pages), InflightFaults::new());
             let writer = AtomicBool::new(false);
-            let index = Index { table, length, page, pooled, inflight, source, writer };
+            let index = Index { table, length, page, pooled, given: false, inflight, source, writer };
             self.new_object(cx, Some(index), None).inspect_err(|_| self.free_root(cx, root))
         });
         match made {
-            Ok(object) => Ok(SharedRef { object, manager: self.identity(), vm: PhantomData }),
+            Ok(object) => Ok(self.shared_ref(object)),
             Err(error) => {
                 if pooled {
                     self.release_promises(cx, page, pages / page.pages());
@@ -115,6 +115,11 @@ impl<'m, S: Setup> Vm<'m, S> {
                 Err(error)
             }
         }
+    }
+
+    /// The handle on an object, with its reference.
+    pub(crate) fn shared_ref(&self, object: NonNull<Object<S>>) -> SharedRef<'_, S> {
+        SharedRef { object, manager: self.identity(), vm: PhantomData }
     }
 
     /// Lets go of an object: its memory is freed with its last area. Another manager's comes back. May sleep; nothing locked.
@@ -188,7 +193,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     ) -> Result<(NonNull<Object<S>>, u64, VmaKind), VmError> {
         match backing {
             Backing::Private => {
-                let kind = VmaKind { shared: false, reserved: kind.pooled, sourced: false, ..kind };
+                let kind = VmaKind { shared: false, reserved: kind.pooled, sourced: false, given: false, ..kind };
                 if kind.pooled {
                     let pages = span.pages() / kind.page.pages();
                     self.pools().reserve(cx, kind.page, pages)?;
@@ -216,7 +221,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                 let kind = VmaKind { shared: !copied, reserved: false, sourced, ..kind };
                 object.get();
                 if !copied {
-                    return Ok((shared.object, offset, kind));
+                    return Ok((shared.object, offset, VmaKind { given: index.given, ..kind }));
                 }
                 match self.new_object(cx, None, Some(shared.object)) {
                     Ok(lineage) => Ok((lineage, offset, kind)),
@@ -346,7 +351,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         let mut dropping = Dropping::new();
         let found = detached.map_or(0, |detached| {
             self.harvest_by_parts(cx, &index.table, detached, |task, run| {
-                dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, index.page, index.pooled);
+                if !index.given {
+                    dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, index.page, index.pooled);
+                }
             })
         });
         dropping.drop_all(self, cx);

@@ -112,6 +112,8 @@ pub(crate) struct Index<S: Setup> {
     pub(crate) length: AtomicU64,
     pub(crate) page: PageSize,
     pub(crate) pooled: bool,
+    /// Its pages were [given](crate::given): nobody here owns them, and all are there.
+    pub(crate) given: bool,
     /// Pages that are being made.
     pub(crate) inflight: InflightFaults,
     pub(crate) source: Option<Source<S>>,

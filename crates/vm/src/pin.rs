@@ -125,7 +125,7 @@ impl<S: Setup> Vm<'_, S> {
     /// # Errors
     ///
     /// The [`PinError`] says how many pages are pinned, which stay so, and why not more: as of
-    /// [`Prefault::work`](crate::Prefault::work).
+    /// [`Prefault::work`](crate::Prefault::work); [`Denied`](VmError::Denied) for areas of [given](Vm::create_given) frames.
     pub fn pin<'v>(
         &'v self,
         cx: &mut Cx<'_, S>,
@@ -143,6 +143,9 @@ impl<S: Setup> Vm<'_, S> {
             self.check_own(space).map_err(stopped)?;
             let at = VirtAddr::new(next << PAGE_SHIFT);
             let area = space.find_vma(cx, at).map_err(stopped)?;
+            if area.kind.given {
+                return Err(stopped(VmError::Denied { at }));
+            }
             let size = area.kind.page.pages();
             let ends = area.range.end_page().min(end);
             if !next.is_multiple_of(size) || !ends.is_multiple_of(size) {

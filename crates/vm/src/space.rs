@@ -55,6 +55,8 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// lazily; if one has, the space comes back with nothing mapped. If memory of it is pinned, though it may have been
     /// unmapped since, if somebody follows it, or if it is another manager's, it comes back as it was.
     ///
+    /// Frames that small objects were in stay with their slabs: [`trim`](Vm::trim) gives back those that are empty.
+    ///
     /// # Errors
     ///
     /// The space, and [`InUse`](VmError::InUse) or [`Foreign`](VmError::Foreign), as said.

@@ -25,6 +25,7 @@ const PART: u64 = 1 << 21;
 
 /// What was unmapped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Unmapped {
     /// Areas that were taken out, whole or in part.
     pub areas: u64,

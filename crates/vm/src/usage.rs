@@ -20,6 +20,8 @@ pub struct Usage {
     pub present: u64,
     /// Of those, what is mapped by leaves of 2 MiB and more.
     pub huge: u64,
+    /// Frames that were [given](crate::Vm::create_given), mapped here; they are not in `present`.
+    pub given: u64,
     /// Away in swap: of private areas what this space has there, of shared ones what the object has.
     pub swapped: u64,
 }
@@ -66,6 +68,10 @@ impl<S: Setup> Vm<'_, S> {
         {
             let table = here.table(self.tables(&task));
             table.walk(span, Flags::HARDWARE, |run| {
+                if area.kind.given {
+                    usage.given += run.extent.pages();
+                    return;
+                }
                 usage.present += run.extent.pages();
                 usage.huge += if run.size == PageSize::Size4K { 0 } else { run.extent.pages() };
             })?;

@@ -26,6 +26,8 @@ pub struct VmaKind {
     pub protection: Protection,
     /// Writes are seen through every area of the same object; otherwise only here, and fork copies on write.
     pub shared: bool,
+    /// It shows [given](crate::Vm::create_given) frames, which [`map`](crate::Vm::map) decides.
+    pub given: bool,
     /// Pages come from the huge page pool and go back there.
     pub pooled: bool,
     /// Every page was reserved in the pool when the area was made, which [`map`](crate::Vm::map) decides.
@@ -47,6 +49,7 @@ impl VmaKind {
             page,
             protection: Protection::WRITE.with(Protection::USER),
             shared: false,
+            given: false,
             pooled: false,
             reserved: false,
             from: Placement::Local,

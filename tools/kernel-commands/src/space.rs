@@ -191,7 +191,7 @@ impl<'a> BareSpace<'a> {
         let Lookup::Mapped(leaf) = found else { return self.fault(cx, at) };
         let (needs, notes) = match access {
             Access::Write => (Flags::WRITE, Flags::HARDWARE),
-            Access::Read | Access::Execute => (Flags::NONE, Flags::ACCESSED),
+            Access::Read | Access::Exec => (Flags::NONE, Flags::ACCESSED),
         };
         if !leaf.flags.contains(needs) {
             return self.waits_for_rights(at);

@@ -67,6 +67,20 @@ on_both! {
         assert_eq!(uses, 0);
     }
 
+    /// What all CPUs have taken and freed leaves no frame behind with any of them, be it for a record.
+    fn trim_leaves_nothing_behind(world: World<F>, MANY) {
+        let first = world.on(3, |cx| world.kva.alloc_stack(cx, Order::new(5).expect("an order"), "stays")).expect("memory");
+        let free = world.trimmed();
+        for cpu in 0..CPUS {
+            let areas: Vec<_> = [HUGE, PAGE_BYTES, 200 * PAGE_BYTES]
+                .map(|bytes| world.on(cpu, |cx| world.kva.alloc(cx, Request::new(bytes, "one"))).expect("memory"))
+                .into();
+            areas.into_iter().for_each(|area| world.on(CPUS - 1 - cpu, |cx| world.kva.free(cx, area)).expect("its own"));
+            assert_eq!(world.trimmed(), free, "cpu{cpu}");
+        }
+        world.on(0, |cx| world.kva.free(cx, first.into_area())).expect("its own");
+    }
+
     /// When it returns, nobody stores there any more, nor by what he remembers; then everybody does again.
     fn protect_is_flushed(world: World<F>, MANY) {
         let mut area = world.on(0, |cx| world.kva.alloc(cx, Request::new(4 * PAGE_BYTES, "module"))).expect("memory");

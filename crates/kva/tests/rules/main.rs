@@ -156,10 +156,10 @@ impl<F: PageFormat> World<F> {
         self.on(0, |cx| self.frames.available(cx))
     }
 
-    /// The same after all that is kept has been given back.
+    /// The same after all that is kept has been given back, and those that records are in.
     pub(crate) fn trimmed(&self) -> u64 {
         self.on(0, |cx| self.kva.trim(cx));
-        self.free()
+        self.free() + self.on(0, |cx| self.kva.counts(cx)).record_frames
     }
 
     pub(crate) fn flushes(&self) -> u64 {

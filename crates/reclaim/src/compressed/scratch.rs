@@ -41,8 +41,7 @@ unsafe impl<C: Compressor> Send for Scratch<C> where C::Scratch: Send {}
 unsafe impl<C: Compressor> Sync for Scratch<C> where C::Scratch: Send {}
 
 fn order_for(bytes: usize) -> Option<Order> {
-    let pages = (bytes as u64).div_ceil(PAGE_BYTES).max(1);
-    Order::new(pages.next_power_of_two().ilog2()).ok()
+    Order::covering((bytes as u64).div_ceil(PAGE_BYTES)).ok()
 }
 
 impl<C: Compressor> Scratch<C> {

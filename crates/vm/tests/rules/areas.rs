@@ -35,7 +35,7 @@ fn what_an_area_does_not_allow_is_denied() {
         let kind = VmaKind::private(PageSize::Size4K).allowing(Protection::USER);
         rig.vm.map(cx, &space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
         assert_eq!(fault(cx, Access::Write), Err(VmError::Denied { at }));
-        assert_eq!(fault(cx, Access::Execute), Err(VmError::Denied { at }));
+        assert_eq!(fault(cx, Access::Exec), Err(VmError::Denied { at }));
         assert_eq!(fault(cx, Access::Read), Ok(Served::Mapped));
         assert_eq!(fault(cx, Access::Read), Ok(Served::Meanwhile), "it is there");
         let overlapping = rig.vm.map(cx, &space, span(AT + 0x3000, 0x2000), kind, Backing::Private);

@@ -22,7 +22,7 @@ fn gone<F: PageFormat>(size: PageSize) {
             assert_eq!(rig.flushes() - before, 1);
             assert!(used - rig.used(cx) >= part.pages(), "they are free");
             assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage::default()));
-            let whole = Usage { present: pages * size.pages() - part.pages(), huge: 0, swapped: 0 };
+            let whole = Usage { present: pages * size.pages() - part.pages(), ..Usage::default() };
             let huge = if size == PageSize::Size4K { 0 } else { whole.present };
             assert_eq!(rig.vm.usage(cx, &space, span(AT, pages * size.bytes())), Ok(Usage { huge, ..whole }));
             assert_eq!(rig.vm.discard(cx, &space, part), Ok(0));
@@ -102,7 +102,7 @@ fn moving<F: PageFormat>(seed: u64) {
             // SAFETY: mapped, and nobody else is there to let it go.
             let folio: FolioRef = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("it has a reference");
             let page = rig.vm.unhook(cx, folio, &deferred).expect("nobody else has it");
-            let there = Usage { present: 4, huge: 0, swapped: 0 };
+            let there = Usage { present: 4, ..Usage::default() };
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there), "it is in memory");
             assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1000)), Ok(0), "it was not mapped");
             // No CPU has the old translation any more, though its flush was still owed.

@@ -38,15 +38,15 @@ fn stays<F: PageFormat>() {
             assert!(pages_out(rig, cx, &space, AT) && pages_out(rig, cx, &space, AT + 0x3000));
             let part = span(AT, 0x4000);
             assert_eq!(rig.vm.lock(cx, &space, part, 3), Err(VmError::LockLimit { locked: 4 }));
-            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 2, huge: 0, swapped: 2 }));
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 2, swapped: 2, ..Usage::default() }));
             let before = rig.flushes();
             assert_eq!(rig.vm.lock(cx, &space, part, 4), Ok(()));
             assert_eq!((rig.flushes() - before, space.locked()), (0, 4));
-            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 4, huge: 0, swapped: 0 }));
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 4, ..Usage::default() }));
             let areas: Vec<_> = space.vmas(bounds()).map(|area| (area.range.pages(), area.kind.locked)).collect();
             assert_eq!(areas, [(4, true), (4, false)]);
             assert!(!pages_out(rig, cx, &space, AT + 0x1000) && pages_out(rig, cx, &space, AT + 0x5000));
-            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 4, huge: 0, swapped: 0 }));
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 4, ..Usage::default() }));
             // Again: there is nothing more to lock. A part that is let go.
             assert_eq!(rig.vm.lock(cx, &space, part, 4), Ok(()));
             assert_eq!(rig.vm.lock(cx, &space, span(AT + 0x3000, 0x2000), 4), Err(VmError::LockLimit { locked: 5 }));

@@ -14,6 +14,7 @@ mod exhaustion;
 mod extremes;
 mod filling;
 mod folding;
+mod given;
 mod lines;
 mod locks;
 mod moves;

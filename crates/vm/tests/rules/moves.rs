@@ -104,7 +104,7 @@ fn kept<F: PageFormat>(distance: u64) {
             // Of the parent alone, and under a device.
             rig.store(cx, &space, AT + 0x2000, 30).expect("memory");
             rig.vm.pin(cx, &space, span(AT + 0x2000, 0x1000), None, &Never, |pin| pins.push(pin)).expect("memory");
-            let there_before = Usage { present: 7, huge: 0, swapped: 1 };
+            let there_before = Usage { present: 7, swapped: 1, ..Usage::default() };
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x8000)), Ok(there_before));
             rig.vm.move_to(cx, &space, span(AT, 0x8000), span(there, 0x8000)).expect("nothing is there");
             assert_eq!(rig.vm.usage(cx, &space, span(there, 0x8000)), Ok(there_before), "all of it");

@@ -116,7 +116,7 @@ fn away<F: PageFormat>() {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             rig.page_out(cx, &space, AT);
             rig.page_out(cx, &space, AT + 0x1000);
-            let there = Usage { present: 2, huge: 0, swapped: 2 };
+            let there = Usage { present: 2, swapped: 2, ..Usage::default() };
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there));
             rig.vm.protect(cx, &space, span(AT, 0x2000), READ).expect("an area");
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there), "it stays where it is");

@@ -484,7 +484,7 @@ fn an_instruction_is_read_like_a_word() {
             let space = rig.vm.create(cx, bounds()).expect("memory");
             let text = SMALL.allowing(READ.with(Protection::EXEC));
             rig.vm.map(cx, &space, span(AT, 4 << 12), text, Backing::Shared(&object, 0)).expect("an area");
-            rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Execute).expect("memory");
+            rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Exec).expect("memory");
             rig.enter(cx, &space);
             assert_eq!(rig.load(cx, &space, AT + 8), Ok(8));
             rig.end(cx, space);

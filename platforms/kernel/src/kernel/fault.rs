@@ -89,7 +89,7 @@ pub(super) fn page_fault(frame: &Frame, fault: &PageFault) -> ! {
     begin();
     let (cpu, at) = (percpu::current(), fault.at);
     let access = match fault.access {
-        Access::Execute => "execution",
+        Access::Exec => "execution",
         Access::Write => "write",
         Access::Read => "read",
     };

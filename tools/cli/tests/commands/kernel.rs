@@ -216,6 +216,7 @@ fn workloads_run_in_the_kernel() {
         ("bench mem mmap -s 4MB -p 4KB --how demand -l 1", &["bench.vm_create"]),
         ("bench vm-create -s 16MB -p 4KB,2MB -r 1", &["bench.vm_create", "bench.vm_create.clear"]),
         ("bench vm-create -s 16MB --from frames --how demand -r 1", &["bench.vm_create", "bench.vm_create.map"]),
+        ("bench vmalloc -n 300 -r 1", &["bench.vmalloc.pair", "bench.vmalloc.freed"]),
     ] {
         let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "2", "--json", "--"];
         let command: Vec<_> = command.split(' ').collect();

@@ -244,7 +244,7 @@ fn synchronous(frame: &mut Frame, syndrome: u64, address: u64) {
         Some(Abort::Fatal) | None => return fatal(frame, syndrome, address),
     };
     let access = match tried {
-        Tried::Fetch => Access::Execute,
+        Tried::Fetch => Access::Exec,
         Tried::Read => Access::Read,
         Tried::Write => Access::Write,
     };

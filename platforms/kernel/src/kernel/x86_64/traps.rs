@@ -221,7 +221,7 @@ fn page_fault(frame: &mut Frame) {
     let has = |bit: u32| frame.error & 1 << bit != 0;
     let (present, written, reserved, executed) = (has(0), has(1), has(3), has(4));
     let access = match (executed, written) {
-        (true, _) => Access::Execute,
+        (true, _) => Access::Exec,
         (false, true) => Access::Write,
         (false, false) => Access::Read,
     };

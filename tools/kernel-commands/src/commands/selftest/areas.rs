@@ -114,6 +114,7 @@ impl Marked {
 }
 
 /// One round on all CPUs, until `until` at the latest; how many areas were freed.
+#[inline(never)]
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Failure> {
     let shelf: [Lock<SpinLock, Option<Marked>>; SHELF] = core::array::from_fn(|_| Lock::new(None));
     let (stop, freed) = (AtomicBool::new(false), AtomicU64::new(0));
