@@ -54,10 +54,11 @@ test-host:
 
 # Programs that a newcomer would start from; each checks what it did.
 test-examples:
-	$(CARGO) build --workspace --locked $(addprefix --bin hugemm-example-,std-platform vmm-prefault second-stage)
+	$(CARGO) build --workspace --locked $(addprefix --bin hugemm-example-,std-platform vmm-prefault second-stage map-file)
 	$(DEBUG)/hugemm-example-std-platform
 	$(DEBUG)/hugemm-example-vmm-prefault 64
 	$(DEBUG)/hugemm-example-second-stage
+	$(DEBUG)/hugemm-example-map-file
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
 	    CARGO="$(CARGO)" examples/ring0/run.sh && CARGO="$(CARGO)" examples/two-cpus/run.sh; \
 	else echo "skipped: the ring-0 example, and the one with two CPUs"; fi

@@ -55,13 +55,15 @@ pub(crate) enum Unwritten {
     Full,
     /// That would free nothing, or of a large page less than half.
     Incompressible,
+    /// A source's page that has been stored to: it goes when its source has got that.
+    Dirty,
     /// Anything else: it is in use after all, there is no memory for its slots, or the back end failed.
     Other,
 }
 
 impl From<VmError> for Unwritten {
-    fn from(_: VmError) -> Self {
-        Unwritten::Other
+    fn from(error: VmError) -> Self {
+        if error == VmError::NotWritten { Unwritten::Dirty } else { Unwritten::Other }
     }
 }
 

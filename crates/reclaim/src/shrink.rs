@@ -10,7 +10,7 @@ use crate::swap::Swap;
 use crate::ways::Steps;
 use hugemm_base::lock::RawLock;
 use hugemm_base::{Cancel, Cpu};
-use hugemm_vm::{Cx, Setup};
+use hugemm_vm::{Cx, Owner, Setup};
 
 /// How far a pass may go, in base pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +36,8 @@ pub struct ShrinkProgress {
     pub freed: u64,
     /// Pages of the youngest list looked at besides.
     pub aged: u64,
+    /// Of sources, written back: the next pass may drop them.
+    pub written: u64,
     /// Flushes, all of them for unmapping.
     pub flushes: u64,
     /// Batches.
@@ -63,6 +65,7 @@ impl ShrinkProgress {
             failed: self.failed.saturating_add(other.failed),
             freed: self.freed.saturating_add(other.freed),
             aged: self.aged.saturating_add(other.aged),
+            written: self.written.saturating_add(other.written),
             flushes: self.flushes.saturating_add(other.flushes),
             batches: self.batches.saturating_add(other.batches),
             full: self.full || other.full,
@@ -172,7 +175,7 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
     }
 
     /// Flushes once for the batch, then writes and frees what was unmapped. What cannot be written goes back, and counts
-    /// as not evicted then.
+    /// as not evicted then. What is dirty of a source goes back too, and is written back by runs: it is clean when it is met again.
     fn evict(
         &self,
         cx: &mut Cx<'_, S>,
@@ -182,13 +185,17 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
     ) {
         self.flush(cx);
         progress.flushes += 1;
-        for (folio, place) in batch.folios_mut().iter_mut().zip(unhooked.iter_mut()) {
+        let mut dirty: [Option<Owner>; BATCH] = [None; BATCH];
+        for (index, (folio, place)) in batch.folios_mut().iter_mut().zip(unhooked.iter_mut()).enumerate() {
             let Some(page) = place.take() else { continue };
             match self.write_out(cx, page) {
                 Ok(freed) => progress.freed += freed,
                 Err((error, page)) => {
                     progress.failed += folio.order.pages();
                     progress.full |= error == Unwritten::Full;
+                    if error == Unwritten::Dirty {
+                        dirty[index] = self.vm.owner(page.head());
+                    }
                     let incompressible = error == Unwritten::Incompressible;
                     folio.verdict =
                         if incompressible { LruVerdict::Rotate { mark: Mark::Incompressible } } else { KEEP };
@@ -201,6 +208,7 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
             self.lru.put_again(cx, batch);
             unhooked.iter_mut().filter_map(Option::take).for_each(|page| page.put_back(cx));
         }
+        dirty.into_iter().flatten().for_each(|owner| progress.written += self.vm.write_back(cx, owner));
     }
 
     /// Looks at the oldest folios of the youngest list: idle ones become candidates. How many pages were looked at.
@@ -241,6 +249,7 @@ mod tests {
             failed: 7 * factor,
             freed: 11 * factor,
             aged: 13 * factor,
+            written: 23 * factor,
             flushes: 17 * factor,
             batches: 19 * factor,
             ..ShrinkProgress::default()

@@ -180,7 +180,7 @@ impl<S: Setup> Vm<'_, S> {
         let Some(span) = pages(first, end).filter(|_| !areas.alone) else { return Ok(0) };
         let mut table = both.table(self.tables(&task));
         let bytes_to = |page: u64| (((page - first) << PAGE_SHIFT) as usize - into).min(most);
-        if verb == Verb::Zero && !area.kind.shared {
+        if verb == Verb::Zero && !area.kind.shared && !area.kind.sourced {
             let absent = table.absent(span)?;
             if absent > 0 {
                 return Ok(bytes_to(first + absent));
@@ -253,7 +253,7 @@ impl<S: Setup> Vm<'_, S> {
 /// # Safety
 ///
 /// Both have as many; nobody else uses those at `into`.
-unsafe fn load(from: *const u8, into: *mut u8, count: usize) {
+pub(crate) unsafe fn load(from: *const u8, into: *mut u8, count: usize) {
     let mut done = 0;
     while done < count {
         // SAFETY: within both; a word only where it is aligned and whole. Memory of programs is accessed by atomics here, and by their
@@ -277,7 +277,7 @@ unsafe fn load(from: *const u8, into: *mut u8, count: usize) {
 /// # Safety
 ///
 /// There are as many at `to`.
-unsafe fn store(to: *mut u8, count: usize, byte: impl Fn(usize) -> u8) {
+pub(crate) unsafe fn store(to: *mut u8, count: usize, byte: impl Fn(usize) -> u8) {
     let mut done = 0;
     while done < count {
         // SAFETY: as in `load`.

@@ -204,11 +204,14 @@ impl<S: Setup> AddressSpace<S> {
     }
 
     /// The areas that meet a range, in ascending order, each as it is when it is come to: areas that come or go between two steps
-    /// are met or not. O(log areas) a step, with nothing locked between two. What is in each says
+    /// are met or not, and one that becomes one with what was shown is shown again. O(log areas) a step, with nothing locked between two. What is in each says
     /// [`Vm::usage`](crate::Vm::usage).
     pub fn vmas(&self, within: VirtRange) -> impl Iterator<Item = VmaInfo> {
         let (mut next, end) = (within.first_page(), within.end_page());
         core::iter::from_fn(move || {
+            if next >= end {
+                return None;
+            }
             let areas = self.areas.shared();
             let area = areas.first_after(next).map(|area| area.info).filter(|area| area.range.first_page() < end)?;
             next = area.range.end_page();

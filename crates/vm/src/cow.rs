@@ -14,7 +14,7 @@ use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{Areas, VmaInfo};
 use core::cell::RefCell;
-use hugemm_base::{Extent, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{Extent, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
 use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch};
 
@@ -28,7 +28,8 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
-        let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
+        // Otherwise a copy that was made before the page became writable, was stored to and became read-only again could take its place.
+        let Some(_claim) = space.claim_any(page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let old = {
@@ -38,6 +39,13 @@ impl<S: Setup> Vm<'_, S> {
             if !areas.admit(area, page) {
                 return Ok(Served::Meanwhile);
             }
+            // Whoever writes a source's pages back waits for the index, so that none becomes writable that he takes for clean.
+            let index = match areas.find(page.first_page()) {
+                // SAFETY: the area holds a reference, and stays while its list is locked.
+                Some(here) if area.kind.shared && area.kind.sourced => unsafe { &here.object.as_ref().index }.as_ref(),
+                _ => None,
+            };
+            let mut cached = index.map(|index| index.table.shared(self.tables(&task)));
             let mut table = here.table(self.tables(&task));
             let Some(old) = read_only(table.lookup(page.start())) else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
@@ -53,6 +61,15 @@ impl<S: Setup> Vm<'_, S> {
                 }
             }
             if own {
+                if let Some(pages) = &mut cached {
+                    let at = VirtAddr::new(area.offset_of(page.first_page()) << PAGE_SHIFT);
+                    // It is about to go.
+                    if !matches!(pages.lookup(at), Lookup::Mapped(leaf) if leaf.frame == old.frame) {
+                        return Ok(Served::Meanwhile);
+                    }
+                    let dirty = Change { set: Flags::DIRTY, clear: Flags::NONE };
+                    let _ = pages.protect(VirtRange::new(at, page.bytes()).unwrap_or(page), dirty)?;
+                }
                 let change = Change { set: Flags::WRITE | Flags::HARDWARE, clear: Flags::NONE };
                 let stale = match table.protect(page, change) {
                     Err(PagingError::Folded { .. }) => {

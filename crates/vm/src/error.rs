@@ -46,6 +46,13 @@ pub enum VmError {
     /// The object is of another kind (page size, pool) than the area asked for, or the pool has handed out something else
     /// than a page of that size; that went back to it.
     OtherKind,
+    /// The source of the page has failed: with which of its numbers.
+    Source {
+        /// As the source has said, or [`SourceError::SHORT`](crate::SourceError::SHORT).
+        code: u32,
+    },
+    /// The page has been stored to, and its source has not got that yet.
+    NotWritten,
     /// The page's memory is bad.
     HwPoisoned {
         /// Which frame.
@@ -77,6 +84,8 @@ impl fmt::Display for VmError {
             VmError::Foreign => f.write_str("it belongs to another manager or space"),
             VmError::OtherKind => f.write_str("the object or the pool has other pages than the area asks for"),
             VmError::HwPoisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
+            VmError::Source { code } => write!(f, "the page's source has failed: {code}"),
+            VmError::NotWritten => f.write_str("the page has been stored to: write it back first"),
             VmError::Lost => f.write_str("the page's stored copy is damaged; its content is lost"),
             VmError::Cancelled => f.write_str("cancelled; what was done stays done"),
             VmError::Unreachable => f.write_str("the platform's map does not reach a frame"),
@@ -117,6 +126,8 @@ mod tests {
             (VmError::Misaligned { at }, format!("{at} is not aligned to the area's pages")),
             (VmError::OutOfBounds { at }, format!("{at} lies outside the address space or the object")),
             (VmError::LockLimit { locked: 7 }, "7 pages would be locked: unlock some or allow more".into()),
+            (VmError::Source { code: 5 }, "the page's source has failed: 5".into()),
+            (VmError::NotWritten, "the page has been stored to: write it back first".into()),
             (VmError::InUse, "still in use: switch the CPUs out and unmap it first".into()),
             (VmError::HwPoisoned { frame }, format!("the memory of frame {frame} is bad")),
             (VmError::Paging(PagingError::Foreign), PagingError::Foreign.to_string()),

@@ -15,20 +15,21 @@ use crate::vm::Vm;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{FrameUse, Order, VirtAddr};
 use hugemm_frames::Frozen;
-use hugemm_paging::OwnerNext;
+use hugemm_paging::{Flags, OwnerNext};
 
 impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
     /// Stores the page and frees it, after its flush; how many frames became free. With an error the page comes
     /// back: [put it back](UnhookedPage::put_back).
     ///
     /// `store` stores page number `n` of the block and answers with its slot. A page of 4 KiB is given to `evict`, which
-    /// may keep the frame (`None`).
+    /// may keep the frame (`None`). A page of a [source](crate::source) is given to nobody: it is dropped.
     ///
     /// # Errors
     ///
     /// The page, and why: the store's own error; [`InUse`](VmError::InUse) if somebody has it after all, or it is [locked](Vm::lock),
     /// [`NoMemory`](VmError::NoMemory) for a 2 MiB page's slots, [`OtherKind`](VmError::OtherKind) for a size that
-    /// cannot be stored.
+    /// cannot be stored; [`NotWritten`](VmError::NotWritten) for a source's page that has been stored to: have it
+    /// [written back](Vm::write_back).
     ///
     /// # Safety
     ///
@@ -43,6 +44,9 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
         let vm = self.vm;
         if self.locked {
             return Err((VmError::InUse.into(), self));
+        }
+        if self.object().index.as_ref().is_some_and(|index| index.source.is_some()) {
+            return self.drop_clean(cx).map_err(|(error, page)| (error.into(), page));
         }
         let Some(block) = vm.freeze_unhooked(cx, &mut self) else { return Err((VmError::InUse.into(), self)) };
         let stored = match self.order.get() {
@@ -65,6 +69,29 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
         if let Some(block) = freed {
             vm.frames().free(cx, block);
         }
+        vm.consume(cx, self);
+        Ok(pages)
+    }
+
+    /// The same for a page of a source, which has it too unless it was stored to.
+    #[allow(clippy::result_large_err, reason = "the page comes back")]
+    fn drop_clean(mut self, cx: &mut Cx<'_, S>) -> Result<u64, (VmError, Self)> {
+        let (vm, pages) = (self.vm, self.order.pages());
+        let place = offset_at(self.owner);
+        let at = |page: &Self, cx: &mut Cx<'_, S>| {
+            page.object().index.as_ref().and_then(|index| vm.moving_at(cx, &index.table, place, page.head))
+        };
+        if at(&self, cx).is_some_and(|(_, was)| was.contains(Flags::DIRTY)) {
+            return Err((VmError::NotWritten, self));
+        }
+        let Some(block) = vm.freeze_unhooked(cx, &mut self) else { return Err((VmError::InUse, self)) };
+        // Gone from there, if the object has become shorter meanwhile.
+        if let Some((word, _)) = at(&self, cx)
+            && let Some(index) = &self.object().index
+        {
+            vm.exchange(cx, &index.table, place, word, OwnerNext::Empty);
+        }
+        vm.frames().free(cx, block);
         vm.consume(cx, self);
         Ok(pages)
     }

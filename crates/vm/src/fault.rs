@@ -20,6 +20,7 @@ use crate::object::{Index, Object, Owner};
 use crate::pager::Pager;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
+use crate::source::AROUND;
 use crate::supply::Want;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
@@ -90,7 +91,7 @@ impl<S: Setup> Here<'_, S> {
 
 /// What is at an address.
 enum Found<S: Setup> {
-    /// Nothing is mapped. The object, with a reference, if it is a shared one.
+    /// Nothing is mapped. The object, with a reference, if it is a shared one, or the one that is copied.
     Absent(Option<NonNull<Object<S>>>),
     /// A private page is away: the owner's word.
     SwapEntry(u64),
@@ -162,7 +163,12 @@ impl<S: Setup> Vm<'_, S> {
             },
             Found::Absent(Some(object)) => {
                 // SAFETY: `find_for_fault` took a reference.
-                let served = self.fault_shared(cx, site, at, access, unsafe { object.as_ref() });
+                let shown = unsafe { object.as_ref() };
+                let served = if area.kind.shared {
+                    self.fault_shared(cx, site, at, access, shown)
+                } else {
+                    self.fault_copied(cx, site, at, access, shown)
+                };
                 self.put_object(cx, object);
                 served
             }
@@ -214,11 +220,17 @@ impl<S: Setup> Vm<'_, S> {
             Lookup::Mapped(_) => Found::ReadOnly,
             Lookup::Busy => Found::Busy,
             Lookup::Owner(word) => Found::SwapEntry(word),
-            Lookup::Absent => Found::Absent(info.kind.shared.then(|| {
-                // SAFETY: the area holds a reference, and is there while the list is locked.
-                unsafe { area.object.as_ref() }.get();
-                area.object
-            })),
+            Lookup::Absent => {
+                let object = match info.kind {
+                    kind if kind.shared => Some(area.object),
+                    // SAFETY: the area holds a reference, and is there while the list is locked.
+                    kind if kind.sourced => unsafe { area.object.as_ref() }.over,
+                    _ => None,
+                };
+                // SAFETY: as above; what is over another holds a reference to that.
+                object.iter().for_each(|object| unsafe { object.as_ref() }.get());
+                Found::Absent(object)
+            }
         };
         Ok((info, found))
     }
@@ -316,6 +328,9 @@ impl<S: Setup> Vm<'_, S> {
         let Site { space, area, phases } = site;
         let page = area.page_at(at);
         let want = Want::of_fault(area, at);
+        if object.index.as_ref().is_some_and(|index| area.offset_of(page.first_page()) >= index.pages()) {
+            return Err(VmError::OutOfBounds { at });
+        }
         // Two rounds: a page that another CPU enters into the index meanwhile is found in the second.
         for _ in 0..2 {
             if let Some(served) = self.enter_from_index(cx, space, area, page, object, fresh_flags(area, access))? {
@@ -359,6 +374,9 @@ impl<S: Setup> Vm<'_, S> {
         let Ok(place) = VirtRange::new(VirtAddr::new(offset << PAGE_SHIFT), want.page.bytes()) else {
             return Err(VmError::OtherKind);
         };
+        if let Some(source) = &index.source {
+            return self.fill_from_source(cx, object, index, source.get(), offset, want);
+        }
         let Some(_claim) = index.inflight.claim(offset, || self.cond_resched(cx)) else { return Ok(false) };
         // The pool has promised all pages of a shared object.
         let want = Want { reserved: index.pooled, ..*want };
@@ -415,7 +433,7 @@ impl<S: Setup> Vm<'_, S> {
                 return busy;
             }
             // Held until the page is mapped: whoever takes it out of the index finds the mapping.
-            let pages = index.table.shared(self.tables(task));
+            let mut pages = index.table.shared(self.tables(task));
             let extent = match pages.lookup(at) {
                 Lookup::Mapped(leaf) => Extent::block(leaf.frame, leaf.size.order()),
                 found => {
@@ -423,8 +441,40 @@ impl<S: Setup> Vm<'_, S> {
                     return busy;
                 }
             };
-            let how = Mapping { flags, largest: area.kind.page };
-            here.table(self.tables(task)).map(page, [extent], how)
+            if index.source.is_none() {
+                let how = Mapping { flags, largest: area.kind.page };
+                return here.table(self.tables(task)).map(page, [extent], how);
+            }
+            let mut table = here.table(self.tables(task));
+            if flags.contains(Flags::DIRTY) {
+                // Before anybody stores to it.
+                let (offset, dirty) =
+                    (VirtRange::new(at, page.bytes()), Change { set: Flags::DIRTY, clear: Flags::NONE });
+                let _ = pages.protect(offset.unwrap_or(page), dirty)?;
+                return table.map(page, [extent], Mapping { flags, largest: area.kind.page });
+            }
+            let how = Mapping { flags: flags.without(Flags::WRITE), largest: area.kind.page };
+            table.map(page, [extent], how)?;
+            // What lies behind it in the same window, if it has been read and lies so in memory, is shown too.
+            let (first, behind) = (page.first_page(), page.end_page());
+            let offset = area.offset_of(first);
+            let reach = (offset / AROUND + 1) * AROUND - offset - 1;
+            let around = |from: u64| crate::vma::pages(from, from + reach.min(area.range.end_page() - behind));
+            if let (Some(shown), Some(read)) = (around(behind), around(offset + 1)) {
+                let (mut more, absent) = (0, table.absent(shown)?);
+                pages.walk(read, Flags::HARDWARE, |run| {
+                    let goes_on = run.at == read.start() && run.extent.base() == extent.end();
+                    more = if goes_on { run.extent.pages() } else { more };
+                })?;
+                let more = more.min(absent);
+                if let (Ok(run), Some(span)) =
+                    (Extent::new(extent.end(), more), crate::vma::pages(behind, behind + more))
+                {
+                    // It was there for the asking; who needs it faults.
+                    let _ = table.map(span, [run], how);
+                }
+            }
+            Ok(())
         })?;
         Ok(there.then_some(served))
     }

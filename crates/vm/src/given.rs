@@ -11,6 +11,7 @@ use crate::mapping::SharedRef;
 use crate::object::Index;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
+use hugemm_base::sync::{AtomicBool, AtomicU64};
 use hugemm_base::{Extent, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Mapping};
 
@@ -44,9 +45,17 @@ impl<S: Setup> Vm<'_, S> {
         let span = VirtRange::from_pages(0, frames.pages()).map_err(|_| VmError::OutOfBounds { at })?;
         let table = self.new_table(cx, span, None)?;
         let root = table.root();
-        let index =
-            Index { table, pages: frames.pages(), page, pooled: false, given: true, inflight: InflightFaults::new() };
-        let object = self.new_object(cx, Some(index)).inspect_err(|_| self.free_root(cx, root))?;
+        let index = Index {
+            table,
+            length: AtomicU64::new(frames.pages()),
+            page,
+            pooled: false,
+            given: true,
+            inflight: InflightFaults::new(),
+            source: None,
+            writer: AtomicBool::new(false),
+        };
+        let object = self.new_object(cx, Some(index), None).inspect_err(|_| self.free_root(cx, root))?;
         let shared = self.shared_ref(object);
         let how = Mapping { flags: Flags::NONE, largest: page };
         let filled = match &shared.object().index {

@@ -63,6 +63,7 @@
 //! | `access.rs` | reading and writing a space from outside of it |
 //! | `alone.rs` | having a space to oneself across reschedule points |
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
+//! | [`source`], [`write_back`] | files: pages that come from somewhere; giving them back, and taking away what is there no longer |
 //! | [`pager`] | the seam to reclaim and swap |
 //! | `swap_entry.rs`, `refault.rs` | what stands for a page in swap or on the move; bringing it back |
 //! | [`unhook`] | a page that is taken out of its entries is one value; putting it back |
@@ -128,6 +129,7 @@ mod rmap;
 pub mod setup;
 mod slabs;
 mod small_objects;
+pub mod source;
 mod space;
 mod supply;
 mod swap_entry;
@@ -138,6 +140,7 @@ mod usage;
 mod vm;
 pub mod vma;
 mod working_set;
+pub mod write_back;
 pub mod zeroing;
 
 pub use access::AccessError;
@@ -160,6 +163,7 @@ pub use prefault::Prefault;
 pub use protection::Protection;
 pub use rmap::Place;
 pub use setup::{Cx, Setup};
+pub use source::{PageSource, SourceError, StoredPages};
 pub use unhook::UnhookedPage;
 pub use unmap::Unmapped;
 pub use usage::Usage;

@@ -5,6 +5,7 @@ use crate::error::VmError;
 use crate::inflight_faults::InflightFaults;
 use crate::object::{Index, Object};
 use crate::setup::{Cx, Setup};
+use crate::source::Source;
 use crate::supply::Dropping;
 use crate::vm::Vm;
 use crate::vma::{Vma, VmaInfo, VmaKind};
@@ -12,6 +13,7 @@ use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
 use core::ptr::NonNull;
+use hugemm_base::sync::{AtomicBool, AtomicU64};
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{Editing, Flags, PagingError};
 use intrusive_collections::UnsafeRef;
@@ -45,7 +47,7 @@ impl<S: Setup> SharedRef<'_, S> {
 
     /// Length in 4 KiB pages.
     pub fn pages(&self) -> u64 {
-        self.object().index.as_ref().map_or(0, |index| index.pages)
+        self.object().index.as_ref().map_or(0, |index| index.pages())
     }
 }
 
@@ -56,6 +58,9 @@ pub enum Backing<'a, 'v, S: Setup> {
     Private,
     /// A shared object, from this offset in 4 KiB pages on.
     Shared(&'a SharedRef<'v, S>, u64),
+    /// Pages of its own, each with what an object over a [source](crate::source) has there when it is first touched: a private mapping of
+    /// a file. Who only reads shares pages instead by [`Shared`](Backing::Shared) without the right to store.
+    Copied(&'a SharedRef<'v, S>, u64),
 }
 
 impl<'m, S: Setup> Vm<'m, S> {
@@ -73,6 +78,18 @@ impl<'m, S: Setup> Vm<'m, S> {
         page: PageSize,
         pooled: bool,
     ) -> Result<SharedRef<'v, S>, VmError> {
+        self.create_object(cx, pages, page, pooled, None)
+    }
+
+    /// The same, over a source or not.
+    pub(crate) fn create_object<'v>(
+        &'v self,
+        cx: &mut Cx<'_, S>,
+        pages: u64,
+        page: PageSize,
+        pooled: bool,
+        source: Option<Source<S>>,
+    ) -> Result<SharedRef<'v, S>, VmError> {
         let misaligned = VmError::Misaligned { at: VirtAddr::new(pages << PAGE_SHIFT) };
         if !pages.is_multiple_of(page.pages()) {
             return Err(misaligned);
@@ -84,8 +101,10 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         let made = self.new_table(cx, bounds, None).and_then(|table| {
             let root = table.root();
-            let index = Index { table, pages, page, pooled, given: false, inflight: InflightFaults::new() };
-            self.new_object(cx, Some(index)).inspect_err(|_| self.free_root(cx, root))
+            let (length, inflight) = (AtomicU64::new(pages), InflightFaults::new());
+            let writer = AtomicBool::new(false);
+            let index = Index { table, length, page, pooled, given: false, inflight, source, writer };
+            self.new_object(cx, Some(index), None).inspect_err(|_| self.free_root(cx, root))
         });
         match made {
             Ok(object) => Ok(self.shared_ref(object)),
@@ -174,30 +193,43 @@ impl<'m, S: Setup> Vm<'m, S> {
     ) -> Result<(NonNull<Object<S>>, u64, VmaKind), VmError> {
         match backing {
             Backing::Private => {
-                let kind = VmaKind { shared: false, given: false, reserved: kind.pooled, ..kind };
+                let kind = VmaKind { shared: false, reserved: kind.pooled, sourced: false, given: false, ..kind };
                 if kind.pooled {
                     let pages = span.pages() / kind.page.pages();
                     self.pools().reserve(cx, kind.page, pages)?;
                 }
-                let object = self.new_object(cx, None).inspect_err(|_| self.unreserve(cx, &kind, span.pages()))?;
+                let made = self.new_object(cx, None, None);
+                let object = made.inspect_err(|_| self.unreserve(cx, &kind, span.pages()))?;
                 Ok((object, 0, kind))
             }
-            Backing::Shared(shared, offset) => {
+            Backing::Shared(shared, offset) | Backing::Copied(shared, offset) => {
+                let copied = matches!(backing, Backing::Copied(..));
                 self.check_own_object(shared)?;
                 let object = shared.object();
                 let Some(index) = &object.index else { return Err(VmError::OtherKind) };
                 let at = VirtAddr::new(offset << PAGE_SHIFT);
-                if index.page != kind.page || index.pooled != kind.pooled {
+                let sourced = index.source.is_some();
+                if index.page != kind.page || index.pooled != kind.pooled || (copied && !sourced) {
                     return Err(VmError::OtherKind);
                 }
                 if !offset.is_multiple_of(kind.page.pages()) {
                     return Err(VmError::Misaligned { at });
                 }
-                if offset.checked_add(span.pages()).is_none_or(|end| end > index.pages) {
+                if offset.checked_add(span.pages()).is_none_or(|end| end > index.pages()) {
                     return Err(VmError::OutOfBounds { at });
                 }
+                let kind = VmaKind { shared: !copied, reserved: false, sourced, ..kind };
                 object.get();
-                Ok((shared.object, offset, VmaKind { shared: true, given: index.given, reserved: false, ..kind }))
+                if !copied {
+                    return Ok((shared.object, offset, VmaKind { given: index.given, ..kind }));
+                }
+                match self.new_object(cx, None, Some(shared.object)) {
+                    Ok(lineage) => Ok((lineage, offset, kind)),
+                    Err(error) => {
+                        self.put_object(cx, shared.object);
+                        Err(error)
+                    }
+                }
             }
         }
     }
@@ -283,10 +315,11 @@ impl<'m, S: Setup> Vm<'m, S> {
         &self,
         cx: &mut Cx<'_, S>,
         index: Option<Index<S>>,
+        over: Option<NonNull<Object<S>>>,
     ) -> Result<NonNull<Object<S>>, VmError> {
         let memory = self.memory_for::<Object<S>>(cx)?;
         // SAFETY: memory for an object, this task's; it is never moved, and freed only after it has left the registry.
-        unsafe { self.own_registry(cx).exclusive().add(memory, index) };
+        unsafe { self.own_registry(cx).exclusive().add(memory, index, over) };
         Ok(memory)
     }
 
@@ -300,7 +333,14 @@ impl<'m, S: Setup> Vm<'m, S> {
         self.registry_of(id).exclusive().remove(id);
         // SAFETY: nobody has a reference, and nobody can find it any more.
         let object = unsafe { self.take_back(cx, object) };
-        let Some(index) = object.index else { return };
+        if let Some(over) = object.over {
+            return self.put_object(cx, over);
+        }
+        let Some(index) = &object.index else { return };
+        if index.source.is_some() {
+            // Nobody is left to hear of an error.
+            let _ = self.clean(cx, &object, index, (0, index.pages()), false);
+        }
         let whole = index.table.bounds();
         let detached = {
             let task = RefCell::new(&mut *cx);
@@ -319,7 +359,10 @@ impl<'m, S: Setup> Vm<'m, S> {
         dropping.drop_all(self, cx);
         self.free_root(cx, index.table.root());
         if index.pooled {
-            self.release_promises(cx, index.page, (index.pages - found) / index.page.pages());
+            self.release_promises(cx, index.page, (index.pages() - found) / index.page.pages());
+        }
+        if let Some(source) = &index.source {
+            source.get().closed(cx);
         }
     }
 }

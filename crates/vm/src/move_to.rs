@@ -332,7 +332,7 @@ fn check<S: Setup>(areas: &Areas<S>, from: VirtRange, to: VirtRange) -> Result<M
     }
     // SAFETY: the area holds a reference, and stays while the list is locked.
     let index = unsafe { &last.object.as_ref().index };
-    if index.as_ref().is_some_and(|index| last.info.offset_of(end).saturating_add(the.grown()) > index.pages) {
+    if index.as_ref().is_some_and(|index| last.info.offset_of(end).saturating_add(the.grown()) > index.pages()) {
         return Err(VmError::OutOfBounds { at });
     }
     if kind.locked { Err(VmError::Denied { at }) } else { Ok(the) }

@@ -20,10 +20,11 @@
 use crate::guarded::Guarded;
 use crate::inflight_faults::InflightFaults;
 use crate::setup::Setup;
+use crate::source::Source;
 use crate::vma::{ByOffset, Vma};
 use core::ptr::NonNull;
 use hugemm_base::PageSize;
-use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
+use hugemm_base::sync::{AtomicBool, AtomicU64, AtomicWord, Ordering};
 use hugemm_frames::{DescMut, DescRef};
 use hugemm_paging::PageTable;
 use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter};
@@ -107,13 +108,17 @@ impl<S: Setup> AreaTree<S> {
 /// A shared object's pages: from offset to frame, in a page table that no hardware walks.
 pub(crate) struct Index<S: Setup> {
     pub(crate) table: PageTable<S::Format, S::Lock>,
-    pub(crate) pages: u64,
+    /// In 4 KiB pages; changes only where there is a source.
+    pub(crate) length: AtomicU64,
     pub(crate) page: PageSize,
     pub(crate) pooled: bool,
     /// Its pages were [given](crate::given): nobody here owns them, and all are there.
     pub(crate) given: bool,
     /// Pages that are being made.
     pub(crate) inflight: InflightFaults,
+    pub(crate) source: Option<Source<S>>,
+    /// A task is writing pages back: what one has written an older state of the page does not overtake.
+    pub(crate) writer: AtomicBool,
 }
 
 /// See the [module](self).
@@ -125,22 +130,25 @@ pub(crate) struct Object<S: Setup> {
     pub(crate) areas: Guarded<S::Lock, AreaTree<S>>,
     /// `None` for a lineage.
     pub(crate) index: Option<Index<S>>,
+    /// What a lineage copies: with a reference, at the same offsets.
+    pub(crate) over: Option<NonNull<Object<S>>>,
 }
 
-// SAFETY: everything in it may be shared; the link is changed under the registry's lock.
+// SAFETY: everything in it may be shared, and so may what it is over; the link is changed under the registry's lock.
 unsafe impl<S: Setup> Send for Object<S> {}
 // SAFETY: as above.
 unsafe impl<S: Setup> Sync for Object<S> {}
 
 impl<S: Setup> Object<S> {
     /// With one reference, the caller's.
-    pub(crate) fn new(id: u64, index: Option<Index<S>>) -> Self {
+    pub(crate) fn new(id: u64, index: Option<Index<S>>, over: Option<NonNull<Object<S>>>) -> Self {
         Object {
             link: RBTreeAtomicLink::new(),
             id,
             refs: AtomicU64::new(1),
             areas: Guarded::new(AreaTree(RBTree::new(ByOffset::NEW))),
             index,
+            over,
         }
     }
 
@@ -195,11 +203,16 @@ impl<S: Setup> Registry<S> {
     /// # Safety
     ///
     /// The memory is the caller's, and the object's until it has been taken out.
-    pub(crate) unsafe fn add(&mut self, memory: NonNull<Object<S>>, index: Option<Index<S>>) {
+    pub(crate) unsafe fn add(
+        &mut self,
+        memory: NonNull<Object<S>>,
+        index: Option<Index<S>>,
+        over: Option<NonNull<Object<S>>>,
+    ) {
         self.1 += REGISTRIES as u64;
         // SAFETY: the caller's promise.
         unsafe {
-            memory.write(Object::new(self.1, index));
+            memory.write(Object::new(self.1, index, over));
             self.0.insert(UnsafeRef::from_raw(memory.as_ptr()));
         }
     }
@@ -241,7 +254,7 @@ mod tests {
                 offset += pages + random.below(2);
             }
         }
-        let object: Object<Here> = Object::new(1, None);
+        let object: Object<Here> = Object::new(1, None, None);
         let mut tree = object.areas.exclusive();
         // SAFETY: the boxes outlive the tree and do not move.
         areas.iter().for_each(|area| tree.add(unsafe { UnsafeRef::from_raw(core::ptr::from_ref(&**area)) }));
@@ -268,7 +281,7 @@ mod tests {
     /// Whoever finds an object in the registry may have it for as long as somebody has it, and not after.
     #[test]
     fn an_object_on_its_way_out_is_not_found() {
-        let object: Object<DefaultSetup<Threads<Memory>>> = Object::new(1, None);
+        let object: Object<DefaultSetup<Threads<Memory>>> = Object::new(1, None, None);
         object.get();
         assert!(object.get_live());
         assert_eq!([object.put(), object.put(), object.put()], [false, false, true]);

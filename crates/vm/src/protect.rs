@@ -165,6 +165,8 @@ impl<S: Setup> Vm<'_, S> {
         if S::Format::CONTIGUOUS != 0 && (taken | given).without(Flags::WRITE) != Flags::NONE {
             self.unfold_all(&task, space, &mut table, span)?;
         }
+        // The first store to a source's page says that it is dirty.
+        let given = if area.kind.shared && area.kind.sourced { given.without(Flags::WRITE) } else { given };
         if area.kind.shared || !given.contains(Flags::WRITE) {
             return table.protect(span, Change { set: given, clear: taken }, Editing::LIVE);
         }

@@ -45,7 +45,7 @@ impl Want {
     }
 
     /// Where a block of `order` for it is to come from.
-    fn block(&self, order: Order) -> AllocRequest {
+    pub(crate) fn block(&self, order: Order) -> AllocRequest {
         AllocRequest::order(order).movable().from(self.from)
     }
 
@@ -353,7 +353,7 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Makes a block counted 4 KiB pages of their object.
-    fn adopt_pages(&self, cx: &Cx<'_, S>, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
+    pub(crate) fn adopt_pages(&self, cx: &Cx<'_, S>, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
         let mut run = self.frames().split(block, Order::ZERO).map_err(|_| VmError::Unreachable)?;
         for (index, desc) in (0..).zip(self.frames().descriptors_mut(&mut run)) {
             Owner { object: owner.object, offset: owner.offset + index }.store(&desc);

@@ -38,9 +38,11 @@ impl<S: Setup> Vm<'_, S> {
         self.check_own(space)?;
         space.check_covers(span)?;
         let mut usage = Usage::default();
+        // An area may become one with what has been looked at.
+        let mut next = span.first_page();
         for area in space.vmas(span) {
-            let (mut from, end) =
-                (area.range.first_page().max(span.first_page()), area.range.end_page().min(span.end_page()));
+            let (mut from, end) = (area.range.first_page().max(next), area.range.end_page().min(span.end_page()));
+            next = next.max(end);
             while from < end {
                 let to = end.min((from / PART + 1) * PART);
                 self.look_at(cx, space, &area, (from, to), &mut usage)?;

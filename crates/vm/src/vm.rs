@@ -78,6 +78,8 @@ pub struct Vm<'m, S: Setup> {
     spaces_made: AtomicU64,
     /// Unhooked pages that were dropped.
     pages_lost: Counter,
+    /// Tasks that are writing pages back to their sources.
+    writing: AtomicU64,
 }
 
 impl<S: Setup> fmt::Debug for Vm<'_, S> {
@@ -105,6 +107,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             promises: Guarded::new(Promises::default()),
             spaces_made: AtomicU64::new(0),
             pages_lost: Counter::default(),
+            writing: AtomicU64::new(0),
         })
     }
 
@@ -178,6 +181,11 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// Counts unhooked pages that are dropped.
     pub(crate) fn lost(&self) -> &Counter {
         &self.pages_lost
+    }
+
+    /// How many tasks are writing pages back.
+    pub(crate) fn writing(&self) -> &AtomicU64 {
+        &self.writing
     }
 
     /// What tells the manager from others: it does not move while a space, an object or a pin of its own is there, all of

@@ -36,6 +36,8 @@ pub struct VmaKind {
     pub from: Placement,
     /// Its pages are not to be reclaimed. [`lock`](crate::Vm::lock) says so with a limit, and fills it.
     pub locked: bool,
+    /// What it shows, or copies where it is not shared, is over a [source](crate::source), which [`map`](crate::Vm::map) decides.
+    pub sourced: bool,
     /// Its pages' accessed bits say nothing about their use: read once, in order.
     pub no_recency: bool,
 }
@@ -52,6 +54,7 @@ impl VmaKind {
             reserved: false,
             from: Placement::Local,
             locked: false,
+            sourced: false,
             no_recency: false,
         }
     }

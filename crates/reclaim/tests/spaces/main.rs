@@ -4,6 +4,7 @@
 
 mod ageing;
 mod bystander;
+mod files;
 mod negative;
 mod passes;
 mod races;

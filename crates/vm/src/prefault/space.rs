@@ -114,6 +114,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
             Absent::SwapEntry => self.vm.fault(cx, space, at, Access::Read).map(|_| 0),
             // Pages of an object are entered one by one.
             Absent::Pages(_) if area.kind.shared => self.fill_shared(cx, site, from),
+            Absent::Pages(_) if area.kind.sourced => self.vm.fault(cx, space, at, Access::Read).map(|_| 0),
             Absent::Pages(absent) => self.fill_private(cx, site, from, from + absent, cancel),
         }
     }

@@ -1,10 +1,11 @@
 //! What the verbs of a range cost, whatever its length: lock rounds of area lists, objects and page tables, and flushes. The table in
 //! `docs/vm.md` is what is counted here.
 
-use crate::support::{AT, Cx, Handle, Metered, Rig, lock_rounds, no_faults, span, with_format};
+use crate::sources::File;
+use crate::support::{AT, Cx, Handle, Metered, Model, Rig, lock_rounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{Aarch64, PageFormat};
-use hugemm_vm::{Protection, VmaKind};
+use hugemm_vm::{Access, Backing, Protection, SharedRef, VmaKind};
 
 /// How many pages.
 const LENGTHS: [u64; 2] = [64, 8192];
@@ -145,5 +146,57 @@ fn the_table_is_what_is_counted() {
             missing.push(line);
         }
     }
+    assert!(missing.is_empty(), "docs/vm.md has not:\n{}", missing.join("\n"));
+}
+
+/// What is done with a file of sixteen pages that one area shows.
+type OfFile<'h, F> = fn(&Rig<'h, F>, &mut Cx<'_, 'h>, &Handle<'_, 'h, F>, &SharedRef<'_, Model<'h, F>>);
+
+fn of_files<'h, F: PageFormat>() -> [(&'static str, bool, OfFile<'h, F>); 3] {
+    [
+        ("fault at a page of a file, 16 pages read", false, |rig, cx, space, _| {
+            rig.vm.fault(cx, space, VirtAddr::new(AT), Access::Read).expect("memory");
+        }),
+        ("`sync`, a run of 16 pages", true, |rig, cx, _, object| {
+            assert_eq!(rig.vm.sync(cx, object, 0, 16), Ok(16));
+        }),
+        ("`truncate`, 15 of 16 pages", true, |rig, cx, _, object| {
+            assert_eq!(rig.vm.truncate(cx, object, 0x1000), Ok(15));
+        }),
+    ]
+}
+
+fn file_cost<F: PageFormat>(row: usize) -> (u64, u64) {
+    let mut cost = (0, 0);
+    with_format::<F, false>(16, 1, 5, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let object = rig.vm.open_source(cx, File::new(16 << 12)).expect("memory");
+            let space = rig.vm.create(cx, crate::support::bounds()).expect("memory");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+            rig.enter(cx, &space);
+            let (_, stored, verb) = of_files::<F>()[row];
+            (0..16).filter(|_| stored).for_each(|page| rig.store(cx, &space, AT + (page << 12), page).expect("memory"));
+            let before = (lock_rounds(), rig.flushes());
+            verb(rig, cx, &space, &object);
+            cost = (lock_rounds() - before.0, rig.flushes() - before.1);
+            rig.end(cx, space);
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+    cost
+}
+
+/// Files too.
+#[test]
+fn the_table_of_files_is_what_is_counted() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/vm.md");
+    let page = std::fs::read_to_string(page).expect("the page is there");
+    let line = |(row, (name, ..)): (usize, (&str, bool, OfFile<'_, Metered>))| {
+        let (here, arm) = (file_cost::<Metered>(row), file_cost::<Aarch64>(row));
+        format!("| {name} | {} | {} | {} |", here.0, here.1, arm.1)
+    };
+    let lines = of_files::<Metered>().into_iter().enumerate().map(line);
+    let missing: Vec<_> = lines.filter(|line| !page.contains(line)).collect();
     assert!(missing.is_empty(), "docs/vm.md has not:\n{}", missing.join("\n"));
 }

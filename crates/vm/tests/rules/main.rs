@@ -25,6 +25,7 @@ mod refused;
 mod relaxing;
 mod reschedule;
 mod rights;
+mod sources;
 mod stage2;
 mod strangers;
 mod support;

@@ -1,8 +1,10 @@
 //! The whole system on CPUs that take turns as a seed says: every word read is the word written last.
 
+mod file;
 mod program;
 mod world;
 
+use file::File;
 use hugemm_base::PageSize;
 use hugemm_base::inject::FaultPlan;
 use hugemm_paging::{Aarch64, PageFormat, X86_64};
@@ -25,17 +27,28 @@ fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) -> u64 {
     let mut steps = 0;
     with_world::<F>(CPUS + 1, seed, inject, |world| {
         let cx = &mut world.machine.cx();
-        let object = world.vm.create_shared(cx, SHARED_PAGES, PageSize::Size4K, false).expect("memory");
-        {
+        // Memory of its own, or a file's.
+        let file = seed.is_multiple_of(2).then(|| File::new(SHARED_PAGES));
+        let object = match file {
+            Some(file) => world.vm.open_source(cx, file),
+            None => world.vm.create_shared(cx, SHARED_PAGES, PageSize::Size4K, false),
+        };
+        let object = object.expect("memory");
+        let shared = {
             let test = Test::new(world, &object, seed, deeds);
             let shared = &test;
             let program = |cpu| -> Task<'_> { Box::new(move || Program::run(shared, cpu, seed, STEPS)) };
             let mut tasks: Vec<Task<'_>> = (0..CPUS).map(program).collect();
             tasks.push(Box::new(|| shared.work(seed)));
             steps = world.run(seed, tasks);
-            test.finish();
-        }
+            test.finish()
+        };
         world.vm.close(cx, object).expect("its own");
+        if let Some(file) = file {
+            shared.iter().for_each(|(at, may)| {
+                assert!(may.contains(&file.word(*at)), "{at:#x}: {} in the file", file.word(*at))
+            });
+        }
     });
     steps
 }

@@ -69,13 +69,14 @@ struct Process<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 19] = [
+pub const ALL_DEEDS: [&str; 20] = [
     "forked",
     "forked beside pins",
     "unmapped",
     "discarded",
     "relocated",
     "locked",
+    "written back",
     "protected",
     "denied",
     "ended",
@@ -237,8 +238,8 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         }
     }
 
-    /// After all CPUs have ended.
-    pub fn finish(self) {
+    /// After all CPUs have ended. What may be in each word of the shared object.
+    pub fn finish(self) -> BTreeMap<u64, BTreeSet<u64>> {
         let cx = &mut self.world.machine.cx();
         let left = self.processes.take();
         for process in left {
@@ -249,6 +250,8 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         self.did("swapped out", stats.stores);
         self.did("swapped in", stats.loads);
         self.did("moved", self.world.vm.pager().counts().moved.get());
+        let words = self.shared.into_inner().words;
+        words.into_iter().map(|(at, may)| (at - AREAS[1].start, may)).collect()
     }
 
     /// What the page table has, the reverse map finds.
@@ -345,8 +348,9 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             53..=58 => self.protect(cx),
             59..=64 => self.relocate(cx),
             65..=68 => self.lock(cx),
-            69..=72 => self.scramble(cx),
-            73..=115 => {
+            69..=71 => self.write_back(cx),
+            72..=75 => self.scramble(cx),
+            76..=115 => {
                 let at = self.any_at();
                 self.get(cx, at);
             }
@@ -463,6 +467,15 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
                 self.missed(process, page, torn, error);
                 None
             }
+        }
+    }
+
+    /// What has been stored to the file goes to it, if there is one.
+    fn write_back(&mut self, cx: &mut Cx<'_, 'h>) {
+        match self.test.world.vm.sync(cx, self.test.object, 0, SHARED_PAGES) {
+            Ok(pages) => self.test.did("written back", pages),
+            Err(VmError::OtherKind) => {}
+            Err(error) => refused(error),
         }
     }
 

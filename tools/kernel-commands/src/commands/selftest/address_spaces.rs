@@ -2,21 +2,24 @@
 //! read and write it from outside, and clear free memory ahead of need.
 //!
 //! Each CPU has a plot of its own, an area of 4 KiB pages and one of 2 MiB pages: it knows what it stored in every page, and
-//! that a page which it has unmapped is zero again. In the common area, which is shared memory, each CPU has a word of its
-//! own in every page. A third area can be read, and nobody may store there. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
+//! that a page which it has unmapped is zero again. In the common area, which maps a file in memory, each CPU has a word of its
+//! own in every page; what it has stored there is in the file when that has been written back. A third area can be read, and nobody may store there. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
 
 use super::{Cx, Failure, Finding, on_all, stored, vec_of};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Clock, Never, Order, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
+use hugemm_frames::AllocRequest;
+use hugemm_kernel::layout;
+use hugemm_kernel::memory::frames;
 use hugemm_kernel::page_fault::{load, store};
 use hugemm_kernel::percpu;
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_paging::ShootdownPolicy;
 use hugemm_vm::{
-    AccessError, AddressSpace, Backing, NoPager, Pools, Protection, SharedRef, Vm, VmError, VmaKind, ZeroTurn,
-    ZeroWorker,
+    AccessError, AddressSpace, Backing, NoPager, PageSource, Pools, Protection, SharedRef, SourceError, StoredPages,
+    Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
 };
 use hugemm_workloads::random::Random;
 
@@ -32,6 +35,8 @@ const ELSEWHERE: u64 = 0x40_0000_0000;
 const SMALL_PAGES: u64 = 256;
 /// Huge pages of a plot.
 const HUGE_PAGES: u64 = 2;
+/// Words of a page.
+const WORDS: u64 = PAGE_BYTES / 8;
 /// Where the common area is.
 const COMMON: u64 = 0x10_0000_0000;
 /// Where an area is that nobody may store to, as large.
@@ -53,8 +58,51 @@ struct Known {
     common: [u64; SMALL_PAGES as usize],
 }
 
+/// A file in memory: a block of frames.
+struct InMemory(AtomicU64);
+
+static FILE: InMemory = InMemory(AtomicU64::new(0));
+
+impl InMemory {
+    /// A word of it.
+    fn word(&self, index: u64) -> &AtomicU64 {
+        // Relaxed: written before anybody else knows of it.
+        let block = layout::direct(self.0.load(Ordering::Relaxed)).cast::<u64>();
+        // SAFETY: within the block, as long as the round lasts; all of its words are atomic.
+        unsafe { AtomicU64::from_ptr(block.wrapping_add((index % (SMALL_PAGES * WORDS)) as usize)) }
+    }
+}
+
+impl PageSource<Own> for InMemory {
+    fn bytes(&self) -> u64 {
+        SMALL_PAGES * PAGE_BYTES
+    }
+
+    fn fill(&self, _: &mut hugemm_vm::Cx<'_, Own>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
+        for (index, word) in (first * WORDS..).zip(pages.chunks_exact_mut(8)) {
+            word.copy_from_slice(&self.word(index).load(Ordering::Relaxed).to_ne_bytes());
+        }
+        Ok(pages.len())
+    }
+
+    fn write_back(
+        &self,
+        _: &mut hugemm_vm::Cx<'_, Own>,
+        first: u64,
+        pages: &StoredPages<'_>,
+    ) -> Result<(), SourceError> {
+        for (index, at) in (first * WORDS..).zip((0..pages.bytes()).step_by(8)) {
+            let mut word = [0; 8];
+            pages.copy_to(at, &mut word);
+            self.word(index).store(u64::from_ne_bytes(word), Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
 struct Round<'v> {
     vm: &'v Manager,
+    common: &'v SharedRef<'v, Own>,
     space: &'v AddressSpace<Own>,
     until: u64,
     stop: AtomicBool,
@@ -83,11 +131,16 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
     })?;
     // SAFETY: the clearer is made from what `Features::detect` finds.
     let manager = unsafe { vm::manager(clearer, ShootdownPolicy::BATCHED, NoPager, Pools::default()) }?;
+    let order = Order::largest_within(SMALL_PAGES).ok_or(VmError::NoMemory)?;
+    let file = frames().alloc(cx, AllocRequest::order(order)).map_err(|_| VmError::NoMemory)?;
+    FILE.0.store(file.extent().start().get(), Ordering::Relaxed);
+    (0..SMALL_PAGES * WORDS).for_each(|index| FILE.word(index).store(0, Ordering::Relaxed));
     let space = manager.create(cx, vm::lower_half()?)?;
     let result = match set_up(cx, &manager, &space, cpus) {
         Ok(common) => {
             let round = Round {
                 vm: &manager,
+                common: &common,
                 space: &space,
                 until,
                 stop: AtomicBool::new(false),
@@ -104,13 +157,14 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
                 // Relaxed: only to end the others.
                 task.run(cx).inspect_err(|_| round.stop.store(true, Ordering::Relaxed))
             });
-            manager.close(cx, common).map_err(|(error, _)| error)?;
             let done = (round.steps.load(Ordering::Relaxed), round.zeroed.load(Ordering::Relaxed));
+            manager.close(cx, common).map_err(|(error, _)| error)?;
             found.map(|()| done)
         }
         Err(error) => Err(error.into()),
     };
     manager.destroy(cx, space).map_err(|(error, _)| error)?;
+    frames().free(cx, file);
     manager.trim(cx);
     result
 }
@@ -129,7 +183,7 @@ fn set_up<'v>(
     }
     let read_only = VmaKind::private(PageSize::Size4K).allowing(Protection::USER);
     manager.map(cx, space, span(READ_ONLY, SMALL_PAGES), read_only, Backing::Private)?;
-    let common = manager.create_shared(cx, SMALL_PAGES, PageSize::Size4K, false)?;
+    let common = manager.open_source(cx, &FILE)?;
     let span = span(COMMON, SMALL_PAGES);
     match manager.map(cx, space, span, VmaKind::private(PageSize::Size4K), Backing::Shared(&common, 0)) {
         Ok(_) => Ok(common),
@@ -167,7 +221,7 @@ impl Task<'_> {
                 return Ok(());
             }
             percpu::beat();
-            match self.random.below(18) {
+            match self.random.below(19) {
                 0 => self.fork(cx)?,
                 1..=3 => self.renew(cx)?,
                 4 => self.prefault(cx)?,
@@ -176,6 +230,7 @@ impl Task<'_> {
                 7 => self.read_and_write(cx)?,
                 8 => self.move_away(cx)?,
                 9 => self.lock(cx)?,
+                10 => self.write_back(cx)?,
                 _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
             }
             self.round.steps.fetch_add(1, Ordering::Relaxed);
@@ -312,6 +367,23 @@ impl Task<'_> {
         vm::with(cx, round.vm, round.space, |_| {
             places(part).zip(known).try_for_each(|(at, known)| check(cpu, at, *known))
         })
+    }
+
+    /// What this CPU has stored to a page of the common area is in the file.
+    fn write_back(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let (round, page) = (self.round, self.random.below(SMALL_PAGES));
+        match round.vm.sync(cx, round.common, page, page + 1) {
+            Ok(_) => {}
+            Err(VmError::NoMemory) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+        let (known, written) = (self.known.common[page as usize], FILE.word(page * WORDS + u64::from(self.cpu)));
+        let written = written.load(Ordering::Relaxed);
+        if written != known {
+            let what = format_args!("cpu{} has {written:#x} in page {page} of a file, not {known:#x}", self.cpu);
+            return Err(Finding::new("address spaces", what).into());
+        }
+        Ok(())
     }
 
     /// A part of the plot is locked for a while: all of it is there.

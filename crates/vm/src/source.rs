@@ -1,0 +1,319 @@
+//! Files: shared objects whose pages come from somewhere, and go back there when somebody has stored to them.
+//!
+//! A [`PageSource`] is the embedder's. An object [over](Vm::open_source) one is a page cache: its index has the pages that have been read,
+//! and areas show them, or copy them ([`Backing::Copied`](crate::Backing::Copied)).
+//!
+//! | page | the index's entry | entries of spaces |
+//! |---|---|---|
+//! | not read, or dropped | none | none |
+//! | as the source has it | clean | none allows stores |
+//! | stored to since | dirty | may allow stores |
+//!
+//! So the first store to a page faults, and says in the index that it is dirty before it allows anything, under the index's lock; and what
+//! the entries of spaces say of stores needs not be read when they go. Writing back ([`write_back`](crate::write_back)) is the way from the
+//! third line to the second, and reclaim the one from the second to the first.
+
+use crate::address_space::Site;
+use crate::error::VmError;
+use crate::fault::{Access, Served, fresh_flags};
+use crate::mapping::SharedRef;
+use crate::object::{Index, Object, Owner};
+use crate::phases::Phases;
+use crate::setup::{Cx, Setup};
+use crate::supply::Want;
+use crate::vm::Vm;
+use crate::vma::pages;
+use core::cell::RefCell;
+use core::fmt;
+use core::marker::PhantomData;
+use core::ptr::NonNull;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{Extent, Order, PAGE_BYTES, PAGE_SHIFT, PageSize, PhysMap, VirtAddr};
+use hugemm_frames::Frozen;
+use hugemm_paging::{Flags, Lookup, Mapping, PagingError};
+
+/// 4 KiB pages that are read at a time, and shown around a fault: aligned to as many.
+pub(crate) const AROUND: u64 = 16;
+
+/// Why a source could not do something: a number of the embedder's, which reaches the fault in [`VmError::Source`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SourceError(pub u32);
+
+impl SourceError {
+    /// It has said that it filled less than it was asked for.
+    pub const SHORT: SourceError = SourceError(u32::MAX);
+}
+
+/// Where the pages of an object come from: a file, a block device, another machine.
+///
+/// All methods may be called by several tasks at once, `fill` for different pages; one at a time writes back. None is called with anything locked, so they may sleep where
+/// the platform says so, allocate, fault, and use the manager, but for what waits for the very page that they are about: faults at it, and
+/// [`Vm::sync`] of it. While one of them writes back, reclaim writes nothing back: it drops clean pages only.
+pub trait PageSource<S: Setup>: Send + Sync {
+    /// Length in bytes. When it changes, [`Vm::truncate`] is told.
+    fn bytes(&self) -> u64;
+
+    /// Fills `pages` with what there is from page number `first` on: whole pages, the last of which may end with the source. How many
+    /// bytes it has filled, from the first on. What is missing of the last page is zeroed afterwards; pages that were not filled as a
+    /// whole are not shown to anybody.
+    ///
+    /// # Errors
+    ///
+    /// A number, which reaches whoever faulted. What was filled is not used.
+    fn fill(&self, cx: &mut Cx<'_, S>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError>;
+
+    /// Takes back what is in adjoining pages, from page number `first` on, that have been stored to.
+    ///
+    /// # Errors
+    ///
+    /// A number, which reaches whoever asked for it. The pages stay dirty.
+    fn write_back(&self, cx: &mut Cx<'_, S>, first: u64, pages: &StoredPages<'_>) -> Result<(), SourceError>;
+
+    /// No object is over it any more: it will not be called again.
+    fn closed(&self, cx: &mut Cx<'_, S>) {
+        let _ = cx;
+    }
+}
+
+/// The bytes of pages that programs may be storing to at the same time: those that do fault, and make the page dirty again.
+#[derive(Debug)]
+pub struct StoredPages<'a> {
+    start: NonNull<u8>,
+    bytes: usize,
+    lifetime: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: the pages are read as atomics, by anybody.
+unsafe impl Send for StoredPages<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for StoredPages<'_> {}
+
+impl StoredPages<'_> {
+    /// # Safety
+    ///
+    /// So many bytes are there from `start` on, for as long as the value is.
+    pub(crate) unsafe fn new(start: NonNull<u8>, bytes: usize) -> Self {
+        StoredPages { start, bytes, lifetime: PhantomData }
+    }
+
+    /// How many.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Where they are in the direct map: for devices, and for what reads memory that others store to.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.start.as_ptr()
+    }
+
+    /// Copies those from `at` on; as many as both have.
+    pub fn copy_to(&self, at: usize, into: &mut [u8]) {
+        let count = into.len().min(self.bytes.saturating_sub(at));
+        if count > 0 {
+            // SAFETY: within the pages, which stay; `into` is the caller's.
+            unsafe { crate::access::load(self.start.as_ptr().add(at), into.as_mut_ptr(), count) };
+        }
+    }
+}
+
+/// A source that outlives the manager.
+pub(crate) struct Source<S: Setup>(NonNull<dyn PageSource<S>>);
+
+// SAFETY: sources are shared by all tasks.
+unsafe impl<S: Setup> Send for Source<S> {}
+// SAFETY: as above.
+unsafe impl<S: Setup> Sync for Source<S> {}
+
+impl<S: Setup> Source<S> {
+    pub(crate) fn get(&self) -> &dyn PageSource<S> {
+        // SAFETY: `open_source` borrows it for as long as the manager, whose objects end before.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<S: Setup> Index<S> {
+    /// What `offset..end` has of the source, in bytes, if the source has it.
+    pub(crate) fn bytes_from(&self, source: &dyn PageSource<S>, offset: u64, pages: u64) -> usize {
+        let have = source.bytes().saturating_sub(offset.saturating_mul(PAGE_BYTES));
+        have.min(pages * PAGE_BYTES) as usize
+    }
+}
+
+impl<'m, S: Setup> Vm<'m, S> {
+    /// A shared object over a source, the only one, as long as that is now, of 4 KiB pages; none has been read yet. Areas that show it
+    /// ([`Shared`](crate::Backing::Shared)) are the source's pages; those that [copy](crate::Backing::Copied) it have their own. When the
+    /// last of them and the handle are gone, what is dirty is written back; what fails then is lost, so [`sync`](Vm::sync) before. Two
+    /// allocations.
+    ///
+    /// # Errors
+    ///
+    /// [`NoMemory`](VmError::NoMemory); [`Misaligned`](VmError::Misaligned) if the source is empty,
+    /// [`OutOfBounds`](VmError::OutOfBounds) if the format cannot count its pages.
+    pub fn open_source<'v>(
+        &'v self,
+        cx: &mut Cx<'_, S>,
+        source: &'m (dyn PageSource<S> + 'm),
+    ) -> Result<SharedRef<'v, S>, VmError> {
+        let pages = source.bytes().div_ceil(PAGE_BYTES);
+        // SAFETY: only the lifetime changes; it is used as long as the object lives, which the manager outlives, and that borrows it.
+        let source = unsafe {
+            core::mem::transmute::<NonNull<dyn PageSource<S> + 'm>, NonNull<dyn PageSource<S>>>(NonNull::from(source))
+        };
+        self.create_object(cx, pages, PageSize::Size4K, false, Some(Source(source)))
+    }
+
+    /// Reads the page at `offset` of an object, and what is missing around it; false if somebody else is at it.
+    pub(crate) fn fill_from_source(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        index: &Index<S>,
+        source: &dyn PageSource<S>,
+        offset: u64,
+        want: &Want,
+    ) -> Result<bool, VmError> {
+        let Some(_claim) = index.inflight.claim(offset / AROUND, || self.cond_resched(cx)) else { return Ok(false) };
+        let Some((first, count)) = self.missing(cx, index, offset)? else { return Ok(false) };
+        let block = self.block_to_fill(cx, want, count)?;
+        let count = block.extent().pages();
+        // With the page that is wanted.
+        let start = if offset < first + count { first } else { offset + 1 - count };
+        let good = match self.read_into(cx, index, source, &block, start) {
+            Ok(good) if offset < start + good => good,
+            failed => {
+                self.frames().free(cx, block);
+                return Err(failed.err().unwrap_or(VmError::Source { code: SourceError::SHORT.0 }));
+            }
+        };
+        let owner = Owner { object: object.id, offset: start };
+        let (extent, rest) = self.adopt_pages(cx, block, owner)?.split_at(good);
+        if !rest.is_empty() {
+            self.drop_pages(cx, rest, PageSize::Size4K, false);
+        }
+        let how = Mapping { flags: Flags::NONE, largest: PageSize::Size4K };
+        let entered = self.try_map(cx, |task| {
+            let mut table = index.table.shared(self.tables(task));
+            let Some(place) = pages(start, start + good) else { return Ok(()) };
+            // Whoever makes the object shorter says so before he empties the index.
+            if start + good > index.pages() {
+                return Err(PagingError::Busy { at: place.start() });
+            }
+            table.map(place, [extent], how)
+        });
+        if entered != Ok(Served::Mapped) {
+            self.drop_pages(cx, extent, PageSize::Size4K, false);
+        }
+        Ok(entered? == Served::Mapped)
+    }
+
+    /// What the index has not of the pages around `offset`, which is one of them: from where on, and how many.
+    fn missing(&self, cx: &mut Cx<'_, S>, index: &Index<S>, offset: u64) -> Result<Option<(u64, u64)>, VmError> {
+        let (first, end) = (offset / AROUND * AROUND, index.pages().min((offset / AROUND + 1) * AROUND));
+        if offset >= end {
+            return Err(VmError::OutOfBounds { at: VirtAddr::new(offset << PAGE_SHIFT) });
+        }
+        let task = RefCell::new(cx);
+        let table = index.table.shared(self.tables(&task));
+        for from in [first, offset] {
+            let absent = pages(from, end).and_then(|span| table.absent(span).ok()).unwrap_or(0);
+            if from + absent > offset {
+                return Ok(Some((from, absent)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// A block of at most so many pages: of one if there are no larger ones.
+    fn block_to_fill(&self, cx: &mut Cx<'_, S>, want: &Want, pages: u64) -> Result<Frozen, VmError> {
+        let most = Order::largest_within(pages).unwrap_or(Order::ZERO);
+        if most > Order::ZERO
+            && let Ok(block) = self.new_block(cx, want.block(most))
+        {
+            return Ok(block);
+        }
+        self.block_for_copy(cx, want, false)
+    }
+
+    /// Has a source fill a block, which is nobody else's, from page `start` on. How many pages of it are good.
+    fn read_into(
+        &self,
+        cx: &mut Cx<'_, S>,
+        index: &Index<S>,
+        source: &dyn PageSource<S>,
+        block: &Frozen,
+        start: u64,
+    ) -> Result<u64, VmError> {
+        let extent = block.extent();
+        let window = cx.platform().open(extent, None).ok_or(VmError::Unreachable)?;
+        let whole = (window.pages.min(extent.pages()) * PAGE_BYTES) as usize;
+        // SAFETY: the window spans so much of the block, which is the caller's alone.
+        let bytes = unsafe { core::slice::from_raw_parts_mut(window.ptr, whole) };
+        let wanted = index.bytes_from(source, start, extent.pages()).min(whole);
+        let filled = source.fill(cx, start, &mut bytes[..wanted]).map_err(|error| VmError::Source { code: error.0 })?;
+        let page = PAGE_BYTES as usize;
+        let good = if filled >= wanted { wanted.div_ceil(page) } else { filled / page };
+        bytes[filled.min(wanted).min(good * page)..good * page].fill(0);
+        Ok(good as u64)
+    }
+
+    /// Serves a fault at a page of an area that copies what `over` has: the page is the area's own from here on.
+    pub(crate) fn fault_copied(
+        &self,
+        cx: &mut Cx<'_, S>,
+        site: Site<'_, S, impl Phases>,
+        at: VirtAddr,
+        access: Access,
+        over: &Object<S>,
+    ) -> Result<Served, VmError> {
+        let Site { space, area, phases } = site;
+        let page = area.page_at(at);
+        let offset = area.offset_of(page.first_page());
+        let index = over.index.as_ref().ok_or(VmError::OtherKind)?;
+        let want = Want::of_fault(area, at);
+        let Some(_claim) = space.claim_any(page, || self.cond_resched(cx)) else {
+            return Ok(Served::Meanwhile);
+        };
+        for _ in 0..2 {
+            if offset >= index.pages() {
+                return Err(VmError::OutOfBounds { at });
+            }
+            let Some(from) = self.hold_in_index(cx, index, offset)? else {
+                self.supply_index(cx, over, offset, &want, phases)?;
+                continue;
+            };
+            let copy = self.copy_of(cx, from, &want, Owner { object: area.object, offset }, false);
+            self.drop_pages(cx, from, PageSize::Size4K, false);
+            let copy = copy?;
+            let entered = self.enter(cx, self.here(cx, space), area, page, [copy], fresh_flags(area, access));
+            if entered != Ok(Served::Mapped) {
+                self.return_pages(cx, copy, &want);
+            }
+            return entered;
+        }
+        Ok(Served::Meanwhile)
+    }
+
+    /// The page that an index has at an offset, with a reference.
+    fn hold_in_index(&self, cx: &mut Cx<'_, S>, index: &Index<S>, offset: u64) -> Result<Option<Extent>, VmError> {
+        let task = RefCell::new(cx);
+        // Whoever takes a page out has the table alone.
+        let table = index.table.shared(self.tables(&task));
+        let Lookup::Mapped(leaf) = table.lookup(VirtAddr::new(offset << PAGE_SHIFT)) else { return Ok(None) };
+        self.get_page(&mut task.borrow_mut(), leaf.frame)?;
+        Ok(Some(Extent::block(leaf.frame, leaf.size.order())))
+    }
+}
+
+impl<S: Setup> fmt::Debug for Source<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Source").finish_non_exhaustive()
+    }
+}
+
+impl<S: Setup> Index<S> {
+    /// Length in 4 KiB pages.
+    pub(crate) fn pages(&self) -> u64 {
+        // Acquire pairs with the Release of whoever makes it shorter; entries are under the index's lock besides.
+        self.length.load(Ordering::Acquire)
+    }
+}

@@ -1,0 +1,376 @@
+//! Giving a source back what has been stored, and taking away what it has no longer.
+//!
+//! A run of dirty pages is written back in this order: under the index's lock it is known as clean, and the pages get a reference, so that
+//! reclaim cannot drop what has not been written yet; then, in every space that shows it, nobody may store there, which is flushed; then
+//! the source gets it, with nothing locked. Who stores meanwhile faults, and makes the page dirty again. If the source fails it is dirty
+//! again too. One task at a time writes pages of an object back.
+//!
+//! What goes is hidden in the index first, so that it is shown nowhere anew, then unmapped and flushed in every space, then dropped.
+//!
+//! Both flush everything of a space, because what a range has may just have [moved](crate::Vm::move_to) there, and the flush of its old
+//! addresses be owed still.
+
+use crate::error::VmError;
+use crate::mapping::SharedRef;
+use crate::object::{Index, Object, Owner};
+use crate::setup::{Cx, Setup};
+use crate::source::{PageSource, StoredPages};
+use crate::supply::Dropping;
+use crate::swap_entry::SwapEntry;
+use crate::vm::Vm;
+use crate::vma::{Vma, pages};
+use core::cell::RefCell;
+use core::ptr::NonNull;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, PhysMap, VirtAddr, VirtRange};
+use hugemm_paging::{Change, Editing, Flags, Lookup, PagingError, ShootdownBatch, Unhooked};
+
+/// Pages of an index that are looked at together: those of one table.
+const LOOK: u64 = 512;
+/// Pages that reclaim has written back around one that it met.
+const NEAR: u64 = 64;
+/// Pages that are taken away between two reschedule points.
+const PART: u64 = 1 << 14;
+
+/// Adjoining pages, from an offset on, that were dirty: with a reference to each.
+struct DirtyRun {
+    first: u64,
+    extent: Extent,
+}
+
+/// What comes next in a part of an index.
+enum Next {
+    Run(DirtyRun),
+    /// A page on its way, which may be dirty.
+    Moving(u64),
+    Nothing,
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// Writes back what is dirty of pages `from..to` of an object over a source: `msync`. How many 4 KiB pages. What is stored while it
+    /// runs may be written or stay dirty; a page that is pinned is written and stays dirty.
+    ///
+    /// By runs of pages that adjoin in memory. One flush for each run and space that shows it for stores. Nothing locked; passes reschedule
+    /// points; may sleep.
+    ///
+    /// # Errors
+    ///
+    /// The first that was met: [`Source`](VmError::Source), and what it is about stays dirty; the rest is written nevertheless.
+    /// [`NoMemory`](VmError::NoMemory), [`OtherKind`](VmError::OtherKind) an object without a source, [`Foreign`](VmError::Foreign).
+    pub fn sync(&self, cx: &mut Cx<'_, S>, object: &SharedRef<'_, S>, from: u64, to: u64) -> Result<u64, VmError> {
+        self.check_own_object(object)?;
+        let object = object.object();
+        let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
+        // AcqRel, here and below: pairs with the compare-exchange of `write_back`, which only looks at the number.
+        self.writing().fetch_add(1, Ordering::AcqRel);
+        // Acquire pairs with the Release of who wrote before.
+        while index.writer.swap(true, Ordering::Acquire) {
+            self.cond_resched(cx);
+        }
+        let done = self.clean(cx, object, index, (from, to.min(index.pages())), true);
+        index.writer.store(false, Ordering::Release);
+        self.writing().fetch_sub(1, Ordering::AcqRel);
+        done
+    }
+
+    /// The same for what is dirty near a page that reclaim has met, unless somebody is writing back already: then reclaim may have been
+    /// asked for memory by him. How many 4 KiB pages. Nothing locked; may sleep.
+    pub fn write_back(&self, cx: &mut Cx<'_, S>, owner: Owner) -> u64 {
+        if self.writing().compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            return 0;
+        }
+        let mut written = 0;
+        if let Some(handle) = self.object(owner.object) {
+            // SAFETY: with a reference, which goes below.
+            let object = unsafe { handle.as_ref() };
+            let index = object.index.as_ref().filter(|index| index.source.is_some());
+            // As above; but who reclaims may have what the writer waits for.
+            if let Some(index) = index.filter(|index| !index.writer.swap(true, Ordering::Acquire)) {
+                let from = owner.offset / NEAR * NEAR;
+                // What fails stays dirty, and is met again.
+                written = self.clean(cx, object, index, (from, index.pages().min(from + NEAR)), false).unwrap_or(0);
+                index.writer.store(false, Ordering::Release);
+            }
+            self.put_object(cx, handle);
+        }
+        self.writing().fetch_sub(1, Ordering::AcqRel);
+        written
+    }
+
+    /// Writes back what is dirty of `from..to`. `waits`: for pages that are on their way.
+    pub(crate) fn clean(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        index: &Index<S>,
+        (from, to): (u64, u64),
+        waits: bool,
+    ) -> Result<u64, VmError> {
+        let Some(source) = index.source.as_ref().map(|source| source.get()) else { return Ok(0) };
+        let (mut at, mut written, mut failed) = (from, 0, Ok(()));
+        while at < to {
+            let end = to.min((at / LOOK + 1) * LOOK);
+            let Some(span) = pages(at, end) else { break };
+            match self.next_dirty(cx, index, span)? {
+                Next::Nothing => at = end,
+                Next::Moving(page) if waits => at = page,
+                Next::Moving(page) => at = page + 1,
+                Next::Run(run) => {
+                    at = run.first + run.extent.pages();
+                    match self.write_run(cx, object, index, source, &run) {
+                        Ok(()) => written += run.extent.pages(),
+                        Err(error) => failed = failed.and(Err(error)),
+                    }
+                    self.drop_pages(cx, run.extent, PageSize::Size4K, false);
+                }
+            }
+            self.cond_resched(cx);
+        }
+        failed.map(|()| written)
+    }
+
+    /// The first run of dirty pages in a part of an index: known as clean from here on.
+    fn next_dirty(&self, cx: &mut Cx<'_, S>, index: &Index<S>, span: VirtRange) -> Result<Next, VmError> {
+        let task = RefCell::new(cx);
+        let mut table = index.table.exclusive(self.tables(&task));
+        let mut found = None;
+        table.walk(span, Flags::ACCESSED, |run| {
+            if found.is_none() && run.flags.contains(Flags::DIRTY) {
+                found = Some(run);
+            }
+        })?;
+        let (mut moving, first) = (None, |at: VirtAddr| at.get() >> PAGE_SHIFT);
+        table.walk_owners(span, |at, _, word| {
+            if moving.is_none() && matches!(SwapEntry::of(word), SwapEntry::Moving { .. }) {
+                moving = Some(first(at));
+            }
+        })?;
+        let Some(run) = found.filter(|run| moving.is_none_or(|page| first(run.at) < page)) else {
+            return Ok(moving.map_or(Next::Nothing, Next::Moving));
+        };
+        let mut held = 0;
+        for (head, _) in run.extent.chunks(PageSize::Size4K.order()) {
+            if let Err(error) = self.get_page(&mut task.borrow_mut(), head) {
+                if held == 0 {
+                    return Err(error);
+                }
+                break;
+            }
+            held += 1;
+        }
+        let (extent, first) = (run.extent.split_at(held).0, first(run.at));
+        let change = Change { set: Flags::NONE, clear: Flags::DIRTY };
+        if let Some(part) = pages(first, first + held) {
+            // No hardware walks an index.
+            let _ = table.protect(part, change, Editing::LIVE)?;
+        }
+        Ok(Next::Run(DirtyRun { first, extent }))
+    }
+
+    fn write_run(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        index: &Index<S>,
+        source: &dyn PageSource<S>,
+        run: &DirtyRun,
+    ) -> Result<(), VmError> {
+        let count = run.extent.pages();
+        let (first, end) = (run.first, run.first + count);
+        let kept = self.forbid_stores(cx, object, (first, end)).and_then(|()| {
+            let window = cx.platform().open(run.extent, None).filter(|window| window.pages >= count);
+            let start = window.and_then(|window| NonNull::new(window.ptr)).ok_or(VmError::Unreachable)?;
+            // What the source has no longer, nobody wants.
+            let bytes = index.bytes_from(source, first, count);
+            // SAFETY: the window has as many; the references keep the pages.
+            let stored = unsafe { StoredPages::new(start, bytes) };
+            if bytes == 0 {
+                return Ok(());
+            }
+            source.write_back(cx, first, &stored).map_err(|error| VmError::Source { code: error.0 })
+        });
+        // A device may be storing to what is pinned: the index's reference and this one are all otherwise.
+        let pinned = |extent: Extent| {
+            extent.chunks(PageSize::Size4K.order()).any(|(head, _)| self.frames().references(head) > 2)
+        };
+        if kept.is_err() || pinned(run.extent) {
+            let task = RefCell::new(cx);
+            let mut table = index.table.shared(self.tables(&task));
+            if let Some(span) = pages(first, end) {
+                // Those that are still there: each page has one reference of this run, so it is no other's.
+                let _ = table.protect(span, Change { set: Flags::DIRTY, clear: Flags::NONE })?;
+            }
+        }
+        kept
+    }
+
+    /// After it, nobody stores to some pages of an object by an entry that he has.
+    fn forbid_stores(&self, cx: &mut Cx<'_, S>, object: &Object<S>, (first, end): (u64, u64)) -> Result<(), VmError> {
+        let areas = object.areas.shared();
+        for area in areas.showing(first, end) {
+            let Some(span) = shown(area, (first, end)) else { continue };
+            // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
+            let space = unsafe { area.space.as_ref() };
+            space.changing(cx, span, |cx| {
+                let stale = {
+                    let task = RefCell::new(&mut *cx);
+                    let mut table = space.table().exclusive(self.tables(&task));
+                    table.protect(span, Change { set: Flags::NONE, clear: Flags::WRITE }, Editing::LIVE)?
+                };
+                if stale.flush().is_some() {
+                    let mut batch = ShootdownBatch::new(space.tlb());
+                    batch.stale(stale);
+                    batch.changed(space.bounds(), PageSize::Size4K);
+                    batch.flush(self.shootdown(), cx, self.shootdown_policy());
+                }
+                Ok::<(), VmError>(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The source has another length: pages beyond are unmapped everywhere and dropped, dirty or not, what is left of the last one is
+    /// zeroed, and who touches what is beyond is told [`OutOfBounds`](VmError::OutOfBounds) from here on; areas stay. Called after the
+    /// source has become shorter, or longer. How many 4 KiB pages have gone.
+    ///
+    /// One flush for each area that shows some of each 64 MiB. Nothing locked; passes reschedule points; may sleep. A page that is pinned
+    /// stays its device's.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](VmError::OutOfBounds) if the object's index cannot be as long, [`OtherKind`](VmError::OtherKind) an object without
+    /// a source, [`Foreign`](VmError::Foreign). Nothing has changed.
+    pub fn truncate(&self, cx: &mut Cx<'_, S>, object: &SharedRef<'_, S>, bytes: u64) -> Result<u64, VmError> {
+        self.check_own_object(object)?;
+        let object = object.object();
+        let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
+        let now = bytes.div_ceil(PAGE_BYTES);
+        if now > index.table.bounds().end_page() {
+            return Err(VmError::OutOfBounds { at: VirtAddr::new(bytes) });
+        }
+        // Release: see `pages`.
+        let was = index.length.swap(now, Ordering::AcqRel);
+        let into = (bytes % PAGE_BYTES) as usize;
+        if into > 0 {
+            let task = RefCell::new(&mut *cx);
+            let table = index.table.shared(self.tables(&task));
+            if let Lookup::Mapped(leaf) = table.lookup(VirtAddr::new((now - 1) << PAGE_SHIFT))
+                && let Some(window) = task.borrow().platform().open(Extent::block(leaf.frame, leaf.size.order()), None)
+            {
+                // SAFETY: within the page, which the index keeps.
+                unsafe { crate::access::store(window.ptr.add(into), PAGE_BYTES as usize - into, |_| 0) };
+            }
+        }
+        self.take_away(cx, object, index, (now, was.max(now)))
+    }
+
+    /// What pages `from..to` of an object were is no longer what the source has: they are unmapped everywhere and dropped, dirty or not,
+    /// and read again when they are touched. After a hole has been punched. How many 4 KiB pages have gone. As
+    /// [`truncate`](Vm::truncate).
+    ///
+    /// # Errors
+    ///
+    /// [`OtherKind`](VmError::OtherKind) an object without a source, [`Foreign`](VmError::Foreign). Nothing has changed.
+    pub fn punch(&self, cx: &mut Cx<'_, S>, object: &SharedRef<'_, S>, from: u64, to: u64) -> Result<u64, VmError> {
+        self.check_own_object(object)?;
+        let object = object.object();
+        let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
+        self.take_away(cx, object, index, (from, to.min(index.pages())))
+    }
+
+    fn take_away(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        index: &Index<S>,
+        (mut from, to): (u64, u64),
+    ) -> Result<u64, VmError> {
+        let mut gone = 0;
+        while from < to {
+            let end = to.min((from / PART + 1) * PART);
+            let Some(span) = pages(from, end) else { break };
+            let hidden = {
+                let task = RefCell::new(&mut *cx);
+                let mut table = index.table.exclusive(self.tables(&task));
+                table.detach_owned(span, Editing::LIVE, |_, _, word| self.drop_away(&task.borrow(), word))
+            };
+            match hidden {
+                Ok(hidden) => {
+                    gone += self.take_hidden(cx, object, index, (from, end), hidden)?;
+                    from = end;
+                }
+                Err(PagingError::Busy { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+            self.cond_resched(cx);
+        }
+        Ok(gone)
+    }
+
+    fn take_hidden(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        index: &Index<S>,
+        part: (u64, u64),
+        hidden: Unhooked,
+    ) -> Result<u64, VmError> {
+        if hidden.flush().is_none() {
+            return Ok(0);
+        }
+        loop {
+            match self.unmap_everywhere(cx, object, part) {
+                Ok(()) => break,
+                // Another task is between its own detach and harvest there.
+                Err(VmError::Paging(PagingError::Busy { .. })) => self.cond_resched(cx),
+                Err(error) => return Err(error),
+            }
+        }
+        // SAFETY: no hardware walks an index, and what showed its pages has been flushed.
+        let detached = unsafe { hidden.assume_flushed() };
+        let mut dropping = Dropping::new();
+        let gone = self.harvest_by_parts(cx, &index.table, detached, |task, run| {
+            dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, index.page, false);
+        });
+        dropping.drop_all(self, cx);
+        Ok(gone)
+    }
+
+    /// After it, no CPU has a translation of some pages of an object.
+    fn unmap_everywhere(&self, cx: &mut Cx<'_, S>, object: &Object<S>, part: (u64, u64)) -> Result<(), VmError> {
+        let areas = object.areas.shared();
+        for area in areas.showing(part.0, part.1) {
+            let Some(span) = shown(area, part) else { continue };
+            // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
+            let space = unsafe { area.space.as_ref() };
+            space.changing(cx, span, |cx| {
+                let unhooked = {
+                    let task = RefCell::new(&mut *cx);
+                    space.table().exclusive(self.tables(&task)).detach(span, Editing::LIVE)?
+                };
+                let mut batch = ShootdownBatch::new(space.tlb());
+                let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok::<(), VmError>(()) };
+                batch.changed(space.bounds(), PageSize::Size4K);
+                let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
+                // The receipt is of this batch, so it pays.
+                if let Ok(detached) = debt.release(&receipt) {
+                    let task = RefCell::new(&mut *cx);
+                    // Entries of shared objects' pages have no reference.
+                    let harvested =
+                        space.table().exclusive(self.tables(&task)).harvest(detached, Flags::HARDWARE, |_| ());
+                    debug_assert!(harvested.is_ok());
+                }
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Where an area shows some pages of its object.
+fn shown<S: Setup>(area: &Vma<S>, (first, end): (u64, u64)) -> Option<VirtRange> {
+    let info = &area.info;
+    let (begins, ends) = (first.max(info.offset), end.min(info.offset + info.range.pages()));
+    let at = |offset: u64| info.range.first_page() + (offset - info.offset);
+    (begins < ends).then(|| pages(at(begins), at(ends))).flatten()
+}

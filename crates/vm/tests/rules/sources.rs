@@ -1,0 +1,494 @@
+//! Files: what is read, and how often; what is dirty, and what of that is written back; what goes when a file becomes shorter; copies of it;
+//! and sources that fail. On both formats.
+
+use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
+use hugemm_base::inject::FaultPlan;
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_frames::Frozen;
+use hugemm_paging::{Aarch64, Lookup, PageFormat};
+use hugemm_vm::{
+    Access, AddressSpace, Backing, PageSource, Protection, Setup, SourceError, StoredPages, UnhookedPage, VmError,
+    VmaKind,
+};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
+const READ: Protection = Protection::USER;
+const THERE: u64 = 0x70_0000_0000;
+
+/// A file in memory.
+#[derive(Default)]
+pub(crate) struct File {
+    bytes: Mutex<Vec<u8>>,
+    /// Pages that were asked for together, and that were written together: from where on, and how many bytes.
+    fills: Mutex<Vec<(u64, usize)>>,
+    writes: Mutex<Vec<(u64, usize)>>,
+    /// What it fails with; 0: it does not. More than a hundred: it fills so many bytes less.
+    fails: AtomicU32,
+    closed: AtomicU64,
+    /// Where the manager is that it calls while it writes.
+    calls: AtomicUsize,
+}
+
+impl File {
+    /// Of so many bytes, each word of which is its number, for ever.
+    pub(crate) fn new(bytes: usize) -> &'static File {
+        let words = (0..bytes as u64).step_by(8).flat_map(u64::to_le_bytes).take(bytes).collect();
+        Box::leak(Box::new(File { bytes: Mutex::new(words), ..File::default() }))
+    }
+
+    fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.bytes.lock().expect("nobody panics")
+    }
+
+    fn word(&self, at: u64) -> u64 {
+        u64::from_le_bytes(self.bytes()[at as usize..][..8].try_into().expect("eight"))
+    }
+
+    fn fills(&self) -> Vec<(u64, usize)> {
+        std::mem::take(&mut *self.fills.lock().expect("nobody panics"))
+    }
+
+    fn writes(&self) -> Vec<(u64, usize)> {
+        std::mem::take(&mut *self.writes.lock().expect("nobody panics"))
+    }
+
+    fn fails(&self, code: u32) {
+        self.fails.store(code, Ordering::Relaxed);
+    }
+}
+
+impl<S: Setup> PageSource<S> for File {
+    fn bytes(&self) -> u64 {
+        File::bytes(self).len() as u64
+    }
+
+    fn fill(&self, _: &mut hugemm_vm::Cx<'_, S>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
+        self.fills.lock().expect("nobody panics").push((first, pages.len()));
+        let code = self.fails.load(Ordering::Relaxed);
+        if (1..100).contains(&code) {
+            return Err(SourceError(code));
+        }
+        let short = pages.len().saturating_sub(code as usize);
+        pages[..short].copy_from_slice(&File::bytes(self)[(first << 12) as usize..][..short]);
+        Ok(short)
+    }
+
+    fn write_back(
+        &self,
+        cx: &mut hugemm_vm::Cx<'_, S>,
+        first: u64,
+        pages: &StoredPages<'_>,
+    ) -> Result<(), SourceError> {
+        let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, S>;
+        if !vm.is_null() {
+            let owner = hugemm_vm::Owner { object: 1, offset: first };
+            // SAFETY: the test's, which goes on.
+            assert_eq!(unsafe { &*vm }.write_back(cx, owner), 0, "somebody writes back already");
+        }
+        let code = self.fails.load(Ordering::Relaxed);
+        if code > 0 {
+            return Err(SourceError(code));
+        }
+        self.writes.lock().expect("nobody panics").push((first, pages.bytes()));
+        pages.copy_to(0, &mut File::bytes(self)[(first << 12) as usize..][..pages.bytes()]);
+        Ok(())
+    }
+
+    fn closed(&self, _: &mut hugemm_vm::Cx<'_, S>) {
+        self.closed.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Pages that were dropped, or why not.
+fn drops<'h, F: PageFormat>(
+    rig: &Rig<'h, F, true>,
+    cx: &mut Cx<'_, 'h>,
+    space: &AddressSpace<Model<'h, F, true>>,
+    at: u64,
+) -> Result<u64, VmError> {
+    let (leaf, deferred) = (rig.leaf(cx, space, at), rig.deferred());
+    let unhooked = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+    type Kept<'d, 'h, F> = (VmError, UnhookedPage<'d, 'h, Model<'h, F, true>>);
+    let none = |_: &Cx<'_, 'h>, _: Frozen| panic!("it goes to no swap");
+    // SAFETY: no slot is made.
+    let done: Result<u64, Kept<'_, 'h, F>> = unsafe { unhooked.page_out(cx, none, |_, _, _| panic!("small")) };
+    done.map_err(|(error, page)| {
+        page.put_back(cx);
+        error
+    })
+}
+
+fn both(test: impl Fn(bool)) {
+    test(false);
+    test(true);
+}
+
+/// Runs `test` for one of the formats.
+macro_rules! on_both {
+    ($test:ident) => {
+        both(|arm64| match arm64 {
+            false => with_format::<Metered, true>(16, 2, 5, &no_faults(), |rig| $test(rig)),
+            true => with_format::<Aarch64, true>(16, 2, 5, &no_faults(), |rig| $test(rig)),
+        })
+    };
+}
+
+fn read<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        // Forty pages and a part.
+        let file = File::new((40 << 12) + 100);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        assert_eq!(object.pages(), 41);
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        let area = span(AT, 41 << 12);
+        let kind = rig.vm.map(cx, &space, area, SMALL, Backing::Shared(&object, 0)).expect("an area").kind;
+        assert!(kind.sourced && kind.shared);
+        rig.enter(cx, &space);
+        let word = |page: u64| AT + (page << 12) + 8 * (page % 10);
+        (0..41).for_each(|page| assert_eq!(rig.load(cx, &space, word(page)), Ok(word(page) - AT)));
+        let fills = [(0, 1 << 16), (16, 1 << 16), (32, 8 << 12), (40, 100)];
+        assert_eq!(file.fills(), fills, "sixteen at a time, or as many as a block has");
+        assert_eq!(space.counters().mapped, 4, "and shown");
+        let last = AT + (40 << 12);
+        assert_eq!(rig.load(cx, &space, last + 96).map(|word| word >> 32), Ok(0), "nothing is behind its end");
+        assert_eq!(rig.load(cx, &space, last + 104), Ok(0));
+        // The other way through a window, which is read at once.
+        rig.vm.punch(cx, &object, 0, 16).expect("its own");
+        assert_eq!(rig.load(cx, &space, word(9)), Ok(word(9) - AT));
+        assert_eq!(file.fills(), [(0, 1 << 16)]);
+        (0..16).for_each(|page| assert_eq!(rig.load(cx, &space, word(page)), Ok(word(page) - AT)));
+        assert!(file.fills().is_empty() && file.writes().is_empty());
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+        assert_eq!((file.closed.load(Ordering::Relaxed), file.writes().len()), (1, 0), "nobody has stored");
+    });
+}
+
+#[test]
+fn pages_are_read_by_windows() {
+    on_both!(read);
+}
+
+fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    let file = File::new(32 << 12);
+    let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        rig.vm.map(cx, &space, span(AT, 32 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        (space, object)
+    });
+    for cpu in [0, 1] {
+        rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.enter(cx, &space);
+            [3, 4, 20].into_iter().for_each(|page| rig.store(cx, &space, AT + (page << 12), page).expect("memory"));
+        });
+    }
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        assert_eq!(file.word(3 << 12), 3 << 12, "not yet");
+        let before = rig.flushes();
+        assert_eq!(rig.vm.sync(cx, &object, 0, 16), Ok(2), "of these");
+        assert_eq!(rig.flushes() - before, 1);
+        assert_eq!((file.writes(), file.word(4 << 12)), (vec![(3, 2 << 12)], 4), "those that adjoin together");
+        assert_eq!(rig.vm.sync(cx, &object, 0, 16), Ok(0));
+        // Nobody stores by what he has of a page that is known as clean.
+        for page in [3, 4] {
+            assert!(rig.mmu.store(CpuId(1), VirtAddr::new(AT + (page << 12)), 9).is_err());
+        }
+        assert!(rig.mmu.load(CpuId(1), VirtAddr::new(AT + (20 << 12))).is_ok());
+        assert_eq!(rig.store(cx, &space, AT + (4 << 12), 44), Ok(()));
+        // Rights that come do not make a page writable that is clean.
+        rig.vm.protect(cx, &space, span(AT, 32 << 12), READ).expect("an area");
+        rig.vm.protect(cx, &space, span(AT, 32 << 12), READ.with(Protection::WRITE)).expect("an area");
+        assert!(rig.mmu.store(CpuId(0), VirtAddr::new(AT + (3 << 12)), 9).is_err());
+        rig.vm.write(cx, &space, VirtAddr::new(AT + (7 << 12)), &7_u64.to_le_bytes()).expect("an area");
+        assert_eq!(rig.vm.sync(cx, &object, 0, 99), Ok(3));
+        assert_eq!([3, 4, 7, 20].map(|page| file.word(page << 12)), [3, 44, 7, 20]);
+        // The last one out writes what is dirty.
+        assert_eq!(rig.store(cx, &space, AT + 8, 1), Ok(()));
+    });
+    rig.end_for_both(space);
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        assert_eq!(file.word(8), 8);
+        rig.vm.close(cx, object).expect("its own");
+        assert_eq!(file.word(8), 1);
+    });
+}
+
+/// A page is dirty from the first store on, and what is dirty is written, once.
+#[test]
+fn what_is_stored_is_written_back() {
+    on_both!(stored);
+}
+
+fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        let file = File::new(32 << 12);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        for at in [AT, THERE] {
+            rig.vm.map(cx, &space, span(at, 32 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        }
+        rig.enter(cx, &space);
+        let at = |page: u64| AT + (page << 12);
+        assert_eq!(rig.load(cx, &space, at(2)), Ok(2 << 12));
+        assert_eq!(rig.load(cx, &space, THERE + (2 << 12)), Ok(2 << 12));
+        file.fills();
+        assert_eq!(drops(rig, cx, &space, at(2)), Ok(1), "clean: without a word to anybody");
+        assert!(file.writes().is_empty());
+        assert!(rig.mmu.load(CpuId(0), VirtAddr::new(THERE + (2 << 12))).is_err(), "wherever it was shown");
+        assert_eq!(rig.load(cx, &space, at(2)), Ok(2 << 12));
+        assert_eq!(file.fills(), [(2, 1 << 12)], "only what is missing");
+        // Dirty, also where its entry has gone.
+        assert_eq!(rig.store(cx, &space, at(2), 22), Ok(()));
+        rig.vm.unmap(cx, &space, span(AT, 32 << 12)).expect("in the space");
+        assert_eq!(rig.load(cx, &space, THERE + (2 << 12)), Ok(22));
+        let there = THERE + (2 << 12);
+        assert_eq!(drops(rig, cx, &space, there), Err(VmError::NotWritten));
+        assert_eq!(rig.load(cx, &space, there), Ok(22));
+        let owner = rig.vm.owner(rig.leaf(cx, &space, there).frame).expect("the object");
+        file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
+        assert_eq!(rig.vm.write_back(cx, owner), 1);
+        file.calls.store(0, Ordering::Relaxed);
+        assert_eq!(rig.load(cx, &space, there), Ok(22));
+        assert_eq!(drops(rig, cx, &space, there), Ok(1));
+        assert_eq!((rig.load(cx, &space, there), file.word(2 << 12)), (Ok(22), 22));
+        rig.vm.lock(cx, &space, span(there, 1 << 12), 9).expect("an area");
+        assert_eq!(drops(rig, cx, &space, there), Err(VmError::InUse), "locked");
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
+}
+
+/// What is clean goes without being written, what is dirty not before it has been; nobody writes back for memory that he needs to write
+/// back.
+#[test]
+fn clean_pages_are_dropped_and_dirty_ones_are_not() {
+    on_both!(dropped);
+}
+
+fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    let file = File::new(64 << 12);
+    let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        rig.vm.map(cx, &space, span(AT, 64 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.vm.map(cx, &space, span(THERE, 8 << 12), SMALL, Backing::Shared(&object, 36)).expect("an area");
+        (space, object)
+    });
+    let at = |page: u64| AT + (page << 12);
+    for cpu in [0, 1] {
+        rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.enter(cx, &space);
+            (30..50).for_each(|page| rig.store(cx, &space, at(page), page).expect("memory"));
+            assert_eq!(rig.load(cx, &space, THERE + (5 << 12)), Ok(41));
+        });
+    }
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        let used = rig.used(cx);
+        file.bytes().truncate((40 << 12) + 16);
+        let flushes = rig.flushes();
+        assert_eq!(rig.vm.truncate(cx, &object, (40 << 12) + 16), Ok(23), "all that was read");
+        assert_eq!((rig.flushes() - flushes, object.pages()), (2, 41), "one for each area that showed some");
+        assert!(used - rig.used(cx) >= 7, "they are free");
+    });
+    for cpu in [1, 0] {
+        for at in [at(41), at(49), THERE + (5 << 12)] {
+            assert!(rig.mmu.load(CpuId(cpu), VirtAddr::new(at)).is_err(), "cpu{cpu} at {at:#x}");
+            let beyond = VmError::OutOfBounds { at: VirtAddr::new(at) };
+            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+                assert_eq!(rig.load(cx, &space, at), Err(beyond));
+                assert_eq!(rig.store(cx, &space, at, 1), Err(beyond));
+            });
+        }
+    }
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        assert_eq!((rig.load(cx, &space, at(40)), rig.load(cx, &space, at(40) + 8)), (Ok(40), Ok((40 << 12) + 8)));
+        assert_eq!(rig.load(cx, &space, at(40) + 16), Ok(0), "the rest of the last page");
+        assert_eq!(rig.vm.sync(cx, &object, 0, 99), Ok(11), "what is left of what was stored");
+        assert_eq!(file.writes().iter().map(|write| write.1).sum::<usize>(), (10 << 12) + 16, "to its end");
+        // Longer again: what was there is no longer.
+        file.bytes().resize(64 << 12, 0);
+        assert_eq!(rig.vm.truncate(cx, &object, 64 << 12), Ok(0));
+        assert_eq!((rig.load(cx, &space, at(45)), rig.load(cx, &space, THERE + (5 << 12))), (Ok(0), Ok(0)));
+        // A hole: its pages are read anew.
+        rig.store(cx, &space, at(31), 99).expect("memory");
+        file.bytes()[31 << 12..33 << 12].fill(0);
+        assert_eq!(rig.vm.punch(cx, &object, 31, 33), Ok(2));
+        assert_eq!([30, 31, 32, 33].map(|page| rig.load(cx, &space, at(page))), [Ok(30), Ok(0), Ok(0), Ok(33)]);
+        let none = rig.vm.truncate(cx, &object, u64::MAX);
+        assert_eq!(none, Err(VmError::OutOfBounds { at: VirtAddr::new(u64::MAX) }));
+        assert_eq!(object.pages(), 64);
+    });
+    rig.end_for_both(space);
+    rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.close(cx, object).expect("its own"));
+}
+
+/// What a file has no longer is gone from every space, with one flush for each area, and its frames are free.
+#[test]
+fn a_file_becomes_shorter_under_its_mappings() {
+    on_both!(shorter);
+}
+
+fn copied<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        let file = File::new(32 << 12);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        let area = span(AT, 16 << 12);
+        let kind = rig.vm.map(cx, &space, area, SMALL, Backing::Copied(&object, 8)).expect("an area").kind;
+        assert!(kind.sourced && !kind.shared);
+        rig.enter(cx, &space);
+        let (at, of) = (|page: u64| AT + (page << 12), |page: u64| (page + 8) << 12);
+        assert_eq!(rig.load(cx, &space, at(1)), Ok(of(1)));
+        assert_eq!(rig.store(cx, &space, at(2) + 8, 77), Ok(()));
+        assert_eq!(rig.load(cx, &space, at(2)), Ok(of(2)));
+        rig.vm.zero(cx, &space, VirtAddr::new(at(3) + 16), 8).expect("an area");
+        assert_eq!((rig.load(cx, &space, at(3)), rig.load(cx, &space, at(3) + 16)), (Ok(of(3)), Ok(0)));
+        rig.vm.prefault(&space, span(at(4), 2 << 12), None).work(cx, &Never).expect("memory");
+        assert!(matches!(rig.vm.lookup(cx, &space, VirtAddr::new(at(5))), Lookup::Mapped(_)));
+        // Its own go to swap.
+        rig.page_out(cx, &space, at(2));
+        assert_eq!(rig.load(cx, &space, at(2) + 8), Ok(77));
+        let child = rig.vm.fork(cx, &space).expect("memory");
+        rig.store(cx, &space, at(2) + 8, 78).expect("memory");
+        rig.enter(cx, &child);
+        let found = [at(1), at(2) + 8, at(9)].map(|at| rig.load(cx, &child, at));
+        assert_eq!(found, [Ok(of(1)), Ok(77), Ok(of(9))], "what nobody has touched too");
+        rig.enter(cx, &space);
+        rig.leave(cx, &child);
+        // Elsewhere it is still the same file.
+        rig.vm.move_to(cx, &space, span(at(8), 4 << 12), span(THERE, 4 << 12)).expect("nothing is there");
+        assert_eq!(rig.load(cx, &space, THERE + (2 << 12)), Ok(of(10)));
+        // Given up: as the file has it again.
+        rig.vm.discard(cx, &space, span(at(2), 1 << 12)).expect("an area");
+        assert_eq!(rig.load(cx, &space, at(2) + 8), Ok(of(2) + 8));
+        file.bytes().truncate(10 << 12);
+        rig.vm.truncate(cx, &object, 10 << 12).expect("shorter");
+        assert_eq!(rig.load(cx, &space, at(2)), Ok(of(2)), "its own stays");
+        assert_eq!(rig.load(cx, &space, at(6)), Err(VmError::OutOfBounds { at: VirtAddr::new(at(6)) }));
+        assert!(file.writes().is_empty(), "nothing of it is the file's");
+        rig.vm.close(cx, object).expect("its own");
+        rig.vm.destroy(cx, child).expect("nobody uses it");
+        assert_eq!(file.closed.load(Ordering::Relaxed), 0);
+        rig.end(cx, space);
+        assert_eq!(file.closed.load(Ordering::Relaxed), 1, "the last that copies it is gone");
+    });
+}
+
+/// A private mapping of a file: each page is the file's when it is first touched, and the process's from then on.
+#[test]
+fn copies_of_a_file_are_ones_own() {
+    on_both!(copied);
+}
+
+fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        let file = File::new(32 << 12);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        rig.vm.map(cx, &space, span(AT, 16 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.vm.map(cx, &space, span(THERE, 16 << 12), SMALL, Backing::Copied(&object, 16)).expect("an area");
+        rig.enter(cx, &space);
+        let used = rig.used(cx);
+        file.fails(5);
+        for at in [AT, THERE] {
+            assert_eq!(rig.load(cx, &space, at), Err(VmError::Source { code: 5 }));
+        }
+        assert_eq!(rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never), Err(VmError::Source { code: 5 }));
+        // Short by a page and a bit: what is whole is there.
+        file.fails(4096 + 200);
+        let short = VmError::Source { code: SourceError::SHORT.0 };
+        assert_eq!(rig.load(cx, &space, AT + (15 << 12)), Err(short));
+        assert_eq!(rig.load(cx, &space, AT + (13 << 12)), Ok(13 << 12));
+        file.fails(0);
+        file.fills();
+        assert_eq!(rig.load(cx, &space, AT + (15 << 12)), Ok(15 << 12));
+        assert_eq!(file.fills(), [(15, 1 << 12)]);
+        rig.store(cx, &space, AT, 1).expect("memory");
+        rig.store(cx, &space, AT + (9 << 12), 9).expect("memory");
+        file.fails(6);
+        assert_eq!(rig.vm.sync(cx, &object, 0, 32), Err(VmError::Source { code: 6 }));
+        let owner = rig.vm.owner(rig.leaf(cx, &space, AT).frame).expect("the object");
+        assert_eq!(rig.vm.write_back(cx, owner), 0);
+        assert_eq!(drops(rig, cx, &space, AT), Err(VmError::NotWritten), "it is dirty, still");
+        file.fails(0);
+        assert_eq!(rig.vm.sync(cx, &object, 0, 32), Ok(2));
+        assert_eq!([0, 9 << 12].map(|at| file.word(at)), [1, 9]);
+        let plain = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
+        assert_eq!(rig.vm.sync(cx, &plain, 0, 4), Err(VmError::OtherKind));
+        assert_eq!(rig.vm.truncate(cx, &plain, 0), Err(VmError::OtherKind));
+        assert_eq!(rig.vm.punch(cx, &plain, 0, 4), Err(VmError::OtherKind));
+        let no_copy = rig.vm.map(cx, &space, span(2 * AT, 0x1000), SMALL, Backing::Copied(&plain, 0));
+        assert_eq!(no_copy, Err(VmError::OtherKind));
+        let large = VmaKind::private(PageSize::Size2M);
+        let no_large = rig.vm.map(cx, &space, span(2 * AT, 2 << 20), large, Backing::Shared(&object, 0));
+        assert_eq!(no_large, Err(VmError::OtherKind));
+        assert!(rig.vm.open_source(cx, File::new(0)).is_err(), "an empty one");
+        assert!(rig.used(cx) > used);
+        rig.end(cx, space);
+        for object in [object, plain] {
+            rig.vm.close(cx, object).expect("its own");
+        }
+    });
+}
+
+/// What a source fails with reaches whoever wanted something of it, and nothing is different after it.
+#[test]
+fn a_source_that_fails_says_why() {
+    on_both!(failing);
+}
+
+/// Whatever allocation fails: what was stored is in the file, or the object says that it is not.
+#[test]
+fn every_allocation_can_fail() {
+    let runs = hugemm_base::inject::every_fault(|plan: &FaultPlan| {
+        with_format::<Metered, true>(8, 1, 21, plan, |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let file = File::new(20 << 12);
+                let Ok(space) = rig.vm.create(cx, bounds()) else { return };
+                if let Ok(object) = rig.vm.open_source(cx, file) {
+                    let shared = rig.vm.map(cx, &space, span(AT, 20 << 12), SMALL, Backing::Shared(&object, 0));
+                    let copied = rig.vm.map(cx, &space, span(THERE, 4 << 12), SMALL, Backing::Copied(&object, 4));
+                    rig.enter(cx, &space);
+                    let stored = shared.is_ok() && rig.store(cx, &space, AT + (2 << 12), 7).is_ok();
+                    if copied.is_ok()
+                        && let Ok(found) = rig.load(cx, &space, THERE + 0x1000)
+                    {
+                        assert_eq!(found, 5 << 12);
+                    }
+                    let synced = rig.vm.sync(cx, &object, 0, 20);
+                    assert!(matches!(synced, Ok(_) | Err(VmError::NoMemory)), "{synced:?}");
+                    assert!(synced.is_err() || file.word(2 << 12) == if stored { 7 } else { 2 << 12 });
+                    rig.vm.truncate(cx, &object, 20 << 12).expect("takes no memory");
+                    rig.leave(cx, &space);
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                    rig.vm.close(cx, object).expect("its own");
+                    assert_eq!(file.word(2 << 12), if stored { 7 } else { 2 << 12 });
+                } else {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+            });
+        });
+    });
+    assert!(runs > 12, "{runs} allocations");
+}
+
+/// A page that is read only by what faults.
+#[test]
+fn an_instruction_is_read_like_a_word() {
+    with_format::<Metered, true>(16, 1, 6, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
+            let space = rig.vm.create(cx, bounds()).expect("memory");
+            let text = SMALL.allowing(READ.with(Protection::EXEC));
+            rig.vm.map(cx, &space, span(AT, 4 << 12), text, Backing::Shared(&object, 0)).expect("an area");
+            rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Exec).expect("memory");
+            rig.enter(cx, &space);
+            assert_eq!(rig.load(cx, &space, AT + 8), Ok(8));
+            rig.end(cx, space);
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
