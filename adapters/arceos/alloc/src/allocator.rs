@@ -272,26 +272,17 @@ impl From<FramesConfigError> for AllocError {
 unsafe impl GlobalAlloc for GlobalAllocator {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let allocate = || GlobalAllocator::alloc(self, layout).map_or(ptr::null_mut(), NonNull::as_ptr);
-        #[cfg(feature = "tracking")]
-        return crate::tracking::allocated(layout, allocate);
-        #[cfg(not(feature = "tracking"))]
-        allocate()
+        GlobalAllocator::alloc(self, layout).map_or(ptr::null_mut(), NonNull::as_ptr)
     }
 
     #[inline]
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         let Some(memory) = NonNull::new(ptr) else { return };
-        let free = || GlobalAllocator::dealloc(self, memory, layout);
-        #[cfg(feature = "tracking")]
-        return crate::tracking::freed(ptr, free);
-        #[cfg(not(feature = "tracking"))]
-        free()
+        GlobalAllocator::dealloc(self, memory, layout);
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        if cfg!(not(feature = "tracking"))
-            && (size <= layout.size() || layout.size() <= SMALL)
+        if (size <= layout.size() || layout.size() <= SMALL)
             && let (Some(heap), Some(memory)) = (HEAP.get(), NonNull::new(ptr))
         {
             let moved = ARCEOS.with_cx(|cx| {

@@ -6,7 +6,6 @@
 //! | `page.rs` | pages that go when their owner does |
 //! | `platform.rs` | an ArceOS machine is a platform: a context has interrupts off |
 //! | `reclaim.rs` | an allocation that fails asks for pages to be given up, a few times |
-//! | `tracking.rs` | who allocated what is still in use |
 #![cfg_attr(not(test), no_std)]
 
 extern crate alloc;
@@ -16,9 +15,6 @@ mod page;
 #[cfg_attr(test, path = "host.rs")]
 mod platform;
 mod reclaim;
-/// Who allocated what is still in use.
-#[cfg(feature = "tracking")]
-pub mod tracking;
 
 pub use allocator::{
     DefaultByteAllocator, GlobalAllocator, global_add_memory, global_allocator, global_init, init_percpu_slab,

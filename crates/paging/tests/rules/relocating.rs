@@ -145,7 +145,8 @@ fn tables_are_made_ahead() {
         let table = table::<X86_64, _>(&heap);
         table.exclusive(&heap).map(span(GIB + 9, 600), [extent(0, 600)], SMALL).expect("before the first that fails");
         let (from, to) = (span(GIB + 9, 600), at(90 * GIB + 400));
-        match table.exclusive(&heap).prepare_relocation(from, to) {
+        let prepared = table.exclusive(&heap).prepare_relocation(from, to);
+        match prepared {
             Ok(()) => break,
             Err(error) => assert_eq!(error, PagingError::NoTable),
         }
