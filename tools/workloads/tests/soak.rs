@@ -1,6 +1,6 @@
-//! All CPUs take blocks of all orders up to 10 from one area, with an ownership bitmap beside the allocator. Meanwhile every CPU claims
-//! ranges of 2 MiB, which are isolated for as long, frames are poisoned one after the other, and three pieces of 2 MiB that adjoin
-//! are plugged in and unplugged. A second; `HUGEMM_SOAK_SECONDS` for longer.
+//! All CPUs take blocks of all orders up to 10 from one area, half of it each node's, with an ownership bitmap beside the allocator.
+//! Meanwhile every CPU claims ranges of 2 MiB, which are isolated for as long, frames are poisoned one after the other, and three pieces
+//! of 2 MiB that adjoin, of either node by turns, are plugged in and unplugged. A second; `HUGEMM_SOAK_SECONDS` for longer.
 
 use hugemm_base::lock::Lock;
 use hugemm_base::{Clock, CpuId, Dirty, Extent, NodeId, PageSize};
@@ -54,18 +54,23 @@ fn no_frame_has_two_owners() {
         let memory = NonNull::slice_from_raw_parts(NonNull::from(&mut **room).cast(), size_of_val(&**room));
         let first = piece as u64 * piece_pages;
         // SAFETY: the frames are numbers beyond the area's, and the memory stays longer than the manager.
-        Lock::new(unsafe { Plugged::new(beyond.slice(first, first + piece_pages), memory) })
+        Lock::new(unsafe { Plugged::new(beyond.slice(first, first + piece_pages), NodeId(piece as u32 % 2), memory) })
     });
-    let arenas = [ArenaSpec { extent: area, node: NodeId(0), descriptors: None }];
-    let config = FramesConfig::new(&arenas, cpus);
+    let (low, high) = area.split_at(PAGES / 2);
+    let arenas = [(low, NodeId(0)), (high, NodeId(1))];
+    let arenas = arenas.map(|(extent, node)| ArenaSpec { extent, node, descriptors: None });
+    let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % 2)).collect();
+    let config = FramesConfig::new(&arenas, cpus).on_nodes(&cpu_nodes);
     let mut metadata = room(Frames::<Plain>::required_bytes(&config).expect("valid").size());
     // SAFETY: the pages are nothing but bytes.
     let (_, metadata, _) = unsafe { metadata.align_to_mut::<u8>() };
     // SAFETY: there is no memory behind the numbers that anybody could own; all contexts are the host's.
     let frames: Frames<'_, Plain> = unsafe { Frames::in_slice(&config, Plain::default(), metadata) }.expect("room");
     let on_first = |f: &mut dyn FnMut(&mut hugemm_base::CpuCx<'_, Host<'_>>)| host.run_on(CpuId(0), f).expect("a CPU");
-    // SAFETY: released once, here.
-    on_first(&mut |cx| assert_eq!(unsafe { frames.release(cx, Dirty::assume_owned(area)) }, PAGES));
+    for part in [low, high] {
+        // SAFETY: released once, here.
+        on_first(&mut |cx| assert_eq!(unsafe { frames.release(cx, Dirty::assume_owned(part)) }, PAGES / 2));
+    }
 
     let (owners, poison, exchange) = (words(wide.pages() / 64), words(PAGES / PAGES_PER_POISON), words(PLACES as u64));
     let ownership =

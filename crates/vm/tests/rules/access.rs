@@ -103,12 +103,20 @@ fn used<F: PageFormat>(size: PageSize) {
             let at = VirtAddr::new(AT + size.bytes() - 3);
             // arm64 without a pager folds, so written it is.
             let fresh = leaf_flags(rig, cx, &space, AT) & Flags::DIRTY;
+            rig.enter(cx, &space);
+            let flushes = rig.flushes();
             rig.vm.read(cx, &space, at, &mut [0; 6]).expect("mapped");
+            assert_eq!(rig.flushes(), flushes, "what is not accessed is kept by nobody");
             assert_eq!(leaf_flags(rig, cx, &space, AT) & Flags::HARDWARE, fresh | Flags::ACCESSED);
             rig.vm.write(cx, &space, VirtAddr::new(AT + 1), &[1]).expect("mapped");
             assert_eq!(leaf_flags(rig, cx, &space, AT) & Flags::HARDWARE, Flags::HARDWARE, "as by a store");
             assert_eq!(leaf_flags(rig, cx, &space, AT + size.bytes()) & Flags::DIRTY, fresh);
-            rig.vm.destroy(cx, space).expect("nobody uses it");
+            rig.vm.test_and_clear_young(cx, &space, whole, |_| ()).expect("in the space");
+            let flushes = rig.flushes();
+            rig.vm.write(cx, &space, VirtAddr::new(AT + size.bytes()), &[1]).expect("mapped");
+            let owed = u64::from(!F::FAULT_DROPS);
+            assert_eq!(rig.flushes() - flushes, owed, "what was clean may be kept as read-only");
+            rig.end(cx, space);
         });
     });
 }

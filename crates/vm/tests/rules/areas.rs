@@ -560,3 +560,18 @@ fn an_area_is_made_without_a_flush() {
         rig.end(cx, space);
     });
 }
+
+/// What no pager knows of is dropped as a range: it is one block again at once, and goes through no CPU's cache page by page.
+#[test]
+fn what_is_unmapped_is_freed_as_a_range() {
+    with_cpu(16, 1, 93, |rig, cx| {
+        let area = span(AT, 2 << 20);
+        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+        let before = rig.vm.frames().stats(cx).cached;
+        rig.vm.unmap(cx, &space, area).expect("in the space");
+        let after = rig.vm.frames().stats(cx).cached;
+        assert!(after < before + 8, "{before} frames were cached, and now {after}");
+        rig.end(cx, space);
+    });
+}

@@ -3,7 +3,7 @@
 use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
 use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, VirtAddr};
 use hugemm_frames::{AllocRequest, Frozen};
-use hugemm_vm::{Access, Backing, Pager, VmError, VmaKind, ZeroTurn, ZeroWorker};
+use hugemm_vm::{Access, Backing, Pager, Usage, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::atomic::Ordering;
 
 const GIB: u64 = 1 << 30;
@@ -178,6 +178,10 @@ fn an_object_ends_with_what_it_has_away() {
                 rig.page_out(cx, &space, AT + (index << 12));
             }
             assert_eq!(rig.vm.pager().used() as u64, PAGES - PAGES / 7);
+            let whole = Usage { present: PAGES / 7, swapped: PAGES - PAGES / 7, ..Usage::default() };
+            assert_eq!(rig.vm.usage(cx, &space, area), Ok(whole));
+            let part = span(AT + (3 << 12), 8 << 12);
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 1, swapped: 7, ..Usage::default() }));
             // The object keeps it, not the space.
             rig.vm.destroy(cx, space).expect("destroyed");
             assert_eq!(rig.vm.pager().used() as u64, PAGES - PAGES / 7);

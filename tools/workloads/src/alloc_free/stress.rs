@@ -279,6 +279,7 @@ pub type Pieces = [Lock<SpinLock, Plugged>; PIECES];
 #[derive(Debug)]
 pub struct Plugged {
     extent: Extent,
+    node: NodeId,
     memory: NonNull<[u8]>,
     there: bool,
     /// How often it was unplugged.
@@ -292,21 +293,21 @@ impl Plugged {
     /// Bytes that the manager needs to keep about such a piece, aligned to 4096; 0 if it cannot be one.
     pub fn bytes<E: Env>(extent: Extent) -> usize {
         // 4 KiB stay with the manager each time when one more piece is there than ever before, and all of those may be of one piece.
-        Frames::<E>::added_bytes(&Self::spec(extent)).map_or(0, |layout| layout.size() + PIECES * 4096)
+        Frames::<E>::added_bytes(&Self::spec(extent, NodeId(0))).map_or(0, |layout| layout.size() + PIECES * 4096)
     }
 
-    /// One that is not there yet: whole 2 MiB, aligned.
+    /// One of a node that is not there yet: whole 2 MiB, aligned.
     ///
     /// # Safety
     ///
     /// The frames are no manager's, and nobody but [`replug`] asks about their numbers. The memory is nobody else's as long as the manager
     /// is used that this is plugged into, always the same.
-    pub unsafe fn new(extent: Extent, memory: NonNull<[u8]>) -> Self {
-        Plugged { extent, memory, there: false, unplugged: 0 }
+    pub unsafe fn new(extent: Extent, node: NodeId, memory: NonNull<[u8]>) -> Self {
+        Plugged { extent, node, memory, there: false, unplugged: 0 }
     }
 
-    fn spec(extent: Extent) -> ArenaSpec {
-        ArenaSpec { extent, node: NodeId(0), descriptors: None }
+    fn spec(extent: Extent, node: NodeId) -> ArenaSpec {
+        ArenaSpec { extent, node, descriptors: None }
     }
 }
 
@@ -350,12 +351,12 @@ pub fn replug<P: Cpu, E: Env>(
 
 /// Plugs the memory in if it is not there, and unplugs it if none of it is in use. Waits for other CPUs.
 fn plug<P: Cpu, E: Env>(cx: &mut CpuCx<'_, P>, frames: &Frames<'_, E>, plugged: &mut Plugged) -> Result<(), Broken> {
-    let Plugged { extent, memory, .. } = *plugged;
+    let Plugged { extent, node, memory, .. } = *plugged;
     if !plugged.there {
         let bytes = memory.len();
         // SAFETY: by the contract of `new`.
         unsafe {
-            frames.add(cx, &Plugged::spec(extent), memory.as_ptr().cast(), bytes).map_err(Broken::NotAdded)?;
+            frames.add(cx, &Plugged::spec(extent, node), memory.as_ptr().cast(), bytes).map_err(Broken::NotAdded)?;
             frames.release_extent(cx, extent);
         }
         plugged.there = true;
