@@ -25,7 +25,7 @@ fn no_faults() -> FaultPlan {
 
 fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) -> u64 {
     let mut steps = 0;
-    with_world::<F>(CPUS + 1, seed, inject, |world| {
+    with_world::<F>(CPUS + 2, seed, inject, |world| {
         let cx = &mut world.machine.cx();
         // Memory of its own, or a file's.
         let file = seed.is_multiple_of(2).then(|| File::new(SHARED_PAGES));
@@ -40,6 +40,7 @@ fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) -> u64 {
             let program = |cpu| -> Task<'_> { Box::new(move || Program::run(shared, cpu, seed, STEPS)) };
             let mut tasks: Vec<Task<'_>> = (0..CPUS).map(program).collect();
             tasks.push(Box::new(|| shared.work(seed)));
+            tasks.push(Box::new(|| shared.unhook(seed)));
             steps = world.run(seed, tasks);
             test.finish()
         };

@@ -33,7 +33,7 @@ use book::{AREAS, Area, Book, Changes, Fork, PRIVATE, Rights, area_of};
 use devices::Device;
 use guests::Guest;
 
-/// CPUs that programs run on; one more is the worker.
+/// CPUs that programs run on; two more are the workers.
 pub const CPUS: u32 = 6;
 /// Processes at a time.
 const PROCESSES: usize = 3;
@@ -95,6 +95,9 @@ pub const ALL_DEEDS: [&str; 20] = [
 /// In whose book, where, and what.
 type InFlight = (*const RefCell<Book>, u64, u64);
 
+/// Pages of a process.
+type Pages<'v, 'h, F> = (Rc<Process<'v, 'h, F>>, Range<u64>);
+
 /// What all CPUs share.
 pub struct Test<'v, 'h, F: PageFormat> {
     world: &'v World<'h, F>,
@@ -111,6 +114,9 @@ pub struct Test<'v, 'h, F: PageFormat> {
     has_guest: Cell<bool>,
     /// Programs use every so many pages of an area. Of few they meet at each, and at what is done to it.
     stride: u64,
+    /// Pages of a process, one of whose users the wish is, that somebody would have away, and whether he still waits for it.
+    wish: RefCell<Option<Pages<'v, 'h, F>>>,
+    wished: Cell<bool>,
     deeds: &'v Deeds,
 }
 
@@ -134,6 +140,8 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             ended: Cell::new(0),
             has_guest: Cell::new(false),
             stride: STRIDES[(seed / 2 % 2) as usize],
+            wish: RefCell::default(),
+            wished: Cell::new(false),
             deeds,
         };
         let cx = &mut world.machine.cx();
@@ -333,8 +341,10 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
         let narrow = self.test.is_narrow();
         match self.random.below(200) {
-            116..=140 if narrow => self.change(cx),
-            141..=150 if narrow => self.protect(cx),
+            116..=135 if narrow => self.change(cx),
+            136..=155 if narrow => self.protect(cx),
+            156..=163 if narrow => self.fork(cx),
+            164..=166 if narrow => self.doom(),
             0..=3 => self.fork(cx),
             4..=9 => self.change(cx),
             10..=13 => self.go_elsewhere(cx),
@@ -515,6 +525,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
 
     /// Promises to use no address, and keeps the tables.
     fn idle_over(&self, cx: &Cx<'_, 'h>, process: &Process<'v, 'h, F>) {
+        self.test.world.uses_nothing();
         self.test.world.machine.mmu().pause(CpuId(self.cpu), true);
         // SAFETY: it enters a space before it uses an address.
         unsafe { process.space.tlb().enter_lazy(self.test.world.vm.shootdown(), cx) };

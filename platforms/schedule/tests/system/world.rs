@@ -5,10 +5,11 @@
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::platform::{Cpu, PhysMap};
 use hugemm_base::{
-    CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, Pfn, TlbHw, TlbScope, VirtAddr, VirtRange,
+    CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, Order, PageSize, Pfn, PhysAddr, TlbHw, TlbScope,
+    VirtAddr, VirtRange,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Primitive, Profile};
-use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig};
+use hugemm_frames::{ArenaSpec, Env, FolioRun, Frames, FramesConfig};
 use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 use hugemm_host::mmap::Mmap;
 use hugemm_host::mmu::{Fault, Mmu, Tables};
@@ -16,11 +17,14 @@ use hugemm_hugetlb::{
     FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
 };
 use hugemm_lz4::WordsOrLz4;
-use hugemm_paging::{Keep, PageFormat, TlbCpu, TlbShootdown};
+use hugemm_paging::{DeferredUnmap, Keep, Lookup, PageFormat, TlbCpu, TlbShootdown};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_schedule::{Machine, ModelLock, Task, point};
 use hugemm_threads::Memory;
-use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Notifier, Parts, Pools, Setup, Vm, VmError};
+use hugemm_vm::{
+    Access, AddressSpace, AddressSpaceRef, Notifier, Pager, Parts, Pools, Setup, UnhookedPage, Vm, VmError,
+};
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
@@ -88,6 +92,8 @@ pub struct World<'h, F: PageFormat> {
     optimizer: &'h Optimizer<'h>,
     /// Memory of node 1 that comes and goes.
     pub guest: ArenaSpec,
+    /// Whose addresses each CPU uses.
+    inside: Vec<Cell<Option<PhysAddr>>>,
 }
 
 pub fn span(start: u64, bytes: u64) -> VirtRange {
@@ -171,7 +177,8 @@ fn run<F: PageFormat>(
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let pool = pool.shortened();
-    let world = World { machine, vm, store: &store, pool, optimizer: &optimizer, guest };
+    let inside = (0..cpus).map(|_| Cell::new(None)).collect();
+    let world = World { machine, vm, store: &store, pool, optimizer: &optimizer, guest, inside };
     test(&world);
     let cx = &mut machine.cx();
     world.resize_pool(cx, 0);
@@ -264,10 +271,55 @@ impl<'h, F: PageFormat> World<'h, F> {
     }
 
     pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<'h, F>) {
+        self.uses_nothing();
         space.tlb().switch_in(self.vm.shootdown(), cx);
+        self.inside[self.cpu().0 as usize].set(Some(space.root()));
     }
 
     pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<'h, F>) {
+        if self.inside[self.cpu().0 as usize].get() == Some(space.root()) {
+            self.uses_nothing();
+        }
         space.tlb().switch_out(self.vm.shootdown(), cx);
+    }
+
+    /// For pages that are to be unhooked.
+    pub fn deferred(&self) -> DeferredUnmap {
+        // SAFETY: one machine.
+        unsafe { DeferredUnmap::new(self.vm.shootdown()) }.expect("few CPUs")
+    }
+
+    /// Takes the page of 4 KiB that is mapped at an address out of all page tables.
+    pub fn unhook<'d>(
+        &'d self,
+        cx: &mut Cx<'_, 'h>,
+        space: &Space<'h, F>,
+        at: u64,
+        deferred: &'d DeferredUnmap,
+    ) -> Option<UnhookedPage<'d, 'h, Model<'h, F>>> {
+        let vm = &self.vm;
+        let Lookup::Mapped(leaf) = vm.lookup(cx, space, VirtAddr::new(at)) else { return None };
+        // SAFETY: given to `unhook`, or to the pager.
+        let held = unsafe { vm.hold_mapped(cx, leaf.frame) }?;
+        let unhooked = vm.unhook(cx, held, deferred).map_err(|held| {
+            let extent = Extent::block(held.into_pfn(), Order::ZERO);
+            // SAFETY: the reference that was got here, to a page that the pager has been told of.
+            unsafe {
+                let page = FolioRun::from_extent(extent, Order::ZERO);
+                Pager::<Model<'h, F>>::drop_references(vm.pager(), vm.frames(), cx, [page]);
+            }
+        });
+        unhooked.ok()
+    }
+
+    /// The CPU uses no address until it enters a space.
+    pub fn uses_nothing(&self) {
+        self.inside[self.cpu().0 as usize].set(None);
+    }
+
+    /// CPUs that use addresses of a space just now.
+    pub fn users(&self, space: &Space<'h, F>) -> impl Iterator<Item = CpuId> {
+        let inside = |cpu: &CpuId| self.inside[cpu.0 as usize].get() == Some(space.root());
+        (0..self.inside.len() as u32).map(CpuId).filter(inside)
     }
 }

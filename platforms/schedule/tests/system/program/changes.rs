@@ -1,6 +1,7 @@
 //! Pages that are unmapped, given up, locked, moved elsewhere, and get other rights.
 
 use super::*;
+use hugemm_host::mmu::MmuAccess;
 
 impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
     /// Some pages may be stored to no longer, or again.
@@ -12,6 +13,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let pages = (1 + self.random.below(6)).min((area.end() - start) / size);
         let all = || (0..pages).map(|page| start + page * size);
         let read_only = self.random.below(2) == 0;
+        self.ask_for_away(cx, &process, start..start + pages * size);
         {
             let mut book = process.book.borrow_mut();
             let busy = |page| book.changes(page).under_way || book.rights(page).under_way || book.gone.contains(&page);
@@ -27,6 +29,9 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let rights = if read_only { Protection::USER } else { area.kind.protection };
         let done = self.test.world.vm.protect(cx, &process.space, span(start, pages * size), rights);
         process.protecting.set(process.protecting.get() - 1);
+        if done.is_ok() && read_only {
+            self.is_in_no_tlb(&process, all(), MmuAccess::Store);
+        }
         let mut book = process.book.borrow_mut();
         for page in all() {
             let rights = book.rights.get_mut(&page).expect("begun");
@@ -36,6 +41,23 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         match done {
             Ok(()) => self.test.did("protected", 1),
             Err(error) => assert_eq!(error, VmError::NoMemory),
+        }
+    }
+
+    /// Now and then pages are away when something is done to them. Whoever has them must not wait for a fork, so somebody else does.
+    fn ask_for_away(&mut self, cx: &mut Cx<'_, 'h>, process: &Rc<Process<'v, 'h, F>>, pages: Range<u64>) {
+        let test = self.test;
+        if !test.is_narrow() || test.wished.get() || self.random.below(2) == 0 {
+            return;
+        }
+        test.wished.set(true);
+        process.users.set(process.users.get() + 1);
+        *test.wish.borrow_mut() = Some((process.clone(), pages));
+        for _ in 0..100 {
+            if !test.wished.get() {
+                break;
+            }
+            cx.cond_resched();
         }
     }
 
@@ -49,6 +71,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let end = if area.end() == AREAS[1].start { AREAS[1].end() } else { area.end() };
         let end = end.min(start + (1 + self.random.below(6)) * size);
         let gives_up = self.random.below(3) == 0;
+        self.ask_for_away(cx, &process, start..end);
         self.change_pages(cx, &process, start..end, gives_up);
     }
 
@@ -93,12 +116,14 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let whole = span(range.start, range.end - range.start);
         if stays {
             self.test.world.vm.discard(cx, &process.space, whole).expect("areas");
+            self.is_given_up(process, all());
             self.test.did("discarded", 1);
         } else {
             while let Err(error) = self.test.world.vm.unmap(cx, &process.space, whole) {
                 assert_eq!(error, VmError::NoMemory);
                 cx.cond_resched();
             }
+            self.is_in_no_tlb(process, all(), MmuAccess::Load);
             self.test.did("unmapped", 1);
             process.book.borrow_mut().gone.retain(|page| !range.contains(page));
             for (area, part) in &parts {
@@ -118,6 +143,31 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             for (at, mut values) in fresh {
                 values.insert(0);
                 book.words.insert(at, values);
+            }
+        }
+    }
+
+    /// No CPU can use these pages so any more, whatever its TLB has kept.
+    fn is_in_no_tlb(&self, process: &Process<'v, 'h, F>, pages: impl Iterator<Item = u64>, access: MmuAccess) {
+        let world = self.test.world;
+        for page in pages {
+            for cpu in world.users(&process.space) {
+                let found = world.machine.mmu().translate(cpu, VirtAddr::new(page), access);
+                assert!(found.is_err(), "cpu{} uses {page:#x} as before", cpu.0);
+            }
+        }
+    }
+
+    /// Whoever still finds private pages there finds zeroes, or what was stored since.
+    fn is_given_up(&self, process: &Process<'v, 'h, F>, pages: impl Iterator<Item = u64>) {
+        let world = self.test.world;
+        for at in pages.filter(|at| !area_of(*at).kind.shared) {
+            for cpu in world.users(&process.space) {
+                let at = at + u64::from(cpu.0) * 8;
+                let Ok(found) = world.machine.mmu().load(cpu, VirtAddr::new(at)) else { continue };
+                let since = process.book.borrow().fresh.get(&at).is_some_and(|values| values.contains(&found));
+                let in_flight = self.test.in_flight.borrow()[cpu.0 as usize].is_some_and(|store| store.2 == found);
+                assert!(found == 0 || since || in_flight, "cpu{} finds {found} at {at:#x} as before", cpu.0);
             }
         }
     }

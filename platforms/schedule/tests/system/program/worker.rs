@@ -1,10 +1,6 @@
 //! The worker, which takes memory away and moves it.
 
 use super::*;
-use hugemm_base::Order;
-use hugemm_frames::FolioRun;
-use hugemm_paging::DeferredUnmap;
-use hugemm_vm::Pager;
 
 impl<'h, F: PageFormat> Test<'_, 'h, F> {
     /// What the worker does: it takes memory away, moves pages, changes its ways, and has pools and arenas come and go.
@@ -15,8 +11,7 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
             let pager = world.vm.pager();
             let node = NodeId(random.below(2) as u32);
             match random.below(16) {
-                0..=3 if self.is_narrow() => self.unhook_some(cx, &mut random),
-                4 | 5 if self.is_narrow() => self.shrink_all(cx, node),
+                3..=5 if self.is_narrow() => self.shrink_all(cx, node),
                 0..=5 => {
                     let budget = ShrinkBudget { free: 1 << random.below(8), scan: 1 << random.below(9) };
                     pager.shrink(&world.vm, cx, node, budget, &Never);
@@ -28,7 +23,6 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
                 10 => pager.lru(node).expect("one").set_policy(cx, LruPolicy::ALL[random.below(2) as usize]),
                 11 => world.resize_pool(cx, random.below(4)),
                 12 => self.come_and_go(cx),
-                13 | 14 => self.unhook_some(cx, &mut random),
                 _ => (0..200).for_each(|_| point()),
             }
             cx.cond_resched();
@@ -46,45 +40,47 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
         self.did("kept whole", Swap::stats(self.world.store, cx).pages.saturating_sub(in_pieces));
     }
 
-    /// Some pages that programs use are away for a while, and come back there or elsewhere.
-    fn unhook_some(&self, cx: &mut Cx<'_, 'h>, random: &mut Random) {
-        let vm = &self.world.vm;
-        let process = {
-            let processes = self.processes.borrow();
-            let open: Vec<_> = processes.iter().filter(|process| !process.doomed.get()).collect();
-            open[random.below(open.len() as u64) as usize].clone()
-        };
-        process.users.set(process.users.get() + 1);
-        // SAFETY: one machine.
-        let deferred = unsafe { DeferredUnmap::new(vm.shootdown()) }.expect("few CPUs");
-        let mut away = Vec::new();
-        for page in (0..PRIVATE.pages).step_by(self.stride as usize).filter(|_| random.below(2) == 0) {
-            let at = VirtAddr::new(PRIVATE.start + page * 4096);
-            let Lookup::Mapped(leaf) = vm.lookup(cx, &process.space, at) else { continue };
-            // SAFETY: given to `unhook`, or to the pager.
-            let Some(held) = (unsafe { vm.hold_mapped(cx, leaf.frame) }) else { continue };
-            match vm.unhook(cx, held, &deferred) {
-                Ok(page) => away.push(page),
-                Err(held) => {
-                    let extent = Extent::block(held.into_pfn(), Order::ZERO);
-                    // SAFETY: the reference that was got here, to a page that the pager has been told of.
-                    unsafe {
-                        let page = FolioRun::from_extent(extent, Order::ZERO);
-                        Pager::<Model<'h, F>>::drop_references(vm.pager(), vm.frames(), cx, [page]);
-                    }
+    /// Pages that programs use are away for a while, and come back there or elsewhere: those that somebody wishes, or some.
+    pub fn unhook(&self, seed: u64) {
+        let (world, mut random) = (self.world, Random(seed ^ 0x6177_6179));
+        let cx = &mut world.machine.cx();
+        while self.ended.get() < CPUS {
+            let wish = self.wish.take();
+            let wished = wish.is_some();
+            let (process, pages) = wish.unwrap_or_else(|| {
+                let processes = self.processes.borrow();
+                let open: Vec<_> = processes.iter().filter(|process| !process.doomed.get()).collect();
+                let process = open[random.below(open.len() as u64) as usize];
+                process.users.set(process.users.get() + 1);
+                (process.clone(), PRIVATE.start..PRIVATE.end())
+            });
+            let deferred = world.deferred();
+            let mut away = Vec::new();
+            let pages = (pages.start..pages.end.min(PRIVATE.end())).step_by(self.stride as usize * 4096);
+            for at in pages.filter(|_| wished || random.below(2) == 0) {
+                away.extend(world.unhook(cx, &process.space, at, &deferred));
+            }
+            if wished {
+                self.wished.set(false);
+            }
+            (0..random.below(600)).for_each(|_| point());
+            self.did("unhooked", away.len() as u64);
+            for page in away {
+                if random.below(2) == 0 {
+                    page.put_back(cx);
+                } else {
+                    page.move_elsewhere(cx);
                 }
             }
+            self.let_go(cx, process);
+            let pause = random.below(600);
+            (0..pause).take_while(|_| !self.wished.get()).for_each(|_| point());
+            cx.cond_resched();
         }
-        (0..random.below(1000)).for_each(|_| point());
-        self.did("unhooked", away.len() as u64);
-        for page in away {
-            if random.below(2) == 0 {
-                page.put_back(cx);
-            } else {
-                page.move_elsewhere(cx);
-            }
+        // A wish that came too late.
+        if let Some((process, _)) = self.wish.take() {
+            self.let_go(cx, process);
         }
-        self.let_go(cx, process);
     }
 
     /// Memory that comes if it is not there, and goes if it can be had.
