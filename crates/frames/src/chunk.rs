@@ -72,7 +72,8 @@ impl<'m, E: Env> Frames<'m, E> {
                     region.has[kind].positions().filter(|at| !region.isolated.get(*at)).take(TRIES).find_map(|at| {
                         let near = at.pfn(base).max(arena.extent.base());
                         let block = arena.block(near);
-                        let mut room = if block.mobility() == mobility { block.room(sought) } else { [0; WORDS] };
+                        // What has room has bits of its own mobility only.
+                        let mut room = block.room(sought);
                         for half in 0..HALVES {
                             let pfn = Position::<Pages>::new(half << CHUNK_SHIFT).pfn(near);
                             if self.is_anothers(own, arena, pfn.max(arena.extent.base())) {

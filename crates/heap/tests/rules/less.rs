@@ -185,6 +185,29 @@ fn large_blocks_are_rows_of_pages() {
     });
 }
 
+/// A row begins where its alignment says: what is long enough from elsewhere on is none.
+#[test]
+fn a_row_is_aligned() {
+    with_heap(8, |threads, frames, heap| {
+        let cx = threads.cx();
+        let order = |order| hugemm_base::Order::new(order).expect("valid");
+        let all: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, order(0)).ok()).collect();
+        // A hole of 256 KiB, 64 KiB after a multiple of 2 MiB.
+        let first = all.iter().map(|page| page.pfn().number()).min().expect("some").next_multiple_of(512);
+        let (given, kept): (Vec<_>, Vec<_>) =
+            all.into_iter().partition(|page| (first + 16..first + 80).contains(&page.pfn().number()));
+        assert_eq!(given.len(), 64);
+        given.into_iter().for_each(|page| frames.free(&cx, page));
+        frames.drain(&cx);
+        assert_eq!(heap.alloc(&cx, layout(64 << 12, 128 << 10)), Err(HeapError::OutOfMemory));
+        let wanted = layout(64 << 12, 64 << 10);
+        let row = heap.alloc(&cx, wanted).expect("there is one");
+        assert!(row.addr().get().is_multiple_of(wanted.align()));
+        free(heap, &cx, row, wanted);
+        kept.into_iter().for_each(|page| frames.free(&cx, page));
+    });
+}
+
 /// A row that is no power of two is found though it is not where the lowest block that could begin one lies.
 #[test]
 fn a_row_is_looked_for_in_several_places() {
