@@ -5,9 +5,9 @@ cd "$(dirname "$0")/.." || exit 1
 # Lines of all files below a directory.
 all() { find "$1" -name '*.rs' -not -path '*/target/*' -exec cat {} + | wc -l; }
 
-# Lines of its src/ up to each file's test module, without files of tests.
+# Lines of its src/ (or those of its packages) up to each file's test module, without files of tests.
 own() {
-    find "$1/src" -name '*.rs' -not -name 'tests.rs' -not -name '*_tests.rs' -not -path '*/tests/*' -exec awk '
+    find "$1" -path '*/src/*' -name '*.rs' -not -path '*/target/*' -not -name 'tests.rs' -not -name '*_tests.rs' -not -path '*/tests/*' -exec awk '
         FNR == 1 { held = tests = 0 }
         held { if (/^(pub(\([a-z]*\))? )?mod [a-z_]* \{$/) tests = 1; held = 0 }
         /^#\[cfg\(.*test.*\)\]$/ { held = 1 }

@@ -249,23 +249,32 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
                 self.forget(cx, [Some(block)]);
             }
         }
+        (0..self.homes.len()).for_each(|home| self.trim_home(cx, home));
+        // SAFETY: the slab is used with these frames and this platform's map only.
+        unsafe { self.records.trim(self.parts.frames, cx, cx.platform()) };
+    }
+
+    /// Takes the tables of a home's free addresses: of all, or between the areas of its blocks.
+    fn trim_home(&self, cx: &Cx<'_, S>, home: usize) {
         let mut before = (u64::MAX, u64::MAX);
-        while let Some(held) = cx.pinned(|pin| self.homes[Self::ALL].0.lock(pin).hold(before)) {
+        while let Some(held) = cx.pinned(|pin| self.homes[home].0.lock(pin).hold(before)) {
             // SAFETY: it is held, so nobody else changes it.
             let (first, end) = unsafe { (held.as_ref().first(), held.as_ref().end()) };
             before = (end - first, first);
-            // The page that is never used goes with what is behind it.
-            let first = first - u64::from(first == self.range.first_page() + 1);
+            // The page that is never used, of the range or a block, goes with what is behind it.
+            let unused = match home {
+                Self::ALL => first == self.range.first_page() + 1,
+                _ => (first - 1).is_multiple_of(BLOCK),
+            };
+            let first = first - u64::from(unused);
             if let Ok(span) = VirtRange::from_pages(first, end - first)
                 && span.pages() >= PageSize::Size2M.pages()
             {
                 self.take_tables(cx, span);
             }
             // SAFETY: it is the home's, held, and nothing is mapped there.
-            unsafe { self.give(cx, Self::ALL as u8, held) };
+            unsafe { self.give(cx, home as u8, held) };
         }
-        // SAFETY: the slab is used with these frames and this platform's map only.
-        unsafe { self.records.trim(self.parts.frames, cx, cx.platform()) };
     }
 
     /// Takes the tables of a span in which nothing is mapped, nor will be until this returns.

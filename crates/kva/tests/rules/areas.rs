@@ -72,9 +72,13 @@ on_both! {
         let first = world.on(3, |cx| world.kva.alloc_stack(cx, Order::new(5).expect("an order"), "stays")).expect("memory");
         let free = world.trimmed();
         for cpu in 0..CPUS {
+            // Small ones from two tables of a block, of which one has the stack.
+            let small = [32 * PAGE_BYTES; 20];
             let areas: Vec<_> = [HUGE, PAGE_BYTES, 200 * PAGE_BYTES]
+                .into_iter()
+                .chain(small)
                 .map(|bytes| world.on(cpu, |cx| world.kva.alloc(cx, Request::new(bytes, "one"))).expect("memory"))
-                .into();
+                .collect();
             areas.into_iter().for_each(|area| world.on(CPUS - 1 - cpu, |cx| world.kva.free(cx, area)).expect("its own"));
             assert_eq!(world.trimmed(), free, "cpu{cpu}");
         }

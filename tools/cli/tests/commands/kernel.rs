@@ -50,7 +50,7 @@ fn selftest(cpus: u32) {
         assert!(value(metric) >= 1.0, "{metric}");
     }
     assert_eq!(value("selftest.offline") >= 1.0, cpus > 1, "somebody went offline");
-    assert!(value("selftest.stack") < 61440.0, "{} bytes of a stack were used", value("selftest.stack"));
+    assert!(value("selftest.stack") < 81920.0, "{} bytes of a stack were used", value("selftest.stack"));
     let shootdowns = rows(&document, "selftest.shootdowns");
     let count = |what| {
         let row = shootdowns.iter().find(|row| row["what"] == what).expect("counted");

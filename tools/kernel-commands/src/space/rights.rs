@@ -61,7 +61,8 @@ impl BareSpace<'_> {
 
     /// Whether the page at an address is known to have been written; `None` if none is there.
     pub fn is_dirty(&self, cx: &mut CpuCx<'static, Kernel>, at: VirtAddr) -> Option<bool> {
-        match self.table.shared(memory(cx)).lookup(at) {
+        let found = self.table.shared(memory(cx)).lookup(at);
+        match found {
             Lookup::Mapped(leaf) => Some(leaf.flags.contains(Flags::DIRTY)),
             Lookup::Absent | Lookup::Owner(_) | Lookup::Busy => None,
         }

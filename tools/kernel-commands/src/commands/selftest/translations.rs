@@ -120,7 +120,8 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
     // SAFETY: none: this is the planted bug, which the self-test must find.
     unsafe { tlb::miss_one(false) };
     let Round { space, found, unmaps, resized, .. } = round;
-    if let Some(stale) = found.lock().take() {
+    let found = found.lock().take();
+    if let Some(stale) = found {
         return Err(stale.into());
     }
     let flushes = space.flushes();
