@@ -254,3 +254,27 @@ fn scattered_pages_are_dropped_together() {
         });
     });
 }
+
+/// A pool's pages are not the pager's, by whatever way they come.
+#[test]
+fn the_pager_is_told_of_no_pools_page() {
+    with_rig(32, 94, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.fill_pool(cx, 4);
+            let page = PageSize::Size2M;
+            let kind = VmaKind::private(page).pooled();
+            let space = rig.space(cx, span(AT, 2 * page.bytes()), kind);
+            let known = rig.vm.pager().known();
+            rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("promised");
+            rig.vm.prefault(&space, span(AT, 2 * page.bytes()), None).work(cx, &Never).expect("promised");
+            let object = rig.vm.create_shared(cx, page.pages(), page, true).expect("a page is left");
+            let shared = VmaKind { shared: true, ..kind };
+            let area = span(2 * AT, page.bytes());
+            rig.vm.map(cx, &space, area, shared, Backing::Shared(&object, 0)).expect("an area");
+            rig.vm.fault(cx, &space, area.start(), Access::Write).expect("promised");
+            assert_eq!(rig.vm.pager().known(), known);
+            rig.vm.destroy(cx, space).expect("nobody uses it");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
