@@ -26,7 +26,7 @@ use hugemm_paging::{EditLock, Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShoo
 use hugemm_threads::{Memory, Watchdog};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaKind};
 pub use metered::Metered;
-pub use pages::AT;
+pub use pages::{AT, some_are_stale};
 pub use slots::Slots;
 use std::cell::Cell;
 use std::marker::PhantomData;

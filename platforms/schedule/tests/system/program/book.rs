@@ -91,6 +91,42 @@ impl Book {
         self.rights.get(&page).copied().unwrap_or_default()
     }
 
+    /// Whether something is being done to a page.
+    pub fn is_under_way(&self, page: u64) -> bool {
+        self.changes(page).under_way || self.rights(page).under_way
+    }
+
+    /// Whether something is being done to one of these pages, or one is not there.
+    pub fn is_busy(&self, mut pages: impl Iterator<Item = u64>) -> bool {
+        pages.any(|page| self.is_under_way(page) || self.gone.contains(&page))
+    }
+
+    pub fn begin_changes(&mut self, pages: impl Iterator<Item = u64>) {
+        for page in pages {
+            let changes = self.changes.entry(page).or_default();
+            *changes = Changes { begun: changes.begun + 1, under_way: true };
+        }
+    }
+
+    pub fn end_changes(&mut self, pages: impl Iterator<Item = u64>) {
+        pages.for_each(|page| self.changes.get_mut(&page).expect("begun").under_way = false);
+    }
+
+    pub fn begin_rights(&mut self, pages: impl Iterator<Item = u64>) {
+        for page in pages {
+            let rights = self.rights.entry(page).or_default();
+            *rights = Rights { begun: rights.begun + 1, under_way: true, ..*rights };
+        }
+    }
+
+    /// `read_only`: whether they may be stored to from here on, if that has changed.
+    pub fn end_rights(&mut self, pages: impl Iterator<Item = u64>, read_only: Option<bool>) {
+        for page in pages {
+            let rights = self.rights.get_mut(&page).expect("begun");
+            *rights = Rights { under_way: false, read_only: read_only.unwrap_or(rights.read_only), ..*rights };
+        }
+    }
+
     pub fn may_be(&self, at: u64) -> BTreeSet<u64> {
         self.words.get(&at).cloned().unwrap_or_else(|| [0].into())
     }

@@ -4,40 +4,35 @@ use super::*;
 use hugemm_host::mmu::MmuAccess;
 
 impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
+    /// A few pages of an area.
+    fn any_part(&mut self) -> (&'static Area, Range<u64>) {
+        let area = self.any_area();
+        let start = self.any_page(area);
+        (area, start..area.end().min(start + (1 + self.random.below(6)) * area.kind.page.bytes()))
+    }
+
     /// Some pages may be stored to no longer, or again.
     pub(super) fn protect(&mut self, cx: &mut Cx<'_, 'h>) {
         let process = self.process.clone();
-        let area = self.any_area();
-        let size = area.kind.page.bytes();
-        let start = self.any_page(area);
-        let pages = (1 + self.random.below(6)).min((area.end() - start) / size);
-        let all = || (0..pages).map(|page| start + page * size);
+        let (area, part) = self.any_part();
+        let all = || pages_of(area, &part);
         let read_only = self.random.below(2) == 0;
-        self.ask_for_away(cx, &process, start..start + pages * size);
+        self.ask_for_away(cx, &process, part.clone());
         {
             let mut book = process.book.borrow_mut();
-            let busy = |page| book.changes(page).under_way || book.rights(page).under_way || book.gone.contains(&page);
-            if process.pinning.get() > 0 || all().any(busy) {
+            if process.pinning.get() > 0 || book.is_busy(all()) {
                 return;
             }
-            for page in all() {
-                let rights = book.rights(page);
-                book.rights.insert(page, Rights { begun: rights.begun + 1, under_way: true, ..rights });
-            }
+            book.begin_rights(all());
         }
         process.protecting.set(process.protecting.get() + 1);
         let rights = if read_only { Protection::USER } else { area.kind.protection };
-        let done = self.test.world.vm.protect(cx, &process.space, span(start, pages * size), rights);
+        let done = self.test.world.vm.protect(cx, &process.space, span_of(&part), rights);
         process.protecting.set(process.protecting.get() - 1);
         if done.is_ok() && read_only {
             self.is_in_no_tlb(&process, all(), MmuAccess::Store);
         }
-        let mut book = process.book.borrow_mut();
-        for page in all() {
-            let rights = book.rights.get_mut(&page).expect("begun");
-            rights.under_way = false;
-            rights.read_only = if done.is_ok() { read_only } else { rights.read_only };
-        }
+        process.book.borrow_mut().end_rights(all(), done.is_ok().then_some(read_only));
         match done {
             Ok(()) => self.test.did("protected", 1),
             Err(error) => assert_eq!(error, VmError::NoMemory),
@@ -84,20 +79,17 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
     ) {
         let part = |area: &'static Area| (area, range.start.max(area.start)..range.end.min(area.end()));
         let parts: Vec<_> = AREAS.iter().map(part).filter(|(_, part)| !part.is_empty()).collect();
-        let all = || parts.iter().flat_map(|(area, part)| part.clone().step_by(area.kind.page.bytes() as usize));
+        let all = || parts.iter().flat_map(|(area, part)| pages_of(area, part));
         let stays;
         {
             let mut book = process.book.borrow_mut();
-            if all().any(|page| book.changes(page).under_way || book.rights(page).under_way) {
+            if all().any(|page| book.is_under_way(page)) {
                 return;
             }
             stays = gives_up
                 && parts.iter().all(|(area, _)| !area.kind.pooled)
                 && !all().any(|page| book.gone.contains(&page));
-            for page in all() {
-                let changes = book.changes(page);
-                book.changes.insert(page, Changes { begun: changes.begun + 1, under_way: true });
-            }
+            book.begin_changes(all());
             book.fresh.retain(|at, _| !range.contains(at));
             // A device keeps the page as it is.
             for device in self.test.devices.borrow_mut().iter_mut() {
@@ -113,7 +105,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
                 }
             }
         }
-        let whole = span(range.start, range.end - range.start);
+        let whole = span_of(&range);
         if stays {
             self.test.world.vm.discard(cx, &process.space, whole).expect("areas");
             self.is_given_up(process, all());
@@ -134,9 +126,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         if !stays {
             book.rights.retain(|page, _| !range.contains(page));
         }
-        for page in all() {
-            book.changes.get_mut(&page).expect("begun").under_way = false;
-        }
+        book.end_changes(all());
         for (_, part) in parts.iter().filter(|(area, _)| !area.kind.shared) {
             let fresh: Vec<_> = book.fresh.range(part.clone()).map(|(at, values)| (*at, values.clone())).collect();
             book.words.retain(|at, _| !part.contains(at));
@@ -175,65 +165,47 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
     /// Some pages are locked for a while: all of them are there, whatever reclaim does.
     pub(super) fn lock(&mut self, cx: &mut Cx<'_, 'h>) {
         let process = self.process.clone();
-        let area = self.any_area();
-        let size = area.kind.page.bytes();
-        let first = (self.any_page(area) - area.start) / size;
-        let pages = (1 + self.random.below(6)).min(area.pages - first);
-        let part = span(area.start + first * size, pages * size);
-        let all = || (0..pages).map(|page| area.start + (first + page) * size);
+        let (area, part) = self.any_part();
+        let all = || pages_of(area, &part);
         {
             let mut book = process.book.borrow_mut();
-            let busy = |page| book.changes(page).under_way || book.rights(page).under_way || book.gone.contains(&page);
-            if all().any(busy) {
+            if book.is_busy(all()) {
                 return;
             }
-            for page in all() {
-                let rights = book.rights(page);
-                book.rights.insert(page, Rights { begun: rights.begun + 1, under_way: true, ..rights });
-            }
+            book.begin_rights(all());
         }
-        let vm = &self.test.world.vm;
-        match vm.lock(cx, &process.space, part, u64::MAX) {
+        let (whole, vm) = (span_of(&part), &self.test.world.vm);
+        match vm.lock(cx, &process.space, whole, u64::MAX) {
             Ok(()) => {
                 (0..self.random.below(400)).for_each(|_| point());
-                let usage = vm.usage(cx, &process.space, part).expect("in the space");
+                let usage = vm.usage(cx, &process.space, whole).expect("in the space");
                 if !area.kind.shared {
-                    assert_eq!((usage.present, usage.swapped), (part.pages(), 0), "{part:?}");
+                    assert_eq!((usage.present, usage.swapped), (whole.pages(), 0), "{part:?}");
                 }
                 self.test.did("locked", 1);
             }
             Err(error) => refused(error),
         }
-        while let Err(error) = vm.unlock(cx, &process.space, part) {
+        while let Err(error) = vm.unlock(cx, &process.space, whole) {
             assert_eq!(error, VmError::NoMemory);
             cx.cond_resched();
         }
-        let mut book = process.book.borrow_mut();
-        for page in all() {
-            book.rights.get_mut(&page).expect("begun").under_way = false;
-        }
+        process.book.borrow_mut().end_rights(all(), None);
     }
 
     /// Some pages are elsewhere for a while, where nobody looks, and come back as they were.
     pub(super) fn relocate(&mut self, cx: &mut Cx<'_, 'h>) {
         let process = self.process.clone();
-        let area = self.any_area();
-        let size = area.kind.page.bytes();
-        let first = (self.any_page(area) - area.start) / size;
-        let pages = (1 + self.random.below(6)).min(area.pages - first);
-        let here = span(area.start + first * size, pages * size);
-        let all = || (0..pages).map(|page| area.start + (first + page) * size);
+        let (area, part) = self.any_part();
+        let all = || pages_of(area, &part);
         {
             let mut book = process.book.borrow_mut();
-            let busy = |page| book.changes(page).under_way || book.rights(page).under_way || book.gone.contains(&page);
-            if all().any(busy) {
+            if book.is_busy(all()) {
                 return;
             }
-            for page in all() {
-                let changes = book.changes(page);
-                book.changes.insert(page, Changes { begun: changes.begun + 1, under_way: true });
-            }
+            book.begin_changes(all());
         }
+        let (here, size) = (span_of(&part), area.kind.page.bytes());
         let vm = &self.test.world.vm;
         // By whole tables or not.
         let there = 0x10_0000_0000 + (u64::from(self.cpu) << 32) + here.start().get();
@@ -254,9 +226,15 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             }
             Err(error) => assert_eq!(error, VmError::NoMemory),
         }
-        let mut book = process.book.borrow_mut();
-        for page in all() {
-            book.changes.get_mut(&page).expect("begun").under_way = false;
-        }
+        process.book.borrow_mut().end_changes(all());
     }
+}
+
+/// Where the pages of a part of an area begin.
+fn pages_of(area: &Area, part: &Range<u64>) -> impl Iterator<Item = u64> {
+    part.clone().step_by(area.kind.page.bytes() as usize)
+}
+
+fn span_of(part: &Range<u64>) -> VirtRange {
+    span(part.start, part.end - part.start)
 }
