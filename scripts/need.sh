@@ -3,6 +3,7 @@
 #
 #   scripts/need.sh target TRIPLE      a Rust target, through rustup
 #   scripts/need.sh program PROGRAM PACKAGE    a program, or the path of a file, through the system's packages
+#   scripts/need.sh toolchain NAME     a compiler with the library's sources, through rustup
 #
 # Exit code 0: it is there (now). 1: it is not, and the line on standard error says what to do.
 set -u
@@ -19,6 +20,17 @@ need_target() {
     if have rustup && rustup target add "$1" >/dev/null 2>&1; then return 0; fi
     echo "missing: the Rust target $1; install it with: rustup target add $1" >&2
     return 1
+}
+
+need_toolchain() {
+    local sources="$1 -c rust-src -c rustfmt -c clippy"
+    have rustup || { echo "missing: rustup, which brings $1; see https://rustup.rs" >&2; return 1; }
+    # shellcheck disable=SC2086
+    rustup run "$1" rustc --version >/dev/null 2>&1 ||
+        rustup toolchain install $sources --profile minimal >/dev/null 2>&1 ||
+        { echo "missing: the toolchain $1; install it with: rustup toolchain install $sources" >&2; return 1; }
+    [ -d "$(rustup run "$1" rustc --print sysroot)/lib/rustlib/src/rust/library" ] ||
+        { echo "missing: the library's sources; install them with: rustup component add rust-src --toolchain $1" >&2; return 1; }
 }
 
 need_program() {
@@ -42,8 +54,9 @@ need_program() {
 case "${1-}" in
 target) need_target "$2" ;;
 program) need_program "$2" "$3" ;;
+toolchain) need_toolchain "$2" ;;
 *)
-    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -8,15 +8,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-missing() { echo "missing: $1" >&2; exit 1; }
-
 toolchain=$(sed -n 's/^channel = "\(.*\)"/\1/p' rust-toolchain.toml)
-command -v rustup >/dev/null || missing "rustup, which brings $toolchain; see https://rustup.rs"
-rustup run "$toolchain" rustc --version >/dev/null 2>&1 ||
-    rustup toolchain install "$toolchain" --profile minimal -c rust-src -c rustfmt -c clippy >/dev/null 2>&1 ||
-    missing "the toolchain; install it with: rustup toolchain install $toolchain -c rust-src -c rustfmt -c clippy"
-[ -d "$(rustup run "$toolchain" rustc --print sysroot)/lib/rustlib/src/rust/library" ] ||
-    missing "the library's sources; install them with: rustup component add rust-src --toolchain $toolchain"
+../../scripts/need.sh toolchain "$toolchain"
 # ax-posix-api's build script reads C headers; an image is a program without its ELF headers.
 ../../scripts/need.sh program clang clang
 ../../scripts/need.sh program llvm-objcopy llvm
