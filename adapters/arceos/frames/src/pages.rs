@@ -15,8 +15,8 @@ pub enum PagesError {
 
 /// Allocates `pages` adjoining pages, the first at a multiple of `align` bytes (0: a page's), all of them below `limit` if there is one.
 ///
-/// They are the lower part of a block of the next power of two; what is above them is free again. One page costs what
-/// [`Frames::alloc`] does. Any context but NMI.
+/// As of [`Frames::alloc_exact`]; below a limit, the lower part of a block of the next power of two. One page costs what [`Frames::alloc`]
+/// does. Any context but NMI.
 ///
 /// # Errors
 ///
@@ -44,22 +44,21 @@ fn alloc_run<P: Cpu, E: Env>(
     align: usize,
     limit: Option<Pfn>,
 ) -> Result<Extent, PagesError> {
-    let align = if align == 0 { PAGE_BYTES } else { align as u64 };
+    let (pages, align) = (pages as u64, if align == 0 { PAGE_BYTES } else { align as u64 });
     if pages == 0 || !align.is_power_of_two() || align < PAGE_BYTES {
         return Err(PagesError::Invalid);
     }
-    let block = (pages as u64).max(align >> PAGE_SHIFT).checked_next_power_of_two().ok_or(PagesError::Invalid)?;
-    let order = Order::new(block.trailing_zeros()).map_err(|_| PagesError::Invalid)?;
-    let block = match limit {
-        Some(limit) => frames.alloc_below(cx, limit, order),
-        None => frames.alloc(cx, order),
+    let covering = |pages| Order::covering(pages).map_err(|_| PagesError::Invalid);
+    let (order, aligned) = (covering(pages)?, covering(align >> PAGE_SHIFT)?);
+    let run = match limit {
+        None => frames.alloc_exact(cx, pages, aligned),
+        Some(limit) => frames.alloc_below(cx, limit, order.max(aligned)).map(|block| {
+            let (run, rest) = block.into_dirty().split_at(pages);
+            frames.free_extent(cx, rest);
+            run
+        }),
     };
-    let block = block.map_err(|_| PagesError::OutOfMemory)?;
-    let (mine, rest) = block.into_dirty().split_at(pages as u64);
-    if !rest.extent().is_empty() {
-        frames.free_extent(cx, rest);
-    }
-    Ok(mine.into_extent())
+    run.map(Dirty::into_extent).map_err(|_| PagesError::OutOfMemory)
 }
 
 /// Frees what [`alloc_pages`] gave, all of it at once or in parts. Any context but NMI.
