@@ -28,7 +28,6 @@ use hugemm_paging::PagingError;
 use hugemm_vm::VmError;
 use hugemm_workloads::Reason;
 use hugemm_workloads::alloc_free::Exhausted;
-use hugemm_workloads::alloc_free::ranges::RangesError;
 use hugemm_workloads::request::{Request, RequestError};
 
 macro_rules! failures {
@@ -64,7 +63,6 @@ macro_rules! failures {
 failures! {
     Request(RequestError),
     Exhausted(Exhausted),
-    Ranges(RangesError),
     Clear(Reason),
     Calibrate(CalibrateError),
     Policy(ProfileError),
