@@ -63,7 +63,7 @@ pub fn run(args: &Linux) -> Result<()> {
     if let Some(kernel) = kernel {
         args.cpus.iter().try_for_each(|&cpus| VirtualMachine { cpus, ..kernel }.check())?;
     }
-    let accel = args.accel.decide(arch, || arch.kernel().find(None))?;
+    let accel = args.accel.decide(arch, &machine.environment());
     let kernels = images.len() + usize::from(kernel.is_some());
     let bar = progress::bar((kernels * args.cpus.len()) as u64, machine.quiet());
     let mut cells = Vec::new();

@@ -12,7 +12,6 @@ mod run;
 mod selftest;
 mod shootdown;
 mod swapped;
-mod trial;
 mod vm_create;
 mod vmalloc;
 
@@ -109,7 +108,6 @@ fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Pool(args) => pool::run(cx, args),
         Request::Age(args) => age::run(cx, args),
         Request::Run(args) => run::run(cx, args),
-        Request::Trial(args) => trial::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::Dump(args) => dump::run(cx, args.what),
         Request::CrashTest(args) => crash::run(cx, args.how),
