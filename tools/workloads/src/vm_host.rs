@@ -8,7 +8,7 @@
 
 pub mod accounting;
 pub mod guest;
-mod walk;
+pub mod walk;
 
 use crate::record::record;
 use crate::request::Clearing;
