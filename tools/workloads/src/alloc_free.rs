@@ -20,6 +20,7 @@ pub mod ranges;
 pub mod stress;
 
 use hugemm_base::platform::Cpu;
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, Order, Pfn};
 
 use hugemm_frames::{AllocRequest, Env, FolioRef, FolioRun, Frames, Frozen, Mobility};
@@ -176,6 +177,13 @@ impl<P: Cpu, E: Env> Source<P> for CountedPages<'_, '_, E> {
 
     fn settle(&self, cx: &CpuCx<'_, P>) {
         self.0.drain(cx);
+    }
+}
+
+/// Shuffles in place.
+fn shuffle<T>(items: &mut [T], mut random: Random) {
+    for last in (1..items.len()).rev() {
+        items.swap(last, random.below(last as u64 + 1) as usize);
     }
 }
 

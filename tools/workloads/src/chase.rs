@@ -3,7 +3,7 @@
 //! Every line of the working set holds the offset of the next one, in one random cycle, so each load waits for the one
 //! before and no prefetcher helps.
 
-use crate::random::Random;
+use hugemm_base::random::Random;
 use hugemm_base::{Cancel, Clock};
 
 /// Bytes of a cache line.
@@ -22,7 +22,7 @@ impl<'m> Chase<'m> {
         for (i, line) in lines.iter_mut().enumerate() {
             line[0] = i as u64;
         }
-        let mut random = Random::new(seed);
+        let mut random = Random(seed);
         for i in (1..lines.len()).rev() {
             let j = random.below(i as u64) as usize;
             let (low, high) = lines.split_at_mut(i);

@@ -1,9 +1,9 @@
 //! Blocks divided into single pages and freed again: the loop of "Optimize free_contig_range()"; arrays, claims.
 
-use super::{Exhausted, Source, Spent, timed};
-use crate::random::Random;
+use super::{Exhausted, Source, Spent, shuffle, timed};
 use crate::record::{Metric, record};
 use hugemm_base::platform::Cpu;
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
 
 use hugemm_frames::{AllocRequest, Env, FolioRef, Frames, NoMigration};
@@ -186,7 +186,7 @@ pub fn array<P: Cpu + Clock, E: Env>(
     }
     pages.sort_unstable();
     if matches!(way, ArrayWay::Unsorted | ArrayWay::AsIs) {
-        Random::new(pages.len() as u64).shuffle(pages);
+        shuffle(pages, Random(pages.len() as u64));
     }
     let ((), spent) = timed(cx, pages.len() as u64, |cx| match way {
         ArrayWay::Sorted | ArrayWay::AsIs => {

@@ -8,6 +8,7 @@
 use super::{Cx, Done, Failure, Finding, on_all, stored, vec_of};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Never, Order, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::AllocRequest;
@@ -21,7 +22,6 @@ use hugemm_vm::{
     AccessError, AddressSpace, Backing, NoPager, PageSource, Pools, Protection, SharedRef, SourceError, StoredPages,
     Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
 };
-use hugemm_workloads::random::Random;
 
 /// Where the plots are.
 const PLOTS: u64 = 0x20_0000_0000;
@@ -148,7 +148,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
             let parts: Lock<SpinLock, _> = Lock::new(known.iter_mut());
             let found = on_all(cx, |cx, cpu| {
                 let Some(known) = parts.lock().next() else { return Ok(()) };
-                let random = Random::new(seed ^ u64::from(cpu) << 40);
+                let random = Random(seed ^ u64::from(cpu) << 40);
                 let mut task = Task { round: &round, cpu, known, random };
                 // Relaxed: only to end the others.
                 task.run(cx).inspect_err(|_| round.stop.store(true, Ordering::Relaxed))

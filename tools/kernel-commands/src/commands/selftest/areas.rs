@@ -7,12 +7,12 @@
 use super::{Cx, Done, Failure, Finding, on_all};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Order, PAGE_BYTES, VirtAddr};
 use hugemm_kernel::kva::areas;
 use hugemm_kernel::{page_fault, percpu};
 use hugemm_kva::{Area, KvaError, Place, Request};
 use hugemm_paging::Flags;
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
@@ -119,7 +119,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
     let shelf: [Lock<SpinLock, Option<Marked>>; SHELF] = core::array::from_fn(|_| Lock::new(None));
     let stop = AtomicBool::new(false);
     let ran = on_all(cx, |cx, cpu| {
-        let mut random = Random::new(seed ^ u64::from(cpu) << 32);
+        let mut random = Random(seed ^ u64::from(cpu) << 32);
         for step in 0..STEPS {
             // Relaxed: only to end sooner.
             if stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= until {

@@ -5,13 +5,13 @@ use ::alloc::vec::Vec;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Extent, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::AllocRequest;
 use hugemm_kernel::heap::heap;
 use hugemm_kernel::memory::{self, KernelEnv, frames};
 use hugemm_kernel::{percpu, smp};
 use hugemm_workloads::alloc_free::stress::{self, Broken, Ownership, PIECES, Pieces, Plugged};
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
@@ -77,7 +77,7 @@ pub fn round(
     if let Some(ownership) = Ownership::new(area, &words) {
         let ownership = ownership.with_plugged(beyond()).with_poison(bad);
         on_all(cx, |cx, cpu| {
-            let mut random = Random::new(seed ^ u64::from(cpu) << 32);
+            let mut random = Random(seed ^ u64::from(cpu) << 32);
             let mut own = [0; HELD];
             let steps = 200;
             for turn in 0..STEPS / steps {
@@ -105,7 +105,7 @@ pub fn round(
             frames().drain(cx);
             Ok(())
         })?;
-        stress::finish(cx, frames(), &ownership, &exchange, &mut Random::new(seed)).map_err(broke)?;
+        stress::finish(cx, frames(), &ownership, &exchange, &mut Random(seed)).map_err(broke)?;
         unowned_pages(cx);
         // Both are counts of all rounds.
         let unplugged = stress::unplug(cx, frames(), pieces).map_err(broke)?;

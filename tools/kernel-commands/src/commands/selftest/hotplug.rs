@@ -4,13 +4,13 @@
 use super::descriptors::stamp;
 use super::{Cx, Done, Failure, Finding, on_all};
 use core::sync::atomic::{AtomicU64, Ordering};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuId, Extent, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::tlb::{kernel_half, shootdown};
 use hugemm_kernel::{layout, percpu};
 use hugemm_paging::{ShootdownBatch, ShootdownPolicy};
-use hugemm_workloads::random::Random;
 
 /// Times in a round, at most.
 const TURNS: u64 = 20;
@@ -22,7 +22,7 @@ const BACK: u64 = u64::MAX;
 /// One round, until `until` at the latest. Nobody leaves where there is but one.
 pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
     let others = u64::from(percpu::count() - 1);
-    let mut random = Random::new(seed);
+    let mut random = Random(seed);
     for turn in 0..if others == 0 { 0 } else { TURNS } {
         once(cx, 1 + random.below(others) as u32, turn, &mut random)?;
         Done::Offline.add(1);
@@ -41,7 +41,7 @@ fn once(cx: Cx<'_>, leaver: u32, turn: u64, random: &mut Random) -> Result<(), F
         0 => Ok(beside(cx, CpuId(leaver), &phase)?),
         cpu if cpu == leaver => {
             leave(cx, &phase);
-            Ok(stamp(cx, cpu, turn, &mut Random::new(seed))?)
+            Ok(stamp(cx, cpu, turn, &mut Random(seed))?)
         }
         _ => Ok(()),
     })

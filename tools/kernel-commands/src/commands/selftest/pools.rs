@@ -13,13 +13,13 @@ use super::{Cx, Done, Failure, Finding, on_all, vec_of};
 use core::hint::black_box;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::inject::FaultPlan;
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Never, PageSize, Pfn};
 use hugemm_hugetlb::{Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::percpu;
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
-use hugemm_workloads::random::Random;
 use intact::Intact;
 
 /// Steps in a round, at most, unless more are asked for.
@@ -39,7 +39,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<(), Failur
     let huge = Pool::new(PageSize::Size2M, areas, &mut groups, &mut counts)?;
     let gigantic = Pool::new(PageSize::Size1G, gigantic_areas, &mut gigantic_groups, &mut gigantic_counts)?;
     let mut intact = Intact::new(cx)?;
-    let mut random = Random::new(seed);
+    let mut random = Random(seed);
     let most = Done::Resizes.so_far() + STEPS;
     while Done::Resizes.so_far() < least || (Done::Resizes.so_far() < most && cx.platform().now_ns() < until) {
         beside_walkers(cx, &intact, random.word(), |cx, random| step(cx, &huge, &gigantic, random))?;
@@ -70,7 +70,7 @@ fn beside_walkers(
 ) -> Result<(), Failure> {
     let stop = AtomicBool::new(false);
     on_all(cx, |cx, cpu| {
-        let mut random = Random::new(seed ^ u64::from(cpu) << 40);
+        let mut random = Random(seed ^ u64::from(cpu) << 40);
         if cpu == 0 {
             let result = step(cx, &mut random);
             // Relaxed: only to end the others.

@@ -11,11 +11,11 @@ use crate::space::{BareSpace, Pages};
 use core::ptr;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::{percpu, smp};
 use hugemm_paging::PagingError;
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Where the pages are.
@@ -72,7 +72,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
     smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
         space.with(cx, |cx| {
             if cpu == 0 {
-                let judged = judge(cx, &space, &mut Random::new(seed), plant, until);
+                let judged = judge(cx, &space, &mut Random(seed), plant, until);
                 // Whatever was found, nobody is left waiting in a page fault.
                 let unsealed = all().and_then(|all| space.unseal(cx, all));
                 *outcome.lock() = Some(judged.and_then(|()| Ok(unsealed?)));

@@ -12,11 +12,11 @@ use core::cell::RefCell;
 use core::ptr;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::{layout, percpu, platform::Kernel, smp, tlb};
 use hugemm_paging::{PagingError, Run};
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Where the pages are.
@@ -103,7 +103,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
     smp::on_cpus(cx, cpus, &|cx, cpu| {
         let Some(list) = lists.lock().next() else { return };
         let list = RefCell::new(List { runs: list, count: 0 });
-        round.space.with(cx, |cx| stress(cx, &round, &list, &mut Random::new(seed ^ u64::from(cpu) << 40)));
+        round.space.with(cx, |cx| stress(cx, &round, &list, &mut Random(seed ^ u64::from(cpu) << 40)));
     });
     // SAFETY: none: this is the planted bug, which the self-test must find.
     unsafe { tlb::miss_one(false) };
