@@ -19,7 +19,8 @@ use hugemm_kernel::percpu;
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_paging::ShootdownPolicy;
 use hugemm_vm::{
-    AccessError, AddressSpace, Backing, NoPager, PageSource, Pools, Protection, SharedRef, SourceError, StoredPages,
+    Discard,
+    AccessError, AddressSpace, Advice, Backing, NoPager, PageSource, Pools, Protection, SharedRef, SourceError, StoredPages,
     Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
 };
 
@@ -243,6 +244,7 @@ impl Task<'_> {
                 8 => self.move_away(cx)?,
                 9 => self.lock(cx)?,
                 10 => self.write_back(cx)?,
+                11 => self.advise(cx)?,
                 _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
             }
             Done::Accesses.add(1);
@@ -414,12 +416,27 @@ impl Task<'_> {
         vm::with(cx, round.vm, round.space, |_| check(cpu, at, known))
     }
 
+    /// How a part of the plot is used changes nothing of what is in it. Nobody takes pages away here, so neither does that it may go.
+    fn advise(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let (round, advice) = (self.round, self.random.below(6));
+        let all = [Advice::Normal, Advice::Sequential, Advice::Random, Advice::WillNeed, Advice::Cold];
+        let (part, ..) = self.any_part();
+        let done = match all.get(advice as usize) {
+            Some(advice) => round.vm.advise(cx, round.space, part, *advice),
+            None => round.vm.discard(cx, round.space, part, Discard::WhenShort).map(|_| ()),
+        };
+        match done {
+            Ok(()) | Err(VmError::NoMemory) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     /// Gives up what a part of the plot has, or unmaps it and makes it anew: it is zero then.
     fn renew(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
         let (round, stays) = (self.round, self.random.below(2) == 0);
         let (part, kind, known) = self.any_part();
         if stays {
-            round.vm.discard(cx, round.space, part)?;
+            round.vm.discard(cx, round.space, part, Discard::Now)?;
             known.fill(0);
             return Ok(());
         }
