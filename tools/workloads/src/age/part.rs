@@ -2,7 +2,7 @@
 
 use super::{Failed, Process, Touch, Touched};
 use hugemm_base::random::Random;
-use hugemm_base::{PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Order, PageSize, VirtAddr, VirtRange};
 use hugemm_vm::{AddressSpace, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
 
 /// Where the region that processes share begins in every space.
@@ -80,6 +80,11 @@ impl<'b, 'v> Part<'b, 'v> {
         turn: Turn<'_>,
     ) -> Result<(), Failed> {
         let Turn { page, hot, forks, random, touched } = turn;
+        // What a kernel takes for itself meanwhile is reclaimed for like what processes have.
+        match vm.frames().alloc_or_relieve(cx, vm, Order::ZERO) {
+            Ok(own) => vm.frames().free(cx, own),
+            Err(_) => touched.refused += 1,
+        }
         for (at, wrote, alone) in [(SHARED_AT, &mut *self.shared, false), (OWN_AT, &mut *self.own, true)] {
             if wrote.is_empty() {
                 continue;
