@@ -11,8 +11,8 @@
 //! | not closed: is inside | *full fence* |
 //! | closed: takes itself back, and shares the raw lock | waits until nobody is counted on any line |
 //!
-//! A reader leaves by the line on which it was counted, wherever it runs by then. Lines may be shared: counting is atomic. Three locks have
-//! one count each in a line's word, so that those that are often taken together are entered and left by one atomic.
+//! A reader leaves by the line on which it was counted, wherever it runs by then. Lines may be shared: counting is atomic. Two locks that
+//! are often taken together have one count each in one word, and are entered and left by one atomic.
 //!
 //! Waiting is the raw lock's: who waits to be alone goes before those who come later, if it does so in the raw lock. Not for interrupt
 //! handlers that may have interrupted a holder.
@@ -23,37 +23,31 @@ use core::marker::PhantomData;
 use core::ptr::{self, NonNull};
 use hugemm_base::sync::{AtomicBool, AtomicPtr, AtomicU64, FencePoint, Ordering, sequenced};
 
-/// Which of the three locks that share lines.
+/// Which of the two locks that share lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum Half {
     /// The first.
     Low,
     /// The second.
-    Middle,
-    /// The third.
     High,
 }
 
-impl Part {
+impl Half {
     /// What one reader adds to a line's word.
     const fn one(self) -> u64 {
         match self {
-            Part::Low => 1,
-            Part::Middle => 1 << BITS,
-            Part::High => 1 << (2 * BITS),
+            Half::Low => 1,
+            Half::High => 1 << 32,
         }
     }
 
     /// Where its readers stand in a line's word.
     const fn mask(self) -> u64 {
-        self.one() * ((1 << BITS) - 1)
+        self.one() * 0xffff_ffff
     }
 }
 
-/// Of a line's word for each lock: two million readers on one line.
-const BITS: u32 = 21;
-
-/// How many readers who were counted here are inside, of each lock. To be put at the beginning of a cache line.
+/// How many readers who were counted here are inside, of either lock. To be put at the beginning of a cache line.
 #[derive(Debug, Default)]
 pub struct ReaderLine {
     inside: AtomicU64,
@@ -105,7 +99,7 @@ pub struct CountedLock<L> {
     raw: L,
     /// Somebody is alone inside, or about to be.
     closed: AtomicBool,
-    part: Part,
+    half: Half,
     readers: Option<NonNull<Readers>>,
 }
 
@@ -129,16 +123,16 @@ impl<L: RawEditLock> Default for CountedLock<L> {
 impl<L: RawEditLock> CountedLock<L> {
     /// All of whose readers share the raw lock.
     pub fn new() -> Self {
-        CountedLock { raw: L::new(), closed: AtomicBool::new(false), part: Part::Low, readers: None }
+        CountedLock { raw: L::new(), closed: AtomicBool::new(false), half: Half::Low, readers: None }
     }
 
     /// Lets readers be counted on lines.
     ///
     /// # Safety
     ///
-    /// `readers` stays where it is as long as the lock is used, and no other of the locks that count on its lines has the same part.
-    pub unsafe fn count_on(&mut self, readers: NonNull<Readers>, part: Part) {
-        (self.readers, self.part) = (Some(readers), part);
+    /// `readers` stays where it is as long as the lock is used, and no other of the locks that count on its lines has the same half.
+    pub unsafe fn count_on(&mut self, readers: NonNull<Readers>, half: Half) {
+        (self.readers, self.half) = (Some(readers), half);
     }
 
     /// Shares the raw lock.
@@ -162,50 +156,24 @@ impl<L: RawEditLock> CountedLock<L> {
     #[inline]
     pub fn lock_exclusive(&self) {
         self.raw.lock_exclusive();
-        for line in self.close() {
-            if !self.is_gone(line) {
+        let Some(readers) = self.readers else { return };
+        // SeqCst: before the looks at the lines; pairs with a reader's count and its look at this. An exchange, because on x86 it is
+        // the fence as well.
+        self.closed.swap(true, Ordering::SeqCst);
+        sequenced(FencePoint::Closed);
+        // SAFETY: `count_on` requires it.
+        for line in unsafe { readers.as_ref() }.lines() {
+            // SAFETY: lines that were added stay.
+            let line = unsafe { line.as_ref() };
+            // SeqCst as above; with Acquire, that pairs with the Release of who leaves.
+            let gone = || line.inside.load(Ordering::SeqCst) & self.half.mask() == 0;
+            if !gone() {
                 // loom may answer a plain load with an old value for ever; a read-modify-write always sees the latest.
                 #[cfg(loom)]
-                let gone = || line.inside.fetch_add(0, Ordering::Acquire) & self.part.mask() == 0;
-                #[cfg(not(loom))]
-                let gone = || self.is_gone(line);
+                let gone = || line.inside.fetch_add(0, Ordering::Acquire) & self.half.mask() == 0;
                 L::wait_until(&gone);
             }
         }
-    }
-
-    /// The same if nobody is counted on a line; whether it is so. Waits for the raw lock only. O(lines).
-    #[inline]
-    pub fn try_lock_exclusive(&self) -> bool {
-        self.raw.lock_exclusive();
-        let gone = self.close().all(|line| self.is_gone(line));
-        if !gone {
-            // SAFETY: locked above.
-            unsafe { self.unlock_exclusive() };
-        }
-        gone
-    }
-
-    /// Has those who come from here on share the raw lock, which the caller has alone; and who is inside is on these lines.
-    #[inline]
-    fn close(&self) -> impl Iterator<Item = &ReaderLine> {
-        let lines = self.readers.map(|readers| {
-            // SeqCst: before the looks at the lines; pairs with a reader's count and its look at this. An exchange, because on x86 it is
-            // the fence as well.
-            self.closed.swap(true, Ordering::SeqCst);
-            sequenced(FencePoint::Closed);
-            // SAFETY: `count_on` requires it.
-            unsafe { readers.as_ref() }.lines()
-        });
-        // SAFETY: lines that were added stay.
-        lines.into_iter().flatten().map(|line| unsafe { line.as_ref() })
-    }
-
-    /// Whether no reader of this lock is counted on a line.
-    #[inline]
-    fn is_gone(&self, line: &ReaderLine) -> bool {
-        // SeqCst as in `close`; with Acquire, that pairs with the Release of who leaves.
-        line.inside.load(Ordering::SeqCst) & self.part.mask() == 0
     }
 
     /// Leaves.
@@ -249,10 +217,10 @@ impl<'l, L: RawEditLock, const N: usize> Inside<'l, L, N> {
     ///
     /// # Safety
     ///
-    /// The locks [count](CountedLock::count_on) on the same lines, of which this is one; no two have the same part.
+    /// The locks [count](CountedLock::count_on) on the same lines, of which this is one; no two have the same half.
     #[inline]
     pub unsafe fn enter(line: &'l ReaderLine, locks: [&'l CountedLock<L>; N]) -> Self {
-        let ones = locks.iter().fold(0, |sum, lock| sum + lock.part.one());
+        let ones = locks.iter().fold(0, |sum, lock| sum + lock.half.one());
         // SeqCst: before the looks; pairs with who closes and then looks at the line.
         line.inside.fetch_add(ones, Ordering::SeqCst);
         sequenced(FencePoint::Counted);
@@ -286,48 +254,6 @@ impl<L: RawEditLock, const N: usize> Drop for Inside<'_, L, N> {
     }
 }
 
-/// Keeps everybody from being [alone](CountedLock::try_lock_exclusive) inside a lock, until dropped, for as long as its owner likes: it
-/// holds nothing that others wait for, and its owner may sleep.
-#[clippy::has_significant_drop]
-#[must_use = "dropping this ends it"]
-#[derive(Debug)]
-pub struct Counted<'l> {
-    line: &'l ReaderLine,
-    one: u64,
-}
-
-impl<'l> Counted<'l> {
-    /// Waits until nobody is alone inside. One atomic to begin and one to end, both on the line.
-    ///
-    /// # Safety
-    ///
-    /// The lock [counts](CountedLock::count_on) on lines of which this is one, and is taken alone by
-    /// [`try_lock_exclusive`](CountedLock::try_lock_exclusive) only.
-    #[inline]
-    pub unsafe fn enter<L: RawEditLock>(line: &'l ReaderLine, lock: &CountedLock<L>) -> Self {
-        let one = lock.part.one();
-        // SeqCst as in `Inside::enter`.
-        line.inside.fetch_add(one, Ordering::SeqCst);
-        sequenced(FencePoint::Counted);
-        // SeqCst as in `Inside::enter`.
-        if lock.closed.load(Ordering::SeqCst) {
-            // Whoever is alone goes first, and whoever comes to be sees the count: by the raw lock.
-            lock.lock_shared();
-            // SAFETY: locked above.
-            unsafe { lock.unlock_shared() };
-        }
-        Counted { line, one }
-    }
-}
-
-impl Drop for Counted<'_> {
-    #[inline]
-    fn drop(&mut self) {
-        // Release pairs with the look at the line of who wants to be alone.
-        self.line.inside.fetch_sub(self.one, Ordering::Release);
-    }
-}
-
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;
@@ -336,7 +262,7 @@ mod loom_tests {
     use loom::thread;
     use std::boxed::Box;
 
-    /// Two values, each behind a part; two lines.
+    /// Two values, each behind a half; two lines.
     struct Model {
         readers: Readers,
         lines: [ReaderLine; 2],
@@ -357,9 +283,9 @@ mod loom_tests {
                 values: [UnsafeCell::new(0), UnsafeCell::new(0)],
             }));
             let readers = NonNull::from(&model.readers);
-            for (lock, part) in model.locks.iter_mut().zip([Part::Low, Part::High]) {
+            for (lock, half) in model.locks.iter_mut().zip([Half::Low, Half::High]) {
                 // SAFETY: it stays.
-                unsafe { lock.count_on(readers, part) };
+                unsafe { lock.count_on(readers, half) };
             }
             let model: &'static Model = model;
             model.lines[..added].iter().for_each(|line| model.add(line));
@@ -425,47 +351,6 @@ mod loom_tests {
         a_reader_excludes_who_changes();
     }
 
-    fn a_change_excludes_who_tries() {
-        check(|| {
-            let model = Model::new(2);
-            let other = thread::spawn(move || {
-                // SAFETY: the line and the lock are of one model.
-                let _counted = unsafe { Counted::enter(&model.lines[0], &model.locks[1]) };
-                // SAFETY: nobody writes meanwhile.
-                model.values[1].with(|value| unsafe { *value })
-            });
-            let alone = model.locks[1].try_lock_exclusive();
-            if alone {
-                // SAFETY: alone.
-                model.values[1].with_mut(|value| unsafe { *value += 1 });
-                // SAFETY: locked above.
-                unsafe { model.locks[1].unlock_exclusive() };
-            }
-            assert!(other.join().expect("the change") <= u64::from(alone));
-            assert!(model.locks[1].try_lock_exclusive(), "nobody is counted any more");
-        });
-    }
-
-    /// Who is counted is seen by who tries, or finds the lock closed and waits.
-    #[test]
-    fn loom_who_tries_is_alone_or_is_told() {
-        a_change_excludes_who_tries();
-    }
-
-    #[test]
-    #[should_panic(expected = "Causality violation")]
-    fn loom_a_change_that_does_not_fence_is_not_seen() {
-        let _removed = FencePoint::Counted.remove();
-        a_change_excludes_who_tries();
-    }
-
-    #[test]
-    #[should_panic(expected = "Causality violation")]
-    fn loom_a_change_does_not_see_who_tries_without_a_fence() {
-        let _removed = FencePoint::Closed.remove();
-        a_change_excludes_who_tries();
-    }
-
     /// A line that is added while somebody closes is visited, or its readers find the lock closed.
     #[test]
     fn loom_a_new_line_is_visited() {
@@ -480,9 +365,9 @@ mod loom_tests {
         });
     }
 
-    /// Each part by itself: who changes one value waits for readers of that, and not for those who have the other.
+    /// Each half by itself: who changes one value waits for readers of that, and not for those who have the other.
     #[test]
-    fn loom_parts_do_not_wait_for_each_other() {
+    fn loom_halves_do_not_wait_for_each_other() {
         check(|| {
             let model = Model::new(2);
             // SAFETY: the line and the lock are of one model.

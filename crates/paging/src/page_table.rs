@@ -1,6 +1,6 @@
 //! A page table, and the two ways to hold it.
 
-use crate::cpu_readers::{CountedLock, Part, Readers};
+use crate::cpu_readers::{CountedLock, Half, Readers};
 use crate::edit_lock::{EditLock, RawEditLock};
 use crate::error::PagingError;
 use crate::flags::Flags;
@@ -201,9 +201,9 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// # Safety
     ///
     /// As [`CountedLock::count_on`].
-    pub unsafe fn count_on(&mut self, readers: NonNull<Readers>, part: Part) {
+    pub unsafe fn count_on(&mut self, readers: NonNull<Readers>, half: Half) {
         // SAFETY: the caller's promise.
-        unsafe { self.edits.lock.count_on(readers, part) }
+        unsafe { self.edits.lock.count_on(readers, half) }
     }
 
     /// For whoever is inside.

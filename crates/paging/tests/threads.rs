@@ -2,7 +2,7 @@
 #![cfg(not(loom))]
 
 use hugemm_frames::Plain;
-use hugemm_paging::cpu_readers::{Counted, CountedLock, Inside, Part, ReaderLine, Readers};
+use hugemm_paging::cpu_readers::{CountedLock, Half, Inside, ReaderLine, Readers};
 use hugemm_paging::*;
 use hugemm_threads::{Memory, Threads};
 
@@ -17,7 +17,7 @@ fn every_type() {
             Run, Stale, Young, Harvest, Detached, Unhooked, Keep, Counting, Tlbi, TlbCpu, TlbShootdownError,
             TlbShootdown<'static, Counting>, TlbSpace<UserSpace>, DeferredUnmap, ShootdownCounts, ShootdownPolicy,
             ShootdownBatch<'static, UserSpace, Keep, [hugemm_base::sync::AtomicU64; 2]>,
-            Part, ReaderLine, Readers, Counted<'static>, CountedLock<EditLock>,
+            Half, ReaderLine, Readers, CountedLock<EditLock>,
         }
         // The task's context is in it; a table is unlocked where it was locked.
         neither { FrameTables<'static, 'static, 'static, Threads<Memory>, Plain>, }

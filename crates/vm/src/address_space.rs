@@ -3,7 +3,7 @@
 use crate::cpu_lines::{CpuLine, CpuLines, Here};
 use crate::cpu_masks::SpaceTlb;
 use crate::error::VmError;
-use crate::guarded::Guarded;
+use crate::guarded::{Apart, Guarded};
 use crate::inflight_faults::{Claim, InflightFaults};
 use crate::notifier::Followers;
 use crate::setup::{Cx, Setup};
@@ -16,7 +16,7 @@ use hugemm_base::counters::Counter;
 use hugemm_base::sync::{AtomicBool, Ordering};
 use hugemm_base::{PAGE_SHIFT, PageSize, PhysAddr, VirtAddr, VirtRange};
 use hugemm_paging::PageTable;
-use hugemm_paging::cpu_readers::Part;
+use hugemm_paging::cpu_readers::Half;
 
 /// One address space. Reached through its [`AddressSpaceRef`].
 pub struct AddressSpace<S: Setup> {
@@ -25,7 +25,7 @@ pub struct AddressSpace<S: Setup> {
     table: PageTable<S::Format, S::Lock>,
     pub(crate) tlb: SpaceTlb,
     areas: Guarded<S::Lock, Areas<S>>,
-    followers: Guarded<S::Lock, Followers<S::Notifier>>,
+    followers: Apart<Guarded<S::Lock, Followers<S::Notifier>>>,
     /// Whether there are any, for who only asks.
     pub(crate) followed: AtomicBool,
     inflight: InflightFaults,
@@ -90,19 +90,16 @@ impl<S: Setup> AddressSpace<S> {
     ) -> Self {
         let mut areas = Guarded::new(Areas::new());
         // SAFETY: the lines live as long as the space; no other locks count on them.
-        unsafe { areas.count_on(lines.readers(), Part::Low) };
+        unsafe { areas.count_on(lines.readers(), Half::Low) };
         // SAFETY: as above.
-        unsafe { table.count_on(lines.readers(), Part::High) };
-        let mut followers = Guarded::new(Followers::new());
-        // SAFETY: as above.
-        unsafe { followers.count_on(lines.readers(), Part::Middle) };
+        unsafe { table.count_on(lines.readers(), Half::High) };
         AddressSpace {
             identity,
             bounds,
             table,
             tlb,
             areas,
-            followers,
+            followers: Apart(Guarded::new(Followers::new())),
             followed: AtomicBool::new(false),
             inflight: InflightFaults::new(),
             lines,
@@ -125,7 +122,7 @@ impl<S: Setup> AddressSpace<S> {
     }
 
     pub(crate) fn followers(&self) -> &Guarded<S::Lock, Followers<S::Notifier>> {
-        &self.followers
+        &self.followers.0
     }
 
     pub(crate) fn lines(&self) -> &CpuLines {

@@ -1,4 +1,4 @@
-//! A cache line for each CPU that uses a space: there it counts itself as a reader of the space's three locks, and what it does.
+//! A cache line for each CPU that uses a space: there it counts itself as a reader of the space's two locks, and what it does.
 //!
 //! So CPUs whose faults, look-ups and pins have nothing to do with each other write no line that another one reads; whoever has the areas
 //! or the page table alone [visits](hugemm_paging::cpu_readers) all lines, and sums are made when they are asked for. A space begins
@@ -6,7 +6,6 @@
 //! the first. A task that moves on between two uses may go on with its former CPU's: that is right, and slower.
 
 use crate::address_space::AddressSpace;
-use crate::notifier::Node;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::Areas;
@@ -17,7 +16,7 @@ use core::ptr::{NonNull, null_mut};
 use hugemm_base::counters::Counter;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicPtr, AtomicU64, Ordering};
-use hugemm_paging::cpu_readers::{Counted, Inside, ReaderLine, Readers};
+use hugemm_paging::cpu_readers::{Inside, ReaderLine, Readers};
 use hugemm_paging::{Shared, TableMemory};
 
 /// What one CPU has of a space.
@@ -254,16 +253,6 @@ impl<'s, S: Setup> Here<'s, S> {
         TableHere { shared: unsafe { table.shared_inside(memory) }, _inside: inside }
     }
 
-    /// Keeps the list of followers as it is, for as long as a change takes: whoever changes it only [tries](CountedLock::try_lock_exclusive). May
-    /// be held where the task sleeps, and while other locks are taken.
-    #[inline]
-    pub(crate) fn followers(self) -> ListHere<'s, S> {
-        let lock = self.space.followers().lock();
-        // SAFETY: the space's own line and lock, which `between_changes` alone takes alone.
-        let counted = unsafe { Counted::enter(&self.line.readers, lock) };
-        ListHere { space: self.space, _counted: counted }
-    }
-
     /// Both, at the cost of one.
     #[inline]
     pub(crate) fn both(self) -> Both<'s, S> {
@@ -308,21 +297,6 @@ impl<'s, S: Setup, M: TableMemory> Deref for TableHere<'s, S, M> {
 impl<S: Setup, M: TableMemory> DerefMut for TableHere<'_, S, M> {
     fn deref_mut(&mut self) -> &mut Self::Target {
         &mut self.shared
-    }
-}
-
-/// Keeps a space's list of followers as it is.
-#[clippy::has_significant_drop]
-pub(crate) struct ListHere<'s, S: Setup> {
-    space: &'s AddressSpace<S>,
-    _counted: Counted<'s>,
-}
-
-impl<S: Setup> ListHere<'_, S> {
-    /// Who follows.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Node<S::Notifier>> {
-        // SAFETY: counted.
-        unsafe { self.space.followers().inside() }.list.iter()
     }
 }
 

@@ -1,7 +1,6 @@
 //! Following a space, and telling its followers.
 
 use crate::address_space::AddressSpace;
-use crate::cpu_lines::{Here, ListHere};
 use crate::error::VmError;
 use crate::notifier::{ByOrder, Node, Notifier};
 use crate::setup::{Cx, Setup};
@@ -21,18 +20,19 @@ unsafe impl<S: Setup> Send for Follower<S> where S::Notifier: Send {}
 
 /// A change under way. Whoever was told of its beginning is told of its end, whether it comes by returning or by unwinding.
 struct UnderWay<'a, 'p, S: Setup> {
+    space: &'a AddressSpace<S>,
     cx: &'a mut Cx<'p, S>,
     range: VirtRange,
-    /// The list stays as it is meanwhile.
-    list: ListHere<'a, S>,
-    /// How many followers know, from the first on.
+    /// How many followers know, from the first on: the list stays as it is meanwhile.
     told: usize,
 }
 
 impl<S: Setup> Drop for UnderWay<'_, '_, S> {
     fn drop(&mut self) {
         let whole = Whole;
-        self.list.iter().take(self.told).for_each(|node| node.notifier.end(self.cx, self.range));
+        let followers = self.space.followers().shared();
+        followers.list.iter().take(self.told).for_each(|node| node.notifier.end(self.cx, self.range));
+        followers.under_way.fetch_sub(1, Ordering::Relaxed);
         core::mem::forget(whole);
     }
 }
@@ -66,11 +66,15 @@ impl<S: Setup> AddressSpace<S> {
         range: VirtRange,
         change: impl FnOnce(&mut Cx<'p, S>) -> R,
     ) -> R {
-        let list = Here::known(cx, self).followers();
-        let mut under_way = UnderWay { cx, range, list, told: 0 };
-        for node in under_way.list.iter() {
-            under_way.told += 1;
-            node.notifier.begin(under_way.cx, range);
+        let mut under_way = UnderWay { space: self, cx, range, told: 0 };
+        {
+            let followers = self.followers().shared();
+            // Relaxed: read under the exclusive lock only.
+            followers.under_way.fetch_add(1, Ordering::Relaxed);
+            for node in followers.list.iter() {
+                under_way.told += 1;
+                node.notifier.begin(under_way.cx, range);
+            }
         }
         change(under_way.cx)
     }
@@ -124,11 +128,14 @@ where
         change: impl FnOnce(&mut LinkedList<ByOrder<S::Notifier>>),
     ) {
         loop {
-            // Whose change is under way is counted as looking at it.
-            if let Some(mut followers) = space.followers().try_exclusive() {
-                change(&mut followers.list);
-                // Release pairs with the Acquire in `is_followed`.
-                return space.followed.store(!followers.list.is_empty(), Ordering::Release);
+            {
+                let mut followers = space.followers().exclusive();
+                // Relaxed: ordered by the lock.
+                if followers.under_way.load(Ordering::Relaxed) == 0 {
+                    change(&mut followers.list);
+                    // Release pairs with the Acquire in `is_followed`.
+                    return space.followed.store(!followers.list.is_empty(), Ordering::Release);
+                }
             }
             self.cond_resched(cx);
         }

@@ -4,7 +4,7 @@ use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
 use hugemm_paging::RawEditLock;
-use hugemm_paging::cpu_readers::{CountedLock, Part, Readers};
+use hugemm_paging::cpu_readers::{CountedLock, Half, Readers};
 
 /// A `T` behind a reader-writer lock of the platform's choice.
 pub(crate) struct Guarded<L, T> {
@@ -32,9 +32,9 @@ impl<L: RawEditLock, T> Guarded<L, T> {
     /// # Safety
     ///
     /// As [`CountedLock::count_on`].
-    pub(crate) unsafe fn count_on(&mut self, readers: NonNull<Readers>, part: Part) {
+    pub(crate) unsafe fn count_on(&mut self, readers: NonNull<Readers>, half: Half) {
         // SAFETY: the caller's promise.
-        unsafe { self.raw.count_on(readers, part) }
+        unsafe { self.raw.count_on(readers, half) }
     }
 
     /// What such readers enter.
@@ -62,12 +62,6 @@ impl<L: RawEditLock, T> Guarded<L, T> {
     pub(crate) fn exclusive(&self) -> Changing<'_, L, T> {
         self.raw.lock_exclusive();
         Changing(self)
-    }
-
-    /// The same if nobody is [counted](hugemm_paging::cpu_readers::Counted) as looking at it.
-    pub(crate) fn try_exclusive(&self) -> Option<Changing<'_, L, T>> {
-        // Lazily: a guard made in vain would unlock when dropped.
-        self.raw.try_lock_exclusive().then(|| Changing(self))
     }
 }
 

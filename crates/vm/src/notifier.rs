@@ -159,6 +159,8 @@ intrusive_adapter!(pub(crate) ByOrder<N> = UnsafeRef<Node<N>>: Node<N> { link =>
 /// The notifiers of a space.
 pub(crate) struct Followers<N> {
     pub(crate) list: LinkedList<ByOrder<N>>,
+    /// Changes that have begun and not ended: everybody on the list has been told of their beginning.
+    pub(crate) under_way: AtomicU64,
 }
 
 // SAFETY: notifiers are told by any task; `follow` requires them to bear it. Links are changed through `&mut` only.
@@ -168,6 +170,6 @@ unsafe impl<N> Sync for Followers<N> {}
 
 impl<N> Followers<N> {
     pub(crate) fn new() -> Self {
-        Followers { list: LinkedList::new(ByOrder::NEW) }
+        Followers { list: LinkedList::new(ByOrder::NEW), under_way: AtomicU64::new(0) }
     }
 }
