@@ -17,7 +17,7 @@ pub type OnHost<'h> = DefaultSetup<Host<'h>, Counting, Plain>;
 
 /// The CPUs, their memory, and a space that all use.
 #[derive(Clone, Copy)]
-pub struct Machinery<'a, 'm, 'h> {
+pub struct Machinery<'a, 'm, 'h: 'm> {
     pub host: &'a Host<'h>,
     pub frames: &'a Frames<'m, Plain>,
     pub vm: &'a Vm<'m, OnHost<'h>>,
@@ -71,7 +71,7 @@ impl Machinery<'_, '_, '_> {
 }
 
 /// One of the CPUs.
-pub struct Ground<'a, 's, 'm, 'h> {
+pub struct Ground<'a, 's, 'm, 'h: 'm> {
     cx: &'a mut CpuCx<'s, Host<'h>>,
     cpu: u32,
     gate: &'a Gate,
