@@ -118,6 +118,15 @@ fn ageing_by_the_run_flushes_nothing_on_real_page_tables() {
     assert!(reached, "no page was looked at in 25 seconds");
 }
 
+/// An idle CPU sees to it that no area waits for ever.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn an_area_that_waits_is_flushed_in_the_end() {
+    let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "2", "--json", "--"];
+    let document = document(&[&args[..], &["selftest", "--only", "areas", "--seconds", "1"]].concat());
+    assert!(rows(&document, "selftest.areas")[0]["value"].as_f64().is_some_and(|value| value > 0.0));
+}
+
 /// A hundred random steps with allocations that fail, and enough memory for pages of 1 GiB to be had, and demoted. Pools only: a frame that
 /// another part makes bad in each GiB leaves no such page.
 #[test]

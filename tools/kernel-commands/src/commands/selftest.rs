@@ -186,7 +186,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             pressed = pressed.plus(pressure::round(cx, seed, args.plant, clock.now_ns() + slice)?);
         }
         if runs(Part::Areas) {
-            areas += areas::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+            let alone = only == Part::Areas && args.plant == Plant::None;
+            areas += areas::round(cx, seed, args.plant, alone, clock.now_ns() + slice)?;
         }
         if runs(Part::Pools) {
             let least = args.resizes.saturating_sub(pooled.resizes);
