@@ -32,6 +32,8 @@ pub struct AddressSpace<S: Setup> {
     pub(crate) lines: CpuLines,
     /// The space is being taken apart: its pages go away by themselves.
     exiting: AtomicBool,
+    /// It may show the pages of zeroes.
+    pub(crate) shows_zeroes: AtomicBool,
     counters: Counters,
 }
 
@@ -104,6 +106,7 @@ impl<S: Setup> AddressSpace<S> {
             inflight: InflightFaults::new(),
             lines,
             exiting: AtomicBool::new(false),
+            shows_zeroes: AtomicBool::new(false),
             counters: Counters::default(),
         }
     }

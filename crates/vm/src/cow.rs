@@ -13,6 +13,7 @@ use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{Areas, VmaInfo};
+use crate::zeroes::{ZEROES, is_zeroes};
 use core::cell::RefCell;
 use hugemm_base::{Extent, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
@@ -47,7 +48,8 @@ impl<S: Setup> Vm<'_, S> {
             };
             let mut cached = index.map(|index| index.table.shared(self.tables(&task)));
             let mut table = here.table(self.tables(&task));
-            let Some(old) = read_only(table.lookup(page.start())) else { return Ok(Served::Meanwhile) };
+            let old = read_only(table.lookup(page.start())).filter(|leaf| !is_zeroes(leaf));
+            let Some(old) = old else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
             // same page.
             let mut own = area.kind.shared || self.frames().references(old.frame) == 1;
@@ -183,8 +185,8 @@ impl<S: Setup> Vm<'_, S> {
         }
     }
 
-    /// Puts `copy` where `from` is mapped read-only; drops the mapping's reference to `from` then.
-    fn replace(
+    /// Puts `copy` where `from` is mapped read-only; drops the mapping's reference to `from` then, if it has one.
+    pub(crate) fn replace(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
@@ -216,13 +218,13 @@ impl<S: Setup> Vm<'_, S> {
         let task = RefCell::new(&mut *cx);
         let mut table = space.table().exclusive(self.tables(&task));
         let mut old = None;
-        let harvested = table.harvest(detached, Flags::HARDWARE, |run| old = Some(run.extent));
+        let harvested = table.harvest(detached, Flags::HARDWARE, |run| old = Some(run));
         let how = Mapping { flags: fresh_flags(area, Access::Write), largest: area.kind.page };
         // The table that held the old entry is there, so this takes no memory and meets nothing.
         let mapped = harvested.map_err(|(error, _)| error).and_then(|_| table.map(page, [copy], how));
         drop(table);
-        if let Some(old) = old {
-            self.drop_pages(&mut task.borrow_mut(), old, area.kind.page, area.kind.pooled);
+        if let Some(old) = old.filter(|run| !run.flags.contains(ZEROES)) {
+            self.drop_pages(&mut task.borrow_mut(), old.extent, area.kind.page, area.kind.pooled);
         }
         mapped.map(|()| Served::Copied).map_err(VmError::from)
     }
