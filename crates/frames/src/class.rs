@@ -92,7 +92,6 @@ impl<'m> Class<'m> {
     }
 
     /// The lowest block comes last.
-    #[inline(never)]
     fn sort(&self) {
         self.drain_highest(0, |_| ());
     }
@@ -196,16 +195,22 @@ impl<'m> Class<'m> {
         let count = count.min(len) as usize;
         // SAFETY: there are at least `len` entries (see `entry`), and `f` knows nothing of this class.
         let words = unsafe { plain(self.entries, len as usize) };
-        // By frame: the frame's number is the word's highest part. What lies in order stays so, and neighbours together.
-        if words.is_sorted() {
-            words.reverse();
-        } else if count < words.len() && !words.is_sorted_by(|a, b| a >= b) {
-            words.select_nth_unstable_by(count, |a, b| b.cmp(a));
-            words[count..].sort_unstable_by(|a, b| b.cmp(a));
-        }
+        highest_first(words, count);
         f(&mut words[..count]);
         words.copy_within(count.., 0);
         self.len.store(len - count as u64, Ordering::Relaxed);
+    }
+}
+
+/// Brings the `count` highest words to the front, the others behind them in descending order. One copy of it for all who drain.
+#[inline(never)]
+fn highest_first(words: &mut [u64], count: usize) {
+    // By frame: the frame's number is the word's highest part. What lies in order stays so, and neighbours together.
+    if words.is_sorted() {
+        words.reverse();
+    } else if count < words.len() && !words.is_sorted_by(|a, b| a >= b) {
+        words.select_nth_unstable_by(count, |a, b| b.cmp(a));
+        words[count..].sort_unstable_by(|a, b| b.cmp(a));
     }
 }
 
