@@ -11,6 +11,10 @@
 //! | not closed: is inside | *full fence* |
 //! | closed: takes itself back, and shares the raw lock | waits until nobody is counted on any line |
 //!
+//! Closing costs a visit of each line, and each CPU a line that comes back. So a lock stays closed for some readers more, a quarter as many
+//! as there are lines, each of whom writes the raw lock; and who wants to be alone meanwhile visits nobody. Where that happens again and
+//! again, it costs what the raw lock costs, on any number of CPUs. The last of those readers opens it.
+//!
 //! A reader leaves by the line on which it was counted, wherever it runs by then. Lines may be shared: counting is atomic. Two locks that
 //! are often taken together have one count each in one word, and are entered and left by one atomic.
 //!
@@ -21,7 +25,7 @@ use crate::edit_lock::RawEditLock;
 use core::fmt;
 use core::marker::PhantomData;
 use core::ptr::{self, NonNull};
-use hugemm_base::sync::{AtomicBool, AtomicPtr, AtomicU64, FencePoint, Ordering, sequenced};
+use hugemm_base::sync::{AtomicPtr, AtomicU32, AtomicU64, FencePoint, Ordering, sequenced};
 
 /// Which of the two locks that share lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +50,10 @@ impl Half {
         self.one() * 0xffff_ffff
     }
 }
+
+/// Lines that are visited for each reader who shares the raw lock before it is opened: such a reader takes the lock's line from another and
+/// has it taken, while others wait. loom has few lines.
+const LINES_PER_READER: u32 = if cfg!(loom) { 2 } else { 4 };
 
 /// How many readers who were counted here are inside, of either lock. To be put at the beginning of a cache line.
 #[derive(Debug, Default)]
@@ -97,8 +105,10 @@ impl Readers {
 /// A reader-writer lock some of whose readers are counted on lines.
 pub struct CountedLock<L> {
     raw: L,
-    /// Somebody is alone inside, or about to be.
-    closed: AtomicBool,
+    /// Unless it is 0, readers share the raw lock, and so many of them do before it is opened.
+    closed: AtomicU32,
+    /// How many that are, after somebody was alone.
+    stays: AtomicU32,
     half: Half,
     readers: Option<NonNull<Readers>>,
 }
@@ -123,7 +133,8 @@ impl<L: RawEditLock> Default for CountedLock<L> {
 impl<L: RawEditLock> CountedLock<L> {
     /// All of whose readers share the raw lock.
     pub fn new() -> Self {
-        CountedLock { raw: L::new(), closed: AtomicBool::new(false), half: Half::Low, readers: None }
+        let (closed, stays) = (AtomicU32::new(0), AtomicU32::new(0));
+        CountedLock { raw: L::new(), closed, stays, half: Half::Low, readers: None }
     }
 
     /// Lets readers be counted on lines.
@@ -152,17 +163,23 @@ impl<L: RawEditLock> CountedLock<L> {
         unsafe { self.raw.unlock_shared() }
     }
 
-    /// Waits until nobody is inside. O(lines).
+    /// Waits until nobody is inside. O(lines), unless it is still closed.
     #[inline]
     pub fn lock_exclusive(&self) {
         self.raw.lock_exclusive();
         let Some(readers) = self.readers else { return };
+        // Relaxed: it is opened by who shares the raw lock. Nobody has been inside by a line since it was closed.
+        if self.closed.load(Ordering::Relaxed) != 0 {
+            return;
+        }
         // SeqCst: before the looks at the lines; pairs with a reader's count and its look at this. An exchange, because on x86 it is
         // the fence as well.
-        self.closed.swap(true, Ordering::SeqCst);
+        self.closed.swap(1, Ordering::SeqCst);
         sequenced(FencePoint::Closed);
+        let mut lines = 0;
         // SAFETY: `count_on` requires it.
         for line in unsafe { readers.as_ref() }.lines() {
+            lines += 1;
             // SAFETY: lines that were added stay.
             let line = unsafe { line.as_ref() };
             // SeqCst as above; with Acquire, that pairs with the Release of who leaves.
@@ -174,6 +191,8 @@ impl<L: RawEditLock> CountedLock<L> {
                 L::wait_until(&gone);
             }
         }
+        // Relaxed: under the raw lock.
+        self.stays.store(lines / LINES_PER_READER, Ordering::Relaxed);
     }
 
     /// Leaves.
@@ -184,9 +203,15 @@ impl<L: RawEditLock> CountedLock<L> {
     #[inline]
     pub unsafe fn unlock_exclusive(&self) {
         // Release pairs with the look at it of a reader who enters.
-        self.closed.store(false, Ordering::Release);
+        self.closed.store(self.stays.load(Ordering::Relaxed), Ordering::Release);
         // SAFETY: the caller's promise.
         unsafe { self.raw.unlock_exclusive() }
+    }
+
+    /// A reader shares the raw lock because it is closed, and opens it if it is the last one.
+    fn shared_while_closed(&self) {
+        // Release, as for who was alone: this follows it by the raw lock.
+        let _ = self.closed.fetch_update(Ordering::Release, Ordering::Relaxed, |left| left.checked_sub(1));
     }
 
     fn place(&self) -> usize {
@@ -225,7 +250,7 @@ impl<'l, L: RawEditLock, const N: usize> Inside<'l, L, N> {
         line.inside.fetch_add(ones, Ordering::SeqCst);
         sequenced(FencePoint::Counted);
         // SeqCst as above; with Acquire, that pairs with the Release in `unlock_exclusive`.
-        if locks.iter().any(|lock| lock.closed.load(Ordering::SeqCst)) {
+        if locks.iter().any(|lock| lock.closed.load(Ordering::SeqCst) != 0) {
             return Self::wait(line, locks, ones);
         }
         locks.iter().for_each(|lock| L::entered(lock.place()));
@@ -236,7 +261,10 @@ impl<'l, L: RawEditLock, const N: usize> Inside<'l, L, N> {
     fn wait(line: &ReaderLine, locks: [&'l CountedLock<L>; N], ones: u64) -> Self {
         // Relaxed: nothing was read.
         line.inside.fetch_sub(ones, Ordering::Relaxed);
-        locks.iter().for_each(|lock| lock.lock_shared());
+        locks.iter().for_each(|lock| {
+            lock.lock_shared();
+            lock.shared_while_closed();
+        });
         Inside { locks, line: None, stays: PhantomData }
     }
 }
@@ -349,6 +377,21 @@ mod loom_tests {
     fn loom_a_reader_does_not_see_who_does_not_fence() {
         let _removed = FencePoint::Closed.remove();
         a_reader_excludes_who_changes();
+    }
+
+    /// Who changes twice visits the lines once, or readers have opened the lock in between.
+    #[test]
+    fn loom_a_lock_that_stays_closed_excludes_as_well() {
+        check(|| {
+            let model = Model::new(2);
+            let other = thread::spawn(move || model.look(0) + model.look(1));
+            model.change(1);
+            model.change(1);
+            assert!(other.join().expect("the reader") <= 4);
+            // Closed for one more at most.
+            assert_eq!([model.look(0), model.look(1)], [2, 2]);
+            assert_eq!(model.locks[1].closed.load(Ordering::Relaxed), 0);
+        });
     }
 
     /// A line that is added while somebody closes is visited, or its readers find the lock closed.
