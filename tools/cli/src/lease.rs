@@ -8,6 +8,7 @@ mod pins;
 pub mod pool;
 mod restore;
 mod scrub;
+pub mod touch;
 
 use anyhow::{Context, Result, anyhow, bail};
 use args::{Lease, Mode};

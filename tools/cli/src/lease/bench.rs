@@ -4,6 +4,7 @@
 use super::args::BenchLease;
 use super::pins::{self, Pins};
 use super::restore::{self, Snapshot};
+use super::touch;
 use crate::document::Row;
 use crate::interference::lines_in;
 use crate::machine::Machine;
@@ -141,13 +142,15 @@ fn measure(args: &BenchLease) -> Result<()> {
     let mut restores = table::new(["size", "memory", "guest answers, ms", "has touched all, ms"]);
     let mut pins = Pins::new();
     let mut template_cpu = Samples::default();
+    let mut programs = table::new(["size", "memory", "mapped, ms", "touched, ms"]);
+    let mut left_out = Vec::new();
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
         // The machine's or the daemon's, never both.
         let _pool = match HugetlbPool::new().ensure(PageSize::Size2M, bytes / PageSize::Size2M.bytes(), None) {
             Ok(guard) => guard,
             Err(error) => {
-                eprintln!("skipped: {size}, which takes as much of the kernel's pool: {error}");
+                left_out.push(format!("not measured: {size}, which takes as much of the kernel's pool: {error}"));
                 continue;
             }
         };
@@ -197,6 +200,24 @@ fn measure(args: &BenchLease) -> Result<()> {
         filled.filled_bytes += counts.filled_bytes;
         filled.fill_ns += counts.fill_ns;
         filled.fill_cpu_ns += counts.fill_cpu_ns;
+        for (leased, memory) in [(false, "its own"), (true, Way::Wrapper.name())] {
+            bar.set_message(format!("{size}, a program that maps {memory}"));
+            let mut times = [Samples::default(), Samples::default()];
+            for run in 0..repeat.all() {
+                for (touches, times) in [false, true].into_iter().zip(&mut times) {
+                    let time = bench.program(leased, touches)?;
+                    if repeat.is_measured(run) {
+                        times.push(time.as_secs_f64() * 1e3);
+                    }
+                }
+            }
+            let [mapped, touched] = times.each_ref().map(|times| format!("{:.1}", times.median()));
+            programs.add_row([size.to_string(), memory.to_owned(), mapped, touched]);
+            for (what, times) in ["mapped", "touched"].into_iter().zip(&times) {
+                let row = Row::median("bench.lease.program", times, "ms").label("size", bytes);
+                rows.push(row.label("memory", memory).label("until", what));
+            }
+        }
         if machine.topology.cpus.len() > 1 {
             bar.set_message(format!("{size}, a neighbour"));
             slowed = Some(bench.neighbour(&machine)?);
@@ -238,7 +259,7 @@ fn measure(args: &BenchLease) -> Result<()> {
     }
     bar.finish_and_clear();
     if filled.filled_bytes == 0 {
-        bail!("no size fits; name smaller ones with --sizes, or free memory");
+        bail!("no size fits; name smaller ones with --sizes, or free memory ({})", left_out.join("; "));
     }
     let gib = filled.filled_bytes as f64 / (1u64 << 30) as f64;
     let (cpu, bandwidth) =
@@ -247,9 +268,10 @@ fn measure(args: &BenchLease) -> Result<()> {
     rows.push(Row::single("bench.lease.fill_cpu_per_gib", cpu, "s"));
     rows.push(Row::single("bench.lease.fill_bandwidth", bandwidth, "GB/s"));
     let title = format!("From exec to a machine that answers, {threads} threads; median of {} runs", args.runs);
-    let mut remarks = vec![format!(
+    let mut remarks = left_out;
+    remarks.push(format!(
         "filled meanwhile, and moved, not saved: {gib:.1} GiB, {cpu:.2} s of CPU time per GiB, at {bandwidth:.1} GB/s"
-    )];
+    ));
     if let Some(slowed) = &slowed {
         rows.push(Row::median("bench.lease.neighbour_slowdown", slowed, "×"));
         remarks.push(format!(
@@ -261,6 +283,7 @@ fn measure(args: &BenchLease) -> Result<()> {
     }
     let mut results = Results::default();
     results.tables.push((title, lines));
+    results.tables.push(("From exec of a program that does nothing else".to_owned(), programs));
     pins.add_to(&mut results);
     if template_cpu.runs() > 0 {
         rows.push(Row::median("bench.lease.template_cpu_per_gib", &template_cpu, "s"));
@@ -428,6 +451,18 @@ impl<'a> Bench<'a> {
     pub(super) fn lend(&self) -> Result<Lease> {
         self.fill()?;
         Ok(Connection::open(&self.socket())?.lease(Wish::of(self.bytes))?)
+    }
+
+    /// How long a program takes that only maps memory, or touches it, too.
+    fn program(&self, leased: bool, touches: bool) -> Result<Duration> {
+        let placed = self.fill()?.counts.placed;
+        if !leased {
+            self.drain()?;
+            return touch::time(None, self.bytes, touches);
+        }
+        let time = touch::time(Some(self.lease(&["--require", "--"])?), self.bytes, touches)?;
+        self.check_placed(placed + 1)?;
+        Ok(time)
     }
 
     /// One start. A filling leaves the caches without QEMU: it comes right before each start but two. `prealloc=off`, which the goals

@@ -420,7 +420,8 @@ fn stock_qemu_starts_in_every_way() {
         let log = scratch.path("log");
         let qemu = scratch.put("qemu", format!("#!/bin/sh\necho \"$*\" >>'{log}'\nexec qemu-system-x86_64 \"$@\"\n"));
         std::fs::set_permissions(&qemu, PermissionsExt::from_mode(0o755)).expect("executable");
-        let words = ["bench", "lease", "--sizes", "32MB", "--runs", "1", "--warmup", "0", "--qemu", &qemu, "--json"];
+        let words =
+            ["bench", "lease", "--sizes", "32MB,4096TB", "--runs", "1", "--warmup", "0", "--qemu", &qemu, "--json"];
         let document = document(&words);
         let told = std::fs::read_to_string(&log).expect("QEMU was started");
         // Kept memory takes two starts, `prealloc=off` on warm caches too, and one before all asks for the version; a machine is saved, and
@@ -435,6 +436,9 @@ fn stock_qemu_starts_in_every_way() {
             let memories: Vec<_> = restored.iter().map(|row| row["memory"].as_str().expect("a name")).collect();
             assert_eq!(memories, ["leased, template", "file, page cache", "file, cold"]);
         }
+        let programs = rows(&document, "bench.lease.program");
+        assert!(programs.iter().all(|row| row["value"].as_f64() > Some(0.0)), "{programs:?}");
+        assert_eq!(programs.len(), 4, "its own memory and leased, mapped and touched");
         let pins = rows(&document, "bench.lease.pin");
         assert_eq!(pins.iter().filter(|row| row["by"] == "io_uring").count(), 7);
         assert_eq!(rows(&document, "lease.vs_no_prealloc")[0]["goal"], 1.2);
