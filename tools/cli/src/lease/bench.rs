@@ -2,7 +2,7 @@
 //! with memory that is leased.
 
 use super::args::BenchLease;
-use super::pins;
+use super::pins::{self, Pins};
 use super::restore::{self, Snapshot};
 use crate::document::Row;
 use crate::interference::lines_in;
@@ -17,7 +17,7 @@ use hugemm_base::{CpuId, Never, PageSize};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::pool::HugetlbPool;
-use hugemm_lease::client::Connection;
+use hugemm_lease::client::{Connection, Lease};
 use hugemm_lease::status::{Counts, Status};
 use hugemm_lease::wire::{Answer, Forget, KeepAs, Request, Wish};
 use hugemm_workloads::chase::Chase;
@@ -25,8 +25,11 @@ use hugemm_workloads::size::Size;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::Signal;
+use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -115,7 +118,7 @@ const NEIGHBOUR: u64 = 16 << 20;
 const LOOK_NS: u64 = 20_000_000;
 
 pub fn run(args: &BenchLease) -> Result<()> {
-    let measured = measure(args);
+    let measured = if args.pins { pins::run(args) } else { measure(args) };
     // A terminal's signal reaches children, too, and what ends by it may be seen before this process's own comes.
     let end = Instant::now() + Duration::from_millis(500);
     while measured.is_err() && !interrupt::requested() && Instant::now() < end {
@@ -136,7 +139,7 @@ fn measure(args: &BenchLease) -> Result<()> {
     let (mut rows, mut filled) = (Vec::new(), Counts::default());
     let mut slowed = None;
     let mut restores = table::new(["size", "memory", "guest answers, ms", "has touched all, ms"]);
-    let mut pins = table::new(["size", "memory", "ms", "ms per GiB"]);
+    let mut pins = Pins::new();
     let mut template_cpu = Samples::default();
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
@@ -198,23 +201,11 @@ fn measure(args: &BenchLease) -> Result<()> {
             bar.set_message(format!("{size}, a neighbour"));
             slowed = Some(bench.neighbour(&machine)?);
         }
-        for memory in pins::Memory::ALL {
-            bar.set_message(format!("{size}, pins of {}", memory.name()));
-            let mut times = Samples::default();
-            for _ in 0..repeat.all() {
-                interrupt::check()?;
-                times.push(bench.pin(memory)?.as_secs_f64() * 1e3);
-            }
-            let gib = bytes as f64 / (1u64 << 30) as f64;
-            let cells = [times.median(), times.median() / gib].map(|ms| format!("{ms:.2}"));
-            let [ms, per_gib] = cells;
-            pins.add_row([size.to_string(), memory.name(), ms, per_gib]);
-            rows.push(Row::median("bench.lease.pin", &times, "ms").label("size", bytes).label("memory", memory.name()));
-        }
+        pins.measure(bytes, repeat.all(), Some(&bench), &bar)?;
         drop(bench);
         bar.set_message(format!("{size}, a snapshot"));
         let dir = Scratch::new("snapshot")?;
-        let Some(snapshot) = Snapshot::make(&args.qemu, &dir.0, bytes)? else { continue };
+        let Some(snapshot) = Snapshot::make(&args.qemu, &dir.dir, bytes)? else { continue };
         let template = format!("{}={}", snapshot.template().name, snapshot.template().path.display());
         let bench = Bench::start(args, bytes, threads, &["--template", &template])?;
         for memory in restore::Memory::ALL {
@@ -268,34 +259,70 @@ fn measure(args: &BenchLease) -> Result<()> {
             slowed.stdev()
         ));
     }
-    let mut tables = vec![(title, lines), ("Pinned by io_uring".to_owned(), pins)];
+    let mut results = Results::default();
+    results.tables.push((title, lines));
+    pins.add_to(&mut results);
     if template_cpu.runs() > 0 {
         rows.push(Row::median("bench.lease.template_cpu_per_gib", &template_cpu, "s"));
         remarks.push(format!("a template took the daemon {:.2} s of CPU time per GiB", template_cpu.median()));
-        tables.push(("From exec to a guest that was saved".to_owned(), restores));
+        results.tables.push(("From exec to a guest that was saved".to_owned(), restores));
     }
-    machine.show(Results { tables, remarks, rows, ..Results::default() })
+    results.rows.splice(0..0, rows);
+    results.remarks.splice(0..0, remarks);
+    machine.show(results)
 }
 
-/// A directory that goes with this command.
-struct Scratch(PathBuf);
+/// A directory that goes with this command, or, if that is killed, with the next: it is locked as long as it is somebody's.
+struct Scratch {
+    dir: PathBuf,
+    _lock: File,
+}
 
 impl Scratch {
     fn new(name: &str) -> Result<Self> {
-        let dir = std::env::temp_dir().join(format!("hugemm-bench-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&dir).with_context(|| format!("{} cannot be made", dir.display()))?;
-        Ok(Scratch(dir))
+        let all = std::env::temp_dir();
+        for entry in std::fs::read_dir(&all).into_iter().flatten().flatten() {
+            let is_one = entry.file_name().as_bytes().starts_with(SCRATCH.as_bytes());
+            if is_one && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                let left = File::open(entry.path()).ok().filter(|dir| dir.try_lock().is_ok());
+                // Another user's stays.
+                left.map(|_lock| std::fs::remove_dir_all(entry.path()));
+            }
+        }
+        let dir = all.join(format!("{SCRATCH}{name}-{}", std::process::id()));
+        let made = || {
+            loop {
+                std::fs::create_dir_all(&dir)?;
+                let lock = File::open(&dir)?;
+                lock.lock()?;
+                let number = |meta: std::fs::Metadata| (meta.dev(), meta.ino());
+                // If not, another one has taken it for one that was left.
+                if std::fs::metadata(&dir).ok().map(number) == lock.metadata().ok().map(number) {
+                    return Ok(lock);
+                }
+            }
+        };
+        let lock: std::io::Result<File> = made();
+        Ok(Scratch { _lock: lock.with_context(|| format!("{} cannot be made", dir.display()))?, dir })
+    }
+
+    /// A daemon's, who makes the directory of it, and locks that for moments.
+    fn socket(&self) -> PathBuf {
+        self.dir.join("daemon/socket")
     }
 }
 
+/// What such directories' names begin with.
+const SCRATCH: &str = "hugemm-bench-";
+
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
+        let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
 
 /// A daemon of its own, with one file of the size ready whenever a machine starts.
-struct Bench<'a> {
+pub(super) struct Bench<'a> {
     args: &'a BenchLease,
     bytes: u64,
     threads: usize,
@@ -304,10 +331,10 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn start(args: &'a BenchLease, bytes: u64, threads: usize, what: &[&str]) -> Result<Self> {
+    pub(super) fn start(args: &'a BenchLease, bytes: u64, threads: usize, what: &[&str]) -> Result<Self> {
         let dir = Scratch::new("lease")?;
         let mut daemon = Command::new(std::env::current_exe()?);
-        daemon.args(["pool", "serve", "--page", "2M"]).args(what).arg("--socket").arg(dir.0.join("socket"));
+        daemon.args(["pool", "serve", "--page", "2M"]).args(what).arg("--socket").arg(dir.socket());
         daemon.stdout(Stdio::null()).stderr(Stdio::null());
         let daemon = end_with_this(&mut daemon, Signal::TERM).spawn().context("the lease daemon cannot be started")?;
         let bench = Bench { args, bytes, threads, daemon, dir };
@@ -316,7 +343,7 @@ impl<'a> Bench<'a> {
     }
 
     fn socket(&self) -> PathBuf {
-        self.dir.0.join("socket")
+        self.dir.socket()
     }
 
     fn status(&self) -> Result<Status> {
@@ -331,7 +358,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Has all memory back in the kernel's pool, for a machine that takes its own.
-    fn drain(&self) -> Result<()> {
+    pub(super) fn drain(&self) -> Result<()> {
         self.ask(&Request::Drain {})?;
         self.wait_until("pages are free", || {
             let status = HugetlbPool::new().status(PageSize::Size2M, None)?;
@@ -397,17 +424,10 @@ impl<'a> Bench<'a> {
         Ok(command)
     }
 
-    /// How long all of such memory takes to be pinned.
-    fn pin(&self, memory: pins::Memory) -> Result<Duration> {
-        if memory != pins::Memory::Leased {
-            self.drain()?;
-            return pins::pin(memory, self.bytes, || bail!("nothing is leased"));
-        }
+    /// All of it leased, to this process.
+    pub(super) fn lend(&self) -> Result<Lease> {
         self.fill()?;
-        let lease = Connection::open(&self.socket())?.lease(Wish::of(self.bytes))?;
-        let time = pins::pin(memory, self.bytes, || Ok(lease.file.try_clone()?));
-        lease.end()?;
-        time
+        Ok(Connection::open(&self.socket())?.lease(Wish::of(self.bytes))?)
     }
 
     /// One start. A filling leaves the caches without QEMU: it comes right before each start but two. `prealloc=off`, which the goals
@@ -447,7 +467,7 @@ impl<'a> Bench<'a> {
     }
 
     fn secret(&self) -> PathBuf {
-        self.dir.0.join("secret")
+        self.dir.dir.join("secret")
     }
 
     /// Starts a machine on whatever there is.
