@@ -267,6 +267,24 @@ mod tests {
         });
     }
 
+    /// What only shares a poisoned frame's path is cached all the same, the long way.
+    #[test]
+    fn what_shares_the_path_of_a_poisoned_frame_is_cached() {
+        with_cache(|frames, cx, own| {
+            let request = AllocRequest::order(Order::ZERO);
+            let mut blocks: Vec<Frozen> = (0..1024).map(|_| frames.alloc(cx, request).expect("memory")).collect();
+            let bad = blocks.swap_remove(0);
+            assert_eq!(frames.hwpoison(cx, bad.pfn()), HwPoisoned::InUse);
+            frames.serve(cx);
+            let shares =
+                blocks.iter().position(|block| !own.mailbox.admits(block)).expect("64 places have 1024 frames");
+            let before = own.pages();
+            frames.free(cx, blocks.swap_remove(shares));
+            assert_eq!(own.pages(), before + 1);
+            blocks.into_iter().chain([bad]).for_each(|block| frames.free(cx, block));
+        });
+    }
+
     /// A block that is cached on its own path is on that of no poisoned frame that it holds.
     #[test]
     fn every_cached_block_that_holds_a_frame_has_one_of_its_places() {

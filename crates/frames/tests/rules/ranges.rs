@@ -35,6 +35,25 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
     });
 }
 
+/// The same of folios.
+#[test]
+#[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
+fn folios_are_freed_with_a_reschedule_point_per_512_mib() {
+    with_one_arena(GIB, GIB, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let mut free_all = || {
+            let block = frames.alloc(&cx, request(18)).expect("memory");
+            let folios = frames.count_run(frames.split(block, order(9)).expect("managed")).expect("managed");
+            assert_eq!(frames.free_range(&mut cx, folios).freed, GIB);
+            counters(&cx).reschedules
+        };
+        assert_eq!(free_all(), 2);
+        // None where nobody may sleep.
+        threads.atomic.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(free_all(), 2);
+    });
+}
+
 /// Arrays, sorted or not, with folios and strangers among them.
 #[test]
 fn arrays_are_freed_by_runs() {

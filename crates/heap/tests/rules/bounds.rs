@@ -53,7 +53,8 @@ fn an_allocation_does_not_serve_all_that_others_have_freed() {
     });
 }
 
-/// Slabs that others empty while they are on their owner's list go back when the owner needs another one, of that size or any.
+/// Slabs that others empty while they are on their owner's list go back when the owner needs another one, of that size or any: no more of
+/// them in one allocation than it may look at.
 #[test]
 fn listed_slabs_that_others_empty_go_back() {
     for (other, told) in [(false, false), (true, false), (false, true), (true, true)] {
@@ -76,7 +77,10 @@ fn listed_slabs_that_others_empty_go_back() {
             let (mut held, size) = (Vec::new(), if other { 6144 } else { KIB });
             for round in 0..slabs as u64 * 20 {
                 if held.len() < 40 || other && round % 3 != 0 {
+                    let before = heap.stats().pages;
                     held.push(heap.alloc(&cx, layout(size, 8)).expect("memory"));
+                    let given = before.saturating_sub(heap.stats().pages) / PAGES;
+                    assert!(given <= 8, "one allocation has given {given} slabs back");
                 } else {
                     free(heap, &cx, held.remove(0), layout(size, 8));
                 }

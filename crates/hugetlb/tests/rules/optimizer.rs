@@ -59,6 +59,21 @@ fn a_whole_block_is_swapped_when_free_memory_is_in_single_frames() {
     });
 }
 
+/// Without a free frame a page of a whole block goes, and comes back when another one has paid for it: so one alone stays as it is.
+#[test]
+fn of_two_whole_blocks_one_pays_when_no_frame_is_free() {
+    for (blocks, pays) in [(1, false), (2, true)] {
+        with_pool(&Shape::spans(1 + blocks), NoFaults, |m, pool, mut cx| {
+            let used = occupy_the_first_span(m);
+            let up = pool.resize(&mut cx, &m.optimizer, 64 * blocks, Nodes::All, &Never).expect("idle");
+            assert_eq!((up.entered, up.lean >= 64, up.lean > 0), (64 * blocks, pays, pays), "{up:?}");
+            assert_nothing_is_lost(m, used + 64 * blocks * 512);
+            assert_eq!(pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 64 * blocks);
+            assert_nothing_is_lost(m, used);
+        });
+    }
+}
+
 /// 1 of 8 descriptor pages is kept, 28 KiB are gained.
 #[test]
 fn parts_of_blocks_take_two_flushes_and_keep_one_of_eight_frames() {
