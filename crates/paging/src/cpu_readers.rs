@@ -174,6 +174,7 @@ impl<L: RawEditLock> CountedLock<L> {
                 L::wait_until(&gone);
             }
         }
+        L::alone(self.place());
     }
 
     /// Leaves.
