@@ -176,9 +176,11 @@ impl<'m, E: Env> Frames<'m, E> {
     /// added, from any CPU; what looks for a frame's arena goes through all of them. O(2 MiB blocks) without a lock or a pin, then
     /// O(arenas), during which others that [add](Frames::add) or [remove](Frames::remove) wait. Any context but NMI.
     ///
-    /// **Arenas do not join**: a block lies in one arena, also where two adjoin. So add memory in pieces of whole, aligned 2 MiB, or larger
-    /// where larger blocks are wanted; eight pieces of 1 MiB that are added one by one give blocks of 1 MiB. What is kept about an arena is
-    /// its own, because it may go again without the others.
+    /// **Arenas do not join**: a block lies in one arena, also where two adjoin. What is kept about an arena is its own, because it may go
+    /// again without the others. So eight pieces of 1 MiB that are added one by one give blocks of 1 MiB. Where memory comes in small
+    /// pieces, add once what they will fill, and [release](Frames::release) each when it is there: what has not been released is
+    /// reserved, and pieces of one arena become one block. Such a piece goes again as a range that somebody
+    /// [takes](Frames::take_range) and keeps.
     ///
     /// The CPUs' caches stay as large as they were made: whoever knows all of memory at the start gives all of it to
     /// [`new`](Frames::new).

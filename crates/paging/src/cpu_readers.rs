@@ -170,7 +170,7 @@ impl<L: RawEditLock> CountedLock<L> {
         let Some(readers) = self.readers else { return };
         // Relaxed: it is opened by who shares the raw lock. Nobody has been inside by a line since it was closed.
         if self.closed.load(Ordering::Relaxed) != 0 {
-            return;
+            return L::alone(self.place());
         }
         // SeqCst: before the looks at the lines; pairs with a reader's count and its look at this. An exchange, because on x86 it is
         // the fence as well.
@@ -193,6 +193,7 @@ impl<L: RawEditLock> CountedLock<L> {
         }
         // Relaxed: under the raw lock.
         self.stays.store(lines / LINES_PER_READER, Ordering::Relaxed);
+        L::alone(self.place());
     }
 
     /// Leaves.
@@ -337,6 +338,7 @@ mod loom_tests {
             self.locks[which].lock_exclusive();
             // SAFETY: alone.
             self.values[which].with_mut(|value| unsafe { *value += 1 });
+            assert_ne!(self.locks[which].closed.load(Ordering::Relaxed), 0, "opened under whoever is alone");
             // SAFETY: locked above.
             unsafe { self.locks[which].unlock_exclusive() };
         }

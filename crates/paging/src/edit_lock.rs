@@ -49,6 +49,10 @@ pub unsafe trait RawEditLock {
     /// Such a caller is about to leave.
     #[inline]
     fn left(_lock: usize) {}
+
+    /// The caller has waited for all of them: nobody is inside the lock at this address. For test platforms, which know who is.
+    #[inline]
+    fn alone(_lock: usize) {}
 }
 
 /// One word: how many share it, whether somebody is alone inside, whether somebody waits to be. Who waits to be alone

@@ -165,8 +165,14 @@ impl CpuLines {
     /// Whether anything is pinned: what a fork asks, during which no references are taken, and whoever ends the space. Never no while
     /// something is.
     pub(crate) fn any_pinned(&self) -> bool {
+        self.any_pinned_beside(|| ())
+    }
+
+    /// The same beside what others do between its two looks.
+    fn any_pinned_beside(&self, others: impl FnOnce()) -> bool {
         // SeqCst: pairs with `pin` and `unpin`. In this order: whoever is counted as unpinned here is counted as pinned below.
         let unpinned = self.sum(|line| line.unpinned.load(Ordering::SeqCst));
+        others();
         self.sum(|line| line.pinned.load(Ordering::SeqCst)) != unpinned
     }
 
@@ -356,6 +362,11 @@ mod tests {
         // SAFETY: it is there.
         let mine = unsafe { mine.as_ref() };
         assert!(lines.any_pinned());
+        // What comes and goes meanwhile hides nothing.
+        assert!(lines.any_pinned_beside(|| {
+            mine.pin(3);
+            mine.unpin(3);
+        }));
         mine.unpin(3);
         assert!(!lines.any_pinned());
         mine.mapped.add(2);

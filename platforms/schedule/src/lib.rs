@@ -10,6 +10,7 @@
 //! | every CPU waits (a deadlock) | where each of them is |
 //! | nobody gets anything done for very many steps (a livelock) | the same |
 //! | a reschedule point is passed with a lock held or interrupts off | where the lock was taken, by a second run |
+//! | a reader is inside a lock that another CPU has alone | which CPU that is |
 //! | a CPU panics | its panic |
 //!
 //! [`Machine`] is the platform: the model MMU of `hugemm-host`, whose TLBs keep stale entries, with interrupts that come at such a

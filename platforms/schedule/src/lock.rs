@@ -115,4 +115,8 @@ unsafe impl RawEditLock for ModelLock {
         run::point();
         run::gave_back(lock);
     }
+
+    fn alone(lock: usize) {
+        run::nobody_else_has(lock);
+    }
 }

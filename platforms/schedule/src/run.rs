@@ -238,6 +238,16 @@ pub(crate) fn gave_back(lock: usize) {
     });
 }
 
+/// Fails if somebody else has a lock that the caller has waited for.
+pub(crate) fn nobody_else_has(lock: usize) {
+    with(|run, _| {
+        for (cpu, state) in run.states.iter().enumerate().filter(|(cpu, _)| *cpu != run.current.get()) {
+            let has = state.held.borrow().iter().any(|(of, _)| *of == lock);
+            assert!(!has, "cpu{cpu} is inside a lock that another has alone");
+        }
+    });
+}
+
 /// Interrupts a CPU; false if no task plays it.
 pub(crate) fn interrupt(cpu: u32) -> bool {
     let interrupted = with(|run, _| {

@@ -531,7 +531,7 @@ fn nothing_is_added_to_a_node_that_there_is_not() {
     });
 }
 
-/// An arena is what merges: pieces of 1 MiB that are plugged in one by one give blocks of 1 MiB, and one piece of 8 MiB one of 8 MiB.
+/// An arena is what merges: pieces of 1 MiB that are plugged in one by one give blocks of 1 MiB.
 #[test]
 fn pieces_that_adjoin_stay_apart() {
     with_two_nodes(|frames, threads| {
@@ -546,10 +546,31 @@ fn pieces_that_adjoin_stay_apart() {
         assert_eq!(held.len(), 8);
         // An extent may go over several.
         held.into_iter().for_each(|block| assert_eq!(frames.free_extent(&cx, block.into_dirty()), 256));
-        add(frames, &arena(16_384, 2048, 0)).expect("room");
-        assert_eq!(hand_over(frames, threads, 16_384, 2048), 2048);
-        let large = frames.alloc(&cx, request(11)).expect("8 MiB");
-        frames.free(&cx, large);
+    });
+}
+
+/// The same pieces are one block where they are released to an arena of all of them, in any order; one goes and comes again.
+#[test]
+fn pieces_of_one_arena_become_one_block() {
+    with_two_nodes(|frames, threads| {
+        let cx = threads.cx();
+        let all = arena(16_384, 2048, 0);
+        add(frames, &all).expect("room");
+        // The largest block that there is after each.
+        for (piece, order) in [(3, 8), (2, 9), (6, 9), (0, 9), (1, 10), (7, 10), (4, 10), (5, 11)] {
+            assert_eq!(hand_over(frames, threads, 16_384 + piece * 256, 256), 256);
+            frames.drain(&cx);
+            assert_eq!(frames.alloc(&cx, request(order + 1)), Err(AllocError::OutOfMemory), "after piece {piece}");
+            let block = frames.alloc(&cx, request(order)).expect("the pieces beside it are one with it");
+            frames.free(&cx, block);
+        }
+        let piece = frames.take_range(&cx, all.extent.slice(512, 768)).expect("free");
+        assert_eq!(frames.alloc(&cx, request(11)), Err(AllocError::OutOfMemory));
+        frames.free_extent(&cx, piece);
+        let whole = frames.alloc(&cx, request(11)).expect("8 MiB");
+        // SAFETY: nobody asks for its frames by number.
+        let removed = unsafe { frames.remove(&cx, whole.into_dirty(), no_counters) };
+        assert_eq!(removed.expect("all of one that was added").frames.extent(), all.extent);
     });
 }
 

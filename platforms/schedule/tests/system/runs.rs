@@ -4,8 +4,10 @@ use hugemm_base::lock::Lock;
 use hugemm_base::{CpuCx, CpuId, NodeId};
 use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 use hugemm_host::mmu::Mmu;
+use hugemm_paging::cpu_readers::{CountedLock, Half, Inside, ReaderLine, Readers};
 use hugemm_schedule::{Failure, Machine, ModelLock, Task, explore, point, progress, run};
 use std::cell::{Cell, RefCell};
+use std::ptr::NonNull;
 
 /// Runs tasks that a seed's machine gives to.
 fn with_machine<R>(test: impl for<'h> FnOnce(Machine<'h>) -> R) -> R {
@@ -127,6 +129,39 @@ fn no_lock_is_held_at_a_reschedule_point() {
     assert!(found.text.starts_with("a reschedule point with locks held"), "{found}");
     let taken = found.text.split("step").last().expect("where it was taken");
     assert!(taken.contains("runs.rs:") && taken.contains("lock"), "{found}");
+}
+
+/// A reader that is counted on a line which nobody visits.
+#[test]
+fn a_reader_that_is_not_waited_for_is_noticed() {
+    let test = |visited: bool| {
+        move |seed| {
+            let (line, readers) = (ReaderLine::default(), Readers::default());
+            let mut lock = CountedLock::<ModelLock>::new();
+            // SAFETY: they stay; no other lock counts on them.
+            unsafe { lock.count_on(NonNull::from(&readers), Half::Low) };
+            if visited {
+                // SAFETY: new, and it stays.
+                unsafe { readers.add(NonNull::from(&line)) };
+            }
+            with_machine(|machine| {
+                let read = || {
+                    // SAFETY: what a wrong line does is looked at here, and there is nothing behind the lock.
+                    let _inside = unsafe { Inside::enter(&line, [&lock]) };
+                    point();
+                };
+                let change = || {
+                    lock.lock_exclusive();
+                    // SAFETY: locked above.
+                    unsafe { lock.unlock_exclusive() };
+                };
+                run(machine.mmu(), seed, &|| (), vec![Box::new(read), Box::new(change)]);
+            });
+        }
+    };
+    let found = failure(50, test(false));
+    assert!(found.text.contains("cpu0 is inside a lock that another has alone"), "{found}");
+    assert_eq!(explore(0..50, test(true)).expect("it is waited for"), 50);
 }
 
 #[test]
