@@ -74,6 +74,18 @@ impl List {
         self.len += 1;
     }
 
+    /// The same at the other end.
+    pub(crate) fn push_back(&mut self, words: &impl Words, pfn: Pfn) {
+        words.set_word(pfn, NEXT, 0);
+        words.set_word(pfn, PREV, link(self.last));
+        match self.last {
+            Some(last) => words.set_word(last, NEXT, link(Some(pfn))),
+            None => self.first = Some(pfn),
+        }
+        self.last = Some(pfn);
+        self.len += 1;
+    }
+
     /// Takes a block off that is on this list. O(1).
     pub(crate) fn remove(&mut self, words: &impl Words, pfn: Pfn) {
         let (prev, next) = (follow(words.word(pfn, PREV)), follow(words.word(pfn, NEXT)));

@@ -18,9 +18,11 @@ use crate::error::VmError;
 use crate::fault::{Access, Served, fresh_flags};
 use crate::mapping::SharedRef;
 use crate::object::{Index, Object, Owner};
+use crate::pager::Pager;
 use crate::phases::Phases;
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
+use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::pages;
 use core::cell::RefCell;
@@ -30,7 +32,7 @@ use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, Order, PAGE_BYTES, PAGE_SHIFT, PageSize, PhysMap, VirtAddr};
 use hugemm_frames::Frozen;
-use hugemm_paging::{Flags, Lookup, Mapping, PagingError};
+use hugemm_paging::{Flags, Lookup, Mapping, OwnerNext, PagingError};
 
 /// 4 KiB pages that are read at a time, and shown around a fault: aligned to as many.
 pub(crate) const AROUND: u64 = 16;
@@ -186,7 +188,12 @@ impl<'m, S: Setup> Vm<'m, S> {
             }
         };
         let owner = Owner { object: object.id, offset: start };
-        let (extent, rest) = self.adopt_pages(cx, block, owner)?.split_at(good);
+        let dropped = self.forget_dropped(cx, index, (start, start + good), offset);
+        let adopted = self.adopt_pages_with(cx, block, owner, |frames, cx, extent| {
+            // SAFETY: counted just now, as `adopt_pages_with` says.
+            unsafe { self.pager().lru_add_sourced(frames, cx, extent, dropped) }
+        });
+        let (extent, rest) = adopted?.split_at(good);
         if !rest.is_empty() {
             self.drop_pages(cx, rest, PageSize::Size4K, false);
         }
@@ -220,13 +227,35 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         let task = RefCell::new(cx);
         let table = index.table.shared(self.tables(&task));
-        for from in [first, offset] {
-            let absent = pages(from, end).and_then(|span| table.absent(span).ok()).unwrap_or(0);
-            if from + absent > offset {
-                return Ok(Some((from, absent)));
+        let lacks = |page: u64| match table.lookup(VirtAddr::new(page << PAGE_SHIFT)) {
+            Lookup::Absent => true,
+            Lookup::Owner(word) => matches!(SwapEntry::of(word), SwapEntry::Dropped(_)),
+            Lookup::Mapped(_) | Lookup::Busy => false,
+        };
+        if !lacks(offset) {
+            return Ok(None);
+        }
+        let before = (first..offset).rev().take_while(|page| lacks(*page)).count() as u64;
+        let behind = (offset + 1..end).take_while(|page| lacks(*page)).count() as u64;
+        Ok(Some((offset - before, before + 1 + behind)))
+    }
+
+    /// Empties the places of pages that reclaim has dropped; what was remembered of the one at `offset`.
+    fn forget_dropped(&self, cx: &mut Cx<'_, S>, index: &Index<S>, (from, to): (u64, u64), offset: u64) -> Option<u64> {
+        let task = RefCell::new(cx);
+        let mut table = index.table.shared(self.tables(&task));
+        let mut dropped = None;
+        for page in from..to {
+            let at = VirtAddr::new(page << PAGE_SHIFT);
+            if let Lookup::Owner(word) = table.lookup(at)
+                && let SwapEntry::Dropped(when) = SwapEntry::of(word)
+                && table.replace_owner(at, word, OwnerNext::Empty).is_ok()
+                && page == offset
+            {
+                dropped = Some(when);
             }
         }
-        Ok(None)
+        dropped
     }
 
     /// A block of at most so many pages: of one if there are no larger ones.
