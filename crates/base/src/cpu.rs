@@ -101,12 +101,15 @@
 use crate::cancel::Cancel;
 use crate::counters::FrameUse;
 use crate::platform::{Cpu, CpuId, PreemptModel};
+use crate::relief::{Relief, Shortfall};
 use core::fmt;
 use core::marker::PhantomData;
 
 /// The context of a running task. Neither `Send` nor `Sync`.
 pub struct CpuCx<'p, P> {
     platform: &'p P,
+    /// Whether the task is freeing memory for one that has none.
+    frees: bool,
     /// A raw pointer is neither `Send` nor `Sync`: the debts that borrow the context must stay on its task.
     stays: PhantomData<*const ()>,
 }
@@ -126,7 +129,7 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
     /// open. An interrupt handler is a task of its own, which never passes a reschedule point. One that is lent by shared
     /// reference, to code that leaves no debt open and passes no reschedule point meanwhile, does not count.
     pub unsafe fn new(platform: &'p P) -> Self {
-        CpuCx { platform, stays: PhantomData }
+        CpuCx { platform, frees: false, stays: PhantomData }
     }
 
     /// The context of a page fault's handler, where the fault may be the kernel's own (`copy_from_user`): the interrupted task may
@@ -183,6 +186,35 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
             self.platform.counters().cancellations.add(1);
         }
         yes
+    }
+
+    /// Asks for memory: how many frames became free. 0, and nobody is asked, where the task [may not sleep](Cpu::may_sleep), or is freeing
+    /// memory itself. The caller holds no lock.
+    pub fn relieved_by(&mut self, relief: &(impl Relief<P> + ?Sized), need: Shortfall) -> u64 {
+        if self.frees || !self.platform.may_sleep() {
+            return 0;
+        }
+        debug_assert!(self.platform.interrupts_on(), "memory is asked for where other CPUs cannot be served");
+        self.freeing(|cx| relief.relieve(cx, need))
+    }
+
+    /// Runs `f` as one that frees memory, as a reclaiming worker does: what it allocates may come from the manager's reserve, and nobody is
+    /// asked for relief meanwhile.
+    pub fn freeing<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> R {
+        struct Before<'c, 'p, P>(&'c mut CpuCx<'p, P>, bool);
+        impl<P> Drop for Before<'_, '_, P> {
+            fn drop(&mut self) {
+                self.0.frees = self.1;
+            }
+        }
+        let before = core::mem::replace(&mut self.frees, true);
+        f(Before(self, before).0)
+    }
+
+    /// Whether the task is freeing memory.
+    #[inline]
+    pub fn is_freeing(&self) -> bool {
+        self.frees
     }
 
     /// Counts `pages` frames as taken for a use, or, below zero, as given back: for those who take and give back frames by other

@@ -34,7 +34,7 @@
 //! | `bare_metal.rs` | [`BareMetal`]: a platform for kernels on x86-64 and arm64 |
 //! | `direct_map.rs` | [`DirectMap`]: where frames are that are all mapped at one distance |
 //! | [`cancel`] | [`Cancel`]: how a long operation is asked to stop |
-//! | [`shortfall`] | what an allocator is short of |
+//! | [`relief`] | what an allocator is short of, and who is asked to free memory |
 //! | [`inject`] | [`Inject`](inject::Inject): the one fault-injection harness |
 //! | [`lock`] | [`RawLock`](lock::RawLock): how the platform waits |
 //! | [`counters`] | always-on counters, one relaxed add each |
@@ -65,7 +65,8 @@ mod perturb;
 pub mod platform;
 pub mod prefetch;
 pub mod random;
-pub mod shortfall;
+pub mod relief;
+
 mod single_cpu;
 pub mod size;
 pub mod store_fence;
@@ -86,7 +87,8 @@ pub use direct_map::DirectMap;
 pub use extent::{Extent, ExtentError};
 pub use pending::{Barrier, Pending};
 pub use platform::{Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, Topology, Window};
-pub use shortfall::Shortfall;
+
+pub use relief::{Relief, Shortage, Shortfall};
 pub use single_cpu::SingleCpu;
 pub use size::{Order, PageSize, SizeError};
 pub use store_fence::{Owed, StoreFence, Unfenced};

@@ -9,6 +9,7 @@ use crate::layout::{self, FramesConfig, FramesConfigError, Parts};
 use crate::node::{Content, Node};
 use crate::pcp::PerCpu;
 use crate::refs::WideCounts;
+use crate::relief::Reserve;
 use crate::suspects::Suspects;
 use core::alloc::Layout;
 use core::fmt;
@@ -77,6 +78,7 @@ pub struct Frames<'m, E: Env = Plain> {
     suspects: Suspects,
     /// Held by whoever changes the list of arenas. Before a node's lock.
     changes: PinnedLock<E::Lock, ()>,
+    reserve: Reserve<E::Lock>,
     env: E,
     memory: PhantomData<&'m mut u8>,
 }
@@ -136,6 +138,7 @@ impl<'m, E: Env> Frames<'m, E> {
             managed: AtomicU64::new(0),
             suspects: Suspects::new(),
             changes: PinnedLock::new(()),
+            reserve: Reserve::new(),
             env,
             memory: PhantomData,
         })
@@ -434,6 +437,11 @@ impl<'m, E: Env> Frames<'m, E> {
     #[inline]
     pub(crate) fn caches(&self) -> &'m [PerCpu<'m>] {
         self.caches
+    }
+
+    #[inline]
+    pub(crate) fn reserve(&self) -> &Reserve<E::Lock> {
+        &self.reserve
     }
 
     /// What has to be looked at.

@@ -64,6 +64,7 @@
 //! | `exact.rs` | pages in a row that are no power of two |
 //! | `suspects.rs` | whether frames that are freed have to be looked at |
 //! | `hwpoison.rs` | poisoned frames |
+//! | `relief.rs` | who is asked when memory is short; a reserve for whoever frees |
 //! | `slab.rs` | small objects of one size |
 //! | `stats.rs` | numbers |
 //! | `uses.rs` | counts by use |
@@ -112,6 +113,7 @@ pub mod pcp;
 mod range;
 mod refill;
 pub mod refs;
+mod relief;
 mod rows;
 mod slab;
 mod stats;
@@ -133,5 +135,6 @@ pub use mobility::Mobility;
 pub use page_alloc::{AllocError, AllocRequest, FAULT_ALLOC, Placement, ROUNDS_PER_PIN};
 pub use range::RangeReport;
 pub use refs::{Put, RefError, WideCounts};
+pub use relief::RELIEF_ROUNDS;
 pub use slab::{Slab, SlabStats};
 pub use stats::{NodeStats, ORDERS};

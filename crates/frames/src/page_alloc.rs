@@ -268,7 +268,10 @@ impl<'m, E: Env> Frames<'m, E> {
         );
         match back {
             Some(block) => Ok(block),
-            None => self.alloc_slowly(cx, &AllocRequest { order, mobility, from, prefer_zeroed }.into()),
+            None => {
+                let request = AllocRequest { order, mobility, from, prefer_zeroed };
+                self.alloc_slowly(cx, &request.into()).or_else(|error| self.or_reserved(cx, &request, error))
+            }
         }
     }
 

@@ -69,6 +69,15 @@ impl Source {
         }
     }
 
+    /// Of which order the block is that it takes where it has nothing.
+    pub(crate) fn order(self) -> Order {
+        match self {
+            Source::Slab(class) => SHAPES[class as usize].order,
+            Source::Block(pages) => Order::covering(u64::from(pages)).unwrap_or(Order::MAX),
+            Source::TooLarge => Order::MAX,
+        }
+    }
+
     /// How many bytes memory from it has.
     #[inline]
     pub(crate) const fn bytes(self) -> usize {

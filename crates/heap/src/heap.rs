@@ -17,7 +17,7 @@ use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
 use hugemm_base::platform::{Cpu, LinearMap};
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{CpuCx, CpuPin, FrameUse, Order, PAGE_BYTES, PAGE_SHIFT, Pfn};
+use hugemm_base::{CpuCx, CpuPin, FrameUse, Order, PAGE_BYTES, PAGE_SHIFT, Pfn, Relief, Shortage, Shortfall};
 use hugemm_frames::{AllocError, AllocRequest, Env, Frames};
 
 /// Why there is no memory.
@@ -45,6 +45,12 @@ impl fmt::Display for HeapError {
 }
 
 impl core::error::Error for HeapError {}
+
+impl Shortage for HeapError {
+    fn is_shortage(&self) -> bool {
+        *self == HeapError::OutOfMemory
+    }
+}
 
 impl From<AllocError> for HeapError {
     fn from(_: AllocError) -> Self {
@@ -157,6 +163,24 @@ impl<'m, E: Env> Heap<'m, E> {
     #[inline]
     pub fn alloc<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, layout: Layout) -> Result<NonNull<u8>, HeapError> {
         self.alloc_from(cx, Source::of(layout), layout)
+    }
+
+    /// The same for tasks that may sleep and hold no lock: `relief` is asked if there is no memory. Where the platform says that the
+    /// task may not sleep, nobody is asked. See [`Frames::or_relieve`].
+    ///
+    /// A [`GlobalHeap`](crate::GlobalHeap) asks nobody, for it does not know what its callers hold.
+    ///
+    /// # Errors
+    ///
+    /// As [`alloc`](Heap::alloc): memory is out though relief was asked for.
+    pub fn alloc_or_relieve<P: Cpu + LinearMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        relief: &(impl Relief<P> + ?Sized),
+        layout: Layout,
+    ) -> Result<NonNull<u8>, HeapError> {
+        let need = Shortfall::block(Source::of(layout).order());
+        self.frames.or_relieve(cx, relief, need, |cx| self.alloc(cx, layout))
     }
 
     /// Memory of a layout from its source.

@@ -98,7 +98,7 @@ pub mod prelude {
     };
     pub use hugemm_base::{
         Cancel, Counters, CpuCx, DirectMap, Dirty, Extent, Invalidation, Never, Order, PageSize, Pfn, PhysAddr, Ram,
-        Shortfall, SingleCpu, TlbScope, VirtAddr, VirtRange, Zeroed,
+        Relief, Shortage, Shortfall, SingleCpu, TlbScope, VirtAddr, VirtRange, Zeroed,
     };
     #[cfg(feature = "clear")]
     pub use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Features, Profile, calibrate};

@@ -12,7 +12,7 @@ use core::fmt;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, Ordering};
-use hugemm_base::{CpuCx, Extent, NodeId, PageSize, Pfn, VirtRange};
+use hugemm_base::{CpuCx, Extent, NodeId, PageSize, Pfn, Shortage, VirtRange};
 use hugemm_frames::Env;
 
 /// Which nodes an operation is about.
@@ -55,6 +55,12 @@ pub enum PoolError {
     NotReserved,
     /// The pool's pages came from another allocator, or their descriptors are mapped by another mapping.
     OtherOptimizer,
+}
+
+impl Shortage for PoolError {
+    fn is_shortage(&self) -> bool {
+        *self == PoolError::OutOfMemory
+    }
 }
 
 impl fmt::Display for PoolError {

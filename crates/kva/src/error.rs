@@ -1,7 +1,7 @@
 //! Why an operation on kernel areas was refused.
 
 use core::fmt;
-use hugemm_base::{Pfn, VirtAddr};
+use hugemm_base::{Pfn, Shortage, VirtAddr};
 use hugemm_paging::{Flags, PagingError};
 
 /// Why an operation on kernel areas was refused. Nothing has changed then.
@@ -64,6 +64,12 @@ impl fmt::Display for KvaError {
             KvaError::Unreachable { frame } => write!(f, "the platform's map does not reach frame {frame}"),
             KvaError::Paging(error) => error.fmt(f),
         }
+    }
+}
+
+impl Shortage for KvaError {
+    fn is_shortage(&self) -> bool {
+        *self == KvaError::NoMemory
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::memory::NoTable;
 use core::fmt;
-use hugemm_base::{Pfn, VirtAddr};
+use hugemm_base::{Pfn, Shortage, VirtAddr};
 
 /// Why an operation on a page table was refused. Nothing has been changed then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +93,12 @@ impl fmt::Display for PagingError {
             PagingError::NoTable => NoTable.fmt(f),
             PagingError::Foreign => f.write_str("the value belongs to another page table"),
         }
+    }
+}
+
+impl Shortage for PagingError {
+    fn is_shortage(&self) -> bool {
+        *self == PagingError::NoTable
     }
 }
 

@@ -5,11 +5,13 @@
 
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{
-    Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, Zeroed,
+    Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn, Relief, Shortfall, VirtAddr, VirtRange,
+    Zeroed,
 };
-use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Frozen, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Mapping, PageTable, PagingError, X86_64};
+use std::cell::RefCell;
 
 /// A frame.
 #[repr(align(4096))]
@@ -106,4 +108,49 @@ fn tables_come_from_the_allocator_and_go_back_wherever_memory_ends() {
         // A root, and 2 + 2 + 6 tables below it, each with its own point and the allocator's; and the run without a fault.
         assert_eq!(runs, 2 * 11 + 1);
     }
+}
+
+fn tables<'a, 'p, 'm, 'h, 'f>(
+    frames: &'a Frames<'m, Plain<&'f FaultPlan>>,
+    cx: &'a CpuCx<'p, Host<'h>>,
+) -> FrameTables<'a, 'p, 'm, Host<'h>, Plain<&'f FaultPlan>> {
+    // SAFETY: the host's memory is a direct map.
+    unsafe { FrameTables::new(frames, cx) }
+}
+
+/// Tables that cannot be had ask who frees memory, and the whole mapping is tried again.
+#[test]
+fn relief_serves_tables() {
+    struct Hoard<'a, 'm, 'f>(&'a Frames<'m, Plain<&'f FaultPlan>>, RefCell<Vec<Frozen>>);
+    impl<'h> Relief<Host<'h>> for Hoard<'_, '_, '_> {
+        fn relieve(&self, cx: &mut CpuCx<'_, Host<'h>>, _: Shortfall) -> u64 {
+            self.1.borrow_mut().pop().map_or(0, |block| {
+                self.0.free(cx, block);
+                1
+            })
+        }
+    }
+    with_frames(&FaultPlan::nth(u64::MAX), 0xff, |frames, cx| {
+        // SAFETY: no CPU translates by them.
+        let table =
+            unsafe { PageTable::<X86_64, EditLock>::new(&mut tables(frames, cx), span(0, 1 << 35)) }.expect("memory");
+        let hook = Hoard(frames, RefCell::default());
+        while let Ok(block) = frames.alloc(cx, Order::ZERO) {
+            hook.1.borrow_mut().push(block);
+        }
+        let how = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
+        let page = [Extent::new(Pfn::new(7), 1).expect("a page")];
+        let map = |cx: &mut CpuCx<'_, Host<'_>>| table.shared(tables(frames, cx)).map(span(5, 1), page, how);
+        assert_eq!(map(cx), Err(PagingError::NoTable));
+        assert_eq!(
+            frames.or_relieve(cx, &hook, Shortfall::frames(1), map),
+            Ok(()),
+            "three tables, one frame each time"
+        );
+        let at = table.shared(tables(frames, cx)).translate(VirtAddr::new(5 * PAGE_BYTES));
+        assert_eq!(at.map(Pfn::containing), Some(Pfn::new(7)));
+        hook.1.take().into_iter().for_each(|block| frames.free(cx, block));
+        // SAFETY: nobody walks it.
+        unsafe { table.retire(&mut tables(frames, cx), |_| ()) };
+    });
 }

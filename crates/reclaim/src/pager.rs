@@ -55,13 +55,16 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         scan: u64,
         stop: &impl Cancel,
     ) -> (Turn, ShrinkProgress) {
-        let turn = self.on_node(vm, cx, node, |cx, task| {
-            task.lru.wake().reclaim(|| {
-                let (turn, progress) = task.balance(cx, scan, stop);
-                let freed = progress.freed > 0;
-                ((turn, progress), (freed || turn == Turn::Hopeless).then_some(freed))
+        let turn = cx.freeing(|cx| {
+            self.on_node(vm, cx, node, |cx, task| {
+                task.lru.wake().reclaim(|| {
+                    let (turn, progress) = task.balance(cx, scan, stop);
+                    let freed = progress.freed > 0;
+                    ((turn, progress), (freed || turn == Turn::Hopeless).then_some(freed))
+                })
             })
         });
+        vm.frames().fill_reserve(cx);
         let (turn, progress) = turn.unwrap_or((Turn::Hopeless, ShrinkProgress::default()));
         self.counts().worker_freed.add(progress.freed);
         (turn, progress)
@@ -265,9 +268,6 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
     }
 
     fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64 {
-        if !need.may_sleep {
-            return 0;
-        }
         self.counts().direct.add(1);
         let nodes = || self.lrus(vm.frames()).filter(|(node, _)| need.node.is_none_or(|only| only == *node));
         let done = self.with_batch(vm, cx, |cx, deferred| {

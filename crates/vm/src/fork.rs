@@ -69,7 +69,7 @@ impl<S: Setup> Vm<'_, S> {
             }
             if error != VmError::NoMemory
                 || round == ROUNDS
-                || !self.relieve(cx, Order::ZERO, hugemm_frames::Placement::Local)
+                || !self.ask_relief(cx, Order::ZERO, hugemm_frames::Placement::Local)
             {
                 return Err(error);
             }

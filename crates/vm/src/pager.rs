@@ -152,7 +152,8 @@ pub unsafe trait Pager<S: Setup> {
         false
     }
 
-    /// Makes memory free: direct reclaim; how many frames became free. Called with nothing locked.
+    /// Makes memory free: direct reclaim; how many frames became free. Called with nothing locked, by tasks that may sleep, as a
+    /// [`Relief`](hugemm_base::Relief) is.
     fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64;
 }
 

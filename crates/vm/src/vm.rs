@@ -17,13 +17,10 @@ use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering, spin_loop};
-use hugemm_base::{CpuCx, Order, Shortfall};
+use hugemm_base::{Order, Relief, Shortfall};
 use hugemm_clear::Clearer;
-use hugemm_frames::{AllocError, Frames, Placement};
+use hugemm_frames::{AllocError, Frames, Placement, RELIEF_ROUNDS};
 use hugemm_paging::{PageTable, ShootdownPolicy, TlbShootdown};
-
-/// How often exhaustion asks for relief before it is final.
-const RELIEF_ROUNDS: u32 = 3;
 
 /// What a manager is made of. [`Parts::new`] knows what most of it is at first.
 pub struct Parts<'m, S: Setup> {
@@ -35,8 +32,10 @@ pub struct Parts<'m, S: Setup> {
     pub clearer: Clearer,
     /// How batches are flushed.
     pub shootdown_policy: ShootdownPolicy,
-    /// Who takes pages away and brings them back, and is asked when memory is short.
+    /// Who takes pages away and brings them back, and is asked first when memory is short.
     pub pager: S::Pager,
+    /// Who is asked when the pager has nothing to give: a balloon, whoever decides which process has to go. It may use the manager.
+    pub last_resort: Option<&'m (dyn Relief<S::Platform> + Sync)>,
     /// Where pages of pooled areas come from. They lock as the frame allocator does.
     pub pools: PoolsOf<'m, S>,
 }
@@ -58,7 +57,7 @@ impl<'m, S: Setup> Parts<'m, S> {
         pager: S::Pager,
     ) -> Self {
         let (shootdown_policy, pools) = (ShootdownPolicy::BATCHED, Pools::default());
-        Parts { frames, shootdown, clearer, shootdown_policy, pager, pools }
+        Parts { frames, shootdown, clearer, shootdown_policy, pager, last_resort: None, pools }
     }
 }
 
@@ -245,38 +244,42 @@ impl<'m, S: Setup> Vm<'m, S> {
             if !pager_gives || !S::Pager::ACTIVE || pager.may_take(self.parts.frames, cx, order) {
                 break;
             }
-            pager_gives = self.relieve(cx, order, from);
+            pager_gives = self.ask_relief(cx, order, from);
         }
-        for _ in 0..RELIEF_ROUNDS {
-            match attempt(cx) {
-                Ok(done) => return Ok(done),
-                Err(AllocError::OutOfMemory) => {}
-                Err(_) => return Err(VmError::NoMemory),
-            }
-            // Not if it had nothing to give just now.
-            if !pager_gives || !self.relieve(cx, order, from) {
-                break;
-            }
-        }
-        attempt(cx).map_err(|_| VmError::NoMemory)
+        // Nobody is asked who had nothing to give just now.
+        let done = match pager_gives {
+            true => self.frames().or_relieve(cx, self, shortfall(order, from), attempt),
+            false => attempt(cx).or_else(|_| attempt(cx)),
+        };
+        done.map_err(|_| VmError::NoMemory)
     }
 
-    /// Asks the pager for a block of `order`, from where it is to be; whether it may have helped.
-    pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order, from: Placement) -> bool {
-        self.parts.pager.relieve(self, cx, shortfall(cx, order, from)) != 0
+    /// Asks for a block of `order`, from where it is to be; whether it may have helped.
+    pub(crate) fn ask_relief(&self, cx: &mut Cx<'_, S>, order: Order, from: Placement) -> bool {
+        self.frames().relieve(cx, self, shortfall(order, from))
     }
 
     /// After a page table had no memory for the `round`th time: whether to try again.
     pub(crate) fn may_retry(&self, cx: &mut Cx<'_, S>, round: u32) -> bool {
-        round < RELIEF_ROUNDS && self.relieve(cx, Order::ZERO, Placement::Local)
+        round < RELIEF_ROUNDS && self.ask_relief(cx, Order::ZERO, Placement::Local)
+    }
+}
+
+/// The one hook of all that allocates from the manager's frames, the manager itself included: the pager, and if that has nothing to give,
+/// the [last resort](Parts::last_resort).
+impl<S: Setup> Relief<S::Platform> for Vm<'_, S> {
+    fn relieve(&self, cx: &mut Cx<'_, S>, need: Shortfall) -> u64 {
+        match (self.parts.pager.relieve(self, cx, need), self.parts.last_resort) {
+            (0, Some(last)) => last.relieve(cx, need),
+            (freed, _) => freed,
+        }
     }
 }
 
 /// That a block of `order` is missing, from where it is to be.
-fn shortfall<P: Cpu>(cx: &CpuCx<'_, P>, order: Order, from: Placement) -> Shortfall {
-    let node = match from {
+fn shortfall(order: Order, from: Placement) -> Shortfall {
+    Shortfall::block(order).only(match from {
         Placement::Only(node) => Some(node),
         Placement::Local | Placement::Prefer(_) => None,
-    };
-    Shortfall { order, pages: order.pages(), node, may_sleep: cx.platform().may_sleep() }
+    })
 }

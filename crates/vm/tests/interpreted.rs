@@ -55,7 +55,7 @@ fn nobody_takes_pages_away(vm: &Vm<'_, Single>, cx: &mut Cx<'_>, space: &Address
     // SAFETY: as above.
     assert_eq!(unsafe { Pager::<Single>::share(pager, cx, 5) }, None);
     assert!(Pager::<Single>::may_take(pager, frames, cx, Order::ZERO));
-    let need = Shortfall { order: Order::ZERO, pages: 1, node: None, may_sleep: true };
+    let need = Shortfall::frames(1);
     assert_eq!(pager.relieve(vm, cx, need), 0);
     let folio = frames.count(block).expect("a page");
     let head = folio.pfn();

@@ -3,6 +3,7 @@
 pub mod args;
 pub mod bench;
 pub mod doctor;
+mod gpu;
 mod pins;
 pub mod pool;
 mod restore;

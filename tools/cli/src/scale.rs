@@ -1,7 +1,10 @@
 //! `hugemm bench scale`: what one CPU takes, measured; what CPUs share, from the table of `make sharing`; and what that comes to on 1 to
-//! 256 CPUs. No machine with many CPUs is needed, and none is measured.
+//! 256 CPUs. With `--measure` also what as many as there are do.
+
+mod work;
 
 use crate::document::Row;
+use crate::frames::area::AreaPlan;
 use crate::machine::Machine;
 use crate::options::{Calibration, Common, Kind};
 use crate::results::Results;
@@ -10,20 +13,26 @@ use crate::stats::Samples;
 use crate::table;
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
+use comfy_table::Table;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, Extent, Never, Order, PageSize, Pfn, SingleCpu, VirtAddr, VirtRange};
+use hugemm_base::{CpuId, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer};
-use hugemm_frames::{Carved, Frames, Frozen};
+use hugemm_host::cpu::Host;
+use hugemm_inspect::interrupt;
 use hugemm_paging::{Counting, TlbCpu, TlbShootdown};
-use hugemm_vm::{Access, AddressSpaceRef, Backing, DefaultSetup, Parts, Vm, VmaKind};
-use std::time::Instant;
+use hugemm_vm::{Parts, Vm};
+use std::time::Duration;
+use work::{Machinery, Run, Until};
 
 #[derive(Debug, Args)]
 pub struct Scale {
     /// What it takes to move a cache line from one CPU to another, in nanoseconds.
     #[arg(long, value_name = "NS", default_value_t = 100.0)]
     pub transfer: f64,
-    /// Runs of each measurement.
+    /// Measure 1, 2, 4 ... CPUs too, up to those that this process may use, each for so long. Takes 256 MiB for each CPU.
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "1")]
+    pub measure: Option<f64>,
+    /// Runs of each measurement on one CPU.
     #[arg(short, long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub runs: u32,
     #[command(flatten)]
@@ -45,10 +54,14 @@ const ASSUMPTIONS: [&str; 6] = [
     "All transfers wait for each other, as if one lock held all lines: a lower bound, since most lines have locks of their own.",
     "While a node refills a CPU's cache or takes back from it, it serves nobody else: what a block costs more by batches than as a pair \
      is counted as held. So it is for faults and range frees.",
-    "Unmaps in one space exclude each other: the whole of each is counted as held.",
+    "Unmaps in one space exclude each other, and so do areas mapped: the whole of each is counted as held.",
     "Left out: memory bandwidth, page faults' traps, interrupts of shootdowns, a pager, and what two CPUs share only while both are at \
      it.",
 ];
+
+/// How it is measured.
+const MEASURED: &str = "Measured: each CPU is a thread that is bound to one, and does the same at other addresses. All begin a round at once; a round's rate \
+     is what all have done by the time of the slowest; a figure is the median of the rounds, ± their deviation.";
 
 /// What scales.
 struct Case {
@@ -57,16 +70,11 @@ struct Case {
     row: &'static str,
     /// For how long it keeps others out: as long as the first case takes more than the second.
     held: Option<(&'static str, &'static str)>,
-    /// Does it for a while; nanoseconds for each.
-    run: fn(&mut Ground<'_, '_, '_>) -> Result<f64>,
+    /// Does it for a while, as one of all CPUs.
+    run: Run,
 }
 
-const fn case(
-    what: &'static str,
-    row: &'static str,
-    held: Option<(&'static str, &'static str)>,
-    run: fn(&mut Ground<'_, '_, '_>) -> Result<f64>,
-) -> Case {
+const fn case(what: &'static str, row: &'static str, held: Option<(&'static str, &'static str)>, run: Run) -> Case {
     Case { what, row, held, run }
 }
 
@@ -74,7 +82,7 @@ const fn case(
 const SMALL: Option<(&str, &str)> = Some(("4 KiB by batches", "4 KiB pair"));
 const LARGE: Option<(&str, &str)> = Some(("2 MiB by batches", "2 MiB pair"));
 
-const CASES: [Case; 9] = [
+const CASES: [Case; 11] = [
     case("4 KiB pair", "4 KiB taken and freed, one node", None, |on| on.blocks(Order::ZERO, 1)),
     case("4 KiB by batches", "4 KiB taken, then all freed, one node", SMALL, |on| on.blocks(Order::ZERO, 1024)),
     case("2 MiB pair", "2 MiB taken and freed, one node", None, |on| on.blocks(HUGE, 1)),
@@ -82,6 +90,7 @@ const CASES: [Case; 9] = [
     case("4 KiB fault", "a fault each in one space, two areas, far apart, many", SMALL, |on| {
         on.faults(PageSize::Size4K, 1024)
     }),
+    case("4 KiB fault, a space each", "a fault each in two spaces, many", SMALL, |on| on.faults_apart(1024)),
     case("2 MiB fault", "a fault of 2 MiB each in one space, far apart, many", LARGE, |on| {
         on.faults(PageSize::Size2M, 32)
     }),
@@ -90,12 +99,16 @@ const CASES: [Case; 9] = [
     case("4 KiB unmapped", "a page unmapped each in one space, far apart", Some(("4 KiB unmapped", "")), |on| {
         on.unmaps()
     }),
+    case("area mapped", "an area mapped each in one space, far apart", Some(("area mapped", "")), |on| on.maps()),
 ];
 
 const PREFAULT: &str = "4 KiB prefaulted";
 
 /// A block of 2 MiB.
 const HUGE: Order = PageSize::Size2M.order();
+
+/// Memory for each CPU.
+const SHARE: u64 = 256 << 20;
 
 /// What a row of the table says of one operation.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -127,6 +140,7 @@ fn shared(golden: &str, row: &str) -> Option<Shared> {
 #[derive(Clone, Copy, Debug)]
 struct Cost {
     alone: f64,
+    lines: u32,
     transfers: f64,
     held: f64,
 }
@@ -148,161 +162,112 @@ impl Cost {
 
 pub fn run(args: &Scale) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let mut memory = machine.memory(256 << 20, PageSize::Size2M, Kind::Thp)?;
+    let all = machine.topology.cpus.len() as u32;
+    let counts: Vec<u32> = match args.measure {
+        Some(_) => (0..).map(|log| 1 << log).take_while(|cpus| *cpus < all).chain([all]).collect(),
+        None => Vec::new(),
+    };
+    let cpus = counts.last().copied().unwrap_or(1);
+    let mut memory = machine.memory(SHARE * u64::from(cpus), PageSize::Size2M, Kind::Thp)?;
+    machine.note_region("memory", &memory);
     let profile = machine.profile(&args.calibration, memory.as_mut_slice())?.profile;
     let clearer = Clearer::new(machine.features, ClearPolicy::new(profile))?;
-    let times = measure(memory.as_mut_slice(), clearer, args.runs)?;
-    let alone = |what| CASES.iter().zip(&times).find(|(case, _)| case.what == what).map_or(0.0, |(_, it)| it.median());
+    let host = Host::new(&machine.places(cpus as usize)?, memory.as_mut_slice())?;
+    let plan = AreaPlan::over(host.frames(), cpus)?;
+    let mut metadata = plan.memory(&machine)?;
+    // SAFETY: the frames are the host's alone, initialised, and reached by its contexts only.
+    let frames = unsafe { plan.frames(&host, metadata.as_mut_slice()) }?;
+    let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
+    let words = TlbShootdown::<Counting>::inbox_words(slots.len());
+    let inboxes: Vec<_> = (0..words).map(|_| AtomicU64::new(0)).collect();
+    // SAFETY: no CPU translates by these tables.
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }?;
+    // SAFETY: all memory is mapped as one; all contexts are the host's.
+    let vm = unsafe { Vm::new(Parts::new(&frames, &shootdown, clearer)) }.context("a lock too large for a slab")?;
+    let vm = &vm;
+    let space = host.run_on(CpuId(0), |cx| {
+        vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?).map_err(anyhow::Error::from)
+    })??;
+    let machinery = Machinery { host: &host, frames: &frames, vm, space: &space };
+
+    let mut times = vec![Samples::default(); CASES.len()];
+    for _ in 0..args.runs {
+        for (case, times) in CASES.iter().zip(&mut times) {
+            let rates = machinery.rates(1, Until::Rounds(1), case.run)?;
+            times.push(1e9 / rates.median());
+        }
+    }
     let mut results = Results::default();
-    let heads = ["", "1 CPU", "lines", "transfers", "held"].map(str::to_owned).into_iter();
-    let mut out = table::new(heads.chain(CPUS.map(|cpus| cpus.to_string())).chain(["saturates".to_owned()]));
-    for (case, time) in CASES.iter().zip(&times) {
+    let costs = costs(&times, args.transfer)?;
+    results.tables.push((
+        format!("millions a second by CPUs, {} ns a transfer", figure(args.transfer)),
+        predicted(&costs, &times, args.transfer, &mut results.rows, &mut results.remarks),
+    ));
+    if let Some(seconds) = args.measure {
+        let until = Until::After(Duration::try_from_secs_f64(seconds).context("--measure")?);
+        let heads = ["".to_owned(), "".to_owned()].into_iter();
+        let mut out = table::new(heads.chain(counts.iter().map(u32::to_string)));
+        for (case, cost) in CASES.iter().zip(&costs) {
+            let mut cells =
+                [vec![case.what.to_owned(), "measured".to_owned()], vec!["".to_owned(), "from one CPU".to_owned()]];
+            for cpus in counts.iter().copied() {
+                interrupt::check()?;
+                let rates = machinery.rates(cpus, until, case.run)?;
+                cells[0].push(format!("{} ±{:.0}%", figure(rates.median() / 1e6), rates.stdev_percent()));
+                cells[1].push(figure(cost.rate(cpus) / 1e6));
+                let row = Row::median("bench.scale.measured", &rates, "/s");
+                results.rows.push(row.label("what", case.what).label("cpus", cpus));
+            }
+            cells.into_iter().for_each(|cells| _ = out.add_row(cells));
+        }
+        results.tables.push(("millions a second, measured on so many CPUs, beside the table above".to_owned(), out));
+        results.remarks.push(MEASURED.to_owned());
+    }
+    results.remarks.extend(ASSUMPTIONS.map(str::to_owned));
+    host.run_on(CpuId(0), move |cx| vm.destroy(cx, space).map_err(|(error, _)| anyhow!("{error}")))??;
+    machine.show(results)
+}
+
+/// What each case costs.
+fn costs(times: &[Samples], transfer: f64) -> Result<Vec<Cost>> {
+    let alone = |what| CASES.iter().zip(times).find(|(case, _)| case.what == what).map_or(0.0, |(_, it)| it.median());
+    let cost = |(case, time): (&Case, &Samples)| {
         let shared = shared(GOLDEN, case.row).with_context(|| format!("the table has no row `{}`", case.row))?;
         let held = case.held.map_or(0.0, |(this, without)| (alone(this) - alone(without)).max(0.0));
-        let cost = Cost { alone: time.median(), transfers: shared.transfers * args.transfer, held };
-        let saturates = cost.saturates();
-        let mut cells = vec![case.what.to_owned(), format!("{} ns", figure(cost.alone)), shared.lines.to_string()];
-        cells.extend([figure(shared.transfers), format!("{} ns", figure(held))]);
+        Ok(Cost { alone: time.median(), lines: shared.lines, transfers: shared.transfers * transfer, held })
+    };
+    CASES.iter().zip(times).map(cost).collect()
+}
+
+/// The curves.
+fn predicted(
+    costs: &[Cost],
+    times: &[Samples],
+    transfer: f64,
+    rows: &mut Vec<Row>,
+    remarks: &mut Vec<String>,
+) -> Table {
+    let heads = ["", "1 CPU", "lines", "transfers", "held"].map(str::to_owned).into_iter();
+    let mut out = table::new(heads.chain(CPUS.map(|cpus| cpus.to_string())).chain(["saturates".to_owned()]));
+    for ((case, time), cost) in CASES.iter().zip(times).zip(costs) {
+        let (saturates, transfers) = (cost.saturates(), cost.transfers / transfer);
+        let mut cells = vec![case.what.to_owned(), format!("{} ns", figure(cost.alone)), cost.lines.to_string()];
+        cells.extend([figure(transfers), format!("{} ns", figure(cost.held))]);
         cells.extend(CPUS.map(|cpus| figure(cost.rate(cpus) / 1e6)));
         cells.push(if saturates.is_finite() { format!("{saturates:.0} CPUs") } else { "never".to_owned() });
         out.add_row(cells);
         let row = |metric, value, unit| Row::single(metric, value, unit).label("what", case.what);
-        results.rows.push(Row::median("bench.scale.alone", time, "ns").label("what", case.what));
-        results.rows.push(row("bench.scale.transfers", shared.transfers, "lines"));
-        results.rows.extend(CPUS.map(|cpus| {
-            row("bench.scale.rate", cost.rate(cpus), "/s").label("cpus", cpus).label("transfer_ns", args.transfer)
+        rows.push(Row::median("bench.scale.alone", time, "ns").label("what", case.what));
+        rows.push(row("bench.scale.transfers", transfers, "lines"));
+        rows.extend(CPUS.map(|cpus| {
+            row("bench.scale.rate", cost.rate(cpus), "/s").label("cpus", cpus).label("transfer_ns", transfer)
         }));
         if case.what == PREFAULT {
             let seconds = CPUS.map(|cpus| format!("{} s on {cpus}", figure((1_u64 << 28) as f64 / cost.rate(cpus))));
-            results.remarks.push(format!("1 TiB prefaulted by pages of 4 KiB: {} CPUs.", seconds.join(", ")));
+            remarks.push(format!("1 TiB prefaulted by pages of 4 KiB: {} CPUs.", seconds.join(", ")));
         }
     }
-    results.tables.push((format!("millions a second by CPUs, {} ns a transfer", figure(args.transfer)), out));
-    results.remarks.extend(ASSUMPTIONS.map(str::to_owned));
-    machine.show(results)
-}
-
-/// One CPU, its memory and a space.
-struct Ground<'s, 'a, 'm> {
-    cx: CpuCx<'m, SingleCpu>,
-    frames: &'a Frames<'m, Carved>,
-    vm: &'a Vm<'a, DefaultSetup<SingleCpu>>,
-    space: &'s AddressSpaceRef<'a, DefaultSetup<SingleCpu>>,
-}
-
-/// The time of each case, run by run, by turns.
-fn measure(memory: &mut [u8], clearer: Clearer, runs: u32) -> Result<Vec<Samples>> {
-    let ram = Extent::new(Pfn::new(0), memory.len() as u64 / PageSize::Size4K.bytes())?;
-    // SAFETY: the memory is borrowed until this returns, and by nobody else; it is populated.
-    let (mut cx, ram) = unsafe { SingleCpu::start(ram, memory.as_mut_ptr()) };
-    let frames = Frames::carve(&cx, ram)?;
-    let (slots, inboxes) = ([TlbCpu::default()], [AtomicU64::new(0)]);
-    // SAFETY: no CPU translates by these tables.
-    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }?;
-    let parts = Parts::new(&frames, &shootdown, clearer);
-    // SAFETY: all memory is mapped as one; all contexts are this platform's.
-    let vm = unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
-    let space = vm.create(&mut cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?)?;
-    let mut ground = Ground { cx, frames: &frames, vm: &vm, space: &space };
-    let mut times = vec![Samples::default(); CASES.len()];
-    for run in 0..=runs {
-        for (case, times) in CASES.iter().zip(&mut times) {
-            let nanos = (case.run)(&mut ground)?;
-            // The first touches what is new.
-            if run > 0 {
-                times.push(nanos);
-            }
-        }
-    }
-    let Ground { mut cx, .. } = ground;
-    vm.destroy(&mut cx, space).map_err(|(error, _)| anyhow!("{error}"))?;
-    Ok(times)
-}
-
-/// Nanoseconds for each of so many.
-fn timed(count: u64, work: impl FnOnce() -> Result<()>) -> Result<f64> {
-    let start = Instant::now();
-    work()?;
-    Ok(start.elapsed().as_nanos() as f64 / count as f64)
-}
-
-impl Ground<'_, '_, '_> {
-    /// Blocks taken, so many before they are freed.
-    fn blocks(&mut self, order: Order, hand: usize) -> Result<f64> {
-        let mut blocks: Vec<Frozen> = Vec::with_capacity(hand);
-        let rounds = 4096 / hand;
-        timed((rounds * hand) as u64, || {
-            for _ in 0..rounds {
-                for _ in 0..hand {
-                    blocks.push(self.frames.alloc(&self.cx, order)?);
-                }
-                blocks.drain(..).for_each(|block| self.frames.free(&self.cx, block));
-            }
-            Ok(())
-        })
-    }
-
-    /// A new area of so many pages; what is done with it, for each page; and it is gone.
-    fn area(
-        &mut self,
-        page: PageSize,
-        pages: u64,
-        work: impl FnOnce(&mut Self, VirtRange) -> Result<f64>,
-    ) -> Result<f64> {
-        let span = VirtRange::new(VirtAddr::new(1 << 40), pages * page.bytes())?;
-        self.vm.map(&mut self.cx, self.space, span, VmaKind::private(page), Backing::Private)?;
-        let nanos = work(self, span)?;
-        self.vm.unmap(&mut self.cx, self.space, span)?;
-        Ok(nanos)
-    }
-
-    fn faults(&mut self, page: PageSize, pages: u64) -> Result<f64> {
-        self.area(page, pages, |on, span| {
-            timed(pages, || {
-                for index in 0..pages {
-                    let at = VirtAddr::new(span.start().get() + index * page.bytes());
-                    on.vm.fault(&mut on.cx, on.space, at, Access::Write)?;
-                }
-                Ok(())
-            })
-        })
-    }
-
-    fn prefault(&mut self) -> Result<f64> {
-        let pages = 8192;
-        self.area(PageSize::Size4K, pages, |on, span| {
-            timed(pages, || Ok(on.vm.prefault(on.space, span, None).work(&mut on.cx, &Never)?))
-        })
-    }
-
-    fn unmaps(&mut self) -> Result<f64> {
-        let pages = 512;
-        self.area(PageSize::Size4K, pages, |on, span| {
-            on.vm.prefault(on.space, span, None).work(&mut on.cx, &Never)?;
-            timed(pages, || {
-                for index in (0..pages).rev() {
-                    let page = VirtRange::new(VirtAddr::new(span.start().get() + (index << 12)), 1 << 12)?;
-                    on.vm.unmap(&mut on.cx, on.space, page)?;
-                }
-                Ok(())
-            })
-        })
-    }
-
-    fn range_frees(&mut self) -> Result<f64> {
-        let mut runs = Vec::new();
-        for _ in 0..64 {
-            let run =
-                self.frames.split(self.frames.alloc(&self.cx, HUGE)?, Order::ZERO).map_err(|_| anyhow!("a block"))?;
-            runs.push(self.frames.count_run(run).map_err(|_| anyhow!("nobody else's"))?);
-        }
-        timed(64, || {
-            for run in runs {
-                self.frames.free_range(&mut self.cx, run);
-            }
-            Ok(())
-        })
-    }
+    out
 }
 
 #[cfg(test)]
@@ -325,9 +290,9 @@ mod tests {
     /// What is shared by nobody grows with the CPUs; what is, until it is had all the time.
     #[test]
     fn curves_end_where_all_wait() {
-        let free = Cost { alone: 100.0, transfers: 0.0, held: 0.0 };
+        let free = Cost { alone: 100.0, lines: 0, transfers: 0.0, held: 0.0 };
         assert_eq!((free.rate(1), free.rate(256), free.saturates()), (1e7, 256e7, f64::INFINITY));
-        let shared = Cost { alone: 100.0, transfers: 20.0, held: 10.0 };
+        let shared = Cost { alone: 100.0, lines: 0, transfers: 20.0, held: 10.0 };
         assert_eq!((shared.rate(1), shared.rate(3), shared.saturates()), (1e7, 3e9 / 120.0, 4.0));
         assert_eq!((shared.rate(4), shared.rate(256)), (1e9 / 30.0, 1e9 / 30.0));
     }

@@ -3,8 +3,8 @@
 //!
 //! Nothing touches the memory: what is measured is addresses, blocks, tables and flushes.
 
-use crate::random::Random;
 use crate::record::{Better, Metric, record};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Extent, Order, PAGE_BYTES};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Mobility};
 use hugemm_kva::{Area, Cx, Kva, KvaError, KvaSetup, Request};
@@ -202,7 +202,7 @@ where
         held: &mut [Option<Area>],
     ) -> Result<Looped, KvaError> {
         let pages = |pages: u64| Request::new(pages * PAGE_BYTES, test.name());
-        let mut random = Random::new(areas);
+        let mut random = Random(areas);
         self.kva.flush(cx);
         match test {
             Test::FullFitAlloc => {

@@ -54,7 +54,7 @@ fn replace_pages(cpu: usize) -> usize {
 fn replace_memory(cpu: usize) -> usize {
     let allocator = global_allocator();
     let mut random = Random(cpu as u64 + 1);
-    let mut take = |random: &mut Random| {
+    let take = |random: &mut Random| {
         let layout = Layout::from_size_align(16 + random.below(1984), 16).expect("a layout");
         (allocator.alloc(layout).expect("there is memory"), layout)
     };
@@ -88,40 +88,44 @@ fn count_words(cpu: usize) -> usize {
 /// Pages that are given back one run at a time.
 struct Runs(Vec<(usize, usize)>);
 
+impl Runs {
+    /// Gives those back for which a number below 10 says so.
+    fn free_some(&mut self, random: &mut Random, goes: fn(usize) -> bool) {
+        self.0.retain(|(at, pages)| {
+            let goes = goes(random.below(10));
+            if goes {
+                global_allocator().dealloc_pages(*at, *pages, UsageKind::Global);
+            }
+            !goes
+        });
+    }
+}
+
 impl Drop for Runs {
     fn drop(&mut self) {
         self.0.iter().for_each(|(at, pages)| global_allocator().dealloc_pages(*at, *pages, UsageKind::Global));
     }
 }
 
-/// Fills three quarters of memory with runs of 1 to 64 pages, replaces half four times, and frees nine of ten: what is left, and how many
-/// 2 MiB would fit into what is free.
+/// Runs of 1 to 64 pages until three fifths of memory are asked for, half of them replaced four times, and nine of ten freed: what is left,
+/// and how many 2 MiB would fit into what is free. Both allocators are asked for the same, however much they round up.
 fn churn() -> (Runs, usize) {
     let allocator = global_allocator();
     let mut random = Random(7);
-    let all = allocator.available_pages();
-    let mut runs = Vec::with_capacity(all / 8);
-    let mut fill = |runs: &mut Vec<(usize, usize)>, random: &mut Random| {
-        while allocator.available_pages() > all / 4 && runs.len() < runs.capacity() {
+    let wanted = allocator.available_pages() / 5 * 3;
+    let mut runs = Runs(Vec::with_capacity(wanted / 8));
+    for round in 0..5 {
+        if round > 0 {
+            runs.free_some(&mut random, |n| n < 5);
+        }
+        let mut asked: usize = runs.0.iter().map(|(_, pages)| pages).sum();
+        while asked < wanted {
             let pages = 1 + random.below(64);
             let Ok(at) = allocator.alloc_pages(pages, PAGE, UsageKind::Global) else { break };
-            runs.push((at, pages));
+            runs.0.push((at, pages));
+            asked += pages;
         }
-    };
-    let some = |runs: &mut Vec<(usize, usize)>, random: &mut Random, goes: fn(usize) -> bool| {
-        runs.retain(|(at, pages)| {
-            let goes = goes(random.below(10));
-            if goes {
-                allocator.dealloc_pages(*at, *pages, UsageKind::Global);
-            }
-            !goes
-        });
-    };
-    fill(&mut runs, &mut random);
-    for _ in 0..4 {
-        some(&mut runs, &mut random, |n| n < 5);
-        fill(&mut runs, &mut random);
     }
-    some(&mut runs, &mut random, |n| n < 9);
-    (Runs(runs), allocator.available_pages() / 512)
+    runs.free_some(&mut random, |n| n < 9);
+    (runs, allocator.available_pages() / 512)
 }

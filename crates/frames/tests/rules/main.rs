@@ -26,6 +26,7 @@ mod pins;
 mod places;
 mod poison;
 mod ranges;
+mod relief;
 mod shortage;
 mod slabs;
 #[path = "../support/mod.rs"]

@@ -1,11 +1,12 @@
 //! What cannot be had, and allocations that fail.
 
 use super::{fill, holds, layout, with_heap};
-use hugemm_base::NodeId;
 use hugemm_base::inject::FaultPlan;
+use hugemm_base::{NodeId, Order, Relief, Shortfall};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_heap::{Heap, HeapError, Misuse};
 use hugemm_threads::{Memory, Threads, run_as};
+use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 
 #[test]
@@ -80,4 +81,48 @@ fn failures_leave_a_heap_that_works() {
         heap.trim(&cx);
         assert_eq!((heap.stats().pages, frames.available(&cx)), (0, before));
     }
+}
+
+/// A task that may sleep gets what the hook has freed, of the order that was missing; one that may not asks nobody.
+#[test]
+fn a_heap_asks_for_relief() {
+    with_heap(8, |threads, frames, heap| {
+        let mut cx = threads.cx();
+        struct Hoard<'a, 'm>(
+            &'a Frames<'m, hugemm_frames::Carved>,
+            RefCell<Vec<hugemm_frames::Frozen>>,
+            Cell<Option<Shortfall>>,
+        );
+        impl Relief<Threads<Memory>> for Hoard<'_, '_> {
+            fn relieve(&self, cx: &mut super::Cx<'_>, need: Shortfall) -> u64 {
+                self.2.set(Some(need));
+                let all = self.1.take();
+                let pages = all.len() as u64;
+                all.into_iter().for_each(|block| self.0.free(cx, block));
+                pages
+            }
+        }
+        let all = || core::iter::from_fn(|| frames.alloc(&threads.cx(), Order::ZERO).ok()).collect();
+        let hook = Hoard(frames, RefCell::default(), Cell::default());
+        // A slab's block, 8 KiB, and so many pages that no power of two is.
+        for (layout, pages) in [(layout(1500, 8), None), (layout(8192, 8), Some(2)), (layout(9 * 4096, 8), Some(16))] {
+            heap.trim(&cx);
+            hook.1.replace(all());
+            assert_eq!(heap.alloc(&cx, layout), Err(HeapError::OutOfMemory));
+            assert_eq!(
+                cx.pinned(|_| heap.alloc_or_relieve(&mut threads.cx(), &hook, layout)),
+                Err(HeapError::OutOfMemory)
+            );
+            assert_eq!(hook.2.get(), None, "a pinned task asked");
+            let memory = heap.alloc_or_relieve(&mut cx, &hook, layout).expect("what was freed");
+            let need = hook.2.take().expect("asked");
+            assert!(pages.is_none_or(|pages| need.order.pages() == pages), "{need:?}");
+            fill(memory, layout, 5);
+            assert!(holds(memory, layout, 5));
+            // SAFETY: allocated above, once.
+            unsafe { heap.free(&cx, memory, layout) };
+        }
+        assert_eq!(heap.alloc_or_relieve(&mut cx, &hook, layout(2 << 30, 8)), Err(HeapError::TooLarge));
+        assert_eq!(hook.2.get(), None, "that is no shortage");
+    });
 }

@@ -1,10 +1,12 @@
 //! Every allocation fails once, and what there was is what there is.
 
 use crate::areas::MANY;
-use crate::{World, on_both};
+use crate::{Faults, Machine, Task, World, on_both};
 use hugemm_base::inject::every_fault;
-use hugemm_base::{Order, PAGE_BYTES};
+use hugemm_base::{Order, PAGE_BYTES, Relief, Shortfall};
+use hugemm_frames::{Frames, Frozen};
 use hugemm_kva::{KvaError, Limits, Request};
+use std::cell::RefCell;
 
 on_both! {
     /// A scenario that takes small, large, zeroed and aligned areas and a stack, with each allocation failing in turn.
@@ -66,5 +68,33 @@ on_both! {
         }
         let counts = world.on(0, |cx| world.kva.counts(cx));
         assert!(counts.batches >= 4 && counts.waiting_pages == 0, "{counts:?}");
+    }
+
+    /// An area for which there is no memory asks who frees some, if its caller has somebody.
+    fn relief_serves_areas(world: World<F>, MANY) {
+        struct Hoard<'a>(&'a Frames<'static, Faults>, RefCell<Vec<Frozen>>);
+        impl Relief<Machine> for Hoard<'_> {
+            fn relieve(&self, cx: &mut Task<'_>, need: Shortfall) -> u64 {
+                let most = self.1.borrow().len().min(need.pages as usize);
+                self.1.borrow_mut().drain(..most).for_each(|block| self.0.free(cx, block));
+                most as u64
+            }
+        }
+        let free = world.trimmed();
+        world.on(1, |cx| {
+            let hook = Hoard(world.frames, RefCell::default());
+            while let Ok(block) = world.frames.alloc(cx, Order::ZERO) {
+                hook.1.borrow_mut().push(block);
+            }
+            let request = Request::new(5 * PAGE_BYTES, "relieved");
+            assert_eq!(world.kva.alloc(cx, request).err(), Some(KvaError::NoMemory));
+            // Its record and tables besides.
+            let need = Shortfall::frames(10);
+            let area = world.frames.or_relieve(cx, &hook, need, |cx| world.kva.alloc(cx, request)).expect("freed");
+            assert!(hook.1.borrow().len() >= 30, "more was freed than was missing");
+            world.kva.free(cx, area).expect("its own");
+            hook.1.take().into_iter().for_each(|block| world.frames.free(cx, block));
+        });
+        assert_eq!(world.trimmed(), free);
     }
 }

@@ -304,17 +304,17 @@ fn large_pages_leave_room_for_storing_them() {
     });
 }
 
-/// Direct reclaim of a task that may not sleep does nothing; of others it is counted, with what it freed; so is a worker's.
+/// Who frees memory asks nobody for some; direct reclaim of others is counted, with what it freed; so is a worker's.
 #[test]
 fn what_is_reclaimed_is_counted() {
     with_cpu(SIZE, 13, |rig, cx| {
         let space = filled(rig, cx, PageSize::Size4K, 200);
         rig.leave(cx, &space);
         let pager = rig.vm.pager();
-        let need = Shortfall { order: Order::ZERO, pages: 50, node: None, may_sleep: true };
-        assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { may_sleep: false, ..need }), 0);
+        let need = Shortfall::frames(50);
+        assert_eq!(cx.freeing(|cx| cx.relieved_by(&rig.vm, need)), 0);
         assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (0, 0));
-        assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { node: Some(NodeId(7)), ..need }), 0);
+        assert_eq!(pager.relieve(&rig.vm, cx, need.only(Some(NodeId(7)))), 0);
         let freed = pager.relieve(&rig.vm, cx, need);
         assert!((50..114).contains(&freed), "{freed}");
         assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (2, freed));
@@ -425,7 +425,7 @@ fn a_strangers_lru_is_left_alone() {
         let budget = ShrinkBudget { free: 8, scan: 8 };
         assert_eq!(pager.shrink(&rig.vm, cx, NodeId(1), budget, &Never).scanned, 0);
         assert!(!pager.compact(&rig.vm, cx, NodeId(1)));
-        let need = Shortfall { order: Order::ZERO, pages: 8, node: Some(NodeId(1)), may_sleep: true };
+        let need = Shortfall::frames(8).only(Some(NodeId(1)));
         assert_eq!(pager.relieve(&rig.vm, cx, need), 0);
         assert_eq!(pager.counts().aged.get(), 0, "looked at");
         assert_eq!((theirs.stats(cx).folios, rig.others.references(page.base())), (1, 1));

@@ -1,12 +1,15 @@
 //! Memory can run out at every allocation: whatever was going on, the space stays right, and every frame comes back.
 
-use crate::support::{AT, Cx, Handle, Metered, Rig, bounds, no_faults, span, with_cpu, with_format, with_rig};
+use crate::support::{
+    AT, Cpus, Cx, Handle, Metered, Rig, bounds, no_faults, parts, span, with_cpu, with_format, with_rig,
+};
 use hugemm_base::inject::{FaultPlan, every_fault};
-use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
-use hugemm_frames::AllocRequest;
+use hugemm_base::{CpuId, Never, Order, PageSize, Relief, Shortfall, VirtAddr};
+use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, Backing, Protection, Served, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Parts, Protection, Served, Vm, VmError, VmaKind};
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 
 /// Stores, and remembers what was stored.
@@ -268,5 +271,46 @@ fn a_run_is_pinned_as_a_whole_or_not_at_all() {
             rig.vm.unpin(cx, &space, pin).expect("its own");
         }
         rig.vm.destroy(cx, space).expect("nothing is pinned");
+    });
+}
+
+/// Whoever else allocates asks the manager, as the manager does itself: the pager first, and the last resort when that has nothing.
+#[test]
+fn the_last_resort_is_asked_last() {
+    struct Balloon<'a, 'm, 'h>(&'a Frames<'m, Plain<&'h FaultPlan>>, Mutex<Vec<Frozen>>);
+    impl<'h> Relief<Cpus<'h>> for Balloon<'_, '_, '_> {
+        fn relieve(&self, cx: &mut Cx<'_, 'h>, _: Shortfall) -> u64 {
+            let all = core::mem::take(&mut *self.1.lock().expect("whole"));
+            let pages = all.len() as u64;
+            all.into_iter().for_each(|block| self.0.free(cx, block));
+            pages
+        }
+    }
+    with_cpu(8, 1, 29, |rig, cx| {
+        let frames = rig.vm.frames();
+        let balloon = Balloon(frames, Mutex::default());
+        let parts = Parts { last_resort: Some(&balloon), ..parts::<Metered, false>(frames, rig.vm.shootdown()) };
+        // SAFETY: as the rig's.
+        let vm = unsafe { Vm::new(parts) }.expect("small objects");
+        let space = vm.create(cx, bounds()).expect("a space");
+        let kind = VmaKind::private(PageSize::Size4K);
+        vm.map(cx, &space, span(AT, 1 << 20), kind, Backing::Private).expect("an area");
+        let inflate = |cx: &Cx<'_, '_>| {
+            let all = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+            balloon.1.lock().expect("whole").extend(all);
+        };
+        inflate(cx);
+        vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("the balloon's");
+        inflate(cx);
+        let own = frames.alloc_or_relieve(cx, &vm, Order::ZERO).expect("the balloon's");
+        frames.free(cx, own);
+        inflate(cx);
+        assert_eq!(vm.pager().asked.load(Ordering::Relaxed), 2);
+        vm.pager().helps.store(true, Ordering::Relaxed);
+        assert!(frames.alloc_or_relieve(cx, &vm, Order::ZERO).is_err(), "the pager says that it helps");
+        assert!(!balloon.1.lock().expect("whole").is_empty());
+        balloon.1.lock().expect("whole").drain(..).for_each(|block| frames.free(cx, block));
+        vm.destroy(cx, space).expect("destroyed");
+        vm.trim(cx);
     });
 }

@@ -15,7 +15,7 @@ use hugemm_inspect::memory::Region;
 use hugemm_workloads::alloc_free::Source;
 use hugemm_workloads::size::Size;
 use std::alloc::Layout;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub struct AreaPlan {
     pub extent: Extent,
@@ -103,32 +103,48 @@ impl<'m> Area<'m> {
         S: Source<Host<'m>> + Sync,
         R: Send,
     {
-        let gate = Gate { missing: AtomicU32::new(threads), broken: AtomicBool::new(false) };
-        let results = self.host.run_on_each((0..threads).map(CpuId), |cx| {
-            let broken = BreakOnPanic(&gate);
+        together(&self.host, threads, |cx, gate| {
             source.settle(cx);
             gate.pass();
             let cpu = cx.pinned(|pin| pin.cpu().0);
-            let result = f(cx, cpu);
-            std::mem::forget(broken);
-            result
-        })?;
-        results.into_iter().collect()
+            f(cx, cpu)
+        })
     }
 }
 
-/// Lets several threads start within nanoseconds of each other.
-struct Gate {
-    missing: AtomicU32,
+/// Runs `f` on the first `threads` CPUs of a host at once. Results in the order of the CPUs. Who fails or panics opens the gate for the
+/// others for good.
+pub fn together<'s, 'h, R: Send>(
+    host: &'s Host<'h>,
+    threads: u32,
+    f: impl Fn(&mut CpuCx<'s, Host<'h>>, &Gate) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let gate = Gate { cpus: u64::from(threads), came: AtomicU64::new(0), broken: AtomicBool::new(false) };
+    let results = host.run_on_each((0..threads).map(CpuId), |cx| {
+        let broken = Broken(&gate);
+        let result = f(cx, &gate);
+        if result.is_ok() {
+            std::mem::forget(broken);
+        }
+        result
+    })?;
+    results.into_iter().collect()
+}
+
+/// Lets several threads go on within nanoseconds of each other, again and again.
+pub struct Gate {
+    cpus: u64,
+    came: AtomicU64,
     broken: AtomicBool,
 }
 
 impl Gate {
-    fn pass(&self) {
+    /// Waits for all of them.
+    pub fn pass(&self) {
         // Release and Acquire: what each did before is seen by all after.
-        self.missing.fetch_sub(1, Ordering::AcqRel);
+        let all = (self.came.fetch_add(1, Ordering::AcqRel) + 1).next_multiple_of(self.cpus);
         let mut spins = 0_u32;
-        while self.missing.load(Ordering::Acquire) != 0 && !self.broken.load(Ordering::Relaxed) {
+        while self.came.load(Ordering::Acquire) < all && !self.broken.load(Ordering::Relaxed) {
             spins += 1;
             // Somebody may share a real CPU with whoever is missing.
             if spins.is_multiple_of(1 << 14) { std::thread::yield_now() } else { std::hint::spin_loop() }
@@ -137,9 +153,9 @@ impl Gate {
 }
 
 /// Opens the gate for the others when one thread will never come.
-struct BreakOnPanic<'a>(&'a Gate);
+struct Broken<'a>(&'a Gate);
 
-impl Drop for BreakOnPanic<'_> {
+impl Drop for Broken<'_> {
     fn drop(&mut self) {
         self.0.broken.store(true, Ordering::Relaxed);
     }

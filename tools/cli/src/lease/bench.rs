@@ -2,7 +2,7 @@
 //! with memory that is leased.
 
 use super::args::BenchLease;
-use super::pins;
+use super::pins::{self, Pins};
 use super::restore::{self, Snapshot};
 use crate::document::Row;
 use crate::interference::lines_in;
@@ -17,7 +17,7 @@ use hugemm_base::{CpuId, Never, PageSize};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::pool::HugetlbPool;
-use hugemm_lease::client::Connection;
+use hugemm_lease::client::{Connection, Lease};
 use hugemm_lease::status::{Counts, Status};
 use hugemm_lease::wire::{Answer, Forget, KeepAs, Request, Wish};
 use hugemm_workloads::chase::Chase;
@@ -115,7 +115,7 @@ const NEIGHBOUR: u64 = 16 << 20;
 const LOOK_NS: u64 = 20_000_000;
 
 pub fn run(args: &BenchLease) -> Result<()> {
-    let measured = measure(args);
+    let measured = if args.pins { pins::run(args) } else { measure(args) };
     // A terminal's signal reaches children, too, and what ends by it may be seen before this process's own comes.
     let end = Instant::now() + Duration::from_millis(500);
     while measured.is_err() && !interrupt::requested() && Instant::now() < end {
@@ -136,7 +136,7 @@ fn measure(args: &BenchLease) -> Result<()> {
     let (mut rows, mut filled) = (Vec::new(), Counts::default());
     let mut slowed = None;
     let mut restores = table::new(["size", "memory", "guest answers, ms", "has touched all, ms"]);
-    let mut pins = table::new(["size", "memory", "ms", "ms per GiB"]);
+    let mut pins = Pins::new();
     let mut template_cpu = Samples::default();
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
@@ -198,19 +198,7 @@ fn measure(args: &BenchLease) -> Result<()> {
             bar.set_message(format!("{size}, a neighbour"));
             slowed = Some(bench.neighbour(&machine)?);
         }
-        for memory in pins::Memory::ALL {
-            bar.set_message(format!("{size}, pins of {}", memory.name()));
-            let mut times = Samples::default();
-            for _ in 0..repeat.all() {
-                interrupt::check()?;
-                times.push(bench.pin(memory)?.as_secs_f64() * 1e3);
-            }
-            let gib = bytes as f64 / (1u64 << 30) as f64;
-            let cells = [times.median(), times.median() / gib].map(|ms| format!("{ms:.2}"));
-            let [ms, per_gib] = cells;
-            pins.add_row([size.to_string(), memory.name(), ms, per_gib]);
-            rows.push(Row::median("bench.lease.pin", &times, "ms").label("size", bytes).label("memory", memory.name()));
-        }
+        pins.measure(bytes, repeat.all(), Some(&bench), &bar)?;
         drop(bench);
         bar.set_message(format!("{size}, a snapshot"));
         let dir = Scratch::new("snapshot")?;
@@ -268,13 +256,17 @@ fn measure(args: &BenchLease) -> Result<()> {
             slowed.stdev()
         ));
     }
-    let mut tables = vec![(title, lines), ("Pinned by io_uring".to_owned(), pins)];
+    let mut results = Results::default();
+    results.tables.push((title, lines));
+    pins.add_to(&mut results);
     if template_cpu.runs() > 0 {
         rows.push(Row::median("bench.lease.template_cpu_per_gib", &template_cpu, "s"));
         remarks.push(format!("a template took the daemon {:.2} s of CPU time per GiB", template_cpu.median()));
-        tables.push(("From exec to a guest that was saved".to_owned(), restores));
+        results.tables.push(("From exec to a guest that was saved".to_owned(), restores));
     }
-    machine.show(Results { tables, remarks, rows, ..Results::default() })
+    results.rows.splice(0..0, rows);
+    results.remarks.splice(0..0, remarks);
+    machine.show(results)
 }
 
 /// A directory that goes with this command.
@@ -295,7 +287,7 @@ impl Drop for Scratch {
 }
 
 /// A daemon of its own, with one file of the size ready whenever a machine starts.
-struct Bench<'a> {
+pub(super) struct Bench<'a> {
     args: &'a BenchLease,
     bytes: u64,
     threads: usize,
@@ -304,7 +296,7 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn start(args: &'a BenchLease, bytes: u64, threads: usize, what: &[&str]) -> Result<Self> {
+    pub(super) fn start(args: &'a BenchLease, bytes: u64, threads: usize, what: &[&str]) -> Result<Self> {
         let dir = Scratch::new("lease")?;
         let mut daemon = Command::new(std::env::current_exe()?);
         daemon.args(["pool", "serve", "--page", "2M"]).args(what).arg("--socket").arg(dir.0.join("socket"));
@@ -331,7 +323,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Has all memory back in the kernel's pool, for a machine that takes its own.
-    fn drain(&self) -> Result<()> {
+    pub(super) fn drain(&self) -> Result<()> {
         self.ask(&Request::Drain {})?;
         self.wait_until("pages are free", || {
             let status = HugetlbPool::new().status(PageSize::Size2M, None)?;
@@ -397,17 +389,10 @@ impl<'a> Bench<'a> {
         Ok(command)
     }
 
-    /// How long all of such memory takes to be pinned.
-    fn pin(&self, memory: pins::Memory) -> Result<Duration> {
-        if memory != pins::Memory::Leased {
-            self.drain()?;
-            return pins::pin(memory, self.bytes, || bail!("nothing is leased"));
-        }
+    /// All of it leased, to this process.
+    pub(super) fn lend(&self) -> Result<Lease> {
         self.fill()?;
-        let lease = Connection::open(&self.socket())?.lease(Wish::of(self.bytes))?;
-        let time = pins::pin(memory, self.bytes, || Ok(lease.file.try_clone()?));
-        lease.end()?;
-        time
+        Ok(Connection::open(&self.socket())?.lease(Wish::of(self.bytes))?)
     }
 
     /// One start. A filling leaves the caches without QEMU: it comes right before each start but two. `prealloc=off`, which the goals

@@ -1,7 +1,24 @@
-//! How long memory takes to be pinned, as for a device: by io_uring's registered buffers, which take the same pins and need none.
+//! How long memory takes to be pinned, as for a device: by io_uring's registered buffers, which take the same pins and need none, and
+//! by a GPU's runtime where there is one.
 
+use super::args::BenchLease;
+use super::bench::Bench;
+use super::gpu::Gpu;
+use crate::document::Row;
+use crate::machine::Machine;
+use crate::measure::Repeat;
+use crate::results::Results;
+use crate::stats::Samples;
+use crate::{progress, table};
 use anyhow::{Context, Result};
+use comfy_table::Table;
+use hugemm_base::PageSize;
+use hugemm_inspect::interrupt;
+use hugemm_inspect::limits::Limits;
+use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lease::memory_file::{MemoryFile, Page};
+use hugemm_workloads::size::Size;
+use indicatif::ProgressBar;
 use io_uring::IoUring;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
@@ -10,7 +27,7 @@ use std::time::{Duration, Instant};
 
 /// Which memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Memory {
+enum Memory {
     /// Leased, and not touched yet.
     Leased,
     /// Of these pages, if not small ones, and filled before or not.
@@ -18,7 +35,7 @@ pub(super) enum Memory {
 }
 
 impl Memory {
-    pub(super) const ALL: [Memory; 7] = [
+    const ALL: [Memory; 7] = [
         Memory::Leased,
         Memory::Own(Some(Page::Huge2M), true),
         Memory::Own(Some(Page::Huge2M), false),
@@ -28,7 +45,12 @@ impl Memory {
         Memory::Own(None, false),
     ];
 
-    pub(super) fn name(self) -> String {
+    /// Whether its pages are the kernel's pool's.
+    fn is_of_pool(self) -> bool {
+        matches!(self, Memory::Leased | Memory::Own(Some(Page::Huge2M | Page::Huge1G), _))
+    }
+
+    fn name(self) -> String {
         match self {
             Memory::Leased => "2M, leased".to_owned(),
             Memory::Own(page, filled) => {
@@ -68,18 +90,6 @@ impl Region {
         // SAFETY: pages of a mapping that is ours become present; no byte changes.
         Ok(unsafe { madvise(self.at, self.bytes, Advice::LinuxPopulateWrite) }?)
     }
-
-    /// The time that all of it takes.
-    fn pin(&self) -> Result<Duration> {
-        const MOST: usize = 1 << 30;
-        let part = |at| libc::iovec { iov_base: self.at.wrapping_byte_add(at), iov_len: MOST.min(self.bytes - at) };
-        let parts: Vec<_> = (0..self.bytes).step_by(MOST).map(part).collect();
-        let ring = IoUring::new(2).context("no io_uring: the kernel has none, or kernel.io_uring_disabled")?;
-        let from = Instant::now();
-        // SAFETY: the memory is mapped until the ring is gone, and no request reads or writes it.
-        unsafe { ring.submitter().register_buffers(&parts) }.context("memory cannot be pinned (ulimit -l)")?;
-        Ok(from.elapsed())
-    }
 }
 
 impl Drop for Region {
@@ -89,21 +99,172 @@ impl Drop for Region {
     }
 }
 
-/// How long `bytes` of such memory take; `leased` is a file for the first kind.
-pub(super) fn pin(
-    memory: Memory,
-    bytes: u64,
-    leased: impl FnOnce() -> Result<std::os::fd::OwnedFd>,
-) -> Result<Duration> {
+/// Who pins it.
+enum By {
+    /// Registered buffers.
+    IoUring,
+    Gpu(Gpu),
+}
+
+/// How long it took.
+struct Times {
+    pinned: Duration,
+    let_go: Duration,
+}
+
+impl By {
+    fn name(&self) -> &str {
+        match self {
+            By::IoUring => "io_uring",
+            By::Gpu(gpu) => gpu.name(),
+        }
+    }
+
+    fn pin(&self, region: &Region) -> Result<Times> {
+        match self {
+            By::IoUring => {
+                const MOST: usize = 1 << 30;
+                let part = |at| libc::iovec {
+                    iov_base: region.at.wrapping_byte_add(at),
+                    iov_len: MOST.min(region.bytes - at),
+                };
+                let parts: Vec<_> = (0..region.bytes).step_by(MOST).map(part).collect();
+                let ring = IoUring::new(2).context("no io_uring: the kernel has none, or kernel.io_uring_disabled")?;
+                let from = Instant::now();
+                // SAFETY: the memory is mapped until the ring is gone, and no request reads or writes it.
+                unsafe { ring.submitter().register_buffers(&parts) }.context("memory cannot be pinned (ulimit -l)")?;
+                let (pinned, from) = (from.elapsed(), Instant::now());
+                ring.submitter().unregister_buffers()?;
+                Ok(Times { pinned, let_go: from.elapsed() })
+            }
+            By::Gpu(gpu) => {
+                let from = Instant::now();
+                gpu.register(region.at, region.bytes)?;
+                let (pinned, from) = (from.elapsed(), Instant::now());
+                gpu.let_go(region.at)?;
+                Ok(Times { pinned, let_go: from.elapsed() })
+            }
+        }
+    }
+}
+
+/// What all pins came to.
+pub(super) struct Pins {
+    by: Vec<By>,
+    table: Table,
+    rows: Vec<Row>,
+    /// What could not be measured, and why.
+    remarks: Vec<String>,
+}
+
+impl Pins {
+    pub(super) fn new() -> Self {
+        let table = table::new(["size", "memory", "pinned by", "ms", "ms per GiB", "let go, ms per GiB"]);
+        let mut pins = Pins { by: vec![By::IoUring], table, rows: Vec::new(), remarks: Vec::new() };
+        match Gpu::find() {
+            Ok(Some(gpu)) => pins.by.push(By::Gpu(gpu)),
+            Ok(None) => pins.remarks.push("no GPU runtime here (libcuda.so.1)".to_owned()),
+            Err(error) => pins.remarks.push(format!("no GPU can be had: {error:#}")),
+        }
+        pins
+    }
+
+    /// Pins `bytes` of each kind of memory, the pool's only with a daemon. What cannot be had is said, and the rest goes on.
+    pub(super) fn measure(
+        &mut self,
+        bytes: u64,
+        runs: usize,
+        bench: Option<&Bench<'_>>,
+        bar: &ProgressBar,
+    ) -> Result<()> {
+        for memory in Memory::ALL {
+            if bench.is_none() && memory.is_of_pool() {
+                continue;
+            }
+            for by in &self.by {
+                bar.set_message(format!("{}, pins of {} by {}", Size(bytes), memory.name(), by.name()));
+                let (mut pinned, mut let_go) = (Samples::default(), Samples::default());
+                for _ in 0..runs {
+                    interrupt::check()?;
+                    match once(memory, bytes, by, bench) {
+                        Ok(times) => {
+                            pinned.push(times.pinned.as_secs_f64() * 1e3);
+                            let_go.push(times.let_go.as_secs_f64() * 1e3);
+                        }
+                        Err(error) => {
+                            let (size, memory) = (Size(bytes), memory.name());
+                            self.remarks.push(format!("{size}, {memory}, not pinned by {}: {error:#}", by.name()));
+                            break;
+                        }
+                    }
+                }
+                if pinned.runs() == 0 {
+                    continue;
+                }
+                let gib = bytes as f64 / (1u64 << 30) as f64;
+                let cells =
+                    [pinned.median(), pinned.median() / gib, let_go.median() / gib].map(|ms| format!("{ms:.2}"));
+                let [ms, per_gib, let_go_per_gib] = cells;
+                let (size, by) = (Size(bytes).to_string(), by.name().to_owned());
+                self.table.add_row([size, memory.name(), by.clone(), ms, per_gib, let_go_per_gib]);
+                for (metric, times) in [("bench.lease.pin", pinned), ("bench.lease.unpin", let_go)] {
+                    let row = Row::median(metric, &times, "ms").label("size", bytes).label("memory", memory.name());
+                    self.rows.push(row.label("by", by.as_str()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Its table, rows and remarks, behind others.
+    pub(super) fn add_to(self, results: &mut Results) {
+        results.tables.push(("Pinned".to_owned(), self.table));
+        results.rows.extend(self.rows);
+        results.remarks.extend(self.remarks);
+    }
+}
+
+/// `hugemm bench lease --pins`: nothing else, and without a QEMU.
+pub(super) fn run(args: &BenchLease) -> Result<()> {
+    let machine = Machine::new(&args.common)?;
+    let runs = Repeat::new(args.runs, args.warmup.warmup).all();
+    let bar = progress::bar(args.sizes.len() as u64, machine.quiet());
+    let mut pins = Pins::new();
+    for size in &args.sizes {
+        let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
+        let pool = HugetlbPool::new().ensure(PageSize::Size2M, bytes / PageSize::Size2M.bytes(), None);
+        let options = ["--size", &bytes.to_string(), "--shape", &bytes.to_string()];
+        let bench = pool.and_then(|pool| Ok((Bench::start(args, bytes, 1, &options)?, pool)));
+        let bench = bench.map_err(|error| pins.remarks.push(format!("{size} of the pool, not pinned: {error:#}"))).ok();
+        pins.measure(bytes, runs, bench.as_ref().map(|(bench, _)| bench), &bar)?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let mut results = Results::default();
+    pins.add_to(&mut results);
+    machine.show(results)
+}
+
+/// Takes `bytes` of such memory, has them pinned, and gives them back.
+fn once(memory: Memory, bytes: u64, by: &By, bench: Option<&Bench<'_>>) -> Result<Times> {
     let len = usize::try_from(bytes)?;
+    if memory == Memory::Leased {
+        let lease = bench.context("no daemon")?.lend()?;
+        let times = by.pin(&Region::of_file(lease.file.as_fd(), len)?);
+        lease.end()?;
+        return times;
+    }
+    bench.map_or(Ok(()), Bench::drain)?;
+    if !memory.is_of_pool() {
+        Limits::read()?.check(bytes)?;
+    }
     let (region, filled) = match memory {
-        Memory::Leased => (Region::of_file(leased()?.as_fd(), len)?, false),
         Memory::Own(Some(Page::Transparent), filled) => (Region::anonymous(len, Advice::LinuxHugepage)?, filled),
         Memory::Own(Some(page), filled) => (Region::of_file(MemoryFile::new(page, bytes)?.as_fd(), len)?, filled),
-        Memory::Own(None, filled) => (Region::anonymous(len, Advice::LinuxNoHugepage)?, filled),
+        _ => (Region::anonymous(len, Advice::LinuxNoHugepage)?, memory == Memory::Own(None, true)),
     };
     if filled {
         region.populate()?;
     }
-    region.pin()
+    by.pin(&region)
 }

@@ -156,7 +156,9 @@ fn on_ration<R>(
     pager.set_ageing(terms.ageing);
     // SAFETY: the clearer is made from what `Features::detect` finds.
     let vm = unsafe { vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default()) }?;
+    frames().keep_reserve(cx, RESERVE);
     let result = f(cx, &vm, &store);
+    frames().keep_reserve(cx, 0);
     vm.trim(cx);
     drop(vm);
     match (store.close(cx), result) {
@@ -164,6 +166,9 @@ fn on_ration<R>(
         (_, result) => result,
     }
 }
+
+/// Frames for whoever stores pages when there are no others.
+const RESERVE: u64 = 16;
 
 /// What memory is held back for, so that there is less.
 pub const HELD_BACK: FrameUse = FrameUse::own(0).expect("one of eight");

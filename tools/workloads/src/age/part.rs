@@ -1,8 +1,8 @@
 //! A process from one turn to the next, as the CPU that plays it keeps it.
 
 use super::{Failed, Process, Touch, Touched};
-use crate::random::Random;
-use hugemm_base::{PageSize, VirtAddr, VirtRange};
+use hugemm_base::random::Random;
+use hugemm_base::{Order, PageSize, VirtAddr, VirtRange};
 use hugemm_vm::{AddressSpace, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
 
 /// Where the region that processes share begins in every space.
@@ -80,11 +80,16 @@ impl<'b, 'v> Part<'b, 'v> {
         turn: Turn<'_>,
     ) -> Result<(), Failed> {
         let Turn { page, hot, forks, random, touched } = turn;
+        // What a kernel takes for itself meanwhile is reclaimed for like what processes have.
+        match vm.frames().alloc_or_relieve(cx, vm, Order::ZERO) {
+            Ok(own) => vm.frames().free(cx, own),
+            Err(_) => touched.refused += 1,
+        }
         for (at, wrote, alone) in [(SHARED_AT, &mut *self.shared, false), (OWN_AT, &mut *self.own, true)] {
             if wrote.is_empty() {
                 continue;
             }
-            let random = Random::new(random.below(u64::MAX));
+            let random = Random(random.below(u64::MAX));
             let mut process = Process { number: self.number, at, wrote, alone, random, stores: self.stores };
             let mut result = Ok(());
             touch.with(cx, vm, space, &mut |cx| {
@@ -98,7 +103,7 @@ impl<'b, 'v> Part<'b, 'v> {
         if !forks {
             return Ok(());
         }
-        let random = Random::new(random.below(u64::MAX));
+        let random = Random(random.below(u64::MAX));
         let (number, wrote, stores) = (self.number, &mut *self.own, self.stores);
         let mut process = Process { number, at: OWN_AT, wrote, alone: true, random, stores };
         // A device has a page while others reclaim, and while the process touches, forks and unmaps.

@@ -285,6 +285,7 @@ pub fn parts<'m, 'h, F: PageFormat, const AWAY: bool>(
         clearer,
         shootdown_policy: ShootdownPolicy::BATCHED,
         pager: Slots::default(),
+        last_resort: None,
         pools: Pools::default(),
     }
 }

@@ -4,15 +4,15 @@
 //! there before finds something else. Guard pages fault, and say whose they are; so does a store to what has become read-only. What is
 //! freed is nobody's before its flush.
 
-use super::{Cx, Failure, Finding, on_all};
-use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use super::{Cx, Done, Failure, Finding, on_all};
+use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Order, PAGE_BYTES, VirtAddr};
 use hugemm_kernel::kva::areas;
 use hugemm_kernel::{page_fault, percpu};
 use hugemm_kva::{Area, KvaError, Place, Request};
 use hugemm_paging::Flags;
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
@@ -113,13 +113,13 @@ impl Marked {
     }
 }
 
-/// One round on all CPUs, until `until` at the latest; how many areas were freed.
+/// One round on all CPUs, until `until` at the latest.
 #[inline(never)]
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Failure> {
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Failure> {
     let shelf: [Lock<SpinLock, Option<Marked>>; SHELF] = core::array::from_fn(|_| Lock::new(None));
-    let (stop, freed) = (AtomicBool::new(false), AtomicU64::new(0));
+    let stop = AtomicBool::new(false);
     let ran = on_all(cx, |cx, cpu| {
-        let mut random = Random::new(seed ^ u64::from(cpu) << 32);
+        let mut random = Random(seed ^ u64::from(cpu) << 32);
         for step in 0..STEPS {
             // Relaxed: only to end sooner.
             if stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= until {
@@ -130,7 +130,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
                 // What this CPU flushes, stays: here and on all others.
                 percpu::own().unflushed.store(true, Ordering::Relaxed);
             }
-            let stepped = one(cx, cpu, step, &mut random, &shelf, &freed);
+            let stepped = one(cx, cpu, step, &mut random, &shelf);
             percpu::own().unflushed.store(false, Ordering::Relaxed);
             stepped.inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
         }
@@ -145,7 +145,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
     ran?;
     waits_for_its_flush(cx)?;
     areas().trim(cx);
-    Ok(freed.into_inner())
+    Ok(())
 }
 
 fn one(
@@ -154,7 +154,6 @@ fn one(
     step: u64,
     random: &mut Random,
     shelf: &[Lock<SpinLock, Option<Marked>>; SHELF],
-    freed: &AtomicU64,
 ) -> Result<(), Failure> {
     let new = Marked::take(cx, random);
     let place = &shelf[random.below(SHELF as u64) as usize];
@@ -167,7 +166,7 @@ fn one(
         _ => {}
     }
     old.free(cx)?;
-    freed.fetch_add(1, Ordering::Relaxed);
+    Done::Areas.add(1);
     if step % 64 == 63 {
         areas().flush(cx);
     }
