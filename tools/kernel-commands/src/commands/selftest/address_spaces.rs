@@ -19,9 +19,8 @@ use hugemm_kernel::percpu;
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_paging::ShootdownPolicy;
 use hugemm_vm::{
-    Discard,
-    AccessError, AddressSpace, Advice, Backing, NoPager, PageSource, Pools, Protection, SharedRef, SourceError, StoredPages,
-    Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
+    AccessError, AddressSpace, Advice, Backing, Discard, NoPager, PageSource, Pools, Protection, SharedRef,
+    SourceError, StoredPages, Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
 };
 
 /// Where the plots are.
