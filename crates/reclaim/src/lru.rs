@@ -109,9 +109,16 @@ impl LruStats {
 
 /// The LRU of one node. See the [module's documentation](self). Its functions may be called in any context but NMI: what they
 /// take is one lock, pinned, for a bounded time.
+#[repr(C, align(64))]
 pub struct Lru<'f, 'm, E: Env, L: RawLock = SpinLock> {
-    frames: &'f Frames<'m, E>,
     lists: PinnedLock<L, Kinds>,
+    read: Read<'f, 'm, E>,
+}
+
+/// What all nodes' CPUs look at, on a line of its own.
+#[repr(align(64))]
+struct Read<'f, 'm, E: Env> {
+    frames: &'f Frames<'m, E>,
     wake: Wake,
 }
 
@@ -124,26 +131,26 @@ impl<E: Env, L: RawLock> fmt::Debug for Lru<'_, '_, E, L> {
 impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     /// Whether it is for folios of these frames. Others' it would link through descriptors that are not theirs.
     pub(crate) fn is_of(&self, frames: &Frames<'_, E>) -> bool {
-        core::ptr::from_ref(self.frames).addr() == core::ptr::from_ref(frames).addr()
+        core::ptr::from_ref(self.read.frames).addr() == core::ptr::from_ref(frames).addr()
     }
 
     /// An empty LRU for folios of `frames`.
     pub fn new(frames: &'f Frames<'m, E>, policy: LruPolicy) -> Self {
-        Lru { frames, lists: PinnedLock::new(Kinds::new(policy)), wake: Wake::new() }
+        Lru { lists: PinnedLock::new(Kinds::new(policy)), read: Read { frames, wake: Wake::new() } }
     }
 
     /// One lock round.
     fn locked<P: Cpu, R>(&self, cx: &CpuCx<'_, P>, f: impl FnOnce(&mut Kinds) -> R) -> R {
         cx.pinned(|pin| {
             let mut lists = self.lists.lock(pin);
-            lists.own.stats.lock_rounds += 1;
+            lists.own.lock_rounds += 1;
             f(&mut lists)
         })
     }
 
     /// What is noted of its node's free memory.
     pub(crate) fn wake(&self) -> &Wake {
-        &self.wake
+        &self.read.wake
     }
 
     /// Puts folios of `order` on that are not: at most [`BATCH`]. For their owner, who holds references to them. One lock round.
@@ -152,7 +159,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
         self.locked(cx, |lists| {
             let before = lists.inserted();
-            heads.for_each(|head| lists.own.insert(self.frames, head, order));
+            heads.for_each(|head| lists.own.insert(self.read.frames, head, order));
             before / look_each != lists.inserted() / look_each
         })
     }
@@ -167,7 +174,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
         self.locked(cx, |lists| {
             let before = lists.inserted();
-            lists.insert_sourced(self.frames, heads, distance);
+            lists.insert_sourced(self.read.frames, heads, distance);
             before / look_each != lists.inserted() / look_each
         })
     }
@@ -176,7 +183,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     pub(crate) fn demote<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: &[Pfn]) {
         if !heads.is_empty() {
             self.locked(cx, |lists| {
-                heads.iter().for_each(|head| lists.of(self.frames, *head).demote(self.frames, *head))
+                heads.iter().for_each(|head| lists.of(self.read.frames, *head).demote(self.read.frames, *head))
             });
         }
     }
@@ -195,7 +202,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
             for (head, last) in heads.iter().zip(last) {
                 *last = put(*head);
                 if last.is_some() {
-                    lists.of(self.frames, *head).remove(self.frames, *head);
+                    lists.of(self.read.frames, *head).remove(self.read.frames, *head);
                 }
             }
         });
@@ -213,7 +220,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         batch: &mut Batch,
         hold: impl FnMut(Pfn) -> bool,
     ) {
-        self.locked(cx, |lists| lists.isolate(self.frames, (source, take), most_pages, batch, hold));
+        self.locked(cx, |lists| lists.isolate(self.read.frames, (source, take), most_pages, batch, hold));
     }
 
     /// Does with each folio of a batch what its verdict says. One lock round. The batch keeps the folios, so that their
@@ -222,7 +229,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         if batch.is_empty() {
             return;
         }
-        self.locked(cx, |lists| lists.put_back(self.frames, batch));
+        self.locked(cx, |lists| lists.put_back(self.read.frames, batch));
     }
 
     /// Whether any pages are sources'. One lock round.
@@ -236,7 +243,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         self.locked(cx, |lists| {
             let lists = lists.kind(batch.sourced);
             for folio in batch.folios() {
-                lists.put_again(self.frames, folio);
+                lists.put_again(self.read.frames, folio);
             }
         });
     }
@@ -249,10 +256,10 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         }
         // Nobody has looked at these for long: all of their lines are asked for at once, and before the lock, so that promotions do
         // not wait for them one after the other.
-        core::hint::black_box(heads.iter().fold(0, |seen, head| seen ^ self.frames.word(*head, STATE)));
+        core::hint::black_box(heads.iter().fold(0, |seen, head| seen ^ self.read.frames.word(*head, STATE)));
         self.locked(cx, |lists| {
             let before = lists.promoted();
-            let mut promote = |head: &&Pfn| lists.of(self.frames, **head).promote(self.frames, **head);
+            let mut promote = |head: &&Pfn| lists.of(self.read.frames, **head).promote(self.read.frames, **head);
             heads.iter().filter(|head| promote(head)).for_each(|head| isolated(*head));
             lists.promoted() - before
         })

@@ -301,7 +301,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let offset = area.offset_of(page.first_page());
         let index = over.index.as_ref().ok_or(VmError::OtherKind)?;
         let want = Want::of_fault(area, at);
-        let Some(_claim) = space.claim_any(page, || self.cond_resched(cx)) else {
+        let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         for _ in 0..2 {

@@ -7,6 +7,7 @@
 //! becomes bad, reads get pages of their own.
 
 use crate::address_space::{AddressSpace, Site};
+use crate::cow::Old;
 use crate::cpu_lines::Here;
 use crate::discard::may_go_unstored;
 use crate::error::VmError;
@@ -111,6 +112,7 @@ impl<S: Setup> Vm<'_, S> {
         let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else { return Ok(Served::Meanwhile) };
         // The space is counted, so this is the one that it shows.
         let Some(zeroes) = self.zeroes().of(area.kind.page) else { return Ok(Served::Meanwhile) };
+        let zeroes = Old { page: zeroes, kept: space.kept().load(Ordering::Acquire) };
         let want = Want::of_fault(area, at);
         let owner = Owner { object: area.object, offset: area.offset_of(page.first_page()) };
         let own = match self.new_page(cx, &want, owner, &Never, phases) {
@@ -123,7 +125,7 @@ impl<S: Setup> Vm<'_, S> {
             }
         };
         phases.enter(Phase::Map);
-        let served = space.changing(cx, page, |cx| self.replace(cx, space, area, page, zeroes, own));
+        let served = space.changing(cx, page, |cx| self.replace(cx, space, area, page, &zeroes, own));
         phases.enter(Phase::Other);
         if served == Ok(Served::Copied) {
             return Ok(Served::Mapped);

@@ -56,11 +56,11 @@ impl Kinds {
     }
 
     pub(crate) fn inserted(&self) -> u64 {
-        self.own.stats.inserted + self.sourced.stats.inserted
+        self.own.inserted + self.sourced.inserted
     }
 
     pub(crate) fn promoted(&self) -> u64 {
-        self.own.stats.promoted + self.sourced.stats.promoted
+        self.own.promoted + self.sourced.promoted
     }
 
     /// `distance`: how many pages of sources have been dropped since one of these was, if one was.

@@ -183,6 +183,14 @@ mod x86 {
         assert!(reached, "no page was looked at in 25 seconds");
     }
 
+    /// An idle CPU sees to it that no area waits for ever.
+    #[test]
+    #[ignore = "needs QEMU: make test-kernel"]
+    fn an_area_that_waits_is_flushed_in_the_end() {
+        let document = document(X86, "--cpus 2", "selftest --only areas --seconds 1");
+        assert!(value(&document, "selftest.areas") > 0.0);
+    }
+
     /// A hundred random steps with allocations that fail, and enough memory for pages of 1 GiB to be had, and demoted. Pools only: a frame
     /// that another part makes bad in each GiB leaves no such page.
     #[test]

@@ -233,7 +233,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             pressure::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
         if runs(Part::Areas) {
-            areas::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+            let alone = only == Part::Areas && args.plant == Plant::None;
+            areas::round(cx, seed, args.plant, alone, clock.now_ns() + slice)?;
         }
         if runs(Part::Pools) {
             pools::round(cx, seed, clock.now_ns() + slice, args.resizes)?;

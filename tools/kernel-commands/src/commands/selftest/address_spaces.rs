@@ -460,12 +460,12 @@ impl Task<'_> {
     fn fork(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
         let round = self.round;
         // Relaxed: only the number counts.
-        if round.forks.fetch_add(1, Ordering::Relaxed) < FORKS {
-            if let Some(child) = unless_short(round.vm.fork(cx, round.space))? {
-                let result = vm::with(cx, round.vm, &child, |_| self.look_at_child());
-                round.vm.destroy(cx, child).map_err(|(error, _)| error)?;
-                result?;
-            }
+        if round.forks.fetch_add(1, Ordering::Relaxed) < FORKS
+            && let Some(child) = unless_short(round.vm.fork(cx, round.space))?
+        {
+            let result = vm::with(cx, round.vm, &child, |_| self.look_at_child());
+            round.vm.destroy(cx, child).map_err(|(error, _)| error)?;
+            result?;
         }
         round.forks.fetch_sub(1, Ordering::Relaxed);
         vm::with(cx, round.vm, round.space, |_| self.access(u64::MAX))

@@ -9,7 +9,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
 use hugemm_base::{Clock, Order, PAGE_BYTES, VirtAddr};
-use hugemm_kernel::kva::areas;
+use hugemm_kernel::kva::{AGE_NS, areas};
 use hugemm_kernel::{page_fault, percpu};
 use hugemm_kva::{Area, KvaError, Place, Request};
 use hugemm_paging::Flags;
@@ -113,9 +113,9 @@ impl Marked {
     }
 }
 
-/// One round on all CPUs, until `until` at the latest.
+/// One round on all CPUs, until `until` at the latest. `alone` takes some seconds more, of an idle CPU.
 #[inline(never)]
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Failure> {
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, alone: bool, until: u64) -> Result<(), Failure> {
     let shelf: [Lock<SpinLock, Option<Marked>>; SHELF] = core::array::from_fn(|_| Lock::new(None));
     let stop = AtomicBool::new(false);
     let ran = on_all(cx, |cx, cpu| {
@@ -144,6 +144,9 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
     }
     ran?;
     waits_for_its_flush(cx)?;
+    if alone && percpu::count() > 1 {
+        waits_no_longer(cx)?;
+    }
     areas().trim(cx);
     Ok(())
 }
@@ -173,15 +176,36 @@ fn one(
     Ok(())
 }
 
+/// An idle CPU gives back what nobody else does.
+fn waits_no_longer(cx: Cx<'_>) -> Result<(), Failure> {
+    let Ok(area) = areas().alloc(cx, Request::new(PAGE_BYTES, "old")) else { return Ok(()) };
+    areas().free(cx, area).map_err(|(error, _)| refused(error))?;
+    let since = cx.platform().now_ns();
+    while areas().counts(cx).waiting > 0 {
+        percpu::beat();
+        // Ten times as long, of an emulated CPU.
+        if cx.platform().now_ns() - since > 20 * AGE_NS {
+            return Err(found(format_args!("an area waits for its flush for ever")).into());
+        }
+        cx.cond_resched();
+    }
+    Ok(())
+}
+
 /// Addresses that were freed are not taken again before their flush, and nobody finds anything there after it.
 fn waits_for_its_flush(cx: Cx<'_>) -> Result<(), Failure> {
     areas().flush(cx);
+    let batches = areas().counts(cx).batches;
     let request = Request::new(PAGE_BYTES, "waits");
     let mut ranges = [None; 8];
     for place in &mut ranges {
         let Ok(area) = areas().alloc(cx, request) else { return Ok(()) };
         *place = Some(area.range());
         areas().free(cx, area).map_err(|(error, _)| refused(error))?;
+    }
+    if areas().counts(cx).batches != batches {
+        // An idle CPU's flush.
+        return Ok(());
     }
     for (number, range) in ranges.iter().enumerate() {
         if ranges[..number].contains(range) {
