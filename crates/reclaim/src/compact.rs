@@ -5,7 +5,7 @@
 //! them per flush, and the block is free. A block with something that cannot move (a table, a pinned page, what swap keeps
 //! there) stays as it was, but for the pages that have moved.
 
-use crate::lru::{BATCH, Batch, LruEnd};
+use crate::lru::{BATCH, Batch, LruEnd, Take};
 use crate::node_reclaim::{NodeReclaim, Unhooked};
 use crate::swap::Swap;
 use crate::ways::{Step, Steps};
@@ -25,10 +25,12 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
     /// tries others.
     pub(crate) fn compact(&self, cx: &mut Cx<'_, S>, order: Order) -> bool {
         let (mut tried, mut tries) = ([None; TRIES], 0);
-        for source in [LruEnd::Oldest, LruEnd::Youngest] {
+        let kinds = [false, true].map(|sourced| Take::Of { sourced });
+        let ends = [LruEnd::Oldest, LruEnd::Youngest];
+        for (source, take) in ends.into_iter().flat_map(|end| kinds.map(|kind| (end, kind))) {
             for _ in 0..ROUNDS {
                 let mut batch = Batch::new();
-                self.lru.isolate(cx, source, u64::MAX, &mut batch, |head| self.hold(head));
+                self.lru.isolate(cx, source, take, u64::MAX, &mut batch, |head| self.hold(head));
                 self.widen_saturated(cx);
                 if batch.is_empty() {
                     break;

@@ -78,6 +78,18 @@ impl List {
         self.len += 1;
     }
 
+    /// The same at the other end.
+    pub(crate) fn push_back(&mut self, words: &impl Words, pfn: Pfn) {
+        words.set_word(pfn, NEXT, 0);
+        words.set_word(pfn, PREV, self.last);
+        match follow(self.last) {
+            Some(last) => words.set_word(last, NEXT, link(Some(pfn))),
+            None => self.first = link(Some(pfn)),
+        }
+        self.last = link(Some(pfn));
+        self.len += 1;
+    }
+
     /// Takes a block off that is on this list. O(1).
     pub(crate) fn remove(&mut self, words: &impl Words, pfn: Pfn) {
         let (prev, next) = (follow(words.word(pfn, PREV)), follow(words.word(pfn, NEXT)));

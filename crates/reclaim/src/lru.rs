@@ -8,6 +8,7 @@
 //! | `lru/generations.rs` | up to four generations |
 //! | `lru/state.rs` | a folio's state, one descriptor word |
 //! | `lru/lists.rs` | what is done under the lock |
+//! | `lru/kinds.rs` | sources' pages apart from the others: which of them go |
 //! | `lru/batch.rs` | folios on their way through |
 //!
 //! Folios of every order are on one kind of list: an order-9 folio is one entry that counts 512 pages. Links and state are
@@ -30,6 +31,7 @@
 
 mod batch;
 mod generations;
+mod kinds;
 mod lists;
 mod policy;
 mod ring;
@@ -40,6 +42,7 @@ mod two_list;
 
 pub use batch::BATCH;
 pub(crate) use batch::{Batch, Folio};
+pub(crate) use kinds::Take;
 pub use policy::LruPolicy;
 pub(crate) use policy::LruVerdict;
 pub(crate) use state::Mark;
@@ -52,7 +55,7 @@ use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
 use hugemm_frames::{Env, Frames};
-use lists::Lists;
+use kinds::Kinds;
 
 /// Where to take folios from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +111,7 @@ impl LruStats {
 /// take is one lock, pinned, for a bounded time.
 #[repr(C, align(64))]
 pub struct Lru<'f, 'm, E: Env, L: RawLock = SpinLock> {
-    lists: PinnedLock<L, Lists>,
+    lists: PinnedLock<L, Kinds>,
     read: Read<'f, 'm, E>,
 }
 
@@ -133,14 +136,14 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
 
     /// An empty LRU for folios of `frames`.
     pub fn new(frames: &'f Frames<'m, E>, policy: LruPolicy) -> Self {
-        Lru { lists: PinnedLock::new(Lists::new(policy)), read: Read { frames, wake: Wake::new() } }
+        Lru { lists: PinnedLock::new(Kinds::new(policy)), read: Read { frames, wake: Wake::new() } }
     }
 
     /// One lock round.
-    fn locked<P: Cpu, R>(&self, cx: &CpuCx<'_, P>, f: impl FnOnce(&mut Lists) -> R) -> R {
+    fn locked<P: Cpu, R>(&self, cx: &CpuCx<'_, P>, f: impl FnOnce(&mut Kinds) -> R) -> R {
         cx.pinned(|pin| {
             let mut lists = self.lists.lock(pin);
-            lists.lock_rounds += 1;
+            lists.own.lock_rounds += 1;
             f(&mut lists)
         })
     }
@@ -155,10 +158,34 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     pub(crate) fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: impl Iterator<Item = Pfn>, order: Order) -> bool {
         let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
         self.locked(cx, |lists| {
-            let before = lists.inserted;
-            heads.for_each(|head| lists.insert(self.read.frames, head, order));
-            before / look_each != lists.inserted / look_each
+            let before = lists.inserted();
+            heads.for_each(|head| lists.own.insert(self.read.frames, head, order));
+            before / look_each != lists.inserted() / look_each
         })
+    }
+
+    /// The same of pages of sources. `distance`: so many of those have been dropped since one of these was, if one was.
+    pub(crate) fn insert_sourced<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        heads: impl Iterator<Item = Pfn>,
+        distance: Option<u64>,
+    ) -> bool {
+        let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
+        self.locked(cx, |lists| {
+            let before = lists.inserted();
+            lists.insert_sourced(self.read.frames, heads, distance);
+            before / look_each != lists.inserted() / look_each
+        })
+    }
+
+    /// Makes folios as old as can be. The caller sees to it that each has a reference. One lock round: at most [`BATCH`] of them.
+    pub(crate) fn demote<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: &[Pfn]) {
+        if !heads.is_empty() {
+            self.locked(cx, |lists| {
+                heads.iter().for_each(|head| lists.of(self.read.frames, *head).demote(self.read.frames, *head))
+            });
+        }
     }
 
     /// Drops references to folios, with `put`, which says what it gets when the reference was the last: then the folio is
@@ -175,7 +202,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
             for (head, last) in heads.iter().zip(last) {
                 *last = put(*head);
                 if last.is_some() {
-                    lists.remove(self.read.frames, *head);
+                    lists.of(self.read.frames, *head).remove(self.read.frames, *head);
                 }
             }
         });
@@ -188,11 +215,12 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         &self,
         cx: &CpuCx<'_, P>,
         source: LruEnd,
+        take: Take,
         most_pages: u64,
         batch: &mut Batch,
         hold: impl FnMut(Pfn) -> bool,
     ) {
-        self.locked(cx, |lists| lists.isolate(self.read.frames, source, most_pages, batch, hold));
+        self.locked(cx, |lists| lists.isolate(self.read.frames, (source, take), most_pages, batch, hold));
     }
 
     /// Does with each folio of a batch what its verdict says. One lock round. The batch keeps the folios, so that their
@@ -201,17 +229,19 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         if batch.is_empty() {
             return;
         }
-        self.locked(cx, |lists| {
-            for folio in batch.folios_mut() {
-                lists.put_back(self.read.frames, folio);
-            }
-        });
+        self.locked(cx, |lists| lists.put_back(self.read.frames, batch));
+    }
+
+    /// Whether any pages are sources'. One lock round.
+    pub(crate) fn has_sourced<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
+        self.locked(cx, |lists| lists.sourced.len() > 0)
     }
 
     /// Puts those folios of a batch on again that were released and whose verdict has been changed since. For the isolator,
     /// while it is the only one to know them. One lock round.
     pub(crate) fn put_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch) {
         self.locked(cx, |lists| {
+            let lists = lists.kind(batch.sourced);
             for folio in batch.folios() {
                 lists.put_again(self.read.frames, folio);
             }
@@ -228,21 +258,22 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         // not wait for them one after the other.
         core::hint::black_box(heads.iter().fold(0, |seen, head| seen ^ self.read.frames.word(*head, STATE)));
         self.locked(cx, |lists| {
-            let before = lists.promoted;
-            heads.iter().filter(|head| lists.promote(self.read.frames, **head)).for_each(|head| isolated(*head));
-            lists.promoted - before
+            let before = lists.promoted();
+            let mut promote = |head: &&Pfn| lists.of(self.read.frames, **head).promote(self.read.frames, **head);
+            heads.iter().filter(|head| promote(head)).for_each(|head| isolated(*head));
+            lists.promoted() - before
         })
     }
 
     /// The policy now in force.
     pub fn policy<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> LruPolicy {
-        self.locked(cx, |lists| lists.policy)
+        self.locked(cx, |lists| lists.own.policy)
     }
 
     /// Changes the policy. Folios stay where they are: the youngest list is the active one, all others are inactive. O(1);
     /// safe at any time.
     pub fn set_policy<P: Cpu>(&self, cx: &CpuCx<'_, P>, policy: LruPolicy) {
-        self.locked(cx, |lists| lists.policy = policy);
+        self.locked(cx, |lists| (lists.own.policy, lists.sourced.policy) = (policy, policy));
     }
 
     /// Numbers. One lock round (counted).

@@ -13,13 +13,18 @@ use crate::words::STATE;
 use crate::worker::Turn;
 use core::ptr;
 use hugemm_base::lock::RawLock;
+use hugemm_base::sync::Ordering;
 use hugemm_base::{Cancel, Extent, NodeId, Order, Pfn, Shortfall};
 use hugemm_frames::{DescRef, FolioRun, Frames, Frozen};
+use hugemm_vm::pager::SLOT_BITS;
 use hugemm_vm::{Cx, LostPage, Pager, Setup, Vm};
 
 /// Frames that pages larger than 4 KiB leave free, because writing one out takes frames before it gives any: 512 for
 /// content that does not compress, and one for its slots; for two that do so at once.
 const RESERVE: u64 = 2 * 513;
+
+/// What is remembered of how many pages of sources had been dropped.
+const STAMP: u64 = (1 << SLOT_BITS) - 1;
 
 /// Largest pages that go away: 2 MiB.
 const LARGEST: u32 = 9;
@@ -154,6 +159,24 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
         });
     }
 
+    unsafe fn lru_add_sourced(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, dropped: Option<u64>) {
+        // Relaxed: about how many.
+        let distance = dropped.map(|then| self.dropped().load(Ordering::Relaxed).wrapping_sub(then) & STAMP);
+        self.by_node(frames, pages, Order::ZERO, |lru, some| {
+            let heads = heads(some, Order::ZERO);
+            let Some(lru) = lru else { return heads.for_each(|head| frames.set_word(head, STATE, 0)) };
+            if lru.insert_sourced(cx, heads, distance)
+                && let Some(node) = frames.node_of(some.base())
+            {
+                self.look(frames, cx, node, lru);
+            }
+        });
+    }
+
+    fn drops_sourced(&self) -> u64 {
+        self.dropped().fetch_add(1, Ordering::Relaxed) & STAMP
+    }
+
     unsafe fn drop_references(
         &self,
         frames: &Frames<'_, S::Env>,
@@ -192,6 +215,17 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
                 let of_node = some.iter().filter(|head| frames.node_of(**head) == Some(node));
                 let count = here.iter_mut().zip(of_node).map(|(place, head)| *place = *head).count();
                 lru.promote(cx, &here[..count], |_| ());
+            }
+        }
+    }
+
+    unsafe fn unused(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, heads: &[Pfn]) {
+        for some in heads.chunks(BATCH) {
+            for (node, lru) in self.lrus(frames) {
+                let mut here = [Pfn::new(0); BATCH];
+                let of_node = some.iter().filter(|head| frames.node_of(**head) == Some(node));
+                let count = here.iter_mut().zip(of_node).map(|(place, head)| *place = *head).count();
+                lru.demote(cx, &here[..count]);
             }
         }
     }

@@ -23,6 +23,8 @@ pub struct Reclaim<'a, 'm, S: Setup, W, L: RawLock = SpinLock, O = ()> {
     ageing: AtomicU64,
     /// How many pages will have been looked at when what TLBs keep under tags expires next.
     round: AtomicU64,
+    /// Pages of sources that were dropped.
+    dropped: AtomicU64,
     counts: ReclaimCounts,
     steps: O,
 }
@@ -44,6 +46,7 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
             marks,
             ageing: AtomicU64::new(Ageing::Batch as u64),
             round: AtomicU64::new(0),
+            dropped: AtomicU64::new(0),
             counts,
             steps,
         }
@@ -63,6 +66,10 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
     /// What has happened.
     pub fn counts(&self) -> &ReclaimCounts {
         &self.counts
+    }
+
+    pub(crate) fn dropped(&self) -> &AtomicU64 {
+        &self.dropped
     }
 
     pub(crate) fn swap(&self) -> &'a W {

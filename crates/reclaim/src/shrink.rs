@@ -4,7 +4,7 @@
 //! found neighbours young (of a run's walks mostly the first), one if pages could not be written, and as many again if the youngest list is looked at too. At most one flush, and one reschedule point
 //! after it where the caller may sleep.
 
-use crate::lru::{BATCH, Batch, LruEnd, LruPolicy, LruVerdict, Mark};
+use crate::lru::{BATCH, Batch, LruEnd, LruPolicy, LruVerdict, Mark, Take};
 use crate::node_reclaim::{Look, NodeReclaim, Unhooked, Unwritten};
 use crate::swap::Swap;
 use crate::ways::Steps;
@@ -42,7 +42,7 @@ pub struct ShrinkProgress {
     pub flushes: u64,
     /// Batches.
     pub batches: u64,
-    /// The swap back end refused a page because it is full: more of the same is pointless until it has room.
+    /// The swap back end refused a page because it is full, and no page is a source's: more of the same is pointless until it has room.
     pub full: bool,
     /// Asked to stop.
     pub cancelled: bool,
@@ -78,40 +78,46 @@ impl ShrinkProgress {
 const KEEP: LruVerdict = LruVerdict::Rotate { mark: Mark::None };
 
 impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'s, 'v, '_, '_, S, W, L, O> {
-    /// Evicts idle folios of the node until the budget is used up, nothing is left, swap is full, or `stop` asks.
+    /// Evicts idle folios of the node until the budget is used up, nothing is left, `stop` asks, or swap is full and no page is a source's.
     ///
     /// Context: interrupts on, no locks. Passes a reschedule point per batch where the platform says that the caller may
     /// sleep.
     pub(crate) fn shrink(&self, cx: &mut Cx<'_, S>, budget: ShrinkBudget, stop: &impl Cancel) -> ShrinkProgress {
         let mut progress = ShrinkProgress::default();
-        while progress.freed < budget.free && progress.looked_at() < budget.scan && !progress.full && !progress.empty {
+        while progress.freed < budget.free && progress.looked_at() < budget.scan && !progress.empty {
             if cx.cancelled(stop) {
                 progress.cancelled = true;
                 break;
             }
             let most = (budget.scan - progress.looked_at()).min(budget.free - progress.freed);
-            self.batch(cx, most, &mut progress);
+            let full = progress.full;
+            if !self.batch(cx, most, &mut progress) && full {
+                break;
+            }
             if cx.platform().may_sleep() {
                 cx.cond_resched();
             }
         }
+        progress.full = progress.full && !self.lru.has_sourced(cx);
         progress
     }
 
-    fn batch(&self, cx: &mut Cx<'_, S>, most: u64, progress: &mut ShrinkProgress) {
+    /// One batch; whether it was of sources' pages.
+    fn batch(&self, cx: &mut Cx<'_, S>, most: u64, progress: &mut ShrinkProgress) -> bool {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
-        self.isolate(cx, LruEnd::Oldest, most, &mut batch);
-        let ageing_due = batch.ageing_due;
+        self.isolate(cx, LruEnd::Oldest, Take::Any { own: !progress.full }, most, &mut batch);
+        let (ageing_due, sourced) = (batch.ageing_due, batch.sourced);
         if batch.is_empty() && batch.refused > 0 {
             progress.scanned += batch.refused;
             progress.kept += batch.refused;
-            return;
+            return sourced;
         }
         if batch.is_empty() {
             // Candidates may still come from the youngest list.
-            progress.empty = !ageing_due || self.age_youngest(cx, progress) == 0;
-            return;
+            let left = ageing_due && self.age_youngest(cx, sourced, progress) > 0;
+            progress.empty = !left && !progress.full;
+            return sourced;
         }
         progress.batches += 1;
         progress.scanned += batch.pages();
@@ -119,8 +125,9 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
         self.age(cx, batch.folios(), &mut looks[..batch.folios().len()]);
         self.evict_idle(cx, &policy, &mut batch, &looks, progress);
         if ageing_due {
-            self.age_youngest(cx, progress);
+            self.age_youngest(cx, sourced, progress);
         }
+        sourced
     }
 
     /// Judges the folios of a batch by what was seen of them, takes those away that are to go, and puts the others back.
@@ -169,8 +176,8 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
     }
 
     /// Takes folios off the LRU for a look, with references.
-    fn isolate(&self, cx: &Cx<'_, S>, source: LruEnd, most: u64, batch: &mut Batch) {
-        self.lru.isolate(cx, source, most, batch, |head| self.hold(head));
+    fn isolate(&self, cx: &Cx<'_, S>, source: LruEnd, take: Take, most: u64, batch: &mut Batch) {
+        self.lru.isolate(cx, source, take, most, batch, |head| self.hold(head));
         self.widen_saturated(cx);
     }
 
@@ -212,10 +219,10 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
     }
 
     /// Looks at the oldest folios of the youngest list: idle ones become candidates. How many pages were looked at.
-    fn age_youngest(&self, cx: &mut Cx<'_, S>, progress: &mut ShrinkProgress) -> u64 {
+    fn age_youngest(&self, cx: &mut Cx<'_, S>, sourced: bool, progress: &mut ShrinkProgress) -> u64 {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
-        self.isolate(cx, LruEnd::Youngest, u64::MAX, &mut batch);
+        self.isolate(cx, LruEnd::Youngest, Take::Of { sourced }, u64::MAX, &mut batch);
         let mut looks = [Look::Idle; BATCH];
         self.age(cx, batch.folios(), &mut looks[..batch.folios().len()]);
         for (folio, look) in batch.folios_mut().iter_mut().zip(looks) {

@@ -123,8 +123,13 @@ impl<S: Setup> Vm<'_, S> {
         let (at, offset) = (VirtAddr::new(page << PAGE_SHIFT), area.offset_of(page));
         let away = |cx: &mut Cx<'_, S>, table: &PageTable<S::Format, S::Lock>, at, source| {
             let task = RefCell::new(cx);
-            match table.shared(self.tables(&task)).lookup(at) {
-                Lookup::Owner(word) => !matches!(SwapEntry::of(word), SwapEntry::Moving { .. }),
+            let found = table.shared(self.tables(&task)).lookup(at);
+            match found {
+                Lookup::Owner(word) => match SwapEntry::of(word) {
+                    SwapEntry::Slot(_) | SwapEntry::Slots(_) => true,
+                    SwapEntry::Moving { .. } => false,
+                    SwapEntry::Dropped(_) => source,
+                },
                 Lookup::Absent => source,
                 Lookup::Mapped(_) | Lookup::Busy => false,
             }

@@ -98,7 +98,8 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
         if let Some((word, _)) = at(&self, cx)
             && let Some(index) = &self.object().index
         {
-            vm.exchange(cx, &index.table, place, word, OwnerNext::Empty);
+            let dropped = SwapEntry::Dropped(vm.pager().drops_sourced()).word();
+            vm.exchange(cx, &index.table, place, word, OwnerNext::Owner(dropped));
         }
         vm.frames().free(cx, block);
         vm.consume(cx, self);

@@ -21,6 +21,7 @@ use crate::pager::Pager;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
+use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
 use crate::zeroes::is_zeroes;
@@ -373,7 +374,9 @@ impl<S: Setup> Vm<'_, S> {
             index.table.shared(self.tables(&task)).lookup(VirtAddr::new(offset << PAGE_SHIFT))
         };
         match found {
-            Lookup::Owner(word) => self.refault_index(cx, object, offset, want, word),
+            Lookup::Owner(word) if !matches!(SwapEntry::of(word), SwapEntry::Dropped(_)) => {
+                self.refault_index(cx, object, offset, want, word)
+            }
             _ => self.fill_index(cx, object, offset, want, phases),
         }
     }

@@ -70,6 +70,23 @@ pub unsafe trait Pager<S: Setup> {
     /// [`drop_references`](Pager::drop_references) or by holding it itself.
     unsafe fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
 
+    /// The same of pages of 4 KiB that were read from a source, which has what they have. `dropped`: what
+    /// [`drops_sourced`](Pager::drops_sourced) said when reclaim dropped one of them last, if it has.
+    ///
+    /// # Safety
+    ///
+    /// As [`lru_add`](Pager::lru_add).
+    unsafe fn lru_add_sourced(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, dropped: Option<u64>) {
+        let _ = dropped;
+        // SAFETY: the caller's promise.
+        unsafe { self.lru_add(frames, cx, pages, Order::ZERO) }
+    }
+
+    /// A page that its source has too is dropped: what is to be remembered of it where it was, below `1 << 50`.
+    fn drops_sourced(&self) -> u64 {
+        0
+    }
+
     /// Drops references, frees the pages that lose their last, and forgets them before anybody can get them anew. The runs come
     /// together because they go together, whether they adjoin or not. May be called under a page table's lock; passes no reschedule
     /// point.

@@ -212,8 +212,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 index.table.shared(self.vm.tables(&task)).lookup(VirtAddr::new(next << PAGE_SHIFT))
             };
             let filled = match there {
-                Lookup::Absent => self.vm.fill_index(cx, object, next, &want, phases)?,
-                Lookup::Owner(word) => self.vm.refault_index(cx, object, next, &want, word)?,
+                Lookup::Absent | Lookup::Owner(_) => self.vm.supply_index(cx, object, next, &want, phases)?,
                 _ => true,
             };
             if !filled {

@@ -18,9 +18,11 @@ use crate::error::VmError;
 use crate::fault::{Access, Served, fresh_flags};
 use crate::mapping::SharedRef;
 use crate::object::{Index, Object, Owner};
+use crate::pager::Pager;
 use crate::phases::Phases;
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
+use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::pages;
 use core::cell::RefCell;
@@ -30,7 +32,7 @@ use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, Order, PAGE_BYTES, PAGE_SHIFT, PageSize, PhysMap, VirtAddr};
 use hugemm_frames::Frozen;
-use hugemm_paging::{Flags, Lookup, Mapping, PagingError};
+use hugemm_paging::{Flags, Lookup, Mapping, OwnerNext, PagingError};
 
 /// 4 KiB pages that are read at a time, and shown around a fault: aligned to as many.
 pub(crate) const AROUND: u64 = 16;
@@ -173,7 +175,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         want: &Want,
     ) -> Result<bool, VmError> {
         let Some(_claim) = index.inflight.claim(offset / AROUND, || self.cond_resched(cx)) else { return Ok(false) };
-        let Some((first, count)) = self.missing(cx, index, offset, want.pattern.around())? else { return Ok(false) };
+        let Some((first, count, dropped)) = self.missing(cx, index, offset, want.pattern.around())? else {
+            return Ok(false);
+        };
         let block = self.block_to_fill(cx, want, count)?;
         let count = block.extent().pages();
         // With the page that is wanted.
@@ -186,7 +190,11 @@ impl<'m, S: Setup> Vm<'m, S> {
             }
         };
         let owner = Owner { object: object.id, offset: start };
-        let (extent, rest) = self.adopt_pages(cx, block, owner)?.split_at(good);
+        let adopted = self.adopt_pages_with(cx, block, owner, |frames, cx, extent| {
+            // SAFETY: counted just now, as `adopt_pages_with` says.
+            unsafe { self.pager().lru_add_sourced(frames, cx, extent, dropped) }
+        });
+        let (extent, rest) = adopted?.split_at(good);
         if !rest.is_empty() {
             self.drop_pages(cx, rest, PageSize::Size4K, false);
         }
@@ -198,6 +206,15 @@ impl<'m, S: Setup> Vm<'m, S> {
             if start + good > index.pages() {
                 return Err(PagingError::Busy { at: place.start() });
             }
+            // What is remembered there of pages that were dropped makes room.
+            for page in start..start + good {
+                let at = VirtAddr::new(page << PAGE_SHIFT);
+                if let Lookup::Owner(word) = table.lookup(at)
+                    && matches!(SwapEntry::of(word), SwapEntry::Dropped(_))
+                {
+                    let _ = table.replace_owner(at, word, OwnerNext::Empty);
+                }
+            }
             table.map(place, [extent], how)
         });
         if entered != Ok(Served::Mapped) {
@@ -206,27 +223,34 @@ impl<'m, S: Setup> Vm<'m, S> {
         Ok(entered? == Served::Mapped)
     }
 
-    /// What the index has not of the pages around `offset`, which is one of them: from where on, and how many.
+    /// What the index has not of the pages around `offset`, which is one of them: from where on, how many, and what is remembered of it if reclaim has
+    /// dropped it.
     fn missing(
         &self,
         cx: &mut Cx<'_, S>,
         index: &Index<S>,
         offset: u64,
         around: u64,
-    ) -> Result<Option<(u64, u64)>, VmError> {
+    ) -> Result<Option<(u64, u64, Option<u64>)>, VmError> {
         let (first, end) = (offset / around * around, index.pages().min((offset / around + 1) * around));
         if offset >= end {
             return Err(VmError::OutOfBounds { at: VirtAddr::new(offset << PAGE_SHIFT) });
         }
         let task = RefCell::new(cx);
         let table = index.table.shared(self.tables(&task));
-        for from in [first, offset] {
-            let absent = pages(from, end).and_then(|span| table.absent(span).ok()).unwrap_or(0);
-            if from + absent > offset {
-                return Ok(Some((from, absent)));
-            }
-        }
-        Ok(None)
+        let looked_at = |page: u64| match table.lookup(VirtAddr::new(page << PAGE_SHIFT)) {
+            Lookup::Absent => Some(None),
+            Lookup::Owner(word) => match SwapEntry::of(word) {
+                SwapEntry::Dropped(when) => Some(Some(when)),
+                _ => None,
+            },
+            Lookup::Mapped(_) | Lookup::Busy => None,
+        };
+        let Some(dropped) = looked_at(offset) else { return Ok(None) };
+        let lacks = |page| looked_at(page).is_some();
+        let before = if (first..offset).all(lacks) { offset - first } else { 0 };
+        let behind = (offset + 1..end).take_while(|page| lacks(*page)).count() as u64;
+        Ok(Some((offset - before, before + 1 + behind, dropped)))
     }
 
     /// A block of at most so many pages: of one if there are no larger ones.

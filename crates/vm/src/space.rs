@@ -115,7 +115,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         let here = self.here(cx, space);
         let task = RefCell::new(cx);
-        match here.table(self.tables(&task)).lookup(at) {
+        let found = here.table(self.tables(&task)).lookup(at);
+        match found {
             // Who stores by a table of his own is not noted in this one: a fault notes it first.
             Lookup::Mapped(leaf) if may_go_unstored(leaf.flags) => {
                 Lookup::Mapped(Leaf { flags: leaf.flags.without(Flags::WRITE), ..leaf })

@@ -15,7 +15,7 @@ use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Cancel, Dirty, Extent, NodeId, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
 use hugemm_clear::{self as clear, StopReason, folio};
-use hugemm_frames::{AllocError, AllocRequest, FolioRun, Frozen, Mobility, Placement, RefError, WideCounts};
+use hugemm_frames::{AllocError, AllocRequest, FolioRun, Frames, Frozen, Mobility, Placement, RefError, WideCounts};
 
 /// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
 /// table's lock.
@@ -357,14 +357,27 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Makes a block counted 4 KiB pages of their object.
     pub(crate) fn adopt_pages(&self, cx: &Cx<'_, S>, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
+        self.adopt_pages_with(cx, block, owner, |frames, cx, extent| {
+            // SAFETY: counted just now; all references of pages that are not a pool's go through `drop_pages`.
+            unsafe { self.pager().lru_add(frames, cx, extent, Order::ZERO) };
+        })
+    }
+
+    /// The same; `tell` tells the pager.
+    pub(crate) fn adopt_pages_with(
+        &self,
+        cx: &Cx<'_, S>,
+        block: Frozen,
+        owner: Owner,
+        tell: impl FnOnce(&Frames<'_, S::Env>, &Cx<'_, S>, Extent),
+    ) -> Result<Extent, VmError> {
         let mut run = self.frames().split(block, Order::ZERO).map_err(|_| VmError::Unreachable)?;
         for (index, desc) in (0..).zip(self.frames().descriptors_mut(&mut run)) {
             Owner { object: owner.object, offset: owner.offset + index }.store(&desc);
         }
         // The numbers are the references from here on.
         let extent = self.frames().count_run(run).map_err(|_| VmError::Unreachable)?.into_extent();
-        // SAFETY: as above.
-        unsafe { self.pager().lru_add(self.frames(), cx, extent, Order::ZERO) };
+        tell(self.frames(), cx, extent);
         Ok(extent)
     }
 

@@ -5,6 +5,7 @@
 //! | moving | [unhooked](crate::unhook), and what its leaf was | nothing: who unhooked it has the reference |
 //! | slot | 4 KiB, in a slot | the slot |
 //! | slots | 2 MiB, in 512 slots that stand in a frame of their own | a reference to that frame |
+//! | dropped | a source's, which has it: when reclaim dropped it | nothing |
 //!
 //! A word is the kind in two bits and a number of 50; a frame's has 40 of them. A page of 2 MiB goes away and comes back as a whole.
 
@@ -39,6 +40,7 @@ pub(crate) enum SwapEntry {
     Moving { head: Pfn, was: Flags },
     Slot(u64),
     Slots(Pfn),
+    Dropped(u64),
 }
 
 impl SwapEntry {
@@ -50,6 +52,7 @@ impl SwapEntry {
             }
             SwapEntry::Slot(slot) => slot << 2 | 1,
             SwapEntry::Slots(frame) => frame.number() << 2 | 2,
+            SwapEntry::Dropped(when) => when << 2 | 3,
         }
     }
 
@@ -62,7 +65,8 @@ impl SwapEntry {
                 SwapEntry::Moving { head: Pfn::new(number & ((1 << FRAME_BITS) - 1)), was }
             }
             1 => SwapEntry::Slot(number),
-            _ => SwapEntry::Slots(Pfn::new(number)),
+            2 => SwapEntry::Slots(Pfn::new(number)),
+            _ => SwapEntry::Dropped(number),
         }
     }
 }
@@ -71,7 +75,7 @@ impl<S: Setup> Vm<'_, S> {
     /// Another holder's word; for whoever keeps the word from being dropped meanwhile.
     pub(crate) fn share_away(&self, cx: &mut Cx<'_, S>, word: u64) -> Result<u64, VmError> {
         match SwapEntry::of(word) {
-            SwapEntry::Moving { .. } => Err(VmError::InUse),
+            SwapEntry::Moving { .. } | SwapEntry::Dropped(_) => Err(VmError::InUse),
             SwapEntry::Slot(slot) => {
                 // SAFETY: the word's slot; the caller keeps the word from being dropped.
                 let share = unsafe { self.pager().share(cx, slot) };
@@ -84,7 +88,7 @@ impl<S: Setup> Vm<'_, S> {
     /// Gives up what an entry held.
     pub(crate) fn drop_away(&self, cx: &Cx<'_, S>, word: u64) {
         match SwapEntry::of(word) {
-            SwapEntry::Moving { .. } => {}
+            SwapEntry::Moving { .. } | SwapEntry::Dropped(_) => {}
             // SAFETY: the entry held it, and is gone.
             SwapEntry::Slot(slot) => unsafe { self.pager().free(cx, slot) },
             SwapEntry::Slots(frame) => {
@@ -105,7 +109,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn load_away(&self, cx: &Cx<'_, S>, word: u64, into: &mut Frozen) -> Result<(), VmError> {
         let lost = |_| VmError::Lost;
         match SwapEntry::of(word) {
-            SwapEntry::Moving { .. } => Err(VmError::InUse),
+            SwapEntry::Moving { .. } | SwapEntry::Dropped(_) => Err(VmError::InUse),
             // SAFETY: the caller holds the word, hence its slots, here and below.
             SwapEntry::Slot(slot) => unsafe { self.pager().load(cx, slot, into, 0) }.map_err(lost),
             SwapEntry::Slots(frame) => {
@@ -142,6 +146,7 @@ mod tests {
         for number in [0, 1, 512, (1 << SLOT_BITS) - 1] {
             same(SwapEntry::Slot(number));
             same(SwapEntry::Slots(Pfn::new(number)));
+            same(SwapEntry::Dropped(number));
         }
         for head in [0, 1, 512, (1 << FRAME_BITS) - 1].map(Pfn::new) {
             for kept in 0..16 {

@@ -84,6 +84,7 @@ impl<S: Setup> Vm<'_, S> {
             })?;
             table.walk_owners(span, |at, size, word| match SwapEntry::of(word) {
                 SwapEntry::Moving { .. } => usage.present += part(span, at, size),
+                SwapEntry::Dropped(_) => {}
                 SwapEntry::Slot(_) | SwapEntry::Slots(_) => usage.swapped += part(span, at, size),
             })?;
         }
@@ -96,7 +97,7 @@ impl<S: Setup> Vm<'_, S> {
         let index = unsafe { &handle.as_ref().index };
         if let (Some(index), Some(shown)) = (index, pages(area.offset_of(from), area.offset_of(to))) {
             let away = |at: VirtAddr, size: PageSize, word| {
-                if !matches!(SwapEntry::of(word), SwapEntry::Moving { .. }) {
+                if !matches!(SwapEntry::of(word), SwapEntry::Moving { .. } | SwapEntry::Dropped(_)) {
                     usage.swapped += part(shown, at, size);
                 }
             };

@@ -48,6 +48,8 @@ pub(crate) struct Batch {
     pub ageing_due: bool,
     /// Base pages of folios that could not be held and were passed over: there are some, though the batch be empty.
     pub refused: u64,
+    /// Its folios are sources' pages.
+    pub sourced: bool,
 }
 
 impl Default for Batch {
@@ -59,7 +61,7 @@ impl Default for Batch {
 impl Batch {
     /// An empty batch.
     pub(crate) const fn new() -> Self {
-        Batch { folios: [Folio::NONE; BATCH], len: 0, pages: 0, ageing_due: false, refused: 0 }
+        Batch { folios: [Folio::NONE; BATCH], len: 0, pages: 0, ageing_due: false, refused: 0, sourced: false }
     }
 
     /// The folios.

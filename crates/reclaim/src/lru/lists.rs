@@ -24,6 +24,8 @@ pub(crate) struct Lists {
     pub(crate) policy: LruPolicy,
     pub(crate) inserted: u64,
     pub(crate) lock_rounds: u64,
+    /// They are sources' pages.
+    sourced: bool,
 }
 
 fn state(words: &impl Words, pfn: Pfn) -> State {
@@ -33,12 +35,21 @@ fn state(words: &impl Words, pfn: Pfn) -> State {
 impl Lists {
     pub(crate) fn new(policy: LruPolicy) -> Self {
         let (lists, stats, ring) = (Default::default(), LruStats::default(), Ring::new());
-        Lists { lists, stats, ring, promoted: 0, policy, inserted: 0, lock_rounds: 0 }
+        Lists { lists, stats, ring, promoted: 0, policy, inserted: 0, lock_rounds: 0, sourced: false }
+    }
+
+    /// For sources' pages.
+    pub(crate) fn sourced(policy: LruPolicy) -> Self {
+        Lists { sourced: true, ..Lists::new(policy) }
     }
 
     fn link(&mut self, words: &impl Words, pfn: Pfn, order: Order, age: u64, mark: Mark) {
         let label = label(age);
-        words.set_word(pfn, STATE, State { standing: Standing::On { label }, order, mark }.word());
+        words.set_word(
+            pfn,
+            STATE,
+            State { standing: Standing::On { label }, order, mark, sourced: self.sourced }.word(),
+        );
         self.lists[label].push_front(words, pfn);
         self.lists[label].pages += order.pages();
     }
@@ -51,6 +62,33 @@ impl Lists {
     pub(crate) fn insert(&mut self, words: &impl Words, pfn: Pfn, order: Order) {
         self.inserted += order.pages();
         self.link(words, pfn, order, self.policy.entry(self.ring), Mark::None);
+    }
+
+    /// The same of a page that came back too soon to be as old as others.
+    pub(crate) fn insert_young(&mut self, words: &impl Words, pfn: Pfn) {
+        self.inserted += 1;
+        self.link(words, pfn, Order::ZERO, self.ring.youngest, Mark::None);
+    }
+
+    /// Pages on all lists.
+    pub(crate) fn len(&self) -> u64 {
+        self.lists.iter().map(|list| list.pages).sum()
+    }
+
+    /// Makes a folio as old as can be: the next to be looked at.
+    pub(crate) fn demote(&mut self, words: &impl Words, pfn: Pfn) {
+        let State { standing, order, mark, .. } = state(words, pfn);
+        let Standing::On { label: from } = standing else { return };
+        let mark = if mark == Mark::Referenced { Mark::None } else { mark };
+        self.unlink(words, pfn, order, from);
+        let to = label(self.ring.oldest);
+        words.set_word(
+            pfn,
+            STATE,
+            State { standing: Standing::On { label: to }, order, mark, sourced: self.sourced }.word(),
+        );
+        self.lists[to].push_back(words, pfn);
+        self.lists[to].pages += order.pages();
     }
 
     /// Takes a folio off that lost its last reference; nothing if it had been left out.
@@ -103,7 +141,11 @@ impl Lists {
                 self.link(words, pfn, order, age, mark);
                 continue;
             }
-            words.set_word(pfn, STATE, State { standing: Standing::Isolated, order, mark }.word());
+            words.set_word(
+                pfn,
+                STATE,
+                State { standing: Standing::Isolated, order, mark, sourced: self.sourced }.word(),
+            );
             self.stats.scanned += order.pages();
             self.stats.isolated += order.pages();
             let verdict = LruVerdict::Rotate { mark };
@@ -155,7 +197,7 @@ impl Lists {
 
     /// Treats a folio as if it had been looked at and found young. True if somebody is looking at it, who decides.
     pub(crate) fn promote(&mut self, words: &impl Words, pfn: Pfn) -> bool {
-        let State { standing, order, mark } = state(words, pfn);
+        let State { standing, order, mark, .. } = state(words, pfn);
         let Standing::On { label: from } = standing else { return standing == Standing::Isolated };
         let was = self.was(from, mark);
         let verdict = self.policy.judge(was, true);

@@ -34,6 +34,8 @@ pub(crate) struct State {
     pub(crate) standing: Standing,
     pub(crate) order: Order,
     pub(crate) mark: Mark,
+    /// It is a source's, on the lists of those.
+    pub(crate) sourced: bool,
 }
 
 const ORDER: u64 = 31;
@@ -42,6 +44,7 @@ const ON: u64 = 1 << 16;
 const ISOLATED: u64 = 1 << 17;
 const REFERENCED: u64 = 1 << 18;
 const INCOMPRESSIBLE: u64 = 1 << 19;
+const SOURCED: u64 = 1 << 20;
 
 impl State {
     pub(crate) fn word(self) -> u64 {
@@ -55,7 +58,7 @@ impl State {
             Mark::Referenced => REFERENCED,
             Mark::Incompressible => INCOMPRESSIBLE,
         };
-        standing | u64::from(self.order.get()) | mark
+        standing | u64::from(self.order.get()) | mark | if self.sourced { SOURCED } else { 0 }
     }
 
     pub(crate) fn from_word(word: u64) -> Self {
@@ -70,7 +73,7 @@ impl State {
             INCOMPRESSIBLE => Mark::Incompressible,
             _ => Mark::None,
         };
-        State { standing, order, mark }
+        State { standing, order, mark, sourced: word & SOURCED != 0 }
     }
 }
 
@@ -84,8 +87,10 @@ mod tests {
             for mark in [Mark::None, Mark::Referenced, Mark::Incompressible] {
                 for standing in [0, 1, 2, 3].map(|label| Standing::On { label }).into_iter().chain([Standing::Isolated])
                 {
-                    let state = State { standing, order, mark };
-                    assert_eq!(State::from_word(state.word()), state);
+                    for sourced in [false, true] {
+                        let state = State { standing, order, mark, sourced };
+                        assert_eq!(State::from_word(state.word()), state);
+                    }
                 }
             }
         }

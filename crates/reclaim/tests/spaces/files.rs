@@ -7,7 +7,7 @@ use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::Lookup;
 use hugemm_reclaim::{LruPolicy, ShrinkBudget, ShrinkProgress, Swap};
-use hugemm_vm::{Backing, PageSource, SourceError, StoredPages, Vm, VmaKind};
+use hugemm_vm::{Advice, Backing, Discard, PageSource, SourceError, StoredPages, Vm, VmaKind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -18,6 +18,8 @@ struct File {
     /// Calls and pages of them.
     writes: AtomicU64,
     written: AtomicU64,
+    /// Pages that were read.
+    read: AtomicU64,
     /// Where the manager is whose memory it needs to write.
     vm: AtomicUsize,
 }
@@ -41,6 +43,7 @@ impl<'h> PageSource<Model<'h>> for File {
     }
 
     fn fill(&self, _: &mut Cx<'_, 'h>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
+        self.read.fetch_add((pages.len() >> 12) as u64, Ordering::Relaxed);
         pages.copy_from_slice(&self.bytes.lock().expect("bytes")[(first << 12) as usize..][..pages.len()]);
         Ok(pages.len())
     }
@@ -137,5 +140,129 @@ fn a_file_larger_than_memory_is_edited() {
             rig.end(cx, space);
             rig.vm.close(cx, object).expect("its own");
         });
+    }
+}
+
+/// A file that is read once from end to end takes nothing from others but what is free, however idle they are; what is read twice in a row
+/// neither.
+#[test]
+fn a_stream_pushes_nothing_out() {
+    for policy in LruPolicy::ALL {
+        with_cpu(Size { policy, ..SIZE }, 19, |rig, cx| {
+            let all = rig.vm.frames().managed();
+            let (own, pages) = (all / 2, 3 * all);
+            let object = rig.vm.open_source(cx, File::new(pages)).expect("memory");
+            let space = rig.space(cx, span(AT, own << 12), SMALL);
+            let stream = AT + (own << 12);
+            rig.vm.map(cx, &space, span(stream, pages << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+            rig.enter(cx, &space);
+            (0..own).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
+            for page in 0..pages {
+                assert_eq!(rig.get(cx, &space, stream + (page << 12)), Ok(page));
+            }
+            assert_eq!(rig.store.stats(cx).stores, 0, "{policy:?}");
+            let there = rig.vm.usage(cx, &space, span(AT, own << 12)).expect("in the space");
+            assert_eq!((there.present, there.swapped), (own, 0));
+            rig.end(cx, space);
+            rig.vm.close(cx, object).expect("its own");
+        });
+    }
+}
+
+/// A file that is read again and again, and would fit if idle memory went: it does, and the file is read no more.
+#[test]
+fn idle_memory_makes_room_for_a_file_that_is_used() {
+    for policy in LruPolicy::ALL {
+        with_cpu(Size { policy, ..SIZE }, 20, |rig, cx| {
+            let all = rig.vm.frames().managed();
+            let (own, pages) = (all / 2, all * 5 / 8);
+            let file = File::new(pages);
+            let object = rig.vm.open_source(cx, file).expect("memory");
+            let space = rig.space(cx, span(AT, own << 12), SMALL);
+            let used = AT + (own << 12);
+            rig.vm.map(cx, &space, span(used, pages << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+            rig.enter(cx, &space);
+            (0..own).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
+            let mut reads = Vec::new();
+            for _ in 0..12 {
+                let before = file.read.load(Ordering::Relaxed);
+                (0..pages).for_each(|page| assert_eq!(rig.get(cx, &space, used + (page << 12)), Ok(page)));
+                reads.push(file.read.load(Ordering::Relaxed) - before);
+            }
+            assert!(reads[11] * 20 < pages, "{policy:?}: {reads:?} of {pages} pages were read");
+            assert!(rig.store.stats(cx).stores > 0);
+            assert_eq!(rig.vm.usage(cx, &space, span(used, pages << 12)).expect("in the space").swapped, 0);
+            (0..own).for_each(|page| assert_eq!(rig.get(cx, &space, AT + (page << 12)), Ok(page + 1)));
+            rig.end(cx, space);
+            rig.vm.close(cx, object).expect("its own");
+        });
+    }
+}
+
+/// Swap that is full is no reason to keep what a file has.
+#[test]
+fn files_go_though_swap_is_full() {
+    for policy in LruPolicy::ALL {
+        with_cpu(Size { policy, swap: 16, ..SIZE }, 21, |rig, cx| {
+            let object = rig.vm.open_source(cx, File::new(64)).expect("memory");
+            let space = rig.space(cx, span(AT, 256 << 12), SMALL);
+            let shown = span(2 * AT, 64 << 12);
+            rig.vm.map(cx, &space, shown, SMALL, Backing::Shared(&object, 0)).expect("an area");
+            rig.enter(cx, &space);
+            for page in 0..256 {
+                // Nothing that compresses to less than half.
+                let noise: Vec<u8> = (0..4096_u32)
+                    .map(|at| ((at * 2_654_435_761) ^ (at * at * 40_503 + page)).to_le_bytes()[2])
+                    .collect();
+                rig.vm.write(cx, &space, VirtAddr::new(AT + (u64::from(page) << 12)), &noise[..2048]).expect("memory");
+            }
+            (0..64).for_each(|page| assert_eq!(rig.get(cx, &space, 2 * AT + (page << 12)), Ok(page)));
+            rig.leave(cx, &space);
+            rig.enter(cx, &space);
+            let mut full = false;
+            for _ in 0..40 {
+                full |= all_of_it(rig, cx).full;
+            }
+            assert!(full, "{policy:?}: there was room");
+            assert_eq!(rig.vm.usage(cx, &space, shown).expect("in the space").present, 0, "{policy:?}");
+            // Brought at once, before anybody touches it.
+            rig.vm.advise(cx, &space, shown, Advice::WillNeed).expect("an area");
+            rig.vm.prefault_shared(&object, 0, 64).work(cx, &Never).expect("memory");
+            (0..64).for_each(|page| assert_eq!(rig.get(cx, &space, 2 * AT + (page << 12)), Ok(page)));
+            rig.end(cx, space);
+            rig.vm.close(cx, object).expect("its own");
+        });
+    }
+}
+
+/// What is cold goes first, and what was given up costs no swap.
+#[test]
+fn what_is_not_needed_goes_first() {
+    for policy in LruPolicy::ALL {
+        for given_up in [false, true] {
+            with_cpu(Size { policy, ..SIZE }, 22, |rig, cx| {
+                let space = rig.space(cx, span(AT, 100 << 12), SMALL);
+                rig.enter(cx, &space);
+                (0..100).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
+                rig.leave(cx, &space);
+                rig.enter(cx, &space);
+                let cold = span(AT + (70 << 12), 20 << 12);
+                if given_up {
+                    rig.vm.discard(cx, &space, cold, Discard::WhenShort).expect("an area");
+                } else {
+                    rig.vm.advise(cx, &space, cold, Advice::Cold).expect("an area");
+                }
+                let budget = ShrinkBudget { free: 20, scan: 64 };
+                assert_eq!(rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never).freed, 20);
+                assert_eq!(rig.store.stats(cx).stores, if given_up { 0 } else { 20 }, "{policy:?}");
+                let usage = rig.vm.usage(cx, &space, span(AT, 100 << 12)).expect("in the space");
+                assert_eq!((usage.present, usage.swapped), (80, if given_up { 0 } else { 20 }));
+                for page in 0..100 {
+                    let gone = given_up && (70..90).contains(&page);
+                    assert_eq!(rig.get(cx, &space, AT + (page << 12)), Ok(if gone { 0 } else { page + 1 }));
+                }
+                rig.end(cx, space);
+            });
+        }
     }
 }

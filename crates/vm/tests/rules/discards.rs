@@ -198,7 +198,7 @@ fn what_is_given_up_goes_unstored_unless_somebody_stores() {
 /// A page goes if all who have it have given it up, and stays what it is through everything that is no store.
 fn kept<F: PageFormat>() {
     with_format::<F, true>(32, 2, 13, &no_faults(), |rig| {
-        let space = rig.filled_for_both(PageSize::Size4K, 8);
+        let space = rig.filled_for_both(PageSize::Size4K, 9);
         rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
         // Only the test stores.
         rig.mmu.pause(CpuId(0), true);
@@ -213,19 +213,29 @@ fn kept<F: PageFormat>() {
             give_up(cx, 0);
             give_up(cx, 2);
             rig.store(cx, &space, at(2), 20).expect("memory");
+            give_up(cx, 8);
+            rig.store(cx, &space, at(8), 90).expect("memory");
             let child = rig.vm.fork(cx, &space).expect("memory");
             rig.leave(cx, &space);
+            // Whoever stored it is gone.
+            rig.vm.unmap(cx, &space, page_of(8)).expect("an area");
+            rig.page_out(cx, &child, at(8));
             // Shared before: the child has not.
             give_up(cx, 1);
             [0, 1, 2].into_iter().for_each(|page| rig.page_out(cx, &space, at(page)));
-            assert_eq!(used(), 2);
+            assert_eq!(used(), 3);
             for (space, expected) in [(&space, [0, 2, 20]), (&child, [0, 2, 20])] {
                 rig.enter(cx, space);
                 assert_eq!([0, 1, 2].map(|page| rig.load(cx, space, at(page)).expect("memory")), expected);
                 rig.leave(cx, space);
             }
+            rig.enter(cx, &child);
+            assert_eq!(rig.load(cx, &child, at(8)), Ok(90));
+            rig.leave(cx, &child);
             rig.vm.destroy(cx, child).expect("destroyed");
             rig.enter(cx, &space);
+            // As it was before the fork.
+            (3..8).for_each(|page| rig.store(cx, &space, at(page), page + 1).expect("memory"));
             // Pinned before or after: devices store there.
             for (page, first) in [(3, true), (4, false)] {
                 if !first {
