@@ -5,6 +5,8 @@ mod address_spaces;
 mod areas;
 mod conflict;
 mod convoy;
+#[cfg(feature = "debug")]
+mod debug;
 mod descriptors;
 mod frames_stress;
 mod heap_stress;
@@ -118,6 +120,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let (mut steps, mut zeroed, mut unplugged, mut poisoned, mut offline) = (0, 0, 0, 0, 0);
     let (mut pressed, mut conflicts, mut areas) = (pressure::Tally::default(), 0, 0);
     let before = tlb::shootdown().counts();
+    #[cfg(feature = "debug")]
+    let found = debug::planted(cx)?;
     // As it is at the end of each round.
     hugemm_kernel::kva::areas().trim(cx);
     let (pieces, bad) = (frames_stress::pieces()?, frames_stress::bad()?);
@@ -202,6 +206,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         }
         (rounds, seed) = (rounds + 1, seed.wrapping_mul(31).wrapping_add(7));
     }
+    #[cfg(feature = "debug")]
+    debug::nothing_else(found)?;
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unplugged", unplugged as f64, "times", &[]);
     sample("selftest.poisoned", poisoned as f64, "frames", &[]);
