@@ -100,13 +100,13 @@ test-arm:
 	    done; \
 	else echo "skipped: arm64 tests"; fi
 	@if scripts/need.sh target $(ARM_KERNEL) && scripts/need.sh program qemu-system-aarch64 qemu-system-arm; then \
-	    $(CARGO) test --workspace --locked --test commands -- --ignored --test-threads 3 kernel_arm64::; \
+	    $(CARGO) test --workspace --locked --test commands -- --ignored --test-threads 3 kernel::arm64::; \
 	else echo "skipped: the reference kernel on arm64"; fi
 
 # The reference kernel under emulation with 1, 2, 4 and 8 CPUs; guests that panic, fault, hang or reset; planted bugs.
 test-kernel:
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
-	    $(CARGO) test --workspace --locked --test commands -- --ignored --test-threads 3 kernel::; \
+	    $(CARGO) test --workspace --locked --test commands -- --ignored --test-threads 3 kernel::x86::; \
 	else echo "skipped: the reference kernel"; fi
 
 # The reference kernel with its memory watched: it finds what its self-test plants, and nothing else. No part of `make test`: a kernel of

@@ -1,4 +1,4 @@
-//! LZ4 in the compressed store: the operation interpreter, the round trip, and damaged input.
+//! LZ4 in the compressed store: the operation interpreter, also on the fuzz corpus, the round trip, and damaged input.
 #![cfg(not(loom))]
 
 #[path = "../../../crates/reclaim/tests/support/mod.rs"]
@@ -114,4 +114,17 @@ fn throughput() {
         }
         store.close(&cx).expect("empty");
     });
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "reads files; the property test runs the same under Miri")]
+fn the_fuzz_corpus_agrees_with_the_model() {
+    let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/swap_ops");
+    let mut seen = 0;
+    for entry in std::fs::read_dir(directory).expect("the corpus is part of the repository") {
+        let path = entry.expect("readable").path();
+        support::ops::run(&std::fs::read(&path).expect("readable"), hugemm_lz4::WordsOrLz4);
+        seen += 1;
+    }
+    assert!(seen > 0, "the corpus is empty");
 }

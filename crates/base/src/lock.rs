@@ -102,6 +102,26 @@ impl Pause for Spin {
     }
 }
 
+/// Waits, longer each time, for a line that many CPUs may wait for: whoever holds the lock gets it back while they do not look.
+///
+/// A CPU that waits alone looks about as often as without; of N that wait, each look of one delays the holder by a transfer of the line, so
+/// they look less often the longer it takes: every 64 pauses in the end, some microseconds.
+#[derive(Debug, Default)]
+pub struct Backoff(u32);
+
+impl Backoff {
+    /// Waits for a moment. `P` pauses once, whatever the moment's length.
+    #[inline]
+    pub fn pause<P: Pause>(&mut self) {
+        P::pause();
+        // loom's threads wait for nothing but each other.
+        if !cfg!(loom) {
+            (1..1_u32 << self.0).for_each(|_| crate::sync::spin_loop());
+            self.0 = (self.0 + 1).min(6);
+        }
+    }
+}
+
 /// How to lock and unlock.
 ///
 /// # Safety
@@ -114,6 +134,11 @@ pub unsafe trait RawLock {
     fn new() -> Self;
     /// Waits until the lock is the caller's. Does not sleep.
     fn lock(&self);
+    /// The same, and says whether somebody had it, for who can be there less often. A lock that does not know says no.
+    fn lock_told(&self) -> bool {
+        self.lock();
+        false
+    }
     /// Takes the lock if nobody has it; never waits.
     fn try_lock(&self) -> bool;
     /// Gives the lock back.
@@ -124,7 +149,7 @@ pub unsafe trait RawLock {
     unsafe fn unlock(&self);
 }
 
-/// Test, then test-and-set: waiters spin on a shared copy of the line and write to it only when it looks free.
+/// Test, then test-and-set: waiters look at the line ever less often, and write to it only when it looks free.
 ///
 /// Cost uncontended: one atomic exchange to lock, one plain store to unlock. Not fair.
 #[derive(Debug)]
@@ -139,14 +164,24 @@ unsafe impl RawLock for SpinLock {
 
     #[inline]
     fn lock(&self) {
+        let mut backoff = Backoff::default();
         while !self.try_lock() {
-            crate::sync::spin_loop();
+            backoff.pause::<Spin>();
             // loom may answer a plain load with an old value for ever; an exchange always sees the latest.
             #[cfg(not(loom))]
             while self.0.load(Ordering::Relaxed) {
-                crate::sync::spin_loop();
+                backoff.pause::<Spin>();
             }
         }
+    }
+
+    #[inline]
+    fn lock_told(&self) -> bool {
+        let waits = !self.try_lock();
+        if waits {
+            self.lock();
+        }
+        waits
     }
 
     #[inline]
@@ -215,6 +250,13 @@ impl<L: RawLock, T> PinnedLock<L, T> {
     #[inline]
     pub fn lock<'a>(&'a self, _pin: CpuPin<'a>) -> LockGuard<'a, L, T> {
         self.0.lock()
+    }
+
+    /// The same, and whether somebody had it: see [`RawLock::lock_told`].
+    #[inline]
+    pub fn lock_told<'a>(&'a self, _pin: CpuPin<'a>) -> (LockGuard<'a, L, T>, bool) {
+        let waited = self.0.raw.lock_told();
+        (LockGuard { lock: &self.0, stays: PhantomData }, waited)
     }
 
     /// Takes the lock if nobody has it; never waits. Any context.

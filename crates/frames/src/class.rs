@@ -26,6 +26,8 @@ pub(crate) struct Class<'m> {
     last: AtomicU64,
     /// Where the watermark starts, and what it shrinks to.
     least: u64,
+    /// How far it is raised where CPUs do not meet at the node; beyond that there are entries for [`widen`](Class::widen).
+    usual: u64,
     /// How many frames, from the CPU's first local one on, are near: see [`PerCpu::is_near`](crate::pcp::PerCpu::is_near).
     near: AtomicU64,
 }
@@ -35,11 +37,11 @@ const _: () = assert!(size_of::<Class<'_>>() == 64);
 
 // Relaxed throughout: only the owner writes, and nobody draws a conclusion from what they read (see the protocol).
 impl<'m> Class<'m> {
-    /// A class over entries, with a watermark of `least` at least, to which `near` frames are near.
-    pub(crate) fn new(entries: &'m [AtomicU64], least: u64, near: u64) -> Self {
-        let least = least.min(entries.len() as u64);
+    /// A class over entries, with a watermark of `least` at least and `usual` in general, to which `near` frames are near.
+    pub(crate) fn new(entries: &'m [AtomicU64], least: u64, usual: u64, near: u64) -> Self {
+        let (least, usual) = (least.min(entries.len() as u64), usual.min(entries.len() as u64));
         let (len, high, last) = (AtomicU64::new(0), AtomicU64::new(least), AtomicU64::new(NEITHER));
-        Class { len, high, entries, last, least, near: AtomicU64::new(near) }
+        Class { len, high, entries, last, least, usual, near: AtomicU64::new(near) }
     }
 
     /// How many frames are near.
@@ -90,7 +92,6 @@ impl<'m> Class<'m> {
     }
 
     /// The lowest block comes last.
-    #[inline(never)]
     fn sort(&self) {
         self.drain_highest(0, |_| ());
     }
@@ -151,11 +152,20 @@ impl<'m> Class<'m> {
         let high = match (same, streak) {
             (false, _) => self.least,
             (true, 1) => high,
-            _ => high * 2,
+            _ => (high * 2).min(self.usual.max(high)),
         };
-        self.high.store(high.min(self.entries.len() as u64), Ordering::Relaxed);
+        self.high.store(high, Ordering::Relaxed);
         self.last.store(event + streak * STREAK, Ordering::Relaxed);
         streak == 2
+    }
+
+    /// Another CPU was at the node when this class was refilled. If that keeps happening in one direction, batches become larger than they
+    /// usually are, so that fewer CPUs meet there.
+    pub(crate) fn widen(&self) {
+        if self.last.load(Ordering::Relaxed) == REFILLED + 2 * STREAK {
+            let high = self.high.load(Ordering::Relaxed) * 2;
+            self.high.store(high.min(self.entries.len() as u64), Ordering::Relaxed);
+        }
     }
 
     /// Back to the smallest size.
@@ -185,16 +195,22 @@ impl<'m> Class<'m> {
         let count = count.min(len) as usize;
         // SAFETY: there are at least `len` entries (see `entry`), and `f` knows nothing of this class.
         let words = unsafe { plain(self.entries, len as usize) };
-        // By frame: the frame's number is the word's highest part. What lies in order stays so, and neighbours together.
-        if words.is_sorted() {
-            words.reverse();
-        } else if count < words.len() && !words.is_sorted_by(|a, b| a >= b) {
-            words.select_nth_unstable_by(count, |a, b| b.cmp(a));
-            words[count..].sort_unstable_by(|a, b| b.cmp(a));
-        }
+        highest_first(words, count);
         f(&mut words[..count]);
         words.copy_within(count.., 0);
         self.len.store(len - count as u64, Ordering::Relaxed);
+    }
+}
+
+/// Brings the `count` highest words to the front, the others behind them in descending order. One copy of it for all who drain.
+#[inline(never)]
+fn highest_first(words: &mut [u64], count: usize) {
+    // By frame: the frame's number is the word's highest part. What lies in order stays so, and neighbours together.
+    if words.is_sorted() {
+        words.reverse();
+    } else if count < words.len() && !words.is_sorted_by(|a, b| a >= b) {
+        words.select_nth_unstable_by(count, |a, b| b.cmp(a));
+        words[count..].sort_unstable_by(|a, b| b.cmp(a));
     }
 }
 
@@ -235,7 +251,7 @@ mod tests {
     #[test]
     fn the_lowest_is_taken_or_stays() {
         let entries: [AtomicU64; 32] = core::array::from_fn(|_| AtomicU64::new(0));
-        let class = Class::new(&entries, 2, 0);
+        let class = Class::new(&entries, 2, 32, 0);
         class.high.store(8, Ordering::Relaxed);
         for pfn in [7, 3, 9, 5] {
             assert!(class.push(block(pfn)).is_ok());
@@ -257,7 +273,7 @@ mod tests {
     #[test]
     fn a_class_grows_for_streaks_only() {
         let entries: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries, LEAST, u64::MAX);
+        let class = Class::new(&entries, LEAST, 64, u64::MAX);
         // Both ways by turns: as small as can be.
         for _ in 0..4 {
             assert_eq!(class.want(), LEAST / 2);
@@ -269,10 +285,29 @@ mod tests {
         assert_eq!(class.excess(), 0);
     }
 
+    /// Who meets others at the node fetches more than who does not, as long as it goes on fetching, and never more than there are entries.
+    #[test]
+    fn a_class_is_wider_where_cpus_meet() {
+        let entries: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
+        let class = Class::new(&entries, LEAST, 32, u64::MAX);
+        let met = || {
+            let want = class.want();
+            class.widen();
+            want
+        };
+        let wants: Vec<u64> = (0..6).map(|_| class.want()).collect();
+        assert_eq!(wants, [LEAST / 2, LEAST / 2, 16, 32, 32, 32], "alone");
+        assert_eq!([met(), met(), met()], [32, 64, 64]);
+        assert_eq!(class.want(), 64, "and so it stays");
+        // Room is there already; what comes in the other direction is no reason.
+        let _ = class.excess();
+        assert_eq!([met(), met()], [LEAST / 2, LEAST / 2]);
+    }
+
     #[test]
     fn blocks_that_go_back_are_a_change_of_direction() {
         let entries: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries, LEAST, u64::MAX);
+        let class = Class::new(&entries, LEAST, 64, u64::MAX);
         for _ in 0..8 {
             assert_eq!(class.want(), LEAST / 2, "no reason to fetch more: as much is given back");
             class.note_given_back();
@@ -282,7 +317,7 @@ mod tests {
     #[test]
     fn the_highest_go() {
         let entries: Vec<AtomicU64> = (0..8).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries, LEAST, u64::MAX);
+        let class = Class::new(&entries, LEAST, 64, u64::MAX);
         for pfn in [5, 1, 7, 3] {
             assert_eq!(class.push(block(pfn)), Ok(()));
         }
@@ -306,7 +341,7 @@ mod tests {
     #[test]
     fn a_full_class_keeps_a_quarter_or_nothing() {
         let entries: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries, LEAST, u64::MAX);
+        let class = Class::new(&entries, LEAST, 64, u64::MAX);
         assert_eq!((filled(&class), class.excess(), class.excess()), (LEAST, 6, 6));
         let mut sizes = Vec::new();
         for _ in 0..4 {
@@ -321,8 +356,8 @@ mod tests {
     #[test]
     fn what_comes_next_is_known_without_taking_it() {
         let entries: Vec<AtomicU64> = (0..10).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries, LEAST, 3);
-        assert!(!class.next_is_zero() && class.enabled() && !Class::new(&[], LEAST, 3).enabled());
+        let class = Class::new(&entries, LEAST, 64, 3);
+        assert!(!class.next_is_zero() && class.enabled() && !Class::new(&[], LEAST, 64, 3).enabled());
         assert_eq!(class.push(Frozen::make(Pfn::new(1), Order::ZERO, Mobility::Movable, true)), Ok(()));
         assert!(class.next_is_zero());
         assert_eq!(class.push(block(2)), Ok(()));

@@ -58,6 +58,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Blocks of an order that is cached are on their way to the node from here on; what has to arrive there does.
+    #[inline(never)]
     fn let_go(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, order: u32, blocks: &[u64]) {
         match order {
             // Of an order that is known, so that the loop is as short as can be.
@@ -210,7 +211,15 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Serves what others have asked this CPU for, if it has given back all that it had: what it still has goes before the next call.
     pub(crate) fn serve_own(&self, own: &PerCpu<'m>) {
         let asked = own.mailbox.wants_service(self.suspects().is_watching());
-        if asked && (!own.mailbox.pending() || own.pages() == 0) {
+        if asked {
+            self.serve_asked(own);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn serve_asked(&self, own: &PerCpu<'m>) {
+        if !own.mailbox.pending() || own.pages() == 0 {
             own.mailbox.serve(|| own.shrink(), || self.suspects().watch());
         }
     }

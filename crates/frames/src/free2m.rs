@@ -129,6 +129,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The same for frames that have been counted.
+    #[inline(never)]
     pub(crate) fn mark_2m(
         &self,
         lists: &mut FreeLists,

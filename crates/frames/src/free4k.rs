@@ -21,7 +21,7 @@
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
 use crate::bits::{RUNS, descending, lowest};
 use crate::blockmap::{
-    Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans,
+    Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_pages, runs_in, spans,
 };
 use crate::frames::{Env, Frames};
 use crate::free2m::{DIRTY_FIRST, Sought, Way, ZERO};
@@ -87,7 +87,7 @@ fn end_in(word: u64) -> u32 {
 
 /// The largest order of runs in 2 MiB plus 1, 0 if there is none.
 fn end_of(room: &[u64; WORDS]) -> u32 {
-    let whole = |order: u32| first_run::<Pages>(order, |at| room[at % WORDS]).is_some();
+    let whole = |order: u32| first_pages(order, room).is_some();
     match room.iter().map(|word| end_in(*word)).max() {
         Some(7) => 7 + u32::from(whole(7)) + u32::from(whole(8)),
         end => end.unwrap_or(0),
@@ -176,6 +176,7 @@ impl Block {
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Frees `count` pages of one 2 MiB from `pfn` on, in whatever blocks they were. The caller owns the frames.
+    #[inline(never)]
     pub(crate) fn free_small(
         &self,
         lists: &mut FreeLists,
@@ -387,7 +388,7 @@ impl<'m, E: Env> Frames<'m, E> {
             // What was freed as a whole since may have been divided for the other mobility.
             if !region.isolated.get(at) && block.mobility() == mobility {
                 let room = block.room(sought);
-                if let Some(index) = first_run(order, |at| room[at % WORDS]) {
+                if let Some(index) = first_pages(order, &room) {
                     return Some((number, Place { arena, near, index, room }));
                 }
                 end = end_of(&room);
@@ -482,7 +483,7 @@ impl<'m, E: Env> Frames<'m, E> {
             zero = runs_in(zero, order);
         }
         room[at] &= !bits;
-        let next = first_run(order, |at| room[at % WORDS]).map(|index| Place { arena, near, index, room });
+        let next = first_pages(order, &room).map(|index| Place { arena, near, index, room });
         (Run { base: Position::<Pages>::in_word(at, 0).pfn(near), starts, zero }, next)
     }
 

@@ -18,7 +18,8 @@
 //!   three quarters, those that lie highest, so that low memory is used first; or all, where drains follow one another.
 //! * The high watermark moves: three refills, or three drains, without the other in between mean that the cache is too
 //!   small for how this CPU works, and double it. A change of direction means that a small one will do, and so does
-//!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
+//!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest. Who finds another CPU at the node when it refills
+//!   pages of 4 KiB, again and again, has twice as large a cache as usual: 1024 pages.
 //! * A cache hands the places that were freed last out again, wherever they lie, while the node has room in lower ones. So what is freed
 //!   above the 2 MiB where the class's last refill found room is not cached. That, and what a drain takes of the orders that are cached, is
 //!   on its way (`outgoing.rs`) to the node: it counts as cached, no block of it is handed out, and it leaves before this CPU
@@ -42,9 +43,12 @@ use hugemm_base::{Extent, NodeId, Pfn};
 /// A class per order up to 9 and mobility, at [`Frozen::class`].
 pub(crate) const CLASSES: usize = 20;
 
-/// Entries per class at most, by order. Of orders that are only gathered so many that two CPUs that free at once spend their time on
+/// Entries per class, by order, that a watermark rises to. Of orders that are only gathered so many that two CPUs that free at once spend their time on
 /// what they free, and not on each other's lines of what is kept per region and per node.
 const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 8, 8, 8, 8, 8, 256];
+
+/// The same of pages of 4 KiB where CPUs meet at the node: as many as a lock round can bring.
+const WIDEST: u64 = 2 * MOST[0];
 
 /// Watermarks start, and shrink, to this.
 const LEAST: u64 = 8;
@@ -223,7 +227,8 @@ impl<'m> PerCpu<'m> {
         let share = frames / u64::from(cpus.max(1));
         let blocks = core::array::from_fn(|order| {
             let large = order as u32 == BLOCK_ORDER && share >> REGION_ORDER != 0;
-            let most = MOST[order].min((if large { share / 16 } else { share / 64 }) >> order);
+            let most = if order == 0 { WIDEST } else { MOST[order] };
+            let most = most.min((if large { share / 16 } else { share / 64 }) >> order);
             if is_stocked(order as u32) { most } else { most.min(((share / 256) >> order).max(1)) }
         });
         Capacities { blocks, words: Outgoing::slots(share) }
@@ -248,7 +253,8 @@ impl<'m> PerCpu<'m> {
             let most = capacities.blocks[class / 2];
             let (own, others) = rest.split_at_checked(most as usize).unwrap_or((&[], rest));
             rest = others;
-            Class::new(own, if class / 2 == BLOCK_ORDER as usize { LEAST_2M } else { LEAST }, local.pages())
+            let least = if class / 2 == BLOCK_ORDER as usize { LEAST_2M } else { LEAST };
+            Class::new(own, least, MOST[class / 2], local.pages())
         });
         PerCpu {
             mailbox: Mailbox::new(AtomicU64::new(0), AtomicU64::new(0)),
@@ -369,11 +375,11 @@ mod tests {
         assert!((0..=18).filter(|order| is_stocked(*order)).eq([0, 1, 2, 3, 9]));
     }
 
-    /// At most 1/64 of a CPU's share, 1/16 in 2 MiB blocks where the share is 1 GiB, and so many in any case.
+    /// At most 1/64 of a CPU's share, 1/16 in 2 MiB blocks where the share is 1 GiB, and so many in any case: pages, where CPUs meet.
     #[test]
     fn caches_hold_a_small_part_of_a_share() {
         let large = |gathered: [u64; 2], blocks: u64| -> Vec<u64> {
-            [512, 128, 64, 32, 8, 8, 8].into_iter().chain(gathered).chain([blocks]).collect()
+            [1024, 128, 64, 32, 8, 8, 8].into_iter().chain(gathered).chain([blocks]).collect()
         };
         for cpus in [1, 2] {
             let sizes = |share: u64| PerCpu::capacities(share * u64::from(cpus), cpus);

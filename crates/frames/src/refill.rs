@@ -12,7 +12,7 @@ use crate::page_alloc::Wanted;
 use crate::pcp::PerCpu;
 use hugemm_base::CpuPin;
 
-/// Words of a 2 MiB that a refill takes blocks of in one lock round.
+/// Words of a 2 MiB that a refill takes blocks of in one lock round: 1024 pages at most.
 const RUNS: usize = 16;
 
 impl<'m, E: Env> Frames<'m, E> {
@@ -30,7 +30,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let apart = chunk::is_worth_it(want).then_some(own);
         let mut runs = [Run::default(); RUNS];
-        self.with_node(pin, node, |lists| {
+        let filled = self.with_node_told(pin, node, |lists| {
             self.return_gathered(lists, own);
             let (mut got, mut place) = (0, None);
             for run in &mut runs {
@@ -52,6 +52,9 @@ impl<'m, E: Env> Frames<'m, E> {
                 }
             }
         });
+        if let Some((_, true)) = filled {
+            class.widen();
+        }
         // Last first, so that they come out in ascending order.
         for run in runs.iter().rev() {
             class.extend(run.descending().map(|taken| wanted.block(taken)));

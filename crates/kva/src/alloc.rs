@@ -1,6 +1,7 @@
 //! Taking areas: addresses, then pages, the largest blocks first, then one walk that maps them.
 //!
-//! Blocks of 2 MiB where they fit and there are any, then of orders 8 to 0. They wait on a chain through their descriptors until all are
+//! Blocks of 2 MiB where they fit and there are any, then of orders 8 to 0; before smaller ones are taken, what waits for its flush is
+//! given back. They wait on a chain through their descriptors until all are
 //! there and zero, if they are to be; so a failure finds all of them, and page tables have been touched last or not at all. Nothing is
 //! mapped when mapping fails, so what is undone owes no flush.
 
@@ -9,6 +10,7 @@ use crate::error::KvaError;
 use crate::kva::{Kva, pages_of};
 use crate::place::AreaKind;
 use crate::setup::{Cx, KvaSetup};
+use core::mem::replace;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Dirty, Extent, ExtentChain, FrameUse, Never, Order, PAGE_BYTES, PageSize};
 use hugemm_clear::{ClearRequest, Stopped};
@@ -152,11 +154,15 @@ impl<S: KvaSetup> Kva<'_, S> {
         blocks: &mut ExtentChain,
     ) -> Result<(), KvaError> {
         let frames = self.parts.frames;
-        let (mut left, mut most) = (pages, PageSize::Size2M.order());
+        let (mut left, mut most, mut short) = (pages, PageSize::Size2M.order(), false);
         while let Some(fits) = Order::largest_within(left) {
             let order = fits.min(most);
             let request = AllocRequest { prefer_zeroed: zeroed, ..AllocRequest::order(order) };
             let Ok(block) = frames.alloc(cx, request) else {
+                // What waits may be as large as that.
+                if !replace(&mut short, true) && self.flush(cx) > 0 {
+                    continue;
+                }
                 most = order.get().checked_sub(1).and_then(|less| Order::new(less).ok()).ok_or(KvaError::NoMemory)?;
                 continue;
             };

@@ -2,8 +2,8 @@
 //!
 //! From the call on, whoever reads the tables finds nothing there; a CPU that has read them before may go on until the flush. So neither
 //! pages nor addresses are anybody's until then. What was detached waits in the area's own record, behind its debt; the batch that the
-//! debts are of is flushed when more waits than the [`Limits`](crate::Limits) allow, when something runs out, and when somebody
-//! [asks](Kva::flush). Then pages are read off the tables and freed as ranges, those of neighbouring areas together.
+//! debts are of is flushed when more waits than the [`Limits`](crate::Limits) allow, when something runs out, when it
+//! [has waited](Kva::flush_old), and when somebody [asks](Kva::flush). Then pages are read off the tables and freed as ranges, those of neighbouring areas together.
 
 use crate::addresses::{Node, Taken, Use};
 use crate::area::Area;
@@ -52,6 +52,8 @@ pub(crate) struct Waiting<'m, S: KvaSetup> {
     /// What interrupts have freed: it is to be detached yet.
     later: Option<NonNull<Record<'m>>>,
     counts: KvaCounts,
+    /// The batch that waited when [`flush_old`](Kva::flush_old) came by.
+    seen: Option<u64>,
 }
 
 // SAFETY: a record is reached by whoever takes it out of here, and by nobody else.
@@ -59,7 +61,13 @@ unsafe impl<S: KvaSetup> Send for Waiting<'_, S> {}
 
 impl<'m, S: KvaSetup> Waiting<'m, S> {
     pub(crate) fn new(space: &'m TlbSpace<KernelSpace, Keep, S::Masks>) -> Self {
-        Waiting { batch: ShootdownBatch::new(space), first: None, later: None, counts: KvaCounts::default() }
+        Waiting {
+            batch: ShootdownBatch::new(space),
+            first: None,
+            later: None,
+            counts: KvaCounts::default(),
+            seen: None,
+        }
     }
 }
 
@@ -123,21 +131,23 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         };
         // The table translates the range, and no leaf reaches over an area's end. If it refused all the same, it would stay as it is.
         let Ok(unhooked) = unhooked else { return false };
-        cx.pinned(|pin| {
+        let own = own_pages(&taken);
+        let waits = cx.pinned(|pin| {
             let mut waiting = self.waiting.0.lock(pin);
             // It is of this space's table, so it is not handed back.
-            let Ok(detached) = waiting.batch.detached(unhooked) else { return false };
+            let detached = waiting.batch.detached(unhooked).ok()?;
             // SAFETY: it waits, so nobody gives it back; what it owes and its link are this lock's.
             let node = unsafe { record.as_ref() };
             node.debt.set(node.debt.take().map(|debt| Debt { detached, ..debt }));
             node.next.set(waiting.first.replace(record));
-            let (limits, counts) = (self.parts.limits, &mut waiting.counts);
+            let counts = &mut waiting.counts;
             counts.freed += 1;
             counts.waiting += 1;
-            counts.waiting_pages += own_pages(&taken);
-            let full = counts.waiting >= limits.areas || counts.waiting_pages > limits.pages;
-            full || waiting.later.is_some()
-        })
+            counts.waiting_pages += own;
+            Some((counts.waiting, counts.waiting_pages, waiting.later.is_some()))
+        });
+        let Some((areas, pages, later)) = waits else { return false };
+        later || self.parts.limits.are_met(areas, pages, own, || self.parts.frames.available(cx))
     }
 
     /// Detaches what interrupts have freed.
@@ -153,8 +163,18 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         }
     }
 
-    /// Flushes what waits and gives it back: how many areas. For a timer's task, an idle CPU, and whoever needs memory: what waits is as
-    /// old as the last call at most. Nothing is flushed if nothing waits.
+    /// [Flushes](Kva::flush) what waited already when this was called last, and what has joined it. For an idle CPU or a timer's task,
+    /// every second or so: nothing waits for longer than from one call to the next but one. Context as of [`flush`](Kva::flush).
+    pub fn flush_old(&self, cx: &mut Cx<'_, S>) -> u64 {
+        let old = cx.pinned(|pin| {
+            let mut waiting = self.waiting.0.lock(pin);
+            let now = (waiting.first.is_some() || waiting.later.is_some()).then_some(waiting.counts.batches);
+            now.is_some() && replace(&mut waiting.seen, now) == now
+        });
+        if old { self.flush(cx) } else { 0 }
+    }
+
+    /// Flushes what waits and gives it back: how many areas. For whoever needs memory. Nothing is flushed if nothing waits.
     ///
     /// A task, with interrupts on and no lock that is taken with them off. One flush; for each area two lock rounds, and the page table
     /// alone once for 32 of them. Reschedules between those.
@@ -215,14 +235,13 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         areas
     }
 
-    /// Frees frames that were an area's, together with those before them if they adjoin: those are freed now otherwise.
+    /// Frees frames that were an area's, together with those before them if they adjoin on either side: those are freed now otherwise.
     fn free_run(&self, cx: &Cx<'_, S>, run: &mut Extent, next: Extent) {
-        if !next.is_empty() && run.end() == next.base() {
-            let joined = Extent::new(run.base(), run.pages() + next.pages());
-            *run = joined.unwrap_or(*run);
-            if joined.is_ok() {
-                return;
-            }
+        if !next.is_empty()
+            && let Some(joined) = run.join(next).or_else(|| next.join(*run))
+        {
+            *run = joined;
+            return;
         }
         let whole = replace(run, next);
         if !whole.is_empty() {

@@ -26,20 +26,25 @@ pub trait KvaSetup: Sized {
 /// The context of a task under a setup.
 pub type Cx<'p, S> = CpuCx<'p, <S as KvaSetup>::Platform>;
 
-/// What may wait for its flush.
+/// What may wait for its flush, at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Areas. 1 flushes at each free.
     pub areas: u64,
-    /// 4 KiB pages of their own that they have.
+    /// 4 KiB pages of their own that they have. Never more than are free, either: that is looked at for each sixteenth of this.
     pub pages: u64,
 }
 
 impl Limits {
-    /// For this many frames: 1024 areas, and a sixteenth of the frames, but 32 MiB at least.
+    /// For this many frames: 1024 areas, and half of the frames.
     pub const fn of_frames(frames: u64) -> Self {
-        let pages = frames / 16;
-        Limits { areas: 1024, pages: if pages > 8192 { pages } else { 8192 } }
+        Limits { areas: 1024, pages: frames / 2 }
+    }
+
+    /// Whether so many areas with so many pages, `more` of them new, are a full batch, if `free` pages are.
+    pub(crate) fn are_met(&self, areas: u64, pages: u64, more: u64, free: impl FnOnce() -> u64) -> bool {
+        let step = (self.pages / 16).max(1);
+        areas >= self.areas || pages > self.pages || (pages / step > (pages - more) / step && pages > free())
     }
 }
 

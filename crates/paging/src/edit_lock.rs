@@ -5,7 +5,7 @@
 //! enter and one to leave, per call and not per page.
 
 use core::marker::PhantomData;
-use hugemm_base::lock::{Pause, Spin};
+use hugemm_base::lock::{Backoff, Pause, Spin};
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
 
 /// How to enter and leave.
@@ -82,8 +82,9 @@ unsafe impl<P: Pause> RawEditLock for EditLock<P> {
     #[inline]
     fn lock_shared(&self) {
         // Acquire pairs with the Release in `unlock_exclusive`.
+        let mut backoff = Backoff::default();
         while self.0.transition(Ordering::Acquire, Ordering::Relaxed, share).is_err() {
-            P::pause();
+            backoff.pause::<P>();
             // loom may answer a plain load with an old value for ever; a read-modify-write always sees the latest.
             #[cfg(loom)]
             self.0.fetch_add(0, Ordering::Relaxed);
@@ -101,10 +102,13 @@ unsafe impl<P: Pause> RawEditLock for EditLock<P> {
     #[inline]
     fn lock_exclusive(&self) {
         // Acquire pairs with the Release of both unlocks.
-        while self.0.transition(Ordering::Acquire, Ordering::Relaxed, take).is_err() {
-            // Relaxed: it only holds off those who come later.
-            self.0.fetch_or(WAITING, Ordering::Relaxed);
-            P::pause();
+        let mut backoff = Backoff::default();
+        while let Err(word) = self.0.transition(Ordering::Acquire, Ordering::Relaxed, take) {
+            // Said once, and again after somebody has been alone. Relaxed: it only holds off those who come later.
+            if cfg!(loom) || word & WAITING == 0 {
+                self.0.fetch_or(WAITING, Ordering::Relaxed);
+            }
+            backoff.pause::<P>();
         }
         P::taken();
     }

@@ -41,12 +41,15 @@ fn follow(link: u64) -> Option<Pfn> {
     link.checked_sub(1).map(Pfn::new)
 }
 
-/// The ends of a list.
+/// The ends of a list, as links. Half a cache line.
 #[derive(Debug, Default)]
+#[repr(C, align(32))]
 pub(crate) struct List {
-    first: Option<Pfn>,
-    last: Option<Pfn>,
+    first: u64,
+    last: u64,
     len: u64,
+    /// Base pages of all blocks, for whoever counts them.
+    pub(crate) pages: u64,
 }
 
 impl List {
@@ -55,22 +58,23 @@ impl List {
     }
 
     pub(crate) fn first(&self) -> Option<Pfn> {
-        self.first
+        follow(self.first)
     }
 
     pub(crate) fn last(&self) -> Option<Pfn> {
-        self.last
+        follow(self.last)
     }
 
     /// O(1), two or three words written.
     pub(crate) fn push_front(&mut self, words: &impl Words, pfn: Pfn) {
         words.set_word(pfn, PREV, 0);
-        words.set_word(pfn, NEXT, link(self.first));
-        match self.first {
-            Some(first) => words.set_word(first, PREV, link(Some(pfn))),
-            None => self.last = Some(pfn),
+        words.set_word(pfn, NEXT, self.first);
+        let own = link(Some(pfn));
+        match follow(self.first) {
+            Some(first) => words.set_word(first, PREV, own),
+            None => self.last = own,
         }
-        self.first = Some(pfn);
+        self.first = own;
         self.len += 1;
     }
 
@@ -79,11 +83,11 @@ impl List {
         let (prev, next) = (follow(words.word(pfn, PREV)), follow(words.word(pfn, NEXT)));
         match prev {
             Some(prev) => words.set_word(prev, NEXT, link(next)),
-            None => self.first = next,
+            None => self.first = link(next),
         }
         match next {
             Some(next) => words.set_word(next, PREV, link(prev)),
-            None => self.last = prev,
+            None => self.last = link(prev),
         }
         self.len = self.len.saturating_sub(1);
     }

@@ -106,9 +106,16 @@ impl LruStats {
 
 /// The LRU of one node. See the [module's documentation](self). Its functions may be called in any context but NMI: what they
 /// take is one lock, pinned, for a bounded time.
+#[repr(C, align(64))]
 pub struct Lru<'f, 'm, E: Env, L: RawLock = SpinLock> {
-    frames: &'f Frames<'m, E>,
     lists: PinnedLock<L, Lists>,
+    read: Read<'f, 'm, E>,
+}
+
+/// What all nodes' CPUs look at, on a line of its own.
+#[repr(align(64))]
+struct Read<'f, 'm, E: Env> {
+    frames: &'f Frames<'m, E>,
     wake: Wake,
 }
 
@@ -121,26 +128,26 @@ impl<E: Env, L: RawLock> fmt::Debug for Lru<'_, '_, E, L> {
 impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     /// Whether it is for folios of these frames. Others' it would link through descriptors that are not theirs.
     pub(crate) fn is_of(&self, frames: &Frames<'_, E>) -> bool {
-        core::ptr::from_ref(self.frames).addr() == core::ptr::from_ref(frames).addr()
+        core::ptr::from_ref(self.read.frames).addr() == core::ptr::from_ref(frames).addr()
     }
 
     /// An empty LRU for folios of `frames`.
     pub fn new(frames: &'f Frames<'m, E>, policy: LruPolicy) -> Self {
-        Lru { frames, lists: PinnedLock::new(Lists::new(policy)), wake: Wake::new() }
+        Lru { lists: PinnedLock::new(Lists::new(policy)), read: Read { frames, wake: Wake::new() } }
     }
 
     /// One lock round.
     fn locked<P: Cpu, R>(&self, cx: &CpuCx<'_, P>, f: impl FnOnce(&mut Lists) -> R) -> R {
         cx.pinned(|pin| {
             let mut lists = self.lists.lock(pin);
-            lists.stats.lock_rounds += 1;
+            lists.lock_rounds += 1;
             f(&mut lists)
         })
     }
 
     /// What is noted of its node's free memory.
     pub(crate) fn wake(&self) -> &Wake {
-        &self.wake
+        &self.read.wake
     }
 
     /// Puts folios of `order` on that are not: at most [`BATCH`]. For their owner, who holds references to them. One lock round.
@@ -148,9 +155,9 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     pub(crate) fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: impl Iterator<Item = Pfn>, order: Order) -> bool {
         let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
         self.locked(cx, |lists| {
-            let before = lists.stats.inserted;
-            heads.for_each(|head| lists.insert(self.frames, head, order));
-            before / look_each != lists.stats.inserted / look_each
+            let before = lists.inserted;
+            heads.for_each(|head| lists.insert(self.read.frames, head, order));
+            before / look_each != lists.inserted / look_each
         })
     }
 
@@ -168,7 +175,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
             for (head, last) in heads.iter().zip(last) {
                 *last = put(*head);
                 if last.is_some() {
-                    lists.remove(self.frames, *head);
+                    lists.remove(self.read.frames, *head);
                 }
             }
         });
@@ -185,7 +192,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         batch: &mut Batch,
         hold: impl FnMut(Pfn) -> bool,
     ) {
-        self.locked(cx, |lists| lists.isolate(self.frames, source, most_pages, batch, hold));
+        self.locked(cx, |lists| lists.isolate(self.read.frames, source, most_pages, batch, hold));
     }
 
     /// Does with each folio of a batch what its verdict says. One lock round. The batch keeps the folios, so that their
@@ -196,7 +203,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         }
         self.locked(cx, |lists| {
             for folio in batch.folios_mut() {
-                lists.put_back(self.frames, folio);
+                lists.put_back(self.read.frames, folio);
             }
         });
     }
@@ -206,7 +213,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     pub(crate) fn put_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch) {
         self.locked(cx, |lists| {
             for folio in batch.folios() {
-                lists.put_again(self.frames, folio);
+                lists.put_again(self.read.frames, folio);
             }
         });
     }
@@ -219,11 +226,11 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         }
         // Nobody has looked at these for long: all of their lines are asked for at once, and before the lock, so that promotions do
         // not wait for them one after the other.
-        core::hint::black_box(heads.iter().fold(0, |seen, head| seen ^ self.frames.word(*head, STATE)));
+        core::hint::black_box(heads.iter().fold(0, |seen, head| seen ^ self.read.frames.word(*head, STATE)));
         self.locked(cx, |lists| {
-            let before = lists.stats.promoted;
-            heads.iter().filter(|head| lists.promote(self.frames, **head)).for_each(|head| isolated(*head));
-            lists.stats.promoted - before
+            let before = lists.promoted;
+            heads.iter().filter(|head| lists.promote(self.read.frames, **head)).for_each(|head| isolated(*head));
+            lists.promoted - before
         })
     }
 

@@ -134,7 +134,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
         // The folios are of one LRU; neighbours that are on another are left to that one's lock.
         let node = folios.first().map(|folio| self.node_of(folio.pfn));
         let by_runs = self.pager.ageing() == Ageing::Batch;
-        let mut around = 0;
+        let (mut around, mut used) = (0, 0);
         // Folios of the batch that were looked at as neighbours: a look that is not repeated.
         let mut young = [false; BATCH];
         let mut rest = &*lies;
@@ -169,22 +169,15 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
             let neighbours = by_runs.then_some(Neighbours { wants: &wants, take: &mut take });
             self.vm.age(cx, &run, &mut found, neighbours);
             for (lies, found) in some.iter().zip(found) {
-                looks[lies.index] = self.judge(&found);
+                used += u64::from(found.users);
+                looks[lies.index] = judge(&found);
             }
         }
         for (look, _) in looks.iter_mut().zip(young).filter(|(look, young)| *young && **look == Look::Idle) {
             *look = Look::Young;
         }
         self.pager.counts().around.add(around);
-    }
-
-    fn judge(&self, found: &Recency) -> Look {
-        self.pager.counts().young.add(u64::from(found.users));
-        match (found.keep, found.young) {
-            (true, _) => Look::Keep,
-            (_, true) => Look::Young,
-            _ => Look::Idle,
-        }
+        self.pager.counts().young.add(used);
     }
 
     /// Takes a reference to a folio that is on the LRU; false if that is not possible. Whoever moves a page freezes it where
@@ -286,5 +279,13 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
         let written = unsafe { page.page_out(cx, evict, store) };
         self.pager.steps().enter(Step::Other);
         written
+    }
+}
+
+fn judge(found: &Recency) -> Look {
+    match (found.keep, found.young) {
+        (true, _) => Look::Keep,
+        (_, true) => Look::Young,
+        _ => Look::Idle,
     }
 }

@@ -14,6 +14,7 @@ use crate::protection::Protection;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::pages;
+use crate::zeroes::ZEROES;
 use core::cell::RefCell;
 use core::fmt;
 use core::ptr;
@@ -188,10 +189,20 @@ impl<S: Setup> Vm<'_, S> {
         }
         let (mut next, mut bad, mut noted, mut reached) = (first, None, true, true);
         table.walk(span, Flags::NONE, |run| {
-            if run.at.get() >> PAGE_SHIFT != next || bad.is_some() || !run.flags.contains(access.needs()) {
+            let zeroes = run.flags.contains(ZEROES);
+            if run.at.get() >> PAGE_SHIFT != next || bad.is_some() {
+                return;
+            }
+            if zeroes && verb == Verb::Zero {
+                next += run.extent.pages();
+                return;
+            }
+            if !run.flags.contains(access.needs()) {
                 return;
             }
             let pages = match self.frames().first_hwpoisoned(run.extent) {
+                // A fault puts a page of the area's own there.
+                Some(_) if zeroes => return,
                 Some(frame) => {
                     bad = Some(frame);
                     frame.number() - run.extent.base().number()

@@ -13,7 +13,7 @@ use core::marker::PhantomData;
 use core::ops::Deref;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
-use hugemm_base::sync::{AtomicBool, Ordering};
+use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{PAGE_SHIFT, PageSize, PhysAddr, VirtAddr, VirtRange};
 use hugemm_paging::PageTable;
 use hugemm_paging::cpu_readers::Half;
@@ -29,9 +29,13 @@ pub struct AddressSpace<S: Setup> {
     /// Whether there are any, for who only asks.
     pub(crate) followed: AtomicBool,
     inflight: InflightFaults,
+    /// How often a page to which there were other references has become the space's own where it was: copies of it are out of date.
+    kept: AtomicU64,
     pub(crate) lines: CpuLines,
     /// The space is being taken apart: its pages go away by themselves.
     exiting: AtomicBool,
+    /// It may show the pages of zeroes.
+    pub(crate) shows_zeroes: AtomicBool,
     counters: Counters,
 }
 
@@ -102,8 +106,10 @@ impl<S: Setup> AddressSpace<S> {
             followers: Apart(Guarded::new(Followers::new())),
             followed: AtomicBool::new(false),
             inflight: InflightFaults::new(),
+            kept: AtomicU64::new(0),
             lines,
             exiting: AtomicBool::new(false),
+            shows_zeroes: AtomicBool::new(false),
             counters: Counters::default(),
         }
     }
@@ -123,6 +129,10 @@ impl<S: Setup> AddressSpace<S> {
 
     pub(crate) fn followers(&self) -> &Guarded<S::Lock, Followers<S::Notifier>> {
         &self.followers.0
+    }
+
+    pub(crate) fn kept(&self) -> &AtomicU64 {
+        &self.kept
     }
 
     pub(crate) fn lines(&self) -> &CpuLines {

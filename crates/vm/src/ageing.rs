@@ -7,7 +7,7 @@
 use crate::address_space::AddressSpace;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use crate::vma::Vma;
+use crate::vma::{Pattern, Vma};
 use core::cell::RefCell;
 use core::fmt;
 use hugemm_base::{Order, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
@@ -103,7 +103,7 @@ impl<'a, 'p, S: Setup> Around<'a, 'p, S> {
         Around { order: order.get(), slots, neighbours, heads: [Pfn::new(0); AROUND as usize] }
     }
 
-    /// Takes the accessed bits of what an area shows of the offsets `first..last`, in one walk.
+    /// Takes the accessed bits of what an area shows of the offsets `first..last`, in one walk. `alone`: without neighbours.
     fn take_bits(
         &mut self,
         vm: &Vm<'_, S>,
@@ -111,6 +111,7 @@ impl<'a, 'p, S: Setup> Around<'a, 'p, S> {
         space: &AddressSpace<S>,
         start: u64,
         offsets: (u64, u64),
+        alone: bool,
     ) {
         let (first, last) = offsets;
         let Some(span) = crate::vma::pages(start, start + (last - first)) else { return };
@@ -118,7 +119,7 @@ impl<'a, 'p, S: Setup> Around<'a, 'p, S> {
         let mut table = space.table().exclusive(vm.tables(&task));
         let mut count = 0;
         let (order, shift, wants) =
-            (self.order, first.wrapping_sub(start), self.neighbours.as_ref().map(|all| all.wants));
+            (self.order, first.wrapping_sub(start), self.neighbours.as_ref().filter(|_| !alone).map(|all| all.wants));
         let (slots, wanted, number) = (&mut self.slots, &mut self.heads, &mut count);
         // By value what it needs for each leaf that was used: what is behind a reference would be loaded anew after each store.
         let choose = move |page: u64, frame: Pfn| {
@@ -177,7 +178,8 @@ impl<S: Setup> Vm<'_, S> {
             let pages = run.together().zip(&mut *found).filter(|((offset, _), _)| (first..last).contains(offset));
             let Some(space) = space else { return pages.for_each(|(_, page)| page.keep = true) };
             let start = area.info.range.first_page();
-            bits.take_bits(self, cx, space, start + (first - area.info.offset), (first, last));
+            let alone = area.info.kind.pattern == Pattern::Random;
+            bits.take_bits(self, cx, space, start + (first - area.info.offset), (first, last), alone);
             if space.is_followed() {
                 for ((offset, _), page) in pages {
                     let at = VirtAddr::new((start + (offset - area.info.offset)) << PAGE_SHIFT);
@@ -226,7 +228,7 @@ impl<S: Setup> Vm<'_, S> {
                     continue;
                 }
                 mapped = true;
-                if !area.info.kind.no_recency {
+                if area.info.kind.pattern != Pattern::Sequential {
                     each(cx, area, part, Some(space));
                 }
             }

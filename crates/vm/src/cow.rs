@@ -1,8 +1,11 @@
-//! Writing to a page that fork has made read-only in several spaces.
+//! Making a page a space's own that fork has made read-only in several: for a store, or for a [pin](crate::pin).
 //!
 //! Whoever holds the only reference, or is the only one to map what is pinned, makes its entry writable again. Otherwise the page is
 //! copied, and the entry changes from the old page to the copy by detach, flush and map, under the area list's lock: between, nobody
 //! finds the entry empty, and after it no CPU reads the old page here while another writes the copy.
+//!
+//! A copy is made with nothing locked, with a reference to the old page. Meanwhile somebody who takes that for a pin's may make the old
+//! page the space's own, where it is; he [counts](AddressSpace::kept), and the copy is not entered.
 
 use crate::address_space::AddressSpace;
 use crate::error::VmError;
@@ -13,14 +16,23 @@ use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{Areas, VmaInfo};
+use crate::zeroes::{ZEROES, is_zeroes};
 use core::cell::RefCell;
+use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
 use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch};
 
+/// A page that is to be copied, and what [`AddressSpace::kept`] was before it was found.
+pub(crate) struct Old {
+    pub(crate) page: Extent,
+    pub(crate) kept: u64,
+}
+
 impl<S: Setup> Vm<'_, S> {
-    /// Serves a store to a page that is mapped read-only in an area that allows stores.
-    pub(crate) fn write_to_shared_page(
+    /// Makes a page that is mapped read-only the space's own, and writable if the area allows stores.
+    /// [`Reused`](Served::Reused): it is, where it was.
+    pub(crate) fn make_own(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
@@ -28,8 +40,7 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
-        // Otherwise a copy that was made before the page became writable, was stored to and became read-only again could take its place.
-        let Some(_claim) = space.claim_any(page, || self.cond_resched(cx)) else {
+        let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let old = {
@@ -47,11 +58,15 @@ impl<S: Setup> Vm<'_, S> {
             };
             let mut cached = index.map(|index| index.table.shared(self.tables(&task)));
             let mut table = here.table(self.tables(&task));
-            let Some(old) = read_only(table.lookup(page.start())) else { return Ok(Served::Meanwhile) };
+            // Acquire: before the look at the entry; pairs with the Release below.
+            let kept = space.kept().load(Ordering::Acquire);
+            let old = read_only(table.lookup(page.start())).filter(|leaf| !is_zeroes(leaf));
+            let Some(old) = old else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
             // same page.
             let mut own = area.kind.shared || self.frames().references(old.frame) == 1;
-            if !own && space.lines().any_pinned() {
+            let held = !own;
+            if held && space.lines().any_pinned() {
                 // Objects' locks come before page tables'.
                 drop(table);
                 own = self.is_mapped_here_only(&task, space, &areas, page, old.frame);
@@ -70,7 +85,7 @@ impl<S: Setup> Vm<'_, S> {
                     let dirty = Change { set: Flags::DIRTY, clear: Flags::NONE };
                     let _ = pages.protect(VirtRange::new(at, page.bytes()).unwrap_or(page), dirty)?;
                 }
-                let change = Change { set: Flags::WRITE | Flags::HARDWARE, clear: Flags::NONE };
+                let change = Change { set: (area.kind.flags() & Flags::WRITE) | Flags::HARDWARE, clear: Flags::NONE };
                 let stale = match table.protect(page, change) {
                     Err(PagingError::Folded { .. }) => {
                         drop(table);
@@ -81,6 +96,10 @@ impl<S: Setup> Vm<'_, S> {
                     }
                     stale => stale?,
                 };
+                if held {
+                    // Release: after the change. Whoever looks after this finds that, or the page here only.
+                    space.kept().fetch_add(1, Ordering::Release);
+                }
                 drop(table);
                 // A CPU that has the old entry faults, and finds this one, unless it goes on refusing by the old one.
                 if !S::Format::FAULT_DROPS {
@@ -92,11 +111,10 @@ impl<S: Setup> Vm<'_, S> {
             }
             // It may lose its other users meanwhile; ours keeps it from becoming something else.
             self.get_page(&mut task.borrow_mut(), old.frame)?;
-            old
+            Old { page: Extent::block(old.frame, old.size.order()), kept }
         };
-        let from = Extent::block(old.frame, old.size.order());
-        let copied = self.copy_and_replace(cx, space, area, at, from);
-        self.drop_pages(cx, from, area.kind.page, area.kind.pooled);
+        let copied = self.copy_and_replace(cx, space, area, at, &old);
+        self.drop_pages(cx, old.page, area.kind.page, area.kind.pooled);
         copied
     }
 
@@ -137,15 +155,15 @@ impl<S: Setup> Vm<'_, S> {
         space: &AddressSpace<S>,
         area: &VmaInfo,
         at: VirtAddr,
-        from: Extent,
+        old: &Old,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
         let kind = area.kind;
         let want = Want { reserved: false, ..Want::of(area, ClearRequest::fault(kind.page.bytes()), at, Some(at)) };
         let owner = Owner { object: area.object, offset: area.offset_of(page.first_page()) };
-        let copy = self.copy_of(cx, from, &want, owner, false)?;
+        let copy = self.copy_of(cx, old.page, &want, owner, false)?;
         // Followers are told before the lock is taken: they may have to wait for their own CPUs.
-        let served = space.changing(cx, page, |cx| self.replace(cx, space, area, page, from, copy));
+        let served = space.changing(cx, page, |cx| self.replace(cx, space, area, page, old, copy));
         if served != Ok(Served::Copied) {
             self.drop_pages(cx, copy, kind.page, kind.pooled);
         }
@@ -183,14 +201,15 @@ impl<S: Setup> Vm<'_, S> {
         }
     }
 
-    /// Puts `copy` where `from` is mapped read-only; drops the mapping's reference to `from` then.
-    fn replace(
+    /// Puts `copy` where `from` is mapped read-only, unless that has become the space's own; drops the mapping's reference to `from` then, if
+    /// it has one.
+    pub(crate) fn replace(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         area: &VmaInfo,
         page: VirtRange,
-        from: Extent,
+        from: &Old,
         copy: Extent,
     ) -> Result<Served, VmError> {
         let areas = space.areas().shared();
@@ -200,7 +219,9 @@ impl<S: Setup> Vm<'_, S> {
         let unhooked = {
             let task = RefCell::new(&mut *cx);
             let mut table = space.table().exclusive(self.tables(&task));
-            if read_only(table.lookup(page.start())).is_none_or(|leaf| leaf.frame != from.base()) {
+            let there = read_only(table.lookup(page.start())).is_some_and(|leaf| leaf.frame == from.page.base());
+            // Relaxed: alone.
+            if !there || space.kept().load(Ordering::Relaxed) != from.kept {
                 return Ok(Served::Meanwhile);
             }
             let single = self.unfold(&task, space, &mut table, page);
@@ -216,13 +237,13 @@ impl<S: Setup> Vm<'_, S> {
         let task = RefCell::new(&mut *cx);
         let mut table = space.table().exclusive(self.tables(&task));
         let mut old = None;
-        let harvested = table.harvest(detached, Flags::HARDWARE, |run| old = Some(run.extent));
+        let harvested = table.harvest(detached, Flags::HARDWARE, |run| old = Some(run));
         let how = Mapping { flags: fresh_flags(area, Access::Write), largest: area.kind.page };
         // The table that held the old entry is there, so this takes no memory and meets nothing.
         let mapped = harvested.map_err(|(error, _)| error).and_then(|_| table.map(page, [copy], how));
         drop(table);
-        if let Some(old) = old {
-            self.drop_pages(&mut task.borrow_mut(), old, area.kind.page, area.kind.pooled);
+        if let Some(old) = old.filter(|run| !run.flags.contains(ZEROES)) {
+            self.drop_pages(&mut task.borrow_mut(), old.extent, area.kind.page, area.kind.pooled);
         }
         mapped.map(|()| Served::Copied).map_err(VmError::from)
     }

@@ -22,7 +22,8 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
     /// back: [put it back](UnhookedPage::put_back).
     ///
     /// `store` stores page number `n` of the block and answers with its slot. A page of 4 KiB is given to `evict`, which
-    /// may keep the frame (`None`). A page of a [source](crate::source) is given to nobody: it is dropped.
+    /// may keep the frame (`None`). A page of a [source](crate::source), and one that was [given up](crate::Discard::WhenShort) and not
+    /// stored to since, is given to nobody: it is dropped.
     ///
     /// # Errors
     ///
@@ -49,6 +50,14 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
             return self.drop_clean(cx).map_err(|(error, page)| (error.into(), page));
         }
         let Some(block) = vm.freeze_unhooked(cx, &mut self) else { return Err((VmError::InUse.into(), self)) };
+        if self.given_up {
+            vm.forget(cx, &self);
+            vm.resched_after(cx, self.places);
+            let pages = self.order.pages();
+            vm.frames().free(cx, block);
+            vm.consume(cx, self);
+            return Ok(pages);
+        }
         let stored = match self.order.get() {
             0 => evict(cx, block).map(|(slot, freed)| (SwapEntry::Slot(slot).word(), freed)),
             _ => match vm.store_large(cx, &block, self.places, &mut store) {
@@ -136,6 +145,16 @@ impl<S: Setup> Vm<'_, S> {
         // The word is the reference from here on.
         let frame = self.frames().count(slots).map_err(|_| VmError::Unreachable)?.into_pfn();
         Ok(SwapEntry::Slots(frame).word())
+    }
+
+    /// Empties the places that say that a page is moving: they read as zeroes.
+    fn forget<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &UnhookedPage<'_, '_, S, M>) {
+        self.places(page.object(), page.owner, |place| {
+            if let Some((moving, _)) = self.moving_at(cx, place.space.table(), place.at, page.head) {
+                self.exchange(cx, place.space.table(), place.at, moving, OwnerNext::Empty);
+            }
+            true
+        });
     }
 
     /// Replaces what says that a page is moving by where it is. The word's holder is whoever comes last; all others get

@@ -20,14 +20,14 @@ use crate::object::{Index, Object, Owner};
 use crate::pager::Pager;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
-use crate::source::AROUND;
 use crate::supply::Want;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
+use crate::zeroes::is_zeroes;
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Never, PAGE_SHIFT, VirtAddr, VirtRange};
-use hugemm_paging::{Change, Flags, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch};
+use hugemm_paging::{Change, Flags, Leaf, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch};
 
 /// What the access was that faulted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,6 +95,8 @@ enum Found<S: Setup> {
     Absent(Option<NonNull<Object<S>>>),
     /// A private page is away: the owner's word.
     SwapEntry(u64),
+    /// The page of zeroes, which this access needs another in place of.
+    Zeroes,
     /// A page is mapped, but not for this access.
     ReadOnly,
     /// There is nothing to do.
@@ -156,6 +158,12 @@ impl<S: Setup> Vm<'_, S> {
         let (space, (area, found)) = (here.space(), self.find_for_fault(cx, here, at, access)?);
         let site = Site { space, area: &area, phases };
         match found {
+            Found::Absent(None)
+                if access == Access::Read
+                    && let Some(served) = self.fault_zeroes(cx, here, &area, at)? =>
+            {
+                Ok(served)
+            }
             Found::Absent(None) => match self.fault_private(cx, here, site, at, access) {
                 // Another CPU that faulted at the same address had what was missing.
                 Err(_) if self.lookup(cx, space, at) != Lookup::Absent => Ok(Served::Meanwhile),
@@ -173,7 +181,8 @@ impl<S: Setup> Vm<'_, S> {
                 served
             }
             Found::SwapEntry(word) => self.refault_private(cx, site, at, word),
-            Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
+            Found::Zeroes => self.replace_zeroes(cx, site, at),
+            Found::ReadOnly => self.make_own(cx, space, &area, at),
             Found::Meanwhile => Ok(Served::Meanwhile),
             Found::Busy => {
                 self.cond_resched(cx);
@@ -203,6 +212,9 @@ impl<S: Setup> Vm<'_, S> {
         let task = RefCell::new(cx);
         let mut table = both.table(self.tables(&task));
         let found = match table.lookup(at) {
+            Lookup::Mapped(leaf) if is_zeroes(&leaf) && (access == Access::Write || self.is_bad(&leaf)) => {
+                Found::Zeroes
+            }
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs() | access.notes()) => Found::Meanwhile,
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => {
                 // Hardware that notes nothing faults until it has been noted: arm64 without FEAT_HAFDBS.
@@ -233,6 +245,11 @@ impl<S: Setup> Vm<'_, S> {
             }
         };
         Ok((info, found))
+    }
+
+    /// Whether a page of zeroes has bad memory: then nobody needs to read it.
+    fn is_bad(&self, leaf: &Leaf) -> bool {
+        self.frames().first_hwpoisoned(Extent::block(leaf.frame, leaf.size.order())).is_some()
     }
 
     /// Makes a page and enters it. Unless that succeeds the page goes back: somebody was faster, or it cannot be entered.
@@ -458,9 +475,10 @@ impl<S: Setup> Vm<'_, S> {
             // What lies behind it in the same window, if it has been read and lies so in memory, is shown too.
             let (first, behind) = (page.first_page(), page.end_page());
             let offset = area.offset_of(first);
-            let reach = (offset / AROUND + 1) * AROUND - offset - 1;
-            let around = |from: u64| crate::vma::pages(from, from + reach.min(area.range.end_page() - behind));
-            if let (Some(shown), Some(read)) = (around(behind), around(offset + 1)) {
+            let around = area.kind.pattern.around();
+            let reach = (offset / around + 1) * around - offset - 1;
+            let reaching = |from: u64| crate::vma::pages(from, from + reach.min(area.range.end_page() - behind));
+            if let (Some(shown), Some(read)) = (reaching(behind), reaching(offset + 1)) {
                 let (mut more, absent) = (0, table.absent(shown)?);
                 pages.walk(read, Flags::HARDWARE, |run| {
                     let goes_on = run.at == read.start() && run.extent.base() == extent.end();

@@ -13,6 +13,7 @@
 
 use crate::address_space::{AddressSpace, AddressSpaceRef};
 use crate::alone::Alone;
+use crate::discard::GIVEN_UP;
 use crate::error::VmError;
 use crate::object::{Object, Owner};
 use crate::pager::Pager;
@@ -21,8 +22,10 @@ use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{Vma, VmaInfo, VmaKind, pages};
+use crate::zeroes::ZEROES;
 use core::cell::RefCell;
 use core::ptr::NonNull;
+use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
 use hugemm_paging::{Change, Editing, Flags, Lookup, Mapping, PagingError, Stale};
@@ -87,6 +90,10 @@ impl<S: Setup> Vm<'_, S> {
         child: &AddressSpace<S>,
         mut changed: impl FnMut(Stale),
     ) -> Result<(), VmError> {
+        // Nobody enters anything in the parent during a fork.
+        if parent.shows_zeroes.load(Ordering::Acquire) {
+            self.count_zeroes(cx, child);
+        }
         // Nobody takes references for pins during a fork.
         let pinned = parent.lines().any_pinned();
         let mut next = 0;
@@ -227,7 +234,8 @@ impl<S: Setup> Vm<'_, S> {
         let kind = area.kind;
         let mut taken = 0;
         let mut done = Ok(());
-        for (head, _) in extent.chunks(kind.page.order()) {
+        let counted = if flags.contains(ZEROES) { Extent::default() } else { extent };
+        for (head, _) in counted.chunks(kind.page.order()) {
             done = self.get_page(&mut task.borrow_mut(), head);
             if done.is_err() {
                 break;
@@ -235,7 +243,9 @@ impl<S: Setup> Vm<'_, S> {
             taken += kind.page.pages();
         }
         if done.is_ok() {
-            let flags = flags.without(Flags::WRITE | Flags::DIRTY);
+            // What has been stored to since it was given up is kept.
+            let kept = if flags.contains(Flags::DIRTY) { GIVEN_UP } else { Flags::NONE };
+            let flags = flags.without(Flags::WRITE | Flags::DIRTY | kept);
             done = self.enter_in_child(task, child, page, extent, Mapping { flags, largest: kind.page });
         }
         if done.is_err() {

@@ -54,11 +54,13 @@
 //! | `space.rs`, `mapping.rs` | making and ending spaces, objects, areas |
 //! | `given.rs` | objects of given frames, which stay their owner's |
 //! | [`fault`], `inflight_faults.rs` | demand faults, and CPUs that meet at one page |
+//! | `zeroes.rs` | the page of zeroes that is shown where nobody has stored |
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
 //! | [`prefault`]; [`pin`] | filling by any number of CPUs; keeping pages for devices |
 //! | [`unmap`] | one flush per call, then frees by runs |
 //! | `lock.rs` | what stays in memory, and how much may |
 //! | `move_to.rs` | a range at other addresses, longer or shorter |
+//! | `advise.rs` | what is known of the use of a range |
 //! | `protect.rs`, `discard.rs` | other rights for a range, and giving up what it has, with one flush |
 //! | `access.rs` | reading and writing a space from outside of it |
 //! | `alone.rs` | having a space to oneself across reschedule points |
@@ -92,6 +94,7 @@
 
 mod access;
 mod address_space;
+mod advise;
 pub mod ageing;
 mod alone;
 mod copy;
@@ -141,14 +144,17 @@ mod vm;
 pub mod vma;
 mod working_set;
 pub mod write_back;
+mod zeroes;
 pub mod zeroing;
 
 pub use access::AccessError;
 pub use address_space::{AddressSpace, AddressSpaceCounters, AddressSpaceRef};
+pub use advise::Advice;
 pub use ageing::{AgeRun, Neighbours, Recency};
 pub use cpu_masks::{CpuMasks, SpaceTlb};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub use default_setup::DefaultSetup;
+pub use discard::Discard;
 pub use error::VmError;
 pub use fault::{Access, Served};
 pub use followers::Follower;
@@ -168,5 +174,6 @@ pub use unhook::UnhookedPage;
 pub use unmap::Unmapped;
 pub use usage::Usage;
 pub use vm::{Parts, Vm};
-pub use vma::{VmaInfo, VmaKind};
+pub use vma::{Pattern, VmaInfo, VmaKind};
+pub use zeroes::ZEROES;
 pub use zeroing::{ZeroTurn, ZeroWorker};

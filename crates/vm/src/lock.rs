@@ -44,7 +44,8 @@ impl<S: Setup> Vm<'_, S> {
         space.check_covers(span)?;
         may_lock(&space.areas().shared(), space, span, limit)?;
         self.fill(cx, space, span)?;
-        self.say_of(cx, space, span, true, limit)?;
+        let may = |areas: &Areas<S>| may_lock(areas, space, span, limit);
+        self.say_of(cx, space, span, |kind| VmaKind { locked: true, ..kind }, may)?;
         // What was taken away since.
         self.fill(cx, space, span)
     }
@@ -59,40 +60,40 @@ impl<S: Setup> Vm<'_, S> {
     pub fn unlock(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<(), VmError> {
         self.check_own(space)?;
         space.check_covers(span)?;
-        self.say_of(cx, space, span, false, 0)
+        self.say_of(cx, space, span, |kind| VmaKind { locked: false, ..kind }, |_| Ok(()))
     }
 
     fn fill(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<(), VmError> {
         self.prefault(space, span, None).writable().work(cx, &Never)
     }
 
-    /// Says of the areas of a range whether they are locked.
-    fn say_of(
+    /// Makes the areas of a range what `new` makes of them, if that `may` be: no entry changes.
+    pub(crate) fn say_of(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         span: VirtRange,
-        locked: bool,
-        limit: u64,
+        new: impl Fn(VmaKind) -> VmaKind,
+        may: impl Fn(&Areas<S>) -> Result<(), VmError>,
     ) -> Result<(), VmError> {
         let (first, end) = (span.first_page(), span.end_page());
         let mut spare = Spare::new();
         let done = loop {
             let found = {
                 let mut areas = space.areas().exclusive();
-                let may = if locked { may_lock(&areas, space, span, limit) } else { Ok(()) };
-                match may.and_then(|()| areas.cuts(span, |area| area.kind.locked != locked)) {
+                let changes = |area: &VmaInfo| new(area.kind) != area.kind;
+                match may(&areas).and_then(|()| areas.cuts(span, changes)) {
                     Err(error) => Some(Err(error)),
                     // A fork, or who changes rights, looks at areas as they are.
                     _ if areas.alone => None,
                     Ok(cuts) if spare.count() < cuts => Some(Ok(())),
                     Ok(_) => {
                         for at in [first, end] {
-                            if areas.find(at).is_some_and(|area| area.info.kind.locked != locked) {
+                            if areas.find(at).is_some_and(|area| changes(&area.info)) {
                                 self.cut_at(&mut areas, at, &mut spare);
                             }
                         }
-                        self.change_areas(&areas, (first, end), |kind| VmaKind { locked, ..kind });
+                        self.change_areas(&areas, (first, end), &new);
                         self.join_areas(cx, &mut areas, first, end);
                         break Ok(());
                     }

@@ -9,6 +9,7 @@ use crate::setup::{Cx, Setup};
 use crate::supply::Want;
 use crate::unhook::{UnhookedPage, offset_at};
 use crate::vm::Vm;
+use crate::vma::Pattern;
 use core::cell::RefCell;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{Extent, Order, PageSize, Pfn, VirtAddr};
@@ -87,7 +88,8 @@ impl<S: Setup> Vm<'_, S> {
         let page = PageSize::Size4K;
         let node = self.frames().node_of(from.base()).map_or(Placement::Local, Placement::Prefer);
         let clear = hugemm_clear::ClearRequest::fault(page.bytes());
-        let want = Want { page, pooled: false, reserved: false, from: node, clear, touched: None };
+        let want =
+            Want { page, pooled: false, reserved: false, from: node, clear, touched: None, pattern: Pattern::Normal };
         let copy = self.copy_of(cx, from, &want, owner, true).ok()?;
         for taken in 1..references {
             if self.get_page(cx, copy.base()).is_err() {

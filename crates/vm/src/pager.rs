@@ -92,6 +92,13 @@ pub unsafe trait Pager<S: Setup> {
     /// The caller holds a reference to each, and the pager has been told of them.
     unsafe fn used(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _heads: &[Pfn]) {}
 
+    /// Nobody is going to use pages soon, as somebody says who knows: they are as old as can be. No lock is held.
+    ///
+    /// # Safety
+    ///
+    /// As [`used`](Pager::used).
+    unsafe fn unused(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _heads: &[Pfn]) {}
+
     /// Copies what is in a slot into page number `page` of the block. The slot stays.
     ///
     /// # Errors

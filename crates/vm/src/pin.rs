@@ -3,14 +3,16 @@
 //! A pinned page has a reference more, so it is neither freed nor moved nor copied away from under its device: a fork gives
 //! the child a copy of it instead. The request is filled first, with the size of all of it as the hint (what a hypervisor's
 //! attachment of a device to a whole guest is), and every page is made the space's own, so that what the device writes is
-//! what the space reads. Where an area allows no stores, a page stays shared with those that a fork gave it to.
+//! what the space reads, and what the space writes, now or when its area allows it, is what the device reads.
 
 use crate::address_space::{AddressSpace, Site, SpaceId};
 use crate::error::VmError;
+use crate::fault::Served;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::pages;
 use crate::vma::{VmaInfo, VmaKind};
+use crate::zeroes::is_lent;
 use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
@@ -119,13 +121,12 @@ impl<S: Setup> Vm<'_, S> {
     /// order, with nothing locked; if it unwinds, what it has not been given is not pinned. Returns how many 4 KiB pages there
     /// are. Passes reschedule points; may sleep.
     ///
-    /// In a private area that allows no stores the device must not store either: the page may be other spaces' too. If the area
-    /// allows stores later, the first one may go to a copy, and the device keeps the page from before.
+    /// A private area's pages that others have by a fork are copied, also where the area allows no stores.
     ///
     /// # Errors
     ///
     /// The [`PinError`] says how many pages are pinned, which stay so, and why not more: as of
-    /// [`Prefault::work`](crate::Prefault::work); [`Denied`](VmError::Denied) for areas of [given](Vm::create_given) frames.
+    /// [`Prefault::work`](crate::Prefault::work), and of a copy [`HwPoisoned`](VmError::HwPoisoned); [`Denied`](VmError::Denied) for areas of [given](Vm::create_given) frames.
     pub fn pin<'v>(
         &'v self,
         cx: &mut Cx<'_, S>,
@@ -184,7 +185,7 @@ impl<S: Setup> Vm<'_, S> {
             let (found, error) = self.take_references(cx, space, area, span);
             let runs = found.runs.into_iter();
             let mut taken = Taken { vm: self, cx: &mut *cx, space, kind, runs, pages: span.pages() };
-            if error.is_none() && found.pages == span.pages() {
+            if error.is_none() && found.pages == span.pages() && self.are_own(taken.cx, space, area, span)? {
                 while let Some(run) = taken.next() {
                     visit(Pinned {
                         space: space.identity(),
@@ -227,9 +228,10 @@ impl<S: Setup> Vm<'_, S> {
         }
         let needs = area.kind.flags() & Flags::WRITE;
         let table = both.table(self.tables(&task));
-        let walked = table.walk(span, Flags::HARDWARE, |run| {
+        let walked = table.walk(span, Flags::ACCESSED, |run| {
             // A span has no more runs than there is room for.
-            let room = found.runs.get_mut(found.count).filter(|_| run.flags.contains(needs));
+            let room =
+                found.runs.get_mut(found.count).filter(|_| run.flags.contains(needs) && !is_lent(run.flags, needs));
             let Some(place) = room else { return };
             let mut taken = 0;
             for (head, _) in run.extent.chunks(area.kind.page.order()) {
@@ -245,6 +247,25 @@ impl<S: Setup> Vm<'_, S> {
             found.pages += taken;
         });
         (found, error.or(walked.err().map(VmError::from)))
+    }
+
+    /// Whether pages are the space's own, to which the caller has taken references for pins; makes those so that are not. No fork
+    /// gives them to others from then on.
+    fn are_own(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        area: &VmaInfo,
+        span: VirtRange,
+    ) -> Result<bool, VmError> {
+        let mut own = true;
+        // What can be stored to is.
+        if !area.kind.shared && !area.kind.flags().contains(Flags::WRITE) {
+            for page in (span.first_page()..span.end_page()).step_by(area.kind.page.pages() as usize) {
+                own &= self.make_own(cx, space, area, VirtAddr::new(page << PAGE_SHIFT))? == Served::Reused;
+            }
+        }
+        Ok(own)
     }
 
     /// Gives pinned pages back; those that have been unmapped meanwhile are freed. `space` is the one that they were pinned

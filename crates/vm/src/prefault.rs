@@ -15,6 +15,7 @@ use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
 use crate::vm::Vm;
+use crate::vma::Pattern;
 use core::cell::RefCell;
 use core::fmt;
 use hugemm_base::platform::Cpu;
@@ -200,7 +201,8 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         let (mut next, end) = self.own_part(from, self.first, self.end, size);
         let clear = ClearRequest::bulk(self.total);
         let pooled = index.pooled;
-        let want = Want { page: size, pooled, reserved: pooled, from: self.from, clear, touched: None };
+        let pattern = Pattern::Normal;
+        let want = Want { page: size, pooled, reserved: pooled, from: self.from, clear, touched: None, pattern };
         while next < end {
             if cancel.requested() {
                 return Err(VmError::Cancelled);

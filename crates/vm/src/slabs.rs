@@ -62,8 +62,9 @@ impl<S: Setup> Vm<'_, S> {
         unsafe { T::slab(self.slabs()).free(self.frames(), cx, cx.platform(), memory.cast()) };
     }
 
-    /// Gives back the frames that the manager keeps for its own small objects. Any context but NMI; a lock round for each frame, and for each kind.
+    /// Gives back the frames that the manager keeps for its own small objects, and pages of zeroes that no space shows. Any context but NMI; a lock round for each frame, and for each kind.
     pub fn trim(&self, cx: &Cx<'_, S>) {
+        self.trim_zeroes(cx);
         let Slabs { spaces, areas, objects, followers, lines } = self.slabs();
         for slab in [spaces, areas, objects, followers, lines] {
             // SAFETY: each slab is used with these frames and this platform's map only.

@@ -173,7 +173,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         want: &Want,
     ) -> Result<bool, VmError> {
         let Some(_claim) = index.inflight.claim(offset / AROUND, || self.cond_resched(cx)) else { return Ok(false) };
-        let Some((first, count)) = self.missing(cx, index, offset)? else { return Ok(false) };
+        let Some((first, count)) = self.missing(cx, index, offset, want.pattern.around())? else { return Ok(false) };
         let block = self.block_to_fill(cx, want, count)?;
         let count = block.extent().pages();
         // With the page that is wanted.
@@ -207,8 +207,14 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// What the index has not of the pages around `offset`, which is one of them: from where on, and how many.
-    fn missing(&self, cx: &mut Cx<'_, S>, index: &Index<S>, offset: u64) -> Result<Option<(u64, u64)>, VmError> {
-        let (first, end) = (offset / AROUND * AROUND, index.pages().min((offset / AROUND + 1) * AROUND));
+    fn missing(
+        &self,
+        cx: &mut Cx<'_, S>,
+        index: &Index<S>,
+        offset: u64,
+        around: u64,
+    ) -> Result<Option<(u64, u64)>, VmError> {
+        let (first, end) = (offset / around * around, index.pages().min((offset / around + 1) * around));
         if offset >= end {
             return Err(VmError::OutOfBounds { at: VirtAddr::new(offset << PAGE_SHIFT) });
         }
@@ -226,10 +232,11 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// A block of at most so many pages: of one if there are no larger ones.
     fn block_to_fill(&self, cx: &mut Cx<'_, S>, want: &Want, pages: u64) -> Result<Frozen, VmError> {
         let most = Order::largest_within(pages).unwrap_or(Order::ZERO);
-        if most > Order::ZERO
-            && let Ok(block) = self.new_block(cx, want.block(most))
-        {
-            return Ok(block);
+        let fewer = Order::largest_within(pages.min(AROUND)).unwrap_or(Order::ZERO);
+        for order in [most, fewer].into_iter().filter(|order| *order > Order::ZERO) {
+            if let Ok(block) = self.new_block(cx, want.block(order)) {
+                return Ok(block);
+            }
         }
         self.block_for_copy(cx, want, false)
     }
@@ -270,7 +277,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let offset = area.offset_of(page.first_page());
         let index = over.index.as_ref().ok_or(VmError::OtherKind)?;
         let want = Want::of_fault(area, at);
-        let Some(_claim) = space.claim_any(page, || self.cond_resched(cx)) else {
+        let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
         for _ in 0..2 {

@@ -3,6 +3,7 @@
 use crate::address_space::{AddressSpace, AddressSpaceRef, SpaceId};
 use crate::cpu_lines::{self, CpuLines};
 use crate::cpu_masks::{self, CpuMasks};
+use crate::discard::may_go_unstored;
 use crate::error::VmError;
 use crate::setup::{Cx, Setup, Task};
 use crate::vm::Vm;
@@ -10,7 +11,7 @@ use crate::vma::pages;
 use core::cell::RefCell;
 use core::marker::PhantomData;
 use hugemm_base::{Pfn, VirtAddr, VirtRange};
-use hugemm_paging::{Keep, Lookup, PageFormat, PageTable, TableMemory, TlbSpace};
+use hugemm_paging::{Flags, Keep, Leaf, Lookup, PageFormat, PageTable, TableMemory, TlbSpace};
 
 impl<'m, S: Setup> Vm<'m, S> {
     /// An empty address space for the addresses of `bounds`, one half of what the format translates at most. Two
@@ -93,6 +94,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                 return Err((VmError::InUse, space));
             }
         }
+        self.discount_zeroes(cx, &owned.shows_zeroes);
         // No CPU walks the tables any more, and nothing hangs below the root.
         self.free_root(cx, root);
         // SAFETY: the space is this task's alone.
@@ -113,7 +115,13 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         let here = self.here(cx, space);
         let task = RefCell::new(cx);
-        here.table(self.tables(&task)).lookup(at)
+        match here.table(self.tables(&task)).lookup(at) {
+            // Who stores by a table of his own is not noted in this one: a fault notes it first.
+            Lookup::Mapped(leaf) if may_go_unstored(leaf.flags) => {
+                Lookup::Mapped(Leaf { flags: leaf.flags.without(Flags::WRITE), ..leaf })
+            }
+            found => found,
+        }
     }
 
     /// A page table, for a space, or for a shared object's index, which has no addresses `beside` its own. It translates

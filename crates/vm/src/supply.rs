@@ -10,7 +10,7 @@ use crate::pager::Pager;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use crate::vma::{VmaInfo, VmaKind};
+use crate::vma::{Pattern, VmaInfo, VmaKind};
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Cancel, Dirty, Extent, NodeId, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
@@ -34,14 +34,17 @@ pub(crate) struct Want {
     pub(crate) clear: clear::ClearRequest,
     /// Which of its 4 KiB pages is touched first, if that is known.
     pub(crate) touched: Option<u64>,
+    /// How it is read, if it comes from a source.
+    pub(crate) pattern: Pattern,
 }
 
 impl Want {
     /// The page at `at` of an area, cleared as a part of this request.
     pub(crate) fn of(area: &VmaInfo, request: clear::ClearRequest, at: VirtAddr, touched: Option<VirtAddr>) -> Want {
-        let VmaKind { page, pooled, reserved, from, .. } = area.kind;
+        let VmaKind { page, pooled, reserved, from, pattern, .. } = area.kind;
         let clear = request.seen_at(at.align_down(page.bytes()));
-        Want { page, pooled, reserved, from, clear, touched: touched.map(|at| folio::touched_page(at, page.pages())) }
+        let touched = touched.map(|at| folio::touched_page(at, page.pages()));
+        Want { page, pooled, reserved, from, clear, touched, pattern }
     }
 
     /// Where a block of `order` for it is to come from.
@@ -241,7 +244,7 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Clears a block of `order` as wanted, unless it is known to be zero. If clearing is stopped the block goes back.
-    fn clear_block(
+    pub(crate) fn clear_block(
         &self,
         cx: &mut Cx<'_, S>,
         block: Result<Zeroed, Dirty>,

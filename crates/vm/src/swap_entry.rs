@@ -8,6 +8,7 @@
 //!
 //! A word is the kind in two bits and a number of 50; a frame's has 40 of them. A page of 2 MiB goes away and comes back as a whole.
 
+use crate::discard::GIVEN_UP;
 use crate::error::VmError;
 use crate::pager::{Pager, SLOT_BITS};
 use crate::setup::{Cx, Setup};
@@ -30,7 +31,7 @@ pub(crate) const FEW_REFERENCES: u64 = 15;
 const FRAME_BITS: u32 = 40;
 
 /// What is kept of a leaf, in the bits above the frame.
-const KEPT: [Flags; 3] = [Flags::WRITE, Flags::ACCESSED, Flags::DIRTY];
+const KEPT: [Flags; 4] = [Flags::WRITE, Flags::ACCESSED, Flags::DIRTY, GIVEN_UP];
 
 /// A word, decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -143,7 +144,7 @@ mod tests {
             same(SwapEntry::Slots(Pfn::new(number)));
         }
         for head in [0, 1, 512, (1 << FRAME_BITS) - 1].map(Pfn::new) {
-            for kept in 0..8 {
+            for kept in 0..16 {
                 let has = |(bit, flag): (usize, Flags)| if kept >> bit & 1 != 0 { flag } else { Flags::NONE };
                 let was = KEPT.into_iter().enumerate().map(has).fold(Flags::NONE, Flags::with);
                 same(SwapEntry::Moving { head, was });

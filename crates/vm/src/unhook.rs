@@ -19,6 +19,7 @@
 //! flush, by freezing the page, because a reference may be taken in between.
 
 use crate::address_space::AddressSpace;
+use crate::discard::{GIVEN_UP, may_go_unstored};
 use crate::object::{Object, Owner};
 use crate::setup::{Cx, Setup};
 use crate::swap_entry::{MOST_PLACES, SwapEntry};
@@ -63,6 +64,8 @@ pub struct UnhookedPage<'d, 'm, S: Setup, M: AsRef<[AtomicU64]> = [AtomicU64; 2]
     pub(crate) places: u64,
     /// An area that shows it is locked: it may move, and stays in memory.
     pub(crate) locked: bool,
+    /// All its places said that it [may go](crate::Discard::WhenShort) unstored.
+    pub(crate) given_up: bool,
     debt: Option<Debt<'d>>,
     deferred: &'d DeferredUnmap<Keep, M>,
 }
@@ -175,11 +178,13 @@ impl<'m, S: Setup> Vm<'m, S> {
             order,
             places: 0,
             locked: false,
+            given_up: false,
             debt: None,
             deferred,
         };
         // SAFETY: `Registry::get` took a reference, which the page has.
         let object = unsafe { handle.as_ref() };
+        page.given_up = object.index.is_none();
         match &object.index {
             Some(index) => self.take_from_index(cx, &mut page, object, &index.table),
             None => self.take_private(cx, &mut page, object),
@@ -246,6 +251,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             // Where somebody is just unmapping it, he keeps its reference until he has flushed.
             let taken = self.take_leaf(cx, page, &place, |leaf| Some(moving(head, leaf)), Result::is_ok);
             page.places += u64::from(taken.is_ok());
+            page.given_up &= taken.is_ok_and(|leaf| may_go_unstored(leaf.flags)) || taken.is_err();
             page.locked |= taken.is_ok() && place.area.kind.locked;
             true
         });
@@ -366,7 +372,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let mut entered = 0;
         let mut back = |cx: &mut Cx<'_, S>, table: &PageTable<S::Format, S::Lock>, at: VirtAddr, rights: Flags| {
             if let Some((word, was)) = self.moving_at(cx, table, at, page.head) {
-                let flags = rights.without(Flags::WRITE) | (was & (rights | Flags::HARDWARE));
+                let flags = rights.without(Flags::WRITE) | (was & (rights | Flags::HARDWARE | GIVEN_UP));
                 let leaf = Leaf { frame: to, size, flags };
                 entered += u64::from(self.exchange(cx, table, at, word, OwnerNext::Leaf(leaf)));
             }

@@ -6,6 +6,7 @@ use crate::setup::{Cx, Setup};
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{VmaInfo, pages};
+use crate::zeroes::ZEROES;
 use core::cell::RefCell;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::Flags;
@@ -22,6 +23,8 @@ pub struct Usage {
     pub huge: u64,
     /// Frames that were [given](crate::Vm::create_given), mapped here; they are not in `present`.
     pub given: u64,
+    /// Shown as zeroes, since nobody has stored there: they take no memory, and are not in `present`.
+    pub zeroes: u64,
     /// Away in swap: of private areas what this space has there, of shared ones what the object has.
     pub swapped: u64,
 }
@@ -70,6 +73,10 @@ impl<S: Setup> Vm<'_, S> {
             table.walk(span, Flags::HARDWARE, |run| {
                 if area.kind.given {
                     usage.given += run.extent.pages();
+                    return;
+                }
+                if run.flags.contains(ZEROES) {
+                    usage.zeroes += run.extent.pages();
                     return;
                 }
                 usage.present += run.extent.pages();

@@ -11,6 +11,7 @@ use crate::promises::Promises;
 use crate::setup::{Cx, PoolsOf, Setup, Task};
 use crate::small_objects::Slabs;
 use crate::tables::Tables;
+use crate::zeroes::ZeroPages;
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
@@ -79,6 +80,7 @@ pub struct Vm<'m, S: Setup> {
     pages_lost: Counter,
     /// Tasks that are writing pages back to their sources.
     writing: AtomicU64,
+    zeroes: Apart<ZeroPages<S>>,
 }
 
 impl<S: Setup> fmt::Debug for Vm<'_, S> {
@@ -107,6 +109,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             spaces_made: AtomicU64::new(0),
             pages_lost: Counter::default(),
             writing: AtomicU64::new(0),
+            zeroes: Apart(ZeroPages::new()),
         })
     }
 
@@ -185,6 +188,10 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// How many tasks are writing pages back.
     pub(crate) fn writing(&self) -> &AtomicU64 {
         &self.writing
+    }
+
+    pub(crate) fn zeroes(&self) -> &ZeroPages<S> {
+        &self.zeroes.0
     }
 
     /// What tells the manager from others: it does not move while a space, an object or a pin of its own is there, all of

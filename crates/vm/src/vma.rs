@@ -9,6 +9,7 @@ use crate::address_space::AddressSpace;
 use crate::object::Object;
 use crate::protection::Protection;
 use crate::setup::Setup;
+use crate::source::AROUND;
 use core::ptr::NonNull;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
@@ -38,8 +39,31 @@ pub struct VmaKind {
     pub locked: bool,
     /// What it shows, or copies where it is not shared, is over a [source](crate::source), which [`map`](crate::Vm::map) decides.
     pub sourced: bool,
-    /// Its pages' accessed bits say nothing about their use: read once, in order.
-    pub no_recency: bool,
+    /// In which order it is read, as somebody [knows](crate::Vm::advise).
+    pub pattern: Pattern,
+}
+
+/// In which order the pages of an area are used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pattern {
+    /// Nobody knows.
+    #[default]
+    Normal,
+    /// Once, in order: accessed bits say nothing about their use.
+    Sequential,
+    /// Here and there: one says nothing about its neighbours.
+    Random,
+}
+
+impl Pattern {
+    /// How many 4 KiB pages of a source are read at a time, aligned to as many, and shown around a fault.
+    pub(crate) const fn around(self) -> u64 {
+        match self {
+            Pattern::Normal => AROUND,
+            Pattern::Sequential => 4 * AROUND,
+            Pattern::Random => 1,
+        }
+    }
 }
 
 impl VmaKind {
@@ -55,7 +79,7 @@ impl VmaKind {
             from: Placement::Local,
             locked: false,
             sourced: false,
-            no_recency: false,
+            pattern: Pattern::Normal,
         }
     }
 

@@ -29,6 +29,8 @@
 //! | [`sparse`] | memory of which only what is touched exists |
 
 pub mod cpu;
+#[cfg(test)]
+mod cpu_tests;
 pub mod crew;
 pub mod mmap;
 pub mod mmu;

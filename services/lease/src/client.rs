@@ -164,16 +164,20 @@ fn write_secret(path: &Path, secret: &str) -> io::Result<()> {
 
 /// A connection to a daemon.
 #[derive(Debug)]
-pub struct Connection(OwnedFd);
+pub struct Connection {
+    socket: OwnedFd,
+    /// Where the daemon is, from whatever directory.
+    path: PathBuf,
+}
 
-fn connect(daemon: &impl SocketAddrArg) -> io::Result<Connection> {
+fn connect(daemon: &impl SocketAddrArg) -> io::Result<OwnedFd> {
     let fd = wire::socket(SocketType::SEQPACKET)?;
     // The first is for connecting, too (unix(7)).
     for wait in [Timeout::Send, Timeout::Recv] {
         set_socket_timeout(&fd, wait, Some(PATIENCE))?;
     }
     rustix::io::retry_on_intr(|| rustix::net::connect(&fd, daemon))?;
-    Ok(Connection(fd))
+    Ok(fd)
 }
 
 impl Connection {
@@ -183,10 +187,11 @@ impl Connection {
     ///
     /// [`ClientError::NoDaemon`].
     pub fn open(path: &Path) -> Result<Self, ClientError> {
-        let address = SocketAddrUnix::new(path).map_err(io::Error::from);
-        address
-            .and_then(|address| connect(&address))
-            .map_err(|cause| ClientError::NoDaemon { path: path.to_owned(), cause })
+        let connect = || {
+            let socket = connect(&SocketAddrUnix::new(path)?)?;
+            Ok(Connection { socket, path: std::path::absolute(path)? })
+        };
+        connect().map_err(|cause| ClientError::NoDaemon { path: path.to_owned(), cause })
     }
 
     /// Asks something and waits for the answer: five seconds, and for a lease, which may have to be filled, as long as the daemon
@@ -200,37 +205,31 @@ impl Connection {
             io::ErrorKind::WouldBlock => io::Error::other("no answer in 5 s; is it stopped?"),
             _ => error,
         };
-        match wire::send(self.0.as_fd(), request, None) {
+        match wire::send(self.socket.as_fd(), request, None) {
             // A daemon that has nothing for this user says so at once, and closes the connection.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
             other => other.map_err(said)?,
         }
-        let mut answer = wire::receive_answer(self.0.as_fd());
+        let mut answer = wire::receive_answer(self.socket.as_fd());
         if answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset) {
             // The kernel tells first that the request was not read, then what was said before.
-            answer = wire::receive_answer(self.0.as_fd());
+            answer = wire::receive_answer(self.socket.as_fd());
         }
         while matches!(request, Request::Lease(_))
             && answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
         {
-            match self.again().map_err(said)?.ask(&Request::Status {}) {
+            match Connection::open(&self.path)?.ask(&Request::Status {}) {
                 // Whatever it says, it is there.
                 Ok(_) | Err(ClientError::Refused(_)) => {}
                 Err(error) => return Err(error),
             }
-            answer = wire::receive_answer(self.0.as_fd());
+            answer = wire::receive_answer(self.socket.as_fd());
         }
         match answer.map_err(said)? {
             None => Err(io::Error::from(io::ErrorKind::ConnectionReset).into()),
             Some((Answer::Refused(refused), _)) => Err(ClientError::Refused(refused)),
             Some(answer) => Ok(answer),
         }
-    }
-
-    /// Another connection to the same daemon.
-    fn again(&self) -> io::Result<Self> {
-        let daemon = rustix::net::getpeername(&self.0)?.ok_or(io::ErrorKind::NotConnected)?;
-        connect(&daemon)
     }
 
     /// Leases memory that is kept as `name`, with its bytes if it is kept already. `file` has its secret: the first lease writes it,
@@ -257,7 +256,7 @@ impl Connection {
 
     /// Tells the daemon what became of a lease of this connection. Nothing depends on its being heard.
     pub fn tell(&self, lease: u64, seen: Seen) {
-        let _ = wire::send(self.0.as_fd(), &Request::Seen { lease, seen }, None);
+        let _ = wire::send(self.socket.as_fd(), &Request::Seen { lease, seen }, None);
     }
 
     /// Leases memory.
@@ -284,7 +283,7 @@ impl Connection {
 
 impl AsFd for Connection {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
-        self.0.as_fd()
+        self.socket.as_fd()
     }
 }
 

@@ -5,14 +5,17 @@ use rustix::net::{SocketAddrUnix, SocketType};
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// A socket that listens, and is removed when dropped if it was made here.
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
-    place: Option<Place>,
+    /// Its name, and which file that is.
+    place: Option<(PathBuf, Option<(u64, u64)>)>,
 }
 
 /// Most connections that wait to be taken.
@@ -31,12 +34,11 @@ impl Listener {
 
     pub(crate) fn bind_as(kind: SocketType, path: &Path, open: bool) -> io::Result<Self> {
         let address = SocketAddrUnix::new(path)?;
-        let place = Place::take(path)?;
+        let _alone = lock(path)?;
         if let Ok(meta) = fs::symlink_metadata(path) {
             if !meta.file_type().is_socket() {
                 return Err(io::Error::new(ErrorKind::AlreadyExists, "something is there that is no socket"));
             }
-            // By somebody who takes no places: a service manager.
             if is_listened_at(&address)? {
                 return Err(in_use());
             }
@@ -47,7 +49,10 @@ impl Listener {
         // Before anybody can connect.
         fs::set_permissions(path, fs::Permissions::from_mode(if open { 0o666 } else { 0o600 }))?;
         rustix::net::listen(&fd, BACKLOG)?;
-        Ok(Listener { fd, place: Some(place) })
+        // Wherever this process goes.
+        let place = std::path::absolute(path)?;
+        let identity = identity(&place);
+        Ok(Listener { fd, place: Some((place, identity)) })
     }
 }
 
@@ -66,8 +71,11 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Some(place) = self.place.as_ref().filter(|place| place.is_ours()) {
-            let _ = fs::remove_file(&place.path);
+        let Some((path, own)) = &self.place else { return };
+        let Ok(_alone) = lock(path) else { return };
+        // A successor's stays.
+        if own.is_some() && *own == identity(path) {
+            let _ = fs::remove_file(path);
         }
     }
 }
@@ -83,48 +91,25 @@ fn is_listened_at(address: &SocketAddrUnix) -> io::Result<bool> {
     Ok(rustix::net::connect(&fd, address) != Err(Errno::CONNREFUSED))
 }
 
-/// A name in the file system for a socket, which is one process's alone as long as that has the file beside it locked.
-#[derive(Debug)]
-struct Place {
-    path: PathBuf,
-    lock: File,
-}
+/// How long others may have the directory.
+const PATIENCE: Duration = Duration::from_secs(5);
 
-impl Place {
-    fn take(path: &Path) -> io::Result<Self> {
-        loop {
-            let options = &mut File::options();
-            let lock = options.create(true).truncate(false).write(true).mode(0o600).open(beside(path))?;
-            match lock.try_lock() {
-                Err(TryLockError::WouldBlock) => return Err(in_use()),
-                other => other?,
+/// The directory of a socket, locked: as long as it is, nobody else takes a place there, or leaves it.
+fn lock(path: &Path) -> io::Result<File> {
+    let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let (directory, end) = (File::open(directory)?, Instant::now() + PATIENCE);
+    loop {
+        match directory.try_lock() {
+            Err(TryLockError::WouldBlock) if Instant::now() < end => thread::sleep(Duration::from_millis(1)),
+            Err(TryLockError::WouldBlock) => {
+                return Err(io::Error::new(ErrorKind::TimedOut, "somebody has its directory locked"));
             }
-            let place = Place { path: path.to_owned(), lock };
-            // If not, its former owner has removed it before it was locked.
-            if place.is_ours() {
-                return Ok(place);
-            }
-        }
-    }
-
-    /// Whether the file that is locked is the one that others find. If not, the place is another's, or nobody's.
-    fn is_ours(&self) -> bool {
-        let number = |meta: fs::Metadata| (meta.dev(), meta.ino());
-        let found = fs::symlink_metadata(beside(&self.path)).ok().map(number);
-        found.is_some() && found == self.lock.metadata().ok().map(number)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        if self.is_ours() {
-            let _ = fs::remove_file(beside(&self.path));
+            other => return Ok(other.map(|()| directory)?),
         }
     }
 }
 
-fn beside(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".lock");
-    name.into()
+/// Which file has that name: no other one is the same as long as that one is a socket somebody has.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }

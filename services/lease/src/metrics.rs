@@ -35,6 +35,16 @@ pub fn text(status: &Status) -> String {
     sizes.iter().for_each(|&size| out.sample("hugemm_lease_files_ready", &of(size), number(&status.ready, size)));
     out.family("hugemm_lease_files_wanted", "gauge", "Files that should be.");
     sizes.iter().for_each(|&size| out.sample("hugemm_lease_files_wanted", &of(size), number(&status.wanted, size)));
+    let templates: Vec<_> =
+        status.templates.iter().map(|template| (label("template", &template.name), template)).collect();
+    out.family("hugemm_lease_template_ready", "gauge", "1 if memory is filled with the template's bytes.");
+    for (name, template) in &templates {
+        out.sample("hugemm_lease_template_ready", name, f64::from(u8::from(template.ready)));
+    }
+    out.family("hugemm_lease_template_bytes", "gauge", "The length of the template's file, if there is one.");
+    for (name, bytes) in templates.iter().filter_map(|(name, template)| Some((name, template.bytes?))) {
+        out.sample("hugemm_lease_template_bytes", name, bytes as f64);
+    }
     let leased: u64 = status.leases.iter().map(|lease| lease.bytes).sum();
     let kept: u64 = status.kept.iter().map(|kept| kept.bytes).sum();
     let left: u64 = status.left.iter().map(|left| left.bytes).sum();
@@ -90,6 +100,11 @@ pub fn text(status: &Status) -> String {
     out.sample("hugemm_lease_time_seconds_sum", "", seconds(status.times.sum_ns));
     out.0.push_str("# EOF\n");
     out.0
+}
+
+/// A label whose value may be anything.
+fn label(name: &str, value: &str) -> String {
+    format!("{name}=\"{}\"", value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n"))
 }
 
 struct Text(String);
@@ -179,7 +194,7 @@ mod tests {
     use super::*;
     use crate::daemon::PoolConfig;
     use crate::memory_file::Page;
-    use crate::status::{Counts, Lent};
+    use crate::status::{Counts, Lent, TemplateMemory};
     use crate::stock::Shapes;
 
     fn status() -> Status {
@@ -195,7 +210,16 @@ mod tests {
             drained: false,
             leases: vec![Lent { lease: 1, uid: 0, pid: 1, bytes: 4 << 20, seconds: 1, seen: None }],
             kept: Vec::new(),
-            templates: Vec::new(),
+            templates: vec![
+                TemplateMemory {
+                    name: "a \"b\\".to_owned(),
+                    bytes: Some(8 << 20),
+                    ready: true,
+                    sha256: None,
+                    why: None,
+                },
+                TemplateMemory { name: "gone".to_owned(), bytes: None, ready: false, sha256: None, why: None },
+            ],
             left: Vec::new(),
             counts: Counts { hits: 3, misses: 1, fill_cpu_ns: 1_500_000_000, ..Counts::default() },
             times,
@@ -236,6 +260,9 @@ mod tests {
             "hugemm_lease_files_ready{node=\"1\",page=\"2M\",size=\"6291456\"} 1",
             "hugemm_lease_files_wanted{node=\"1\",page=\"2M\",size=\"8388608\"} 2",
             "hugemm_lease_files_wanted{node=\"1\",page=\"2M\",size=\"6291456\"} 0",
+            r#"hugemm_lease_template_ready{template="a \"b\\"} 1"#,
+            r#"hugemm_lease_template_bytes{template="a \"b\\"} 8388608"#,
+            r#"hugemm_lease_template_ready{template="gone"} 0"#,
             "hugemm_lease_leased_bytes 4194304",
             "hugemm_lease_requests_total{result=\"hit\"} 3",
             "hugemm_lease_fill_cpu_seconds_total 1.5",

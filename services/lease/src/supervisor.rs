@@ -187,7 +187,7 @@ fn start() -> Result<(Process, OwnedFd, OwnedFd, Ears), AttachError> {
     let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let started = pair.map_err(io::Error::from).and_then(|(ours, theirs)| {
         let ears = Ears::of_this_process()?;
-        Ok((split()?, ours, theirs, ears))
+        Ok((split(theirs.as_fd())?, ours, theirs, ears))
     });
     started.map_err(AttachError::Supervisor)
 }
@@ -246,13 +246,14 @@ enum Process {
     Supervisor,
 }
 
-/// Makes the supervisor's process, as nobody's child, so that the program does not find one that it has not started.
-fn split() -> io::Result<Process> {
+/// Makes the supervisor's process, as nobody's child, so that the program does not find one that it has not started; says its number to
+/// `program`, which need not wait until it runs.
+fn split(program: BorrowedFd<'_>) -> io::Result<Process> {
     // Where SIGCHLD is ignored, which outlives an exec, nobody is told how a child ended.
     // SAFETY: all zero is the default, with no flags and nothing blocked.
     let default: libc::sigaction = unsafe { mem::zeroed() };
     let own = on_child(&default)?;
-    let which = split_waiting();
+    let which = split_waiting(program);
     on_child(&own)?;
     which
 }
@@ -268,7 +269,7 @@ fn on_child(action: &libc::sigaction) -> io::Result<libc::sigaction> {
     }
 }
 
-fn split_waiting() -> io::Result<Process> {
+fn split_waiting(program: BorrowedFd<'_>) -> io::Result<Process> {
     // SAFETY: the process has one thread, by the contract of `attach`, so the child may do what any program may.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
@@ -277,7 +278,7 @@ fn split_waiting() -> io::Result<Process> {
             // SAFETY: as above.
             match unsafe { libc::fork() } {
                 0 => Ok(Process::Supervisor),
-                pid => exit((pid < 0).into()),
+                pid => exit((pid < 0 || crate::wire::send(program, &pid, None).is_err()).into()),
             }
         }
         child => {
@@ -308,7 +309,6 @@ fn run(from_program: OwnedFd, lending: Lending, ears: Ears, require: bool, say: 
     // SAFETY: no handler.
     unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
     lending.tell_of_ready(Seen::Awaited);
-    crate::wire::send(from_program.as_fd(), &std::process::id(), None)?;
     let Some(((), Some(listener))) = crate::wire::receive::<()>(from_program.as_fd())? else { return Ok(()) };
     drop(from_program);
     seccomp::switch_at_once(listener.as_fd());

@@ -302,6 +302,7 @@ fn a_daemon_that_ends_leaves_its_successors_socket() {
     std::fs::remove_dir_all(&directory).expect("cleaned");
     std::fs::create_dir(&directory).expect("a directory");
     let second = Listener::bind(&socket, false).expect("a socket");
+    assert_eq!(std::fs::read_dir(&directory).expect("a directory").count(), 1, "a killed one leaves its socket alone");
     drop(first);
     connect(&socket).expect("it is there still");
     drop(second);

@@ -33,8 +33,7 @@ pub fn run(args: &Boot) -> Result<()> {
     let bar = progress::bar(0, host.quiet());
     bar.set_message("finding or building the kernel");
     let image = arch.kernel().find(args.image.as_deref())?;
-    bar.set_message("seeing what executes guests fastest");
-    let accel = args.accel.decide(arch, || Ok(image.clone()))?;
+    let accel = args.accel.decide(arch, &host.environment());
     bar.set_message("booting");
     let done = machine(&image, accel).run(&request, |done, of, what| {
         bar.set_length(of);
@@ -60,7 +59,7 @@ pub fn run(args: &Boot) -> Result<()> {
         Request::Shootdown(_) => paging::shootdown::of_guest(&transcript),
         Request::Vmalloc(_) => paging::vmalloc::of_guest(&transcript),
         Request::Run(_) => Results::default(),
-        Request::Selftest(_) | Request::Trial(_) | Request::Dump(_) | Request::CrashTest(_) => transcript.figures(),
+        Request::Selftest(_) | Request::Dump(_) | Request::CrashTest(_) => transcript.figures(),
     };
     results.emulated = accel != Accel::Kvm;
     let goals = results.goals();

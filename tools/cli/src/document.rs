@@ -10,17 +10,6 @@ use std::path::Path;
 
 /// Version of the document's form and of what its figures mean. It goes up when a metric keeps its name and is measured
 /// differently: `hugemm compare` refuses to set such documents against each other.
-///
-/// | schema | what was measured differently before |
-/// |---|---|
-/// | 2 | `paging.protect4k_*` set whole tables against leaves; `age.*` left out what ageing costs elsewhere, and its baseline walked twice; `fault.outside_clear_pct` and `vm.create_vs_host_kernel` had no LRU; `run.*` had another page-by-page side |
-/// | 3 | `bench.alloc.free`, `bench.free.free_whole` and the goals made of them left out that the CPU gives back what it has cached |
-/// | 4 | `machine.atomic`, and with it the goals in atomics, had a store before each add that the add waits for; `frames.*_vs_best` had no LLFree; `lease.path_*` and `lease.descriptor_*` had QEMU fill what was filled already |
-/// | 5 | `paging.protect_tables_speedup` was of one call whose code had not run for long on either side; `bench.lease.*` and `lease.*` charged every lease with the caches that filling had just emptied, and `prealloc=off` with warm ones; `clear.matrix.bandwidth` was under a fully preemptible model |
-/// | 6 | the kernel's side of `vm.create_vs_host_kernel`, `bench vm-create` and `bench mem mmap` populated memory that a hypervisor might have taken back in between; `bench.lease.*` and `lease.*` let QEMU run once before each leased start (but `leased, wrapper, cold caches`), which follows a filling now |
-/// | 7 | `clear.worst_vs_best_*` chose size and primitive by the runs that it judged, so that noise alone made it less; the atomic was measured before the CPU had come to its speed |
-/// | 8 | goals were met or missed, whatever their spread (`met`); those in atomics or nanoseconds are ratios to a floor or gone; `frames.*_vs_best` had an LLFree |
-/// | 9 | `heap.worst_vs_best` was of one CPU; regions that `clear.worst_vs_best` chooses from were twice as many, hot ones beyond any cache among them; `linux.mmap` had `function` for `how` |
 pub const SCHEMA: u32 = 9;
 
 /// What a command measured, where, and how it was called.

@@ -5,6 +5,5 @@ pub mod area;
 pub mod args;
 pub mod churn;
 pub mod free;
-pub mod parts;
 pub mod peer_adapters;
 pub mod peers;

@@ -30,9 +30,9 @@ pub struct HeapArgs {
     /// Runs of each measurement.
     #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
-    /// Memory of each heap.
-    #[arg(short, long, default_value = "128MB")]
-    pub size: Size,
+    /// Memory of each heap [default: 128MB, and 64MB for each CPU beyond two].
+    #[arg(short, long)]
+    pub size: Option<Size>,
     /// Milliseconds of each run of hugemm's, about; the others do as much work.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=60_000))]
     pub millis: u64,
@@ -84,9 +84,10 @@ pub fn run(args: &HeapArgs) -> Result<()> {
     let mut threads = if args.threads.is_empty() { vec![1, all] } else { args.threads.clone() };
     threads.dedup();
     let most = threads.iter().max().copied().unwrap_or(1);
-    let bytes = machine.whole_pages(args.size, PageSize::Size2M)?;
+    let size = args.size.unwrap_or(Size(u64::from(most.max(2)) << 26));
+    let bytes = machine.whole_pages(size, PageSize::Size2M)?;
     if bytes < 32 << 20 {
-        bail!("{} is too little for what is done; use --size 32MB or more", args.size);
+        bail!("{size} is too little for what is done; use --size 32MB or more");
     }
     // One more, for this thread, which waits while the others work: the heap is made and ends on it.
     let mut places = machine.places(most as usize)?;
@@ -145,7 +146,7 @@ fn compare<'a>(
     }
     bar.finish_and_clear();
     let intro =
-        format!("{} per heap; ns per piece taken and freed, mean over CPUs, median of {} runs", args.size, args.runs);
+        format!("{} per heap; ns per piece taken and freed, mean over CPUs, median of {} runs", Size(bytes), args.runs);
     let most = bytes / (64 * 1024);
     let blocks = format!("Blocks of 64 KiB that can still be had, of {most}, after mixed sizes on one CPU");
     let remarks = vec![

@@ -1,11 +1,9 @@
 //! `hugemm linux`: the same work in stock Linux guests on the same virtual machine, one table out.
 
-pub mod age;
 pub mod args;
-pub mod faults;
 pub mod image;
 pub mod modules;
-pub mod pool;
+mod report;
 
 use crate::arch::Arch;
 use crate::boot::machine::VirtualMachine;
@@ -31,6 +29,9 @@ pub struct VirtualCpu<'a> {
 /// The reference kernel's name in the column of kernels.
 pub const NAME: &str = "hugemm";
 
+/// What a guest that reclaims needs besides its image.
+const MODULES: [&str; 2] = ["lz4", "zram"];
+
 /// Emulated machines now and then panic while they boot, before the first process; such a boot is tried again.
 const BOOTS: u32 = 3;
 
@@ -44,7 +45,7 @@ pub fn run(args: &Linux) -> Result<()> {
     let request = work.request();
     let init = arch.linux_init().find(args.init.as_deref())?;
     let modules = |image: &LinuxImage| match &work {
-        Work::Age(_) => modules::of(image, &age::MODULES),
+        Work::Age(_) => modules::of(image, &MODULES),
         _ => Ok(Vec::new()),
     };
     let initramfs = images.iter().enumerate().map(|(number, image)| Initramfs::new(number, &init, &modules(image)?));
@@ -62,7 +63,7 @@ pub fn run(args: &Linux) -> Result<()> {
     if let Some(kernel) = kernel {
         args.cpus.iter().try_for_each(|&cpus| VirtualMachine { cpus, ..kernel }.check())?;
     }
-    let accel = args.accel.decide(arch, || arch.kernel().find(None))?;
+    let accel = args.accel.decide(arch, &machine.environment());
     let kernels = images.len() + usize::from(kernel.is_some());
     let bar = progress::bar((kernels * args.cpus.len()) as u64, machine.quiet());
     let mut cells = Vec::new();
@@ -85,19 +86,15 @@ pub fn run(args: &Linux) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    let mut results = match &work {
-        Work::Pool(work) => pool::report(work, &cells),
-        Work::VmCreate(work) => faults::report(work, &cells),
-        Work::Age(work) => age::report(work, &cells),
-    };
     // A side that clears its pages does more.
-    if args.reference && !args.init_on_alloc {
-        match &work {
-            Work::Pool(_) => pool::compare(&mut results),
-            Work::VmCreate(_) => faults::compare(&mut results),
-            Work::Age(_) => age::compare(&mut results),
-        }
-    }
+    let compares = args.reference && !args.init_on_alloc;
+    let mut results = match &work {
+        Work::Pool(work) => report::pool(work, &cells, compares),
+        Work::VmCreate(work) => report::faults(work, &cells, compares),
+        Work::Age(work) => report::age(work, &cells, compares),
+    };
+    let failed = cells.iter().filter(|cell| cell.transcript.is_err());
+    results.remarks = failed.map(|cell| format!("{} on {} CPUs: no result", cell.kernel, cell.cpus)).collect();
     let goals = results.goals();
     if !machine.quiet() {
         machine.print_environment();

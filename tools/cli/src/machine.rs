@@ -15,7 +15,7 @@ use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
 use hugemm_inspect::roots::Roots;
 use hugemm_inspect::topology::MachineTopology;
 use hugemm_workloads::size::Size;
-use std::cell::RefCell;
+use std::cell::{Ref, RefCell};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -124,6 +124,10 @@ impl Machine {
     /// Notes that figures are of this virtual machine.
     pub fn note_guest(&self, guest: GuestInfo) {
         self.environment.borrow_mut().guest = Some(guest);
+    }
+
+    pub fn environment(&self) -> Ref<'_, Environment> {
+        self.environment.borrow()
     }
 
     pub fn print_environment(&self) {

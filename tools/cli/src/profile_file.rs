@@ -3,7 +3,6 @@
 use anyhow::{Context, Result, anyhow};
 use hugemm_clear::{Best, Crossover, Mbps, Primitive, Profile};
 use serde::{Deserialize, Serialize};
-use std::fmt::Write;
 use std::path::Path;
 
 /// [`Profile`] as JSON. Crossovers are in bytes; absent means never.
@@ -88,27 +87,11 @@ fn from_json(text: &str) -> Result<Profile> {
 }
 
 pub fn to_rust(profile: &Profile) -> String {
-    let best = |b: Best| format!("Best {{ general: Primitive::{:?}, any: Primitive::{:?} }}", b.general, b.any);
-    let mbps = |mbps: Mbps| format!("Mbps {{ general: {}, any: {} }}", mbps.general, mbps.any);
-    let size = |bytes| finite(bytes).map_or("u64::MAX".into(), |bytes| bytes.to_string());
-    let c = &profile.crossover;
-    let bulk = profile.bulk.map_or("None".into(), |bulk| format!("Some({})", best(bulk)));
-    let mut text = String::from("use hugemm_clear::{Best, Crossover, Mbps, Primitive, Profile};\n\n");
-    text.push_str("/// Measured by `hugemm probe`.\npub const PROFILE: Profile = Profile {\n");
-    // Writing to a String cannot fail.
-    let _ = writeln!(text, "    cached: {},\n    bulk: {bulk},\n    crossover: Crossover {{", best(profile.cached));
-    for (name, bytes) in
-        [("hot", c.hot), ("hot_touched", c.hot_touched), ("cold", c.cold), ("cold_touched", c.cold_touched)]
-    {
-        let _ = writeln!(text, "        {name}: {},", size(bytes));
-    }
-    let _ = writeln!(
-        text,
-        "    }},\n    cached_mbps: {},\n    bulk_mbps: {},\n}};",
-        mbps(profile.cached_mbps),
-        mbps(profile.bulk_mbps)
-    );
-    text
+    format!(
+        "use hugemm_clear::Primitive::*;\nuse hugemm_clear::{{Best, Crossover, Mbps, Profile}};\n\n\
+         /// Measured by `hugemm probe`; {} is never.\npub const PROFILE: Profile = {profile:#?};\n",
+        u64::MAX
+    )
 }
 
 pub fn save(path: &Path, profile: &Profile) -> Result<()> {
@@ -154,10 +137,10 @@ mod tests {
     fn rust_names_every_field() {
         let text = to_rust(&profile());
         for part in [
-            "cached: Best { general: Primitive::RepStosb",
-            "any: Primitive::Avx2Stream",
-            "hot_touched: u64::MAX",
-            "bulk_mbps: Mbps { general: 20000, any: 48000 }",
+            "general: RepStosb,\n",
+            "any: Avx2Stream,\n",
+            "hot_touched: 18446744073709551615,\n",
+            "bulk_mbps: Mbps {\n        general: 20000,\n        any: 48000,\n",
         ] {
             assert!(text.contains(part), "{text}");
         }

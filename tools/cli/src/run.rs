@@ -5,11 +5,12 @@ mod host;
 mod kernel;
 pub mod text;
 
-use crate::boot::transcript::Transcript;
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::{self, Row};
 use crate::ground;
 use crate::machine::{GIB, Machine};
 use crate::options::{Calibration, Common, Kind};
+use crate::results::Line;
 use crate::stats::Samples;
 use crate::{noise, progress, report, saved};
 use anyhow::{Context, Result, bail};
@@ -18,10 +19,13 @@ use hugemm_base::{Extent, PageSize};
 use hugemm_clear::ClearPolicy;
 use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_inspect::interrupt;
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::request;
 use hugemm_workloads::size::Size;
+pub use hugemm_workloads::vm_host::HostSide as Side;
 use hugemm_workloads::vm_host::accounting::Accounting;
 use hugemm_workloads::vm_host::{GUESTS, HostSizes, PhaseFigures, RunPhase};
+use hugemm_workloads::words::Named;
 use std::path::PathBuf;
 
 /// What the run consists of.
@@ -77,39 +81,6 @@ pub struct Run {
 /// Memory is managed in multiples of what one 2 MiB block of descriptors describes.
 const GRAIN: u64 = 128 << 20;
 
-/// Who does the work. Of hugemm's sides each differs from the one before by one thing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    /// hugemm, as kernels that work by pages do it.
-    Page,
-    /// The same by extent, cleared through the cache.
-    Cached,
-    /// The same, cleared as the calibrated policy wants it: past the cache where that is faster.
-    Extent,
-    Kernel,
-}
-
-impl Side {
-    pub const ALL: [Side; 4] = [Side::Page, Side::Cached, Side::Extent, Side::Kernel];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Side::Page => "page",
-            Side::Cached => "cached",
-            Side::Extent => "extent",
-            Side::Kernel => "kernel",
-        }
-    }
-}
-
-/// One phase on one side, over all runs.
-#[derive(Clone, Debug, Default)]
-pub struct Measured {
-    pub millis: Samples,
-    /// Of the last run.
-    pub figures: PhaseFigures,
-}
-
 pub struct RunConditions {
     pub bytes: u64,
     /// CPUs that create machines.
@@ -121,44 +92,46 @@ pub struct RunConditions {
     pub ipis: &'static str,
 }
 
+pub const MILLIS: Metric<PhaseFigures> = Metric::new("run.time", "ms", |it| it.nanos as f64 / 1e6);
+
+/// Each phase on each side, over all runs.
 #[derive(Default)]
-pub struct Log {
-    entries: Vec<(Side, RunPhase, Measured)>,
-}
+pub struct Log(Vec<Line<PhaseFigures>>);
 
 impl Log {
     fn push(&mut self, side: Side, phase: RunPhase, figures: &PhaseFigures) {
-        let place = self.entries.iter().position(|entry| (entry.0, entry.1) == (side, phase));
-        let place = place.unwrap_or_else(|| {
-            self.entries.push((side, phase, Measured::default()));
-            self.entries.len() - 1
+        let place = self.0.iter().position(|line| is(line, side, phase)).unwrap_or_else(|| {
+            self.0.push(Line::new([("side", side.name().into()), ("phase", phase.name().into())]));
+            self.0.len() - 1
         });
-        let measured = &mut self.entries[place].2;
-        measured.millis.push(figures.nanos as f64 / 1e6);
-        measured.figures = *figures;
+        self.0[place].runs.push(*figures);
     }
 
     /// What the reference kernel has measured, and its accounting; `None` if it ran something else.
     pub fn of_guest(transcript: &Transcript) -> Option<(Log, Accounting)> {
-        let accounting = transcript.records().last()?.0;
-        let mut log = Log::default();
-        for (figures, labels) in transcript.records::<PhaseFigures>() {
-            let is = |label: &str, name: &str| labels.get(label).is_some_and(|value| value == name);
-            let side = Side::ALL.into_iter().find(|side| is("side", side.name()))?;
-            let phase = RunPhase::ALL.into_iter().find(|phase| is("phase", phase.name()))?;
-            log.push(side, phase, &figures);
-        }
-        Some((log, accounting))
+        Some((Log(lines_of(transcript)), transcript.records().last()?.0))
     }
 
-    pub fn get(&self, side: Side, phase: RunPhase) -> Option<&Measured> {
-        self.entries.iter().find(|entry| (entry.0, entry.1) == (side, phase)).map(|entry| &entry.2)
+    pub fn get(&self, side: Side, phase: RunPhase) -> Option<Measured> {
+        let line = self.0.iter().find(|line| is(line, side, phase))?;
+        Some(Measured { millis: line.samples(&MILLIS), figures: *line.runs.last()? })
     }
 
     /// The median time of all phases on a side, in milliseconds.
     pub fn whole(&self, side: Side) -> f64 {
-        self.entries.iter().filter(|entry| entry.0 == side).map(|entry| entry.2.millis.median()).sum()
+        RunPhase::ALL.into_iter().filter_map(|phase| Some(self.get(side, phase)?.millis.median())).sum()
     }
+}
+
+fn is(line: &Line<PhaseFigures>, side: Side, phase: RunPhase) -> bool {
+    line.label("side") == side.name() && line.label("phase") == phase.name()
+}
+
+/// One phase on one side.
+pub struct Measured {
+    pub millis: Samples,
+    /// Of the last run.
+    pub figures: PhaseFigures,
 }
 
 pub fn run(args: &Run) -> Result<()> {
@@ -254,7 +227,7 @@ pub fn rows(log: &Log, sides: &[Side], setting: &RunConditions, accounting: &Acc
                     .label("phase", phase.name())
                     .label("size", Size(setting.bytes).to_string())
             };
-            rows.push(label(Row::median("run.time", &measured.millis, "ms")));
+            rows.push(label(Row::median(MILLIS.name, &measured.millis, MILLIS.unit)));
             let figures = &measured.figures;
             if phase.touches() {
                 let gbps = measured.millis.map(|millis| figures.bytes as f64 / millis / 1e6);

@@ -49,8 +49,8 @@ const CPUS: [u32; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 /// What is assumed, in plain words.
 const ASSUMPTIONS: [&str; 6] = [
     "All CPUs do the same at once, without a pause, on one node. One CPU's time was measured in this run, warm, in a process.",
-    "A line of the table that two CPUs share moves once for each write that the row counts, and once where it counts none. Each time \
-     takes as long as --transfer says, and the CPU waits for it.",
+    "A line of the table that two CPUs share moves once for each write that the row counts, and once where it counts none; one of the \
+     node's, once for each lock round at most. Each time takes as long as --transfer says, and the CPU waits for it.",
     "All transfers wait for each other, as if one lock held all lines: a lower bound, since most lines have locks of their own.",
     "While a node refills a CPU's cache or takes back from it, it serves nobody else: what a block costs more by batches than as a pair \
      is counted as held. So it is for faults and range frees.",
@@ -114,8 +114,18 @@ const SHARE: u64 = 256 << 20;
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Shared {
     lines: u32,
-    /// Writes to them, by each CPU.
+    /// How often they move, for each CPU.
     transfers: f64,
+    /// Lock rounds of the node.
+    rounds: f64,
+}
+
+/// The node's lock.
+const LOCK: &str = "nodes[0].lists.raw";
+
+/// Whether a line is reached under the node's lock only: all of the node and its arenas but references, which have no lock.
+fn is_of_node(line: &str) -> bool {
+    line.contains(" frames.") && !line.contains(".refs.")
 }
 
 /// The row of this name.
@@ -125,15 +135,21 @@ fn shared(golden: &str, row: &str) -> Option<Shared> {
     let mut lines = golden.lines().skip_while(|line| !names(line));
     let head = lines.next()?.strip_prefix(row)?;
     let operations = head.strip_prefix(" in ").and_then(|rest| rest.split(' ').next()?.parse().ok()).unwrap_or(1.0);
-    let mut sum = Shared { lines: 0, transfers: 0.0 };
-    for line in lines.map_while(|line| line.strip_prefix("    ")) {
+    let lines: Vec<&str> = lines.map_while(|line| line.strip_prefix("    ")).collect();
+    let writes =
+        |line: &str| line.rsplit_once("; ").and_then(|(_, writes)| writes.strip_suffix(" writes")?.parse().ok());
+    // Taken and given back.
+    let rounds = lines.iter().find(|line| line.contains(LOCK)).and_then(|line| writes(line)).unwrap_or(0.0) / 2.0;
+    let mut sum = Shared { lines: 0, transfers: 0.0, rounds: rounds / operations };
+    for line in lines {
         let words = line.trim_start_matches(|c: char| c.is_ascii_lowercase() || c == ' ');
         let count: u32 = words.split_once(" × ").and_then(|(count, _)| count.parse().ok()).unwrap_or(1);
-        let writes = line.rsplit_once("; ").and_then(|(_, writes)| writes.strip_suffix(" writes")?.parse().ok());
+        let moves = writes(line).unwrap_or(1.0_f64);
         sum.lines += count;
-        sum.transfers += f64::from(count) * writes.unwrap_or(1.0);
+        sum.transfers += f64::from(count) * if rounds > 0.0 && is_of_node(line) { moves.min(rounds) } else { moves };
     }
-    Some(Shared { transfers: sum.transfers / operations, ..sum })
+    sum.transfers /= operations;
+    Some(sum)
 }
 
 /// What one CPU takes, what is shared, and for how long others are kept out, for one operation, in nanoseconds.
@@ -143,6 +159,8 @@ struct Cost {
     lines: u32,
     transfers: f64,
     held: f64,
+    /// Lock rounds of the node.
+    rounds: f64,
 }
 
 impl Cost {
@@ -234,7 +252,13 @@ fn costs(times: &[Samples], transfer: f64) -> Result<Vec<Cost>> {
     let cost = |(case, time): (&Case, &Samples)| {
         let shared = shared(GOLDEN, case.row).with_context(|| format!("the table has no row `{}`", case.row))?;
         let held = case.held.map_or(0.0, |(this, without)| (alone(this) - alone(without)).max(0.0));
-        Ok(Cost { alone: time.median(), lines: shared.lines, transfers: shared.transfers * transfer, held })
+        Ok(Cost {
+            alone: time.median(),
+            lines: shared.lines,
+            transfers: shared.transfers * transfer,
+            held,
+            rounds: shared.rounds,
+        })
     };
     CASES.iter().zip(times).map(cost).collect()
 }
@@ -262,6 +286,14 @@ fn predicted(
         rows.extend(CPUS.map(|cpus| {
             row("bench.scale.rate", cost.rate(cpus), "/s").label("cpus", cpus).label("transfer_ns", transfer)
         }));
+        if cost.rounds > 0.0 {
+            remarks.push(format!(
+                "{}: a lock round of the node serves {}, and lasts {} ns at most beside what its lines take to move.",
+                case.what,
+                figure(1.0 / cost.rounds),
+                figure(cost.held / cost.rounds)
+            ));
+        }
         if case.what == PREFAULT {
             let seconds = CPUS.map(|cpus| format!("{} s on {cpus}", figure((1_u64 << 28) as f64 / cost.rate(cpus))));
             remarks.push(format!("1 TiB prefaulted by pages of 4 KiB: {} CPUs.", seconds.join(", ")));
@@ -274,25 +306,29 @@ fn predicted(
 mod tests {
     use super::*;
 
-    /// Every case has its row; lines are counted with their multiples, and writes by operation.
+    /// Every case has its row; lines are counted with their multiples, and writes by operation, those under the node's lock by lock round.
     #[test]
     fn rows_are_read() {
         for case in &CASES {
             assert!(shared(GOLDEN, case.row).is_some(), "{}", case.row);
         }
         let golden = "a pair, many in 4 operations each: 9 lines touched, 3 both write, 1 one writes and the other reads\n    \
-                      both write  2 × a.b; 6 writes\n    both write  c\n    one writes  d; 3 writes\na pair: 1 lines touched, 0 both\n";
-        assert_eq!(shared(golden, "a pair, many"), Some(Shared { lines: 4, transfers: 4.0 }));
-        assert_eq!(shared(golden, "a pair"), Some(Shared { lines: 0, transfers: 0.0 }));
+                      both write  2 × a.b; 6 writes\n    both write  c\n    one writes  d; 3 writes\na pair: 1 lines touched, 0 both\n\
+                      under a lock in 2 operations each: 9 lines\n    both write  frames.arenas.given[0].a; 9 writes\n    \
+                      both write  frames.arenas.given[0].refs.a; 7 writes\n    both write  frames.nodes[0].lists.raw; 4 writes\n";
+        let of = |lines, transfers, rounds| Some(Shared { lines, transfers, rounds });
+        assert_eq!(shared(golden, "a pair, many"), of(4, 4.0, 0.0));
+        assert_eq!(shared(golden, "a pair"), of(0, 0.0, 0.0));
+        assert_eq!(shared(golden, "under a lock"), of(3, (2.0 + 7.0 + 2.0) / 2.0, 1.0));
         assert_eq!(shared(golden, "a"), None);
     }
 
     /// What is shared by nobody grows with the CPUs; what is, until it is had all the time.
     #[test]
     fn curves_end_where_all_wait() {
-        let free = Cost { alone: 100.0, lines: 0, transfers: 0.0, held: 0.0 };
+        let free = Cost { alone: 100.0, lines: 0, transfers: 0.0, held: 0.0, rounds: 0.0 };
         assert_eq!((free.rate(1), free.rate(256), free.saturates()), (1e7, 256e7, f64::INFINITY));
-        let shared = Cost { alone: 100.0, lines: 0, transfers: 20.0, held: 10.0 };
+        let shared = Cost { alone: 100.0, lines: 0, transfers: 20.0, held: 10.0, rounds: 0.0 };
         assert_eq!((shared.rate(1), shared.rate(3), shared.saturates()), (1e7, 3e9 / 120.0, 4.0));
         assert_eq!((shared.rate(4), shared.rate(256)), (1e9 / 30.0, 1e9 / 30.0));
     }

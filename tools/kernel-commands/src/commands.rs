@@ -12,7 +12,6 @@ mod run;
 mod selftest;
 mod shootdown;
 mod swapped;
-mod trial;
 mod vm_create;
 mod vmalloc;
 
@@ -28,7 +27,6 @@ use hugemm_paging::PagingError;
 use hugemm_vm::VmError;
 use hugemm_workloads::Reason;
 use hugemm_workloads::alloc_free::Exhausted;
-use hugemm_workloads::alloc_free::ranges::RangesError;
 use hugemm_workloads::request::{Request, RequestError};
 
 macro_rules! failures {
@@ -64,7 +62,6 @@ macro_rules! failures {
 failures! {
     Request(RequestError),
     Exhausted(Exhausted),
-    Ranges(RangesError),
     Clear(Reason),
     Calibrate(CalibrateError),
     Policy(ProfileError),
@@ -111,7 +108,6 @@ fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Pool(args) => pool::run(cx, args),
         Request::Age(args) => age::run(cx, args),
         Request::Run(args) => run::run(cx, args),
-        Request::Trial(args) => trial::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::Dump(args) => dump::run(cx, args.what),
         Request::CrashTest(args) => crash::run(cx, args.how),

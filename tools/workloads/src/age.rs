@@ -11,9 +11,9 @@ mod part;
 pub use figures::{AgeFigures, METRICS};
 pub use part::{OWN_AT, Part, SHARED_AT, Turn, set_up};
 
-use crate::random::Random;
 use core::fmt;
 use core::ptr::NonNull;
+use hugemm_base::random::Random;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Extent, Never, Order, PAGE_BYTES, PageSize, Pfn, PhysMap, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
@@ -509,7 +509,7 @@ impl Process<'_> {
         match vm.fork(cx, space) {
             Ok(child) => {
                 spare.copy_from_slice(self.wrote);
-                let random = Random::new(self.random.below(u64::MAX));
+                let random = Random(self.random.below(u64::MAX));
                 let (number, at, stores) = (self.number, self.at, self.stores);
                 let mut process = Process { number, at, wrote: spare, alone: true, random, stores };
                 let mut result = Ok(());

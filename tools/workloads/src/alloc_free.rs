@@ -20,9 +20,10 @@ pub mod ranges;
 pub mod stress;
 
 use hugemm_base::platform::Cpu;
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, Order, Pfn};
 
-use hugemm_frames::{AllocRequest, Env, FolioRef, FolioRun, Frames, Frozen, Mobility, NoMigration};
+use hugemm_frames::{AllocRequest, Env, FolioRef, FolioRun, Frames, Frozen, Mobility};
 
 /// What one timed loop did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,26 +58,6 @@ impl core::fmt::Display for Exhausted {
 
 impl core::error::Error for Exhausted {}
 
-/// Why particular frames could not be had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unclaimed {
-    /// This allocator has no such operation.
-    NoSuchOperation,
-    /// Some of them are in use.
-    InUse,
-}
-
-impl core::fmt::Display for Unclaimed {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str(match self {
-            Unclaimed::NoSuchOperation => "this allocator cannot give out particular frames",
-            Unclaimed::InUse => "frames of the claimed range are in use",
-        })
-    }
-}
-
-impl core::error::Error for Unclaimed {}
-
 /// An allocator as the loops see it.
 pub trait Source<P: Cpu> {
     /// What names an allocated block.
@@ -105,12 +86,6 @@ pub trait Source<P: Cpu> {
     /// Frees many of those pages in one call.
     fn free_pages(&self, cx: &mut CpuCx<'_, P>, pages: Extent) {
         let _ = (cx, pages);
-    }
-
-    /// Takes exactly these frames, which [`free_pages`](Source::free_pages) then frees.
-    fn claim(&self, cx: &mut CpuCx<'_, P>, extent: Extent) -> Result<(), Unclaimed> {
-        let _ = (cx, extent);
-        Err(Unclaimed::NoSuchOperation)
     }
 
     /// Gives back what this CPU has cached, so that the next loop starts from the same state.
@@ -154,14 +129,6 @@ impl<P: Cpu, E: Env> Source<P> for FrozenBlocks<'_, '_, E> {
     fn free_pages(&self, cx: &mut CpuCx<'_, P>, pages: Extent) {
         // SAFETY: as above, for a run of them.
         self.0.free_extent(cx, unsafe { Dirty::assume_owned(pages) });
-    }
-
-    fn claim(&self, cx: &mut CpuCx<'_, P>, extent: Extent) -> Result<(), Unclaimed> {
-        // The frames are known by their number until `free_pages` takes them as they are.
-        self.0
-            .alloc_contig_range(cx, extent, &mut NoMigration)
-            .map(|frames| _ = frames.into_extent())
-            .map_err(|_| Unclaimed::InUse)
     }
 
     fn settle(&self, cx: &CpuCx<'_, P>) {
@@ -210,6 +177,13 @@ impl<P: Cpu, E: Env> Source<P> for CountedPages<'_, '_, E> {
 
     fn settle(&self, cx: &CpuCx<'_, P>) {
         self.0.drain(cx);
+    }
+}
+
+/// Shuffles in place.
+fn shuffle<T>(items: &mut [T], mut random: Random) {
+    for last in (1..items.len()).rev() {
+        items.swap(last, random.below(last as u64 + 1) as usize);
     }
 }
 

@@ -3,6 +3,7 @@
 //! Every line of the working set holds the offset of the next one, in one random cycle, so each load waits for the one
 //! before and no prefetcher helps.
 
+use hugemm_base::random::Random;
 use hugemm_base::{Cancel, Clock};
 
 /// Bytes of a cache line.
@@ -21,12 +22,9 @@ impl<'m> Chase<'m> {
         for (i, line) in lines.iter_mut().enumerate() {
             line[0] = i as u64;
         }
-        let mut random = seed | 1;
+        let mut random = Random(seed);
         for i in (1..lines.len()).rev() {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
-            let j = (random % i as u64) as usize;
+            let j = random.below(i as u64) as usize;
             let (low, high) = lines.split_at_mut(i);
             core::mem::swap(&mut low[j][0], &mut high[0][0]);
         }

@@ -16,7 +16,6 @@
 //! | [`vm_host`] | the work of a virtual machine host, all systems together |
 //! | [`vmalloc`] | kernel areas taken and freed, batched and page by page |
 //! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
-//! | [`random`] | random numbers that are the same everywhere |
 //! | [`record`] | what a run measured: sent by name, rendered on the host |
 //! | [`request`] | which of them the reference kernel runs, with which arguments |
 //! | [`words`] | how arguments are written as one line |
@@ -30,7 +29,6 @@ pub mod mapping;
 #[cfg(feature = "clap")]
 pub mod options;
 pub mod pool;
-pub mod random;
 pub mod record;
 pub mod request;
 pub mod shootdown;

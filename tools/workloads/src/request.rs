@@ -425,13 +425,6 @@ requests! {
         /// A bug to make on purpose, which it then has to find.
         plant: Plant [long, default_value = "none", value_parser = named::<Plant>()],
     }
-    /// A quantum of page faults, stores, page table edits and flushes.
-    "trial" Trial {
-        /// Pages that are touched in each round.
-        pages: u64 [long, default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1 << 18)],
-        /// Rounds.
-        rounds: u32 [long, default_value_t = 3, value_parser = runs()],
-    }
     /// What the kernel has of one kind, as text.
     "dump" Dump {
         /// What.
@@ -499,7 +492,6 @@ mod tests {
             }),
             Request::Selftest(Selftest { seconds: 60, resizes: 100, only: Part::All, plant: Plant::MissedCpu }),
             Request::CrashTest(CrashTest { how: Crash::Deaf }),
-            Request::Trial(Trial { pages: 4096, rounds: 3 }),
             Request::Dump(Dump { what: Dumped::Tables }),
         ] {
             assert_eq!(request.to_string().parse(), Ok(request), "{request}");

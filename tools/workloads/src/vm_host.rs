@@ -8,18 +8,22 @@
 
 pub mod accounting;
 pub mod guest;
-mod walk;
+pub mod walk;
 
 use crate::record::record;
+use crate::request::Clearing;
 use crate::vm_create::{CreateMethod, Creation};
+use crate::words::named;
 use accounting::{Accounting, Mismatch, Start};
 use core::fmt;
 use guest::{Guest, Spread};
-use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, PreemptModel, VirtAddr};
 use hugemm_base::{VirtRange, VirtRangeError};
+use hugemm_clear::ClearPolicy;
 use hugemm_frames::{Env, HwPoisoned};
-use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, PoolError, VmemmapOptimizer};
+use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, OptimizerPolicy, PoolError, VmemmapOptimizer};
 use hugemm_paging::Lookup;
+use hugemm_reclaim::{Ageing, ReclaimCounts, SwapStats};
 use hugemm_vm::{AddressSpaceRef, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
 
 /// Small guests.
@@ -36,6 +40,56 @@ pub enum Granularity {
     /// As kernels do that work by pages: a fault for each, a lock round for each page table that is looked at, and unmaps
     /// that gather so many pages, flush once for them, and free them.
     Page,
+}
+
+named! {
+    /// Who does the work. Of hugemm's sides each differs from the one before by one thing.
+    HostSide {
+        /// hugemm, as kernels that work by pages do it.
+        Page = "page",
+        /// The same by extent, cleared through the cache.
+        Cached = "cached",
+        /// The same, cleared as the calibrated policy wants it: past the cache where that is faster.
+        Extent = "extent",
+        /// The machine's own kernel.
+        Kernel = "kernel",
+    }
+}
+
+/// How a side of hugemm works.
+#[derive(Clone, Copy, Debug)]
+pub struct Ways {
+    /// How work is handed over.
+    pub granularity: Granularity,
+    /// How memory is cleared.
+    pub clear: ClearPolicy,
+    /// Where that may be left.
+    pub preempt: PreemptModel,
+    /// How descriptors are given back.
+    pub optimizer: OptimizerPolicy,
+    /// How accessed bits are read.
+    pub ageing: Ageing,
+}
+
+impl HostSide {
+    /// All of them, in order; hugemm's first.
+    pub const ALL: [HostSide; 4] = [HostSide::Page, HostSide::Cached, HostSide::Extent, HostSide::Kernel];
+
+    /// How it works, if it is hugemm's, of a calibrated policy.
+    pub fn ways(self, calibrated: ClearPolicy) -> Ways {
+        let (granularity, clearing) = match self {
+            HostSide::Page => (Granularity::Page, Clearing::Page),
+            HostSide::Cached => (Granularity::Extent, Clearing::Extent),
+            HostSide::Extent | HostSide::Kernel => (Granularity::Extent, Clearing::Bulk),
+        };
+        let (optimizer, ageing) = match granularity {
+            Granularity::Extent => (OptimizerPolicy::default(), Ageing::Batch),
+            // One flush for a batch of pages, and an entry at a time; accessed bits of one page at a time, without a flush.
+            Granularity::Page => (OptimizerPolicy { swap: false, carve: true }, Ageing::NoFlush),
+        };
+        let (clear, preempt) = (clearing.of(calibrated), clearing.preempt_model());
+        Ways { granularity, clear, preempt, optimizer, ageing }
+    }
 }
 
 /// Pages that a kernel gathers while it unmaps, before it flushes and frees them: about what Linux's gather holds.
@@ -192,6 +246,17 @@ pub struct SwapCounts {
 }
 
 impl SwapCounts {
+    /// Of what a pager and its back end have counted.
+    pub fn of(counts: &ReclaimCounts, swap: SwapStats) -> Self {
+        SwapCounts {
+            stored: swap.stores,
+            worker_freed: counts.worker_freed.get(),
+            loaded: swap.loads,
+            aged: counts.aged.get(),
+            age_flushes: counts.age_flushes.get(),
+        }
+    }
+
     fn since(self, earlier: Self) -> Self {
         SwapCounts {
             stored: self.stored - earlier.stored,

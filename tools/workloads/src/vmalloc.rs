@@ -3,8 +3,8 @@
 //!
 //! Nothing touches the memory: what is measured is addresses, blocks, tables and flushes.
 
-use crate::random::Random;
 use crate::record::{Better, Metric, record};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Extent, Order, PAGE_BYTES};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Mobility};
 use hugemm_kva::{Area, Cx, Kva, KvaError, KvaSetup, Request};
@@ -111,7 +111,10 @@ impl Way {
     }
 }
 
-/// Bytes of the areas that are freed, and how many bytes there are of them.
+/// Areas of one size that are freed in a run, at most: enough for a rate of a thousand.
+pub const FREES: u64 = 1000;
+
+/// Bytes of the areas that are freed.
 pub const SIZES: [u64; 3] = [512 << 10, 2 << 20, 16 << 20];
 
 /// What freeing took.
@@ -202,7 +205,7 @@ where
         held: &mut [Option<Area>],
     ) -> Result<Looped, KvaError> {
         let pages = |pages: u64| Request::new(pages * PAGE_BYTES, test.name());
-        let mut random = Random::new(areas);
+        let mut random = Random(areas);
         self.kva.flush(cx);
         match test {
             Test::FullFitAlloc => {
@@ -251,8 +254,8 @@ where
         looped
     }
 
-    /// Takes an area of `bytes` for each place of `held`, and frees all of them, which is timed. `pages` has an extent for each of
-    /// their pages.
+    /// Takes an area of `bytes` for each place of `held` and frees all of them, which alone is timed, until about `areas` are freed.
+    /// `pages` has an extent for each of their pages.
     ///
     /// # Errors
     ///
@@ -260,44 +263,59 @@ where
     pub fn free(
         &self,
         cx: &mut Cx<'_, S>,
+        (bytes, way): (u64, Way),
+        areas: u64,
+        held: &mut [Option<Area>],
+        pages: &mut [Extent],
+    ) -> Result<Freed, KvaError> {
+        self.kva.flush(cx);
+        let (flushes, mut freed) = ((self.flushes)(), Freed::default());
+        while freed.areas < areas {
+            self.take_to_free(cx, bytes, way, held, pages)?;
+            let each = (bytes / PAGE_BYTES) as usize;
+            let start = cx.platform().now_ns();
+            for (place, pages) in held.iter_mut().zip(pages.chunks(each)) {
+                let Some(area) = place.take() else { continue };
+                self.kva.free(cx, area).map_err(|(error, _)| error)?;
+                if way == Way::EachPage {
+                    self.kva.flush(cx);
+                    for page in pages {
+                        // SAFETY: taken as a block of order 0; nothing maps it since the flush.
+                        let page = unsafe { Frozen::assume_owned(page.base(), Order::ZERO, Mobility::Unmovable) };
+                        self.frames.free(cx, page);
+                    }
+                }
+            }
+            freed.areas += held.len() as u64;
+            if freed.areas >= areas {
+                self.kva.flush(cx);
+            }
+            freed.nanos += cx.platform().now_ns().saturating_sub(start);
+        }
+        freed.flushes = (self.flushes)() - flushes;
+        Ok(freed)
+    }
+
+    fn take_to_free(
+        &self,
+        cx: &mut Cx<'_, S>,
         bytes: u64,
         way: Way,
         held: &mut [Option<Area>],
         pages: &mut [Extent],
-    ) -> Result<Freed, KvaError> {
+    ) -> Result<(), KvaError> {
         let request = Request::new(bytes, "freed");
-        let each = (bytes / PAGE_BYTES) as usize;
-        self.kva.flush(cx);
-        match way {
-            Way::Batched => self.take_all(cx, request, held)?,
-            Way::EachPage => {
-                for (place, pages) in held.iter_mut().zip(pages.chunks_mut(each)) {
-                    for page in pages.iter_mut() {
-                        let frame = self.frames.alloc(cx, AllocRequest::order(Order::ZERO));
-                        *page = frame.map_err(|_| KvaError::NoMemory)?.into_dirty().into_extent();
-                    }
-                    *place = Some(self.kva.map_pages(cx, pages, request)?);
-                }
-            }
+        if way == Way::Batched {
+            return self.take_all(cx, request, held);
         }
-        let looped = self.counted(cx, |rig, cx| {
-            for (place, pages) in held.iter_mut().zip(pages.chunks(each)) {
-                let Some(area) = place.take() else { continue };
-                rig.kva.free(cx, area).map_err(|(error, _)| error)?;
-                if way == Way::EachPage {
-                    rig.kva.flush(cx);
-                    for page in pages {
-                        // SAFETY: taken above as a block of order 0; nothing maps it since the flush.
-                        let page = unsafe { Frozen::assume_owned(page.base(), Order::ZERO, Mobility::Unmovable) };
-                        rig.frames.free(cx, page);
-                    }
-                }
+        for (place, pages) in held.iter_mut().zip(pages.chunks_mut((bytes / PAGE_BYTES) as usize)) {
+            for page in pages.iter_mut() {
+                let frame = self.frames.alloc(cx, AllocRequest::order(Order::ZERO));
+                *page = frame.map_err(|_| KvaError::NoMemory)?.into_dirty().into_extent();
             }
-            rig.kva.flush(cx);
-            Ok(held.len() as u64)
-        })?;
-        let Looped { areas, nanos, flushes, .. } = looped;
-        Ok(Freed { areas, nanos, flushes })
+            *place = Some(self.kva.map_pages(cx, pages, request)?);
+        }
+        Ok(())
     }
 }
 

@@ -3,11 +3,11 @@
 //! of 2 MiB that adjoin, of either node by turns, are plugged in and unplugged. A second; `HUGEMM_SOAK_SECONDS` for longer.
 
 use hugemm_base::lock::Lock;
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuId, Dirty, Extent, NodeId, PageSize};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host, allowed_cpus};
 use hugemm_workloads::alloc_free::stress::{self, Ownership, PIECES, Pieces, Plugged, Stressed};
-use hugemm_workloads::random::Random;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -80,7 +80,7 @@ fn no_frame_has_two_owners() {
     let hand = (PAGES / 93 / u64::from(cpus)).max(4);
     let taken = host.run_on_each((0..cpus).map(CpuId), |cx| {
         let cpu = cx.pinned(|pin| pin.cpu().0);
-        let mut random = Random::new(1 ^ u64::from(cpu) << 32);
+        let mut random = Random(1 ^ u64::from(cpu) << 32);
         let mut held = vec![0; hand as usize];
         let (from, budget) = (host.now_ns(), seconds * 1_000_000_000);
         let mut sum = Stressed::default();
@@ -105,7 +105,7 @@ fn no_frame_has_two_owners() {
     });
     let taken: Vec<Stressed> =
         taken.expect("CPUs").into_iter().collect::<Result<_, stress::Broken>>().expect("all sound");
-    on_first(&mut |cx| stress::finish(cx, &frames, &ownership, &exchange, &mut Random::new(1)).expect("all sound"));
+    on_first(&mut |cx| stress::finish(cx, &frames, &ownership, &exchange, &mut Random(1)).expect("all sound"));
     // A poisoned frame that is in a cache is found when it leaves that.
     host.run_on_each((0..cpus).map(CpuId), |cx| frames.drain(cx)).expect("CPUs");
     on_first(&mut |cx| {

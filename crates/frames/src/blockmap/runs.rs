@@ -40,12 +40,18 @@ pub(crate) fn first_run<L>(order: u32, word: impl Fn(usize) -> u64) -> Option<Po
     })
 }
 
+/// The same of one 2 MiB's pages: one copy of that code, for all who look for a place.
+#[inline(never)]
+pub(crate) fn first_pages(order: u32, words: &[u64; WORDS]) -> Option<Position<Pages>> {
+    first_run(order, |at| words[at % WORDS])
+}
+
 /// How many naturally aligned runs of each order the words consist of, each as large as can be.
 pub(crate) fn count_runs(words: [u64; WORDS]) -> [u64; SPAN_SHIFT as usize + 1] {
     let mut counts = [0; SPAN_SHIFT as usize + 1];
     let mut left = words;
     for order in (0..=SPAN_SHIFT).rev() {
-        while let Some(first) = first_run::<Pages>(order, |at| left[at % WORDS]) {
+        while let Some(first) = first_pages(order, &left) {
             counts[order as usize] += 1;
             spans(first, 1 << order).for_each(|(at, bits)| left[at % WORDS] &= !bits);
         }

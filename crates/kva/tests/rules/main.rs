@@ -3,6 +3,7 @@
 mod areas;
 mod exhaustion;
 mod model;
+mod waiting;
 
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
@@ -25,7 +26,7 @@ pub(crate) type Task<'a> = CpuCx<'a, Machine>;
 pub(crate) const CPUS: u32 = 4;
 
 /// The memory, in frames.
-const FRAMES: usize = 8192;
+pub(crate) const FRAMES: usize = 8192;
 
 /// The half that the table translates, and what of it is for areas.
 const HALF: u64 = 0xffff_8000_0000_0000;

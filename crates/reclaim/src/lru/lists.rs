@@ -12,14 +12,18 @@ use hugemm_base::{Order, Pfn};
 /// Folios that are looked at in one lock round, those that cannot be held included.
 const MOST_LOOKS: u64 = 2 * BATCH as u64;
 
-/// Under the lock.
+/// Under the lock. In this order: a folio that is put on writes the line of its list, and the last one, where the lock is.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Lists {
-    pub(crate) policy: LruPolicy,
-    ring: Ring,
     lists: [List; LABELS],
-    pages: [u64; LABELS],
-    pub(crate) stats: LruStats,
+    /// All but what is counted below.
+    stats: LruStats,
+    ring: Ring,
+    pub(crate) promoted: u64,
+    pub(crate) policy: LruPolicy,
+    pub(crate) inserted: u64,
+    pub(crate) lock_rounds: u64,
 }
 
 fn state(words: &impl Words, pfn: Pfn) -> State {
@@ -28,23 +32,24 @@ fn state(words: &impl Words, pfn: Pfn) -> State {
 
 impl Lists {
     pub(crate) fn new(policy: LruPolicy) -> Self {
-        Lists { policy, ring: Ring::new(), lists: Default::default(), pages: [0; LABELS], stats: LruStats::default() }
+        let (lists, stats, ring) = (Default::default(), LruStats::default(), Ring::new());
+        Lists { lists, stats, ring, promoted: 0, policy, inserted: 0, lock_rounds: 0 }
     }
 
     fn link(&mut self, words: &impl Words, pfn: Pfn, order: Order, age: u64, mark: Mark) {
         let label = label(age);
         words.set_word(pfn, STATE, State { standing: Standing::On { label }, order, mark }.word());
         self.lists[label].push_front(words, pfn);
-        self.pages[label] += order.pages();
+        self.lists[label].pages += order.pages();
     }
 
     fn unlink(&mut self, words: &impl Words, pfn: Pfn, order: Order, label: usize) {
         self.lists[label].remove(words, pfn);
-        self.pages[label] = self.pages[label].saturating_sub(order.pages());
+        self.lists[label].pages = self.lists[label].pages.saturating_sub(order.pages());
     }
 
     pub(crate) fn insert(&mut self, words: &impl Words, pfn: Pfn, order: Order) {
-        self.stats.inserted += order.pages();
+        self.inserted += order.pages();
         self.link(words, pfn, order, self.policy.entry(self.ring), Mark::None);
     }
 
@@ -60,8 +65,8 @@ impl Lists {
 
     /// Pages that may be taken as candidates, and those of the youngest list.
     fn sizes(&self) -> (u64, u64) {
-        let youngest = self.pages[label(self.ring.youngest)];
-        (self.pages.iter().sum::<u64>() - youngest, youngest)
+        let youngest = self.lists[label(self.ring.youngest)].pages;
+        (self.lists.iter().map(|list| list.pages).sum::<u64>() - youngest, youngest)
     }
 
     fn was(&self, label_of: usize, mark: Mark) -> Was {
@@ -155,7 +160,7 @@ impl Lists {
         let was = self.was(from, mark);
         let verdict = self.policy.judge(was, true);
         let Some(age) = self.policy.place(self.ring, was, verdict) else { return false };
-        self.stats.promoted += order.pages();
+        self.promoted += order.pages();
         let mark = if let LruVerdict::Rotate { mark } = verdict { mark } else { Mark::None };
         // To the front even of the same list: its accessed bit is gone, so its own look must be a round away.
         self.unlink(words, pfn, order, from);
@@ -165,7 +170,9 @@ impl Lists {
 
     pub(crate) fn stats(&self) -> LruStats {
         let (candidates, youngest) = self.sizes();
-        LruStats { candidates, youngest, folios: self.lists.iter().map(List::len).sum(), ..self.stats }
+        let Lists { promoted, inserted, lock_rounds, .. } = *self;
+        let folios = self.lists.iter().map(List::len).sum();
+        LruStats { candidates, youngest, folios, promoted, inserted, lock_rounds, ..self.stats }
     }
 
     /// Every list from the oldest on, each from its cold end: for the oracle.

@@ -168,7 +168,7 @@ fn areas_say_what_counts() {
     with_cpu(SIZE, 6, |rig, cx| {
         let kind = VmaKind::private(PageSize::Size4K);
         let space = rig.space(cx, span(AT, 8 << 12), VmaKind { locked: true, ..kind });
-        let other = VmaKind { no_recency: true, ..kind };
+        let other = VmaKind { pattern: hugemm_vm::Pattern::Sequential, ..kind };
         rig.vm.map(cx, &space, span(2 * AT, 8 << 12), other, Backing::Private).expect("two");
         rig.enter(cx, &space);
         for index in 0..8 {

@@ -12,6 +12,7 @@ use crate::supply::Want;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
 use crate::vma::pages;
+use crate::zeroes::is_lent;
 use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Cancel, Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
@@ -106,10 +107,13 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let size = area.kind.page.pages();
         let at = VirtAddr::new(from << PAGE_SHIFT);
         let needs = if self.writable { area.kind.flags() & Flags::WRITE } else { Flags::NONE };
-        match self.vm.absent(cx, space, from, end, (area.kind.page, needs)) {
+        match self.vm.absent(cx, space, from, end, (area.kind.page, needs, self.writable)) {
             // A part of a large one, where the request ends.
             Absent::Mapped(pages) if pages > 0 => Ok(pages.next_multiple_of(size)),
-            Absent::Mapped(_) => self.vm.fault(cx, space, at, Access::Write).map(|_| 0),
+            Absent::Mapped(_) if area.kind.flags().contains(Flags::WRITE) => {
+                self.vm.fault(cx, space, at, Access::Write).map(|_| 0)
+            }
+            Absent::Mapped(_) => self.vm.replace_zeroes(cx, site, at).map(|_| 0),
             Absent::Busy => Ok(0),
             Absent::SwapEntry => self.vm.fault(cx, space, at, Access::Read).map(|_| 0),
             // Pages of an object are entered one by one.
@@ -241,7 +245,7 @@ impl<S: Setup> Vm<'_, S> {
         space: &AddressSpace<S>,
         from: u64,
         end: u64,
-        (size, needs): (PageSize, Flags),
+        (size, needs, own): (PageSize, Flags, bool),
     ) -> Absent {
         let both = self.here(cx, space).both();
         if both.areas().alone {
@@ -259,8 +263,9 @@ impl<S: Setup> Vm<'_, S> {
             Lookup::Mapped(_) => {
                 let mut next = from;
                 let _ = span.map(|span| {
-                    table.walk(span, Flags::HARDWARE, |run| {
+                    table.walk(span, Flags::ACCESSED, |run| {
                         let goes_on = run.at.get() >> PAGE_SHIFT == next && run.flags.contains(needs);
+                        let goes_on = goes_on && !(own && is_lent(run.flags, needs));
                         next += if goes_on { run.extent.pages() } else { 0 };
                     })
                 });

@@ -4,7 +4,7 @@ use crate::support::{AT, Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{AgeRun, Backing, Neighbours, Notifier, Recency, SharedRef, VmError, VmaKind};
+use hugemm_vm::{AgeRun, Backing, Neighbours, Notifier, Pattern, Recency, SharedRef, VmError, VmaKind};
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -106,7 +106,8 @@ fn mappings_are_counted() {
 #[test]
 fn areas_say_what_their_use_means() {
     with_cpu(16, 1, 63, |rig, cx| {
-        for (kind, expected) in [(VmaKind { locked: true, ..KIND }, KEPT), (VmaKind { no_recency: true, ..KIND }, OLD)]
+        for (kind, expected) in
+            [(VmaKind { locked: true, ..KIND }, KEPT), (VmaKind { pattern: Pattern::Sequential, ..KIND }, OLD)]
         {
             let space = filled(rig, cx, kind, None, 4);
             assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
@@ -168,6 +169,19 @@ fn neighbours_are_offered_once() {
         });
     }
     with_rig(16, 1, 64, &no_faults(), check);
+}
+
+/// What is read here and there says nothing of its neighbours, which keep their bits.
+#[test]
+fn random_areas_have_no_neighbours() {
+    with_cpu(16, 1, 65, |rig, cx| {
+        let space = filled(rig, cx, VmaKind { pattern: Pattern::Random, ..KIND }, None, 64);
+        let mut take = |_: &Cx<'_, '_>, _: &[Pfn]| panic!("nobody's neighbour");
+        let neighbours = Neighbours { wants: &|_| true, take: &mut take };
+        assert_eq!(age(rig, cx, &space, &[10, 11], Some(neighbours)), [USED; 2]);
+        assert!((0..64).all(|page| is_young(rig, cx, &space, page) != [10, 11].contains(&page)));
+        rig.vm.destroy(cx, space).expect("destroyed");
+    });
 }
 
 /// A run is pages at different places of one stretch of 64: of two at one place, and of what lies further on, nothing is said, and

@@ -4,8 +4,8 @@ use crate::support::{AT, Cpus, Cx, Follower, Metered, Model, Rig, bounds, called
 use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Lookup};
-use hugemm_vm::{Access, AddressSpace, Backing, Notifier, Served, VmError, VmaKind};
-use std::cell::Cell;
+use hugemm_vm::{Access, AddressSpace, Backing, Notifier, Protection, Served, VmError, VmaKind};
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -279,4 +279,56 @@ fn a_page_that_is_copied_stays_for_that_long() {
         assert_eq!(rig.vm.frames().references(leaf.frame), 0, "it went with that");
         rig.vm.destroy(cx, child).expect("nobody uses it");
     });
+}
+
+/// A page that is being copied for a store becomes the space's own, is pinned, and is read-only again: the copy does not take its place.
+/// Also beside a neighbour's fault, which may keep this page's from saying that it is under way.
+#[test]
+fn a_page_that_is_pinned_while_it_is_copied_stays() {
+    let pinned = Cell::new(false);
+    for neighbour in 0..16 {
+        with_space(|rig, cx, space| pin_while_copied(rig, cx, space, neighbour, &pinned));
+    }
+    assert!(pinned.get());
+}
+
+fn pin_while_copied<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>, neighbour: u64, pinned: &Cell<bool>) {
+    let area = span(2 * AT, 0x4_0000);
+    let page = |index: u64| span(area.start().get() + (index << 12), 0x1000);
+    let pins = RefCell::new(Vec::new());
+    let pin = |cx: &mut Cx<'_, 'h>, span| {
+        rig.vm.pin(cx, space, span, None, &Never, |pin| pins.borrow_mut().push(pin)).expect("memory")
+    };
+    pin(cx, span(AT, 0x1000));
+    let child = Cell::new(Some(rig.vm.fork(cx, space).expect("forked")));
+    rig.vm.pager().helps.store(true, Ordering::Relaxed);
+    let copy = |cx: &mut Cx<'_, 'h>| {
+        let meanwhile = |cx: &mut Cx<'_, 'h>| {
+            rig.vm.destroy(cx, child.take().expect("once")).expect("nobody uses it");
+            let served = rig.vm.fault(cx, space, page(0).start(), Access::Write);
+            // Otherwise it waits for who copies.
+            if served == Ok(Served::Reused) {
+                pin(cx, page(0));
+            }
+            for rights in [Protection::READ, KIND.protection] {
+                rig.vm.protect(cx, space, area, rights).expect("nothing is cut");
+            }
+        };
+        with_last_frame_called_back(rig, cx, meanwhile, |cx| {
+            rig.vm.fault(cx, space, page(0).start(), Access::Write).expect("memory");
+        });
+    };
+    if neighbour == 0 {
+        copy(cx);
+    } else {
+        with_last_frame_called_back(rig, cx, copy, |cx| {
+            rig.vm.fault(cx, space, page(neighbour).start(), Access::Write).expect("memory");
+        });
+    }
+    let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, page(0).start()) else { panic!("not mapped") };
+    if let Some(pin) = pins.borrow().get(1) {
+        assert_eq!(pin.extent().base(), leaf.frame, "beside page {neighbour}");
+        pinned.set(true);
+    }
+    pins.take().into_iter().for_each(|pin| rig.vm.unpin(cx, space, pin).expect("its own"));
 }

@@ -5,28 +5,28 @@ use crate::sources::File;
 use crate::support::{AT, Cx, Handle, Metered, Model, Rig, lock_rounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{Aarch64, PageFormat};
-use hugemm_vm::{Access, Backing, Protection, SharedRef, VmaKind};
+use hugemm_vm::{Access, Advice, Backing, Discard, Protection, SharedRef, VmaKind};
 
 /// How many pages.
 const LENGTHS: [u64; 2] = [64, 8192];
 const USER: Protection = Protection::USER;
 
-type Verb<'h, F> = fn(&Rig<'h, F>, &mut Cx<'_, 'h>, &Handle<'_, 'h, F>, VirtRange);
+type Verb<'h, F, const AWAY: bool> = fn(&Rig<'h, F, AWAY>, &mut Cx<'_, 'h>, &Handle<'_, 'h, F, AWAY>, VirtRange);
 
 /// A verb, and what has to be there before it.
-type Row<'h, F> = (&'static str, Verb<'h, F>, Verb<'h, F>);
+type Row<'h, F, const AWAY: bool> = (&'static str, Verb<'h, F, AWAY>, Verb<'h, F, AWAY>);
 
-fn protect<'h, F: PageFormat>(
-    rig: &Rig<'h, F>,
+fn protect<'h, F: PageFormat, const AWAY: bool>(
+    rig: &Rig<'h, F, AWAY>,
     cx: &mut Cx<'_, 'h>,
-    space: &Handle<'_, 'h, F>,
+    space: &Handle<'_, 'h, F, AWAY>,
     part: VirtRange,
     rights: Protection,
 ) {
     rig.vm.protect(cx, space, part, rights).expect("an area");
 }
 
-fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 13] {
+fn rows<'h, F: PageFormat, const AWAY: bool>() -> [Row<'h, F, AWAY>; 16] {
     [
         ("`protect`: `WRITE` goes", |_, _, _, _| (), |rig, cx, space, part| protect(rig, cx, space, part, USER)),
         (
@@ -43,8 +43,25 @@ fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 13] {
             "`discard`",
             |_, _, _, _| (),
             |rig, cx, space, part| {
-                rig.vm.discard(cx, space, part).expect("an area");
+                rig.vm.discard(cx, space, part, Discard::Now).expect("an area");
             },
+        ),
+        (
+            "`discard`, `WhenShort`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| {
+                rig.vm.discard(cx, space, part, Discard::WhenShort).expect("an area");
+            },
+        ),
+        (
+            "`advise`: `Random`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| rig.vm.advise(cx, space, part, Advice::Random).expect("an area"),
+        ),
+        (
+            "`advise`: `Cold`",
+            |_, _, _, _| (),
+            |rig, cx, space, part| rig.vm.advise(cx, space, part, Advice::Cold).expect("an area"),
         ),
         (
             "`move_to`, tables",
@@ -107,16 +124,16 @@ fn rows<'h, F: PageFormat>() -> [Row<'h, F>; 13] {
 }
 
 /// Lock rounds and flushes of a verb for the middle of an area whose pages are all written.
-fn cost<F: PageFormat>(row: usize, pages: u64) -> (u64, u64) {
+fn cost<F: PageFormat, const AWAY: bool>(row: usize, pages: u64) -> (u64, u64) {
     let mut cost = (0, 0);
-    with_format::<F, false>(64, 1, 5, &no_faults(), |rig| {
+    with_format::<F, AWAY>(64, 1, 5, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.space(cx, span(AT, (pages + 32) << 12), VmaKind::private(PageSize::Size4K));
             let part = span(AT + (16 << 12), pages << 12);
             rig.enter(cx, &space);
             // One by one: small pages that a pool or a prefault makes at once may be folded.
             (0..pages).for_each(|page| rig.store(cx, &space, AT + ((page + 16) << 12), page).expect("memory"));
-            let (_, before, verb) = rows::<F>()[row];
+            let (_, before, verb) = rows::<F, AWAY>()[row];
             before(rig, cx, &space, part);
             let counts = || (lock_rounds(), rig.flushes());
             let (locks, flushes) = counts();
@@ -137,15 +154,56 @@ fn the_table_is_what_is_counted() {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/vm.md");
     let page = std::fs::read_to_string(page).expect("the page is there");
     let mut missing = Vec::new();
-    for (row, (name, ..)) in rows::<Metered>().into_iter().enumerate() {
-        let [few, many] = LENGTHS.map(|pages| cost::<Metered>(row, pages));
-        let [arm_few, arm_many] = LENGTHS.map(|pages| cost::<Aarch64>(row, pages));
+    for (row, (name, ..)) in rows::<Metered, false>().into_iter().enumerate() {
+        // Where nobody takes pages away there is nothing to be done.
+        let away = name.contains("WhenShort") || name.contains("Cold");
+        let of = |arm: bool, pages| match (arm, away) {
+            (false, false) => cost::<Metered, false>(row, pages),
+            (false, true) => cost::<Metered, true>(row, pages),
+            (true, false) => cost::<Aarch64, false>(row, pages),
+            (true, true) => cost::<Aarch64, true>(row, pages),
+        };
+        let [few, many] = LENGTHS.map(|pages| of(false, pages));
+        let [arm_few, arm_many] = LENGTHS.map(|pages| of(true, pages));
         assert_eq!((few.1, arm_few.1), (many.1, arm_many.1), "flushes of {name}");
         let line = format!("| {name} | {} | {} | {} | {} |", few.0, many.0, few.1, arm_few.1);
         if !page.contains(&line) {
             missing.push(line);
         }
     }
+    assert!(missing.is_empty(), "docs/vm.md has not:\n{}", missing.join("\n"));
+}
+
+/// A load where nobody has stored, the first one apart, and the first store there.
+fn zero_cost<F: PageFormat>() -> [(u64, u64); 2] {
+    let mut costs = [(0, 0); 2];
+    with_format::<F, false>(16, 1, 5, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.space(cx, span(AT, 16 << 12), VmaKind::private(PageSize::Size4K));
+            rig.enter(cx, &space);
+            assert_eq!(rig.load(cx, &space, AT), Ok(0));
+            for (cost, access) in costs.iter_mut().zip([Access::Read, Access::Write]) {
+                let before = (lock_rounds(), rig.flushes());
+                rig.vm.fault(cx, &space, VirtAddr::new(AT + 0x1000), access).expect("memory");
+                *cost = (lock_rounds() - before.0, rig.flushes() - before.1);
+            }
+            rig.end(cx, space);
+        });
+    });
+    costs
+}
+
+#[test]
+fn the_table_of_zeroes_is_what_is_counted() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/vm.md");
+    let page = std::fs::read_to_string(page).expect("the page is there");
+    let names = ["load where nobody has stored", "first store there"];
+    let counted = zero_cost::<Metered>().into_iter().zip(zero_cost::<Aarch64>());
+    let lines = names.into_iter().zip(counted).map(|(name, (here, arm))| {
+        assert_eq!(here.0, arm.0);
+        format!("| {name} | {} | {} | {} |", here.0, here.1, arm.1)
+    });
+    let missing: Vec<_> = lines.filter(|line| !page.contains(line)).collect();
     assert!(missing.is_empty(), "docs/vm.md has not:\n{}", missing.join("\n"));
 }
 

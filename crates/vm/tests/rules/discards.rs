@@ -1,10 +1,11 @@
 //! What is given up: it reads as zeroes, or as its object has it, on every CPU; its memory is back; who shares it keeps it. On both formats.
 
-use crate::support::{AT, Metered, bounds, no_faults, span, with_cpu, with_format};
+use crate::support::{AT, Metered, before_flush, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_frames::FolioRef;
-use hugemm_paging::{Aarch64, DeferredUnmap, Lookup, PageFormat};
-use hugemm_vm::{Backing, Usage, VmError, VmaKind};
+use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup, PageFormat};
+use hugemm_vm::{Access, Backing, Discard, Usage, VmError, VmaKind};
+use std::cell::Cell;
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
@@ -18,14 +19,14 @@ fn gone<F: PageFormat>(size: PageSize) {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let used = rig.used(cx);
             let part = span(at(from), (to - from) * size.bytes());
-            assert_eq!(rig.vm.discard(cx, &space, part), Ok(part.pages()));
+            assert_eq!(rig.vm.discard(cx, &space, part, Discard::Now), Ok(part.pages()));
             assert_eq!(rig.flushes() - before, 1);
             assert!(used - rig.used(cx) >= part.pages(), "they are free");
             assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage::default()));
             let whole = Usage { present: pages * size.pages() - part.pages(), ..Usage::default() };
             let huge = if size == PageSize::Size4K { 0 } else { whole.present };
             assert_eq!(rig.vm.usage(cx, &space, span(AT, pages * size.bytes())), Ok(Usage { huge, ..whole }));
-            assert_eq!(rig.vm.discard(cx, &space, part), Ok(0));
+            assert_eq!(rig.vm.discard(cx, &space, part, Discard::Now), Ok(0));
             assert_eq!(rig.flushes() - before, 1, "nothing was there");
         });
         assert_eq!(space.vmas(bounds()).count(), 1, "areas stay");
@@ -62,7 +63,7 @@ fn shared<F: PageFormat>() {
             let pinned = rig.vm.pin(cx, &space, span(AT + 0x1000, 0x1000), None, &Never, |pin| pins.push(pin));
             assert_eq!(pinned, Ok(1));
             let before = rig.flushes();
-            assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1_0000)), Ok(16));
+            assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1_0000), Discard::Now), Ok(16));
             assert_eq!(rig.flushes() - before, 2, "of private ones, and of shared ones");
             for page in 0..16 {
                 let expected = if page < 8 { 0 } else { page + 1 };
@@ -104,7 +105,7 @@ fn moving<F: PageFormat>(seed: u64) {
             let page = rig.vm.unhook(cx, folio, &deferred).expect("nobody else has it");
             let there = Usage { present: 4, ..Usage::default() };
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there), "it is in memory");
-            assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1000)), Ok(0), "it was not mapped");
+            assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1000), Discard::Now), Ok(0), "it was not mapped");
             // No CPU has the old translation any more, though its flush was still owed.
             assert!(rig.mmu.load(CpuId(1), VirtAddr::new(AT)).is_err());
             assert_eq!(rig.load(cx, &space, AT), Ok(0));
@@ -144,7 +145,7 @@ fn what_cannot_go_is_refused() {
         let stored = [0, 0x4000, 4 << 20, 6 << 20];
         stored.into_iter().for_each(|at| rig.store(cx, &space, AT + at, 5).expect("memory"));
         let mut refused = |at: u64, bytes, error| {
-            assert_eq!(rig.vm.discard(cx, &space, span(at, bytes)), Err(error), "{at:#x}");
+            assert_eq!(rig.vm.discard(cx, &space, span(at, bytes), Discard::Now), Err(error), "{at:#x}");
             stored.into_iter().for_each(|at| assert_eq!(rig.load(cx, &space, AT + at), Ok(5)));
         };
         let at = |at: u64| VirtAddr::new(AT + at);
@@ -155,5 +156,178 @@ fn what_cannot_go_is_refused() {
         refused(AT + (4 << 20), 0x1000, VmError::Misaligned { at: at((4 << 20) + 0x1000) });
         refused(AT + (4 << 20), 4 << 20, VmError::Denied { at: at(6 << 20) });
         rig.end(cx, space);
+    });
+}
+
+/// Whose pages are given up when memory is short, with what was stored to page `n` being `n + 1`; both CPUs have translations for stores.
+fn given_up<F: PageFormat>(size: PageSize) {
+    with_format::<F, true>(32, 2, 12, &no_faults(), |rig| {
+        let space = rig.filled_for_both(size, 6);
+        let at = |page: u64| AT + page * size.bytes();
+        // Only the test stores.
+        [0, 1].into_iter().for_each(|cpu| rig.mmu.pause(CpuId(cpu), true));
+        let before = rig.flushes();
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let part = span(at(1), 4 * size.bytes());
+            assert_eq!(rig.vm.discard(cx, &space, part, Discard::WhenShort), Ok(0));
+            assert_eq!(rig.flushes() - before, 1);
+            assert_eq!(rig.vm.pager().unused_pages().len(), 4);
+            (0..6).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(page + 1), "until then"));
+        });
+        // As hardware: no fault says so where it notes stores.
+        rig.mmu.as_cpu(CpuId(1), |cx| rig.store(cx, &space, at(2), 33).expect("memory"));
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            assert_eq!(rig.vm.write(cx, &space, VirtAddr::new(at(3)), &44_u64.to_ne_bytes()), Ok(()));
+            (0..6).for_each(|page| rig.page_out(cx, &space, at(page)));
+            assert_eq!(rig.vm.pager().used() as u64, 4 * size.pages(), "two have gone");
+            let found = [0, 1, 2, 3, 4, 5].map(|page| rig.load(cx, &space, at(page)).expect("memory"));
+            assert_eq!(found, [1, 0, 33, 44, 0, 6]);
+        });
+        rig.end_for_both(space);
+    });
+}
+
+#[test]
+fn what_is_given_up_goes_unstored_unless_somebody_stores() {
+    for size in [PageSize::Size4K, PageSize::Size2M] {
+        given_up::<Metered>(size);
+        given_up::<Aarch64>(size);
+    }
+}
+
+/// A page goes if all who have it have given it up, and stays what it is through everything that is no store.
+fn kept<F: PageFormat>() {
+    with_format::<F, true>(32, 2, 13, &no_faults(), |rig| {
+        let space = rig.filled_for_both(PageSize::Size4K, 8);
+        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        // Only the test stores.
+        rig.mmu.pause(CpuId(0), true);
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let at = |page: u64| AT + (page << 12);
+            let page_of = |page: u64| span(at(page), 0x1000);
+            let give_up = |cx: &mut _, page: u64| {
+                assert_eq!(rig.vm.discard(cx, &space, page_of(page), Discard::WhenShort), Ok(0));
+            };
+            let used = || rig.vm.pager().used();
+            // Shared by a fork afterwards: both have given it up. Stored to before the fork: neither has.
+            give_up(cx, 0);
+            give_up(cx, 2);
+            rig.store(cx, &space, at(2), 20).expect("memory");
+            let child = rig.vm.fork(cx, &space).expect("memory");
+            rig.leave(cx, &space);
+            // Shared before: the child has not.
+            give_up(cx, 1);
+            [0, 1, 2].into_iter().for_each(|page| rig.page_out(cx, &space, at(page)));
+            assert_eq!(used(), 2);
+            for (space, expected) in [(&space, [0, 2, 20]), (&child, [0, 2, 20])] {
+                rig.enter(cx, space);
+                assert_eq!([0, 1, 2].map(|page| rig.load(cx, space, at(page)).expect("memory")), expected);
+                rig.leave(cx, space);
+            }
+            rig.vm.destroy(cx, child).expect("destroyed");
+            rig.enter(cx, &space);
+            // Pinned before or after: devices store there.
+            for (page, first) in [(3, true), (4, false)] {
+                if !first {
+                    give_up(cx, page);
+                }
+                let mut pins = Vec::new();
+                rig.vm.pin(cx, &space, page_of(page), None, &Never, |run| pins.push(run)).expect("memory");
+                if first {
+                    give_up(cx, page);
+                }
+                let pin = pins.pop().expect("one");
+                let memory = rig.mmu.host().address(pin.extent().base()).expect("memory");
+                // SAFETY: a word of the pinned page.
+                unsafe { memory.cast::<u64>().write(70 + page) };
+                rig.vm.unpin(cx, &space, pin).expect("its own");
+                rig.page_out(cx, &space, at(page));
+                assert_eq!(rig.load(cx, &space, at(page)), Ok(70 + page));
+            }
+            // Put back, and moved: still given up.
+            give_up(cx, 5);
+            give_up(cx, 6);
+            let deferred = rig.deferred();
+            for (page, moves) in [(5, false), (6, true)] {
+                let frame = rig.leaf(cx, &space, at(page)).frame;
+                let unhooked = rig.vm.unhook(cx, rig.hold(frame), &deferred).expect("nobody else has it");
+                if moves {
+                    assert!(unhooked.move_elsewhere(cx))
+                } else {
+                    unhooked.put_back(cx)
+                }
+                assert_eq!(rig.load(cx, &space, at(page)), Ok(page + 1));
+                rig.page_out(cx, &space, at(page));
+                assert_eq!(rig.load(cx, &space, at(page)), Ok(0));
+            }
+            // Who stores by a table of his own asks first.
+            give_up(cx, 7);
+            assert!(!rig.leaf(cx, &space, at(7)).flags.contains(Flags::WRITE));
+            rig.vm.fault(cx, &space, VirtAddr::new(at(7)), Access::Write).expect("memory");
+            assert!(rig.leaf(cx, &space, at(7)).flags.contains(Flags::WRITE));
+            rig.page_out(cx, &space, at(7));
+            assert_eq!(rig.load(cx, &space, at(7)), Ok(8));
+            rig.end(cx, space);
+        });
+    });
+}
+
+#[test]
+fn what_others_have_or_may_store_to_stays() {
+    kept::<Metered>();
+    kept::<Aarch64>();
+}
+
+/// Whether the other CPU had a translation by which it would have stored unseen.
+fn unseen<F: PageFormat>(seed: u64) -> bool {
+    let seen = Cell::new(false);
+    with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
+        let space = rig.filled_for_both(PageSize::Size4K, 4);
+        let then = || seen.set(rig.mmu.store(CpuId(1), VirtAddr::new(AT), 5).is_ok());
+        before_flush(&then, || {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.vm.discard(cx, &space, span(AT, 0x1000), Discard::WhenShort).expect("an area");
+            })
+        });
+        // After it no store goes unseen.
+        rig.mmu.as_cpu(CpuId(1), |cx| rig.store(cx, &space, AT, 6).expect("memory"));
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.page_out(cx, &space, AT);
+            assert_eq!(rig.load(cx, &space, AT), Ok(6));
+        });
+        rig.end_for_both(space);
+    });
+    seen.get()
+}
+
+#[test]
+fn no_store_after_it_is_unseen() {
+    some_are_stale([unseen::<Metered>, unseen::<Aarch64>]);
+}
+
+#[test]
+fn only_private_pages_go_when_memory_is_short() {
+    with_cpu(32, 1, 14, |rig, cx| {
+        rig.fill_pool(cx, 1);
+        let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("memory");
+        let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
+        let file = rig.vm.open_source(cx, crate::sources::File::new(0x4000)).expect("memory");
+        let pooled = VmaKind::private(PageSize::Size2M).pooled();
+        let areas = [
+            (0, 0x4000, VmaKind { locked: true, ..SMALL }, Backing::Private),
+            (0x4000, 0x4000, SMALL, Backing::Shared(&object, 0)),
+            (0x8000, 0x4000, SMALL, Backing::Copied(&file, 0)),
+            (2 << 20, 2 << 20, pooled, Backing::Private),
+        ];
+        for (from, bytes, kind, backing) in areas {
+            rig.vm.map(cx, &space, span(AT + from, bytes), kind, backing).expect("an area");
+            let refused = rig.vm.discard(cx, &space, span(AT + from, bytes), Discard::WhenShort);
+            assert_eq!(refused, Err(VmError::Denied { at: VirtAddr::new(AT + from) }));
+        }
+        let at = VirtAddr::new(AT + 0xc000);
+        assert_eq!(rig.vm.discard(cx, &space, span(at.get(), 0x1000), Discard::WhenShort), Err(VmError::NoArea { at }));
+        rig.vm.destroy(cx, space).expect("destroyed");
+        rig.vm.close(cx, object).expect("its own");
+        rig.vm.close(cx, file).expect("its own");
     });
 }

@@ -1,7 +1,7 @@
 //! Filling and pinning ranges that begin and end anywhere: every page once, where it belongs.
 
 use crate::support::{AT, Cx, Handle, Rig, bounds, span, with_cpu};
-use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{Backing, Owner, Phase, Pinned, Protection, VmError, VmaKind, ZeroTurn, ZeroWorker};
@@ -207,7 +207,7 @@ fn what_is_pinned_is_the_spaces_own() {
     });
 }
 
-/// Filling copies nothing that is there, shared by a fork or not to be written; neither does pinning what may only be read.
+/// Filling copies nothing that is there, shared by a fork or not to be written.
 #[test]
 fn what_is_there_is_filled() {
     with_cpu(16, 1, 66, |rig, cx| {
@@ -222,13 +222,56 @@ fn what_is_there_is_filled() {
         for range in [area, read_only] {
             rig.vm.prefault(&space, range, None).work(cx, &Never).expect("all is there");
         }
-        let mut pins = Vec::new();
-        assert_eq!(rig.vm.pin(cx, &space, read_only, None, &Never, |pin| pins.push(pin)), Ok(4));
-        assert_eq!(space.counters().copied, 0);
-        pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+        for at in [area, read_only].map(VirtRange::start) {
+            let [own, childs] = [&space, &child].map(|of| rig.vm.lookup(cx, of, at));
+            assert!(
+                matches!((own, childs), (Lookup::Mapped(own), Lookup::Mapped(childs)) if own.frame == childs.frame)
+            );
+        }
         rig.vm.destroy(cx, child).expect("destroyed");
         rig.vm.destroy(cx, space).expect("destroyed");
     });
+}
+
+/// A page that may only be read, and that a fork has given to another, is pinned; then it may be stored to, and a fork comes before that, or
+/// not: who stores, and who has the pin, have one page.
+#[test]
+fn a_page_that_is_pinned_to_be_read_stays_when_it_is_stored_to() {
+    for (size, forks_again) in [(PageSize::Size4K, false), (PageSize::Size4K, true), (PageSize::Size2M, false)] {
+        let kind = VmaKind::private(size);
+        with_cpu(16, 1, 70, |rig, cx| {
+            let area = span(AT, 2 * size.bytes());
+            let space = rig.space(cx, area, kind);
+            rig.enter(cx, &space);
+            for page in 0..2 {
+                rig.store(cx, &space, AT + page * size.bytes(), 1).expect("memory");
+            }
+            let mut children = vec![rig.vm.fork(cx, &space).expect("forked")];
+            rig.vm.protect(cx, &space, area, Protection::USER).expect("memory");
+            let mut pins = Vec::new();
+            rig.vm.pin(cx, &space, area, None, &Never, |pin| pins.push(pin)).expect("memory");
+            rig.vm.pin(cx, &space, area, None, &Never, |pin| pins.push(pin)).expect("they are its own already");
+            if forks_again {
+                children.push(rig.vm.fork(cx, &space).expect("forked"));
+            }
+            rig.vm.protect(cx, &space, area, kind.protection).expect("memory");
+            for page in 0..2 {
+                let at = AT + page * size.bytes();
+                rig.store(cx, &space, at, 2).expect("it is there");
+                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(at)) else { panic!("not mapped") };
+                let has = |pin: &&Pinned<'_>| pin.extent().contains(leaf.frame);
+                assert_eq!(pins.iter().filter(has).count(), 2, "{size:?}: {at:#x}");
+            }
+            rig.leave(cx, &space);
+            for child in children {
+                rig.enter(cx, &child);
+                assert_eq!(rig.load(cx, &child, AT), Ok(1), "{size:?}");
+                rig.end(cx, child);
+            }
+            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    }
 }
 
 /// No two free frames adjoin: pages are entered one by one all the same, many under one lock.

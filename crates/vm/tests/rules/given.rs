@@ -4,7 +4,7 @@ use super::support::{AT, span, with_cpu, with_rig};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{CpuId, Extent, Order, PageSize, Pfn, VirtAddr};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{Backing, Protection, Usage, VmError, VmaKind};
+use hugemm_vm::{Backing, Discard, Protection, Usage, VmError, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
@@ -46,7 +46,7 @@ fn a_page_of_the_kernels_is_shown_and_stays_the_kernels() {
         rig.end(cx, child);
         rig.enter(cx, &parent);
         assert_eq!(rig.load(cx, &parent, AT + 0x1008), Ok(78), "nothing was copied");
-        assert_eq!(rig.vm.discard(cx, &parent, span(AT, 3 << 12)), Ok(1));
+        assert_eq!(rig.vm.discard(cx, &parent, span(AT, 3 << 12), Discard::Now), Ok(1));
         assert_eq!(rig.load(cx, &parent, AT + 0x1008), Ok(78), "it is there again");
         rig.vm.close(cx, object).expect("its own");
         rig.end(cx, parent);

@@ -4,7 +4,7 @@ use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
-use hugemm_vm::{AddressSpace, Backing, Protection, UnhookedPage, Usage, VmError, VmaKind};
+use hugemm_vm::{AddressSpace, Backing, Discard, Protection, UnhookedPage, Usage, VmError, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
@@ -123,7 +123,10 @@ fn what_cannot_be_is_refused() {
         assert_eq!(rig.vm.lock(cx, &space, beyond, 100), Err(VmError::OutOfBounds { at: beyond.start() }));
         assert_eq!(rig.vm.unlock(cx, &space, beyond), Err(VmError::OutOfBounds { at: beyond.start() }));
         rig.vm.lock(cx, &space, span(AT + 0x8000, 0x1000), 1).expect("what is only read too");
-        assert_eq!(rig.vm.discard(cx, &space, span(AT + 0x8000, 0x1000)), Err(VmError::Denied { at: at(0x8000) }));
+        assert_eq!(
+            rig.vm.discard(cx, &space, span(AT + 0x8000, 0x1000), Discard::Now),
+            Err(VmError::Denied { at: at(0x8000) })
+        );
         rig.vm.unmap(cx, &space, span(AT + 0x8000, 0x1000)).expect("an area");
         rig.vm.prefault(&space, span(AT, 0x1000), None).work(cx, &Never).expect("memory");
         assert_eq!(space.locked(), 0);

@@ -3,6 +3,7 @@
 #![cfg(all(target_os = "linux", not(miri)))]
 
 mod access;
+mod advice;
 mod ageing;
 mod areas;
 mod away;
@@ -32,3 +33,4 @@ mod support;
 mod tenants;
 mod unhooked;
 mod working_set;
+mod zeroes;

@@ -380,6 +380,10 @@ fn play<F: PageFormat>(rig: &Rig<'_, F>, ops: &[Op]) {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let found = rig.vm.lookup(cx, world.space(space), VirtAddr::new(at));
                 let hugemm_paging::Lookup::Mapped(leaf) = found else { return };
+                // Nobody's page.
+                if leaf.flags.contains(hugemm_vm::ZEROES) {
+                    return;
+                }
                 let mut here = 0;
                 rig.vm.walk_mappings(cx, leaf.frame, |_, place| {
                     let same = std::ptr::eq(place.space, &raw const **world.space(space));

@@ -155,7 +155,7 @@ fn memory_zeroed_ahead_is_not_cleared_again() {
         rig.vm.prefault(&space, span(AT, 16 << 20), None).work(cx, &Never).expect("memory");
         rig.enter(cx, &space);
         for page in 0..16 {
-            assert_eq!(rig.load(cx, &space, AT + page * (2 << 20) + 0x1_0000), Ok(0));
+            assert_eq!(rig.store(cx, &space, AT + page * (2 << 20) + 0x1_0000, 0), Ok(()));
         }
         let after = cx.platform().counters().snapshot().since(before);
         assert_eq!(after.units, 0, "cleared again");

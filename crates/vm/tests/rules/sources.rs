@@ -7,8 +7,8 @@ use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Aarch64, Lookup, PageFormat};
 use hugemm_vm::{
-    Access, AddressSpace, Backing, PageSource, Protection, Setup, SourceError, StoredPages, UnhookedPage, VmError,
-    VmaKind,
+    Access, AddressSpace, Backing, Discard, PageSource, Protection, Setup, SourceError, StoredPages, UnhookedPage,
+    VmError, VmaKind,
 };
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -46,7 +46,8 @@ impl File {
         u64::from_le_bytes(self.bytes()[at as usize..][..8].try_into().expect("eight"))
     }
 
-    fn fills(&self) -> Vec<(u64, usize)> {
+    /// What has been read since somebody asked.
+    pub(crate) fn fills(&self) -> Vec<(u64, usize)> {
         std::mem::take(&mut *self.fills.lock().expect("nobody panics"))
     }
 
@@ -362,7 +363,7 @@ fn copied<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.vm.move_to(cx, &space, span(at(8), 4 << 12), span(THERE, 4 << 12)).expect("nothing is there");
         assert_eq!(rig.load(cx, &space, THERE + (2 << 12)), Ok(of(10)));
         // Given up: as the file has it again.
-        rig.vm.discard(cx, &space, span(at(2), 1 << 12)).expect("an area");
+        rig.vm.discard(cx, &space, span(at(2), 1 << 12), Discard::Now).expect("an area");
         assert_eq!(rig.load(cx, &space, at(2) + 8), Ok(of(2) + 8));
         file.bytes().truncate(10 << 12);
         rig.vm.truncate(cx, &object, 10 << 12).expect("shorter");

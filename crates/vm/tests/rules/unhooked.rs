@@ -1,7 +1,7 @@
 //! Pages that are taken out of their page tables: they come back as they were, move, or go away, and nobody loses a store.
 
 use crate::support::{AT, Cx, Handle, Metered, Model, Rig, before_flush, bounds, no_faults, span, with_format};
-use hugemm_base::{CpuId, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
 use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, UnhookedPage, VmError, VmaKind};
@@ -84,15 +84,16 @@ fn a_leaf_comes_back_as_it_was() {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = filled(rig, cx, size, 4);
                 let at = |index: u64| AT + index * size.bytes();
-                // Written; written and not used since; only read; of an area that may only be read.
+                // From here on no CPU looks at any of them.
+                rig.leave(cx, &space);
+                // Written; written and not used since; never; of an area that may only be read.
                 rig.vm.unmap(cx, &space, span(at(2), 2 * size.bytes())).expect("unmapped");
                 let read_only = VmaKind::private(size).allowing(Protection::USER);
                 for (index, kind) in [(2, VmaKind::private(size)), (3, read_only)] {
                     rig.vm.map(cx, &space, span(at(index), size.bytes()), kind, Backing::Private).expect("an area");
-                    assert_eq!(rig.load(cx, &space, at(index)), Ok(0));
+                    let page = span(at(index), size.bytes());
+                    rig.vm.prefault(&space, page, None).work(cx, &Never).expect("memory");
                 }
-                // From here on no CPU looks at any of them.
-                rig.leave(cx, &space);
                 assert_eq!(
                     rig.vm.test_and_clear_young(cx, &space, span(at(1), size.bytes()), |_| ()),
                     Ok(size.pages())

@@ -2,6 +2,7 @@
 
 mod file;
 mod program;
+mod runs;
 mod world;
 
 use file::File;

@@ -21,7 +21,9 @@ use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap};
 use hugemm_schedule::{Machine, has_loaded, point, progress, step};
 use hugemm_threads::{Memory, Random};
-use hugemm_vm::{Access, Backing, Following, Notifier, Pinned, Protection, SharedRef, VmError};
+use hugemm_vm::{
+    Access, Advice, Backing, Discard, Following, Notifier, Pinned, Protection, SharedRef, VmError, ZEROES,
+};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::ManuallyDrop;
@@ -69,7 +71,10 @@ struct Process<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 20] = [
+pub const ALL_DEEDS: [&str; 23] = [
+    "zeroes",
+    "given up",
+    "advised",
     "forked",
     "forked beside pins",
     "unmapped",
@@ -267,6 +272,10 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         let vm = &self.world.vm;
         for at in AREAS.iter().flat_map(|area| (area.start..area.end()).step_by(area.kind.page.bytes() as usize)) {
             let Lookup::Mapped(leaf) = vm.lookup(cx, &process.space, VirtAddr::new(at)) else { continue };
+            if leaf.flags.contains(ZEROES) {
+                self.did("zeroes", 1);
+                continue;
+            }
             let mut here = 0;
             vm.walk_mappings(cx, leaf.frame, |_, place| {
                 here += u32::from(std::ptr::eq(place.space, &raw const *process.space) && place.at.get() == at);
@@ -356,10 +365,13 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             36..=38 => self.prefault(cx),
             39..=52 => self.guest_acts(cx),
             53..=58 => self.protect(cx),
-            59..=64 => self.relocate(cx),
+            59..=62 => self.relocate(cx),
+            63 | 64 => self.give_up(cx),
+            73 | 74 if narrow => self.give_up(cx),
+            75 => self.advise(cx),
             65..=68 => self.lock(cx),
             69..=71 => self.write_back(cx),
-            72..=75 => self.scramble(cx),
+            72..=74 => self.scramble(cx),
             76..=115 => {
                 let at = self.any_at();
                 self.get(cx, at);
@@ -467,10 +479,11 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
                 let may = book.borrow().may_be(at);
                 let zero = torn && !area.kind.shared && found == 0;
                 assert!(may.contains(&found) || zero, "cpu{} at {at:#x}: {found}, which may be {may:?}", self.cpu);
-                if !torn {
+                let known = !torn && !process.book.borrow().given_up.contains(&page);
+                if known {
                     book.borrow_mut().words.insert(at, [found].into());
                 }
-                (!torn).then_some(found)
+                known.then_some(found)
             }
             Ok(None) => None,
             Err(error) => {

@@ -78,9 +78,10 @@ def lease(name=None, bytes=0, page=None, node=None, *, secret=None, socket=None)
         wish["keep"] = {"name": name}
         if known := _read_secret(secret):
             wish["keep"]["secret"] = known
-    connection = _connect(socket or _default_socket())
+    path = os.path.abspath(socket or _default_socket())
+    connection = _connect(path)
     try:
-        answer, fds = _ask(connection, {"lease": wish})
+        answer, fds = _ask(connection, {"lease": wish}, path)
         about = answer["leased"]
         try:
             if name is not None and not about["resumed"]:
@@ -112,7 +113,7 @@ def _connect(path):
     return connection
 
 
-def _ask(connection, request):
+def _ask(connection, request, path=None):
     silent = f"the lease daemon gives no answer in {_PATIENCE} s; is it stopped?"
     try:
         connection.send(json.dumps(request).encode())
@@ -129,10 +130,10 @@ def _ask(connection, request):
             # The kernel tells first that the request was not read, then what was said before.
             pass
         except BlockingIOError:
-            if "lease" not in request:
+            if path is None:
                 raise LeaseError(silent) from None
             # Memory may have to be filled: as long as the daemon answers others.
-            with _connect(connection.getpeername()) as other:
+            with _connect(path) as other:
                 _ask(other, {"status": {}})
     answer = json.loads(packet) if packet else {"refused": {"message": "the lease daemon is gone"}}
     for fd in fds:

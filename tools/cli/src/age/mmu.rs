@@ -8,13 +8,10 @@
 use hugemm_base::{CpuId, Invalidation, PhysAddr, TlbHw, TlbScope, VirtAddr};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::ipi::MembarrierIpi;
-use hugemm_paging::{Flags, PageFormat, X86_64};
+use hugemm_paging::{Flags, X86_64};
+use hugemm_workloads::vm_host::walk::walk;
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-/// The bit that decides whether hardware uses an entry, in every format.
-const PRESENT: u64 = 1;
 
 /// Translations of 4 KiB that a CPU remembers, and of 2 MiB: about what second-level TLBs hold.
 const SMALL: usize = 2048;
@@ -110,51 +107,19 @@ impl<'a, 'h> SoftMmu<'a, 'h> {
     }
 
     fn walk(&self, tlb: &mut Tlb, at: VirtAddr, write: bool) -> Option<NonNull<u8>> {
-        let mut table = tlb.root;
-        for level in (0..4).rev() {
-            let index = at.get() >> (12 + 9 * level) & 511;
-            let entry = self.reach(table | index << 3)?.cast::<AtomicU64>();
-            // SAFETY: an aligned word of the host's memory, which everybody accesses atomically while it is a table's. A
-            // table that is freed has been flushed from this CPU before.
-            let entry = unsafe { entry.as_ref() };
-            let mut value = entry.load(Ordering::Acquire);
-            if value & PRESENT == 0 {
-                return None;
-            }
-            if !X86_64::is_leaf(value, level) {
-                table = X86_64::frame(value).start().get();
-                continue;
-            }
-            // As hardware does: a locked update of the entry as it was seen.
-            let used = if write { Flags::HARDWARE } else { Flags::ACCESSED };
-            let flags = loop {
-                let flags = X86_64::flags(value);
-                if value & PRESENT == 0 || write && !flags.contains(Flags::WRITE) {
-                    return None;
-                }
-                if flags.contains(used) {
-                    break flags;
-                }
-                let set = X86_64::change(value, used, Flags::NONE);
-                match entry.compare_exchange_weak(value, set, Ordering::AcqRel, Ordering::Acquire) {
-                    Ok(_) => break flags,
-                    Err(now) => value = now,
-                }
-            };
-            // Writable only once it is dirty: the first store has to be noted in the entry.
-            let writable = flags.contains(Flags::WRITE) && (write || flags.contains(Flags::DIRTY));
-            let reach = 1_u64 << (12 + 9 * level);
-            let phys = X86_64::frame(value).start().get();
-            if level == 0 {
-                let page = at.get() >> 12;
-                tlb.small[page as usize % SMALL] = Known { page: page + 1, phys, writable };
-            } else {
-                let block = at.get() >> 21;
-                tlb.huge[block as usize % HUGE] = Known { page: block + 1, phys, writable };
-            }
-            return self.reach(phys + (at.get() & (reach - 1)));
+        // SAFETY: the host's memory is a direct map. A table that is freed has been flushed from this CPU before.
+        let leaf = unsafe { walk::<X86_64>(self.host, PhysAddr::new(tlb.root), at, write) }?;
+        // Writable only once it is dirty: the first store has to be noted in the entry.
+        let writable = leaf.flags.contains(Flags::WRITE) && (write || leaf.flags.contains(Flags::DIRTY));
+        let shift = 12 + 9 * leaf.level;
+        let page = at.get() >> shift;
+        let known = Known { page: page + 1, phys: leaf.start, writable };
+        match leaf.level {
+            0 => tlb.small[page as usize % SMALL] = known,
+            1 => tlb.huge[page as usize % HUGE] = known,
+            _ => {}
         }
-        None
+        self.reach(leaf.start + (at.get() & ((1 << shift) - 1)))
     }
 }
 

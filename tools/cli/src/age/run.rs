@@ -6,6 +6,7 @@ use crate::age::watch::{OnDrop, Watch};
 use crate::machine::Machine;
 use crate::worker;
 use anyhow::Result;
+use hugemm_base::random::Random;
 use hugemm_base::{Cpu, CpuCx, CpuId, Never};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::interrupt;
@@ -13,7 +14,6 @@ use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_reclaim::Steps;
 use hugemm_vm::AddressSpaceRef;
 use hugemm_workloads::age::{AgeFigures, Part, Turn};
-use hugemm_workloads::random::Random;
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
@@ -106,7 +106,7 @@ impl<'h> Rig<'_, 'h> {
             mine.map(|process| (process, vec![0; (config.shared >> 12) as usize])).collect();
         let mut parts: Vec<Part<'_, '_>> =
             records.iter_mut().map(|(process, shared)| Part::new(*process, shared, &mut [], &mut [])).collect();
-        let mut random = Random::new(u64::from(cpu.0) + 7);
+        let mut random = Random(u64::from(cpu.0) + 7);
         let (pager, is_worker) = (self.vm.pager(), cpu.0 == 0 && config.cpus == self.host.cpus());
         let mut done = AgeFigures::default();
         let begin = Instant::now();
@@ -184,7 +184,7 @@ mod tests {
             let kind = VmaKind::private(PageSize::Size4K);
             vm.map(cx, &space, span, kind, Backing::Private)?;
             space.tlb().switch_in(vm.shootdown(), cx);
-            let (mut wrote, random) = (vec![0; 64], Random::new(1));
+            let (mut wrote, random) = (vec![0; 64], Random(1));
             let mut process = Process { number: 0, at: OWN_AT, wrote: &mut wrote, alone: true, random, stores: 0 };
             for page in 0..64 {
                 process.touch(cx, vm, &space, &touches, page, true, &mut touched)?;

@@ -8,7 +8,6 @@ use anyhow::{Result, bail};
 use hugemm_kernel::{ExitCode, MAX_CPUS, MIN_MEMORY};
 use hugemm_workloads::request::Request;
 use hugemm_workloads::size::Size;
-use std::fmt;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
@@ -97,22 +96,6 @@ impl VirtualMachine<'_> {
     }
 }
 
-/// The time that a guest had was up.
-#[derive(Debug)]
-pub struct Unfinished {
-    pub after: Duration,
-    pub last_word: String,
-}
-
-impl fmt::Display for Unfinished {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (seconds, last) = (self.after.as_secs(), &self.last_word);
-        write!(f, "the guest had not finished after {seconds} s; use a larger --timeout; its last words: {last}")
-    }
-}
-
-impl std::error::Error for Unfinished {}
-
 /// Why there is no result: the guest's report with names for its addresses on standard error, and one line for all.
 fn broken(machine: &VirtualMachine<'_>, transcript: &Transcript, ended: &Ended) -> anyhow::Error {
     let symbols = Symbols::read(machine.image);
@@ -123,11 +106,12 @@ fn broken(machine: &VirtualMachine<'_>, transcript: &Transcript, ended: &Ended) 
         return anyhow::anyhow!("the guest broke: {}", symbols.line(line));
     }
     let last = ended.last_word();
-    if ended.timed_out {
-        return Unfinished { after: machine.timeout, last_word: last.to_owned() }.into();
-    }
     let complaint = ended.complaint.lines().next().unwrap_or("").trim();
     let why = match ended.status {
+        _ if ended.timed_out => format!(
+            "the guest had not finished after {} s; use a larger --timeout; its last words: {last}",
+            machine.timeout.as_secs()
+        ),
         None => format!(
             "the guest hangs: no word for {} s, not even from its watchdog; its last words: {last}",
             machine.silence().as_secs()

@@ -334,7 +334,7 @@ fn qemu(facts: &Facts) -> Finding {
 
 fn kvm(facts: &Facts) -> Finding {
     let Err(why) = &facts.kvm else {
-        return ok("KVM", "/dev/kvm can be opened; 'hugemm boot' sees whether it is faster than emulation");
+        return ok("KVM", "/dev/kvm can be opened");
     };
     let (fact, _) = why.split_once(';').unwrap_or((why, ""));
     let remedy = match fact.contains("no /dev/kvm") {

@@ -8,12 +8,12 @@ use crate::progress;
 use crate::results::{Line, Results};
 use crate::sides::{pivot, sheet};
 use anyhow::{Result, anyhow};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuId, Extent, Order, PAGE_SHIFT};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::alloc_free::churn::{self, Churned, Live};
 use hugemm_workloads::alloc_free::{FrozenBlocks, Source};
-use hugemm_workloads::random::Random;
 use hugemm_workloads::record::Metric;
 use indicatif::ProgressBar;
 
@@ -113,7 +113,7 @@ impl<'a> Sides<'a> {
         let host = self.host;
         let done = host.run_on(CpuId(0), |cx| {
             let mut live: Vec<Live<S, Host<'a>>> = (0..places).map(|_| None).collect();
-            let mut random = Random::new(self.args.seed);
+            let mut random = Random(self.args.seed);
             let mut churned = Churned::default();
             let (from, budget) = (self.host.now_ns(), self.args.seconds * 1_000_000_000);
             let (mut steps, mut told) = (0, 0);
@@ -135,7 +135,7 @@ impl<'a> Sides<'a> {
             }
             // The last requests are the same for all; so is what is live before them, and at the end: how much had to be
             // held at which moment decides what is left.
-            let mut random = Random::new(!self.args.seed);
+            let mut random = Random(!self.args.seed);
             churned.failed += churn::settle(cx, source, &mut live, &mut random);
             let mut left = places * LAST_TURNS;
             while left > 0 {

@@ -1,7 +1,6 @@
 //! `hugemm bench free`: blocks split into pages and freed as a range or page by page (the loop of
-//! "Optimize free_contig_range()"), whole frozen blocks. What else it measures is in `frames_parts`.
+//! "Optimize free_contig_range()"), whole frozen blocks; contiguous claims, and arrays.
 
-use super::parts;
 use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
 use crate::frames::area::{Area, AreaPlan, Sides, Work};
@@ -12,13 +11,16 @@ use crate::headline;
 use crate::machine::Machine;
 use crate::progress;
 use crate::results::{Line, Results};
-use crate::sides::{Run, alternate, labelled, sheet};
-use anyhow::{Result, anyhow, bail};
-use hugemm_base::{CpuId, Extent, Order};
+use crate::sides::{Run, Side, alternate, labelled, sheet};
+use anyhow::{Context, Result, anyhow, bail};
+use hugemm_base::{CpuCx, CpuId, Extent, Order, PAGE_SHIFT, Pfn};
 use hugemm_host::cpu::Host;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
-use hugemm_workloads::alloc_free::ranges::{self, DividedBlocks, FreeMethod, METRICS, RangesError};
+use hugemm_workloads::alloc_free::ranges::{self, ArrayWay, DividedBlocks, FreeMethod, METRICS};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
+use hugemm_workloads::record::Metric;
+use hugemm_workloads::size::Size;
+use indicatif::ProgressBar;
 
 /// Pages that the default number of blocks makes.
 const PAGES_PER_RUN: u64 = 1 << 20;
@@ -29,11 +31,14 @@ const WHOLE_NANOS: u64 = 2_000_000;
 /// Most pages that a run may take: what is beyond would take days.
 const MOST_PAGES: u64 = 1 << 40;
 
+/// Pages of a contiguous claim, as in the series' second benchmark (64 MiB), and of an array (256 MiB).
+const CLAIM_PAGES: u64 = 16_384;
+const ARRAY_PAGES: u64 = 65_536;
+
 pub fn run(args: &Free) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
     let largest = args.blocks.order.iter().max().unwrap_or(Order::ZERO);
-    let cpus = machine.topology.cpus.len().min(2) as u32;
-    let plan = AreaPlan::new(&machine, args.size, cpus, largest)?;
+    let plan = AreaPlan::new(&machine, args.size, 1, largest)?;
     for order in args.blocks.order.iter() {
         check(args, &plan, order)?;
     }
@@ -42,8 +47,7 @@ pub fn run(args: &Free) -> Result<()> {
     let area = plan.area(&machine, &mut memory)?;
 
     let sides = 2 + peers::count(args.measured.no_peers);
-    let turns =
-        (args.blocks.order.iter().count() * sides + sides + 4 + 3) * args.measured.repeat(args.blocks.runs).all();
+    let turns = (args.blocks.order.iter().count() * sides + 1 + 4) * args.measured.repeat(args.blocks.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let intro = format!("{} of numbered frames; median of {} runs", args.size, args.blocks.runs);
     let mut results = Results { intro, ..Results::default() };
@@ -57,10 +61,7 @@ pub fn run(args: &Free) -> Result<()> {
         let held = format!(", {} at a time", held(args, plan.extent.pages(), order));
         add(&mut results, &labelled(lines, &labels), &held);
     }
-    if cpus == 2 {
-        parts::two_cpus(&area, args, &bar, &mut results)?;
-    }
-    parts::claims_and_arrays(&area, args, &bar, &mut results)?;
+    claims_and_arrays(&area, args, &bar, &mut results)?;
     bar.finish_and_clear();
     let percent = plan.metadata.size() as f64 * 100.0 / plan.extent.bytes() as f64;
     results.rows.push(Row::single("bench.free.metadata", percent, "percent"));
@@ -109,46 +110,18 @@ impl<'a> Work<'a> for Blocks<'a> {
     {
         let Blocks { args, order } = self;
         let (n, held) = (blocks(args, order), held(args, area.extent.pages(), order));
-        let mut turn = 0_u32;
+        let mut first = FreeMethod::EachPage;
         Box::new(move || {
             let mut extents = vec![Extent::default(); held as usize];
             // Either way first, by turns.
-            turn += 1;
-            let ways = if turn.is_multiple_of(2) {
-                [FreeMethod::Range, FreeMethod::EachPage]
-            } else {
-                [FreeMethod::EachPage, FreeMethod::Range]
-            };
-            let mut spent = DividedBlocks { lock_rounds: f64::NAN, ..DividedBlocks::default() };
-            for way in ways {
-                area.on_cpus(1, &source, |_, _| Ok(()))?;
-                let before = area.lock_rounds()?;
-                let mut freeing = Spent::default();
-                let mut left = n;
-                while left > 0 {
-                    let now = left.min(held);
-                    let extents = &mut extents[..now as usize];
-                    let done = area.host.run_on(CpuId(0), |cx| {
-                        let taking = ranges::take(cx, &source, order, extents)?;
-                        Ok((taking, ranges::give(cx, &source, extents, way)))
-                    })?;
-                    match done {
-                        Ok((took, gave)) => {
-                            spent.taking = spent.taking.plus(took);
-                            freeing = freeing.plus(gave);
-                        }
-                        Err(RangesError::Indivisible) => break,
-                        Err(error @ RangesError::Exhausted(_)) => return Err(error.into()),
-                    }
-                    left -= now;
-                }
-                match way {
-                    FreeMethod::Range => spent.range = freeing,
-                    FreeMethod::EachPage => spent.each = freeing,
-                }
-                if own && way == FreeMethod::Range {
-                    spent.lock_rounds = (area.lock_rounds()? - before) as f64 / n as f64;
-                }
+            first = if first == FreeMethod::Range { FreeMethod::EachPage } else { FreeMethod::Range };
+            let divided = area.host.run_on(CpuId(0), |cx| {
+                let rounds = |cx: &CpuCx<'_, Host<'a>>| area.frames.stats(cx).lock_rounds;
+                ranges::divided(cx, &source, (order, n), &mut extents, first, rounds, || ())
+            });
+            let mut spent = divided??;
+            if !own {
+                spent.lock_rounds = f64::NAN;
             }
             spent.whole = whole(area, &source, order)?;
             Ok(spent)
@@ -189,4 +162,49 @@ fn add(results: &mut Results, lines: &[Line<DividedBlocks>], held: &str) {
     let title = format!("Order {order}, {n} blocks of {} pages{held}", 1_u64 << order);
     results.tables.push((title, sheet(lines, ("side", ""), &METRICS)));
     results.rows.extend(lines.iter().flat_map(|line| line.rows(&METRICS)));
+}
+
+fn way<'a, R>(name: &str, run: impl FnMut() -> Result<R> + 'a) -> Side<'a, R> {
+    Side { line: Line::new([("way", name.into())]), run: Box::new(run) }
+}
+
+fn claims_and_arrays(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &mut Results) -> Result<()> {
+    let (pages, repeat) = (area.extent.pages(), args.measured.repeat(args.blocks.runs));
+    if pages >= CLAIM_PAGES {
+        let step = |i: u64| area.extent.slice(i * CLAIM_PAGES, (i + 1) * CLAIM_PAGES);
+        let extents: Vec<Extent> = (0..(pages / CLAIM_PAGES).min(16)).map(step).collect();
+        let claims = Side::new("hugemm", move || {
+            area.on_cpus(1, &FrozenBlocks(&area.frames), |_, _| Ok(()))?;
+            let claims = area.host.run_on(CpuId(0), |cx| ranges::claims(cx, &area.frames, &extents))?;
+            claims.context("frames of the claimed range are in use")
+        });
+        let lines = labelled(alternate(vec![claims], repeat, bar)?, &[("pages", CLAIM_PAGES.into())]);
+        let metrics = [
+            Metric::new("bench.free.claim", "ns", |it: &(Spent, Spent)| it.0.each()).column("claim, ns"),
+            Metric::new("bench.free.claim_free", "ns", |it: &(Spent, Spent)| it.1.each()).column("free, ns"),
+        ];
+        results.rows.extend(lines.iter().flat_map(|line| line.rows(&metrics)));
+        let title = format!("{CLAIM_PAGES} particular frames claimed, and freed");
+        results.tables.push((title, sheet(&lines, ("side", ""), &metrics)));
+    }
+    let count = ARRAY_PAGES.min(pages / 2);
+    let ways = [
+        ("sorted, by runs", ArrayWay::Sorted),
+        ("unsorted, sorted first", ArrayWay::Unsorted),
+        ("unsorted, as it is", ArrayWay::AsIs),
+        ("sorted, page by page", ArrayWay::EachPage),
+    ];
+    let sides = ways.map(|(name, array_way)| {
+        way(name, move || {
+            let mut array = vec![Pfn::new(0); count as usize];
+            area.on_cpus(1, &FrozenBlocks(&area.frames), |_, _| Ok(()))?;
+            Ok(area.host.run_on(CpuId(0), |cx| ranges::array(cx, &area.frames, &mut array, array_way))??.each())
+        })
+    });
+    let lines = labelled(alternate(sides.into(), repeat, bar)?, &[("pages", count.into())]);
+    let metrics = [Metric::new("bench.free.array", "ns per page", |it: &f64| *it).column("ns per page")];
+    results.rows.extend(lines.iter().flat_map(|line| line.rows(&metrics)));
+    let title = format!("An array of {count} counted pages ({}), freed as vfree does", Size(count << PAGE_SHIFT));
+    results.tables.push((title, sheet(&lines, ("way", ""), &metrics)));
+    Ok(())
 }

@@ -24,7 +24,6 @@ pub struct BuddySystem(Lock<SpinLock, FrameAllocator<{ Order::MAX.get() as usize
 impl Peer for BuddySystem {
     const NAME: &'static str = "buddy_system_allocator";
     const DIVISIBLE: bool = true;
-    const CLAIMS: bool = true;
 
     fn new(frames: u64) -> Result<Self> {
         let mut buddy = FrameAllocator::new();
@@ -43,10 +42,6 @@ impl Peer for BuddySystem {
     fn free_range(&self, first: u64, pages: u64) {
         self.0.lock().dealloc(first as usize, pages as usize);
     }
-
-    fn claim(&self, first: u64, pages: u64) -> bool {
-        self.0.lock().alloc_at(first as usize, pages as usize).is_some()
-    }
 }
 
 /// rCore's bitmap: a tree of 16-bit words.
@@ -55,7 +50,6 @@ pub struct Bitmap(Lock<SpinLock, Box<BitAlloc16M>>);
 impl Peer for Bitmap {
     const NAME: &'static str = "bitmap-allocator";
     const DIVISIBLE: bool = true;
-    const CLAIMS: bool = true;
 
     fn new(frames: u64) -> Result<Self> {
         let most = Size((BitAlloc16M::CAP as u64) << PAGE_SHIFT);
@@ -86,10 +80,6 @@ impl Peer for Bitmap {
     fn free_range(&self, first: u64, pages: u64) {
         self.0.lock().dealloc_contiguous(first as usize, pages as usize);
     }
-
-    fn claim(&self, first: u64, pages: u64) -> bool {
-        self.0.lock().alloc_contiguous(Some(first as usize), pages as usize, 0).is_some()
-    }
 }
 
 /// Hermit's list of free ranges, first fit.
@@ -104,7 +94,6 @@ fn range(first: u64, pages: u64) -> Option<PageRange> {
 impl Peer for Holes {
     const NAME: &'static str = "free-list";
     const DIVISIBLE: bool = true;
-    const CLAIMS: bool = true;
     const SCANS_HOLES: bool = true;
 
     fn new(frames: u64) -> Result<Self> {
@@ -132,10 +121,6 @@ impl Peer for Holes {
             debug_assert!(freed.is_ok());
         }
     }
-
-    fn claim(&self, first: u64, pages: u64) -> bool {
-        range(first, pages).is_some_and(|range| self.0.lock().allocate_at(range).is_ok())
-    }
 }
 
 /// ArceOS's buddy allocator: a record per page, at the beginning of its memory. The memory is address space that is
@@ -159,7 +144,6 @@ unsafe impl Sync for BuddySlab {}
 impl Peer for BuddySlab {
     const NAME: &'static str = "buddy-slab-allocator";
     const DIVISIBLE: bool = false;
-    const CLAIMS: bool = false;
 
     fn new(frames: u64) -> Result<Self> {
         let heap = (frames << PAGE_SHIFT) as usize;
@@ -204,10 +188,6 @@ impl Peer for BuddySlab {
     fn free_range(&self, first: u64, pages: u64) {
         self.buddy.lock().dealloc_pages(self.first + ((first as usize) << PAGE_SHIFT), pages as usize);
     }
-
-    fn claim(&self, _first: u64, _pages: u64) -> bool {
-        false
-    }
 }
 
 impl Drop for BuddySlab {
@@ -244,10 +224,6 @@ mod tests {
                 (block..block + 512).for_each(|page| peer.free(page, Order::ZERO));
                 let block = peer.alloc(nine).expect("free");
                 peer.free_range(block, 512);
-            }
-            if T::CLAIMS {
-                assert!(peer.claim(1024, 1024) && !peer.claim(1024, 1024), "{}", T::NAME);
-                peer.free_range(1024, 1024);
             }
             let large = Order::new(12)?;
             let taken: Vec<u64> = (0..frames >> large.get()).map_while(|_| peer.alloc(large)).collect();

@@ -4,7 +4,7 @@
 use anyhow::Result;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
-use hugemm_workloads::alloc_free::{Source, Unclaimed};
+use hugemm_workloads::alloc_free::Source;
 use std::cell::UnsafeCell;
 
 /// Another allocator of frames, numbered from 0.
@@ -13,8 +13,6 @@ pub trait Peer: Send + Sync + Sized + 'static {
     const NAME: &'static str;
     /// Whether parts of a block can be freed.
     const DIVISIBLE: bool;
-    /// Whether particular frames can be taken.
-    const CLAIMS: bool;
     /// Whether a free takes longer the more holes there are: such a one is left out where there would be too many.
     const SCANS_HOLES: bool = false;
 
@@ -25,8 +23,6 @@ pub trait Peer: Send + Sync + Sized + 'static {
     fn free(&self, frame: u64, order: Order);
     /// Frees a range that is a power of two and aligned, or a part of a block.
     fn free_range(&self, first: u64, pages: u64);
-    /// Takes particular frames; false if they are in use.
-    fn claim(&self, first: u64, pages: u64) -> bool;
 }
 
 /// A peer that manages the frames of an area.
@@ -74,14 +70,6 @@ impl<P: Cpu, T: Peer> Source<P> for Managed<T> {
     #[inline]
     fn free_pages(&self, _cx: &mut CpuCx<'_, P>, pages: Extent) {
         self.peer.free_range(pages.base().number() - self.base, pages.pages());
-    }
-
-    fn claim(&self, _cx: &mut CpuCx<'_, P>, extent: Extent) -> Result<(), Unclaimed> {
-        if !T::CLAIMS {
-            return Err(Unclaimed::NoSuchOperation);
-        }
-        let claimed = self.peer.claim(extent.base().number() - self.base, extent.pages());
-        if claimed { Ok(()) } else { Err(Unclaimed::InUse) }
     }
 }
 

@@ -3,8 +3,8 @@
 use crate::heap::sides::AnyHeap;
 use anyhow::{Result, bail};
 use hugemm_base::CpuCx;
+use hugemm_base::random::Random;
 use hugemm_host::cpu::Host;
-use hugemm_workloads::random::Random;
 use std::alloc::Layout;
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::Instant;
@@ -103,7 +103,7 @@ pub fn run<S: AnyHeap>(
     cpu: u32,
     shared: &Shared,
 ) -> Result<f64> {
-    let mut random = Random::new(u64::from(cpu) + 1);
+    let mut random = Random(u64::from(cpu) + 1);
     let mut held: Vec<Piece> = Vec::with_capacity(NODES);
     shared.start.wait();
     let start = Instant::now();
@@ -214,7 +214,7 @@ fn strings<S: AnyHeap>(side: &S, cx: &CpuCx<'_, Host<'_>>, rounds: u64, random: 
 
 /// How many blocks of 64 KiB can be had, which are given back: with mixed pieces live, and when they are freed.
 pub fn left<S: AnyHeap>(side: &S, cx: &CpuCx<'_, Host<'_>>) -> Result<[u64; 2]> {
-    let (mut random, mut live) = (Random::new(99), Vec::new());
+    let (mut random, mut live) = (Random(99), Vec::new());
     for _ in 0..4 * LIVE {
         live.push(take(side, cx, mixed(&mut random))?);
     }

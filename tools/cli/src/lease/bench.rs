@@ -25,8 +25,11 @@ use hugemm_workloads::size::Size;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::Signal;
+use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -202,7 +205,7 @@ fn measure(args: &BenchLease) -> Result<()> {
         drop(bench);
         bar.set_message(format!("{size}, a snapshot"));
         let dir = Scratch::new("snapshot")?;
-        let Some(snapshot) = Snapshot::make(&args.qemu, &dir.0, bytes)? else { continue };
+        let Some(snapshot) = Snapshot::make(&args.qemu, &dir.dir, bytes)? else { continue };
         let template = format!("{}={}", snapshot.template().name, snapshot.template().path.display());
         let bench = Bench::start(args, bytes, threads, &["--template", &template])?;
         for memory in restore::Memory::ALL {
@@ -269,20 +272,52 @@ fn measure(args: &BenchLease) -> Result<()> {
     machine.show(results)
 }
 
-/// A directory that goes with this command.
-struct Scratch(PathBuf);
+/// A directory that goes with this command, or, if that is killed, with the next: it is locked as long as it is somebody's.
+struct Scratch {
+    dir: PathBuf,
+    _lock: File,
+}
 
 impl Scratch {
     fn new(name: &str) -> Result<Self> {
-        let dir = std::env::temp_dir().join(format!("hugemm-bench-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&dir).with_context(|| format!("{} cannot be made", dir.display()))?;
-        Ok(Scratch(dir))
+        let all = std::env::temp_dir();
+        for entry in std::fs::read_dir(&all).into_iter().flatten().flatten() {
+            let is_one = entry.file_name().as_bytes().starts_with(SCRATCH.as_bytes());
+            if is_one && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                let left = File::open(entry.path()).ok().filter(|dir| dir.try_lock().is_ok());
+                // Another user's stays.
+                left.map(|_lock| std::fs::remove_dir_all(entry.path()));
+            }
+        }
+        let dir = all.join(format!("{SCRATCH}{name}-{}", std::process::id()));
+        let made = || {
+            loop {
+                std::fs::create_dir_all(&dir)?;
+                let lock = File::open(&dir)?;
+                lock.lock()?;
+                let number = |meta: std::fs::Metadata| (meta.dev(), meta.ino());
+                // If not, another one has taken it for one that was left.
+                if std::fs::metadata(&dir).ok().map(number) == lock.metadata().ok().map(number) {
+                    return Ok(lock);
+                }
+            }
+        };
+        let lock: std::io::Result<File> = made();
+        Ok(Scratch { _lock: lock.with_context(|| format!("{} cannot be made", dir.display()))?, dir })
+    }
+
+    /// A daemon's, who makes the directory of it, and locks that for moments.
+    fn socket(&self) -> PathBuf {
+        self.dir.join("daemon/socket")
     }
 }
 
+/// What such directories' names begin with.
+const SCRATCH: &str = "hugemm-bench-";
+
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
+        let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
 
@@ -299,7 +334,7 @@ impl<'a> Bench<'a> {
     pub(super) fn start(args: &'a BenchLease, bytes: u64, threads: usize, what: &[&str]) -> Result<Self> {
         let dir = Scratch::new("lease")?;
         let mut daemon = Command::new(std::env::current_exe()?);
-        daemon.args(["pool", "serve", "--page", "2M"]).args(what).arg("--socket").arg(dir.0.join("socket"));
+        daemon.args(["pool", "serve", "--page", "2M"]).args(what).arg("--socket").arg(dir.socket());
         daemon.stdout(Stdio::null()).stderr(Stdio::null());
         let daemon = end_with_this(&mut daemon, Signal::TERM).spawn().context("the lease daemon cannot be started")?;
         let bench = Bench { args, bytes, threads, daemon, dir };
@@ -308,7 +343,7 @@ impl<'a> Bench<'a> {
     }
 
     fn socket(&self) -> PathBuf {
-        self.dir.0.join("socket")
+        self.dir.socket()
     }
 
     fn status(&self) -> Result<Status> {
@@ -432,7 +467,7 @@ impl<'a> Bench<'a> {
     }
 
     fn secret(&self) -> PathBuf {
-        self.dir.0.join("secret")
+        self.dir.dir.join("secret")
     }
 
     /// Starts a machine on whatever there is.

@@ -26,6 +26,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use std::fs;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -78,6 +79,8 @@ fn serve(args: &Serve) -> Result<()> {
         _ => Shapes::new(&shapes, size, args.page.bytes())?,
     };
     let owner = rustix::process::geteuid().as_raw();
+    // What is written while it is read is read again.
+    let mut policy_is_of = args.policy.as_deref().and_then(changed);
     let policy = match &args.policy {
         None => LendingPolicy::closed(owner),
         Some(path) => read_policy(owner, path)?,
@@ -118,7 +121,7 @@ fn serve(args: &Serve) -> Result<()> {
     let watched = Arc::clone(&daemon);
     let waiter = thread::spawn(move || {
         // The handler sets a flag; the socket's thread waits for a descriptor.
-        let (mut said, mut policy) = (false, policy_file.as_deref().and_then(changed));
+        let mut said = false;
         while !interrupt::requested() {
             thread::sleep(Duration::from_millis(100));
             watched.look_at_templates();
@@ -128,9 +131,9 @@ fn serve(args: &Serve) -> Result<()> {
             }
             // Once for each file, however often some of its pages come.
             said = waiting.is_some() || said && filling;
-            let (before, Some(path)) = (policy, policy_file.as_deref()) else { continue };
-            policy = changed(path);
-            if policy != before {
+            let Some(path) = policy_file.as_deref() else { continue };
+            let before = std::mem::replace(&mut policy_is_of, changed(path));
+            if policy_is_of != before {
                 let read = read_policy(owner, path).map(|policy| watched.set_policy(policy));
                 watched.log("policy", json!({ "error": read.err().map(|error| format!("{error:#}")) }));
             }
@@ -157,9 +160,9 @@ fn read_policy(owner: u32, path: &Path) -> Result<LendingPolicy> {
     LendingPolicy::read(owner, &text, size).with_context(|| path.display().to_string())
 }
 
-/// When a file was changed last.
-fn changed(path: &Path) -> Option<SystemTime> {
-    fs::metadata(path).and_then(|file| file.modified()).ok()
+/// Which file it is, and when it was changed last: one that was put in its place may be as old.
+fn changed(path: &Path) -> Option<(u64, SystemTime)> {
+    fs::metadata(path).and_then(|file| Ok((file.ino(), file.modified()?))).ok()
 }
 
 /// What may be taken: of the kernel's pool, or, of transparent pages, what leaves the machine and the daemon's control group a margin.

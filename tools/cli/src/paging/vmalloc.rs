@@ -27,7 +27,7 @@ use hugemm_paging::{
 };
 use hugemm_workloads::options::bytes_from;
 use hugemm_workloads::request;
-use hugemm_workloads::vmalloc::{FREED, Freed, HELD, LOOPED, Looped, Rig, SIZES, Test, Way};
+use hugemm_workloads::vmalloc::{FREED, FREES, Freed, HELD, LOOPED, Looped, Rig, SIZES, Test, Way};
 use std::marker::PhantomData;
 
 #[derive(Debug, Args)]
@@ -35,7 +35,7 @@ use std::marker::PhantomData;
 pub struct Vmalloc {
     #[command(flatten)]
     pub areas: request::Vmalloc,
-    /// Memory, a quarter of which is freed at a time [default: a quarter of what is available, at most 2 GiB].
+    /// Memory, a quarter of which is freed at a time [default: a quarter of what is available, at most 4 GiB].
     #[arg(short, long, value_parser = bytes_from(128 << 20))]
     pub size: Option<u64>,
     #[command(flatten)]
@@ -78,7 +78,7 @@ pub fn run(args: &Vmalloc) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let size = match args.size {
         Some(size) => size / PageSize::Size2M.bytes() * PageSize::Size2M.bytes(),
-        None => machine.default_size(4, 256 << 20, 2 << 30)?,
+        None => machine.default_size(4, 256 << 20, 4 << 30)?,
     };
     let mut memory = machine.memory(size, PageSize::Size2M, Kind::Thp)?;
     let host = Host::new(&machine.places(1)?, memory.as_mut_slice())?;
@@ -145,9 +145,8 @@ fn measure<'h>(
     let line = |(size, way): &(u64, Way)| Line::new([("bytes", (*size).into()), ("side", way.name().into())]);
     let mut freed: Vec<_> = ways.iter().map(line).collect();
     by_turns(&mut freed, repeat, &bar, |index| {
-        let (size, way) = ways[index];
-        let count = (bytes / size).clamp(1, HELD as u64) as usize;
-        Ok(rig.free(cx, size, way, &mut held[..count], &mut pages)?)
+        let count = (bytes / ways[index].0).clamp(1, HELD as u64) as usize;
+        Ok(rig.free(cx, ways[index], args.areas.areas.min(FREES), &mut held[..count], &mut pages)?)
     })?;
     bar.finish_and_clear();
     Ok((looped, freed))

@@ -24,29 +24,24 @@ use hugemm_base::{Extent, Order, Pfn};
 use hugemm_frames::Mobility;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What was in the trace. Events unless it says pages.
+/// What was in the trace: events, or pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     pub allocs: u64,
-    /// Of those, compound.
     pub compound: u64,
     /// Allocations that failed in the traced kernel; they are not replayed.
     pub failed: u64,
     pub frees: u64,
-    /// Batched frees, which accompany frees.
     pub batched: u64,
     /// Frees that were adopted, wholly or in part.
     pub adopted: u64,
     /// Frees that the trace does not have.
     pub supplied: u64,
     pub folio_splits: u64,
-    /// Other blocks of which a part was freed.
     pub block_splits: u64,
     pub alloc_pages: u64,
     pub free_pages: u64,
-    /// Of those, pages that were adopted.
     pub adopted_pages: u64,
-    /// Pages of supplied frees.
     pub supplied_pages: u64,
     /// Every other event, by name.
     pub others: BTreeMap<String, u64>,
@@ -77,31 +72,20 @@ struct Block {
     compound: bool,
 }
 
-/// A block that is freed without having been allocated.
-#[derive(Clone, Copy, Debug)]
-struct Adopted {
-    pfn: u64,
-    order: Order,
-    slot: u32,
-}
-
 /// The plan under construction.
 #[derive(Debug, Default)]
 pub struct Planner {
-    ops: Vec<Op>,
-    turns: Vec<Turn>,
-    slots: u32,
-    adopted: Vec<Adopted>,
+    plan: Plan,
     live: BTreeMap<u64, Block>,
-    counts: Counts,
+    /// Blocks that are freed without having been allocated, by their first frame: slot and order.
+    adopted: Vec<(u64, u32, Order)>,
     /// Pages in use beyond those at the start, and the most there were.
     net: i128,
     peak: i128,
-    peak_at: usize,
 }
 
 /// What to replay.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Plan {
     /// To be run before the start: what was in use already, in the trace's order of frames.
     pub before: Vec<Op>,
@@ -114,11 +98,9 @@ pub struct Plan {
     pub slots: u32,
     /// What is in use after the last operation: slot and order.
     pub left: Vec<(u32, Order)>,
-    /// The most pages in use at once.
+    /// The most pages in use at once, and after how many operations that was.
     pub peak_pages: u64,
-    /// After how many operations that was.
     pub peak_at: usize,
-    /// What was in the trace.
     pub counts: Counts,
 }
 
@@ -126,36 +108,36 @@ impl Planner {
     /// Adds an event. O(log blocks in use), and O(pieces) for a free of a part.
     pub fn event(&mut self, cpu: u32, event: Event<'_>) -> Result<(), String> {
         match event {
-            Event::Alloc { pfn: None, .. } => self.counts.failed += 1,
+            Event::Alloc { pfn: None, .. } => self.plan.counts.failed += 1,
             Event::Alloc { pfn: Some(pfn), order, mobility, compound } => {
                 if self.first_in(pfn, order).is_some() {
-                    self.counts.supplied += 1;
-                    self.counts.supplied_pages += self.release(cpu, pfn, order)?.0;
+                    self.plan.counts.supplied += 1;
+                    self.plan.counts.supplied_pages += self.release(cpu, pfn, order)?.0;
                 }
                 let slot = self.new_slots(1)?;
                 self.push(cpu, Op::Alloc { slot, order, mobility });
                 self.live.insert(pfn, Block { order, slot, compound });
-                self.counts.allocs += 1;
-                self.counts.compound += u64::from(compound);
-                self.counts.alloc_pages += order.pages();
+                self.plan.counts.allocs += 1;
+                self.plan.counts.compound += u64::from(compound);
+                self.plan.counts.alloc_pages += order.pages();
                 self.net += i128::from(order.pages());
                 if self.net > self.peak {
-                    (self.peak, self.peak_at) = (self.net, self.ops.len());
+                    (self.peak, self.plan.peak_at) = (self.net, self.plan.ops.len());
                 }
             }
             Event::Free { pfn, order } => {
-                self.counts.frees += 1;
-                self.counts.free_pages += order.pages();
+                self.plan.counts.frees += 1;
+                self.plan.counts.free_pages += order.pages();
                 let (_, gaps) = self.release(cpu, pfn, order)?;
-                self.counts.adopted += u64::from(!gaps.is_empty());
+                self.plan.counts.adopted += u64::from(!gaps.is_empty());
                 for gap in gaps {
                     self.adopt(cpu, gap)?;
                 }
             }
-            Event::FreeBatched => self.counts.batched += 1,
-            Event::Other(name) => match self.counts.others.get_mut(name) {
+            Event::FreeBatched => self.plan.counts.batched += 1,
+            Event::Other(name) => match self.plan.counts.others.get_mut(name) {
                 Some(count) => *count += 1,
-                None => drop(self.counts.others.insert(name.to_owned(), 1)),
+                None => drop(self.plan.counts.others.insert(name.to_owned(), 1)),
             },
         }
         Ok(())
@@ -163,31 +145,25 @@ impl Planner {
 
     /// Whether there is nothing to replay.
     pub fn is_empty(&self) -> bool {
-        self.ops.is_empty() && self.counts.failed == 0
+        self.plan.ops.is_empty() && self.plan.counts.failed == 0
     }
 
     pub fn counts(&self) -> &Counts {
-        &self.counts
+        &self.plan.counts
     }
 
     pub fn finish(mut self) -> Plan {
-        self.adopted.sort_by_key(|block| block.pfn);
+        self.adopted.sort_unstable_by_key(|adopted| adopted.0);
         // Nothing is known of what they were for; most pages of a running system are movable.
-        let movable = Mobility::Movable;
-        let before =
-            self.adopted.iter().map(|b| Op::Alloc { slot: b.slot, order: b.order, mobility: movable }).collect();
-        let cpus: BTreeSet<u32> = self.turns.iter().map(|turn| turn.cpu).collect();
+        let before = |(_, slot, order)| Op::Alloc { slot, order, mobility: Mobility::Movable };
+        let cpus: BTreeSet<u32> = self.plan.turns.iter().map(|turn| turn.cpu).collect();
         Plan {
-            before,
-            ops: self.ops,
-            turns: self.turns,
+            before: self.adopted.into_iter().map(before).collect(),
             cpus: cpus.into_iter().collect(),
-            slots: self.slots,
             left: self.live.values().map(|block| (block.slot, block.order)).collect(),
             // Adopted pages are in use from the start.
-            peak_pages: (self.peak + i128::from(self.counts.adopted_pages)) as u64,
-            peak_at: self.peak_at,
-            counts: self.counts,
+            peak_pages: (self.peak + i128::from(self.plan.counts.adopted_pages)) as u64,
+            ..self.plan
         }
     }
 
@@ -232,7 +208,7 @@ impl Planner {
         let first = self.new_slots(pieces)?;
         self.push(cpu, Op::Split { slot: block.slot, pieces, to, first });
         // From now on these are blocks of their own.
-        let kind = if block.compound { &mut self.counts.folio_splits } else { &mut self.counts.block_splits };
+        let kind = if block.compound { &mut self.plan.counts.folio_splits } else { &mut self.plan.counts.block_splits };
         *kind += 1;
         for index in 0..pieces {
             let at = head + (u64::from(index) << to.get());
@@ -245,26 +221,27 @@ impl Planner {
     fn adopt(&mut self, cpu: u32, gap: Extent) -> Result<(), String> {
         for (head, order) in gap.chunks(Order::MAX) {
             let slot = self.new_slots(1)?;
-            self.adopted.push(Adopted { pfn: head.number(), order, slot });
+            self.adopted.push((head.number(), slot, order));
             self.push(cpu, Op::Free { slot, order });
         }
-        self.counts.adopted_pages += gap.pages();
+        self.plan.counts.adopted_pages += gap.pages();
         self.net -= i128::from(gap.pages());
         Ok(())
     }
 
     fn new_slots(&mut self, count: u32) -> Result<u32, String> {
-        let first = self.slots;
-        self.slots = first.checked_add(count).ok_or("expected fewer than 2^32 blocks; replay a part of the trace")?;
+        let first = self.plan.slots;
+        self.plan.slots =
+            first.checked_add(count).ok_or("expected fewer than 2^32 blocks; replay a part of the trace")?;
         Ok(first)
     }
 
     fn push(&mut self, cpu: u32, op: Op) {
-        self.ops.push(op);
-        let end = self.ops.len();
-        match self.turns.last_mut() {
+        self.plan.ops.push(op);
+        let end = self.plan.ops.len();
+        match self.plan.turns.last_mut() {
             Some(turn) if turn.cpu == cpu => turn.end = end,
-            _ => self.turns.push(Turn { cpu, end }),
+            _ => self.plan.turns.push(Turn { cpu, end }),
         }
     }
 }

@@ -1,6 +1,5 @@
 //! The run on this machine's memory: frames, descriptors behind software tables, CPUs that nobody plays.
 
-use super::Side;
 use crate::age::watch::OnDrop;
 use crate::ground::{Ground, GroundPlan, Soft};
 use crate::stand_in::StandIn;
@@ -8,23 +7,22 @@ use crate::worker::{self, Wakes};
 use anyhow::{Context, Result, bail};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CounterSnapshot, CpuCx, CpuId, Invalidation, NodeId, PageSize, PhysAddr, PreemptModel};
+use hugemm_base::{CounterSnapshot, CpuCx, CpuId, Invalidation, NodeId, PageSize, PhysAddr};
 use hugemm_base::{TlbHw, TlbScope};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_host::cpu::Host;
 use hugemm_host::crew::{Crew, Serving};
-use hugemm_hugetlb::{OptimizerPolicy, VmemmapOptimizer};
+use hugemm_hugetlb::VmemmapOptimizer;
 use hugemm_inspect::interrupt::UserStops;
 use hugemm_inspect::memory::Region;
 use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
-use hugemm_reclaim::{Ageing, Compressed, Lru, LruPolicy, Reclaim, Swap, Watermarks};
+use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{AddressSpaceRef, Cx, Parts, Pinned, Pools, Setup, Vm, VmError};
-use hugemm_workloads::request::Clearing;
 use hugemm_workloads::vm_create::{Creation, Split};
 use hugemm_workloads::vm_host::accounting::Accounting;
 use hugemm_workloads::vm_host::{
-    FlushCounts, GUESTS, Granularity, HostRun, HostSizes, PhaseFigures, RunPhase, Site, SwapCounts,
+    FlushCounts, GUESTS, HostRun, HostSide, HostSizes, PhaseFigures, RunPhase, Site, SwapCounts, Ways,
 };
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -32,7 +30,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
 
 pub struct SideSetup {
-    pub side: Side,
+    pub side: HostSide,
     pub sizes: HostSizes,
     pub policy: ClearPolicy,
     pub features: Features,
@@ -104,17 +102,8 @@ fn on_ground(
     ground: &Ground<'_>,
     tell: &mut impl FnMut(RunPhase, &PhaseFigures),
 ) -> Result<Accounting> {
-    let (granularity, clear) = match setting.side {
-        Side::Page => (Granularity::Page, Clearing::Page.of(setting.policy)),
-        Side::Cached => (Granularity::Extent, Clearing::Extent.of(setting.policy)),
-        Side::Extent | Side::Kernel => (Granularity::Extent, setting.policy),
-    };
-    let (optimizer, ageing, model) = match granularity {
-        Granularity::Extent => (OptimizerPolicy::default(), Ageing::Batch, PreemptModel::Full),
-        // One flush for a batch of pages, and an entry at a time; accessed bits of one page at a time, without a flush.
-        Granularity::Page => (OptimizerPolicy { swap: false, carve: true }, Ageing::NoFlush, PreemptModel::None),
-    };
-    host.set_preempt_model(model);
+    let Ways { granularity, clear, preempt, optimizer, ageing } = setting.side.ways(setting.policy);
+    host.set_preempt_model(preempt);
     let optimizer = ground.optimizer(optimizer);
     // The last of the guests is the greedy one.
     let cpus = setting.workers + (GUESTS as u32 + 1) * setting.vcpus;
@@ -278,10 +267,7 @@ impl<'c, 'a, 'h, 'm, 'e, 'r> Site<'c, 'a, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'
     }
 
     fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'r>>) -> Option<SwapCounts> {
-        let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
-        let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
-        let worker_freed = counts.worker_freed.get();
-        Some(SwapCounts { stored: swap.stores, worker_freed, loaded: swap.loads, aged, age_flushes })
+        Some(SwapCounts::of(self.vm.pager().counts(), self.store.stats(cx)))
     }
 
     fn swap_frames(&self, cx: &Cx<'c, OnHost<'h, 'e, 'r>>) -> u64 {

@@ -23,14 +23,14 @@ pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides:
         };
         let figures = &ours.figures;
         let mut cells = vec![phase.name().to_owned(), Size(figures.bytes).rounded()];
-        cells.extend([millis(page), millis(cached), millis(ours), each(phase, ours)]);
-        let pair = |of: fn(&Measured) -> u64| format!("{} → {}", of(page), of(ours));
-        cells.extend([pair(|m| m.figures.flushes), pair(|m| m.figures.interrupts), times(factor(ours, page))]);
+        cells.extend([millis(&page), millis(&cached), millis(&ours), each(phase, &ours)]);
+        let pair = |of: fn(&Measured) -> u64| format!("{} → {}", of(&page), of(&ours));
+        cells.extend([pair(|m| m.figures.flushes), pair(|m| m.figures.interrupts), times(factor(&ours, &page))]);
         if with_kernel {
             match of(Side::Kernel) {
                 Some(kernel) => {
                     let mark = if kernel.figures.bytes < figures.bytes { "*" } else { "" };
-                    cells.extend([format!("{}{mark}", millis(kernel)), times(factor(ours, kernel))]);
+                    cells.extend([format!("{}{mark}", millis(&kernel)), times(factor(&ours, &kernel))]);
                 }
                 None => cells.extend(["–".to_owned(), "–".to_owned()]),
             }
@@ -160,12 +160,12 @@ fn verdict(log: &Log) -> String {
         let (Some(page), Some(cached), Some(ours)) = (of(Side::Page), of(Side::Cached), of(Side::Extent)) else {
             continue;
         };
-        let by_extent = factor(cached, page);
+        let by_extent = factor(&cached, &page);
         let because = if by_extent >= GAIN { "because" } else { "although" };
         said += &format!(" By extent, {what} is {}, {because} {cause}", words(by_extent));
         if clears {
-            let past = factor(ours, cached);
-            let whole = factor(ours, page);
+            let past = factor(&ours, &cached);
+            let whole = factor(&ours, &page);
             said += &format!("; clearing past the cache instead of through it is {}", words(past));
             said += &format!(" ({} in all)", words(whole));
         }
@@ -184,7 +184,7 @@ fn verdict(log: &Log) -> String {
     if let (Some(ours), Some(kernel)) =
         (log.get(Side::Extent, RunPhase::Prefault), log.get(Side::Kernel, RunPhase::Prefault))
     {
-        let factor = factor(ours, kernel);
+        let factor = factor(&ours, &kernel);
         said += &match factor >= 1.0 {
             true => format!(" This machine's own kernel takes {factor:.1} times as long to create the same machine."),
             false => format!(" This machine's own kernel creates the same machine in {factor:.2} of the time."),
@@ -249,10 +249,10 @@ mod tests {
     fn what_is_not_touched_has_a_time_per_page() {
         let log = log(RunPhase::Destroy, [20, 30, 512]);
         let ours = log.get(Side::Extent, RunPhase::Destroy).expect("logged");
-        assert_eq!(each(RunPhase::Destroy, ours), "1000000 ns");
-        assert_eq!(each(RunPhase::Prefault, ours), "2.1 GB/s");
+        assert_eq!(each(RunPhase::Destroy, &ours), "1000000 ns");
+        assert_eq!(each(RunPhase::Prefault, &ours), "2.1 GB/s");
         for phase in [RunPhase::Fill, RunPhase::WorkingSets, RunPhase::Destroy, RunPhase::Shrink] {
-            assert!(each(phase, ours).ends_with(" ns"), "{phase:?}");
+            assert!(each(phase, &ours).ends_with(" ns"), "{phase:?}");
         }
     }
 }

@@ -21,16 +21,8 @@ fn cpus() -> usize {
 fn orders_and_counts_that_are_none_are_named() {
     misused(&["bench", "free", "--order", "19"], "there is no order 19; orders are 0 (4 KiB) to 18 (1 GiB)");
     misused(&["bench", "free", "--order", "9,x"], "'x' is no order");
-    misused(&["bench", "alloc", "--orders", "-1"], "-1");
-    misused(&["bench", "free", "-n", "0"], "0 is not in 1..");
     misused(&["bench", "free", "-n", "99999999999"], "99999999999 is not in 1..=4294967296");
-    misused(&["bench", "free", "--held", "0"], "0 is not in 1..");
-    misused(&["bench", "alloc", "--threads", "0"], "0 is not in 1..=4096");
     misused(&["bench", "alloc", "--pattern", "twice"], "twice");
-    misused(&["bench", "churn", "--size", "0"], "larger than zero");
-    misused(&["bench", "churn", "--seconds", "0"], "0 is not in 1..");
-    misused(&["bench", "churn", "--fill", "96"], "96 is not in 1..=95");
-    misused(&["bench", "churn", "--size", "12XB"], "unknown unit 'XB'");
 }
 
 #[test]

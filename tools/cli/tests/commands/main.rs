@@ -6,7 +6,6 @@ mod docs;
 mod frames_commands;
 mod heap_command;
 mod kernel;
-mod kernel_arm64;
 mod linux_guests;
 mod paging_commands;
 mod pool_command;

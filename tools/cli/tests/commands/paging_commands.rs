@@ -4,8 +4,6 @@ use crate::support::{document, misused, refused, rows};
 
 #[test]
 fn sizes_that_cannot_be_name_the_way_out() {
-    misused(&["bench", "map", "--size", "0"], "larger than zero");
-    misused(&["bench", "map", "--runs", "0"], "0 is not in 1..");
     refused(&["bench", "map", "-s", "3KB"], &["3KB is not a multiple", "next size up is 4KB"]);
     refused(&["bench", "map", "-s", "200TB"], &["lower half", "64TB"]);
     refused(&["bench", "map", "-s", "4MB", "--extent", "12KB"], &["12KB does not divide 4MB"]);
@@ -31,21 +29,23 @@ fn map_takes_scattered_frames_and_leaves_peers_out() {
     assert_eq!((figures.len(), figures[0]["bytes"].as_u64()), (1, Some(2 << 20)));
 }
 
-/// Many frees are one flush: at most two for a thousand of those that wait by the number; page by page it is one each.
+/// Many frees are one flush: at most two for a thousand areas that have less than a thousandth of a third of memory, and one for each third
+/// otherwise; page by page it is one each.
 #[test]
 fn vmalloc_counts_its_flushes() {
     misused(&["bench", "vmalloc", "--size", "1MB"], "128MB");
     let document = document(&["bench", "vmalloc", "-s", "512MB", "-n", "2048", "-r", "1", "--json"]);
     let flushes = rows(&document, "bench.vmalloc.flushes");
     assert_eq!((flushes.len(), rows(&document, "bench.vmalloc.pair").len()), (8, 8));
-    for test in ["fix_size_alloc", "full_fit_alloc", "random_size_align_alloc", "pcpu", "kvfree"] {
-        let row = flushes.iter().find(|row| row["test"] == test).expect("each test");
+    for row in flushes {
         assert!(row["value"].as_f64().is_some_and(|value| value > 0.0 && value <= 2.0), "{row}");
     }
     let freed = rows(&document, "bench.vmalloc.free_flushes");
     assert_eq!(freed.len(), 6);
     for row in freed {
         let value = row["value"].as_f64().expect("a number");
-        assert!(if row["side"] == "batched" { value < 600.0 } else { value == 1000.0 }, "{row}");
+        let bytes = row["bytes"].as_f64().expect("a number");
+        let most = (1000.0 * bytes / (170 << 20) as f64).max(2.0);
+        assert!(if row["side"] == "batched" { value <= most } else { value == 1000.0 }, "{row}");
     }
 }

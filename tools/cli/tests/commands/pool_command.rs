@@ -1,19 +1,10 @@
 //! `hugemm bench pool` on the host: counts, which are exact, and what is said of them.
 
-use crate::support::{document, misused, rows};
+use crate::support::{document, rows};
 use serde_json::Value;
 
 fn number(row: &Value, name: &str) -> f64 {
     row[name].as_f64().unwrap_or_else(|| panic!("no number '{name}': {row}"))
-}
-
-#[test]
-fn what_is_no_pool_is_named() {
-    misused(&["bench", "pool", "-n", "0"], "0 is not in 1..");
-    misused(&["bench", "pool", "-p", "4KB"], "4KB");
-    misused(&["bench", "pool", "--hvo", "sometimes"], "sometimes");
-    misused(&["bench", "pool", "--flush", "never"], "never");
-    misused(&["bench", "pool", "--cpus", "0"], "0 is not in 1..");
 }
 
 /// Two flushes up and one down whatever the number, two and one per page the old way; a flush interrupts all other CPUs.

@@ -26,7 +26,7 @@ fn pages_are_conserved_on_both_recordings() {
     for (name, allocations, frees, batched) in
         [("kmem-perf.txt", 779.0, 1011.0, 330.0), ("kmem-trace-cmd.txt", 298.0, 121.0, 99.0)]
     {
-        for cpus in ["1", "2", "7"] {
+        for cpus in ["1", "7"] {
             let document = document(&[&data(name), "-r", "2", "-c", cpus, "--json"]);
             let value = |metric: &str| value(&document, metric);
             assert_eq!(value("replay.allocations"), allocations);
@@ -81,7 +81,7 @@ fn other_events_are_counted_and_named() {
 /// With less memory than the trace needs, failures are counted and the accounting still adds up.
 #[test]
 fn exhaustion_is_counted() {
-    for size in ["4MB", "1MB", "64KB", "4KB"] {
+    for size in ["4MB", "4KB"] {
         let document = document(&[&data("kmem-perf.txt"), "-r", "1", "-s", size, "--json"]);
         assert!(value(&document, "replay.failures") > 0.0, "{size}");
     }

@@ -1,6 +1,6 @@
 //! `hugemm run` and `hugemm bench headline`: what a run counts, and what is refused.
 
-use crate::support::{document, misused, refused, rows};
+use crate::support::{document, rows};
 use serde_json::Value;
 
 fn of<'a>(rows: &[&'a Value], side: &str, phase: &str) -> &'a Value {
@@ -70,14 +70,6 @@ fn a_run_adds_up_by_extent_and_page_by_page() {
     }
     let saved = rows(&document, "run.saved");
     assert!(of(&saved, "extent", "fill pool")["value"].as_f64().expect("a number") > 0.0);
-}
-
-#[test]
-fn what_makes_no_run_is_named() {
-    misused(&["run", "--workers", "0"], "0 is not in 1..");
-    misused(&["run", "--vcpus", "0"], "0 is not in 1..");
-    misused(&["run", "--size", "some"], "no number in 'some'");
-    refused(&["bench", "headline", "--only", "speed"], &["no goal begins with 'speed'"]);
 }
 
 /// One goal is measured by the command that measures it, and judged.

@@ -36,8 +36,5 @@ fn real_interrupts_are_timed_on_the_cpus_there_are() {
 #[test]
 fn what_cannot_be_done_names_the_way_out() {
     refused(&["bench", "shootdown", "-c", "4000"], &["4000 CPUs need as many real ones", "ask for at most"]);
-    misused(&["bench", "shootdown", "-p", "0"], "0 is not in 1..=262144");
     misused(&["bench", "shootdown", "--limit", "0"], "give a number above 0");
-    misused(&["bench", "shootdown", "-p", "262145"], "262145 is not in 1..=262144");
-    misused(&["bench", "shootdown", "--counted", "0"], "0 is not in 1..=4096");
 }

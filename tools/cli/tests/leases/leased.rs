@@ -2,11 +2,16 @@
 
 use crate::support::lease::{Daemon, with_pool};
 use crate::support::{Scratch, document, hugemm, misused, refused, rows};
+use hugemm_lease::wire::{self, Answer, Refused, RefusedKind};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept, bind, connect, listen, socket_with};
 use std::fs::File;
 use std::io::{Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
 /// Runs a command of the shell on the memory that is kept as `cache`.
 fn on_kept(daemon: &Daemon, options: &[&str], command: &str) -> Output {
@@ -220,6 +225,78 @@ fn a_stopped_daemon_is_not_waited_for() {
         signal(libc::SIGCONT);
         daemon.wait_for("\"leases\":[]");
         daemon.wait_for("\"ready\":[8388608]");
+    });
+}
+
+/// A daemon whose place was named from its own directory is found again from another, when an answer takes longer than one waits for it.
+#[test]
+fn a_daemon_in_another_directory_is_found_again() {
+    let scratch = Scratch::new("leased-relative");
+    // From this program's directory, as the daemon's.
+    let up = "../".repeat(std::env::current_dir().expect("a directory").components().count() - 1);
+    let relative = format!("{up}{}", scratch.path("s").trim_start_matches('/'));
+    let daemon = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("a socket");
+    bind(&daemon, &SocketAddrUnix::new(&relative).expect("an address")).expect("bound");
+    listen(&daemon, 4).expect("listens");
+    let no = |message: &str| Answer::Refused(Refused { kind: RefusedKind::Empty, message: message.to_owned() });
+    let line = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let first = accept(&daemon).expect("a client");
+            // Which asks after five seconds whether anybody is there.
+            let again = accept(&daemon).expect("the client");
+            let _ = wire::send(again.as_fd(), &no("busy"), None);
+            let _ = wire::send(first.as_fd(), &no("none at last"), None);
+        });
+        let mut client = Command::new(env!("CARGO_BIN_EXE_hugemm"));
+        client.args(["lease", "8MB", "--require", "--socket", &scratch.path("s"), "--fd", "7", "--", "true"]);
+        let output = client.current_dir("/").output().expect("it starts");
+        // Where it has not asked again, nobody else does.
+        let other = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let _ = connect(other.expect("a socket"), &SocketAddrUnix::new(&relative).expect("an address"));
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    });
+    assert!(line.contains("none at last"), "{line}");
+}
+
+/// Who may lease how much is read again when its file changes, or another takes its place, however old; what is wrong changes nothing.
+#[test]
+fn a_policy_is_read_again() {
+    // SAFETY: asks for a number.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("skipped: only root has other users");
+        return;
+    }
+    with_pool(8, || {
+        let scratch = Scratch::new("leased-policies");
+        let policy = scratch.put("policy", "uid 65534 4MB\n");
+        let daemon = Daemon::start("leased-policy", 8, &["--policy", &policy]);
+        let [command, socket] = ["hugemm", "socket"].map(|name| daemon.scratch.path(name));
+        std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), &command).expect("copied");
+        let is_forbidden = || {
+            let words = ["lease", "8MB", "--require", "--socket", &socket, "--fd", "7", "--", "true"];
+            let output = Command::new(&command).args(words).uid(65534).gid(65534).output().expect("it starts");
+            String::from_utf8_lossy(&output.stderr).contains("the policy allows")
+        };
+        let wait_until_forbidden = |wanted: bool| {
+            let end = Instant::now() + Duration::from_secs(30);
+            while is_forbidden() != wanted {
+                assert!(Instant::now() < end, "not read again");
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        };
+        wait_until_forbidden(true);
+        scratch.put("policy", "uid 65534 8MB\n");
+        wait_until_forbidden(false);
+        let other = scratch.put("other", "uid 65534 4MB\n");
+        let time = std::fs::metadata(&policy).and_then(|file| file.modified()).expect("a time");
+        File::options().write(true).open(&other).and_then(|file| file.set_modified(time)).expect("as old");
+        std::fs::rename(other, policy).expect("in its place");
+        wait_until_forbidden(true);
+        scratch.put("policy", "uid 65534 a lot\n");
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(is_forbidden(), "nothing has changed");
+        scratch.put("policy", "uid 65534 8MB\n");
+        wait_until_forbidden(false);
     });
 }
 

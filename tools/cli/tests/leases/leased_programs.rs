@@ -254,6 +254,26 @@ fn postgresql_has_pages_of_its_own() {
     });
 }
 
+/// DPDK in one file for all of its memory, in a mount or in none, makes that longer page by page: nothing is lent.
+#[test]
+fn dpdk_grows_its_files_page_by_page() {
+    if !["dpdk-testpmd", "unshare"].into_iter().all(installed) {
+        return;
+    }
+    with_pool(32, || {
+        let daemon = Daemon::start("programs-dpdk", 32, &[]);
+        let (command, socket) = (env!("CARGO_BIN_EXE_hugemm"), daemon.scratch.path("socket"));
+        for options in ["--huge-dir /mnt", "--in-memory"] {
+            let script = format!(
+                "mount -t hugetlbfs none /mnt && {command} lease --up-to 32MB --json --socket {socket} -- dpdk-testpmd --no-pci \
+                 --no-telemetry -m 24 --single-file-segments {options} -- --total-num-mbufs=2048 </dev/null"
+            );
+            let said = text(&Command::new("unshare").args(["-m", "sh", "-c", &script]).output().expect("it starts"));
+            assert!(said.contains("testpmd:") && said.contains("\"lent_files\":0"), "{options}: {said}");
+        }
+    });
+}
+
 /// A domain of a user's own libvirt that differs from any other in its emulator alone. libvirt starts the emulator to ask
 /// what it can do, too.
 #[test]

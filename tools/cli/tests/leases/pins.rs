@@ -89,3 +89,22 @@ fn pins_go_on_without_a_pool_and_without_a_gpu() {
     assert!(out.contains("4K, populated") && out.contains("thp, populated"), "{out}");
     assert!(out.contains("no GPU") || out.contains("let go"), "{out}");
 }
+
+/// Each bench removes what those that were killed have left, and leaves what another has.
+#[test]
+fn what_a_killed_bench_has_left_goes_with_the_next() {
+    let scratch = Scratch::new("pins-left");
+    let [left, anothers] = ["hugemm-bench-lease-1", "hugemm-bench-lease-2"].map(|name| scratch.path(name));
+    for dir in [&left, &anothers] {
+        std::fs::create_dir(dir).expect("a directory");
+        std::fs::write(format!("{dir}/secret"), "").expect("a file");
+    }
+    let lock = std::fs::File::open(&anothers).expect("a directory");
+    lock.lock().expect("locked");
+    with_pool(4, || {
+        let output = bench(&["--runs", "1"], "", &[("TMPDIR", &scratch.path(""))]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let names = std::fs::read_dir(scratch.path("")).expect("there").flatten().map(|entry| entry.file_name());
+        assert_eq!(names.collect::<Vec<_>>(), ["hugemm-bench-lease-2"]);
+    });
+}

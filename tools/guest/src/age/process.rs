@@ -3,8 +3,8 @@
 use super::now;
 use anyhow::{Context, Result, bail};
 use hugemm_base::VirtAddr;
+use hugemm_base::random::Random;
 use hugemm_workloads::age::{InPlace, Process, Touched};
-use hugemm_workloads::random::Random;
 use rustix::mm::{MapFlags, ProtFlags, mlock, mmap};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde_json::json;
@@ -37,7 +37,7 @@ pub fn run(words: &[String]) -> Result<()> {
         at: VirtAddr::new(at.as_ptr() as u64),
         wrote: &mut wrote,
         alone: false,
-        random: Random::new(who + 7),
+        random: Random(who + 7),
         stores: 0,
     };
     let reach = |page: u64| {

@@ -2,10 +2,10 @@
 
 use super::{Cx, Failure, vec_of};
 use crate::output::{progress, record};
-use hugemm_base::{Extent, Order};
+use hugemm_base::{CpuCx, Extent, Order};
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::{percpu, platform::Kernel};
-use hugemm_workloads::alloc_free::ranges::{self, DividedBlocks, FreeMethod};
+use hugemm_workloads::alloc_free::ranges::{self, FreeMethod};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source};
 use hugemm_workloads::request::Free;
 
@@ -43,32 +43,9 @@ fn side<S: Source<Kernel>>(
     let fit = (frames().managed() >> order.get()) / 2;
     let held = HELD.min(n).min(fit.max(1));
     let mut extents = vec_of(held as usize, Extent::default)?;
-    let ways = if run.is_multiple_of(2) {
-        [FreeMethod::Range, FreeMethod::EachPage]
-    } else {
-        [FreeMethod::EachPage, FreeMethod::Range]
-    };
-    let mut spent = DividedBlocks::default();
-    for way in ways {
-        source.settle(cx);
-        let before = frames().stats(cx).lock_rounds;
-        let mut left = n;
-        while left > 0 {
-            percpu::beat();
-            let now = left.min(held);
-            let part = &mut extents[..now as usize];
-            spent.taking = spent.taking.plus(ranges::take(cx, source, order, part)?);
-            let given = ranges::give(cx, source, part, way);
-            match way {
-                FreeMethod::Range => spent.range = spent.range.plus(given),
-                FreeMethod::EachPage => spent.each = spent.each.plus(given),
-            }
-            left -= now;
-        }
-        if way == FreeMethod::Range {
-            spent.lock_rounds = (frames().stats(cx).lock_rounds - before) as f64 / n as f64;
-        }
-    }
+    let first = if run.is_multiple_of(2) { FreeMethod::Range } else { FreeMethod::EachPage };
+    let rounds = |cx: &CpuCx<'_, Kernel>| frames().stats(cx).lock_rounds;
+    let spent = ranges::divided(cx, source, (order, n), &mut extents, first, rounds, percpu::beat)?;
     record(&spent, &[("side", (&name).into()), ("order", order.get().into()), ("n", n.into())]);
     Ok(())
 }

@@ -8,6 +8,7 @@ use super::{Cx, Failure, vec_of};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PageSize, VirtAddr};
 use hugemm_kernel::page_fault;
 use hugemm_kernel::platform::Kernel;
@@ -17,7 +18,6 @@ use hugemm_kernel_commands::patience::Patience;
 use hugemm_reclaim::{Ageing, LruPolicy, Swap};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Vm, VmError};
 use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Part, Touch, Touched, Turn, Words, marks, set_up};
-use hugemm_workloads::random::Random;
 
 const MOST: usize = MOST_PROCESSES as usize;
 
@@ -139,7 +139,7 @@ fn play_all<'a>(
         let mut parts: [Option<Part<'_, '_>>; MOST] =
             core::array::from_fn(|index| if index < mine { next_part() } else { None });
         start.wait();
-        let random = Random::new(plan.seed ^ u64::from(cpu + 7) << 32);
+        let random = Random(plan.seed ^ u64::from(cpu + 7) << 32);
         let mut task = Task {
             vm,
             store,

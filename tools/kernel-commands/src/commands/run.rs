@@ -12,7 +12,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{CounterSnapshot, CpuCx, Never, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
-use hugemm_hugetlb::{Group, HugePageCounts, HugePool, OptimizerPolicy};
+use hugemm_hugetlb::{Group, HugePageCounts, HugePool};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::platform::Kernel;
@@ -21,13 +21,14 @@ use hugemm_kernel::vm::KernelVm;
 use hugemm_kernel::{percpu, smp, vm, vmemmap};
 use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::ShootdownPolicy;
-use hugemm_reclaim::{Ageing, Lru, LruPolicy, Reclaim, Swap, Watermarks};
+use hugemm_reclaim::{Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{AddressSpaceRef, Pinned, Pools, VmError};
-use hugemm_workloads::request::{Clearing, Run};
+use hugemm_workloads::request::Run;
 use hugemm_workloads::vm_create::Creation;
 use hugemm_workloads::vm_host::{
-    FlushCounts, Granularity, HostRun, HostSizes, PhaseFigures, RunPhase, Site, SwapCounts,
+    FlushCounts, HostRun, HostSide, HostSizes, PhaseFigures, RunPhase, Site, SwapCounts, Ways,
 };
+use hugemm_workloads::words::Named;
 
 /// Frames that the run's own arrays may take.
 const OWN: u64 = 4096;
@@ -39,36 +40,16 @@ fn worker() -> u32 {
 
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
-    let features = Features::detect();
-    let policy = ClearPolicy::new(calibrated(cx, &features)?);
-    let by_extent = Ways {
-        name: "extent",
-        granularity: Granularity::Extent,
-        clearer: Clearer::new(features, policy)?,
-        optimizer: OptimizerPolicy::default(),
-        ageing: Ageing::Batch,
-    };
-    // Each differs from the one before by one thing; see `hugemm run`.
-    let sides = [
-        Ways {
-            name: "page",
-            granularity: Granularity::Page,
-            clearer: Clearer::new(features, Clearing::Page.of(policy))?,
-            optimizer: OptimizerPolicy { swap: false, carve: true },
-            ageing: Ageing::NoFlush,
-        },
-        Ways { name: "cached", clearer: Clearer::new(features, Clearing::Extent.of(policy))?, ..by_extent },
-        by_extent,
-    ];
+    let policy = ClearPolicy::new(calibrated(cx, &Features::detect())?);
     let of = u64::from(args.runs) + 1;
     for run in 0..of {
-        for ways in sides {
+        for side in &HostSide::ALL[..3] {
             progress(run, of, "run");
-            once(cx, &ways, &mut |phase, figures| {
+            once(cx, *side, policy, &mut |phase, figures| {
                 percpu::beat();
                 // The first run touches memory that may be new to the machine below.
                 if run > 0 {
-                    report(ways.name, phase, figures);
+                    report(side.name(), phase, figures);
                 }
             })?;
         }
@@ -76,18 +57,14 @@ pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How work is done: a page at a time, by the extent in the cache, or past it.
-#[derive(Clone, Copy)]
-struct Ways {
-    name: &'static str,
-    granularity: Granularity,
-    clearer: Clearer,
-    optimizer: OptimizerPolicy,
-    ageing: Ageing,
-}
-
-fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures)) -> Result<(), Failure> {
-    let Ways { name, granularity, clearer, optimizer, ageing } = *ways;
+fn once(
+    cx: Cx<'_>,
+    side: HostSide,
+    policy: ClearPolicy,
+    tell: &mut impl FnMut(RunPhase, &PhaseFigures),
+) -> Result<(), Failure> {
+    let Ways { granularity, clear, optimizer, ageing, .. } = side.ways(policy);
+    let clearer = Clearer::new(Features::detect(), clear)?;
     let (mut areas, count) = vmemmap::areas();
     let areas = &mut areas[..count];
     let mut groups = vec_of(HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
@@ -113,7 +90,7 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
         (Err(store), Ok(_)) => return Err(in_swap(store.stats(cx).pages).into()),
         (_, done) => done?,
     };
-    if name == "extent" {
+    if side == HostSide::Extent {
         record(&accounting, &[]);
     }
     Ok(())
@@ -220,10 +197,7 @@ impl<'v, 'a, 'm> Site<'static, 'v, 'm, OurSpaces<'a>> for Here<'_, 'v, 'a, 'm> {
     }
 
     fn reclaimed(&self, cx: &CpuCx<'static, Kernel>) -> Option<SwapCounts> {
-        let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
-        let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
-        let worker_freed = counts.worker_freed.get();
-        Some(SwapCounts { stored: swap.stores, worker_freed, loaded: swap.loads, aged, age_flushes })
+        Some(SwapCounts::of(self.vm.pager().counts(), self.store.stats(cx)))
     }
 
     fn swap_frames(&self, cx: &CpuCx<'static, Kernel>) -> u64 {

@@ -20,7 +20,7 @@ use super::swapped::HELD_BACK;
 use super::{Cx, Failure, free_all, vec_for, vec_of};
 use crate::output::{note, progress, sample};
 use core::fmt::{self, Write};
-use core::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, FrameUse, FramesInUse};
 use hugemm_kernel::{percpu, smp, stack, tables, tlb, vmemmap};
@@ -75,6 +75,57 @@ impl fmt::Display for Finding {
 
 impl core::error::Error for Finding {}
 
+/// What the parts have done so far, all rounds together.
+macro_rules! done {
+    ($($name:ident: $metric:literal, $unit:literal;)+) => {
+        /// One thing that is counted.
+        #[derive(Clone, Copy)]
+        pub enum Done { $($name,)+ }
+
+        impl Done {
+            const ALL: &'static [(Done, &'static str, &'static str)] =
+                &[$((Done::$name, concat!("selftest.", $metric), $unit),)+];
+        }
+    };
+}
+
+done! {
+    Rounds: "rounds", "rounds";
+    Unplugged: "unplugged", "times";
+    Poisoned: "poisoned", "frames";
+    Offline: "offline", "times";
+    Unmaps: "unmaps", "ranges";
+    Resized: "resized", "pieces of 2 MiB";
+    Accesses: "accesses", "steps in address spaces";
+    ZeroedAhead: "zeroed_ahead", "bytes";
+    Checked: "checked", "pages";
+    Stored: "stored", "pages";
+    Refaults: "refaults", "pages";
+    Refused: "refused", "touches, forks and unmaps";
+    Areas: "areas", "areas";
+    Seals: "seals", "ranges";
+    Resizes: "resizes", "resizes";
+    Demoted: "demoted", "pages";
+    Dissolved: "dissolved", "pages";
+    Surplus: "surplus", "pages";
+    Faults: "faults", "allocations";
+    Conflicts: "conflicts", "aborts";
+}
+
+static COUNTS: [AtomicU64; Done::ALL.len()] = [const { AtomicU64::new(0) }; Done::ALL.len()];
+
+impl Done {
+    /// So much more of it. Any CPU.
+    pub fn add(self, more: u64) {
+        // Relaxed: only the number counts.
+        COUNTS[self as usize].fetch_add(more, Ordering::Relaxed);
+    }
+
+    pub fn so_far(self) -> u64 {
+        COUNTS[self as usize].load(Ordering::Relaxed)
+    }
+}
+
 /// Runs `f` on all CPUs; the first failure of any.
 fn on_all(cx: Cx<'_>, f: impl Fn(Cx<'_>, u32) -> Result<(), Failure> + Sync) -> Result<(), Failure> {
     let first: Lock<SpinLock, _> = Lock::new(Ok(()));
@@ -115,10 +166,7 @@ fn lost(expected: u64, found: u64) -> Finding {
 pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
-    let (mut rounds, mut seed) = (0_u64, 1_u64);
-    let (mut unmaps, mut resized, mut seals, mut pooled) = (0, 0, 0, pools::Tally::default());
-    let (mut steps, mut zeroed, mut unplugged, mut poisoned, mut offline) = (0, 0, 0, 0, 0);
-    let (mut pressed, mut conflicts, mut areas) = (pressure::Tally::default(), 0, 0);
+    let mut seed = 1_u64;
     let before = tlb::shootdown().counts();
     #[cfg(feature = "debug")]
     let found = debug::planted(cx)?;
@@ -150,7 +198,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         let spent = cx.platform().now_ns() - start;
         progress((spent / 1_000_000_000).min(of / 1_000_000_000), of / 1_000_000_000, "selftest");
         // On a busy host the time may be over before anything has been unmapped; nothing would have been shown.
-        if rounds > 0 && spent >= of && (unmaps > 0 || only != Part::All) {
+        let shown = Done::Unmaps.so_far() > 0 || only != Part::All;
+        if Done::Rounds.so_far() > 0 && spent >= of && shown {
             break;
         }
         let records = record_frames(cx);
@@ -160,18 +209,17 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         let clock = cx.platform();
         if runs(Part::Frames) {
             let until = clock.now_ns() + slice;
-            (unplugged, poisoned) = frames_stress::round(cx, seed, args.plant, until, &pieces, &bad)?;
+            frames_stress::round(cx, seed, args.plant, until, &pieces, &bad)?;
         }
         if runs(Part::Heap) {
             heap_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
         if runs(Part::Rights) {
-            seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+            rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
         if runs(Part::Translations) {
-            let done = translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
-            (unmaps, resized) = (unmaps + done.unmaps, resized + done.resized);
-            conflicts += conflict::round(cx)?;
+            translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+            conflict::round(cx)?;
         }
         if runs(Part::Descriptors) {
             descriptors::round(cx, seed, clock.now_ns() + slice)?;
@@ -180,21 +228,20 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             convoy::round(cx, clock.now_ns() + slice)?;
         }
         if runs(Part::Hotplug) {
-            offline += hotplug::round(cx, seed, clock.now_ns() + slice)?;
+            hotplug::round(cx, seed, clock.now_ns() + slice)?;
         }
         if runs(Part::AddressSpaces) {
-            let (taken, cleared) = address_spaces::round(cx, seed, clock.now_ns() + slice)?;
-            (steps, zeroed) = (steps + taken, zeroed + cleared);
+            address_spaces::round(cx, seed, clock.now_ns() + slice)?;
         }
         if runs(Part::Pressure) {
-            pressed = pressed.plus(pressure::round(cx, seed, args.plant, clock.now_ns() + slice)?);
+            pressure::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
         if runs(Part::Areas) {
-            areas += areas::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+            let alone = only == Part::Areas && args.plant == Plant::None;
+            areas::round(cx, seed, args.plant, alone, clock.now_ns() + slice)?;
         }
         if runs(Part::Pools) {
-            let least = args.resizes.saturating_sub(pooled.resizes);
-            pooled = pooled.plus(pools::round(cx, seed, clock.now_ns() + slice, least)?);
+            pools::round(cx, seed, clock.now_ns() + slice, args.resizes)?;
         }
         // Blocks of descriptors that pools have left divided keep a table each.
         let descriptors = vmemmap::audit().frames;
@@ -204,33 +251,17 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         if found != free {
             return Err(lost(free, found).into());
         }
-        (rounds, seed) = (rounds + 1, seed.wrapping_mul(31).wrapping_add(7));
+        Done::Rounds.add(1);
+        seed = seed.wrapping_mul(31).wrapping_add(7);
+    }
+    for (done, metric, unit) in Done::ALL {
+        if !matches!(done, Done::Conflicts) || tlb::CONFLICTS {
+            sample(metric, done.so_far() as f64, unit, &[]);
+        }
     }
     #[cfg(feature = "debug")]
     debug::nothing_else(found)?;
-    sample("selftest.rounds", rounds as f64, "rounds", &[]);
-    sample("selftest.unplugged", unplugged as f64, "times", &[]);
-    sample("selftest.poisoned", poisoned as f64, "frames", &[]);
-    sample("selftest.offline", offline as f64, "times", &[]);
-    sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
-    sample("selftest.resized", resized as f64, "pieces of 2 MiB", &[]);
-    sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);
-    sample("selftest.zeroed_ahead", zeroed as f64, "bytes", &[]);
-    sample("selftest.checked", pressed.checked as f64, "pages", &[]);
-    sample("selftest.stored", pressed.stored as f64, "pages", &[]);
-    sample("selftest.refaults", pressed.back as f64, "pages", &[]);
-    sample("selftest.refused", pressed.refused as f64, "touches, forks and unmaps", &[]);
-    sample("selftest.areas", areas as f64, "areas", &[]);
-    sample("selftest.seals", seals as f64, "ranges", &[]);
-    sample("selftest.resizes", pooled.resizes as f64, "resizes", &[]);
-    sample("selftest.demoted", pooled.demoted as f64, "pages", &[]);
-    sample("selftest.dissolved", pooled.dissolved as f64, "pages", &[]);
-    sample("selftest.surplus", pooled.surplus as f64, "pages", &[]);
-    sample("selftest.faults", pooled.faults as f64, "allocations", &[]);
     sample("selftest.stack", stack::deepest() as f64, "bytes", &[]);
-    if tlb::CONFLICTS {
-        sample("selftest.conflicts", conflicts as f64, "aborts", &[]);
-    }
     if vmemmap::BREAKS {
         sample("selftest.descriptor_faults", vmemmap::faults() as f64, "faults", &[]);
     }

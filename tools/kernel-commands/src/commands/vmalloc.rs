@@ -8,7 +8,7 @@ use hugemm_kernel::kva::areas;
 use hugemm_kernel::memory::{frames, managed_bytes};
 use hugemm_kernel::{percpu, tlb};
 use hugemm_workloads::request::Vmalloc;
-use hugemm_workloads::vmalloc::{HELD, Rig, SIZES, Test, Way};
+use hugemm_workloads::vmalloc::{FREES, HELD, Rig, SIZES, Test, Way};
 
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Vmalloc) -> Result<(), Failure> {
@@ -28,7 +28,7 @@ pub fn run(cx: Cx<'_>, args: &Vmalloc) -> Result<(), Failure> {
             let count = (bytes / size).clamp(1, HELD as u64) as usize;
             for way in Way::ALL {
                 percpu::beat();
-                let freed = rig.free(cx, size, way, &mut held[..count], &mut pages)?;
+                let freed = rig.free(cx, (size, way), args.areas.min(FREES), &mut held[..count], &mut pages)?;
                 record(&freed, &[("bytes", size.into()), ("side", (&way.name()).into())]);
             }
         }

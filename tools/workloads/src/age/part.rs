@@ -1,7 +1,7 @@
 //! A process from one turn to the next, as the CPU that plays it keeps it.
 
 use super::{Failed, Process, Touch, Touched};
-use crate::random::Random;
+use hugemm_base::random::Random;
 use hugemm_base::{Order, PageSize, VirtAddr, VirtRange};
 use hugemm_vm::{AddressSpace, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
 
@@ -89,7 +89,7 @@ impl<'b, 'v> Part<'b, 'v> {
             if wrote.is_empty() {
                 continue;
             }
-            let random = Random::new(random.below(u64::MAX));
+            let random = Random(random.below(u64::MAX));
             let mut process = Process { number: self.number, at, wrote, alone, random, stores: self.stores };
             let mut result = Ok(());
             touch.with(cx, vm, space, &mut |cx| {
@@ -103,7 +103,7 @@ impl<'b, 'v> Part<'b, 'v> {
         if !forks {
             return Ok(());
         }
-        let random = Random::new(random.below(u64::MAX));
+        let random = Random(random.below(u64::MAX));
         let (number, wrote, stores) = (self.number, &mut *self.own, self.stores);
         let mut process = Process { number, at: OWN_AT, wrote, alone: true, random, stores };
         // A device has a page while others reclaim, and while the process touches, forks and unmaps.

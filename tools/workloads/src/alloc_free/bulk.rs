@@ -1,8 +1,8 @@
 //! Many blocks taken, then all given back.
 
-use super::{Exhausted, Source, Spent, timed};
-use crate::random::Random;
+use super::{Exhausted, Source, Spent, shuffle, timed};
 use hugemm_base::platform::Cpu;
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Order};
 
 /// In which order blocks are given back.
@@ -36,7 +36,7 @@ pub fn run<P: Cpu + Clock, S: Source<P>>(
         true
     });
     if let Freeing::Random(seed) = freeing {
-        Random::new(seed).shuffle(held);
+        shuffle(held, Random(seed));
     }
     let ((), giving) = timed(cx, count, |cx| {
         match freeing {

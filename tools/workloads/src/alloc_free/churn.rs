@@ -1,8 +1,8 @@
 //! Mixed sizes with random lifetimes, and which large extents are left afterwards.
 
 use super::{Source, Spent, timed};
-use crate::random::Random;
 use hugemm_base::platform::Cpu;
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Order};
 
 /// A live block and its order.
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn the_mixture_has_the_size_it_claims() {
-        let mut random = Random::new(3);
+        let mut random = Random(3);
         let pages: u64 = (0..1_000_000).map(|_| order(&mut random).pages()).sum();
         let (claimed, got) = (MILLIPAGES as f64 / 1000.0, pages as f64 / 1e6);
         assert!((claimed / got - 1.0).abs() < 0.02, "{claimed} {got}");

@@ -1,13 +1,12 @@
-//! Blocks divided into single pages and freed again: the loop of "Optimize free_contig_range()", its
-//! parts by several CPUs, arrays, claims.
+//! Blocks divided into single pages and freed again: the loop of "Optimize free_contig_range()"; arrays, claims.
 
-use super::{Exhausted, Source, Spent, Unclaimed, timed};
-use crate::random::Random;
+use super::{Exhausted, Source, Spent, shuffle, timed};
 use crate::record::{Metric, record};
 use hugemm_base::platform::Cpu;
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
 
-use hugemm_frames::{AllocRequest, Env, FolioRef, Frames};
+use hugemm_frames::{AllocRequest, Env, FolioRef, Frames, NoMigration};
 
 /// How divided blocks are freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,26 +16,6 @@ pub enum FreeMethod {
     /// A call for each page.
     EachPage,
 }
-
-/// Why a loop over divided blocks ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RangesError {
-    /// Nothing left.
-    Exhausted(Exhausted),
-    /// The allocator cannot divide blocks.
-    Indivisible,
-}
-
-impl core::fmt::Display for RangesError {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            RangesError::Exhausted(exhausted) => exhausted.fmt(f),
-            RangesError::Indivisible => f.write_str("this allocator cannot free parts of a block"),
-        }
-    }
-}
-
-impl core::error::Error for RangesError {}
 
 /// What blocks of one order took; what was not done is nothing.
 #[derive(Clone, Copy, Debug, Default)]
@@ -90,59 +69,79 @@ fn all(it: &DividedBlocks, freeing: Spent) -> f64 {
     (each(it.taking) + each(freeing)) * freeing.operations as f64 / 1e9
 }
 
-/// Takes a block of `order` for each place of `held` and divides it into pages; an operation is one block.
+/// Takes `n` blocks of `order`, divides them into pages and frees those, as many at a time as `held` has places; either way once, `first`
+/// first, each after the CPU has given back what it had cached. Nothing comes of it where blocks cannot be divided. `lock_rounds` is what
+/// the allocator has counted so far; `beat` is called now and then.
+pub fn divided<P: Cpu + Clock, S: Source<P>>(
+    cx: &mut CpuCx<'_, P>,
+    source: &S,
+    (order, n): (Order, u64),
+    held: &mut [Extent],
+    first: FreeMethod,
+    lock_rounds: impl Fn(&CpuCx<'_, P>) -> u64,
+    beat: impl Fn(),
+) -> Result<DividedBlocks, Exhausted> {
+    let mut spent = DividedBlocks::default();
+    let other = if first == FreeMethod::Range { FreeMethod::EachPage } else { FreeMethod::Range };
+    for way in [first, other] {
+        source.settle(cx);
+        let (before, mut left, mut freeing) = (lock_rounds(cx), n, Spent::default());
+        while left > 0 {
+            beat();
+            let now = left.min(held.len() as u64);
+            let held = &mut held[..now as usize];
+            let Some(taking) = take(cx, source, order, held)? else { return Ok(DividedBlocks::default()) };
+            spent.taking = spent.taking.plus(taking);
+            freeing = freeing.plus(give(cx, source, held, way));
+            left -= now;
+        }
+        match way {
+            FreeMethod::Range => {
+                spent.range = freeing;
+                spent.lock_rounds = (lock_rounds(cx) - before) as f64 / n as f64;
+            }
+            FreeMethod::EachPage => spent.each = freeing,
+        }
+    }
+    Ok(spent)
+}
+
+/// Takes a block for each place of `held` and divides it into pages; an operation is one block. Nothing if that cannot be done.
 #[inline(never)]
-pub fn take<P: Cpu + Clock, S: Source<P>>(
+fn take<P: Cpu + Clock, S: Source<P>>(
     cx: &mut CpuCx<'_, P>,
     source: &S,
     order: Order,
     held: &mut [Extent],
-) -> Result<Spent, RangesError> {
+) -> Result<Option<Spent>, Exhausted> {
     let mut got = 0;
     let (result, spent) = timed(cx, held.len() as u64, |cx| {
         for place in held.iter_mut() {
-            let block = source.alloc(cx, order).ok_or(RangesError::Exhausted(Exhausted(order)))?;
-            *place = source.divide(block, order).map_err(|block| {
-                source.free(cx, block, order);
-                RangesError::Indivisible
-            })?;
+            let Some(block) = source.alloc(cx, order) else { return Err(Exhausted(order)) };
+            match source.divide(block, order) {
+                Ok(pages) => *place = pages,
+                Err(block) => {
+                    source.free(cx, block, order);
+                    return Ok(false);
+                }
+            }
             got += 1;
         }
-        Ok(())
+        Ok(true)
     });
-    if result.is_err() {
+    if result != Ok(true) {
         give(cx, source, &held[..got], FreeMethod::Range);
     }
-    result.map(|()| spent)
+    result.map(|all| all.then_some(spent))
 }
 
 /// Frees divided blocks; an operation is one extent of `held`.
 #[inline(never)]
-pub fn give<P: Cpu + Clock, S: Source<P>>(
-    cx: &mut CpuCx<'_, P>,
-    source: &S,
-    held: &[Extent],
-    way: FreeMethod,
-) -> Spent {
-    part(cx, source, held, way, 0, 1)
-}
-
-/// Frees this CPU's part of divided blocks, the part `index` of `of` equal ones of each; an operation is one block's.
-/// For several CPUs that free the same blocks at once.
-#[inline(never)]
-pub fn part<P: Cpu + Clock, S: Source<P>>(
-    cx: &mut CpuCx<'_, P>,
-    source: &S,
-    held: &[Extent],
-    way: FreeMethod,
-    index: u64,
-    of: u64,
-) -> Spent {
+fn give<P: Cpu + Clock, S: Source<P>>(cx: &mut CpuCx<'_, P>, source: &S, held: &[Extent], way: FreeMethod) -> Spent {
     let ((), spent) = timed(cx, held.len() as u64, |cx| {
-        for whole in held {
-            let extent = whole.slice(whole.pages() * index / of, whole.pages() * (index + 1) / of);
+        for extent in held {
             match way {
-                FreeMethod::Range => source.free_pages(cx, extent),
+                FreeMethod::Range => source.free_pages(cx, *extent),
                 FreeMethod::EachPage => {
                     for page in extent.base().number()..extent.end().number() {
                         source.free_page(cx, Pfn::new(page));
@@ -187,7 +186,7 @@ pub fn array<P: Cpu + Clock, E: Env>(
     }
     pages.sort_unstable();
     if matches!(way, ArrayWay::Unsorted | ArrayWay::AsIs) {
-        Random::new(pages.len() as u64).shuffle(pages);
+        shuffle(pages, Random(pages.len() as u64));
     }
     let ((), spent) = timed(cx, pages.len() as u64, |cx| match way {
         ArrayWay::Sorted | ArrayWay::AsIs => {
@@ -213,19 +212,19 @@ fn references(pages: &[Pfn]) -> impl Iterator<Item = FolioRef> {
 }
 
 /// Claims each of `extents` (2 MiB-aligned), which must be free, and frees it as one range. Returns what claiming and what
-/// freeing cost; an operation is one extent.
-pub fn claims<P: Cpu + Clock, S: Source<P>>(
+/// freeing cost; an operation is one extent. Nothing if one is in use.
+pub fn claims<P: Cpu + Clock, E: Env>(
     cx: &mut CpuCx<'_, P>,
-    source: &S,
+    frames: &Frames<'_, E>,
     extents: &[Extent],
-) -> Result<(Spent, Spent), Unclaimed> {
+) -> Option<(Spent, Spent)> {
     let (mut claiming, mut freeing) = (Spent::default(), Spent::default());
     for extent in extents {
-        let (claimed, spent) = timed(cx, 1, |cx| source.claim(cx, *extent));
-        claimed?;
+        let (claimed, spent) = timed(cx, 1, |cx| frames.alloc_contig_range(cx, *extent, &mut NoMigration));
+        let claimed = claimed.ok()?;
         claiming = claiming.plus(spent);
-        let ((), spent) = timed(cx, 1, |cx| source.free_pages(cx, *extent));
+        let (_, spent) = timed(cx, 1, |cx| frames.free_extent(cx, claimed));
         freeing = freeing.plus(spent);
     }
-    Ok((claiming, freeing))
+    Some((claiming, freeing))
 }

@@ -3,11 +3,11 @@
 //! another CPU than the one that took them. Some are asked for below a frame, some taken and freed without waiting. Meanwhile frames may be poisoned, and
 //! aligned ranges isolated and claimed, and pieces of memory may come and go.
 
-use crate::random::Random;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::platform::Cpu;
+use hugemm_base::random::Random;
 use hugemm_base::{CpuCx, Extent, NodeId, Order, Pfn};
 use hugemm_frames::{
     AllocRequest, ArenaSpec, Env, FolioRef, FolioRun, Frames, FramesConfigError, HwPoisoned, NoMigration, Put,

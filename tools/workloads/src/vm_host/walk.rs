@@ -33,8 +33,7 @@ impl Reached<'_> {
 ///
 /// # Safety
 ///
-/// `root` is the root of tables of this format that are not freed meanwhile, and the platform's map is direct. Whoever takes a page away
-/// waits until the calling CPU is not pinned, before it uses the page.
+/// That of [`walk`]. Whoever takes a page away waits until the calling CPU is not pinned, before it uses the page.
 pub(super) unsafe fn reach<'pin, F: PageFormat>(
     platform: &impl PhysMap,
     _pin: CpuPin<'pin>,
@@ -42,6 +41,29 @@ pub(super) unsafe fn reach<'pin, F: PageFormat>(
     at: VirtAddr,
     write: bool,
 ) -> Option<Reached<'pin>> {
+    // SAFETY: the caller's promise.
+    let Leaf { start, level, .. } = unsafe { walk::<F>(platform, root, at, write) }?;
+    let within = at.get() & ((1 << (PAGE_SHIFT + 9 * level)) - (1 << PAGE_SHIFT));
+    Some(Reached { first: word(platform, start + within)?, pinned: PhantomData })
+}
+
+/// A leaf as a walk has left it.
+#[derive(Clone, Copy, Debug)]
+pub struct Leaf {
+    /// The first byte of its memory.
+    pub start: u64,
+    /// 0 is 4 KiB.
+    pub level: u32,
+    /// What it allows, and what has been noted in it before.
+    pub flags: Flags,
+}
+
+/// Walks tables as hardware does for an access to `at`, and notes it in the leaf; `None` is a page fault.
+///
+/// # Safety
+///
+/// `root` is the root of tables of this format that are not freed meanwhile, and the platform's map is direct.
+pub unsafe fn walk<F: PageFormat>(platform: &impl PhysMap, root: PhysAddr, at: VirtAddr, write: bool) -> Option<Leaf> {
     let (needs, notes) = if write { (Flags::WRITE, Flags::HARDWARE) } else { (Flags::NONE, Flags::ACCESSED) };
     let mut table = root.get();
     for level in (0..F::LEVELS).rev() {
@@ -63,17 +85,22 @@ pub(super) unsafe fn reach<'pin, F: PageFormat>(
                 table = F::frame(value).start().get();
                 break;
             }
-            if !F::flags(value).contains(needs) {
+            let flags = F::flags(value);
+            if !flags.contains(needs) {
                 return None;
             }
-            // As hardware does: an atomic update of the entry. Acquire as above; nothing is published by it.
-            let noted = F::change(value, notes, Flags::NONE);
-            match entry.compare_exchange(value, noted, Ordering::Acquire, Ordering::Acquire) {
-                Ok(_) => {
-                    let within = at.get() & ((1 << (PAGE_SHIFT + 9 * level)) - (1 << PAGE_SHIFT));
-                    let first = word(platform, F::frame(value).start().get() + within)?;
-                    return Some(Reached { first, pinned: PhantomData });
-                }
+            let start = F::frame(value).start().get();
+            // As hardware does: an atomic update of the entry, if it says anything new. Acquire as above; nothing is published by it.
+            if flags.contains(notes) {
+                return Some(Leaf { start, level, flags });
+            }
+            match entry.compare_exchange(
+                value,
+                F::change(value, notes, Flags::NONE),
+                Ordering::Acquire,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => return Some(Leaf { start, level, flags }),
                 Err(now) => value = now,
             }
         }

@@ -37,6 +37,8 @@ struct State {
     drops: u64,
     /// Pages that it was told of as used.
     used: Vec<Pfn>,
+    /// Pages that it was told of as not needed soon.
+    unused: Vec<Pfn>,
     /// Reschedule points when one was last given back, how many have been since, and the most that were between two.
     points: u64,
     since: u64,
@@ -60,6 +62,11 @@ impl<const AWAY: bool> Slots<AWAY> {
     /// The pages that it was told of as used, in that order, since somebody asked.
     pub fn used_pages(&self) -> Vec<Pfn> {
         std::mem::take(&mut self.state().used)
+    }
+
+    /// The pages that it was told of as not needed soon, since somebody asked.
+    pub fn unused_pages(&self) -> Vec<Pfn> {
+        std::mem::take(&mut self.state().unused)
     }
 
     /// How many pages it has been told of.
@@ -121,6 +128,11 @@ unsafe impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for S
     unsafe fn used(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, heads: &[Pfn]) {
         assert!(!heads.is_empty(), "told of nothing");
         self.state().used.extend(heads);
+    }
+
+    unsafe fn unused(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, heads: &[Pfn]) {
+        assert!(!heads.is_empty(), "told of nothing");
+        self.state().unused.extend(heads);
     }
 
     unsafe fn load(&self, cx: &Cx<'_, 'h>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {

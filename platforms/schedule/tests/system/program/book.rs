@@ -79,6 +79,8 @@ pub struct Book {
     pub fresh: BTreeMap<u64, BTreeSet<u64>>,
     /// Pages that could not be mapped again.
     pub gone: BTreeSet<u64>,
+    /// Pages that are given up, and not stored to since: each word is what it was or 0, and may be 0 any time.
+    pub given_up: BTreeSet<u64>,
     pub forks: Vec<Fork>,
 }
 
@@ -140,6 +142,7 @@ impl Book {
             self.fresh.entry(at).or_default().insert(value);
         } else {
             self.words.insert(at, [value].into());
+            self.given_up.remove(&area_of(at).page(at));
         }
         self.forks.iter_mut().for_each(|fork| fork.stores.push((by, at, value)));
     }

@@ -107,7 +107,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         }
         let whole = span_of(&range);
         if stays {
-            self.test.world.vm.discard(cx, &process.space, whole).expect("areas");
+            self.test.world.vm.discard(cx, &process.space, whole, Discard::Now).expect("areas");
             self.is_given_up(process, all());
             self.test.did("discarded", 1);
         } else {
@@ -127,6 +127,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             book.rights.retain(|page, _| !range.contains(page));
         }
         book.end_changes(all());
+        book.given_up.retain(|page| !range.contains(page));
         for (_, part) in parts.iter().filter(|(area, _)| !area.kind.shared) {
             let fresh: Vec<_> = book.fresh.range(part.clone()).map(|(at, values)| (*at, values.clone())).collect();
             book.words.retain(|at, _| !part.contains(at));
@@ -134,6 +135,48 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
                 values.insert(0);
                 book.words.insert(at, values);
             }
+        }
+    }
+
+    /// Some pages may go unstored when memory is short.
+    pub(super) fn give_up(&mut self, cx: &mut Cx<'_, 'h>) {
+        let process = self.process.clone();
+        let (area, part) = self.any_part();
+        let all = || pages_of(area, &part);
+        {
+            let mut book = process.book.borrow_mut();
+            if area.kind.shared || area.kind.pooled || book.is_busy(all()) {
+                return;
+            }
+            book.begin_changes(all());
+        }
+        self.test.world.vm.discard(cx, &process.space, span_of(&part), Discard::WhenShort).expect("areas");
+        let mut book = process.book.borrow_mut();
+        book.words.range_mut(part.clone()).for_each(|(_, may)| _ = may.insert(0));
+        book.given_up.extend(all());
+        book.end_changes(all());
+        drop(book);
+        self.test.did("given up", 1);
+    }
+
+    /// How some pages are used changes nothing of what is in them.
+    pub(super) fn advise(&mut self, cx: &mut Cx<'_, 'h>) {
+        let process = self.process.clone();
+        let (area, part) = self.any_part();
+        {
+            let mut book = process.book.borrow_mut();
+            if book.is_busy(pages_of(area, &part)) {
+                return;
+            }
+            book.begin_rights(pages_of(area, &part));
+        }
+        let all = [Advice::Normal, Advice::Sequential, Advice::Random, Advice::WillNeed, Advice::Cold];
+        let advice = all[self.random.below(5) as usize];
+        let done = self.test.world.vm.advise(cx, &process.space, span_of(&part), advice);
+        process.book.borrow_mut().end_rights(pages_of(area, &part), None);
+        match done {
+            Ok(()) => self.test.did("advised", 1),
+            Err(error) => assert_eq!(error, VmError::NoMemory),
         }
     }
 

@@ -10,10 +10,10 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             return;
         }
         let (id, pins, begun) = (test.next_value(), parent.pins.get(), parent.pins_begun.get());
-        let (before, mut words, gone) = {
+        let (before, mut words, gone, given_up) = {
             let mut book = parent.book.borrow_mut();
             book.forks.push(Fork { id, stores: Vec::new() });
-            (book.changes.clone(), book.words.clone(), book.gone.clone())
+            (book.changes.clone(), book.words.clone(), book.gone.clone(), book.given_up.clone())
         };
         let forked = test.world.vm.fork(cx, &parent.space);
         let (stores, torn) = {
@@ -46,7 +46,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             Some((page, Rights { read_only: !allowed.contains(Protection::WRITE), ..Rights::default() }))
         });
         let rights = rights.collect();
-        let child = test.process(cx, child, Book { words, gone, rights, ..Book::default() });
+        let child = test.process(cx, child, Book { words, gone, rights, given_up, ..Book::default() });
         child.users.set(1);
         test.world.enter(cx, &child.space);
         test.world.leave(cx, &parent.space);

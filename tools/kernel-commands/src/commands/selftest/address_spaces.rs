@@ -5,9 +5,10 @@
 //! that a page which it has unmapped is zero again. In the common area, which maps a file in memory, each CPU has a word of its
 //! own in every page; what it has stored there is in the file when that has been written back. A third area can be read, and nobody may store there. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
 
-use super::{Cx, Failure, Finding, on_all, stored, vec_of};
+use super::{Cx, Done, Failure, Finding, on_all, stored, vec_of};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Never, Order, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::AllocRequest;
@@ -18,10 +19,9 @@ use hugemm_kernel::percpu;
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_paging::ShootdownPolicy;
 use hugemm_vm::{
-    AccessError, AddressSpace, Backing, NoPager, PageSource, Pools, Protection, SharedRef, SourceError, StoredPages,
-    Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
+    AccessError, AddressSpace, Advice, Backing, Discard, NoPager, PageSource, Pools, Protection, SharedRef,
+    SourceError, StoredPages, Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
 };
-use hugemm_workloads::random::Random;
 
 /// Where the plots are.
 const PLOTS: u64 = 0x20_0000_0000;
@@ -107,9 +107,7 @@ struct Round<'v> {
     until: u64,
     stop: AtomicBool,
     forks: AtomicU32,
-    steps: AtomicU64,
     zeroes: ZeroWorker,
-    zeroed: AtomicU64,
 }
 
 struct Task<'r> {
@@ -119,8 +117,8 @@ struct Task<'r> {
     random: Random,
 }
 
-/// One round on all CPUs, until `until` at the latest; returns how many steps were taken, and how many bytes cleared ahead of need.
-pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
+/// One round on all CPUs, until `until` at the latest.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
     let features = Features::detect();
     let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
     let cpus = percpu::count();
@@ -145,21 +143,18 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
                 until,
                 stop: AtomicBool::new(false),
                 forks: AtomicU32::new(0),
-                steps: AtomicU64::new(0),
                 zeroes: ZeroWorker::new(&clearer, PageSize::Size2M, 100),
-                zeroed: AtomicU64::new(0),
             };
             let parts: Lock<SpinLock, _> = Lock::new(known.iter_mut());
             let found = on_all(cx, |cx, cpu| {
                 let Some(known) = parts.lock().next() else { return Ok(()) };
-                let random = Random::new(seed ^ u64::from(cpu) << 40);
+                let random = Random(seed ^ u64::from(cpu) << 40);
                 let mut task = Task { round: &round, cpu, known, random };
                 // Relaxed: only to end the others.
                 task.run(cx).inspect_err(|_| round.stop.store(true, Ordering::Relaxed))
             });
-            let done = (round.steps.load(Ordering::Relaxed), round.zeroed.load(Ordering::Relaxed));
             manager.close(cx, common).map_err(|(error, _)| error)?;
-            found.map(|()| done)
+            found
         }
         Err(error) => Err(error.into()),
     };
@@ -209,6 +204,23 @@ fn span(start: u64, pages: u64) -> VirtRange {
     VirtRange::new(VirtAddr::new(start), pages * PAGE_BYTES).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// Nothing if there was no memory for it.
+fn unless_short<T>(result: Result<T, VmError>) -> Result<Option<T>, Failure> {
+    match result {
+        Ok(done) => Ok(Some(done)),
+        Err(VmError::NoMemory) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Tries again while there is no memory for it: others give some back, since forks end.
+fn until_it_can(mut f: impl FnMut() -> Result<(), VmError>) -> Result<(), Failure> {
+    while unless_short(f())?.is_none() {
+        percpu::beat();
+    }
+    Ok(())
+}
+
 impl Task<'_> {
     fn run(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
         // Once in any case: a busy host may leave time for a few steps only.
@@ -231,9 +243,10 @@ impl Task<'_> {
                 8 => self.move_away(cx)?,
                 9 => self.lock(cx)?,
                 10 => self.write_back(cx)?,
+                11 => self.advise(cx)?,
                 _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
             }
-            self.round.steps.fetch_add(1, Ordering::Relaxed);
+            Done::Accesses.add(1);
         }
         Ok(())
     }
@@ -296,12 +309,8 @@ impl Task<'_> {
         let (round, cpu) = (self.round, self.cpu);
         let (part, kind, known) = self.any_part();
         let places = (part.start().get() + u64::from(cpu) * 8..).step_by(kind.page.bytes() as usize).map(VirtAddr::new);
-        match round.vm.protect(cx, round.space, part, Protection::USER) {
-            Ok(()) => {}
-            // It had to be cut; nothing has changed.
-            Err(VmError::NoMemory) => return Ok(()),
-            Err(error) => return Err(error.into()),
-        }
+        // Where it had to be cut, and could not be, nothing has changed.
+        let Some(()) = unless_short(round.vm.protect(cx, round.space, part, Protection::USER))? else { return Ok(()) };
         vm::with(cx, round.vm, round.space, |_| -> Result<(), Failure> {
             for (at, known) in places.clone().zip(&*known) {
                 check(cpu, at, *known)?;
@@ -337,12 +346,8 @@ impl Task<'_> {
             let word = from.start().get() + u64::from(cpu) * 8;
             (word..).step_by(kind.page.bytes() as usize).map(VirtAddr::new)
         };
-        match round.vm.move_to(cx, round.space, part, there) {
-            Ok(()) => {}
-            // It had to be cut, or there was no table; nothing has changed.
-            Err(VmError::NoMemory) => return Ok(()),
-            Err(error) => return Err(error.into()),
-        }
+        // The same where there was no table.
+        let Some(()) = unless_short(round.vm.move_to(cx, round.space, part, there))? else { return Ok(()) };
         vm::with(cx, round.vm, round.space, |_| -> Result<(), Failure> {
             for ((at, old), known) in places(there).zip(places(part)).zip(&mut *known) {
                 check(cpu, at, *known)?;
@@ -358,12 +363,7 @@ impl Task<'_> {
             }
             Ok(())
         })?;
-        while let Err(error) = round.vm.move_to(cx, round.space, there, part) {
-            if error != VmError::NoMemory {
-                return Err(error.into());
-            }
-            percpu::beat();
-        }
+        until_it_can(|| round.vm.move_to(cx, round.space, there, part))?;
         vm::with(cx, round.vm, round.space, |_| {
             places(part).zip(known).try_for_each(|(at, known)| check(cpu, at, *known))
         })
@@ -372,11 +372,7 @@ impl Task<'_> {
     /// What this CPU has stored to a page of the common area is in the file.
     fn write_back(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
         let (round, page) = (self.round, self.random.below(SMALL_PAGES));
-        match round.vm.sync(cx, round.common, page, page + 1) {
-            Ok(_) => {}
-            Err(VmError::NoMemory) => return Ok(()),
-            Err(error) => return Err(error.into()),
-        }
+        let Some(_) = unless_short(round.vm.sync(cx, round.common, page, page + 1))? else { return Ok(()) };
         let (known, written) = (self.known.common[page as usize], FILE.word(page * WORDS + u64::from(self.cpu)));
         let written = written.load(Ordering::Relaxed);
         if written != known {
@@ -390,24 +386,14 @@ impl Task<'_> {
     fn lock(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
         let round = self.round;
         let (part, ..) = self.any_part();
-        match round.vm.lock(cx, round.space, part, u64::MAX) {
-            Ok(()) => {
-                let present = round.vm.usage(cx, round.space, part)?.present;
-                if present != part.pages() {
-                    let what = format_args!("{present} pages of {} are locked at {}", part.pages(), part.start());
-                    return Err(Finding::new("address spaces", what).into());
-                }
+        if unless_short(round.vm.lock(cx, round.space, part, u64::MAX))?.is_some() {
+            let present = round.vm.usage(cx, round.space, part)?.present;
+            if present != part.pages() {
+                let what = format_args!("{present} pages of {} are locked at {}", part.pages(), part.start());
+                return Err(Finding::new("address spaces", what).into());
             }
-            Err(VmError::NoMemory) => {}
-            Err(error) => return Err(error.into()),
         }
-        while let Err(error) = round.vm.unlock(cx, round.space, part) {
-            if error != VmError::NoMemory {
-                return Err(error.into());
-            }
-            percpu::beat();
-        }
-        Ok(())
+        until_it_can(|| round.vm.unlock(cx, round.space, part))
     }
 
     /// A word is read and written through the direct map.
@@ -415,22 +401,33 @@ impl Task<'_> {
         let (round, cpu, word) = (self.round, self.cpu, self.random.below(u64::MAX));
         let (at, known) = self.any_page();
         let mut found = [0; 8];
-        match round.vm.read(cx, round.space, at, &mut found) {
-            Ok(()) if found != known.to_ne_bytes() => {
-                let found = u64::from_ne_bytes(found);
-                let what = format_args!("cpu{cpu} read {found:#x} from outside at {:#x}, not {known:#x}", at.get());
-                return Err(Finding::new("address spaces", what).into());
-            }
-            Ok(()) | Err(AccessError { cause: VmError::NoMemory, .. }) => {}
-            Err(error) => return Err(error.cause.into()),
+        let cause = |error: AccessError| error.cause;
+        let read = unless_short(round.vm.read(cx, round.space, at, &mut found).map_err(cause))?;
+        if read.is_some() && found != known.to_ne_bytes() {
+            let found = u64::from_ne_bytes(found);
+            let what = format_args!("cpu{cpu} read {found:#x} from outside at {:#x}, not {known:#x}", at.get());
+            return Err(Finding::new("address spaces", what).into());
         }
-        match round.vm.write(cx, round.space, at, &word.to_ne_bytes()) {
-            Ok(()) => *known = word,
-            Err(AccessError { cause: VmError::NoMemory, .. }) => {}
-            Err(error) => return Err(error.cause.into()),
+        if unless_short(round.vm.write(cx, round.space, at, &word.to_ne_bytes()).map_err(cause))?.is_some() {
+            *known = word;
         }
         let known = *known;
         vm::with(cx, round.vm, round.space, |_| check(cpu, at, known))
+    }
+
+    /// How a part of the plot is used changes nothing of what is in it. Nobody takes pages away here, so neither does that it may go.
+    fn advise(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let (round, advice) = (self.round, self.random.below(6));
+        let all = [Advice::Normal, Advice::Sequential, Advice::Random, Advice::WillNeed, Advice::Cold];
+        let (part, ..) = self.any_part();
+        let done = match all.get(advice as usize) {
+            Some(advice) => round.vm.advise(cx, round.space, part, *advice),
+            None => round.vm.discard(cx, round.space, part, Discard::WhenShort).map(|_| ()),
+        };
+        match done {
+            Ok(()) | Err(VmError::NoMemory) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Gives up what a part of the plot has, or unmaps it and makes it anew: it is zero then.
@@ -438,40 +435,24 @@ impl Task<'_> {
         let (round, stays) = (self.round, self.random.below(2) == 0);
         let (part, kind, known) = self.any_part();
         if stays {
-            round.vm.discard(cx, round.space, part)?;
+            round.vm.discard(cx, round.space, part, Discard::Now)?;
             known.fill(0);
             return Ok(());
         }
-        match round.vm.unmap(cx, round.space, part) {
-            Ok(_) => {}
-            // It had to be cut; nothing has changed.
-            Err(VmError::NoMemory) => return Ok(()),
-            Err(error) => return Err(error.into()),
-        }
+        let Some(_) = unless_short(round.vm.unmap(cx, round.space, part))? else { return Ok(()) };
         known.fill(0);
-        while let Err(error) = round.vm.map(cx, round.space, part, kind, Backing::Private) {
-            if error != VmError::NoMemory {
-                return Err(error.into());
-            }
-            // Others give memory back: forks end.
-            percpu::beat();
-        }
-        Ok(())
+        until_it_can(|| round.vm.map(cx, round.space, part, kind, Backing::Private).map(|_| ()))
     }
 
     fn prefault(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
         let (area, _) = if self.random.below(2) == 0 { plot(self.cpu) } else { huge_plot(self.cpu) };
-        match self.round.vm.prefault(self.round.space, area, None).work(cx, &Never) {
-            Ok(()) | Err(VmError::NoMemory) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+        unless_short(self.round.vm.prefault(self.round.space, area, None).work(cx, &Never)).map(|_| ())
     }
 
     /// What is known to be zero from here on is not cleared again when somebody's page is made of it.
     fn zero_ahead(&mut self, cx: Cx<'_>) {
         if let ZeroTurn::Cleared { bytes, .. } = self.round.vm.zero_ahead(cx, &self.round.zeroes, &Never) {
-            // Relaxed: only the number counts.
-            self.round.zeroed.fetch_add(bytes, Ordering::Relaxed);
+            Done::ZeroedAhead.add(bytes);
         }
     }
 
@@ -479,16 +460,12 @@ impl Task<'_> {
     fn fork(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
         let round = self.round;
         // Relaxed: only the number counts.
-        if round.forks.fetch_add(1, Ordering::Relaxed) < FORKS {
-            match round.vm.fork(cx, round.space) {
-                Ok(child) => {
-                    let result = vm::with(cx, round.vm, &child, |_| self.look_at_child());
-                    round.vm.destroy(cx, child).map_err(|(error, _)| error)?;
-                    result?;
-                }
-                Err(VmError::NoMemory) => {}
-                Err(error) => return Err(error.into()),
-            }
+        if round.forks.fetch_add(1, Ordering::Relaxed) < FORKS
+            && let Some(child) = unless_short(round.vm.fork(cx, round.space))?
+        {
+            let result = vm::with(cx, round.vm, &child, |_| self.look_at_child());
+            round.vm.destroy(cx, child).map_err(|(error, _)| error)?;
+            result?;
         }
         round.forks.fetch_sub(1, Ordering::Relaxed);
         vm::with(cx, round.vm, round.space, |_| self.access(u64::MAX))

@@ -4,15 +4,15 @@
 //! there before finds something else. Guard pages fault, and say whose they are; so does a store to what has become read-only. What is
 //! freed is nobody's before its flush.
 
-use super::{Cx, Failure, Finding, on_all};
-use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use super::{Cx, Done, Failure, Finding, on_all};
+use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Order, PAGE_BYTES, VirtAddr};
-use hugemm_kernel::kva::areas;
+use hugemm_kernel::kva::{AGE_NS, areas};
 use hugemm_kernel::{page_fault, percpu};
 use hugemm_kva::{Area, KvaError, Place, Request};
 use hugemm_paging::Flags;
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
@@ -113,13 +113,13 @@ impl Marked {
     }
 }
 
-/// One round on all CPUs, until `until` at the latest; how many areas were freed.
+/// One round on all CPUs, until `until` at the latest. `alone` takes some seconds more, of an idle CPU.
 #[inline(never)]
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Failure> {
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, alone: bool, until: u64) -> Result<(), Failure> {
     let shelf: [Lock<SpinLock, Option<Marked>>; SHELF] = core::array::from_fn(|_| Lock::new(None));
-    let (stop, freed) = (AtomicBool::new(false), AtomicU64::new(0));
+    let stop = AtomicBool::new(false);
     let ran = on_all(cx, |cx, cpu| {
-        let mut random = Random::new(seed ^ u64::from(cpu) << 32);
+        let mut random = Random(seed ^ u64::from(cpu) << 32);
         for step in 0..STEPS {
             // Relaxed: only to end sooner.
             if stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= until {
@@ -130,7 +130,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
                 // What this CPU flushes, stays: here and on all others.
                 percpu::own().unflushed.store(true, Ordering::Relaxed);
             }
-            let stepped = one(cx, cpu, step, &mut random, &shelf, &freed);
+            let stepped = one(cx, cpu, step, &mut random, &shelf);
             percpu::own().unflushed.store(false, Ordering::Relaxed);
             stepped.inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
         }
@@ -144,8 +144,11 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
     }
     ran?;
     waits_for_its_flush(cx)?;
+    if alone && percpu::count() > 1 {
+        waits_no_longer(cx)?;
+    }
     areas().trim(cx);
-    Ok(freed.into_inner())
+    Ok(())
 }
 
 fn one(
@@ -154,7 +157,6 @@ fn one(
     step: u64,
     random: &mut Random,
     shelf: &[Lock<SpinLock, Option<Marked>>; SHELF],
-    freed: &AtomicU64,
 ) -> Result<(), Failure> {
     let new = Marked::take(cx, random);
     let place = &shelf[random.below(SHELF as u64) as usize];
@@ -167,9 +169,25 @@ fn one(
         _ => {}
     }
     old.free(cx)?;
-    freed.fetch_add(1, Ordering::Relaxed);
+    Done::Areas.add(1);
     if step % 64 == 63 {
         areas().flush(cx);
+    }
+    Ok(())
+}
+
+/// An idle CPU gives back what nobody else does.
+fn waits_no_longer(cx: Cx<'_>) -> Result<(), Failure> {
+    let Ok(area) = areas().alloc(cx, Request::new(PAGE_BYTES, "old")) else { return Ok(()) };
+    areas().free(cx, area).map_err(|(error, _)| refused(error))?;
+    let since = cx.platform().now_ns();
+    while areas().counts(cx).waiting > 0 {
+        percpu::beat();
+        // Ten times as long, of an emulated CPU.
+        if cx.platform().now_ns() - since > 20 * AGE_NS {
+            return Err(found(format_args!("an area waits for its flush for ever")).into());
+        }
+        cx.cond_resched();
     }
     Ok(())
 }
@@ -177,12 +195,17 @@ fn one(
 /// Addresses that were freed are not taken again before their flush, and nobody finds anything there after it.
 fn waits_for_its_flush(cx: Cx<'_>) -> Result<(), Failure> {
     areas().flush(cx);
+    let batches = areas().counts(cx).batches;
     let request = Request::new(PAGE_BYTES, "waits");
     let mut ranges = [None; 8];
     for place in &mut ranges {
         let Ok(area) = areas().alloc(cx, request) else { return Ok(()) };
         *place = Some(area.range());
         areas().free(cx, area).map_err(|(error, _)| refused(error))?;
+    }
+    if areas().counts(cx).batches != batches {
+        // An idle CPU's flush.
+        return Ok(());
     }
     for (number, range) in ranges.iter().enumerate() {
         if ranges[..number].contains(range) {

@@ -9,13 +9,13 @@
 use super::{Cx, Failure, Finding, on_all, overwritten};
 use crate::space;
 use core::sync::atomic::{AtomicBool, Ordering};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::tlb::{kernel_half, shootdown};
 use hugemm_kernel::{layout, percpu, tables, vmemmap};
 use hugemm_paging::{PagingError, ShootdownBatch, ShootdownPolicy, TableMemory};
-use hugemm_workloads::random::Random;
 
 /// Leaves that are divided and joined in a round, at most.
 const TURNS: u64 = 20;
@@ -28,7 +28,7 @@ pub const WORD: usize = 5;
 pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
     let stop = AtomicBool::new(false);
     on_all(cx, |cx, cpu| {
-        let mut random = Random::new(seed ^ u64::from(cpu) << 24);
+        let mut random = Random(seed ^ u64::from(cpu) << 24);
         if cpu == 0 {
             let mut turns = || -> Result<(), Failure> {
                 for turn in 0..TURNS {

@@ -1,17 +1,17 @@
 //! All CPUs take, pass on and free blocks of all orders; a bitmap beside the allocator knows every frame's owner.
 
-use super::{Cx, Failure, Finding, on_all, vec_of};
+use super::{Cx, Done, Failure, Finding, on_all, vec_of};
 use ::alloc::vec::Vec;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Extent, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::AllocRequest;
 use hugemm_kernel::heap::heap;
 use hugemm_kernel::memory::{self, KernelEnv, frames};
 use hugemm_kernel::{percpu, smp};
 use hugemm_workloads::alloc_free::stress::{self, Broken, Ownership, PIECES, Pieces, Plugged};
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
@@ -60,8 +60,7 @@ fn broke(broken: Broken) -> Finding {
     Finding::new("frames", format_args!("{broken}"))
 }
 
-/// One round on all CPUs, until `until` at the latest; how often pieces have been unplugged, and how many frames have gone bad, in all
-/// rounds.
+/// One round on all CPUs, until `until` at the latest.
 pub fn round(
     cx: Cx<'_>,
     seed: u64,
@@ -69,8 +68,7 @@ pub fn round(
     until: u64,
     pieces: &Pieces,
     bad: &[AtomicU64],
-) -> Result<(u64, usize), Failure> {
-    let mut done = (0, 0);
+) -> Result<(), Failure> {
     let wide = beyond().number() + PIECES as u64 * PageSize::Size2M.pages();
     let area = Extent::new(Pfn::new(0), wide).unwrap_or_default();
     let words = vec_of((area.pages() / 64) as usize, || AtomicU64::new(0))?;
@@ -79,7 +77,7 @@ pub fn round(
     if let Some(ownership) = Ownership::new(area, &words) {
         let ownership = ownership.with_plugged(beyond()).with_poison(bad);
         on_all(cx, |cx, cpu| {
-            let mut random = Random::new(seed ^ u64::from(cpu) << 32);
+            let mut random = Random(seed ^ u64::from(cpu) << 32);
             let mut own = [0; HELD];
             let steps = 200;
             for turn in 0..STEPS / steps {
@@ -107,11 +105,15 @@ pub fn round(
             frames().drain(cx);
             Ok(())
         })?;
-        stress::finish(cx, frames(), &ownership, &exchange, &mut Random::new(seed)).map_err(broke)?;
+        stress::finish(cx, frames(), &ownership, &exchange, &mut Random(seed)).map_err(broke)?;
         unowned_pages(cx);
-        done = (stress::unplug(cx, frames(), pieces).map_err(broke)?, ownership.poisoned());
+        // Both are counts of all rounds.
+        let unplugged = stress::unplug(cx, frames(), pieces).map_err(broke)?;
+        for (done, so_far) in [(Done::Unplugged, unplugged), (Done::Poisoned, ownership.poisoned() as u64)] {
+            done.add(so_far - done.so_far());
+        }
     }
-    Ok(done)
+    Ok(())
 }
 
 /// Frames that nobody has: free ones, those in all CPUs' caches included, and bad ones that are out for good.

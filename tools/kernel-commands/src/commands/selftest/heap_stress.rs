@@ -5,8 +5,8 @@ use ::alloc::vec::Vec;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::Clock;
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_kernel::percpu;
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
@@ -61,7 +61,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
     let exchange: [Lock<SpinLock, Words>; EXCHANGE] = core::array::from_fn(|_| Lock::new(Words::default()));
     let stop = AtomicBool::new(false);
     on_all(cx, |cx, cpu| {
-        let mut random = Random::new(seed ^ u64::from(cpu) << 32);
+        let mut random = Random(seed ^ u64::from(cpu) << 32);
         for _ in 0..STEPS {
             // Relaxed: only to end sooner.
             if stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= until {

@@ -2,15 +2,15 @@
 //! it: its interrupts are off, so that one which asked it would stand still, and the watchdog would say where.
 
 use super::descriptors::stamp;
-use super::{Cx, Failure, Finding, on_all};
+use super::{Cx, Done, Failure, Finding, on_all};
 use core::sync::atomic::{AtomicU64, Ordering};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuId, Extent, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::tlb::{kernel_half, shootdown};
 use hugemm_kernel::{layout, percpu};
 use hugemm_paging::{ShootdownBatch, ShootdownPolicy};
-use hugemm_workloads::random::Random;
 
 /// Times in a round, at most.
 const TURNS: u64 = 20;
@@ -19,17 +19,18 @@ const TURNS: u64 = 20;
 const HERE: u64 = 0;
 const BACK: u64 = u64::MAX;
 
-/// One round, until `until` at the latest; how often a CPU was offline. None is where there is but one.
-pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
+/// One round, until `until` at the latest. Nobody leaves where there is but one.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
     let others = u64::from(percpu::count() - 1);
-    let mut random = Random::new(seed);
+    let mut random = Random(seed);
     for turn in 0..if others == 0 { 0 } else { TURNS } {
         once(cx, 1 + random.below(others) as u32, turn, &mut random)?;
+        Done::Offline.add(1);
         if cx.platform().now_ns() >= until {
-            return Ok(turn + 1);
+            break;
         }
     }
-    Ok(if others == 0 { 0 } else { TURNS })
+    Ok(())
 }
 
 /// That CPU goes offline and comes back.
@@ -40,7 +41,7 @@ fn once(cx: Cx<'_>, leaver: u32, turn: u64, random: &mut Random) -> Result<(), F
         0 => Ok(beside(cx, CpuId(leaver), &phase)?),
         cpu if cpu == leaver => {
             leave(cx, &phase);
-            Ok(stamp(cx, cpu, turn, &mut Random::new(seed))?)
+            Ok(stamp(cx, cpu, turn, &mut Random(seed))?)
         }
         _ => Ok(()),
     })

@@ -9,18 +9,17 @@
 mod intact;
 
 use super::descriptors::stamp;
-use super::{Cx, Failure, Finding, on_all, vec_of};
+use super::{Cx, Done, Failure, Finding, on_all, vec_of};
 use core::hint::black_box;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Never, PageSize, Pfn};
 use hugemm_hugetlb::{Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::percpu;
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
-use hugemm_workloads::random::Random;
 use intact::Intact;
 
 /// Steps in a round, at most, unless more are asked for.
@@ -30,34 +29,8 @@ const LOOKS: u64 = 1000;
 
 type Pool<'m> = HugePool<'m, IrqLock>;
 
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Tally {
-    /// Steps: pools resized, or a page demoted, dissolved or lent.
-    pub resizes: u64,
-    /// Pages of 1 GiB that became pages of 2 MiB.
-    pub demoted: u64,
-    /// Pages that left by themselves.
-    pub dissolved: u64,
-    /// Pages that were lent as surplus.
-    pub surplus: u64,
-    /// Allocations that were made to fail.
-    pub faults: u64,
-}
-
-impl Tally {
-    pub fn plus(self, other: Tally) -> Tally {
-        Tally {
-            resizes: self.resizes + other.resizes,
-            demoted: self.demoted + other.demoted,
-            dissolved: self.dissolved + other.dissolved,
-            surplus: self.surplus + other.surplus,
-            faults: self.faults + other.faults,
-        }
-    }
-}
-
-/// One round on all CPUs, until `until` at the latest, but of `least` steps.
-pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Failure> {
+/// One round on all CPUs, until `until` at the latest, but until there were `least` steps in all rounds.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<(), Failure> {
     let ((mut areas, count), (mut gigantic_areas, _)) = (vmemmap::areas(), vmemmap::areas());
     let (areas, gigantic_areas) = (&mut areas[..count], &mut gigantic_areas[..count]);
     let mut groups = vec_of(Pool::groups(areas, PageSize::Size2M), Group::default)?;
@@ -66,11 +39,10 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Fai
     let huge = Pool::new(PageSize::Size2M, areas, &mut groups, &mut counts)?;
     let gigantic = Pool::new(PageSize::Size1G, gigantic_areas, &mut gigantic_groups, &mut gigantic_counts)?;
     let mut intact = Intact::new(cx)?;
-    let mut random = Random::new(seed);
-    let mut tally = Tally::default();
-    while tally.resizes < least || (tally.resizes < STEPS && cx.platform().now_ns() < until) {
-        let step = beside_walkers(cx, &intact, random.word(), |cx, random| step(cx, &huge, &gigantic, random))?;
-        tally = tally.plus(step);
+    let mut random = Random(seed);
+    let most = Done::Resizes.so_far() + STEPS;
+    while Done::Resizes.so_far() < least || (Done::Resizes.so_far() < most && cx.platform().now_ns() < until) {
+        beside_walkers(cx, &intact, random.word(), |cx, random| step(cx, &huge, &gigantic, random))?;
         intact.check(cx, [&huge, &gigantic])?;
     }
     let optimizer = any_optimizer(&mut random);
@@ -85,7 +57,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Fai
             format_args!("descriptors at {:#x} have no frames of their own with all pools empty", at.get()),
         )
         .into()),
-        None => Ok(tally),
+        None => Ok(()),
     }
 }
 
@@ -94,18 +66,16 @@ fn beside_walkers(
     cx: Cx<'_>,
     intact: &Intact,
     seed: u64,
-    step: impl Fn(Cx<'_>, &mut Random) -> Result<Tally, PoolError> + Sync,
-) -> Result<Tally, Failure> {
+    step: impl Fn(Cx<'_>, &mut Random) -> Result<(), PoolError> + Sync,
+) -> Result<(), Failure> {
     let stop = AtomicBool::new(false);
-    let done: Lock<SpinLock, _> = Lock::new(Ok(Tally::default()));
     on_all(cx, |cx, cpu| {
-        let mut random = Random::new(seed ^ u64::from(cpu) << 40);
+        let mut random = Random(seed ^ u64::from(cpu) << 40);
         if cpu == 0 {
             let result = step(cx, &mut random);
-            *done.lock() = result;
             // Relaxed: only to end the others.
             stop.store(true, Ordering::Relaxed);
-            return Ok(());
+            return Ok(result?);
         }
         let mut turn = 0;
         while !stop.load(Ordering::Relaxed) {
@@ -115,8 +85,7 @@ fn beside_walkers(
             turn += 1;
         }
         Ok(())
-    })?;
-    Ok((*done.lock())?)
+    })
 }
 
 /// Loads words of any frames' descriptors, as a walker by frame number does.
@@ -143,7 +112,7 @@ enum Step {
 }
 
 /// One random step, some of whose allocations fail.
-fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Random) -> Result<Tally, PoolError> {
+fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Random) -> Result<(), PoolError> {
     percpu::beat();
     let optimizer = any_optimizer(random);
     // More than there are, so that memory also runs out by itself now and then; mostly fewer.
@@ -170,29 +139,30 @@ fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Rando
     };
     let first = random.below(2) * more + random.below(64 + more / 16);
     let plan = FaultPlan::random(first, share, random.word());
-    let mut tally = Tally { resizes: 1, ..Tally::default() };
-    memory::with_faults(&plan, || {
+    Done::Resizes.add(1);
+    let done = memory::with_faults(&plan, || {
         match step {
             Step::Huge(pages) => _ = huge.resize(cx, &optimizer, pages, Nodes::All, &Never)?,
             Step::Gigantic(pages) => _ = gigantic.resize(cx, &optimizer, pages, Nodes::All, &Never)?,
             Step::Demote => match gigantic.demote(cx, &optimizer, huge, Nodes::All, 1) {
-                Ok(report) => tally.demoted = report.left,
+                Ok(report) => Done::Demoted.add(report.left),
                 Err(PoolError::NothingToDemote) => {}
                 Err(error) => return Err(error),
             },
             Step::Dissolve(number) => {
                 let page = huge.pages().nth(number as usize);
                 match page.map(|(page, _)| huge.dissolve(cx, &optimizer, page)) {
-                    Some(Ok(report)) => tally.dissolved = report.left,
+                    Some(Ok(report)) => Done::Dissolved.add(report.left),
                     None | Some(Err(PoolError::OutOfMemory)) => {}
                     Some(Err(error)) => return Err(error),
                 }
             }
-            Step::Overcommit(pages) => tally.surplus = overcommit(cx, huge, &optimizer, pages)?,
+            Step::Overcommit(pages) => Done::Surplus.add(overcommit(cx, huge, &optimizer, pages)?),
         }
         Ok(())
-    })?;
-    Ok(Tally { faults: plan.failed(), ..tally })
+    });
+    Done::Faults.add(plan.failed());
+    done
 }
 
 /// Promises `surplus` pages more than are free, and takes the promise back; how many surplus pages came.

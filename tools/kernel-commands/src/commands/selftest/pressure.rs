@@ -3,7 +3,7 @@
 
 use super::super::processes::{self, ProcessPlan};
 use super::super::swapped::{HELD_BACK, free_held};
-use super::{Cx, Failure, Finding, vec_for};
+use super::{Cx, Done, Failure, Finding, vec_for};
 use ::alloc::vec::Vec;
 use hugemm_base::{Clock, Order, PAGE_BYTES, PageSize};
 use hugemm_frames::Frozen;
@@ -31,32 +31,8 @@ const PIECE: u32 = 3;
 /// for ever.
 const PROCESSES: core::ops::RangeInclusive<u32> = 6..=12;
 
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Tally {
-    /// Touched, and what was in them checked.
-    pub checked: u64,
-    /// Stored in swap.
-    pub stored: u64,
-    /// Brought back from it.
-    pub back: u64,
-    /// Touches, forks and unmaps for which there was no memory.
-    pub refused: u64,
-}
-
-impl Tally {
-    pub fn plus(self, more: Tally) -> Tally {
-        Tally {
-            checked: self.checked + more.checked,
-            stored: self.stored + more.stored,
-            back: self.back + more.back,
-            refused: self.refused + more.refused,
-        }
-    }
-}
-
 /// A round at each page size, until `until` at the latest. `plant` is the bug of a flush that is not made.
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, Failure> {
-    let mut tally = Tally::default();
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Failure> {
     for (index, page) in [PageSize::Size4K, PageSize::Size2M].into_iter().enumerate() {
         let left = until.saturating_sub(cx.platform().now_ns());
         let each = if page == PageSize::Size4K { 1 } else { HUGE };
@@ -92,12 +68,12 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
             );
             return Err(Finding::new("pressure", what).into());
         }
-        tally.checked += figures.touched.pages;
-        tally.stored += figures.swap.stores;
-        tally.back += figures.swap.loads;
-        tally.refused += figures.touched.refused;
+        Done::Checked.add(figures.touched.pages);
+        Done::Stored.add(figures.swap.stores);
+        Done::Refaults.add(figures.swap.loads);
+        Done::Refused.add(figures.touched.refused);
     }
-    Ok(tally)
+    Ok(())
 }
 
 /// Every other block of 32 KiB of so many frames, or of half of those that are free; what lies between is free.

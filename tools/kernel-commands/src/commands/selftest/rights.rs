@@ -5,17 +5,17 @@
 //! last time is known to have been written. Then it gives the right back, to one page first and then to all, while the
 //! others wait in their page faults.
 
-use super::{Cx, Failure, Finding, stored, vec_of};
+use super::{Cx, Done, Failure, Finding, stored, vec_of};
 use crate::space::rights::Way;
 use crate::space::{BareSpace, Pages};
 use core::ptr;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::{percpu, smp};
 use hugemm_paging::PagingError;
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Where the pages are.
@@ -63,8 +63,8 @@ fn span(at: u64, bytes: u64) -> Result<VirtRange, PagingError> {
     VirtRange::new(VirtAddr::new(at), bytes).map_err(|_| PagingError::NoTable)
 }
 
-/// One round on all CPUs, until `until` at the latest; returns how often the right to store was taken away.
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Failure> {
+/// One round on all CPUs, until `until` at the latest.
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Failure> {
     let mut runs = vec_of(PAGES as usize, Extent::default)?;
     let space = BareSpace::new(cx, Some(&Counters))?;
     let stop = AtomicBool::new(false);
@@ -72,10 +72,10 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
     smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
         space.with(cx, |cx| {
             if cpu == 0 {
-                let judged = judge(cx, &space, &mut Random::new(seed), plant, until);
+                let judged = judge(cx, &space, &mut Random(seed), plant, until);
                 // Whatever was found, nobody is left waiting in a page fault.
                 let unsealed = all().and_then(|all| space.unseal(cx, all));
-                *outcome.lock() = Some(judged.and_then(|seals| Ok(unsealed.map(|()| seals)?)));
+                *outcome.lock() = Some(judged.and_then(|()| Ok(unsealed?)));
                 // Relaxed: only to end.
                 stop.store(true, Ordering::Relaxed);
             } else {
@@ -92,7 +92,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
         // SAFETY: the space that had them is gone, and each was shown once.
         frames().free_extent(cx, unsafe { Dirty::assume_owned(*run) });
     }
-    outcome.lock().take().unwrap_or(Ok(0))
+    outcome.lock().take().unwrap_or(Ok(()))
 }
 
 /// Counts in every page until it is told to stop.
@@ -108,14 +108,16 @@ fn count(cpu: u64, stop: &AtomicBool) {
     }
 }
 
-/// Takes the right away, looks, and gives it back, again and again; how often.
-fn judge(cx: Cx<'_>, space: &BareSpace<'_>, random: &mut Random, plant: Plant, until: u64) -> Result<u64, Failure> {
+/// Takes the right away, looks, and gives it back, again and again.
+fn judge(cx: Cx<'_>, space: &BareSpace<'_>, random: &mut Random, plant: Plant, until: u64) -> Result<(), Failure> {
     let all = all()?;
     // All pages are there before anything is judged: what is mapped later may be written.
     let mut counted: [u64; PAGES as usize] = core::array::from_fn(|_| 0);
     (0..PAGES).for_each(|number| _ = core::hint::black_box(sum(number)));
-    let mut seals = 0;
-    while seals < TURNS && cx.platform().now_ns() < until {
+    for _ in 0..TURNS {
+        if cx.platform().now_ns() >= until {
+            break;
+        }
         percpu::beat();
         let way = match (plant, random.below(3)) {
             (Plant::UnflushedProtect, _) => Way::Untold,
@@ -123,7 +125,7 @@ fn judge(cx: Cx<'_>, space: &BareSpace<'_>, random: &mut Random, plant: Plant, u
             _ => Way::Tables,
         };
         space.seal(cx, all, way)?;
-        seals += 1;
+        Done::Seals.add(1);
         let before: [u64; PAGES as usize] = core::array::from_fn(|number| sum(number as u64));
         let moved = |number: &u64| sum(*number) != before[*number as usize];
         wait(WAIT);
@@ -156,7 +158,7 @@ fn judge(cx: Cx<'_>, space: &BareSpace<'_>, random: &mut Random, plant: Plant, u
         space.unseal(cx, all)?;
         wait(random.below(4 * WAIT));
     }
-    Ok(seals)
+    Ok(())
 }
 
 fn all() -> Result<VirtRange, PagingError> {

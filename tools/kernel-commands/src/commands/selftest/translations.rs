@@ -6,17 +6,17 @@
 //! there when it is looked at again; then they are freed and come back under other addresses. So a read through a
 //! translation that is gone finds the wrong words, and a write through one breaks the pattern.
 
-use super::{Cx, Failure, Finding, vec_of};
+use super::{Cx, Done, Failure, Finding, vec_of};
 use crate::space::{BareSpace, Pages};
 use core::cell::RefCell;
 use core::ptr;
-use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::{layout, percpu, platform::Kernel, smp, tlb};
 use hugemm_paging::{PagingError, Run};
-use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
 /// Where the pages are.
@@ -76,16 +76,6 @@ struct Round<'a> {
     until: u64,
     stop: AtomicBool,
     found: Lock<SpinLock, Option<Finding>>,
-    unmaps: AtomicU64,
-    resized: AtomicU64,
-}
-
-#[derive(Clone, Copy, Default)]
-pub struct Tally {
-    /// Ranges that were unmapped.
-    pub unmaps: u64,
-    /// Pieces whose leaves got another size.
-    pub resized: u64,
 }
 
 impl Round<'_> {
@@ -96,7 +86,7 @@ impl Round<'_> {
 }
 
 /// One round on all CPUs, until `until` at the latest.
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, Failure> {
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Failure> {
     let cpus = percpu::count();
     let mut runs = vec_of(RUNS * cpus as usize, Extent::default)?;
     let round = Round {
@@ -105,8 +95,6 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         until,
         stop: AtomicBool::new(false),
         found: Lock::new(None),
-        unmaps: AtomicU64::new(0),
-        resized: AtomicU64::new(0),
     };
     // Each CPU gets its part of the list.
     let lists: Lock<SpinLock, _> = Lock::new(runs.chunks_exact_mut(RUNS));
@@ -115,11 +103,11 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
     smp::on_cpus(cx, cpus, &|cx, cpu| {
         let Some(list) = lists.lock().next() else { return };
         let list = RefCell::new(List { runs: list, count: 0 });
-        round.space.with(cx, |cx| stress(cx, &round, &list, &mut Random::new(seed ^ u64::from(cpu) << 40)));
+        round.space.with(cx, |cx| stress(cx, &round, &list, &mut Random(seed ^ u64::from(cpu) << 40)));
     });
     // SAFETY: none: this is the planted bug, which the self-test must find.
     unsafe { tlb::miss_one(false) };
-    let Round { space, found, unmaps, resized, .. } = round;
+    let Round { space, found, .. } = round;
     let found = found.lock().take();
     if let Some(stale) = found {
         return Err(stale.into());
@@ -133,8 +121,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         list.borrow_mut().give_back(cx);
     }
     space.free(cx, |_| ());
-    // Relaxed: the CPUs have finished.
-    Ok(Tally { unmaps: unmaps.load(Ordering::Relaxed), resized: resized.load(Ordering::Relaxed) })
+    Ok(())
 }
 
 fn span(start: u64, bytes: u64) -> VirtRange {
@@ -223,7 +210,7 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
                 Ok(()) | Err(PagingError::NoTable | PagingError::Busy { .. }) => {}
                 Err(error) => panic!("the self-test's own change of size was refused: {error}"),
             }
-            round.resized.fetch_add(1, Ordering::Relaxed);
+            Done::Resized.add(1);
             continue;
         }
         // A whole piece of 4 KiB leaves is unhooked with its table.
@@ -253,7 +240,7 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
             Err(PagingError::Busy { .. } | PagingError::NeedsSplit { .. }) => continue,
             Err(error) => panic!("the self-test's own unmap was refused: {error}"),
         }
-        round.unmaps.fetch_add(1, Ordering::Relaxed);
+        Done::Unmaps.add(1);
         let mut list = list.borrow_mut();
         list.overwrite();
         for _ in 0..2 {

@@ -7,11 +7,11 @@ use crate::commands::selftest::descriptors::WORD;
 use crate::commands::selftest::frames_stress::unowned_pages;
 use ::alloc::vec::Vec;
 use core::ops::Range;
+use hugemm_base::random::Random;
 use hugemm_base::{Order, PageSize, Pfn};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::{percpu, vmemmap};
-use hugemm_workloads::random::Random;
 
 /// Blocks of other owners, which stay through a round.
 const OTHERS: usize = 32;

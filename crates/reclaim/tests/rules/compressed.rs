@@ -1,8 +1,6 @@
 //! The compressed store: rules one by one, then random operations against the model.
-#![cfg(not(loom))]
 
-mod support;
-
+use crate::support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, ops, run_as, with_frames};
 use hugemm_base::Order;
 use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
@@ -10,7 +8,6 @@ use hugemm_reclaim::{Compressed, Compressor, Corrupt, PageBytes, SlotError, Stor
 use proptest::prelude::*;
 use std::mem::MaybeUninit;
 use std::sync::Mutex;
-use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, ops, run_as, with_frames};
 
 type Store<'f, 'm, I> = Compressed<'f, 'm, Plain<I>, Runs>;
 
@@ -307,7 +304,7 @@ fn slots_of_another_store_are_refused() {
         frames.drain(&cx);
         run_as(0);
         // Nor has the CPU of that number of another platform any, beside which it runs.
-        let stranger = support::machine(64, u64::MAX);
+        let stranger = crate::support::machine(64, u64::MAX);
         Content { random: 10, seed: 1 }.write(stranger.page(&mut page));
         assert_eq!(store.store(&stranger.cx(), &page, 0), Err(StoreError::NoSuchCpu));
         frames.free(&cx, page);

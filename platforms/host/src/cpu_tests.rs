@@ -1,7 +1,7 @@
 //! A thread is one CPU of one machine, and gets what that machine grants.
 
+use crate::cpu::{CpuError, CpuPlace, Host};
 use hugemm_base::{Cpu, CpuId, Extent, NodeId, PAGE_BYTES, Pfn, PhysMap};
-use hugemm_host::cpu::{CpuError, CpuPlace, Host};
 
 fn machine(cpus: usize) -> Host<'static> {
     Host::new(&vec![CpuPlace { os_cpu: 0, node: NodeId(0) }; cpus], &mut []).expect("a machine")

@@ -1,12 +1,9 @@
 //! Which types may go from thread to thread: all, since lists and stores are everybody's and a slot is anybody's who holds it.
-#![cfg(not(loom))]
 
-mod support;
-
+use crate::support::Runs;
 use hugemm_frames::{Carved, Plain};
 use hugemm_reclaim::*;
 use hugemm_threads::{Memory, Threads};
-use support::Runs;
 
 type Here = hugemm_vm::DefaultSetup<Threads<Memory>>;
 

@@ -1,11 +1,8 @@
 //! Numbers at the end of their types, through every call that takes one: an answer or an error, no panic, and an end.
-#![cfg(not(loom))]
 
-mod support;
-
+use crate::support::{Runs, assert_nothing_lost, machine, with_frames};
 use hugemm_base::inject::NoFaults;
 use hugemm_reclaim::{Compressed, Level, ShrinkProgress, StoreError, Swap, Watermarks};
-use support::{Runs, assert_nothing_lost, machine, with_frames};
 
 const NUMBERS: [u64; 8] = [0, 1, 31, 1 << 16, 1 << 40, 1 << 63, u64::MAX - 1, u64::MAX];
 
