@@ -19,11 +19,12 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb kv
 LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames heap paging kva vm reclaim lz4 threads)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-arceos bench-arceos test-ostd bench-ostd mutants sharing soak races lint lines package semver size dist test-systemd deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-debug test-arceos bench-arceos test-ostd bench-ostd mutants sharing soak races lint lines package semver size dist test-systemd deep clean
 
 help:
 	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
 	@echo "make test   host, loom, code generation, bare-metal builds, arm64 and the reference kernel under emulation"
+	@echo "make test-debug  the reference kernel with the feature debug: planted uses after free, double frees and leaks are found (no part of make test)"
 	@echo "make test-arceos  an ArceOS unikernel from the registry on hugemm's frames and heap, x86-64 and arm64 (needs a nightly; no part of make test)"
 	@echo "make test-ostd  an OSTD kernel on hugemm's frames and heap: OSTD's 221 tests and ours (needs a nightly; no part of make test)"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
@@ -107,6 +108,14 @@ test-kernel:
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
 	    $(CARGO) test --workspace --locked --test commands -- --ignored --test-threads 3 kernel::x86::; \
 	else echo "skipped: the reference kernel"; fi
+
+# The reference kernel with its memory watched: it finds what its self-test plants, and nothing else. No part of `make test`: a kernel of
+# its own has to be built.
+test-debug: build
+	$(CARGO) test --locked -p hugemm-frames --features debug --test rules debug::
+	$(CARGO) test --release --locked -p hugemm-heap --features debug --test rules misuse::
+	$(CARGO) build --release --locked --target x86_64-unknown-none -p hugemm-kernel-commands --features debug --target-dir target/debug-kernel
+	$(HUGEMM) boot --cpus 2 --image target/debug-kernel/x86_64-unknown-none/release/hugemm-kernel-commands -- selftest --seconds 20
 
 # A workspace of its own, with a nightly compiler: see adapters/arceos/README.md.
 test-arceos:

@@ -8,6 +8,7 @@
 //! it, and saves the bus lock, which costs more than all the rest of a fast path: one instruction on x86-64, which no
 //! interrupt can divide.
 
+use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// A monotonic count of events, bytes or pages.
@@ -89,9 +90,33 @@ impl FrameUse {
     /// How many of them are the caller's own.
     const OWN: u8 = 8;
 
+    /// The number of the use, below 16.
+    pub const fn number(self) -> u8 {
+        self.0
+    }
+
+    /// The use of that number.
+    pub const fn from_number(number: u8) -> Option<FrameUse> {
+        if (number as usize) < FrameUse::COUNT { Some(FrameUse(number)) } else { None }
+    }
+
     /// One of the caller's own, by a number below 8.
     pub const fn own(number: u8) -> Option<FrameUse> {
         if number < FrameUse::OWN { Some(FrameUse(FrameUse::COUNT as u8 - FrameUse::OWN + number)) } else { None }
+    }
+}
+
+impl fmt::Display for FrameUse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match *self {
+            FrameUse::TABLES => "page tables",
+            FrameUse::SLABS => "small objects",
+            FrameUse::HEAP => "the heap",
+            FrameUse::SWAP => "swap",
+            FrameUse::DESCRIPTORS => "descriptors",
+            FrameUse::AREAS => "kernel areas",
+            FrameUse(number) => return write!(f, "use {number}"),
+        })
     }
 }
 

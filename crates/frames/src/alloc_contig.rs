@@ -147,6 +147,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// [`InUse`](AllocContigError::InUse) names the first frame that is not free,
     /// [`NotManaged`](AllocContigError::NotManaged) is a range that is empty or not in one arena,
     /// [`Contended`](AllocContigError::Contended) one in which another call is at work. Nothing has changed.
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn take_range<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> Result<Dirty, AllocContigError> {
         let arena = self.arena_of(extent)?;
         if self.env().fault(FAULT_CLAIM) {
@@ -168,6 +169,8 @@ impl<'m, E: Env> Frames<'m, E> {
             },
         );
         result.unwrap_or(Err(AllocContigError::NotManaged))?;
+        #[cfg(feature = "debug")]
+        self.note_taken(extent, Order::ZERO, core::panic::Location::caller());
         // SAFETY: the frames were free and have just been taken out, so they are the caller's.
         Ok(unsafe { Dirty::assume_owned(extent) })
     }
@@ -248,6 +251,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// As [`take_range`](Frames::take_range), and [`Misaligned`](AllocContigError::Misaligned). What
     /// was free is free again; what was migrated stays where it is now.
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn alloc_contig_range<P: Cpu>(
         &self,
         cx: &mut CpuCx<'_, P>,
@@ -275,6 +279,8 @@ impl<'m, E: Env> Frames<'m, E> {
             result
         });
         taken.unwrap_or(Err(AllocContigError::NotManaged))?;
+        #[cfg(feature = "debug")]
+        self.note_taken(extent, Order::ZERO, core::panic::Location::caller());
         // SAFETY: as in `take_range`.
         Ok(unsafe { Dirty::assume_owned(extent) })
     }

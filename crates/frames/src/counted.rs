@@ -103,6 +103,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// The reference, if it is another manager's.
     #[inline]
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, folio: FolioRef) -> Result<Put, FolioRef> {
         let Some(mine) = self.put_page(folio.pfn()) else { return self.put_any(cx, folio) };
         self.free(cx, mine);

@@ -32,6 +32,7 @@ impl<E: Env> Frames<'_, E> {
     /// # Errors
     ///
     /// As [`alloc`](Frames::alloc); [`OutOfMemory`](AllocError::OutOfMemory) also for no pages.
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn alloc_exact<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,

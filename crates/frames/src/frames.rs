@@ -40,6 +40,12 @@ pub unsafe trait Env: Inject {
         array.wrapping_add(index)
     }
 
+    /// What watches the manager's memory: nothing, unless the surroundings have a [`Watch`](crate::debug::Watch).
+    #[cfg(feature = "debug")]
+    fn watch(&self) -> Option<&crate::debug::Watch<'_>> {
+        None
+    }
+
     /// Whether the CPU may have a cache of this manager's: those of other platforms than the manager's may not. The provided
     /// method trusts the contract of [`Frames::new`].
     #[inline]

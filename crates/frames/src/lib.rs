@@ -68,6 +68,7 @@
 //! | `slab.rs` | small objects of one size |
 //! | `stats.rs` | numbers |
 //! | `uses.rs` | counts by use |
+//! | `debug.rs` | the feature `debug`: use after free, double frees, who has what |
 //! | `dump.rs` | what is free, as text |
 //!
 //! # Who owns a frame
@@ -92,6 +93,8 @@ mod carve;
 mod chunk;
 mod class;
 mod counted;
+#[cfg(feature = "debug")]
+pub mod debug;
 pub mod descriptor;
 mod drain;
 mod dump;

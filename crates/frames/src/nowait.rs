@@ -32,6 +32,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// [`WouldWait`](AllocError::WouldWait) if a lock is taken, [`OutOfMemory`](AllocError::OutOfMemory) if nothing
     /// of that order is free, [`NoSuchNode`](AllocError::NoSuchNode).
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn alloc_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: AllocRequest) -> Result<Frozen, AllocError> {
         if self.env().fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
@@ -43,7 +44,12 @@ impl<'m, E: Env> Frames<'m, E> {
             let take = |lists: &mut FreeLists| self.take_block(lists, &wanted).ok_or(lists.is_spent());
             loop {
                 match cx.pinned(|pin| self.try_with_node(pin, node, take)) {
-                    Some(Ok(taken)) => return Ok(wanted.block(taken)),
+                    Some(Ok(taken)) => {
+                        let block = wanted.block(taken);
+                        #[cfg(feature = "debug")]
+                        self.note_taken(block.extent(), block.order(), core::panic::Location::caller());
+                        return Ok(block);
+                    }
                     Some(Err(true)) => continue,
                     Some(Err(false)) => {}
                     None => error = AllocError::WouldWait,
@@ -55,7 +61,10 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees one block without waiting. Any context. Lock-free: at worst one compare-and-swap loop.
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn free_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
+        #[cfg(feature = "debug")]
+        self.note_freed(block.extent(), false, core::panic::Location::caller());
         let (pfn, order) = (block.pfn(), block.order());
         let Some(arena) = self.arena(pfn) else { return };
         let free = |lists: &mut FreeLists| self.free_owned(lists, arena, pfn, order);

@@ -30,6 +30,8 @@ use crate::node::{Content, Taken};
 use crate::pcp::{PerCpu, is_stocked};
 use core::fmt;
 use core::ops::ControlFlow;
+#[cfg(feature = "debug")]
+use core::panic::Location;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, PageSize, Pfn};
@@ -199,6 +201,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// [`OutOfMemory`](AllocError::OutOfMemory) if nothing of that order is free where it was asked for: free some,
     /// or ask for a smaller order. [`NoSuchNode`](AllocError::NoSuchNode).
     #[inline]
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: impl Into<AllocRequest>) -> Result<Frozen, AllocError> {
         if self.env().fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
@@ -215,10 +218,15 @@ impl<'m, E: Env> Frames<'m, E> {
         } else {
             None
         };
-        match hit {
+        let block = match hit {
             Some(block) => Ok(block),
             None => self.alloc_missed(cx, order, mobility, from, prefer_zeroed),
+        };
+        #[cfg(feature = "debug")]
+        if let Ok(block) = &block {
+            self.note_taken(block.extent(), block.order(), Location::caller());
         }
+        block
     }
 
     /// Allocates one block of frames below `limit` only: 2^20 for a device that has 32 address bits. Otherwise as
@@ -234,6 +242,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// [`OutOfMemory`](AllocError::OutOfMemory) if nothing of that order is free below the limit, where it was asked for;
     /// [`NoSuchNode`](AllocError::NoSuchNode).
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn alloc_below<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
@@ -245,7 +254,12 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         // A limit that is none is one all the same: what is cached may lie anywhere.
         let limit = limit.min(Pfn::new(Pfn::LIMIT.number() - 1));
-        self.alloc_slowly(cx, &Wanted { limit, ..Wanted::from(request.into()) })
+        let block = self.alloc_slowly(cx, &Wanted { limit, ..Wanted::from(request.into()) });
+        #[cfg(feature = "debug")]
+        if let Ok(block) = &block {
+            self.note_taken(block.extent(), block.order(), Location::caller());
+        }
+        block
     }
 
     /// Where the cache has nothing: what this CPU has freed and would get again, or the nodes. The parts of a request, so that they travel in
@@ -448,13 +462,17 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders 4 to 8 share a lock round, if there has to be one, with the next
     /// allocation that needs one; larger ones: one lock round, a word per 128 MiB.
     #[inline]
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
         self.free_as_known(cx, block.soiled());
     }
 
     /// The same; what is known of its content stays known.
     #[inline]
+    #[cfg_attr(feature = "debug", track_caller)]
     pub(crate) fn free_as_known<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
+        #[cfg(feature = "debug")]
+        self.note_freed(block.extent(), block.is_zero(), Location::caller());
         let missed = cx.pinned(|pin| {
             let own = self.own(pin);
             if let Some(own) = own

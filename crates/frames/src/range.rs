@@ -117,6 +117,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Drops the references of a run and frees what lost its last. An empty run is fine. May sleep if the platform says
     /// that the caller may; otherwise callable in interrupts, and unbounded then. Folios of more than one frame are dropped
     /// one by one.
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn free_range<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, run: FolioRun) -> RangeReport {
         self.put_range(cx, run, |cx, run| self.free_prepared(cx, run.into_extent(), Content::Dirty))
     }
@@ -294,15 +295,20 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees frozen frames of one arena whose ends are block borders in the map: one lock round or none.
+    #[cfg_attr(feature = "debug", track_caller)]
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
         match self.join(extent, content) {
             Some(block) => self.free_as_known(cx, block),
-            None => self.after_giving_back(
-                cx,
-                |pin| self.own(pin),
-                Due::Nothing,
-                |pin| self.free_slow(pin, extent, content),
-            ),
+            None => {
+                #[cfg(feature = "debug")]
+                self.note_freed(extent, content == Content::Zero, core::panic::Location::caller());
+                self.after_giving_back(
+                    cx,
+                    |pin| self.own(pin),
+                    Due::Nothing,
+                    |pin| self.free_slow(pin, extent, content),
+                )
+            }
         }
     }
 
@@ -318,15 +324,18 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Frees any extent of frozen frames, in whatever blocks they were allocated: a part of one, or several that adjoin.
     /// O(18 + pages / 2^18) per arena, one lock round each. Frames outside every arena are left out; returns how many
     /// were freed. Any context but NMI.
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn free_extent<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Dirty) -> u64 {
         self.free_frozen(cx, frames.into_extent(), Content::Dirty)
     }
 
     /// The same for frames that are known to be zero; they stay known.
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn free_zeroed<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Zeroed) -> u64 {
         self.free_frozen(cx, frames.into_extent(), Content::Zero)
     }
 
+    #[cfg_attr(feature = "debug", track_caller)]
     pub(crate) fn free_frozen<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) -> u64 {
         let mut sum = 0;
         for (arena, part) in self.parts(extent) {

@@ -37,6 +37,7 @@ impl<E: Env> Frames<'_, E> {
     ///
     /// As [`alloc`](Frames::alloc); nothing is counted then.
     #[inline]
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn alloc_for<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
@@ -45,12 +46,15 @@ impl<E: Env> Frames<'_, E> {
     ) -> Result<Frozen, AllocError> {
         let block = self.alloc(cx, request)?;
         cx.count_frames(of, block.order().pages() as i64);
+        #[cfg(feature = "debug")]
+        self.note_use(block.extent(), of);
         Ok(block)
     }
 
     /// [`free`](Frames::free) of a block that was taken under this name. Under another one the counts of both are wrong from then on,
     /// one of them below zero once nothing else is in use for it; nothing else is.
     #[inline]
+    #[cfg_attr(feature = "debug", track_caller)]
     pub fn free_for<P: Cpu>(&self, cx: &CpuCx<'_, P>, of: FrameUse, block: Frozen) {
         cx.count_frames(of, -(block.order().pages() as i64));
         self.free(cx, block);

@@ -8,7 +8,7 @@ mod pair;
 mod stayed;
 
 use crate::class::{HALF, SHAPES, Source};
-use crate::misuse::{self, Misuse};
+use crate::misuse::{self, CHECKED, Misuse};
 use crate::per_cpu::{Found, LOOKS, OwnCpu, PerCpu, Trimming};
 use crate::slab::Slab;
 use core::alloc::Layout;
@@ -573,7 +573,7 @@ impl<'m, E: Env> Heap<'m, E> {
     /// Debug builds: why the piece at an offset of the slab at `start` may not be freed, if it may not.
     #[inline]
     fn misuse_of(&self, class: u8, place: (usize, u32)) -> Option<Misuse> {
-        if cfg!(debug_assertions) { self.check_piece(class, place).err() } else { None }
+        if CHECKED { self.check_piece(class, place).err() } else { None }
     }
 
     fn check_piece(&self, class: u8, (start, offset): (usize, u32)) -> Result<(), Misuse> {

@@ -9,6 +9,9 @@ use core::fmt;
 use hugemm_base::Pfn;
 use hugemm_frames::{Env, Frames};
 
+/// Whether frees are looked at before they are believed: in debug builds, and with the feature `debug`.
+pub(crate) const CHECKED: bool = cfg!(any(debug_assertions, feature = "debug"));
+
 /// What is wrong with a free. The memory is left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
@@ -109,7 +112,7 @@ pub(crate) fn check_block<E: Env>(frames: &Frames<'_, E>, head: Pfn, pages: u32)
 }
 
 fn check<E: Env>(frames: &Frames<'_, E>, head: Pfn, what: u64) -> Result<(), Misuse> {
-    if !cfg!(debug_assertions) {
+    if !CHECKED {
         return Ok(());
     }
     let desc = frames.descriptor(head).ok_or(Misuse::NotManaged)?;

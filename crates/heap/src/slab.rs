@@ -8,6 +8,7 @@
 //! slab's memory is touched as it is needed.
 
 use crate::class::{SHAPES, Shape};
+use crate::misuse::CHECKED;
 use crate::remote::Remote;
 use core::ptr::{NonNull, null_mut};
 use hugemm_base::PAGE_BYTES;
@@ -60,7 +61,7 @@ impl Pieces {
         unsafe {
             let piece = Slab(NonNull::new_unchecked(slab)).piece(self.free);
             self.free = piece.cast::<u32>().read();
-            if cfg!(debug_assertions) {
+            if CHECKED {
                 piece.cast::<u32>().add(1).write(0);
             }
             self.used = self.used.wrapping_add(1);
@@ -215,7 +216,7 @@ impl Slab {
     /// Debug builds: notes whether the piece of half a frame at an offset and the one behind it are a pair. Who has both does.
     #[inline]
     pub(crate) fn note_pair(self, offset: u32, is: bool) {
-        if cfg!(debug_assertions) {
+        if CHECKED {
             // Relaxed: a bit is its pieces' user's.
             match is {
                 true => self.shared().pairs.fetch_or(pair(offset), Ordering::Relaxed),
@@ -241,7 +242,7 @@ impl Slab {
         unsafe {
             let words = self.piece(offset).cast::<u32>();
             words.write(next);
-            if cfg!(debug_assertions) {
+            if CHECKED {
                 words.add(1).write(mark(offset));
             }
         }

@@ -8,6 +8,8 @@ mod claims;
 mod configuration;
 mod corpus;
 mod counted;
+#[cfg(feature = "debug")]
+mod debug;
 mod descriptors;
 mod dumping;
 #[cfg(all(target_os = "linux", not(miri)))]

@@ -6,7 +6,7 @@
 
 use super::{Heap, HeapError};
 use crate::class::SMALL;
-use crate::misuse::{self, Misuse};
+use crate::misuse::{self, CHECKED, Misuse};
 use core::alloc::Layout;
 use core::ptr::NonNull;
 use hugemm_base::platform::{Cpu, LinearMap, Window};
@@ -231,7 +231,7 @@ impl<E: Env> Heap<'_, E> {
             || pages.is_power_of_two() && self.frames.head_of(pfn).is_some_and(|block| block == (pfn, order));
         // SAFETY: the caller's promise, and as above.
         unsafe {
-            if cfg!(debug_assertions) {
+            if CHECKED {
                 misuse::untag(self.frames, pfn);
             }
             self.close(cx, extent);
@@ -250,7 +250,7 @@ impl<E: Env> Heap<'_, E> {
     }
 
     fn block_misuse(&self, memory: NonNull<u8>, pages: u32) -> Option<Misuse> {
-        if !cfg!(debug_assertions) {
+        if !CHECKED {
             return None;
         }
         let pfn = self.frame(memory.addr().get());

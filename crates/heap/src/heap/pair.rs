@@ -2,7 +2,7 @@
 
 use super::Heap;
 use crate::class::HALF;
-use crate::misuse::{self, Misuse};
+use crate::misuse::{self, CHECKED, Misuse};
 use crate::slab::Slab;
 use core::ptr::NonNull;
 use hugemm_base::platform::{Cpu, LinearMap};
@@ -35,7 +35,7 @@ impl<E: Env> Heap<'_, E> {
     /// Whether what was allocated as a frame is a pair. In debug builds only if one is known there.
     #[inline]
     pub(super) fn is_pair(&self, memory: NonNull<u8>) -> bool {
-        !is_frames(memory) && (!cfg!(debug_assertions) || self.knows_pair(self.find_piece(memory, HALF)))
+        !is_frames(memory) && (!CHECKED || self.knows_pair(self.find_piece(memory, HALF)))
     }
 
     fn knows_pair(&self, (start, offset): (usize, u32)) -> bool {

@@ -14,7 +14,7 @@ fn errors_say_what_to_do() {
     let errors = [HeapError::OutOfMemory, HeapError::TooLarge, HeapError::NotMapped, HeapError::OtherCpu];
     let said: HashSet<_> = errors.iter().map(HeapError::to_string).collect();
     assert!(said.len() == errors.len() && said.iter().all(|text| text.len() > 20));
-    #[cfg(all(debug_assertions, not(miri)))]
+    #[cfg(all(any(debug_assertions, feature = "debug"), not(miri)))]
     {
         let wrong = [Misuse::NotManaged, Misuse::NotAllocated, Misuse::NotTheStart, Misuse::FreedTwice];
         let said: HashSet<_> = wrong.iter().map(Misuse::to_string).collect();

@@ -4,7 +4,7 @@ mod bounds;
 mod errors;
 mod less;
 mod mapping;
-#[cfg(all(debug_assertions, not(miri)))]
+#[cfg(all(any(debug_assertions, feature = "debug"), not(miri)))]
 mod misuse;
 mod model;
 mod pairs;

@@ -131,7 +131,7 @@ fn what_has_grown_may_shrink_or_grow_more() {
 
 /// Debug builds know what has grown, and refuse what is wrong about it: its halves, and pieces that never grew.
 #[test]
-#[cfg(all(debug_assertions, not(miri)))]
+#[cfg(all(any(debug_assertions, feature = "debug"), not(miri)))]
 fn what_has_grown_is_freed_as_a_whole() {
     with_heap(8, |threads, _, heap| {
         let cx = threads.cx();

@@ -10,6 +10,8 @@ use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
+#[cfg(feature = "debug")]
+use hugemm_frames::debug::{Finding, Record, Watch};
 use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig};
 use hugemm_paging::{TlbCpu, TlbShootdown};
 
@@ -40,6 +42,35 @@ pub fn with_faults<R>(plan: &FaultPlan, f: impl FnOnce() -> R) -> R {
 // SAFETY: descriptors are reached by arithmetic within the array that `init` has mapped.
 unsafe impl Env for KernelEnv {
     type Lock = IrqLock;
+
+    #[cfg(feature = "debug")]
+    fn watch(&self) -> Option<&Watch<'_>> {
+        watch()
+    }
+}
+
+#[cfg(feature = "debug")]
+static WATCH: Once<Watch<'static>> = Once::new();
+
+#[cfg(feature = "debug")]
+static FINDINGS: AtomicU64 = AtomicU64::new(0);
+
+/// What watches this kernel's memory, after [`init`].
+#[cfg(feature = "debug")]
+pub fn watch() -> Option<&'static Watch<'static>> {
+    WATCH.try_get()
+}
+
+/// How much it has found.
+#[cfg(feature = "debug")]
+pub fn findings() -> u64 {
+    FINDINGS.load(Ordering::Relaxed)
+}
+
+#[cfg(feature = "debug")]
+fn report(finding: &Finding) {
+    FINDINGS.fetch_add(1, Ordering::Relaxed);
+    super::console::print(format_args!("{finding}"));
 }
 
 /// The allocator of this kernel.
@@ -95,6 +126,13 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: Memor
         let words = TlbShootdown::<Hardware>::inbox_words(cpus as usize);
         carve(&mut free, words as u64, AtomicU64::default)
     });
+    #[cfg(feature = "debug")]
+    {
+        let records = carve(&mut free, END.load(Ordering::Relaxed), Record::default);
+        let offset = layout::direct(0).expose_provenance();
+        // SAFETY: the direct map has all frames, for good; alone, and nobody has asked for it.
+        unsafe { WATCH.set(Watch::new(Pfn::new(0), records, offset, report)) };
+    }
     for piece in free.pieces() {
         // SAFETY: nobody has taken these frames; each is released once.
         unsafe { frames.release(cx, Dirty::assume_owned(*piece)) };

@@ -5,6 +5,8 @@ mod address_spaces;
 mod areas;
 mod conflict;
 mod convoy;
+#[cfg(feature = "debug")]
+mod debug;
 mod descriptors;
 mod frames_stress;
 mod heap_stress;
@@ -166,6 +168,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let mut seed = 1_u64;
     let before = tlb::shootdown().counts();
+    #[cfg(feature = "debug")]
+    let found = debug::planted(cx)?;
     // As it is at the end of each round.
     hugemm_kernel::kva::areas().trim(cx);
     let (pieces, bad) = (frames_stress::pieces()?, frames_stress::bad()?);
@@ -255,6 +259,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             sample(metric, done.so_far() as f64, unit, &[]);
         }
     }
+    #[cfg(feature = "debug")]
+    debug::nothing_else(found)?;
     sample("selftest.stack", stack::deepest() as f64, "bytes", &[]);
     if vmemmap::BREAKS {
         sample("selftest.descriptor_faults", vmemmap::faults() as f64, "faults", &[]);
