@@ -140,16 +140,24 @@ impl<E: Env> Frames<'_, E> {
     pub fn fill_reserve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         let reserve = self.reserve();
         // Relaxed: as above.
-        let wanted = reserve.wanted.load(Ordering::Relaxed);
-        if wanted == 0 {
-            return;
-        }
+        let wanted = || reserve.wanted.load(Ordering::Relaxed);
         // Nobody fills it who may take of it.
-        while !cx.is_freeing() && cx.pinned(|pin| reserve.frames.lock(pin).pages()) < wanted {
+        while wanted() > 0 && !cx.is_freeing() && cx.pinned(|pin| reserve.frames.lock(pin).pages()) < wanted() {
             let Ok(block) = self.alloc(cx, Order::ZERO) else { break };
-            let frame = block.into_dirty().into_extent();
-            // SAFETY: the frame was a block's of this manager, whose handle has just ended.
-            cx.pinned(|pin| unsafe { reserve.frames.lock(pin).push(self, frame) });
+            let more = cx.pinned(|pin| {
+                let mut frames = reserve.frames.lock(pin);
+                // Others may have filled it meanwhile, or want none any more.
+                if frames.pages() >= wanted() {
+                    return Some(block);
+                }
+                // SAFETY: the frame is a block's of this manager, whose handle ends here.
+                unsafe { frames.push(self, block.into_dirty().into_extent()) };
+                None
+            });
+            if let Some(block) = more {
+                self.free(cx, block);
+                break;
+            }
         }
     }
 

@@ -240,6 +240,8 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
             };
         }
         progress.aged += batch.pages();
+        // A look at what cannot be held is one, or passes would not end where nothing can.
+        progress.scanned += batch.refused;
         self.lru.put_back(cx, &mut batch);
         self.release(cx, batch.folios().iter().map(|folio| folio.pfn));
         batch.pages()
