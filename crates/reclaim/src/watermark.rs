@@ -57,7 +57,7 @@ impl Watermarks {
     /// So much of what is below *min* is for whoever brings pages back: half. New pages stop here, and where every node is
     /// down to it new tables, counters of references and areas do.
     /// A page of 2 MiB that comes back finds it in one piece, or can have it made so, where it is 1538 frames and more: on nodes from
-    /// 9 GiB on.
+    /// 9.1 GiB on.
     pub const fn reserve(self) -> u64 {
         self.min / 2
     }
@@ -126,6 +126,8 @@ mod tests {
                 }
             }
         }
+        let covers_2m = |pages| Watermarks::for_node(pages).reserve() >= 1538;
+        assert_eq!([9 << 18, (91 << 18) / 10].map(covers_2m), [false, true], "9 and 9.1 GiB");
         // 64 MiB and 16 GiB.
         assert_eq!(Watermarks::for_node(1 << 14).min(), 256);
         assert_eq!(Watermarks::for_node(1 << 22).min(), 4096);

@@ -208,6 +208,19 @@ fn the_first_poisoned_frame_is_found_from_anywhere() {
     });
 }
 
+/// On this CPU a pair of any order takes no lock.
+fn pairs_take_no_lock(frames: &Manager<'_>, cx: &CpuCx<'_, super::support::Threads>, case: &str) {
+    for log in [0, 3, 4, 6, 8, 9] {
+        let pair = || frames.free(cx, frames.alloc(cx, request(log)).expect("memory"));
+        pair();
+        let before = frames.stats(cx).lock_rounds;
+        (0..101).for_each(|_| pair());
+        // The looks are two, the first of which is a visit to the node.
+        let rounds = frames.stats(cx).lock_rounds - before;
+        assert!(rounds <= 2, "{case}, order {log}: {rounds} lock rounds for 101 pairs");
+    }
+}
+
 /// One poisoned frame that stays in use takes nobody's way without a lock.
 #[test]
 fn a_pair_beside_a_poisoned_frame_takes_no_lock() {
@@ -216,19 +229,39 @@ fn a_pair_beside_a_poisoned_frame_takes_no_lock() {
         let bad = frames.take_range(&cx, extent((1 << 16) - 5, 1)).expect("free");
         assert_eq!(frames.hwpoison(&cx, bad.extent().base()), HwPoisoned::InUse);
         frames.serve(&cx);
-        for log in [0, 3, 4, 6, 8, 9] {
-            let pair = || frames.free(&cx, frames.alloc(&cx, request(log)).expect("memory"));
-            pair();
-            let before = frames.stats(&cx).lock_rounds;
-            pair();
-            (0..100).for_each(|_| pair());
-            // The looks are two, the first of which is a visit to the node.
-            let rounds = frames.stats(&cx).lock_rounds - before;
-            assert!(rounds <= 2, "order {log}: {rounds} lock rounds for 101 pairs");
-        }
+        pairs_take_no_lock(frames, &cx, "one");
         frames.free_extent(&cx, bad);
         frames.serve(&cx);
         assert_eq!(frames.stats(&cx).refused, 1);
+    });
+}
+
+/// The same of frames whose owner forgets them, in the 2 MiB that everybody takes from: one, and so many that all free the long way, for good
+/// and on every CPU.
+#[test]
+fn a_pair_beside_leaked_poisoned_frames_takes_no_lock() {
+    with_one_arena(0, 1 << 16, 2, |frames, threads| {
+        let cx = threads.cx();
+        let mut leaked = 0;
+        for upto in [1, 200] {
+            while leaked < upto {
+                let bad = frames.alloc(&cx, request(0)).expect("memory").into_dirty().into_extent();
+                assert_eq!(frames.hwpoison(&cx, bad.base()), HwPoisoned::InUse);
+                leaked += 1;
+            }
+            for cpu in [1, 0, 1] {
+                run_as(cpu);
+                frames.serve(&cx);
+                pairs_take_no_lock(frames, &cx, &format!("{leaked} leaked, CPU {cpu}"));
+            }
+            run_as(0);
+        }
+        for cpu in [1, 0] {
+            run_as(cpu);
+            frames.drain(&cx);
+        }
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.free, stats.refused), ((1 << 16) - leaked, 0), "in use, all of them");
     });
 }
 

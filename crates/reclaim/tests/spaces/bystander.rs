@@ -5,7 +5,7 @@ use crate::rules::{AT, SIZE, SIZES, expect, filled};
 use hugemm_base::{PageSize, VirtAddr};
 use hugemm_frames::{AllocRequest, Placement};
 use hugemm_paging::Lookup;
-use hugemm_reclaim::{LruPolicy, Swap};
+use hugemm_reclaim::{LruPolicy, Swap, Watermarks};
 use hugemm_vm::{Backing, VmError, VmaKind};
 
 /// Content of a page by its number: noise that does not compress, or a number and few runs of bytes.
@@ -174,5 +174,36 @@ fn new_pages_leave_the_reserve_to_those_that_come_back() {
         for left in [u64::MAX, 0] {
             leave_the_reserve(nodes, from, left);
         }
+    }
+}
+
+/// A page of 2 MiB that is away comes back out of what new pages leave, where the node's reserve is for a large one: of a node of 9.1 GiB.
+/// Where it is smaller, it comes back when others let go.
+#[test]
+fn the_reserve_of_a_large_node_covers_a_large_page() {
+    let large = Watermarks::for_node((91 << 18) / 10).min();
+    for (policy, min) in LruPolicy::ALL.into_iter().flat_map(|policy| [large, 64].map(|min| (policy, min))) {
+        let marks = Watermarks::new(min, min + 200, min + 400);
+        with_cpu(Size { policy, marks, mib: 24, ..SIZE }, 12, |rig, cx| {
+            let space = filled(rig, cx, PageSize::Size2M, 1);
+            (0..3).for_each(|_| _ = rig.evict_all(cx));
+            expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT)));
+            rig.leave(cx, &space);
+            let other = rig.space(cx, span(AT, 1 << 26), VmaKind::private(PageSize::Size4K));
+            let page = |index: u64| AT + (index << 12);
+            rig.enter(cx, &other);
+            let grew = (0..).find(|index| write(rig, cx, &other, page(*index), true).is_err()).expect("no more memory");
+            rig.leave(cx, &other);
+            rig.enter(cx, &space);
+            let expected = if min == large { Ok(1) } else { Err(VmError::NoMemory) };
+            assert_eq!(rig.get(cx, &space, AT + 8), expected, "{policy:?}, {min}, {grew} pages");
+            rig.leave(cx, &space);
+            rig.enter(cx, &other);
+            (0..grew).for_each(|index| is_there(rig, cx, &other, page(index), true).expect("it did not go"));
+            rig.end(cx, other);
+            rig.enter(cx, &space);
+            assert_eq!(rig.get(cx, &space, AT + 8), Ok(1), "nothing is lost");
+            rig.end(cx, space);
+        });
     }
 }

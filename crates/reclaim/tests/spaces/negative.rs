@@ -8,7 +8,8 @@ use std::sync::atomic::Ordering;
 
 const AT: u64 = 0x4000_0000;
 const PAGES: u64 = 64;
-const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1, strange: false };
+const SIZE: Size =
+    Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1, marks: None, strange: false };
 
 fn space<'v, 'h>(rig: &'v Rig<'h>, cx: &mut Cx<'_, 'h>) -> Handle<'v, 'h> {
     let kind = VmaKind::private(PageSize::Size4K);

@@ -7,7 +7,8 @@ use hugemm_vm::{Backing, VmaKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const AT: u64 = 0x4000_0000;
-const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: LruPolicy::Generations, nodes: 1, strange: false };
+const SIZE: Size =
+    Size { mib: 16, swap: 2000, cpus: 3, policy: LruPolicy::Generations, nodes: 1, marks: None, strange: false };
 
 /// The place that a page number has among the claims of a space or an object.
 fn place(page: u64) -> u64 {

@@ -133,6 +133,8 @@ pub struct Size {
     pub policy: LruPolicy,
     /// Each has as much memory and every so manieth CPU.
     pub nodes: u32,
+    /// Those of each node's size if not said.
+    pub marks: Option<Watermarks>,
     /// The pager's LRU for every node but the first is for other frames: [`Rig::others`].
     pub strange: bool,
 }
@@ -209,7 +211,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     // Fails only where an allocation is made to fail.
     let Ok(store) = mmu.as_cpu(CpuId(0), |cx| Compressed::new(&frames, cx, Runs, cpus, size.swap)) else { return };
     let store = ManuallyDrop::new(Watched::new(store));
-    let marks = Watermarks::for_node(each);
+    let marks = size.marks.unwrap_or(Watermarks::for_node(each));
     let start = mmu.host().address(memory.base()).expect("the host's");
     // SAFETY: the host's memory is one mapping, which outlives the map.
     let map = SoftMap::new(VirtAddr::new(0), &mut [], unsafe { FlatMemory::new(start, memory) }, Unmapped, Keep);

@@ -8,7 +8,7 @@ use hugemm_vm::VmaKind;
 
 pub(crate) const AT: u64 = 0x4000_0000;
 pub(crate) const SIZE: Size =
-    Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1, strange: false };
+    Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1, marks: None, strange: false };
 pub(crate) const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 pub(crate) fn filled<'v, 'h>(
