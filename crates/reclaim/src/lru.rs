@@ -237,6 +237,11 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         self.locked(cx, |lists| lists.sourced.len() > 0)
     }
 
+    /// Pages of sources have gone. One lock round.
+    pub(crate) fn sourced_gone<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        self.locked(cx, |lists| lists.gone());
+    }
+
     /// Puts those folios of a batch on again that were released and whose verdict has been changed since. For the isolator,
     /// while it is the only one to know them. One lock round.
     pub(crate) fn put_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch) {

@@ -192,6 +192,7 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
     ) {
         self.flush(cx);
         progress.flushes += 1;
+        let before = progress.freed;
         let mut dirty: [Option<Owner>; BATCH] = [None; BATCH];
         for (index, (folio, place)) in batch.folios_mut().iter_mut().zip(unhooked.iter_mut()).enumerate() {
             let Some(page) = place.take() else { continue };
@@ -209,6 +210,9 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
                     *place = Some(page);
                 }
             }
+        }
+        if batch.sourced && progress.freed > before {
+            self.lru.sourced_gone(cx);
         }
         if unhooked.iter().any(Option::is_some) {
             // On the LRU first: once it is mapped its owner may want to take it off.

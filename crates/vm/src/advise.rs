@@ -174,7 +174,7 @@ impl<S: Setup> Vm<'_, S> {
             // In bounds, here and below: the area is.
             let _ = table.test_and_clear_young_of(part, |_, _| true);
             let _ = table.walk(part, Flags::HARDWARE, |run| {
-                let known = S::Pager::ACTIVE && !area.kind.pooled;
+                let known = S::Pager::ACTIVE && !area.kind.pooled && !area.kind.given;
                 for (head, _) in run.extent.chunks(size.order()).filter(|_| known) {
                     // SAFETY: mapped, and the table locked: the leaf has a reference that keeps it, or there are none, which is said. This
                     // one goes through `drop_pages`.

@@ -243,9 +243,8 @@ impl<S: Setup> Vm<'_, S> {
             taken += kind.page.pages();
         }
         if done.is_ok() {
-            // What has been stored to since it was given up is kept.
-            let kept = if flags.contains(Flags::DIRTY) { GIVEN_UP } else { Flags::NONE };
-            let flags = flags.without(Flags::WRITE | Flags::DIRTY | kept);
+            // The parent's CPUs may store to it until the flush.
+            let flags = flags.without(Flags::WRITE | Flags::DIRTY | GIVEN_UP);
             done = self.enter_in_child(task, child, page, extent, Mapping { flags, largest: kind.page });
         }
         if done.is_err() {

@@ -92,6 +92,7 @@ impl<S: Setup> Vm<'_, S> {
                 // Mapped, and the table locked: it has a reference that keeps it for that long.
                 if S::Pager::ACTIVE
                     && !area.kind.pooled
+                    && !area.kind.given
                     && young & bit == 0
                     // SAFETY: as said: the leaf's reference. This one goes through `drop_pages`.
                     && let Ok(folio) = unsafe { self.frames().get_at(frame) }

@@ -153,41 +153,36 @@ pub const GOALS: [Goal; 27] = [
         "clear.worst_vs_best",
         0.95,
         PROBE,
-        "the policy beside the best primitive where it does worst: from 2 MiB on, hot, cold, or read right after. Case and primitive are \
-         chosen by half of the runs and measured by the other half, in both directions",
+        "the policy beside the best primitive where it does worst, from 2 MiB on: case and primitive are chosen by half of the runs and \
+         measured by the other half",
         worst_choice,
     ),
     at_most(
         "frames.pair0_over_array",
         2.0,
         PAIRS,
-        "a frozen page taken and freed by one CPU, beside an array of frame numbers for each CPU with the same pin: the floor of any cache. \
-         A pin costs nothing in a process",
+        "a frozen page taken and freed by one CPU, beside an array of frame numbers for each CPU: the floor of any cache",
         |f| Some(pair(f, FROZEN, "0", "1")?.per_run_ratio(pair(f, ARRAY, "0", "1")?)),
     ),
     at_most(
         "frames.counted_pair0_over_floor",
         1.3,
         PAIRS,
-        "the same with a page that has a reference count, beside that array and two atomics in a row: one to take, one to drop",
+        "the same with a page that has a reference count, beside that array and two atomics",
         |f| {
             let atomic = f.get(ATOMIC, &[])?.median();
             let floor = pair(f, ARRAY, "0", "1")?.map(|ns| ns + 2.0 * atomic);
             Some(pair(f, COUNTED, "0", "1")?.per_run_ratio(&floor))
         },
     ),
-    at_most(
-        "frames.pair9_2t_vs_1t",
-        1.3,
-        PAIRS,
-        "2 MiB taken and freed by two CPUs at once, beside one",
-        |f| Some(pair(f, FROZEN, "9", "2")?.per_run_ratio(pair(f, FROZEN, "9", "1")?)),
-    ),
+    at_most("frames.pair9_2t_vs_1t", 1.3, PAIRS, "2 MiB taken and freed by two CPUs at once, beside one", |f| {
+        Some(pair(f, FROZEN, "9", "2")?.per_run_ratio(pair(f, FROZEN, "9", "1")?))
+    }),
     at_most(
         "frames.free0_random_vs_best",
         1.3,
         RANDOM,
-        "128 Ki single pages freed in random order and the cache drained, beside the fastest allocator of crates.io, under its spin lock",
+        "128 Ki single pages freed in random order, beside the fastest allocator of crates.io",
         |f| {
             let labels = [("pattern", "random"), ("order", "0"), ("cpus", "1")];
             let (own, others): (Vec<&Row>, Vec<&Row>) =
@@ -210,7 +205,7 @@ pub const GOALS: [Goal; 27] = [
         "frames.churn_2m_vs_best",
         0.99,
         CHURN,
-        "blocks of 2 MiB that can be had after churn, beside the best allocator of crates.io, at the moment where that is least",
+        "blocks of 2 MiB that can be had after churn, beside the best allocator of crates.io, when that is least",
         |f| {
             let own = f.all("bench.churn.extents_2m", &[("side", "hugemm")]);
             let moments = own.filter_map(|own| {
@@ -227,13 +222,16 @@ pub const GOALS: [Goal; 27] = [
         "paging.map4k_speedup",
         15.0,
         MAP,
-        "one run of frames mapped by 4 KiB where tables are missing, beside a loop over the `x86_64` crate's mapper on tables from the same \
-         allocator; both make the tables",
+        "one run of frames mapped by 4 KiB, beside a loop over the `x86_64` crate's mapper; both make the tables",
         |f| mapping(f, "map"),
     ),
-    at_least("paging.map4k_scattered_speedup", 3.0, MAP, "4 KiB pages mapped whose frames adjoin nowhere, beside a loop over the `x86_64` crate's mapper; both make the tables", |f| {
-        mapping(f, "map_scattered")
-    }),
+    at_least(
+        "paging.map4k_scattered_speedup",
+        3.0,
+        MAP,
+        "4 KiB pages mapped whose frames adjoin nowhere, beside a loop over the `x86_64` crate's mapper",
+        |f| mapping(f, "map_scattered"),
+    ),
     at_least(
         "paging.unmap4k_speedup",
         8.0,
@@ -245,15 +243,14 @@ pub const GOALS: [Goal; 27] = [
         "paging.protect4k_live_speedup",
         5.0,
         MAP,
-        "made read-only while hardware may be changing the leaves: by read-only tables, the flush that is owed, then plain stores to each \
-         leaf, on both sides",
+        "made read-only while hardware may be changing the leaves, with the flush that is owed and a store to each leaf, on both sides",
         |f| mapping(f, "protect_live"),
     ),
     at_most(
         "pool.flushes_per_batch",
         2.0,
         POOL,
-        "TLB flushes for all pages that a pool grows or shrinks by in one call, with vmemmap optimization: counted, the worse of the two",
+        "TLB flushes of a pool that grows or shrinks by one call, with vmemmap optimization: the worse of the two",
         |f| {
             let flushes = |way: &str| {
                 let of = |what: &str| pool(f, &format!("bench.pool.{what}_{way}"));
@@ -268,7 +265,7 @@ pub const GOALS: [Goal; 27] = [
         "pool.metadata_pct",
         0.25,
         POOL,
-        "what is kept of each frame of a pool whose descriptors are given back, of the memory that it describes: counted. Without it is 1.6",
+        "what descriptors of a pool keep of its memory; without vmemmap optimization 1.6",
         |f| f.get("bench.pool.metadata", &[]).cloned(),
     )
     .in_unit("percent"),
@@ -284,8 +281,8 @@ pub const GOALS: [Goal; 27] = [
         "age.speedup_4k",
         5.0,
         AGE,
-        "pages of eight processes aged per second, beside a reverse-map walk for each mapping; neither flushes. The LRU rounds that \
-         it causes are charged, and the refaults of pages in use that were evicted",
+        "pages of eight processes aged per second, beside a reverse-map walk for each mapping; neither flushes. LRU rounds and refaults \
+         are charged",
         |f| {
             let rate = |young| f.get("bench.age.rate", &[("young", young)]);
             Some(rate("batch")?.per_run_ratio(rate("noflush")?))
@@ -295,8 +292,7 @@ pub const GOALS: [Goal; 27] = [
         "fault.outside_clear_pct",
         2.0,
         CREATE,
-        "the part of a 2 MiB software fault that is not clearing: areas, allocation, LRU, page tables; a software fault is a call, so no \
-         trap is in it",
+        "the part of a 2 MiB fault, without its trap, that is not clearing",
         |f| Some(created(f, "bench.vm_create.clear", "demand", "hugemm-bulk")?.map(|percent| 100.0 - percent)),
     )
     .in_unit("percent"),
@@ -305,7 +301,7 @@ pub const GOALS: [Goal; 27] = [
         2.2,
         CREATE,
         "bandwidth of a prefaulted machine's creation, beside this machine's kernel's (`MADV_POPULATE_WRITE`, transparent huge pages); one \
-         CPU each. Linux 7.0 clears 1 GiB pages in longer runs than earlier kernels do",
+         CPU each",
         |f| {
             let rate = |side| created(f, "bench.vm_create", "prefault", side);
             Some(rate("hugemm-bulk")?.per_run_ratio(&rate("kernel")?))
@@ -315,7 +311,7 @@ pub const GOALS: [Goal; 27] = [
         "heap.worst_vs_best",
         1.2,
         HEAP,
-        "the heap beside the fastest of crates.io's, in the work and on the number of CPUs, 1 or 2, where it does worst",
+        "the heap beside the fastest of crates.io's, where it does worst, on 1 or 2 CPUs",
         worst_heap,
     ),
     at_most(
@@ -336,8 +332,7 @@ pub const GOALS: [Goal; 27] = [
         "age.vs_linux",
         2.0,
         LINUX_AGE,
-        "windows per second of processes that share more memory than there is, beside the best Linux guest's; zram with LZ4 there, and here \
-         a compressor that takes all of the bench's pages by words, which is easier than programs'",
+        "windows per second of processes that share more memory than there is, beside the best Linux guest's with zram",
         |f| worst(f, "linux.age.vs_linux", &[], f64::min),
     ),
     at_least(

@@ -6,7 +6,7 @@ use hugemm_frames::*;
 #[test]
 fn every_type() {
     hugemm_threads::across_threads! {
-        concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { Dropped, Mailbox, PackedSide, Watch }
+        concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { Dropped, Finding, Holder, Mailbox, PackedSide, Record, Watch }
         both {
             Frames<'static, Plain>, Frames<'static, Carved>, Plain, Carved, CarveError, CarveReason, FramesConfigError, AllocRequest, AllocError, AllocContigError, NoMigration, Placement, Mobility,
             HwPoisoned, Frozen, FrozenRun, FolioRef, FolioRun, Put, RefError, RangeReport, NodeStats, WideCounts,

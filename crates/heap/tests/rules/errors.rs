@@ -4,7 +4,7 @@ use super::{fill, holds, layout, with_heap};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{NodeId, Order, Relief, Shortfall};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
-use hugemm_heap::{Heap, HeapError, Misuse};
+use hugemm_heap::{Heap, HeapError};
 use hugemm_threads::{Memory, Threads, run_as};
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -16,6 +16,7 @@ fn errors_say_what_to_do() {
     assert!(said.len() == errors.len() && said.iter().all(|text| text.len() > 20));
     #[cfg(all(any(debug_assertions, feature = "debug"), not(miri)))]
     {
+        use hugemm_heap::Misuse;
         let wrong = [Misuse::NotManaged, Misuse::NotAllocated, Misuse::NotTheStart, Misuse::FreedTwice];
         let said: HashSet<_> = wrong.iter().map(Misuse::to_string).collect();
         assert!(said.len() == wrong.len() && said.iter().all(|text| text.starts_with("freed")));

@@ -1,7 +1,6 @@
 //! 2 KiB that grow over the piece behind them.
 
 use super::{Cx, TestHeap, fill, free, holds, layout, with_heap};
-use hugemm_heap::Misuse;
 use hugemm_threads::run_as;
 use std::alloc::Layout;
 use std::collections::HashSet;
@@ -133,6 +132,7 @@ fn what_has_grown_may_shrink_or_grow_more() {
 #[test]
 #[cfg(all(any(debug_assertions, feature = "debug"), not(miri)))]
 fn what_has_grown_is_freed_as_a_whole() {
+    use hugemm_heap::Misuse;
     with_heap(8, |threads, _, heap| {
         let cx = threads.cx();
         let take = || heap.alloc(&cx, HALF).expect("memory");

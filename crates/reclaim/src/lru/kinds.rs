@@ -122,8 +122,12 @@ impl Kinds {
         let sourced = batch.sourced;
         for folio in batch.folios_mut() {
             self.kind(sourced).put_back(words, folio);
-            self.barren = if sourced && folio.released { 0 } else { self.barren };
         }
+    }
+
+    /// Some of sources have gone.
+    pub(crate) fn gone(&mut self) {
+        self.barren = 0;
     }
 
     pub(crate) fn stats(&self) -> LruStats {
@@ -183,6 +187,9 @@ mod tests {
         kinds.isolate(words, (LruEnd::Oldest, Take::Any { own }), u64::MAX, &mut batch, |_| true);
         batch.folios_mut().iter_mut().for_each(|folio| folio.verdict = verdict);
         kinds.put_back(words, &mut batch);
+        if batch.sourced && verdict == LruVerdict::Release {
+            kinds.gone();
+        }
         (batch.sourced, batch.folios().iter().map(|folio| folio.pfn.number()).collect())
     }
 

@@ -266,3 +266,47 @@ fn what_is_not_needed_goes_first() {
         }
     }
 }
+
+/// A file whose disk is full.
+struct Full(u64);
+
+impl<'h> PageSource<Model<'h>> for Full {
+    fn bytes(&self) -> u64 {
+        self.0 << 12
+    }
+
+    fn fill(&self, _: &mut Cx<'_, 'h>, _: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
+        pages.fill(0);
+        Ok(pages.len())
+    }
+
+    fn write_back(&self, _: &mut Cx<'_, 'h>, _: u64, _: &StoredPages<'_>) -> Result<(), SourceError> {
+        Err(SourceError(28))
+    }
+}
+
+/// One dirty page that its source does not take back keeps nobody else's idle memory from going.
+#[test]
+fn one_page_that_cannot_be_written_back_keeps_no_other() {
+    for policy in LruPolicy::ALL {
+        with_cpu(Size { policy, ..SIZE }, 17, |rig, cx| {
+            let object = rig.vm.open_source(cx, Box::leak(Box::new(Full(4)))).expect("memory");
+            let space = rig.space(cx, span(AT, 400 << 12), SMALL);
+            rig.vm.map(cx, &space, span(2 * AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+            rig.enter(cx, &space);
+            (0..400).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
+            rig.put(cx, &space, 2 * AT, 1).expect("memory");
+            rig.leave(cx, &space);
+            rig.enter(cx, &space);
+            let mut freed = 0;
+            for _ in 0..20 {
+                let budget = ShrinkBudget { free: u64::MAX, scan: 4000 };
+                freed += rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never).freed;
+            }
+            let stores = rig.store.stats(cx).stores;
+            rig.end(cx, space);
+            rig.vm.close(cx, object).expect("its own");
+            assert!(freed >= 300, "{policy:?}: {freed} of 400 idle pages went, {stores} were stored");
+        });
+    }
+}

@@ -5,6 +5,8 @@
 mod ageing;
 mod bystander;
 mod files;
+mod given;
+mod given_up;
 mod negative;
 mod passes;
 mod races;
