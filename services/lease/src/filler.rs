@@ -459,6 +459,53 @@ mod tests {
         assert!(why.contains("for 5 pages more: echo"), "{why}");
     }
 
+    thread_local! {
+        /// What a thread that fills may take without hurting its group.
+        static LEFT: Cell<u64> = const { Cell::new(0) };
+    }
+
+    /// A group with a limit, in which others take as much as is filled.
+    #[derive(Default)]
+    struct Shared {
+        left: RefCell<Vec<u64>>,
+    }
+
+    impl Machine for Shared {
+        fn now(&self) -> Duration {
+            Duration::ZERO
+        }
+        fn wait(&self, daemon: &Daemon, _: Duration) -> bool {
+            if daemon.waiting().0.is_some() {
+                daemon.stop();
+            }
+            daemon.may_go_on(Duration::ZERO)
+        }
+        fn fill(&self, _: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
+            LEFT.set(LEFT.get().saturating_sub(2 * (to - from)));
+            self.left.borrow_mut().push(LEFT.get());
+            if LEFT.get() > 0 { Ok(()) } else { Err(FileError::NoPages) }
+        }
+    }
+
+    /// Where there was room for a file when it was begun, and others take it meanwhile, the file goes back before the margin is gone, beyond
+    /// which the kernel ends the daemon.
+    #[test]
+    fn a_file_is_given_up_for_want_of_a_margin() {
+        let (page, bytes) = (Page::Transparent, Page::Transparent.bytes());
+        let config = PoolConfig::new(page, Shapes(vec![4 * bytes]), u64::MAX, 0);
+        let daemon = Daemon::new(PoolConfig { free: |_, _| Some(LEFT.get()), keep_free: bytes, ..config });
+        LEFT.set(7 * bytes);
+        let machine = Shared::default();
+        fill_on(&machine, &daemon, &Manners { cap: Some(20 * bytes), ..Manners::default() });
+        assert_eq!(machine.left.into_inner(), [5 * bytes, 3 * bytes, bytes], "nothing of the margin");
+        assert!(daemon.status().ready.is_empty());
+        let why = daemon.waiting().0.expect("it waits");
+        assert!(
+            why.starts_with(&format!("{} bytes missing", bytes)) && why.contains("raise the group's limit"),
+            "{why}"
+        );
+    }
+
     /// The machine's owner is told what forbids it, which is not what is missing.
     #[test]
     fn a_call_that_is_forbidden_has_its_remedy() {

@@ -69,7 +69,7 @@ pub fn check_proc() -> io::Result<()> {
         return Ok(());
     }
     let what = if status.is_empty() { "there is no /proc" } else { "/proc is of another process namespace" };
-    Err(io::Error::other(format!("{what}, so the program's file cannot be looked at (mount -t proc proc /proc)")))
+    Err(io::Error::other(format!("{what}, so files of a process cannot be found (mount -t proc proc /proc)")))
 }
 
 impl OwnFile {
@@ -81,7 +81,9 @@ impl OwnFile {
     pub(crate) fn look(process: &str, fd: u32, page: Page) -> Result<Option<Self>, NotReplaced> {
         let path = format!("/proc/{process}/fd/{fd}");
         let stat = match stat(&path) {
-            Err(Errno::NOENT) => return Ok(None),
+            Err(Errno::NOENT) if stat("/proc/self/fd").is_ok() => return Ok(None),
+            // A program may hide it after it was started.
+            Err(Errno::NOENT) => return Err(refused("there is no /proc to look at its descriptor by")(Errno::NOENT)),
             other => other.map_err(refused("its descriptor cannot be looked at"))?,
         };
         let is_fresh = stat.st_size == 0 && stat.st_blocks == 0;

@@ -168,6 +168,39 @@ mod tests {
         assert_ne!(inode(&second), inode_of_leased);
     }
 
+    /// As one that has made a directory without `/proc` its root: it has its own memory, or none where the leased one is required, and the
+    /// lease is there for another.
+    #[test]
+    fn a_program_without_proc_is_not_lent_in_silence() {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root has another root");
+            return;
+        }
+        let (file, inode_of_leased) = leased();
+        let (offer, _socket) = Offer::new(file, BYTES, PAGE, false).expect("offered");
+        let strict = Offer { require: true, ..offer.clone() };
+        let own_file = own();
+        let before = inode(&own_file);
+        let root = std::env::temp_dir().join(format!("hugemm-no-proc-{}", std::process::id()));
+        std::fs::create_dir(&root).expect("a directory");
+        let elsewhere = || {
+            // SAFETY: this thread alone has another root from here on.
+            assert_eq!(unsafe { libc::unshare(libc::CLONE_FS) }, 0);
+            rustix::process::chroot(&root).expect("root may");
+            assert_eq!(strict.take(own_file.as_raw_fd(), BYTES), Err(Errno::NOMEM));
+            assert_eq!(offer.take(own_file.as_raw_fd(), BYTES), Ok(false));
+        };
+        let ended = std::thread::scope(|scope| scope.spawn(elsewhere).join());
+        std::fs::remove_dir(&root).expect("empty");
+        ended.unwrap_or_else(|cause| std::panic::resume_unwind(cause));
+        assert_eq!(inode(&own_file), before);
+        let closed = own().as_raw_fd();
+        assert_eq!(strict.take(closed, BYTES), Ok(false), "what is closed is the kernel's to refuse");
+        assert_eq!(offer.take(own_file.as_raw_fd(), BYTES), Ok(true));
+        assert_eq!(inode(&own_file), inode_of_leased);
+    }
+
     /// A file that can be reached in a second way, from here or elsewhere, stays what it is: there would be two memories.
     #[test]
     fn a_file_that_somebody_else_can_reach_is_left_alone() {

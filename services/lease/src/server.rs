@@ -275,9 +275,67 @@ fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::daemon::PoolConfig;
-    use crate::memory_file::Page;
+    use crate::memory_file::{MemoryFile, Page};
     use crate::stock::Shapes;
+    use crate::wire::{Seen, Wish};
     use rustix::net::{AddressFamily, SocketType, socketpair};
+
+    /// A client may say what it likes as often as it likes: of its own leases each thing counts, and is logged, once; of others' nothing.
+    #[test]
+    fn what_is_said_of_a_lease_counts_once() {
+        let (mut log, write) = std::io::pipe().expect("a pipe");
+        let page = Page::Transparent;
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), page.bytes(), 0);
+        let daemon = Daemon::with_log(config, OwnedFd::from(write).into());
+        let user = User::default();
+        std::thread::scope(|scope| {
+            let connect = || {
+                let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+                let (ours, theirs) = pair.expect("a pair");
+                let (daemon, user) = (&daemon, &user);
+                let peer = Peer { asker: Asker::user(0), pid: 7, process: None };
+                scope.spawn(move || client(daemon, theirs.as_fd(), &peer, user));
+                ours
+            };
+            let ask = |socket: &OwnedFd, request: &Request| {
+                wire::send(socket.as_fd(), request, None).expect("sent");
+                wire::receive_answer(socket.as_fd()).expect("received").expect("an answer").0
+            };
+            let lease = |socket: &OwnedFd| {
+                daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+                match ask(socket, &Request::Lease(Wish::of(page.bytes()))) {
+                    Answer::Leased(leased) => leased.lease,
+                    other => panic!("{other:?}"),
+                }
+            };
+            // What is counted by then: placed, mapped privately, never used.
+            let said = |socket: &OwnedFd, lease, seen: &[Seen]| {
+                for seen in seen.iter().cycle().take(400 * seen.len()) {
+                    let request = Request::Seen { lease, seen: *seen };
+                    wire::send(socket.as_fd(), &request, None).expect("sent");
+                }
+                match ask(socket, &Request::Status {}) {
+                    Answer::Status(status) => [status.counts.placed, status.counts.private, status.counts.unused],
+                    other => panic!("{other:?}"),
+                }
+            };
+            let all = [Seen::Awaited, Seen::Placed, Seen::PrivateMapping, Seen::Unused];
+            let [one, other] = [connect(), connect()];
+            let (first, second) = (lease(&one), lease(&other));
+            assert_eq!(said(&one, second, &all), [0; 3], "another's");
+            assert_eq!(said(&one, second + 1, &all), [0; 3], "nobody's");
+            assert_eq!(said(&one, first, &all[..1]), [0; 3], "that it waits is nothing to count");
+            assert_eq!(said(&one, first, &all[..2]), [1, 0, 0]);
+            assert_eq!(said(&one, first, &all), [1; 3]);
+            assert_eq!(said(&other, second, &all[..2]), [2, 1, 1]);
+            ask(&other, &Request::End {});
+            assert_eq!(said(&other, second, &all), [2, 1, 1], "it is over");
+        });
+        drop(daemon);
+        let mut text = String::new();
+        std::io::Read::read_to_string(&mut log, &mut text).expect("UTF-8");
+        assert_eq!(text.lines().filter(|line| line.contains("\"event\":\"seen\"")).count(), 4, "{text}");
+    }
 
     /// However many connections a user has, one of them is answered at a time; nobody else waits for that, and who takes no answers
     /// keeps none from the others.

@@ -76,9 +76,10 @@ pub fn machine_is_busy() -> bool {
 fn is_busy(root: &Path) -> bool {
     let text = |path: &str| fs::read_to_string(root.join(path)).ok();
     let stalled = |path: &str| some_avg10(&text(path)?);
-    // cgroup(7); beside groups of version 1 systemd mounts those of version 2 at another place.
+    // cgroup(7); in a container the root is its own group, on a host it says what /proc/pressure does. Beside groups of version 1
+    // systemd mounts those of version 2 at another place.
     let groups = text("proc/self/cgroup").unwrap_or_default();
-    let group = groups.lines().find_map(|line| line.strip_prefix("0::")).filter(|group| *group != "/");
+    let group = groups.lines().find_map(|line| line.strip_prefix("0::"));
     let in_group = group.and_then(|group| {
         let at = |mount| stalled(&format!("sys/fs/cgroup{mount}{group}/memory.pressure"));
         at("").or_else(|| at("/unified"))
@@ -190,10 +191,12 @@ mod tests {
         all.iter().for_each(|path| put(path, &some("1.00")));
         assert!(!is_busy(&root), "where there are, the load is no matter");
         put("sys/fs/cgroup/memory.pressure", &some("99.00"));
-        for group in ["", "1:memory:/x\n0::/\n", "1:memory:/a/b\n"] {
+        for group in ["", "1:memory:/a/b\n"] {
             put("proc/self/cgroup", group);
-            assert!(!is_busy(&root), "in no group of its own: {group}");
+            assert!(!is_busy(&root), "in no group that has figures: {group}");
         }
+        put("proc/self/cgroup", "1:memory:/x\n0::/\n");
+        assert!(is_busy(&root), "its own group, as a container sees it");
         put("proc/self/cgroup", "9:cpu:/\n0::/a/b\n");
         assert!(!is_busy(&root), "its group has no figures");
         // A group's CPUs are waited for by what fills at idle priority itself.

@@ -57,17 +57,29 @@ pub fn run(args: &Lease) -> Result<()> {
     if args.mode == Mode::Preload && is_given(args) {
         bail!("--mode is for programs that make their memory themselves; leave it out");
     }
-    if args.command.is_empty() {
-        return hold(args);
-    }
     // What can be missing is looked for before memory is taken that nobody would use.
-    let checked = if is_given(args) { Ok(()) } else { check_proc().map_err(anyhow::Error::from) };
+    let checked = check_paths(args);
+    if args.command.is_empty() {
+        return checked.and_then(|()| hold(args));
+    }
     match checked.and_then(|()| libraries(args)).and_then(|libraries| Ok((had(args)?, libraries))) {
         Ok((had, libraries)) => start_on(args, had, libraries),
         // A command that is to be given the memory has no other.
         Err(error) if args.require || is_given(args) => Err(error),
         Err(error) => Err(start_without(args, &error)),
     }
+}
+
+/// Whether there is the `/proc` that the memory, or the command's own, is found by. A descriptor alone needs none.
+fn check_paths(args: &Lease) -> Result<()> {
+    if args.command.iter().any(|word| contains(word, LEASE)) {
+        // The command's own number, in whatever process namespace `/proc` is of.
+        fs::metadata("/proc/self/fd")
+            .with_context(|| format!("there is no /proc, so {LEASE} has no path; take --fd"))?;
+    } else if args.fd.is_none() {
+        check_proc()?;
+    }
+    Ok(())
 }
 
 /// What there is for the command.

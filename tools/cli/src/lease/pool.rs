@@ -9,6 +9,7 @@ use comfy_table::CellAlignment;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::limits::Limits;
 use hugemm_inspect::pool::HugetlbPool;
+use hugemm_inspect::roots::Roots;
 use hugemm_lease::client::{Connection, default_socket, read_secret};
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{self, Manners, fill};
@@ -167,9 +168,13 @@ fn changed(path: &Path) -> Option<(u64, SystemTime)> {
 
 /// What may be taken: of the kernel's pool, or, of transparent pages, what leaves the machine and the daemon's control group a margin.
 fn free(page: Page, node: Option<u32>) -> Option<u64> {
+    free_on(&Roots::default(), page, node)
+}
+
+fn free_on(roots: &Roots, page: Page, node: Option<u32>) -> Option<u64> {
     match page.pool() {
-        Some(size) => Some(HugetlbPool::new().status(size, node).ok()?.unreserved() * size.bytes()),
-        None => Some(Limits::read().ok()?.takeable().0),
+        Some(size) => Some(HugetlbPool::at(roots.clone()).status(size, node).ok()?.unreserved() * size.bytes()),
+        None => Some(Limits::read_from(roots).ok()?.takeable().0),
     }
 }
 
@@ -312,4 +317,49 @@ fn print(status: &Status) {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table::print("Lent", &lines);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// Never all that is available, on a host or in a group with a limit: the kernel would end the daemon, or what runs beside it.
+    #[test]
+    fn transparent_pages_leave_a_margin() {
+        let root = std::env::temp_dir().join(format!("hugemm-free-{}", std::process::id()));
+        let put = |path: &str, text: &str| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().expect("a directory")).expect("made");
+            fs::write(path, text).expect("written");
+        };
+        let free = || free_on(&Roots::below(&root), Page::Transparent, None).expect("known") / MIB;
+        put("proc/meminfo", "MemTotal: 16384000 kB\nMemAvailable: 8192000 kB\n");
+        let host = 8000 - 800;
+        assert_eq!(free(), host, "a twentieth of all stays");
+        let mount = root.join("sys/fs/cgroup");
+        put("proc/self/mountinfo", &format!("29 22 0:26 / {} rw - cgroup2 none rw\n", mount.display()));
+        put("sys/fs/cgroup/memory.max", "max\n");
+        // A container's own group, as it sees it; one below another; the limit and what is used of it; what is left of that.
+        for (group, limited, limit, used, left) in [
+            ("/", "memory.max", 1000, 300, 1000 - 300 - 64),
+            ("/", "memory.max", 4000, 1000, 4000 - 1000 - 200),
+            ("/", "memory.max", 1000, 950, 0),
+            ("/", "memory.max", 100_000, 0, host),
+            ("/a/b", "a/b/memory.high", 1000, 300, 1000 - 300 - 64),
+            ("/a/b", "a/memory.max", 1000, 300, 1000 - 300 - 64),
+        ] {
+            let limited = format!("sys/fs/cgroup/{limited}");
+            let directory = Path::new(&limited).parent().expect("a group").display().to_string();
+            put("proc/self/cgroup", &format!("0::{group}\n"));
+            put(&limited, &(limit * MIB).to_string());
+            // The kernel takes back by itself what files have that nobody uses.
+            put(&format!("{directory}/memory.current"), &((used + 7) * MIB).to_string());
+            put(&format!("{directory}/memory.stat"), &format!("anon 1\ninactive_file {}\n", 7 * MIB));
+            assert_eq!(free(), left, "{limited} of {limit}, {used} used, in {group}");
+            put(&limited, "max\n");
+        }
+        fs::remove_dir_all(root).expect("removed");
+    }
 }

@@ -1,15 +1,16 @@
 //! Ctrl-C in the middle of a measurement: memory and hugetlb pool are given back. Guests that a signal ends did not break.
 
-use crate::support::{self, Scratch};
+use crate::support::Scratch;
+use crate::support::lease::{POOLS, with_pool};
+use hugemm_base::PageSize;
+use hugemm_inspect::pool::{HugetlbPool, PoolStatus};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
-
-fn pool() -> Option<u64> {
-    std::fs::read_to_string(POOL).ok()?.trim().parse().ok()
+fn pool() -> Option<PoolStatus> {
+    HugetlbPool::new().status(PageSize::Size2M, None).ok()
 }
 
 /// Waits until `done` or for `patience` at most.
@@ -22,8 +23,13 @@ fn wait_until(patience: Duration, done: impl Fn() -> bool) {
 
 #[test]
 fn the_pool_is_put_back_on_interrupt() {
-    // For its lock: others change the pool too.
-    let _turn = support::lease::pool(0);
+    for pages in POOLS {
+        with_pool(pages, interrupted);
+    }
+}
+
+/// A command that has to raise the pool, or finds what it wants there.
+fn interrupted() {
     let before = pool();
     let mut command = Command::new(env!("CARGO_BIN_EXE_hugemm"));
     command.args(["bench", "mem", "mmap", "-s", "128MB", "-l", "1000"]).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -36,7 +42,8 @@ fn the_pool_is_put_back_on_interrupt() {
         })
     };
     let mut child = command.spawn().expect("the command starts");
-    // Without the right to raise the pool the command runs on transparent huge pages, and there is nothing to wait for.
+    // Raised, or taken from. Without the right to raise the pool the command runs on transparent huge pages, and there is nothing to wait
+    // for.
     wait_until(Duration::from_secs(3), || pool() != before);
     std::thread::sleep(Duration::from_millis(300));
     let pid = i32::try_from(child.id()).expect("a pid");

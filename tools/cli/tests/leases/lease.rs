@@ -352,23 +352,48 @@ fn what_is_not_placed_is_said() {
         // SAFETY: a process that was started for this.
         assert_eq!(unsafe { libc::kill(left, libc::SIGKILL) }, 0);
         let command = format!("{} lease 32MB --socket {}", env!("CARGO_BIN_EXE_hugemm"), daemon.socket);
-        for (options, what) in [("--pid --fork", "another process namespace"), ("--mount", "no /proc")] {
-            for more in ["--require", "", "--require --mode preload"] {
-                let hide = if what == "no /proc" { "umount -l /proc; " } else { "" };
-                let script = format!("{hide}{command} {more} -- echo ran");
-                let words = options.split(' ').chain(["sh", "-c", &script]);
-                let output = Command::new("unshare").args(words).output().expect("util-linux");
-                let text = said(&output);
-                if text.contains("unshare failed") {
-                    eprintln!("skipped: {text}");
-                    return;
-                }
-                if more.ends_with("preload") && text.contains("build it with") {
-                    continue;
-                }
-                assert_eq!(output.stdout, if more.is_empty() { "ran\n" } else { "" }.as_bytes(), "{more}: {text}");
-                assert_eq!(output.status.success(), more.is_empty(), "{more}: {text}");
-                assert!(text.contains(what), "{more}: {text}");
+        let hits = || daemon.status().expect("a status")["counts"]["hits"].clone();
+        let (before, me) = (hits(), me());
+        let program = words(&me, "program_with_two_views_of_its_memory").join(" ") + " " + daemon.pages.name();
+        // It hides `/proc` from its supervisor, too, when it has the lease.
+        let late = format!("-- sh -c 'umount -l /proc; exec {program}'");
+        for (options, what, more) in [
+            ("--pid --fork", "another process namespace", "--require -- echo ran"),
+            ("--pid --fork", "another process namespace", "-- echo ran"),
+            ("--pid --fork", "another process namespace", "--require --mode preload -- echo ran"),
+            ("--pid --fork", "another process namespace", "--path"),
+            ("--mount", "no /proc", "--require -- echo ran"),
+            ("--mount", "no /proc", "-- echo ran"),
+            ("--mount", "no /proc", "--require --mode preload -- echo ran"),
+            ("--mount", "no /proc", "--path"),
+            ("--mount", "no /proc", "-- echo @LEASE@"),
+            ("--mount", "no /proc", &format!("--require {late}")),
+            ("--mount", "no /proc", &format!("--require --mode preload {late}")),
+        ] {
+            let is_late = more.ends_with(&late);
+            if is_late && !daemon.wait_until_ready() {
+                return;
+            }
+            let hide = if what == "no /proc" && !is_late { "umount -l /proc; " } else { "" };
+            let script = format!("{hide}{command} {more}");
+            let words = options.split(' ').chain(["sh", "-c", &script]);
+            let output = Command::new("unshare").args(words).output().expect("util-linux");
+            let text = said(&output);
+            if text.contains("unshare failed") {
+                eprintln!("skipped: {text}");
+                return;
+            }
+            if more.contains("preload") && text.contains("build it with") {
+                continue;
+            }
+            assert!(text.contains(what), "{more}: {text}");
+            if is_late {
+                assert!(text.contains("no memory: "), "{more}: {text}");
+            } else {
+                let runs = more == "-- echo ran";
+                assert_eq!(output.stdout, if runs { "ran\n" } else { "" }.as_bytes(), "{more}: {text}");
+                assert_eq!(output.status.success(), runs, "{more}: {text}");
+                assert_eq!(hits(), before, "{more}: a lease was taken for nothing");
             }
         }
         daemon.wait_for("over", |status| status["leases"] == Value::from(Vec::<u8>::new()));

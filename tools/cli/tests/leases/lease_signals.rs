@@ -3,15 +3,16 @@
 #[path = "../../../../services/lease/tests/support/tracer.rs"]
 mod tracer;
 
-use crate::support::lease::{Daemon, with_pool};
+use crate::support::lease::{Daemon, POOLS, judged, with_pool};
 use crate::support::{Scratch, hugemm};
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::HugetlbPool;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::thread::sleep;
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 use tracer::{Then, trace};
 
@@ -202,18 +203,17 @@ fn the_bench_ends_at_any_time() {
     if !has_qemu() {
         return;
     }
-    with_pool(1, || {
-        let before = pool_has();
-        for after in [50, 200, 400, 800, 1600, 3200] {
-            let mut bench = bench();
+    for (after, pages) in [50, 200, 400, 800, 1600, 3200].into_iter().zip(POOLS.into_iter().cycle()) {
+        with_pool(pages, || {
+            let (before, mut bench) = (pool_has(), bench());
             sleep(Duration::from_millis(after));
             interrupt(&bench);
             let code = end_of(&mut bench, "the bench does not end").code();
             // Before its handlers are there, the signal ends it, and it has nothing yet.
-            assert!(matches!(code, Some(130 | 0) | None), "after {after} ms: {code:?}");
+            assert!(matches!(code, Some(130 | 0) | None), "after {after} ms, {pages} pages: {code:?}");
             wait_until_pool_has(before);
-        }
-    });
+        });
+    }
 }
 
 /// A bench whose QEMU is a script that says its version and then does as it is told.
@@ -253,8 +253,9 @@ fn a_killed_bench_leaves_the_pool_as_it_was() {
     if !has_qemu() {
         return;
     }
-    // As much as it wants may be there already.
-    for (pages, kills) in [(1, [(0, false), (100, true)]), (64, [(400, false), (1000, true)])] {
+    for (pages, kills) in
+        POOLS.into_iter().zip([[(0, false), (100, true)], [(400, false), (1000, true)], [(0, true), (400, false)]])
+    {
         with_pool(pages, || {
             let before = pool_has();
             for (after, group) in kills {
@@ -275,4 +276,49 @@ fn a_killed_bench_leaves_the_pool_as_it_was() {
             }
         });
     }
+}
+
+/// Run by the next.
+#[test]
+#[ignore = "a program for another test to run"]
+fn program_that_fails() {
+    judged(|| panic!("its pages are gone"));
+}
+
+/// A test that fails has failed, unless somebody else changes the pool meanwhile, who may have taken its pages.
+#[test]
+fn a_test_fails_unless_somebody_else_changes_the_pool() {
+    // For its lock, which the program does not wait for: it has one of its own.
+    with_pool(1, || {
+        let ((size, _), scratch) = (pool_has(), Scratch::new("judged"));
+        let resize = |to: u64| std::fs::write("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", to.to_string());
+        if let Err(error) = resize(size) {
+            eprintln!("skipped: {error}");
+            return;
+        }
+        let run = || {
+            let mut program = Command::new(std::env::current_exe()?);
+            program.args(["--ignored", "--nocapture", "program_that_fails"]).env("TMPDIR", scratch.path("")).output()
+        };
+        let is_judged = |output: &std::io::Result<Output>, success, says| {
+            let output = output.as_ref().expect("it starts");
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success() == success && said.contains(says), "{said}");
+        };
+        is_judged(&run(), false, "its pages are gone");
+        let over = AtomicBool::new(false);
+        let output = thread::scope(|scope| {
+            scope.spawn(|| {
+                for more in [1, 0].into_iter().cycle().take_while(|_| !over.load(Ordering::Relaxed)) {
+                    let _ = resize(size + more);
+                    sleep(Duration::from_millis(20));
+                }
+            });
+            let output = run();
+            over.store(true, Ordering::Relaxed);
+            output
+        });
+        resize(size).expect("as before");
+        is_judged(&output, true, "skipped: somebody else changes the kernel's pool");
+    });
 }

@@ -13,6 +13,9 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// Pages of pools that hosts have: none, just as many as a bench wants, and more.
+pub(crate) const POOLS: [u64; 3] = [0, 64, 1000];
+
 /// The kernel's pool with that many free pages, for one test at a time; `None`, and a line, where they are not to be had.
 pub(crate) fn pool(pages: u64) -> Option<(PoolGuard, File)> {
     let lock = turn();
