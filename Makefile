@@ -150,7 +150,7 @@ sharing:
 SOAK ?= 600
 soak: build
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-workloads --test soak
-	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-schedule --test system
+	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-schedule --test system every_word
 	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-lease --test processes -- "at once"
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
 

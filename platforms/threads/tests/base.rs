@@ -4,7 +4,7 @@ use hugemm_base::chain::ExtentChain;
 use hugemm_base::counters::{Counter, CpuCounter};
 use hugemm_base::extent::Chunks;
 use hugemm_base::inject::{FaultPlan, FaultPoint, NoFaults};
-use hugemm_base::lock::{Lock, LockGuard, PinnedLock, Spin, SpinLock};
+use hugemm_base::lock::{Backoff, Lock, LockGuard, PinnedLock, Spin, SpinLock};
 use hugemm_base::random::Random;
 use hugemm_base::sync::FencePoint;
 use hugemm_base::*;
@@ -30,7 +30,7 @@ fn every_type() {
             BareMetal<2>, DirectMap, Counter, CpuCounter, Counters, CounterSnapshot, FrameUse, FrameUses, FramesInUse,
             // Frames are anybody's who is given them.
             Dirty, Clearing, Zeroed, Ram, ExtentChain,
-            Spin, SpinLock, Lock<SpinLock, Cell<u8>>, PinnedLock<SpinLock, Cell<u8>>,
+            Backoff, Spin, SpinLock, Lock<SpinLock, Cell<u8>>, PinnedLock<SpinLock, Cell<u8>>,
             // Anybody may pay a flush; a debt of one may wait anywhere.
             FlushDomain<(), Nowhere>, Flushed<'static, (), Nowhere>, TlbFlush<'static, (), Nowhere>,
             Pending<Dirty, TlbFlush<'static, (), Nowhere>>,

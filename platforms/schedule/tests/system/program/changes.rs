@@ -223,7 +223,12 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
                 (0..self.random.below(400)).for_each(|_| point());
                 let usage = vm.usage(cx, &process.space, whole).expect("in the space");
                 if !area.kind.shared {
-                    assert_eq!((usage.present, usage.swapped), (whole.pages(), 0), "{part:?}");
+                    assert_eq!(
+                        (usage.present, usage.swapped),
+                        (whole.pages(), 0),
+                        "{part:?} {usage:?} {:?}",
+                        area.kind.protection
+                    );
                 }
                 self.test.did("locked", 1);
             }
