@@ -66,7 +66,6 @@ pub mod platform;
 pub mod prefetch;
 pub mod random;
 pub mod relief;
-
 mod single_cpu;
 pub mod size;
 pub mod store_fence;
@@ -87,7 +86,6 @@ pub use direct_map::DirectMap;
 pub use extent::{Extent, ExtentError};
 pub use pending::{Barrier, Pending};
 pub use platform::{Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, Topology, Window};
-
 pub use relief::{Relief, Shortage, Shortfall};
 pub use single_cpu::SingleCpu;
 pub use size::{Order, PageSize, SizeError};

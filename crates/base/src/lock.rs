@@ -134,11 +134,6 @@ pub unsafe trait RawLock {
     fn new() -> Self;
     /// Waits until the lock is the caller's. Does not sleep.
     fn lock(&self);
-    /// The same, and says whether somebody had it, for who can be there less often. A lock that does not know says no.
-    fn lock_told(&self) -> bool {
-        self.lock();
-        false
-    }
     /// Takes the lock if nobody has it; never waits.
     fn try_lock(&self) -> bool;
     /// Gives the lock back.
@@ -173,15 +168,6 @@ unsafe impl RawLock for SpinLock {
                 backoff.pause::<Spin>();
             }
         }
-    }
-
-    #[inline]
-    fn lock_told(&self) -> bool {
-        let waits = !self.try_lock();
-        if waits {
-            self.lock();
-        }
-        waits
     }
 
     #[inline]
@@ -250,13 +236,6 @@ impl<L: RawLock, T> PinnedLock<L, T> {
     #[inline]
     pub fn lock<'a>(&'a self, _pin: CpuPin<'a>) -> LockGuard<'a, L, T> {
         self.0.lock()
-    }
-
-    /// The same, and whether somebody had it: see [`RawLock::lock_told`].
-    #[inline]
-    pub fn lock_told<'a>(&'a self, _pin: CpuPin<'a>) -> (LockGuard<'a, L, T>, bool) {
-        let waited = self.0.raw.lock_told();
-        (LockGuard { lock: &self.0, stays: PhantomData }, waited)
     }
 
     /// Takes the lock if nobody has it; never waits. Any context.

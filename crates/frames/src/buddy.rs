@@ -15,22 +15,12 @@ use hugemm_base::{CpuPin, Extent, NodeId, Pfn};
 impl<'m, E: Env> Frames<'m, E> {
     /// Runs `f` under a node's lock: one lock round. Frees what was deferred first.
     pub(crate) fn with_node<R>(&self, pin: CpuPin<'_>, node: NodeId, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
-        self.with_node_told(pin, node, f).map(|(result, _)| result)
-    }
-
-    /// The same, and whether another CPU had the lock.
-    pub(crate) fn with_node_told<R>(
-        &self,
-        pin: CpuPin<'_>,
-        node: NodeId,
-        f: impl FnOnce(&mut FreeLists) -> R,
-    ) -> Option<(R, bool)> {
         let owner = self.node(node)?;
         if let Some(own) = self.own(pin) {
             own.forget_lowest();
         }
-        let (mut lists, waited) = owner.lists.lock_told(pin);
-        Some((self.round(owner, &mut lists, f), waited))
+        let mut lists = owner.lists.lock(pin);
+        Some(self.round(owner, &mut lists, f))
     }
 
     /// The same if nobody holds the lock; never waits.

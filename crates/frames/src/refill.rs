@@ -7,6 +7,7 @@ use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::free2m::Batch;
 use crate::free4k::Run;
+use crate::freelist::FreeLists;
 use crate::node::Taken;
 use crate::page_alloc::Wanted;
 use crate::pcp::PerCpu;
@@ -30,7 +31,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let apart = chunk::is_worth_it(want).then_some(own);
         let mut runs = [Run::default(); RUNS];
-        let filled = self.with_node_told(pin, node, |lists| {
+        let mut fill = |lists: &mut FreeLists| {
             self.return_gathered(lists, own);
             let (mut got, mut place) = (0, None);
             for run in &mut runs {
@@ -51,8 +52,10 @@ impl<'m, E: Env> Frames<'m, E> {
                     self.note_chunk(own, arena, pfn);
                 }
             }
-        });
-        if let Some((_, true)) = filled {
+        };
+        if self.try_with_node(pin, node, &mut fill).is_none() {
+            // Another CPU is there.
+            let _ = self.with_node(pin, node, fill);
             class.widen();
         }
         // Last first, so that they come out in ascending order.

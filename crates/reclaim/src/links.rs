@@ -104,3 +104,19 @@ impl List {
         self.len = self.len.saturating_sub(1);
     }
 }
+
+/// Words in a map, for tests. What was never written reads as `FRESH`.
+#[cfg(test)]
+#[derive(Default)]
+pub(crate) struct Map<const FRESH: u64 = 0>(std::cell::RefCell<std::collections::HashMap<(u64, usize), u64>>);
+
+#[cfg(test)]
+impl<const FRESH: u64> Words for Map<FRESH> {
+    fn word(&self, pfn: Pfn, word: usize) -> u64 {
+        self.0.borrow().get(&(pfn.number(), word)).copied().unwrap_or(FRESH)
+    }
+
+    fn set_word(&self, pfn: Pfn, word: usize, value: u64) {
+        self.0.borrow_mut().insert((pfn.number(), word), value);
+    }
+}

@@ -127,22 +127,9 @@ impl Blocks {
 mod tests {
     use super::*;
     use crate::compressed::classes::TABLE;
+    use crate::links::Map;
     use proptest::prelude::*;
-    use std::cell::RefCell;
-    use std::collections::{BTreeMap, BTreeSet, HashMap};
-
-    #[derive(Default)]
-    struct Map(RefCell<HashMap<(u64, usize), u64>>);
-
-    impl Words for Map {
-        fn word(&self, pfn: Pfn, word: usize) -> u64 {
-            self.0.borrow().get(&(pfn.number(), word)).copied().unwrap_or(0xdead)
-        }
-
-        fn set_word(&self, pfn: Pfn, word: usize, value: u64) {
-            self.0.borrow_mut().insert((pfn.number(), word), value);
-        }
-    }
+    use std::collections::{BTreeMap, BTreeSet};
 
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..if cfg!(miri) { ProptestConfig::with_cases(4) } else { ProptestConfig::default() } })]
@@ -151,7 +138,7 @@ mod tests {
         #[test]
         fn pieces_agree_with_a_set(class in 0..TABLE.len(), ops in proptest::collection::vec(any::<u16>(), 0..400)) {
             let spec = TABLE[class];
-            let words = Map::default();
+            let words = Map::<0xdead>::default();
             let mut blocks = Blocks::default();
             // Block → pieces in use; the pieces in use in order.
             let mut model: BTreeMap<u64, BTreeSet<u32>> = BTreeMap::new();

@@ -155,22 +155,8 @@ impl Kinds {
 mod tests {
     use super::super::policy::LruVerdict;
     use super::*;
+    use crate::links::Map;
     use hugemm_base::Order;
-    use std::cell::RefCell;
-    use std::collections::HashMap;
-
-    #[derive(Default)]
-    struct Map(RefCell<HashMap<(u64, usize), u64>>);
-
-    impl Words for Map {
-        fn word(&self, pfn: Pfn, word: usize) -> u64 {
-            self.0.borrow().get(&(pfn.number(), word)).copied().unwrap_or(0)
-        }
-
-        fn set_word(&self, pfn: Pfn, word: usize, value: u64) {
-            self.0.borrow_mut().insert((pfn.number(), word), value);
-        }
-    }
 
     const MANY: u64 = 4 * BATCH as u64;
 
@@ -196,7 +182,7 @@ mod tests {
     #[test]
     fn sources_pages_go_first_and_then_every_other_batch() {
         for policy in LruPolicy::ALL {
-            let words = Map::default();
+            let words = <Map>::default();
             let mut kinds = filled(policy, &words);
             let kept = LruVerdict::Rotate { mark: crate::lru::Mark::None };
             let round: Vec<bool> = (0..8).map(|_| turn(&mut kinds, &words, true, kept).0).collect();
@@ -214,7 +200,7 @@ mod tests {
     #[test]
     fn others_have_their_turn_though_all_of_sources_are_young() {
         for policy in LruPolicy::ALL {
-            let words = Map::default();
+            let words = <Map>::default();
             let mut kinds = filled(policy, &words);
             let own = (0..32).filter(|_| !turn(&mut kinds, &words, true, LruVerdict::Activate).0).count();
             assert!(own >= 10, "{policy:?}: {own}");
@@ -224,7 +210,7 @@ mod tests {
     #[test]
     fn a_page_that_comes_back_soon_is_paid_for_by_others() {
         for policy in LruPolicy::ALL {
-            let words = Map::default();
+            let words = <Map>::default();
             for (distance, soon) in [(0, true), (2 * MANY, true), (2 * MANY + 1, false)] {
                 let mut kinds = filled(policy, &words);
                 let young = kinds.sourced.stats().youngest;
@@ -239,7 +225,7 @@ mod tests {
     #[test]
     fn what_is_cold_is_looked_at_first() {
         for policy in LruPolicy::ALL {
-            let words = Map::default();
+            let words = <Map>::default();
             let mut kinds = filled(policy, &words);
             let cold = [7, 3, MANY + 9, MANY + 2];
             cold.into_iter().for_each(|pfn| kinds.of(&words, Pfn::new(pfn)).demote(&words, Pfn::new(pfn)));

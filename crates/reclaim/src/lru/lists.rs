@@ -45,13 +45,13 @@ impl Lists {
 
     fn link(&mut self, words: &impl Words, pfn: Pfn, order: Order, age: u64, mark: Mark) {
         let label = label(age);
-        words.set_word(
-            pfn,
-            STATE,
-            State { standing: Standing::On { label }, order, mark, sourced: self.sourced }.word(),
-        );
+        self.say(words, pfn, Standing::On { label }, order, mark);
         self.lists[label].push_front(words, pfn);
         self.lists[label].pages += order.pages();
+    }
+
+    fn say(&self, words: &impl Words, pfn: Pfn, standing: Standing, order: Order, mark: Mark) {
+        words.set_word(pfn, STATE, State { standing, order, mark, sourced: self.sourced }.word());
     }
 
     fn unlink(&mut self, words: &impl Words, pfn: Pfn, order: Order, label: usize) {
@@ -82,11 +82,7 @@ impl Lists {
         let mark = if mark == Mark::Referenced { Mark::None } else { mark };
         self.unlink(words, pfn, order, from);
         let to = label(self.ring.oldest);
-        words.set_word(
-            pfn,
-            STATE,
-            State { standing: Standing::On { label: to }, order, mark, sourced: self.sourced }.word(),
-        );
+        self.say(words, pfn, Standing::On { label: to }, order, mark);
         self.lists[to].push_back(words, pfn);
         self.lists[to].pages += order.pages();
     }
@@ -141,11 +137,7 @@ impl Lists {
                 self.link(words, pfn, order, age, mark);
                 continue;
             }
-            words.set_word(
-                pfn,
-                STATE,
-                State { standing: Standing::Isolated, order, mark, sourced: self.sourced }.word(),
-            );
+            self.say(words, pfn, Standing::Isolated, order, mark);
             self.stats.scanned += order.pages();
             self.stats.isolated += order.pages();
             let verdict = LruVerdict::Rotate { mark };

@@ -4,23 +4,8 @@ use super::lists::Lists;
 use super::policy::Was;
 use super::ring::Ring;
 use super::*;
-use crate::links::Words;
+use crate::links::Map;
 use proptest::prelude::*;
-use std::cell::RefCell;
-use std::collections::HashMap;
-
-#[derive(Default)]
-struct Map(RefCell<HashMap<(u64, usize), u64>>);
-
-impl Words for Map {
-    fn word(&self, pfn: Pfn, word: usize) -> u64 {
-        self.0.borrow().get(&(pfn.number(), word)).copied().unwrap_or(0)
-    }
-
-    fn set_word(&self, pfn: Pfn, word: usize, value: u64) {
-        self.0.borrow_mut().insert((pfn.number(), word), value);
-    }
-}
 
 fn mark(referenced: bool) -> Mark {
     if referenced { Mark::Referenced } else { Mark::None }
@@ -123,7 +108,7 @@ proptest! {
         ops in proptest::collection::vec((0..12_u8, any::<u16>()), 0..if cfg!(miri) { 60 } else { 400 }),
     ) {
         let policy = if generations { LruPolicy::Generations } else { LruPolicy::TwoList };
-        let words = Map::default();
+        let words = <Map>::default();
         let mut lists = Lists::new(policy);
         let lists_of_none = vec![Vec::new(), Vec::new()];
         let mut model = Model { policy, first: 0, lists: lists_of_none, seen: LruStats::default() };
@@ -229,7 +214,7 @@ proptest! {
 #[test]
 fn used_folios_outlive_idle_ones() {
     for policy in LruPolicy::ALL {
-        let words = Map::default();
+        let words = <Map>::default();
         let mut lists = Lists::new(policy);
         (1..=64).for_each(|pfn| lists.insert(&words, Pfn::new(pfn), Order::ZERO));
         let hot = |pfn: Pfn| pfn.number().is_multiple_of(4);
@@ -256,7 +241,7 @@ fn folios_that_cannot_be_held_are_passed_over_bit_by_bit() {
     // Whole rounds of looks.
     const FOLIOS: u64 = 1024;
     for policy in LruPolicy::ALL {
-        let words = Map::default();
+        let words = <Map>::default();
         let mut lists = Lists::new(policy);
         (1..=FOLIOS).for_each(|pfn| lists.insert(&words, Pfn::new(pfn), Order::ZERO));
         let mut seen = 0;
@@ -297,7 +282,7 @@ fn a_batch_has_room_for_so_many() {
 #[test]
 fn what_could_not_go_comes_on_again() {
     for policy in LruPolicy::ALL {
-        let words = Map::default();
+        let words = <Map>::default();
         let mut lists = Lists::new(policy);
         (1..=4).for_each(|pfn| lists.insert(&words, Pfn::new(pfn), Order::ZERO));
         let mut batch = Batch::new();
