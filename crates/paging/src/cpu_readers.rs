@@ -283,6 +283,73 @@ impl<L: RawEditLock, const N: usize> Drop for Inside<'_, L, N> {
     }
 }
 
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::edit_lock::EditLock;
+
+    /// Nobody waits for readers who are counted elsewhere.
+    struct Impatient(EditLock);
+
+    // SAFETY: as of what is inside; whoever would have to wait does not get in.
+    unsafe impl RawEditLock for Impatient {
+        fn new() -> Self {
+            Impatient(EditLock::new())
+        }
+
+        fn lock_shared(&self) {
+            self.0.lock_shared();
+        }
+
+        unsafe fn unlock_shared(&self) {
+            // SAFETY: the caller's promise.
+            unsafe { self.0.unlock_shared() }
+        }
+
+        fn lock_exclusive(&self) {
+            self.0.lock_exclusive();
+        }
+
+        unsafe fn unlock_exclusive(&self) {
+            // SAFETY: the caller's promise.
+            unsafe { self.0.unlock_exclusive() }
+        }
+
+        fn wait_until(_gone: &dyn Fn() -> bool) {
+            panic!("somebody is on a line");
+        }
+    }
+
+    /// Eight lines: closed for two readers more, and nobody is visited meanwhile.
+    #[test]
+    fn a_lock_that_has_been_alone_stays_closed_for_a_few_readers() {
+        let (readers, lines): (_, [ReaderLine; 8]) = (Readers::default(), Default::default());
+        let mut lock = CountedLock::<Impatient>::new();
+        // SAFETY: all of them stay; there is no other lock.
+        unsafe { lock.count_on(NonNull::from(&readers), Half::Low) };
+        // SAFETY: as above; each once.
+        lines.iter().for_each(|line| unsafe { readers.add(NonNull::from(line)) });
+        let alone = || {
+            lock.lock_exclusive();
+            // SAFETY: locked above.
+            unsafe { lock.unlock_exclusive() };
+        };
+        let by_line = || {
+            // SAFETY: the line is one of the lock's.
+            unsafe { Inside::enter(&lines[0], [&lock]) }.line.is_some()
+        };
+        assert!(by_line());
+        for _ in 0..2 {
+            alone();
+            // One who has counted itself and is about to see that it is closed.
+            lines[3].inside.fetch_add(Half::Low.one(), Ordering::Relaxed);
+            alone();
+            lines[3].inside.fetch_sub(Half::Low.one(), Ordering::Relaxed);
+            assert_eq!([by_line(), by_line(), by_line()], [false, false, true]);
+        }
+    }
+}
+
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;

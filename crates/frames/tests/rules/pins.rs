@@ -1,7 +1,7 @@
 //! How long a CPU keeps interrupts off, in lock rounds.
 
 use super::request;
-use super::support::{Counted, Threads, busy, extent, most_rounds, with_counted, with_one_arena};
+use super::support::{Counted, Threads, busy, extent, meeting, most_rounds, with_counted, with_one_arena};
 use super::words::{all_free, free, take};
 use crate::support::arena;
 use hugemm_base::{CpuCx, CpuId, Dirty, NodeId, Order, Pfn, Zeroed};
@@ -312,4 +312,21 @@ fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
             assert_eq!(all_free(frames, &cx, 2), 1 << 16);
         });
     }
+}
+
+/// Who finds another CPU at the node each time fetches twice as much, and comes half as often.
+#[test]
+fn who_meets_others_at_the_node_comes_less_often() {
+    with_counted(&[arena(0, 1 << 18, 0)], 1, &[], |frames, threads| {
+        let cx = &threads.cx();
+        let take = || drop(take(frames, cx, 0, 1 << 14));
+        // The cache is as large as it gets.
+        take();
+        let before = frames.stats(cx).lock_rounds;
+        take();
+        let alone = frames.stats(cx).lock_rounds - before;
+        meeting(take);
+        let met = meeting(take);
+        assert!(alone >= 2 * met - 2, "{alone} lock rounds alone, {met} with others");
+    });
 }

@@ -94,9 +94,11 @@ pub fn with_config(config: FramesConfig<'_>, test: impl FnOnce(&Frames<'_, Plain
 thread_local! {
     static ROUNDS: Cell<u64> = const { Cell::new(0) };
     static BUSY: Cell<bool> = const { Cell::new(false) };
+    static MEETS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A lock that counts how often this thread has taken one, and that somebody seems to hold while [`busy`] runs.
+/// A lock that counts how often this thread has taken one, and that somebody seems to hold while [`busy`] runs, or until it is waited for
+/// while [`meeting`] does.
 pub struct CountedLock(SpinLock);
 
 // SAFETY: a spin lock, of which a try may fail.
@@ -112,7 +114,9 @@ unsafe impl RawLock for CountedLock {
     }
 
     fn try_lock(&self) -> bool {
-        !BUSY.get() && self.0.try_lock()
+        let taken = !BUSY.get() && !MEETS.get() && self.0.try_lock();
+        ROUNDS.set(ROUNDS.get() + u64::from(taken));
+        taken
     }
 
     unsafe fn unlock(&self) {
@@ -153,6 +157,15 @@ pub fn busy<R>(body: impl FnOnce() -> R) -> R {
     let result = body();
     BUSY.set(false);
     result
+}
+
+/// Runs `body` as one who finds another CPU at each node. Lock rounds of it.
+pub fn meeting(body: impl FnOnce()) -> u64 {
+    let before = ROUNDS.get();
+    MEETS.set(true);
+    body();
+    MEETS.set(false);
+    ROUNDS.get() - before
 }
 
 /// Arenas, all of them free, with locks that count.

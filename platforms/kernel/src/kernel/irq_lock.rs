@@ -2,9 +2,8 @@
 
 use super::arch::interrupts;
 use super::percpu;
-use core::hint::spin_loop;
 use core::sync::atomic::{AtomicBool, Ordering};
-use hugemm_base::lock::RawLock;
+use hugemm_base::lock::{Backoff, RawLock, Spin};
 
 /// A spin lock whose holder has interrupts off.
 #[derive(Debug)]
@@ -41,10 +40,11 @@ unsafe impl RawLock for IrqLock {
     }
 
     fn lock(&self) {
+        let mut backoff = Backoff::default();
         while !self.try_lock() {
             // Interrupts are as the caller had them here, so that a waiting CPU answers shootdowns.
             while self.taken.load(Ordering::Relaxed) {
-                spin_loop();
+                backoff.pause::<Spin>();
             }
         }
     }
