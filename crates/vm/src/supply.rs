@@ -474,7 +474,8 @@ impl<S: Setup> Vm<'_, S> {
         if page == PageSize::Size4K && !pooled {
             while !pages.extent().is_empty() {
                 let (part, more) = pages.split_at(DROP_PAGES);
-                self.frames().free_range(cx, part);
+                let report = self.frames().free_range(cx, part);
+                debug_assert_eq!(report.invalid, 0, "a reference is dropped that there is not");
                 pages = more;
             }
             return;

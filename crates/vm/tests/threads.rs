@@ -15,7 +15,7 @@ fn every_type() {
             AddressSpaceCounters, SharedRef<'static, Here>, Backing<'static, 'static, Here>, Prefault<'static, 'static, 'static, Here>,
             Pinned, PinError, Pools<'static>, Usage, AccessError, VmaInfo, VmaKind, Protection, Access, Served, VmError, Phase, LostPage, NoPager,
             Following, Recency, Unmapped, ZeroTurn, ZeroWorker, AgeRun<'static>,
-            SourceError, StoredPages<'static>,
+            SourceError, StoredPages<'static>, Advice, Discard, Pattern,
         }
         // One task has it in hand.
         send { UnhookedPage<'static, 'static, Here, [AtomicU64; 2]>, Follower<Here>, }
