@@ -141,8 +141,8 @@ impl<'m, E: Env> Frames<'m, E> {
     ) {
         let region = arena.region(pfn);
         let careful = self.has_suspects();
-        if count.is_multiple_of(WORD_BITS) && content == Content::Dirty && !careful {
-            // Whole words.
+        let whole_words = in_region(pfn).bit() == 0 && count.is_multiple_of(WORD_BITS);
+        if whole_words && content == Content::Dirty && !careful {
             let whole = |at: usize| {
                 region.starts.fill(at, true);
                 if divided {

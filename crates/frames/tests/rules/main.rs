@@ -21,6 +21,7 @@ mod extremes;
 #[cfg(not(miri))]
 mod gone;
 mod interrupts;
+mod large;
 mod model;
 mod nowait;
 mod ownership;
