@@ -69,7 +69,13 @@ impl<S: Setup> Vm<'_, S> {
             if held && space.lines().any_pinned() {
                 // Objects' locks come before page tables'.
                 drop(table);
-                own = self.is_mapped_here_only(&task, space, &areas, page, old.frame);
+                let only = self.is_mapped_here_only(&task, space, &areas, page, old.frame);
+                let Some(only) = only else {
+                    drop((cached, areas));
+                    self.cond_resched(&mut task.borrow_mut());
+                    return Ok(Served::Meanwhile);
+                };
+                own = only;
                 table = here.table(self.tables(&task));
                 if read_only(table.lookup(page.start())).is_none_or(|leaf| leaf.frame != old.frame) {
                     return Ok(Served::Meanwhile);
@@ -119,7 +125,8 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Whether no other place has a page that has more than one reference: then the others are pins', and the page stays
-    /// under its devices. It may have become read-only by [`protect`](Vm::protect).
+    /// under its devices. It may have become read-only by [`protect`](Vm::protect). `None`: a place that is just changing may have this
+    /// page or another one. That ends, and neither may be guessed: a page that is shared would be stored to, or a pinned one copied.
     fn is_mapped_here_only(
         &self,
         task: &Task<'_, '_, S>,
@@ -127,23 +134,25 @@ impl<S: Setup> Vm<'_, S> {
         areas: &Areas<S>,
         page: VirtRange,
         head: Pfn,
-    ) -> bool {
-        let Some(here) = areas.find(page.first_page()) else { return false };
+    ) -> Option<bool> {
+        let here = areas.find(page.first_page())?;
         let owner = Owner { object: here.info.object, offset: here.info.offset_of(page.first_page()) };
-        let mut only = true;
+        let mut only = Some(true);
         // SAFETY: the area holds a reference, and stays while its list is locked.
         self.places(unsafe { here.object.as_ref() }, owner, |place| {
             let own = core::ptr::eq(place.space, space) && place.at == page.start();
-            only = own
-                || match self.lookup(&mut task.borrow_mut(), place.space, place.at) {
-                    Lookup::Mapped(leaf) => leaf.frame != head,
-                    // A page that is moving may come back there as this one: from another frame, too.
-                    Lookup::Owner(word) => !matches!(SwapEntry::of(word), SwapEntry::Moving { .. }),
-                    // Whoever takes it away there may read it until he has flushed, and drops his reference then.
-                    Lookup::Busy => false,
-                    Lookup::Absent => true,
-                };
-            only
+            if own {
+                return true;
+            }
+            match self.lookup(&mut task.borrow_mut(), place.space, place.at) {
+                Lookup::Mapped(leaf) if leaf.frame == head => only = Some(false),
+                // Whoever takes a page away there may read it until he has flushed, and drops his reference then.
+                Lookup::Busy => only = None,
+                // It may come back there as this one: from another frame, too.
+                Lookup::Owner(word) if matches!(SwapEntry::of(word), SwapEntry::Moving { .. }) => only = None,
+                _ => {}
+            }
+            only != Some(false)
         });
         only
     }

@@ -5,7 +5,7 @@ use crate::support::{AT, Metered, Model, Rig, bounds, no_faults, some_are_stale,
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
-use hugemm_vm::{Access, AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, Usage, VmError, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const READ: Protection = Protection::USER;
@@ -203,8 +203,45 @@ fn a_pinned_page_stays_under_its_device() {
     }
 }
 
-/// Who shares a page, pinned or not, does not see what others store: a page that another process has too, mapped, moving or about to
-/// go, is copied though the space has pins.
+/// Also while another process's page of the same place is just moving, which may be any page: whoever stores waits until that is over.
+#[test]
+fn a_pinned_page_stays_while_anothers_moves() {
+    for moves in [false, true] {
+        with_format::<Metered, true>(32, 2, 8, &no_faults(), |rig| {
+            let space = rig.filled_for_both(PageSize::Size4K, 1);
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let (first, at) = (span(AT, 0x1000), VirtAddr::new(AT));
+                let child = rig.vm.fork(cx, &space).expect("memory");
+                // From here on each has its own.
+                let mut pins = Vec::new();
+                rig.vm.pin(cx, &space, first, None, &Never, |pin| pins.push(pin)).expect("memory");
+                rig.vm.protect(cx, &space, first, READ).expect("an area");
+                rig.vm.protect(cx, &space, first, WRITE).expect("an area");
+                let pinned = rig.leaf(cx, &space, AT);
+                assert_eq!(pinned.frame, pins[0].extent().base());
+                assert!(!pinned.flags.contains(Flags::WRITE), "the next store asks whose it is");
+                let deferred = rig.deferred();
+                let others = rig.leaf(cx, &child, AT).frame;
+                let away = rig.vm.unhook(cx, rig.hold(others), &deferred).expect("nobody else has it");
+                assert_eq!(rig.vm.fault(cx, &space, at, Access::Write), Ok(Served::Meanwhile));
+                assert_eq!(rig.leaf(cx, &space, AT).frame, pinned.frame, "under its device");
+                if moves {
+                    assert!(away.move_elsewhere(cx));
+                } else {
+                    away.put_back(cx);
+                }
+                assert_eq!(rig.vm.fault(cx, &space, at, Access::Write), Ok(Served::Reused));
+                assert_eq!(rig.leaf(cx, &space, AT).frame, pinned.frame, "under its device");
+                rig.vm.destroy(cx, child).expect("nobody uses it");
+                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            });
+            rig.end_for_both(space);
+        });
+    }
+}
+
+/// Who shares a page, pinned or not, does not see what others store: a page that another process has too is copied though the space has
+/// pins.
 #[test]
 fn what_others_have_is_copied_beside_pins() {
     with_format::<Metered, true>(32, 2, 8, &no_faults(), |rig| {
