@@ -9,10 +9,10 @@ use crate::error::PagingError;
 use crate::flags::Flags;
 use crate::folding::is_folded;
 use crate::format::{Kind, PageFormat, kind};
-use crate::level::{self, slots};
+use crate::level;
 use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Shared, Tree};
-use crate::run::{Leaf, OwnerVisit};
+use crate::run::Leaf;
 use crate::table::Table;
 use crate::walk::{Lookup, found};
 use crate::walker;
@@ -84,30 +84,6 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     }
 }
 
-macro_rules! looking {
-    ($guard:ident) => {
-        impl<F: PageFormat, L: RawEditLock, M: TableMemory> $guard<'_, F, L, M> {
-            /// Shows `visit` every owner entry of the span: address, size and word. Reads 8 bytes per entry of tables
-            /// that exist.
-            ///
-            /// # Errors
-            ///
-            /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span; nothing has
-            /// been shown.
-            pub fn walk_owners(
-                &self,
-                span: VirtRange,
-                mut visit: impl FnMut(VirtAddr, PageSize, u64),
-            ) -> Result<(), PagingError> {
-                self.tree.owners(span, &mut visit)
-            }
-        }
-    };
-}
-
-looking!(Shared);
-looking!(Exclusive);
-
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Takes the leaf that maps `at` to `frame` (its first one) away: puts the owner's word there, which `word` makes of the
     /// leaf, or nothing. Returns the leaf with the accessed and dirty bits of the last moment, which the word has too; what
@@ -154,26 +130,6 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             }
             table = self.below(entry);
             level -= 1;
-        }
-    }
-
-    fn owners(&self, span: VirtRange, visit: &mut OwnerVisit<'_>) -> Result<(), PagingError> {
-        let (first, end) = self.check(span)?;
-        self.owners_below(self.table(self.root), Self::ROOT, first, end, visit);
-        Ok(())
-    }
-
-    fn owners_below(&self, table: Table, level: u32, first: u64, end: u64, visit: &mut OwnerVisit<'_>) {
-        for slot in slots(first, end, level) {
-            let entry = table.get(slot.index);
-            match kind::<F>(entry, level) {
-                Kind::Table => self.owners_below(self.below(entry), level - 1, slot.first, slot.end, visit),
-                Kind::Owner => {
-                    let begins = slot.first & !(level::pages(level) - 1);
-                    visit(level::address(begins), level::size(level), F::word(entry));
-                }
-                _ => {}
-            }
         }
     }
 }

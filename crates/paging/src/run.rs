@@ -285,7 +285,7 @@ struct Open {
 
 impl<'v, F: PageFormat> Runs<'v, F> {
     /// Leaves make one run even if they differ in those of `differ` that [hardware changes](Flags::HARDWARE). Owner's entries
-    /// of tables that are [at rest](Runs::scan_at_rest) are shown to `owners`.
+    /// are shown to `owners`.
     pub(crate) fn new(differ: Flags, visit: Visit<'v, F>, owners: Option<&'v mut OwnerVisit<'v>>) -> Self {
         Runs {
             open: Open { first: 0, pages: 0, level: 0, entry: 0, any: 0 },
@@ -401,7 +401,9 @@ impl<'v, F: PageFormat> Runs<'v, F> {
         for begins in (from..to).step_by(COPIED) {
             let entries = &mut entries[..(to - begins).min(COPIED)];
             entries.iter_mut().enumerate().for_each(|(place, entry)| *entry = read(begins + place));
-            self.add(first + (begins - from) as u64, entries, None);
+            let first = first + (begins - from) as u64;
+            self.add(first, entries, None);
+            self.owners_among(first, entries);
         }
     }
 
@@ -414,6 +416,12 @@ impl<'v, F: PageFormat> Runs<'v, F> {
         // SAFETY: the caller's promise.
         let (entries, ahead) = unsafe { (table.at_rest(), ahead.map(|ahead| ahead.at_rest())) };
         self.add(first, entries, ahead);
+        self.owners_among(first, entries);
+    }
+
+    /// Shows the owner's entries among entries of level 0, the first of which is page `first`'s.
+    #[inline]
+    fn owners_among(&mut self, first: u64, entries: &[u64]) {
         if self.owners.is_some() {
             let others = entries.iter().zip(first..).filter(|(entry, _)| **entry & 1 == 0);
             others.for_each(|(entry, page)| self.owner(page, 0, *entry));

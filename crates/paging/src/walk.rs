@@ -7,9 +7,9 @@ use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Shared, Tree};
-use crate::run::{Leaf, Run, Runs, Visit};
+use crate::run::{Leaf, OwnerVisit, Run, Runs, Visit};
 use crate::table::Table;
-use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, PhysAddr, VirtAddr, VirtRange};
+use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, PageSize, PhysAddr, VirtAddr, VirtRange};
 
 /// What there is at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +64,36 @@ macro_rules! looking {
             /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span; nothing has
             /// been shown.
             pub fn walk(&self, span: VirtRange, differ: Flags, mut visit: impl FnMut(Run)) -> Result<(), PagingError> {
-                self.tree.walk(span, differ, &mut |runs| runs.iter().copied().for_each(&mut visit))
+                self.tree.walk(span, differ, &mut |runs| runs.iter().copied().for_each(&mut visit), None)
+            }
+
+            /// Shows `visit` every owner's entry of the span: address, size and word. Reads 8 bytes per entry of tables that exist.
+            ///
+            /// # Errors
+            ///
+            /// As of [`walk`](Self::walk).
+            pub fn walk_owners(
+                &self,
+                span: VirtRange,
+                visit: impl FnMut(VirtAddr, PageSize, u64),
+            ) -> Result<(), PagingError> {
+                self.walk_all(span, Flags::HARDWARE, |_| (), visit)
+            }
+
+            /// [`walk`](Self::walk), and shows `owners` every owner's entry: address, size and word. Each entry is read once, so
+            /// what becomes a leaf meanwhile is shown as one or the other. Of a run and an entry either may be shown first.
+            ///
+            /// # Errors
+            ///
+            /// As of [`walk`](Self::walk).
+            pub fn walk_all(
+                &self,
+                span: VirtRange,
+                differ: Flags,
+                mut visit: impl FnMut(Run),
+                mut owners: impl FnMut(VirtAddr, PageSize, u64),
+            ) -> Result<(), PagingError> {
+                self.tree.walk(span, differ, &mut |runs| runs.iter().copied().for_each(&mut visit), Some(&mut owners))
             }
         }
     };
@@ -100,9 +129,15 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         end
     }
 
-    fn walk(&self, span: VirtRange, differ: Flags, visit: &mut dyn FnMut(&[Run])) -> Result<(), PagingError> {
+    fn walk<'v>(
+        &self,
+        span: VirtRange,
+        differ: Flags,
+        visit: &'v mut dyn FnMut(&[Run]),
+        owners: Option<&'v mut OwnerVisit<'v>>,
+    ) -> Result<(), PagingError> {
         let (first, end) = self.check(span)?;
-        let mut runs = Runs::<F>::new(differ, Visit::Runs(visit), None);
+        let mut runs = Runs::<F>::new(differ, Visit::Runs(visit), owners);
         self.walk_table(self.table(self.root), Self::ROOT, first, end, &mut runs);
         runs.flush();
         Ok(())
@@ -125,6 +160,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     let begins = entry + (skipped << PAGE_SHIFT);
                     runs.push(slot.first, slot.end - slot.first, level, begins, entry ^ F::CLEAN);
                 }
+                Kind::Owner => runs.owner(slot.first & !(level::pages(level) - 1), level, entry),
                 _ => {}
             }
         }

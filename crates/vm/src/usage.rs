@@ -9,7 +9,7 @@ use crate::vma::{VmaInfo, pages};
 use crate::zeroes::ZEROES;
 use core::cell::RefCell;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
-use hugemm_paging::Flags;
+use hugemm_paging::{Flags, Run};
 
 /// Pages that are looked at between two reschedule points.
 const PART: u64 = 1 << 16;
@@ -70,7 +70,8 @@ impl<S: Setup> Vm<'_, S> {
         let task = RefCell::new(cx);
         {
             let table = here.table(self.tables(&task));
-            table.walk(span, Flags::HARDWARE, |run| {
+            let (mut moving, mut swapped) = (0, 0);
+            let mapped = |run: Run| {
                 if area.kind.given {
                     usage.given += run.extent.pages();
                     return;
@@ -81,12 +82,15 @@ impl<S: Setup> Vm<'_, S> {
                 }
                 usage.present += run.extent.pages();
                 usage.huge += if run.size == PageSize::Size4K { 0 } else { run.extent.pages() };
-            })?;
-            table.walk_owners(span, |at, size, word| match SwapEntry::of(word) {
-                SwapEntry::Moving { .. } => usage.present += part(span, at, size),
+            };
+            // At once: a page that comes back between two looks would be in neither.
+            table.walk_all(span, Flags::HARDWARE, mapped, |at, size, word| match SwapEntry::of(word) {
+                SwapEntry::Moving { .. } => moving += part(span, at, size),
                 SwapEntry::Dropped(_) => {}
-                SwapEntry::Slot(_) | SwapEntry::Slots(_) => usage.swapped += part(span, at, size),
+                SwapEntry::Slot(_) | SwapEntry::Slots(_) => swapped += part(span, at, size),
             })?;
+            usage.present += moving;
+            usage.swapped += swapped;
         }
         if !area.kind.shared {
             return Ok(());

@@ -1,10 +1,13 @@
 //! Pages that are taken out of their page tables: they come back as they were, move, or go away, and nobody loses a store.
 
-use crate::support::{AT, Cx, Handle, Metered, Model, Rig, before_flush, bounds, no_faults, span, with_format};
+use crate::support::{
+    AT, Cx, Handle, Metered, Model, Rig, at_leaf, before_flush, bounds, no_faults, span, with_format,
+};
 use hugemm_base::{CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
-use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, UnhookedPage, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, UnhookedPage, Usage, VmError, VmaKind};
+use std::cell::Cell;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -136,6 +139,33 @@ fn a_leaf_comes_back_as_it_was() {
                 rig.leave(cx, &space);
                 rig.vm.destroy(cx, space).expect("destroyed");
                 assert_eq!(rig.vm.pages_lost(), 0);
+            });
+        });
+    }
+}
+
+/// While pages are counted one that is away comes back: it is in memory throughout, and counted once.
+#[test]
+fn a_page_that_comes_back_meanwhile_is_counted() {
+    for (size, moves) in [(PageSize::Size4K, false), (PageSize::Size4K, true), (PageSize::Size2M, false)] {
+        with_rig(32, 90, |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, size, 3);
+                rig.leave(cx, &space);
+                let deferred = rig.deferred();
+                let away = Cell::new(Some(unhook(rig, cx, &space, AT, &deferred)));
+                let back = || {
+                    let page = away.take().expect("once");
+                    rig.mmu.as_cpu(
+                        CpuId(1),
+                        |cx| if moves { assert!(page.move_elsewhere(cx)) } else { page.put_back(cx) },
+                    );
+                };
+                let whole = span(AT, 3 * size.bytes());
+                let mut usage = Usage::default();
+                at_leaf(&back, || usage = rig.vm.usage(cx, &space, whole).expect("in the space"));
+                assert_eq!((usage.present, usage.swapped), (whole.pages(), 0));
+                rig.vm.destroy(cx, space).expect("destroyed");
             });
         });
     }

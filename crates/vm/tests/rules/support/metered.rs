@@ -34,6 +34,11 @@ pub fn most_between_reschedules(counters: &Counters, work: impl FnOnce()) -> u64
     METER.replace(Meter { counters: ptr::null(), points: 0, since: 0, most: 0 }).most
 }
 
+thread_local! {
+    /// What happens when this thread first looks at a leaf.
+    pub static AT_LEAF: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+}
+
 fn note(entries: u64) {
     let mut meter = METER.get();
     // SAFETY: null, or borrowed by whoever measures, on this thread.
@@ -78,6 +83,11 @@ unsafe impl<const DROPS: bool> PageFormat for Metered<DROPS> {
     }
 
     fn flags(entry: u64) -> Flags {
+        if entry & 1 != 0
+            && let Some(then) = AT_LEAF.take()
+        {
+            then();
+        }
         X86_64::flags(entry)
     }
 

@@ -142,6 +142,11 @@ unsafe impl TlbHw for Watched<'_> {
     }
 }
 
+/// Does `work`, and `then` when it first sees what a leaf says, of a [`Metered`] table.
+pub fn at_leaf(then: &dyn Fn(), work: impl FnOnce()) {
+    hooked(&metered::AT_LEAF, then, work);
+}
+
 /// Does `work`, and `then` when it first interrupts other CPUs for a flush.
 pub fn at_flush(then: &dyn Fn(), work: impl FnOnce()) {
     hooked(&AT_FLUSH, then, work);
@@ -156,7 +161,7 @@ fn hooked(hook: &'static LocalKey<Cell<Option<&'static dyn Fn()>>>, then: &dyn F
     // SAFETY: taken out again before `then` ends.
     hook.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(then) }));
     work();
-    assert!(hook.take().is_none(), "nobody was flushed");
+    assert!(hook.take().is_none(), "it did not come to that");
 }
 
 /// A callback's context, whatever its lifetimes.
