@@ -60,6 +60,8 @@ struct Process<'v, 'h, F: PageFormat> {
     pins: Cell<u32>,
     /// How many were ever begun.
     pins_begun: Cell<u64>,
+    /// How often a fork of it began or ended.
+    forks: Cell<u64>,
     /// Pins that are being made, and changes of rights: a device that stores is given what the process may store to.
     pinning: Cell<u32>,
     protecting: Cell<u32>,
@@ -177,6 +179,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             ending: Cell::new(false),
             pins: Cell::new(0),
             pins_begun: Cell::new(0),
+            forks: Cell::new(0),
             pinning: Cell::new(0),
             protecting: Cell::new(0),
             guest,

@@ -15,7 +15,9 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             book.forks.push(Fork { id, stores: Vec::new() });
             (book.changes.clone(), book.words.clone(), book.gone.clone(), book.given_up.clone())
         };
+        parent.forks.set(parent.forks.get() + 1);
         let forked = test.world.vm.fork(cx, &parent.space);
+        parent.forks.set(parent.forks.get() + 1);
         let (stores, torn) = {
             let mut book = parent.book.borrow_mut();
             let at = book.forks.iter().position(|fork| fork.id == id).expect("its own");
