@@ -16,11 +16,12 @@
 //!
 //! A page to which somebody else has a reference stays: a device may be storing to it (a pin), or a CPU may be copying it.
 //! That is looked at before anything is taken, so that such pages keep their translations; and it is decided after the
-//! flush, by freezing the page, because a reference may be taken in between.
+//! flush, by freezing the page, because a reference may be taken in between. Who has taken a private page away from some of its places is
+//! somebody else, too: whoever takes it has the object's areas alone, so no two have places of one page.
 
 use crate::address_space::AddressSpace;
 use crate::discard::{GIVEN_UP, may_go_unstored};
-use crate::object::{Object, Owner};
+use crate::object::{AreaTree, Object, Owner};
 use crate::setup::{Cx, Setup};
 use crate::swap_entry::{MOST_PLACES, SwapEntry};
 use crate::vm::Vm;
@@ -234,21 +235,28 @@ impl<'m, S: Setup> Vm<'m, S> {
         object: &Object<S>,
     ) {
         let head = page.head;
+        // Alone from the look to the last place: of what two have taken away at once, whoever puts his places back would put back all.
+        let areas = object.areas.exclusive();
         let references = self.frames().references(head);
+        let (mut mapped, mut away) = (0, false);
         if references > 2 {
-            let mut mapped = 0;
-            let looked = self.places(object, page.owner, |place| {
-                let found = self.lookup(cx, place.space, place.at);
-                mapped += u64::from(matches!(found, Lookup::Mapped(leaf) if leaf.frame == head));
+            places_of(&areas, page.owner, |place| {
+                match self.lookup(cx, place.space, place.at) {
+                    Lookup::Mapped(leaf) => mapped += u64::from(leaf.frame == head),
+                    Lookup::Owner(word) => {
+                        away |= matches!(SwapEntry::of(word), SwapEntry::Moving { head: of, .. } if of == head);
+                    }
+                    _ => {}
+                }
                 true
             });
-            self.resched_after(cx, looked);
             // Each place's, and the caller's.
-            if references > mapped + 1 || mapped > MOST_PLACES {
-                return;
+            if away || references > mapped + 1 || mapped > MOST_PLACES {
+                drop(areas);
+                return self.resched_after(cx, mapped);
             }
         }
-        let looked = self.places(object, page.owner, |place| {
+        let looked = places_of(&areas, page.owner, |place| {
             // Where somebody is just unmapping it, he keeps its reference until he has flushed.
             let taken = self.take_leaf(cx, page, &place, |leaf| Some(moving(head, leaf)), Result::is_ok);
             page.places += u64::from(taken.is_ok());
@@ -256,6 +264,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             page.locked |= taken.is_ok() && place.area.kind.locked;
             true
         });
+        drop(areas);
         self.resched_after(cx, looked);
     }
 
@@ -436,18 +445,8 @@ impl<'m, S: Setup> Vm<'m, S> {
 
     /// Shows every place of a page, whatever is there, until `visit` says that it has seen enough. Under the lock of the
     /// object's areas. How many it has shown.
-    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
-        let mut shown = 0;
-        let areas = object.areas.shared();
-        for area in areas.showing(owner.offset, owner.offset + 1) {
-            let Some(at) = area.address_of(owner.offset) else { continue };
-            shown += 1;
-            // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
-            if !visit(Place { space: unsafe { area.space.as_ref() }, at, area: &area.info }) {
-                break;
-            }
-        }
-        shown
+    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
+        places_of(&object.areas.shared(), owner, visit)
     }
 
     /// Passes a reschedule point if a page with many places has been looked at: whoever has a batch of such pages in hand passes none
@@ -457,6 +456,20 @@ impl<'m, S: Setup> Vm<'m, S> {
             self.cond_resched(cx);
         }
     }
+}
+
+/// [`places`](Vm::places) for whoever has the object's areas locked.
+fn places_of<S: Setup>(areas: &AreaTree<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
+    let mut shown = 0;
+    for area in areas.showing(owner.offset, owner.offset + 1) {
+        let Some(at) = area.address_of(owner.offset) else { continue };
+        shown += 1;
+        // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
+        if !visit(Place { space: unsafe { area.space.as_ref() }, at, area: &area.info }) {
+            break;
+        }
+    }
+    shown
 }
 
 /// What stands for a leaf of a page that is moving.
