@@ -74,10 +74,10 @@ impl Extent {
     /// The naturally aligned block of `order` that holds `frame`; the empty extent at [`Pfn::LIMIT`] if no such frame can
     /// exist. No block straddles the limit.
     pub const fn block(frame: Pfn, order: Order) -> Self {
-        if frame.number() >= Pfn::LIMIT.number() {
+        if frame.get() >= Pfn::LIMIT.get() {
             return Extent { base: Pfn::LIMIT, pages: 0 };
         }
-        Extent { base: Pfn(frame.number() & !(order.pages() - 1)), pages: order.pages() }
+        Extent { base: Pfn(frame.get() & !(order.pages() - 1)), pages: order.pages() }
     }
 
     /// First frame.
@@ -102,7 +102,7 @@ impl Extent {
 
     /// The frame after the last one.
     pub const fn end(self) -> Pfn {
-        Pfn(self.base.number() + self.pages)
+        Pfn(self.base.get() + self.pages)
     }
 
     /// Whether there is no frame in it.
@@ -112,12 +112,12 @@ impl Extent {
 
     /// Whether `frame` is in it.
     pub const fn contains(self, frame: Pfn) -> bool {
-        frame.number() >= self.base.number() && frame.number() < self.end().number()
+        frame.get() >= self.base.get() && frame.get() < self.end().get()
     }
 
     /// Whether every frame of `other` is in it. The empty extent is in every extent.
     pub const fn covers(self, other: Extent) -> bool {
-        other.is_empty() || (other.base.number() >= self.base.number() && other.end().number() <= self.end().number())
+        other.is_empty() || (other.base.get() >= self.base.get() && other.end().get() <= self.end().get())
     }
 
     /// The first `pages` frames and the rest; the cut is moved to the end if it lies beyond.
@@ -125,7 +125,7 @@ impl Extent {
         let left = least(pages, self.pages);
         (
             Extent { base: self.base, pages: left },
-            Extent { base: Pfn(self.base.number() + left), pages: self.pages - left },
+            Extent { base: Pfn(self.base.get() + left), pages: self.pages - left },
         )
     }
 
@@ -138,14 +138,14 @@ impl Extent {
 
     /// The frames that are in both.
     pub const fn intersection(self, other: Extent) -> Extent {
-        let low = most(self.base.number(), other.base.number());
-        let high = least(self.end().number(), other.end().number());
+        let low = most(self.base.get(), other.base.get());
+        let high = least(self.end().get(), other.end().get());
         Extent { base: Pfn(low), pages: high.saturating_sub(low) }
     }
 
     /// The two as one, if `next` begins where this ends.
     pub const fn join(self, next: Extent) -> Option<Extent> {
-        if self.end().number() == next.base.number() {
+        if self.end().get() == next.base.get() {
             Some(Extent { base: self.base, pages: self.pages + next.pages })
         } else {
             None
@@ -173,7 +173,7 @@ impl Extent {
     /// use hugemm_base::{Extent, Order, Pfn};
     /// let e = Extent::new(Pfn::new(3), 14).unwrap();
     /// let sizes: Vec<u64> = e.chunks(Order::MAX).map(|(frame, order)| {
-    ///     assert_eq!(frame.number() % order.pages(), 0);
+    ///     assert_eq!(frame.get() % order.pages(), 0);
     ///     order.pages()
     /// }).collect();
     /// assert_eq!(sizes, [1, 4, 8, 1]);
@@ -255,7 +255,7 @@ mod tests {
     fn canonical(base: u64, pages: u64, max: u32) -> Vec<(u64, u32)> {
         extent(base, pages)
             .chunks(Order::new(max).expect("valid"))
-            .map(|(frame, order)| (frame.number(), order.get()))
+            .map(|(frame, order)| (frame.get(), order.get()))
             .collect()
     }
 
@@ -273,7 +273,7 @@ mod tests {
                     let (mut at, end, mut count) = (base, base + pages, 0);
                     for (frame, o) in extent(base, pages).chunks(order) {
                         let size = o.pages();
-                        assert!(frame.number() == at && at & (size - 1) == 0 && at + size <= end);
+                        assert!(frame.get() == at && at & (size - 1) == 0 && at + size <= end);
                         // Maximal: twice the size would be misaligned, too long, or above the limit.
                         let twice = size * 2;
                         assert!(o == order || at & (twice - 1) != 0 || at + twice > end);
@@ -358,7 +358,7 @@ mod tests {
 
     #[test]
     fn no_block_reaches_past_the_limit() {
-        let last = Pfn::new(Pfn::LIMIT.number() - 1);
+        let last = Pfn::new(Pfn::LIMIT.get() - 1);
         for order in [Order::ZERO, Order::MAX] {
             let block = Extent::block(last, order);
             assert_eq!((block.end(), block.pages()), (Pfn::LIMIT, order.pages()));
@@ -391,7 +391,7 @@ mod tests {
 
         #[test]
         fn chunks_cover_large_extents_exactly(base in 0u64..1 << 40, pages in 0u64..1 << 22) {
-            prop_assume!(base + pages <= Pfn::LIMIT.number());
+            prop_assume!(base + pages <= Pfn::LIMIT.get());
             prop_assert_eq!(canonical(base, pages, 18), reference_chunks(base, pages, 18));
         }
     }

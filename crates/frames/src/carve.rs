@@ -171,7 +171,7 @@ impl<'m> Frames<'m, Carved> {
         let (mut pieces, mut count) = ([arena(Extent::default()); MOST_PIECES], 0);
         for piece in map.into_iter().map(|ram| ram.extent()).filter(|piece| !piece.is_empty()) {
             // The first frame of all may be where no pointer leads.
-            let unreachable = piece.base().number() == 0 && cx.platform().open(piece, None).is_none();
+            let unreachable = piece.base().get() == 0 && cx.platform().open(piece, None).is_none();
             let (_, piece) = piece.split_at(u64::from(unreachable));
             if piece.is_empty() {
                 continue;

@@ -138,12 +138,12 @@ impl<'m> Watch<'m> {
     }
 
     fn record(&self, frame: Pfn) -> Option<&'m Record> {
-        self.records.get(frame.number().checked_sub(self.first.number())? as usize)
+        self.records.get(frame.get().checked_sub(self.first.get())? as usize)
     }
 
     fn frames(&self, extent: Extent) -> impl Iterator<Item = (Pfn, &'m Record)> {
         (0..extent.pages()).filter_map(move |page| {
-            let frame = Pfn::new(extent.base().number() + page);
+            let frame = Pfn::new(extent.base().get() + page);
             Some((frame, self.record(frame)?))
         })
     }
@@ -216,7 +216,7 @@ impl<'m> Watch<'m> {
     /// Blocks in use that were taken since then, in ascending order; 0 for all. What counted blocks were split into is single frames. O(records);
     /// a snapshot while others allocate.
     pub fn in_use_since(&self, began: u64) -> impl Iterator<Item = Holder> {
-        let frame = |index: usize| Pfn::new(self.first.number() + index as u64);
+        let frame = |index: usize| Pfn::new(self.first.get() + index as u64);
         let is_used = move |record: &Record| {
             let state = record.state.load(Ordering::Relaxed);
             state & 3 == USED && state >> 32 >= began
@@ -226,7 +226,7 @@ impl<'m> Watch<'m> {
         all.map(move |(index, record)| self.holder(frame(index), record)).filter(move |holder| {
             let head = holder.head >= past;
             if head {
-                past = Pfn::new(holder.head.number() + holder.order.pages());
+                past = Pfn::new(holder.head.get() + holder.order.pages());
             }
             head
         })

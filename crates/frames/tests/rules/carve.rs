@@ -60,7 +60,7 @@ fn exhaust(base: u64, pages: u64, orders: &[u32]) {
         // SAFETY: the block is the test's. Whatever of the metadata was in it is overwritten.
         unsafe { window.ptr.write_bytes(0xa5, extent.bytes() as usize) };
     }
-    assert_eq!(next.number() - all.base().number(), managed, "all but the metadata, which is at the end");
+    assert_eq!(next.get() - all.base().get(), managed, "all but the metadata, which is at the end");
     blocks.into_iter().for_each(|block| frames.free(&cx, block));
     frames.drain(&cx);
     assert_eq!(frames.stats(&cx).available(), managed);
@@ -121,7 +121,7 @@ struct Partly(Memory, u64);
 unsafe impl PhysMap for Partly {
     fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
         let window = self.0.open(extent, user)?;
-        let before = extent.base().number() - self.0.frames().base().number();
+        let before = extent.base().get() - self.0.frames().base().get();
         let pages = window.pages.min(self.1.saturating_sub(before));
         (pages > 0).then_some(Window { pages, ..window })
     }
@@ -202,7 +202,7 @@ fn a_memory_map_becomes_one_manager() {
         );
         let mut blocks = Vec::new();
         drain(&frames, &cx, Order::ZERO, &mut blocks);
-        let mut taken: Vec<u64> = blocks.iter().map(|block| block.pfn().number() - all.base().number()).collect();
+        let mut taken: Vec<u64> = blocks.iter().map(|block| block.pfn().get() - all.base().get()).collect();
         taken.sort_unstable();
         let is_ram = |page: u64| map.iter().any(|(from, to)| (*from..*to).contains(&page));
         assert!(taken.iter().all(|page| is_ram(*page)), "{map:?}: a hole was handed out");
