@@ -75,7 +75,7 @@ fn a_use_after_free_is_named() {
         all.into_iter().for_each(|block| frames.free(cx, block));
     });
     let [Finding::UsedAfterFree { frame: named, byte, holder }] = found[..] else { panic!("{found:?}") };
-    assert_eq!((Some(named), byte), (frame, 96), "the word with the byte");
+    assert_eq!((Some(named), byte), (frame, 100));
     assert_eq!((holder.order, holder.of), (order(2), Some(FrameUse::TABLES)));
     let lines = [holder.taken, holder.freed].map(|at| at.map(|at| (at.file().ends_with("debug.rs"), at.line())));
     assert_eq!(lines, [Some((true, taken)), Some((true, freed))]);
