@@ -134,8 +134,8 @@ impl<'m> Frames<'m, Carved> {
     /// Too little memory, or some that the platform does not map; `ram` comes back. If the platform unwinds, `ram` is lost:
     /// nobody has any of it. O(2 MiB blocks); any context but NMI.
     pub fn carve<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, ram: Ram) -> Result<Self, CarveError> {
-        match Self::carve_arenas(cx, &mut [arena(ram.extent())]) {
-            Ok(frames) => Ok(frames),
+        match Self::carve_arenas(cx, &mut [arena(ram.extent())], 0) {
+            Ok((frames, _)) => Ok(frames),
             Err(reason) => Err(CarveError { ram, reason }),
         }
     }
@@ -168,41 +168,41 @@ impl<'m> Frames<'m, Carved> {
         cx: &CpuCx<'m, P>,
         map: impl IntoIterator<Item = Ram>,
     ) -> Result<Self, CarveReason> {
-        let (mut pieces, mut count) = ([arena(Extent::default()); MOST_PIECES], 0);
-        for piece in map.into_iter().map(|ram| ram.extent()).filter(|piece| !piece.is_empty()) {
-            // The first frame of all may be where no pointer leads.
-            let unreachable = piece.base().number() == 0 && cx.platform().open(piece, None).is_none();
-            let (_, piece) = piece.split_at(u64::from(unreachable));
-            if piece.is_empty() {
-                continue;
-            }
-            // Where it belongs, by frame number.
-            let at = pieces[..count].partition_point(|other| other.extent.base() < piece.base());
-            let before = at.checked_sub(1).and_then(|at| pieces[at].extent.join(piece));
-            let after = |piece: Extent| pieces[..count].get(at).and_then(|next| piece.join(next.extent));
-            match (before, after(before.unwrap_or(piece))) {
-                (Some(_), Some(all)) => {
-                    pieces[at - 1].extent = all;
-                    pieces.copy_within(at + 1..count, at);
-                    count -= 1;
-                }
-                (Some(joined), None) => pieces[at - 1].extent = joined,
-                (None, Some(joined)) => pieces[at].extent = joined,
-                (None, None) if count == MOST_PIECES => return Err(CarveReason::TooManyPieces),
-                (None, None) => {
-                    pieces.copy_within(at..count, at + 1);
-                    pieces[at].extent = piece;
-                    count += 1;
-                }
-            }
+        let mut pieces = [arena(Extent::default()); MOST_PIECES];
+        let count = sort(cx, map, &mut pieces)?;
+        Ok(Self::carve_arenas(cx, &mut pieces[..count], 0)?.0)
+    }
+
+    /// As [`carve_all`](Frames::carve_all), with the manager itself beside its metadata: there for good, before there is a heap, as
+    /// `GlobalHeap` wants it.
+    ///
+    /// # Errors
+    ///
+    /// As [`carve_all`](Frames::carve_all).
+    pub fn carve_in_place<P: Cpu + LinearMap>(
+        cx: &CpuCx<'m, P>,
+        map: impl IntoIterator<Item = Ram>,
+    ) -> Result<&'m Self, CarveReason> {
+        let mut pieces = [arena(Extent::default()); MOST_PIECES];
+        let count = sort(cx, map, &mut pieces)?;
+        let (frames, place) = Self::carve_arenas(cx, &mut pieces[..count], size_of::<Self>())?;
+        let place: *mut Self = place.cast();
+        // SAFETY: as many bytes of the metadata's frames as it has, at the end of them, where it is aligned; nobody else has them, and they
+        // are mapped for `'m`.
+        unsafe {
+            place.write(frames);
+            Ok(&*place)
         }
-        Self::carve_arenas(cx, &mut pieces[..count])
     }
 
     /// For the owner of the arenas' frames, who has nothing to do with them any more if this succeeds. The metadata is taken from the
-    /// end of the largest.
-    fn carve_arenas<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, arenas: &mut [ArenaSpec]) -> Result<Self, CarveReason> {
-        let metadata = set_aside(arenas, cx.platform().cpus()).map_err(CarveReason::Size)?;
+    /// end of the largest, and at the end of its frames, after it, `room` bytes are left: where.
+    fn carve_arenas<P: Cpu + LinearMap>(
+        cx: &CpuCx<'m, P>,
+        arenas: &mut [ArenaSpec],
+        room: usize,
+    ) -> Result<(Self, *mut u8), CarveReason> {
+        let metadata = set_aside(arenas, cx.platform().cpus(), room).map_err(CarveReason::Size)?;
         let window = cx.platform().open(metadata, None).filter(|window| window.pages >= metadata.pages());
         let window = window.ok_or(CarveReason::NotMapped(metadata))?;
         for arena in &*arenas {
@@ -214,15 +214,16 @@ impl<'m> Frames<'m, Carved> {
         }
         let config = FramesConfig::new(arenas, cx.platform().cpus());
         let env = Carved { platform: core::ptr::from_ref(cx.platform()).addr() };
+        let bytes = metadata.bytes() as usize - room;
         // SAFETY: the metadata's frames are the caller's, who gives them up, and mapped for `'m`: the platform is borrowed for
         // as long. That no other manager knows frames of `Ram` is what it stands for. Contexts of other platforms find no cache.
-        let frames = unsafe { Self::new(&config, env, window.ptr, metadata.bytes() as usize) };
+        let frames = unsafe { Self::new(&config, env, window.ptr, bytes) };
         let frames = frames.map_err(CarveReason::Size)?;
         for arena in &*arenas {
             // SAFETY: the same owner's; released once, to the only manager that knows them.
             unsafe { frames.release_extent(cx, arena.extent) };
         }
-        Ok(frames)
+        Ok((frames, window.ptr.wrapping_add(bytes)))
     }
 }
 
@@ -231,17 +232,54 @@ fn arena(extent: Extent) -> ArenaSpec {
     ArenaSpec { extent, node: NodeId(0), descriptors: None }
 }
 
-/// Takes the frames that hold the metadata from the end of the largest arena.
-fn set_aside(arenas: &mut [ArenaSpec], cpus: u32) -> Result<Extent, FramesConfigError> {
+/// Makes `pieces` those of a memory map, in ascending order, those that adjoin as one: how many they are.
+fn sort<P: Cpu + LinearMap>(
+    cx: &CpuCx<'_, P>,
+    map: impl IntoIterator<Item = Ram>,
+    pieces: &mut [ArenaSpec; MOST_PIECES],
+) -> Result<usize, CarveReason> {
+    let mut count = 0;
+    for piece in map.into_iter().map(|ram| ram.extent()).filter(|piece| !piece.is_empty()) {
+        // The first frame of all may be where no pointer leads.
+        let unreachable = piece.base().number() == 0 && cx.platform().open(piece, None).is_none();
+        let (_, piece) = piece.split_at(u64::from(unreachable));
+        if piece.is_empty() {
+            continue;
+        }
+        // Where it belongs, by frame number.
+        let at = pieces[..count].partition_point(|other| other.extent.base() < piece.base());
+        let before = at.checked_sub(1).and_then(|at| pieces[at].extent.join(piece));
+        let after = |piece: Extent| pieces[..count].get(at).and_then(|next| piece.join(next.extent));
+        match (before, after(before.unwrap_or(piece))) {
+            (Some(_), Some(all)) => {
+                pieces[at - 1].extent = all;
+                pieces.copy_within(at + 1..count, at);
+                count -= 1;
+            }
+            (Some(joined), None) => pieces[at - 1].extent = joined,
+            (None, Some(joined)) => pieces[at].extent = joined,
+            (None, None) if count == MOST_PIECES => return Err(CarveReason::TooManyPieces),
+            (None, None) => {
+                pieces.copy_within(at..count, at + 1);
+                pieces[at].extent = piece;
+                count += 1;
+            }
+        }
+    }
+    Ok(count)
+}
+
+/// Takes the frames that hold the metadata, and `room` bytes, from the end of the largest arena.
+fn set_aside(arenas: &mut [ArenaSpec], cpus: u32, room: usize) -> Result<Extent, FramesConfigError> {
     let largest = (0..arenas.len()).max_by_key(|at| arenas[*at].extent.pages()).ok_or(FramesConfigError::Empty)?;
     let whole = arenas[largest].extent;
     // How many frames the metadata needs if `given` are set aside.
     let mut need = |given: u64| {
         (arenas[largest].extent, _) = whole.split_at(whole.pages().saturating_sub(given));
         let layout = Frames::<Carved>::required_bytes(&FramesConfig::new(arenas, cpus))?;
-        let pages = (layout.size() as u64).div_ceil(PAGE_BYTES);
+        let pages = (layout.size() as u64 + room as u64).div_ceil(PAGE_BYTES);
         if pages >= whole.pages() {
-            return Err(FramesConfigError::Memory { bytes: layout.size(), align: layout.align() });
+            return Err(FramesConfigError::Memory { bytes: layout.size() + room, align: layout.align() });
         }
         Ok(pages)
     };
