@@ -1,6 +1,8 @@
 //! A manager that lives in the memory it manages.
 
 use crate::arena::ArenaSpec;
+#[cfg(feature = "debug")]
+use crate::debug::{Finding, Record, Watch};
 use crate::frames::{Env, Frames};
 use crate::layout::{FramesConfig, FramesConfigError};
 use core::fmt;
@@ -11,10 +13,23 @@ use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, PAGE_BYTES, Ram};
 
 /// The surroundings of a manager made by [`Frames::carve`]: spin locks, no faults, and per-CPU caches for the CPUs of one
 /// platform. A task of another platform is served by the nodes, as a CPU without a cache is.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Carved {
     /// The address of the platform whose CPUs have the caches.
     platform: usize,
+    /// Over records in the manager's own memory: nobody has it but through the manager.
+    #[cfg(feature = "debug")]
+    watch: Option<Watch<'static>>,
+}
+
+impl Carved {
+    fn new<P: Cpu>(cx: &CpuCx<'_, P>) -> Self {
+        Carved {
+            platform: core::ptr::from_ref(cx.platform()).addr(),
+            #[cfg(feature = "debug")]
+            watch: None,
+        }
+    }
 }
 
 impl Inject for Carved {}
@@ -22,6 +37,11 @@ impl Inject for Carved {}
 // SAFETY: arithmetic within the array that the manager has placed for itself.
 unsafe impl Env for Carved {
     type Lock = SpinLock;
+
+    #[cfg(feature = "debug")]
+    fn watch(&self) -> Option<&Watch<'_>> {
+        self.watch.as_ref()
+    }
 
     #[inline]
     fn has_cache(&self, pin: CpuPin<'_>) -> bool {
@@ -134,7 +154,7 @@ impl<'m> Frames<'m, Carved> {
     /// Too little memory, or some that the platform does not map; `ram` comes back. If the platform unwinds, `ram` is lost:
     /// nobody has any of it. O(2 MiB blocks); any context but NMI.
     pub fn carve<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, ram: Ram) -> Result<Self, CarveError> {
-        match Self::carve_arenas(cx, &mut [arena(ram.extent())], 0) {
+        match Self::carve_arenas(cx, &mut [arena(ram.extent())], 0, |_| Carved::new(cx)) {
             Ok((frames, _)) => Ok(frames),
             Err(reason) => Err(CarveError { ram, reason }),
         }
@@ -170,7 +190,7 @@ impl<'m> Frames<'m, Carved> {
     ) -> Result<Self, CarveReason> {
         let mut pieces = [arena(Extent::default()); MOST_PIECES];
         let count = sort(cx, map, &mut pieces)?;
-        Ok(Self::carve_arenas(cx, &mut pieces[..count], 0)?.0)
+        Ok(Self::carve_arenas(cx, &mut pieces[..count], 0, |_| Carved::new(cx))?.0)
     }
 
     /// As [`carve_all`](Frames::carve_all), with the manager itself beside its metadata: there for good, before there is a heap, as
@@ -185,8 +205,60 @@ impl<'m> Frames<'m, Carved> {
     ) -> Result<&'m Self, CarveReason> {
         let mut pieces = [arena(Extent::default()); MOST_PIECES];
         let count = sort(cx, map, &mut pieces)?;
-        let (frames, place) = Self::carve_arenas(cx, &mut pieces[..count], size_of::<Self>())?;
-        let place: *mut Self = place.cast();
+        Self::in_place(cx, &mut pieces[..count], 0, |_| Carved::new(cx))
+    }
+
+    /// The same with a [`Watch`] over all of its memory, which tells `report` what it finds. The records, 24 bytes for each frame from the first
+    /// to the last and for those between pieces, are with the metadata.
+    ///
+    /// # Errors
+    ///
+    /// As [`carve_all`](Frames::carve_all); all pieces have to be mapped at one distance.
+    #[cfg(feature = "debug")]
+    pub fn carve_watched<P: Cpu + LinearMap>(
+        cx: &CpuCx<'m, P>,
+        map: impl IntoIterator<Item = Ram>,
+        report: fn(&Finding),
+    ) -> Result<&'m Self, CarveReason> {
+        let mut pieces = [arena(Extent::default()); MOST_PIECES];
+        let count = sort(cx, map, &mut pieces)?;
+        let pieces = &mut pieces[..count];
+        let (Some(first), Some(last)) = (pieces.first().map(|piece| piece.extent), pieces.last()) else {
+            return Err(CarveReason::Size(FramesConfigError::Empty));
+        };
+        let records = (last.extent.end().number() - first.base().number()) as usize;
+        let distance = |extent: Extent| {
+            let window = cx.platform().open(extent, None).filter(|window| window.pages == extent.pages());
+            let window = window.ok_or(CarveReason::NotMapped(extent))?;
+            Ok(window.ptr.expose_provenance().wrapping_sub(extent.start().get() as usize))
+        };
+        let offset = distance(first)?;
+        for piece in &*pieces {
+            if distance(piece.extent)? != offset {
+                return Err(CarveReason::NotMapped(piece.extent));
+            }
+        }
+        Self::in_place(cx, pieces, records * size_of::<Record>(), |place| {
+            let place: *mut Record = place.cast();
+            // SAFETY: `records` of them have room there, aligned, for as long as there is a manager; each is written before the slice exists,
+            // and each frame is mapped at `offset`.
+            let watch = unsafe {
+                (0..records).for_each(|index| place.add(index).write(Record::default()));
+                Watch::new(first.base(), core::slice::from_raw_parts(place, records), offset, report)
+            };
+            Carved { watch: Some(watch), ..Carved::new(cx) }
+        })
+    }
+
+    /// A manager with `room` bytes, in front of itself, behind the metadata.
+    fn in_place<P: Cpu + LinearMap>(
+        cx: &CpuCx<'m, P>,
+        arenas: &mut [ArenaSpec],
+        room: usize,
+        env: impl FnOnce(*mut u8) -> Carved,
+    ) -> Result<&'m Self, CarveReason> {
+        let (frames, place) = Self::carve_arenas(cx, arenas, room + size_of::<Self>(), env)?;
+        let place: *mut Self = place.wrapping_add(room).cast();
         // SAFETY: as many bytes of the metadata's frames as it has, at the end of them, where it is aligned; nobody else has them, and they
         // are mapped for `'m`.
         unsafe {
@@ -196,11 +268,12 @@ impl<'m> Frames<'m, Carved> {
     }
 
     /// For the owner of the arenas' frames, who has nothing to do with them any more if this succeeds. The metadata is taken from the
-    /// end of the largest, and at the end of its frames, after it, `room` bytes are left: where.
+    /// end of the largest, and at the end of its frames, after it, `room` bytes are left; where, `env` is told.
     fn carve_arenas<P: Cpu + LinearMap>(
         cx: &CpuCx<'m, P>,
         arenas: &mut [ArenaSpec],
         room: usize,
+        env: impl FnOnce(*mut u8) -> Carved,
     ) -> Result<(Self, *mut u8), CarveReason> {
         let metadata = set_aside(arenas, cx.platform().cpus(), room).map_err(CarveReason::Size)?;
         let window = cx.platform().open(metadata, None).filter(|window| window.pages >= metadata.pages());
@@ -213,17 +286,17 @@ impl<'m> Frames<'m, Carved> {
             }
         }
         let config = FramesConfig::new(arenas, cx.platform().cpus());
-        let env = Carved { platform: core::ptr::from_ref(cx.platform()).addr() };
         let bytes = metadata.bytes() as usize - room;
+        let place = window.ptr.wrapping_add(bytes);
         // SAFETY: the metadata's frames are the caller's, who gives them up, and mapped for `'m`: the platform is borrowed for
         // as long. That no other manager knows frames of `Ram` is what it stands for. Contexts of other platforms find no cache.
-        let frames = unsafe { Self::new(&config, env, window.ptr, bytes) };
+        let frames = unsafe { Self::new(&config, env(place), window.ptr, bytes) };
         let frames = frames.map_err(CarveReason::Size)?;
         for arena in &*arenas {
             // SAFETY: the same owner's; released once, to the only manager that knows them.
             unsafe { frames.release_extent(cx, arena.extent) };
         }
-        Ok((frames, window.ptr.wrapping_add(bytes)))
+        Ok((frames, place))
     }
 }
 
