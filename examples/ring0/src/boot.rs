@@ -3,7 +3,7 @@
 use core::arch::global_asm;
 use core::fmt;
 use core::ptr::with_exposed_provenance;
-use hugemm::base::{Extent, Pfn, PhysAddr};
+use hugemm::base::{Extent, PhysAddr};
 use uart_16550::{Config, Uart16550, backend::PioBackend};
 use x86_64::instructions::{hlt, interrupts, port::Port};
 
@@ -99,10 +99,7 @@ unsafe extern "C" {
 }
 
 /// What the boot tables map, one to one.
-pub const FIRST_4_GIB: Extent = match Extent::new(Pfn::new(0), 1 << 20) {
-    Ok(frames) => frames,
-    Err(_) => panic!(),
-};
+pub const FIRST_4_GIB: Extent = Extent::within(PhysAddr::new(0), 4 << 30);
 
 /// The RAM of the loader's memory map above what the program itself lies in, by pieces.
 ///
