@@ -22,7 +22,7 @@ const PAGES: u64 = 3 * GIB;
 impl Owned<'_, '_> {
     /// Says that frames have another owner, which they had not.
     fn set(&mut self, extent: Extent, taken: bool) {
-        for page in extent.base().number()..extent.end().number() {
+        for page in extent.base().get()..extent.end().get() {
             assert_ne!(replace(&mut self.taken[(page - BASE) as usize], taken), taken, "frame {page:#x}");
         }
     }
