@@ -170,8 +170,8 @@ fn join(extents: &[Extent], arenas: &mut [ArenaSpec]) -> usize {
     for extent in extents.iter().filter(|extent| !extent.is_empty()) {
         if let Some(last) = used.checked_sub(1).and_then(|last| arenas.get_mut(last))
             && let base = last.extent.base()
-            && extent.base().number().saturating_sub(last.extent.end().number()) <= HOLE
-            && let Ok(both) = Extent::new(base, extent.end().number() - base.number())
+            && extent.base().get().saturating_sub(last.extent.end().get()) <= HOLE
+            && let Ok(both) = Extent::new(base, extent.end().get() - base.get())
         {
             last.extent = both;
         } else if let Some(next) = arenas.get_mut(used) {

@@ -44,7 +44,7 @@ impl Ostd {
     }
 
     fn window(&self, extent: Extent) -> Window {
-        let address = self.base.load(Ordering::Relaxed) + ((extent.base().number() as usize) << PAGE_SHIFT);
+        let address = self.base.load(Ordering::Relaxed) + ((extent.base().get() as usize) << PAGE_SHIFT);
         Window { ptr: ptr::with_exposed_provenance_mut(address), pages: extent.pages() }
     }
 }
@@ -93,7 +93,7 @@ struct HeapFrame;
 unsafe impl AnyFrameMeta for HeapFrame {}
 
 fn addresses(extent: Extent) -> impl Iterator<Item = usize> {
-    let first = extent.base().number();
+    let first = extent.base().get();
     (first..first + extent.pages()).map(|number| (number as usize) << PAGE_SHIFT)
 }
 

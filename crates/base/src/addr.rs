@@ -32,7 +32,7 @@ impl Pfn {
     }
 
     /// The number itself.
-    pub const fn number(self) -> u64 {
+    pub const fn get(self) -> u64 {
         self.0
     }
 
@@ -152,10 +152,7 @@ mod tests {
     #[test]
     fn a_number_that_no_frame_has_is_the_limit() {
         let limit = 1 << 40;
-        assert_eq!(
-            (Pfn::LIMIT.number(), Pfn::new(limit - 1).number(), Pfn::new(limit).number()),
-            (limit, limit - 1, limit)
-        );
+        assert_eq!((Pfn::LIMIT.get(), Pfn::new(limit - 1).get(), Pfn::new(limit).get()), (limit, limit - 1, limit));
         assert_eq!(Pfn::new(limit - 1).start(), PhysAddr::new((1 << 52) - PAGE_BYTES));
         for beyond in [limit + 1, 1 << 52, 1 << 52 | 7, u64::MAX] {
             assert_eq!((Pfn::new(beyond), Pfn::new(beyond).start()), (Pfn::LIMIT, PhysAddr::new(1 << 52)));
@@ -174,7 +171,7 @@ mod tests {
     #[test]
     fn addition_stops_at_the_limit() {
         assert_eq!(Pfn::new(3).checked_add(4), Some(Pfn::new(7)));
-        assert_eq!(Pfn::new(Pfn::LIMIT.number() - 2).checked_add(2), Some(Pfn::LIMIT));
+        assert_eq!(Pfn::new(Pfn::LIMIT.get() - 2).checked_add(2), Some(Pfn::LIMIT));
         assert_eq!(VirtAddr::new(3).checked_add(4), Some(VirtAddr::new(7)));
         assert_eq!(Pfn::LIMIT.checked_add(0), Some(Pfn::LIMIT));
         assert_eq!(Pfn::LIMIT.checked_add(1), None);

@@ -118,11 +118,11 @@ mod tests {
     impl ExtentLinks for Links {
         unsafe fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>) {
             *self.writes.borrow_mut() += 1;
-            self.map.borrow_mut().insert(frame.number(), (pages, next));
+            self.map.borrow_mut().insert(frame.get(), (pages, next));
         }
 
         fn get(&self, frame: Pfn) -> (u64, Option<Pfn>) {
-            self.map.borrow()[&frame.number()]
+            self.map.borrow()[&frame.get()]
         }
     }
 
@@ -171,7 +171,7 @@ mod tests {
         unsafe { a.append(&links, b) };
         assert_eq!(*links.writes.borrow() - before, 1);
         assert_eq!((a.is_empty(), a.len(), a.pages()), (false, 2000, 7000));
-        let bases: Vec<u64> = std::iter::from_fn(|| a.pop(&links)).map(|e| e.base().number()).collect();
+        let bases: Vec<u64> = std::iter::from_fn(|| a.pop(&links)).map(|e| e.base().get()).collect();
         let expected: Vec<u64> = (0..1000).map(|i| i * 10).chain((0..1000).map(|i| 100_000 + i * 10)).collect();
         assert_eq!(bases, expected);
         assert_eq!((a.is_empty(), a.len(), a.pages()), (true, 0, 0));

@@ -25,7 +25,7 @@ impl DirectMap {
         if seen.is_empty() || seen.base() != extent.base() {
             return None;
         }
-        let offset = (seen.base().number() - self.frames.base().number()) << PAGE_SHIFT;
+        let offset = (seen.base().get() - self.frames.base().get()) << PAGE_SHIFT;
         let ptr: *mut u8 = core::ptr::with_exposed_provenance_mut(self.at.wrapping_add(offset as usize));
         (!ptr.is_null()).then_some(Window { ptr, pages: seen.pages() })
     }

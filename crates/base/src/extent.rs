@@ -71,13 +71,21 @@ impl Extent {
         Extent::new(Pfn::containing(start), bytes >> PAGE_SHIFT)
     }
 
+    /// The whole frames of the `bytes` bytes from `start` on: what a loader's memory map calls RAM may begin and end anywhere. Empty if
+    /// there is none; cut off at the last physical address.
+    pub const fn within(start: PhysAddr, bytes: u64) -> Self {
+        let end = least(start.get().saturating_add(bytes) >> PAGE_SHIFT, Pfn::LIMIT.get());
+        let base = least(start.get().div_ceil(PAGE_BYTES), end);
+        Extent { base: Pfn(base), pages: end - base }
+    }
+
     /// The naturally aligned block of `order` that holds `frame`; the empty extent at [`Pfn::LIMIT`] if no such frame can
     /// exist. No block straddles the limit.
     pub const fn block(frame: Pfn, order: Order) -> Self {
-        if frame.number() >= Pfn::LIMIT.number() {
+        if frame.get() >= Pfn::LIMIT.get() {
             return Extent { base: Pfn::LIMIT, pages: 0 };
         }
-        Extent { base: Pfn(frame.number() & !(order.pages() - 1)), pages: order.pages() }
+        Extent { base: Pfn(frame.get() & !(order.pages() - 1)), pages: order.pages() }
     }
 
     /// First frame.
@@ -102,7 +110,7 @@ impl Extent {
 
     /// The frame after the last one.
     pub const fn end(self) -> Pfn {
-        Pfn(self.base.number() + self.pages)
+        Pfn(self.base.get() + self.pages)
     }
 
     /// Whether there is no frame in it.
@@ -112,12 +120,12 @@ impl Extent {
 
     /// Whether `frame` is in it.
     pub const fn contains(self, frame: Pfn) -> bool {
-        frame.number() >= self.base.number() && frame.number() < self.end().number()
+        frame.get() >= self.base.get() && frame.get() < self.end().get()
     }
 
     /// Whether every frame of `other` is in it. The empty extent is in every extent.
     pub const fn covers(self, other: Extent) -> bool {
-        other.is_empty() || (other.base.number() >= self.base.number() && other.end().number() <= self.end().number())
+        other.is_empty() || (other.base.get() >= self.base.get() && other.end().get() <= self.end().get())
     }
 
     /// The first `pages` frames and the rest; the cut is moved to the end if it lies beyond.
@@ -125,7 +133,7 @@ impl Extent {
         let left = least(pages, self.pages);
         (
             Extent { base: self.base, pages: left },
-            Extent { base: Pfn(self.base.number() + left), pages: self.pages - left },
+            Extent { base: Pfn(self.base.get() + left), pages: self.pages - left },
         )
     }
 
@@ -138,14 +146,29 @@ impl Extent {
 
     /// The frames that are in both.
     pub const fn intersection(self, other: Extent) -> Extent {
-        let low = most(self.base.number(), other.base.number());
-        let high = least(self.end().number(), other.end().number());
+        let low = most(self.base.get(), other.base.get());
+        let high = least(self.end().get(), other.end().get());
         Extent { base: Pfn(low), pages: high.saturating_sub(low) }
+    }
+
+    /// The frames below `other` and those above it, such as RAM without a kernel's image.
+    ///
+    /// ```
+    /// use hugemm_base::{Extent, Pfn, PhysAddr};
+    /// let ram = Extent::within(PhysAddr::new(0x10_0800), 0x10_0000); // begins and ends within frames
+    /// let (below, above) = ram.without(Extent::new(Pfn::new(0x100), 0x40)?);
+    /// assert_eq!((below.pages(), above), (0, Extent::new(Pfn::new(0x140), 0xc0)?));
+    /// # Ok::<(), hugemm_base::ExtentError>(())
+    /// ```
+    pub const fn without(self, other: Extent) -> (Extent, Extent) {
+        let (below, _) = self.split_at(other.base.get().saturating_sub(self.base.get()));
+        let (_, above) = self.split_at(other.end().get().saturating_sub(self.base.get()));
+        (below, above)
     }
 
     /// The two as one, if `next` begins where this ends.
     pub const fn join(self, next: Extent) -> Option<Extent> {
-        if self.end().number() == next.base.number() {
+        if self.end().get() == next.base.get() {
             Some(Extent { base: self.base, pages: self.pages + next.pages })
         } else {
             None
@@ -173,7 +196,7 @@ impl Extent {
     /// use hugemm_base::{Extent, Order, Pfn};
     /// let e = Extent::new(Pfn::new(3), 14).unwrap();
     /// let sizes: Vec<u64> = e.chunks(Order::MAX).map(|(frame, order)| {
-    ///     assert_eq!(frame.number() % order.pages(), 0);
+    ///     assert_eq!(frame.get() % order.pages(), 0);
     ///     order.pages()
     /// }).collect();
     /// assert_eq!(sizes, [1, 4, 8, 1]);
@@ -255,7 +278,7 @@ mod tests {
     fn canonical(base: u64, pages: u64, max: u32) -> Vec<(u64, u32)> {
         extent(base, pages)
             .chunks(Order::new(max).expect("valid"))
-            .map(|(frame, order)| (frame.number(), order.get()))
+            .map(|(frame, order)| (frame.get(), order.get()))
             .collect()
     }
 
@@ -273,7 +296,7 @@ mod tests {
                     let (mut at, end, mut count) = (base, base + pages, 0);
                     for (frame, o) in extent(base, pages).chunks(order) {
                         let size = o.pages();
-                        assert!(frame.number() == at && at & (size - 1) == 0 && at + size <= end);
+                        assert!(frame.get() == at && at & (size - 1) == 0 && at + size <= end);
                         // Maximal: twice the size would be misaligned, too long, or above the limit.
                         let twice = size * 2;
                         assert!(o == order || at & (twice - 1) != 0 || at + twice > end);
@@ -319,6 +342,30 @@ mod tests {
     }
 
     #[test]
+    fn whole_frames_within_bytes() {
+        let within = |start, bytes| Extent::within(PhysAddr::new(start), bytes);
+        assert_eq!(within(0x5000, 0x3000), extent(5, 3));
+        assert_eq!(within(0x4001, 0x3fff), extent(5, 3));
+        assert_eq!(within(0x4001, 0x3ffe), extent(5, 2));
+        assert_eq!(within(0, 0x9fc00), extent(0, 0x9f));
+        assert!([(0, 4095), (1, 4096), (0x1fff, 2), (u64::MAX, 1)].into_iter().all(|(at, n)| within(at, n).is_empty()));
+        assert_eq!(within((1 << 52) - 0x1000, u64::MAX), extent((1 << 40) - 1, 1));
+    }
+
+    #[test]
+    fn an_extent_without_another() {
+        for other in [(0, 5), (0, 3), (8, 9), (9, 9), (0, 20), (5, 8), (6, 7), (5, 6), (7, 8), (4, 6), (7, 20), (6, 6)]
+        {
+            let (below, above) = extent(5, 3).without(extent(other.0, other.1 - other.0));
+            let left = |page: &u64| !(other.0..other.1).contains(page);
+            let found = |page: &u64| [below, above].iter().filter(|part| part.contains(Pfn::new(*page))).count() == 1;
+            assert!((5..8).all(|page| left(&page) == found(&page)), "{other:?}: {below}, {above}");
+            assert!((5..8).filter(left).count() as u64 == below.pages() + above.pages(), "{other:?}");
+            assert!(below.is_empty() || below.end() <= Pfn::new(other.0));
+        }
+    }
+
+    #[test]
     fn what_is_in_an_extent() {
         let e = extent(5, 3);
         assert_eq!((3..10).filter(|&n| e.contains(Pfn::new(n))).collect::<Vec<u64>>(), [5, 6, 7]);
@@ -358,7 +405,7 @@ mod tests {
 
     #[test]
     fn no_block_reaches_past_the_limit() {
-        let last = Pfn::new(Pfn::LIMIT.number() - 1);
+        let last = Pfn::new(Pfn::LIMIT.get() - 1);
         for order in [Order::ZERO, Order::MAX] {
             let block = Extent::block(last, order);
             assert_eq!((block.end(), block.pages()), (Pfn::LIMIT, order.pages()));
@@ -391,7 +438,7 @@ mod tests {
 
         #[test]
         fn chunks_cover_large_extents_exactly(base in 0u64..1 << 40, pages in 0u64..1 << 22) {
-            prop_assume!(base + pages <= Pfn::LIMIT.number());
+            prop_assume!(base + pages <= Pfn::LIMIT.get());
             prop_assert_eq!(canonical(base, pages, 18), reference_chunks(base, pages, 18));
         }
     }

@@ -110,7 +110,7 @@ unsafe impl PhysMap for SingleCpu {
         if seen.is_empty() || seen.base() != extent.base() {
             return None;
         }
-        let offset = (seen.base().number() - self.ram.base().number()) << PAGE_SHIFT;
+        let offset = (seen.base().get() - self.ram.base().get()) << PAGE_SHIFT;
         Some(Window { ptr: self.base.wrapping_add(offset as usize), pages: seen.pages() })
     }
 }

@@ -417,11 +417,11 @@ mod tests {
 
     impl ExtentLinks for Links {
         unsafe fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>) {
-            self.0.borrow_mut().insert(frame.number(), (pages, next));
+            self.0.borrow_mut().insert(frame.get(), (pages, next));
         }
 
         fn get(&self, frame: Pfn) -> (u64, Option<Pfn>) {
-            self.0.borrow()[&frame.number()]
+            self.0.borrow()[&frame.get()]
         }
     }
 

@@ -265,7 +265,7 @@ impl Clearer {
         let streaming = primitive.class() == PrimitiveClass::Streaming;
         // Made before the first store, so that whoever unwinds out of a window pays it.
         let debt = Unfenced::owing(if streaming { Owed::Fence } else { Owed::Publish }, (), cx);
-        let offset = (unit.base().number() - clearing.extent().base().number()) << PAGE_SHIFT;
+        let offset = (unit.base().get() - clearing.extent().base().get()) << PAGE_SHIFT;
         let mut user = request.user.and_then(|base| base.checked_add(offset));
         let mut done = Ok(());
         let mut rest = unit;

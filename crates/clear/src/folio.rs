@@ -38,7 +38,7 @@ mod tests {
         let mut clearing = begin_around(unsafe { Dirty::assume_owned(extent) }, touched);
         let mut parts = Vec::new();
         while let Some((part, sweep)) = clearing.next_part() {
-            let from = part.base().number() - extent.base().number();
+            let from = part.base().get() - extent.base().get();
             parts.push((from, from + part.pages(), sweep));
             // SAFETY: as above.
             unsafe { clearing.advance(part.pages()) };

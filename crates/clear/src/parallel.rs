@@ -173,7 +173,7 @@ impl<'a> ParallelClear<'a> {
                     return Ok(());
                 }
                 let Some(piece) = lane.take() else { break };
-                let offset = (piece.base().number() - self.whole.base().number()) << PAGE_SHIFT;
+                let offset = (piece.base().get() - self.whole.base().get()) << PAGE_SHIFT;
                 let user = request.user.and_then(|base: VirtAddr| base.checked_add(offset));
                 // SAFETY: `new` consumed the owner of the whole extent, and pieces are handed out once.
                 let dirty = unsafe { Dirty::assume_owned(piece) };
@@ -231,7 +231,7 @@ mod loom_tests {
     /// A worker that clears every piece it gets.
     fn work(shared: &Shared) {
         while let Some(piece) = shared.lane.take() {
-            let at = (piece.base().number() / PIECE) as usize;
+            let at = (piece.base().get() / PIECE) as usize;
             // SAFETY: the piece was handed out to this worker alone, which is what loom checks.
             shared.bytes[at].with_mut(|cleared| unsafe { assert!(!core::mem::replace(&mut *cleared, true)) });
         }

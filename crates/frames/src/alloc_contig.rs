@@ -206,8 +206,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The first frames of the 2 MiB blocks that an extent touches.
     fn blocks_2m(&self, extent: Extent) -> impl Iterator<Item = Pfn> + use<E> {
-        let first = extent.base().number() >> BLOCK_ORDER << BLOCK_ORDER;
-        (first..extent.end().number()).step_by(SPAN).map(Pfn::new)
+        let first = extent.base().get() >> BLOCK_ORDER << BLOCK_ORDER;
+        (first..extent.end().get()).step_by(SPAN).map(Pfn::new)
     }
 
     /// Takes an extent that is free throughout; what its first and last blocks have beyond it goes back.
@@ -232,7 +232,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 let whole = Extent::block(Position::<Pages>::FIRST.pfn(pfn), BLOCK);
                 let content = self.remove_block(lists, arena, whole.base(), BLOCK_ORDER);
                 self.cut_ends(arena, inside);
-                let before = inside.base().number() - whole.base().number();
+                let before = inside.base().get() - whole.base().get();
                 for part in [whole.slice(0, before), whole.slice(before + inside.pages(), whole.pages())] {
                     self.free_chunks(lists, arena, part, content);
                 }
@@ -260,7 +260,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ) -> Result<Dirty, AllocContigError> {
         let arena = self.arena_of(extent)?;
         let aligned = |number: u64| number.is_multiple_of(SPAN as u64);
-        if !aligned(extent.base().number()) || !aligned(extent.pages()) {
+        if !aligned(extent.base().get()) || !aligned(extent.pages()) {
             return Err(AllocContigError::Misaligned);
         }
         if self.env().fault(FAULT_CLAIM) {
@@ -301,7 +301,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 self.hint(arena, first.max(extent.base()), Content::AsMapped);
             }
             while groups != 0 {
-                let group = first.number() + (u64::from(groups.trailing_zeros()) << BLOCK_ORDER);
+                let group = first.get() + (u64::from(groups.trailing_zeros()) << BLOCK_ORDER);
                 self.mark_group(lists, arena, Pfn::new(group), isolated);
                 groups &= groups - 1;
             }
@@ -351,16 +351,16 @@ impl<'m, E: Env> Frames<'m, E> {
         extent: Extent,
         migrate: &mut impl Migrate<P>,
     ) -> Result<(), AllocContigError> {
-        let mut at = extent.base().number();
+        let mut at = extent.base().get();
         let (mut attempts, mut drained) = (0, true);
-        while at < extent.end().number() {
+        while at < extent.end().get() {
             // A look without the lock, at blocks that may be changing: only a hint of what to migrate. Step 4 decides.
-            let rest = extent.slice(at - extent.base().number(), extent.pages());
+            let rest = extent.slice(at - extent.base().get(), extent.pages());
             let used =
                 cx.pinned(|pin| self.with_node(pin, arena.node, |_| self.all_free(arena, rest)).unwrap_or(Ok(())));
             let Err(AllocContigError::InUse(used)) = used else { return Ok(()) };
-            if used.number() != at {
-                (at, attempts, drained) = (used.number(), 0, true);
+            if used.get() != at {
+                (at, attempts, drained) = (used.get(), 0, true);
             }
             if !drained {
                 // What was let go of may be in a cache that was filled before its CPU saw the marks.

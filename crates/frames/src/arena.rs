@@ -226,7 +226,7 @@ pub(crate) const fn touched(extent: Extent, order: u32) -> u64 {
     if extent.is_empty() {
         return 0;
     }
-    ((extent.end().number() - 1) >> order) - (extent.base().number() >> order) + 1
+    ((extent.end().get() - 1) >> order) - (extent.base().get() >> order) + 1
 }
 
 /// Position of a frame in its 2 MiB block.
@@ -245,14 +245,14 @@ impl<'m> Arena<'m> {
     /// The 2 MiB block of a frame of this arena.
     #[inline]
     pub(crate) fn block(&self, pfn: Pfn) -> &'m Block {
-        let first = self.extent.base().number() >> BLOCK_ORDER;
-        &self.blocks[((pfn.number() >> BLOCK_ORDER) - first) as usize]
+        let first = self.extent.base().get() >> BLOCK_ORDER;
+        &self.blocks[((pfn.get() >> BLOCK_ORDER) - first) as usize]
     }
 
     /// What is kept for the 2 MiB of a region, by the region's place in the arena.
     pub(crate) fn blocks_of(&self, region: usize) -> &'m [Block] {
         // The arena may begin inside its first region.
-        let before = (self.extent.base().number() >> BLOCK_ORDER) as usize % SPAN;
+        let before = (self.extent.base().get() >> BLOCK_ORDER) as usize % SPAN;
         let (first, end) = ((region * SPAN).saturating_sub(before), (region + 1) * SPAN - before);
         self.blocks.get(first..end.min(self.blocks.len())).unwrap_or(&[])
     }
@@ -260,8 +260,8 @@ impl<'m> Arena<'m> {
     /// The region of a frame of this arena.
     #[inline]
     pub(crate) fn region(&self, pfn: Pfn) -> &'m Region {
-        let first = self.extent.base().number() >> REGION_ORDER;
-        &self.regions[((pfn.number() >> REGION_ORDER) - first) as usize]
+        let first = self.extent.base().get() >> REGION_ORDER;
+        &self.regions[((pfn.get() >> REGION_ORDER) - first) as usize]
     }
 
     /// Its regions have the numbers from this one on. For one with rows of its own that nobody has seen yet.
@@ -272,14 +272,14 @@ impl<'m> Arena<'m> {
 
     /// The number of a frame's region among those of all arenas.
     pub(crate) fn region_number(&self, pfn: Pfn) -> usize {
-        let first = self.extent.base().number() >> REGION_ORDER;
-        self.first_region + ((pfn.number() >> REGION_ORDER) - first) as usize
+        let first = self.extent.base().get() >> REGION_ORDER;
+        self.first_region + ((pfn.get() >> REGION_ORDER) - first) as usize
     }
 
     /// Whether a frame is in the arena: one comparison, because what is below the base wraps.
     #[inline]
     pub(crate) fn contains(&self, pfn: Pfn) -> bool {
-        pfn.number().wrapping_sub(self.extent.base().number()) < self.extent.pages()
+        pfn.get().wrapping_sub(self.extent.base().get()) < self.extent.pages()
     }
 
     /// Head and order of the block that holds a frame. Right for frames the caller owns; a guess for others. Two cache
@@ -341,7 +341,7 @@ impl<'m> Arena<'m> {
         }
         if to < BLOCK_ORDER {
             for first in (0..1_u64 << from).step_by(SPAN) {
-                let block = self.block(Pfn::new(pfn.number() + first));
+                let block = self.block(Pfn::new(pfn.get() + first));
                 block.open(mobility);
                 block.starts.split_even(Position::FIRST, BLOCK_ORDER, to);
             }
@@ -365,7 +365,7 @@ impl<'m> Arena<'m> {
             if order > BLOCK_ORDER {
                 // The 2 MiB that holds `pfn` begins its block; what comes after it goes its own way. Past the last it is the
                 // region's first block, which starts there.
-                region.starts.cut(Position::new(in_region(pfn).number() + 1));
+                region.starts.cut(Position::new(in_region(pfn).get() + 1));
             }
             self.open(head, Mobility::Unmovable);
         }
@@ -374,8 +374,8 @@ impl<'m> Arena<'m> {
 
     /// The whole 2 MiB of an extent, word by word of its regions: each with the first frame that the word stands for.
     pub(crate) fn words_2m(&self, extent: Extent) -> impl Iterator<Item = (&'m Region, Pfn, usize, u64)> {
-        let first = extent.base().number().div_ceil(SPAN as u64);
-        let (mut next, end) = (first, (extent.end().number() >> BLOCK_ORDER).max(first));
+        let first = extent.base().get().div_ceil(SPAN as u64);
+        let (mut next, end) = (first, (extent.end().get() >> BLOCK_ORDER).max(first));
         core::iter::from_fn(move || {
             let pfn = Pfn::new(next << BLOCK_ORDER);
             let (at, bits) = spans(in_region(pfn), (end - next).min(SPAN as u64) as usize).next()?;

@@ -170,7 +170,7 @@ impl Slot {
     fn fill(&self, arena: &Arena<'_>, kept: *mut u8) {
         // Release, with the Acquire fence in `seen`: the turn is over before anything of the next is seen.
         fence(Ordering::Release);
-        self.base.store(arena.extent.base().number(), Ordering::Relaxed);
+        self.base.store(arena.extent.base().get(), Ordering::Relaxed);
         self.pages.store(arena.extent.pages(), Ordering::Relaxed);
         self.node.store(arena.node.0.into(), Ordering::Relaxed);
         self.kept.store(kept, Ordering::Relaxed);
@@ -306,7 +306,7 @@ impl<'m> Arenas<'m> {
             let first = self.given.first().filter(|arena| arena.contains(rest.base()));
             let arena = first.or_else(|| self.lowest(rest))?;
             let part = rest.intersection(arena.extent);
-            rest = rest.slice(part.end().number() - rest.base().number(), rest.pages());
+            rest = rest.slice(part.end().get() - rest.base().get(), rest.pages());
             Some((arena, part))
         })
     }
@@ -316,8 +316,7 @@ impl<'m> Arenas<'m> {
     fn lowest(&self, extent: Extent) -> Option<&'m Arena<'m>> {
         let after = self.given.partition_point(|arena| arena.extent.end() <= extent.base());
         let given = self.given.get(after).filter(|arena| !arena.extent.intersection(extent).is_empty());
-        let pages =
-            given.map_or(extent.pages(), |arena| arena.extent.base().number().saturating_sub(extent.base().number()));
+        let pages = given.map_or(extent.pages(), |arena| arena.extent.base().get().saturating_sub(extent.base().get()));
         let before = extent.slice(0, pages);
         if before.is_empty() {
             return given;
@@ -550,7 +549,7 @@ mod loom_tests {
             let lists: MutexGuard<'_, FreeLists> = self.node.lock().unwrap();
             let looked = self.arenas.places(&lists, None).map(|places| {
                 let arena = &places.arenas[0];
-                self.look_at(arena, arena.extent.base().number());
+                self.look_at(arena, arena.extent.base().get());
             });
             looked.count()
         }

@@ -241,7 +241,7 @@ impl<L: position::Level> Bits512<L> {
             self.for_words(index, from, |word, _| word.store(every(to), Ordering::Relaxed));
         } else {
             for piece in (0..1_usize << from).step_by(1 << to) {
-                self.word(Position::new(index.number() + piece)).store(1, Ordering::Relaxed);
+                self.word(Position::new(index.get() + piece)).store(1, Ordering::Relaxed);
             }
         }
     }
@@ -253,7 +253,7 @@ impl<L: position::Level> Bits512<L> {
             if start == index || order == 0 {
                 return;
             }
-            let middle = Position::new(start.number() + (1 << (order - 1)));
+            let middle = Position::new(start.get() + (1 << (order - 1)));
             self.word(middle).fetch_or(1 << middle.bit(), Ordering::Relaxed);
         }
     }

@@ -259,9 +259,9 @@ mod tests {
         class.shrink();
         assert!(class.pop_lowest(Pfn::new(3)).is_none());
         assert_eq!(class.len(), 4);
-        assert_eq!(class.pop_lowest(Pfn::new(4)).map(|block| block.pfn().number()), Some(3));
+        assert_eq!(class.pop_lowest(Pfn::new(4)).map(|block| block.pfn().get()), Some(3));
         assert_eq!(class.len(), 3);
-        let lowest = || class.pop_lowest(Pfn::new(10)).map(|block| block.pfn().number());
+        let lowest = || class.pop_lowest(Pfn::new(10)).map(|block| block.pfn().get());
         // Of three, of two, and the one that is left.
         assert_eq!([lowest(), lowest(), lowest(), lowest()], [Some(5), Some(7), Some(9), None]);
         for pfn in [3, 7] {

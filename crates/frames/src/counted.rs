@@ -249,7 +249,7 @@ impl<'m, E: Env> Frames<'m, E> {
     pub fn count_run(&self, run: FrozenRun) -> Result<FolioRun, FrozenRun> {
         let (extent, order, mobility) = (run.extent(), run.order(), run.mobility());
         let Some(arena) = self.arena(extent.base()) else { return Err(run) };
-        let (mut at, end) = (extent.base().number(), extent.end().number());
+        let (mut at, end) = (extent.base().get(), extent.end().get());
         while at < end {
             let pfn = Pfn::new(at);
             let meta = arena.block(pfn);

@@ -138,12 +138,12 @@ impl<'m> Watch<'m> {
     }
 
     fn record(&self, frame: Pfn) -> Option<&'m Record> {
-        self.records.get(frame.number().checked_sub(self.first.number())? as usize)
+        self.records.get(frame.get().checked_sub(self.first.get())? as usize)
     }
 
     fn frames(&self, extent: Extent) -> impl Iterator<Item = (Pfn, &'m Record)> {
         (0..extent.pages()).filter_map(move |page| {
-            let frame = Pfn::new(extent.base().number() + page);
+            let frame = Pfn::new(extent.base().get() + page);
             Some((frame, self.record(frame)?))
         })
     }
@@ -170,11 +170,12 @@ impl<'m> Watch<'m> {
         for (frame, record) in self.frames(extent) {
             if record.state.load(Ordering::Relaxed) & 3 == FILLED {
                 // SAFETY: mapped by the promise made to `new`; the frame is the caller's.
-                let spoilt = (0..PAGE_BYTES / 8)
-                    .find(|index| unsafe { self.words(frame).add(*index as usize).read_volatile() != PATTERN });
-                if let Some(index) = spoilt {
+                let word = |index| unsafe { self.words(frame).add(index).read_volatile() };
+                let spoilt = (0..PAGE_BYTES as usize / 8).map(word).enumerate().find(|(_, word)| *word != PATTERN);
+                if let Some((index, word)) = spoilt {
+                    let byte = index as u64 * 8 + u64::from((word.to_le() ^ PATTERN.to_le()).trailing_zeros() / 8);
                     let holder = self.holder(frame, record);
-                    (self.report)(&Finding::UsedAfterFree { frame, byte: index * 8, holder });
+                    (self.report)(&Finding::UsedAfterFree { frame, byte, holder });
                 }
             }
             record.taken.store(core::ptr::from_ref(at).cast_mut(), Ordering::Relaxed);
@@ -216,7 +217,7 @@ impl<'m> Watch<'m> {
     /// Blocks in use that were taken since then, in ascending order; 0 for all. What counted blocks were split into is single frames. O(records);
     /// a snapshot while others allocate.
     pub fn in_use_since(&self, began: u64) -> impl Iterator<Item = Holder> {
-        let frame = |index: usize| Pfn::new(self.first.number() + index as u64);
+        let frame = |index: usize| Pfn::new(self.first.get() + index as u64);
         let is_used = move |record: &Record| {
             let state = record.state.load(Ordering::Relaxed);
             state & 3 == USED && state >> 32 >= began
@@ -226,7 +227,7 @@ impl<'m> Watch<'m> {
         all.map(move |(index, record)| self.holder(frame(index), record)).filter(move |holder| {
             let head = holder.head >= past;
             if head {
-                past = Pfn::new(holder.head.number() + holder.order.pages());
+                past = Pfn::new(holder.head.get() + holder.order.pages());
             }
             head
         })

@@ -142,7 +142,7 @@ mod tests {
         assert_eq!((first.pop().map(FolioRef::into_pfn), first.pop()), (Some(Pfn::new(8)), None));
         let (mut all, none) = rest.split_at(u64::MAX);
         assert_eq!((all.order(), none.into_extent().pages()), (order, 0));
-        let heads: Vec<u64> = core::iter::from_fn(|| all.pop()).map(|head| head.pfn().number()).collect();
+        let heads: Vec<u64> = core::iter::from_fn(|| all.pop()).map(|head| head.pfn().get()).collect();
         assert_eq!(heads, [12, 16, 20]);
         assert_eq!(size_of::<FolioRef>(), 8);
     }

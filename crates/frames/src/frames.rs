@@ -364,7 +364,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     #[inline]
     pub(crate) fn desc_in(&self, arena: &Arena<'m>, pfn: Pfn) -> DescRef<'m> {
-        let index = (pfn.number() - arena.extent.base().number()) as usize;
+        let index = (pfn.get() - arena.extent.base().get()) as usize;
         // SAFETY: `Env::descriptor` returns a valid pointer for every index of the array, and the frame is in the arena.
         unsafe { DescRef::new(self.env.descriptor(arena.descriptors, index)) }
     }
@@ -479,7 +479,7 @@ impl<E: Env> ExtentLinks for Frames<'_, E> {
         // SAFETY: the extent is the caller's, who has put it on a chain, so its words are too.
         if let Some(desc) = unsafe { self.descriptor_at(frame) } {
             desc.store(0, pages);
-            desc.store(1, next.map_or(0, |next| next.number() + 1));
+            desc.store(1, next.map_or(0, |next| next.get() + 1));
         }
     }
 

@@ -98,7 +98,7 @@ impl Batch {
     pub(crate) fn descending(&self) -> impl Iterator<Item = Taken> {
         let Batch { base, blocks, zero } = *self;
         descending(blocks).map(move |bit| {
-            let pfn = Pfn::new(base.number() + ((bit as u64) << BLOCK_ORDER));
+            let pfn = Pfn::new(base.get() + ((bit as u64) << BLOCK_ORDER));
             Taken { pfn, zero: zero >> bit & 1 != 0 }
         })
     }
@@ -272,7 +272,7 @@ impl<'m, E: Env> Frames<'m, E> {
             words.map(|(used, split)| pages(used & !split) + u64::from((used & split).count_ones())).sum::<u64>()
         };
         for arena in self.arena_table().on(lists) {
-            let first = arena.extent.base().number() >> REGION_ORDER;
+            let first = arena.extent.base().get() >> REGION_ORDER;
             for (at, region) in arena.regions.iter().enumerate().skip(from.saturating_sub(arena.first_region)) {
                 if lists.is_spent() {
                     return ControlFlow::Continue(arena.first_region + at);
@@ -296,7 +296,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let find = |sought, arena, region: &'m Region, base| {
             first_run(log, |at| region.available(at, sought)).map(|index| FreeRun { arena, base, index })
         };
-        let fits = |run: &FreeRun<'_>| run.index.pfn(run.base).number() + (1 << (BLOCK_ORDER + log)) <= limit.number();
+        let fits = |run: &FreeRun<'_>| run.index.pfn(run.base).get() + (1 << (BLOCK_ORDER + log)) <= limit.get();
         let FreeRun { arena, base, index } = self.seek(lists, log, ways, find, fits)?;
         let mut zero = true;
         for (at, bits) in spans(index, 1 << log) {
@@ -413,7 +413,7 @@ mod tests {
     #[test]
     fn a_batch_is_taken_apart_from_the_top() {
         let batch = Batch { base: Pfn::new(1 << 18), blocks: 1 << 63 | 0b101, zero: 1 << 63 | 0b1 };
-        let taken: Vec<_> = batch.descending().map(|taken| (taken.pfn.number(), taken.zero)).collect();
+        let taken: Vec<_> = batch.descending().map(|taken| (taken.pfn.get(), taken.zero)).collect();
         assert_eq!(taken, [((1 << 18) + (63 << 9), true), ((1 << 18) + (2 << 9), false), (1 << 18, true)]);
     }
 

@@ -134,7 +134,7 @@ impl Place<'_> {
 
     /// Whether what can be had is no larger than the order.
     fn is_exact(&self, order: u32) -> bool {
-        let pair = Position::<Pages>::new(self.index.number() & !((2 << order) - 1));
+        let pair = Position::<Pages>::new(self.index.get() & !((2 << order) - 1));
         !spans(pair, 2 << order).all(|(at, bits)| self.room[at] & bits == bits)
     }
 }
@@ -156,8 +156,7 @@ impl Run {
     /// Each, the highest first.
     pub(crate) fn descending(&self) -> impl Iterator<Item = Taken> {
         let Run { base, starts, zero } = *self;
-        descending(starts)
-            .map(move |bit| Taken { pfn: Pfn::new(base.number() + bit as u64), zero: zero >> bit & 1 != 0 })
+        descending(starts).map(move |bit| Taken { pfn: Pfn::new(base.get() + bit as u64), zero: zero >> bit & 1 != 0 })
     }
 }
 
@@ -364,7 +363,7 @@ impl<'m, E: Env> Frames<'m, E> {
         sought: Sought,
         limit: Pfn,
     ) -> Option<(usize, Place<'m>)> {
-        let fits = |(_, place): &(_, Place<'_>)| place.pfn().number() + (1 << order) <= limit.number();
+        let fits = |(_, place): &(_, Place<'_>)| place.pfn().get() + (1 << order) <= limit.get();
         self.places(lists).find_map(|places| self.seek_4k_in(lists, &places, order, mobility, sought).filter(fits))
     }
 
@@ -415,7 +414,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let Wanted { mobility, limit, .. } = *wanted;
         let order = wanted.order.get();
         // Fresh 2 MiB may end above the limit.
-        let end = Pfn::new(limit.number() + SPAN as u64 - wanted.order.pages());
+        let end = Pfn::new(limit.get() + SPAN as u64 - wanted.order.pages());
         if wanted.zero {
             let zero = self.seek_4k(lists, order, mobility, Sought::Zero, limit).map(|(_, place)| place);
             if let Some(place) = zero.or_else(|| self.fresh(lists, mobility, &ZERO, end)) {

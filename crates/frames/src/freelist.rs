@@ -103,7 +103,7 @@ impl<'m> Places<'m> {
     pub(crate) fn at(&self, number: usize) -> Option<(&'m Arena<'m>, &'m Region, Pfn)> {
         let arena = self.arena(number)?;
         let index = number - arena.first_region;
-        let base = ((arena.extent.base().number() >> REGION_ORDER) + index as u64) << REGION_ORDER;
+        let base = ((arena.extent.base().get() >> REGION_ORDER) + index as u64) << REGION_ORDER;
         Some((arena, arena.regions.get(index)?, Pfn::new(base)))
     }
 }

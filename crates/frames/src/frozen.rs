@@ -26,7 +26,7 @@ const PFN_SHIFT: u32 = 12;
 impl Frozen {
     #[inline]
     pub(crate) const fn make(pfn: Pfn, order: Order, mobility: Mobility, zero: bool) -> Self {
-        let bits = pfn.number() << PFN_SHIFT
+        let bits = pfn.get() << PFN_SHIFT
             | (order.get() as u64) << ORDER_SHIFT
             | (mobility.index() as u64) << CLASS_SHIFT
             | zero as u64;
@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn the_word_holds_everything() {
-        for pfn in [0, 1, 0x0dea_dbee, Pfn::LIMIT.number() - 1] {
+        for pfn in [0, 1, 0x0dea_dbee, Pfn::LIMIT.get() - 1] {
             for order in 0..=18 {
                 for mobility in Mobility::ALL {
                     for zero in [false, true] {
@@ -262,13 +262,13 @@ mod tests {
                         let word = Frozen::make(Pfn::new(pfn), order, mobility, zero).into_word();
                         // SAFETY: the word of a handle that is gone.
                         let block = unsafe { Frozen::from_word(word) };
-                        assert_eq!((block.pfn().number(), block.order()), (pfn, order));
+                        assert_eq!((block.pfn().get(), block.order()), (pfn, order));
                         assert_eq!((block.mobility(), block.is_zero()), (mobility, zero));
                         assert_eq!(block.class(), 2 * order.get() as usize + mobility.index());
                         assert!((0..64).all(|classes| block.class_is_below(classes) == (block.class() < classes)));
                         let block = block.with_mobility(mobility.other()).soiled();
                         assert_eq!((block.mobility(), block.is_zero()), (mobility.other(), false));
-                        assert_eq!(block.pfn().number(), pfn);
+                        assert_eq!(block.pfn().get(), pfn);
                     }
                 }
             }

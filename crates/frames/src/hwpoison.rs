@@ -82,12 +82,12 @@ impl<'m, E: Env> Frames<'m, E> {
         lists.refused += 1;
         let Ok(order) = Order::new(order) else { return HwPoisoned::Free };
         let whole = Extent::block(head, order);
-        let next = Pfn::new(pfn.number() + 1);
+        let next = Pfn::new(pfn.get() + 1);
         arena.map_cut(pfn);
         if whole.contains(next) {
             arena.map_cut(next);
         }
-        let at = pfn.number() - head.number();
+        let at = pfn.get() - head.get();
         for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
             self.free_chunks(lists, arena, part, content);
         }
@@ -138,7 +138,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The first refused frame of an extent of one arena. O(pages / 2^15) where there is none.
     pub(crate) fn next_refused(&self, arena: &Arena<'m>, extent: Extent) -> Option<Pfn> {
-        let (mut at, end) = (extent.base().number(), extent.end().number());
+        let (mut at, end) = (extent.base().get(), extent.end().get());
         while at < end {
             let pfn = Pfn::new(at);
             let region = arena.region(pfn);
@@ -169,7 +169,7 @@ impl<'m, E: Env> Frames<'m, E> {
         for (arena, part) in self.parts(extent).filter(|_| self.has_suspects()) {
             let mut rest = part;
             while let Some(pfn) = self.next_refused(arena, rest) {
-                rest = rest.slice(pfn.number() + 1 - rest.base().number(), rest.pages());
+                rest = rest.slice(pfn.get() + 1 - rest.base().get(), rest.pages());
                 count += 1;
             }
         }
@@ -192,10 +192,10 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut rest = extent;
         while !rest.is_empty() {
             let refused = self.next_refused(arena, rest);
-            let upto = refused.map_or(rest.pages(), |pfn| pfn.number() - rest.base().number());
+            let upto = refused.map_or(rest.pages(), |pfn| pfn.get() - rest.base().get());
             if let Some(pfn) = refused {
                 arena.map_cut(pfn);
-                let next = Pfn::new(pfn.number() + 1);
+                let next = Pfn::new(pfn.get() + 1);
                 if rest.contains(next) {
                     arena.map_cut(next);
                 }

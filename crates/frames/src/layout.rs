@@ -214,7 +214,7 @@ fn largest_run(config: &FramesConfig<'_>, node: NodeId) -> Extent {
         if let ([first, ..], [.., last]) = (arenas, arenas)
             && first.node == node
             && let base = first.extent.base()
-            && let Ok(run) = Extent::new(base, last.extent.end().number() - base.number())
+            && let Ok(run) = Extent::new(base, last.extent.end().get() - base.get())
             && run.pages() > largest.pages()
         {
             largest = run;
@@ -229,7 +229,7 @@ fn check(config: &FramesConfig<'_>) -> Result<(), FramesConfigError> {
     }
     for pair in config.arenas.windows(2) {
         if let [a, b] = pair
-            && b.extent.base().number() < a.extent.end().number()
+            && b.extent.base().get() < a.extent.end().get()
         {
             return Err(FramesConfigError::Overlap(b.extent.base()));
         }

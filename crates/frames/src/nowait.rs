@@ -81,7 +81,7 @@ impl<'m, E: Env> Frames<'m, E> {
         // Release pairs with the Acquire of the swap in `free_deferred`: the links are there before the block is.
         let _ = node.deferred.transition(Ordering::Release, Ordering::Relaxed, |head| {
             desc.store(NEXT, head);
-            Some(pfn.number() + 1)
+            Some(pfn.get() + 1)
         });
     }
 

@@ -85,7 +85,7 @@ impl Word {
     /// Its first frame, and its last.
     #[inline]
     pub(crate) const fn ends(&self) -> (Pfn, Pfn) {
-        let last = self.frame(self.bits.ilog2()).number() + (1 << self.bit_order()) - 1;
+        let last = self.frame(self.bits.ilog2()).get() + (1 << self.bit_order()) - 1;
         (self.frame(self.bits.trailing_zeros()), Pfn::new(last))
     }
 
@@ -352,7 +352,7 @@ mod tests {
     /// What leaves when blocks of an order are added, by first frame and bits.
     fn leavers(words: &Outgoing<'_>, order: u32, blocks: &[u64]) -> Vec<(u64, u64)> {
         let mut left = Vec::new();
-        words.add(order, blocks, |word| left.push((word.frame(0).number(), word.bits)));
+        words.add(order, blocks, |word| left.push((word.frame(0).get(), word.bits)));
         left
     }
 
@@ -391,7 +391,7 @@ mod tests {
             let whole: Vec<u64> = (0..16).map(|at| block(9 * 64 + 4 * at, 2, false)).collect();
             assert_eq!(leavers(words, 2, &whole), [(9 * 64, u64::MAX)], "nobody has to make room for it");
             let mut rest = Vec::new();
-            words.drain(|word| rest.push((word.frame(0).number(), word.bits, word.has_blocks())));
+            words.drain(|word| rest.push((word.frame(0).get(), word.bits, word.has_blocks())));
             assert_eq!(rest, [(5 * 64, 1 << 9, false)]);
         });
     }
@@ -402,7 +402,7 @@ mod tests {
         with_slots(4, |words| {
             let mut left = Vec::new();
             let blocks = [block(64, 0, false), block(65, 0, true), block(66, 0, true), block(67, 0, false)];
-            words.add(0, &blocks, |word| left.push((word.ends().0.number(), word.bits, word.content())));
+            words.add(0, &blocks, |word| left.push((word.ends().0.get(), word.bits, word.content())));
             assert_eq!(left, [(64, 1, Content::Dirty), (65, 6, Content::Zero)]);
             assert_eq!(leavers(words, 9, &[block(64 << 9, 9, false), block(67 << 9, 9, false)]), [(64, 8)]);
             let mut rest = Vec::new();
@@ -420,7 +420,7 @@ mod tests {
     fn a_word_is_taken_apart_by_runs() {
         for (kind, order) in [(0, 0), (HUGE, 9)] {
             let word = Word { key: 3 | kind | ZERO, bits: 1 << 63 | 0b1101 };
-            let runs: Vec<_> = word.runs().map(|run| (run.base().number() >> order, run.pages() >> order)).collect();
+            let runs: Vec<_> = word.runs().map(|run| (run.base().get() >> order, run.pages() >> order)).collect();
             assert_eq!(runs, [(128, 1), (130, 2), (191, 1)]);
             assert_eq!(word.pages(), 4 << order);
         }
@@ -448,7 +448,7 @@ mod tests {
             let fill = || leavers(words, 0, &[0, 64, 65, 128, 255].map(|word| block(word * 64, 0, false)));
             let group = || {
                 let mut first = Vec::new();
-                let more = words.take_group(|word| first.push(word.frame(0).number() / 64));
+                let more = words.take_group(|word| first.push(word.frame(0).get() / 64));
                 (first, more)
             };
             fill();
@@ -533,7 +533,7 @@ mod tests {
             // By the word's number, what was added and did not come out: all pages, and those of larger blocks.
             let mut there = BTreeMap::<u64, (u64, u64)>::new();
             let leave = |there: &mut BTreeMap<u64, (u64, u64)>, word: Word| {
-                let (pages, blocks) = there.entry(word.frame(0).number() / 64).or_default();
+                let (pages, blocks) = there.entry(word.frame(0).get() / 64).or_default();
                 assert_eq!(*pages & word.bits, word.bits, "{word:?} comes twice");
                 assert!(word.has_blocks() || *blocks & word.bits == 0, "{word:?}");
                 (*pages, *blocks) = (*pages & !word.bits, *blocks & !word.bits);

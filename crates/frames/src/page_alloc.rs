@@ -253,7 +253,7 @@ impl<'m, E: Env> Frames<'m, E> {
             return Err(AllocError::OutOfMemory);
         }
         // A limit that is none is one all the same: what is cached may lie anywhere.
-        let limit = limit.min(Pfn::new(Pfn::LIMIT.number() - 1));
+        let limit = limit.min(Pfn::new(Pfn::LIMIT.get() - 1));
         let block = self.alloc_slowly(cx, &Wanted { limit, ..Wanted::from(request.into()) });
         #[cfg(feature = "debug")]
         if let Ok(block) = &block {
@@ -409,7 +409,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     return self.is_nearly_free(lists, from, wanted.order, wanted.limit, cached);
                 }
                 let pages = wanted.order.pages();
-                ControlFlow::Break(cached != 0 && lists.pages + cached >= pages && wanted.limit.number() >= pages)
+                ControlFlow::Break(cached != 0 && lists.pages + cached >= pages && wanted.limit.get() >= pages)
             };
             for part in 0.. {
                 match cx.pinned(|pin| self.with_node(pin, node, |lists| look(lists, part, from))) {

@@ -274,7 +274,7 @@ impl<'m> PerCpu<'m> {
     #[inline]
     pub(crate) fn is_near(&self, class: &Class<'m>, pfn: Pfn) -> bool {
         // One comparison: what is below the base wraps.
-        pfn.number().wrapping_sub(self.local.base().number()) < class.near()
+        pfn.get().wrapping_sub(self.local.base().get()) < class.near()
     }
 
     /// Whether a freed block is of an order that is allocated from here and lies higher than near, as far as that is known at the first look.
@@ -286,8 +286,8 @@ impl<'m> PerCpu<'m> {
     pub(crate) fn found(&self, class: &Class<'m>, order: u32, pfn: Pfn) {
         if self.local.contains(pfn) {
             let shift = near_shift(order);
-            let end = ((pfn.number() >> shift) + 1) << shift;
-            class.set_near((end - self.local.base().number()).min(self.local.pages()));
+            let end = ((pfn.get() >> shift) + 1) << shift;
+            class.set_near((end - self.local.base().get()).min(self.local.pages()));
         }
     }
 
@@ -321,7 +321,7 @@ impl<'m> PerCpu<'m> {
     /// This CPU's node had no block of this order and mobility below this one, which was just taken there.
     pub(crate) fn note_lowest(&self, block: &Frozen) {
         if block.log() < BLOCK_ORDER && !is_stocked(block.log()) {
-            let frame = (block.pfn().number() + 1) << LOWEST_SHIFT;
+            let frame = (block.pfn().get() + 1) << LOWEST_SHIFT;
             self.lowest.store(frame | block.class() as u64, Ordering::Relaxed);
         }
     }

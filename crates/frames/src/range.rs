@@ -222,13 +222,13 @@ impl<'m, E: Env> Frames<'m, E> {
         let (block, region, base) = (arena.block(part.base()), arena.region(part.base()), part.base());
         let refused = self.has_suspects() && region.refused.get(in_region(base));
         let mut rest = part;
-        if !refused && base.number().is_multiple_of(LANES as u64) {
+        if !refused && base.get().is_multiple_of(LANES as u64) {
             // A run that is not empty ends here. A word with a reference to each frame is one of 32 single pages, as tails have
             // none; between two atomics nothing is looked at: loads would have to wait.
             let words = part.pages() as usize / LANES;
-            let dropped = block.refs.drop_words(in_block(base).number() / LANES, words) * LANES as u64;
+            let dropped = block.refs.drop_words(in_block(base).get() / LANES, words) * LANES as u64;
             if dropped != 0 {
-                collected.add(base.number(), dropped);
+                collected.add(base.get(), dropped);
                 rest = part.split_at(dropped).1;
             }
         }
@@ -238,7 +238,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let starts = block.starts.snapshot();
         let is_group = region.split.get(in_region(base));
         while !rest.is_empty() {
-            let left = LANES - in_block(rest.base()).number() % LANES;
+            let left = LANES - in_block(rest.base()).get() % LANES;
             let (now, later) = rest.split_at(left as u64);
             let pages = if is_group { single_pages(&starts, in_block(now.base())) } else { 0 };
             self.drop_in_word(cx, arena, now, pages, refused, collected);
@@ -258,14 +258,14 @@ impl<'m, E: Env> Frames<'m, E> {
         refused: bool,
         collected: &mut Collected<impl FnMut(&mut CpuCx<'_, P>, Dirty)>,
     ) {
-        let (block, base) = (arena.block(part.base()), part.base().number());
+        let (block, base) = (arena.block(part.base()), part.base().get());
         let (state, first) = block.refs.word(in_block(part.base()));
         let lanes = (u32::MAX >> (LANES as u64 - part.pages())) << first;
         let dropped = refs::put_lanes(state, pages & lanes);
         if dropped.last == u32::MAX && !refused && collected.may_go_on_at(base) {
             return collected.add(base, LANES as u64);
         }
-        for (pfn, lane) in (base..part.end().number()).map(Pfn::new).zip(first..) {
+        for (pfn, lane) in (base..part.end().get()).map(Pfn::new).zip(first..) {
             let (last, shared) = (dropped.last >> lane & 1 != 0, dropped.shared >> lane & 1 != 0);
             let is_refused = || refused && block.refused.get(in_block(pfn));
             let outcome = match (last, shared) {
@@ -279,11 +279,11 @@ impl<'m, E: Env> Frames<'m, E> {
                     Err(_) => Outcome::Invalid,
                 },
             };
-            if !matches!(outcome, Outcome::Freed) || !collected.may_go_on_at(pfn.number()) {
+            if !matches!(outcome, Outcome::Freed) || !collected.may_go_on_at(pfn.get()) {
                 collected.close(cx);
             }
             match outcome {
-                Outcome::Freed => collected.add(pfn.number(), 1),
+                Outcome::Freed => collected.add(pfn.get(), 1),
                 Outcome::Kept => collected.report.kept += 1,
                 Outcome::Invalid => collected.report.invalid += 1,
                 Outcome::Refused => {
@@ -350,8 +350,8 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn cut_ends(&self, arena: &Arena<'m>, part: Extent) {
         arena.map_cut(part.base());
         // Only if the last frame's block goes on after it: what begins there is somebody else's.
-        let (head, order) = arena.block_of(Pfn::new(part.end().number() - 1));
-        if (part.end().number() - head.number()) >> order == 0 {
+        let (head, order) = arena.block_of(Pfn::new(part.end().get() - 1));
+        if (part.end().get() - head.get()) >> order == 0 {
             arena.map_cut(part.end());
         }
     }

@@ -260,7 +260,7 @@ impl BlockRefs {
     /// The state word of frame `index` of the block, and its lane.
     #[inline]
     pub(crate) fn word(&self, index: Position<Pages>) -> (&AtomicU64, u32) {
-        let index = index.number() & 511;
+        let index = index.get() & 511;
         (&self.state[index / LANES], (index % LANES) as u32)
     }
 
@@ -278,7 +278,7 @@ impl BlockRefs {
         index: Position<Pages>,
         wide: &'a AtomicPtr<WideCounts>,
     ) -> PackedSide<'a, AtomicU64, impl Fn() -> Option<&'a AtomicU64>> {
-        let index = index.number() & 511;
+        let index = index.get() & 511;
         let wide = move || {
             // Acquire pairs with the Release in `install_wide`: the counters are zero before the pointer is seen.
             let wide = wide.load(Ordering::Acquire);

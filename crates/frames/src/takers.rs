@@ -43,12 +43,12 @@ impl Chunks {
 
 /// The number of the chunk that a frame is in.
 pub(crate) const fn chunk_of(pfn: Pfn) -> u64 {
-    pfn.number() >> CHUNK_SHIFT
+    pfn.get() >> CHUNK_SHIFT
 }
 
 /// Which of a 2 MiB block's chunks a frame is in.
 pub(crate) const fn half_of(pfn: Pfn) -> usize {
-    Position::<Pages>::of(pfn).number() >> CHUNK_SHIFT
+    Position::<Pages>::of(pfn).get() >> CHUNK_SHIFT
 }
 
 #[cfg(all(test, not(loom)))]

@@ -33,7 +33,7 @@ impl Shadow {
     }
 
     fn flip(&self, range: Extent, owned: bool) {
-        let (mut at, end) = (range.base().number() - self.base, range.end().number() - self.base);
+        let (mut at, end) = (range.base().get() - self.base, range.end().get() - self.base);
         while at < end {
             let count = (64 - at % 64).min(end - at);
             let bits = (u64::MAX >> (64 - count)) << (at % 64);
@@ -182,7 +182,7 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
                         barrier.wait();
                         let mut extra = Vec::new();
                         for _ in 0..8 {
-                            let pfn = Pfn::new(whole.base().number() + rng.below(512));
+                            let pfn = Pfn::new(whole.base().get() + rng.below(512));
                             // SAFETY: no LRU lists these frames.
                             extra.extend(unsafe { frames.try_get(pfn) }.ok().flatten());
                         }

@@ -61,7 +61,7 @@ impl Broken {
     /// The entry.
     pub(crate) fn word(self) -> u64 {
         let flag = |set: bool, bit: u64| if set { bit } else { 0 };
-        self.frame.number() << FRAME | MARK | flag(self.writable, WRITABLE) | flag(self.table, TABLE)
+        self.frame.get() << FRAME | MARK | flag(self.writable, WRITABLE) | flag(self.table, TABLE)
     }
 
     /// `None`: the word is empty or valid.
@@ -160,8 +160,8 @@ mod tests {
                 flushed.set(flushed.get() + 1);
                 assert_eq!(Broken::of(entry.load(Ordering::Relaxed)), Some(broken), "still invalid");
             };
-            assert!(help(&entry, flush, |found| found.frame.number() << 12 | 1));
-            assert_eq!((entry.load(Ordering::Relaxed), flushed.get()), (broken.frame.number() << 12 | 1, 1));
+            assert!(help(&entry, flush, |found| found.frame.get() << 12 | 1));
+            assert_eq!((entry.load(Ordering::Relaxed), flushed.get()), (broken.frame.get() << 12 | 1, 1));
             // It is there now: nothing to do, and worth another try.
             assert!(help(&entry, || unreachable!(), |_| unreachable!()));
             mend(&entry, |_| unreachable!());
@@ -174,7 +174,7 @@ mod tests {
     fn a_help_is_not_undone_by_others_that_begin_during_its_flush() {
         let broken = Broken { frame: Pfn::new(7), writable: true, table: false };
         let entry = AtomicU64::new(broken.word());
-        let made = |found: Broken| found.frame.number() << 12 | 1;
+        let made = |found: Broken| found.frame.get() << 12 | 1;
         let nested = || assert!(help(&entry, || assert!(help(&entry, || {}, made)), made));
         assert!(help(&entry, nested, |_| 0xbad_0001));
         assert_eq!(entry.load(Ordering::Relaxed), 0x7001);
@@ -212,7 +212,7 @@ mod loom_tests {
     }
 
     fn valid(broken: Broken) -> u64 {
-        broken.frame.number() << 12 | 1
+        broken.frame.get() << 12 | 1
     }
 
     impl World {

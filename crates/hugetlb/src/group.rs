@@ -112,7 +112,7 @@ impl PoolArena {
     /// the optimizer that a pool over this area is resized with.
     pub const unsafe fn with_descriptors(self, first: VirtAddr) -> Self {
         // Wraps for arrays that lie below their frames' place in the address space; only sums are used.
-        let origin = first.get().wrapping_sub(self.extent.base().number() * DESCRIPTOR_BYTES);
+        let origin = first.get().wrapping_sub(self.extent.base().get() * DESCRIPTOR_BYTES);
         PoolArena { origin: Some(origin), ..self }
     }
 
@@ -141,8 +141,8 @@ impl PoolArena {
             return 0;
         }
         let shift = size.order().get() + GROUP.trailing_zeros();
-        let last = (self.extent.end().number() - 1) >> shift;
-        (last - (self.extent.base().number() >> shift) + 1) as usize
+        let last = (self.extent.end().get() - 1) >> shift;
+        (last - (self.extent.base().get() >> shift) + 1) as usize
     }
 
     /// Its groups' indices.
@@ -157,15 +157,15 @@ impl PoolArena {
         if page.is_empty() || !self.extent.covers(page) {
             return None;
         }
-        let number = pfn.number() >> size.order().get();
-        let first = self.extent.base().number() >> (size.order().get() + GROUP.trailing_zeros());
+        let number = pfn.get() >> size.order().get();
+        let first = self.extent.base().get() >> (size.order().get() + GROUP.trailing_zeros());
         Some((self.first + (number / GROUP - first) as usize, number % GROUP))
     }
 
     /// First frame of page `bit` of group `index`, which may lie outside the area.
     pub(crate) fn page(&self, size: PageSize, index: usize, bit: u64) -> Pfn {
         let shift = size.order().get();
-        let group = (self.extent.base().number() >> (shift + GROUP.trailing_zeros())) + (index - self.first) as u64;
+        let group = (self.extent.base().get() >> (shift + GROUP.trailing_zeros())) + (index - self.first) as u64;
         Pfn::new((group * GROUP + bit) << shift)
     }
 
@@ -173,7 +173,7 @@ impl PoolArena {
     /// descriptors do not describe naturally aligned 128 MiB.
     pub(crate) fn descriptor(&self, pfn: Pfn) -> Option<VirtAddr> {
         let origin = self.origin.filter(|origin| origin.is_multiple_of(PageSize::Size2M.bytes()))?;
-        Some(VirtAddr::new(origin.wrapping_add(pfn.number() * DESCRIPTOR_BYTES)))
+        Some(VirtAddr::new(origin.wrapping_add(pfn.get() * DESCRIPTOR_BYTES)))
     }
 }
 

@@ -193,7 +193,7 @@ fn works<L: RawLock>(
     let large = if size == PageSize::Size1G { mask } else { 0 };
     let large = each(large).flat_map(move |bit| {
         (0..size.pages() / SPAN).filter_map(move |block| {
-            let pfn = Pfn::new(first.number() + bit * size.pages() + block * SPAN);
+            let pfn = Pfn::new(first.get() + bit * size.pages() + block * SPAN);
             work(pfn, u64::MAX, u64::from(block == 0), u64::MAX)
         })
     });

@@ -67,7 +67,7 @@ impl FlatMemory {
 
     /// Where a frame is.
     pub fn frame(&self, pfn: Pfn) -> Option<NonNull<u8>> {
-        let index = pfn.number().checked_sub(self.frames.base().number()).filter(|_| self.frames.contains(pfn))?;
+        let index = pfn.get().checked_sub(self.frames.base().get()).filter(|_| self.frames.contains(pfn))?;
         // SAFETY: the frame is one of those that lie contiguously from `base` on.
         Some(unsafe { self.base.add((index * PAGE_BYTES) as usize) })
     }
@@ -124,9 +124,7 @@ impl<'m, H: WalkCache, Q: Quarantine<ExtentChain>> SoftMap<'m, H, Q> {
         let page = (at.get() >> PAGE_SHIFT) as usize % ENTRIES;
         match unpack(entry) {
             Mapped::Absent => None,
-            Mapped::Whole(first) => {
-                Some(DescriptorLeaf { frame: Pfn::new(first.number() + page as u64), writable: true })
-            }
+            Mapped::Whole(first) => Some(DescriptorLeaf { frame: Pfn::new(first.get() + page as u64), writable: true }),
             Mapped::Table(table) => self.decode(Table::at(self, table)?.get(page)),
         }
     }
@@ -147,7 +145,7 @@ fn pack(to: Mapped) -> u64 {
         Mapped::Whole(pfn) => (pfn, PRESENT | WRITABLE | LARGE),
         Mapped::Table(pfn) => (pfn, PRESENT | WRITABLE),
     };
-    pfn.number() << PAGE_SHIFT | flags
+    pfn.get() << PAGE_SHIFT | flags
 }
 
 fn unpack(entry: u64) -> Mapped {
@@ -188,7 +186,7 @@ unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<
 
     #[inline]
     fn encode(&self, leaf: DescriptorLeaf) -> u64 {
-        leaf.frame.number() << PAGE_SHIFT | PRESENT | if leaf.writable { WRITABLE } else { 0 }
+        leaf.frame.get() << PAGE_SHIFT | PRESENT | if leaf.writable { WRITABLE } else { 0 }
     }
 
     #[inline]

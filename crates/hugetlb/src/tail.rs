@@ -28,12 +28,8 @@ pub(crate) fn published(word: &impl AtomicWord) -> Option<Pfn> {
 /// Publishes a filled frame; an error is the frame that somebody else has published, and `frame` is the caller's again.
 pub(crate) fn publish(word: &impl AtomicWord, frame: Pfn) -> Result<(), Pfn> {
     // Release pairs with the Acquire in `published` and in a failed attempt here.
-    let won =
-        word.transition(
-            Ordering::AcqRel,
-            Ordering::Acquire,
-            |seen| if seen == 0 { Some(frame.number() + 1) } else { None },
-        );
+    let won = word
+        .transition(Ordering::AcqRel, Ordering::Acquire, |seen| if seen == 0 { Some(frame.get() + 1) } else { None });
     won.map(drop).map_err(|theirs| Pfn::new(theirs - 1))
 }
 
@@ -74,7 +70,7 @@ mod tests {
     #[test]
     fn tails_and_tables_of_them_are_filled_to_the_end() {
         map(|map| {
-            let (page, table) = (Table::at(map, BASE).expect("memory"), Table::at(map, Pfn::new(BASE.number() + 1)));
+            let (page, table) = (Table::at(map, BASE).expect("memory"), Table::at(map, Pfn::new(BASE.get() + 1)));
             let table = table.expect("memory");
             fill_page(page);
             fill_table(map, table, BASE);
@@ -119,7 +115,7 @@ mod loom_tests {
                         }
                     };
                     // SAFETY: published pages are only read; loom checks that the writing happened before.
-                    assert_eq!(pages[page.number() as usize].with(|page| unsafe { *page }), PATTERN);
+                    assert_eq!(pages[page.get() as usize].with(|page| unsafe { *page }), PATTERN);
                     (page, given_back)
                 }
             };

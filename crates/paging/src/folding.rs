@@ -58,7 +58,7 @@ pub(crate) fn fold<F: PageFormat>(table: Table, level: u32, from: usize, to: usi
         let shown = if kind::<F>(first, level) == Kind::Reserved { first ^ F::RESERVED } else { first };
         let follows = |place: usize| table.get(group + place) == first.wrapping_add(step * place as u64);
         if kind::<F>(shown, level) == Kind::Leaf
-            && F::frame(shown).number().is_multiple_of(GROUP as u64 * level::pages(level))
+            && F::frame(shown).get().is_multiple_of(GROUP as u64 * level::pages(level))
             && F::is_settled(shown | F::ACCESSED)
             && (1..GROUP).all(follows)
         {

@@ -225,7 +225,7 @@ impl<I: Iterator<Item = Extent>> Job<I> {
 /// Whether entries can hold these frames.
 #[inline]
 fn check_frames<F: PageFormat>(frames: Extent) -> Result<(), PagingError> {
-    let fit = frames.end().number() <= 1 << (F::PHYS_BITS - PAGE_SHIFT);
+    let fit = frames.end().get() <= 1 << (F::PHYS_BITS - PAGE_SHIFT);
     if fit { Ok(()) } else { Err(PagingError::BadFrame { frame: frames.base() }) }
 }
 

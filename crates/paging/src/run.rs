@@ -23,7 +23,7 @@ pub struct Leaf {
 impl Leaf {
     /// Whether an entry of `level` can hold it.
     pub(crate) fn fits<F: PageFormat>(self, level: u32) -> bool {
-        let (frame, pages) = (self.frame.number(), level::pages(level));
+        let (frame, pages) = (self.frame.get(), level::pages(level));
         let last = (1 << (F::PHYS_BITS - PAGE_SHIFT)) - pages;
         self.size == level::size(level) && frame & (pages - 1) == 0 && frame <= last
     }

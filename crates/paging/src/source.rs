@@ -57,7 +57,7 @@ impl<I: Iterator<Item = Extent>> Source<I> {
     #[inline]
     pub(crate) fn leaves(&mut self, pages: u64) -> u64 {
         match self.peek() {
-            Some(run) if run.base().number() & (pages - 1) == 0 => run.pages() / pages,
+            Some(run) if run.base().get() & (pages - 1) == 0 => run.pages() / pages,
             _ => 0,
         }
     }

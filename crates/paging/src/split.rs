@@ -173,7 +173,7 @@ impl Stock {
         for _ in 0..tables {
             match tree.memory.alloc(TableContent::Any) {
                 Ok(frame) => {
-                    tree.table(frame).set(0, stock.0.map_or(0, |next| next.number() + 1));
+                    tree.table(frame).set(0, stock.0.map_or(0, |next| next.get() + 1));
                     stock.0 = Some(frame);
                 }
                 Err(error) => {

@@ -271,7 +271,7 @@ fn obeys<F: PageFormat>(frame: u64, level: u32, bits: u16, set: u16, clear: u16)
     let written = !given.contains(Flags::WRITE) || given.contains(Flags::DIRTY);
     assert_eq!(F::is_settled(entry), given.contains(Flags::ACCESSED) && written);
     assert_eq!(entry & F::ACCESSED != 0, given.contains(Flags::ACCESSED));
-    let next = F::leaf(Pfn::new(frame.number() + (1 << (9 * level))), level, given);
+    let next = F::leaf(Pfn::new(frame.get() + (1 << (9 * level))), level, given);
     assert_eq!(entry + (4096 << (9 * level)), next);
 }
 

@@ -38,7 +38,7 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
                 self.lru.put_back(cx, &mut batch);
                 self.release(cx, batch.folios().iter().map(|folio| folio.pfn));
                 for folio in batch.folios().iter().filter(|folio| folio.order == Order::ZERO) {
-                    let block = Extent::block(Pfn::new(folio.pfn.number() & !(order.pages() - 1)), order);
+                    let block = Extent::block(Pfn::new(folio.pfn.get() & !(order.pages() - 1)), order);
                     if tried.contains(&Some(block)) {
                         continue;
                     }
@@ -69,7 +69,7 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
         let mut unhooked: [Option<Unhooked<'s, 'v, S>>; BATCH] = [const { None }; BATCH];
         let mut count = 0;
         self.pager.steps().enter(Step::Unmap);
-        for page in (first.number()..block.end().number()).map(Pfn::new) {
+        for page in (first.get()..block.end().get()).map(Pfn::new) {
             let Some(next) = unhooked.get_mut(count) else { break };
             // SAFETY: given to `unhook`; what comes back is released to the pager.
             if let Some(held) = unsafe { self.vm.hold_mapped(cx, page) } {

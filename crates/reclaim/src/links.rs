@@ -33,7 +33,7 @@ impl<E: Env> Words for Frames<'_, E> {
 
 #[inline]
 fn link(pfn: Option<Pfn>) -> u64 {
-    pfn.map_or(0, |pfn| pfn.number() + 1)
+    pfn.map_or(0, |pfn| pfn.get() + 1)
 }
 
 #[inline]
@@ -113,10 +113,10 @@ pub(crate) struct Map<const FRESH: u64 = 0>(std::cell::RefCell<std::collections:
 #[cfg(test)]
 impl<const FRESH: u64> Words for Map<FRESH> {
     fn word(&self, pfn: Pfn, word: usize) -> u64 {
-        self.0.borrow().get(&(pfn.number(), word)).copied().unwrap_or(FRESH)
+        self.0.borrow().get(&(pfn.get(), word)).copied().unwrap_or(FRESH)
     }
 
     fn set_word(&self, pfn: Pfn, word: usize, value: u64) {
-        self.0.borrow_mut().insert((pfn.number(), word), value);
+        self.0.borrow_mut().insert((pfn.get(), word), value);
     }
 }

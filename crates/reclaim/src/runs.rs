@@ -6,7 +6,7 @@ use hugemm_vm::{Cx, Setup};
 
 /// The heads of an extent's blocks.
 pub(crate) fn heads(extent: Extent, order: Order) -> impl Iterator<Item = Pfn> {
-    let base = extent.base().number();
+    let base = extent.base().get();
     (0..extent.pages() / order.pages()).map(move |n| Pfn::new(base + n * order.pages()))
 }
 

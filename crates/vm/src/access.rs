@@ -205,7 +205,7 @@ impl<S: Setup> Vm<'_, S> {
                 Some(_) if zeroes => return,
                 Some(frame) => {
                     bad = Some(frame);
-                    frame.number() - run.extent.base().number()
+                    frame.get() - run.extent.base().get()
                 }
                 None => run.extent.pages(),
             };

@@ -98,7 +98,7 @@ impl<'a, 'p, S: Setup> Around<'a, 'p, S> {
         let mut slots = [Slot { page: 0, users: 0 }; AROUND as usize];
         for (offset, head) in pages {
             let slot = &mut slots[place(offset, order.get())];
-            slot.page = if slot.page == 0 { head.number() + 1 } else { slot.page };
+            slot.page = if slot.page == 0 { head.get() + 1 } else { slot.page };
         }
         Around { order: order.get(), slots, neighbours, heads: [Pfn::new(0); AROUND as usize] }
     }
@@ -125,12 +125,12 @@ impl<'a, 'p, S: Setup> Around<'a, 'p, S> {
         let choose = move |page: u64, frame: Pfn| {
             let slot = &mut slots[place(page.wrapping_add(shift), order)];
             if slot.page == 0 && wants.is_some_and(|wants| wants(frame)) {
-                slot.page = frame.number() + 1;
+                slot.page = frame.get() + 1;
                 wanted[*number] = frame;
                 *number += 1;
             }
             // If not, it is another page of the object at the same offset: a process's own copy.
-            if slot.page != frame.number() + 1 {
+            if slot.page != frame.get() + 1 {
                 return false;
             }
             slot.users += 1;
@@ -146,7 +146,7 @@ impl<'a, 'p, S: Setup> Around<'a, 'p, S> {
     /// How many mappings have used the page at an offset.
     fn users(&self, offset: u64, head: Pfn) -> u32 {
         let slot = self.slots[place(offset, self.order)];
-        if slot.page == head.number() + 1 { slot.users } else { 0 }
+        if slot.page == head.get() + 1 { slot.users } else { 0 }
     }
 }
 

@@ -23,7 +23,7 @@ impl<S: Setup> Vm<'_, S> {
         let mut copied = Ok(());
         while let Some((part, _)) = order.next_part() {
             let (unit, _) = part.split_at(UNIT);
-            let into = unit.base().number() - whole.base().number();
+            let into = unit.base().get() - whole.base().get();
             copied = self.copy_unit(cx, from.slice(into, into + unit.pages()), unit);
             if copied.is_err() {
                 break;

@@ -39,7 +39,7 @@ impl<S: Setup> Vm<'_, S> {
         page: PageSize,
     ) -> Result<SharedRef<'v, S>, VmError> {
         let at = VirtAddr::new(frames.base().start().get());
-        if !frames.base().number().is_multiple_of(page.pages()) || !frames.pages().is_multiple_of(page.pages()) {
+        if !frames.base().get().is_multiple_of(page.pages()) || !frames.pages().is_multiple_of(page.pages()) {
             return Err(VmError::Misaligned { at });
         }
         let span = VirtRange::from_pages(0, frames.pages()).map_err(|_| VmError::OutOfBounds { at })?;

@@ -48,10 +48,10 @@ impl SwapEntry {
         match self {
             SwapEntry::Moving { head, was } => {
                 let kept = (FRAME_BITS..).zip(KEPT).filter(|(_, flag)| was.contains(*flag));
-                kept.fold(head.number(), |number, (bit, _)| number | 1 << bit) << 2
+                kept.fold(head.get(), |number, (bit, _)| number | 1 << bit) << 2
             }
             SwapEntry::Slot(slot) => slot << 2 | 1,
-            SwapEntry::Slots(frame) => frame.number() << 2 | 2,
+            SwapEntry::Slots(frame) => frame.get() << 2 | 2,
             SwapEntry::Dropped(when) => when << 2 | 3,
         }
     }

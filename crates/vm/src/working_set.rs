@@ -120,7 +120,7 @@ impl<S: Setup> Vm<'_, S> {
         if held > 0 {
             // SAFETY: a reference to each, taken above and dropped below; pages of no pool, so the pager knows them.
             unsafe { self.pager().used(self.frames(), cx, &heads[..held]) };
-            for run in heads[..held].chunk_by(|head, next| next.number() == head.number() + page) {
+            for run in heads[..held].chunk_by(|head, next| next.get() == head.get() + page) {
                 let run = Extent::new(run[0], run.len() as u64 * page).unwrap_or_default();
                 self.drop_pages(cx, run, size, false);
             }

@@ -185,7 +185,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
                 kept.blocks[at] = Some(block);
                 // Release: pairs with the Acquire in `of`.
-                self.zeroes().heads[at].store(extent.base().number() + 1, Ordering::Release);
+                self.zeroes().heads[at].store(extent.base().get() + 1, Ordering::Release);
                 None
             })
         });

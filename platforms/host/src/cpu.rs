@@ -216,7 +216,7 @@ impl<'m> Host<'m> {
 
     /// Address of a frame's first byte, for looking at its content.
     pub fn address(&self, frame: Pfn) -> Option<NonNull<u8>> {
-        let offset = frame.number().checked_sub(BASE_FRAME.number())?;
+        let offset = frame.get().checked_sub(BASE_FRAME.get())?;
         // SAFETY: the frame is in the mapping, so the offset is within it.
         self.frames.contains(frame).then(|| unsafe { self.base.add((offset * PAGE_BYTES) as usize) })
     }
@@ -442,7 +442,7 @@ unsafe impl PhysMap for Host<'_> {
     #[inline]
     fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
         // A frame before the first is as far away as any behind the last.
-        let offset = extent.base().number().wrapping_sub(self.frames.base().number());
+        let offset = extent.base().get().wrapping_sub(self.frames.base().get());
         let pages = self.frames.pages().saturating_sub(offset).min(extent.pages());
         // SAFETY: the extent's first frame is in the mapping, so the offset is within it.
         (pages > 0).then(|| Window { ptr: unsafe { self.base.add((offset * PAGE_BYTES) as usize) }.as_ptr(), pages })

@@ -49,7 +49,7 @@ fn only_the_machines_memory_is_opened() {
     let bytes = &mut memory.0[..];
     let start = bytes.as_mut_ptr();
     let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a machine");
-    let first = host.frames().base().number();
+    let first = host.frames().base().get();
     let open = |frame: u64, pages: u64| {
         let window = host.open(Extent::new(Pfn::new(frame), pages).expect("an extent"), None)?;
         Some((window.ptr.addr() - start.addr(), window.pages))

@@ -353,5 +353,5 @@ impl Drop for Played<'_> {
 
 /// Index of a frame in the host's memory.
 fn index(frame: hugemm_base::Pfn) -> usize {
-    frame.number().wrapping_sub(BASE_FRAME.number()) as usize
+    frame.get().wrapping_sub(BASE_FRAME.get()) as usize
 }

@@ -56,7 +56,7 @@ impl MemoryMap {
         }
         for entry in entries.filter(|entry| !entry.ram && entry.bytes > 0) {
             let start = entry.start / PAGE_BYTES;
-            let end = entry.start.saturating_add(entry.bytes).div_ceil(PAGE_BYTES).min(Pfn::LIMIT.number());
+            let end = entry.start.saturating_add(entry.bytes).div_ceil(PAGE_BYTES).min(Pfn::LIMIT.get());
             if let Ok(extent) = Extent::new(Pfn::new(start), end.saturating_sub(start)) {
                 map.remove(extent)?;
             }
@@ -101,8 +101,7 @@ impl MemoryMap {
                 index += 1;
                 continue;
             }
-            let (before, _) = piece.split_at(hit.base().number() - piece.base().number());
-            let (_, after) = piece.split_at(hit.end().number() - piece.base().number());
+            let (before, after) = piece.without(hit);
             let both = [before, after];
             let rest = match (before.is_empty(), after.is_empty()) {
                 (true, true) => &both[..0],
@@ -119,7 +118,7 @@ impl MemoryMap {
     /// Takes `pages` frames in a row, aligned to `align`, from the lowest place that has them.
     pub fn take(&mut self, pages: u64, align: Order) -> Result<Extent, MapError> {
         for piece in self.pieces() {
-            let base = piece.base().number().next_multiple_of(align.pages());
+            let base = piece.base().get().next_multiple_of(align.pages());
             if let Ok(extent) = Extent::new(Pfn::new(base), pages)
                 && piece.covers(extent)
             {

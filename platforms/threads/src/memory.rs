@@ -82,7 +82,7 @@ unsafe impl PhysMap for Memory {
         if seen.is_empty() || seen.base() != extent.base() {
             return None;
         }
-        let offset = (seen.base().number() - self.frames.base().number()) << PAGE_SHIFT;
+        let offset = (seen.base().get() - self.frames.base().get()) << PAGE_SHIFT;
         Some(Window { ptr: self.ptr.wrapping_add(offset as usize), pages: seen.pages() })
     }
 }

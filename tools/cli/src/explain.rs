@@ -58,7 +58,7 @@ pub fn run(args: &Explain) -> Result<()> {
     let mut lines = table::new(["unit", "first page", "last page", "size", "primitive", "part"]);
     let mut rows = Vec::new();
     for (index, unit) in units.iter().enumerate() {
-        let first = unit.extent.base().number() - BASE_FRAME.number();
+        let first = unit.extent.base().get() - BASE_FRAME.get();
         let part = if unit.sweep == Sweep::Near { "around the touch" } else { "rest" };
         lines.add_row([
             (index + 1).to_string(),

@@ -92,7 +92,7 @@ impl GroundPlan {
     }
 
     fn first(&self) -> VirtAddr {
-        VirtAddr::new(ORIGIN + self.all.base().number() * 64)
+        VirtAddr::new(ORIGIN + self.all.base().get() * 64)
     }
 
     fn arena(&self) -> ArenaSpec {
@@ -136,7 +136,7 @@ impl GroundPlan {
         let mut entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
         let map = SoftMap::new(self.first(), &mut entries, flat, CountedFlushes::default(), Keep);
         let descriptors = self.all.slice(0, spans * (PageSize::Size2M.bytes() / PAGE_BYTES));
-        for (block, first) in (0..spans).zip((descriptors.base().number()..).step_by(512)) {
+        for (block, first) in (0..spans).zip((descriptors.base().get()..).step_by(512)) {
             let at = VirtAddr::new(self.first().get() + block * PageSize::Size2M.bytes());
             // SAFETY: nothing runs on these tables yet.
             unsafe { map.set(at, Mapped::Whole(hugemm_base::Pfn::new(first))) };

@@ -46,7 +46,7 @@ unsafe impl PhysMap for Map {
     fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
         let seen = memory().intersection(extent);
         (!seen.is_empty() && seen.base() == extent.base()).then(|| {
-            let offset = (seen.base().number() - FIRST) << PAGE_SHIFT;
+            let offset = (seen.base().get() - FIRST) << PAGE_SHIFT;
             Window { ptr: self.0.wrapping_add(offset as usize), pages: seen.pages() }
         })
     }

@@ -460,7 +460,7 @@ impl Process<'_> {
         let (extent, first) = (pinned.extent(), (pinned.at().get() - self.at.get()) / PAGE_BYTES);
         let mut shared = false;
         for index in 0..extent.pages() {
-            let (page, frame) = (first + index, Pfn::new(extent.base().number() + index));
+            let (page, frame) = (first + index, Pfn::new(extent.base().get() + index));
             let wrote = self.wrote[page as usize];
             if wrote == 0 {
                 continue;

@@ -25,7 +25,7 @@ pub struct Field {
 impl Field {
     /// The runs in the order in which they are mapped.
     pub fn runs(self) -> impl Iterator<Item = Extent> {
-        let first = self.frames.number();
+        let first = self.frames.get();
         let run = self.run;
         (0..self.pages / run).rev().filter_map(move |i| Extent::new(Pfn::new(first + i * run), run).ok())
     }

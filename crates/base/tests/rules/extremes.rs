@@ -25,10 +25,9 @@ const NUMBERS: [u64; 14] = [
 fn frames_and_extents() {
     for a in NUMBERS {
         let base = Pfn::new(a);
-        assert!(base <= Pfn::LIMIT && base.start().get() >> 12 == base.number());
+        assert!(base <= Pfn::LIMIT && base.start().get() >> 12 == base.get());
         assert!(
-            base.alignment() >= base.number().trailing_zeros().min(64)
-                && Pfn::containing(PhysAddr::new(a)) <= Pfn::LIMIT
+            base.alignment() >= base.get().trailing_zeros().min(64) && Pfn::containing(PhysAddr::new(a)) <= Pfn::LIMIT
         );
         for order in (0..=u32::MAX).step_by(1 << 30).chain(0..20).filter_map(|order| Order::new(order).ok()) {
             let block = Extent::block(base, order);

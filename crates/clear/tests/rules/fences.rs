@@ -130,7 +130,7 @@ mod host {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
     fn pages(from: u64, pages: u64) -> Extent {
-        Extent::new(Pfn::new(BASE_FRAME.number() + from), pages).expect("in range")
+        Extent::new(Pfn::new(BASE_FRAME.get() + from), pages).expect("in range")
     }
 
     /// The frames' words, as any CPU may read them at any time.

@@ -54,7 +54,7 @@ impl Topology for Borders<'_> {
     }
 
     fn node_run(&self, run: Extent) -> (NodeId, u64) {
-        let from = run.base().number() - BASE.number();
+        let from = run.base().get() - BASE.get();
         let passed = self.0.iter().filter(|border| **border <= from).count();
         (NodeId(passed as u32 % 2), self.0.get(passed).map_or(u64::MAX, |border| border - from))
     }
@@ -204,7 +204,7 @@ fn a_cancelled_clear_leaves_exact_prefixes() {
     let progress: Vec<_> = parts
         .iter()
         .map(|part| {
-            let from = part.extent().base().number() - BASE.number();
+            let from = part.extent().base().get() - BASE.get();
             let to = from + part.extent().pages();
             (from..to - part.remaining(), to - part.remaining()..to)
         })

@@ -51,7 +51,7 @@ impl<L> Position<L> {
 
     /// Its number: below 512.
     #[inline]
-    pub(crate) const fn number(self) -> usize {
+    pub(crate) const fn get(self) -> usize {
         self.0
     }
 
@@ -78,13 +78,13 @@ impl<L: Level> Position<L> {
     /// The position of a frame in its map.
     #[inline]
     pub(crate) const fn of(pfn: Pfn) -> Self {
-        Self::new((pfn.number() >> L::ORDER) as usize)
+        Self::new((pfn.get() >> L::ORDER) as usize)
     }
 
     /// The first frame of this position, in the map of a frame.
     #[inline]
     pub(crate) const fn pfn(self, near: Pfn) -> Pfn {
         let shift = L::ORDER + SPAN_SHIFT;
-        Pfn::new(near.number() >> shift << shift | (self.0 as u64) << L::ORDER)
+        Pfn::new(near.get() >> shift << shift | (self.0 as u64) << L::ORDER)
     }
 }

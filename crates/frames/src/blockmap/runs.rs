@@ -10,7 +10,7 @@ pub(super) const fn mask(from: usize, count: usize) -> u64 {
 /// The words that `[first, first + count)` touches, by number, and its bits in each.
 #[inline]
 pub(crate) fn spans<L: Copy>(first: Position<L>, count: usize) -> impl Iterator<Item = (usize, u64)> {
-    let (mut next, end) = (first.number(), (first.number() + count).min(SPAN));
+    let (mut next, end) = (first.get(), (first.get() + count).min(SPAN));
     core::iter::from_fn(move || {
         let (at, bit) = (next / WORD_BITS, next % WORD_BITS);
         let count = (WORD_BITS - bit).min(end.checked_sub(next).filter(|left| *left != 0)?);

@@ -39,7 +39,7 @@ fn on(frames: &Frames<'_>, threads: &Threads, case: &Case, by_range: bool) -> (A
     let ten = Order::new(10).expect("valid");
     let block = frames.alloc(&cx, AllocRequest::order(ten)).expect("memory");
     let all = counted_pages(frames, block);
-    let page = |index: u64| Pfn::new(all.base().number() + index);
+    let page = |index: u64| Pfn::new(all.base().get() + index);
     for index in &case.shared {
         // SAFETY: the pages' references are numbers, and none is dropped yet.
         let _ = unsafe { frames.get_at(page(*index)) }.expect("counted").into_pfn();
@@ -54,7 +54,7 @@ fn on(frames: &Frames<'_>, threads: &Threads, case: &Case, by_range: bool) -> (A
         assert_eq!(report.invalid, 0);
         (freed, kept) = (report.freed + report.refused, report.kept);
     } else {
-        for number in part.base().number()..part.end().number() {
+        for number in part.base().get()..part.end().get() {
             match frames.put(&cx, folio(Pfn::new(number))).expect("counted") {
                 Put::Last => freed += 1,
                 Put::Kept => kept += 1,
@@ -74,7 +74,7 @@ fn on(frames: &Frames<'_>, threads: &Threads, case: &Case, by_range: bool) -> (A
 fn look(frames: &Frames<'_>, threads: &Threads, all: Extent, freed: u64, kept: u64) -> Accounts {
     let cx = threads.cx();
     frames.drain(&cx);
-    let numbers = || (all.base().number()..all.end().number()).map(Pfn::new);
+    let numbers = || (all.base().get()..all.end().get()).map(Pfn::new);
     // How often the lock was taken is the difference that there must be.
     let stats = NodeStats { lock_rounds: 0, ..frames.stats(&cx) };
     Accounts {

@@ -78,7 +78,7 @@ fn what_is_added_is_used_and_comes_back_whole() {
             let pages: HashSet<u64> = held
                 .iter()
                 .flat_map(|block| {
-                    let base = block.pfn().number();
+                    let base = block.pfn().get();
                     base..base + block.order().pages()
                 })
                 .collect();
@@ -202,7 +202,7 @@ fn what_was_there_first_is_used_first() {
         assert_eq!(held.len(), 32);
         // More than is asked for, because an exact fit comes first wherever it is.
         let first = Pfn::new(4096 + 320);
-        for block in held.extract_if(.., |block| extent(first.number(), 32).contains(block.pfn())) {
+        for block in held.extract_if(.., |block| extent(first.get(), 32).contains(block.pfn())) {
             frames.free(&cx, block);
         }
         frames.drain(&cx);
@@ -232,7 +232,7 @@ fn what_came_later_is_filled_last() {
             held.push(frames.alloc_below(&cx, Pfn::new(16 * GIB), request(log)).expect("memory"));
             // A place in what is broken now, and none in its whole 2 MiB.
             held.extend(frames.alloc(&cx, request(0).prefer_zeroed()));
-            assert!(held.iter().all(|block| block.pfn().number() < base), "order {log}: {held:?}");
+            assert!(held.iter().all(|block| block.pfn().get() < base), "order {log}: {held:?}");
         }
         assert_eq!(frames.stats(&cx).blocks[18], 1, "one is broken");
         held.into_iter().for_each(|block| frames.free(&cx, block));
@@ -367,7 +367,7 @@ fn wide_counters_come_back_with_their_arena() {
         hand_over(frames, threads, 8192, 2048);
         let mut wide = [8192 + 600, 8192 + 1100].map(|pfn| (Pfn::new(pfn), Box::new(WideCounts::new())));
         for (pfn, counts) in &mut wide {
-            let frame = frames.take_range(&cx, extent(pfn.number(), 1)).expect("free").into_extent();
+            let frame = frames.take_range(&cx, extent(pfn.get(), 1)).expect("free").into_extent();
             // SAFETY: just taken.
             let frame = unsafe { Frozen::assume_owned(frame.base(), order(0), Mobility::Movable) };
             let folio = frames.count(frame).expect("managed");
@@ -441,7 +441,7 @@ fn arenas_come_and_go_while_others_allocate() {
                 let spec = [arena(8192, 1024, 0), arena(8704, 512, 1), arena(7168, 1024, 1)][round as usize % 3];
                 // SAFETY: the memory is nobody else's and stays.
                 unsafe { frames.add(&cx, &spec, memory.as_mut_ptr(), memory.len()) }.expect("room");
-                hand_over(frames, threads, spec.extent.base().number(), spec.extent.pages());
+                hand_over(frames, threads, spec.extent.base().get(), spec.extent.pages());
                 std::thread::yield_now();
                 let all = loop {
                     match frames.alloc_contig_range(&mut cx, spec.extent, &mut NoMigration) {
@@ -489,7 +489,7 @@ fn an_arena_in_a_hole_keeps_its_node() {
                 held.push(block);
             }
             assert!(held.iter().all(|block| frames.node_of(block.pfn()) == Some(NodeId(1))));
-            assert!(held.iter().any(|block| block.pfn().number() < 12_288));
+            assert!(held.iter().any(|block| block.pfn().get() < 12_288));
             held.into_iter().for_each(|block| frames.free(&cx, block));
             let got = frames.alloc(&cx, only(0)).expect("memory");
             assert_eq!(frames.node_of(got.pfn()), Some(NodeId(0)), "order {log}");

@@ -10,7 +10,7 @@ use hugemm_frames::{AllocError, AllocRequest, Frames, Frozen, Placement};
 fn all_below(frames: &Frames<'_>, threads: &Threads, limit: u64, kind: AllocRequest) -> Vec<Frozen> {
     let held: Vec<Frozen> =
         std::iter::from_fn(|| frames.alloc_below(&threads.cx(), Pfn::new(limit), kind).ok()).collect();
-    assert!(held.iter().all(|block| block.order() == kind.order && block.extent().end().number() <= limit), "{kind:?}");
+    assert!(held.iter().all(|block| block.order() == kind.order && block.extent().end().get() <= limit), "{kind:?}");
     held
 }
 
@@ -48,7 +48,7 @@ fn what_is_cached_comes_back_for_it() {
         let cache = || {
             let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
             assert_eq!(held.len(), 2048);
-            let (low, high): (Vec<_>, Vec<_>) = held.into_iter().partition(|block| block.pfn().number() < 8);
+            let (low, high): (Vec<_>, Vec<_>) = held.into_iter().partition(|block| block.pfn().get() < 8);
             free_all(frames, threads, low);
             high
         };
@@ -98,15 +98,15 @@ fn zeroes_go_to_those_who_want_them() {
         // SAFETY: just taken; there is no memory behind the numbers.
         frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(range) });
         let page = frames.alloc(&cx, request(0)).expect("memory");
-        assert_eq!(page.pfn().number(), 512, "fresh 2 MiB that are dirty");
+        assert_eq!(page.pfn().get(), 512, "fresh 2 MiB that are dirty");
         frames.drain(&cx);
         for (log, dirty) in [(0, 513), (3, 520), (9, 1024)] {
             let (limit, zeroed) = (Pfn::new(1536), 0);
             let kind = request(log);
             let wanted = frames.alloc_below(&cx, limit, kind.prefer_zeroed()).expect("free");
-            assert!(wanted.is_zero() && wanted.pfn().number() == zeroed, "{wanted:?}");
+            assert!(wanted.is_zero() && wanted.pfn().get() == zeroed, "{wanted:?}");
             let other = frames.alloc_below(&cx, limit, kind).expect("free");
-            assert!(!other.is_zero() && other.pfn().number() == dirty, "{other:?}");
+            assert!(!other.is_zero() && other.pfn().get() == dirty, "{other:?}");
             frames.free(&cx, other);
             let (pfn, pages) = (wanted.extent(), wanted.order().pages());
             drop(wanted.into_content());
@@ -124,7 +124,7 @@ fn low_memory_can_be_kept_for_those_who_need_it() {
     with_arenas(&[arena(0, 1024, 1), arena(4096, 1024, 0)], 1, &[NodeId(0)], |frames, threads| {
         let cx = threads.cx();
         let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(3)).ok()).collect();
-        let at = held.iter().position(|block| block.pfn().number() < 4096).expect("all of it in the end");
+        let at = held.iter().position(|block| block.pfn().get() < 4096).expect("all of it in the end");
         assert_eq!(at, 128, "high memory first");
         assert_eq!(frames.alloc_below(&cx, Pfn::new(4096), request(3)), Err(AllocError::OutOfMemory));
         frames.free(&cx, held.pop().expect("some"));

@@ -60,7 +60,7 @@ fn exhaust(base: u64, pages: u64, orders: &[u32]) {
         // SAFETY: the block is the test's. Whatever of the metadata was in it is overwritten.
         unsafe { window.ptr.write_bytes(0xa5, extent.bytes() as usize) };
     }
-    assert_eq!(next.number() - all.base().number(), managed, "all but the metadata, which is at the end");
+    assert_eq!(next.get() - all.base().get(), managed, "all but the metadata, which is at the end");
     blocks.into_iter().for_each(|block| frames.free(&cx, block));
     frames.drain(&cx);
     assert_eq!(frames.stats(&cx).available(), managed);
@@ -121,7 +121,7 @@ struct Partly(Memory, u64);
 unsafe impl PhysMap for Partly {
     fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
         let window = self.0.open(extent, user)?;
-        let before = extent.base().number() - self.0.frames().base().number();
+        let before = extent.base().get() - self.0.frames().base().get();
         let pages = window.pages.min(self.1.saturating_sub(before));
         (pages > 0).then_some(Window { pages, ..window })
     }
@@ -202,7 +202,7 @@ fn a_memory_map_becomes_one_manager() {
         );
         let mut blocks = Vec::new();
         drain(&frames, &cx, Order::ZERO, &mut blocks);
-        let mut taken: Vec<u64> = blocks.iter().map(|block| block.pfn().number() - all.base().number()).collect();
+        let mut taken: Vec<u64> = blocks.iter().map(|block| block.pfn().get() - all.base().get()).collect();
         taken.sort_unstable();
         let is_ram = |page: u64| map.iter().any(|(from, to)| (*from..*to).contains(&page));
         assert!(taken.iter().all(|page| is_ram(*page)), "{map:?}: a hole was handed out");
@@ -212,6 +212,29 @@ fn a_memory_map_becomes_one_manager() {
         assert_eq!(runs.max(), Some(largest - metadata), "{map:?}");
         blocks.into_iter().for_each(|block| frames.free(&cx, block));
     }
+}
+
+/// The manager itself takes no more than a frame, and nobody is given it.
+#[test]
+fn a_manager_lies_beside_its_metadata() {
+    let memory = memory(1024);
+    let (cx, ram) = start(&memory, 0);
+    let beside = Frames::carve_all(&cx, [ram]).expect("enough").managed();
+    let (cx, ram) = start(&memory, 0);
+    let all = ram.extent();
+    let frames = Frames::carve_in_place(&cx, [ram]).expect("enough");
+    assert!(frames.managed() == beside || frames.managed() + 1 == beside, "{} instead of {beside}", frames.managed());
+    let offset = (&raw const *frames).addr() - cx.platform().open(all, None).expect("mapped").ptr.addr();
+    assert!(offset as u64 >= frames.managed() * 4096 && offset + size_of_val(frames) == all.bytes() as usize);
+    let mut blocks = Vec::new();
+    drain(frames, &cx, Order::ZERO, &mut blocks);
+    assert_eq!(blocks.len() as u64, frames.managed());
+    for block in &blocks {
+        // SAFETY: this test's.
+        unsafe { cx.platform().open(block.extent(), None).expect("mapped").ptr.write_bytes(0xff, 4096) };
+    }
+    blocks.into_iter().for_each(|block| frames.free(&cx, block));
+    assert_eq!(frames.stats(&cx).available(), frames.managed());
 }
 
 #[test]

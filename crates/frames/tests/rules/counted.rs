@@ -76,7 +76,7 @@ fn the_rest_of_a_run_is_counted() {
         let mut cx = threads.cx();
         for taken in [1, 31, 32, 33, 100] {
             let block = frames.alloc(&cx, request(7)).expect("memory");
-            let base = block.pfn().number();
+            let base = block.pfn().get();
             let mut run = frames.split(block, super::order(0)).expect("managed");
             let pages: Vec<_> = (0..taken).map(|_| run.pop().expect("128")).collect();
             let run = frames.count_run(run).expect("managed");

@@ -25,7 +25,7 @@ fn tails_are_dont_care() {
     let garbage = 0xdead_beef_dead_beef;
     let held: Vec<Frozen> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
     for block in &held {
-        for tail in block.extent().base().number() + 1..block.extent().end().number() {
+        for tail in block.extent().base().get() + 1..block.extent().end().get() {
             for word in 0..8 {
                 // SAFETY: of a block in hand; that it is no head is what this is about.
                 unsafe { frames.descriptor_at(Pfn::new(tail)) }.expect("managed").store(word, garbage);
@@ -45,7 +45,7 @@ fn tails_are_dont_care() {
     }
     // Nor does a split write any: what the heads that it makes say is their owner's business, as after an allocation.
     let run = frames.split(frames.alloc(&cx, request(9)).expect("memory"), Order::ZERO).expect("managed");
-    for frame in run.extent().base().number() + 1..run.extent().end().number() {
+    for frame in run.extent().base().get() + 1..run.extent().end().get() {
         assert_eq!(frames.descriptor(Pfn::new(frame)).expect("managed").load(3), garbage, "page {frame} was written");
     }
     frames.free_extent(&cx, run.into_dirty());

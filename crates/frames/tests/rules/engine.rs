@@ -36,7 +36,7 @@ fn zeroed_blocks_are_cleared_in_units_and_once() {
         let counted = host.counters_sum();
         assert_eq!((counted.units, counted.reschedules), (4, 4), "16 MiB by 4 MiB");
         assert_eq!(counted.bytes_bulk + counted.bytes_cached, order.bytes());
-        let offset = (zeroed.extent().base().number() - BASE_FRAME.number()) << 12;
+        let offset = (zeroed.extent().base().get() - BASE_FRAME.get()) << 12;
         // SAFETY: the block's bytes lie in the region and are this test's.
         let bytes = unsafe { std::slice::from_raw_parts(first.as_ptr().add(offset as usize), 16 << 20) };
         assert!(bytes.iter().all(|byte| *byte == 0));

@@ -26,11 +26,11 @@ fn frames_that_do_not_exist() {
                 let Ok(extent) = Extent::new(pfn, pages) else { continue };
                 assert_eq!(frames.first_hwpoisoned(extent), None);
                 if let Ok(taken) = frames.take_range(&cx, extent) {
-                    assert!(managed && extent.end().number() <= 8192);
+                    assert!(managed && extent.end().get() <= 8192);
                     frames.free_extent(&cx, taken);
                 }
                 if let Ok(taken) = frames.alloc_contig_range(&mut cx, extent, &mut NoMigration) {
-                    assert!(managed && extent.end().number() <= 8192);
+                    assert!(managed && extent.end().get() <= 8192);
                     frames.free_extent(&cx, taken);
                 }
             }

@@ -94,7 +94,7 @@ fn an_interrupt_may_want_memory_anywhere() {
                     }
                     // A run with a poisoned page, part of it counted, part frozen.
                     let block = frames.alloc(cx, AllocRequest::order(order(7))).expect("memory");
-                    let bad = Pfn::new(block.pfn().number() + 5 + round);
+                    let bad = Pfn::new(block.pfn().get() + 5 + round);
                     let run = frames.split(block, Order::ZERO).expect("managed");
                     assert_eq!(frames.hwpoison(cx, bad), HwPoisoned::InUse);
                     let (mut first, second) = frames.count_run(run).expect("managed").split_at(100);
@@ -216,7 +216,7 @@ fn poison_strikes_between_the_look_and_the_lock() {
         with_manager::<Struck>(|frames, threads| {
             let cx = threads.cx();
             let block = frames.alloc(&cx, AllocRequest::order(order(log))).expect("memory");
-            let bad = Pfn::new(block.pfn().number() + (1 << log) - 1);
+            let bad = Pfn::new(block.pfn().get() + (1 << log) - 1);
             let strike: Box<dyn FnOnce() + '_> = Box::new(move || {
                 assert_eq!(frames.hwpoison(&threads.cx(), bad), HwPoisoned::InUse, "{name}");
             });

@@ -29,7 +29,7 @@ fn a_block_is_split_by_its_manager_alone() {
         let block = one.alloc(&cx, request(9)).expect("memory");
         let back = other.split(block, Order::ZERO).expect_err("not its own");
         let mut run = one.split(back, Order::ZERO).expect("its own");
-        assert_eq!(one.head_of(Pfn::new(run.extent().base().number() + 1)).map(|(_, order)| order), Some(Order::ZERO));
+        assert_eq!(one.head_of(Pfn::new(run.extent().base().get() + 1)).map(|(_, order)| order), Some(Order::ZERO));
         assert_eq!(other.descriptors_mut(&mut run).count(), 0);
         assert_eq!(one.descriptors_mut(&mut run).count(), 512);
         let run = other.count_run(run).expect_err("not its own");
@@ -76,7 +76,7 @@ fn runs_of_folios_are_freed_one_by_one() {
         let mut cx = threads.cx();
         let block = one.alloc(&cx, request(9)).expect("memory");
         let run = one.count_run(one.split(block, super::order(3)).expect("managed")).expect("managed");
-        let base = run.extent().base().number();
+        let base = run.extent().base().get();
         // SAFETY: the run holds a reference to each.
         let other = unsafe { one.get_at(Pfn::new(base + 8)) }.expect("held");
         let _ = one.hwpoison(&cx, Pfn::new(base + 21));

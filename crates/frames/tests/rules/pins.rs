@@ -97,7 +97,7 @@ fn words_that_displace_each_other_take_no_more_rounds() {
         let cx = threads.cx();
         let mut pages: Vec<Option<Frozen>> = take(frames, &cx, 0, 1 << 18).into_iter().map(Some).collect();
         assert_eq!(pages.len(), 1 << 18);
-        pages.sort_by_key(|page| page.as_ref().map(|page| page.pfn().number()));
+        pages.sort_by_key(|page| page.as_ref().map(|page| page.pfn().get()));
         let mut most = 0;
         // One page of each of 4096 words, of which 8 share a place each; and so on.
         for at in (0..20).flat_map(|page| (0..4096).map(move |word| word * 64 + page)) {
@@ -121,7 +121,7 @@ fn words_that_displace_each_other_take_no_more_rounds() {
         assert_eq!((most, after - before), (1, 8));
         let mut blocks: Vec<Option<Frozen>> = take(frames, &cx, 9, 1 << 13).into_iter().map(Some).collect();
         assert_eq!(blocks.len(), 1 << 13);
-        blocks.sort_by_key(|block| block.as_ref().map(|block| block.pfn().number()));
+        blocks.sort_by_key(|block| block.as_ref().map(|block| block.pfn().get()));
         let mut most = 0;
         for at in (0..64).flat_map(|block| (0..128).map(move |word| word * 64 + block)) {
             let block = blocks[at].take().expect("once");
@@ -167,7 +167,7 @@ fn a_search_passes_by_a_few_in_a_round() {
         let cx = threads.cx();
         let all = frames.take_range(&cx, extent(0, GROUPS << 9)).expect("free").into_extent();
         // Room for 16 pages each, of which 8 are taken again: that says nothing to whoever seeks 16, until he looks.
-        let groups = || all.chunks(Order::new(9).expect("valid")).map(|(base, _)| base.number());
+        let groups = || all.chunks(Order::new(9).expect("valid")).map(|(base, _)| base.get());
         let free_again = |base, count| {
             // SAFETY: the test's own, once.
             frames.free_extent(&cx, unsafe { Dirty::assume_owned(extent(base, count)) })
@@ -193,7 +193,7 @@ fn a_search_passes_by_a_few_in_a_round() {
             again(GROUPS - 1);
             let (rounds, last) = rounds_of(frames, threads, call, request(4));
             assert!(rounds >= GROUPS / LOOKS, "{rounds} lock rounds");
-            assert_eq!(last.map(|block| block.pfn().number()), Some((GROUPS - 1) << 9), "it is found all the same");
+            assert_eq!(last.map(|block| block.pfn().get()), Some((GROUPS - 1) << 9), "it is found all the same");
             take_rest();
             free_again((GROUPS - 1) << 9, 16);
             take_rest();
@@ -222,7 +222,7 @@ fn a_search_passes_by_a_few_regions_in_a_round() {
                 bases.iter().map(|base| frames.take_range(&cx, extent(*base, 512)).expect("free")).collect();
             let (rounds, found) = rounds_of(frames, threads, call, request(10));
             assert!(rounds >= REGIONS / LOOKS, "{rounds} lock rounds");
-            assert_eq!(found.as_ref().map(|block| block.pfn().number() >> 18), (last < REGIONS).then_some(last));
+            assert_eq!(found.as_ref().map(|block| block.pfn().get() >> 18), (last < REGIONS).then_some(last));
             free(frames, &cx, found);
             taken.into_iter().for_each(|range| _ = frames.free_extent(&cx, range));
             frames.drain(&cx);
@@ -288,14 +288,14 @@ fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
             let (low, rest): (Vec<_>, Vec<_>) =
                 take(frames, &cx, 0, 4096).into_iter().partition(|block| wanted.contains(block.pfn()));
             let (high, kept): (Vec<_>, Vec<_>) =
-                rest.into_iter().partition(|block| block.pfn().number() >= 64 && block.pfn().number() % 64 >= 32);
+                rest.into_iter().partition(|block| block.pfn().get() >= 64 && block.pfn().get() % 64 >= 32);
             free(frames, &cx, low);
             // On the stack, where they would count as in use, are these by now.
             free(frames, &cx, high);
             run_as(0);
             // This CPU has a round of its own, and so two pins.
             let (own, rest): (Vec<_>, Vec<_>) =
-                take(frames, &cx, 0, 4096).into_iter().partition(|block| block.pfn().number() % 64 < 32);
+                take(frames, &cx, 0, 4096).into_iter().partition(|block| block.pfn().get() % 64 < 32);
             free(frames, &cx, own);
             let (mut looks, mut taken) = (0, None);
             let move_on = |_: &mut CpuCx<'_, Threads>| {

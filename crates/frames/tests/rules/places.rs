@@ -78,7 +78,7 @@ fn mobility_groups_by_2_mib() {
         }
         for a in &held {
             for b in held.iter().take(50) {
-                let same_block = a.pfn().number() / 512 == b.pfn().number() / 512;
+                let same_block = a.pfn().get() / 512 == b.pfn().get() / 512;
                 assert!(!same_block || a.mobility() == b.mobility(), "{a:?} and {b:?} share a block");
             }
         }
@@ -154,7 +154,7 @@ fn cached_2_mib_blocks_come_back_whole() {
         assert!(fetched < 50, "{fetched} lock rounds");
         // Every second one, from all over the place: no two of them adjoin.
         let poisoned = blocks[700].pfn();
-        let (even, odd): (Vec<_>, Vec<_>) = blocks.drain(..).partition(|block| block.pfn().number() / 512 % 2 == 0);
+        let (even, odd): (Vec<_>, Vec<_>) = blocks.drain(..).partition(|block| block.pfn().get() / 512 % 2 == 0);
         even.into_iter().rev().for_each(|block| frames.free(&cx, block));
         frames.drain(&cx);
         let stats = frames.stats(&cx);
@@ -178,7 +178,7 @@ fn two_cpus_fill_their_caches_from_different_chunks() {
         let cx = threads.cx();
         let mut held: [Vec<Frozen>; 2] = [Vec::new(), Vec::new()];
         let chunks = |held: &[Vec<Frozen>; 2]| -> [std::collections::BTreeSet<u64>; 2] {
-            [0, 1].map(|cpu| held[cpu].iter().map(|block| block.pfn().number() >> 8).collect())
+            [0, 1].map(|cpu| held[cpu].iter().map(|block| block.pfn().get() >> 8).collect())
         };
         let take = |held: &mut [Vec<Frozen>; 2], count: usize| {
             for step in 0..count {
@@ -221,7 +221,7 @@ fn a_cache_keeps_to_the_lowest_2_mib_with_room() {
             let mut pages = frames.split(low, Order::ZERO).expect("managed");
             move || pages.pop()
         })
-        .partition(|page| page.pfn().number() % 2 == 0);
+        .partition(|page| page.pfn().get() % 2 == 0);
         given.into_iter().for_each(|page| frames.free(&cx, page));
         let mut pages = frames.split(next, Order::ZERO).expect("managed");
         let high = pages.pop().expect("a page");
@@ -360,7 +360,7 @@ fn a_gathered_block_is_not_taken_for_another() {
         let cx = threads.cx();
         let pages: Vec<Frozen> = (0..1024).map(|_| frames.alloc(&cx, request(0)).expect("memory")).collect();
         let (low, high): (Vec<_>, Vec<_>) = pages.into_iter().partition(|page| page.pfn() < Pfn::new(512));
-        let (holes, kept): (Vec<_>, Vec<_>) = low.into_iter().partition(|page| page.pfn().number() % 2 == 0);
+        let (holes, kept): (Vec<_>, Vec<_>) = low.into_iter().partition(|page| page.pfn().get() % 2 == 0);
         holes.into_iter().for_each(|page| frames.free(&cx, page));
         frames.drain(&cx);
         let page = frames.alloc(&cx, request(0)).expect("memory");
@@ -407,7 +407,7 @@ fn a_gathered_block_with_poison_is_not_taken_again() {
             for order in 4..9 {
                 hugemm_threads::run_as(0);
                 let block = frames.alloc(&cx, request(order)).expect("memory");
-                let poisoned = Pfn::new(block.pfn().number() + 3);
+                let poisoned = Pfn::new(block.pfn().get() + 3);
                 let mut block = Some(block);
                 if gathered {
                     block.take().into_iter().for_each(|block| frames.free(&cx, block));
@@ -417,8 +417,8 @@ fn a_gathered_block_with_poison_is_not_taken_again() {
                 hugemm_threads::run_as(0);
                 block.into_iter().for_each(|block| frames.free(&cx, block));
                 let next = frames.alloc(&cx, request(order)).expect("memory");
-                let taken = next.pfn().number()..next.pfn().number() + (1 << order);
-                assert!(!taken.contains(&poisoned.number()), "of order {order}, gathered {gathered}, told by {teller}");
+                let taken = next.pfn().get()..next.pfn().get() + (1 << order);
+                assert!(!taken.contains(&poisoned.get()), "of order {order}, gathered {gathered}, told by {teller}");
                 frames.free(&cx, next);
                 refused += 1;
             }
@@ -446,7 +446,7 @@ fn cached_2_mib_blocks_go_back_to_where_they_were() {
             assert_eq!(held.len(), 270);
             for (pair, zero) in [([border - HUGE, border], false), ([0, far], false), ([HUGE, 2 * HUGE], true)] {
                 for pfn in pair {
-                    let at = held.iter().position(|block| block.pfn().number() == pfn).expect("taken");
+                    let at = held.iter().position(|block| block.pfn().get() == pfn).expect("taken");
                     let block = held.swap_remove(at);
                     if zero && pfn == pair[0] {
                         // SAFETY: the handle owned the frames; there is no memory behind the numbers.
@@ -466,7 +466,7 @@ fn cached_2_mib_blocks_go_back_to_where_they_were() {
                     claimed.into_iter().for_each(|claimed| _ = frames.free_extent(&cx, claimed));
                 }
                 let mut again: Vec<_> =
-                    all(&cx).into_iter().map(|block| (block.pfn().number(), held.push(block)).0).collect();
+                    all(&cx).into_iter().map(|block| (block.pfn().get(), held.push(block)).0).collect();
                 again.sort_unstable();
                 assert_eq!(again, pair);
                 assert_eq!(held.iter().filter(|block| block.is_zero()).count(), usize::from(zero));
@@ -497,7 +497,7 @@ fn broken_last(zero: bool) {
             // SAFETY: the test's own; there is no memory behind the numbers.
             frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(range) });
         }
-        let (wholes, high) = (|| frames.stats(&cx).blocks[18], |block: &Frozen| block.pfn().number() >= GIB);
+        let (wholes, high) = (|| frames.stats(&cx).blocks[18], |block: &Frozen| block.pfn().get() >= GIB);
         let mut held = Vec::new();
         for log in [0, 1, 3, 4, 6, 8, 9, 10, 12, 16] {
             held.push(frames.alloc(&cx, request(log)).expect("memory"));
@@ -510,9 +510,7 @@ fn broken_last(zero: bool) {
         assert_eq!(whole.pfn(), Pfn::new(0));
         frames.free(&cx, whole);
         // The other has nothing any more.
-        held.extend(std::iter::from_fn(|| {
-            frames.alloc(&cx, request(9)).ok().filter(|block| block.pfn().number() >= GIB)
-        }));
+        held.extend(std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok().filter(|block| block.pfn().get() >= GIB)));
         assert_eq!(wholes(), 0, "one more was taken");
         held.into_iter().for_each(|block| frames.free(&cx, block));
         frames.drain(&cx);
@@ -639,9 +637,9 @@ fn a_chunk_of_another_mobility_is_no_ones_own() {
         let others = frames.alloc(&cx, request(0).movable()).expect("memory");
         hugemm_threads::run_as(0);
         let movable = frames.alloc(&cx, request(0).movable()).expect("memory");
-        let group = |block: &Frozen| block.pfn().number() / 512;
+        let group = |block: &Frozen| block.pfn().get() / 512;
         assert_ne!(group(&movable), group(&unmovable));
-        assert_ne!(movable.pfn().number() / 256, others.pfn().number() / 256, "apart from the other CPU's");
+        assert_ne!(movable.pfn().get() / 256, others.pfn().get() / 256, "apart from the other CPU's");
         [unmovable, others, movable].into_iter().for_each(|block| frames.free(&cx, block));
     });
 }

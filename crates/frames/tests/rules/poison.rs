@@ -25,7 +25,7 @@ fn a_poisoned_frame_leaves_with_any_block() {
             with_one_arena(0, 4096, 1, |frames, threads| {
                 let cx = threads.cx();
                 let block = frames.alloc(&cx, request(log)).expect("memory");
-                let bad = Pfn::new(block.pfn().number() + at % (1 << log));
+                let bad = Pfn::new(block.pfn().get() + at % (1 << log));
                 assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
                 // The request that this posted is served, so the cache is as open as it will ever be.
                 frames.serve(&cx);
@@ -60,7 +60,7 @@ fn a_poisoned_block_that_was_gathered_is_not_taken_again() {
             // The lowest there is, as far as this CPU knows until it is at the node again: another CPU poisons it. Not at
             // its beginning, which may be that of a block whose path is closed.
             let block = frames.alloc(&cx, request(log)).expect("memory");
-            let bad = Pfn::new(block.pfn().number() + 8);
+            let bad = Pfn::new(block.pfn().get() + 8);
             run_as(1);
             assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
             run_as(0);
@@ -164,7 +164,7 @@ fn a_poisoned_page_leaves_with_its_last_reference() {
         // SAFETY: no LRU lists these frames.
         assert_eq!(unsafe { frames.try_get(bad) }, Ok(None));
         assert_eq!(frames.take_range(&cx, Extent::block(bad, Order::ZERO)), Err(AllocContigError::InUse(bad)));
-        let around = extent(bad.number() / 512 * 512, 512);
+        let around = extent(bad.get() / 512 * 512, 512);
         assert!(matches!(
             frames.alloc_contig_range(&mut cx, around, &mut NoMigration),
             Err(AllocContigError::InUse(_))
@@ -179,7 +179,7 @@ fn a_folio_says_how_many_of_its_frames_are_poisoned() {
         let mut cx = threads.cx();
         let below = frames.alloc(&cx, request(3)).expect("memory");
         let folio = frames.count(frames.alloc(&cx, request(3)).expect("memory")).expect("managed");
-        let head = folio.pfn().number();
+        let head = folio.pfn().get();
         assert_ne!(head, 0);
         for at in [1, 2, 7] {
             assert_eq!(frames.hwpoison(&cx, Pfn::new(head + at)), HwPoisoned::InUse);

@@ -86,8 +86,7 @@ fn arrays_are_freed_by_runs() {
         let whole = counted_pages(frames, block);
         let large =
             [2, 9].map(|order| frames.count(frames.alloc(&cx, request(order)).expect("memory")).expect("managed"));
-        let mut all: Vec<FolioRef> =
-            (whole.base().number()..whole.end().number()).map(|pfn| folio(Pfn::new(pfn))).collect();
+        let mut all: Vec<FolioRef> = (whole.base().get()..whole.end().get()).map(|pfn| folio(Pfn::new(pfn))).collect();
         let report = frames.free_array(&mut cx, all.drain(..100));
         assert_eq!((report.freed, report.runs), (100, 1));
         // A stranger, and two that no frame can be: nothing overflows.

@@ -51,7 +51,7 @@ fn like_first(frames: &[u8]) -> usize {
 }
 
 fn part(extent: Extent) -> std::ops::Range<usize> {
-    (extent.base().number() - BASE) as usize..(extent.end().number() - BASE) as usize
+    (extent.base().get() - BASE) as usize..(extent.end().get() - BASE) as usize
 }
 
 struct Model {
@@ -74,7 +74,7 @@ impl Model {
     fn runs(&self, of: Extent) -> impl Iterator<Item = (Extent, u8)> {
         let mut rest = of;
         from_fn(move || {
-            let first = rest.base().number();
+            let first = rest.base().get();
             let state = *self.state.get((first - BASE) as usize).filter(|_| !rest.is_empty())?;
             let mut run = rest;
             for (base, ..) in ARENAS {
@@ -101,7 +101,7 @@ impl Model {
         assert!(!self.state[part(extent)].contains(&FREE), "{extent} comes back twice");
         self.state[part(extent)].fill(FREE);
         self.free += extent.pages();
-        for frame in self.poisoned.range(extent.base().number()..extent.end().number()) {
+        for frame in self.poisoned.range(extent.base().get()..extent.end().get()) {
             self.state[(*frame - BASE) as usize] = REFUSED;
             (self.free, self.refused) = (self.free - 1, self.refused + 1);
         }
@@ -117,7 +117,7 @@ impl Model {
                 continue;
             }
             // What stays in use, and what is out for good; of folios each is a run.
-            let (from, to) = (run.base().number(), run.end().number());
+            let (from, to) = (run.base().get(), run.end().get());
             let mut ends = BTreeSet::new();
             if order != Order::ZERO {
                 ends.extend((from..=to).step_by(order.pages() as usize));
@@ -262,7 +262,7 @@ impl Run<'_, '_> {
             } else if let Some(whole) = self.parts.get(at - self.blocks.len()).copied() {
                 self.parts.swap_remove(at - self.blocks.len());
                 let gone = self.part_of(whole, 1);
-                let before = gone.base().number() - whole.base().number();
+                let before = gone.base().get() - whole.base().get();
                 let rest = [whole.slice(0, before), whole.slice(before + gone.pages(), whole.pages())];
                 self.parts.extend(rest.into_iter().filter(|rest| !rest.is_empty()));
                 self.give(cx, gone);
@@ -300,10 +300,10 @@ impl Run<'_, '_> {
         let (to, all) = (run.order(), run.into_extent());
         self.model.state[part(all)].fill(counted(to));
         for _ in 0..self.below(4) {
-            let head = Pfn::new(all.base().number() + self.below(all.pages() / to.pages()) * to.pages());
+            let head = Pfn::new(all.base().get() + self.below(all.pages() / to.pages()) * to.pages());
             // SAFETY: counted just now, and the model has the reference.
             let _ = unsafe { self.frames.get_at(head) }.expect("counted").into_pfn();
-            *self.model.extra.entry(head.number()).or_default() += 1;
+            *self.model.extra.entry(head.get()).or_default() += 1;
         }
         self.counted.push((all, to));
     }
@@ -315,7 +315,7 @@ impl Run<'_, '_> {
         let mut gone = if self.below(2) == 0 { whole } else { self.part_of(whole, order.pages()) };
         if order == Order::ZERO && self.below(3) == 0 {
             // Whatever lies before it is left alone, or goes too, and so does whatever is behind another arena's border.
-            gone = extent(gone.base().number() - self.some(gone.base().number() - BASE), gone.pages());
+            gone = extent(gone.base().get() - self.some(gone.base().get() - BASE), gone.pages());
         }
         if order != Order::ZERO && !self.model.all(gone, counted(order)) {
             // Heads that are not heads any more are for pages only.
@@ -345,15 +345,15 @@ impl Run<'_, '_> {
             // About as much as is free there, or a little more.
             let free = self.model.runs(asked).filter(|(_, state)| *state == FREE).max_by_key(|(run, _)| run.pages());
             let (run, _) = free.unwrap_or((asked, FREE));
-            let first = (run.base().number() - self.below(3) * 100).max(asked.base().number());
+            let first = (run.base().get() - self.below(3) * 100).max(asked.base().get());
             let pages = self.one_of(&[run.pages(), run.pages() / 512 * 512, run.pages() + 77]);
-            asked = extent(first, pages.min(asked.end().number() - first));
+            asked = extent(first, pages.min(asked.end().get() - first));
         }
         let claimed = self.below(2) == 0;
         if claimed {
             self.drain();
-            let base = asked.base().number().next_multiple_of(512);
-            asked = extent(base, asked.end().number().saturating_sub(base) / 512 * 512);
+            let base = asked.base().get().next_multiple_of(512);
+            asked = extent(base, asked.end().get().saturating_sub(base) / 512 * 512);
         }
         let used = self.model.runs(asked).find(|(_, state)| *state != FREE).map(|(run, _)| run.base());
         let taken = match claimed {
@@ -382,7 +382,7 @@ impl Run<'_, '_> {
         let (pages, align) = (self.some(2 * GIB), order(self.one_of(&[0, 0, 4, 9])));
         if let Ok(row) = self.frames.alloc_exact(cx, pages, align) {
             let row = row.into_extent();
-            assert!(row.pages() == pages && row.base().number().is_multiple_of(align.pages()));
+            assert!(row.pages() == pages && row.base().get().is_multiple_of(align.pages()));
             self.model.hand_out(row, false);
             self.parts.push(row);
         }
@@ -391,16 +391,16 @@ impl Run<'_, '_> {
     fn poison(&mut self, cx: &CpuCx<'_, Threads>) {
         self.drain();
         let whole = self.anywhere();
-        let pfn = Pfn::new(whole.base().number() + self.below(whole.pages()));
-        let state = self.model.state[part(extent(pfn.number(), 1))][0];
+        let pfn = Pfn::new(whole.base().get() + self.below(whole.pages()));
+        let state = self.model.state[part(extent(pfn.get(), 1))][0];
         let expected = match state {
-            _ if !self.model.poisoned.insert(pfn.number()) => HwPoisoned::Already,
+            _ if !self.model.poisoned.insert(pfn.get()) => HwPoisoned::Already,
             FREE => HwPoisoned::Free,
             _ => HwPoisoned::InUse,
         };
         assert_eq!(self.frames.hwpoison(cx, pfn), expected);
         if expected == HwPoisoned::Free {
-            self.model.state[part(extent(pfn.number(), 1))][0] = REFUSED;
+            self.model.state[part(extent(pfn.get(), 1))][0] = REFUSED;
             (self.model.free, self.model.refused) = (self.model.free - 1, self.model.refused + 1);
         }
     }

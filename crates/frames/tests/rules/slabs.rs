@@ -24,7 +24,7 @@ struct Page(UnsafeCell<[u8; 4096]>);
 // SAFETY: every frame's window is its own page of the vector, which lives as long as the map.
 unsafe impl PhysMap for Bytes {
     fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
-        let page = self.0.get(extent.base().number() as usize)?;
+        let page = self.0.get(extent.base().get() as usize)?;
         Some(Window { ptr: page.0.get().cast(), pages: 1 })
     }
 }

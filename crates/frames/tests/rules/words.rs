@@ -69,8 +69,8 @@ fn a_cpu_keeps_a_sixteenth_of_its_share_by_word_at_most() {
         let cx = threads.cx();
         let blocks = take(frames, &cx, 0, 8192);
         // None of the words becomes full.
-        for block in blocks.into_iter().filter(|block| block.pfn().number() % 64 != 63) {
-            let looked_at = block.pfn().number() % 64 == 0;
+        for block in blocks.into_iter().filter(|block| block.pfn().get() % 64 != 63) {
+            let looked_at = block.pfn().get() % 64 == 0;
             frames.free(&cx, block);
             let cached = if looked_at { frames.stats(&cx).cached } else { 0 };
             assert!(cached <= 4096 + 512, "{cached}");
@@ -107,10 +107,10 @@ fn first_fit_finds_what_was_freed_by_word() {
         let lowest = kept.iter().map(Frozen::pfn).min();
         free(frames, &cx, blocks);
         let low = [3, 6, 4].map(|log| frames.alloc(&cx, request(log)).map(|block| block.pfn()));
-        assert!(low[0].is_ok_and(|pfn| pfn.number() < 1024), "{low:?}");
+        assert!(low[0].is_ok_and(|pfn| pfn.get() < 1024), "{low:?}");
         // There is no run of 64; the next 2 MiB are whole.
         assert_eq!(low[1], Ok(Pfn::new(4096)));
-        assert!(lowest.is_some_and(|pfn| pfn.number() < 64));
+        assert!(lowest.is_some_and(|pfn| pfn.get() < 64));
     });
 }
 
@@ -120,9 +120,8 @@ fn first_fit_finds_what_was_freed_by_word() {
 fn a_range_that_was_freed_by_word_can_be_taken() {
     with_one_arena(0, 1 << 16, 1, |frames, threads| {
         let cx = threads.cx();
-        let (low, high): (Vec<_>, Vec<_>) =
-            take(frames, &cx, 0, 4096).into_iter().partition(|b| b.pfn().number() < 1024);
-        let (range, rest): (Vec<_>, Vec<_>) = low.into_iter().partition(|block| block.pfn().number() % 64 < 32);
+        let (low, high): (Vec<_>, Vec<_>) = take(frames, &cx, 0, 4096).into_iter().partition(|b| b.pfn().get() < 1024);
+        let (range, rest): (Vec<_>, Vec<_>) = low.into_iter().partition(|block| block.pfn().get() % 64 < 32);
         free(frames, &cx, range);
         // On the stack, where they would count as in use, are others by now.
         free(frames, &cx, high);
@@ -140,8 +139,7 @@ fn what_a_cpu_has_by_word_is_found_when_nothing_else_is_left() {
         let cx = threads.cx();
         let blocks = take(frames, &cx, 0, usize::MAX);
         assert_eq!(blocks.len(), 1 << 14);
-        let (mut blocks, mut kept): (Vec<_>, Vec<_>) =
-            blocks.into_iter().partition(|block| block.pfn().number() < 1024);
+        let (mut blocks, mut kept): (Vec<_>, Vec<_>) = blocks.into_iter().partition(|block| block.pfn().get() < 1024);
         kept.extend(blocks.split_off(400));
         free(frames, &cx, blocks);
         assert_eq!(frames.stats(&cx).cached, 400, "none of the words is full");
@@ -197,7 +195,7 @@ fn claims_find_what_a_cpu_has_by_word() {
         let (inside, rest): (Vec<_>, Vec<_>) =
             take(frames, &cx, 0, usize::MAX).into_iter().partition(|block| claimed.contains(block.pfn()));
         // A half of each word by each CPU: no word is full in either table.
-        let (mine, others): (Vec<_>, Vec<_>) = inside.into_iter().partition(|block| block.pfn().number() % 2 == 0);
+        let (mine, others): (Vec<_>, Vec<_>) = inside.into_iter().partition(|block| block.pfn().get() % 2 == 0);
         free(frames, &cx, mine);
         run_as(1);
         free(frames, &cx, others);
@@ -225,7 +223,7 @@ fn poison_finds_what_a_cpu_has_by_word() {
             let kept = blocks.split_off(512 >> log);
             // In the middle of its block, if there is one.
             let bad: BTreeSet<Pfn> =
-                blocks.iter().take(20).map(|block| Pfn::new(block.pfn().number() + (1 << log) / 2)).collect();
+                blocks.iter().take(20).map(|block| Pfn::new(block.pfn().get() + (1 << log) / 2)).collect();
             free(frames, &cx, blocks);
             for pfn in &bad {
                 assert_eq!(frames.hwpoison(&cx, *pfn), HwPoisoned::InUse, "as far as can be told: it is cached");
@@ -270,8 +268,8 @@ fn pages_freed_as_zero_stay_known() {
     with_one_arena(0, 1 << 14, 1, |frames, threads| {
         let cx = threads.cx();
         // Not all of any 2 MiB, which would be dirty as a whole.
-        for block in take(frames, &cx, 0, 4096).into_iter().filter(|block| block.pfn().number() % 512 != 511) {
-            if block.pfn().number() % 2 == 0 {
+        for block in take(frames, &cx, 0, 4096).into_iter().filter(|block| block.pfn().get() % 512 != 511) {
+            if block.pfn().get() % 2 == 0 {
                 // SAFETY: ours; there is no memory behind the numbers.
                 frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(block.into_dirty().into_extent()) });
             } else {

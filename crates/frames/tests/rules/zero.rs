@@ -80,7 +80,7 @@ fn what_lost_its_last_reference_is_handed_over_by_run() {
         let mut cx = threads.cx();
         let whole = counted_pages(frames, frames.alloc(&cx, request(9)).expect("memory"));
         // SAFETY: the block's references are numbers now, and none is dropped yet.
-        let extra = unsafe { frames.get_at(Pfn::new(whole.base().number() + 300)) }.expect("held");
+        let extra = unsafe { frames.get_at(Pfn::new(whole.base().get() + 300)) }.expect("held");
         let mut runs = Vec::new();
         let report = frames.put_range(&mut cx, pages(whole), |cx, run| {
             assert_eq!(frames.stats(cx).available(), 4096 - 512 + runs.iter().sum::<u64>(), "not free yet");

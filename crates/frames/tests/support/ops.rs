@@ -51,7 +51,7 @@ impl Model {
 
     /// The allocator handed these out.
     fn hand_out(&mut self, range: Extent, zero: bool) {
-        for frame in range.base().number()..range.end().number() {
+        for frame in range.base().get()..range.end().get() {
             assert_eq!(*self.at(frame), State::Free, "frame {frame:#x} handed out while not free");
             assert!(!self.is_hwpoisoned(frame), "poisoned frame {frame:#x} handed out");
             let really = self.zero[(frame - self.base) as usize];
@@ -62,15 +62,15 @@ impl Model {
 
     /// These were given back.
     fn take_back(&mut self, range: Extent) {
-        let poisoned = (range.base().number()..range.end().number()).any(|frame| self.is_hwpoisoned(frame));
+        let poisoned = (range.base().get()..range.end().get()).any(|frame| self.is_hwpoisoned(frame));
         self.gathered |= poisoned && (16..512).contains(&range.pages());
-        for frame in range.base().number()..range.end().number() {
+        for frame in range.base().get()..range.end().get() {
             *self.at(frame) = if self.is_hwpoisoned(frame) { State::Refused } else { State::Free };
         }
     }
 
     fn write(&mut self, range: Extent, zero: bool) {
-        let from = (range.base().number() - self.base) as usize;
+        let from = (range.base().get() - self.base) as usize;
         self.zero[from..from + range.pages() as usize].fill(zero);
     }
 }
@@ -184,7 +184,7 @@ impl Run<'_> {
         match result {
             Ok(block) => {
                 assert_eq!(block.order(), request.order);
-                assert_eq!(block.pfn().number() % request.order.pages(), 0);
+                assert_eq!(block.pfn().get() % request.order.pages(), 0);
                 let (head, order) = self.frames.head_of(block.pfn()).expect("managed");
                 assert_eq!((head, order), (block.pfn(), block.order()));
                 if let Placement::Only(node) = request.from {
@@ -214,8 +214,7 @@ impl Run<'_> {
             }
             Err(AllocError::OutOfMemory) => {
                 let (model, size) = (self.model.borrow(), request.order.pages());
-                let mut firsts =
-                    (self.base.next_multiple_of(size)..limit.number().min(self.end)).step_by(size as usize);
+                let mut firsts = (self.base.next_multiple_of(size)..limit.get().min(self.end)).step_by(size as usize);
                 let overlooked = firsts.find(|&first| {
                     let range = first..first + size;
                     let free = |frame: u64| {
@@ -227,7 +226,7 @@ impl Run<'_> {
                         _ => true,
                     };
                     let whole = !self.borders.iter().any(|border| *border > first && range.contains(border));
-                    range.end <= limit.number() && there && whole && range.clone().all(free)
+                    range.end <= limit.get() && there && whole && range.clone().all(free)
                 });
                 assert_eq!(overlooked, None, "{request:?} below {limit}");
             }
@@ -331,7 +330,7 @@ impl Run<'_> {
                     let (head, _) = self.heads[bytes.below(1 << 16) as usize % self.heads.len()];
                     // SAFETY: the model counts references to it.
                     let got = unsafe { frames.get_at(head) }.map(FolioRef::into_pfn);
-                    if matches!(*self.model.borrow_mut().at(head.number()), State::Counted(n) if n < 15) {
+                    if matches!(*self.model.borrow_mut().at(head.get()), State::Counted(n) if n < 15) {
                         assert_eq!(got, Ok(head));
                         self.reference(head, 1);
                     } else {
@@ -343,7 +342,7 @@ impl Run<'_> {
                 if !self.heads.is_empty() {
                     let at = bytes.below(1 << 16) as usize % self.heads.len();
                     let (head, _) = self.heads[at];
-                    let expected = match *self.model.borrow_mut().at(head.number()) {
+                    let expected = match *self.model.borrow_mut().at(head.get()) {
                         State::Counted(1) => Put::Last,
                         _ => Put::Kept,
                     };
@@ -354,7 +353,7 @@ impl Run<'_> {
             14 => {
                 // Any frame: a speculative get succeeds exactly on heads with references.
                 let pfn = Pfn::new(self.base + bytes.below(self.end - self.base + 3));
-                let state = (pfn.number() < self.end).then(|| *self.model.borrow_mut().at(pfn.number()));
+                let state = (pfn.get() < self.end).then(|| *self.model.borrow_mut().at(pfn.get()));
                 // SAFETY: no LRU lists these frames.
                 let got = unsafe { frames.try_get(pfn) };
                 match state {
@@ -408,20 +407,20 @@ impl Run<'_> {
         let head = self.frames.count(block).expect("managed").into_pfn();
         let mut model = self.model.borrow_mut();
         model.write(extent, false);
-        for frame in extent.base().number()..extent.end().number() {
+        for frame in extent.base().get()..extent.end().get() {
             *model.at(frame) = State::Tail;
         }
-        *model.at(head.number()) = State::Counted(1);
+        *model.at(head.get()) = State::Counted(1);
         self.heads.push((head, order));
     }
 
     /// References come or go; with the last the frames do.
     fn reference(&mut self, head: Pfn, change: i64) {
         let mut model = self.model.borrow_mut();
-        let State::Counted(count) = *model.at(head.number()) else { panic!("not counted") };
+        let State::Counted(count) = *model.at(head.get()) else { panic!("not counted") };
         let count = count.saturating_add_signed(change);
         assert_eq!(self.frames.references(head), count);
-        *model.at(head.number()) = State::Counted(count);
+        *model.at(head.get()) = State::Counted(count);
         if count == 0 {
             let at = self.heads.iter().position(|(h, _)| *h == head).expect("known");
             let (_, order) = self.heads.swap_remove(at);
@@ -436,15 +435,15 @@ impl Run<'_> {
         let at = bytes.below(1 << 16) as usize % self.heads.len();
         let (head, order) = self.heads[at];
         let to = Order::new(bytes.below(4) as u32).expect("valid").min(order);
-        let alone = *self.model.borrow_mut().at(head.number()) == State::Counted(1);
+        let alone = *self.model.borrow_mut().at(head.get()) == State::Counted(1);
         let split = self.frames.split_counted(folio(head), to);
         let numbers = split.map(|run| (run.order(), run.into_extent())).map_err(FolioRef::into_pfn);
         assert_eq!(numbers, if alone { Ok((to, Extent::block(head, order))) } else { Err(head) });
         if alone {
             self.heads.swap_remove(at);
             for piece in (0..order.pages()).step_by(to.pages() as usize) {
-                let pfn = Pfn::new(head.number() + piece);
-                *self.model.borrow_mut().at(pfn.number()) = State::Counted(1);
+                let pfn = Pfn::new(head.get() + piece);
+                *self.model.borrow_mut().at(pfn.get()) = State::Counted(1);
                 self.heads.push((pfn, to));
             }
         }
@@ -453,9 +452,9 @@ impl Run<'_> {
     /// What freeing a range must do, one frame at a time.
     fn drop_range(&mut self, range: Extent) -> RangeReport {
         let (mut report, mut next) = (RangeReport::default(), None);
-        for frame in range.base().number()..range.end().number() {
+        for frame in range.base().get()..range.end().get() {
             let freed = report.freed;
-            let head = self.heads.iter().position(|(h, order)| h.number() == frame && order.get() == 0);
+            let head = self.heads.iter().position(|(h, order)| h.get() == frame && order.get() == 0);
             let state = (frame < self.end).then(|| *self.model.borrow_mut().at(frame));
             match (head, state) {
                 (Some(at), Some(State::Counted(1))) => {
@@ -488,8 +487,8 @@ impl Run<'_> {
             return;
         }
         let mut model = self.model.borrow_mut();
-        assert_eq!(outcome == HwPoisoned::Already, model.is_hwpoisoned(pfn.number()));
-        let at = (pfn.number() - self.base) as usize;
+        assert_eq!(outcome == HwPoisoned::Already, model.is_hwpoisoned(pfn.get()));
+        let at = (pfn.get() - self.base) as usize;
         model.poisoned[at] = true;
         if outcome == HwPoisoned::Free {
             assert_eq!(model.state[at], State::Free);

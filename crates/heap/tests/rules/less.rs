@@ -125,7 +125,7 @@ fn a_block_is_no_slab_for_what_was_said_of_its_frame() {
         let available = frames.available(&cx);
         let piece = heap.alloc(&cx, layout(6000, 8)).expect("memory");
         let one = frames.alloc(&cx, hugemm_base::Order::ZERO).expect("memory");
-        let near = one.pfn().number().saturating_sub(8 << 8)..one.pfn().number() + (8 << 8);
+        let near = one.pfn().get().saturating_sub(8 << 8)..one.pfn().get() + (8 << 8);
         frames.free(&cx, one);
         let said = |pfn| frames.descriptor(hugemm_base::Pfn::new(pfn)).map(|desc| desc.load(WORD));
         let slab = near.filter_map(said).find(|said| *said != 0).expect("a slab's descriptor says so");
@@ -193,9 +193,9 @@ fn a_row_is_aligned() {
         let order = |order| hugemm_base::Order::new(order).expect("valid");
         let all: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, order(0)).ok()).collect();
         // A hole of 256 KiB, 64 KiB after a multiple of 2 MiB.
-        let first = all.iter().map(|page| page.pfn().number()).min().expect("some").next_multiple_of(512);
+        let first = all.iter().map(|page| page.pfn().get()).min().expect("some").next_multiple_of(512);
         let (given, kept): (Vec<_>, Vec<_>) =
-            all.into_iter().partition(|page| (first + 16..first + 80).contains(&page.pfn().number()));
+            all.into_iter().partition(|page| (first + 16..first + 80).contains(&page.pfn().get()));
         assert_eq!(given.len(), 64);
         given.into_iter().for_each(|page| frames.free(&cx, page));
         frames.drain(&cx);
@@ -216,12 +216,12 @@ fn a_row_is_looked_for_in_several_places() {
         let order = |order| hugemm_base::Order::new(order).expect("valid");
         let all: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, order(0)).ok()).collect();
         // Seven holes of 64 KiB, with 4 KiB between them, and then one of 96 KiB.
-        let first = all.iter().map(|page| page.pfn().number()).min().expect("some").next_multiple_of(512);
+        let first = all.iter().map(|page| page.pfn().get()).min().expect("some").next_multiple_of(512);
         let hole = |pfn: u64| {
             let at = pfn.checked_sub(first)?;
             Some(if at < 7 * 32 { at % 32 < 16 } else { (7 * 32..7 * 32 + 24).contains(&at) })
         };
-        let (given, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|page| hole(page.pfn().number()) == Some(true));
+        let (given, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|page| hole(page.pfn().get()) == Some(true));
         assert_eq!(given.len(), 7 * 16 + 24);
         given.into_iter().for_each(|page| frames.free(&cx, page));
         frames.drain(&cx);

@@ -72,7 +72,7 @@ struct Odd {
 // SAFETY: most is the memory's; the other part is mapped nowhere, or each of its frames at the one above.
 unsafe impl PhysMap for Odd {
     fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
-        let first = extent.base().number() - self.memory.frames().base().number();
+        let first = extent.base().get() - self.memory.frames().base().get();
         if first + extent.pages() <= self.odd.start || self.odd.end <= first {
             return self.memory.open(extent, user);
         }

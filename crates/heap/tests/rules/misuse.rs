@@ -19,7 +19,7 @@ fn wrong_frees_are_named_and_left_alone() {
         free(heap, &cx, twice, small);
         free(heap, &cx, big_twice, large);
         let page = frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
-        let offset = (page.pfn().number() - threads.frames().base().number()) << 12;
+        let offset = (page.pfn().get() - threads.frames().base().get()) << 12;
         let foreign = NonNull::new(threads.ptr().wrapping_add(offset as usize)).expect("an address");
         let mut local = [0_u64; 2];
         let outside = NonNull::from(&mut local).cast::<u8>();

@@ -78,7 +78,7 @@ fn zeroed_memory_is_zero_and_a_change_of_size_keeps_the_content() {
         // What is known to be zero is taken first: nobody else has it.
         let order = Order::new(9).expect("valid");
         let block = frames.alloc(&cx, AllocRequest::order(order)).expect("2 MiB");
-        let at = threads.ptr().wrapping_add(((block.pfn().number() - threads.frames().base().number()) << 12) as usize);
+        let at = threads.ptr().wrapping_add(((block.pfn().get() - threads.frames().base().get()) << 12) as usize);
         // SAFETY: the test's block.
         unsafe { at.write_bytes(0, 2 << 20) };
         // SAFETY: cleared.

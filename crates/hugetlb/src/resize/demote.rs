@@ -67,7 +67,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     fn adopt(&self, state: &mut State<'m>, extent: Extent, zero: bool, is_lean: impl Fn(Pfn) -> bool) -> u64 {
         let step = self.page_size().pages();
         let mut pages = 0;
-        for at in (extent.base().number()..extent.end().number()).step_by(step as usize) {
+        for at in (extent.base().get()..extent.end().get()).step_by(step as usize) {
             let Some((area, index, bit)) = self.find(Pfn::new(at)) else { continue };
             let (Some(group), node) = (self.group(index), area.node().0 as usize) else { continue };
             state.nodes[node] = state.nodes[node].enter(1, false);

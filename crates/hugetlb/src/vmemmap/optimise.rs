@@ -38,7 +38,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
             let order = fits.min(most);
             match self.alloc(cx, order, work.node) {
                 Ok(extent) => {
-                    for (pfn, head) in (extent.base().number()..extent.end().number()).zip(heads.by_ref()) {
+                    for (pfn, head) in (extent.base().get()..extent.end().get()).zip(heads.by_ref()) {
                         let leaf = DescriptorLeaf { frame: Pfn::new(pfn), writable: true };
                         table.set(head as usize * PAGES, self.map.encode(leaf));
                     }
@@ -80,7 +80,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
                 self.tail(cx, work.node)?;
                 let frame = self.alloc(cx, Order::ZERO, work.node)?;
                 let table = self.table_or_free(cx, frame)?;
-                for (index, pfn) in (old.base().number()..old.end().number()).enumerate() {
+                for (index, pfn) in (old.base().get()..old.end().get()).enumerate() {
                     table.set(index, self.map.encode(DescriptorLeaf { frame: Pfn::new(pfn), writable: true }));
                 }
                 edit.allocated += 1;

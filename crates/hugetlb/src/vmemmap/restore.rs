@@ -88,7 +88,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
             };
             left -= slot.pages();
         }
-        let frames = got.iter().flat_map(|extent| extent.base().number()..extent.end().number());
+        let frames = got.iter().flat_map(|extent| extent.base().get()..extent.end().get());
         for (pfn, index) in frames.zip(&mut indices) {
             table.set(index, self.map.replacement(DescriptorLeaf { frame: Pfn::new(pfn), writable: true }));
             edit.stored = true;

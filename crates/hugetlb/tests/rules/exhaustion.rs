@@ -201,13 +201,13 @@ fn a_poisoned_page_gives_no_frames_for_descriptors() {
             let (pool, mut cx) = (memory.pool(), m.threads.cx());
             assert_eq!(m.set(&pool, 2).entered, 2);
             let (victim, _) = pool.pages().next().expect("two");
-            let bad = Pfn::new(victim.number() + size.pages() - 2);
+            let bad = Pfn::new(victim.get() + size.pages() - 2);
             m.frames.hwpoison(&cx, bad);
             pool.note_hwpoison(&cx, bad).expect("the pool's");
             let before = pool.counts(&cx).counts;
             let faults = &m.frames.env().inject;
             let holds_descriptors = || {
-                let first = (m.all.base().number()..m.all.end().number()).step_by(64);
+                let first = (m.all.base().get()..m.all.end().get()).step_by(64);
                 first.map(Pfn::new).any(|pfn| m.walk(pfn).is_some_and(|leaf| leaf.frame == bad))
             };
             faults.arm(FaultPlan::periodic(0, 1));
@@ -245,7 +245,7 @@ fn a_page_that_is_struck_gives_no_frames_for_descriptors() {
             let (pool, mut cx) = (memory.pool(), m.threads.cx());
             assert_eq!(m.set(&pool, 2).entered, 2);
             // Of the first donor, whose last frames are the first to go.
-            let bad = Pfn::new(pool.pages().next().expect("two").0.number() + PageSize::Size2M.pages() - 2);
+            let bad = Pfn::new(pool.pages().next().expect("two").0.get() + PageSize::Size2M.pages() - 2);
             let (calls, noted) = (AtomicU64::new(0), AtomicBool::new(false));
             let struck = |cx: &mut CpuCx<'_, _>| {
                 if calls.fetch_add(1, Ordering::Relaxed) + 1 == at {
@@ -258,7 +258,7 @@ fn a_page_that_is_struck_gives_no_frames_for_descriptors() {
             let shrink = |cx: &mut CpuCx<'_, _>| pool.resize(cx, &m.optimizer, 0, Nodes::All, &Never);
             m.threads.interrupted(struck, shrink).expect("idle");
             faults.disarm();
-            let mut descriptors = (m.all.base().number()..m.all.end().number()).step_by(64).map(Pfn::new);
+            let mut descriptors = (m.all.base().get()..m.all.end().get()).step_by(64).map(Pfn::new);
             let noted = noted.into_inner();
             assert!(!noted || !descriptors.any(|pfn| m.walk(pfn).is_some_and(|leaf| leaf.frame == bad)), "call {at}");
             pool.tidy(&mut cx, &m.optimizer).expect("idle");
@@ -288,7 +288,7 @@ fn descriptors_from_a_donor_are_mended() {
             assert_eq!(pool.dissolve(&mut cx, &m.optimizer, victim).expect("carved").carved, 1);
             assert!(m.set(&pool, 0).carved > 0);
             faults.disarm();
-            for frame in (m.all.base().number()..m.all.end().number()).step_by(64).map(Pfn::new) {
+            for frame in (m.all.base().get()..m.all.end().get()).step_by(64).map(Pfn::new) {
                 assert!(m.map.walk(descriptor_of(frame)).is_some_and(|leaf| leaf.writable), "{frame}");
             }
             everything_is_somewhere(m, 0);
@@ -368,7 +368,7 @@ fn parts_of_a_page_are_lean_that_gave_something_back() {
             faults.disarm();
             assert_eq!((report.entered, report.left, small.lean_pages()), (512, 1, 64 * blocks));
             for (page, lean) in small.pages() {
-                let tail = m.walk(Pfn::new(page.number() + 511)).expect("mapped");
+                let tail = m.walk(Pfn::new(page.get() + 511)).expect("mapped");
                 assert_eq!(tail.writable, !lean, "{page}");
             }
             m.set(&small, 0);

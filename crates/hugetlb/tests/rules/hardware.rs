@@ -118,7 +118,7 @@ unsafe impl Env for Seen<'_> {
 }
 
 fn descriptor_of(pfn: Pfn) -> VirtAddr {
-    VirtAddr::new(ORIGIN + pfn.number() * 64)
+    VirtAddr::new(ORIGIN + pfn.get() * 64)
 }
 
 /// Random resizes with others' heads written by every CPU in between; the first violation, if any.
@@ -134,7 +134,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     let flat = unsafe { FlatMemory::new(memory.start(), all) };
     // Descriptors first, then the three tables above their entries.
     let described = all.slice(0, SPANS * 512);
-    let tables: [Pfn; 3] = core::array::from_fn(|level| Pfn::new(described.end().number() + level as u64));
+    let tables: [Pfn; 3] = core::array::from_fn(|level| Pfn::new(described.end().get() + level as u64));
     let first = descriptor_of(all.base());
     let put = |table: Pfn, index: u64, entry: u64| {
         // SAFETY: a table's word; nothing runs yet.
@@ -154,7 +154,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     }
     // SAFETY: the tables just made, which every CPU walks; the host's memory is a direct map.
     let map = unsafe { PagedMap::new(tables[0], &host, &space, &shootdown, ShootdownPolicy::BATCHED) };
-    for (span, frame) in (0..SPANS).zip((described.base().number()..).step_by(512)) {
+    for (span, frame) in (0..SPANS).zip((described.base().get()..).step_by(512)) {
         // SAFETY: nothing was there.
         unsafe { map.set(VirtAddr::new(first.get() + (span << 21)), Mapped::Whole(Pfn::new(frame))) };
     }
@@ -201,7 +201,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
             others[pick].1 = random.word();
             assert_eq!(mmu.store(cpu, VirtAddr::new(head.get() + 56), others[pick].1), Ok(()));
             // A walker.
-            let any = Pfn::new(all.base().number() + random.below(all.pages()));
+            let any = Pfn::new(all.base().get() + random.below(all.pages()));
             let _ = mmu.load(cpu, descriptor_of(any)).expect("every descriptor can be read");
         }
         mmu.as_cpu(CpuId(random.below(2) as u32), |cx| {

@@ -15,7 +15,7 @@ fn assert_nothing_is_lost(m: &Machine<'_, NoFaults>, used: u64) {
 
 /// Takes what is free of the span that holds the descriptors, so that pools begin at the next.
 fn occupy_the_first_span(m: &Machine<'_, NoFaults>) -> u64 {
-    let rest = extent(m.descriptors.end().number(), SPAN - m.descriptors.pages());
+    let rest = extent(m.descriptors.end().get(), SPAN - m.descriptors.pages());
     let _ = m.frames.take_range(&m.threads.cx(), rest).expect("free").into_extent();
     rest.pages()
 }
@@ -48,7 +48,7 @@ fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
 fn a_whole_block_is_swapped_when_free_memory_is_in_single_frames() {
     with_pool(&Shape::spans(2), NoFaults, |m, pool, mut cx| {
         let used = occupy_the_first_span(m);
-        for frame in (0..80).map(|index| m.descriptors.end().number() + 2 * index) {
+        for frame in (0..80).map(|index| m.descriptors.end().get() + 2 * index) {
             // SAFETY: of the first span, which was occupied just now.
             m.frames.free_extent(&cx, unsafe { Dirty::assume_owned(extent(frame, 1)) });
         }
@@ -298,12 +298,12 @@ fn a_tail_is_read_only_and_explained() {
         pool.resize(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
         let head = pool.pages().next().expect("64").0;
         let at = |frame: u64| VirtAddr::new(ORIGIN + frame * 64);
-        assert_eq!(m.optimizer.explain(at(0), at(head.number())), None, "heads are writable");
+        assert_eq!(m.optimizer.explain(at(0), at(head.get())), None, "heads are writable");
         for tail in [64, 100, 511] {
-            let leaf = m.map.walk(at(head.number() + tail)).expect("mapped");
+            let leaf = m.map.walk(at(head.get() + tail)).expect("mapped");
             assert!(!leaf.writable);
-            let explained = m.optimizer.explain(at(0), at(head.number() + tail)).expect("a tail");
-            assert_eq!(explained, (Pfn::new(head.number() + tail), head));
+            let explained = m.optimizer.explain(at(0), at(head.get() + tail)).expect("a tail");
+            assert_eq!(explained, (Pfn::new(head.get() + tail), head));
         }
     });
 }

@@ -64,7 +64,7 @@ fn poison_survives_the_optimization() {
         let (head, lean) = pool.pages().next().expect("64");
         assert!(lean);
         // A tail, whose descriptor is the shared page.
-        let bad = Pfn::new(head.number() + 300);
+        let bad = Pfn::new(head.get() + 300);
         assert_eq!(m.frames.hwpoison(&cx, bad), HwPoisoned::InUse);
         pool.note_hwpoison(&cx, bad).expect("a page of the pool");
         let held: Vec<_> = (0..63).map(|_| pool.take(&cx, Nodes::All, false).expect("good ones")).collect();
@@ -92,11 +92,11 @@ fn a_poisoned_page_backs_no_promise() {
         set(m, &pool, 3);
         let (first, _) = pool.pages().next().expect("three");
         // Outside every area, and in the area but no page of the pool.
-        for other in [Pfn::new(3), Pfn::new(first.number() + 3 * 512)] {
+        for other in [Pfn::new(3), Pfn::new(first.get() + 3 * 512)] {
             assert_eq!(pool.note_hwpoison(&cx, other), Err(PoolError::NotInPool));
         }
         for _ in 0..2 {
-            pool.note_hwpoison(&cx, Pfn::new(first.number() + 7)).expect("a page of the pool");
+            pool.note_hwpoison(&cx, Pfn::new(first.get() + 7)).expect("a page of the pool");
             assert_eq!(
                 pool.counts(&cx).counts,
                 HugePageCounts { total: 3, free: 2, surplus: 0 },
@@ -187,7 +187,7 @@ fn a_page_dissolves_or_stays() {
         let taken = pool.take(&cx, Nodes::All, false).expect("free");
         assert_eq!(pool.dissolve(&mut cx, &m.optimizer, taken.extent().base()), Err(PoolError::Busy));
         assert_eq!(pool.dissolve(&mut cx, &m.optimizer, Pfn::new(3)), Err(PoolError::NotInPool));
-        let last = Pfn::new(m.all.end().number() - 1);
+        let last = Pfn::new(m.all.end().get() - 1);
         assert_eq!(
             pool.dissolve(&mut cx, &m.optimizer, last),
             Err(PoolError::NotInPool),
@@ -198,7 +198,7 @@ fn a_page_dissolves_or_stays() {
         pool.unreserve(&cx, 69).expect("69");
         // No allocation succeeds: the frames come from the page itself.
         faults.arm(FaultPlan::periodic(0, 1));
-        let report = pool.dissolve(&mut cx, &m.optimizer, Pfn::new(victim.number() + 77)).expect("carved");
+        let report = pool.dissolve(&mut cx, &m.optimizer, Pfn::new(victim.get() + 77)).expect("carved");
         faults.disarm();
         assert_eq!((report.left, report.carved), (1, 1));
         assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 69, free: 68, surplus: 0 });
@@ -391,11 +391,11 @@ fn a_1_gib_page_becomes_512_pages() {
             // Each has a head of its own that can be written, and is a block of its own.
             for (pfn, _) in small.pages().collect::<Vec<_>>() {
                 // SAFETY: a page of the pool, which nobody takes now.
-                unsafe { m.frames.descriptor_at(pfn) }.expect("managed").store(0, pfn.number());
-                assert_eq!(m.frames.head_of(Pfn::new(pfn.number() + 511)), Some((pfn, Order::new(9).expect("valid"))));
+                unsafe { m.frames.descriptor_at(pfn) }.expect("managed").store(0, pfn.get());
+                assert_eq!(m.frames.head_of(Pfn::new(pfn.get() + 511)), Some((pfn, Order::new(9).expect("valid"))));
             }
             for (pfn, _) in small.pages() {
-                assert_eq!(m.frames.descriptor(pfn).expect("managed").load(0), pfn.number());
+                assert_eq!(m.frames.descriptor(pfn).expect("managed").load(0), pfn.get());
             }
             assert_eq!(large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1), Err(PoolError::NothingToDemote));
             assert_eq!(large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 0), Ok(ResizeReport::default()));

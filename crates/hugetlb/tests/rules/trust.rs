@@ -22,7 +22,7 @@ const HELD_UP: Duration = Duration::from_millis(1);
 
 /// This CPU takes a look at every descriptor of memory, and remembers.
 fn look_at_all(m: &Machine<'_, NoFaults>) {
-    for frame in (m.all.base().number()..m.all.end().number()).step_by(64) {
+    for frame in (m.all.base().get()..m.all.end().get()).step_by(64) {
         let _ = m.seen(Pfn::new(frame)).expect("every descriptor can be read");
     }
 }
@@ -39,7 +39,7 @@ fn wait_for_a_flush(m: &Machine<'_, NoFaults>, random: &mut Random) {
 
 /// Every descriptor of these frames can be written, by what this CPU remembers and by the tables.
 fn can_be_written(m: &Machine<'_, NoFaults>, frames: Extent) {
-    for frame in (frames.base().number()..frames.end().number()).step_by(64).map(Pfn::new) {
+    for frame in (frames.base().get()..frames.end().get()).step_by(64).map(Pfn::new) {
         let tables = m.walk(frame).expect("mapped");
         assert!(tables.writable, "{frame} is free and its descriptor is a tail");
         assert_eq!(m.seen(frame), Some(tables), "{frame} is free and this CPU knows something older");
@@ -69,7 +69,7 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
                     while !left.is_empty() {
                         let over = done.load(Ordering::Acquire);
                         left.retain(|page| {
-                            let tail = extent(page.number() + 200, 1);
+                            let tail = extent(page.get() + 200, 1);
                             // A walker may look again at any time, and remembers.
                             let _ = m.seen(tail.base());
                             let Ok(mine) = m.frames.take_range(&cx, tail) else { return true };
@@ -293,7 +293,7 @@ fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
         let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
         m.set(&large, 1);
         let page = large.pages().next().expect("one").0;
-        let half = extent(page.number(), 1 << 17);
+        let half = extent(page.get(), 1 << 17);
         for areas in [vec![PoolArena::new(half, NodeId(0))], vec![PoolArena::new(m.all, NodeId(0))], vec![]] {
             let mut areas = areas;
             let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);

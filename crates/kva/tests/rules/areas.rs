@@ -167,10 +167,10 @@ on_both! {
     fn others_pages_and_devices(world: World<F>, MANY) {
         let block = world.on(0, |cx| world.frames.alloc(cx, Order::new(3).expect("an order"))).expect("memory");
         let base = block.pfn();
-        let runs = [extent(Pfn::new(base.number() + 4), 2), extent(base, 2)];
+        let runs = [extent(Pfn::new(base.get() + 4), 2), extent(base, 2)];
         let area = world.on(0, |cx| world.kva.map_pages(cx, &runs, Request::new(0, "ring"))).expect("tables");
         let found = world.frames_of(area.range());
-        assert_eq!(found, [4, 5, 0, 1].map(|place| Some(Pfn::new(base.number() + place))));
+        assert_eq!(found, [4, 5, 0, 1].map(|place| Some(Pfn::new(base.get() + place))));
         let request = Request::new(0, "uart").allowing(Flags::WRITE);
         let uart = world.on(0, |cx| world.kva.map_device(cx, extent(Pfn::new(0xfed00), 1), request)).expect("tables");
         let through = Request::new(0, "ram").allowing(Flags::WRITE | Flags::WRITE_THROUGH);

@@ -61,7 +61,7 @@ on_both! {
         let area = take(&world, HUGE);
         // Of the rest of memory every second page is free: more than 2 MiB, but no 2 MiB.
         let pages: Vec<_> = std::iter::from_fn(|| block(&world, Order::ZERO).ok()).collect();
-        let (keep, go): (Vec<_>, Vec<_>) = pages.into_iter().partition(|page| page.pfn().number().is_multiple_of(2));
+        let (keep, go): (Vec<_>, Vec<_>) = pages.into_iter().partition(|page| page.pfn().get().is_multiple_of(2));
         go.into_iter().for_each(|page| world.on(0, |cx| world.frames.free(cx, page)));
         free(&world, area);
         assert!(world.free() >= 512, "{}", world.free());

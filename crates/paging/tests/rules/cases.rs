@@ -111,7 +111,7 @@ fn no_entry_of_any_level_is_anothers_alias() {
         }
         for (frame, page) in (1..).zip(&pages) {
             let found = access::<F, _>(&heap, table.root(), at(*page), true);
-            assert_eq!(found.map(|found| found.number()), Some(frame), "{page:#x}");
+            assert_eq!(found.map(|found| found.get()), Some(frame), "{page:#x}");
             assert_eq!(unmap(&table, &heap, span(*page, 1)).len(), 1);
             assert_eq!(table.shared(&heap).translate(at(*page)), None);
         }

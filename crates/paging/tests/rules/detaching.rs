@@ -93,7 +93,7 @@ fn a_harvest_may_come_in_parts() {
         let seen = |run: Run| {
             let from = run.at.get() >> 12;
             assert!(last.is_none_or(|last| last <= from), "pages come in ascending order, each once");
-            assert_eq!(run.extent.base().number(), from, "its own frames");
+            assert_eq!(run.extent.base().get(), from, "its own frames");
             last = Some(from + run.extent.pages());
         };
         let (harvest, left) =
@@ -183,7 +183,7 @@ fn tables_are_shown_as_they_stood() {
     // The last table stays.
     let mut walked = Vec::new();
     let each = |run: Run| {
-        let leaf = move |i| Leaf { frame: Pfn::new(run.extent.base().number() + i), size: run.size, flags: run.flags };
+        let leaf = move |i| Leaf { frame: Pfn::new(run.extent.base().get() + i), size: run.size, flags: run.flags };
         let leaves = run.extent.pages() / run.size.pages();
         walked.extend((0..leaves).map(|i| i * run.size.pages()).map(|i| (at((run.at.get() >> 12) + i), leaf(i))));
     };

@@ -38,7 +38,7 @@ fn every_range<F: PageFormat>() {
         assert_eq!(guard.walk(range, Flags::NONE, |_| {}).is_ok(), inside, "{range}");
         assert_eq!(guard.walk_owners(range, |_, _, _| {}).is_ok(), inside, "{range}");
         if !inside {
-            for frames in [extent(0, 1), extent(Pfn::LIMIT.number() - 1, 1), extent(0, Pfn::LIMIT.number())] {
+            for frames in [extent(0, 1), extent(Pfn::LIMIT.get() - 1, 1), extent(0, Pfn::LIMIT.get())] {
                 assert!(guard.map(range, [frames], DATA).is_err(), "{range}");
             }
             let change = Change { set: Flags::WRITE, clear: Flags::NONE };

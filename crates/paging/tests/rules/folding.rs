@@ -164,7 +164,7 @@ fn unfolding_keeps_what_is_known() {
     assert_eq!(group(&table, &heap, 60), Some(span(48, 16)));
     let young: Vec<u64> = (16..64).filter(|page| leaf(&table, &heap, *page).flags.contains(Flags::ACCESSED)).collect();
     assert_eq!(young, (32..48).collect::<Vec<_>>());
-    assert!((16..64).all(|page| leaf(&table, &heap, page).frame.number() == 0x1000 + page));
+    assert!((16..64).all(|page| leaf(&table, &heap, page).frame.get() == 0x1000 + page));
     let gone = unmap(&table, &heap, span(20, 20));
     assert_eq!(gone.iter().map(|run| run.extent.pages()).sum::<u64>(), 20);
     // In place, where leaves may be resized so: all of the group, of which one is split.

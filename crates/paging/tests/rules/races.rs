@@ -216,7 +216,7 @@ fn hardware_bits_survive_edits_of_live_entries() {
             writer.join().expect("the writer")
         });
         for run in unmap(&table, &heap, span(0, PAGES)) {
-            for page in run.extent.base().number()..run.extent.end().number() {
+            for page in run.extent.base().get()..run.extent.end().get() {
                 assert_eq!(run.flags.contains(Flags::DIRTY), written[page as usize], "page {page}");
             }
         }

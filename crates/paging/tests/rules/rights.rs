@@ -209,7 +209,7 @@ fn ageing_takes_the_bits_that_are_wanted() {
     }
     let mut asked = Vec::new();
     let young = table.shared(&heap).test_and_clear_young_of(span(0, 8), |page, frame| {
-        asked.push((page, frame.number()));
+        asked.push((page, frame.get()));
         page != 2
     });
     let young = young.expect("in bounds");

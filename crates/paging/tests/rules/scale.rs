@@ -64,7 +64,7 @@ fn joined(of: impl Iterator<Item = (u64, u64, u64, Flags)>, left_out: Flags) -> 
 }
 
 fn as_run(run: &Run) -> (u64, u64, u64, Flags) {
-    (run.at.get() >> 12, run.extent.pages(), run.extent.base().number(), run.flags)
+    (run.at.get() >> 12, run.extent.pages(), run.extent.base().get(), run.flags)
 }
 
 fn as_piece<F: PageFormat>((first, piece): (u64, Piece)) -> (u64, u64, u64, Flags) {
@@ -194,13 +194,12 @@ impl<F: PageFormat> World<'_, F> {
         for group in entries.chunks_exact(16) {
             let is_folded = |entry: u64| entry & 1 != 0 && F::is_leaf(entry, level) && entry & F::CONTIGUOUS != 0;
             if group.iter().any(|entry| is_folded(*entry)) {
-                let first = F::frame(group[0]).number();
+                let first = F::frame(group[0]).get();
                 assert!(first.is_multiple_of(16 * pages), "frame {first:#x}, level {level}");
                 let flags = F::flags(group[0]).without(Flags::HARDWARE);
                 let goes_on = |(place, entry): (u64, &u64)| {
                     let expected = (first + place * pages, flags);
-                    is_folded(*entry)
-                        && (F::frame(*entry).number(), F::flags(*entry).without(Flags::HARDWARE)) == expected
+                    is_folded(*entry) && (F::frame(*entry).get(), F::flags(*entry).without(Flags::HARDWARE)) == expected
                 };
                 assert!((0..).zip(group).all(goes_on), "a part of a group, level {level}");
             }

@@ -77,14 +77,14 @@ unsafe impl<I: Inject> TableMemory for &Heap<I> {
 
     unsafe fn free(&mut self, table: Pfn) {
         let mut state = self.state.lock().expect("heap");
-        let index = table.number() - FIRST;
+        let index = table.get() - FIRST;
         assert!(state.live.remove(&index), "freed twice: {table:?}");
         fill(state.pages[index as usize], GARBAGE);
         state.free.push(index);
     }
 
     fn reach(&self, table: Pfn) -> NonNull<u8> {
-        self.state.lock().expect("heap").pages[(table.number() - FIRST) as usize]
+        self.state.lock().expect("heap").pages[(table.get() - FIRST) as usize]
     }
 }
 
@@ -126,7 +126,7 @@ pub fn access<F: PageFormat, I: Inject>(heap: &Heap<I>, root: Pfn, at: VirtAddr,
             match entry.compare_exchange(seen, new, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => {
                     let inside = page & ((1 << (9 * level)) - 1);
-                    return Some(Pfn::new(F::frame(seen).number() + inside));
+                    return Some(Pfn::new(F::frame(seen).get() + inside));
                 }
                 Err(now) => seen = now,
             }

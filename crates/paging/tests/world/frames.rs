@@ -38,7 +38,7 @@ impl Pool {
     pub(super) fn new(mmu: &'static Mmu<'static, 'static>) -> Self {
         let all = mmu.host().frames();
         mmu.freed(all);
-        let free = (all.base().number()..all.end().number()).rev().map(Pfn::new).collect();
+        let free = (all.base().get()..all.end().get()).rev().map(Pfn::new).collect();
         Pool { mmu, free: Mutex::new(free) }
     }
 
@@ -56,18 +56,18 @@ impl Pool {
     /// Aligned frames enough for a folded group.
     pub(super) fn take_group(&self) -> Option<Extent> {
         let mut free = self.free.lock().expect("pool");
-        let known: BTreeSet<u64> = free.iter().map(|frame| frame.number()).collect();
+        let known: BTreeSet<u64> = free.iter().map(|frame| frame.get()).collect();
         let whole =
             |first: &&u64| first.is_multiple_of(16) && (**first..**first + 16).all(|frame| known.contains(&frame));
         let group = Extent::new(Pfn::new(*known.iter().find(whole)?), 16).ok()?;
-        free.retain(|frame| !(group.base().number()..group.end().number()).contains(&frame.number()));
+        free.retain(|frame| !(group.base().get()..group.end().get()).contains(&frame.get()));
         self.mmu.allocated(group);
         Some(group)
     }
 
     pub(super) fn give(&self, extent: Extent) {
         self.mmu.freed(extent);
-        self.free.lock().expect("pool").extend((extent.base().number()..extent.end().number()).map(Pfn::new));
+        self.free.lock().expect("pool").extend((extent.base().get()..extent.end().get()).map(Pfn::new));
     }
 
     pub(super) fn address(&self, frame: Pfn) -> NonNull<u8> {

@@ -136,7 +136,7 @@ impl<F: PageFormat> World<F> {
         let mut lost = None;
         let mut table = self.spaces[space].table.exclusive(&self.pool);
         let done = table.harvest(detached, Flags::NONE, |run| {
-            for frame in (run.extent.base().number()..run.extent.end().number()).map(Pfn::new) {
+            for frame in (run.extent.base().get()..run.extent.end().get()).map(Pfn::new) {
                 if self.mmu.take_written(frame) && !run.flags.contains(Flags::DIRTY) {
                     lost = Some(frame);
                 }

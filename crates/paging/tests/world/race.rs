@@ -99,7 +99,7 @@ impl<F: PageFormat> Shared<'_, F> {
                 let receipt = batch.flush(&world.shootdown, cx, &ShootdownPolicy::BATCHED);
                 let detached = debt.release(&receipt).expect("paid");
                 let done = space.table.exclusive(&world.pool).harvest(detached, Flags::NONE, |run| {
-                    for frame in (run.extent.base().number()..run.extent.end().number()).map(Pfn::new) {
+                    for frame in (run.extent.base().get()..run.extent.end().get()).map(Pfn::new) {
                         let wrote = world.mmu.take_written(frame);
                         assert!(!wrote || run.flags.contains(Flags::DIRTY), "{frame}: a dirty bit was lost");
                         written += u64::from(wrote);

@@ -195,7 +195,7 @@ impl<F: PageFormat> World<F> {
     fn block(&self) -> Extent {
         loop {
             let frame = self.pool.take().expect("a block").base();
-            if frame.number().is_multiple_of(512) {
+            if frame.get().is_multiple_of(512) {
                 (1..512).for_each(|_| _ = self.pool.take().expect("a block"));
                 return Extent::new(frame, 512).expect("a block");
             }

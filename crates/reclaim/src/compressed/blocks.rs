@@ -153,12 +153,12 @@ mod tests {
                             let block = Pfn::new(next_block);
                             next_block += 4;
                             blocks.add(&words, spec, block, 10);
-                            model.insert(block.number(), BTreeSet::new());
+                            model.insert(block.get(), BTreeSet::new());
                             (block, 0)
                         }
                     };
                     prop_assert!(index < spec.pieces);
-                    let used = model.get(&block.number()).map_or(0, BTreeSet::len) as u32;
+                    let used = model.get(&block.get()).map_or(0, BTreeSet::len) as u32;
                     // A sparse block is used only when there is no fuller one with room.
                     if used > 0 && used * 2 < spec.pieces {
                         let fuller = |used: &BTreeSet<u32>| {
@@ -167,16 +167,16 @@ mod tests {
                         };
                         prop_assert!(!model.values().any(fuller));
                     }
-                    prop_assert!(model.get_mut(&block.number()).expect("known").insert(index), "handed out twice");
+                    prop_assert!(model.get_mut(&block.get()).expect("known").insert(index), "handed out twice");
                     held.push((block, index));
                 } else if !held.is_empty() {
                     let (block, index) = held.swap_remove(op as usize % held.len());
-                    let used = model.get_mut(&block.number()).expect("known");
+                    let used = model.get_mut(&block.get()).expect("known");
                     used.remove(&index);
                     let empty = used.is_empty();
                     prop_assert_eq!(blocks.give(&words, spec, block, index, 10), empty);
                     if empty {
-                        model.remove(&block.number());
+                        model.remove(&block.get());
                     }
                 }
                 let usage = blocks.usage(spec);

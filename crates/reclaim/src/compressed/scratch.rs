@@ -114,7 +114,7 @@ impl<C: Compressor> Scratch<C> {
 
     fn push(&mut self, area: Mapped, compressor: &C) {
         let at = area.window.ptr;
-        let pfn = area.block.pfn().number();
+        let pfn = area.block.pfn().get();
         let _ = area.block.into_dirty().into_extent();
         // SAFETY: the window is the whole block, page-aligned, writable and this value's alone; `area_order` made it
         // large enough for the scratch and the output, whose bytes are set here so that they can be borrowed as bytes;
@@ -135,7 +135,7 @@ impl<C: Compressor> Scratch<C> {
 
     /// A number that no other store has while this one lives: the first frame of its table.
     pub(crate) fn identity(&self) -> u64 {
-        self.table.block.pfn().number()
+        self.table.block.pfn().get()
     }
 
     /// Calls `f` with the CPU's area, pinned. `None` if the CPU has none.

@@ -24,14 +24,14 @@ pub(crate) enum Place {
     Whole { frame: Pfn },
 }
 
-const _: () = assert!(Pfn::LIMIT.number() - 1 <= PFN_MASK);
+const _: () = assert!(Pfn::LIMIT.get() - 1 <= PFN_MASK);
 
 impl Place {
     pub(crate) const fn bits(self) -> u64 {
         match self {
             Place::Filled(word) => word as u64,
-            Place::Piece { block, index } => 1 << KIND_SHIFT | block.number() << PFN_SHIFT | index as u64,
-            Place::Whole { frame } => 2 << KIND_SHIFT | frame.number() << PFN_SHIFT,
+            Place::Piece { block, index } => 1 << KIND_SHIFT | block.get() << PFN_SHIFT | index as u64,
+            Place::Whole { frame } => 2 << KIND_SHIFT | frame.get() << PFN_SHIFT,
         }
     }
 
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn places_fit_and_come_back() {
-        for pfn in [0, 1, 0x0dea_dbee, Pfn::LIMIT.number() - 1].map(Pfn::new) {
+        for pfn in [0, 1, 0x0dea_dbee, Pfn::LIMIT.get() - 1].map(Pfn::new) {
             for place in [
                 Place::Filled(0),
                 Place::Filled(u32::MAX),

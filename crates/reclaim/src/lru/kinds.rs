@@ -176,7 +176,7 @@ mod tests {
         if batch.sourced && verdict == LruVerdict::Release {
             kinds.gone();
         }
-        (batch.sourced, batch.folios().iter().map(|folio| folio.pfn.number()).collect())
+        (batch.sourced, batch.folios().iter().map(|folio| folio.pfn.get()).collect())
     }
 
     #[test]

@@ -218,7 +218,7 @@ impl Lists {
                 let mut list = Vec::new();
                 let mut at = self.lists[label(age)].last();
                 while let Some(pfn) = at {
-                    list.push(pfn.number());
+                    list.push(pfn.get());
                     at = words.word(pfn, crate::words::PREV).checked_sub(1).map(Pfn::new);
                 }
                 assert_eq!(list.len() as u64, self.lists[label(age)].len());

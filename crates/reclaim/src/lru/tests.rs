@@ -151,7 +151,7 @@ proptest! {
                     let most = [1, 3, 600, u64::MAX][usize::from(pick) % 4];
                     // Every so manieth cannot be held.
                     let refuse = u64::from(pick >> 2) % 5;
-                    let hold = |pfn: Pfn| refuse == 0 || !pfn.number().is_multiple_of(refuse + 1);
+                    let hold = |pfn: Pfn| refuse == 0 || !pfn.get().is_multiple_of(refuse + 1);
                     let mut batch = Batch::new();
                     lists.isolate(&words, source, most, &mut batch, hold);
                     if source == LruEnd::Oldest {
@@ -175,7 +175,7 @@ proptest! {
                             model.lists[from].push(entry);
                         }
                     }
-                    let isolated: Vec<u64> = batch.folios().iter().map(|folio| folio.pfn.number()).collect();
+                    let isolated: Vec<u64> = batch.folios().iter().map(|folio| folio.pfn.get()).collect();
                     prop_assert_eq!(isolated, taken.iter().map(|entry| entry.pfn).collect::<Vec<_>>());
                     prop_assert_eq!(lists.stats().isolated, pages);
                     prop_assert_eq!((batch.pages(), batch.refused), (pages, refused));
@@ -217,7 +217,7 @@ fn used_folios_outlive_idle_ones() {
         let words = <Map>::default();
         let mut lists = Lists::new(policy);
         (1..=64).for_each(|pfn| lists.insert(&words, Pfn::new(pfn), Order::ZERO));
-        let hot = |pfn: Pfn| pfn.number().is_multiple_of(4);
+        let hot = |pfn: Pfn| pfn.get().is_multiple_of(4);
         let mut evicted = Vec::new();
         while evicted.len() < 48 {
             let mut batch = Batch::new();
@@ -250,7 +250,7 @@ fn folios_that_cannot_be_held_are_passed_over_bit_by_bit() {
             let before = seen;
             lists.isolate(&words, LruEnd::Oldest, u64::MAX, &mut batch, |pfn| {
                 seen += 1;
-                assert_eq!(pfn.number(), seen, "each once a round");
+                assert_eq!(pfn.get(), seen, "each once a round");
                 false
             });
             assert!(batch.is_empty() && batch.refused == seen - before);
@@ -273,7 +273,7 @@ fn a_batch_has_room_for_so_many() {
         batch.push(folio(pfn));
         assert!(!batch.is_empty());
     }
-    let heads: Vec<u64> = batch.folios().iter().map(|folio| folio.pfn.number()).collect();
+    let heads: Vec<u64> = batch.folios().iter().map(|folio| folio.pfn.get()).collect();
     assert_eq!(heads, (0..BATCH as u64).collect::<Vec<_>>());
     assert_eq!(batch.pages(), BATCH as u64 * 512);
 }
@@ -289,7 +289,7 @@ fn what_could_not_go_comes_on_again() {
         lists.isolate(&words, LruEnd::Oldest, u64::MAX, &mut batch, |_| true);
         assert_eq!(batch.folios().len(), 4);
         for folio in batch.folios_mut() {
-            folio.verdict = match folio.pfn.number() {
+            folio.verdict = match folio.pfn.get() {
                 3 => LruVerdict::Rotate { mark: Mark::None },
                 _ => LruVerdict::Release,
             };
@@ -298,7 +298,7 @@ fn what_could_not_go_comes_on_again() {
         assert_eq!((lists.stats().released, lists.stats().rotated, lists.stats().folios), (3, 1, 1));
         for folio in batch.folios_mut() {
             // It could not be written; the last one was not tried.
-            if folio.pfn.number() != 4 {
+            if folio.pfn.get() != 4 {
                 folio.verdict = LruVerdict::Rotate { mark: Mark::Referenced };
             }
             lists.put_again(&words, folio);

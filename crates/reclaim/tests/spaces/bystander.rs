@@ -24,7 +24,7 @@ fn word(page: u64, word: u64, noise: bool) -> u64 {
 fn write<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, at: u64, noise: bool) -> Result<(), VmError> {
     rig.put(cx, space, at, word(at >> 12, 0, noise))?;
     let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(at)) else { panic!("mapped") };
-    let frame = hugemm_base::Pfn::new(leaf.frame.number() + ((at >> 12) & (leaf.size.pages() - 1)));
+    let frame = hugemm_base::Pfn::new(leaf.frame.get() + ((at >> 12) & (leaf.size.pages() - 1)));
     (1..512).for_each(|index| rig.device_store(frame, index * 8, word(at >> 12, index, noise)));
     Ok(())
 }

@@ -22,7 +22,7 @@ fn descriptors_of_given_pages_stay_the_kernels() {
         let other = take([(2, 1), (3, 0x5555), (4, 0)]);
         let other_head = other.pfn();
         // What the kernel notes there: a link, and some flags.
-        let given = take([(2, other_head.number() + 1), (3, 0), (4, 1 << 16)]);
+        let given = take([(2, other_head.get() + 1), (3, 0), (4, 1 << 16)]);
         let extent = Extent::block(given.pfn(), Order::ZERO);
         // SAFETY: the test's own, until the object is gone.
         let object = unsafe { rig.vm.create_given(cx, extent, PageSize::Size4K) }.expect("a page");
@@ -34,7 +34,7 @@ fn descriptors_of_given_pages_stay_the_kernels() {
         rig.get(cx, &space, AT).expect("mapped");
         rig.vm.advise(cx, &space, span(AT, 1 << 12), Advice::Cold).expect("an area");
         let word = |pfn: Pfn, word| frames.descriptor(pfn).expect("managed").load(word);
-        assert_eq!((word(given.pfn(), 2), word(given.pfn(), 4)), (other_head.number() + 1, 1 << 16), "the kernel's");
+        assert_eq!((word(given.pfn(), 2), word(given.pfn(), 4)), (other_head.get() + 1, 1 << 16), "the kernel's");
         assert_eq!(word(other_head, 3), 0x5555, "another's");
         rig.end(cx, space);
         rig.vm.close(cx, object).expect("its own");

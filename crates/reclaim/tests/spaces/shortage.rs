@@ -332,8 +332,8 @@ fn pages_without_an_lru_are_on_none() {
     with_cpu(Size { nodes: 2, ..SIZE }, 16, |rig, cx| {
         let frames = rig.vm.frames();
         let all = rig.mmu.host().frames();
-        let first = Pfn::new(all.base().number() + all.pages() / 2 - 1);
-        let next = Pfn::new(first.number() + 1);
+        let first = Pfn::new(all.base().get() + all.pages() / 2 - 1);
+        let next = Pfn::new(first.get() + 1);
         assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId(1))]);
         let nowhere =
             [ArenaSpec { extent: Extent::block(Pfn::new(1 << 30), Order::ZERO), node: NODE, descriptors: None }];
@@ -355,7 +355,7 @@ fn pages_without_an_lru_are_on_none() {
                 let mut page = unsafe { Frozen::assume_owned(pfn, Order::ZERO, Mobility::Movable) };
                 let descriptor = frames.descriptor_mut(&mut page).expect("managed");
                 // As a folio's on a list between others.
-                for (word, value) in [(2, victim.pfn().number() + 1), (3, victim.pfn().number() + 1), (4, 1 << 16)] {
+                for (word, value) in [(2, victim.pfn().get() + 1), (3, victim.pfn().get() + 1), (4, 1 << 16)] {
                     descriptor.store(word, value);
                 }
                 let extent = page.extent();

@@ -38,7 +38,7 @@ fn a_page_with_a_poisoned_frame_stays() {
         with_cpu(SIZE, 7, |rig, cx| {
             let space = filled(rig, cx, page, 2);
             let Lookup::Mapped(before) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
-            let last = Pfn::new(before.frame.number() + page.pages() - 1);
+            let last = Pfn::new(before.frame.get() + page.pages() - 1);
             assert_eq!(rig.vm.frames().hwpoison(cx, last), HwPoisoned::InUse);
             (0..4).for_each(|_| _ = rig.evict_all(cx));
             rig.vm.pager().compact(&rig.vm, cx, NODE);

@@ -44,7 +44,7 @@ impl Bytes {
     /// The bytes of a page that the caller owns.
     #[allow(clippy::mut_from_ref, reason = "owned through the handle")]
     pub fn page<'a>(&'a self, block: &'a mut Frozen) -> &'a mut PageBytes {
-        let index = block.pfn().number() - Self::BASE;
+        let index = block.pfn().get() - Self::BASE;
         // SAFETY: inside the memory, and the block's owner is borrowed exclusively.
         unsafe { &mut *self.bytes.ptr().add((index * PAGE_BYTES) as usize).cast() }
     }
@@ -62,7 +62,7 @@ unsafe impl PhysMap for Bytes {
             return None;
         }
         self.open.fetch_add(1, Ordering::SeqCst);
-        let index = extent.base().number() - Self::BASE;
+        let index = extent.base().get() - Self::BASE;
         // SAFETY: inside the memory.
         let ptr = unsafe { self.bytes.ptr().add((index * PAGE_BYTES) as usize) };
         // Scratch areas need one window for all of a block, which the store asks for as a whole; pieces can do without.

@@ -21,7 +21,7 @@ fn a_copy_ends_where_it_is_touched() {
             rig.store(cx, &space, AT, 1).expect("a page");
             let child = rig.vm.fork(cx, &space).expect("forked");
             let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
-            let frame = hugemm_base::Pfn::new(leaf.frame.number() + bad);
+            let frame = hugemm_base::Pfn::new(leaf.frame.get() + bad);
             let _ = rig.vm.frames().hwpoison(cx, frame);
             let before = cx.platform().counters().reschedules.get();
             let stored = rig.store(cx, &space, AT + (touched << 12), 2);

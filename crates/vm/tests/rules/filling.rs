@@ -305,7 +305,7 @@ fn frames_lie_as_addresses_do() {
         for page in 200..2048 {
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12)));
             let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
-            assert!(page < 512 || leaf.frame.number() % 512 == page % 512, "page {page}");
+            assert!(page < 512 || leaf.frame.get() % 512 == page % 512, "page {page}");
             assert_eq!(rig.vm.owner(leaf.frame), Some(Owner { object: area.object, offset: page }));
         }
         rig.vm.destroy(cx, space).expect("destroyed");

@@ -31,7 +31,7 @@ fn a_page_of_the_kernels_is_shown_and_stays_the_kernels() {
             Lookup::Mapped(leaf) => leaf.frame,
             other => panic!("{other:?}"),
         };
-        assert_eq!(leaf(rig.vm.lookup(cx, &parent, VirtAddr::new(AT + 0x1008))), Pfn::new(first.number() + 2));
+        assert_eq!(leaf(rig.vm.lookup(cx, &parent, VirtAddr::new(AT + 0x1008))), Pfn::new(first.get() + 2));
         let usage = rig.vm.usage(cx, &parent, span(AT, 3 << 12)).expect("counted");
         assert_eq!(usage, Usage { given: 1, ..Usage::default() });
         let mut bytes = [0; 8];
@@ -52,7 +52,7 @@ fn a_page_of_the_kernels_is_shown_and_stays_the_kernels() {
         rig.end(cx, parent);
         rig.vm.trim(cx);
         assert_eq!(rig.used(cx), used, "they are in use as before, and nothing else is");
-        let references = (0..4).map(|page| rig.vm.frames().references(Pfn::new(first.number() + page)));
+        let references = (0..4).map(|page| rig.vm.frames().references(Pfn::new(first.get() + page)));
         assert!(references.eq([1; 4]), "the kernel's");
         assert_eq!(rig.vm.frames().free_range(cx, pages).freed, 4);
     });
@@ -74,7 +74,7 @@ fn device_memory_is_mapped_with_its_attributes() {
             let at = VirtAddr::new(area + 0x3000);
             rig.vm.fault(cx, &space, at, hugemm_vm::Access::Write).expect("there");
             let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, at) else { panic!("mapped") };
-            assert_eq!((leaf.frame.number(), leaf.size), ((1 << 24) + frame, PageSize::Size2M));
+            assert_eq!((leaf.frame.get(), leaf.size), ((1 << 24) + frame, PageSize::Size2M));
             assert_eq!(leaf.flags & Flags::UNCACHED, flags);
             let read = rig.vm.read(cx, &space, at, &mut [0; 16]);
             assert_eq!(read.map_err(|error| error.cause), Err(VmError::Unreachable));

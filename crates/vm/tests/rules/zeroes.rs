@@ -283,7 +283,7 @@ fn bad<F: PageFormat>(size: PageSize) {
             rig.enter(cx, &space);
             (0..2).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(0)));
             let zeroes = rig.leaf(cx, &space, AT).frame;
-            rig.vm.frames().hwpoison(cx, Pfn::new(zeroes.number() + size.pages() / 2));
+            rig.vm.frames().hwpoison(cx, Pfn::new(zeroes.get() + size.pages() / 2));
             let mut bytes = vec![1; size.bytes() as usize];
             // What is not there yet, and what a fault or a read from outside meets.
             assert_eq!(rig.vm.read(cx, &space, VirtAddr::new(at(2)), &mut bytes), Ok(()));

@@ -180,5 +180,5 @@ impl Oracle {
 }
 
 fn frames(extent: Extent) -> impl Iterator<Item = Pfn> {
-    (extent.base().number()..extent.end().number()).map(Pfn::new)
+    (extent.base().get()..extent.end().get()).map(Pfn::new)
 }

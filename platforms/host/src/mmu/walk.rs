@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The frame of an address in the block that a leaf of `level` maps from `frame` on.
 fn within(frame: Pfn, at: VirtAddr, level: u32) -> Pfn {
     let pages = reach(level) >> PAGE_SHIFT;
-    Pfn::new(frame.number() & !(pages - 1) | at.get() >> PAGE_SHIFT & (pages - 1))
+    Pfn::new(frame.get() & !(pages - 1) | at.get() >> PAGE_SHIFT & (pages - 1))
 }
 
 impl Mmu<'_, '_> {
@@ -198,7 +198,7 @@ impl Mmu<'_, '_> {
                     level,
                     bytes,
                     folded,
-                    frame: Pfn::new(below.number() & !((bytes >> PAGE_SHIFT) - 1)),
+                    frame: Pfn::new(below.get() & !((bytes >> PAGE_SHIFT) - 1)),
                     writable,
                     dirty: walks.is_dirty(value),
                     seen,

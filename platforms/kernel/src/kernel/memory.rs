@@ -108,10 +108,10 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: Memor
     let mut mapped = 0;
     for piece in arenas(map) {
         mapped = tables::map_descriptors(&mut free, piece, mapped);
-        let first = layout::DESCRIPTORS + piece.base().number() * layout::DESCRIPTOR_BYTES;
+        let first = layout::DESCRIPTORS + piece.base().get() * layout::DESCRIPTOR_BYTES;
         specs[count] = ArenaSpec { extent: piece, node: NodeId(0), descriptors: NonNull::new(first as *mut _) };
         count += 1;
-        END.store(piece.end().number(), Ordering::Relaxed);
+        END.store(piece.end().get(), Ordering::Relaxed);
     }
     let config = FramesConfig::new(&specs[..count], cpus);
     let need = KernelFrames::required_bytes(&config).unwrap_or_else(|error| panic!("{error}"));

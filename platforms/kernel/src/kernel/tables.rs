@@ -133,8 +133,8 @@ pub(crate) fn build(machine: &mut Machine) {
 pub(crate) fn map_descriptors(free: &mut MemoryMap, arena: Extent, from: u64) -> u64 {
     let huge = PageSize::Size2M;
     let at = |frame: u64| layout::DESCRIPTORS + frame * layout::DESCRIPTOR_BYTES;
-    let start = (at(arena.base().number()) & !(huge.bytes() - 1)).max(from);
-    let end = at(arena.end().number()).next_multiple_of(huge.bytes());
+    let start = (at(arena.base().get()) & !(huge.bytes() - 1)).max(from);
+    let end = at(arena.end().get()).next_multiple_of(huge.bytes());
     let mut address = start;
     while address < end {
         let block = free.take(huge.pages(), huge.order()).unwrap_or_else(|error| panic!("{error}"));

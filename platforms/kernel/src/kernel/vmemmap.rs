@@ -65,8 +65,8 @@ fn blocks(areas: &[PoolArena]) -> impl Iterator<Item = VirtAddr> {
     let at = |frame: u64| layout::DESCRIPTORS + frame * layout::DESCRIPTOR_BYTES;
     let mut from = 0;
     areas.iter().flat_map(move |area| {
-        let first = (at(area.extent().base().number()) & !(BLOCK.bytes() - 1)).max(from);
-        let end = at(area.extent().end().number());
+        let first = (at(area.extent().base().get()) & !(BLOCK.bytes() - 1)).max(from);
+        let end = at(area.extent().end().get());
         from = end.next_multiple_of(BLOCK.bytes()).max(from);
         (first..end).step_by(BLOCK.bytes() as usize).map(VirtAddr::new)
     })
@@ -83,7 +83,7 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>, memory: &MemoryMap) {
     let map = unsafe { KernelMap::new(tables::kernel().root(), &KERNEL, kernel_half(), shootdown(), policy) };
     let (mut areas, mut count) = ([PoolArena::new(Extent::default(), NodeId(0)); MOST], 0);
     for arena in memory::arenas(memory) {
-        let first = layout::DESCRIPTORS + arena.base().number() * layout::DESCRIPTOR_BYTES;
+        let first = layout::DESCRIPTORS + arena.base().get() * layout::DESCRIPTOR_BYTES;
         // SAFETY: the allocator's descriptors of its arenas are there, in the kernel's half.
         areas[count] = unsafe { PoolArena::new(arena, NodeId(0)).with_descriptors(VirtAddr::new(first)) };
         count += 1;

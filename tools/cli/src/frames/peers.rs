@@ -34,7 +34,7 @@ pub struct Managed<T> {
 impl<T: Peer> Managed<T> {
     /// One that manages as many frames as `area`, all free.
     pub fn new(area: Extent) -> Result<Self> {
-        Ok(Managed { peer: T::new(area.pages())?, base: area.base().number() })
+        Ok(Managed { peer: T::new(area.pages())?, base: area.base().get() })
     }
 }
 
@@ -64,12 +64,12 @@ impl<P: Cpu, T: Peer> Source<P> for Managed<T> {
 
     #[inline]
     fn free_page(&self, _cx: &CpuCx<'_, P>, page: Pfn) {
-        self.peer.free(page.number() - self.base, Order::ZERO);
+        self.peer.free(page.get() - self.base, Order::ZERO);
     }
 
     #[inline]
     fn free_pages(&self, _cx: &mut CpuCx<'_, P>, pages: Extent) {
-        self.peer.free_range(pages.base().number() - self.base, pages.pages());
+        self.peer.free_range(pages.base().get() - self.base, pages.pages());
     }
 }
 

@@ -55,7 +55,7 @@ impl<'s> Slots<'s> {
     #[inline]
     fn put(&mut self, slot: u32, head: Pfn) {
         if let Some(word) = self.0.get_mut(slot as usize) {
-            *word = head.number();
+            *word = head.get();
         }
     }
 }
@@ -136,14 +136,14 @@ impl<P: Cpu, S: Source<P, Block = u64>> Target for Other<'_, '_, S, P> {
 
     #[inline]
     fn free(&mut self, head: Pfn, order: Order) -> Result<(), &'static str> {
-        self.0.free(self.1, head.number(), order);
+        self.0.free(self.1, head.get(), order);
         Ok(())
     }
 
     #[inline]
     fn split(&mut self, head: Pfn, pieces: u32, to: Order) -> Result<(), &'static str> {
         let from = Order::new(to.get() + pieces.ilog2()).map_err(|_| INDIVISIBLE)?;
-        self.0.divide(head.number(), from).map(|_| ()).map_err(|_| INDIVISIBLE)
+        self.0.divide(head.get(), from).map(|_| ()).map_err(|_| INDIVISIBLE)
     }
 }
 
@@ -183,7 +183,7 @@ pub fn run(target: &mut impl Target, ops: &[Op], slots: &mut Slots<'_>) -> Repla
             Op::Split { slot, pieces, to, first } => slots.take(slot).map(|head| {
                 target.split(head, pieces, to)?;
                 for index in 0..pieces {
-                    slots.put(first + index, Pfn::new(head.number() + (u64::from(index) << to.get())));
+                    slots.put(first + index, Pfn::new(head.get() + (u64::from(index) << to.get())));
                 }
                 Ok(())
             }),

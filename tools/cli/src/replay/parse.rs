@@ -193,7 +193,7 @@ fn pfn(fields: &str, order: Order) -> Result<Option<u64>, String> {
         None => Err(format!("expected a frame number after 'pfn=', not '{value}'")),
         Some(u64::MAX) => Ok(None),
         Some(0) if field(fields, "page").map_or(true, null) => Ok(None),
-        Some(number) if number >= Pfn::LIMIT.number() => {
+        Some(number) if number >= Pfn::LIMIT.get() => {
             Err(format!("expected a frame number that fits a physical address, not {value}"))
         }
         Some(number) if !number.is_multiple_of(order.pages()) => {

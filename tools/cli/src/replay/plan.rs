@@ -221,7 +221,7 @@ impl Planner {
     fn adopt(&mut self, cpu: u32, gap: Extent) -> Result<(), String> {
         for (head, order) in gap.chunks(Order::MAX) {
             let slot = self.new_slots(1)?;
-            self.adopted.push((head.number(), slot, order));
+            self.adopted.push((head.get(), slot, order));
             self.push(cpu, Op::Free { slot, order });
         }
         self.plan.counts.adopted_pages += gap.pages();

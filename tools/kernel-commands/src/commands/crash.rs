@@ -24,7 +24,7 @@ pub fn run(cx: Cx<'_>, how: Crash) -> Result<(), Failure> {
             let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy::default()) };
             pool.resize(cx, &optimizer, 1, Nodes::All, &Never)?;
             if let Some((head, _)) = pool.pages().next() {
-                let tail = layout::DESCRIPTORS + (head.number() + 100) * layout::DESCRIPTOR_BYTES;
+                let tail = layout::DESCRIPTORS + (head.get() + 100) * layout::DESCRIPTOR_BYTES;
                 // SAFETY: none is needed: the store faults, which is what is asked for.
                 unsafe { (tail as *mut u64).write_volatile(1) };
             }

@@ -17,7 +17,7 @@ const PIN_EACH: u64 = 16;
 /// What a process knows: what it wrote last into each page that it shares, and of its own; a child's.
 #[derive(Debug)]
 pub struct Part<'b, 'v> {
-    /// As [`Process::number`].
+    /// As `Guest::number`.
     pub number: u32,
     /// Of the shared region.
     pub shared: &'b mut [u32],

@@ -143,7 +143,7 @@ fn give<P: Cpu + Clock, S: Source<P>>(cx: &mut CpuCx<'_, P>, source: &S, held: &
             match way {
                 FreeMethod::Range => source.free_pages(cx, *extent),
                 FreeMethod::EachPage => {
-                    for page in extent.base().number()..extent.end().number() {
+                    for page in extent.base().get()..extent.end().get() {
                         source.free_page(cx, Pfn::new(page));
                     }
                 }

@@ -78,7 +78,7 @@ impl<'a> Ownership<'a> {
 
     /// The last frames of the area, from `first` on, come and go.
     pub fn with_plugged(self, first: Pfn) -> Self {
-        let stays = self.area.slice(0, first.number().saturating_sub(self.area.base().number()));
+        let stays = self.area.slice(0, first.get().saturating_sub(self.area.base().get()));
         Ownership { stays, ..self }
     }
 
@@ -93,7 +93,7 @@ impl<'a> Ownership<'a> {
         if self.poisoned() == self.poisoned.len() {
             return false;
         }
-        let some = self.stays.end().number() - 1 - random.below((self.stays.pages() / 4).max(1));
+        let some = self.stays.end().get() - 1 - random.below((self.stays.pages() / 4).max(1));
         let mut frame = Pfn::new(some);
         if random.below(2) == 0
             && let Ok(page) = frames.alloc(cx, AllocRequest::order(Order::ZERO))
@@ -112,7 +112,7 @@ impl<'a> Ownership<'a> {
     pub fn note_poison(&self, frame: Pfn) -> bool {
         // Release pairs with the Acquire in `poisoned`: whoever sees the frame here allocates after it was poisoned.
         let note = |place: &&AtomicU64| {
-            place.compare_exchange(0, frame.number() + 1, Ordering::Release, Ordering::Relaxed).is_ok()
+            place.compare_exchange(0, frame.get() + 1, Ordering::Release, Ordering::Relaxed).is_ok()
         };
         self.poisoned.iter().find(note).is_some()
     }
@@ -134,8 +134,8 @@ impl<'a> Ownership<'a> {
 
     /// The words and masks of an extent.
     fn masks(&self, extent: Extent) -> impl Iterator<Item = (u64, &'a AtomicU64, u64)> {
-        let base = self.area.base().number();
-        let (mut at, end) = (extent.base().number() - base, extent.end().number() - base);
+        let base = self.area.base().get();
+        let (mut at, end) = (extent.base().get() - base, extent.end().get() - base);
         let words = self.words;
         core::iter::from_fn(move || {
             if at >= end {
@@ -157,7 +157,7 @@ impl<'a> Ownership<'a> {
             // Relaxed: each bit is a question of its own; the allocator orders its owners.
             let before = word.fetch_or(mask, Ordering::Relaxed) & mask;
             if before != 0 {
-                let frame = self.area.base().number() + first + u64::from(before.trailing_zeros());
+                let frame = self.area.base().get() + first + u64::from(before.trailing_zeros());
                 return Err(Broken::Twice { frame: Pfn::new(frame), order });
             }
         }
@@ -204,8 +204,7 @@ pub fn run<P: Cpu, E: Env>(
             let order = Order::new(random.below(u64::from(LARGEST) + 1) as u32).unwrap_or(Order::ZERO);
             let poisoned = ownership.poisoned();
             let area = ownership.area;
-            let limit =
-                (random.below(4) == 0).then(|| Pfn::new(area.end().number() - random.below(area.pages().max(1))));
+            let limit = (random.below(4) == 0).then(|| Pfn::new(area.end().get() - random.below(area.pages().max(1))));
             let request = AllocRequest::order(order);
             let block = match limit {
                 Some(limit) => frames.alloc_below(cx, limit, request),
@@ -222,7 +221,7 @@ pub fn run<P: Cpu, E: Env>(
                     ownership.check_sound(extent, poisoned)?;
                     ownership.take(extent, order)?;
                     done.taken[order.get() as usize] += 1;
-                    *place = (head.number() + 1) << 8 | u64::from(order.get());
+                    *place = (head.get() + 1) << 8 | u64::from(order.get());
                 }
                 None => {
                     done.failed += 1;
@@ -254,8 +253,8 @@ pub fn claim<P: Cpu, E: Env>(
     random: &mut Random,
 ) -> Result<bool, Broken> {
     let size = Order::new(9).unwrap_or(Order::ZERO);
-    let first = ownership.stays.base().number().next_multiple_of(size.pages());
-    let count = ownership.stays.end().number().saturating_sub(first) / size.pages();
+    let first = ownership.stays.base().get().next_multiple_of(size.pages());
+    let count = ownership.stays.end().get().saturating_sub(first) / size.pages();
     let extent = Extent::block(Pfn::new(first + random.below(count.max(1)) * size.pages()), size);
     let poisoned = ownership.poisoned();
     let Ok(claimed) = frames.alloc_contig_range(cx, extent, &mut NoMigration) else { return Ok(false) };

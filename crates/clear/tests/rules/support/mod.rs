@@ -49,12 +49,12 @@ pub(crate) fn clearer(unit: u64) -> Clearer {
 
 /// The frames of a memory here, by page index.
 pub(crate) fn extent(from: u64, to: u64) -> Extent {
-    Extent::new(Pfn::new(BASE.number() + from), to - from).expect("in range")
+    Extent::new(Pfn::new(BASE.get() + from), to - from).expect("in range")
 }
 
 /// What a unit cleared, in page indices.
 pub(crate) fn span(unit: &Unit) -> (u64, u64) {
-    let from = unit.extent.base().number() - BASE.number();
+    let from = unit.extent.base().get() - BASE.get();
     (from, from + unit.extent.pages())
 }
 
@@ -273,7 +273,7 @@ impl Topology for Script {
 // SAFETY: the memory's windows are its frames' bytes, writable until closed; frames outside it are refused.
 unsafe impl PhysMap for Script {
     fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
-        let page = extent.base().number() - BASE.number();
+        let page = extent.base().get() - BASE.get();
         let reachable = self.reach.get().min(self.memory.pages()).saturating_sub(page);
         let pages = extent.pages().min(reachable).min(self.window.get());
         if pages == 0 {

@@ -31,13 +31,13 @@ struct Tlb {
 impl Tlb {
     fn remove(&mut self, page: u64) {
         if let Some(leaf) = self.entries.remove(&page) {
-            self.frames.remove(&(leaf.frame.number(), page));
+            self.frames.remove(&(leaf.frame.get(), page));
         }
     }
 
     fn insert(&mut self, page: u64, leaf: DescriptorLeaf) {
         self.entries.insert(page, leaf);
-        self.frames.insert((leaf.frame.number(), page));
+        self.frames.insert((leaf.frame.get(), page));
     }
 
     fn flush(&mut self, first: u64, last: u64) {
@@ -162,7 +162,7 @@ unsafe impl WalkCache for ModelTlbs {
     fn freed(&self, frames: Extent) {
         assert_eq!(self.helping.load(Ordering::SeqCst), 0, "{frames} are freed while a CPU helps");
         for (cpu, slot) in self.cpus.lock().unwrap().iter().enumerate() {
-            let (first, end) = (frames.base().number(), frames.end().number());
+            let (first, end) = (frames.base().get(), frames.end().get());
             let reached = slot.frames.range((first, 0)..(end, 0)).next().copied();
             assert_eq!(reached, None, "cpu {cpu} reaches a freed frame: (frame, address)");
         }
@@ -266,7 +266,7 @@ pub struct Machine<'m, I: Inject> {
 
 /// Where a frame's descriptor is.
 pub fn descriptor_of(frame: Pfn) -> VirtAddr {
-    VirtAddr::new(ORIGIN + frame.number() * 64)
+    VirtAddr::new(ORIGIN + frame.get() * 64)
 }
 
 pub fn extent(base: u64, pages: u64) -> Extent {
@@ -289,7 +289,7 @@ impl Others {
                 m.frames.free(&cx, block);
                 continue;
             }
-            let words = core::array::from_fn(|word| block.pfn().number() << 8 | word as u64 | 0xabcd << 48);
+            let words = core::array::from_fn(|word| block.pfn().get() << 8 | word as u64 | 0xabcd << 48);
             let descriptor = m.frames.descriptor_mut(&mut block).expect("managed");
             words.iter().enumerate().for_each(|(word, value)| descriptor.store(word, *value));
             held.push((block, words));
@@ -418,7 +418,7 @@ impl<I: Inject> Machine<'_, I> {
     /// From here on, writing to a shared tail page or table ends the process.
     pub fn guard_tails(&self) {
         for frame in self.optimizer.shared() {
-            let at = ((frame.number() - BASE) * PAGE_BYTES) as usize;
+            let at = ((frame.get() - BASE) * PAGE_BYTES) as usize;
             self.memory.forbid_writing(at..at + PAGE_BYTES as usize).expect("our memory");
         }
     }

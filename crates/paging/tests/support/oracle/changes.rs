@@ -120,7 +120,7 @@ impl<F: PageFormat> State<'_, F> {
     pub(super) fn access(&mut self, page: u64, write: bool) {
         let frame = access::<F, _>(self.heap, self.table.root(), at(page), write);
         let expected = self.pages.get(&page).filter(|(_, flags)| !write || flags.contains(Flags::WRITE));
-        assert_eq!(frame.map(Pfn::number), expected.map(|(frame, _)| *frame));
+        assert_eq!(frame.map(Pfn::get), expected.map(|(frame, _)| *frame));
         if frame.is_some() {
             let (first, pages) = self.leaf_pages(page);
             for (_, (_, flags)) in self.pages.range_mut(first..first + pages) {

@@ -194,7 +194,7 @@ impl<F: PageFormat> State<'_, F> {
 
 fn add(pages: &mut BTreeMap<u64, Page>, run: Run) {
     for i in 0..run.extent.pages() {
-        let before = pages.insert((run.at.get() >> 12) + i, (run.extent.base().number() + i, run.flags));
+        let before = pages.insert((run.at.get() >> 12) + i, (run.extent.base().get() + i, run.flags));
         assert!(before.is_none(), "shown twice");
     }
 }

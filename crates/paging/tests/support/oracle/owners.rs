@@ -23,7 +23,7 @@ impl<F: PageFormat> State<'_, F> {
         }
         let Lookup::Mapped(before) = self.table.shared(self.heap).lookup(at(page)) else { return };
         let mut guard = self.table.exclusive(self.heap);
-        let other = Pfn::new(before.frame.number() + 512);
+        let other = Pfn::new(before.frame.get() + 512);
         assert_eq!(
             guard.take_leaf(at(page), other, |_| Some(word)),
             Err(Lookup::Mapped(before)),
@@ -53,7 +53,7 @@ impl<F: PageFormat> State<'_, F> {
         self.away.remove(&first);
         match next {
             OwnerNext::Leaf(leaf) => {
-                let page = |i: u64| (first + i, (leaf.frame.number() + i, leaf.flags));
+                let page = |i: u64| (first + i, (leaf.frame.get() + i, leaf.flags));
                 self.pages.extend((0..leaf.size.pages()).map(page));
             }
             OwnerNext::Owner(word) => _ = self.away.insert(first, (word, leaf)),

@@ -88,7 +88,7 @@ impl<const AWAY: bool> Slots<AWAY> {
 
     /// Stores a page of a block.
     pub fn store(&self, cx: &Cx<'_, '_>, block: &Frozen, page: u64) -> u64 {
-        let frame = Pfn::new(block.pfn().number() + page);
+        let frame = Pfn::new(block.pfn().get() + page);
         // SAFETY: the caller's block, which nobody stores to.
         let content = Box::new(unsafe { bytes(cx.platform(), frame).read() });
         let mut state = self.state();
@@ -139,7 +139,7 @@ unsafe impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for S
         let state = self.state();
         let (content, _) = state.slots.get(&slot).ok_or(LostPage)?;
         // SAFETY: the caller's block.
-        unsafe { bytes(cx.platform(), Pfn::new(into.pfn().number() + page)).write(**content) };
+        unsafe { bytes(cx.platform(), Pfn::new(into.pfn().get() + page)).write(**content) };
         Ok(())
     }
 

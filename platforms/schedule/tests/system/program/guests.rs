@@ -74,7 +74,7 @@ fn translated<'h, F: PageFormat>(
         match world.vm.lookup(cx, &process.space, VirtAddr::new(page)) {
             Lookup::Mapped(leaf) if !store || leaf.flags.contains(Flags::WRITE) => {
                 point();
-                let first = Extent::block(leaf.frame, leaf.size.order()).base().number();
+                let first = Extent::block(leaf.frame, leaf.size.order()).base().get();
                 let frame = Pfn::new(first + (page >> 12) % leaf.size.pages());
                 if guest.following.is_unchanged(state) {
                     let writable = leaf.flags.contains(Flags::WRITE);

@@ -41,7 +41,7 @@ fn another_frame(cx: Cx<'_>, space: &BareSpace<'_>, first: Pfn) -> Result<(bool,
     let out_of_bounds = PagingError::OutOfBounds { at: AT };
     let page = VirtRange::new(AT, PAGE_BYTES).map_err(|_| out_of_bounds)?;
     let [old, new] = [(0, OLD), (1, NEW)].map(|(place, word)| {
-        let frame = Pfn::new(first.number() + place);
+        let frame = Pfn::new(first.get() + place);
         // SAFETY: a frame in the direct map that is the caller's alone.
         unsafe { layout::direct(frame.start().get()).cast::<u64>().write_volatile(word) };
         Extent::new(frame, 1).map_err(|_| out_of_bounds)

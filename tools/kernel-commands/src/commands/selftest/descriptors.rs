@@ -58,7 +58,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
 pub fn stamp(cx: Cx<'_>, cpu: u32, turn: u64, random: &mut Random) -> Result<(), Finding> {
     percpu::beat();
     let mut held: [Option<Frozen>; HELD] = [const { None }; HELD];
-    let value = |frame: &Frozen| frame.pfn().number() << 32 | u64::from(cpu) << 24 | turn & 0xff_ffff;
+    let value = |frame: &Frozen| frame.pfn().get() << 32 | u64::from(cpu) << 24 | turn & 0xff_ffff;
     for place in &mut held {
         let order = Order::new(2 * random.below(2) as u32).unwrap_or(Order::ZERO);
         *place = frames().alloc(cx, AllocRequest::order(order)).ok();
@@ -73,7 +73,7 @@ pub fn stamp(cx: Cx<'_>, cpu: u32, turn: u64, random: &mut Random) -> Result<(),
     for frame in held.into_iter().flatten() {
         let found = frames().descriptor(frame.pfn()).map(|descriptor| descriptor.load(WORD));
         if found != Some(value(&frame)) {
-            result = Err(overwritten(frame.pfn().number(), found.unwrap_or(0), cpu));
+            result = Err(overwritten(frame.pfn().get(), found.unwrap_or(0), cpu));
         }
         frames().free(cx, frame);
     }
@@ -83,7 +83,7 @@ pub fn stamp(cx: Cx<'_>, cpu: u32, turn: u64, random: &mut Random) -> Result<(),
 /// Divides a leaf of the descriptor area, and joins it again.
 fn divide_and_join(cx: Cx<'_>, random: &mut Random) -> Result<(), PagingError> {
     const LEAF: PageSize = PageSize::Size2M;
-    let leaves = memory::end().number() * layout::DESCRIPTOR_BYTES / LEAF.bytes();
+    let leaves = memory::end().get() * layout::DESCRIPTOR_BYTES / LEAF.bytes();
     let at = VirtAddr::new(layout::DESCRIPTORS + random.below(leaves.max(1)) * LEAF.bytes());
     let span = VirtRange::new(at, LEAF.bytes()).map_err(|_| PagingError::OutOfBounds { at })?;
     if !vmemmap::is_whole(at) {

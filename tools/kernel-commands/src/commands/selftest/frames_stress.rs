@@ -31,7 +31,7 @@ struct Page([u8; 4096]);
 
 /// The first frame beyond all there is.
 fn beyond() -> Pfn {
-    Pfn::new(memory::end().number().next_multiple_of(PageSize::Size2M.pages()))
+    Pfn::new(memory::end().get().next_multiple_of(PageSize::Size2M.pages()))
 }
 
 /// Memory that comes and goes in each round: pieces of 2 MiB beyond all there is, of which nothing but numbers is used.
@@ -42,13 +42,13 @@ pub fn pieces() -> Result<Pieces, Failure> {
 
 /// Room for the frames that go bad in all rounds.
 pub fn bad() -> Result<Vec<AtomicU64>, Failure> {
-    let most = (beyond().number() / FRAMES_PER_BAD).clamp(1, MOST_BAD);
+    let most = (beyond().get() / FRAMES_PER_BAD).clamp(1, MOST_BAD);
     vec_of(most as usize, || AtomicU64::new(0))
 }
 
 fn piece(number: u64) -> Result<Lock<SpinLock, Plugged>, Failure> {
     let pages = PageSize::Size2M.pages();
-    let extent = Extent::new(Pfn::new(beyond().number() + number * pages), pages).unwrap_or_default();
+    let extent = Extent::new(Pfn::new(beyond().get() + number * pages), pages).unwrap_or_default();
     // Some of it is the allocator's for good.
     let room = vec_of(Plugged::bytes::<KernelEnv>(extent).div_ceil(size_of::<Page>()), || Page([0; 4096]))?.leak();
     let room = NonNull::slice_from_raw_parts(NonNull::from(&mut *room).cast(), size_of_val(room));
@@ -69,7 +69,7 @@ pub fn round(
     pieces: &Pieces,
     bad: &[AtomicU64],
 ) -> Result<(), Failure> {
-    let wide = beyond().number() + PIECES as u64 * PageSize::Size2M.pages();
+    let wide = beyond().get() + PIECES as u64 * PageSize::Size2M.pages();
     let area = Extent::new(Pfn::new(0), wide).unwrap_or_default();
     let words = vec_of((area.pages() / 64) as usize, || AtomicU64::new(0))?;
     let exchange = vec_of(EXCHANGE, || AtomicU64::new(0))?;

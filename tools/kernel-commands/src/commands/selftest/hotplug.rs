@@ -52,7 +52,7 @@ fn leave(cx: Cx<'_>, phase: &AtomicU64) {
     let cached = frames().alloc(cx, AllocRequest::order(Order::ZERO)).map(|frame| {
         let pfn = frame.pfn();
         frames().free(cx, frame);
-        pfn.number()
+        pfn.get()
     });
     let cx = &*cx;
     cx.pinned(|_| {
@@ -91,7 +91,7 @@ fn beside(cx: Cx<'_>, leaver: CpuId, phase: &AtomicU64) -> Result<(), Finding> {
             "hotplug",
             format_args!(
                 "frame {:#x}, which cpu{} had cached when it went offline, is not free",
-                cached.number(),
+                cached.get(),
                 leaver.0
             ),
         )),

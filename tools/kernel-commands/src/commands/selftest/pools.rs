@@ -92,7 +92,7 @@ fn beside_walkers(
 fn look(random: &mut Random) {
     percpu::beat();
     for _ in 0..LOOKS {
-        let frame = Pfn::new(random.below(memory::end().number()));
+        let frame = Pfn::new(random.below(memory::end().get()));
         if let Some(descriptor) = frames().descriptor(frame) {
             black_box(descriptor.load(random.below(8) as usize));
             black_box(frames().head_of(frame));

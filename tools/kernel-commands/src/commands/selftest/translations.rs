@@ -142,7 +142,7 @@ impl List<'_> {
     }
 
     fn frames(&self) -> impl Iterator<Item = u64> {
-        self.runs[..self.count].iter().flat_map(|run| run.base().number()..run.end().number())
+        self.runs[..self.count].iter().flat_map(|run| run.base().get()..run.end().get())
     }
 
     /// Overwrites every frame.

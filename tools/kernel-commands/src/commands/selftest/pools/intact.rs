@@ -63,7 +63,7 @@ impl Intact {
             let block = frames().alloc(cx, AllocRequest::order(order))?;
             // Another one between this and the next.
             let gap = frames().alloc(cx, AllocRequest::order(order))?;
-            write(block.pfn().number(), ALL);
+            write(block.pfn().get(), ALL);
             others.push(block);
             frames().free(cx, gap);
         }
@@ -73,7 +73,7 @@ impl Intact {
 
     /// Looks at one of the others' descriptors, as `cpu`, at any time.
     pub fn look(&self, cpu: u32, random: &mut Random) -> Result<(), Finding> {
-        read(cpu, self.others[random.below(OTHERS as u64) as usize].pfn().number(), ALL)
+        read(cpu, self.others[random.below(OTHERS as u64) as usize].pfn().get(), ALL)
     }
 
     pub fn check<'m>(&mut self, cx: Cx<'_>, pools: [&Pool<'m>; 2]) -> Result<(), Failure> {
@@ -99,7 +99,7 @@ impl Intact {
             let free = self.free.iter().map(|block| (block.pfn(), block.extent().pages()));
             for (base, pages) in pages.chain(free) {
                 percpu::beat();
-                (base.number()..base.number() + pages).try_for_each(&mut *each)?;
+                (base.get()..base.get() + pages).try_for_each(&mut *each)?;
             }
             Ok::<_, Finding>(())
         };
@@ -110,7 +110,7 @@ impl Intact {
         let others = &self.others[..];
         // By every CPU: one that missed a flush finds something else.
         let found = on_all(cx, |_, cpu| {
-            others.iter().try_for_each(|block| read(cpu, block.pfn().number(), ALL))?;
+            others.iter().try_for_each(|block| read(cpu, block.pfn().get(), ALL))?;
             Ok(owned(&mut |frame| read(cpu, frame, ONE))?)
         });
         free_all(cx, self.free.drain(..));
