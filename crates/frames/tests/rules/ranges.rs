@@ -58,7 +58,7 @@ fn whole_words_that_begin_inside_one_are_freed_alone() {
     });
 }
 
-/// A reschedule point for so many folios.
+/// Folios by the GiB: one at a time is freed, and others get their turn.
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn folios_are_freed_with_a_reschedule_point_per_512_mib() {
