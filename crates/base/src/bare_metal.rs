@@ -15,12 +15,9 @@ use core::sync::atomic::{AtomicU32, Ordering};
 /// wants the register for itself, or preempts tasks, has a platform of its own ([`Cpu`]): some forty lines.
 ///
 /// ```
-/// use hugemm_base::{BareMetal, DirectMap, Extent, Pfn};
+/// use hugemm_base::{BareMetal, DirectMap, Extent, PhysAddr};
 ///
-/// const FIRST_4_GIB: Extent = match Extent::new(Pfn::new(0), 1 << 20) {
-///     Ok(ram) => ram,
-///     Err(_) => panic!("within the limit"),
-/// };
+/// const FIRST_4_GIB: Extent = Extent::within(PhysAddr::new(0), 4 << 30);
 /// // SAFETY: the boot tables map the first 4 GiB there, for good; nobody else is a platform of this machine.
 /// static MACHINE: BareMetal<8> = unsafe { BareMetal::new(DirectMap::new(FIRST_4_GIB, 0xffff_8000_0000_0000)) };
 /// ```

@@ -71,6 +71,14 @@ impl Extent {
         Extent::new(Pfn::containing(start), bytes >> PAGE_SHIFT)
     }
 
+    /// The whole frames of the `bytes` bytes from `start` on: what a loader's memory map calls RAM may begin and end anywhere. Empty if
+    /// there is none; cut off at the last physical address.
+    pub const fn within(start: PhysAddr, bytes: u64) -> Self {
+        let end = least(start.get().saturating_add(bytes) >> PAGE_SHIFT, Pfn::LIMIT.get());
+        let base = least(start.get().div_ceil(PAGE_BYTES), end);
+        Extent { base: Pfn(base), pages: end - base }
+    }
+
     /// The naturally aligned block of `order` that holds `frame`; the empty extent at [`Pfn::LIMIT`] if no such frame can
     /// exist. No block straddles the limit.
     pub const fn block(frame: Pfn, order: Order) -> Self {
@@ -141,6 +149,21 @@ impl Extent {
         let low = most(self.base.get(), other.base.get());
         let high = least(self.end().get(), other.end().get());
         Extent { base: Pfn(low), pages: high.saturating_sub(low) }
+    }
+
+    /// The frames below `other` and those above it, such as RAM without a kernel's image.
+    ///
+    /// ```
+    /// use hugemm_base::{Extent, Pfn, PhysAddr};
+    /// let ram = Extent::within(PhysAddr::new(0x10_0800), 0x10_0000); // begins and ends within frames
+    /// let (below, above) = ram.without(Extent::new(Pfn::new(0x100), 0x40)?);
+    /// assert_eq!((below.pages(), above), (0, Extent::new(Pfn::new(0x140), 0xc0)?));
+    /// # Ok::<(), hugemm_base::ExtentError>(())
+    /// ```
+    pub const fn without(self, other: Extent) -> (Extent, Extent) {
+        let (below, _) = self.split_at(other.base.get().saturating_sub(self.base.get()));
+        let (_, above) = self.split_at(other.end().get().saturating_sub(self.base.get()));
+        (below, above)
     }
 
     /// The two as one, if `next` begins where this ends.
@@ -316,6 +339,30 @@ mod tests {
             assert_eq!(Extent::from_bytes(PhysAddr::new(0), bytes), Err(ExtentError::Misaligned { value: bytes }));
         }
         assert_eq!(Extent::from_bytes(PhysAddr::new((1 << 52) - 0x1000), 0x2000), Err(ExtentError::Overflow));
+    }
+
+    #[test]
+    fn whole_frames_within_bytes() {
+        let within = |start, bytes| Extent::within(PhysAddr::new(start), bytes);
+        assert_eq!(within(0x5000, 0x3000), extent(5, 3));
+        assert_eq!(within(0x4001, 0x3fff), extent(5, 3));
+        assert_eq!(within(0x4001, 0x3ffe), extent(5, 2));
+        assert_eq!(within(0, 0x9fc00), extent(0, 0x9f));
+        assert!([(0, 4095), (1, 4096), (0x1fff, 2), (u64::MAX, 1)].into_iter().all(|(at, n)| within(at, n).is_empty()));
+        assert_eq!(within((1 << 52) - 0x1000, u64::MAX), extent((1 << 40) - 1, 1));
+    }
+
+    #[test]
+    fn an_extent_without_another() {
+        for other in [(0, 5), (0, 3), (8, 9), (9, 9), (0, 20), (5, 8), (6, 7), (5, 6), (7, 8), (4, 6), (7, 20), (6, 6)]
+        {
+            let (below, above) = extent(5, 3).without(extent(other.0, other.1 - other.0));
+            let left = |page: &u64| !(other.0..other.1).contains(page);
+            let found = |page: &u64| [below, above].iter().filter(|part| part.contains(Pfn::new(*page))).count() == 1;
+            assert!((5..8).all(|page| left(&page) == found(&page)), "{other:?}: {below}, {above}");
+            assert!((5..8).filter(left).count() as u64 == below.pages() + above.pages(), "{other:?}");
+            assert!(below.is_empty() || below.end() <= Pfn::new(other.0));
+        }
     }
 
     #[test]

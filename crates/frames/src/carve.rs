@@ -1,6 +1,8 @@
 //! A manager that lives in the memory it manages.
 
 use crate::arena::ArenaSpec;
+#[cfg(feature = "debug")]
+use crate::debug::{Finding, Record, Watch};
 use crate::frames::{Env, Frames};
 use crate::layout::{FramesConfig, FramesConfigError};
 use core::fmt;
@@ -11,10 +13,23 @@ use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, PAGE_BYTES, Ram};
 
 /// The surroundings of a manager made by [`Frames::carve`]: spin locks, no faults, and per-CPU caches for the CPUs of one
 /// platform. A task of another platform is served by the nodes, as a CPU without a cache is.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Carved {
     /// The address of the platform whose CPUs have the caches.
     platform: usize,
+    /// Over records in the manager's own memory: nobody has it but through the manager.
+    #[cfg(feature = "debug")]
+    watch: Option<Watch<'static>>,
+}
+
+impl Carved {
+    fn new<P: Cpu>(cx: &CpuCx<'_, P>) -> Self {
+        Carved {
+            platform: core::ptr::from_ref(cx.platform()).addr(),
+            #[cfg(feature = "debug")]
+            watch: None,
+        }
+    }
 }
 
 impl Inject for Carved {}
@@ -22,6 +37,11 @@ impl Inject for Carved {}
 // SAFETY: arithmetic within the array that the manager has placed for itself.
 unsafe impl Env for Carved {
     type Lock = SpinLock;
+
+    #[cfg(feature = "debug")]
+    fn watch(&self) -> Option<&Watch<'_>> {
+        self.watch.as_ref()
+    }
 
     #[inline]
     fn has_cache(&self, pin: CpuPin<'_>) -> bool {
@@ -134,8 +154,8 @@ impl<'m> Frames<'m, Carved> {
     /// Too little memory, or some that the platform does not map; `ram` comes back. If the platform unwinds, `ram` is lost:
     /// nobody has any of it. O(2 MiB blocks); any context but NMI.
     pub fn carve<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, ram: Ram) -> Result<Self, CarveError> {
-        match Self::carve_arenas(cx, &mut [arena(ram.extent())]) {
-            Ok(frames) => Ok(frames),
+        match Self::carve_arenas(cx, &mut [arena(ram.extent())], 0, |_| Carved::new(cx)) {
+            Ok((frames, _)) => Ok(frames),
             Err(reason) => Err(CarveError { ram, reason }),
         }
     }
@@ -168,41 +188,94 @@ impl<'m> Frames<'m, Carved> {
         cx: &CpuCx<'m, P>,
         map: impl IntoIterator<Item = Ram>,
     ) -> Result<Self, CarveReason> {
-        let (mut pieces, mut count) = ([arena(Extent::default()); MOST_PIECES], 0);
-        for piece in map.into_iter().map(|ram| ram.extent()).filter(|piece| !piece.is_empty()) {
-            // The first frame of all may be where no pointer leads.
-            let unreachable = piece.base().get() == 0 && cx.platform().open(piece, None).is_none();
-            let (_, piece) = piece.split_at(u64::from(unreachable));
-            if piece.is_empty() {
-                continue;
-            }
-            // Where it belongs, by frame number.
-            let at = pieces[..count].partition_point(|other| other.extent.base() < piece.base());
-            let before = at.checked_sub(1).and_then(|at| pieces[at].extent.join(piece));
-            let after = |piece: Extent| pieces[..count].get(at).and_then(|next| piece.join(next.extent));
-            match (before, after(before.unwrap_or(piece))) {
-                (Some(_), Some(all)) => {
-                    pieces[at - 1].extent = all;
-                    pieces.copy_within(at + 1..count, at);
-                    count -= 1;
-                }
-                (Some(joined), None) => pieces[at - 1].extent = joined,
-                (None, Some(joined)) => pieces[at].extent = joined,
-                (None, None) if count == MOST_PIECES => return Err(CarveReason::TooManyPieces),
-                (None, None) => {
-                    pieces.copy_within(at..count, at + 1);
-                    pieces[at].extent = piece;
-                    count += 1;
-                }
+        let mut pieces = [arena(Extent::default()); MOST_PIECES];
+        let count = sort(cx, map, &mut pieces)?;
+        Ok(Self::carve_arenas(cx, &mut pieces[..count], 0, |_| Carved::new(cx))?.0)
+    }
+
+    /// As [`carve_all`](Frames::carve_all), with the manager itself beside its metadata: there for good, before there is a heap, as
+    /// `GlobalHeap` wants it.
+    ///
+    /// # Errors
+    ///
+    /// As [`carve_all`](Frames::carve_all).
+    pub fn carve_in_place<P: Cpu + LinearMap>(
+        cx: &CpuCx<'m, P>,
+        map: impl IntoIterator<Item = Ram>,
+    ) -> Result<&'m Self, CarveReason> {
+        let mut pieces = [arena(Extent::default()); MOST_PIECES];
+        let count = sort(cx, map, &mut pieces)?;
+        Self::in_place(cx, &mut pieces[..count], 0, |_| Carved::new(cx))
+    }
+
+    /// The same with a [`Watch`] over all of its memory, which tells `report` what it finds. The records, 24 bytes for each frame from the first
+    /// to the last and for those between pieces, are with the metadata.
+    ///
+    /// # Errors
+    ///
+    /// As [`carve_all`](Frames::carve_all); all pieces have to be mapped at one distance.
+    #[cfg(feature = "debug")]
+    pub fn carve_watched<P: Cpu + LinearMap>(
+        cx: &CpuCx<'m, P>,
+        map: impl IntoIterator<Item = Ram>,
+        report: fn(&Finding),
+    ) -> Result<&'m Self, CarveReason> {
+        let mut pieces = [arena(Extent::default()); MOST_PIECES];
+        let count = sort(cx, map, &mut pieces)?;
+        let pieces = &mut pieces[..count];
+        let (Some(first), Some(last)) = (pieces.first().map(|piece| piece.extent), pieces.last()) else {
+            return Err(CarveReason::Size(FramesConfigError::Empty));
+        };
+        let records = (last.extent.end().get() - first.base().get()) as usize;
+        let distance = |extent: Extent| {
+            let window = cx.platform().open(extent, None).filter(|window| window.pages == extent.pages());
+            let window = window.ok_or(CarveReason::NotMapped(extent))?;
+            Ok(window.ptr.expose_provenance().wrapping_sub(extent.start().get() as usize))
+        };
+        let offset = distance(first)?;
+        for piece in &*pieces {
+            if distance(piece.extent)? != offset {
+                return Err(CarveReason::NotMapped(piece.extent));
             }
         }
-        Self::carve_arenas(cx, &mut pieces[..count])
+        Self::in_place(cx, pieces, records * size_of::<Record>(), |place| {
+            let place: *mut Record = place.cast();
+            // SAFETY: `records` of them have room there, aligned, for as long as there is a manager; each is written before the slice exists,
+            // and each frame is mapped at `offset`.
+            let watch = unsafe {
+                (0..records).for_each(|index| place.add(index).write(Record::default()));
+                Watch::new(first.base(), core::slice::from_raw_parts(place, records), offset, report)
+            };
+            Carved { watch: Some(watch), ..Carved::new(cx) }
+        })
+    }
+
+    /// A manager with `room` bytes, in front of itself, behind the metadata.
+    fn in_place<P: Cpu + LinearMap>(
+        cx: &CpuCx<'m, P>,
+        arenas: &mut [ArenaSpec],
+        room: usize,
+        env: impl FnOnce(*mut u8) -> Carved,
+    ) -> Result<&'m Self, CarveReason> {
+        let (frames, place) = Self::carve_arenas(cx, arenas, room + size_of::<Self>(), env)?;
+        let place: *mut Self = place.wrapping_add(room).cast();
+        // SAFETY: as many bytes of the metadata's frames as it has, at the end of them, where it is aligned; nobody else has them, and they
+        // are mapped for `'m`.
+        unsafe {
+            place.write(frames);
+            Ok(&*place)
+        }
     }
 
     /// For the owner of the arenas' frames, who has nothing to do with them any more if this succeeds. The metadata is taken from the
-    /// end of the largest.
-    fn carve_arenas<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, arenas: &mut [ArenaSpec]) -> Result<Self, CarveReason> {
-        let metadata = set_aside(arenas, cx.platform().cpus()).map_err(CarveReason::Size)?;
+    /// end of the largest, and at the end of its frames, after it, `room` bytes are left; where, `env` is told.
+    fn carve_arenas<P: Cpu + LinearMap>(
+        cx: &CpuCx<'m, P>,
+        arenas: &mut [ArenaSpec],
+        room: usize,
+        env: impl FnOnce(*mut u8) -> Carved,
+    ) -> Result<(Self, *mut u8), CarveReason> {
+        let metadata = set_aside(arenas, cx.platform().cpus(), room).map_err(CarveReason::Size)?;
         let window = cx.platform().open(metadata, None).filter(|window| window.pages >= metadata.pages());
         let window = window.ok_or(CarveReason::NotMapped(metadata))?;
         for arena in &*arenas {
@@ -213,16 +286,17 @@ impl<'m> Frames<'m, Carved> {
             }
         }
         let config = FramesConfig::new(arenas, cx.platform().cpus());
-        let env = Carved { platform: core::ptr::from_ref(cx.platform()).addr() };
+        let bytes = metadata.bytes() as usize - room;
+        let place = window.ptr.wrapping_add(bytes);
         // SAFETY: the metadata's frames are the caller's, who gives them up, and mapped for `'m`: the platform is borrowed for
         // as long. That no other manager knows frames of `Ram` is what it stands for. Contexts of other platforms find no cache.
-        let frames = unsafe { Self::new(&config, env, window.ptr, metadata.bytes() as usize) };
+        let frames = unsafe { Self::new(&config, env(place), window.ptr, bytes) };
         let frames = frames.map_err(CarveReason::Size)?;
         for arena in &*arenas {
             // SAFETY: the same owner's; released once, to the only manager that knows them.
             unsafe { frames.release_extent(cx, arena.extent) };
         }
-        Ok(frames)
+        Ok((frames, place))
     }
 }
 
@@ -231,17 +305,54 @@ fn arena(extent: Extent) -> ArenaSpec {
     ArenaSpec { extent, node: NodeId(0), descriptors: None }
 }
 
-/// Takes the frames that hold the metadata from the end of the largest arena.
-fn set_aside(arenas: &mut [ArenaSpec], cpus: u32) -> Result<Extent, FramesConfigError> {
+/// Makes `pieces` those of a memory map, in ascending order, those that adjoin as one: how many they are.
+fn sort<P: Cpu + LinearMap>(
+    cx: &CpuCx<'_, P>,
+    map: impl IntoIterator<Item = Ram>,
+    pieces: &mut [ArenaSpec; MOST_PIECES],
+) -> Result<usize, CarveReason> {
+    let mut count = 0;
+    for piece in map.into_iter().map(|ram| ram.extent()).filter(|piece| !piece.is_empty()) {
+        // The first frame of all may be where no pointer leads.
+        let unreachable = piece.base().get() == 0 && cx.platform().open(piece, None).is_none();
+        let (_, piece) = piece.split_at(u64::from(unreachable));
+        if piece.is_empty() {
+            continue;
+        }
+        // Where it belongs, by frame number.
+        let at = pieces[..count].partition_point(|other| other.extent.base() < piece.base());
+        let before = at.checked_sub(1).and_then(|at| pieces[at].extent.join(piece));
+        let after = |piece: Extent| pieces[..count].get(at).and_then(|next| piece.join(next.extent));
+        match (before, after(before.unwrap_or(piece))) {
+            (Some(_), Some(all)) => {
+                pieces[at - 1].extent = all;
+                pieces.copy_within(at + 1..count, at);
+                count -= 1;
+            }
+            (Some(joined), None) => pieces[at - 1].extent = joined,
+            (None, Some(joined)) => pieces[at].extent = joined,
+            (None, None) if count == MOST_PIECES => return Err(CarveReason::TooManyPieces),
+            (None, None) => {
+                pieces.copy_within(at..count, at + 1);
+                pieces[at].extent = piece;
+                count += 1;
+            }
+        }
+    }
+    Ok(count)
+}
+
+/// Takes the frames that hold the metadata, and `room` bytes, from the end of the largest arena.
+fn set_aside(arenas: &mut [ArenaSpec], cpus: u32, room: usize) -> Result<Extent, FramesConfigError> {
     let largest = (0..arenas.len()).max_by_key(|at| arenas[*at].extent.pages()).ok_or(FramesConfigError::Empty)?;
     let whole = arenas[largest].extent;
     // How many frames the metadata needs if `given` are set aside.
     let mut need = |given: u64| {
         (arenas[largest].extent, _) = whole.split_at(whole.pages().saturating_sub(given));
         let layout = Frames::<Carved>::required_bytes(&FramesConfig::new(arenas, cpus))?;
-        let pages = (layout.size() as u64).div_ceil(PAGE_BYTES);
+        let pages = (layout.size() as u64 + room as u64).div_ceil(PAGE_BYTES);
         if pages >= whole.pages() {
-            return Err(FramesConfigError::Memory { bytes: layout.size(), align: layout.align() });
+            return Err(FramesConfigError::Memory { bytes: layout.size() + room, align: layout.align() });
         }
         Ok(pages)
     };

@@ -170,11 +170,12 @@ impl<'m> Watch<'m> {
         for (frame, record) in self.frames(extent) {
             if record.state.load(Ordering::Relaxed) & 3 == FILLED {
                 // SAFETY: mapped by the promise made to `new`; the frame is the caller's.
-                let spoilt = (0..PAGE_BYTES / 8)
-                    .find(|index| unsafe { self.words(frame).add(*index as usize).read_volatile() != PATTERN });
-                if let Some(index) = spoilt {
+                let word = |index| unsafe { self.words(frame).add(index).read_volatile() };
+                let spoilt = (0..PAGE_BYTES as usize / 8).map(word).enumerate().find(|(_, word)| *word != PATTERN);
+                if let Some((index, word)) = spoilt {
+                    let byte = index as u64 * 8 + u64::from((word.to_le() ^ PATTERN.to_le()).trailing_zeros() / 8);
                     let holder = self.holder(frame, record);
-                    (self.report)(&Finding::UsedAfterFree { frame, byte: index * 8, holder });
+                    (self.report)(&Finding::UsedAfterFree { frame, byte, holder });
                 }
             }
             record.taken.store(core::ptr::from_ref(at).cast_mut(), Ordering::Relaxed);

@@ -3,7 +3,7 @@
 use core::arch::global_asm;
 use core::fmt;
 use core::ptr::with_exposed_provenance;
-use hugemm::base::{Extent, PAGE_BYTES, Pfn};
+use hugemm::base::{Extent, PhysAddr};
 use uart_16550::{Config, Uart16550, backend::PioBackend};
 use x86_64::instructions::{hlt, interrupts, port::Port};
 
@@ -99,31 +99,24 @@ unsafe extern "C" {
 }
 
 /// What the boot tables map, one to one.
-pub const FIRST_4_GIB: Extent = match Extent::new(Pfn::new(0), 1 << 20) {
-    Ok(frames) => frames,
-    Err(_) => panic!(),
-};
+pub const FIRST_4_GIB: Extent = Extent::within(PhysAddr::new(0), 4 << 30);
 
-/// The largest piece of RAM of the loader's memory map, without what the program itself lies in: whole frames.
+/// The RAM of the loader's memory map above what the program itself lies in, by pieces.
 ///
 /// # Safety
 ///
 /// `start_info` is the address of a PVH start info block of version 1.
-pub unsafe fn largest_ram(start_info: u64) -> Extent {
+pub unsafe fn ram(start_info: u64) -> impl Iterator<Item = Extent> {
     let word = |at: u64| {
         // SAFETY: within the loader's blocks, which lie below 1 MiB, mapped, and which nobody writes.
         unsafe { with_exposed_provenance::<u64>(at as usize).read_unaligned() }
     };
     // The map's address and its number of entries, each of which is a first byte, a length and a type: 1 is RAM.
     let (map, entries) = (word(start_info + 40), word(start_info + 48) & 0xffff_ffff);
-    let ram = (0..entries).map(|index| map + index * 24).filter(|entry| word(entry + 16) & 0xffff_ffff == 1);
-    let own = (&raw const image_end).addr() as u64;
-    let pieces = ram.map(|entry| {
-        let (start, end) = (word(entry), word(entry) + word(entry + 8));
-        let start = if (start..end).contains(&own) { own } else { start }.div_ceil(PAGE_BYTES);
-        Extent::new(Pfn::new(start), (end / PAGE_BYTES).saturating_sub(start)).unwrap_or_default()
-    });
-    pieces.max_by_key(|piece| piece.pages()).unwrap_or_default()
+    let ram = (0..entries).map(move |index| map + index * 24).filter(move |entry| word(entry + 16) & 0xffff_ffff == 1);
+    let pieces = ram.map(move |entry| Extent::within(PhysAddr::new(word(entry)), word(entry + 8)));
+    let (below, _) = FIRST_4_GIB.split_at((&raw const image_end).addr().div_ceil(4096) as u64);
+    pieces.map(move |piece| piece.without(below).1)
 }
 
 /// The serial port.

@@ -16,7 +16,7 @@ extern crate alloc;
 
 #[cfg(all(target_os = "none", target_arch = "x86_64"))]
 mod kernel {
-    use super::boot::{FIRST_4_GIB, Serial, exit, largest_ram};
+    use super::boot::{FIRST_4_GIB, Serial, exit, ram};
     use alloc::vec::Vec;
     use core::fmt::Write;
     use core::ptr::with_exposed_provenance;
@@ -42,18 +42,15 @@ mod kernel {
     /// What `boot` jumps to, with the physical address of the loader's start info.
     pub extern "C" fn kernel_main(start_info: u64) -> ! {
         let mut serial = Serial::new().expect("a PC has a serial port");
-        // One arena is enough for an example; `run.sh` gives a machine whose memory all lies below 4 GiB.
-        // SAFETY: `boot` passes on what the loader gave.
-        let ram = unsafe { largest_ram(start_info) };
-        let bytes = ram.bytes();
-        // SAFETY: nobody uses this memory, and there is no manager; once.
-        let ram = unsafe { Ram::assume_unmanaged(ram) };
+        let mut bytes = 0;
+        // SAFETY: what the loader gave, once; nobody uses this memory, and there is no manager.
+        let ram = unsafe { ram(start_info) }.map(|piece| unsafe {
+            bytes += piece.bytes();
+            Ram::assume_unmanaged(piece)
+        });
         // SAFETY: once, first of all; GS is nobody's.
         let cx = &unsafe { PLATFORM.enter(CpuId(0)) }.expect("room for one");
-        let frames = Frames::carve(cx, ram).expect("enough memory");
-        let pointer = &raw const frames;
-        // SAFETY: this function does not return, so what is on its stack stays.
-        let frames: &'static KernelFrames<'static> = unsafe { &*pointer };
+        let frames = Frames::carve_in_place(cx, ram).expect("enough memory");
         let metadata = bytes - frames.stats(cx).available() * PageSize::Size4K.bytes();
         let heap = Heap::new(frames, cx, 1).expect("memory for a heap");
         // SAFETY: once; this task on the only CPU is all that runs.

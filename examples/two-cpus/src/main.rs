@@ -24,7 +24,7 @@ mod machine;
 
 #[cfg(all(target_os = "none", target_arch = "x86_64"))]
 mod kernel {
-    use crate::boot::{FIRST_4_GIB, Serial, exit, largest_ram};
+    use crate::boot::{FIRST_4_GIB, Serial, exit, ram};
     use crate::machine::{self, REGISTERS, SHOOTDOWN};
     use alloc::boxed::Box;
     use core::fmt::Write;
@@ -259,12 +259,9 @@ mod kernel {
         let mut serial = Serial::new().expect("a PC has a serial port");
         // SAFETY: once, first of all; GS is nobody's.
         let mut cx = unsafe { MACHINE.enter(CpuId(0)) }.expect("there is room for two");
-        // SAFETY: what the loader gave; nobody uses this memory, and there is no manager.
-        let ram = unsafe { Ram::assume_unmanaged(largest_ram(start_info)) };
-        let frames = Frames::carve_all(&cx, [ram]).expect("enough memory");
-        let pointer = &raw const frames;
-        // SAFETY: this function does not return, so what is on its stack stays.
-        let frames: &'static Frames<'static, Carved> = unsafe { &*pointer };
+        // SAFETY: what the loader gave, once; nobody uses this memory, and there is no manager.
+        let ram = unsafe { ram(start_info) }.map(|piece| unsafe { Ram::assume_unmanaged(piece) });
+        let frames = Frames::carve_in_place(&cx, ram).expect("enough memory");
         let heap = Heap::new(frames, &cx, 2).expect("memory for a heap");
         // SAFETY: once; this task is all that runs.
         unsafe { HEAP.install(heap, &MACHINE) };

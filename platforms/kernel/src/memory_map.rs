@@ -101,8 +101,7 @@ impl MemoryMap {
                 index += 1;
                 continue;
             }
-            let (before, _) = piece.split_at(hit.base().get() - piece.base().get());
-            let (_, after) = piece.split_at(hit.end().get() - piece.base().get());
+            let (before, after) = piece.without(hit);
             let both = [before, after];
             let rest = match (before.is_empty(), after.is_empty()) {
                 (true, true) => &both[..0],

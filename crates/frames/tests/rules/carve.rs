@@ -214,6 +214,29 @@ fn a_memory_map_becomes_one_manager() {
     }
 }
 
+/// The manager itself takes no more than a frame, and nobody is given it.
+#[test]
+fn a_manager_lies_beside_its_metadata() {
+    let memory = memory(1024);
+    let (cx, ram) = start(&memory, 0);
+    let beside = Frames::carve_all(&cx, [ram]).expect("enough").managed();
+    let (cx, ram) = start(&memory, 0);
+    let all = ram.extent();
+    let frames = Frames::carve_in_place(&cx, [ram]).expect("enough");
+    assert!(frames.managed() == beside || frames.managed() + 1 == beside, "{} instead of {beside}", frames.managed());
+    let offset = (&raw const *frames).addr() - cx.platform().open(all, None).expect("mapped").ptr.addr();
+    assert!(offset as u64 >= frames.managed() * 4096 && offset + size_of_val(frames) == all.bytes() as usize);
+    let mut blocks = Vec::new();
+    drain(frames, &cx, Order::ZERO, &mut blocks);
+    assert_eq!(blocks.len() as u64, frames.managed());
+    for block in &blocks {
+        // SAFETY: this test's.
+        unsafe { cx.platform().open(block.extent(), None).expect("mapped").ptr.write_bytes(0xff, 4096) };
+    }
+    blocks.into_iter().for_each(|block| frames.free(&cx, block));
+    assert_eq!(frames.stats(&cx).available(), frames.managed());
+}
+
 #[test]
 fn a_memory_map_may_be_too_much_or_nothing() {
     let memory = memory(1024);

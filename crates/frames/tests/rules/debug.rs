@@ -75,7 +75,7 @@ fn a_use_after_free_is_named() {
         all.into_iter().for_each(|block| frames.free(cx, block));
     });
     let [Finding::UsedAfterFree { frame: named, byte, holder }] = found[..] else { panic!("{found:?}") };
-    assert_eq!((Some(named), byte), (frame, 96), "the word with the byte");
+    assert_eq!((Some(named), byte), (frame, 100));
     assert_eq!((holder.order, holder.of), (order(2), Some(FrameUse::TABLES)));
     let lines = [holder.taken, holder.freed].map(|at| at.map(|at| (at.file().ends_with("debug.rs"), at.line())));
     assert_eq!(lines, [Some((true, taken)), Some((true, freed))]);
@@ -174,4 +174,41 @@ fn a_sound_program_is_left_alone() {
         assert_eq!(frames.env().watch().expect("there is one").in_use_since(0).count(), 0);
     });
     assert_eq!(found, []);
+}
+
+/// A carved manager can watch, too: all of its memory, holes left out, but for what it needs itself.
+#[test]
+fn a_carved_manager_watches_all_of_its_memory() {
+    FOUND.take();
+    let (threads, ram) = Threads::with_memory(8 << 20);
+    let cx = threads.cx();
+    let (below, rest) = ram.split_at(100);
+    let (_hole, above) = rest.split_at(50);
+    let there = below.extent().pages() + above.extent().pages();
+    let report = |finding: &Finding| FOUND.with_borrow_mut(|found| found.push(*finding));
+    let frames = Frames::carve_watched(&cx, [above, below], report).expect("enough");
+    let own = there - frames.managed();
+    assert!((12..60).contains(&own), "{own} frames for records of 24 bytes and the metadata");
+    let all = || core::iter::from_fn(|| frames.alloc(&cx, Order::ZERO).ok()).collect::<Vec<_>>();
+    let blocks = all();
+    assert_eq!(blocks.len() as u64, frames.managed());
+    let watch = frames.env().watch().expect("there is one");
+    assert_eq!(watch.in_use_since(0).count() as u64, frames.managed());
+    let mut planted = [0, 99, 100, blocks.len() - 1].map(|index| blocks[index].extent());
+    blocks.into_iter().for_each(|block| frames.free(&cx, block));
+    // SAFETY: none: this is what is to be found.
+    planted.iter().for_each(|page| unsafe { bytes(&cx, *page).add(4095).write(7) });
+    all().into_iter().for_each(|block| frames.free(&cx, block));
+    let mut found: Vec<_> = FOUND
+        .take()
+        .into_iter()
+        .map(|finding| match finding {
+            Finding::UsedAfterFree { frame, byte: 4095, .. } => frame,
+            other => panic!("{other}"),
+        })
+        .collect();
+    found.sort_unstable();
+    planted.sort_unstable_by_key(|page| page.base());
+    assert_eq!(found, planted.map(|page| page.base()));
+    assert_eq!(watch.in_use_since(0).count(), 0);
 }
