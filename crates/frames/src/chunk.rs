@@ -102,8 +102,8 @@ impl<'m, E: Env> Frames<'m, E> {
         let near = Pfn::new(own.chunks.of(mobility)? << CHUNK_SHIFT);
         let arena = self.arena_table().of_any(near, lists)?;
         let (region, block, half) = (arena.region(near), arena.block(near), half_of(near));
-        let ours = region.split.get(in_region(near))
-            && !region.isolated.get(in_region(near))
+        // Where pages are free it is a group.
+        let ours = !region.isolated.get(in_region(near))
             && block.mobility() == mobility
             && block.takers.of(half) == Some(own.number);
         let room = (0..HALVES).filter(|other| *other != half).fold(block.room(sought), without);

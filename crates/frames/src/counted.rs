@@ -234,9 +234,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let (pfn, order, mobility) = (block.pfn(), block.order(), block.mobility());
         let Some(arena) = self.arena(pfn) else { return Err(block) };
         let to = to.min(order);
-        if to < order {
-            arena.map_split_even(pfn, order.get(), to.get(), mobility);
-        }
+        arena.map_split_even(pfn, order.get(), to.get(), mobility);
         Ok(FrozenRun::make(block.extent(), to, mobility))
     }
 

@@ -232,8 +232,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Allocates one block of frames below `limit` only: 2^20 for a device that has 32 address bits. Otherwise as
     /// [`alloc`](Frames::alloc), the nodes in the same order. Any context but NMI.
     ///
-    /// Never from the CPU's cache: one lock round; a second one and those of a [`drain`](Frames::drain) where nothing is found but with
-    /// what is cached.
+    /// Not from the CPU's cache, unless all frames lie below: one lock round; a second one and those of a [`drain`](Frames::drain) where
+    /// nothing is found but with what is cached.
     /// Everybody else takes low memory first, too. To keep some for such devices, make that memory a node of its own, numbered after the
     /// one that the CPUs are on: they fall back to it. Of several nodes each is asked in the order of [`Placement`], so that CPUs on another
     /// than the first come to it before they come to that.
@@ -252,8 +252,6 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env().fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
         }
-        // A limit that is none is one all the same: what is cached may lie anywhere.
-        let limit = limit.min(Pfn::new(Pfn::LIMIT.get() - 1));
         let block = self.alloc_slowly(cx, &Wanted { limit, ..Wanted::from(request.into()) });
         #[cfg(feature = "debug")]
         if let Ok(block) = &block {

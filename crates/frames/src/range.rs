@@ -72,13 +72,7 @@ impl<F> Collected<F> {
         Collected { start: 0, end: 0, report: RangeReport::default(), owned }
     }
 
-    /// Whether the run would go on at a frame, or begin there.
-    #[inline]
-    fn may_go_on_at(&self, at: u64) -> bool {
-        self.end == at || self.start == self.end
-    }
-
-    /// Frames from `at` on, where the run goes on or begins, have lost their last reference.
+    /// Frames from `at` on have lost their last reference. The run goes on or begins there: whatever else becomes of a frame closes it.
     #[inline]
     fn add(&mut self, at: u64, pages: u64) {
         if self.start == self.end {
@@ -262,7 +256,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let (state, first) = block.refs.word(in_block(part.base()));
         let lanes = (u32::MAX >> (LANES as u64 - part.pages())) << first;
         let dropped = refs::put_lanes(state, pages & lanes);
-        if dropped.last == u32::MAX && !refused && collected.may_go_on_at(base) {
+        if dropped.last == u32::MAX && !refused {
             return collected.add(base, LANES as u64);
         }
         for (pfn, lane) in (base..part.end().get()).map(Pfn::new).zip(first..) {
@@ -279,7 +273,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     Err(_) => Outcome::Invalid,
                 },
             };
-            if !matches!(outcome, Outcome::Freed) || !collected.may_go_on_at(pfn.get()) {
+            if !matches!(outcome, Outcome::Freed) {
                 collected.close(cx);
             }
             match outcome {

@@ -59,16 +59,17 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
         replaced.map_err(|seen| found::<F>(&End { entry: seen, ..end }))
     }
 
-    /// Puts the owner's word, of which [`OWNER_BITS`](crate::OWNER_BITS) bits are kept, where nothing is, for a page of `size`.
-    /// May allocate tables.
+    /// Puts the owner's word, of which [`OWNER_BITS`](crate::OWNER_BITS) bits are kept, where nothing is, for the page of `size` that
+    /// holds `at`. May allocate tables.
     ///
     /// # Errors
     ///
     /// [`Overlap`](PagingError::Overlap) if something is there, [`NoTable`](PagingError::NoTable),
     /// [`OutOfBounds`](PagingError::OutOfBounds).
     pub fn enter_owner(&mut self, at: VirtAddr, size: PageSize, word: u64) -> Result<(), PagingError> {
+        let base = VirtAddr::new(at.get() & !(size.bytes() - 1));
         let (first, _) =
-            self.tree.check(VirtRange::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?)?;
+            self.tree.check(VirtRange::new(base, size.bytes()).map_err(|_| PagingError::NotMapped { at })?)?;
         loop {
             let (entry, level, table) = self.tree.descend_to(first, level::of(size));
             let index = level::index(first, level);

@@ -36,7 +36,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     ///
     /// [`OutOfBounds`](PagingError::OutOfBounds); [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf or owner's entry reaches over
     /// an end or would not be aligned, [`Folded`](PagingError::Folded) if a folded group reaches over an end;
-    /// [`Overlap`](PagingError::Overlap) if something is at the new addresses, or they meet the old ones;
+    /// [`Overlap`](PagingError::Overlap) if something is at the new addresses, or they meet the old ones, or a table has been left, empty,
+    /// where a larger leaf or owner's entry is to be: [detach](Exclusive::detach) those addresses first;
     /// [`Busy`](PagingError::Busy) if either range meets one that is not harvested yet; [`NoTable`](PagingError::NoTable). Nothing has
     /// moved; some empty tables may be there.
     pub fn relocate(&mut self, from: VirtRange, to: VirtAddr, editing: Editing) -> Result<Stale, PagingError> {
@@ -146,12 +147,12 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         Ok(())
     }
 
-    /// Sees to it that there is a table of `level` for a page.
+    /// Sees to it that there is a table of `level` for a page, and an empty entry in it.
     fn ensure(&mut self, page: u64, level: u32) -> Result<(), PagingError> {
         loop {
             let (entry, found, table) = self.descend_to(page, level);
             match kind::<F>(entry, found) {
-                _ if found == level => return Ok(()),
+                Kind::Empty if found == level => return Ok(()),
                 Kind::Empty => self.hook_empty(table, level::index(page, found))?,
                 _ => return Err(PagingError::Overlap { at: level::address(page) }),
             }

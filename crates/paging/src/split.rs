@@ -325,10 +325,8 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     };
                     table.publish(slot.index, new);
                 }
-                // A whole one was hooked in since, unless it could not be hidden.
-                Kind::Table if !slot.whole || !self.may_unhook(level) => {
-                    self.attach(self.below(entry), level - 1, slot.first, slot.end, resize);
-                }
+                // Also a whole one: what was detached may have been its folded groups alone.
+                Kind::Table => self.attach(self.below(entry), level - 1, slot.first, slot.end, resize),
                 _ => {}
             }
         }

@@ -1,9 +1,9 @@
 //! Claims of particular frames.
 
-use super::support::{Threads, extent, with_one_arena};
-use super::{order, request};
+use super::support::{Threads, extent, run_as, with_one_arena};
+use super::{GIB, order, request};
 use hugemm_base::{CpuCx, Dirty, Extent, Pfn};
-use hugemm_frames::{AllocContigError, AllocError, Frozen, NoMigration};
+use hugemm_frames::{AllocContigError, AllocError, Frozen, HwPoisoned, NoMigration};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -44,6 +44,69 @@ fn claims_take_migrate_or_roll_back() {
         frames.free_extent(&cx, taken);
         frames.drain(&cx);
         assert_eq!(frames.stats(&cx).blocks[12], 1);
+    });
+}
+
+/// What is freed into a claim's range by whole words of 2 MiB is isolated too.
+#[test]
+#[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
+fn a_large_block_is_freed_into_a_claim() {
+    with_one_arena(0, GIB, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        for log in [15, 17] {
+            let mut held = Some(frames.alloc(&cx, request(log)).expect("memory"));
+            let range = Extent::block(held.as_ref().map(Frozen::pfn).expect("held"), order(log));
+            let mut migrate = |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+                held.take().into_iter().for_each(|block| frames.free(cx, block));
+                let stats = frames.stats(cx);
+                assert_eq!((stats.isolated, stats.free), (1 << log, GIB), "order {log}");
+                true
+            };
+            let taken = frames.alloc_contig_range(&mut cx, range, &mut migrate).expect("emptied");
+            assert_eq!(frames.stats(&cx).isolated, 0);
+            frames.free_extent(&cx, taken);
+        }
+    });
+}
+
+/// However many are in the way: a claim gives up on a block, and not on a range.
+#[test]
+fn a_claim_moves_as_many_blocks_as_there_are() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let mut held: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(&cx, request(5)).ok()).collect();
+        assert_eq!(held.len(), 32);
+        let mut migrate = |cx: &mut CpuCx<'_, Threads>, block: Extent| {
+            let at = held.iter().position(|held| held.extent() == block).expect("in use");
+            frames.free(cx, held.swap_remove(at));
+            true
+        };
+        let taken = frames.alloc_contig_range(&mut cx, extent(0, 1024), &mut migrate).expect("emptied");
+        frames.free_extent(&cx, taken);
+    });
+}
+
+/// What is said to be empty, and is not, is offered so often and no more; what is poisoned once, as it never comes back.
+#[test]
+fn a_claim_gives_up_on_a_block_that_stays() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let held = frames.alloc(&cx, request(3)).expect("memory");
+        let mut offered = || {
+            let mut times = 0;
+            let mut stays = |_: &mut CpuCx<'_, Threads>, block: Extent| {
+                assert!(block == held.extent() && times < 100);
+                times += 1;
+                true
+            };
+            let claimed = frames.alloc_contig_range(&mut cx, extent(0, 512), &mut stays);
+            assert_eq!(claimed, Err(AllocContigError::InUse(held.pfn())));
+            times
+        };
+        assert_eq!(offered(), 8);
+        assert_eq!(frames.hwpoison(&threads.cx(), Pfn::new(held.pfn().get() + 1)), HwPoisoned::InUse);
+        assert_eq!(offered(), 1);
+        frames.free(&threads.cx(), held);
     });
 }
 
@@ -116,23 +179,48 @@ fn isolated_blocks_are_not_allocated() {
     });
 }
 
+/// Where a CPU that keeps apart from others would go on is isolated: it goes elsewhere.
+#[test]
+fn isolated_chunks_are_nobodys() {
+    with_one_arena(0, 1 << 14, 3, |frames, threads| {
+        let mut cx = threads.cx();
+        let [low, high, mine] = [1, 2, 0].map(|cpu| {
+            run_as(cpu);
+            frames.alloc(&cx, request(0)).expect("memory")
+        });
+        let range = Extent::block(mine.pfn(), order(9));
+        assert_eq!([&low, &high].map(|other| range.contains(other.pfn())), [false; 2], "two have the lowest 2 MiB");
+        let mut held = Some(mine);
+        let mut migrate = |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+            let next = frames.alloc(cx, request(0)).expect("memory");
+            assert!(!range.contains(next.pfn()), "{next:?}");
+            [held.take(), Some(next)].into_iter().flatten().for_each(|block| frames.free(cx, block));
+            true
+        };
+        let claimed = frames.alloc_contig_range(&mut cx, range, &mut migrate).expect("emptied");
+        assert_eq!(frames.stats(&cx).isolated, 0);
+        frames.free_extent(&cx, claimed);
+        [low, high].into_iter().for_each(|block| frames.free(&cx, block));
+    });
+}
+
 /// Where one claim is at work no other takes anything, free though it is.
 #[test]
 fn claims_keep_out_of_each_others_way() {
     with_one_arena(0, 2048, 1, |frames, threads| {
         let mut cx = threads.cx();
-        let mut held = Some(frames.alloc(&cx, request(0)).expect("memory"));
+        let mut held = Some(frames.take_range(&cx, extent(900, 1)).expect("free"));
         let mut migrate = |cx: &mut CpuCx<'_, Threads>, _: Extent| {
-            for taken in [extent(600, 8), extent(1000, 48)] {
+            for taken in [extent(600, 8), extent(1000, 48), extent(500, 24)] {
                 assert_eq!(frames.take_range(cx, taken), Err(AllocContigError::Contended));
             }
             let whole = frames.alloc_contig_range(cx, extent(512, 512), &mut NoMigration);
             assert_eq!(whole, Err(AllocContigError::Contended));
-            let beside = frames.take_range(cx, extent(1024, 512)).expect("nobody is at work there");
+            let beside = frames.take_range(cx, extent(1536, 512)).expect("nobody is at work there");
             frames.free_extent(cx, beside);
-            held.take().map(|block| frames.free(cx, block)).is_some()
+            held.take().map(|page| frames.free_extent(cx, page)).is_some()
         };
-        let claimed = frames.alloc_contig_range(&mut cx, extent(0, 1024), &mut migrate).expect("emptied");
+        let claimed = frames.alloc_contig_range(&mut cx, extent(512, 1024), &mut migrate).expect("emptied");
         frames.free_extent(&cx, claimed);
     });
 }
@@ -160,6 +248,26 @@ fn what_a_failed_claim_isolated_is_found_again() {
         let places = [&half, &whole].map(|block| block.as_ref().map(Frozen::pfn));
         assert_eq!(places, [Ok(Pfn::new(256)), Ok(Pfn::new(512))]);
         [half, whole].into_iter().flatten().chain([page]).for_each(|block| frames.free(&cx, block));
+    });
+}
+
+/// A frame that is poisoned while it is isolated is counted as neither free nor isolated: of a group, and of whole 2 MiB.
+#[test]
+fn poison_leaves_what_is_isolated() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let page = frames.alloc(&cx, request(0)).expect("memory");
+        frames.drain(&cx);
+        let mut migrate = |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+            let before = frames.stats(cx).isolated;
+            assert_eq!([100, 700].map(|bad| frames.hwpoison(cx, Pfn::new(bad))), [HwPoisoned::Free; 2]);
+            assert_eq!(frames.stats(cx).isolated, before - 2);
+            false
+        };
+        assert!(frames.alloc_contig_range(&mut cx, extent(0, 1024), &mut migrate).is_err());
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.isolated, stats.refused, stats.free), (0, 2, 1021));
+        frames.free(&cx, page);
     });
 }
 

@@ -21,7 +21,6 @@ mod extremes;
 #[cfg(not(miri))]
 mod gone;
 mod interrupts;
-mod large;
 mod model;
 mod nowait;
 mod ownership;
@@ -30,6 +29,7 @@ mod places;
 mod poison;
 mod ranges;
 mod relief;
+mod scale;
 mod shortage;
 mod slabs;
 #[path = "../support/mod.rs"]

@@ -4,7 +4,7 @@ use super::request;
 use super::support::{Memory, Threads, arena, counted_pages, extent, folio, pages, release};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Order, Pfn};
-use hugemm_frames::{Frames, FramesConfig, Plain, RangeReport, RefError};
+use hugemm_frames::{FolioRun, Frames, FramesConfig, Plain, RangeReport, RefError};
 
 /// One manager of the first 1024 frames and another of the next.
 fn with_two(f: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Frames<'_, Plain<NoFaults>>, &Threads)) {
@@ -84,5 +84,8 @@ fn runs_of_folios_are_freed_one_by_one() {
         assert_eq!(report, RangeReport { freed: 512 - 8 - 1, kept: 8, refused: 1, runs: 63, invalid: 0 });
         let _ = one.put(&cx, other);
         assert_eq!((one.stats(&cx).available(), one.stats(&cx).refused), (1023, 1));
+        // SAFETY: nobody has a reference to these any more, and what has none is left alone.
+        let gone = unsafe { FolioRun::from_extent(extent(base + 32, 16), super::order(3)) };
+        assert_eq!(one.free_range(&mut cx, gone), RangeReport { invalid: 16, ..RangeReport::default() });
     });
 }

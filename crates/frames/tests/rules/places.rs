@@ -2,8 +2,10 @@
 
 use super::support::{arena, extent, with_arenas, with_config, with_one_arena};
 use super::{GIB, order, request};
-use hugemm_base::{NodeId, Order, Pfn, Zeroed};
-use hugemm_frames::{AllocError, Frames, FramesConfig, FramesConfigError, Frozen, NoMigration, Placement, Plain};
+use hugemm_base::{Dirty, NodeId, Order, Pfn, Zeroed};
+use hugemm_frames::{
+    AllocError, AllocRequest, Frames, FramesConfig, FramesConfigError, Frozen, NoMigration, Placement, Plain,
+};
 
 #[test]
 fn nodes_are_preferred_and_fallen_back_from() {
@@ -520,6 +522,22 @@ fn broken_last(zero: bool) {
     });
 }
 
+/// A 1 GiB that was whole is no more when a block of it is taken, though that was all that there was.
+#[test]
+#[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
+fn a_broken_gibibyte_is_used_up_before_a_lower_one() {
+    with_one_arena(0, 2 * GIB, 1, |frames, threads| {
+        let cx = threads.cx();
+        let low = frames.alloc(&cx, request(18)).expect("whole");
+        let mut held: Vec<Frozen> = vec![frames.alloc(&cx, request(10)).expect("of the other")];
+        frames.free(&cx, low);
+        held.extend([10, 4, 12].map(|log| frames.alloc(&cx, request(log)).expect("memory")));
+        assert!(held.iter().all(|block| block.pfn().get() >= GIB), "{held:?}");
+        assert_eq!(frames.stats(&cx).blocks[18], 1);
+        held.into_iter().for_each(|block| frames.free(&cx, block));
+    });
+}
+
 /// Nobody has to give back what he has cached for a request that all of it could not serve.
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
@@ -641,5 +659,34 @@ fn a_chunk_of_another_mobility_is_no_ones_own() {
         assert_ne!(group(&movable), group(&unmovable));
         assert_ne!(movable.pfn().get() / 256, others.pfn().get() / 256, "apart from the other CPU's");
         [unmovable, others, movable].into_iter().for_each(|block| frames.free(&cx, block));
+    });
+}
+
+/// 2 MiB that went back as a whole are not known any more for what was there before: all of it is found by the mobility that divides it
+/// next, and by that of a block whose parts go back.
+#[test]
+fn pages_are_found_by_the_mobility_that_divided_them_last() {
+    with_one_arena(0, 512, 1, |frames, threads| {
+        let cx = threads.cx();
+        let halves = |kind: AllocRequest| {
+            let _ = [(); 2].map(|()| frames.alloc(&cx, kind).expect("a half").into_dirty().into_extent());
+        };
+        // SAFETY: all of it is ours, and there is no memory behind the numbers.
+        let free_whole = || frames.free_extent(&cx, unsafe { Dirty::assume_owned(extent(0, 512)) });
+        for log in [8, 0] {
+            for kind in [request(8), request(8).movable()] {
+                halves(kind);
+                free_whole();
+            }
+            let mut parts = frames.split(frames.alloc(&cx, request(9)).expect("whole"), order(log)).expect("managed");
+            let part = parts.pop().expect("the first");
+            let place = part.pfn();
+            frames.free(&cx, part);
+            frames.drain(&cx);
+            let again = frames.alloc(&cx, request(log)).expect("what has just been freed");
+            assert_eq!(again.pfn(), place);
+            let _ = (again.into_dirty(), parts.into_dirty());
+            free_whole();
+        }
     });
 }

@@ -1,7 +1,7 @@
 //! Poisoned frames stay out, however they were given back, and cost others nothing.
 
 use super::support::{arena, busy, counted_pages, extent, pages, run_as, with_counted, with_one_arena};
-use super::{order, request};
+use super::{GIB, order, request};
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_frames::{AllocContigError, Frames, Frozen, HwPoisoned, NoMigration, Plain, Put};
 
@@ -48,6 +48,25 @@ fn a_poisoned_frame_leaves_a_cache() {
         assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse, "as far as can be told: it is cached");
         assert_eq!(all_but(frames, &cx, bad), 4095);
     });
+}
+
+/// The same of 2 MiB blocks, which go back by word: wherever in its word the poisoned one is.
+#[test]
+#[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
+fn a_poisoned_block_leaves_its_word() {
+    for at in [0, 5, 15] {
+        with_one_arena(0, GIB, 1, |frames, threads| {
+            let cx = threads.cx();
+            let blocks: Vec<Frozen> = (0..16).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
+            blocks.into_iter().for_each(|block| frames.free(&cx, block));
+            let bad = Pfn::new(at * 512 + 7);
+            assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse, "as far as can be told: it is cached");
+            frames.serve(&cx);
+            let stats = frames.stats(&cx);
+            assert_eq!((stats.free, stats.refused), (GIB - 1, 1), "block {at}");
+            assert_eq!(frames.take_range(&cx, extent(at * 512, 512)), Err(AllocContigError::InUse(bad)));
+        });
+    }
 }
 
 /// A block that is only gathered on its way to the node is not handed out from there, though no path is closed to it.
@@ -170,6 +189,26 @@ fn a_poisoned_page_leaves_with_its_last_reference() {
             Err(AllocContigError::InUse(_))
         ));
     });
+}
+
+/// A range says that a page is poisoned, and does not hand it over, in whichever word it lies and wherever the range begins.
+#[test]
+fn a_range_keeps_a_poisoned_page_back() {
+    for from in [0, 5, 32] {
+        with_one_arena(0, 1024, 1, |frames, threads| {
+            let mut cx = threads.cx();
+            let whole = counted_pages(frames, frames.alloc(&cx, request(9)).expect("memory"));
+            let bad = Pfn::new(whole.base().get() + 70);
+            assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
+            let report = frames.put_range(&mut cx, pages(whole.slice(from, 512)), |cx, run| {
+                assert!(!run.extent().contains(bad), "from {from}");
+                frames.free_extent(cx, run);
+            });
+            assert_eq!((report.freed, report.refused, report.runs), (511 - from, 1, 2), "from {from}");
+            frames.free_range(&mut cx, pages(whole.slice(0, from)));
+            assert_eq!(frames.stats(&cx).available(), 1023);
+        });
+    }
 }
 
 /// A folio that is freed says how many of its frames stay out, wherever it lies.

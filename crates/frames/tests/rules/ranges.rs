@@ -49,6 +49,8 @@ fn whole_words_that_begin_inside_one_are_freed_alone() {
             assert_eq!(frames.free_extent(&cx, freed), blocks << 9);
             let taken: Vec<_> = core::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
             assert!(taken.iter().all(|block| extent.covers(block.extent())), "{first} {blocks}");
+            let heads = taken.iter().map(|block| frames.head_of(block.pfn()));
+            assert!(heads.eq(taken.iter().map(|block| Some((block.pfn(), order(9))))), "each is a block by itself");
             assert_eq!(taken.len() as u64, blocks, "from {first}");
             taken.into_iter().for_each(|block| frames.free(&cx, block));
             frames.free_extent(&cx, before);
@@ -58,7 +60,7 @@ fn whole_words_that_begin_inside_one_are_freed_alone() {
     });
 }
 
-/// A reschedule point for so many folios.
+/// Folios by the GiB: one at a time is freed, and others get their turn.
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn folios_are_freed_with_a_reschedule_point_per_512_mib() {

@@ -1,7 +1,7 @@
 //! Memory that is known to be zero.
 
 use super::support::{counted_pages, pages, with_one_arena};
-use super::{order, request};
+use super::{GIB, order, request};
 use hugemm_base::{Dirty, Extent, Pfn, Zeroed};
 use hugemm_frames::{FolioRun, Frozen};
 
@@ -40,6 +40,28 @@ fn zero_is_remembered() {
         let third = frames.alloc(&cx, zero(9)).expect("memory");
         assert!(!third.is_zero());
         assert!(third.into_content().is_err());
+    });
+}
+
+/// The same of what fills words of 2 MiB, of 128 MiB each: it is known when it was freed as zero, and no longer when it was freed as dirty.
+#[test]
+#[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
+fn zero_is_remembered_of_large_blocks() {
+    with_one_arena(0, GIB, 1, |frames, threads| {
+        let cx = threads.cx();
+        for log in [15, 16, 18] {
+            let take = |log| frames.alloc(&cx, request(log).prefer_zeroed()).expect("memory");
+            let dirty = take(log);
+            assert!(!dirty.is_zero(), "order {log}");
+            frames.free_zeroed(&cx, cleared(dirty.into_dirty()));
+            let zero = take(log);
+            assert!(zero.is_zero(), "order {log}");
+            frames.free(&cx, zero);
+            let small = take(9);
+            assert!(!small.is_zero(), "order {log}");
+            frames.free(&cx, small);
+            frames.drain(&cx);
+        }
     });
 }
 

@@ -11,6 +11,7 @@ mod refusals;
 mod relocating;
 mod resizing;
 mod rights;
+mod scale;
 #[path = "../support/mod.rs"]
 mod support;
 
