@@ -75,7 +75,7 @@ pub struct Vm<'m, S: Setup> {
     slabs: Slabs<S>,
     registries: [Apart<Guarded<S::Lock, Registry<S>>>; REGISTRIES],
     promises: Guarded<S::Lock, Promises>,
-    spaces_made: AtomicU64,
+    spaces_made: Apart<AtomicU64>,
     /// Unhooked pages that were dropped.
     pages_lost: Counter,
     /// Tasks that are writing pages back to their sources.
@@ -106,7 +106,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             common: None,
             registries: core::array::from_fn(|own| Apart(Guarded::new(Registry::new(own)))),
             promises: Guarded::new(Promises::default()),
-            spaces_made: AtomicU64::new(0),
+            spaces_made: Apart(AtomicU64::new(0)),
             pages_lost: Counter::default(),
             writing: AtomicU64::new(0),
             zeroes: Apart(ZeroPages::new()),
@@ -208,7 +208,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// A number that no space has had.
     pub(crate) fn next_space(&self) -> u64 {
         // Relaxed: only the number counts.
-        self.spaces_made.fetch_add(1, Ordering::Relaxed) + 1
+        self.spaces_made.0.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Page tables' memory for the calling task.
