@@ -240,7 +240,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let references = self.frames().references(head);
         let (mut mapped, mut away) = (0, false);
         if references > 2 {
-            places_of(&areas, page.owner, |place| {
+            let looked = places_of(&areas, page.owner, |place| {
                 match self.lookup(cx, place.space, place.at) {
                     Lookup::Mapped(leaf) => mapped += u64::from(leaf.frame == head),
                     Lookup::Owner(word) => {
@@ -253,7 +253,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             // Each place's, and the caller's.
             if away || references > mapped + 1 || mapped > MOST_PLACES {
                 drop(areas);
-                return self.resched_after(cx, mapped);
+                return self.resched_after(cx, looked);
             }
         }
         let looked = places_of(&areas, page.owner, |place| {

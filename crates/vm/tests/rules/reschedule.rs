@@ -5,7 +5,7 @@ use crate::support::{AT, Cx, Handle, Rig, at_flush, bounds, no_faults, span, wit
 use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::{DeferredUnmap, Lookup};
-use hugemm_vm::{Access, AgeRun, Backing, Phase, Phases, Protection, Recency, VmError, VmaKind};
+use hugemm_vm::{Access, AgeRun, Backing, Discard, Phase, Phases, Protection, Recency, VmError, VmaKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -145,6 +145,18 @@ fn pages_with_many_places_let_others_run() {
         });
         // Places are looked at once; looked at and taken under one lock; and entered. The copy passes a point too.
         assert_eq!([aged, back, moved], [1, 2, 3].map(|walks| walks * PAGES));
+        // Also if the page stays, because somebody has it, and most places have it no more.
+        for child in &children {
+            rig.vm.discard(cx, child, area, Discard::Now).expect("given up");
+        }
+        let stays = with_each(rig, cx, &space, |cx, frame| {
+            let device = hold(frame);
+            let refused = rig.vm.unhook(cx, hold(frame), &deferred).expect_err("a device has it");
+            for reference in [refused, device] {
+                rig.vm.frames().put(cx, reference).expect("a reference");
+            }
+        });
+        assert_eq!(stays, PAGES);
         for space in children.into_iter().chain([space]) {
             rig.vm.destroy(cx, space).expect("destroyed");
         }
