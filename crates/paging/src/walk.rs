@@ -64,7 +64,7 @@ macro_rules! looking {
             /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span; nothing has
             /// been shown.
             pub fn walk(&self, span: VirtRange, differ: Flags, mut visit: impl FnMut(Run)) -> Result<(), PagingError> {
-                self.tree.walk(span, differ, &mut |runs| runs.iter().copied().for_each(&mut visit), None)
+                self.tree.walk(span, differ, Visit::Runs(&mut |runs| runs.iter().copied().for_each(&mut visit)), None)
             }
 
             /// Shows `visit` every owner's entry of the span: address, size and word. Reads 8 bytes per entry of tables that exist.
@@ -75,9 +75,10 @@ macro_rules! looking {
             pub fn walk_owners(
                 &self,
                 span: VirtRange,
-                visit: impl FnMut(VirtAddr, PageSize, u64),
+                mut visit: impl FnMut(VirtAddr, PageSize, u64),
             ) -> Result<(), PagingError> {
-                self.walk_all(span, Flags::HARDWARE, |_| (), visit)
+                // Leaves as they stand, so that nobody puts runs together that nobody sees.
+                self.tree.walk(span, Flags::NONE, Visit::Leaves(&mut |_| ()), Some(&mut visit))
             }
 
             /// [`walk`](Self::walk), and shows `owners` every owner's entry: address, size and word. Each entry is read once, so
@@ -93,7 +94,8 @@ macro_rules! looking {
                 mut visit: impl FnMut(Run),
                 mut owners: impl FnMut(VirtAddr, PageSize, u64),
             ) -> Result<(), PagingError> {
-                self.tree.walk(span, differ, &mut |runs| runs.iter().copied().for_each(&mut visit), Some(&mut owners))
+                let mut runs = |runs: &[Run]| runs.iter().copied().for_each(&mut visit);
+                self.tree.walk(span, differ, Visit::Runs(&mut runs), Some(&mut owners))
             }
         }
     };
@@ -133,11 +135,11 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         &self,
         span: VirtRange,
         differ: Flags,
-        visit: &'v mut dyn FnMut(&[Run]),
+        visit: Visit<'v, F>,
         owners: Option<&'v mut OwnerVisit<'v>>,
     ) -> Result<(), PagingError> {
         let (first, end) = self.check(span)?;
-        let mut runs = Runs::<F>::new(differ, Visit::Runs(visit), owners);
+        let mut runs = Runs::new(differ, visit, owners);
         self.walk_table(self.table(self.root), Self::ROOT, first, end, &mut runs);
         runs.flush();
         Ok(())

@@ -153,7 +153,7 @@ fn what_the_owner_has_goes_with_the_span_or_not_at_all() {
     assert_eq!(seen.take(), [owned[1]]);
     // One that reaches over an end goes as a whole, and is shown so.
     for half in [1024, 1280] {
-        table.shared(&heap).enter_owner(at(half), PageSize::Size2M, 1024).expect("nothing there");
+        table.shared(&heap).enter_owner(at(1024), PageSize::Size2M, 1024).expect("nothing there");
         let unhooked = table.exclusive(&heap).detach_owned(span(half, 256), Editing::LIVE, owner).expect("detached");
         assert_eq!(unhooked.flush(), None);
         assert_eq!(seen.take(), [owned[2]]);

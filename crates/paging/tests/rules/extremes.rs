@@ -64,6 +64,8 @@ fn every_range<F: PageFormat>() {
     assert_eq!(guard.lookup(VirtAddr::new(0)), Lookup::Owner((1 << OWNER_BITS) - 1), "so many bits are kept");
     guard.replace_owner(VirtAddr::new(0), (1 << OWNER_BITS) - 1, OwnerNext::Owner(u64::MAX - 1)).expect("it is there");
     assert_eq!(guard.lookup(VirtAddr::new(0)), Lookup::Owner((1 << OWNER_BITS) - 2));
+    guard.enter_owner(VirtAddr::new((1 << 47) - 1), PageSize::Size2M, 5).expect("it is in the last 2 MiB");
+    assert_eq!(guard.lookup(VirtAddr::new((1 << 47) - (2 << 20))), Lookup::Owner(5));
     drop(guard);
     assert_eq!(runs(&table, &heap, mapped).len(), 1, "nothing has changed");
 }
