@@ -75,6 +75,7 @@ impl<F> Collected<F> {
     /// Frames from `at` on have lost their last reference. The run goes on or begins there: whatever else becomes of a frame closes it.
     #[inline]
     fn add(&mut self, at: u64, pages: u64) {
+        debug_assert!(self.start == self.end || self.end == at, "a run goes on at another frame");
         if self.start == self.end {
             self.start = at;
         }
