@@ -17,6 +17,7 @@ use anyhow::Result;
 use hugemm_inspect::environment::GuestInfo;
 use hugemm_kernel::MAX_CPUS;
 use hugemm_workloads::request::Request;
+use hugemm_workloads::words::Named;
 use std::path::Path;
 use std::time::Duration;
 
