@@ -191,9 +191,8 @@ impl Cost {
 
 pub fn run(args: &Scale) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let all = machine.topology.cpus.len() as u32;
     let counts: Vec<u32> = match args.measure {
-        Some(_) => (0..).map(|log| 1 << log).take_while(|cpus| *cpus < all).chain([all]).collect(),
+        Some(_) => machine.or_doubling(&[]),
         None => Vec::new(),
     };
     let cpus = counts.last().copied().unwrap_or(1);
