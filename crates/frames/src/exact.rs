@@ -82,7 +82,6 @@ impl<E: Env> Frames<'_, E> {
             for place in &mut passed {
                 let block = match self.alloc(cx, AllocRequest { order, ..request }) {
                     Ok(block) => block,
-                    Err(AllocError::OutOfMemory) => break,
                     Err(error) => {
                         taken = Err(error);
                         break;

@@ -44,6 +44,8 @@ fn a_row_is_put_together_where_no_power_of_two_is_free() {
             false
         });
         assert_eq!((refused, seen.contains(&Pfn::new(512))), (Err(AllocError::OutOfMemory), true), "{seen:?}");
+        let elsewhere = request(0).from(Placement::Only(NodeId(1)));
+        assert_eq!(frames.alloc_row(&cx, 700, elsewhere, |_| true), Err(AllocError::NoSuchNode));
         frames.drain(&cx);
         assert_eq!(frames.available(&cx), 1536, "what was tried is free");
         taken.into_iter().for_each(|used| _ = frames.free_extent(&cx, used));
