@@ -360,7 +360,10 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         areas.push(unsafe { PoolArena::new(part, NodeId(node as u32)).with_descriptors(at) });
         base += spans * SPAN;
     }
-    let config = FramesConfig::new(&specs, CPUS as u32);
+    // The last CPU is on the last node.
+    let mut on = [NodeId(0); CPUS];
+    on[CPUS - 1] = NodeId(shape.nodes.len() as u32 - 1);
+    let config = FramesConfig::new(&specs, CPUS as u32).on_nodes(&on);
     let layout = Frames::<Soft<'_, NoFaults>>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
     // SAFETY: zeroed, large enough, used once; the descriptors are reached through the map.
