@@ -27,6 +27,7 @@ mod relaxing;
 mod reschedule;
 mod rights;
 mod sources;
+mod sparse;
 mod stage2;
 mod strangers;
 mod support;
