@@ -57,6 +57,9 @@ impl<F: PageFormat> Run<F> {
             self.batches = counts.batches;
             self.owned.retain(|owned| owned.area.is_some());
         }
+        let own = |owned: &&Owned| owned.area.is_none() && owned.runs.is_empty();
+        let own: u64 = self.owned.iter().filter(own).map(|owned| owned.range.pages()).sum();
+        assert!(counts.waiting_pages <= own, "{counts:?}");
     }
 
     fn take(&mut self, cpu: u32) {
