@@ -609,7 +609,7 @@ fn a_hundred_thousand_pages_come_back() {
             content.write(machine.page(&mut block));
             let slot = store.store(&cx, &block, 0).expect("room");
             pages += 1;
-            if random.below(500) == 0 {
+            if random.below(3000) == 0 {
                 (0..300).for_each(|_| stored.push((store.share(&cx, &slot).expect("few"), content)));
                 // Each handle of a page of one word counts.
                 pages += if bytes == 0 { 300 } else { 0 };

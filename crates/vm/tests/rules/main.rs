@@ -26,6 +26,7 @@ mod refused;
 mod relaxing;
 mod reschedule;
 mod rights;
+mod scale;
 mod sources;
 mod sparse;
 mod stage2;
