@@ -4,7 +4,7 @@
 use crate::support::{Cx, Handle, Metered, Model, Rig, no_faults, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::Frozen;
-use hugemm_paging::{Aarch64, Lookup, PageFormat, X86_64La57};
+use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat, X86_64La57};
 use hugemm_threads::Random;
 use hugemm_vm::{Backing, Discard, Protection, SharedRef, UnhookedPage, Usage, VmError, VmaInfo, VmaKind, ZEROES};
 use std::collections::BTreeMap;
@@ -207,6 +207,10 @@ impl<'r, 'h, F: PageFormat, const AWAY: bool> World<'r, 'h, F, AWAY> {
         self.spaces[of].area(page).expect("of an area").kind.page.pages()
     }
 
+    fn rights_at(&self, of: usize, page: u64) -> Flags {
+        self.spaces[of].area(page).expect("of an area").kind.flags()
+    }
+
     fn fresh(&mut self) -> Is {
         self.stamp += 1;
         Is::Here(self.stamp)
@@ -349,7 +353,13 @@ impl<'r, 'h, F: PageFormat, const AWAY: bool> World<'r, 'h, F, AWAY> {
         let (kept, less) = (end - first, self.one_of(&[0, 0, 1, MIB2, GIB]));
         let length = if self.below(2) == 0 { kept.saturating_sub(less).max(1) } else { kept + less.min(2 * MIB2) };
         let unit = self.one_of(&[1, MIB2, GIB, GIB512]);
-        let there = self.somewhere(length + unit) / unit * unit + first % unit;
+        // Mostly where nothing is.
+        let mut there = self.somewhere(length + unit) / unit * unit + first % unit;
+        for _ in 0..self.below(8) {
+            if !self.spaces[of].meeting(there, there + length).is_empty() {
+                there = self.somewhere(length + unit) / unit * unit + first % unit;
+            }
+        }
         let there = if self.below(6) == 0 { first } else { there };
         let (kept, grown) = (first + length.min(kept), length.saturating_sub(kept));
         if there + length > Self::LIMIT {
@@ -483,7 +493,9 @@ impl<'r, 'h, F: PageFormat, const AWAY: bool> World<'r, 'h, F, AWAY> {
                 let same = match (found, unit.is) {
                     (Lookup::Owner(_), Is::Away) => true,
                     (Lookup::Mapped(leaf), is) if is != Is::Away => {
-                        let zeroes = leaf.flags.contains(ZEROES);
+                        let (zeroes, may) = (leaf.flags.contains(ZEROES), self.rights_at(of, *first));
+                        assert_eq!(leaf.flags & Flags::EXEC, may & Flags::EXEC, "{first:#x} of space {of}");
+                        assert!(may.contains(leaf.flags & Flags::WRITE), "{first:#x} of space {of}");
                         // One frame is one page, wherever it is.
                         let other = !zeroes && *frames.entry(leaf.frame).or_insert(is) != is;
                         !other && zeroes == (is == Is::Zeroes) && leaf.size.pages() == self.size_at(of, *first)
@@ -525,7 +537,7 @@ fn run<F: PageFormat, const AWAY: bool>(seed: u64) {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let mut world = World::new(rig, cx, seed);
             rig.enter(cx, &world.spaces[0].handle);
-            for _ in 0..120 {
+            for _ in 0..150 {
                 world.step(cx);
                 world.check(cx);
             }
@@ -538,7 +550,7 @@ fn run<F: PageFormat, const AWAY: bool>(seed: u64) {
 
 #[test]
 fn areas_of_terabytes_are_what_their_pages_are() {
-    for seed in 0..2 {
+    for seed in 0..3 {
         run::<Metered, true>(seed);
         run::<Aarch64, false>(seed + 10);
         run::<Aarch64, true>(seed + 20);
