@@ -123,6 +123,13 @@ impl VmaInfo {
         self.offset + (page - self.range.first_page())
     }
 
+    /// How far from a page on is looked, at once, for the next that is there: to the area's end or the next GiB, or so many pages of its
+    /// size. Whoever goes over an area that may have few pages goes from one to the next, and passes a reschedule point between two looks.
+    pub(crate) fn reach(&self, page: u64) -> u64 {
+        let reach = PageSize::Size1G.pages().max(self.kind.page.pages());
+        self.range.end_page().min((page + 1).next_multiple_of(reach))
+    }
+
     /// The area's page that holds an address.
     pub(crate) fn page_at(&self, at: VirtAddr) -> VirtRange {
         let bytes = self.kind.page.bytes();

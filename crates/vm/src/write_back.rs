@@ -43,7 +43,8 @@ enum Next {
     Run(DirtyRun),
     /// A page on its way, which may be dirty.
     Moving(u64),
-    Nothing,
+    /// Nothing up to a page.
+    Nothing(u64),
 }
 
 impl<S: Setup> Vm<'_, S> {
@@ -109,10 +110,8 @@ impl<S: Setup> Vm<'_, S> {
         let Some(source) = index.source.as_ref().map(|source| source.get()) else { return Ok(0) };
         let (mut at, mut written, mut failed) = (from, 0, Ok(()));
         while at < to {
-            let end = to.min((at / LOOK + 1) * LOOK);
-            let Some(span) = pages(at, end) else { break };
-            match self.next_dirty(cx, index, span)? {
-                Next::Nothing => at = end,
+            match self.next_dirty(cx, index, (at, to))? {
+                Next::Nothing(page) => at = page,
                 Next::Moving(page) if waits => at = page,
                 Next::Moving(page) => at = page + 1,
                 Next::Run(run) => {
@@ -129,10 +128,13 @@ impl<S: Setup> Vm<'_, S> {
         failed.map(|()| written)
     }
 
-    /// The first run of dirty pages in a part of an index: known as clean from here on.
-    fn next_dirty(&self, cx: &mut Cx<'_, S>, index: &Index<S>, span: VirtRange) -> Result<Next, VmError> {
+    /// The first run of dirty pages in the part of an index that begins with what it has first: known as clean from here on.
+    fn next_dirty(&self, cx: &mut Cx<'_, S>, index: &Index<S>, (from, to): (u64, u64)) -> Result<Next, VmError> {
         let task = RefCell::new(cx);
         let mut table = index.table.exclusive(self.tables(&task));
+        let nothing = pages(from, to).map_or(Ok(0), |whole| table.absent(whole))?;
+        let end = to.min(((from + nothing) / LOOK + 1) * LOOK);
+        let Some(span) = pages(from + nothing, end) else { return Ok(Next::Nothing(to)) };
         let mut found = None;
         table.walk(span, Flags::ACCESSED, |run| {
             if found.is_none() && run.flags.contains(Flags::DIRTY) {
@@ -146,7 +148,7 @@ impl<S: Setup> Vm<'_, S> {
             }
         })?;
         let Some(run) = found.filter(|run| moving.is_none_or(|page| first(run.at) < page)) else {
-            return Ok(moving.map_or(Next::Nothing, Next::Moving));
+            return Ok(moving.map_or(Next::Nothing(end), Next::Moving));
         };
         let mut held = 0;
         for (head, _) in run.extent.chunks(PageSize::Size4K.order()) {
