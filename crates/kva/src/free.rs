@@ -35,6 +35,7 @@ const ENTRIES: u64 = 1 << 18;
 
 /// What has been freed, and what of it waits for its flush.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct KvaCounts {
     /// Areas freed so far.
     pub freed: u64,

@@ -441,6 +441,18 @@ mod loom_tests {
         a_reader_excludes_who_changes();
     }
 
+    /// The line is none of the lock's.
+    #[test]
+    #[should_panic(expected = "Causality violation")]
+    fn loom_a_reader_whose_line_is_not_visited_is_not_seen() {
+        check(|| {
+            let model = Model::new(1);
+            let other = thread::spawn(move || model.look(1));
+            model.change(1);
+            other.join().expect("the reader");
+        });
+    }
+
     #[test]
     #[should_panic(expected = "Causality violation")]
     fn loom_a_reader_who_does_not_fence_is_not_seen() {

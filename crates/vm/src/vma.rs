@@ -106,6 +106,7 @@ impl VmaKind {
 
 /// An area as it was when it was looked up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct VmaInfo {
     /// Its addresses.
     pub range: VirtRange,
