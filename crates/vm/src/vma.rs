@@ -236,10 +236,11 @@ impl<S: Setup> Areas<S> {
         self.tree.upper_bound(Bound::Included(&page))
     }
 
-    /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: what is there
-    /// now promises the same. True for as long as the list stays locked.
-    pub(crate) fn admit(&self, area: &VmaInfo, span: VirtRange) -> bool {
-        !self.alone && self.find(span.first_page()).is_some_and(|there| there.info.admits(area, span))
+    /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: the area that is there
+    /// now, which promises the same, and may begin and end elsewhere. True for as long as the list stays locked.
+    pub(crate) fn admit(&self, area: &VmaInfo, span: VirtRange) -> Option<&VmaInfo> {
+        let there = self.find(span.first_page()).filter(|there| !self.alone && there.info.admits(area, span))?;
+        Some(&there.info)
     }
 
     /// The first area that ends after `page`.

@@ -287,18 +287,21 @@ impl<S: Setup> Vm<'_, S> {
         index: &Index<S>,
         (mut from, to): (u64, u64),
     ) -> Result<u64, VmError> {
-        let mut gone = 0;
+        let (mut gone, mut moving) = (0, false);
         while from < to {
             let end = to.min((from / PART + 1) * PART);
             let Some(span) = pages(from, end) else { break };
             let hidden = {
                 let task = RefCell::new(&mut *cx);
                 let mut table = index.table.exclusive(self.tables(&task));
-                table.detach_owned(span, Editing::LIVE, |_, _, word| self.drop_away(&task.borrow(), word))
+                table.detach_owned(span, Editing::LIVE, |_, _, word| {
+                    moving |= matches!(SwapEntry::of(word), SwapEntry::Moving { .. });
+                    self.drop_away(&task.borrow(), word);
+                })
             };
             match hidden {
                 Ok(hidden) => {
-                    gone += self.take_hidden(cx, object, index, (from, end), hidden)?;
+                    gone += self.take_hidden(cx, object, index, (from, end), hidden, core::mem::take(&mut moving))?;
                     from = end;
                 }
                 Err(PagingError::Busy { .. }) => {}
@@ -316,8 +319,9 @@ impl<S: Setup> Vm<'_, S> {
         index: &Index<S>,
         part: (u64, u64),
         hidden: Unhooked,
+        moving: bool,
     ) -> Result<u64, VmError> {
-        if hidden.flush().is_none() {
+        if hidden.flush().is_none() && !moving {
             return Ok(0);
         }
         loop {
@@ -348,7 +352,11 @@ impl<S: Setup> Vm<'_, S> {
             space.changing(cx, span, |cx| {
                 let unhooked = {
                     let task = RefCell::new(&mut *cx);
-                    space.table().exclusive(self.tables(&task)).detach(span, Editing::LIVE)?
+                    let mut table = space.table().exclusive(self.tables(&task));
+                    let unhooked = table.detach(span, Editing::LIVE)?;
+                    // What reclaim has unhooked there is used by no CPU any more.
+                    space.tlb().settle(self.shootdown(), &task.borrow());
+                    unhooked
                 };
                 let mut batch = ShootdownBatch::new(space.tlb());
                 let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok::<(), VmError>(()) };
