@@ -84,7 +84,7 @@ const LARGE: Option<(&str, &str)> = Some(("2 MiB by batches", "2 MiB pair"));
 
 const CASES: [Case; 11] = [
     case("4 KiB pair", "4 KiB taken and freed, one node", None, |on| on.blocks(Order::ZERO, 1)),
-    case("4 KiB by batches", "4 KiB taken, then all freed, one node", SMALL, |on| on.blocks(Order::ZERO, 1024)),
+    case("4 KiB by batches", "4 KiB taken, then all freed, one node", SMALL, |on| on.blocks(Order::ZERO, 8192)),
     case("2 MiB pair", "2 MiB taken and freed, one node", None, |on| on.blocks(HUGE, 1)),
     case("2 MiB by batches", "2 MiB taken, then all freed, one node", LARGE, |on| on.blocks(HUGE, 64)),
     case("4 KiB fault", "a fault each in one space, two areas, far apart, many", SMALL, |on| {

@@ -164,7 +164,8 @@ impl Pairs<'_> {
                         frames.free(cx, block);
                     },
                 )?;
-                let count = if order == Order::ZERO { 1024 } else { 64 };
+                // More than a CPU keeps.
+                let count = if order == Order::ZERO { 8192 } else { 64 };
                 let many = format!("{what} taken, then all freed, {on}");
                 self.of_frames(
                     nodes,
