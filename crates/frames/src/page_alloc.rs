@@ -133,9 +133,6 @@ impl core::error::Error for AllocError {}
 /// left goes on in another pin. What is asked for by its extent takes as long as that is: a word per 128 MiB.
 pub const ROUNDS_PER_PIN: u64 = 11;
 
-/// Cached blocks that are looked at for poison in one pin before the node is asked: two rounds each.
-const ADMISSIONS: usize = 4;
-
 /// A request that goes to the nodes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
@@ -298,7 +295,7 @@ impl<'m, E: Env> Frames<'m, E> {
         from: Placement,
         prefer_zeroed: bool,
     ) -> Option<Frozen> {
-        let own = self.own(pin).filter(|own| own.mailbox.is_quiet() && !self.is_isolating())?;
+        let own = self.own(pin).filter(|own| own.mailbox.is_quiet())?;
         let here = match from {
             Placement::Local => true,
             Placement::Prefer(node) | Placement::Only(node) => node == own.node,
@@ -312,29 +309,32 @@ impl<'m, E: Env> Frames<'m, E> {
     /// From the nodes: the CPU's, through the cache if that holds the order, the others, and all of them once more with what this CPU has
     /// cached. The others are asked for what they have, for the next time.
     fn alloc_slowly<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted) -> Result<Frozen, AllocError> {
-        let found = self.search(cx, |pin| self.own(pin), Due::Leaving, wanted);
+        let found = self.search(cx, None, Due::Leaving, wanted);
         if !matches!(found, Err(AllocError::OutOfMemory)) {
             return found;
         }
         let asked = cx.pinned(|pin| self.asked(self.own(pin), wanted.from));
         let Some(asked) = asked.filter(|asked| self.could_be_made(cx, wanted, *asked)) else { return found };
-        let found = self.search(cx, |pin| self.own(pin).filter(|own| asked.contains(own.node)), Due::All, wanted);
+        let found = self.search(cx, Some(asked), Due::All, wanted);
         if found.is_err() {
             self.request_drains(wanted, asked);
         }
         found
     }
 
-    /// The same after the CPU that `of` names has given back what is due.
+    /// The same once, after the CPU, if it is of a node `among` these, has given back what is due.
+    #[inline(never)]
     fn search<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
-        of: impl Fn(CpuPin<'_>) -> Option<&'m PerCpu<'m>>,
+        among: Option<Asked<'m>>,
         due: Due,
         wanted: &Wanted,
     ) -> Result<Frozen, AllocError> {
+        let is_due = |own: &&PerCpu<'m>| among.is_none_or(|asked| asked.contains(own.node));
+        let of = |pin: CpuPin<'_>| self.own(pin).filter(is_due);
         loop {
-            match self.after_giving_back(cx, &of, due, |pin| self.alloc_from_nodes(pin, wanted)) {
+            match self.after_giving_back(cx, of, due, |pin| self.alloc_from_nodes(pin, wanted)) {
                 Ok(block) => return Ok(block),
                 Err(Some(error)) => return Err(error),
                 // In another pin.
@@ -383,7 +383,7 @@ impl<'m, E: Env> Frames<'m, E> {
             match taken {
                 Some(Ok(taken)) => {
                     let block = wanted.block(taken);
-                    near.into_iter().filter(|own| own.node == node).for_each(|own| own.note_lowest(&block));
+                    near.into_iter().for_each(|own| own.note_lowest(&block));
                     return Ok(block);
                 }
                 Some(Err(true)) => return Err(None),
@@ -402,12 +402,13 @@ impl<'m, E: Env> Frames<'m, E> {
                 if self.queued_on(node) != 0 && part < PARTS {
                     return ControlFlow::Continue(from);
                 }
-                let cached = self.cached_on(node);
-                if cached != 0 && wanted.order.get() > BLOCK_ORDER {
-                    return self.is_nearly_free(lists, from, wanted.order, wanted.limit, cached);
+                match self.cached_on(node) {
+                    0 => ControlFlow::Break(false),
+                    cached if wanted.order.get() > BLOCK_ORDER => {
+                        self.is_nearly_free(lists, from, wanted.order, wanted.limit, cached)
+                    }
+                    cached => ControlFlow::Break(lists.pages + cached >= wanted.order.pages()),
                 }
-                let pages = wanted.order.pages();
-                ControlFlow::Break(cached != 0 && lists.pages + cached >= pages && wanted.limit.get() >= pages)
             };
             for part in 0.. {
                 match cx.pinned(|pin| self.with_node(pin, node, |lists| look(lists, part, from))) {
@@ -432,26 +433,17 @@ impl<'m, E: Env> Frames<'m, E> {
     /// A block from this CPU's cache, which is filled from its node if it is empty.
     fn alloc_through(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, wanted: &Wanted) -> Option<Frozen> {
         let (order, mobility) = (wanted.order.get(), wanted.mobility);
-        for _ in 0..ADMISSIONS {
+        if class.len() == 0 {
             // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
             let other = own.class(order, mobility.other()).filter(|_| order == BLOCK_ORDER);
-            if class.len() == 0
-                && let Some(block) = other.and_then(Class::pop)
-            {
-                let _ = class.push(block.with_mobility(mobility));
-            } else if class.len() == 0 {
-                self.refill(pin, own, class, wanted);
-            }
-            let block = class.pop()?;
-            // Frames can become refused while they are cached.
-            if !self.has_suspects() {
-                return Some(block);
-            }
-            if let Some(block) = self.admit(pin, block) {
-                return Some(block);
+            match other.and_then(Class::pop) {
+                Some(block) => _ = class.push(block.with_mobility(mobility)),
+                None => self.refill(pin, own, class, wanted),
             }
         }
-        None
+        let block = class.pop()?;
+        // Frames can become refused while they are cached: the next is the node's.
+        if self.has_suspects() { self.admit(pin, block) } else { Some(block) }
     }
 
     /// Frees one block, as dirty. A block of another manager is left alone, and lost: whoever is not sure asks
@@ -519,6 +511,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round.
+    #[inline(never)]
     pub(crate) fn free_slow(&self, pin: CpuPin<'_>, extent: Extent, content: Content) {
         if let Some(own) = self.own(pin) {
             self.serve_own(own);

@@ -112,6 +112,7 @@ impl<E: Env> Frames<'_, E> {
 
     /// Adds up a node's free blocks by order, of 2 MiB from number `from` on, counted from those of the first region, as many as are looked at in
     /// one round: the number of the one with which the next goes on.
+    #[inline(never)]
     fn count_blocks(&self, lists: &FreeLists, from: usize, stats: &mut NodeStats) -> Option<usize> {
         let mut left = BLOCKS_PER_ROUND;
         for arena in self.arena_table().on(lists) {
