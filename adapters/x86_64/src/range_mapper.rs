@@ -63,7 +63,8 @@ const OURS: PageTableFlags =
 /// Entries are written as its `Mapper`s write them, except that new tables refer to their children with every right (leaves
 /// decide) and with the accessed bit set. Tables that were there are opened to user mode, as its `Mapper`s do, when something
 /// below them is mapped for it; where one forbids execution, nothing is mapped that is to be executed. Bits 52, 53, 57 and 58 of entries
-/// belong to hugemm: what has one of them in a table above a range is not mapped in nor changed.
+/// belong to hugemm: below an entry above a range that has one of them nothing is mapped, and no flags are changed.
+/// [`unmap_range`](RangeMapper::unmap_range) does not look.
 pub struct RangeMapper {
     table: PageTable<X86_64, EditLock>,
     offset: VirtAddr,

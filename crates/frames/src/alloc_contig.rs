@@ -131,6 +131,22 @@ impl<E: Env, P: Cpu> Drop for Claim<'_, '_, '_, E, P> {
     }
 }
 
+/// The parts of an extent that are not whole free 2 MiB, each inside 2 MiB: what lies at its ends, and between them what is divided or in use.
+fn not_whole(arena: &Arena<'_>, extent: Extent) -> impl Iterator<Item = Extent> {
+    let (first, rest) = extent.split_at((in_block(extent.base()).left() % SPAN) as u64);
+    let last = rest.slice(rest.pages() >> BLOCK_ORDER << BLOCK_ORDER, rest.pages());
+    let between = arena.words_2m(rest).flat_map(|(region, first, at, bits)| {
+        let mut left = bits & !region.free.load(at);
+        core::iter::from_fn(move || {
+            let next = left.checked_sub(1)?;
+            let pfn = Pfn::new(first.get() + (u64::from(left.trailing_zeros()) << BLOCK_ORDER));
+            left &= next;
+            Some(Extent::block(pfn, BLOCK))
+        })
+    });
+    [first].into_iter().chain(between).chain([last]).filter(|part| !part.is_empty())
+}
+
 impl<'m, E: Env> Frames<'m, E> {
     /// The arena that holds all of an extent.
     fn arena_of(&self, extent: Extent) -> Result<&'m Arena<'m>, AllocContigError> {
@@ -177,58 +193,34 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The first frame of the extent that is not free.
     fn all_free(&self, arena: &Arena<'m>, extent: Extent) -> Result<(), AllocContigError> {
-        if in_block(extent.base()) == Position::FIRST
-            && extent.pages().is_multiple_of(SPAN as u64)
-            && arena.words_2m(extent).all(|(region, _, at, bits)| region.free.load(at) & bits == bits)
-        {
-            return Ok(());
-        }
-        let mut rest = extent;
-        while !rest.is_empty() {
-            let pfn = rest.base();
-            let (now, later) = rest.split_at(in_block(pfn).left() as u64);
+        for part in not_whole(arena, extent) {
+            let pfn = part.base();
             if !arena.region(pfn).free.get(in_region(pfn)) {
                 let free = &arena.block(pfn).free;
-                let mut used = spans(in_block(pfn), now.pages() as usize).map(|(at, bits)| (at, bits & !free.load(at)));
+                let mut used =
+                    spans(in_block(pfn), part.pages() as usize).map(|(at, bits)| (at, bits & !free.load(at)));
                 if let Some((at, used)) = used.find(|(_, used)| *used != 0) {
                     let index = Position::<Pages>::in_word(at, used.trailing_zeros());
                     return Err(AllocContigError::InUse(index.pfn(pfn)));
                 }
             }
-            rest = later;
         }
         Ok(())
     }
 
+    /// Whether a claim is at work in any of the 2 MiB that an extent, which is not empty, touches.
     fn any_isolated(&self, arena: &Arena<'m>, extent: Extent) -> bool {
-        self.blocks_2m(extent).any(|pfn| arena.region(pfn).isolated.get(in_region(pfn)))
-    }
-
-    /// The first frames of the 2 MiB blocks that an extent touches.
-    fn blocks_2m(&self, extent: Extent) -> impl Iterator<Item = Pfn> + use<E> {
-        let first = extent.base().get() >> BLOCK_ORDER << BLOCK_ORDER;
-        (first..extent.end().get()).step_by(SPAN).map(Pfn::new)
+        let ends = [extent.base(), Pfn::new(extent.end().get() - 1)];
+        ends.iter().any(|pfn| arena.region(*pfn).isolated.get(in_region(*pfn)))
+            || arena.words_2m(extent).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0)
     }
 
     /// Takes an extent that is free throughout; what its first and last blocks have beyond it goes back.
     fn take_free(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent) {
-        let whole = arena.words_2m(extent).fold(0, |sum, (region, first, at, bits)| {
-            let free = region.free.load(at) & bits;
-            take_word(lists, arena, first.max(extent.base()), free, true);
-            sum + pages(free)
-        });
-        lists.pages -= whole;
-        if whole == extent.pages() {
-            return;
-        }
-        let mut rest = extent;
-        while !rest.is_empty() {
-            let pfn = rest.base();
-            let (inside, later) = rest.split_at(in_block(pfn).left() as u64);
-            rest = later;
-            let region = arena.region(pfn);
-            if region.free.get(in_region(pfn)) {
-                // A part of free 2 MiB: whole ones have been taken above.
+        for inside in not_whole(arena, extent) {
+            let pfn = inside.base();
+            if arena.region(pfn).free.get(in_region(pfn)) {
+                // A part of free 2 MiB.
                 let whole = Extent::block(Position::<Pages>::FIRST.pfn(pfn), BLOCK);
                 let content = self.remove_block(lists, arena, whole.base(), BLOCK_ORDER);
                 self.cut_ends(arena, inside);
@@ -236,9 +228,14 @@ impl<'m, E: Env> Frames<'m, E> {
                 for part in [whole.slice(0, before), whole.slice(before + inside.pages(), whole.pages())] {
                     self.free_chunks(lists, arena, part, content);
                 }
-            } else if region.split.get(in_region(pfn)) {
+            } else {
                 self.take_particular(lists, arena, pfn, inside.pages() as usize);
             }
+        }
+        for (region, first, at, bits) in arena.words_2m(extent) {
+            let free = region.free.load(at) & bits;
+            take_word(lists, arena, first.max(extent.base()), free, true);
+            lists.pages -= pages(free);
         }
     }
 

@@ -1,6 +1,6 @@
 //! A manager that lives in the memory it manages.
 
-use crate::arena::ArenaSpec;
+use crate::arena::{ArenaSpec, REGION_ORDER};
 #[cfg(feature = "debug")]
 use crate::debug::{Finding, Record, Watch};
 use crate::frames::{Env, Frames};
@@ -97,8 +97,9 @@ impl fmt::Display for CarveReason {
 impl core::error::Error for CarveReason {}
 
 impl<'m> Frames<'m, Carved> {
-    /// A manager of all of `ram`, every frame of it free, but for those at its end that hold the metadata: at most 1.6 % and a
-    /// few KiB per CPU of the platform. They belong to no arena, so nothing ever hands them out. One node.
+    /// A manager of all of `ram`, every frame of it free, but for those that hold the metadata: 1.6 % of 128 MiB and more (1.8 % of 2 MiB), and a
+    /// few KiB per CPU of the platform. They are at its end, or at its beginning where that leaves a whole GiB more, and belong to no arena, so
+    /// nothing ever hands them out. One node.
     ///
     /// The platform maps memory for good, since the metadata is used for as long as the manager lives. Its CPUs have caches.
     /// A machine with several pieces of RAM has [`carve_all`](Frames::carve_all); one with several nodes, or with descriptors elsewhere,
@@ -161,7 +162,7 @@ impl<'m> Frames<'m, Carved> {
     }
 
     /// A manager of all RAM of a machine's memory map, in any order: what [`carve`](Frames::carve) is for one piece. The metadata is at
-    /// the end of the largest piece. Holes cost nothing: pieces that adjoin are one arena, the others one each, in one node. Frame 0 is left out
+    /// the end of the largest piece, or at another end where that leaves a whole GiB more. Holes cost nothing: pieces that adjoin are one arena, the others one each, in one node. Frame 0 is left out
     /// where it is mapped at address 0.
     ///
     /// ```
@@ -267,8 +268,8 @@ impl<'m> Frames<'m, Carved> {
         }
     }
 
-    /// For the owner of the arenas' frames, who has nothing to do with them any more if this succeeds. The metadata is taken from the
-    /// end of the largest, and at the end of its frames, after it, `room` bytes are left; where, `env` is told.
+    /// For the owner of the arenas' frames, who has nothing to do with them any more if this succeeds. At the end of the
+    /// metadata's frames, after it, `room` bytes are left; where, `env` is told.
     fn carve_arenas<P: Cpu + LinearMap>(
         cx: &CpuCx<'m, P>,
         arenas: &mut [ArenaSpec],
@@ -342,13 +343,43 @@ fn sort<P: Cpu + LinearMap>(
     Ok(count)
 }
 
-/// Takes the frames that hold the metadata, and `room` bytes, from the end of the largest arena.
+/// Takes the frames that hold the metadata, and `room` bytes, from the end of the largest arena; from another's, or from a beginning, where that
+/// leaves more whole GiB.
 fn set_aside(arenas: &mut [ArenaSpec], cpus: u32, room: usize) -> Result<Extent, FramesConfigError> {
     let largest = (0..arenas.len()).max_by_key(|at| arenas[*at].extent.pages()).ok_or(FramesConfigError::Empty)?;
-    let whole = arenas[largest].extent;
+    let (mut best, mut least) = (Err(FramesConfigError::Empty), u64::MAX);
+    // Low memory last: devices want it.
+    let count = arenas.len();
+    let all = |from_end| (0..count).rev().map(move |at| (at, from_end));
+    for (at, from_end) in [(largest, true)].into_iter().chain(all(true)).chain(all(false)) {
+        let whole = arenas[at].extent;
+        let found = split_off(arenas, at, from_end, cpus, room);
+        let lost = found.map_or(u64::MAX, |(rest, _)| gibibytes(whole) - gibibytes(rest));
+        if lost < least || best == Err(FramesConfigError::Empty) {
+            (best, least) = (found.map(|(rest, metadata)| (at, rest, metadata)), lost);
+        }
+    }
+    let (at, rest, metadata) = best?;
+    arenas[at].extent = rest;
+    Ok(metadata)
+}
+
+/// An arena without the metadata, and the metadata, at the arena's end or at its beginning.
+fn split_off(
+    arenas: &mut [ArenaSpec],
+    at: usize,
+    from_end: bool,
+    cpus: u32,
+    room: usize,
+) -> Result<(Extent, Extent), FramesConfigError> {
+    let whole = arenas[at].extent;
+    let split = |pages: u64| {
+        let (first, second) = whole.split_at(if from_end { whole.pages().saturating_sub(pages) } else { pages });
+        if from_end { (first, second) } else { (second, first) }
+    };
     // How many frames the metadata needs if `given` are set aside.
     let mut need = |given: u64| {
-        (arenas[largest].extent, _) = whole.split_at(whole.pages().saturating_sub(given));
+        (arenas[at].extent, _) = split(given);
         let layout = Frames::<Carved>::required_bytes(&FramesConfig::new(arenas, cpus))?;
         let pages = (layout.size() as u64 + room as u64).div_ceil(PAGE_BYTES);
         if pages >= whole.pages() {
@@ -358,8 +389,12 @@ fn set_aside(arenas: &mut [ArenaSpec], cpus: u32, room: usize) -> Result<Extent,
     };
     // The need falls with what is set aside. So the first figure is too large and the second too small, and the third, which
     // is what the second leaves needs, is enough for what it leaves itself.
-    let pages = need(0).and_then(&mut need).and_then(&mut need)?;
-    let (rest, metadata) = whole.split_at(whole.pages() - pages);
-    arenas[largest].extent = rest;
-    Ok(metadata)
+    let pages = need(0).and_then(&mut need).and_then(&mut need);
+    arenas[at].extent = whole;
+    pages.map(split)
+}
+
+/// How many whole GiB, at multiples of that, an extent has.
+fn gibibytes(extent: Extent) -> u64 {
+    (extent.end().get() >> REGION_ORDER).saturating_sub(extent.base().get().div_ceil(1 << REGION_ORDER))
 }

@@ -8,6 +8,7 @@ use crate::frozen::{Frozen, FrozenRun};
 use crate::layout::{self, FramesConfig, FramesConfigError, Parts};
 use crate::node::{Content, Node};
 use crate::pcp::PerCpu;
+use crate::range::per_pin;
 use crate::refs::WideCounts;
 use crate::relief::Reserve;
 use crate::suspects::Suspects;
@@ -285,7 +286,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Hands frames over: they become free. Frames that are never released are reserved. Frames outside every arena are
-    /// left out; returns how many were taken. One lock round per arena, O(18 + pages / 2^18) each. Any context but NMI.
+    /// left out; returns how many were taken. One lock round per arena and 64 GiB, O(18 + pages / 2^18) each. Any context but NMI.
     ///
     /// # Safety
     ///
@@ -296,7 +297,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     fn free_new<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> u64 {
         let mut sum = 0;
-        for (arena, part) in self.parts(extent) {
+        let parts = self.parts(extent).flat_map(|(arena, part)| per_pin(part).map(move |part| (arena, part)));
+        for (arena, part) in parts {
             cx.pinned(|pin| {
                 self.with_node(pin, arena.node, |lists| {
                     self.free_chunks(lists, arena, part, Content::Dirty);

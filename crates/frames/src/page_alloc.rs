@@ -334,7 +334,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let is_due = |own: &&PerCpu<'m>| among.is_none_or(|asked| asked.contains(own.node));
         let of = |pin: CpuPin<'_>| self.own(pin).filter(is_due);
         loop {
-            match self.after_giving_back(cx, &of, due, |pin| self.alloc_from_nodes(pin, wanted)) {
+            match self.after_giving_back(cx, of, due, |pin| self.alloc_from_nodes(pin, wanted)) {
                 Ok(block) => return Ok(block),
                 Err(Some(error)) => return Err(error),
                 // In another pin.

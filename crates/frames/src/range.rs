@@ -8,7 +8,7 @@
 //! * Frames of a run of numbers that are not order-0 blocks with a reference (heads and tails of folios, free or frozen
 //!   frames) are left alone, counted as invalid, and split the run.
 //! * A run never crosses the border of an arena. It is freed as the fewest aligned power-of-two chunks in
-//!   **one** lock round however long it is, or through the CPU's cache if it is one block of a cached order.
+//!   **one** lock round for each 64 GiB, or through the CPU's cache if it is one block of a cached order.
 //! * Long frees have a reschedule point every 512 MiB, before which no lock or pin is held; there is none where the
 //!   caller may not sleep.
 //!
@@ -17,7 +17,7 @@
 //! Per 2 MiB of counted frames: 16 atomics, 5 cache lines. Per run: one lock round and a few words for its chunks. No frame's
 //! descriptor is touched. Frozen extents have no per-frame cost at all.
 
-use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
+use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, in_block, in_region};
 use crate::blockmap::{Pages, Position, WORDS};
 use crate::drain::Due;
 use crate::folio::{FolioRef, FolioRun};
@@ -26,7 +26,7 @@ use crate::frozen::Frozen;
 use crate::node::Content;
 use crate::refs::{self, LANES, Put};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn, Zeroed};
+use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, Order, Pfn, Zeroed};
 
 /// What became of the frames of a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,6 +53,19 @@ impl RangeReport {
             runs: self.runs + other.runs,
         }
     }
+}
+
+/// Frames that are freed in one pin: 64 GiB, at 3 cache lines a GiB.
+const PER_PIN: u64 = 64 << REGION_ORDER;
+
+/// An extent as parts that are freed in a pin each, and in a lock round. Nothing reaches beyond the ends of a part.
+pub(crate) fn per_pin(extent: Extent) -> impl Iterator<Item = Extent> {
+    let mut rest = extent;
+    core::iter::from_fn(move || {
+        let (now, later) = rest.split_at(PER_PIN - rest.base().get() % PER_PIN);
+        rest = later;
+        (!now.is_empty()).then_some(now)
+    })
 }
 
 /// 2 MiB blocks between reschedule points.
@@ -289,7 +302,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Frees frozen frames of one arena whose ends are block borders in the map: one lock round or none.
+    /// Frees frozen frames of one arena whose ends are block borders in the map: one lock round for each 64 GiB, or none.
     #[cfg_attr(feature = "debug", track_caller)]
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
         match self.join(extent, content) {
@@ -297,12 +310,10 @@ impl<'m, E: Env> Frames<'m, E> {
             None => {
                 #[cfg(feature = "debug")]
                 self.note_freed(extent, content == Content::Zero, core::panic::Location::caller());
-                self.after_giving_back(
-                    cx,
-                    |pin| self.own(pin),
-                    Due::Nothing,
-                    |pin| self.free_slow(pin, extent, content),
-                )
+                for part in per_pin(extent) {
+                    let free = |pin: CpuPin<'_>| self.free_slow(pin, part, content);
+                    self.after_giving_back(cx, |pin| self.own(pin), Due::Nothing, free);
+                }
             }
         }
     }
@@ -317,7 +328,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees any extent of frozen frames, in whatever blocks they were allocated: a part of one, or several that adjoin.
-    /// O(18 + pages / 2^18) per arena, one lock round each. Frames outside every arena are left out; returns how many
+    /// O(18 + pages / 2^18) per arena, one lock round for each 64 GiB. Frames outside every arena are left out; returns how many
     /// were freed. Any context but NMI.
     #[cfg_attr(feature = "debug", track_caller)]
     pub fn free_extent<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Dirty) -> u64 {

@@ -1,6 +1,7 @@
 //! What a node has free, and in which shape.
 
 use crate::arena::BLOCK_ORDER;
+use crate::blockmap::SPAN;
 use crate::frames::{Env, Frames};
 use crate::free2m::count_2m;
 use crate::free4k::count_4k;
@@ -16,8 +17,8 @@ pub const ORDERS: usize = Order::MAX.get() as usize + 1;
 /// Orders of less than 2 MiB.
 pub(crate) const SMALL: usize = BLOCK_ORDER as usize;
 
-/// 2 MiB blocks that are counted in one lock round: 2 GiB, a region at a time.
-const BLOCKS_PER_ROUND: usize = 1024;
+/// 2 MiB blocks that are counted in one lock round: 128 MiB.
+const BLOCKS_PER_ROUND: usize = 64;
 
 /// One node at one moment, or as nearly as it is counted in parts; cached frames and those of other CPUs as last seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,7 +37,7 @@ pub struct NodeStats {
     pub deferred: u64,
     /// Frames that were taken out for good: poisoned.
     pub refused: u64,
-    /// How often the node's lock has been taken.
+    /// How often the node's lock has been taken; by each look at these numbers once, however large the node is.
     pub lock_rounds: u64,
 }
 
@@ -79,13 +80,16 @@ impl NodeStats {
 }
 
 impl<E: Env> Frames<'_, E> {
-    /// One node's numbers; zeroes if there is no such node. Takes the node's lock (a round, counted, and a pin for each 2 GiB) for a line per
+    /// One node's numbers; zeroes if there is no such node. Takes the node's lock (a round and a pin for each 128 MiB) for a line per
     /// 2 MiB of node, and about 0.2 µs for each 2 MiB of which only parts are free: not for hot paths, which want
     /// [`node_available`](Frames::node_available). Any context but NMI.
     pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
         let (mut stats, mut from) = (NodeStats::default(), 0);
-        let mut count = |lists: &FreeLists, from| match self.count_blocks(lists, from, &mut stats) {
-            Some(next) => ControlFlow::Continue(next),
+        let mut count = |lists: &mut FreeLists, from| match self.count_blocks(lists, from, &mut stats) {
+            Some(next) => {
+                lists.rounds -= 1;
+                ControlFlow::Continue(next)
+            }
             None => ControlFlow::Break(NodeStats {
                 blocks: stats.blocks,
                 movable: stats.movable,
@@ -106,25 +110,28 @@ impl<E: Env> Frames<'_, E> {
         }
     }
 
-    /// Adds up a node's free blocks by order, of regions from number `from` on, as many as are looked at in one round: the number of the one
-    /// with which the next goes on.
+    /// Adds up a node's free blocks by order, of 2 MiB from number `from` on, counted from those of the first region, as many as are looked at in
+    /// one round: the number of the one with which the next goes on.
     #[inline(never)]
     fn count_blocks(&self, lists: &FreeLists, from: usize, stats: &mut NodeStats) -> Option<usize> {
-        let mut looked = 0;
+        let mut left = BLOCKS_PER_ROUND;
         for arena in self.arena_table().on(lists) {
-            for (at, region) in arena.regions.iter().enumerate().skip(from.saturating_sub(arena.first_region)) {
-                if looked >= BLOCKS_PER_ROUND {
-                    return Some(arena.first_region + at);
-                }
-                count_2m(region, &mut stats.blocks);
-                let inside = arena.blocks_of(at);
-                for block in inside {
+            for (at, region) in arena.regions.iter().enumerate().skip((from / SPAN).saturating_sub(arena.first_region))
+            {
+                let first = (arena.first_region + at) * SPAN;
+                for (at, block) in (first..).zip(arena.blocks_of(at)).skip(from.saturating_sub(first)) {
+                    if left == 0 {
+                        return Some(at);
+                    }
+                    left -= 1;
+                    if at == first {
+                        count_2m(region, &mut stats.blocks);
+                    }
                     count_4k(block, &mut stats.blocks);
                     if block.mobility() == Mobility::Movable {
                         count_4k(block, &mut stats.movable);
                     }
                 }
-                looked += inside.len();
             }
         }
         None

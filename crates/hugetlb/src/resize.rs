@@ -15,7 +15,7 @@
 //!
 //! Each step goes over all staged pages, a group of 64 at a time, with a reschedule point after each; brackets are done once. A
 //! second pass over blocks, and its flush, is left out if all were swapped whole. All pages enter in one lock round and leave in
-//! one, whatever their number.
+//! one, whatever their number: with interrupts off for a line per group, 8192 lines per TiB of 2 MiB pages.
 //!
 //! Pages belong to the resize from the moment they are *staged*. What a resize that was cancelled or ran out has done
 //! stays done, and every page is in the end in the pool, or free: prepared wholly or not at all.

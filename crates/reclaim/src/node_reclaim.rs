@@ -53,7 +53,7 @@ pub(crate) enum Look {
 pub(crate) enum Unwritten {
     /// Swap has no room.
     Full,
-    /// That would free nothing, or of a large page less than half.
+    /// That would free nothing, or of a large page less than half; or the node's reserve is too small for a large page to come back.
     Incompressible,
     /// A source's page that has been stored to: it goes when its source has got that.
     Dirty,
@@ -263,7 +263,11 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
             Err((error, block)) => Err((error.into(), block)),
         };
         let mut whole = 0;
+        let marks = self.pager.marks();
         let store = |cx: &Cx<'_, S>, block: &Frozen, page| {
+            if !marks.brings_back(block.order()) {
+                return Err(Unwritten::Incompressible);
+            }
             let slot = swap.store(cx, block, page)?;
             whole += u64::from(swap.is_whole(&slot));
             if whole <= block.extent().pages() / 2 {

@@ -12,6 +12,8 @@
 //! ([`Steps::wake`](crate::Steps::wake)). From *low* down the reserve is looked at for whatever a [`Vm`](hugemm_vm::Vm) makes anew;
 //! above, only that often: who takes all from *low* down in between, and is not the manager, takes the reserve too.
 
+use hugemm_base::Order;
+
 /// The marks of one node, in base pages; `min <= low <= high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Watermarks {
@@ -56,10 +58,14 @@ impl Watermarks {
 
     /// So much of what is below *min* is for whoever brings pages back: half. New pages stop here, and where every node is
     /// down to it new tables, counters of references and areas do.
-    /// A page of 2 MiB that comes back finds it in one piece, or can have it made so, where it is 1538 frames and more: on nodes from
-    /// 9.1 GiB on.
     pub const fn reserve(self) -> u64 {
         self.min / 2
+    }
+
+    /// Whether a page that is away finds room in the reserve: one of 2 MiB finds it in one piece, or can have it made so, where that is 1538
+    /// frames and more, as on nodes from 9.1 GiB on.
+    pub(crate) const fn brings_back(self, order: Order) -> bool {
+        order.get() == 0 || self.reserve() >= 1538
     }
 
     /// Below this, the worker begins.
@@ -89,6 +95,7 @@ impl Watermarks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hugemm_base::PageSize;
 
     /// Every set of marks up to 8 and every free count: each mark is where a level begins.
     #[test]
@@ -126,8 +133,10 @@ mod tests {
                 }
             }
         }
-        let covers_2m = |pages| Watermarks::for_node(pages).reserve() >= 1538;
-        assert_eq!([9 << 18, (91 << 18) / 10].map(covers_2m), [false, true], "9 and 9.1 GiB");
+        let brings_back = |pages, size: PageSize| Watermarks::for_node(pages).brings_back(size.order());
+        let nodes = [9 << 18, (91 << 18) / 10];
+        assert_eq!(nodes.map(|pages| brings_back(pages, PageSize::Size2M)), [false, true], "9 and 9.1 GiB");
+        assert!(brings_back(64, PageSize::Size4K));
         // 64 MiB and 16 GiB.
         assert_eq!(Watermarks::for_node(1 << 14).min(), 256);
         assert_eq!(Watermarks::for_node(1 << 22).min(), 4096);

@@ -19,7 +19,7 @@
 //! | `percpu.rs` | what each CPU has for itself |
 //! | `fault.rs` | the report when something is wrong |
 //! | `clock.rs` | time |
-//! | `irq_lock.rs` | locks that interrupts may share |
+//! | `irq_lock.rs` | locks that interrupts may share; none is held at a reschedule point |
 //! | `platform.rs` | `hugemm_base`'s platform, implemented |
 //! | `once.rs` | values that are set while the boot CPU is alone |
 //! | `smp.rs` | starting CPUs, running a function on several |

@@ -5,14 +5,13 @@ pub mod rights;
 
 use hugemm_base::{CpuCx, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
-use hugemm_kernel::arch::Format;
 use hugemm_kernel::memory::{KernelEnv, KernelFrames, frames};
 use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{layout, page_fault, tables};
 use hugemm_paging::{
-    Change, Detached, Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run,
-    ShootdownBatch, ShootdownPolicy, TlbSpace, UserSpace,
+    Change, Detached, Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PagingError, Run, ShootdownBatch,
+    ShootdownPolicy, TlbSpace, UserSpace,
 };
 use hugemm_vm::Access;
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
@@ -27,7 +26,7 @@ pub trait Pages: Sync {
 }
 
 pub struct BareSpace<'a> {
-    table: PageTable<Format>,
+    table: tables::KernelTable,
     tlb: TlbSpace<UserSpace>,
     pages: Option<&'a dyn Pages>,
 }
@@ -46,9 +45,9 @@ impl<'a> BareSpace<'a> {
         // table joins first.
         let table = match tables::in_all_roots() {
             // SAFETY: as above.
-            Some(kernel) => unsafe { PageTable::beside(&mut memory(cx), lower, kernel) },
+            Some(kernel) => unsafe { tables::KernelTable::beside(&mut memory(cx), lower, kernel) },
             // SAFETY: as above.
-            None => unsafe { PageTable::new(&mut memory(cx), lower) },
+            None => unsafe { tables::KernelTable::new(&mut memory(cx), lower) },
         }?;
         let root = table.root().start();
         // SAFETY: a table of its own, with the kernel's half; `free` retires the space before the table.

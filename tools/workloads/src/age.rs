@@ -204,11 +204,11 @@ pub struct Process<'a> {
     pub stores: u32,
 }
 
-/// Marks for a run on so many base pages: the usual ones, and for large pages a few of them apart.
+/// Marks for a run on so many base pages: the usual ones, and for large pages, of which none goes that might not come back, a few of them.
 pub fn marks(pages: u64, page: PageSize) -> Watermarks {
     let usual = Watermarks::for_node(pages);
     let apart = page.pages();
-    let [min, low, high] = [3, 4, 6].map(|times| times * apart);
+    let [min, low, high] = [7, 8, 10].map(|times| times * apart);
     Watermarks::new(min, low, high).filter(|_| page != PageSize::Size4K && high < pages / 2).unwrap_or(usual)
 }
 

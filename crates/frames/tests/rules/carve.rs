@@ -249,6 +249,44 @@ fn a_manager_lies_beside_its_metadata() {
     assert_eq!(frames.stats(&cx).available(), frames.managed());
 }
 
+/// The same few frames behind each frame's number: enough for metadata.
+struct Few(Memory);
+
+// SAFETY: nobody but a manager's metadata, which is one extent, has them.
+unsafe impl PhysMap for Few {
+    fn open(&self, extent: Extent, _: Option<VirtAddr>) -> Option<Window> {
+        Some(Window { ptr: self.0.ptr(), pages: extent.pages() })
+    }
+}
+
+// SAFETY: as above.
+unsafe impl LinearMap for Few {}
+
+/// Metadata lies where a GiB is no whole one anyhow, at either end of any piece, if there is room.
+#[test]
+#[cfg_attr(miri, ignore = "many gibibytes of descriptors")]
+fn metadata_costs_no_whole_gibibyte_that_it_need_not() {
+    const GIB: u64 = 1 << 18;
+    let cases: &[(&[(u64, u64)], u64)] = &[
+        (&[(256, 3 * GIB), (4 * GIB, 8 * GIB)], 6),
+        (&[(4 * GIB, 8 * GIB + 32_000), (256, 3 * GIB)], 6),
+        (&[(GIB, 4 * GIB), (5 * GIB, 5 * GIB + 32_000)], 3),
+        // Too small a remainder, and none.
+        (&[(GIB, 4 * GIB), (5 * GIB, 5 * GIB + 300)], 2),
+        (&[(GIB, 4 * GIB)], 2),
+    ];
+    for (map, whole) in cases {
+        let threads = Threads::new(Few(memory(40_000)));
+        // SAFETY: nobody else's numbers, none twice; no memory but the metadata's is used.
+        let pieces = map.iter().map(|(from, to)| unsafe { Ram::assume_unmanaged(extent(*from, to - from)) });
+        let frames = Frames::carve_all(&threads.cx(), pieces).expect("enough");
+        let stats = frames.stats(&threads.cx());
+        assert_eq!((stats.blocks[18], stats.free), (*whole, frames.managed()), "{map:?}");
+        let all: u64 = map.iter().map(|(from, to)| to - from).sum();
+        assert!((all - frames.managed()) * 1000 / all <= 16, "{map:?}");
+    }
+}
+
 #[test]
 fn a_memory_map_may_be_too_much_or_nothing() {
     let memory = memory(1024);

@@ -1,17 +1,29 @@
 //! How long a CPU keeps interrupts off, in lock rounds.
 
 use super::request;
-use super::support::{Counted, Threads, busy, extent, meeting, most_rounds, with_counted, with_one_arena};
+use super::support::{
+    Counted, Memory, Threads, busy, counted_pages, extent, lock_rounds, meeting, most_rounds, pages, with_counted,
+    with_one_arena,
+};
 use super::words::{all_free, free, take};
 use crate::support::arena;
-use hugemm_base::{CpuCx, CpuId, Dirty, NodeId, Order, Pfn, Zeroed};
-use hugemm_frames::{AllocError, AllocRequest, Frames, Frozen, ROUNDS_PER_PIN};
+use hugemm_base::lock::SpinLock;
+use hugemm_base::platform::{PhysMap, Window};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PageSize, Pfn, VirtAddr, Zeroed};
+use hugemm_frames::{
+    AllocContigError, AllocError, AllocRequest, Frames, Frozen, NoMigration, NodeStats, Put, ROUNDS_PER_PIN, Slab,
+};
 use hugemm_threads::run_as;
+use std::alloc::Layout;
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+const BLOCK: Order = PageSize::Size2M.order();
 
 type Step = fn(&Frames<'_, Counted>, &mut CpuCx<'_, Threads>, &mut Vec<Frozen>);
 
 /// Every call that may give back what its CPU has cached.
-const STEPS: [(&str, Step); 10] = [
+const STEPS: [(&str, Step); 18] = [
     ("a refill", |frames, cx, held| held.extend(frames.alloc(cx, request(0).movable()).ok())),
     ("a block of 32 pages", |frames, cx, held| held.extend(frames.alloc(cx, request(5)).ok())),
     ("a block that there is not", |frames, cx, held| held.extend(frames.alloc(cx, request(18)).ok())),
@@ -28,7 +40,76 @@ const STEPS: [(&str, Step); 10] = [
     ("a drain for another", |frames, cx, _| unsafe { frames.drain_offline(cx, CpuId(0)) }),
     ("a request", |frames, cx, _| frames.serve(cx)),
     ("a free", |frames, cx, held| free(frames, cx, held.pop())),
+    ("extents", |frames, cx, held| held.drain(..).for_each(|block| _ = frames.free_extent(cx, block.into_dirty()))),
+    ("counted pages", |frames, cx, held| {
+        let pages = held.drain(..1000).map(|block| frames.count(block).expect("managed"));
+        pages.for_each(|page| assert_eq!(frames.put(cx, page), Ok(Put::Last)));
+        let blocks = held.extract_if(.., |block| block.order() == BLOCK).take(100);
+        let folios = blocks.map(|block| frames.count(block).expect("managed"));
+        folios.for_each(|folio| assert_eq!(frames.put(cx, folio), Ok(Put::Last)));
+    }),
+    ("ranges", |frames, cx, held| {
+        for block in held.extract_if(.., |block| block.order() == BLOCK).take(100) {
+            let run = counted_pages(frames, block);
+            assert_eq!(frames.free_range(cx, pages(run)).freed, 512);
+        }
+    }),
+    ("a claim", |frames, cx, _| {
+        // In use, and free.
+        let used = frames.alloc_contig_range(cx, extent(0, 1 << 12), &mut NoMigration);
+        assert!(matches!(used, Err(AllocContigError::InUse(_))), "{used:?}");
+        let taken = frames.alloc_contig_range(cx, extent(1 << 20, 1 << 12), &mut NoMigration).expect("free");
+        frames.free_extent(cx, taken);
+    }),
+    ("rows", |frames, cx, held| {
+        for count in [19, 3000] {
+            held.push(frames.alloc(cx, request(0)).expect("memory"));
+            let row = frames.alloc_exact(cx, count, request(0)).expect("memory");
+            frames.free_extent(cx, row);
+            let row = frames.alloc_row(cx, count, request(0), |_| true).expect("memory");
+            frames.free_extent(cx, row);
+        }
+        assert!(frames.alloc_row(cx, 40, request(0), |_| false).is_err());
+    }),
+    ("an arena", |frames, cx, _| {
+        let spec = arena(1 << 30, 2048, 0);
+        super::added::add(frames, &spec).expect("room");
+        // SAFETY: once; there is no memory behind the numbers.
+        unsafe { frames.release_extent(cx, spec.extent) };
+        let all = frames.alloc_contig_range(cx, spec.extent, &mut NoMigration).expect("free");
+        // SAFETY: nobody else knows its frames.
+        let removed = unsafe { frames.remove(cx, all, |_| ()) };
+        assert!(removed.is_ok());
+    }),
+    ("a reserve", |frames, cx, _| {
+        assert_eq!(frames.keep_reserve(cx, 1000), 1000);
+        frames.fill_reserve(cx);
+        frames.keep_reserve(cx, 0);
+    }),
+    ("small objects", |frames, cx, _| {
+        let (slab, map) = (Slab::<SpinLock>::new(100, 8).expect("fits"), Anywhere::default());
+        let objects: Vec<_> = (0..4000).map(|_| slab.alloc(frames, cx, &map).expect("memory")).collect();
+        // SAFETY: the slab's, freed once; its frames and map.
+        unsafe {
+            objects.into_iter().for_each(|object| slab.free(frames, cx, &map, object));
+            slab.trim(frames, cx, &map);
+        }
+    }),
 ];
+
+/// A page of memory behind each frame, from when it is first asked for.
+#[derive(Default)]
+struct Anywhere(Mutex<HashMap<u64, Memory>>);
+
+// SAFETY: each frame has a page of its own, for as long as there is the map.
+unsafe impl PhysMap for Anywhere {
+    fn open(&self, extent: Extent, _: Option<VirtAddr>) -> Option<Window> {
+        let mut pages = self.0.lock().expect("no panic");
+        let page = || Memory::new(Layout::from_size_align(4096, 4096).expect("valid"));
+        let page = pages.entry(extent.base().get()).or_insert_with(page);
+        Some(Window { ptr: page.bytes().as_mut_ptr(), pages: 1 })
+    }
+}
 
 /// Frees a block, as zero or not.
 fn free_as(frames: &Frames<'_, Counted>, cx: &CpuCx<'_, Threads>, block: Frozen, zero: bool) {
@@ -62,30 +143,51 @@ fn fill(frames: &Frames<'_, Counted>, threads: &Threads) -> Vec<Frozen> {
     kept
 }
 
-/// However much a CPU has cached, and whatever of: it goes back in many short pins, not in a long one.
+/// However much a CPU has cached, and whatever of: it goes back in many short pins, not in a long one. On one node; and on three, beside a
+/// poisoned frame in use, which every CPU is asked for.
 #[test]
 #[cfg_attr(miri, ignore = "eight gibibytes of descriptors")]
 fn no_call_takes_more_rounds_in_one_pin_than_is_said() {
-    for (name, step) in STEPS {
-        let also = ["a refill", "a request", "a free"].contains(&name);
-        for asked in [false, true].into_iter().take(1 + usize::from(also)) {
-            with_counted(&[arena(0, 1 << 21, 0)], 2, &[], |frames, threads| {
-                let mut kept = fill(frames, threads);
-                let cx = threads.cx();
-                assert!(frames.stats(&cx).cached > 64 << 10, "{:?}", frames.stats(&cx));
-                if asked {
-                    run_as(1);
-                    // A poisoned frame in use: every CPU is asked.
-                    frames.hwpoison(&cx, kept[0].pfn());
-                    run_as(0);
-                }
-                let rounds = most_rounds(threads, |cx| step(frames, cx, &mut kept));
-                assert!(rounds <= ROUNDS_PER_PIN + 1, "{name}, asked {asked}: {rounds} lock rounds in one pin");
-                free(frames, &cx, kept);
-                assert_eq!(all_free(frames, &cx, 2), (1 << 21) - u64::from(asked));
-            });
-        }
+    for ((name, step), (nodes, asked)) in STEPS.iter().flat_map(|step| [(1, false), (3, true)].map(|case| (step, case)))
+    {
+        let arenas: Vec<_> = (0..nodes).map(|node| arena(u64::from(node) << 21, 1 << 21, node)).collect();
+        with_counted(&arenas, 2, &[], |frames, threads| {
+            let mut kept = fill(frames, threads);
+            let cx = threads.cx();
+            assert!(frames.stats(&cx).cached > 64 << 10, "{:?}", frames.stats(&cx));
+            if asked {
+                run_as(1);
+                frames.hwpoison(&cx, kept[0].pfn());
+                run_as(0);
+            }
+            let rounds = most_rounds(threads, |cx| step(frames, cx, &mut kept));
+            let most = ROUNDS_PER_PIN + u64::from(nodes);
+            assert!(rounds <= most, "{name}, {nodes} nodes, asked {asked}: {rounds} lock rounds in one pin");
+            free(frames, &cx, kept);
+            assert_eq!(all_free(frames, &cx, 2), (u64::from(nodes) << 21) - u64::from(asked));
+        });
     }
+}
+
+/// What is released and freed by its extent is, by parts of 64 GiB; what is taken by it is at once.
+#[test]
+#[cfg_attr(miri, ignore = "many gibibytes of descriptors")]
+fn a_pin_frees_64_gib() {
+    const GIB: u64 = 1 << 18;
+    with_counted(&[arena(GIB, 130 * GIB, 0)], 1, &[], |frames, threads| {
+        let cx = threads.cx();
+        let (all, taken) = (extent(GIB, 130 * GIB), extent(GIB + 700, 130 * GIB - 1000));
+        assert_eq!(frames.stats(&cx).lock_rounds, 3 + 1, "1 to 64 GiB, to 128 and to 131; and the look");
+        for wanted in [all, taken] {
+            let before = lock_rounds();
+            let range = frames.take_range(&cx, wanted).expect("free");
+            assert_eq!(lock_rounds() - before, 1);
+            let most = most_rounds(threads, |cx| assert_eq!(frames.free_extent(cx, range), wanted.pages()));
+            assert_eq!((most, lock_rounds() - before), (1, 1 + 3));
+        }
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.blocks[18], stats.free), (130, 130 * GIB), "whole again");
+    });
 }
 
 /// A table has one place for words whose numbers are the same modulo its size, and they displace each other: as many as a cache has pages go
@@ -115,10 +217,12 @@ fn words_that_displace_each_other_take_no_more_rounds() {
     // 2 MiB: 128 words of 128 MiB, zero and dirty ones by turns.
     with_counted(&[arena(0, 1 << 22, 0)], 1, &[], |frames, threads| {
         let cx = threads.cx();
-        // Eight times 2 GiB are counted, a pin for each.
-        let (before, mut after) = (frames.stats(&cx).lock_rounds, 0);
-        let most = most_rounds(threads, |cx| after = frames.stats(cx).lock_rounds);
-        assert_eq!((most, after - before), (1, 8));
+        // 128 times 128 MiB are counted, a pin for each.
+        let (before, rounds, mut after) = (frames.stats(&cx), lock_rounds(), NodeStats::default());
+        let most = most_rounds(threads, |cx| after = frames.stats(cx));
+        assert_eq!((most, lock_rounds() - rounds), (1, 128));
+        assert_eq!(after, NodeStats { lock_rounds: before.lock_rounds + 1, ..before });
+        assert_eq!((after.free, after.blocks[18]), (1 << 22, 16), "no region is counted twice, or left out");
         let mut blocks: Vec<Option<Frozen>> = take(frames, &cx, 9, 1 << 13).into_iter().map(Some).collect();
         assert_eq!(blocks.len(), 1 << 13);
         blocks.sort_by_key(|block| block.as_ref().map(|block| block.pfn().get()));

@@ -139,6 +139,11 @@ unsafe impl Env for Counted {
     type Lock = CountedLock;
 }
 
+/// How many there have been.
+pub fn lock_rounds() -> u64 {
+    ROUNDS.get()
+}
+
 /// The most lock rounds in one pin of `body`: an interrupt handler looks wherever one could come.
 pub fn most_rounds(threads: &Threads, body: impl FnOnce(&mut CpuCx<'_, Threads>)) -> u64 {
     let (mut last, mut most) = (ROUNDS.get(), 0);

@@ -53,7 +53,8 @@ impl<E: Env> Heap<'_, E> {
     /// Takes a block of which so many pages are wanted, and opens those: the first frame, where it is, and whether it is zero.
     ///
     /// Blocks that are mapped where the heap cannot use them are put aside until there is another one, and are taken in ever larger
-    /// pieces, so that many of them in a row are soon passed by.
+    /// pieces, so that many of them in a row, and here and there, are soon passed by: of the first that is mapped where it can, the first
+    /// pages are kept.
     pub(super) fn take<P: Cpu + LinearMap>(
         &self,
         cx: &CpuCx<'_, P>,
@@ -89,46 +90,29 @@ impl<E: Env> Heap<'_, E> {
     ) -> Result<(Pfn, NonNull<u8>, bool), HeapError> {
         let mut passed = [const { None }; PASSED];
         passed[0] = Some(unfit);
-        let (mut larger, mut taken) = (request, Err(HeapError::NotMapped));
+        let (mut larger, mut fit) = (request, Err(HeapError::NotMapped));
         for place in &mut passed[1..] {
             larger.order =
                 larger.order.max(Order::new(PASSED_ORDER.min(larger.order.get() + 1)).unwrap_or(larger.order));
             // A cache may have more of them.
             self.frames.drain(cx);
-            *place = self.frames.alloc(cx, larger).ok();
-            // Memory that can be used begins here, if it does not begin lower.
-            if let Some(found) = place.take_if(|block| self.is_mapped(cx, block)) {
-                self.frames.free(cx, found);
-                self.frames.drain(cx);
-            }
-            if place.is_some() {
-                continue;
-            }
-            let Ok(found) = self.frames.alloc(cx, request) else { break };
+            let Ok(found) = self.frames.alloc(cx, larger).or_else(|_| self.frames.alloc(cx, request)) else { break };
             match self.open(cx, found.extent().slice(0, pages)) {
                 Ok(None) => *place = Some(found),
                 Ok(Some(memory)) => {
-                    taken = Ok(self.keep(cx, found, pages, memory));
+                    fit = Ok((found, memory));
                     break;
                 }
                 Err(error) => {
                     self.frames.free(cx, found);
-                    taken = Err(error);
+                    fit = Err(error);
                     break;
                 }
             }
         }
+        // Before the rest of what is kept, so that a cache hands that out next.
         passed.into_iter().flatten().for_each(|block| self.frames.free(cx, block));
-        taken
-    }
-
-    /// Whether a block could be used, all of it.
-    fn is_mapped<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, block: &Frozen) -> bool {
-        let extent = block.extent();
-        let Ok(Some(_)) = self.open(cx, extent) else { return false };
-        // SAFETY: just opened, and nobody has used it.
-        unsafe { self.close(cx, extent) };
-        true
+        fit.map(|(found, memory)| self.keep(cx, found, pages, memory))
     }
 
     /// Keeps the first pages of a block, which are open, and gives the rest back.

@@ -1,7 +1,7 @@
 //! Nothing that others did makes a call take long with interrupts off, or keeps their memory for good.
 
 use super::{Cx, free, layout};
-use hugemm_frames::{Carved, Frames};
+use hugemm_frames::{Carved, Frames, ROUNDS_PER_PIN};
 use hugemm_heap::Heap;
 use hugemm_threads::{Memory, Random, Threads, run_as};
 use std::alloc::Layout;
@@ -149,7 +149,7 @@ fn a_pin_holds_few_lock_rounds() {
             }
         });
         assert!(worst >= 1, "nothing was counted");
-        assert!(worst <= BOUND, "{worst} lock rounds in one pin");
+        assert!(worst <= ROUNDS_PER_PIN, "{worst} lock rounds in one pin");
         for cpu in [1, 0] {
             run_as(cpu);
             heap.trim(&threads.cx());
@@ -157,5 +157,3 @@ fn a_pin_holds_few_lock_rounds() {
         assert_eq!(heap.stats().pages, 0);
     });
 }
-
-const BOUND: u64 = 8;

@@ -64,8 +64,9 @@ fn alignments_are_those_of_the_mapping() {
 #[derive(Debug)]
 struct Odd {
     memory: Memory,
-    /// Frames from the first that are mapped otherwise.
+    /// Frames from the first that are mapped otherwise: all of these, or the first of each so many.
     odd: std::ops::Range<u64>,
+    each: u64,
     gone: bool,
 }
 
@@ -73,7 +74,8 @@ struct Odd {
 unsafe impl PhysMap for Odd {
     fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
         let first = extent.base().get() - self.memory.frames().base().get();
-        if first + extent.pages() <= self.odd.start || self.odd.end <= first {
+        let is_odd = |frame: u64| self.odd.contains(&frame) && (frame - self.odd.start).is_multiple_of(self.each);
+        if !(first..first + extent.pages()).any(is_odd) {
             return self.memory.open(extent, user);
         }
         if self.gone {
@@ -90,12 +92,13 @@ unsafe impl LinearMap for Odd {}
 /// Runs a test on a heap over 4 MiB of which some frames are mapped otherwise; the heap's own block is not.
 fn with_odd(
     odd: std::ops::Range<u64>,
+    each: u64,
     gone: bool,
     test: impl FnOnce(&Threads<Odd>, &Frames<'_, Plain>, &Heap<'_, Plain>),
 ) {
     let memory = Memory::new(layout(4 << 20, 2 << 20));
     let all = memory.frames();
-    let threads = Threads::new(Odd { memory, odd: odd.clone(), gone });
+    let threads = Threads::new(Odd { memory, odd: odd.clone(), each, gone });
     let cx = threads.cx();
     let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: None }];
     let config = FramesConfig::new(&arenas, 1);
@@ -119,7 +122,7 @@ fn with_odd(
 #[test]
 fn memory_that_is_mapped_elsewhere_is_left_alone() {
     for gone in [false, true] {
-        with_odd(512..1024, gone, |threads, frames, heap| {
+        with_odd(512..1024, 1, gone, |threads, frames, heap| {
             let cx = threads.cx();
             let before = frames.available(&cx);
             for layout in [layout(6000, 8), layout(8192, 8), layout(50_000, 8)] {
@@ -141,7 +144,7 @@ fn memory_that_is_mapped_elsewhere_is_left_alone() {
 #[test]
 fn memory_that_is_mapped_elsewhere_is_passed_by() {
     for (odd, gone) in [(0..256, true), (0..256, false), (0..512, true), (0..3, true)] {
-        with_odd(odd.clone(), gone, |threads, frames, heap| {
+        with_odd(odd.clone(), 1, gone, |threads, frames, heap| {
             let cx = threads.cx();
             for wanted in [layout(100, 8), layout(4096, 8), layout(20_000, 8), layout(300_000, 8)] {
                 let held: Vec<_> = std::iter::from_fn(|| heap.alloc(&cx, wanted).ok()).take(400).collect();
@@ -156,4 +159,24 @@ fn memory_that_is_mapped_elsewhere_is_passed_by() {
             }
         });
     }
+}
+
+/// The same here and there, more of them than are passed by, and what lies between them is in use: of what is free they are the lowest.
+#[test]
+fn scattered_memory_that_is_mapped_elsewhere_is_passed_by() {
+    with_odd(0..80, 2, true, |threads, frames, heap| {
+        let (cx, wanted) = (threads.cx(), layout(4096, 8));
+        let all = threads.memory.frames();
+        let between = (1..80).step_by(2).map(|at| frames.take_range(&cx, all.slice(at, at + 1)).expect("free"));
+        let between: Vec<_> = between.collect();
+        let free = frames.available(&cx);
+        let held: Vec<_> = std::iter::from_fn(|| heap.alloc(&cx, wanted).ok()).collect();
+        // What larger blocks leave is behind all 40 again.
+        let most = free - 40;
+        assert!((most * 2 / 3..=most).contains(&(held.len() as u64)), "{} of {most}", held.len());
+        // SAFETY: allocated above, once.
+        held.into_iter().for_each(|memory| unsafe { heap.free(&cx, memory, wanted) });
+        between.into_iter().for_each(|page| _ = frames.free_extent(&cx, page));
+        frames.drain(&cx);
+    });
 }

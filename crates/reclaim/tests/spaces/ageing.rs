@@ -1,7 +1,7 @@
 //! Who was used: ageing in all its ways, and what TLBs hide.
 
 use crate::rig::{Handle, NODE, Rig, Size, bounds, span, with_cpu};
-use crate::rules::{AT, SIZE, SIZES, filled};
+use crate::rules::{AT, SIZE, SIZES, filled, size_for};
 use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_paging::{Lookup, ShootdownBatch, ShootdownCounts, ShootdownPolicy};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget};
@@ -192,7 +192,7 @@ fn areas_say_what_counts() {
 fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
     const ROUNDS: u64 = 40;
     for page in SIZES {
-        with_cpu(SIZE, 12, |rig, cx| {
+        with_cpu(size_for(page), 12, |rig, cx| {
             let space = filled(rig, cx, page, 3);
             for round in 0..ROUNDS {
                 // Used between any two looks, mostly by what the TLB knows.
@@ -215,7 +215,7 @@ fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
 #[test]
 fn translations_kept_under_tags_do_not_hide_use_for_ever() {
     for page in SIZES {
-        with_cpu(SIZE, 14, |rig, cx| {
+        with_cpu(size_for(page), 14, |rig, cx| {
             let spaces = [0, 1].map(|_| {
                 let space = filled(rig, cx, page, 2);
                 rig.leave(cx, &space);

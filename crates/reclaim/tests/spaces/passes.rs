@@ -1,7 +1,7 @@
 //! How far passes, a worker's turns and direct reclaim go: idle pages go, others stay, and each ends where it should.
 
 use crate::rig::{Cpus, Cx, Handle, Model, NODE, Rig, Size, span, with_cpu};
-use crate::rules::{AT, SIZE, filled};
+use crate::rules::{AT, SIZE, filled, size_for};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{CancelFlag, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRun, Put};
@@ -284,7 +284,7 @@ fn new_pages_come_to_the_lists_together() {
                 rig.vm.map(cx, &space, span(at(100), 8 << 12), kind, Backing::Private).expect("room");
             }
             // Those that wait are looked at as all others are.
-            rig.vm.unmap(cx, &space, span(at(0), 4 * NEW << 12)).expect("pages of an area");
+            rig.vm.unmap(cx, &space, span(at(0), (4 * NEW) << 12)).expect("pages of an area");
             (100..103).for_each(|index| store(rig, cx, &space, index));
             let looked_at: u64 = (0..2).map(|_| pass(rig, cx, u64::MAX, 100).looked_at()).sum();
             assert!(looked_at >= 3, "{policy:?}: {looked_at}");
@@ -411,7 +411,7 @@ fn a_worker_is_woken_by_who_adds_pages() {
 fn pages_of_many_processes_go_away() {
     for (page, pages) in [(PageSize::Size4K, 200), (PageSize::Size2M, 2)] {
         for children in [13, 14, 15, 30] {
-            with_cpu(Size { mib: 24, ..SIZE }, 67, |rig, cx| {
+            with_cpu(Size { mib: 32, ..size_for(page) }, 67, |rig, cx| {
                 // A frame for each 2 MiB whose pages have so many.
                 rig.kept.store(12, Ordering::Relaxed);
                 let mut spaces = vec![filled(rig, cx, page, pages)];

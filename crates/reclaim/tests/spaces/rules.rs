@@ -3,13 +3,21 @@
 use crate::rig::{Handle, Rig, Size, span, with_cpu};
 use hugemm_base::{PageSize, VirtAddr};
 use hugemm_paging::Lookup;
-use hugemm_reclaim::{LruPolicy, Swap};
+use hugemm_reclaim::{LruPolicy, Swap, Watermarks};
 use hugemm_vm::VmaKind;
 
 pub(crate) const AT: u64 = 0x4000_0000;
 pub(crate) const SIZE: Size =
     Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1, marks: None, strange: false };
 pub(crate) const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
+
+/// The same for pages of a size: large ones go where the reserve is enough for them to come back.
+pub(crate) fn size_for(page: PageSize) -> Size {
+    match page {
+        PageSize::Size4K => SIZE,
+        _ => Size { mib: 32, marks: Watermarks::new(3076, 3100, 3200), ..SIZE },
+    }
+}
 
 pub(crate) fn filled<'v, 'h>(
     rig: &'v Rig<'h>,
@@ -35,7 +43,7 @@ pub(crate) fn expect(rig: &Rig<'_>, away: bool, found: Lookup) {
 fn private_pages_go_away_and_come_back() {
     for page in SIZES {
         let pages = if page == PageSize::Size4K { 100 } else { 3 };
-        with_cpu(SIZE, 1, |rig, cx| {
+        with_cpu(size_for(page), 1, |rig, cx| {
             let space = filled(rig, cx, page, pages);
             let before = rig.vm.frames().stats(cx).available();
             // Young at first, idle after that.
@@ -60,7 +68,7 @@ fn private_pages_go_away_and_come_back() {
 #[test]
 fn a_fork_shares_what_is_away_and_each_gets_its_own() {
     for page in SIZES {
-        with_cpu(SIZE, 3, |rig, cx| {
+        with_cpu(size_for(page), 3, |rig, cx| {
             let parent = filled(rig, cx, page, 2);
             (0..3).for_each(|_| _ = rig.evict_all(cx));
             let stored = rig.store.stats(cx);

@@ -1,7 +1,7 @@
 //! Too little memory: full swap, failing allocations, overcommitment, pieces, nodes.
 
 use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, span, with_cpu, with_rig};
-use crate::rules::{AT, SIZE, SIZES, expect, filled};
+use crate::rules::{AT, SIZE, SIZES, expect, filled, size_for};
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr};
 use hugemm_frames::{AllocRequest, ArenaSpec, FolioRun, Frames, FramesConfig, Frozen, Mobility, Placement, Plain};
@@ -15,7 +15,7 @@ use hugemm_vm::{Backing, Pager, VmaKind};
 fn full_swap_keeps_pages() {
     for page in SIZES {
         // Just the compressor's working memory and a little.
-        with_cpu(Size { swap: 60, ..SIZE }, 9, |rig, cx| {
+        with_cpu(Size { swap: 60, ..size_for(page) }, 9, |rig, cx| {
             let pages = if page == PageSize::Size4K { 800 } else { 4 };
             let kind = VmaKind::private(page);
             let space = rig.space(cx, span(AT, pages * page.bytes()), kind);
@@ -45,7 +45,7 @@ fn full_swap_keeps_pages() {
 fn every_allocation_may_fail() {
     for page in SIZES {
         let asked = every_fault(|plan| {
-            with_rig(SIZE, 10, plan, |rig| {
+            with_rig(size_for(page), 10, plan, |rig| {
                 rig.mmu.as_cpu(CpuId(0), |cx| {
                     let Ok(space) = rig.vm.create(cx, bounds()) else { return };
                     let kind = VmaKind::private(page);
@@ -77,8 +77,9 @@ fn every_allocation_may_fail() {
 #[test]
 fn memory_may_be_overcommitted() {
     for (page, policy) in SIZES.into_iter().flat_map(|page| LruPolicy::ALL.map(|policy| (page, policy))) {
-        with_cpu(Size { policy, ..SIZE }, 11, |rig, cx| {
-            let pages = (24 << 20) / page.bytes();
+        let size = Size { policy, ..size_for(page) };
+        with_cpu(size, 11, |rig, cx| {
+            let pages = ((size.mib + 8) << 20) / page.bytes();
             let space = filled(rig, cx, page, pages);
             for index in 0..pages {
                 assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 8), Ok(index + 1));
@@ -95,13 +96,13 @@ fn memory_may_be_overcommitted() {
 #[test]
 fn a_large_page_comes_back_where_memory_is_in_pieces() {
     for (shared, policy) in [false, true].into_iter().zip(LruPolicy::ALL) {
-        with_cpu(Size { mib: 32, policy, ..SIZE }, 13, |rig, cx| {
+        with_cpu(Size { mib: 64, policy, ..size_for(PageSize::Size2M) }, 13, |rig, cx| {
             let large = filled(rig, cx, PageSize::Size2M, 1);
             (0..3).for_each(|_| _ = rig.evict_all(cx));
             expect(rig, true, rig.vm.lookup(cx, &large, VirtAddr::new(AT)));
             rig.leave(cx, &large);
-            // All other memory in small pages of two spaces in turn, of which one goes.
-            let pages = rig.vm.frames().stats(cx).available() / 2 - 100;
+            // All other memory in small pages of two spaces in turn, of which one goes; but for what is somebody else's.
+            let pages = (rig.vm.frames().available(cx) - rig.vm.pager().marks().high()) / 2 - 100;
             let object = rig.vm.create_shared(cx, pages, PageSize::Size4K, false).expect("an object");
             let at = |index: u64| AT + (index << 12);
             let [gone, small] = [false, shared].map(|shared| {
@@ -119,6 +120,8 @@ fn a_large_page_comes_back_where_memory_is_in_pieces() {
                 }
             }
             let child = rig.vm.fork(cx, &small).expect("forked");
+            let whole = AllocRequest::order(PageSize::Size2M.order());
+            let others: Vec<Frozen> = std::iter::from_fn(|| rig.vm.frames().alloc(cx, whole).ok()).collect();
             let mut pins = Vec::new();
             rig.vm.pin(cx, &small, span(at(7), 4096), None, &Never, |pin| pins.push(pin)).expect("pinned");
             rig.vm.destroy(cx, gone).expect("destroyed");
@@ -149,6 +152,7 @@ fn a_large_page_comes_back_where_memory_is_in_pieces() {
             for space in [large, small, child] {
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
+            others.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
             rig.vm.close(cx, object).expect("its own");
         });
     }

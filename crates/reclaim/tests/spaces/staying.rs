@@ -1,7 +1,7 @@
 //! What is not taken away: pinned and poisoned pages, and those that a follower uses.
 
 use crate::rig::{Follower, NODE, span, with_cpu};
-use crate::rules::{AT, SIZE, SIZES, expect, filled};
+use crate::rules::{AT, SIZE, SIZES, expect, filled, size_for};
 use hugemm_base::{Never, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::HwPoisoned;
 use hugemm_paging::Lookup;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[test]
 fn pinned_pages_stay() {
     for page in SIZES {
-        with_cpu(SIZE, 7, |rig, cx| {
+        with_cpu(size_for(page), 7, |rig, cx| {
             let space = filled(rig, cx, page, 2);
             let mut pins = Vec::new();
             rig.vm.pin(cx, &space, span(AT, page.bytes()), None, &Never, |pin| pins.push(pin)).expect("pinned");
@@ -35,7 +35,7 @@ fn pinned_pages_stay() {
 #[test]
 fn a_page_with_a_poisoned_frame_stays() {
     for page in SIZES {
-        with_cpu(SIZE, 7, |rig, cx| {
+        with_cpu(size_for(page), 7, |rig, cx| {
             let space = filled(rig, cx, page, 2);
             let Lookup::Mapped(before) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
             let last = Pfn::new(before.frame.get() + page.pages() - 1);

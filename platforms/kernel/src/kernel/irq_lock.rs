@@ -1,9 +1,43 @@
-//! Locks that interrupts may share: they spin with interrupts off, and give them back while they wait for long.
+//! Locks that interrupts may share: they spin with interrupts off, and give them back while they wait for long. And what of others a CPU holds.
 
 use super::arch::interrupts;
 use super::percpu;
 use core::sync::atomic::{AtomicBool, Ordering};
-use hugemm_base::lock::{Backoff, RawLock, Spin};
+use hugemm_base::lock::{Backoff, Pause, RawLock, Spin};
+
+/// Whether reschedule points look for locks that are held.
+const LOOKS: bool = cfg!(any(debug_assertions, feature = "debug"));
+
+/// For locks that are held with interrupts on, of which there are none at a reschedule point.
+#[derive(Debug)]
+pub enum Noted {}
+
+impl Pause for Noted {
+    fn pause() {
+        Spin::pause();
+    }
+
+    fn taken() {
+        if LOOKS {
+            percpu::own().edit_locks.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn given_back() {
+        if LOOKS {
+            percpu::own().edit_locks.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// At a reschedule point.
+pub(crate) fn assert_none_held() {
+    if LOOKS {
+        let own = percpu::own();
+        let held = [&own.irq_locks, &own.edit_locks].map(|count| count.load(Ordering::Relaxed));
+        assert_eq!(held, [0; 2], "rescheduled with locks held");
+    }
+}
 
 /// A spin lock whose holder has interrupts off.
 #[derive(Debug)]

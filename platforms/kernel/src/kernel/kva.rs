@@ -1,6 +1,7 @@
 //! Kernel virtual areas of `hugemm-kva` on this machine: the stacks of all CPUs but the first, and what programs take.
 
 use super::arch::Format;
+use super::irq_lock::Noted;
 use super::memory::{KernelEnv, frames};
 use super::once::Once;
 use super::platform::{KERNEL, Kernel};
@@ -21,7 +22,7 @@ impl KvaSetup for OnKernel {
     type Platform = Kernel;
     type Env = KernelEnv;
     type Format = Format;
-    type Lock = EditLock;
+    type Lock = EditLock<Noted>;
     type Tlb = Hardware;
     type Masks = [AtomicU64; 2];
 }

@@ -15,6 +15,8 @@ pub struct PerCpu {
     pub(crate) hardware_id: AtomicU64,
     /// How many locks it holds that it took with interrupts off.
     pub(crate) irq_locks: AtomicU32,
+    /// How many it holds with interrupts on, where that is counted.
+    pub(crate) edit_locks: AtomicU32,
     /// Whether it runs.
     pub(crate) online: AtomicBool,
     /// Timer interrupts.
@@ -43,6 +45,7 @@ impl PerCpu {
             id: AtomicU32::new(0),
             hardware_id: AtomicU64::new(0),
             irq_locks: AtomicU32::new(0),
+            edit_locks: AtomicU32::new(0),
             online: AtomicBool::new(false),
             ticks: AtomicU64::new(0),
             beats: AtomicU64::new(0),

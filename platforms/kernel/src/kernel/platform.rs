@@ -1,7 +1,7 @@
 //! `hugemm_base`'s platform, implemented by this kernel.
 
 use super::arch::interrupts;
-use super::{clock, layout, percpu};
+use super::{clock, irq_lock, layout, percpu};
 use core::sync::atomic::Ordering;
 use hugemm_base::{
     Clock, Counters, Cpu, CpuId, Extent, LinearMap, NodeId, PhysMap, PreemptModel, Topology, VirtAddr, Window,
@@ -55,6 +55,7 @@ unsafe impl Cpu for Kernel {
 
     /// There is nothing else to run: the point is progress, and the watchdog may know.
     unsafe fn cond_resched(&self) {
+        irq_lock::assert_none_held();
         percpu::beat();
     }
 

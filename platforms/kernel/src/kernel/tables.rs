@@ -4,28 +4,32 @@
 //! Leaves are as large as the place allows: 1 GiB where the CPU has such pages. Only the image's code may be executed.
 
 use super::arch::{Format, mmu};
+use super::irq_lock::Noted;
 use super::layout;
 use super::machine::Machine;
 use super::once::Once;
 use crate::memory_map::MemoryMap;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
-use hugemm_paging::{Editing, Flags, Mapping, NoTable, PageTable, PagingError, TableContent, TableMemory};
+use hugemm_paging::{EditLock, Editing, Flags, Mapping, NoTable, PageTable, PagingError, TableContent, TableMemory};
 
 /// Data of the kernel. Hardware has nothing left to note.
 const DATA: Flags = Flags::WRITE.with(Flags::GLOBAL).with(Flags::ACCESSED).with(Flags::DIRTY);
 const CONSTANTS: Flags = Flags::GLOBAL.with(Flags::ACCESSED);
 const CODE: Flags = CONSTANTS.with(Flags::EXEC);
 
-static TABLE: Once<PageTable<Format>> = Once::new();
+/// With a lock that is looked for at reschedule points.
+pub type KernelTable = PageTable<Format, EditLock<Noted>>;
+
+static TABLE: Once<KernelTable> = Once::new();
 
 /// The kernel's half.
-pub fn kernel() -> &'static PageTable<Format> {
+pub fn kernel() -> &'static KernelTable {
     TABLE.get()
 }
 
 /// The same, where every address space has it under its own root.
-pub fn in_all_roots() -> Option<&'static PageTable<Format>> {
+pub fn in_all_roots() -> Option<&'static KernelTable> {
     (!mmu::OWN_ROOT).then(kernel)
 }
 
@@ -73,7 +77,7 @@ enum Changes {
 }
 
 /// Maps an extent at an address by the largest leaves that fit; folded, where the format knows that, if none of it is ever changed.
-fn map(table: &PageTable<Format>, free: &mut MemoryMap, at: u64, extent: Extent, flags: Flags, changes: Changes) {
+fn map(table: &KernelTable, free: &mut MemoryMap, at: u64, extent: Extent, flags: Flags, changes: Changes) {
     let largest = if mmu::has_gigantic_leaves() { PageSize::Size1G } else { PageSize::Size2M };
     let mapped = VirtRange::new(VirtAddr::new(at), extent.bytes())
         .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(at) })
@@ -100,7 +104,7 @@ pub(crate) fn build(machine: &mut Machine) {
     let upper = VirtRange::new(VirtAddr::new(layout::DIRECT), 1 << 47).unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: every guard gets tables of the direct map's frames; what is taken away is flushed by `tlb::kernel_half`,
     // which every CPU joins as it starts.
-    let table = unsafe { PageTable::<Format>::with_fixed_top(&mut BootTables(&mut *free), upper) };
+    let table = unsafe { KernelTable::with_fixed_top(&mut BootTables(&mut *free), upper) };
     let table = table.unwrap_or_else(|error| panic!("{error}"));
     // The direct map, widened to 2 MiB; nothing is there twice.
     let huge = PageSize::Size2M.bytes();

@@ -1,7 +1,7 @@
 //! Address spaces of `hugemm-vm` on this machine: its frames, its TLBs, its page faults, the kernel's half in each of them.
 
 use super::arch::Format;
-use super::irq_lock::IrqLock;
+use super::irq_lock::{IrqLock, Noted};
 use super::memory::{KernelEnv, frames};
 use super::platform::Kernel;
 use super::tlb::{Hardware, shootdown};
@@ -34,7 +34,7 @@ impl<K: Paging> Setup for OnKernel<K> {
     type Platform = Kernel;
     type Env = KernelEnv;
     type Format = Format;
-    type Lock = EditLock;
+    type Lock = EditLock<Noted>;
     type Tlb = Hardware;
     type Pager = K::Pager;
     type Notifier = ();
