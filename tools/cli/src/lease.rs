@@ -3,6 +3,7 @@
 pub mod args;
 pub mod bench;
 pub mod doctor;
+mod filter;
 mod gpu;
 mod pins;
 pub mod pool;

@@ -2,6 +2,7 @@
 //! with memory that is leased.
 
 use super::args::BenchLease;
+use super::filter;
 use super::pins::{self, Pins};
 use super::restore::{self, Snapshot};
 use super::touch;
@@ -138,7 +139,7 @@ fn measure(args: &BenchLease) -> Result<()> {
     let bar = progress::bar((args.sizes.len() * WAYS.len() * repeat.all()) as u64, machine.quiet());
     let mut lines = table::new(["size", "memory", "ms", "± stdev", "of prealloc=off"]);
     let (mut rows, mut filled) = (Vec::new(), Counts::default());
-    let mut slowed = None;
+    let (mut slowed, mut filtered) = (None, None);
     let mut restores = table::new(["size", "memory", "guest answers, ms", "has touched all, ms"]);
     let mut pins = Pins::new();
     let mut template_cpu = Samples::default();
@@ -222,6 +223,10 @@ fn measure(args: &BenchLease) -> Result<()> {
             bar.set_message(format!("{size}, a neighbour"));
             slowed = Some(bench.neighbour(&machine)?);
         }
+        if filtered.is_none() {
+            bar.set_message("a program that makes no memory");
+            filtered = Some(filter::cost(&bench.socket(), &bench.dir.dir, args.runs)?);
+        }
         pins.measure(bytes, repeat.all(), Some(&bench), &bar)?;
         drop(bench);
         bar.set_message(format!("{size}, a snapshot"));
@@ -280,6 +285,11 @@ fn measure(args: &BenchLease) -> Result<()> {
             slowed.median(),
             slowed.stdev()
         ));
+    }
+    if let Some((program, cost)) = &filtered {
+        rows.push(Row::median("bench.lease.filter_cpu", cost, "ratio").label("program", *program));
+        let (median, stdev) = (cost.median(), cost.stdev());
+        remarks.push(format!("{program} took {median:.3} ± {stdev:.3} × its CPU time behind the filter"));
     }
     let mut results = Results::default();
     results.tables.push((title, lines));
