@@ -59,7 +59,7 @@ impl<E: Env> Frames<'_, E> {
 
     /// The same where no power of two is free that is as large: a smaller block and what adjoins it above, the larger ones first, of which
     /// `fits` says whether it will do. Of each order so many blocks are tried: up to 32 allocations, as many [tries](Frames::take_range) of
-    /// what follows, and as many frees.
+    /// what follows, each after a [drain](Frames::drain), and as many frees.
     ///
     /// # Errors
     ///
@@ -78,11 +78,12 @@ impl<E: Env> Frames<'_, E> {
             .filter_map(|order| Order::new(order).ok());
         let mut taken = Err(AllocError::OutOfMemory);
         for order in orders {
+            // What is cached comes in another order than the lowest first: of a row, a part would be passed by that another adjoins.
+            self.drain(cx);
             let mut passed = [const { None }; PASSED];
             for place in &mut passed {
                 let block = match self.alloc(cx, AllocRequest { order, ..request }) {
                     Ok(block) => block,
-                    Err(AllocError::OutOfMemory) => break,
                     Err(error) => {
                         taken = Err(error);
                         break;
@@ -115,6 +116,8 @@ impl<E: Env> Frames<'_, E> {
         fits: &mut impl FnMut(Extent) -> bool,
     ) -> Option<Dirty> {
         let rest = Extent::new(first.end(), pages.checked_sub(first.pages())?).ok()?;
+        // With the first block more may have come into the cache.
+        self.drain(cx);
         let rest = self.take_range(cx, rest).ok()?;
         match first.join(rest.extent()).filter(|row| fits(*row)) {
             Some(row) => {

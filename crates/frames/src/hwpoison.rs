@@ -82,11 +82,7 @@ impl<'m, E: Env> Frames<'m, E> {
         lists.refused += 1;
         let Ok(order) = Order::new(order) else { return HwPoisoned::Free };
         let whole = Extent::block(head, order);
-        let next = Pfn::new(pfn.get() + 1);
-        arena.map_cut(pfn);
-        if whole.contains(next) {
-            arena.map_cut(next);
-        }
+        self.cut_ends(arena, Extent::block(pfn, Order::ZERO));
         let at = pfn.get() - head.get();
         for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
             self.free_chunks(lists, arena, part, content);
@@ -129,11 +125,11 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Whether a block has refused frames, or is isolated, and must not be cached. One line of its region, and one of its
-    /// 2 MiB if something there is refused. Blocks that are never cached are looked at under the lock.
+    /// 2 MiB if something there is refused. Larger blocks, which are never cached, are looked at under the lock.
     pub(crate) fn is_suspect(&self, arena: &Arena<'m>, block: &Frozen) -> bool {
         let (region, index) = (arena.region(block.pfn()), in_region(block.pfn()));
         let refused = || region.refused.get(index) && self.next_refused(arena, block.extent()).is_some();
-        block.log() > BLOCK_ORDER || region.isolated.get(index) || refused()
+        region.isolated.get(index) || refused()
     }
 
     /// The first refused frame of an extent of one arena. O(pages / 2^15) where there is none.
@@ -194,11 +190,7 @@ impl<'m, E: Env> Frames<'m, E> {
             let refused = self.next_refused(arena, rest);
             let upto = refused.map_or(rest.pages(), |pfn| pfn.get() - rest.base().get());
             if let Some(pfn) = refused {
-                arena.map_cut(pfn);
-                let next = Pfn::new(pfn.get() + 1);
-                if rest.contains(next) {
-                    arena.map_cut(next);
-                }
+                self.cut_ends(arena, Extent::block(pfn, Order::ZERO));
                 self.note_retired(lists, pfn);
             }
             self.free_admitted(lists, arena, rest.slice(0, upto), content);

@@ -133,9 +133,6 @@ impl core::error::Error for AllocError {}
 /// left goes on in another pin. What is asked for by its extent takes as long as that is: a word per 128 MiB.
 pub const ROUNDS_PER_PIN: u64 = 11;
 
-/// Cached blocks that are looked at for poison in one pin before the node is asked: two rounds each.
-const ADMISSIONS: usize = 4;
-
 /// A request that goes to the nodes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
@@ -298,7 +295,7 @@ impl<'m, E: Env> Frames<'m, E> {
         from: Placement,
         prefer_zeroed: bool,
     ) -> Option<Frozen> {
-        let own = self.own(pin).filter(|own| own.mailbox.is_quiet() && !self.is_isolating())?;
+        let own = self.own(pin).filter(|own| own.mailbox.is_quiet())?;
         let here = match from {
             Placement::Local => true,
             Placement::Prefer(node) | Placement::Only(node) => node == own.node,
@@ -383,7 +380,7 @@ impl<'m, E: Env> Frames<'m, E> {
             match taken {
                 Some(Ok(taken)) => {
                     let block = wanted.block(taken);
-                    near.into_iter().filter(|own| own.node == node).for_each(|own| own.note_lowest(&block));
+                    near.into_iter().for_each(|own| own.note_lowest(&block));
                     return Ok(block);
                 }
                 Some(Err(true)) => return Err(None),
@@ -402,12 +399,13 @@ impl<'m, E: Env> Frames<'m, E> {
                 if self.queued_on(node) != 0 && part < PARTS {
                     return ControlFlow::Continue(from);
                 }
-                let cached = self.cached_on(node);
-                if cached != 0 && wanted.order.get() > BLOCK_ORDER {
-                    return self.is_nearly_free(lists, from, wanted.order, wanted.limit, cached);
+                match self.cached_on(node) {
+                    0 => ControlFlow::Break(false),
+                    cached if wanted.order.get() > BLOCK_ORDER => {
+                        self.is_nearly_free(lists, from, wanted.order, wanted.limit, cached)
+                    }
+                    cached => ControlFlow::Break(lists.pages + cached >= wanted.order.pages()),
                 }
-                let pages = wanted.order.pages();
-                ControlFlow::Break(cached != 0 && lists.pages + cached >= pages && wanted.limit.get() >= pages)
             };
             for part in 0.. {
                 match cx.pinned(|pin| self.with_node(pin, node, |lists| look(lists, part, from))) {
@@ -432,26 +430,17 @@ impl<'m, E: Env> Frames<'m, E> {
     /// A block from this CPU's cache, which is filled from its node if it is empty.
     fn alloc_through(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, wanted: &Wanted) -> Option<Frozen> {
         let (order, mobility) = (wanted.order.get(), wanted.mobility);
-        for _ in 0..ADMISSIONS {
+        if class.len() == 0 {
             // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
             let other = own.class(order, mobility.other()).filter(|_| order == BLOCK_ORDER);
-            if class.len() == 0
-                && let Some(block) = other.and_then(Class::pop)
-            {
-                let _ = class.push(block.with_mobility(mobility));
-            } else if class.len() == 0 {
-                self.refill(pin, own, class, wanted);
-            }
-            let block = class.pop()?;
-            // Frames can become refused while they are cached.
-            if !self.has_suspects() {
-                return Some(block);
-            }
-            if let Some(block) = self.admit(pin, block) {
-                return Some(block);
+            match other.and_then(Class::pop) {
+                Some(block) => _ = class.push(block.with_mobility(mobility)),
+                None => self.refill(pin, own, class, wanted),
             }
         }
-        None
+        let block = class.pop()?;
+        // Frames can become refused while they are cached: the next is the node's.
+        if self.has_suspects() { self.admit(pin, block) } else { Some(block) }
     }
 
     /// Frees one block, as dirty. A block of another manager is left alone, and lost: whoever is not sure asks

@@ -210,7 +210,7 @@ pub(crate) struct PerCpu<'m> {
     /// Frames that are this manager's and on the node for as long as it lives: adjoining arenas that it was made with. Of any other frame
     /// both are looked up.
     local: Extent,
-    /// What this CPU took at its last visit to a node, if that was the lowest block of an order that is only gathered: its first
+    /// What this CPU took at its last visit to a node, if its own had no lower block of an order that is only gathered: its first
     /// frame plus 1 from bit [`LOWEST_SHIFT`] on, and its class; 0 otherwise.
     lowest: AtomicU64,
     /// What is not to be allocated from here again.
@@ -318,7 +318,8 @@ impl<'m> PerCpu<'m> {
         self.lowest.store(0, Ordering::Relaxed);
     }
 
-    /// This CPU's node had no block of this order and mobility below this one, which was just taken there.
+    /// This CPU's node had no block of this order and mobility below this one, which was just taken there; or none at all, and this is
+    /// another's.
     pub(crate) fn note_lowest(&self, block: &Frozen) {
         if block.log() < BLOCK_ORDER && !is_stocked(block.log()) {
             let frame = (block.pfn().get() + 1) << LOWEST_SHIFT;

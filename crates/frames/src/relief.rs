@@ -156,7 +156,6 @@ impl<E: Env> Frames<'_, E> {
             });
             if let Some(block) = more {
                 self.free(cx, block);
-                break;
             }
         }
     }

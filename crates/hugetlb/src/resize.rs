@@ -90,6 +90,21 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
         }
     }
 
+    /// A step: goes over the units of which pages are staged.
+    fn each_unit<P: Cpu>(
+        &mut self,
+        cx: &mut CpuCx<'_, P>,
+        cancel: &impl Cancel,
+        mut work: impl FnMut(&mut Self, &CpuCx<'_, P>, usize, &'m Group, u64),
+    ) {
+        for unit in self.units() {
+            if let Some((index, group, pages)) = self.group_of(unit) {
+                work(self, cx, index, group, pages);
+                self.pause(cx, cancel);
+            }
+        }
+    }
+
     /// The units of a step: groups, or pages where pages are large.
     fn units(&self) -> Range<u64> {
         self.groups.start as u64 * self.per_group()..self.groups.end as u64 * self.per_group()
@@ -121,13 +136,15 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
         }
     }
 
-    /// The same for all staged pages: what entries led to can be freed.
-    fn mend_all(&self) {
+    /// The same for all staged pages, and frees what entries led to.
+    fn mend_and_free<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>, cancel: &impl Cancel) {
         if self.optimizer.map.breaks() {
-            let units = self.units().filter_map(|unit| self.group_of(unit));
-            units.for_each(|(index, group, pages)| self.mend(index, group, pages));
+            self.each_unit(cx, cancel, |resize, _, index, group, pages| resize.mend(index, group, pages));
         }
         self.wait_for_helpers();
+        while self.free_some(cx) {
+            self.pause(cx, cancel);
+        }
     }
 
     /// After mending, before anything is freed that entries led to.

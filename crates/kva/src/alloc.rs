@@ -17,13 +17,17 @@ use hugemm_clear::{ClearRequest, Stopped};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Flags, Mapping};
 
+/// Blocks that are taken between two reschedule points.
+const PART: u64 = 1 << 10;
+
 /// What every leaf has: all spaces have it, and hardware has nothing left to note.
 const ALWAYS: Flags = Flags::GLOBAL.with(Flags::HARDWARE);
 
 impl<S: KvaSetup> Kva<'_, S> {
     /// Takes an area with pages of its own. Where nothing is left, what waits for its flush is given back first.
     ///
-    /// A task, with interrupts on and no lock that is taken with them off: it flushes if it must, and reschedules where it clears.
+    /// A task, with interrupts on and no lock that is taken with them off: it flushes if it must, and reschedules where it clears, and
+    /// for each 1024 blocks that it takes.
     /// Beside the pages' own cost: a lock round for addresses, one for its record, the page table shared once, two stores for each leaf.
     ///
     /// # Errors
@@ -171,6 +175,9 @@ impl<S: KvaSetup> Kva<'_, S> {
             // SAFETY: just taken.
             unsafe { blocks.push(frames, block) };
             left -= block.pages();
+            if blocks.len().is_multiple_of(PART) && cx.platform().may_sleep() {
+                cx.cond_resched();
+            }
         }
         Ok(())
     }

@@ -14,9 +14,9 @@ use crate::setup::{Cx, KvaSetup};
 use core::mem::replace;
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{Dirty, Extent, FrameUse};
+use hugemm_base::{Dirty, Extent, Flushed, FrameUse};
 use hugemm_paging::shootdown::DetachedBehind;
-use hugemm_paging::{Editing, Flags, Keep, KernelSpace, ShootdownBatch, TlbSpace};
+use hugemm_paging::{Detached, Editing, Flags, Keep, KernelSpace, Run, ShootdownBatch, TlbSpace};
 
 /// What an area that was freed owes, and whose addresses it gives back. Nothing is detached yet if an interrupt freed it.
 pub(crate) struct Debt<'m> {
@@ -27,11 +27,15 @@ pub(crate) struct Debt<'m> {
 /// An area's record.
 pub(crate) type Record<'m> = Node<Debt<'m>>;
 
-/// Areas whose pages are freed under one guard of the page table.
+/// Areas whose pages are freed under one guard of the page table, and between two reschedule points.
 const PART: usize = 32;
+
+/// Entries of page tables at most that are read off then: 1 GiB of 4 KiB pages, 8 GiB of 2 MiB pages.
+const ENTRIES: u64 = 1 << 18;
 
 /// What has been freed, and what of it waits for its flush.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct KvaCounts {
     /// Areas freed so far.
     pub freed: u64,
@@ -43,6 +47,16 @@ pub struct KvaCounts {
     pub waiting_pages: u64,
     /// Frames that records are in.
     pub record_frames: u64,
+}
+
+/// An area that has been flushed, and is to be given back.
+struct Freed<'m> {
+    record: NonNull<Record<'m>>,
+    home: u8,
+    /// Whether its pages are its own.
+    own: bool,
+    /// What has not been read off yet.
+    rest: Option<Detached>,
 }
 
 /// What waits for its flush.
@@ -177,7 +191,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
     /// Flushes what waits and gives it back: how many areas. For whoever needs memory. Nothing is flushed if nothing waits.
     ///
     /// A task, with interrupts on and no lock that is taken with them off. One flush; for each area two lock rounds, and the page table
-    /// alone once for 32 of them. Reschedules between those.
+    /// alone once for 32 of them, or for 1 GiB of pages of 4 KiB or 8 GiB of 2 MiB. Reschedules between those.
     pub fn flush(&self, cx: &mut Cx<'_, S>) -> u64 {
         self.detach_later(cx);
         let taken = cx.pinned(|pin| {
@@ -189,36 +203,33 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         });
         let Some((first, batch)) = taken else { return 0 };
         let receipt = batch.flush(self.parts.shootdown, cx, &self.parts.shootdown_policy);
-        let (mut next, mut areas) = (Some(first), 0);
-        while next.is_some() {
-            let (mut part, mut count) = ([None; PART], 0);
+        let (mut next, mut begun, mut areas) = (Some(first), None, 0);
+        while next.is_some() || begun.is_some() {
+            let (mut part, mut count, mut entries) = ([None; PART], 0, ENTRIES);
             {
                 let mut run = Extent::default();
                 let mut table = self.parts.table.exclusive(self.tables(cx));
                 for place in &mut part {
-                    let Some(record) = next else { break };
-                    // SAFETY: it waits, and is this batch's: nobody else has it.
-                    let node = unsafe { record.as_ref() };
-                    next = node.next.take();
-                    let (Some(debt), Use::Waiting(taken)) = (node.debt.take(), node.usage()) else { continue };
-                    // The receipt is of the batch that all of these were put behind, so it pays. If it did not, addresses and pages
-                    // would stay in use, and be counted by the domain.
-                    let detached = match debt.detached.map(|debt| debt.release(&receipt)) {
-                        Some(Err(_)) => continue,
-                        Some(Ok(detached)) => Some(detached),
-                        None => None,
-                    };
-                    let own = own_pages(&taken) > 0;
-                    let visit = |found: hugemm_paging::Run| {
+                    let area =
+                        if entries > 0 { begun.take().or_else(|| Self::freed(&mut next, &receipt)) } else { None };
+                    let Some(Freed { record, home, own, rest }) = area else { break };
+                    let visit = |found: Run| {
                         if own {
                             self.free_run(cx, &mut run, found.extent);
                         }
                     };
-                    let done = detached.map(|detached| table.harvest(detached, Flags::HARDWARE, visit));
-                    if matches!(done, Some(Err(_))) {
-                        continue;
+                    if let Some(detached) = rest {
+                        // It is this table's, so it is not handed back.
+                        let done = table.harvest_some(detached, entries, Flags::HARDWARE, visit, |_, _, _| ());
+                        let Ok((harvest, rest)) = done else { continue };
+                        // Large leaves count as what they map: less than there could be.
+                        entries = entries.saturating_sub(harvest.pages);
+                        if rest.is_some() {
+                            begun = Some(Freed { record, home, own, rest });
+                            break;
+                        }
                     }
-                    *place = Some((debt.home, record));
+                    *place = Some((home, record));
                     count += 1;
                 }
                 self.free_run(cx, &mut run, Extent::default());
@@ -233,6 +244,22 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             }
         }
         areas
+    }
+
+    /// The next area of a batch.
+    fn freed(next: &mut Option<NonNull<Record<'m>>>, receipt: &Flushed<'_, KernelSpace, Keep>) -> Option<Freed<'m>> {
+        loop {
+            let record = (*next)?;
+            // SAFETY: it waits, and is this batch's: nobody else has it.
+            let node = unsafe { record.as_ref() };
+            *next = node.next.take();
+            let (Some(debt), Use::Waiting(taken)) = (node.debt.take(), node.usage()) else { continue };
+            // The receipt is of the batch that all of these were put behind, so it pays. If it did not, addresses and pages
+            // would stay in use, and be counted by the domain.
+            if let Ok(rest) = debt.detached.map(|debt| debt.release(receipt)).transpose() {
+                return Some(Freed { record, home: debt.home, own: own_pages(&taken) > 0, rest });
+            }
+        }
     }
 
     /// Frees frames that were an area's, together with those before them if they adjoin on either side: those are freed now otherwise.

@@ -21,6 +21,7 @@ pub enum AreaKind {
 
 /// An area, for those who say what it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct AreaInfo {
     /// What whoever took it calls it.
     pub name: &'static str,

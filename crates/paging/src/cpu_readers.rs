@@ -203,7 +203,7 @@ impl<L: RawEditLock> CountedLock<L> {
     /// As [`RawEditLock::unlock_exclusive`].
     #[inline]
     pub unsafe fn unlock_exclusive(&self) {
-        // Release pairs with the look at it of a reader who enters.
+        // Release pairs with the look at it of a reader who enters, also where others have counted it down by then.
         self.closed.store(self.stays.load(Ordering::Relaxed), Ordering::Release);
         // SAFETY: the caller's promise.
         unsafe { self.raw.unlock_exclusive() }
@@ -211,8 +211,8 @@ impl<L: RawEditLock> CountedLock<L> {
 
     /// A reader shares the raw lock because it is closed, and opens it if it is the last one.
     fn shared_while_closed(&self) {
-        // Release, as for who was alone: this follows it by the raw lock.
-        let _ = self.closed.fetch_update(Ordering::Release, Ordering::Relaxed, |left| left.checked_sub(1));
+        // Relaxed: it has nothing to show, and its count goes on with the release of who was alone.
+        let _ = self.closed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
     }
 
     fn place(&self) -> usize {
@@ -423,15 +423,34 @@ mod loom_tests {
             // On the line that is visited last.
             let other = thread::spawn(move || model.look(0));
             model.change(1);
+            // As a reader who counted itself before, so that no fence of its own comes after the change. It opens the lock.
+            let lock = &model.locks[1];
+            lock.lock_shared();
+            lock.shared_while_closed();
+            // SAFETY: shared above.
+            unsafe { lock.unlock_shared() };
             assert!(other.join().expect("the reader") <= 1);
             assert_eq!(model.look(1), 1);
         });
     }
 
-    /// Fails with any of the four orderings that are not about the fences weakened: entering, leaving, waiting, opening.
+    /// Fails with any of the four orderings that are not about the fences weakened: entering, leaving, waiting, opening; and with a store
+    /// instead of the exchange by which a reader opens.
     #[test]
     fn loom_readers_of_lines_exclude_who_changes_and_see_it() {
         a_reader_excludes_who_changes();
+    }
+
+    /// The line is none of the lock's.
+    #[test]
+    #[should_panic(expected = "Causality violation")]
+    fn loom_a_reader_whose_line_is_not_visited_is_not_seen() {
+        check(|| {
+            let model = Model::new(1);
+            let other = thread::spawn(move || model.look(1));
+            model.change(1);
+            other.join().expect("the reader");
+        });
     }
 
     #[test]

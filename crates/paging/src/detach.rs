@@ -514,12 +514,11 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                         table.set(slot.index, entry);
                     }
                 }
-                Kind::Table if !slot.whole || !self.may_unhook(level) => {
+                Kind::Table => {
                     tables += runs.below(entry, |runs| {
                         self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs, budget)
                     });
                 }
-                // A whole table that is present was hooked in since.
                 _ => {}
             }
         }

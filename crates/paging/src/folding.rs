@@ -99,8 +99,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         VirtRange::from_pages(page, pages).ok()
     }
 
-    /// Detaches every folded group that meets the span, and nothing else: to be flushed and attached, after which none is folded.
-    /// One flush, whatever the number of groups.
+    /// Detaches every folded group that meets the span, and nothing else: to be flushed and attached, after which none is folded, or
+    /// harvested. One flush, whatever the number of groups.
     ///
     /// # Errors
     ///

@@ -23,6 +23,7 @@ use hugemm_base::{PAGE_SHIFT, Pfn, VirtRange};
 
 /// What was looked at and what of it had been accessed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Young {
     /// Leaves looked at, of any size.
     pub leaves: u64,

@@ -7,6 +7,7 @@
 //! | `lru/two_list.rs` | active and inactive, with a second look |
 //! | `lru/generations.rs` | up to four generations |
 //! | `lru/state.rs` | a folio's state, one descriptor word |
+//! | `lru/new_pages.rs` | pages that wait for a list, by CPU |
 //! | `lru/lists.rs` | what is done under the lock |
 //! | `lru/kinds.rs` | sources' pages apart from the others: which of them go |
 //! | `lru/batch.rs` | folios on their way through |
@@ -19,20 +20,21 @@
 //! All of it is for this crate alone, because numbers are taken for folios that somebody holds, and links are written into
 //! their descriptors.
 //!
-//! * The pager inserts a folio when it is told of it, and drops references with `let_go`, which takes the folio off with the
+//! * The pager inserts a folio when it is told of it (single pages of 4 KiB by way of the CPU's [new pages](new_pages)), and drops references with `let_go`, which takes the folio off with the
 //!   last. Nobody else drops one: a page's owner drops its own through the pager, and getting one by number is `unsafe`, with
 //!   that promise. So what is on a list has references, or is just frozen by whoever moves it, and has some again then.
 //! * `isolate` takes up to [`BATCH`] folios off in one lock round, with a speculative get of each under the lock; they are
 //!   judged without it; `put_back` takes one more round. The isolator then drops its references, so nothing goes meanwhile.
 //! * A folio that may be named to `promote` or `let_go` without being on the LRU (a locked one) has been left out.
 //!
-//! Context: any but NMI. The lock is held for 64 folios at most, and pinned; `promote` takes it under a page table's. One lock per node; a fault takes a
-//! round per insertion of up to a batch, reclaim two per batch, so what contends are faults of one node's CPUs.
+//! Context: any but NMI. The lock is held for 64 folios at most, or what waits in all places of new pages, and pinned; `promote` takes it under a
+//! page table's. One lock per node: faults of single pages take a round for 15, others one per insertion of up to a batch, reclaim two per batch.
 
 mod batch;
 mod generations;
 mod kinds;
 mod lists;
+mod new_pages;
 mod policy;
 mod ring;
 mod state;
@@ -51,11 +53,14 @@ use crate::links::Words;
 use crate::wake::Wake;
 use crate::words::STATE;
 use core::fmt;
+use hugemm_base::cpu::CpuPin;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
 use hugemm_frames::{Env, Frames};
 use kinds::Kinds;
+use new_pages::NewPages;
+use state::{Standing, State};
 
 /// Where to take folios from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,6 +118,7 @@ impl LruStats {
 pub struct Lru<'f, 'm, E: Env, L: RawLock = SpinLock> {
     lists: PinnedLock<L, Kinds>,
     read: Read<'f, 'm, E>,
+    new: NewPages<L>,
 }
 
 /// What all nodes' CPUs look at, on a line of its own.
@@ -136,15 +142,29 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
 
     /// An empty LRU for folios of `frames`.
     pub fn new(frames: &'f Frames<'m, E>, policy: LruPolicy) -> Self {
-        Lru { lists: PinnedLock::new(Kinds::new(policy)), read: Read { frames, wake: Wake::new() } }
+        let read = Read { frames, wake: Wake::new() };
+        Lru { lists: PinnedLock::new(Kinds::new(policy)), read, new: NewPages::new() }
     }
 
     /// One lock round.
     fn locked<P: Cpu, R>(&self, cx: &CpuCx<'_, P>, f: impl FnOnce(&mut Kinds) -> R) -> R {
+        cx.pinned(|pin| self.locked_by(pin, f))
+    }
+
+    /// The same for whoever is pinned already.
+    fn locked_by<R>(&self, pin: CpuPin<'_>, f: impl FnOnce(&mut Kinds) -> R) -> R {
+        let mut lists = self.lists.lock(pin);
+        lists.own.lock_rounds += 1;
+        f(&mut lists)
+    }
+
+    /// The same for whoever looks at what there is: with all new pages.
+    fn locked_with_all<P: Cpu, R>(&self, cx: &CpuCx<'_, P>, f: impl FnOnce(&mut Kinds) -> R) -> R {
         cx.pinned(|pin| {
-            let mut lists = self.lists.lock(pin);
-            lists.own.lock_rounds += 1;
-            f(&mut lists)
+            self.locked_by(pin, |lists| {
+                self.new.enter_all(pin, self.read.frames, &mut lists.own);
+                f(lists)
+            })
         })
     }
 
@@ -161,6 +181,21 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
             let before = lists.inserted();
             heads.for_each(|head| lists.own.insert(self.read.frames, head, order));
             before / look_each != lists.inserted() / look_each
+        })
+    }
+
+    /// The same of one page of 4 KiB: one lock round for 15 of a CPU.
+    pub(crate) fn insert_page<P: Cpu>(&self, cx: &CpuCx<'_, P>, head: Pfn) -> bool {
+        let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
+        let frames = self.read.frames;
+        cx.pinned(|pin| {
+            !self.new.push(pin, frames, head)
+                && self.locked_by(pin, |lists| {
+                    let before = lists.inserted();
+                    self.new.enter_own(pin, frames, &mut lists.own);
+                    lists.own.insert(frames, head, Order::ZERO);
+                    before / look_each != lists.inserted() / look_each
+                })
         })
     }
 
@@ -182,7 +217,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     /// Makes folios as old as can be. The caller sees to it that each has a reference. One lock round: at most [`BATCH`] of them.
     pub(crate) fn demote<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: &[Pfn]) {
         if !heads.is_empty() {
-            self.locked(cx, |lists| {
+            self.locked_with_all(cx, |lists| {
                 heads.iter().for_each(|head| lists.of(self.read.frames, *head).demote(self.read.frames, *head))
             });
         }
@@ -198,13 +233,20 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         mut put: impl FnMut(Pfn) -> Option<T>,
         last: &mut [Option<T>; BATCH],
     ) {
-        self.locked(cx, |lists| {
-            for (head, last) in heads.iter().zip(last) {
-                *last = put(*head);
-                if last.is_some() {
-                    lists.of(self.read.frames, *head).remove(self.read.frames, *head);
+        let frames = self.read.frames;
+        cx.pinned(|pin| {
+            self.locked_by(pin, |lists| {
+                for (head, last) in heads.iter().zip(last) {
+                    *last = put(*head);
+                    if last.is_none() {
+                        continue;
+                    }
+                    match State::from_word(frames.word(*head, STATE)).standing {
+                        Standing::New { place } => self.new.remove(place, pin, frames, *head),
+                        _ => lists.of(frames, *head).remove(frames, *head),
+                    }
                 }
-            }
+            });
         });
     }
 
@@ -220,7 +262,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         batch: &mut Batch,
         hold: impl FnMut(Pfn) -> bool,
     ) {
-        self.locked(cx, |lists| lists.isolate(self.read.frames, (source, take), most_pages, batch, hold));
+        self.locked_with_all(cx, |lists| lists.isolate(self.read.frames, (source, take), most_pages, batch, hold));
     }
 
     /// Does with each folio of a batch what its verdict says. One lock round. The batch keeps the folios, so that their
@@ -283,6 +325,6 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
 
     /// Numbers. One lock round (counted).
     pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> LruStats {
-        self.locked(cx, |lists| lists.stats())
+        self.locked_with_all(cx, |lists| lists.stats())
     }
 }

@@ -151,9 +151,8 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
                 // A descriptor is anything until then, and a run that ends may reach over to another node.
                 return heads.for_each(|head| frames.set_word(head, STATE, 0));
             };
-            if lru.insert(cx, heads, order)
-                && let Some(node) = frames.node_of(some.base())
-            {
+            let look = if some.pages() == 1 { lru.insert_page(cx, some.base()) } else { lru.insert(cx, heads, order) };
+            if look && let Some(node) = frames.node_of(some.base()) {
                 self.look(frames, cx, node, lru);
             }
         });

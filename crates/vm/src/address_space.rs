@@ -52,6 +52,7 @@ impl SpaceId {
 
 /// What has happened in one address space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct AddressSpaceCounters {
     /// Faults that mapped a page.
     pub mapped: u64,

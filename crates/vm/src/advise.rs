@@ -98,9 +98,11 @@ impl<S: Setup> Vm<'_, S> {
             let Some((area, object)) = found else { return };
             let size = area.kind.page.pages();
             let from = next.max(area.range.first_page());
-            next = end.min(area.range.end_page()).min((from + 1).next_multiple_of(WINDOW * size));
             // SAFETY: with a reference.
             let shown = object.as_ref().map(|object| unsafe { object.as_ref() });
+            let reach = end.min(area.reach(from));
+            let from = from + self.nothing_to_bring(cx, space, &area, shown, (from, reach));
+            next = reach.min((from + 1).next_multiple_of(WINDOW * size));
             let brought =
                 (from..next).step_by(size as usize).all(|page| self.bring_page(cx, space, &area, shown, page));
             object.into_iter().for_each(|object| self.put_object(cx, object));
@@ -109,6 +111,27 @@ impl<S: Setup> Vm<'_, S> {
             }
             self.cond_resched(cx);
         }
+    }
+
+    /// How many pages of an area from `first` on nobody has anywhere. What a source may have is read.
+    fn nothing_to_bring(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        area: &VmaInfo,
+        object: Option<&Object<S>>,
+        (first, end): (u64, u64),
+    ) -> u64 {
+        if area.kind.sourced {
+            return 0;
+        }
+        // Entries of shared objects' pages are not away; the index's are.
+        let (table, first, end) = match object.and_then(|object| object.index.as_ref()) {
+            Some(index) => (&index.table, area.offset_of(first), area.offset_of(end)),
+            None => (space.table(), first, end),
+        };
+        let task = RefCell::new(cx);
+        pages(first, end).and_then(|rest| table.shared(self.tables(&task)).absent(rest).ok()).unwrap_or(0)
     }
 
     /// Brings one page, if it is elsewhere; false if that is the end of it.
@@ -158,7 +181,7 @@ impl<S: Setup> Vm<'_, S> {
         }
     }
 
-    /// The same of what the first area there has of [`WINDOW`] pages; up to where.
+    /// The same of what the first area there has of [`WINDOW`] pages; up to the next that is there.
     fn cool_window(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, (from, end): (u64, u64)) -> u64 {
         let both = self.here(cx, space).both();
         let areas = both.areas();
@@ -168,7 +191,7 @@ impl<S: Setup> Vm<'_, S> {
         let to = end.min(area.range.end_page()).min((from + 1).next_multiple_of(WINDOW * size.pages()));
         let Some(part) = pages(from, to) else { return end };
         let (mut heads, mut held) = ([Pfn::new(0); WINDOW as usize], 0);
-        {
+        let nothing = {
             let task = RefCell::new(&mut *cx);
             let mut table = both.table(self.tables(&task));
             // In bounds, here and below: the area is.
@@ -184,14 +207,15 @@ impl<S: Setup> Vm<'_, S> {
                     }
                 }
             });
-        }
+            pages(to, end.min(area.reach(to))).and_then(|rest| table.absent(rest).ok()).unwrap_or(0)
+        };
         drop(both);
         if held > 0 {
             // SAFETY: a reference to each, taken above and dropped below; pages of no pool, so the pager knows them.
             unsafe { self.pager().unused(self.frames(), cx, &heads[..held]) };
             heads[..held].iter().for_each(|head| self.drop_pages(cx, Extent::block(*head, size.order()), size, false));
         }
-        to
+        to + nothing
     }
 }
 

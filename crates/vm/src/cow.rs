@@ -47,7 +47,7 @@ impl<S: Setup> Vm<'_, S> {
             let here = self.here(cx, space);
             let task = RefCell::new(&mut *cx);
             let areas = here.areas();
-            if !areas.admit(area, page) {
+            if areas.admit(area, page).is_none() {
                 return Ok(Served::Meanwhile);
             }
             // Whoever writes a source's pages back waits for the index, so that none becomes writable that he takes for clean.
@@ -222,7 +222,7 @@ impl<S: Setup> Vm<'_, S> {
         copy: Extent,
     ) -> Result<Served, VmError> {
         let areas = space.areas().shared();
-        if !areas.admit(area, page) {
+        if areas.admit(area, page).is_none() {
             return Ok(Served::Meanwhile);
         }
         let unhooked = {

@@ -308,7 +308,7 @@ impl<S: Setup> Vm<'_, S> {
         let how = Mapping { flags: flags.with(written), largest: area.kind.page };
         self.try_map(cx, |task| {
             let both = here.both();
-            if !both.areas().admit(area, span) {
+            if both.areas().admit(area, span).is_none() {
                 return Err(PagingError::Busy { at: span.start() });
             }
             let mut table = both.table(self.tables(task));
@@ -449,9 +449,7 @@ impl<S: Setup> Vm<'_, S> {
         let served = self.try_map(cx, |task| {
             let busy = Err(PagingError::Busy { at: page.start() });
             let areas = here.areas();
-            if !areas.admit(area, page) {
-                return busy;
-            }
+            let Some(area) = areas.admit(area, page) else { return busy };
             // Held until the page is mapped: whoever takes it out of the index finds the mapping.
             let mut pages = index.table.shared(self.tables(task));
             let extent = match pages.lookup(at) {

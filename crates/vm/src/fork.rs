@@ -277,24 +277,30 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<(), VmError> {
         let kind = area.kind;
         let size = kind.page.pages();
-        let pages_of_area = (area.range.first_page()..area.range.end_page()).step_by(size as usize);
-        for (index, page) in (1_u64..).zip(pages_of_area) {
-            if index.is_multiple_of(PART) {
-                self.cond_resched(cx);
-            }
+        let (mut page, end, mut shared) = (area.range.first_page(), area.range.end_page(), 0_u64);
+        while page < end {
             let task = &RefCell::new(&mut *cx);
             let Some(span) = pages(page, page + size) else { return Err(VmError::Unreachable) };
-            let shared = loop {
-                match self.share_one(task, parent, child, area, span, changed)? {
-                    // Whoever moves it may wait for this CPU.
-                    One::Moving => self.cond_resched(&mut task.borrow_mut()),
-                    shared => break shared,
+            match self.share_one(task, parent, child, area, span, changed)? {
+                // Whoever moves it may wait for this CPU.
+                One::Moving => self.cond_resched(&mut task.borrow_mut()),
+                One::Absent(pages) => {
+                    page += pages.max(size);
+                    self.cond_resched(&mut task.borrow_mut());
                 }
-            };
-            if let One::Pinned(extent) = shared {
-                let copied = self.copy_for_child(task, child, area, span, extent);
-                self.drop_pages(&mut task.borrow_mut(), extent, kind.page, kind.pooled);
-                copied?;
+                One::Shared => {
+                    page += size;
+                    shared += 1;
+                    if shared.is_multiple_of(PART) {
+                        self.cond_resched(&mut task.borrow_mut());
+                    }
+                }
+                One::Pinned(extent) => {
+                    let copied = self.copy_for_child(task, child, area, span, extent);
+                    self.drop_pages(&mut task.borrow_mut(), extent, kind.page, kind.pooled);
+                    copied?;
+                    page += size;
+                }
             }
         }
         Ok(())
@@ -319,7 +325,10 @@ impl<S: Setup> Vm<'_, S> {
                 self.share_word(task, child, span.start(), area.kind.page, word)?;
                 return Ok(One::Shared);
             }
-            _ => return Ok(One::Shared),
+            _ => {
+                let rest = pages(span.first_page(), area.reach(span.first_page()));
+                return rest.map_or(Ok(0), |rest| table.absent(rest)).map(One::Absent).map_err(VmError::from);
+            }
         };
         let extent = Extent::block(leaf.frame, leaf.size.order());
         // The parent's, and a pin's.
@@ -363,8 +372,10 @@ impl<S: Setup> Vm<'_, S> {
 
 /// What has become of a page of the parent.
 enum One {
-    /// The child has it too, or there was none.
+    /// The child has it too.
     Shared,
+    /// There was none, nor are there others in so many 4 KiB pages from there on.
+    Absent(u64),
     /// It is just moving.
     Moving,
     /// It may be pinned. With a reference.

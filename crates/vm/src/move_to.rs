@@ -194,7 +194,9 @@ impl<S: Setup> Vm<'_, S> {
         }
         let (mut next, end) = (the.from.first_page(), the.from.end_page());
         while the.moves() && next < end {
-            let to = end.min((next / the.part() + 1) * the.part());
+            // By area, as it moves: a table that moves as a whole takes none for its own place, one that two areas share does.
+            let ends = alone.space.areas().shared().find(next).map_or(end, |area| area.info.range.end_page());
+            let to = end.min(ends).min((next / the.part() + 1) * the.part());
             let (Some(part), there) = (pages(next, to), the.there(next)) else { return Err(VmError::Unreachable) };
             let prepared = {
                 let task = RefCell::new(&mut *alone.cx);

@@ -223,7 +223,7 @@ impl<S: Setup> Vm<'_, S> {
         if areas.alone {
             return (found, None);
         }
-        if !areas.admit(area, span) {
+        if areas.admit(area, span).is_none() {
             return (found, Some(VmError::NoArea { at: span.start() }));
         }
         let needs = area.kind.flags() & Flags::WRITE;

@@ -38,7 +38,7 @@ impl<S: Setup> Vm<'_, S> {
         let brought = self.page_from(cx, held, want, owner);
         let entered = brought.map(|extent| {
             let areas = self.here(cx, space).areas();
-            let there = areas.admit(area, page);
+            let there = areas.admit(area, page).is_some();
             // Nobody else has its content any more, so it is as if written.
             let flags = fresh_flags(area, Access::Write);
             let entered = there && self.enter_back(cx, space.table(), page.start(), word, extent, want, flags);

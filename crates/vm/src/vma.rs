@@ -106,6 +106,7 @@ impl VmaKind {
 
 /// An area as it was when it was looked up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct VmaInfo {
     /// Its addresses.
     pub range: VirtRange,
@@ -121,6 +122,13 @@ impl VmaInfo {
     /// The object's page at an address of the area.
     pub(crate) fn offset_of(&self, page: u64) -> u64 {
         self.offset + (page - self.range.first_page())
+    }
+
+    /// How far from a page on is looked, at once, for the next that is there: to the area's end or the next GiB, or so many pages of its
+    /// size. Whoever goes over an area that may have few pages goes from one to the next, and passes a reschedule point between two looks.
+    pub(crate) fn reach(&self, page: u64) -> u64 {
+        let reach = PageSize::Size1G.pages().max(self.kind.page.pages());
+        self.range.end_page().min((page + 1).next_multiple_of(reach))
     }
 
     /// The area's page that holds an address.
@@ -228,10 +236,11 @@ impl<S: Setup> Areas<S> {
         self.tree.upper_bound(Bound::Included(&page))
     }
 
-    /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: what is there
-    /// now promises the same. True for as long as the list stays locked.
-    pub(crate) fn admit(&self, area: &VmaInfo, span: VirtRange) -> bool {
-        !self.alone && self.find(span.first_page()).is_some_and(|there| there.info.admits(area, span))
+    /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: the area that is there
+    /// now, which promises the same, and may begin and end elsewhere. True for as long as the list stays locked.
+    pub(crate) fn admit(&self, area: &VmaInfo, span: VirtRange) -> Option<&VmaInfo> {
+        let there = self.find(span.first_page()).filter(|there| !self.alone && there.info.admits(area, span))?;
+        Some(&there.info)
     }
 
     /// The first area that ends after `page`.

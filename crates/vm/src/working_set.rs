@@ -22,9 +22,9 @@ impl<S: Setup> Vm<'_, S> {
     /// last taken (by this, or by reclaim), and takes them. Used pages that adjoin are shown as one span, in ascending
     /// order; a page of 2 MiB or 1 GiB is used as a whole. Returns the number of 4 KiB pages.
     ///
-    /// Reschedules now and then where the caller may sleep; nothing may be locked. Two lock rounds and one walk per 64 pages,
-    /// an atomic per used page; with a pager two more atomics, and LRU lock rounds: one per 64 pages, and one per run of 32
-    /// frames or less that adjoin.
+    /// Reschedules now and then where the caller may sleep; nothing may be locked. Two lock rounds and one walk per 64 pages of which one
+    /// is there, and per GiB in which there is none; an atomic per used page; with a pager two more atomics, and LRU lock rounds: one per
+    /// 64 pages, and one per run of 32 frames or less that adjoin.
     ///
     /// # Errors
     ///
@@ -46,7 +46,9 @@ impl<S: Setup> Vm<'_, S> {
                 visit(span);
             }
         };
-        while let Some(Window { base, page, from: first, to, mut young }) = self.take_window(cx, space, (from, end)) {
+        while let Some(Window { base, page, from: first, to, next: then, mut young }) =
+            self.take_window(cx, space, (from, end))
+        {
             while young != 0 {
                 let at = base + u64::from(young.trailing_zeros()) * page;
                 young &= young - 1;
@@ -58,7 +60,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
                 run.1 = next;
             }
-            from = to;
+            from = then;
             self.cond_resched(cx);
         }
         show(run);
@@ -84,7 +86,7 @@ impl<S: Setup> Vm<'_, S> {
             }
         }
         let (mut young, mut held, mut heads) = (0_u64, 0, [Pfn::new(0); WINDOW as usize]);
-        {
+        let nothing = {
             let task = RefCell::new(&mut *cx);
             let mut table = here.table(self.tables(&task));
             let mut note = |number: u64, frame: Pfn| {
@@ -115,7 +117,9 @@ impl<S: Setup> Vm<'_, S> {
                     note(number, leaf.frame);
                 }
             }
-        }
+            // What nobody has mapped here no follower has.
+            pages(to, end.min(area.reach(to))).and_then(|rest| table.absent(rest).ok()).unwrap_or(0)
+        };
         drop(areas);
         if held > 0 {
             // SAFETY: a reference to each, taken above and dropped below; pages of no pool, so the pager knows them.
@@ -125,7 +129,7 @@ impl<S: Setup> Vm<'_, S> {
                 self.drop_pages(cx, run, size, false);
             }
         }
-        Some(Window { base, page, from, to, young })
+        Some(Window { base, page, from, to, next: to + nothing, young })
     }
 }
 
@@ -138,6 +142,8 @@ struct Window {
     /// What was asked for of them.
     from: u64,
     to: u64,
+    /// Where there may be something next.
+    next: u64,
     /// Which have been used.
     young: u64,
 }

@@ -43,7 +43,8 @@ enum Next {
     Run(DirtyRun),
     /// A page on its way, which may be dirty.
     Moving(u64),
-    Nothing,
+    /// Nothing up to a page.
+    Nothing(u64),
 }
 
 impl<S: Setup> Vm<'_, S> {
@@ -109,10 +110,8 @@ impl<S: Setup> Vm<'_, S> {
         let Some(source) = index.source.as_ref().map(|source| source.get()) else { return Ok(0) };
         let (mut at, mut written, mut failed) = (from, 0, Ok(()));
         while at < to {
-            let end = to.min((at / LOOK + 1) * LOOK);
-            let Some(span) = pages(at, end) else { break };
-            match self.next_dirty(cx, index, span)? {
-                Next::Nothing => at = end,
+            match self.next_dirty(cx, index, (at, to))? {
+                Next::Nothing(page) => at = page,
                 Next::Moving(page) if waits => at = page,
                 Next::Moving(page) => at = page + 1,
                 Next::Run(run) => {
@@ -129,10 +128,13 @@ impl<S: Setup> Vm<'_, S> {
         failed.map(|()| written)
     }
 
-    /// The first run of dirty pages in a part of an index: known as clean from here on.
-    fn next_dirty(&self, cx: &mut Cx<'_, S>, index: &Index<S>, span: VirtRange) -> Result<Next, VmError> {
+    /// The first run of dirty pages in the part of an index that begins with what it has first: known as clean from here on.
+    fn next_dirty(&self, cx: &mut Cx<'_, S>, index: &Index<S>, (from, to): (u64, u64)) -> Result<Next, VmError> {
         let task = RefCell::new(cx);
         let mut table = index.table.exclusive(self.tables(&task));
+        let nothing = pages(from, to).map_or(Ok(0), |whole| table.absent(whole))?;
+        let end = to.min(((from + nothing) / LOOK + 1) * LOOK);
+        let Some(span) = pages(from + nothing, end) else { return Ok(Next::Nothing(to)) };
         let mut found = None;
         table.walk(span, Flags::ACCESSED, |run| {
             if found.is_none() && run.flags.contains(Flags::DIRTY) {
@@ -146,7 +148,7 @@ impl<S: Setup> Vm<'_, S> {
             }
         })?;
         let Some(run) = found.filter(|run| moving.is_none_or(|page| first(run.at) < page)) else {
-            return Ok(moving.map_or(Next::Nothing, Next::Moving));
+            return Ok(moving.map_or(Next::Nothing(end), Next::Moving));
         };
         let mut held = 0;
         for (head, _) in run.extent.chunks(PageSize::Size4K.order()) {
@@ -285,18 +287,21 @@ impl<S: Setup> Vm<'_, S> {
         index: &Index<S>,
         (mut from, to): (u64, u64),
     ) -> Result<u64, VmError> {
-        let mut gone = 0;
+        let (mut gone, mut moving) = (0, false);
         while from < to {
             let end = to.min((from / PART + 1) * PART);
             let Some(span) = pages(from, end) else { break };
             let hidden = {
                 let task = RefCell::new(&mut *cx);
                 let mut table = index.table.exclusive(self.tables(&task));
-                table.detach_owned(span, Editing::LIVE, |_, _, word| self.drop_away(&task.borrow(), word))
+                table.detach_owned(span, Editing::LIVE, |_, _, word| {
+                    moving |= matches!(SwapEntry::of(word), SwapEntry::Moving { .. });
+                    self.drop_away(&task.borrow(), word);
+                })
             };
             match hidden {
                 Ok(hidden) => {
-                    gone += self.take_hidden(cx, object, index, (from, end), hidden)?;
+                    gone += self.take_hidden(cx, object, index, (from, end), hidden, core::mem::take(&mut moving))?;
                     from = end;
                 }
                 Err(PagingError::Busy { .. }) => {}
@@ -314,8 +319,9 @@ impl<S: Setup> Vm<'_, S> {
         index: &Index<S>,
         part: (u64, u64),
         hidden: Unhooked,
+        moving: bool,
     ) -> Result<u64, VmError> {
-        if hidden.flush().is_none() {
+        if hidden.flush().is_none() && !moving {
             return Ok(0);
         }
         loop {
@@ -346,7 +352,11 @@ impl<S: Setup> Vm<'_, S> {
             space.changing(cx, span, |cx| {
                 let unhooked = {
                     let task = RefCell::new(&mut *cx);
-                    space.table().exclusive(self.tables(&task)).detach(span, Editing::LIVE)?
+                    let mut table = space.table().exclusive(self.tables(&task));
+                    let unhooked = table.detach(span, Editing::LIVE)?;
+                    // What reclaim has unhooked there is used by no CPU any more.
+                    space.tlb().settle(self.shootdown(), &task.borrow());
+                    unhooked
                 };
                 let mut batch = ShootdownBatch::new(space.tlb());
                 let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok::<(), VmError>(()) };

@@ -31,4 +31,4 @@ mod run;
 
 pub use lock::ModelLock;
 pub use machine::Machine;
-pub use run::{Failure, Task, explore, has_loaded, point, progress, run, seeds, step};
+pub use run::{Failure, Task, explore, has_loaded, point, progress, run, seeds, step, wait_until};

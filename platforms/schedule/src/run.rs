@@ -185,7 +185,7 @@ pub fn has_loaded(root: PhysAddr, before: u64) -> bool {
 
 /// Lets others run until something is so. Interrupts come meanwhile, if they are on. False if it will never be: a run has failed, and
 /// what is left locked is nobody's any more.
-pub(crate) fn wait_until(what: &'static str, so: &dyn Fn() -> bool) -> bool {
+pub fn wait_until(what: &'static str, so: &dyn Fn() -> bool) -> bool {
     let within = with(|run, state| {
         // SAFETY: taken out again before this returns; if it never does, nobody looks any more.
         let lent = unsafe { transmute::<*const (dyn Fn() -> bool + '_), Lent>(so) };

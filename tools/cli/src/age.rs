@@ -21,8 +21,9 @@ use crate::document::Row;
 use crate::machine::Machine;
 use crate::options::Common;
 use crate::options::Kind;
+use crate::progress;
 use crate::results::{Line, Results};
-use crate::{progress, table};
+use crate::sides::sheet;
 use anyhow::Result;
 use clap::Args;
 use hugemm_base::PageSize;
@@ -57,19 +58,9 @@ pub fn of_guest(transcript: &Transcript, processes: &Processes, cpus: u32) -> Re
 
 /// A line per run.
 fn results_of(lines: &[Line<AgeFigures>], title: String) -> Results {
-    let mut results =
-        Results { rows: lines.iter().flat_map(|line| line.rows(&METRICS)).collect(), ..Results::default() };
-    let columns = || METRICS.iter().filter(|metric| !metric.head.is_empty());
-    let mut out = table::new(["page", "lists", "young"].into_iter().chain(columns().map(|metric| metric.head)));
-    for line in lines {
-        let cells = columns().map(|metric| match (line.samples(metric).median(), metric.unit) {
-            (value, "count") => format!("{value:.0}"),
-            (value, "percent") => format!("{value:.1}%"),
-            (value, _) => format!("{value:.1}"),
-        });
-        out.add_row(["page", "lru", "young"].map(|name| line.label(name)).into_iter().chain(cells));
-    }
-    results.tables.push((title, out));
+    let mut results = Results::default();
+    let labels = [("page", "page"), ("lru", "lists"), ("young", "young")];
+    results.add(title, sheet(lines, &labels, &METRICS), lines, &METRICS);
     results.remarks.push(
         "Every touch checked what was in the page. Shares are of the time spent in reclaim. Linux on x86-64 ages 4 KiB pages as noflush: page by \
          page,\n  and no flush."

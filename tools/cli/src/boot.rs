@@ -7,7 +7,7 @@ pub mod transcript;
 
 use crate::arch::Arch;
 use crate::boot::args::Boot;
-use crate::boot::machine::{Done, VirtualMachine};
+use crate::boot::machine::{Done, MAX_CPUS, VirtualMachine};
 use crate::machine::Machine;
 use crate::qemu::Accel;
 use crate::results::Results;
@@ -15,8 +15,8 @@ use crate::run::{self, Log, RunConditions, Side};
 use crate::{age, frames, paging, pool, progress, vm_create};
 use anyhow::Result;
 use hugemm_inspect::environment::GuestInfo;
-use hugemm_kernel::MAX_CPUS;
 use hugemm_workloads::request::Request;
+use hugemm_workloads::words::Named;
 use std::path::Path;
 use std::time::Duration;
 

@@ -11,6 +11,7 @@ use crate::table;
 use crate::unmeasured_args::Compare;
 use anyhow::{Context, Result, bail};
 use hugemm_inspect::environment::Environment;
+use hugemm_workloads::words::Named;
 use judge::{Judgement, Verdict};
 use serde_json::json;
 use sides::{Pair, Paired, pair};
@@ -115,7 +116,7 @@ fn print(
             figure(pair.b.value),
             percent(judgement.percent),
             judgement.noise.map_or("–".to_owned(), |noise| format!("{noise:.1} %")),
-            judgement.verdict.words().to_owned(),
+            judgement.verdict.name().to_owned(),
         ]);
     }
     if !lines.is_empty() {
@@ -128,7 +129,11 @@ fn print(
         }
     }
     let count = |verdict| judged.iter().filter(|(_, j)| j.verdict == verdict).count();
-    println!("\n{} figures: {}", judged.len(), Verdict::ALL.map(|v| format!("{} {}", count(v), v.words())).join(", "));
+    println!(
+        "\n{} figures: {}",
+        judged.len(),
+        Verdict::ALL.iter().map(|v| format!("{} {}", count(*v), v.name())).collect::<Vec<_>>().join(", ")
+    );
     for (pair, verdict) in judged.iter().filter_map(|(pair, _)| Some((pair, pair.goal_change()?))) {
         println!("  goal {}: {verdict}", pair.name);
     }
@@ -152,7 +157,7 @@ fn rows(judged: &[(Pair, Judgement)]) -> Vec<Row> {
                 .label("b", pair.b.value)
                 .label("of_unit", pair.unit.as_str())
                 .label("noise_percent", judgement.noise)
-                .label("verdict", judgement.verdict.words())
+                .label("verdict", judgement.verdict.name())
         })
         .collect()
 }

@@ -11,6 +11,7 @@ use anyhow::{Result, bail};
 use checks::{Finding, State};
 use comfy_table::CellAlignment;
 use facts::Facts;
+use hugemm_workloads::words::Named;
 
 pub fn run(args: &Doctor) -> Result<()> {
     document::check_writable(args.common.json.as_deref())?;
@@ -44,7 +45,7 @@ pub fn print(title: &str, findings: &[Finding]) {
         }
     }
     for finding in findings {
-        lines.add_row([finding.state.word(), finding.name, &finding.fact, finding.remedy.as_deref().unwrap_or("")]);
+        lines.add_row([finding.state.name(), finding.name, &finding.fact, finding.remedy.as_deref().unwrap_or("")]);
     }
     table::print(title, &lines);
 }
@@ -56,7 +57,7 @@ pub fn row(finding: &Finding) -> Row {
         State::Blocks => 2.0,
     };
     Row::single(format!("doctor.{}", finding.name.replace(' ', "_")), severity, "severity")
-        .label("state", finding.state.word())
+        .label("state", finding.state.name())
         .label("found", finding.fact.as_str())
         .label("remedy", finding.remedy.as_deref())
 }

@@ -12,24 +12,19 @@ use hugemm_base::PageSize;
 use hugemm_clear::{Primitive, PrimitiveClass};
 use hugemm_workloads::words::Named;
 
-/// On which side of its goal a figure is wanted. Stored with the row: a figure that equals its goal does not show it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bound {
-    AtLeast,
-    AtMost,
-    /// Nothing is wanted of it: it stands beside a goal that cannot be read without it.
-    Beside,
+hugemm_workloads::named! {
+    /// On which side of its goal a figure is wanted. Stored with the row: a figure that equals its goal does not show it.
+    Bound {
+        /// The more the better.
+        AtLeast = "at least",
+        /// The less the better.
+        AtMost = "at most",
+        /// Nothing is wanted of it: it stands beside a goal that cannot be read without it.
+        Beside = "beside",
+    }
 }
 
 impl Bound {
-    pub fn name(self) -> &'static str {
-        match self {
-            Bound::AtLeast => "at least",
-            Bound::AtMost => "at most",
-            Bound::Beside => "beside",
-        }
-    }
-
     pub fn sign(self) -> &'static str {
         match self {
             Bound::AtLeast => "≥",
@@ -39,8 +34,7 @@ impl Bound {
     }
 
     pub fn of(row: &Row) -> Option<Self> {
-        let name = row.labels().get("bound")?.as_str()?;
-        [Bound::AtLeast, Bound::AtMost, Bound::Beside].into_iter().find(|bound| bound.name() == name)
+        Bound::by_name(row.labels().get("bound")?.as_str()?)
     }
 
     /// What a figure says that is uncertain by `margin`.

@@ -18,6 +18,7 @@ use hugemm_heap::Heap;
 use hugemm_host::cpu::Host;
 use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
+use hugemm_workloads::words::Named;
 use sides::{AnyHeap, Global, Own};
 use std::alloc::System;
 use work::{Shared, Work};
@@ -126,7 +127,7 @@ fn compare<'a>(
     let turns = Work::ALL.len() * threads.len() * entries.len() * repeat.all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let mut lines = Vec::new();
-    for work in Work::ALL {
+    for &work in Work::ALL {
         for cpus in threads {
             let rounds = rounds(&entries[0], work, *cpus, args.millis)?;
             let line = |entry: &Entry<'_>| {
@@ -154,20 +155,10 @@ fn compare<'a>(
          kernel turns interrupts off and on, for the locks of the others too. malloc is for scale."
             .to_owned(),
     ];
-    Ok(Results {
-        intro,
-        tables: vec![
-            ("Time".to_owned(), pivot(&lines, "work, CPUs", &["work", "cpus"], "side", &[PAIR])),
-            (blocks, pivot(&left, "", &["side"], "when", &[LEFT])),
-        ],
-        remarks,
-        rows: lines
-            .iter()
-            .flat_map(|line| line.rows(&[PAIR]))
-            .chain(left.iter().flat_map(|line| line.rows(&[LEFT])))
-            .collect(),
-        ..Results::default()
-    })
+    let mut results = Results { intro, remarks, ..Results::default() };
+    results.add("Time", pivot(&lines, "work, CPUs", &["work", "cpus"], "side", &[PAIR]), &lines, &[PAIR]);
+    results.add(blocks, pivot(&left, "", &["side"], "when", &[LEFT]), &left, &[LEFT]);
+    Ok(results)
 }
 
 /// How many rounds take hugemm about so long.

@@ -1,13 +1,12 @@
 //! `hugemm bench interference`: what clearing on one CPU costs a cache-resident program on another.
 
 use crate::args::Interference;
-use crate::document::Row;
 use crate::machine::Machine;
 use crate::measure::Repeat;
 use crate::options::Kind;
+use crate::progress;
 use crate::results::{Line, Results};
-use crate::sides::{by_turns, cell};
-use crate::{progress, table};
+use crate::sides::{by_turns, sheet};
 use anyhow::{Result, bail};
 use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass};
@@ -42,9 +41,7 @@ pub fn run(args: &Interference) -> Result<()> {
     let repeat = Repeat::new(args.runs, args.warmup.warmup);
     let turns = sets.len() * neighbours.len() * repeat.all();
     let bar = progress::bar(turns as u64, machine.quiet());
-    let mut lines =
-        table::new(["working set", "beside", "ns per step", "slowed by", "clears at, GB/s", "lost per GB cleared"]);
-    let mut rows = Vec::new();
+    let mut lines = Vec::new();
     for set in sets {
         let chase = Chase::new(lines_in(&mut set_region.as_mut_slice()[..set as usize]), 0x9e37_79b9);
         let line = |neighbour: &Option<Primitive>| {
@@ -54,22 +51,11 @@ pub fn run(args: &Interference) -> Result<()> {
         by_turns(&mut measured, repeat, &bar, |index| {
             once(&host, &calibrated, neighbours[index], &chase, args.millis)
         })?;
-        let alone = measured[0].samples(&METRICS[0]);
-        for (index, line) in measured.iter().enumerate() {
-            rows.extend(line.rows(&METRICS));
-            let [ns, gbps] = METRICS.each_ref().map(|metric| line.samples(metric));
-            let first = if index == 0 { Size(set).to_string() } else { String::new() };
-            let mut cells = vec![first, line.label("beside"), cell(&ns, "ns")];
-            if index > 0 {
-                let slowed = ns.per_run_ratio(&alone).map(|ratio| (ratio - 1.0) * 100.0);
-                // A fast neighbour disturbs for a shorter time: what a program loses for each GB that is cleared.
-                let lost = slowed.median() / 100.0 / gbps.median().max(f64::MIN_POSITIVE) * 1e3;
-                cells.extend([format!("{:+.0} %", slowed.median()), cell(&gbps, "GB/s"), format!("{lost:.1} ms")]);
-                rows.push(line.labelled(Row::median("bench.interference.slowdown", &slowed, "percent")));
-                rows.push(line.labelled(Row::single("bench.interference.lost_per_gb", lost, "ms")));
-            }
-            lines.add_row(cells);
+        let alone: Vec<f64> = measured[0].runs.iter().map(|beside| beside.ns).collect();
+        for beside in measured.iter_mut().skip(1).flat_map(|line| line.runs.iter_mut().zip(&alone)) {
+            beside.0.slowed = beside.0.ns / beside.1 - 1.0;
         }
+        lines.extend(measured);
     }
     bar.finish_and_clear();
     let intro = format!(
@@ -79,19 +65,27 @@ pub fn run(args: &Interference) -> Result<()> {
         args.runs,
         args.millis
     );
-    let tables = vec![("Interference".to_owned(), lines)];
-    machine.show(Results { intro, tables, rows, ..Results::default() })
+    let mut results = Results { intro, ..Results::default() };
+    let labels = [("working_set", "working set"), ("beside", "beside")];
+    results.add("Interference", sheet(&lines, &labels, &METRICS), &lines, &METRICS);
+    machine.show(results)
 }
 
-/// Nanoseconds per step of the chase, and GB/s of the clearing beside it; no number where nobody clears.
+/// Nanoseconds per step of the chase, GB/s of the clearing beside it, and what part of its time a step takes more; no number where
+/// nobody clears.
 struct Beside {
     ns: f64,
     gbps: f64,
+    slowed: f64,
 }
 
-const METRICS: [Metric<Beside>; 2] = [
-    Metric::new("bench.interference.latency", "ns", |it: &Beside| it.ns),
-    Metric::new("bench.interference.clearing", "GB/s", |it: &Beside| it.gbps),
+const METRICS: [Metric<Beside>; 4] = [
+    Metric::new("bench.interference.latency", "ns", |it: &Beside| it.ns).column("ns per step"),
+    Metric::new("bench.interference.slowdown", "percent", |it: &Beside| it.slowed * 100.0).column("slowed by"),
+    Metric::new("bench.interference.clearing", "GB/s", |it: &Beside| it.gbps).column("clears at, GB/s"),
+    // A fast neighbour disturbs for a shorter time: what a program loses for each GB that is cleared.
+    Metric::new("bench.interference.lost_per_gb", "ms", |it: &Beside| it.slowed / it.gbps * 1e3)
+        .column("lost per GB cleared, ms"),
 ];
 
 fn name(neighbour: Option<Primitive>) -> &'static str {
@@ -158,6 +152,6 @@ fn once(
             nanos as f64 / steps.max(1) as f64
         });
         let gbps = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))??;
-        Ok(Beside { ns: chased?, gbps: if neighbour.is_some() { gbps } else { f64::NAN } })
+        Ok(Beside { ns: chased?, gbps: if neighbour.is_some() { gbps } else { f64::NAN }, slowed: f64::NAN })
     })
 }

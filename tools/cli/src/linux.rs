@@ -16,6 +16,7 @@ use crate::qemu::{Accel, Ended, Guest};
 use anyhow::{Result, bail};
 use hugemm_inspect::interrupt;
 use hugemm_workloads::request::Request;
+use hugemm_workloads::words::Named;
 use std::ops::ControlFlow;
 use std::time::Duration;
 

@@ -63,6 +63,13 @@ impl Machine {
         Ok(cpus.iter().rev().take(count).map(|cpu| CpuPlace { os_cpu: cpu.id, node: node(cpu.node) }).collect())
     }
 
+    /// Numbers of CPUs: those that were asked for, or 1, 2, 4, … and all.
+    pub fn or_doubling(&self, asked: &[u32]) -> Vec<u32> {
+        let all = self.topology.cpus.len() as u32;
+        let doubling = || (0..31).map(|log| 1 << log).take_while(|cpus| *cpus < all).chain([all]);
+        if asked.is_empty() { doubling().collect() } else { asked.to_vec() }
+    }
+
     /// The size to measure in when the user gave none: `share` of what may be taken, as a power of two within bounds.
     pub fn default_size(&self, share: u64, least: u64, most: u64) -> Result<u64> {
         let (takeable, _) = Limits::read()?.takeable();

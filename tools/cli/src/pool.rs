@@ -7,6 +7,7 @@ use crate::machine::Machine;
 use crate::measure::Repeat;
 use crate::options::Common;
 use crate::results::{Line, Results};
+use crate::sides::cell;
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -150,7 +151,7 @@ pub fn of_guest(transcript: &Transcript) -> Results {
     let heads = INTERRUPTS.map(|metric| metric.head.to_owned());
     let counts = |line: &Line<Cycle>| INTERRUPTS.map(|metric| format!("{:.0}", line.samples(&metric).median())).into();
     let mut results = results_of(&lines, &heads, counts);
-    results.rows.extend(lines.iter().flat_map(|line| line.rows(&INTERRUPTS)));
+    results.record(&lines, &INTERRUPTS);
     results
 }
 
@@ -169,11 +170,7 @@ fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle
     let mut out = table::new(heads.chain(more.iter().cloned()));
     for line in lines {
         let mut all = vec![name(line).to_owned(), line.label("n"), line.label("threads")];
-        all.extend(columns().map(|metric| match (line.samples(metric), metric.unit) {
-            (samples, "ns per page") => format!("{:.1} ±{:.0}%", samples.median(), samples.stdev_percent()),
-            (samples, "flushes") => format!("{:.0}", samples.median()),
-            (samples, _) => format!("{:.2}", samples.median()),
-        }));
+        all.extend(columns().map(|metric| cell(&line.samples(metric), metric.unit)));
         all.extend(cells(line));
         out.add_row(all);
     }

@@ -1,92 +1,61 @@
 //! A calibrated profile on disk: JSON to be read again, or Rust source to be embedded.
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use hugemm_clear::{Best, Crossover, Mbps, Primitive, Profile};
-use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use std::path::Path;
 
-/// [`Profile`] as JSON. Crossovers are in bytes; absent means never.
-#[derive(Debug, Serialize, Deserialize)]
-struct Saved {
-    cached: Pair,
-    bulk: Option<Pair>,
-    crossover: Bytes,
-    cached_mbps: u32,
-    bulk_mbps: u32,
-    /// Without vector registers. Files of older versions do not have these: not measured.
-    #[serde(default)]
-    cached_general_mbps: u32,
-    #[serde(default)]
-    bulk_general_mbps: u32,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Pair {
-    general: String,
-    any: String,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Bytes {
-    hot: Option<u64>,
-    hot_touched: Option<u64>,
-    cold: Option<u64>,
-    cold_touched: Option<u64>,
-}
-
-/// `u64::MAX` means never; JSON says it with null.
-fn finite(bytes: u64) -> Option<u64> {
-    (bytes != u64::MAX).then_some(bytes)
-}
-
-fn pair(best: Best) -> Pair {
-    Pair { general: best.general.name().into(), any: best.any.name().into() }
-}
-
-fn best(pair: &Pair) -> Result<Best> {
-    let named = |name: &str| Primitive::from_name(name).ok_or_else(|| anyhow!("no primitive is called '{name}'"));
-    Ok(Best { general: named(&pair.general)?, any: named(&pair.any)? })
-}
-
-/// The profile as a JSON value, as files and documents contain it.
-pub fn to_json(profile: &Profile) -> serde_json::Result<String> {
-    let c = &profile.crossover;
-    let saved = Saved {
-        cached: pair(profile.cached),
-        bulk: profile.bulk.map(pair),
-        crossover: Bytes {
-            hot: finite(c.hot),
-            hot_touched: finite(c.hot_touched),
-            cold: finite(c.cold),
-            cold_touched: finite(c.cold_touched),
+/// The profile as JSON. Crossovers are in bytes; `null` is never.
+fn to_json(profile: &Profile) -> Result<String> {
+    let pair = |best: Best| json!({ "general": best.general.name(), "any": best.any.name() });
+    let from = |bytes: u64| (bytes != u64::MAX).then_some(bytes);
+    let Profile { cached, bulk, crossover, cached_mbps, bulk_mbps } = profile;
+    let Crossover { hot, hot_touched, cold, cold_touched } = crossover;
+    let saved = json!({
+        "cached": pair(*cached),
+        "bulk": bulk.map(pair),
+        "crossover": {
+            "hot": from(*hot), "hot_touched": from(*hot_touched), "cold": from(*cold), "cold_touched": from(*cold_touched),
         },
-        cached_mbps: profile.cached_mbps.any,
-        bulk_mbps: profile.bulk_mbps.any,
-        cached_general_mbps: profile.cached_mbps.general,
-        bulk_general_mbps: profile.bulk_mbps.general,
-    };
+        "cached_mbps": cached_mbps.any,
+        "bulk_mbps": bulk_mbps.any,
+        "cached_general_mbps": cached_mbps.general,
+        "bulk_general_mbps": bulk_mbps.general,
+    });
     Ok(serde_json::to_string_pretty(&saved)? + "\n")
 }
 
 fn from_json(text: &str) -> Result<Profile> {
-    let saved: Saved = serde_json::from_str(text)?;
-    let c = &saved.crossover;
-    let size = |bytes: Option<u64>| bytes.unwrap_or(u64::MAX);
+    let saved: Value = serde_json::from_str(text)?;
+    let best = |pair: &Value| -> Result<Best> {
+        let named = |which| {
+            let name = pair[which].as_str().with_context(|| format!("no primitive '{which}'"))?;
+            Primitive::from_name(name).with_context(|| format!("no primitive is called '{name}'"))
+        };
+        Ok(Best { general: named("general")?, any: named("any")? })
+    };
+    let crossovers = saved["crossover"].as_object().context("no crossovers")?;
+    let size = |case| crossovers.get(case).and_then(Value::as_u64).unwrap_or(u64::MAX);
+    let speed = |name| saved[name].as_u64().and_then(|mbps| u32::try_from(mbps).ok());
+    // Files of older versions do not have those without vector registers: not measured.
+    let mbps = |any, general| -> Result<Mbps> {
+        Ok(Mbps { general: speed(general).unwrap_or(0), any: speed(any).with_context(|| format!("no {any}"))? })
+    };
     Ok(Profile {
-        cached: best(&saved.cached)?,
-        bulk: saved.bulk.as_ref().map(best).transpose()?,
+        cached: best(&saved["cached"])?,
+        bulk: if saved["bulk"].is_null() { None } else { Some(best(&saved["bulk"])?) },
         crossover: Crossover {
-            hot: size(c.hot),
-            hot_touched: size(c.hot_touched),
-            cold: size(c.cold),
-            cold_touched: size(c.cold_touched),
+            hot: size("hot"),
+            hot_touched: size("hot_touched"),
+            cold: size("cold"),
+            cold_touched: size("cold_touched"),
         },
-        cached_mbps: Mbps { general: saved.cached_general_mbps, any: saved.cached_mbps },
-        bulk_mbps: Mbps { general: saved.bulk_general_mbps, any: saved.bulk_mbps },
+        cached_mbps: mbps("cached_mbps", "cached_general_mbps")?,
+        bulk_mbps: mbps("bulk_mbps", "bulk_general_mbps")?,
     })
 }
 
-pub fn to_rust(profile: &Profile) -> String {
+fn to_rust(profile: &Profile) -> String {
     format!(
         "use hugemm_clear::Primitive::*;\nuse hugemm_clear::{{Best, Crossover, Mbps, Profile}};\n\n\
          /// Measured by `hugemm probe`; {} is never.\npub const PROFILE: Profile = {profile:#?};\n",

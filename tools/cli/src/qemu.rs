@@ -29,22 +29,15 @@ const LAST_WORDS: usize = 40;
 /// Memory that QEMU itself needs, about.
 const OWN_BYTES: u64 = 256 << 20;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Accel {
-    /// Translation in software: works everywhere, and only ratios and counts mean something.
-    Tcg,
-    /// The same, and time is counted: an instruction takes a nanosecond, whatever else this machine does.
-    Icount,
-    Kvm,
-}
-
-impl Accel {
-    pub fn name(self) -> &'static str {
-        match self {
-            Accel::Tcg => "tcg",
-            Accel::Icount => "icount",
-            Accel::Kvm => "kvm",
-        }
+hugemm_workloads::named! {
+    /// What executes a guest.
+    Accel {
+        /// Translation in software: works everywhere, and only ratios and counts mean something.
+        Tcg = "tcg",
+        /// The same, and time is counted: an instruction takes a nanosecond, whatever else this machine does.
+        Icount = "icount",
+        /// The processor.
+        Kvm = "kvm",
     }
 }
 

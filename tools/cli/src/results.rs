@@ -6,6 +6,7 @@ use crate::stats::Samples;
 use crate::table;
 use comfy_table::Table;
 use hugemm_workloads::record::Metric;
+use hugemm_workloads::size::Size;
 use serde_json::{Map, Value};
 
 /// The runs of what has the same labels.
@@ -39,6 +40,7 @@ impl<R> Line<R> {
             ("cpus", 1) => "1 CPU".to_owned(),
             ("cpus", cpus) => format!("{cpus} CPUs"),
             ("interrupts", _) => format!("interrupts {}", self.label(name)),
+            ("size" | "working_set", bytes @ 1..) => Size(bytes).to_string(),
             _ => self.label(name),
         }
     }
@@ -77,6 +79,17 @@ pub struct Results {
 }
 
 impl Results {
+    /// A table of lines, and the rows of their metrics.
+    pub fn add<R>(&mut self, title: impl Into<String>, table: Table, lines: &[Line<R>], metrics: &[Metric<R>]) {
+        self.tables.push((title.into(), table));
+        self.record(lines, metrics);
+    }
+
+    /// The rows of lines alone.
+    pub fn record<R>(&mut self, lines: &[Line<R>], metrics: &[Metric<R>]) {
+        self.rows.extend(lines.iter().flat_map(|line| line.rows(metrics)));
+    }
+
     /// The goals that the rows decide.
     pub fn goals(&self) -> Vec<Row> {
         goals::judge(&self.rows, self.emulated)

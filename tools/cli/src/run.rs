@@ -119,7 +119,7 @@ impl Log {
 
     /// The median time of all phases on a side, in milliseconds.
     pub fn whole(&self, side: Side) -> f64 {
-        RunPhase::ALL.into_iter().filter_map(|phase| Some(self.get(side, phase)?.millis.median())).sum()
+        RunPhase::ALL.iter().filter_map(|phase| Some(self.get(side, *phase)?.millis.median())).sum()
     }
 }
 
@@ -220,7 +220,7 @@ pub fn run(args: &Run) -> Result<()> {
 pub fn rows(log: &Log, sides: &[Side], setting: &RunConditions, accounting: &Accounting) -> Vec<Row> {
     let mut rows = Vec::new();
     for side in sides {
-        for phase in RunPhase::ALL {
+        for &phase in RunPhase::ALL {
             let Some(measured) = log.get(*side, phase) else { continue };
             let label = |row: Row| {
                 row.label("side", side.name())

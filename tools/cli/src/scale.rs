@@ -51,10 +51,10 @@ const ASSUMPTIONS: [&str; 6] = [
     "All CPUs do the same at once, without a pause, on one node. One CPU's time was measured in this run, warm, in a process.",
     "A line of the table that two CPUs share moves once for each write that the row counts, and once where it counts none; one of the \
      node's, once for each lock round at most. Each time takes as long as --transfer says, and the CPU waits for it.",
-    "All transfers wait for each other, as if one lock held all lines: a lower bound, since most lines have locks of their own.",
+    "Transfers of a node's lines wait for each other, for they are made under its lock; those of any other line wait for that line.",
     "While a node refills a CPU's cache or takes back from it, it serves nobody else: what a block costs more by batches than as a pair \
      is counted as held. So it is for faults and range frees.",
-    "Unmaps in one space exclude each other, and so do areas mapped: the whole of each is counted as held.",
+    "Unmaps in one space exclude each other, and so do areas mapped: the whole of each, with all of its transfers, is counted as held.",
     "Left out: memory bandwidth, page faults' traps, interrupts of shootdowns, a pager, and what two CPUs share only while both are at \
      it.",
 ];
@@ -111,11 +111,15 @@ const HUGE: Order = PageSize::Size2M.order();
 const SHARE: u64 = 256 << 20;
 
 /// What a row of the table says of one operation.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Shared {
     lines: u32,
     /// How often they move, for each CPU.
     transfers: f64,
+    /// Of that, the node's.
+    of_node: f64,
+    /// How often the busiest of the others does.
+    busiest: f64,
     /// Lock rounds of the node.
     rounds: f64,
 }
@@ -140,15 +144,20 @@ fn shared(golden: &str, row: &str) -> Option<Shared> {
         |line: &str| line.rsplit_once("; ").and_then(|(_, writes)| writes.strip_suffix(" writes")?.parse().ok());
     // Taken and given back.
     let rounds = lines.iter().find(|line| line.contains(LOCK)).and_then(|line| writes(line)).unwrap_or(0.0) / 2.0;
-    let mut sum = Shared { lines: 0, transfers: 0.0, rounds: rounds / operations };
+    let mut sum = Shared { rounds: rounds / operations, ..Shared::default() };
     for line in lines {
         let words = line.trim_start_matches(|c: char| c.is_ascii_lowercase() || c == ' ');
         let count: u32 = words.split_once(" × ").and_then(|(count, _)| count.parse().ok()).unwrap_or(1);
         let moves = writes(line).unwrap_or(1.0_f64);
+        let moves = if rounds > 0.0 && is_of_node(line) { moves.min(rounds) } else { moves } / operations;
         sum.lines += count;
-        sum.transfers += f64::from(count) * if rounds > 0.0 && is_of_node(line) { moves.min(rounds) } else { moves };
+        sum.transfers += f64::from(count) * moves;
+        if is_of_node(line) {
+            sum.of_node += f64::from(count) * moves;
+        } else {
+            sum.busiest = sum.busiest.max(moves);
+        }
     }
-    sum.transfers /= operations;
     Some(sum)
 }
 
@@ -159,6 +168,8 @@ struct Cost {
     lines: u32,
     transfers: f64,
     held: f64,
+    /// What others wait for: what is held, with its transfers, or the busiest line.
+    serial: f64,
     /// Lock rounds of the node.
     rounds: f64,
 }
@@ -169,20 +180,19 @@ impl Cost {
         if cpus == 1 {
             return 1e9 / self.alone;
         }
-        (f64::from(cpus) / (self.alone + self.transfers)).min(1.0 / (self.transfers + self.held)) * 1e9
+        (f64::from(cpus) / (self.alone + self.transfers)).min(1.0 / self.serial) * 1e9
     }
 
     /// On how many CPUs no more can be had; infinite if nothing is shared.
     fn saturates(self) -> f64 {
-        ((self.alone + self.transfers) / (self.transfers + self.held)).max(1.0)
+        ((self.alone + self.transfers) / self.serial).max(1.0)
     }
 }
 
 pub fn run(args: &Scale) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let all = machine.topology.cpus.len() as u32;
     let counts: Vec<u32> = match args.measure {
-        Some(_) => (0..).map(|log| 1 << log).take_while(|cpus| *cpus < all).chain([all]).collect(),
+        Some(_) => machine.or_doubling(&[]),
         None => Vec::new(),
     };
     let cpus = counts.last().copied().unwrap_or(1);
@@ -252,11 +262,15 @@ fn costs(times: &[Samples], transfer: f64) -> Result<Vec<Cost>> {
     let cost = |(case, time): (&Case, &Samples)| {
         let shared = shared(GOLDEN, case.row).with_context(|| format!("the table has no row `{}`", case.row))?;
         let held = case.held.map_or(0.0, |(this, without)| (alone(this) - alone(without)).max(0.0));
+        // Who is kept out by the whole of it waits for all of its lines.
+        let whole = case.held.is_some_and(|(_, without)| without.is_empty());
+        let within = if whole { shared.transfers } else { shared.of_node };
         Ok(Cost {
             alone: time.median(),
             lines: shared.lines,
             transfers: shared.transfers * transfer,
             held,
+            serial: (within * transfer + held).max(shared.busiest * transfer),
             rounds: shared.rounds,
         })
     };
@@ -316,19 +330,20 @@ mod tests {
                       both write  2 × a.b; 6 writes\n    both write  c\n    one writes  d; 3 writes\na pair: 1 lines touched, 0 both\n\
                       under a lock in 2 operations each: 9 lines\n    both write  frames.arenas.given[0].a; 9 writes\n    \
                       both write  frames.arenas.given[0].refs.a; 7 writes\n    both write  frames.nodes[0].lists.raw; 4 writes\n";
-        let of = |lines, transfers, rounds| Some(Shared { lines, transfers, rounds });
-        assert_eq!(shared(golden, "a pair, many"), of(4, 4.0, 0.0));
-        assert_eq!(shared(golden, "a pair"), of(0, 0.0, 0.0));
-        assert_eq!(shared(golden, "under a lock"), of(3, (2.0 + 7.0 + 2.0) / 2.0, 1.0));
+        let many = Shared { lines: 4, transfers: 4.0, busiest: 1.5, ..Shared::default() };
+        assert_eq!(shared(golden, "a pair, many"), Some(many));
+        assert_eq!(shared(golden, "a pair"), Some(Shared::default()));
+        let (transfers, of_node, busiest) = ((2.0 + 7.0 + 2.0) / 2.0, (2.0 + 2.0) / 2.0, 7.0 / 2.0);
+        assert_eq!(shared(golden, "under a lock"), Some(Shared { lines: 3, transfers, of_node, busiest, rounds: 1.0 }));
         assert_eq!(shared(golden, "a"), None);
     }
 
     /// What is shared by nobody grows with the CPUs; what is, until it is had all the time.
     #[test]
     fn curves_end_where_all_wait() {
-        let free = Cost { alone: 100.0, lines: 0, transfers: 0.0, held: 0.0, rounds: 0.0 };
+        let free = Cost { alone: 100.0, lines: 0, transfers: 0.0, held: 0.0, serial: 0.0, rounds: 0.0 };
         assert_eq!((free.rate(1), free.rate(256), free.saturates()), (1e7, 256e7, f64::INFINITY));
-        let shared = Cost { alone: 100.0, lines: 0, transfers: 20.0, held: 10.0, rounds: 0.0 };
+        let shared = Cost { transfers: 20.0, held: 10.0, serial: 30.0, ..free };
         assert_eq!((shared.rate(1), shared.rate(3), shared.saturates()), (1e7, 3e9 / 120.0, 4.0));
         assert_eq!((shared.rate(4), shared.rate(256)), (1e9 / 30.0, 1e9 / 30.0));
     }

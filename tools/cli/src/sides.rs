@@ -81,12 +81,13 @@ fn columns<R>(metrics: &[Metric<R>]) -> impl Iterator<Item = &Metric<R>> + Clone
     metrics.iter().filter(|metric| !metric.head.is_empty())
 }
 
-/// A row for each line: the label `name` under its head, then the metrics that have a column.
-pub fn sheet<R>(lines: &[Line<R>], (name, head): (&str, &str), metrics: &[Metric<R>]) -> Table {
-    let mut out = table::new([head].into_iter().chain(columns(metrics).map(|metric| metric.head)));
+/// A row for each line: labels under their heads, then the metrics that have a column.
+pub fn sheet<R>(lines: &[Line<R>], labels: &[(&str, &str)], metrics: &[Metric<R>]) -> Table {
+    let heads = labels.iter().map(|(_, head)| *head);
+    let mut out = table::new(heads.chain(columns(metrics).map(|metric| metric.head)));
     for line in lines {
         let cells = columns(metrics).map(|metric| cell(&line.samples(metric), metric.unit));
-        out.add_row([line.shown(name)].into_iter().chain(cells));
+        out.add_row(labels.iter().map(|(name, _)| line.shown(name)).chain(cells));
     }
     out
 }
@@ -143,7 +144,7 @@ pub fn rounds_in<E>(nanos: u64, mut once: impl FnMut(u64) -> Result<Spent, E>) -
 
 /// A figure of a table: the median, and for what is measured the deviation in percent.
 pub fn cell(samples: &Samples, unit: &str) -> String {
-    let median = figure(samples.median());
+    let median = figure(samples.median()) + if unit == "percent" { "%" } else { "" };
     match unit {
         _ if samples.runs() == 0 => "–".to_owned(),
         "ratio" => format!("{median} ×"),
@@ -198,7 +199,7 @@ mod tests {
         let text = |table: Table| {
             table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>()
         };
-        let sheet = text(sheet(&lines, ("side", "who"), &[TIME, COUNT]));
+        let sheet = text(sheet(&lines, &[("side", "who")], &[TIME, COUNT]));
         assert_eq!(sheet, ["who time count", "a 4.00 ±0% 4", "a 8.00 –", "b 5.00 5"]);
         let pivot = text(pivot(&lines, "", &["side"], "cpus", &[TIME]));
         assert_eq!(pivot, ["time, 1 CPU time, 2 CPUs", "a 4.00 ±0% 8.00", "b 5.00 –"]);

@@ -39,8 +39,21 @@ const NAMES: [(&str, Better); 8] = [
 ];
 
 /// Units of things that are counted: two runs of a deterministic program give the same, so any difference means something.
-const COUNTED: [&str; 10] =
-    ["count", "blocks", "pages", "bytes", "allocations", "events", "bool", "per block", "per operation", "per resize"];
+const COUNTED: [&str; 13] = [
+    "count",
+    "blocks",
+    "pages",
+    "bytes",
+    "allocations",
+    "events",
+    "bool",
+    "flushes",
+    "batches",
+    "KiB per page",
+    "per block",
+    "per operation",
+    "per resize",
+];
 
 /// Which way is better, if that is known: by the row's own goal, else as the workload declares it, else by its name, else by its unit.
 pub fn better(row: &Row) -> Option<Better> {
@@ -66,6 +79,7 @@ pub fn is_counted(unit: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hugemm_workloads::words::Named;
 
     #[test]
     fn goals_then_names_then_units_decide() {

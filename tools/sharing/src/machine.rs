@@ -10,7 +10,10 @@ use hugemm::clear::{ClearPolicy, Clearer, Features, Primitive, Profile};
 use hugemm::frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm::heap::Heap;
 use hugemm::hugetlb::{Group, HugePageCounts, HugePool, PoolArena};
-use hugemm::paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
+use hugemm::kva::{Kva, KvaParts, KvaSetup, Limits};
+use hugemm::paging::{
+    Counting, EditLock, FrameTables, KernelSpace, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64,
+};
 use hugemm::reclaim::{Compressed, Lru, LruPolicy, Reclaim, Watermarks};
 use hugemm::vm::{AddressSpace, AddressSpaceRef, NoPager, Parts, Pools, Setup, Vm};
 use hugemm_lz4::WordsOrLz4;
@@ -109,7 +112,21 @@ pub(crate) struct Roots<S: Site> {
     pub(crate) space: Cell<*const AddressSpace<S>>,
     pub(crate) other_space: Cell<*const AddressSpace<S>>,
     pub(crate) heap: Cell<*const Heap<'static, Plain>>,
+    pub(crate) kva: Cell<*const Kva<'static, Kernel>>,
     pub(crate) pool: &'static HugePool<'static>,
+}
+
+/// What kernel areas are built on.
+#[derive(Debug)]
+pub(crate) enum Kernel {}
+
+impl KvaSetup for Kernel {
+    type Platform = Cpus;
+    type Env = Plain;
+    type Format = X86_64;
+    type Lock = EditLock;
+    type Tlb = Counting;
+    type Masks = [AtomicU64; 2];
 }
 
 /// On lines of its own, for ever.
@@ -226,7 +243,8 @@ impl<S: Site> Machine<S> {
         // SAFETY: all of memory is mapped; all contexts are the platform's.
         let vm = keep(unsafe { Vm::new(parts) }.context("small objects fit")?);
         let [space, other_space] = [const { Cell::new(null()) }; 2];
-        let roots = Roots { frames, shootdown, vm, space, other_space, heap: Cell::new(null()), pool };
+        let roots =
+            Roots { frames, shootdown, vm, space, other_space, heap: Cell::new(null()), kva: Cell::new(null()), pool };
         Ok(Machine { roots: keep(roots) })
     }
 
@@ -235,6 +253,26 @@ impl<S: Site> Machine<S> {
         let space = self.roots.vm.create(cx, span(0, 1 << 47)).expect("a space");
         self.adopt(&space);
         space
+    }
+
+    /// Kernel areas of its memory.
+    pub(crate) fn kva(&self, cx: &Context) -> Result<&'static Kva<'static, Kernel>> {
+        let (frames, shootdown) = (self.roots.frames, self.roots.shootdown);
+        // SAFETY: one memory for tables, all of which is mapped.
+        let table = unsafe { PageTable::with_fixed_top(&mut FrameTables::new(frames, cx), span(1 << 46, 1 << 39)) };
+        let table = keep(table.map_err(|error| anyhow!("{error}"))?);
+        // SAFETY: nobody walks the tables.
+        let space: &'static mut TlbSpace<KernelSpace> =
+            keep(unsafe { TlbSpace::new(shootdown, table.root().start()) }.context("an address in range")?);
+        space.online(shootdown, cx);
+        let limits = Limits::of_frames(frames.managed());
+        let (clearer, shootdown_policy) = (Clearer::uncalibrated(), ShootdownPolicy::BATCHED);
+        let parts = KvaParts { frames, table, space, shootdown, clearer, shootdown_policy, limits };
+        // SAFETY: nobody else maps anything there; all of memory is mapped.
+        let kva = unsafe { Kva::new(cx, parts, span((1 << 46) + (1 << 30), 1 << 36)) };
+        let kva = keep(kva.map_err(|error| anyhow!("{error}"))?);
+        self.roots.kva.set(kva);
+        Ok(kva)
     }
 
     /// Names a space's words.

@@ -6,9 +6,10 @@ use hugemm::base::{CpuCx, Never, NodeId, Order, PageSize, VirtAddr};
 use hugemm::frames::{Frames, Frozen, Plain};
 use hugemm::heap::Heap;
 use hugemm::hugetlb::{FlatMemory, HugePage, Nodes, SoftMap, VmemmapOptimizer, WalkCache};
+use hugemm::kva::Request;
 use hugemm::paging::{Keep, Lookup};
 use hugemm::reclaim::ShrinkBudget;
-use hugemm::vm::{Access, AddressSpaceRef, Backing, Served, Vm, VmaKind};
+use hugemm::vm::{Access, AddressSpaceRef, Backing, Protection, Served, Vm, VmaKind};
 use hugemm_threads::run_as;
 use std::alloc::Layout;
 use std::any::type_name;
@@ -37,10 +38,16 @@ fn say(line: &str) -> Result<()> {
     Ok(std::io::stdin().read_exact(&mut [0])?)
 }
 
-/// A space that both CPUs use, and its manager.
+/// A space that both CPUs use, or one for each, and their manager.
 struct Used<S: Site> {
     vm: &'static Vm<'static, S>,
-    space: AddressSpaceRef<'static, S>,
+    spaces: Vec<AddressSpaceRef<'static, S>>,
+}
+
+impl<S: Site> Used<S> {
+    fn space(&self, cpu: u64) -> &AddressSpaceRef<'static, S> {
+        &self.spaces[cpu as usize % self.spaces.len()]
+    }
 }
 
 /// Which pairs are traced.
@@ -125,27 +132,33 @@ impl Pairs<'_> {
         )
     }
 
-    /// Traces a pair of one space that both CPUs [use](Pairs::shared), on a machine of its own.
+    /// Traces a pair of one space that both CPUs [use](Pairs::shared), on a machine of its own, and what is one operation each also of a space
+    /// for each.
     fn of_space<S: Site, T>(
         &self,
-        make: impl FnOnce() -> Result<Machine<S>>,
+        make: impl Fn() -> Result<Machine<S>>,
         name: &str,
         operations: u64,
         prepare: impl Fn(&Used<S>, &mut Context, u64, u64) -> T,
         operate: impl Fn(&Used<S>, &mut Context, u64, T),
     ) -> Result<()> {
-        if !self.wants(name) {
-            return Ok(());
+        let apart = name.replace("each in one space, far apart", "each in two spaces");
+        let apart = (operations == 1 && apart != name).then_some((2, &*apart));
+        for (spaces, name) in [(1, name)].into_iter().chain(apart) {
+            if !self.wants(name) {
+                continue;
+            }
+            let machine = make()?;
+            let used = Used { vm: machine.roots.vm, spaces: (0..spaces).map(|_| self.shared(&machine)).collect() };
+            self.trace(
+                &machine,
+                name,
+                operations,
+                |cx, cpu, round| prepare(&used, cx, cpu, round),
+                |cx, cpu, ready| operate(&used, cx, cpu, ready),
+            )?;
         }
-        let machine = make()?;
-        let used = Used { vm: machine.roots.vm, space: self.shared(&machine) };
-        self.trace(
-            &machine,
-            name,
-            operations,
-            |cx, cpu, round| prepare(&used, cx, cpu, round),
-            |cx, cpu, ready| operate(&used, cx, cpu, ready),
-        )
+        Ok(())
     }
 
     fn blocks(&self) -> Result<()> {
@@ -290,13 +303,13 @@ impl Pairs<'_> {
             HUGE,
             |used, cx, cpu, round| {
                 let kind = VmaKind::private(PageSize::Size2M);
-                used.vm.map(cx, &used.space, huge(cpu, round), kind, Backing::Private).expect("an area");
+                used.vm.map(cx, used.space(cpu), huge(cpu, round), kind, Backing::Private).expect("an area");
                 huge(cpu, round).start().get()
             },
-            |used, cx, _, at| {
+            |used, cx, cpu, at| {
                 for page in 0..HUGE {
                     let at = VirtAddr::new(at + (page << 21));
-                    assert_eq!(used.vm.fault(cx, &used.space, at, Access::Write), Ok(Served::Mapped));
+                    assert_eq!(used.vm.fault(cx, used.space(cpu), at, Access::Write), Ok(Served::Mapped));
                 }
             },
         )?;
@@ -305,8 +318,8 @@ impl Pairs<'_> {
             "an area mapped each in one space, far apart",
             1,
             |_, _, cpu, round| beyond(cpu, round),
-            |used, cx, _, at| {
-                used.vm.map(cx, &used.space, at, small(), Backing::Private).expect("an area");
+            |used, cx, cpu, at| {
+                used.vm.map(cx, used.space(cpu), at, small(), Backing::Private).expect("an area");
             },
         )?;
         self.of_space(
@@ -315,12 +328,12 @@ impl Pairs<'_> {
             1,
             |used, cx, cpu, round| {
                 let at = beyond(cpu, round);
-                used.vm.map(cx, &used.space, at, small(), Backing::Private).expect("an area");
-                used.vm.fault(cx, &used.space, at.start(), Access::Write).expect("memory");
+                used.vm.map(cx, used.space(cpu), at, small(), Backing::Private).expect("an area");
+                used.vm.fault(cx, used.space(cpu), at.start(), Access::Write).expect("memory");
                 at
             },
-            |used, cx, _, at| {
-                used.vm.unmap(cx, &used.space, at).expect("an area");
+            |used, cx, cpu, at| {
+                used.vm.unmap(cx, used.space(cpu), at).expect("an area");
             },
         )?;
         self.of_space(
@@ -328,8 +341,8 @@ impl Pairs<'_> {
             "a page unmapped each in one space, far apart",
             1,
             |_, _, cpu, round| page(cpu, 2 * round + 1),
-            |used, cx, _, at| {
-                used.vm.unmap(cx, &used.space, pages(at, 1)).expect("a page");
+            |used, cx, cpu, at| {
+                used.vm.unmap(cx, used.space(cpu), pages(at, 1)).expect("a page");
             },
         )?;
         self.of_space(
@@ -339,9 +352,9 @@ impl Pairs<'_> {
             |_, _, cpu, round| page(cpu, 512 * cpu + 2 * round + 1),
             |used, cx, cpu, at| {
                 if cpu == 0 {
-                    used.vm.unmap(cx, &used.space, pages(at, 1)).expect("a page");
+                    used.vm.unmap(cx, used.space(cpu), pages(at, 1)).expect("a page");
                 } else {
-                    used.vm.fault(cx, &used.space, at, Access::Write).expect("a page");
+                    used.vm.fault(cx, used.space(cpu), at, Access::Write).expect("a page");
                 }
             },
         )?;
@@ -350,8 +363,8 @@ impl Pairs<'_> {
             "lookup of a page each in one space, far apart",
             1,
             |_, _, cpu, round| page(cpu, round),
-            |used, cx, _, at| {
-                assert!(matches!(used.vm.lookup(cx, &used.space, at), Lookup::Mapped(_)));
+            |used, cx, cpu, at| {
+                assert!(matches!(used.vm.lookup(cx, used.space(cpu), at), Lookup::Mapped(_)));
             },
         )?;
         self.of_space(
@@ -359,8 +372,32 @@ impl Pairs<'_> {
             "find_vma of an area each in one space, far apart",
             1,
             |_, _, cpu, round| page(cpu, round),
-            |used, cx, _, at| {
-                used.space.find_vma(cx, at).expect("an area");
+            |used, cx, cpu, at| {
+                used.space(cpu).find_vma(cx, at).expect("an area");
+            },
+        )?;
+        let area_of = |used: &Used<_>, cx: &mut Context, cpu: u64, round: u64| {
+            let at = beyond(cpu, round);
+            used.vm.map(cx, used.space(cpu), at, small(), Backing::Private).expect("an area");
+            used.vm.prefault(used.space(cpu), at, None).work(cx, &Never).expect("memory");
+            at
+        };
+        self.of_space(
+            machine,
+            "an area of 256 pages protected each in one space, far apart",
+            1,
+            area_of,
+            |used, cx, cpu, at| {
+                used.vm.protect(cx, used.space(cpu), at, Protection::READ).expect("an area");
+            },
+        )?;
+        self.of_space(
+            machine,
+            "64 bytes read each in one space, far apart",
+            1,
+            |_, _, cpu, round| page(cpu, round),
+            |used, cx, cpu, at| {
+                used.vm.read(cx, used.space(cpu), at, &mut [0; 64]).expect("it is mapped");
             },
         )?;
         self.of_space(
@@ -368,8 +405,8 @@ impl Pairs<'_> {
             "64 pages pinned each in one space, far apart",
             1,
             |_, _, cpu, round| page(cpu, 64 * round),
-            |used, cx, _, at| {
-                let pinned = used.vm.pin(cx, &used.space, pages(at, 64), None, &Never, std::mem::forget);
+            |used, cx, cpu, at| {
+                let pinned = used.vm.pin(cx, used.space(cpu), pages(at, 64), None, &Never, std::mem::forget);
                 assert_eq!(pinned.ok(), Some(64));
             },
         )?;
@@ -379,13 +416,13 @@ impl Pairs<'_> {
             1,
             |used, cx, cpu, round| {
                 let (at, mut pins) = (page(cpu, 64 * round), Vec::new());
-                let pinned = used.vm.pin(cx, &used.space, pages(at, 64), None, &Never, |pinned| pins.push(pinned));
+                let pinned = used.vm.pin(cx, used.space(cpu), pages(at, 64), None, &Never, |pinned| pins.push(pinned));
                 pinned.expect("memory");
                 pins
             },
-            |used, cx, _, pins| {
+            |used, cx, cpu, pins| {
                 for pinned in pins {
-                    assert!(used.vm.unpin(cx, &used.space, pinned).is_ok());
+                    assert!(used.vm.unpin(cx, used.space(cpu), pinned).is_ok());
                 }
             },
         )?;
@@ -394,8 +431,8 @@ impl Pairs<'_> {
             "the halves of 2 MiB prefaulted in one space, 4 KiB pages",
             256,
             |_, _, cpu, round| span(area(0) + (1 + round) * (2 << 20) + cpu * (1 << 20), 1 << 20),
-            |used, cx, _, half| {
-                used.vm.prefault(&used.space, half, Some(2 << 20)).work(cx, &Never).expect("memory");
+            |used, cx, cpu, half| {
+                used.vm.prefault(used.space(cpu), half, Some(2 << 20)).work(cx, &Never).expect("memory");
             },
         )?;
         self.of_space(
@@ -403,8 +440,8 @@ impl Pairs<'_> {
             "2 MiB prefaulted each in one space, far apart, 4 KiB pages",
             512,
             |_, _, cpu, round| span(area(cpu) + (1 + round) * (2 << 20), 2 << 20),
-            |used, cx, _, part| {
-                used.vm.prefault(&used.space, part, None).work(cx, &Never).expect("memory");
+            |used, cx, cpu, part| {
+                used.vm.prefault(used.space(cpu), part, None).work(cx, &Never).expect("memory");
             },
         )?;
         for (name, other) in
@@ -430,6 +467,28 @@ impl Pairs<'_> {
                 },
             )?;
         }
+        let name = "a fault each in one shared object, two spaces";
+        if self.wants(name) {
+            let machine = machine()?;
+            let (vm, mut cx) = (machine.roots.vm, self.ground.cpus.cx());
+            let object = vm.create_shared(&mut cx, 1 << 20, PageSize::Size4K, false).expect("memory");
+            let spaces = [(); 2].map(|()| self.shared(&machine));
+            let at = |cpu: u64, round: u64| (1 << 44) + cpu * (1 << 30) + round * 4096;
+            for space in &spaces {
+                vm.map(&mut cx, space, span(at(0, 0), 1 << 32), small(), Backing::Shared(&object, 0)).expect("room");
+            }
+            self.trace(
+                &machine,
+                name,
+                1,
+                |_, cpu, round| VirtAddr::new(at(cpu, round)),
+                |cx, cpu, at| {
+                    vm.fault(cx, &spaces[cpu as usize], at, Access::Write).expect("memory");
+                },
+            )?;
+            // Its spaces live as long as the program.
+            std::mem::forget(object);
+        }
         let name = "a space made and ended each";
         if self.wants(name) {
             let machine = machine()?;
@@ -452,15 +511,15 @@ impl Pairs<'_> {
         for nodes in [1, 2] {
             let on = if nodes == 1 { "one node" } else { "two nodes" };
             let machine = || Machine::paged(self.ground, nodes);
-            self.faults(&format!("a fault each in two spaces, with a pager, {on}"), machine, 2, 2, FAR, false)?;
+            self.faults(&format!("a fault each in two spaces, with a pager, {on}"), machine, 2, 2, FAR, true)?;
             let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
             self.of_space(
                 machine,
                 &format!("accessed bits of 64 pages taken each in one space, far apart, {on}"),
                 1,
                 |_, _, cpu, round| page(cpu, 64 * round),
-                |used, cx, _, at| {
-                    used.vm.test_and_clear_young(cx, &used.space, span(at.get(), 64 << 12), drop).expect("an area");
+                |used, cx, cpu, at| {
+                    used.vm.test_and_clear_young(cx, used.space(cpu), span(at.get(), 64 << 12), drop).expect("an area");
                 },
             )?;
             self.of_space(
@@ -470,16 +529,19 @@ impl Pairs<'_> {
                 |_, _, cpu, round| page(cpu, 512 * cpu + 64 * round),
                 |used, cx, cpu, at| {
                     if cpu == 0 {
-                        used.vm.test_and_clear_young(cx, &used.space, span(at.get(), 64 << 12), drop).expect("an area");
+                        used.vm
+                            .test_and_clear_young(cx, used.space(cpu), span(at.get(), 64 << 12), drop)
+                            .expect("an area");
                     } else {
-                        used.vm.fault(cx, &used.space, at, Access::Write).expect("memory");
+                        used.vm.fault(cx, used.space(cpu), at, Access::Write).expect("memory");
                     }
                 },
             )?;
             // Each CPU reclaims from its node and faults in its space.
-            for (name, back) in [
-                (format!("32 pages looked at for reclaim each, {on}"), false),
-                (format!("a page brought back each in two spaces, {on}"), true),
+            for (name, away, back) in [
+                (format!("32 pages looked at for reclaim each, {on}"), 0, false),
+                (format!("32 pages written out each, {on}"), 1, false),
+                (format!("a page brought back each in two spaces, {on}"), u64::MAX, true),
             ] {
                 if !self.wants(&name) {
                     continue;
@@ -491,13 +553,20 @@ impl Pairs<'_> {
                     let budget = ShrinkBudget { scan: pages, free: pages };
                     vm.pager().shrink(vm, cx, node(cpu), budget, &Never)
                 };
-                if back {
-                    for cpu in 0..2 {
-                        run_as(cpu);
-                        let mut cx = self.ground.cpus.cx();
-                        // Until pages are idle, and go.
-                        for _ in 0..8 {
-                            shrink(&mut cx, cpu.into(), 512);
+                for cpu in 0..2 {
+                    run_as(cpu);
+                    let mut cx = self.ground.cpus.cx();
+                    if away > 0 {
+                        for index in 0..512 {
+                            let bytes = [index as u8 | 1; 64];
+                            vm.write(&mut cx, &spaces[cpu as usize], page(cpu.into(), index), &bytes).expect("memory");
+                        }
+                    }
+                    // Until pages are idle, and some go, or all.
+                    let mut gone = 0;
+                    for _ in 0..64 {
+                        if gone < away {
+                            gone += shrink(&mut cx, cpu.into(), if back { 512 } else { 32 }).freed;
                         }
                     }
                 }
@@ -511,7 +580,8 @@ impl Pairs<'_> {
                             let served = vm.fault(cx, &spaces[cpu as usize], at, Access::Read);
                             assert_eq!(served.expect("memory"), Served::Refaulted, "it was away");
                         } else {
-                            shrink(cx, cpu, 32);
+                            let done = shrink(cx, cpu, 32);
+                            assert!(away == 0 || done.freed > 0, "{done:?}");
                         }
                     },
                 )?;
@@ -533,7 +603,7 @@ impl Pairs<'_> {
             let heap: &'static Heap<'static, Plain> =
                 keep(Heap::new(machine.roots.frames, &cx, CPUS).map_err(|error| anyhow!("{error}"))?);
             machine.roots.heap.set(heap);
-            let sizes = || (3..=15).map(|log2| Layout::from_size_align(1 << log2, 8).expect("small"));
+            let sizes = || sizes_of_pieces().map(|size| Layout::from_size_align(size, 8).expect("small"));
             let take =
                 |cx: &mut Context| sizes().map(|layout| heap.alloc(cx, layout).expect("memory")).collect::<Vec<_>>();
             let prepare = |cx: &mut Context, cpu: u64, _| {
@@ -541,10 +611,10 @@ impl Pairs<'_> {
                     run_as(1 - cpu as u32);
                     take(cx)
                 } else {
-                    Vec::with_capacity(16)
+                    Vec::with_capacity(sizes_of_pieces().count())
                 }
             };
-            self.trace(&machine, name, 13, prepare, |cx, _, mut pieces| {
+            self.trace(&machine, name, sizes_of_pieces().count() as u64, prepare, |cx, _, mut pieces| {
                 if !elsewhere {
                     pieces.extend(sizes().map(|layout| heap.alloc(cx, layout).expect("memory")));
                 }
@@ -555,6 +625,27 @@ impl Pairs<'_> {
             })?;
         }
         Ok(())
+    }
+
+    fn areas(&self) -> Result<()> {
+        let name = "kva: an area of 16 KiB taken and freed each";
+        if !self.wants(name) {
+            return Ok(());
+        }
+        let machine = Machine::bare(self.ground, 1)?;
+        let kva = machine.kva(&self.ground.cpus.cx())?;
+        self.trace(
+            &machine,
+            name,
+            64,
+            |_, _, _| (),
+            |cx, _, ()| {
+                for _ in 0..64 {
+                    let area = kva.alloc(cx, Request::new(16 << 10, "a pair")).expect("memory");
+                    assert!(kva.free(cx, area).is_ok());
+                }
+            },
+        )
     }
 
     fn pool(&self) -> Result<()> {
@@ -596,6 +687,12 @@ fn area(cpu: u64) -> u64 {
     (1 << 42) + cpu * FAR
 }
 
+/// One of each class of the heap.
+fn sizes_of_pieces() -> impl Iterator<Item = usize> {
+    let large = (5..=10).flat_map(|log| [5, 6, 7, 8].map(|part| part << log)).filter(|size| *size <= 6144);
+    [8].into_iter().chain((1..=8).map(|part| 16 * part)).chain(large)
+}
+
 /// Pages of 4 KiB.
 fn small() -> VmaKind {
     VmaKind::private(PageSize::Size4K)
@@ -606,7 +703,7 @@ fn type_name_of<T>(_: &T) -> &'static str {
 }
 
 /// What is traced side by side, each by a program of its own; in the table's order.
-pub(crate) const GROUPS: [&str; 6] = ["blocks", "faults", "space", "reclaim", "heap", "pool"];
+pub(crate) const GROUPS: [&str; 7] = ["blocks", "faults", "space", "reclaim", "heap", "areas", "pool"];
 
 /// Runs all pairs of a group that have `only` in their names.
 pub(crate) fn run(group: &str, only: &str) -> Result<()> {
@@ -633,6 +730,7 @@ pub(crate) fn run(group: &str, only: &str) -> Result<()> {
         "space" => pairs.space(),
         "reclaim" => pairs.reclaim(),
         "heap" => pairs.heap(),
+        "areas" => pairs.areas(),
         _ => pairs.pool(),
     }
 }

@@ -31,11 +31,6 @@ impl Timed {
         if self.report.entered == 0 { 0.0 } else { frames * 4.0 / self.report.entered as f64 }
     }
 
-    /// Flushes for one batch.
-    pub fn flushes_each(&self) -> f64 {
-        self.report.flushes as f64 / self.report.batches.max(1) as f64
-    }
-
     /// Nanoseconds for one page; 0 if none moved.
     pub fn each(&self) -> f64 {
         let pages = self.report.entered + self.report.left;

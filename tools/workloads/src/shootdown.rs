@@ -5,6 +5,7 @@
 //! Nothing accesses the pages, which all are one frame.
 
 use crate::record::{Metric, record};
+use crate::words::named;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, PhysMap, TlbHw, VirtRange};
@@ -27,25 +28,13 @@ pub trait Tables<P> {
     fn memory<'a, 'p>(&'a self, cx: &'a mut CpuCx<'p, P>) -> Self::Memory<'a, 'p>;
 }
 
-/// What is done to the pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
-    /// They are unmapped, with whatever tables become unused.
-    Unmap,
-    /// They become read-only.
-    Protect,
-}
-
-impl Operation {
-    /// Both.
-    pub const ALL: [Operation; 2] = [Operation::Unmap, Operation::Protect];
-
-    /// Lower-case name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Operation::Unmap => "unmap",
-            Operation::Protect => "protect",
-        }
+named! {
+    /// What is done to the pages.
+    Operation {
+        /// They are unmapped, with whatever tables become unused.
+        Unmap = "unmap",
+        /// They become read-only.
+        Protect = "protect",
     }
 }
 

@@ -43,7 +43,7 @@ pub enum Granularity {
 }
 
 named! {
-    /// Who does the work. Of hugemm's sides each differs from the one before by one thing.
+    /// Who does the work, hugemm first. Of its sides each differs from the one before by one thing.
     HostSide {
         /// hugemm, as kernels that work by pages do it.
         Page = "page",
@@ -72,9 +72,6 @@ pub struct Ways {
 }
 
 impl HostSide {
-    /// All of them, in order; hugemm's first.
-    pub const ALL: [HostSide; 4] = [HostSide::Page, HostSide::Cached, HostSide::Extent, HostSide::Kernel];
-
     /// How it works, if it is hugemm's, of a calibrated policy.
     pub fn ways(self, calibrated: ClearPolicy) -> Ways {
         let (granularity, clearing) = match self {
@@ -95,61 +92,34 @@ impl HostSide {
 /// Pages that a kernel gathers while it unmaps, before it flushes and frees them: about what Linux's gather holds.
 pub const GATHERED: u64 = 8192;
 
-/// The parts of the run, in order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RunPhase {
-    /// The pool is filled.
-    Fill,
-    /// A machine of half the pool is created by prefault.
-    Prefault,
-    /// A machine of a quarter of the pool is created and pinned, as for a device.
-    Pin,
-    /// Guests of 4 KiB pages get their memory, shared and own, and write to all of it.
-    Guests,
-    /// The host asks which pages each guest has used, and, after one has used a quarter of its own, again.
-    WorkingSets,
-    /// One more guest wants as much as there is: pages that nobody uses go to swap and come back.
-    Pressure,
-    /// More is asked for than there is, and memory goes bad.
-    Failures,
-    /// Everything is unmapped and freed.
-    Destroy,
-    /// The pool is emptied.
-    Shrink,
+named! {
+    /// The parts of the run, in order.
+    RunPhase {
+        /// The pool is filled.
+        Fill = "fill pool",
+        /// A machine of half the pool is created by prefault.
+        Prefault = "prefault VM",
+        /// A machine of a quarter of the pool is created and pinned, as for a device.
+        Pin = "pin VM",
+        /// Guests of 4 KiB pages get their memory, shared and own, and write to all of it.
+        Guests = "4 KiB guests",
+        /// The host asks which pages each guest has used, and, after one has used a quarter of its own, again.
+        WorkingSets = "working sets",
+        /// One more guest wants as much as there is: pages that nobody uses go to swap and come back.
+        Pressure = "pressure",
+        /// More is asked for than there is, and memory goes bad.
+        Failures = "failures",
+        /// Everything is unmapped and freed.
+        Destroy = "destroy",
+        /// The pool is emptied.
+        Shrink = "shrink pool",
+    }
 }
 
 impl RunPhase {
-    /// In order.
-    pub const ALL: [RunPhase; 9] = [
-        RunPhase::Fill,
-        RunPhase::Prefault,
-        RunPhase::Pin,
-        RunPhase::Guests,
-        RunPhase::WorkingSets,
-        RunPhase::Pressure,
-        RunPhase::Failures,
-        RunPhase::Destroy,
-        RunPhase::Shrink,
-    ];
-
     /// Whether it stores to the memory that it is about, so that bytes per second mean something.
     pub const fn touches(self) -> bool {
         matches!(self, RunPhase::Prefault | RunPhase::Pin | RunPhase::Guests | RunPhase::Pressure | RunPhase::Failures)
-    }
-
-    /// Lower-case name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            RunPhase::Fill => "fill pool",
-            RunPhase::Prefault => "prefault VM",
-            RunPhase::Pin => "pin VM",
-            RunPhase::Guests => "4 KiB guests",
-            RunPhase::WorkingSets => "working sets",
-            RunPhase::Pressure => "pressure",
-            RunPhase::Failures => "failures",
-            RunPhase::Destroy => "destroy",
-            RunPhase::Shrink => "shrink pool",
-        }
     }
 }
 

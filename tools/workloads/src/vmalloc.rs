@@ -4,57 +4,31 @@
 //! Nothing touches the memory: what is measured is addresses, blocks, tables and flushes.
 
 use crate::record::{Better, Metric, record};
+use crate::words::{Named, named};
 use hugemm_base::random::Random;
 use hugemm_base::{Clock, Extent, Order, PAGE_BYTES};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Mobility};
 use hugemm_kva::{Area, Cx, Kva, KvaError, KvaSetup, Request};
 
-/// What is taken and freed, in a loop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Test {
-    /// Ten pages.
-    FixSizeAlloc,
-    /// One page, where all holes are as large as that.
-    FullFitAlloc,
-    /// A hundred pages and one, beside thousands of areas.
-    LongBusyListAlloc,
-    /// One to a hundred pages.
-    RandomSizeAlloc,
-    /// Five stacks' worth, aligned to two.
-    FixAlignAlloc,
-    /// One to ten pages, aligned to any power of two up to 4 MiB.
-    RandomSizeAlignAlloc,
-    /// One to four pages, many at a time.
-    Pcpu,
-    /// A page each, many at a time, freed as from an interrupt and given back as a batch.
-    Kvfree,
-}
-
-impl Test {
-    /// All of them.
-    pub const ALL: [Test; 8] = [
-        Test::FixSizeAlloc,
-        Test::FullFitAlloc,
-        Test::LongBusyListAlloc,
-        Test::RandomSizeAlloc,
-        Test::FixAlignAlloc,
-        Test::RandomSizeAlignAlloc,
-        Test::Pcpu,
-        Test::Kvfree,
-    ];
-
-    /// The name that Linux has for it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Test::FixSizeAlloc => "fix_size_alloc",
-            Test::FullFitAlloc => "full_fit_alloc",
-            Test::LongBusyListAlloc => "long_busy_list_alloc",
-            Test::RandomSizeAlloc => "random_size_alloc",
-            Test::FixAlignAlloc => "fix_align_alloc",
-            Test::RandomSizeAlignAlloc => "random_size_align_alloc",
-            Test::Pcpu => "pcpu",
-            Test::Kvfree => "kvfree",
-        }
+named! {
+    /// What is taken and freed, in a loop.
+    Test {
+        /// Ten pages.
+        FixSizeAlloc = "fix_size_alloc",
+        /// One page, where all holes are as large as that.
+        FullFitAlloc = "full_fit_alloc",
+        /// A hundred pages and one, beside thousands of areas.
+        LongBusyListAlloc = "long_busy_list_alloc",
+        /// One to a hundred pages.
+        RandomSizeAlloc = "random_size_alloc",
+        /// Five stacks' worth, aligned to two.
+        FixAlignAlloc = "fix_align_alloc",
+        /// One to ten pages, aligned to any power of two up to 4 MiB.
+        RandomSizeAlignAlloc = "random_size_align_alloc",
+        /// One to four pages, many at a time.
+        Pcpu = "pcpu",
+        /// A page each, many at a time, freed as from an interrupt and given back as a batch.
+        Kvfree = "kvfree",
     }
 }
 
@@ -89,25 +63,13 @@ pub const LOOPED: [Metric<Looped>; 3] = [
         .column("the allocator's lock rounds per area"),
 ];
 
-/// How areas are freed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
-    /// One flush for all that wait; pages as ranges.
-    Batched,
-    /// A flush for each area; page by page.
-    EachPage,
-}
-
-impl Way {
-    /// Both.
-    pub const ALL: [Way; 2] = [Way::Batched, Way::EachPage];
-
-    /// The side that it is in results.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Way::Batched => "batched",
-            Way::EachPage => "page by page",
-        }
+named! {
+    /// How areas are freed.
+    Way {
+        /// One flush for all that wait; pages as ranges.
+        Batched = "batched",
+        /// A flush for each area; page by page.
+        EachPage = "page by page",
     }
 }
 

@@ -161,6 +161,7 @@ impl<T: Named> Word for T {
 }
 
 /// Names for the values of a type of another crate (`for Type`), or an enumeration with names.
+#[macro_export]
 macro_rules! named {
     (for $type:ty { $($(#[doc = $help:literal])+ $value:ident = $name:expr,)+ }) => {
         impl $crate::words::Named for $type {
@@ -173,7 +174,13 @@ macro_rules! named {
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum $type { $($(#[doc = $help])+ $value,)+ }
 
-        $crate::words::named! { for $type { $($(#[doc = $help])+ $value = $name,)+ } }
+        impl $type {
+            /// Every value, in order.
+            #[allow(dead_code, reason = "not every list is gone through")]
+            pub const ALL: &'static [Self] = &[$($type::$value,)+];
+        }
+
+        $crate::named! { for $type { $($(#[doc = $help])+ $value = $name,)+ } }
     };
 }
 

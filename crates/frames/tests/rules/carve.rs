@@ -114,16 +114,16 @@ fn nothing_is_carved_from_nothing() {
     assert_eq!((error.reason, error.ram.extent().pages()), (CarveReason::Size(FramesConfigError::Empty), 0));
 }
 
-/// Memory of which only the first frames are mapped.
-struct Partly(Memory, u64);
+/// Memory of which only some frames are mapped: those from the first on.
+struct Partly(Memory, std::ops::Range<u64>);
 
 // SAFETY: the memory's own windows, cut off.
 unsafe impl PhysMap for Partly {
     fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
         let window = self.0.open(extent, user)?;
         let before = extent.base().get() - self.0.frames().base().get();
-        let pages = window.pages.min(self.1.saturating_sub(before));
-        (pages > 0).then_some(Window { pages, ..window })
+        let pages = window.pages.min(self.1.end.saturating_sub(before));
+        (pages > 0 && before >= self.1.start).then_some(Window { pages, ..window })
     }
 }
 
@@ -133,7 +133,7 @@ unsafe impl LinearMap for Partly {}
 #[test]
 fn metadata_that_is_not_mapped_is_refused() {
     for (reach, mapped) in [(0, false), (900, false), (1023, false), (1024, true)] {
-        let threads = Threads::new(Partly(memory(1024), reach));
+        let threads = Threads::new(Partly(memory(1024), 0..reach));
         let all = threads.0.frames();
         // SAFETY: the memory has just been made, and its numbers are nobody else's.
         let ram = unsafe { Ram::assume_unmanaged(all) };
@@ -146,6 +146,18 @@ fn metadata_that_is_not_mapped_is_refused() {
             }
         }
     }
+}
+
+/// Nor are frames managed that are not, though the metadata is.
+#[test]
+fn frames_that_are_not_mapped_are_refused() {
+    let threads = Threads::new(Partly(memory(1024), 10..1024));
+    let all = threads.0.frames();
+    // SAFETY: the memory has just been made, and its numbers are nobody else's.
+    let ram = unsafe { Ram::assume_unmanaged(all) };
+    let error = Frames::carve(&threads.cx(), ram).expect_err("ten frames are not mapped");
+    let CarveReason::NotMapped(rest) = error.reason else { panic!("{error}") };
+    assert_eq!((rest.base(), error.ram.extent()), (all.base(), all));
 }
 
 /// The same CPU number on another platform is another CPU: it gets no cache of this manager's.

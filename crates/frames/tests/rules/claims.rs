@@ -1,6 +1,6 @@
 //! Claims of particular frames.
 
-use super::support::{Threads, extent, run_as, with_one_arena};
+use super::support::{Threads, arena, busy, extent, run_as, with_counted, with_one_arena};
 use super::{GIB, order, request};
 use hugemm_base::{CpuCx, Dirty, Extent, Pfn};
 use hugemm_frames::{AllocContigError, AllocError, Frozen, HwPoisoned, NoMigration};
@@ -66,6 +66,19 @@ fn a_large_block_is_freed_into_a_claim() {
             assert_eq!(frames.stats(&cx).isolated, 0);
             frames.free_extent(&cx, taken);
         }
+    });
+}
+
+/// What others have queued for the node is free: a claim finds all of it, however much that is.
+#[test]
+fn a_claim_takes_what_is_queued() {
+    with_counted(&[arena(0, 1024, 0)], 1, &[], |frames, threads| {
+        let mut cx = threads.cx();
+        let blocks: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
+        assert_eq!(blocks.len(), 1024);
+        busy(|| blocks.into_iter().for_each(|block| frames.free_nowait(&cx, block)));
+        let taken = frames.alloc_contig_range(&mut cx, extent(0, 1024), &mut NoMigration).expect("free");
+        frames.free_extent(&cx, taken);
     });
 }
 

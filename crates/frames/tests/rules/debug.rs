@@ -3,10 +3,11 @@
 use super::{order, request};
 use hugemm_base::inject::Inject;
 use hugemm_base::lock::SpinLock;
+use hugemm_base::platform::{LinearMap, Window};
 use hugemm_base::random::Random;
-use hugemm_base::{CpuCx, Dirty, Extent, FrameUse, NodeId, Order, PhysMap, Zeroed};
+use hugemm_base::{CpuCx, Dirty, Extent, FrameUse, NodeId, Order, Pfn, PhysMap, Ram, VirtAddr, Zeroed};
 use hugemm_frames::debug::{Finding, Record, Watch};
-use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig, Frozen, Mobility, NoMigration};
+use hugemm_frames::{ArenaSpec, CarveReason, Env, Frames, FramesConfig, Frozen, Mobility, NoMigration};
 use hugemm_threads::{Memory, Threads};
 use std::cell::RefCell;
 
@@ -211,4 +212,39 @@ fn a_carved_manager_watches_all_of_its_memory() {
     planted.sort_unstable_by_key(|page| page.base());
     assert_eq!(found, planted.map(|page| page.base()));
     assert_eq!(watch.in_use_since(0).count(), 0);
+}
+
+/// Memory of which the second half is mapped apart from the first: so many of its frames have no memory there.
+struct Apart(Memory, u64);
+
+// SAFETY: the memory's own windows, none over the border; each page of it has one number.
+unsafe impl PhysMap for Apart {
+    fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
+        let (below, above) = self.0.frames().split_at(self.0.frames().pages() / 2);
+        if below.contains(extent.base()) {
+            return self.0.open(extent.intersection(below), user);
+        }
+        let first = extent.base().get().checked_sub(self.1).map(Pfn::new).filter(|first| above.contains(*first))?;
+        self.0.open(Extent::new(first, extent.pages().min(above.end().get() - first.get())).ok()?, user)
+    }
+}
+
+// SAFETY: as the memory's.
+unsafe impl LinearMap for Apart {}
+
+/// All of what is watched is reached by one offset: pieces that are mapped elsewhere are refused, and a piece of which the end is.
+#[test]
+fn memory_that_is_mapped_at_two_distances_is_not_watched() {
+    for gap in [0, 100] {
+        let layout = std::alloc::Layout::from_size_align(8 << 20, 2 << 20).expect("a layout");
+        let threads = Threads::new(Apart(Memory::new(layout), gap));
+        let (below, above) = threads.0.frames().split_at(1024);
+        let above = Extent::new(Pfn::new(above.base().get() + gap), above.pages()).expect("in range");
+        // SAFETY: the memory has just been made, and its numbers are nobody else's.
+        let ram = [below, above].map(|piece| unsafe { Ram::assume_unmanaged(piece) });
+        let report = |finding: &Finding| panic!("{finding}");
+        let carved = Frames::carve_watched(&threads.cx(), ram, report);
+        let piece = if gap == 0 { below.join(above).expect("they adjoin") } else { above };
+        assert_eq!(carved.err(), Some(CarveReason::NotMapped(piece)), "a gap of {gap}");
+    }
 }

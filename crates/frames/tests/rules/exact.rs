@@ -2,7 +2,7 @@
 
 use super::support::{extent, with_one_arena};
 use super::{GIB, order, request};
-use hugemm_base::{NodeId, Order, Pfn};
+use hugemm_base::{Dirty, NodeId, Order, Pfn};
 use hugemm_frames::{AllocError, AllocRequest, Placement};
 
 /// Of a power of two the rest is free at once, and everything is whole again when the pages come back, in parts too.
@@ -44,6 +44,8 @@ fn a_row_is_put_together_where_no_power_of_two_is_free() {
             false
         });
         assert_eq!((refused, seen.contains(&Pfn::new(512))), (Err(AllocError::OutOfMemory), true), "{seen:?}");
+        let elsewhere = request(0).from(Placement::Only(NodeId(1)));
+        assert_eq!(frames.alloc_row(&cx, 700, elsewhere, |_| true), Err(AllocError::NoSuchNode));
         frames.drain(&cx);
         assert_eq!(frames.available(&cx), 1536, "what was tried is free");
         taken.into_iter().for_each(|used| _ = frames.free_extent(&cx, used));
@@ -59,5 +61,24 @@ fn more_than_the_largest_block_can_be_had_in_a_row() {
         assert_eq!((row.extent().pages(), frames.available(&cx)), (2 * GIB + 7, GIB - 7));
         frames.free_extent(&cx, row);
         assert_eq!(frames.stats(&cx).extents(Order::MAX), 3);
+    });
+}
+
+/// Also if the CPU's cache has its parts: those come in another order, and adjoin nothing.
+#[test]
+fn a_row_is_found_though_its_parts_are_cached() {
+    with_one_arena(0, 2 * GIB, 4, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
+        blocks.sort_by_key(|block| block.pfn());
+        let given: Vec<_> = blocks.drain(3..5).collect();
+        given.into_iter().for_each(|block| frames.free(&cx, block));
+        for log in [9, 0, 9] {
+            let row = frames.alloc_row(&cx, 1024, request(log), |_| true).expect("there is one").into_extent();
+            assert_eq!(row, extent(3 * 512, 1024));
+            // SAFETY: it was allocated.
+            frames.free_extent(&cx, unsafe { Dirty::assume_owned(row) });
+        }
+        blocks.into_iter().for_each(|block| frames.free(&cx, block));
     });
 }

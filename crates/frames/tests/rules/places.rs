@@ -32,6 +32,17 @@ fn nodes_are_preferred_and_fallen_back_from() {
     });
 }
 
+/// A CPU that is said to be on a node that there is not is on the first arena's.
+#[test]
+fn a_cpu_of_no_node_is_on_the_first() {
+    with_arenas(&[arena(0, 512, 1)], 1, &[NodeId(7)], |frames, threads| {
+        let cx = threads.cx();
+        let page = frames.alloc(&cx, request(0)).expect("memory");
+        assert_eq!((frames.local_node(&cx), frames.node_of(page.pfn())), (NodeId(1), Some(NodeId(1))));
+        frames.free(&cx, page);
+    });
+}
+
 /// The nearest node that has any is asked next, whatever its number; of those as far the next in number; and the list is each node's own.
 #[test]
 fn the_nearest_node_is_fallen_back_to() {
@@ -151,6 +162,7 @@ fn cached_2_mib_blocks_come_back_whole() {
         let cx = threads.cx();
         let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
         assert_eq!(blocks.len(), 1024);
+        assert!(blocks.is_sorted_by_key(Frozen::pfn), "the lowest first, however many are fetched at once");
         // A cache that runs empty again and again fetches up to 64 at once.
         let fetched = frames.stats(&cx).lock_rounds;
         assert!(fetched < 50, "{fetched} lock rounds");
@@ -205,6 +217,49 @@ fn two_cpus_fill_their_caches_from_different_chunks() {
         let cached = frames.stats(&cx).cached;
         assert_eq!(pages + cached, 4096);
         held.into_iter().flatten().chain(rest).for_each(|block| frames.free(&cx, block));
+    });
+}
+
+/// Nobody breaks a whole 1 GiB to have his pages apart from another CPU's.
+#[test]
+#[cfg_attr(miri, ignore = "two gibibytes of descriptors")]
+fn cpus_share_a_chunk_before_a_gibibyte_is_broken() {
+    with_one_arena(0, 2 * GIB, 3, |frames, threads| {
+        let cx = threads.cx();
+        let whole = frames.alloc(&cx, request(18)).expect("whole");
+        let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
+        assert_eq!(held.len(), 512);
+        let left = held.pop().expect("some");
+        let place = left.extent();
+        frames.free(&cx, left);
+        frames.free(&cx, whole);
+        frames.drain(&cx);
+        // Of the two chunks of 2 MiB the first two CPUs have one each.
+        for cpu in [0, 1, 2] {
+            hugemm_threads::run_as(cpu);
+            held.push(frames.alloc(&cx, request(0)).expect("memory"));
+            assert!(held.last().is_some_and(|page| place.contains(page.pfn())), "CPU {cpu}: {:?}", held.last());
+        }
+        assert_eq!(frames.stats(&cx).blocks[18], 1);
+        held.into_iter().for_each(|block| frames.free(&cx, block));
+    });
+}
+
+/// Where only the other mobility has room, its largest run is taken, so that the next comes from there too.
+#[test]
+fn the_other_mobilitys_largest_run_is_taken() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let cx = threads.cx();
+        let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0).movable()).ok()).collect();
+        assert_eq!(held.len(), 1024);
+        let run = extent(640, 64);
+        let (free, mut held): (Vec<_>, Vec<_>) =
+            held.into_iter().partition(|page| page.pfn() == Pfn::new(3) || run.contains(page.pfn()));
+        free.into_iter().for_each(|page| frames.free(&cx, page));
+        frames.drain(&cx);
+        held.push(frames.alloc(&cx, request(0)).expect("memory"));
+        assert!(held.last().is_some_and(|page| run.contains(page.pfn())), "{:?}", held.last());
+        held.into_iter().for_each(|page| frames.free(&cx, page));
     });
 }
 
@@ -571,6 +626,55 @@ fn a_request_that_cannot_be_served_empties_no_caches() {
     });
 }
 
+/// Nor for 2 MiB where all that is free and cached is less.
+#[test]
+fn a_request_for_more_than_there_is_empties_no_caches() {
+    with_one_arena(0, 1024, 2, |frames, threads| {
+        let cx = threads.cx();
+        let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
+        assert_eq!(held.len(), 1024);
+        held.drain(..5).for_each(|page| frames.free(&cx, page));
+        let cached = frames.stats(&cx).cached;
+        assert!(cached != 0);
+        hugemm_threads::run_as(1);
+        assert_eq!(frames.alloc(&cx, request(9)), Err(AllocError::OutOfMemory));
+        hugemm_threads::run_as(0);
+        frames.free(&cx, frames.alloc(&cx, request(0)).expect("cached"));
+        assert_eq!(frames.stats(&cx).cached, cached, "nobody has asked for it");
+        held.into_iter().for_each(|page| frames.free(&cx, page));
+    });
+}
+
+/// Nor for larger blocks that lie in no arena, or where more 2 MiB have pages in use than pages are cached; where as many have, all of those
+/// may be.
+#[test]
+fn a_large_request_empties_caches_if_it_may_help() {
+    // The first pages of so many 2 MiB are in use, and so many pages are cached, so far apart.
+    for (pages, used, cached, apart, asks) in
+        [(2048, 4, 2, 512, false), (2048, 0, 2, 512, true), (1536, 0, 2, 2, false)]
+    {
+        with_one_arena(0, pages, 2, |frames, threads| {
+            let cx = threads.cx();
+            let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
+            let keeps = |page: &Frozen| page.pfn().get().is_multiple_of(512) && page.pfn().get() / 512 < used;
+            let caches = |page: &Frozen| (0..cached).any(|at| page.pfn().get() == at * apart + 1);
+            let (kept, rest): (Vec<_>, Vec<_>) = held.into_iter().partition(keeps);
+            let (last, rest): (Vec<_>, Vec<_>) = rest.into_iter().partition(caches);
+            rest.into_iter().for_each(|page| frames.free(&cx, page));
+            frames.drain(&cx);
+            last.into_iter().for_each(|page| frames.free(&cx, page));
+            assert_eq!(frames.stats(&cx).cached, cached);
+            hugemm_threads::run_as(1);
+            assert_eq!(frames.alloc(&cx, request(11)), Err(AllocError::OutOfMemory));
+            hugemm_threads::run_as(0);
+            frames.free(&cx, frames.alloc(&cx, request(0)).expect("cached"));
+            let stays = frames.stats(&cx).cached == cached;
+            assert_eq!(stays, !asks, "{used} in use and {cached} cached of {pages}");
+            kept.into_iter().for_each(|page| frames.free(&cx, page));
+        });
+    }
+}
+
 /// Only CPUs of the nodes that were asked are asked, and of those only the ones that have such a block, if any has.
 #[test]
 fn a_request_that_fails_asks_those_who_can_help() {
@@ -611,6 +715,31 @@ fn a_request_that_fails_asks_those_who_can_help() {
         held.push(on(0, only(9, 0)).expect("given back"));
         assert_eq!(asked(9, 0), (0, there), "together with what others have it may become one");
         held.into_iter().for_each(|block| give(0, block));
+    });
+}
+
+/// Nor does whoever asks give back what is of no node that he asks.
+#[test]
+fn a_request_for_another_node_leaves_its_own_cache_alone() {
+    let arenas = [arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)];
+    with_arenas(&arenas, 2, &[NodeId(0), NodeId(1)], |frames, threads| {
+        let cx = threads.cx();
+        for cpu in [1, 0] {
+            hugemm_threads::run_as(cpu);
+            frames.free(&cx, frames.alloc(&cx, request(0)).expect("memory"));
+        }
+        let cached = || [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).cached);
+        let before = cached();
+        assert!(!before.contains(&0));
+        let all = request(14).from(Placement::Only(NodeId(1)));
+        assert_eq!(frames.alloc(&cx, all), Err(AllocError::OutOfMemory), "the other CPU has some");
+        assert_eq!(cached(), before);
+        hugemm_threads::run_as(1);
+        frames.serve(&cx);
+        hugemm_threads::run_as(0);
+        let all = frames.alloc(&cx, all).expect("given back");
+        assert_eq!(cached(), [before[0], 0]);
+        frames.free(&cx, all);
     });
 }
 

@@ -11,6 +11,7 @@ type Manager<'m> = Frames<'m, Plain<hugemm_base::inject::NoFaults>>;
 fn all_but(frames: &Manager<'_>, cx: &CpuCx<'_, super::support::Threads>, bad: Pfn) -> usize {
     let held: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(cx, request(0)).ok()).collect();
     assert!(held.iter().all(|block| block.pfn() != bad), "{bad} was handed out");
+    assert!(held.iter().all(|block| frames.head_of(block.pfn()) == Some((block.pfn(), Order::ZERO))), "each by itself");
     let count = held.len();
     held.into_iter().for_each(|block| frames.free(cx, block));
     frames.drain(cx);

@@ -20,6 +20,7 @@ impl<F: Fn(&mut Cx<'_>, Shortfall) -> u64> Relief<Threads<Memory>> for Hook<F> {
 
 /// Runs a test in memory of which everything is taken, and looks whether every frame is there at the end.
 fn exhausted(test: impl FnOnce(&Threads<Memory>, &Frames<'_, Carved>, &Mutex<Vec<Frozen>>)) {
+    let _watched = hugemm_threads::Watchdog::new();
     let (threads, ram) = Threads::with_memory(4 << 20);
     let cx = threads.cx();
     let frames = Frames::carve(&cx, ram).expect("enough memory");
@@ -146,6 +147,8 @@ fn the_reserve_is_for_those_who_free() {
             for refused in [request(1), request(0).movable(), request(0).from(Placement::Only(NodeId(0)))] {
                 assert_eq!(frames.alloc(cx, refused).err(), Some(AllocError::OutOfMemory));
             }
+            let nowhere = frames.alloc(cx, request(0).from(Placement::Prefer(NodeId(9))));
+            assert_eq!(nowhere.err(), Some(AllocError::NoSuchNode));
             let mine: Vec<_> = core::iter::from_fn(|| frames.alloc(cx, Order::ZERO).ok()).collect();
             assert_eq!(mine.len(), 3);
             assert!(mine.iter().all(|block| block.mobility() == Mobility::Unmovable && !block.is_zero()));
@@ -156,8 +159,38 @@ fn the_reserve_is_for_those_who_free() {
         let block = frames.alloc_or_relieve(&mut cx, &hook, Order::ZERO).expect("the one of four that is left");
         taken.lock().expect("whole").push(block);
         assert_eq!(frames.available(&cx), 0, "the other three are kept again");
-        let more = cx.freeing(|cx| core::iter::from_fn(|| frames.alloc(cx, Order::ZERO).ok()).collect::<Vec<_>>());
+        let more = cx.freeing(|cx| {
+            let first = frames.alloc(cx, Order::ZERO).expect("kept");
+            // Not by who may take of it: he would for ever.
+            frames.fill_reserve(cx);
+            let rest = core::iter::from_fn(|| frames.alloc(cx, Order::ZERO).ok());
+            core::iter::once(first).chain(rest).collect::<Vec<_>>()
+        });
         assert_eq!(more.len(), 3);
         taken.lock().expect("whole").extend(more);
+    });
+}
+
+/// Whoever fills the reserve looks again when he comes to it: nobody may want it any more.
+#[test]
+fn a_reserve_that_is_not_wanted_any_more_stays_empty() {
+    exhausted(|threads, frames, taken| {
+        let cx = threads.cx();
+        taken.lock().expect("whole").drain(..20).for_each(|block| frames.free(&cx, block));
+        let free = frames.available(&cx);
+        let (mut at, mut looks) = (0, 1);
+        while at < looks {
+            looks = 0;
+            let unwanted = |cx: &mut Cx<'_>| {
+                if looks == at {
+                    frames.keep_reserve(cx, 0);
+                }
+                looks += 1;
+            };
+            threads.interrupted(unwanted, |cx| frames.keep_reserve(cx, 3));
+            assert!(at >= looks || frames.available(&cx) == free, "one is kept: look {at} of {looks}");
+            at += 1;
+        }
+        assert!(at > 8, "{at} looks");
     });
 }

@@ -34,6 +34,30 @@ pub(super) fn all_free(frames: &Frames<'_, impl Env>, cx: &CpuCx<'_, Threads>, c
     stats.free
 }
 
+/// Who gives back as much as it takes needs no larger cache, though what it gives back lies too high to be taken again.
+#[test]
+fn a_cache_stays_small_for_who_frees_as_much_elsewhere() {
+    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+        let cx = threads.cx();
+        let (low, mut high): (Vec<_>, Vec<_>) =
+            take(frames, &cx, 0, 4096).into_iter().partition(|page| page.pfn() < Pfn::new(512));
+        assert_eq!(low.len(), 512);
+        free(frames, &cx, low);
+        frames.drain(&cx);
+        let mut held = Vec::new();
+        for _ in 0..300 {
+            held.push(frames.alloc(&cx, request(0)).expect("memory"));
+            free(frames, &cx, high.pop());
+            let cached = frames.stats(&cx).cached;
+            assert!(cached <= 16, "{cached} pages after {}", held.len());
+        }
+        assert!(held.iter().all(|page| page.pfn() < Pfn::new(512)), "what is free there is lower");
+        free(frames, &cx, held);
+        free(frames, &cx, high);
+        assert_eq!(all_free(frames, &cx, 1), 1 << 14);
+    });
+}
+
 /// A lock round for 64 words, not for 64 pages; meanwhile all of it is cached, and can be had.
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]

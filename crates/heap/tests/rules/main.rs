@@ -10,6 +10,8 @@ mod model;
 mod pairs;
 mod pieces;
 mod platforms;
+#[cfg(all(target_os = "linux", not(miri)))]
+mod scale;
 mod slabs;
 mod stress;
 

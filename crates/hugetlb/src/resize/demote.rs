@@ -12,14 +12,15 @@ use crate::vmemmap::{Edit, Source, Split, VmemmapOptimizer, Work};
 use hugemm_base::PageSize;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, Pfn};
+use hugemm_base::{CpuCx, Extent, Never, Pfn};
 use hugemm_frames::{Env, Frozen, Mobility};
 
 impl<'m, L: RawLock> HugePool<'m, L> {
     /// Makes up to `pages` free, unpromised pages of this pool of 1 GiB pages into 2 MiB pages of `into`, which must be
     /// over the same areas ([`NotInPool`](PoolError::NotInPool) otherwise). Lean pages for whose
     /// descriptors memory is missing stay what they are: `left` says how many went.
-    /// [`NothingToDemote`](PoolError::NothingToDemote): there is none. May sleep. Resizes of both pools are excluded, the larger pages' first.
+    /// [`NothingToDemote`](PoolError::NothingToDemote): there is none. May sleep; reschedule points as of [`resize`](HugePool::resize), a
+    /// page being a unit. Resizes of both pools are excluded, the larger pages' first.
     ///
     /// # Errors
     ///
@@ -90,36 +91,39 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     /// Gives the staged pages' blocks a head for every 2 MiB, or (the optimizer being off) all their descriptors; flushes once
     /// and frees what that leaves. Lean pages whose descriptors could not be had stay as they were. Fat ones have them, and can go
     /// with those blocks lean for which there was memory.
-    fn prepare_for_demotion<P: Cpu>(&mut self, cx: &CpuCx<'_, P>) {
+    fn prepare_for_demotion<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>) {
         self.report.batches += 1;
-        for unit in self.units() {
-            let Some((index, group, page)) = self.group_of(unit) else { continue };
+        self.each_unit(cx, &Never, |resize, cx, index, group, page| {
             let lean = group.lean.get() & page != 0;
             let whole = |work: Work| Work { heads: u64::MAX, ..work };
-            let ready = match (lean, self.optimizer.is_enabled()) {
+            let ready = match (lean, resize.optimizer.is_enabled()) {
                 (true, false) => {
-                    let done = self.restore(cx, index, group, page, &mut Source::Allocator);
+                    let done = resize.restore(cx, index, group, page, &mut Source::Allocator);
                     group.lean.remove_shared(done);
                     done == page
                 }
-                (true, true) => works(self.pool, index, group, page).map(whole).all(|work| {
+                (true, true) => works(resize.pool, index, group, page).map(whole).all(|work| {
                     let mut edit = Edit::default();
-                    let reshaped = self.optimizer.reshape(cx, &work, &mut edit);
-                    self.debts.settle(self.optimizer, &work, edit);
+                    let reshaped = resize.optimizer.reshape(cx, &work, &mut edit);
+                    resize.debts.settle(resize.optimizer, &work, edit);
                     reshaped.is_ok()
                 }),
                 // It has all heads that its parts need: what can be given back besides is.
                 (false, on) => {
-                    if on && self.optimizer.policy.swap {
+                    if on && resize.optimizer.policy.swap {
                         // First, as in `split`.
                         group.lean.add_shared(page);
                         let swapped = |work: Work| {
                             let mut edit = Edit::default();
-                            let split = self.optimizer.split(cx, &work, &mut edit);
-                            self.debts.settle(self.optimizer, &work, edit);
+                            let split = resize.optimizer.split(cx, &work, &mut edit);
+                            resize.debts.settle(resize.optimizer, &work, edit);
                             split == Ok(Split::Swapped)
                         };
-                        if works(self.pool, index, group, page).map(whole).map(swapped).take_while(|done| *done).count()
+                        if works(resize.pool, index, group, page)
+                            .map(whole)
+                            .map(swapped)
+                            .take_while(|done| *done)
+                            .count()
                             == 0
                         {
                             group.lean.remove_shared(page);
@@ -131,21 +135,19 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             if ready {
                 group.demoting.add_shared(page);
             }
-        }
+        });
         self.pay(cx);
-        self.mend_all();
-        while self.free_some(cx) {}
+        self.mend_and_free(cx, &Never);
     }
 
     /// Gives every prepared page to `into`; how many pages they are there.
-    fn hand_over<P: Cpu>(&self, cx: &CpuCx<'_, P>, into: &HugePool<'_, L>) -> u64 {
+    fn hand_over<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>, into: &HugePool<'_, L>) -> u64 {
         let mut entered = 0;
-        for unit in self.units() {
-            let Some((index, group, page)) = self.group_of(unit) else { continue };
-            let Some(area) = self.pool.area_of(index).filter(|_| group.demoting.get() & page != 0) else { continue };
-            let (size, bit) = (self.pool.page_size(), page.trailing_zeros().into());
+        self.each_unit(cx, &Never, |resize, cx, index, group, page| {
+            let Some(area) = resize.pool.area_of(index).filter(|_| group.demoting.get() & page != 0) else { return };
+            let (size, bit) = (resize.pool.page_size(), page.trailing_zeros().into());
             // Under both locks: no platform is called, and none unwinds, while the page is in neither pool; nor is poison noted.
-            entered += self.pool.locked(cx, |_| {
+            entered += resize.pool.locked(cx, |_| {
                 into.locked(cx, |state| {
                     if group.bad.get() & page != 0 {
                         // Which of its parts is bad is not known here: it stays.
@@ -153,7 +155,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                         return 0;
                     }
                     let zero = group.zero.get() & page != 0;
-                    let is_lean = |part| area.descriptor(part).is_some_and(|at| self.optimizer.is_lean(at));
+                    let is_lean = |part| area.descriptor(part).is_some_and(|at| resize.optimizer.is_lean(at));
                     for bits in [&group.zero, &group.lean, &group.staged, &group.demoting] {
                         bits.remove_shared(page);
                     }
@@ -161,7 +163,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                     let page =
                         unsafe { Frozen::assume_owned(area.page(size, index, bit), size.order(), Mobility::Movable) };
                     // The new heads' descriptors exist and have been flushed.
-                    match self.optimizer.frames.split(page, into.page_size().order()) {
+                    match resize.optimizer.frames.split(page, into.page_size().order()) {
                         Ok(parts) => into.adopt(state, parts.into_dirty().into_extent(), zero, is_lean),
                         // Pools hold the pages of the optimizer's manager only.
                         Err(page) => {
@@ -171,7 +173,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                     }
                 })
             });
-        }
+        });
         entered
     }
 }

@@ -10,6 +10,9 @@ use hugemm_base::platform::Cpu;
 use hugemm_base::{Cancel, CpuCx, NodeId};
 use hugemm_frames::{AllocRequest, Env, Placement};
 
+/// How often each node is asked for pages.
+const ROUNDS: u32 = 3;
+
 /// What is to come.
 pub(crate) struct Wanted {
     pub(crate) pages: u64,
@@ -57,19 +60,13 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
 
     /// Allocates until `want` pages are staged: evenly from the nodes, and what one has not from the others.
     fn alloc<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>, want: u64, nodes: Nodes, cancel: &impl Cancel) {
-        let count = self.pool.nodes(cx) as usize;
-        // Nodes, modulo 64, that have no more.
-        let mut dry = 0_u64;
-        loop {
-            let before = dry;
-            let asked = |node: &usize| nodes.include(*node) && before >> (node % 64) & 1 == 0;
-            let sharing = (0..count).filter(asked).count() as u64;
-            let missing = want.saturating_sub(self.staged());
-            if sharing == 0 || missing == 0 {
-                return;
-            }
-            for (place, node) in (0..).zip((0..count).filter(asked)) {
-                let quota = missing / sharing + u64::from(place < missing % sharing);
+        let (nodes, asked) = (self.pool.nodes(cx), move |node: &u32| nodes.include(*node as usize));
+        let count = (0..nodes).filter(asked).count() as u64;
+        let mut missing = want.saturating_sub(self.staged());
+        // What a node has not is asked of those behind it, and in the next round of all; in the end each is asked for all of it.
+        for round in (0..ROUNDS).rev() {
+            for (place, node) in (0..).zip((0..nodes).filter(asked)) {
+                let quota = missing.div_ceil(if round == 0 { 1 } else { count - place });
                 for page in 0..quota {
                     if page % GROUP == 0 {
                         self.pause(cx, cancel);
@@ -78,17 +75,18 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                     if self.report.cancelled {
                         return;
                     }
-                    if !self.alloc_page(cx, node, count) {
-                        dry |= 1 << (node % 64);
+                    if !self.alloc_page(cx, NodeId(node)) {
                         break;
                     }
+                    missing -= 1;
                 }
             }
         }
     }
 
-    fn alloc_page<P: Cpu>(&mut self, cx: &CpuCx<'_, P>, node: usize, nodes: usize) -> bool {
-        let from = if nodes == 1 { Placement::Local } else { Placement::Only(NodeId(node as u32)) };
+    fn alloc_page<P: Cpu>(&mut self, cx: &CpuCx<'_, P>, node: NodeId) -> bool {
+        // As in `VmemmapOptimizer::request`.
+        let from = if self.optimizer.frames.nodes() == 1 { Placement::Local } else { Placement::Only(node) };
         let request = AllocRequest::order(self.pool.page_size().order()).movable().from(from);
         let Ok(page) = self.optimizer.frames.alloc(cx, request) else { return false };
         let Some((_, index, bit)) = self.pool.find(page.pfn()) else {
@@ -112,28 +110,19 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     fn prepare<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>, cancel: &impl Cancel) -> bool {
         self.report.batches += 1;
         let mut pass = FirstPass::default();
-        for unit in self.units() {
-            let Some((index, group, pages)) = self.group_of(unit) else { continue };
-            self.split(cx, index, group, pages, &mut pass);
-            self.pause(cx, cancel);
-        }
+        self.each_unit(cx, cancel, |resize, cx, index, group, pages| resize.split(cx, index, group, pages, &mut pass));
         self.pay(cx);
         if pass.ready {
-            for unit in self.units() {
-                let Some((index, group, pages)) = self.group_of(unit) else { continue };
-                for work in works(self.pool, index, group, pages & group.lean.get()) {
+            self.each_unit(cx, cancel, |resize, cx, index, group, pages| {
+                for work in works(resize.pool, index, group, pages & group.lean.get()) {
                     let mut edit = Edit::default();
-                    self.optimizer.remap(cx, &work, &mut edit);
-                    self.debts.settle(self.optimizer, &work, edit);
+                    resize.optimizer.remap(cx, &work, &mut edit);
+                    resize.debts.settle(resize.optimizer, &work, edit);
                 }
-                self.pause(cx, cancel);
-            }
+            });
             self.pay(cx);
         }
-        self.mend_all();
-        while self.free_some(cx) {
-            self.pause(cx, cancel);
-        }
+        self.mend_and_free(cx, cancel);
         pass.starved
     }
 

@@ -2,6 +2,7 @@
 
 /// What a resize did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ResizeReport {
     /// Pages that entered the pool.
     pub entered: u64,

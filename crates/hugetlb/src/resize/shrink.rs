@@ -56,15 +56,10 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             group.lean.remove_shared(done);
         }
         self.pay(cx);
-        self.mend_all();
-        while self.free_some(cx) {
-            self.pause(cx, cancel);
-        }
-        for unit in self.units() {
-            let Some((index, group, pages)) = self.group_of(unit) else { continue };
-            self.free_pages(cx, index, group, pages & !group.lean.get());
-            self.pause(cx, cancel);
-        }
+        self.mend_and_free(cx, cancel);
+        self.each_unit(cx, cancel, |resize, cx, index, group, pages| {
+            resize.free_pages(cx, index, group, pages & !group.lean.get());
+        });
     }
 
     /// Restores lean pages of a group; which.

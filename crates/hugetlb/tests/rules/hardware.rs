@@ -25,7 +25,8 @@ use std::ptr::NonNull;
 const CPUS: u32 = 4;
 const SPANS: u64 = 6;
 const SPAN: u64 = 1 << 15;
-const ORIGIN: u64 = 0x7000_0000_0000;
+/// Address of frame 0's descriptor. The array's second half begins where a table of every level does.
+const ORIGIN: u64 = (0xe1 << 39) - (SPANS << 20) - BASE_FRAME.get() * 64;
 
 type Hardware<'m> = PagedMap<'m, X86_64, Host<'m>, &'m Mmu<'m, 'm>, [AtomicU64; 2]>;
 
@@ -132,16 +133,18 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     let mmu: &Mmu<'_, '_> = &mmu;
     // SAFETY: as for the host.
     let flat = unsafe { FlatMemory::new(memory.start(), all) };
-    // Descriptors first, then the three tables above their entries.
+    // Descriptors first, then the tables above their entries: the root, and two of each level.
     let described = all.slice(0, SPANS * 512);
-    let tables: [Pfn; 3] = core::array::from_fn(|level| Pfn::new(described.end().get() + level as u64));
+    let tables: [Pfn; 5] = core::array::from_fn(|level| Pfn::new(described.end().get() + level as u64));
     let first = descriptor_of(all.base());
     let put = |table: Pfn, index: u64, entry: u64| {
         // SAFETY: a table's word; nothing runs yet.
         unsafe { flat.frame(table).expect("memory").cast::<u64>().add(index as usize % 512).write(entry) }
     };
-    put(tables[0], first.get() >> 39, X86_64::table(tables[1]));
-    put(tables[1], first.get() >> 30, X86_64::table(tables[2]));
+    for (at, above, table) in [(first.get(), tables[1], tables[2]), (0xe1 << 39, tables[3], tables[4])] {
+        put(tables[0], at >> 39, X86_64::table(above));
+        put(above, at >> 30, X86_64::table(table));
+    }
     mmu.set_kernel_root(tables[0].start());
     let cpus: Vec<TlbCpu> = (0..CPUS).map(|_| TlbCpu::default()).collect();
     let inboxes: Vec<AtomicU64> = (0..CPUS).map(|_| AtomicU64::new(0)).collect();
@@ -171,7 +174,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     mmu.as_cpu(CpuId(0), |cx| {
         // SAFETY: once.
         unsafe { frames.release(cx, Dirty::assume_owned(all)) };
-        let used = Extent::new(described.base(), described.pages() + 3).expect("in range");
+        let used = Extent::new(described.base(), described.pages() + 5).expect("in range");
         let _ = frames.take_range(cx, used).expect("free").into_extent();
     });
     let tails = [Tail::default()];

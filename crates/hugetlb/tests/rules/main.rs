@@ -5,6 +5,7 @@ mod extremes;
 mod hardware;
 mod optimizer;
 mod pool;
+mod scale;
 mod support;
 mod threads;
 mod trust;

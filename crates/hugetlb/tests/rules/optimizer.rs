@@ -2,7 +2,7 @@
 
 use crate::support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as, with_pool};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CancelFlag, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CancelFlag, Cpu, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{DescriptorMap, Mapped, Nodes, OptimizerPolicy};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -127,6 +127,31 @@ fn flushes_do_not_grow_with_the_number_of_pages() {
             });
         }
     }
+}
+
+/// Each step has a reschedule point after each of its units: demoting too, and the mending of entries that break.
+#[test]
+fn no_step_is_longer_for_more_pages() {
+    let reschedules = |breaks, pages| {
+        machine(&Shape { breaks, ..Shape::spans(80) }, NoFaults, |m| {
+            let (mut memory, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+            let (pool, small, mut cx) = (memory.pool(), small.pool(), m.threads.cx());
+            let now = || m.threads.counters().snapshot().reschedules;
+            assert_eq!(m.set(&pool, pages).entered, pages);
+            let (begun, demoted) = (now(), pool.demote(&mut cx, &m.optimizer, &small, Nodes::All, pages));
+            assert_eq!(demoted.expect("free pages").left, pages);
+            let (demoting, begun) = (now() - begun, now());
+            m.set(&small, 0);
+            (demoting, now() - begun)
+        })
+    };
+    let [(demote_2, shrink_2), (demote_8, shrink_8)] = [2, 8].map(|pages| reschedules(false, pages));
+    let [(demote_breaks_2, shrink_breaks_2), (demote_breaks_8, shrink_breaks_8)] =
+        [2, 8].map(|pages| reschedules(true, pages));
+    assert!(demote_8 >= demote_2 + 2 * 6, "preparing and handing over: {demote_2}, {demote_8}");
+    assert!(demote_breaks_8 - demote_breaks_2 >= demote_8 - demote_2 + 6, "{demote_breaks_2}, {demote_breaks_8}");
+    let (more, more_breaks) = (shrink_8 - shrink_2, shrink_breaks_8 - shrink_breaks_2);
+    assert!(more >= 2 * 6 * 8 && more_breaks >= more + 6 * 8, "{more}, {more_breaks}");
 }
 
 #[test]

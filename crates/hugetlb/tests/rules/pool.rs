@@ -1,10 +1,10 @@
 //! What a pool does beyond its size: handing out, reservations, surplus, poison, dissolving, demoting.
 
-use crate::support::{BASE, Faults, Machine, SPAN, Shape, machine, with_pool};
+use crate::support::{BASE, CPUS, Faults, Machine, SPAN, Shape, machine, run_as, with_pool};
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
 use hugemm_base::{Cpu, CpuCx, Never, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::HwPoisoned;
-use hugemm_hugetlb::{HugePage, HugePageCounts, HugePool, Nodes, PoolError, ResizeReport};
+use hugemm_hugetlb::{Group, HugePage, HugePageCounts, HugePool, Nodes, PoolError, ResizeReport};
 use proptest::prelude::*;
 
 /// A page that nobody has promised: a surplus one if none is free.
@@ -318,6 +318,41 @@ fn pages_come_evenly_and_from_where_there_are_some() {
         let all = m.set(&pool, 100_000).entered + 600;
         assert!((640..12 * 64).contains(&all) && m.free_frames() < 3 * 512, "{all}");
         set(m, &pool, 0);
+    });
+}
+
+/// However many nodes have no more pages, those that have some give them.
+#[test]
+fn a_node_gives_what_a_hundred_others_have_not() {
+    let mut nodes = vec![1; 102];
+    (nodes[0], nodes[70], nodes[101]) = (3, 4, 3);
+    machine(&Shape { nodes, ..Shape::spans(0) }, NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let pool = memory.pool();
+        // Nothing comes back on the way, whereupon all would be asked anew.
+        m.optimizer.set_enabled(false);
+        set(m, &pool, 100 * 64);
+        set(m, &pool, 200 * 64);
+        assert!(m.frames.alloc(&m.threads.cx(), PageSize::Size2M).is_err(), "all are in the pool");
+        set(m, &pool, 0);
+    });
+}
+
+/// A pool over one node's memory grows, also by a CPU that is on another.
+#[test]
+fn a_pool_of_one_of_two_nodes_grows() {
+    machine(&Shape { nodes: vec![2, 2], ..Shape::spans(0) }, NoFaults, |m| {
+        let mut areas = m.areas[..1].to_vec();
+        let mut groups: Vec<Group> = (0..2).map(|_| Group::default()).collect();
+        let mut nodes = [HugePageCounts::default()];
+        let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
+        for cpu in [0, CPUS as u32 - 1] {
+            run_as(cpu);
+            set(m, &pool, 50);
+            assert_eq!(pool.counts(&m.threads.cx()).counts.total, 50, "by cpu{cpu}");
+            set(m, &pool, 0);
+        }
+        run_as(0);
     });
 }
 

@@ -3,6 +3,7 @@
 mod areas;
 mod exhaustion;
 mod model;
+mod scale;
 mod waiting;
 
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
@@ -29,7 +30,7 @@ pub(crate) const CPUS: u32 = 4;
 pub(crate) const FRAMES: usize = 8192;
 
 /// The half that the table translates, and what of it is for areas.
-const HALF: u64 = 0xffff_8000_0000_0000;
+pub(crate) const HALF: u64 = 0xffff_8000_0000_0000;
 pub(crate) const START: u64 = HALF + (1 << 30);
 pub(crate) const RANGE: u64 = 1 << 30;
 
@@ -77,6 +78,12 @@ pub(crate) struct World<F: PageFormat> {
 
 impl<F: PageFormat> World<F> {
     pub(crate) fn new(walks: Tables, limits: Limits, seed: u64) -> Self {
+        let range = VirtRange::new(VirtAddr::new(START), RANGE).expect("a range");
+        Self::of(walks, limits, seed, 1 << 39, range)
+    }
+
+    /// With tables for so many bytes of the half, and areas in that range of it.
+    pub(crate) fn of(walks: Tables, limits: Limits, seed: u64, half: u64, range: VirtRange) -> Self {
         let layout = std::alloc::Layout::from_size_align(FRAMES << 12, 2 << 20).expect("a layout");
         // SAFETY: zeroed memory, for ever, nobody else's.
         let bytes = unsafe { std::slice::from_raw_parts_mut(std::alloc::alloc_zeroed(layout), layout.size()) };
@@ -100,7 +107,7 @@ impl<F: PageFormat> World<F> {
         let inboxes = leak((0..CPUS).map(|_| AtomicU64::new(0)).collect::<Vec<_>>());
         // SAFETY: the model's CPUs, and nobody else's.
         let shootdown = leak(unsafe { TlbShootdown::new(cpus, inboxes, mmu) }.expect("fits"));
-        let half = VirtRange::new(VirtAddr::new(HALF), 1 << 39).expect("a range");
+        let half = VirtRange::new(VirtAddr::new(HALF), half).expect("a range");
         let table: &PageTable<F, EditLock> = mmu.as_cpu(CpuId(0), |cx| {
             // SAFETY: the host's memory is a direct map; what is detached is flushed by `space`.
             leak(unsafe { PageTable::with_fixed_top(&mut FrameTables::new(frames, cx), half) }.expect("a table"))
@@ -121,7 +128,6 @@ impl<F: PageFormat> World<F> {
             shootdown_policy: ShootdownPolicy::BATCHED,
             limits,
         };
-        let range = VirtRange::new(VirtAddr::new(START), RANGE).expect("a range");
         // SAFETY: nobody else maps anything there; every CPU has joined; the host's memory is a direct map.
         let kva = mmu.as_cpu(CpuId(0), |cx| unsafe { Kva::new(cx, parts, range) }).expect("a manager");
         World { mmu, frames, table, shootdown, kva }

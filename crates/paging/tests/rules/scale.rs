@@ -537,22 +537,34 @@ fn a_table_that_was_left_is_in_the_way_of_a_larger_leaf() {
     }
 }
 
-/// Folded groups come back from tables that lie in the range as a whole, as from others.
+/// Folded groups are attached again, or harvested, in tables that lie in the range as a whole, as in others; what is not folded stays.
 #[test]
-fn groups_of_whole_tables_are_unfolded() {
-    for (pages, how) in [(3 * 512 + 40, SMALL), (2 * GIB + 20 * 512, Mapping { largest: PageSize::Size2M, ..DATA })] {
+fn groups_of_whole_tables_are_detached_for_either() {
+    let sizes =
+        [(3 * 512 + 40, 8, SMALL), (2 * GIB + 20 * 512, 4 * 512, Mapping { largest: PageSize::Size2M, ..DATA })];
+    for ((pages, left, how), harvested) in sizes.into_iter().flat_map(|size| [(size, false), (size, true)]) {
         let heap = Heap::new(NoFaults);
         let table = table::<Aarch64, _>(&heap);
         let (how, all) = (Mapping { flags: Flags::WRITE | Flags::DIRTY, ..how }, span(GIB - 16 * 512, pages));
-        table.shared(&heap).map_folded(all, [extent(8 * GIB - 16 * 512, pages)], how).expect("mapped");
+        let map = || table.shared(&heap).map_folded(all, [extent(8 * GIB - 16 * 512, pages)], how);
+        map().expect("mapped");
         let before = runs(&table, &heap, all);
         let unhooked = table.exclusive(&heap).detach_folded(all).expect("nothing waits");
         assert!(unhooked.entries() >= (pages / 512).saturating_sub(16));
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };
-        table.exclusive(&heap).attach(detached, how.largest).expect("no table is needed");
+        if harvested {
+            let mut gone = 0;
+            let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |run| gone += run.extent.pages());
+            assert_eq!((harvest.expect("its own").pages, gone), (pages - left, pages - left));
+            let rest: u64 = unmap(&table, &heap, all).iter().map(|run| run.extent.pages()).sum();
+            assert_eq!(rest, left);
+            map().expect("nothing is there any more");
+        } else {
+            table.exclusive(&heap).attach(detached, how.largest).expect("no table is needed");
+            let inside = VirtRange::from_pages(GIB + 3, 5).expect("a range");
+            assert_eq!(table.exclusive(&heap).folded(inside), None);
+        }
         assert_eq!(runs(&table, &heap, all), before);
-        let inside = VirtRange::from_pages(GIB + 3, 5).expect("a range");
-        assert_eq!(table.exclusive(&heap).folded(inside), None);
     }
 }

@@ -1,4 +1,4 @@
-//! The state word of a folio: pure transitions of one descriptor word, written under the LRU's lock only.
+//! The state word of a folio: pure transitions of one descriptor word, written under the LRU's lock, and of a new page under its place's.
 
 use hugemm_base::Order;
 
@@ -7,6 +7,11 @@ use hugemm_base::Order;
 pub(crate) enum Standing {
     /// Not on the LRU.
     Off,
+    /// A page of 4 KiB that waits for a list, in this place.
+    New {
+        /// Which.
+        place: usize,
+    },
     /// On the list with this label.
     On {
         /// Which.
@@ -39,17 +44,20 @@ pub(crate) struct State {
 }
 
 const ORDER: u64 = 31;
+const PLACE: u64 = 255;
 const LABEL_SHIFT: u32 = 8;
 const ON: u64 = 1 << 16;
 const ISOLATED: u64 = 1 << 17;
 const REFERENCED: u64 = 1 << 18;
 const INCOMPRESSIBLE: u64 = 1 << 19;
 const SOURCED: u64 = 1 << 20;
+const NEW: u64 = 1 << 21;
 
 impl State {
     pub(crate) fn word(self) -> u64 {
         let standing = match self.standing {
             Standing::Off => return 0,
+            Standing::New { place } => NEW | (place as u64) << LABEL_SHIFT,
             Standing::On { label } => ON | (label as u64) << LABEL_SHIFT,
             Standing::Isolated => ISOLATED,
         };
@@ -62,7 +70,8 @@ impl State {
     }
 
     pub(crate) fn from_word(word: u64) -> Self {
-        let standing = match word & (ON | ISOLATED) {
+        let standing = match word & (ON | ISOLATED | NEW) {
+            NEW => Standing::New { place: (word >> LABEL_SHIFT & PLACE) as usize },
             ON => Standing::On { label: (word >> LABEL_SHIFT) as usize & 3 },
             ISOLATED => Standing::Isolated,
             _ => Standing::Off,
@@ -85,8 +94,9 @@ mod tests {
     fn the_word_holds_everything() {
         for order in [0, 9, 18].map(|order| Order::new(order).expect("valid")) {
             for mark in [Mark::None, Mark::Referenced, Mark::Incompressible] {
-                for standing in [0, 1, 2, 3].map(|label| Standing::On { label }).into_iter().chain([Standing::Isolated])
-                {
+                let on = [0, 1, 2, 3].map(|label| Standing::On { label });
+                let others = [Standing::Isolated, Standing::New { place: 0 }, Standing::New { place: 255 }];
+                for standing in on.into_iter().chain(others) {
                     for sourced in [false, true] {
                         let state = State { standing, order, mark, sourced };
                         assert_eq!(State::from_word(state.word()), state);

@@ -309,3 +309,75 @@ fn what_could_not_go_comes_on_again() {
         assert_eq!((lists.stats().released, lists.stats().rotated, lists.stats().folios), (1, 3, 3));
     }
 }
+
+/// A hundred thousand folios of both sizes, up to the last frame that there can be: each is on one list, all are counted, and each goes once.
+#[test]
+#[cfg_attr(miri, ignore = "too much for an interpreter")]
+fn many_folios_are_on_one_list_each() {
+    const FOLIOS: u64 = 100_000;
+    for policy in LruPolicy::ALL {
+        let (words, mut lists, mut random) = (<Map>::default(), Lists::new(policy), hugemm_threads::Random(5));
+        let large = Order::new(9).expect("valid");
+        let order = |pfn: u64| if pfn.is_multiple_of(512) { large } else { Order::ZERO };
+        // From the end of all frames down, at multiples of 512 where they are large.
+        let first = Pfn::LIMIT.get() - 512 * FOLIOS;
+        let mut on: Vec<u64> = (0..FOLIOS).map(|number| first + number * 512 + u64::from(number % 10 != 0)).collect();
+        on.iter().for_each(|pfn| lists.insert(&words, Pfn::new(*pfn), order(*pfn)));
+        let all: u64 = on.iter().map(|pfn| order(*pfn).pages()).sum();
+        let mut gone = std::collections::HashSet::new();
+        let mut gone_pages = 0;
+        let mut round = |lists: &mut Lists, idle: bool| {
+            let source = if !idle && random.below(4) == 0 { LruEnd::Youngest } else { LruEnd::Oldest };
+            let mut batch = Batch::new();
+            lists.isolate(&words, source, u64::MAX, &mut batch, |_| true);
+            for folio in batch.folios_mut() {
+                assert_eq!(folio.order, order(folio.pfn.get()));
+                let young = !idle && random.below(8) > 0;
+                folio.verdict = match policy.judge(folio.was, young) {
+                    LruVerdict::Release if source == LruEnd::Youngest => LruVerdict::Deactivate,
+                    verdict => verdict,
+                };
+                lists.put_back(&words, folio);
+                if folio.released {
+                    assert!(gone.insert(folio.pfn.get()), "{} goes twice", folio.pfn);
+                    gone_pages += folio.order.pages();
+                }
+            }
+            // Others are met on the way.
+            for _ in 0..BATCH {
+                let pfn = on[random.below(on.len() as u64) as usize];
+                match random.below(3) {
+                    0 if idle => lists.demote(&words, Pfn::new(pfn)),
+                    1 if !idle => assert!(!lists.promote(&words, Pfn::new(pfn))),
+                    _ => {}
+                }
+            }
+            let stats = lists.stats();
+            assert_eq!((stats.pages(), stats.folios), (all - gone_pages, FOLIOS - gone.len() as u64));
+            assert_eq!((stats.released, stats.isolated), (gone_pages, 0));
+            batch.is_empty()
+        };
+        (0..2500).for_each(|_| _ = round(&mut lists, false));
+        let left: Vec<u64> = lists.order(&words).concat();
+        let mut rounds = 0;
+        while !round(&mut lists, true) || lists.stats().folios > 0 {
+            if policy == LruPolicy::TwoList && lists.stats().candidates == 0 {
+                // Only those are taken, and what is idle of the active ones becomes one.
+                let mut batch = Batch::new();
+                lists.isolate(&words, LruEnd::Youngest, u64::MAX, &mut batch, |_| true);
+                for folio in batch.folios_mut() {
+                    folio.verdict = policy.judge(folio.was, false);
+                    lists.put_back(&words, folio);
+                }
+            }
+            rounds += 1;
+            assert!(rounds < FOLIOS, "{policy:?} {:?}", lists.stats());
+        }
+        let mut each = left.clone();
+        each.sort_unstable();
+        each.dedup();
+        assert!(left.len() == each.len() && left.len() > 20_000, "one folio is on two lists");
+        assert_eq!(lists.stats().released, all);
+        on.clear();
+    }
+}

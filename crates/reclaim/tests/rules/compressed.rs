@@ -591,3 +591,44 @@ fn errors_say_what_to_do() {
         assert_eq!(error.to_string(), text);
     }
 }
+
+/// A hundred thousand pages at once, of many sizes, some with hundreds of holders: none is lost or mixed up, and the numbers add up.
+#[test]
+#[cfg_attr(miri, ignore = "too much for an interpreter")]
+fn a_hundred_thousand_pages_come_back() {
+    const PAGES: usize = 100_000;
+    with_store(16 << 10, 12 << 10, |machine, frames, store| {
+        let (cx, mut random) = (machine.cx(), Rng(3));
+        let mut block = frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
+        let mut back = frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
+        let mut stored: Vec<(SwapSlot, Content)> = Vec::new();
+        let mut pages = 0;
+        while stored.len() < PAGES {
+            let bytes = [0, 0, 0, 1, 9, 70][random.below(6) as usize];
+            let content = Content { random: bytes, seed: random.below(1 << 31) as u32 };
+            content.write(machine.page(&mut block));
+            let slot = store.store(&cx, &block, 0).expect("room");
+            pages += 1;
+            if random.below(3000) == 0 {
+                (0..300).for_each(|_| stored.push((store.share(&cx, &slot).expect("few"), content)));
+                // Each handle of a page of one word counts.
+                pages += if bytes == 0 { 300 } else { 0 };
+            }
+            stored.push((slot, content));
+        }
+        let stats = Swap::<Machine>::stats(store, &cx);
+        assert_eq!(stats.pages, pages);
+        assert!(stats.frames < 12 << 10, "{stats:?}");
+        // In any order, some of them read before they go.
+        while !stored.is_empty() {
+            let (slot, content) = stored.swap_remove(random.below(stored.len() as u64) as usize);
+            if random.below(8) == 0 {
+                store.load(&cx, &slot, &mut back, 0).expect("there");
+                content.assert_in(machine.page(&mut back));
+            }
+            store.free(&cx, slot).expect("its own");
+        }
+        assert!(store.usage(&cx).all(|class| (class.blocks, class.used, class.data_bytes) == (0, 0, 0)));
+        [block, back].into_iter().for_each(|block| frames.free(&cx, block));
+    });
+}

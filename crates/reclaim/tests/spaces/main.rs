@@ -12,6 +12,7 @@ mod passes;
 mod races;
 mod rig;
 mod rules;
+mod scale;
 mod shortage;
 mod staying;
 #[path = "../support/mod.rs"]

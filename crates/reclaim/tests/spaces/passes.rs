@@ -254,6 +254,47 @@ fn the_pager_of_another_machine_reclaims_nothing() {
     });
 }
 
+/// So many pages of one CPU come to the lists in one lock round.
+const NEW: u64 = 15;
+
+fn store<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, index: u64) {
+    rig.put(cx, space, at(index) + 8, index + 1).expect("memory");
+}
+
+/// Faults of single pages meet at the LRU's lock once for so many; whoever looks sees all of them; what goes before it has come to a list is
+/// on none.
+#[test]
+fn new_pages_come_to_the_lists_together() {
+    for policy in LruPolicy::ALL {
+        with_cpu(Size { policy, ..SIZE }, 23, |rig, cx| {
+            let lru = rig.vm.pager().lru(NODE).expect("one");
+            let kind = VmaKind::private(PageSize::Size4K);
+            let space = rig.space(cx, span(at(0), 200 << 12), kind);
+            rig.enter(cx, &space);
+            (0..4 * NEW).for_each(|index| store(rig, cx, &space, index));
+            let stats = lru.stats(cx);
+            // The last round is that of who asks.
+            assert_eq!((stats.folios, stats.inserted, stats.lock_rounds), (4 * NEW, 4 * NEW, 4 + 1));
+            // The first, one in between, and the last of those that wait.
+            for gone in [0, 2, 4] {
+                (100..105).for_each(|index| store(rig, cx, &space, index));
+                rig.vm.unmap(cx, &space, span(at(100 + gone), 1 << 12)).expect("a page of an area");
+                assert_eq!(lru.stats(cx).folios, 4 * NEW + 4, "{gone}");
+                rig.vm.unmap(cx, &space, span(at(100), 8 << 12)).expect("they are there, or gone");
+                rig.vm.map(cx, &space, span(at(100), 8 << 12), kind, Backing::Private).expect("room");
+            }
+            // Those that wait are looked at as all others are.
+            rig.vm.unmap(cx, &space, span(at(0), 4 * NEW << 12)).expect("pages of an area");
+            (100..103).for_each(|index| store(rig, cx, &space, index));
+            let looked_at: u64 = (0..2).map(|_| pass(rig, cx, u64::MAX, 100).looked_at()).sum();
+            assert!(looked_at >= 3, "{policy:?}: {looked_at}");
+            (100..103).for_each(|index| assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index + 1)));
+            rig.end(cx, space);
+            assert_eq!(lru.stats(cx).folios, 0);
+        });
+    }
+}
+
 /// Faults take what is above *min* without reclaiming, and wake the worker once there is less than *low*; below *min* they reclaim for
 /// themselves, wait for no worker, and leave *min* free. Nothing of that where nothing can be freed.
 #[test]
@@ -261,7 +302,8 @@ fn who_faults_reclaims_below_min_only() {
     with_cpu(Size { policy: LruPolicy::TwoList, ..SIZE }, 31, |rig, cx| {
         let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
         let free = |cx: &Cx<'_, '_>| frames.node_available(cx, NODE);
-        let (marks, late) = (pager.marks(), BATCH as u64 + u64::from(rig.cpus()));
+        // A level is looked at once for so many, when a CPU's new pages come to the lists.
+        let (marks, late) = (pager.marks(), BATCH as u64 + u64::from(rig.cpus()) + NEW);
         let pages = free(cx) + 500;
         let kind = VmaKind::private(PageSize::Size4K);
         let space = rig.space(cx, span(at(0), pages << 12), kind);

@@ -4,7 +4,9 @@ use crate::support::{AT, Cpus, Cx, Follower, Metered, Model, Rig, bounds, called
 use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Lookup};
-use hugemm_vm::{Access, AddressSpace, Backing, Notifier, Protection, Served, VmError, VmaKind};
+use hugemm_vm::{
+    Access, AddressSpace, Backing, Notifier, PageSource, Protection, Served, SourceError, StoredPages, VmError, VmaKind,
+};
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,6 +32,25 @@ impl<'h> Notifier<Cpus<'h>> for Calling {
         if !self.at_begin {
             called_back(cx);
         }
+    }
+}
+
+/// A file of ones that calls back when it has been read.
+struct Ones;
+
+impl<'h> PageSource<Model<'h, Metered, true>> for Ones {
+    fn bytes(&self) -> u64 {
+        16 << 12
+    }
+
+    fn fill(&self, cx: &mut Cx<'_, 'h>, _first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
+        pages.fill(1);
+        called_back(cx);
+        Ok(pages.len())
+    }
+
+    fn write_back(&self, _: &mut Cx<'_, 'h>, _first: u64, _: &StoredPages<'_>) -> Result<(), SourceError> {
+        Err(SourceError(1))
     }
 }
 
@@ -133,6 +154,26 @@ fn no_page_is_shown_twice_while_its_area_is_cut() {
         assert_eq!(places.get(), Some(1));
         // SAFETY: it follows this space.
         drop(unsafe { rig.vm.unfollow(cx, space, follower) });
+    });
+}
+
+/// A window of a file is read for its first page. What has been unmapped there meanwhile is not shown with it: it may be anybody's by then,
+/// and nobody would take it away any more.
+#[test]
+fn what_is_unmapped_while_it_is_read_is_not_shown() {
+    with_space(|rig, cx, space| {
+        let object = rig.vm.open_source(cx, &Ones).expect("memory");
+        let at = |page: u64| VirtAddr::new(3 * AT + (page << 12));
+        let shared = VmaKind { shared: true, ..KIND };
+        rig.vm.map(cx, space, span(3 * AT, 16 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
+        rig.calling_back(
+            |cx| assert_eq!(rig.vm.unmap(cx, space, span(3 * AT + 0x5000, 0x4000)).expect("memory").pages, 0),
+            || assert_eq!(rig.vm.fault(cx, space, at(0), Access::Read), Ok(Served::Mapped)),
+        );
+        let shown: Vec<u64> = (0..16).filter(|page| rig.vm.lookup(cx, space, at(*page)) != Lookup::Absent).collect();
+        assert_eq!(shown, [0, 1, 2, 3, 4]);
+        rig.vm.unmap(cx, space, span(3 * AT, 16 << 12)).expect("unmapped");
+        rig.vm.close(cx, object).expect("its own");
     });
 }
 

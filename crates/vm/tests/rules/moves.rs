@@ -354,6 +354,40 @@ fn without_memory_nothing_moves() {
     assert_eq!(failed, 2, "a table for each level that is lacking");
 }
 
+/// Three areas whose borders lie within tables that would move as a whole if they were one's: what is lacking is found before the first moves.
+#[test]
+fn without_memory_no_area_of_several_moves() {
+    let fails = |nth| {
+        let mut failed = false;
+        with_format::<Metered, false>(8, 1, 14, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.space(cx, span(AT, 4 << 20), SMALL);
+                let rights = Protection::USER.with(Protection::EXEC);
+                rig.vm.protect(cx, &space, span(AT + (1 << 20), 2 << 20), rights).expect("memory");
+                let pages = [0, 255, 256, 600, 767, 768, 1023];
+                pages.into_iter().for_each(|page| assert_eq!(rig.vm.read(cx, &space, at(page), &mut [0; 8]), Ok(())));
+                let areas = |from| [(from, 256, 0), (from + (1 << 20), 512, 256), (from + (3 << 20), 256, 768)];
+                let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+                let mut held: Vec<_> = all.collect();
+                held.drain(..nth).for_each(|block| rig.vm.frames().free(cx, block));
+                let done = rig.vm.move_to(cx, &space, span(AT, 4 << 20), span(THERE, 4 << 20));
+                failed = done.is_err();
+                assert_eq!(shape(&space), areas(if failed { AT } else { THERE }), "{done:?} with {nth} frames");
+                assert!(!failed || done == Err(VmError::NoMemory));
+                held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+                rig.vm.destroy(cx, space).expect("idle");
+            });
+        });
+        failed
+    };
+    let failed = (0..12).take_while(|nth| fails(*nth)).count();
+    assert_eq!(failed, 3, "a table of an upper level, and two in which areas meet");
+}
+
+fn at(page: u64) -> VirtAddr {
+    VirtAddr::new(AT + page * 0x1000)
+}
+
 fn read_only<F: PageFormat>() {
     with_format::<F, false>(32, 1, 13, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {

@@ -332,6 +332,35 @@ fn a_file_becomes_shorter_under_its_mappings() {
     on_both!(shorter);
 }
 
+/// A page that reclaim has just taken away, and whose flush it still owes, is used by no CPU when it is gone from the file.
+fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    for shorter in [false, true] {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
+            let space = rig.vm.create(cx, bounds()).expect("memory");
+            let shared = VmaKind { shared: true, ..SMALL };
+            rig.vm.map(cx, &space, span(AT, 4 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
+            rig.enter(cx, &space);
+            let at = VirtAddr::new(AT + 0x3000);
+            assert_eq!(rig.load(cx, &space, at.get()), Ok(0x3000));
+            let (leaf, deferred) = (rig.leaf(cx, &space, at.get()), rig.deferred());
+            let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+            let gone = if shorter { rig.vm.truncate(cx, &object, 3 << 12) } else { rig.vm.punch(cx, &object, 3, 4) };
+            gone.expect("its own");
+            assert!((0..50).all(|_| rig.mmu.load(CpuId(0), at).is_err()), "it is used, {shorter}");
+            page.put_back(cx);
+            assert_eq!(rig.load(cx, &space, at.get()).is_err(), shorter);
+            rig.end(cx, space);
+            rig.vm.close(cx, object).expect("its own");
+        });
+    }
+}
+
+#[test]
+fn what_is_away_is_gone_from_a_file_too() {
+    on_both!(away);
+}
+
 fn copied<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId(0), |cx| {
         let file = File::new(32 << 12);

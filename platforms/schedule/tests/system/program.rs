@@ -22,7 +22,8 @@ use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap};
 use hugemm_schedule::{Machine, has_loaded, point, progress, step};
 use hugemm_threads::{Memory, Random};
 use hugemm_vm::{
-    Access, Advice, Backing, Discard, Following, Notifier, Pinned, Protection, SharedRef, VmError, ZEROES,
+    Access, Advice, Backing, Discard, Following, Notifier, Pinned, Protection, SharedRef, VmError, ZEROES, ZeroTurn,
+    ZeroWorker,
 };
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -73,7 +74,10 @@ struct Process<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 23] = [
+pub const ALL_DEEDS: [&str; 26] = [
+    "written from outside",
+    "found used",
+    "zeroed ahead",
     "zeroes",
     "given up",
     "advised",
@@ -96,7 +100,7 @@ pub const ALL_DEEDS: [&str; 23] = [
     "swapped in",
     "moved",
     "unhooked",
-    "kept whole",
+    "compressed",
 ];
 
 /// In whose book, where, and what.
@@ -365,7 +369,8 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             19 | 20 => self.unpin(cx),
             21..=34 => self.device_acts(),
             35 => self.poison(cx),
-            36..=38 => self.prefault(cx),
+            36 | 37 => self.prefault(cx),
+            38 => self.working_set(cx),
             39..=52 => self.guest_acts(cx),
             53..=58 => self.protect(cx),
             59..=62 => self.relocate(cx),
@@ -386,10 +391,19 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         }
     }
 
+    /// As a task, or from outside of it.
     fn put(&mut self, cx: &mut Cx<'_, 'h>, at: u64) {
-        let process = self.process.clone();
-        self.storing(&process, at, |program, value| {
-            program.test.world.put(cx, &process.space, at, value).map(|()| true)
+        let (process, vm, way) = (self.process.clone(), &self.test.world.vm, self.random.below(16));
+        let value = if way == 0 { 0 } else { self.test.next_value() };
+        self.storing(&process, at, value, |program| {
+            let (space, to) = (&process.space, VirtAddr::new(at));
+            match way {
+                0 => vm.zero(cx, space, to, 8).map_err(|error| error.cause)?,
+                1 => vm.write(cx, space, to, &value.to_ne_bytes()).map_err(|error| error.cause)?,
+                _ => program.test.world.put(cx, space, at, value)?,
+            }
+            program.test.did("written from outside", u64::from(way < 2));
+            Ok(true)
         });
         // A guest that has the page has what was stored.
         if process.guest.pages.lock().expect("one thread").contains_key(&(at & !0xfff)) {
@@ -402,15 +416,16 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         &mut self,
         process: &Process<'v, 'h, F>,
         at: u64,
-        store: impl FnOnce(&mut Self, u64) -> Result<bool, VmError>,
+        value: u64,
+        store: impl FnOnce(&mut Self) -> Result<bool, VmError>,
     ) {
-        let (test, area, value) = (self.test, area_of(at), self.test.next_value());
+        let (test, area) = (self.test, area_of(at));
         let page = area.page(at);
         let before = process.book.borrow().changes(page);
         let rights = process.book.borrow().rights(page);
         let book = test.book(process, area);
         test.in_flight.borrow_mut()[self.cpu as usize] = Some((book, at, value));
-        let stored = store(self, value);
+        let stored = store(self);
         test.in_flight.borrow_mut()[self.cpu as usize] = None;
         let after = process.book.borrow().changes(page);
         let torn = before.under_way || before != after;
@@ -460,8 +475,18 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     }
 
     fn get(&mut self, cx: &mut Cx<'_, 'h>, at: u64) -> Option<u64> {
-        let process = self.process.clone();
-        self.loading(&process, at, |program| program.test.world.get(cx, &process.space, at).map(Some))
+        let (process, world) = (self.process.clone(), self.test.world);
+        if self.random.below(16) == 0 {
+            // Which lets others run when it has what it wants, so what it says of a page that is changed meanwhile may be old.
+            let (page, mut word) = (area_of(at).page(at), [0; 8]);
+            let changes = || process.book.borrow().changes(page);
+            return self.loading(&process, at, |_| {
+                let before = changes();
+                world.vm.read(cx, &process.space, VirtAddr::new(at), &mut word).map_err(|error| error.cause)?;
+                Ok((!before.under_way && changes() == before).then(|| u64::from_ne_bytes(word)))
+            });
+        }
+        self.loading(&process, at, |_| world.get(cx, &process.space, at).map(Some))
     }
 
     /// Loads by some way, which says what it has found; what that is, if nobody changed the page meanwhile.

@@ -85,7 +85,8 @@ unsafe impl WalkCache for Unmapped {
 type Optimizer<'h> = VmemmapOptimizer<'h, Surroundings<'h>, SoftMap<'static, Unmapped, Keep>>;
 
 pub struct World<'h, F: PageFormat> {
-    pub machine: Machine<'h>,
+    /// One, for what is a CPU's is found by its platform's address.
+    pub machine: &'h Machine<'h>,
     pub vm: Vm<'h, Model<'h, F>>,
     pub store: &'h Store<'h>,
     pub pool: &'h HugePool<'h, ModelLock>,
@@ -129,7 +130,7 @@ fn run<F: PageFormat>(
     inject: &FaultPlan,
     test: impl for<'h> FnOnce(&World<'h, F>),
 ) {
-    let machine = Machine::new(mmu);
+    let machine = &Machine::new(mmu);
     let all = mmu.host().frames();
     let part = |first: u64, end: u64| all.slice(first << 8, end << 8);
     let arena = |extent: Extent, node: u32| ArenaSpec { extent, node: NodeId(node), descriptors: None };
@@ -150,7 +151,7 @@ fn run<F: PageFormat>(
     let words = TlbShootdown::<Machine<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     // SAFETY: the model's CPUs, and one view of the slices.
-    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, machine) }.expect("enough words");
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, *machine) }.expect("enough words");
     let features = Features::detect();
     let policy =
         ClearPolicy { force: Some(Primitive::Model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };

@@ -5,12 +5,21 @@ use crate::boot::symbols::Symbols;
 use crate::boot::transcript::{BootLine, Transcript};
 use crate::qemu::{Accel, Ended, Guest};
 use anyhow::{Result, bail};
-use hugemm_kernel::{ExitCode, MAX_CPUS, MIN_MEMORY};
 use hugemm_workloads::request::Request;
 use hugemm_workloads::size::Size;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
+
+/// The most CPUs that the kernel runs on, and the least memory.
+pub const MAX_CPUS: u32 = 64;
+const MIN_MEMORY: u64 = 64 << 20;
+
+/// What lines of its report of a panic, a fault or a hang begin with.
+pub const LAST_WORDS: &str = "!! ";
+
+/// How QEMU ends when the kernel has reported one.
+const BROKEN: i32 = 37;
 
 /// The kernel says something every few seconds while any of its CPUs takes interrupts.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -117,11 +126,24 @@ fn broken(machine: &VirtualMachine<'_>, transcript: &Transcript, ended: &Ended) 
             machine.silence().as_secs()
         ),
         Some(status) if status.success() => format!("the guest reset by itself; its last words: {last}"),
-        Some(status) if status.code() == Some(ExitCode::Broken.of_qemu()) => {
+        Some(status) if status.code() == Some(BROKEN) => {
             format!("the guest broke and could not say why; its last words: {last}")
         }
         Some(status) if complaint.is_empty() => format!("QEMU ended with {status}; the guest's last words: {last}"),
         Some(status) => format!("QEMU ended with {status}: {complaint}"),
     };
     anyhow::anyhow!(why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hugemm_kernel::ExitCode;
+
+    /// The command is built without the kernel.
+    #[test]
+    fn the_kernel_is_as_it_is_said_to_be() {
+        assert_eq!((MAX_CPUS, MIN_MEMORY), (hugemm_kernel::MAX_CPUS, hugemm_kernel::MIN_MEMORY));
+        assert_eq!((LAST_WORDS, BROKEN), (hugemm_kernel::LAST_WORDS, ExitCode::Broken.of_qemu()));
+    }
 }

@@ -1,11 +1,11 @@
 //! The JSON lines of the reference kernel: read, checked for gaps, and gathered into rows.
 
+use crate::boot::machine::LAST_WORDS;
 use crate::document::Row;
 use crate::results::{self, Results};
 use crate::sides::figure;
 use crate::table;
 use anyhow::{Context, Result, bail};
-use hugemm_kernel::LAST_WORDS;
 use hugemm_workloads::record::Record;
 use serde::Deserialize;
 use serde_json::{Map, Value};

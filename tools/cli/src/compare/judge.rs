@@ -13,46 +13,23 @@ const T99: [f64; 30] = [
 /// From 120 degrees of freedom on; between 30 and 120 the quantile for 30 stands, which is on the safe side.
 const T99_MANY: f64 = 2.617;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// Worse beyond the threshold and the noise.
-    Worse,
-    /// Better beyond the threshold and the noise.
-    Better,
-    /// Beyond the noise, below the threshold.
-    Small,
-    /// Beyond the noise, and nobody knows which way is better.
-    Differs,
-    /// Measured once on a side, so the noise is unknown.
-    Once,
-    /// One side has no figure.
-    Absent,
-    /// Within the noise.
-    Same,
-}
-
-impl Verdict {
-    /// All of them, in the order of the summary.
-    pub const ALL: [Verdict; 7] = [
-        Verdict::Worse,
-        Verdict::Better,
-        Verdict::Small,
-        Verdict::Differs,
-        Verdict::Once,
-        Verdict::Absent,
-        Verdict::Same,
-    ];
-
-    pub fn words(self) -> &'static str {
-        match self {
-            Verdict::Worse => "worse",
-            Verdict::Better => "better",
-            Verdict::Small => "below the threshold",
-            Verdict::Differs => "differs",
-            Verdict::Once => "one run, not judged",
-            Verdict::Absent => "no figure",
-            Verdict::Same => "same",
-        }
+hugemm_workloads::named! {
+    /// How two figures differ, in the order of the summary.
+    Verdict {
+        /// Worse beyond the threshold and the noise.
+        Worse = "worse",
+        /// Better beyond the threshold and the noise.
+        Better = "better",
+        /// Beyond the noise, below the threshold.
+        Small = "below the threshold",
+        /// Beyond the noise, and nobody knows which way is better.
+        Differs = "differs",
+        /// Measured once on a side, so the noise is unknown.
+        Once = "one run, not judged",
+        /// One side has no figure.
+        Absent = "no figure",
+        /// Within the noise.
+        Same = "same",
     }
 }
 

@@ -18,22 +18,15 @@ const PLENTY: u64 = 32 * GIB;
 /// Locked memory that a recording of page allocations needs (`perf record -m 8M`, per CPU).
 const RECORDING: u64 = 8 * MIB;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
-    Ok,
-    /// Something cannot be measured, or worse than elsewhere.
-    Limits,
-    /// `make run` fails.
-    Blocks,
-}
-
-impl State {
-    pub fn word(self) -> &'static str {
-        match self {
-            State::Ok => "ok",
-            State::Limits => "limits",
-            State::Blocks => "BLOCKS",
-        }
+hugemm_workloads::named! {
+    /// What a check comes to.
+    State {
+        /// All is well.
+        Ok = "ok",
+        /// Something cannot be measured, or worse than elsewhere.
+        Limits = "limits",
+        /// `make run` fails.
+        Blocks = "BLOCKS",
     }
 }
 

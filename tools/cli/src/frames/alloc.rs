@@ -18,6 +18,7 @@ use hugemm_workloads::alloc_free::bulk::{self, Freeing};
 use hugemm_workloads::alloc_free::pairs::{self, PAIR, PIN, Pair};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
 use hugemm_workloads::record::Metric;
+use hugemm_workloads::words::Named;
 
 /// Most blocks that are freed at random where an allocator's time grows with the number of holes.
 const MOST_HOLES: u64 = 16_384;
@@ -58,7 +59,7 @@ struct Case {
 
 pub fn run(args: &Alloc) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
-    let threads = threads(args, &machine);
+    let threads = machine.or_doubling(&args.threads);
     let most = threads.iter().max().copied().unwrap_or(1);
     let largest = args.pairs.orders.iter().max().unwrap_or(Order::ZERO);
     machine.places(most as usize)?;
@@ -94,8 +95,7 @@ pub fn run(args: &Alloc) -> Result<()> {
             lines.extend(measure(&area, case, *threads, args, &bar)?);
         }
         let metrics = metrics(case.pattern);
-        results.tables.push((title(case), pivot(&lines, "", &["side"], "cpus", metrics)));
-        results.rows.extend(lines.iter().flat_map(|line| line.rows(metrics)));
+        results.add(title(case), pivot(&lines, "", &["side"], "cpus", metrics), &lines, metrics);
     }
     bar.finish_and_clear();
     results.remarks.extend(peers::note(args.measured.no_peers).map(str::to_owned));
@@ -116,17 +116,6 @@ fn pin(area: &Area<'_>) -> Result<f64> {
         }
         start.elapsed().as_nanos() as f64 / PINS as f64
     })?)
-}
-
-/// The user's numbers of CPUs, or the powers of two and all.
-fn threads(args: &Alloc, machine: &Machine) -> Vec<u32> {
-    if !args.threads.is_empty() {
-        return args.threads.clone();
-    }
-    let all = machine.topology.cpus.len() as u32;
-    let mut threads: Vec<u32> = (0..).map(|i| 1 << i).take_while(|n| *n < all).collect();
-    threads.push(all);
-    threads
 }
 
 #[derive(Clone, Copy)]
@@ -228,16 +217,9 @@ fn measure<'a>(
     }
     peers::each(args.measured.no_peers, &mut sides)?;
     let lines = alternate(sides.sides, args.measured.repeat(args.pairs.runs), bar)?;
-    let labels = [("pattern", name(case.pattern).into()), ("order", case.order.get().into()), ("cpus", threads.into())];
+    let labels =
+        [("pattern", case.pattern.name().into()), ("order", case.order.get().into()), ("cpus", threads.into())];
     Ok(labelled(lines, &labels))
-}
-
-fn name(pattern: Pattern) -> &'static str {
-    match pattern {
-        Pattern::Pair => "pair",
-        Pattern::Bulk => "bulk",
-        Pattern::Random => "random",
-    }
 }
 
 fn title(case: Case) -> String {
@@ -252,16 +234,15 @@ fn title(case: Case) -> String {
 pub fn of_guest(transcript: &Transcript) -> Results {
     let (pairs, pins): (Vec<_>, Vec<_>) =
         lines_of(transcript).into_iter().partition(|line: &Line<Pair>| line.label("pattern") == "pair");
-    let mut results =
-        Results { rows: pairs.iter().flat_map(|line| line.rows(&[PAIR])).collect(), ..Results::default() };
+    let mut results = Results::default();
+    results.record(&pins, &[PIN]);
     for line in &pins {
-        results.rows.extend(line.rows(&[PIN]));
         results.remarks.push(format!("A pin takes {:.1} ns here; each pair has two.", line.samples(&PIN).median()));
     }
     for lines in pairs.chunk_by(|a, b| a.number("order") == b.number("order")) {
         let Ok(order) = Order::new(lines[0].number("order") as u32) else { continue };
         let table = pivot(lines, "", &["side", "interrupts"], "cpus", &[PAIR]);
-        results.tables.push((title(Case { pattern: Pattern::Pair, order }), table));
+        results.add(title(Case { pattern: Pattern::Pair, order }), table, lines, &[PAIR]);
     }
     results
 }

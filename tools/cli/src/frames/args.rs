@@ -2,8 +2,8 @@
 
 use crate::measure::Repeat;
 use crate::options::{Common, Warmup};
-use clap::{Args, ValueEnum};
-use hugemm_workloads::options::{cpus, seconds};
+use clap::Args;
+use hugemm_workloads::options::{cpus, named, seconds};
 use hugemm_workloads::request;
 use hugemm_workloads::size::Size;
 
@@ -43,15 +43,16 @@ pub struct Free {
     pub measured: Measured,
 }
 
-/// What `hugemm bench alloc` does with blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Pattern {
-    /// One block, taken and freed at once.
-    Pair,
-    /// Many blocks taken, then freed, the last one first.
-    Bulk,
-    /// Many blocks taken, then freed in random order.
-    Random,
+hugemm_workloads::named! {
+    /// What `hugemm bench alloc` does with blocks.
+    Pattern {
+        /// One block, taken and freed at once.
+        Pair = "pair",
+        /// Many blocks taken, then freed, the last one first.
+        Bulk = "bulk",
+        /// Many blocks taken, then freed in random order.
+        Random = "random",
+    }
 }
 
 #[derive(Debug, Args)]
@@ -64,7 +65,7 @@ pub struct Alloc {
     #[arg(short, long, value_delimiter = ',', value_parser = cpus())]
     pub threads: Vec<u32>,
     /// What is done with them.
-    #[arg(short, long, value_enum, value_delimiter = ',', default_value = "pair,bulk,random")]
+    #[arg(short, long, value_delimiter = ',', default_value = "pair,bulk,random", value_parser = named::<Pattern>())]
     pub pattern: Vec<Pattern>,
     /// Blocks that each CPU takes before it frees them, unless pairs are measured; half of the memory at most.
     #[arg(long, default_value_t = 16_384, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]

@@ -66,8 +66,6 @@ pub fn run(args: &Churn) -> Result<()> {
     peers::each(args.no_peers, &mut sides)?;
     let Sides { done, left, .. } = sides;
     bar.finish_and_clear();
-    let rows = left.iter().flat_map(|line| line.rows(&LEFT)).chain(done.iter().flat_map(|line| line.rows(&DONE)));
-    let rows = rows.collect();
     let intro = format!(
         "{}, {} % in use: orders 0 to {} with random lifetimes, {} s each; the last requests are the same for all,\nand so is what is in \
          use then. How many extents can be allocated now without moving anything?",
@@ -77,11 +75,10 @@ pub fn run(args: &Churn) -> Result<()> {
         args.seconds
     );
     let remarks = peers::note(args.no_peers).map(str::to_owned).into_iter().collect();
-    let tables = vec![
-        ("What was done".to_owned(), sheet(&done, ("side", ""), &DONE)),
-        ("Extents left".to_owned(), pivot(&left, "", &["side"], "when", &LEFT[..2])),
-    ];
-    machine.show(Results { intro, tables, remarks, rows, ..Results::default() })
+    let mut results = Results { intro, remarks, ..Results::default() };
+    results.add("What was done", sheet(&done, &[("side", "")], &DONE), &done, &DONE);
+    results.add("Extents left", pivot(&left, "", &["side"], "when", &LEFT[..2]), &left, &LEFT);
+    machine.show(results)
 }
 
 struct Sides<'a> {

@@ -160,8 +160,7 @@ fn add(results: &mut Results, lines: &[Line<DividedBlocks>], held: &str) {
     let Some(first) = lines.first() else { return };
     let (order, n) = (first.number("order"), first.number("n"));
     let title = format!("Order {order}, {n} blocks of {} pages{held}", 1_u64 << order);
-    results.tables.push((title, sheet(lines, ("side", ""), &METRICS)));
-    results.rows.extend(lines.iter().flat_map(|line| line.rows(&METRICS)));
+    results.add(title, sheet(lines, &[("side", "")], &METRICS), lines, &METRICS);
 }
 
 fn way<'a, R>(name: &str, run: impl FnMut() -> Result<R> + 'a) -> Side<'a, R> {
@@ -183,9 +182,8 @@ fn claims_and_arrays(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &
             Metric::new("bench.free.claim", "ns", |it: &(Spent, Spent)| it.0.each()).column("claim, ns"),
             Metric::new("bench.free.claim_free", "ns", |it: &(Spent, Spent)| it.1.each()).column("free, ns"),
         ];
-        results.rows.extend(lines.iter().flat_map(|line| line.rows(&metrics)));
         let title = format!("{CLAIM_PAGES} particular frames claimed, and freed");
-        results.tables.push((title, sheet(&lines, ("side", ""), &metrics)));
+        results.add(title, sheet(&lines, &[("side", "")], &metrics), &lines, &metrics);
     }
     let count = ARRAY_PAGES.min(pages / 2);
     let ways = [
@@ -203,8 +201,7 @@ fn claims_and_arrays(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &
     });
     let lines = labelled(alternate(sides.into(), repeat, bar)?, &[("pages", count.into())]);
     let metrics = [Metric::new("bench.free.array", "ns per page", |it: &f64| *it).column("ns per page")];
-    results.rows.extend(lines.iter().flat_map(|line| line.rows(&metrics)));
     let title = format!("An array of {count} counted pages ({}), freed as vfree does", Size(count << PAGE_SHIFT));
-    results.tables.push((title, sheet(&lines, ("way", ""), &metrics)));
+    results.add(title, sheet(&lines, &[("way", "")], &metrics), &lines, &metrics);
     Ok(())
 }

@@ -9,31 +9,19 @@ use std::alloc::Layout;
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::Instant;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Work {
-    /// 256 pieces of 64 bytes taken, then freed, the last one first.
-    Fixed,
-    /// Of 4096 pieces, 16 bytes to 32 KiB and most of them small, a random one is replaced.
-    Mixed,
-    /// 256 pieces are taken and handed to the next CPU, which frees them.
-    HandOver,
-    /// A tree of 20 000 nodes of two sizes grows, and shrinks to a tenth in random order.
-    Tree,
-    /// Strings that grow byte by byte, doubling, to lengths up to 4 KiB, and are dropped: what programs do that allocate much.
-    Strings,
-}
-
-impl Work {
-    pub const ALL: [Work; 5] = [Work::Fixed, Work::Mixed, Work::HandOver, Work::Tree, Work::Strings];
-
-    pub const fn name(self) -> &'static str {
-        match self {
-            Work::Fixed => "fixed",
-            Work::Mixed => "mixed",
-            Work::HandOver => "hand over",
-            Work::Tree => "tree",
-            Work::Strings => "strings",
-        }
+hugemm_workloads::named! {
+    /// What each CPU does.
+    Work {
+        /// 256 pieces of 64 bytes taken, then freed, the last one first.
+        Fixed = "fixed",
+        /// Of 4096 pieces, 16 bytes to 32 KiB and most of them small, a random one is replaced.
+        Mixed = "mixed",
+        /// 256 pieces are taken and handed to the next CPU, which frees them.
+        HandOver = "hand over",
+        /// A tree of 20 000 nodes of two sizes grows, and shrinks to a tenth in random order.
+        Tree = "tree",
+        /// Strings that grow byte by byte, doubling, to lengths up to 4 KiB, and are dropped: what programs do that allocate much.
+        Strings = "strings",
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::options::{Calibration, Common, Warmup};
 use clap::{Args, Subcommand, ValueEnum, ValueHint};
+use hugemm_inspect::topology::parse_list;
 use hugemm_lease::memory_file::Page;
 use hugemm_lease::template::Template;
 use hugemm_workloads::options::runs;
@@ -255,16 +256,8 @@ impl FromStr for Cpus {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let help = || format!("'{text}' is no list of CPUs; write one as 0-3,8");
-        let mut cpus = Vec::new();
-        for part in text.split(',') {
-            let (first, last) = part.split_once('-').unwrap_or((part, part));
-            let (first, last): (usize, usize) = (first.parse().map_err(|_| help())?, last.parse().map_err(|_| help())?);
-            if first > last || last >= 1 << 16 {
-                return Err(help());
-            }
-            cpus.extend(first..=last);
-        }
-        Ok(Cpus(cpus))
+        let cpus = parse_list(text).ok().filter(|cpus| cpus.last().is_some_and(|last| *last < 1 << 16));
+        let cpus = cpus.ok_or_else(|| format!("'{text}' is no list of CPUs; write one as 0-3,8"))?;
+        Ok(Cpus(cpus.into_iter().map(|cpu| cpu as usize).collect()))
     }
 }

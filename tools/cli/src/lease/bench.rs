@@ -8,12 +8,13 @@ use super::restore::{self, Snapshot};
 use super::touch;
 use crate::document::Row;
 use crate::interference::lines_in;
-use crate::machine::Machine;
+use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
 use crate::options::Kind;
-use crate::results::Results;
+use crate::progress;
+use crate::results::{Line, Results};
+use crate::sides::{by_turns, pivot};
 use crate::stats::Samples;
-use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use hugemm_base::{CpuId, Never, PageSize};
 use hugemm_host::cpu::Host;
@@ -23,7 +24,10 @@ use hugemm_lease::client::{Connection, Lease};
 use hugemm_lease::status::{Counts, Status};
 use hugemm_lease::wire::{Answer, Forget, KeepAs, Request, Wish};
 use hugemm_workloads::chase::Chase;
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
+use hugemm_workloads::words::Named;
+use indicatif::ProgressBar;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::Signal;
@@ -38,82 +42,67 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How QEMU gets its memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
-    /// Its own, filled when the guest touches it, right after another start of the same: what nothing that fills can beat.
-    Off,
-    /// The same after a filling, which leaves the caches without QEMU: as no user of it alone has it.
-    OffAfterFilling,
-    /// Its own, filled by one thread before the machine starts.
-    OneThread,
-    /// The same by several.
-    Threads,
-    /// Leased; QEMU is told nothing, and replaced its file is. It is told to fill it, as libvirt tells it, and looks at each page.
-    Wrapper,
-    /// The same by the words of `Off`: what the lease alone costs.
-    WrapperOff,
-    /// Leased; QEMU is given a path of a process that holds it. Filled it is already, so `prealloc` is left out.
-    Path,
-    /// Leased; QEMU inherits the descriptor, and fills nothing either.
-    Descriptor,
-    /// Kept from the start before.
-    Kept,
-    /// Leased from a daemon that has nothing ready, as one on a full host: QEMU fills its own.
-    Empty,
+hugemm_workloads::named! {
+    /// How QEMU gets its memory, in the order in which the daemon's file is filled least often.
+    Way {
+        /// Its own, filled when the guest touches it, right after another start of the same: what nothing that fills can beat.
+        Off = "prealloc=off",
+        /// The same after a filling, which leaves the caches without QEMU: as no user of it alone has it.
+        OffAfterFilling = "prealloc=off, after a filling",
+        /// Its own, filled by one thread before the machine starts.
+        OneThread = "prealloc=on, 1 thread",
+        /// The same by several.
+        Threads = "prealloc=on, threads",
+        /// Leased from a daemon that has nothing ready, as one on a full host: QEMU fills its own.
+        Empty = "leased, nothing ready",
+        /// Leased; QEMU is told nothing, and replaced its file is. It is told to fill it, as libvirt tells it, and looks at each page.
+        Wrapper = "leased, wrapper",
+        /// The same by the words of `Off`: what the lease alone costs.
+        WrapperOff = "leased, wrapper, prealloc=off",
+        /// Leased; QEMU is given a path of a process that holds it. Filled it is already, so `prealloc` is left out.
+        Path = "leased, path",
+        /// Leased; QEMU inherits the descriptor, and fills nothing either.
+        Descriptor = "leased, descriptor",
+        /// Kept from the start before.
+        Kept = "kept, second start",
+    }
 }
 
-/// In the order in which the daemon's file is filled least often.
-const WAYS: [Way; 10] = [
-    Way::Off,
-    Way::OffAfterFilling,
-    Way::OneThread,
-    Way::Threads,
-    Way::Empty,
-    Way::Wrapper,
-    Way::WrapperOff,
-    Way::Path,
-    Way::Descriptor,
-    Way::Kept,
+/// Those that are to take hardly longer than without filling.
+const JUDGED: [Way; 4] = [Way::Wrapper, Way::WrapperOff, Way::Path, Way::Descriptor];
+
+/// One start: how long it took, and how many times as long as [`Way::Off`] in the same run.
+#[derive(Clone, Copy, Default)]
+struct Start {
+    ms: f64,
+    of_off: f64,
+}
+
+const READY: [Metric<Start>; 2] = [
+    Metric::new("bench.lease.exec_to_ready", "ms", |it: &Start| it.ms).column("ready, ms"),
+    Metric::new("bench.lease.vs_no_prealloc", "ratio", |it: &Start| it.of_off).column("of prealloc=off"),
 ];
-
-impl Way {
-    /// In the table and the JSON.
-    fn name(self) -> &'static str {
-        match self {
-            Way::Off => "prealloc=off",
-            Way::OffAfterFilling => "prealloc=off, after a filling",
-            Way::OneThread => "prealloc=on, 1 thread",
-            Way::Threads => "prealloc=on, threads",
-            Way::Wrapper => "leased, wrapper",
-            Way::WrapperOff => "leased, wrapper, prealloc=off",
-            Way::Path => "leased, path",
-            Way::Descriptor => "leased, descriptor",
-            Way::Kept => "kept, second start",
-            Way::Empty => "leased, nothing ready",
-        }
-    }
-
-    /// Whether it is to take hardly longer than without filling.
-    fn is_judged(self) -> bool {
-        matches!(self, Way::Wrapper | Way::WrapperOff | Way::Path | Way::Descriptor)
-    }
-
-    /// Whether its own filling is the most of its start.
-    fn is_slow(self) -> bool {
-        matches!(self, Way::OneThread | Way::Threads | Way::Empty)
-    }
-}
-
-/// Most measured runs of what takes many times as long as the rest, and differs little from run to run.
-const SLOW_RUNS: usize = 3;
+const PROGRAM: [Metric<f64>; 1] = [Metric::new("bench.lease.program", "ms", |ms| *ms).column("ms")];
+const RESTORED: [Metric<restore::Times>; 2] = [
+    Metric::new("bench.lease.restore_to_running", "ms", |it: &restore::Times| ms(it.running))
+        .column("guest answers, ms"),
+    Metric::new("bench.lease.restore_to_touched", "ms", |it: &restore::Times| ms(it.touched))
+        .column("has touched all, ms"),
+];
 
 /// A machine that fills its own by several threads, right after the pool was raised: pages that nothing has touched since the kernel
 /// found them. In a virtual machine the one below it may have to find them, too.
 const FIRST_USE: &str = "prealloc=on, threads, first use";
 
+pub(super) fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
 /// Under which name memory is kept.
 const KEPT: &str = "bench";
+
+/// Most runs of what takes seconds.
+const MOST_RESTORED: u32 = 3;
 
 /// What a neighbour uses of the cache that all CPUs share, and for how long it is looked at.
 const NEIGHBOUR: u64 = 16 << 20;
@@ -129,157 +118,65 @@ pub fn run(args: &BenchLease) -> Result<()> {
     measured
 }
 
+/// What all sizes came to.
+#[derive(Default)]
+struct Measured {
+    starts: Vec<Line<Start>>,
+    programs: Vec<Line<f64>>,
+    restored: Vec<Line<restore::Times>>,
+    /// What the daemons that clear have filled, and seconds of CPU time for each GiB of those that copy a template.
+    filled: Counts,
+    template_cpu: Samples,
+    /// How many times as long a neighbour took for a load while the last size was filled.
+    slowed: Option<Samples>,
+    /// A program that makes no memory, and its CPU time behind the filter, of that without.
+    filtered: Option<(&'static str, Samples)>,
+}
+
 fn measure(args: &BenchLease) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let threads = args.threads.map_or(machine.topology.cpus.len(), |threads| threads as usize);
     if let Err(error) = Command::new(&args.qemu).arg("--version").output() {
         bail!("{} cannot be run: {error}; name a QEMU with --qemu", args.qemu.display());
     }
-    let repeat = Repeat::new(args.runs, args.warmup.warmup);
-    let bar = progress::bar((args.sizes.len() * WAYS.len() * repeat.all()) as u64, machine.quiet());
-    let mut lines = table::new(["size", "memory", "ms", "± stdev", "of prealloc=off"]);
-    let (mut rows, mut filled) = (Vec::new(), Counts::default());
-    let (mut slowed, mut filtered) = (None, None);
-    let mut restores = table::new(["size", "memory", "guest answers, ms", "has touched all, ms"]);
-    let mut pins = Pins::new();
-    let mut template_cpu = Samples::default();
-    let mut programs = table::new(["size", "memory", "mapped, ms", "touched, ms"]);
-    let mut left_out = Vec::new();
+    let turns = args.sizes.len() * Way::ALL.len() * Repeat::new(args.runs, args.warmup.warmup).all();
+    let bar = progress::bar(turns as u64, machine.quiet());
+    let (mut measured, mut pins, mut left_out) = (Measured::default(), Pins::new(), Vec::new());
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
         // The machine's or the daemon's, never both.
-        let _pool = match HugetlbPool::new().ensure(PageSize::Size2M, bytes / PageSize::Size2M.bytes(), None) {
-            Ok(guard) => guard,
+        match HugetlbPool::new().ensure(PageSize::Size2M, bytes / PageSize::Size2M.bytes(), None) {
+            Ok(_pool) => of_size(args, &machine, bytes, threads, &mut measured, &mut pins, &bar)?,
             Err(error) => {
-                left_out.push(format!("not measured: {size}, which takes as much of the kernel's pool: {error}"));
-                continue;
-            }
-        };
-        bar.set_message(format!("{size}, {FIRST_USE}"));
-        let first_use = first_use(args, bytes, threads)?;
-        let bench = Bench::start(args, bytes, threads, &["--size", &bytes.to_string(), "--shape", &bytes.to_string()])?;
-        let mut times = vec![Samples::default(); WAYS.len()];
-        for run in 0..repeat.all() {
-            for i in 0..WAYS.len() {
-                interrupt::check()?;
-                let index = (i + run) % WAYS.len();
-                bar.set_message(format!("{size}, {}", WAYS[index].name()));
-                bar.inc(1);
-                if WAYS[index].is_slow() && times[index].runs() == SLOW_RUNS {
-                    continue;
-                }
-                let time = bench.once(WAYS[index])?;
-                if repeat.is_measured(run) {
-                    times[index].push(time.as_secs_f64() * 1e3);
-                }
+                left_out.push(format!("not measured: {size}, which takes as much of the kernel's pool: {error}"))
             }
         }
-        for (index, (way, times_of)) in WAYS.iter().zip(&times).enumerate() {
-            let ratio = times_of.per_run_ratio(&times[0]);
-            if way.is_judged() {
-                let row = Row::median("bench.lease.vs_no_prealloc", &ratio, "ratio").label("size", bytes);
-                rows.push(row.label("memory", way.name()));
-            }
-            lines.add_row([
-                if index == 0 { size.to_string() } else { String::new() },
-                way.name().to_owned(),
-                format!("{:.1}", times_of.median()),
-                format!("{:.1}%", times_of.stdev_percent()),
-                format!("{:.2} ×", ratio.median()),
-            ]);
-            let row = Row::median("bench.lease.exec_to_ready", times_of, "ms");
-            let row = row.label("size", bytes).label("memory", way.name());
-            rows.push(if *way == Way::Threads { row.label("threads", threads) } else { row });
-        }
-        let first = Samples::once(first_use.as_secs_f64() * 1e3);
-        let ratio = first.median() / times[0].median();
-        let cells = ["", FIRST_USE, &format!("{:.1}", first.median()), "one run", &format!("{ratio:.2} ×")];
-        lines.add_row(cells);
-        let row = Row::median("bench.lease.exec_to_ready", &first, "ms").label("size", bytes);
-        rows.push(row.label("memory", FIRST_USE).label("threads", threads));
-        let counts = bench.status()?.counts;
-        filled.filled_bytes += counts.filled_bytes;
-        filled.fill_ns += counts.fill_ns;
-        filled.fill_cpu_ns += counts.fill_cpu_ns;
-        for (leased, memory) in [(false, "its own"), (true, Way::Wrapper.name())] {
-            bar.set_message(format!("{size}, a program that maps {memory}"));
-            let mut times = [Samples::default(), Samples::default()];
-            for run in 0..repeat.all() {
-                for (touches, times) in [false, true].into_iter().zip(&mut times) {
-                    let time = bench.program(leased, touches)?;
-                    if repeat.is_measured(run) {
-                        times.push(time.as_secs_f64() * 1e3);
-                    }
-                }
-            }
-            let [mapped, touched] = times.each_ref().map(|times| format!("{:.1}", times.median()));
-            programs.add_row([size.to_string(), memory.to_owned(), mapped, touched]);
-            for (what, times) in ["mapped", "touched"].into_iter().zip(&times) {
-                let row = Row::median("bench.lease.program", times, "ms").label("size", bytes);
-                rows.push(row.label("memory", memory).label("until", what));
-            }
-        }
-        if machine.topology.cpus.len() > 1 {
-            bar.set_message(format!("{size}, a neighbour"));
-            slowed = Some(bench.neighbour(&machine)?);
-        }
-        if filtered.is_none() {
-            bar.set_message("a program that makes no memory");
-            filtered = Some(filter::cost(&bench.socket(), &bench.dir.dir, args.runs)?);
-        }
-        pins.measure(bytes, repeat.all(), Some(&bench), &bar)?;
-        drop(bench);
-        bar.set_message(format!("{size}, a snapshot"));
-        let dir = Scratch::new("snapshot")?;
-        let Some(snapshot) = Snapshot::make(&args.qemu, &dir.dir, bytes)? else { continue };
-        let template = format!("{}={}", snapshot.template().name, snapshot.template().path.display());
-        let bench = Bench::start(args, bytes, threads, &["--template", &template])?;
-        for memory in restore::Memory::ALL {
-            let (mut running, mut touched) = (Samples::default(), Samples::default());
-            for run in 0..repeat.all().min(SLOW_RUNS + 1) {
-                interrupt::check()?;
-                bar.set_message(format!("{size}, restored on {}", memory.name()));
-                bench.wait_until("the template is ready", || {
-                    let status = bench.status()?;
-                    Ok(status.leases.is_empty() && status.templates.iter().all(|template| template.ready))
-                })?;
-                let times =
-                    snapshot.restore(memory, bench.lease(&["--template", restore::NAME, "--require", "--"])?)?;
-                if run > 0 || repeat.all() == 1 {
-                    running.push(times.running.as_secs_f64() * 1e3);
-                    touched.push(times.touched.as_secs_f64() * 1e3);
-                }
-            }
-            let cells = [&running, &touched].map(|times| format!("{:.0}", times.median()));
-            let [answers, all] = cells;
-            restores.add_row([size.to_string(), memory.name().to_owned(), answers, all]);
-            for (metric, times) in
-                [("bench.lease.restore_to_running", running), ("bench.lease.restore_to_touched", touched)]
-            {
-                rows.push(Row::median(metric, &times, "ms").label("size", bytes).label("memory", memory.name()));
-            }
-        }
-        let counts = bench.status()?.counts;
-        template_cpu.push(counts.fill_cpu_ns as f64 / 1e9 / (counts.filled_bytes.max(1) as f64 / (1u64 << 30) as f64));
     }
     bar.finish_and_clear();
+    let Measured { starts, programs, restored, filled, template_cpu, slowed, filtered } = measured;
     if filled.filled_bytes == 0 {
         bail!("no size fits; name smaller ones with --sizes, or free memory ({})", left_out.join("; "));
     }
-    let gib = filled.filled_bytes as f64 / (1u64 << 30) as f64;
+    let mut results = Results { remarks: left_out, ..Results::default() };
+    let down = ["size", "memory"];
+    let title = format!("From exec to a machine that answers, {threads} threads; median of {} runs", args.runs);
+    results.add(title, pivot(&starts, "", &down, "", &READY), &starts, &READY[..1]);
+    let is_judged = |line: &&Line<Start>| JUDGED.iter().any(|way| line.label("memory") == way.name());
+    results.rows.extend(starts.iter().filter(is_judged).flat_map(|line| line.rows(&READY[1..])));
+    let title = "From exec of a program that does nothing else";
+    results.add(title, pivot(&programs, "", &down, "until", &PROGRAM), &programs, &PROGRAM);
+    let gib = filled.filled_bytes as f64 / GIB as f64;
     let (cpu, bandwidth) =
         (filled.fill_cpu_ns as f64 / 1e9 / gib, filled.filled_bytes as f64 / filled.fill_ns.max(1) as f64);
-    rows.push(Row::single("bench.lease.filled", gib, "GiB"));
-    rows.push(Row::single("bench.lease.fill_cpu_per_gib", cpu, "s"));
-    rows.push(Row::single("bench.lease.fill_bandwidth", bandwidth, "GB/s"));
-    let title = format!("From exec to a machine that answers, {threads} threads; median of {} runs", args.runs);
-    let mut remarks = left_out;
-    remarks.push(format!(
+    results.rows.push(Row::single("bench.lease.filled", gib, "GiB"));
+    results.rows.push(Row::single("bench.lease.fill_cpu_per_gib", cpu, "s"));
+    results.rows.push(Row::single("bench.lease.fill_bandwidth", bandwidth, "GB/s"));
+    results.remarks.push(format!(
         "filled meanwhile, and moved, not saved: {gib:.1} GiB, {cpu:.2} s of CPU time per GiB, at {bandwidth:.1} GB/s"
     ));
     if let Some(slowed) = &slowed {
-        rows.push(Row::median("bench.lease.neighbour_slowdown", slowed, "×"));
-        remarks.push(format!(
+        results.rows.push(Row::median("bench.lease.neighbour_slowdown", slowed, "×"));
+        results.remarks.push(format!(
             "a neighbour whose {} are in the shared cache took {:.2} ± {:.2} × as long for a load while the last size was filled",
             Size(NEIGHBOUR),
             slowed.median(),
@@ -287,22 +184,91 @@ fn measure(args: &BenchLease) -> Result<()> {
         ));
     }
     if let Some((program, cost)) = &filtered {
-        rows.push(Row::median("bench.lease.filter_cpu", cost, "ratio").label("program", *program));
+        results.rows.push(Row::median("bench.lease.filter_cpu", cost, "ratio").label("program", *program));
         let (median, stdev) = (cost.median(), cost.stdev());
-        remarks.push(format!("{program} took {median:.3} ± {stdev:.3} × its CPU time behind the filter"));
+        results.remarks.push(format!("{program} took {median:.3} ± {stdev:.3} × its CPU time behind the filter"));
     }
-    let mut results = Results::default();
-    results.tables.push((title, lines));
-    results.tables.push(("From exec of a program that does nothing else".to_owned(), programs));
-    pins.add_to(&mut results);
     if template_cpu.runs() > 0 {
-        rows.push(Row::median("bench.lease.template_cpu_per_gib", &template_cpu, "s"));
-        remarks.push(format!("a template took the daemon {:.2} s of CPU time per GiB", template_cpu.median()));
-        results.tables.push(("From exec to a guest that was saved".to_owned(), restores));
+        results.rows.push(Row::median("bench.lease.template_cpu_per_gib", &template_cpu, "s"));
+        let took = template_cpu.median();
+        results.remarks.push(format!("a template took the daemon {took:.2} s of CPU time per GiB"));
+        let title = "From exec to a guest that was saved";
+        results.add(title, pivot(&restored, "", &down, "", &RESTORED), &restored, &RESTORED);
     }
-    results.rows.splice(0..0, rows);
-    results.remarks.splice(0..0, remarks);
+    pins.add_to(&mut results);
     machine.show(results)
+}
+
+/// Everything with machines of one size, for which the kernel's pool has room.
+fn of_size(
+    args: &BenchLease,
+    machine: &Machine,
+    bytes: u64,
+    threads: usize,
+    measured: &mut Measured,
+    pins: &mut Pins,
+    bar: &ProgressBar,
+) -> Result<()> {
+    let repeat = Repeat::new(args.runs, args.warmup.warmup);
+    let line = |memory: &str| [("size", bytes.into()), ("memory", memory.into())];
+    bar.set_message(format!("{}, {FIRST_USE}", Size(bytes)));
+    let first_use = ms(first_use(args, bytes, threads)?);
+    let bench = Bench::start(args, bytes, threads, &["--size", &bytes.to_string(), "--shape", &bytes.to_string()])?;
+    let mut starts: Vec<Line<Start>> = Way::ALL.iter().map(|way| Line::new(line(way.name()))).collect();
+    by_turns(&mut starts, repeat, bar, |index| Ok(Start { ms: ms(bench.once(Way::ALL[index])?), ..Start::default() }))?;
+    starts.push(Line { runs: vec![Start { ms: first_use, ..Start::default() }], ..Line::new(line(FIRST_USE)) });
+    let off: Vec<f64> = starts[0].runs.iter().map(|start| start.ms).collect();
+    for line in &mut starts {
+        line.runs.iter_mut().zip(&off).for_each(|(start, off)| start.of_off = start.ms / off);
+        if line.label("memory").contains(Way::Threads.name()) {
+            line.labels.insert("threads".to_owned(), threads.into());
+        }
+    }
+    measured.starts.extend(starts);
+    let counts = bench.status()?.counts;
+    measured.filled.filled_bytes += counts.filled_bytes;
+    measured.filled.fill_ns += counts.fill_ns;
+    measured.filled.fill_cpu_ns += counts.fill_cpu_ns;
+    let own = [("its own", "mapped"), ("its own", "touched")];
+    let ways = [own, own.map(|(_, until)| (Way::Wrapper.name(), until))].concat();
+    let program = |(memory, until): &(&str, &str)| {
+        Line::new([("size", bytes.into()), ("memory", (*memory).into()), ("until", (*until).into())])
+    };
+    let mut programs: Vec<Line<f64>> = ways.iter().map(program).collect();
+    by_turns(&mut programs, repeat, bar, |index| {
+        Ok(ms(bench.program(index >= own.len(), ways[index].1 == "touched")?))
+    })?;
+    measured.programs.extend(programs);
+    if machine.topology.cpus.len() > 1 {
+        bar.set_message(format!("{}, a neighbour", Size(bytes)));
+        measured.slowed = Some(bench.neighbour(machine)?);
+    }
+    if measured.filtered.is_none() {
+        bar.set_message("a program that makes no memory");
+        measured.filtered = Some(filter::cost(&bench.socket(), &bench.dir.dir, args.runs)?);
+    }
+    pins.measure(bytes, repeat.all(), Some(&bench), bar)?;
+    drop(bench);
+    bar.set_message(format!("{}, a snapshot", Size(bytes)));
+    let dir = Scratch::new("snapshot")?;
+    let Some(snapshot) = Snapshot::make(&args.qemu, &dir.dir, bytes)? else { return Ok(()) };
+    let template = format!("{}={}", snapshot.template().name, snapshot.template().path.display());
+    let bench = Bench::start(args, bytes, threads, &["--template", &template])?;
+    let memories = restore::Memory::ALL;
+    let mut restored: Vec<_> = memories.iter().map(|memory| Line::new(line(memory.name()))).collect();
+    let few = Repeat::new(args.runs.min(MOST_RESTORED), args.warmup.warmup.min(1));
+    by_turns(&mut restored, few, bar, |index| {
+        bench.wait_until("the template is ready", || {
+            let status = bench.status()?;
+            Ok(status.leases.is_empty() && status.templates.iter().all(|template| template.ready))
+        })?;
+        snapshot.restore(memories[index], bench.lease(&["--template", restore::NAME, "--require", "--"])?)
+    })?;
+    measured.restored.extend(restored);
+    let counts = bench.status()?.counts;
+    let gib = counts.filled_bytes.max(1) as f64 / GIB as f64;
+    measured.template_cpu.push(counts.fill_cpu_ns as f64 / 1e9 / gib);
+    Ok(())
 }
 
 /// A directory that goes with this command, or, if that is killed, with the next: it is locked as long as it is somebody's.

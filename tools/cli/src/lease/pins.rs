@@ -2,28 +2,27 @@
 //! by a GPU's runtime where there is one.
 
 use super::args::BenchLease;
-use super::bench::Bench;
+use super::bench::{Bench, ms};
 use super::gpu::Gpu;
-use crate::document::Row;
-use crate::machine::Machine;
+use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
-use crate::results::Results;
-use crate::stats::Samples;
-use crate::{progress, table};
+use crate::progress;
+use crate::results::{Line, Results};
+use crate::sides::pivot;
 use anyhow::{Context, Result};
-use comfy_table::Table;
 use hugemm_base::PageSize;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::limits::Limits;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lease::memory_file::{MemoryFile, Page};
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
 use indicatif::ProgressBar;
 use io_uring::IoUring;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Which memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,11 +105,19 @@ enum By {
     Gpu(Gpu),
 }
 
-/// How long it took.
-struct Times {
-    pinned: Duration,
-    let_go: Duration,
+/// How many milliseconds it took to pin so many GiB, and to let go of them.
+struct Pin {
+    pinned: f64,
+    let_go: f64,
+    gib: f64,
 }
+
+const PINS: [Metric<Pin>; 4] = [
+    Metric::new("bench.lease.pin", "ms", |it: &Pin| it.pinned).column("ms"),
+    Metric::new("bench.lease.unpin", "ms", |it: &Pin| it.let_go).column("let go, ms"),
+    Metric::new("", "ms", |it: &Pin| it.pinned / it.gib).column("ms per GiB"),
+    Metric::new("", "ms", |it: &Pin| it.let_go / it.gib).column("let go, ms per GiB"),
+];
 
 impl By {
     fn name(&self) -> &str {
@@ -120,7 +127,9 @@ impl By {
         }
     }
 
-    fn pin(&self, region: &Region) -> Result<Times> {
+    fn pin(&self, region: &Region) -> Result<Pin> {
+        let pin =
+            |pinned, let_go| Pin { pinned: ms(pinned), let_go: ms(let_go), gib: region.bytes as f64 / GIB as f64 };
         match self {
             By::IoUring => {
                 const MOST: usize = 1 << 30;
@@ -135,14 +144,14 @@ impl By {
                 unsafe { ring.submitter().register_buffers(&parts) }.context("memory cannot be pinned (ulimit -l)")?;
                 let (pinned, from) = (from.elapsed(), Instant::now());
                 ring.submitter().unregister_buffers()?;
-                Ok(Times { pinned, let_go: from.elapsed() })
+                Ok(pin(pinned, from.elapsed()))
             }
             By::Gpu(gpu) => {
                 let from = Instant::now();
                 gpu.register(region.at, region.bytes)?;
                 let (pinned, from) = (from.elapsed(), Instant::now());
                 gpu.let_go(region.at)?;
-                Ok(Times { pinned, let_go: from.elapsed() })
+                Ok(pin(pinned, from.elapsed()))
             }
         }
     }
@@ -151,16 +160,14 @@ impl By {
 /// What all pins came to.
 pub(super) struct Pins {
     by: Vec<By>,
-    table: Table,
-    rows: Vec<Row>,
+    lines: Vec<Line<Pin>>,
     /// What could not be measured, and why.
     remarks: Vec<String>,
 }
 
 impl Pins {
     pub(super) fn new() -> Self {
-        let table = table::new(["size", "memory", "pinned by", "ms", "ms per GiB", "let go, ms per GiB"]);
-        let mut pins = Pins { by: vec![By::IoUring], table, rows: Vec::new(), remarks: Vec::new() };
+        let mut pins = Pins { by: vec![By::IoUring], lines: Vec::new(), remarks: Vec::new() };
         match Gpu::find() {
             Ok(Some(gpu)) => pins.by.push(By::Gpu(gpu)),
             Ok(None) => pins.remarks.push("no GPU runtime here (libcuda.so.1)".to_owned()),
@@ -177,39 +184,24 @@ impl Pins {
         bench: Option<&Bench<'_>>,
         bar: &ProgressBar,
     ) -> Result<()> {
-        for memory in Memory::ALL {
-            if bench.is_none() && memory.is_of_pool() {
-                continue;
-            }
+        for memory in Memory::ALL.into_iter().filter(|memory| bench.is_some() || !memory.is_of_pool()) {
             for by in &self.by {
-                bar.set_message(format!("{}, pins of {} by {}", Size(bytes), memory.name(), by.name()));
-                let (mut pinned, mut let_go) = (Samples::default(), Samples::default());
+                let (size, name) = (Size(bytes), memory.name());
+                bar.set_message(format!("{size}, pins of {name} by {}", by.name()));
+                let labels = [("size", bytes.into()), ("memory", name.as_str().into()), ("by", by.name().into())];
+                let mut line = Line::new(labels);
                 for _ in 0..runs {
                     interrupt::check()?;
                     match once(memory, bytes, by, bench) {
-                        Ok(times) => {
-                            pinned.push(times.pinned.as_secs_f64() * 1e3);
-                            let_go.push(times.let_go.as_secs_f64() * 1e3);
-                        }
+                        Ok(pin) => line.runs.push(pin),
                         Err(error) => {
-                            let (size, memory) = (Size(bytes), memory.name());
-                            self.remarks.push(format!("{size}, {memory}, not pinned by {}: {error:#}", by.name()));
+                            self.remarks.push(format!("{size}, {name}, not pinned by {}: {error:#}", by.name()));
                             break;
                         }
                     }
                 }
-                if pinned.runs() == 0 {
-                    continue;
-                }
-                let gib = bytes as f64 / (1u64 << 30) as f64;
-                let cells =
-                    [pinned.median(), pinned.median() / gib, let_go.median() / gib].map(|ms| format!("{ms:.2}"));
-                let [ms, per_gib, let_go_per_gib] = cells;
-                let (size, by) = (Size(bytes).to_string(), by.name().to_owned());
-                self.table.add_row([size, memory.name(), by.clone(), ms, per_gib, let_go_per_gib]);
-                for (metric, times) in [("bench.lease.pin", pinned), ("bench.lease.unpin", let_go)] {
-                    let row = Row::median(metric, &times, "ms").label("size", bytes).label("memory", memory.name());
-                    self.rows.push(row.label("by", by.as_str()));
+                if !line.runs.is_empty() {
+                    self.lines.push(line);
                 }
             }
         }
@@ -218,8 +210,8 @@ impl Pins {
 
     /// Its table, rows and remarks, behind others.
     pub(super) fn add_to(self, results: &mut Results) {
-        results.tables.push(("Pinned".to_owned(), self.table));
-        results.rows.extend(self.rows);
+        let table = pivot(&self.lines, "", &["size", "memory", "by"], "", &PINS);
+        results.add("Pinned", table, &self.lines, &PINS[..2]);
         results.remarks.extend(self.remarks);
     }
 }
@@ -246,7 +238,7 @@ pub(super) fn run(args: &BenchLease) -> Result<()> {
 }
 
 /// Takes `bytes` of such memory, has them pinned, and gives them back.
-fn once(memory: Memory, bytes: u64, by: &By, bench: Option<&Bench<'_>>) -> Result<Times> {
+fn once(memory: Memory, bytes: u64, by: &By, bench: Option<&Bench<'_>>) -> Result<Pin> {
     let len = usize::try_from(bytes)?;
     if memory == Memory::Leased {
         let lease = bench.context("no daemon")?.lend()?;

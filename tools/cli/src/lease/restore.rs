@@ -17,26 +17,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// On which memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Memory {
-    /// Leased, with the snapshot's bytes.
-    Template,
-    /// The snapshot's file, mapped privately, in the page cache.
-    Cached,
-    /// The same, read from its disk.
-    Cold,
-}
-
-impl Memory {
-    pub(super) const ALL: [Memory; 3] = [Memory::Template, Memory::Cached, Memory::Cold];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Memory::Template => "leased, template",
-            Memory::Cached => "file, page cache",
-            Memory::Cold => "file, cold",
-        }
+hugemm_workloads::named! {
+    /// On which memory.
+    Memory {
+        /// Leased, with the snapshot's bytes.
+        Template = "leased, template",
+        /// The snapshot's file, mapped privately, in the page cache.
+        Cached = "file, page cache",
+        /// The same, read from its disk.
+        Cold = "file, cold",
     }
 }
 
@@ -197,19 +186,8 @@ impl Machine {
         let (size, bytes) = (format!("{}M", snapshot.bytes >> 20), snapshot.bytes);
         let memory = format!("memory-backend-file,id=m,size={bytes},{memory}");
         let port = format!("socket,id=s,fd={}", theirs.as_raw_fd());
-        command.args([
-            "-M",
-            "pc,memory-backend=m",
-            "-accel",
-            "tcg",
-            "-cpu",
-            "max",
-            "-m",
-            &size,
-            "-nodefaults",
-            "-display",
-            "none",
-        ]);
+        command.args(["-M", "pc,memory-backend=m", "-accel", "tcg", "-cpu", "max", "-m", &size]);
+        command.args(["-nodefaults", "-display", "none"]);
         command.args(["-qmp", "stdio", "-chardev", &port, "-serial", "chardev:s", "-object", &memory, "-kernel"]);
         command.arg(snapshot.dir.join("guest")).args(more);
         let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());

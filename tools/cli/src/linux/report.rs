@@ -62,8 +62,7 @@ fn of_cells<R: Record>(cells: &[Cell], labels: impl Fn(&Line<R>) -> Vec<(&'stati
 /// The table and the rows of a metric's figures; a table is left out where there are none.
 fn add<R>(results: &mut Results, title: String, down: &[&str], lines: &[Line<R>], metrics: &[Metric<R>]) {
     if !lines.is_empty() {
-        results.tables.push((title, pivot(lines, "", down, "", metrics)));
-        results.rows.extend(lines.iter().flat_map(|line| line.rows(metrics)));
+        results.add(title, pivot(lines, "", down, "", metrics), lines, metrics);
     }
 }
 

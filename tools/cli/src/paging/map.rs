@@ -209,7 +209,7 @@ fn measured<W: MapperLoop>(host: &Host<'_>, way: &mut W, field: Field, flush: &d
 
 /// The figures of one size: the rows of both sides, and how many times as long the other takes.
 fn add(results: &mut Results, out: &mut Table, size: Size, lines: &[Line<Passed>]) {
-    results.rows.extend(lines.iter().flat_map(|line| line.rows(&METRICS)));
+    results.record(lines, &METRICS);
     for metric in &METRICS {
         let samples: Vec<Samples> = lines.iter().map(|line| line.samples(metric)).collect();
         let mut cells = vec![size.to_string(), metric.head.to_owned()];

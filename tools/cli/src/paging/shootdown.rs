@@ -14,6 +14,7 @@ use crate::machine::Machine;
 use crate::measure::Repeat;
 use crate::options::Common;
 use crate::options::Kind;
+use crate::paging::Costly;
 use crate::progress;
 use crate::results::{Line, Results};
 use crate::sides::{by_turns, pivot};
@@ -21,9 +22,9 @@ use crate::stand_in::StandIn;
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, CpuId, Invalidation, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, PAGE_BYTES, PageSize, TlbHw, VirtAddr, VirtRange};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
+use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET};
 use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_paging::{
     Counting, EditLock, FrameTables, Keep, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, UserSpace,
@@ -35,6 +36,7 @@ use hugemm_workloads::request;
 use hugemm_workloads::shootdown::{
     self, COUNTS, FromFrames, LONG_RUNS, Operation, POLICIES, PROBE, ShootdownRig, Shot, TIME, too_long,
 };
+use hugemm_workloads::words::Named;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 #[derive(Debug, Args)]
@@ -61,35 +63,11 @@ const TABLES: u64 = 8 << 20;
 
 const AT: VirtAddr = VirtAddr::new(1 << 40);
 
-/// Interrupts as the kernel sends them, and invalidations that take as long as its own.
-struct Costly {
-    interrupts: MembarrierIpi,
-    cost: FlushCost,
-}
-
-// SAFETY: no CPU walks the tables, so there is nothing to invalidate; an interrupted CPU is a thread that polls.
-unsafe impl TlbHw for Costly {
-    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
-        spin(match what.ranges.is_all() {
-            true => self.cost.all_ns + self.cost.refill_ns,
-            false => self.cost.page_ns * what.ranges.touched(what.stride) as f64,
-        });
-    }
-
-    fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
-        self.interrupts.interrupt(cpu, first, cpus, serve);
-    }
-
-    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
-
-    unsafe fn unload(&self, _cpu: CpuId) {}
-}
-
 pub fn run(args: &Shootdown) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let mut real = Vec::new();
     if !args.counted_only {
-        real = if args.cpus.is_empty() { doubling(machine.topology.cpus.len() as u32) } else { args.cpus.clone() };
+        real = machine.or_doubling(&args.cpus);
     }
     let most = real.iter().max().copied().unwrap_or(1) as usize;
     // Before anything is measured: whatever cannot be done is refused at once.
@@ -97,7 +75,7 @@ pub fn run(args: &Shootdown) -> Result<()> {
         true => None,
         false => {
             let interrupts = MembarrierIpi::register(most, machine.topology.cpus.len())?;
-            Some(Costly { interrupts, cost: FlushCost::measure().context("what a flush costs")? })
+            Some(Costly { interrupts: Some(interrupts), cost: FlushCost::measure().context("what a flush costs")? })
         }
     };
     let ways = args.ranges.pages.iter().count() * Operation::ALL.len() * POLICIES.len();
@@ -115,9 +93,8 @@ pub fn run(args: &Shootdown) -> Result<()> {
     bar.finish_and_clear();
     let mut results = results_of(&timed);
     let title = "Flushes and interrupts (IPIs) per operation, counted, not sent";
-    results.tables.push((title.to_owned(), pivot(&counted, HEAD, &DOWN[..3], "policy", &COUNTED)));
     // What was not sent took no time.
-    results.rows.extend(counted.iter().flat_map(|line| line.rows(&COUNTS)));
+    results.add(title, pivot(&counted, HEAD, &DOWN[..3], "policy", &COUNTED), &counted, &COUNTS);
     if let Some(Costly { cost, .. }) = &interrupts {
         let FlushCost { page_ns, all_ns, refill_ns } = *cost;
         results.intro = format!(
@@ -137,14 +114,6 @@ pub fn run(args: &Shootdown) -> Result<()> {
         }
     }
     machine.show(results)
-}
-
-/// 1, 2, 4, … and all.
-fn doubling(all: u32) -> Vec<u32> {
-    let mut numbers: Vec<u32> =
-        std::iter::successors(Some(1_u32), |n| n.checked_mul(2)).take_while(|n| *n < all).collect();
-    numbers.push(all.max(1));
-    numbers
 }
 
 /// Measures everything on `cpus` CPUs, of which the first `places.len()` are threads and the others are served for. Without `runs`
@@ -228,7 +197,7 @@ fn on_machine<H: TlbHw + Sync>(
             let mut all = Vec::new();
             for pages in args.ranges.pages.iter() {
                 let span = VirtRange::new(AT, pages * PAGE_BYTES)?;
-                for operation in Operation::ALL {
+                for &operation in Operation::ALL {
                     // Batched, it takes as long as its entries take.
                     let mut measured = POLICIES.len();
                     if pages > PROBE {
@@ -281,9 +250,8 @@ fn results_of(lines: &[Line<Shot>]) -> Results {
     let mut results = Results::default();
     if !lines.is_empty() {
         let title = "Time, flushes and interrupts (IPIs) per operation; real interrupts";
-        results.tables.push((title.to_owned(), pivot(lines, HEAD, &DOWN, "policy", &TIMED)));
-        results.rows.extend(lines.iter().flat_map(|line| line.rows(&[TIME])));
-        results.rows.extend(lines.iter().flat_map(|line| line.rows(&COUNTS)));
+        results.add(title, pivot(lines, HEAD, &DOWN, "policy", &TIMED), lines, &[TIME]);
+        results.record(lines, &COUNTS);
     }
     results
 }

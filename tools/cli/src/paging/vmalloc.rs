@@ -8,19 +8,18 @@ use crate::frames::area::AreaPlan;
 use crate::machine::Machine;
 use crate::measure::Repeat;
 use crate::options::{Common, Kind};
+use crate::paging::Costly;
 use crate::progress;
 use crate::results::{Line, Results};
 use crate::sides::{by_turns, pivot, sheet};
 use anyhow::{Context, Result};
 use clap::Args;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{
-    CpuCx, CpuId, Extent, Invalidation, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange,
-};
+use hugemm_base::{CpuCx, CpuId, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_frames::Plain;
 use hugemm_host::cpu::Host;
-use hugemm_inspect::flush_cost::{FlushCost, spin};
+use hugemm_inspect::flush_cost::FlushCost;
 use hugemm_kva::{Area, Kva, KvaParts, KvaSetup, Limits};
 use hugemm_paging::{
     EditLock, FrameTables, KernelSpace, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64,
@@ -28,6 +27,7 @@ use hugemm_paging::{
 use hugemm_workloads::options::bytes_from;
 use hugemm_workloads::request;
 use hugemm_workloads::vmalloc::{FREED, FREES, Freed, HELD, LOOPED, Looped, Rig, SIZES, Test, Way};
+use hugemm_workloads::words::Named;
 use std::marker::PhantomData;
 
 #[derive(Debug, Args)]
@@ -40,25 +40,6 @@ pub struct Vmalloc {
     pub size: Option<u64>,
     #[command(flatten)]
     pub common: Common,
-}
-
-/// Invalidations that take as long as the kernel's own.
-struct Costly(FlushCost);
-
-// SAFETY: no CPU walks the tables, so there is nothing to invalidate; there is one CPU.
-unsafe impl TlbHw for Costly {
-    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
-        spin(match what.ranges.is_all() {
-            true => self.0.all_ns + self.0.refill_ns,
-            false => self.0.page_ns * what.ranges.touched(what.stride) as f64,
-        });
-    }
-
-    fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {}
-
-    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
-
-    unsafe fn unload(&self, _cpu: CpuId) {}
 }
 
 struct OnHost<'m>(PhantomData<&'m ()>);
@@ -89,7 +70,7 @@ pub fn run(args: &Vmalloc) -> Result<()> {
     let (cpus, inboxes) = ([TlbCpu::default()], [AtomicU64::new(0)]);
     let cost = FlushCost::measure().context("what a flush costs")?;
     // SAFETY: the host's one CPU; the slices are used for nothing else.
-    let shootdown = unsafe { TlbShootdown::new(&cpus, &inboxes, Costly(cost)) }?;
+    let shootdown = unsafe { TlbShootdown::new(&cpus, &inboxes, Costly { interrupts: None, cost }) }?;
     let table: PageTable<X86_64, EditLock> = host
         .run_on(CpuId(0), |cx| {
             let half = VirtRange::new(VirtAddr::new(HALF), 1 << 39)?;
@@ -138,7 +119,7 @@ fn measure<'h>(
     let mut held: Vec<Option<Area>> = (0..HELD).map(|_| None).collect();
     let mut pages = vec![Extent::default(); (bytes / PAGE_BYTES) as usize];
     let repeat = Repeat::new(args.areas.runs, 1);
-    let ways: Vec<(u64, Way)> = SIZES.iter().flat_map(|size| Way::ALL.map(|way| (*size, way))).collect();
+    let ways: Vec<(u64, Way)> = SIZES.iter().flat_map(|size| Way::ALL.iter().map(|way| (*size, *way))).collect();
     let bar = progress::bar(((Test::ALL.len() + ways.len()) * repeat.all()) as u64, machine.quiet());
     let mut looped: Vec<_> = Test::ALL.iter().map(|test| Line::new([("test", test.name().into())])).collect();
     by_turns(&mut looped, repeat, &bar, |index| Ok(rig.run(cx, Test::ALL[index], args.areas.areas, &mut held)?))?;
@@ -154,10 +135,8 @@ fn measure<'h>(
 
 fn results_of(looped: &[Line<Looped>], freed: &[Line<Freed>]) -> Results {
     let mut results = Results::default();
-    results.tables.push(("Areas taken and freed".to_owned(), sheet(looped, ("test", "test"), &LOOPED)));
-    results.tables.push(("Areas freed".to_owned(), pivot(freed, "bytes", &["bytes"], "side", &FREED)));
-    results.rows.extend(looped.iter().flat_map(|line| line.rows(&LOOPED)));
-    results.rows.extend(freed.iter().flat_map(|line| line.rows(&FREED)));
+    results.add("Areas taken and freed", sheet(looped, &[("test", "test")], &LOOPED), looped, &LOOPED);
+    results.add("Areas freed", pivot(freed, "bytes", &["bytes"], "side", &FREED), freed, &FREED);
     results
 }
 

@@ -6,6 +6,7 @@ use crate::table;
 use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_host::accounting::Accounting;
 use hugemm_workloads::vm_host::{FramesUsed, RunPhase};
+use hugemm_workloads::words::Named;
 
 pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides: &[Side]) {
     let with_kernel = sides.contains(&Side::Kernel);
@@ -16,7 +17,7 @@ pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides:
         heads.extend(["this kernel", "as fast"]);
     }
     let mut lines = table::new(heads);
-    for phase in RunPhase::ALL {
+    for &phase in RunPhase::ALL {
         let of = |side| log.get(side, phase);
         let (Some(page), Some(cached), Some(ours)) = (of(Side::Page), of(Side::Cached), of(Side::Extent)) else {
             continue;
@@ -88,7 +89,7 @@ fn uses(log: &Log) {
     let mut heads = vec!["frames in use"];
     heads.extend(FramesUsed::default().each().map(|(of, _)| of));
     let mut lines = table::new(heads);
-    for phase in RunPhase::ALL {
+    for &phase in RunPhase::ALL {
         let Some(measured) = log.get(Side::Extent, phase) else { continue };
         let mut cells = vec![phase.name().to_owned()];
         cells.extend(measured.figures.used.each().map(|(_, frames)| frames.to_string()));

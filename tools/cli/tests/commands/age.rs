@@ -2,7 +2,7 @@
 
 use crate::support::{document, misused, rows};
 
-const SMALL: [&str; 10] = ["bench", "age", "--memory", "32M", "--seconds", "0.3", "--cpus", "1", "--procs", "3"];
+const SMALL: [&str; 10] = ["bench", "age", "--memory", "32M", "--seconds", "0.1", "--cpus", "1", "--procs", "3"];
 
 fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
     SMALL.into_iter().chain(more.iter().copied()).collect()

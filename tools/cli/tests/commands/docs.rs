@@ -150,6 +150,31 @@ fn floors_cost_what_the_page_says() {
     assert_eq!(floors, 5);
 }
 
+/// A target that `cargo test` passes over has nothing to run.
+#[test]
+fn what_is_not_tested_has_no_tests() {
+    let (mut found, mut wrong, sources) = (0, Vec::new(), files("rs"));
+    let has_examples = |source: &str| {
+        let fences = source.lines().filter_map(|line| line.trim().strip_prefix("//")?.get(1..)?.strip_prefix(" ```"));
+        fences.step_by(2).any(|language| language != "text")
+    };
+    for manifest in files("toml").into_iter().filter(|path| path.ends_with("Cargo.toml")) {
+        let (text, own) = (fs::read_to_string(&manifest).expect("readable"), manifest.with_file_name("src"));
+        for section in text.split("\n[").filter(|section| section.contains("test = false")) {
+            found += 1;
+            let (no_unit, no_doc) = (section.contains("\ntest = false"), section.contains("doctest = false"));
+            for path in sources.iter().filter(|path| path.starts_with(&own)) {
+                let (source, is_main) = (fs::read_to_string(path).expect("readable"), path.ends_with("src/main.rs"));
+                let has_unit = no_unit && source.contains("#[test]") && (section.starts_with("lib]") || is_main);
+                if has_unit || no_doc && has_examples(&source) {
+                    wrong.push(format!("{}, which {} leaves out", path.display(), manifest.display()));
+                }
+            }
+        }
+    }
+    assert!(found > 5 && wrong.is_empty(), "of {found} targets these have tests: {wrong:#?}");
+}
+
 /// Rust that a page shows can be pasted, and stands so in a source that is compiled and run: no page has an example of its own.
 #[test]
 fn examples_of_pages_stand_in_sources() {
@@ -231,8 +256,14 @@ fn commands_exist_and_have_the_options_that_are_shown() {
 
 #[test]
 fn the_checklist_names_what_is_there() {
-    let sources: Vec<(PathBuf, String)> =
-        files("rs").into_iter().map(|path| (path.clone(), fs::read_to_string(path).expect("readable"))).collect();
+    let names = |path: &Path| -> BTreeSet<String> {
+        let source = fs::read_to_string(path).expect("readable");
+        let after = ["fn ", "mod ", "#["].into_iter().flat_map(|before| source.split(before).skip(1));
+        after
+            .filter_map(|rest| Some(rest.split(|c: char| !c.is_alphanumeric() && c != '_').next()?.to_owned()))
+            .collect()
+    };
+    let sources: Vec<_> = files("rs").into_iter().map(|path| (names(&path), path)).collect();
     let text = fs::read_to_string(root().join("docs/checklist.md")).expect("readable");
     let (mut wrong, mut files, mut tests) = (Vec::new(), 0, 0);
     for span in spans(&text) {
@@ -245,16 +276,14 @@ fn the_checklist_names_what_is_there() {
         let in_file = |path: &Path| file.is_none_or(|file| path.ends_with(file));
         if file.is_some() {
             files += 1;
-            if !sources.iter().any(|(path, _)| in_file(path)) {
+            if !sources.iter().any(|(_, path)| in_file(path)) {
                 wrong.push(format!("no file: {span}"));
                 continue;
             }
         }
         if let Some(name) = name {
             tests += 1;
-            let stands =
-                |source: &str| ["fn ", "mod ", "#["].iter().any(|before| source.contains(&format!("{before}{name}")));
-            if !sources.iter().any(|(path, source)| in_file(path) && stands(source)) {
+            if !sources.iter().any(|(names, path)| in_file(path) && names.contains(*name)) {
                 wrong.push(format!("no such name: {span}"));
             }
         }

@@ -199,11 +199,9 @@ fn completions_and_pages_come_from_the_command_line_itself() {
 
 #[test]
 fn every_bench_can_be_repeated_and_warmed_up() {
-    let args = ["bench", "mem", "memset", "-s", "64MB", "--json"];
-    let with = |more: &[&str]| document(&[&args[..], more].concat());
-    for more in [&["--runs", "3", "--warmup", "0"][..], &["-l", "3", "--warmup", "2"]] {
-        let document = with(more);
-        assert_eq!(rows(&document, "clear.chunk")[0]["runs"], 3, "{more:?}");
+    for more in [["--runs", "3", "--warmup", "0"], ["-r", "3", "--warmup", "2"]] {
+        let document = document(&[&["bench", "map", "-s", "2MB", "--no-peers", "--json"][..], &more].concat());
+        assert_eq!(rows(&document, "bench.map.map")[0]["runs"], 3, "{more:?}");
     }
     misused(&["bench", "interference", "--warmup", "-1"], "-1 is not in 0..");
 }

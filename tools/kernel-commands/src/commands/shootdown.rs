@@ -17,6 +17,7 @@ use hugemm_kernel::{percpu, smp};
 use hugemm_paging::{PagingError, ShootdownPolicy};
 use hugemm_workloads::request::Shootdown;
 use hugemm_workloads::shootdown::{Operation, POLICIES, PROBE, Shot, too_long};
+use hugemm_workloads::words::Named;
 
 /// Where ranges are mapped.
 const START: u64 = 0x20_0000_0000;

@@ -9,6 +9,7 @@ use hugemm_kernel::memory::{frames, managed_bytes};
 use hugemm_kernel::{percpu, tlb};
 use hugemm_workloads::request::Vmalloc;
 use hugemm_workloads::vmalloc::{FREES, HELD, Rig, SIZES, Test, Way};
+use hugemm_workloads::words::Named;
 
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Vmalloc) -> Result<(), Failure> {
@@ -19,14 +20,14 @@ pub fn run(cx: Cx<'_>, args: &Vmalloc) -> Result<(), Failure> {
     let mut pages = vec_of((bytes / PAGE_BYTES) as usize, Extent::default)?;
     for run in 0..args.runs {
         progress(run.into(), args.runs.into(), "vmalloc");
-        for test in Test::ALL {
+        for &test in Test::ALL {
             percpu::beat();
             let looped = rig.run(cx, test, args.areas, &mut held)?;
             record(&looped, &[("test", (&test.name()).into())]);
         }
         for size in SIZES {
             let count = (bytes / size).clamp(1, HELD as u64) as usize;
-            for way in Way::ALL {
+            for &way in Way::ALL {
                 percpu::beat();
                 let freed = rig.free(cx, (size, way), args.areas.min(FREES), &mut held[..count], &mut pages)?;
                 record(&freed, &[("bytes", size.into()), ("side", (&way.name()).into())]);

@@ -243,11 +243,13 @@ pub struct Shape {
     pub stale: bool,
     /// Whether the CPUs demand break-before-make.
     pub breaks: bool,
+    /// So many frames into a span the memory begins, and each node but the first; so many before the end of one it ends.
+    pub cut: u64,
 }
 
 impl Shape {
     pub fn spans(spans: u64) -> Self {
-        Shape { nodes: vec![spans], policy: OptimizerPolicy::default(), stale: true, breaks: false }
+        Shape { nodes: vec![spans], policy: OptimizerPolicy::default(), stale: true, breaks: false, cut: 0 }
     }
 }
 
@@ -342,34 +344,37 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         ModelTlbs { breaks: shape.breaks, ..ModelTlbs::new(shape.stale) },
         Keep,
     );
-    for span in 0..spans {
+    let descriptors = extent((BASE + shape.cut).next_multiple_of(512), spans * 512);
+    for (span, frame) in (0..spans).zip((descriptors.base().get()..).step_by(512)) {
         // SAFETY: nothing is mapped or running yet.
-        unsafe {
-            map.set(VirtAddr::new(first.get() + (span << 21)), Mapped::Whole(Pfn::new(BASE + span * 512)));
-        }
+        unsafe { map.set(VirtAddr::new(first.get() + (span << 21)), Mapped::Whole(Pfn::new(frame))) };
     }
-    let mut base = BASE;
+    let (mut base, end) = (BASE + shape.cut, all.end().get() - shape.cut);
     let mut specs = Vec::new();
     let mut areas = Vec::new();
     for (node, spans) in shape.nodes.iter().enumerate() {
-        let part = extent(base, spans * SPAN);
+        let part = extent(base, (end - base).min(spans * SPAN));
         let at = VirtAddr::new(ORIGIN + base * 64);
         let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(at.get() as usize));
         specs.push(ArenaSpec { extent: part, node: NodeId(node as u32), descriptors: array });
         // SAFETY: that is where the allocator is told its descriptors are.
         areas.push(unsafe { PoolArena::new(part, NodeId(node as u32)).with_descriptors(at) });
-        base += spans * SPAN;
+        base = part.end().get();
     }
-    let config = FramesConfig::new(&specs, CPUS as u32);
+    // The last CPU is on the last node.
+    let mut on = [NodeId(0); CPUS];
+    on[CPUS - 1] = NodeId(shape.nodes.len() as u32 - 1);
+    let config = FramesConfig::new(&specs, CPUS as u32).on_nodes(&on);
     let layout = Frames::<Soft<'_, NoFaults>>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
     // SAFETY: zeroed, large enough, used once; the descriptors are reached through the map.
     let frames =
         unsafe { Frames::new(&config, Soft { map: &map, inject }, metadata.ptr(), metadata.bytes()) }.expect("valid");
     let threads = Threads::new(());
-    let descriptors = extent(BASE, spans * 512);
-    // SAFETY: once; the memory is the machine's.
-    unsafe { frames.release(&threads.cx(), Dirty::assume_owned(all)) };
+    for spec in &specs {
+        // SAFETY: once; the memory is the machine's.
+        unsafe { frames.release(&threads.cx(), Dirty::assume_owned(spec.extent)) };
+    }
     let _ = frames.take_range(&threads.cx(), descriptors).expect("free").into_extent();
     let tails: Vec<Tail> = shape.nodes.iter().map(|_| Tail::default()).collect();
     // SAFETY: the frames behind the descriptors were claimed for them; it is the only optimizer of the map.

@@ -180,6 +180,14 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         }
     }
 
+    /// Who asks what has been used changes nothing of it.
+    pub(super) fn working_set(&mut self, cx: &mut Cx<'_, 'h>) {
+        let process = self.process.clone();
+        let (_, part) = self.any_part();
+        let used = self.test.world.vm.test_and_clear_young(cx, &process.space, span_of(&part), |_| ());
+        self.test.did("found used", used.expect("in the space"));
+    }
+
     /// No CPU can use these pages so any more, whatever its TLB has kept.
     fn is_in_no_tlb(&self, process: &Process<'v, 'h, F>, pages: impl Iterator<Item = u64>, access: MmuAccess) {
         let world = self.test.world;

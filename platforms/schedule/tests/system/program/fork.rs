@@ -77,11 +77,13 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         stores: &[(Option<u32>, u64, u64)],
         pinned: Option<&Process<'_, 'h, F>>,
     ) {
-        let by_devices: BTreeSet<u64> = stores.iter().filter(|store| store.0.is_none()).map(|store| store.1).collect();
+        // Zeroes were there before, perhaps.
+        let unsure = |store: &&(Option<u32>, u64, u64)| store.0.is_none() || store.2 == 0;
+        let unsure: BTreeSet<u64> = stores.iter().filter(unsure).map(|store| store.1).collect();
         for cpu in 0..=CPUS {
             let own: Vec<(u64, u64)> =
                 stores.iter().filter(|store| store.0 == Some(cpu)).map(|store| (store.1, store.2)).collect();
-            let places: BTreeSet<u64> = own.iter().map(|store| store.0).filter(|at| !by_devices.contains(at)).collect();
+            let places: BTreeSet<u64> = own.iter().map(|store| store.0).filter(|at| !unsure.contains(at)).collect();
             let (mut least, mut most) = (0, own.len());
             for at in places {
                 let changed = self.process.book.borrow().changes(area_of(at).page(at)).begun > 0;

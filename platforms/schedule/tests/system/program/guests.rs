@@ -36,7 +36,8 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             self.guest_loads(cx, &process, at);
             return;
         }
-        self.storing(&process, at, |program, value| {
+        let value = self.test.next_value();
+        self.storing(&process, at, value, |program| {
             let Some(frame) = translated(world, cx, &process, at, true)? else { return Ok(false) };
             world.device_put(frame, at & 0xfff, value);
             program.test.did("stored by guests", 1);

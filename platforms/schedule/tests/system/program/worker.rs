@@ -23,6 +23,11 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
                 10 => pager.lru(node).expect("one").set_policy(cx, LruPolicy::ALL[random.below(2) as usize]),
                 11 => world.resize_pool(cx, random.below(4)),
                 12 => self.come_and_go(cx),
+                13 => {
+                    let worker = ZeroWorker::new(world.vm.clearer(), PageSize::Size4K, 100);
+                    let turn = world.vm.zero_ahead(cx, &worker, &Never);
+                    self.did("zeroed ahead", u64::from(matches!(turn, ZeroTurn::Cleared { .. })));
+                }
                 _ => (0..200).for_each(|_| point()),
             }
             cx.cond_resched();
@@ -37,7 +42,7 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
             progress();
         }
         let in_pieces: u64 = self.world.store.usage(cx).map(|class| class.used).sum();
-        self.did("kept whole", Swap::stats(self.world.store, cx).pages.saturating_sub(in_pieces));
+        self.did("compressed", in_pieces);
     }
 
     /// Pages that programs use are away for a while, and come back there or elsewhere: those that somebody wishes, or some.
