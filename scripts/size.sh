@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What hugemm adds to a kernel's text: the code of two small kernels by crate, with fat LTO, at opt-level 3 and s. Code that is inlined
-# counts for the function that it went into, so a crate's share is what would go without it, as nearly as symbols tell.
+# counts for the function that it went into, and code of the standard library for the crate whose types it was made for (v0 symbols say
+# so), so a crate's share is what would go without it, as nearly as symbols tell.
 #
 #   scripts/size.sh            one line per kernel and level
 set -euo pipefail
@@ -8,7 +9,8 @@ cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}/size
 for level in 3 s; do
     CARGO_PROFILE_RELEASE_LTO=fat CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1 CARGO_PROFILE_RELEASE_OPT_LEVEL=$level \
-        CARGO_PROFILE_RELEASE_PANIC=abort "${CARGO:-cargo}" build --quiet --locked --release --target x86_64-unknown-none \
+        CARGO_PROFILE_RELEASE_PANIC=abort "${CARGO:-cargo}" build --quiet --locked --release \
+        --target x86_64-unknown-none --config 'target.x86_64-unknown-none.rustflags=["-Csymbol-mangling-version=v0"]' \
         --target-dir "$target" -p hugemm-example-ring0 -p hugemm-example-two-cpus
     for kernel in ring0 two-cpus; do
         nm --demangle --print-size --radix=d "$target/x86_64-unknown-none/release/hugemm-example-$kernel" |

@@ -27,7 +27,7 @@ mod position;
 mod runs;
 
 pub(crate) use position::{Blocks, Pages, Position};
-pub(crate) use runs::{count_runs, every, first_pages, first_run, runs_in, spans};
+pub(crate) use runs::{count_runs, every, first_run, runs_in, spans};
 
 use core::marker::PhantomData;
 use hugemm_base::sync::{AtomicU64, Ordering};

@@ -12,15 +12,13 @@ use hugemm_base::lock::LockGuard;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuPin, Extent, NodeId, Pfn};
 
+/// A node whose lock is held, and its counts.
+type Round<'a, 'm, E> = (&'a Node<'m, <E as Env>::Lock>, LockGuard<'a, <E as Env>::Lock, FreeLists>);
+
 impl<'m, E: Env> Frames<'m, E> {
     /// Runs `f` under a node's lock: one lock round. Frees what was deferred first.
     pub(crate) fn with_node<R>(&self, pin: CpuPin<'_>, node: NodeId, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
-        let owner = self.node(node)?;
-        if let Some(own) = self.own(pin) {
-            own.forget_lowest();
-        }
-        let mut lists = owner.lists.lock(pin);
-        Some(self.round(owner, &mut lists, f))
+        Some(self.round(self.begin(pin, node, true)?, f))
     }
 
     /// The same if nobody holds the lock; never waits.
@@ -30,23 +28,24 @@ impl<'m, E: Env> Frames<'m, E> {
         node: NodeId,
         f: impl FnOnce(&mut FreeLists) -> R,
     ) -> Option<R> {
+        Some(self.round(self.begin(pin, node, false)?, f))
+    }
+
+    /// Begins a lock round. One copy of it, for all that is done in one.
+    #[inline(never)]
+    fn begin<'a>(&'a self, pin: CpuPin<'a>, node: NodeId, wait: bool) -> Option<Round<'a, 'm, E>> {
         let owner = self.node(node)?;
-        let mut lists = owner.lists.try_lock(pin)?;
+        let mut lists = if wait { owner.lists.lock(pin) } else { owner.lists.try_lock(pin)? };
         if let Some(own) = self.own(pin) {
             own.forget_lowest();
         }
-        Some(self.round(owner, &mut lists, f))
+        lists.begin_round();
+        self.free_deferred(owner, &mut lists);
+        Some((owner, lists))
     }
 
-    fn round<R>(
-        &self,
-        owner: &Node<'_, E::Lock>,
-        lists: &mut LockGuard<'_, E::Lock, FreeLists>,
-        f: impl FnOnce(&mut FreeLists) -> R,
-    ) -> R {
-        lists.begin_round();
-        self.free_deferred(owner, lists);
-        let result = f(lists);
+    fn round<R>(&self, (owner, mut lists): Round<'_, 'm, E>, f: impl FnOnce(&mut FreeLists) -> R) -> R {
+        let result = f(&mut lists);
         // Relaxed: a hint.
         let zero = lists.has_zero().into();
         if owner.zero_hint.load(Ordering::Relaxed) != zero {

@@ -13,7 +13,7 @@
 //! is under the node's lock, and nothing is to be undone: what is out of date does not agree.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_region};
-use crate::blockmap::{Pages, Position, WORDS, first_pages};
+use crate::blockmap::{Pages, Position, WORDS, first_run};
 use crate::frames::{Env, Frames};
 use crate::free2m::Sought;
 use crate::free4k::{Place, kind};
@@ -80,7 +80,7 @@ impl<'m, E: Env> Frames<'m, E> {
                                 room = without(room, half);
                             }
                         }
-                        let index = first_pages(order, &room)?;
+                        let index = first_run(order, &room)?;
                         Some(Place { arena, near, index, room })
                     })
                 });
@@ -107,7 +107,7 @@ impl<'m, E: Env> Frames<'m, E> {
             && block.mobility() == mobility
             && block.takers.of(half) == Some(own.number);
         let room = (0..HALVES).filter(|other| *other != half).fold(block.room(sought), without);
-        let index = first_pages(order, &room).filter(|_| ours)?;
+        let index = first_run(order, &room).filter(|_| ours)?;
         Some(Place { arena, near, index, room })
     }
 }

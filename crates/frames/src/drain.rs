@@ -138,7 +138,8 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Gives back a part of what is due, in [`ROUNDS_PER_PIN`](crate::ROUNDS_PER_PIN) lock rounds at most; false if there was none. The
-    /// caller is pinned to that CPU, or it runs nothing.
+    /// caller is pinned to that CPU, or it runs nothing. One copy of it, for all who wait for something.
+    #[inline(never)]
     fn give_back(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, due: Due) -> bool {
         let due = if own.mailbox.pending() { Due::All } else { due };
         if due == Due::Nothing {

@@ -107,9 +107,19 @@ impl Batch {
 /// Free 2 MiB blocks in a row.
 struct FreeRun<'m> {
     arena: &'m Arena<'m>,
+    region: &'m Region,
     /// The region's first frame.
     base: Pfn,
     index: Position<Blocks>,
+    /// The content that was looked for.
+    sought: Sought,
+}
+
+impl FreeRun<'_> {
+    /// The first frame.
+    fn pfn(&self) -> Pfn {
+        self.index.pfn(self.base)
+    }
 }
 
 impl<'m, E: Env> Frames<'m, E> {
@@ -201,33 +211,18 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// What `find` makes of the lowest region that has a run, in the first of the node's places that has one; of several ways to look, the
-    /// first that finds what `fits`. `None` from `find` says that there is no run, which is remembered.
-    fn seek<R>(
-        &self,
-        lists: &FreeLists,
-        log: u32,
-        ways: &[Way],
-        find: impl Fn(Sought, &'m Arena<'m>, &'m Region, Pfn) -> Option<R>,
-        fits: impl Fn(&R) -> bool,
-    ) -> Option<R> {
-        self.places(lists).find_map(|places| {
-            ways.iter().find_map(|way| {
-                let found =
-                    self.seek_in(lists, &places, log, *way, |arena, region, base| find(way.0, arena, region, base));
-                found.filter(&fits)
-            })
-        })
+    /// The lowest run of 2^`log` times 2 MiB below a frame, in the first of the node's places that has one: the first that one of several
+    /// ways to look finds.
+    fn seek(&self, lists: &FreeLists, log: u32, ways: &[Way], limit: Pfn) -> Option<FreeRun<'m>> {
+        let fits = |run: &FreeRun<'_>| run.pfn().get() + (1 << (BLOCK_ORDER + log)) <= limit.get();
+        self.places(lists)
+            .find_map(|places| ways.iter().find_map(|way| self.seek_in(lists, &places, log, *way).filter(fits)))
     }
 
-    fn seek_in<R>(
-        &self,
-        lists: &FreeLists,
-        places: &Places<'m>,
-        log: u32,
-        (sought, where_broken): Way,
-        find: impl Fn(&'m Arena<'m>, &'m Region, Pfn) -> Option<R>,
-    ) -> Option<R> {
+    /// The same in one place. That a region has no run is remembered. One copy of it, for all who look.
+    #[inline(never)]
+    fn seek_in(&self, lists: &FreeLists, places: &Places<'m>, log: u32, way: Way) -> Option<FreeRun<'m>> {
+        let (sought, where_broken) = way;
         let row = SMALL_KINDS + sought.row(log);
         while !lists.is_spent() {
             let number = match where_broken {
@@ -235,8 +230,8 @@ impl<'m, E: Env> Frames<'m, E> {
                 false => places.rows.first(row)?,
             };
             let (arena, region, base) = places.at(number)?;
-            if let Some(found) = find(arena, region, base) {
-                return Some(found);
+            if let Some(index) = first_run(log, &core::array::from_fn(|at| region.available(at, sought))) {
+                return Some(FreeRun { arena, region, base, index, sought });
             }
             // No run of this order, so none of a larger one.
             clear_rows(arena, region, number, sought.rows() & u64::MAX << sought.row(log));
@@ -247,11 +242,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The number of the lowest region that is broken, and has dirty 2 MiB free.
     pub(crate) fn lowest_broken(&self, lists: &FreeLists) -> Option<usize> {
-        let number = |sought, arena: &'m Arena<'m>, region: &'m Region, base: Pfn| {
-            let base = base.max(arena.extent.base());
-            (0..WORDS).any(|at| region.available(at, sought) != 0).then(|| arena.region_number(base))
-        };
-        self.seek(lists, 0, &DIRTY_FIRST[..1], number, |_| true)
+        let run = self.seek(lists, 0, &DIRTY_FIRST[..1], Pfn::LIMIT)?;
+        Some(run.arena.region_number(run.pfn()))
     }
 
     /// Whether a run of an order above that of 2 MiB, below a frame, has no more than so many frames in use; of regions from number `from`
@@ -293,18 +285,14 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Takes the lowest run of 2^`log` times 2 MiB below a frame: the first that one of several ways to look finds.
     pub(crate) fn take_2m(&self, lists: &mut FreeLists, log: u32, ways: &[Way], limit: Pfn) -> Option<Taken> {
-        let find = |sought, arena, region: &'m Region, base| {
-            first_run(log, |at| region.available(at, sought)).map(|index| FreeRun { arena, base, index })
-        };
-        let fits = |run: &FreeRun<'_>| run.index.pfn(run.base).get() + (1 << (BLOCK_ORDER + log)) <= limit.get();
-        let FreeRun { arena, base, index } = self.seek(lists, log, ways, find, fits)?;
+        let FreeRun { arena, region, base, index, .. } = self.seek(lists, log, ways, limit)?;
         let mut zero = true;
         for (at, bits) in spans(index, 1 << log) {
             zero &= take_word(lists, arena, Position::<Blocks>::in_word(at, 0).pfn(base), bits, false) == bits;
         }
         lists.pages -= 1 << (BLOCK_ORDER + log);
         if log != 0 {
-            arena.region(base).starts.merge(index, log);
+            region.starts.merge(index, log);
         }
         Some(Taken { pfn: index.pfn(base), zero })
     }
@@ -314,14 +302,11 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn take_many_2m(&self, lists: &mut FreeLists, want: u64) -> [Batch; BATCHES] {
         let mut batches = [Batch::default(); BATCHES];
         let mut left = want;
-        let find = |sought, arena, region: &'m Region, base| {
-            let found = (0..WORDS).map(|at| (at, region.available(at, sought))).find(|(_, word)| *word != 0);
-            found.map(|(at, word)| (arena, word, Position::<Blocks>::in_word(at, 0).pfn(base)))
-        };
         for batch in &mut batches {
-            let found = if left == 0 { None } else { self.seek(lists, 0, &DIRTY_FIRST, find, |_| true) };
-            let Some((arena, word, base)) = found else { break };
-            let blocks = lowest(word, left);
+            let found = if left == 0 { None } else { self.seek(lists, 0, &DIRTY_FIRST, Pfn::LIMIT) };
+            let Some(FreeRun { arena, region, base, index, sought }) = found else { break };
+            let blocks = lowest(region.available(index.word(), sought), left);
+            let base = Position::<Blocks>::in_word(index.word(), 0).pfn(base);
             let count = u64::from(blocks.count_ones());
             *batch = Batch { base, blocks, zero: take_word(lists, arena, base, blocks, false) };
             lists.pages -= count << BLOCK_ORDER;

@@ -21,7 +21,7 @@
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
 use crate::bits::{RUNS, descending, lowest};
 use crate::blockmap::{
-    Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_pages, runs_in, spans,
+    Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans,
 };
 use crate::frames::{Env, Frames};
 use crate::free2m::{DIRTY_FIRST, Sought, Way, ZERO};
@@ -74,6 +74,7 @@ const fn freed_as(zero: bool) -> Sought {
 }
 
 /// Orders up to that of the largest run in a word.
+#[inline(never)]
 fn end_in(word: u64) -> u32 {
     // Without branches: nobody could predict them.
     let (mut runs, mut end) = (word, u32::from(word != 0));
@@ -87,7 +88,7 @@ fn end_in(word: u64) -> u32 {
 
 /// The largest order of runs in 2 MiB plus 1, 0 if there is none.
 fn end_of(room: &[u64; WORDS]) -> u32 {
-    let whole = |order: u32| first_pages(order, room).is_some();
+    let whole = |order: u32| first_run::<Pages>(order, room).is_some();
     match room.iter().map(|word| end_in(*word)).max() {
         Some(7) => 7 + u32::from(whole(7)) + u32::from(whole(8)),
         end => end.unwrap_or(0),
@@ -340,18 +341,7 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         sought: Sought,
     ) -> Option<(usize, Position<Blocks>)> {
-        let at = |kind: usize| {
-            while !lists.is_spent() {
-                let number = places.rows.first(kind)?;
-                if let Some(at) = places.at(number)?.1.has[kind].first(|word| word) {
-                    return Some((number, at));
-                }
-                places.rows.put(kind, number, false);
-                lists.looked_in_vain();
-            }
-            None
-        };
-        (order..BLOCK_ORDER).filter_map(|order| at(kind(mobility, sought, order))).min()
+        (order..BLOCK_ORDER).filter_map(|order| lowest_of(lists, places, kind(mobility, sought, order))).min()
     }
 
     /// The lowest run of an order below a frame, and the number of its region.
@@ -387,7 +377,7 @@ impl<'m, E: Env> Frames<'m, E> {
             // What was freed as a whole since may have been divided for the other mobility.
             if !region.isolated.get(at) && block.mobility() == mobility {
                 let room = block.room(sought);
-                if let Some(index) = first_pages(order, &room) {
+                if let Some(index) = first_run(order, &room) {
                     return Some((number, Place { arena, near, index, room }));
                 }
                 end = end_of(&room);
@@ -451,6 +441,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Fresh 2 MiB.
+    #[inline(never)]
     fn fresh(&self, lists: &mut FreeLists, mobility: Mobility, ways: &[Way], limit: Pfn) -> Option<Place<'m>> {
         let taken = self.take_2m(lists, 0, ways, limit)?;
         self.divide_2m(lists, taken, mobility)
@@ -482,7 +473,7 @@ impl<'m, E: Env> Frames<'m, E> {
             zero = runs_in(zero, order);
         }
         room[at] &= !bits;
-        let next = first_pages(order, &room).map(|index| Place { arena, near, index, room });
+        let next = first_run(order, &room).map(|index| Place { arena, near, index, room });
         (Run { base: Position::<Pages>::in_word(at, 0).pfn(near), starts, zero }, next)
     }
 
@@ -493,6 +484,20 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         take_words(lists, arena.block(pfn), in_block(pfn), count)
     }
+}
+
+/// The lowest 2 MiB that has a bit of a kind: its region, and its number in there.
+#[inline(never)]
+fn lowest_of(lists: &FreeLists, places: &Places<'_>, kind: usize) -> Option<(usize, Position<Blocks>)> {
+    while !lists.is_spent() {
+        let number = places.rows.first(kind)?;
+        if let Some(at) = places.at(number)?.1.has[kind].first(|word| word) {
+            return Some((number, at));
+        }
+        places.rows.put(kind, number, false);
+        lists.looked_in_vain();
+    }
+    None
 }
 
 /// Adds up the free blocks of less than 2 MiB by order.

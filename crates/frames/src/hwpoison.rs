@@ -178,6 +178,9 @@ impl<'m, E: Env> Frames<'m, E> {
         self.with_node(pin, arena.node, |lists| self.free_suspects_locked(lists, arena, extent, content));
     }
 
+    /// The same under the node's lock.
+    #[cold]
+    #[inline(never)]
     pub(crate) fn free_suspects_locked(
         &self,
         lists: &mut FreeLists,

@@ -192,6 +192,7 @@ pub(crate) unsafe fn fill_arena<'m>(
 }
 
 /// How many nodes, from the highest number used.
+#[inline(never)]
 pub(crate) fn nodes(config: &FramesConfig<'_>) -> u64 {
     config.arenas.iter().map(|a| u64::from(a.node.0) + 1).max().unwrap_or(0)
 }
@@ -239,6 +240,7 @@ fn check(config: &FramesConfig<'_>) -> Result<(), FramesConfigError> {
 }
 
 /// Size and alignment of the memory that a manager needs: O(arenas).
+#[inline(never)]
 pub(crate) fn required<L: RawLock>(config: &FramesConfig<'_>) -> Result<Layout, FramesConfigError> {
     check(config)?;
     let mut carver = Carver::at(core::ptr::null_mut());

@@ -309,27 +309,30 @@ impl<'m, E: Env> Frames<'m, E> {
     /// From the nodes: the CPU's, through the cache if that holds the order, the others, and all of them once more with what this CPU has
     /// cached. The others are asked for what they have, for the next time.
     fn alloc_slowly<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted) -> Result<Frozen, AllocError> {
-        let found = self.search(cx, |pin| self.own(pin), Due::Leaving, wanted);
+        let found = self.search(cx, None, Due::Leaving, wanted);
         if !matches!(found, Err(AllocError::OutOfMemory)) {
             return found;
         }
         let asked = cx.pinned(|pin| self.asked(self.own(pin), wanted.from));
         let Some(asked) = asked.filter(|asked| self.could_be_made(cx, wanted, *asked)) else { return found };
-        let found = self.search(cx, |pin| self.own(pin).filter(|own| asked.contains(own.node)), Due::All, wanted);
+        let found = self.search(cx, Some(asked), Due::All, wanted);
         if found.is_err() {
             self.request_drains(wanted, asked);
         }
         found
     }
 
-    /// The same after the CPU that `of` names has given back what is due.
+    /// The same once, after the CPU, if it is of a node `among` these, has given back what is due.
+    #[inline(never)]
     fn search<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
-        of: impl Fn(CpuPin<'_>) -> Option<&'m PerCpu<'m>>,
+        among: Option<Asked<'m>>,
         due: Due,
         wanted: &Wanted,
     ) -> Result<Frozen, AllocError> {
+        let is_due = |own: &&PerCpu<'m>| among.is_none_or(|asked| asked.contains(own.node));
+        let of = |pin: CpuPin<'_>| self.own(pin).filter(is_due);
         loop {
             match self.after_giving_back(cx, &of, due, |pin| self.alloc_from_nodes(pin, wanted)) {
                 Ok(block) => return Ok(block),
@@ -508,6 +511,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round.
+    #[inline(never)]
     pub(crate) fn free_slow(&self, pin: CpuPin<'_>, extent: Extent, content: Content) {
         if let Some(own) = self.own(pin) {
             self.serve_own(own);

@@ -331,6 +331,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     #[cfg_attr(feature = "debug", track_caller)]
+    #[inline(never)]
     pub(crate) fn free_frozen<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) -> u64 {
         let mut sum = 0;
         for (arena, part) in self.parts(extent) {

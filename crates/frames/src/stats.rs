@@ -108,6 +108,7 @@ impl<E: Env> Frames<'_, E> {
 
     /// Adds up a node's free blocks by order, of regions from number `from` on, as many as are looked at in one round: the number of the one
     /// with which the next goes on.
+    #[inline(never)]
     fn count_blocks(&self, lists: &FreeLists, from: usize, stats: &mut NodeStats) -> Option<usize> {
         let mut looked = 0;
         for arena in self.arena_table().on(lists) {

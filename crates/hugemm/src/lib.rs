@@ -110,6 +110,8 @@ pub mod prelude {
     pub use hugemm_hugetlb::{HugePool, VmemmapOptimizer};
     #[cfg(feature = "kva")]
     pub use hugemm_kva::{Kva, KvaParts, KvaSetup};
+    #[cfg(all(feature = "paging", target_arch = "x86_64"))]
+    pub use hugemm_paging::BareMetalTlbs;
     #[cfg(feature = "paging")]
     pub use hugemm_paging::{
         Counting, EditLock, Flags, FrameTables, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, TlbCpu,

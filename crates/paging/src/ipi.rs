@@ -39,7 +39,7 @@ const FLAG_TABLES: u64 = 1 << 10;
 const FLAG_UNIFORM: u64 = 1 << 11;
 
 /// A CPU's request as an initiator. Written by it while nobody is asked; read by those who are.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Slot {
     space: AtomicU64,
     generation: AtomicU64,
@@ -50,16 +50,6 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    pub(crate) fn new() -> Self {
-        Slot {
-            space: AtomicU64::new(0),
-            generation: AtomicU64::new(0),
-            shape: AtomicU64::new(0),
-            ranges: core::array::from_fn(|_| [AtomicU64::new(0), AtomicU64::new(0)]),
-            outstanding: AtomicU64::new(0),
-        }
-    }
-
     /// Writes the request and one acknowledgement that stands for the initiator itself, so that the count cannot reach
     /// zero while it is still asking.
     pub(crate) fn open(&self, request: &Request) {
@@ -149,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_request_arrives_as_it_was_written() {
-        let slot = Slot::new();
+        let slot = Slot::default();
         let mut ranges = RangeSet::EMPTY;
         for i in 0..8 {
             ranges.add(VirtRange::new(hugemm_base::VirtAddr::new(i << 30), 4096 << i).expect("a range"));
@@ -175,7 +165,7 @@ mod tests {
 
     #[test]
     fn the_count_does_not_reach_zero_before_everybody_was_asked() {
-        let slot = Slot::new();
+        let slot = Slot::default();
         slot.open(&Request { space: 1, generation: 1, scope: TlbScope::Space, unload: false, what: Invalidation::ALL });
         slot.expect(1);
         slot.acknowledge();

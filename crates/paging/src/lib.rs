@@ -60,11 +60,14 @@
 //! | [`error`] | why an operation was refused |
 //! | `shootdown_counters.rs` | what shootdowns cost |
 //! | [`counting`] | hardware that only counts |
+//! | `bare_metal_tlbs.rs` | the TLBs of bare x86-64 without PCIDs |
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc)]
 
 pub mod aarch64;
+#[cfg(target_arch = "x86_64")]
+mod bare_metal_tlbs;
 pub mod counting;
 pub mod cpu_readers;
 pub mod deferred;
@@ -105,6 +108,8 @@ pub mod x86_64;
 pub mod young;
 
 pub use aarch64::Aarch64;
+#[cfg(target_arch = "x86_64")]
+pub use bare_metal_tlbs::BareMetalTlbs;
 pub use counting::Counting;
 pub use deferred::{Deferred, DeferredUnmap};
 pub use detach::{Detached, Harvest, LARGE_LEAF, Unhooked};

@@ -17,7 +17,7 @@ const TAGS: usize = 6;
 /// What is known of one CPU's TLB, its request slot and its counts. Only its own CPU writes any of it, pinned, except
 /// for acknowledgements in the slot.
 #[repr(align(128))]
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct TlbCpu {
     /// Identity of the space whose tables it walks; 0 for none.
     pub(crate) loaded: AtomicU64,
@@ -37,35 +37,20 @@ pub struct TlbCpu {
     pub(crate) counters: ShootdownCounters,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Tagged {
     pub(crate) space: AtomicU64,
     pub(crate) seen: AtomicU64,
 }
 
-impl Tagged {
-    fn new() -> Self {
-        Tagged { space: AtomicU64::new(0), seen: AtomicU64::new(0) }
-    }
-}
-
-impl Default for TlbCpu {
-    fn default() -> Self {
-        TlbCpu {
-            loaded: AtomicU64::new(0),
-            tag: AtomicU64::new(0),
-            tags: core::array::from_fn(|_| Tagged::new()),
-            next_tag: AtomicU64::new(0),
-            expired: AtomicBool::new(false),
-            kernel: Tagged::new(),
-            slot: Slot::new(),
-            spaces: AtomicU64::new(0),
-            counters: ShootdownCounters::default(),
-        }
-    }
-}
-
 impl TlbCpu {
+    /// A CPU that has nothing loaded, for statics: what [`default`](TlbCpu::default) says.
+    #[cfg(not(loom))]
+    pub const fn new() -> Self {
+        // SAFETY: it has atomic integers and booleans, and nothing else: 0 is a value of each, and the one that it begins with.
+        unsafe { core::mem::zeroed() }
+    }
+
     /// What is known of the kernel's half as `space` has it. The last to be seen is known: of another nothing is.
     pub(crate) fn kernel_of(&self, space: u64) -> &Tagged {
         // Relaxed: only this CPU reads or writes these words.

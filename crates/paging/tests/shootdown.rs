@@ -82,7 +82,7 @@ fn words(count: usize) -> Vec<AtomicU64> {
 
 impl Parts {
     fn new(cpus: usize) -> Self {
-        Parts { cpus: (0..cpus).map(|_| TlbCpu::default()).collect(), inboxes: words(cpus * cpus.div_ceil(64)) }
+        Parts { cpus: (0..cpus).map(|_| TlbCpu::new()).collect(), inboxes: words(cpus * cpus.div_ceil(64)) }
     }
 
     fn shootdown<H: TlbHw>(&self, hw: H) -> TlbShootdown<'_, H> {

@@ -42,6 +42,30 @@ pub enum Access {
 }
 
 impl Access {
+    /// What the error code of an x86 page fault says (Intel SDM, volume 3, 5.7).
+    pub const fn from_x86_error(code: u64) -> Self {
+        const WRITTEN: u64 = 1 << 1;
+        const FETCHED: u64 = 1 << 4;
+        match (code & FETCHED != 0, code & WRITTEN != 0) {
+            (true, _) => Access::Exec,
+            (false, true) => Access::Write,
+            (false, false) => Access::Read,
+        }
+    }
+
+    /// What the syndrome of an arm64 abort says, of data or of a fetch, whatever its status: ESR_EL1, or ESR_EL2 (Arm ARM, "ISS encoding for an
+    /// exception from a Data Abort"). `None` if it is another exception's. Cache maintenance reads: a page that may be read is all that it needs.
+    pub const fn from_arm64_syndrome(esr: u64) -> Option<Self> {
+        const MAINTENANCE: u64 = 1 << 8;
+        const WRITTEN: u64 = 1 << 6;
+        match esr >> 26 & 0x3f {
+            0x20 | 0x21 => Some(Access::Exec),
+            0x24 | 0x25 if esr & (WRITTEN | MAINTENANCE) == WRITTEN => Some(Access::Write),
+            0x24 | 0x25 => Some(Access::Read),
+            _ => None,
+        }
+    }
+
     /// What an area has to allow for it.
     pub(crate) const fn needs(self) -> Flags {
         match self {
@@ -504,4 +528,28 @@ impl<S: Setup> Vm<'_, S> {
 pub(crate) fn fresh_flags(area: &VmaInfo, access: Access) -> Flags {
     let used = if access == Access::Write { Flags::HARDWARE } else { Flags::ACCESSED };
     area.kind.flags() | used
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Access::{self, Exec, Read, Write};
+
+    #[test]
+    fn what_hardware_reports_says_what_was_tried() {
+        // Absent or denied, by the kernel or a program, of a page that a key guards, or of a shadow stack.
+        for more in [0, 1, 4, 5, 0x25, 0x45, 0x8005] {
+            assert_eq!([0, 2, 0x10, 0x12].map(|code| Access::from_x86_error(more | code)), [Read, Write, Exec, Exec]);
+        }
+        for (esr, expected) in [
+            (0x9200_0007, Some(Read)),  // a program's load, no entry at level 3
+            (0x9200_0047, Some(Write)), // its store
+            (0x9200_0147, Some(Read)),  // its DC CIVAC
+            (0x9600_004f, Some(Write)), // the kernel's store, denied at level 3
+            (0x8200_0006, Some(Exec)),  // a program's fetch
+            (0x8600_000f, Some(Exec)),  // the kernel's
+            (0x5600_0000, None),        // SVC
+        ] {
+            assert_eq!(Access::from_arm64_syndrome(esr), expected, "{esr:#x}");
+        }
+    }
 }

@@ -30,12 +30,11 @@ mod kernel {
     use core::fmt::Write;
     use core::ptr::null_mut;
     use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
-    use hugemm::paging::invalidate;
     use hugemm::prelude::*;
     use hugemm::vm::AddressSpace;
 
     type Machine = BareMetal<2>;
-    type Types = DefaultSetup<Machine, Tlbs>;
+    type Types = DefaultSetup<Machine, BareMetalTlbs>;
     type Task = CpuCx<'static, Machine>;
 
     /// What is mapped one to one: everything below the registers of a PC's devices.
@@ -52,6 +51,10 @@ mod kernel {
 
     /// What the CPUs have for themselves.
     static CPUS: [PerCpu; 2] = [const { PerCpu::new() }; 2];
+
+    /// What shootdowns know of their TLBs, and requests.
+    static TLB_CPUS: [TlbCpu; 2] = [const { TlbCpu::new() }; 2];
+    static INBOXES: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
     struct PerCpu {
         /// The space that is loaded: whose page faults are served.
@@ -75,42 +78,13 @@ mod kernel {
     /// What runs once the boot CPU has made it.
     struct Kernel {
         frames: &'static Frames<'static, Carved>,
-        shootdown: &'static TlbShootdown<'static, Tlbs>,
+        shootdown: &'static TlbShootdown<'static, BareMetalTlbs>,
         vm: Vm<'static, Types>,
     }
 
     fn kernel() -> &'static Kernel {
         // SAFETY: set before anything asks, and there for good. Acquire pairs with `kernel_main`'s Release.
         unsafe { KERNEL.load(Ordering::Acquire).as_ref() }.expect("there is a kernel")
-    }
-
-    /// The TLBs of a PC.
-    #[derive(Debug)]
-    struct Tlbs {
-        /// The tables of the kernel alone.
-        root: PhysAddr,
-    }
-
-    // SAFETY: the instructions do what is asked; an interrupted CPU's handler calls `handle_ipi`; every root has the kernel's addresses.
-    unsafe impl TlbHw for Tlbs {
-        unsafe fn invalidate(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) {
-            // SAFETY: ring 0, interrupts off by the trait's contract, global pages on, no PCIDs.
-            unsafe { invalidate::here(scope, what) };
-        }
-
-        fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, _serve: &mut dyn FnMut(CpuId)) {
-            (0..64).filter(|n| cpus >> n & 1 != 0).for_each(|n| machine::interrupt(first.0 + n, SHOOTDOWN));
-        }
-
-        unsafe fn load(&self, _cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
-            // SAFETY: interrupts are off by the trait's contract; every root has the kernel's addresses.
-            unsafe { invalidate::load(root, tag, false, keep) };
-        }
-
-        unsafe fn unload(&self, cpu: CpuId) {
-            // SAFETY: interrupts are off by the trait's contract; the kernel's tables stay.
-            unsafe { self.load(cpu, self.root, 0, false) };
-        }
     }
 
     /// The addresses that the kernel has for itself, in every space: the lowest 512 GiB.
@@ -143,7 +117,6 @@ mod kernel {
 
     /// The page fault handler.
     pub extern "C" fn page_fault(at: u64, error: u64, interrupts_were_on: bool) {
-        let access = if error & 2 != 0 { Access::Write } else { Access::Read };
         // SAFETY: the CPU's own task has loaded it, and waits.
         let space = unsafe { own().space.load(Ordering::Relaxed).as_ref() };
         if interrupts_were_on {
@@ -151,10 +124,10 @@ mod kernel {
         }
         // SAFETY: the interrupted task waits; there are no vector registers.
         let served = space.zip(unsafe { CpuCx::of_fault(&MACHINE) });
-        let served =
-            served.is_some_and(|(space, mut cx)| kernel().vm.fault(&mut cx, space, VirtAddr::new(at), access).is_ok());
+        let (at, access) = (VirtAddr::new(at), Access::from_x86_error(error));
+        let served = served.is_some_and(|(space, mut cx)| kernel().vm.fault(&mut cx, space, at, access).is_ok());
         x86_64::instructions::interrupts::disable();
-        assert!(served, "page fault at {at:#x}, error code {error}");
+        assert!(served, "page fault at {at:?}, error code {error}");
     }
 
     /// The timer's handler: it allocates, from the heap and a frame, whatever it has interrupted.
@@ -267,13 +240,13 @@ mod kernel {
         unsafe { HEAP.install(heap, &MACHINE) };
 
         let tables = Kernel::tables(&cx, frames);
-        let cpus: &'static [TlbCpu; 2] = Box::leak(Box::default());
-        let inboxes: &'static [AtomicU64; 2] = Box::leak(Box::default());
-        let tlbs = Tlbs { root: tables.root().start() };
+        // SAFETY: every space is made beside them; `start_interrupts` sets CR4.PGE, and the gate of `SHOOTDOWN` leads to `shootdown`.
+        let tlbs =
+            unsafe { BareMetalTlbs::new(tables.root().start(), |CpuId(cpu)| machine::interrupt(cpu, SHOOTDOWN)) };
         // SAFETY: interrupts are off until `start_interrupts`.
         unsafe { tlbs.unload(CpuId(0)) };
-        // SAFETY: as many CPUs as the machine has, their TLBs, and memory of its own.
-        let shootdown = unsafe { TlbShootdown::new(cpus, inboxes, tlbs) }.expect("two CPUs");
+        // SAFETY: as many CPUs as the machine has, their TLBs, and words that are nobody else's.
+        let shootdown = unsafe { TlbShootdown::new(&TLB_CPUS, &INBOXES, tlbs) }.expect("two CPUs");
         let shootdown: &'static _ = Box::leak(Box::new(shootdown));
         // SAFETY: the direct map has all frames; one platform, whose TLBs these are; the clearer uses no vector registers.
         let vm = unsafe { Vm::new(Parts::new(frames, shootdown, Clearer::uncalibrated())) }.expect("objects fit");

@@ -2,16 +2,7 @@
 //!
 //! Source: Arm ARM, ESR_EL1, "ISS encoding for an exception from a Data Abort" and "… from an Instruction Abort".
 
-/// What was tried.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tried {
-    /// To execute.
-    Fetch,
-    /// To read.
-    Read,
-    /// To write.
-    Write,
-}
+use hugemm_vm::Access;
 
 /// Why translation tables did not allow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +19,7 @@ pub enum Cause {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Abort {
     /// A page fault.
-    Fault(Tried, Cause),
+    Fault(Access, Cause),
     /// The CPU has two translations of the address, as it may where leaves change their size in place (FEAT_BBM level 2): both go, and it
     /// tries again.
     Conflict,
@@ -43,13 +34,10 @@ pub const DATA: u64 = 0x25;
 
 impl Abort {
     /// What a syndrome says; `None` if it is no abort's.
-    pub const fn of(syndrome: u64) -> Option<Self> {
-        const WRITTEN: u64 = 1 << 6;
+    pub fn of(syndrome: u64) -> Option<Self> {
         const CONFLICT: u64 = 0x30;
         let tried = match syndrome >> 26 & 63 {
-            FETCH => Tried::Fetch,
-            DATA if syndrome & WRITTEN != 0 => Tried::Write,
-            DATA => Tried::Read,
+            FETCH | DATA => Access::from_arm64_syndrome(syndrome)?,
             _ => return None,
         };
         // The status' low two bits are the level, in those that have one.
@@ -69,7 +57,7 @@ mod tests {
 
     #[test]
     fn every_syndrome_has_one_answer() {
-        let tries = [(FETCH, 0, Tried::Fetch), (DATA, 0, Tried::Read), (DATA, 1 << 6, Tried::Write)];
+        let tries = [(FETCH, 0, Access::Exec), (DATA, 0, Access::Read), (DATA, 1 << 6, Access::Write)];
         for (class, bits, tried) in tries {
             for status in 0..64 {
                 let expected = match status {
@@ -79,8 +67,8 @@ mod tests {
                     0x30 => Abort::Conflict,
                     _ => Abort::Fatal,
                 };
-                // Bit 25 is the instruction's length and bits 7 to 24 say more of some aborts.
-                for more in [0, 1 << 25, 0x1ff_ff80] {
+                // Bit 25 is the instruction's length, and others from 7 on say more of some aborts; 8 that nothing was stored.
+                for more in [0, 1 << 25, 0x1ff_fe80] {
                     assert_eq!(Abort::of(class << 26 | more | bits | status), Some(expected), "{class:#x} {status:#x}");
                 }
             }

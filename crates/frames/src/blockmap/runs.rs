@@ -26,32 +26,29 @@ pub(crate) fn runs_in(word: u64, order: u32) -> u64 {
     runs & every(order)
 }
 
-/// The first naturally aligned run of `2^order` positions that are all set in the words that `word` gives.
-#[inline]
-pub(crate) fn first_run<L>(order: u32, word: impl Fn(usize) -> u64) -> Option<Position<L>> {
-    if order >= WORD_BITS.ilog2() {
-        let words = 1_usize << (order.min(SPAN_SHIFT) - WORD_BITS.ilog2());
-        let whole = |first: &usize| (*first..*first + words).all(|at| word(at) == u64::MAX);
-        return (0..WORDS).step_by(words).find(whole).map(|at| Position::in_word(at, 0));
-    }
-    (0..WORDS).find_map(|at| {
-        let runs = runs_in(word(at), order);
-        (runs != 0).then(|| Position::in_word(at, runs.trailing_zeros()))
-    })
+/// The first naturally aligned run of `2^order` positions that are all set. One copy of that code, for all who look for a place.
+pub(crate) fn first_run<L>(order: u32, words: &[u64; WORDS]) -> Option<Position<L>> {
+    first_in(order, words).map(Position::new)
 }
 
-/// The same of one 2 MiB's pages: one copy of that code, for all who look for a place.
 #[inline(never)]
-pub(crate) fn first_pages(order: u32, words: &[u64; WORDS]) -> Option<Position<Pages>> {
-    first_run(order, |at| words[at % WORDS])
+fn first_in(order: u32, words: &[u64; WORDS]) -> Option<usize> {
+    if order >= WORD_BITS.ilog2() {
+        let each = 1_usize << (order.min(SPAN_SHIFT) - WORD_BITS.ilog2());
+        let whole = |run: &[u64]| run.iter().all(|word| *word == u64::MAX);
+        return words.chunks_exact(each).position(whole).map(|run| run * each * WORD_BITS);
+    }
+    let runs = words.iter().map(|word| runs_in(*word, order));
+    runs.enumerate().find(|(_, runs)| *runs != 0).map(|(at, runs)| at * WORD_BITS + runs.trailing_zeros() as usize)
 }
 
 /// How many naturally aligned runs of each order the words consist of, each as large as can be.
+#[inline(never)]
 pub(crate) fn count_runs(words: [u64; WORDS]) -> [u64; SPAN_SHIFT as usize + 1] {
     let mut counts = [0; SPAN_SHIFT as usize + 1];
     let mut left = words;
     for order in (0..=SPAN_SHIFT).rev() {
-        while let Some(first) = first_pages(order, &left) {
+        while let Some(first) = first_run::<Pages>(order, &left) {
             counts[order as usize] += 1;
             spans(first, 1 << order).for_each(|(at, bits)| left[at % WORDS] &= !bits);
         }

@@ -121,7 +121,7 @@ proptest! {
         for order in 0..=SPAN_SHIFT {
             let aligned = || (0..SPAN).step_by(1 << order);
             let expected = aligned().find(|first| whole(*first, order));
-            prop_assert_eq!(first_run(order, |word| bits.load(word)), expected.map(at));
+            prop_assert_eq!(first_run(order, &bits.snapshot()), expected.map(at));
             let larger = |first: usize| order < SPAN_SHIFT && whole(first & !((2 << order) - 1), order + 1);
             let maximal = aligned().filter(|first| whole(*first, order) && !larger(*first)).count();
             prop_assert_eq!(counts[order as usize], maximal as u64);

@@ -5,7 +5,7 @@ use crate::{CPUS, HALF, World, extent};
 use hugemm_base::{Cpu, Extent, Order, PAGE_BYTES, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
 use hugemm_host::mmu::Tables;
-use hugemm_kva::{Area, AreaInfo, AreaKind, KvaError, Limits, Place, Request};
+use hugemm_kva::{Area, AreaKind, KvaError, Limits, Place, Request};
 use hugemm_paging::{Aarch64, PageFormat, X86_64};
 use hugemm_threads::Random;
 
@@ -132,11 +132,16 @@ impl<F: PageFormat> Run<F> {
         let Some(Owned { area, range, kind, runs }) = self.owned.get(index) else { return };
         let (first, end) = (range.first_page(), range.end_page());
         let middle = first + self.random.below(end - first);
-        let info = AreaInfo { name: "scale", kind: *kind, range: *range };
         for page in [first, middle, end - 1] {
             let what = self.world.on(0, |cx| self.world.kva.what_is(cx, at(page)));
             let live = area.is_some();
-            assert_eq!(what, Some(if live { Place::Area(info) } else { Place::Freed(info) }), "{}", at(page));
+            let (info, is_live) = match what {
+                Some(Place::Area(info)) => (info, true),
+                Some(Place::Freed(info)) => (info, false),
+                other => panic!("{other:?} at {}", at(page)),
+            };
+            let is = (is_live, info.name, info.kind, info.range);
+            assert_eq!(is, (live, "scale", *kind, *range), "{}", at(page));
             let found = self.world.frames_of(VirtRange::from_pages(page, 1).expect("a page"))[0];
             let mut into = page - first;
             for run in runs.iter().filter(|_| live) {

@@ -23,6 +23,12 @@ fn pages(first: u64, end: u64) -> VirtRange {
     VirtRange::from_pages(first, end - first).expect("a range")
 }
 
+/// A part of an area.
+fn part(mut area: VmaInfo, range: VirtRange, offset: u64) -> VmaInfo {
+    (area.range, area.offset) = (range, offset);
+    area
+}
+
 /// A number of a page, which its places have.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Is {
@@ -71,8 +77,8 @@ impl<F: PageFormat, const AWAY: bool> Space<'_, '_, F, AWAY> {
             if let Some(area) = self.area(at).filter(|area| area.range.first_page() < at) {
                 let (begins, ends) = (area.range.first_page(), area.range.end_page());
                 let offset = area.offset + (at - begins);
-                self.areas.insert(begins, VmaInfo { range: pages(begins, at), ..area });
-                self.areas.insert(at, VmaInfo { range: pages(at, ends), offset, ..area });
+                self.areas.insert(begins, part(area, pages(begins, at), area.offset));
+                self.areas.insert(at, part(area, pages(at, ends), offset));
             }
         }
         let areas = self.meeting(first, end);
@@ -342,7 +348,10 @@ impl<'r, 'h, F: PageFormat, const AWAY: bool> World<'r, 'h, F, AWAY> {
         assert_eq!(done.is_ok(), space.may_change(first, end), "{done:?} of {first:#x}..{end:#x}");
         if done.is_ok() {
             let (areas, units) = space.take(first, end);
-            let changed = |area: VmaInfo| VmaInfo { kind: area.kind.allowing(rights), ..area };
+            let changed = |mut area: VmaInfo| {
+                area.kind = area.kind.allowing(rights);
+                area
+            };
             space.put(areas.into_iter().map(changed), units);
         }
     }

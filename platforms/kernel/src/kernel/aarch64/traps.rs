@@ -7,10 +7,9 @@ use super::super::{fault, layout, stack, tlb, watchdog};
 use super::controller::{self, Interrupt};
 use super::{interrupts, mmu, read, write};
 use crate::MAX_CPUS;
-use crate::abort::{Abort, Cause, DATA, FETCH, Tried};
+use crate::abort::{Abort, Cause, DATA, FETCH};
 use core::arch::{asm, global_asm};
 use core::cell::UnsafeCell;
-use hugemm_vm::Access;
 
 /// The registers at the moment of a trap, as the vectors store them.
 #[derive(Debug)]
@@ -238,15 +237,10 @@ mod class {
 
 fn synchronous(frame: &mut Frame, syndrome: u64, address: u64) {
     const IRQ_OFF: u64 = 1 << 7;
-    let (tried, cause) = match Abort::of(syndrome) {
-        Some(Abort::Fault(tried, cause)) => (tried, cause),
+    let (access, cause) = match Abort::of(syndrome) {
+        Some(Abort::Fault(access, cause)) => (access, cause),
         Some(Abort::Conflict) => return mmu::drop_everything(),
         Some(Abort::Fatal) | None => return fatal(frame, syndrome, address),
-    };
-    let access = match tried {
-        Tried::Fetch => Access::Exec,
-        Tried::Read => Access::Read,
-        Tried::Write => Access::Write,
     };
     let why = match cause {
         Cause::Absent => fault::ABSENT,

@@ -219,13 +219,8 @@ extern "C" fn trap_entry(frame: &mut Frame) {
 fn page_fault(frame: &mut Frame) {
     const INTERRUPTS: u64 = 1 << 9;
     let has = |bit: u32| frame.error & 1 << bit != 0;
-    let (present, written, reserved, executed) = (has(0), has(1), has(3), has(4));
-    let access = match (executed, written) {
-        (true, _) => Access::Exec,
-        (false, true) => Access::Write,
-        (false, false) => Access::Read,
-    };
-    let cause = match (reserved, present) {
+    let access = Access::from_x86_error(frame.error);
+    let cause = match (has(3), has(0)) {
         (true, _) => "an entry has reserved bits set",
         (false, true) => fault::DENIED,
         (false, false) => fault::ABSENT,
