@@ -35,7 +35,7 @@ help:
 	@echo "make dist   a static binary, manual pages, systemd units, and a Debian package of them, in target/dist"
 	@echo "make test-systemd  that package under a real systemd, in a root of its own (needs root)"
 	@echo "make lines  what each package costs in lines"
-	@echo "make soak   half an hour of everything at once, in which not one byte may be wrong (SOAK=600 seconds for each)"
+	@echo "make soak   ten minutes of everything at once, in which not one byte may be wrong (SOAK=600 seconds)"
 	@echo "make races  the engine's tests with atomics that let other threads run now and then (ten minutes)"
 	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
 
@@ -53,9 +53,9 @@ test-host: export ELSEWHERE = commands leases
 test-host:
 	$(CARGO) test --workspace --locked
 
-# The command, as its users meet it. Much of it waits, which leaves the CPUs to the other parts.
+# The command, as its users meet it, on a pool that is not empty. Much of it waits, which leaves the CPUs to the other parts.
 test-command:
-	$(CARGO) test --workspace --locked --test commands --test leases
+	scripts/with-pool.sh 64 $(CARGO) test --workspace --locked --test commands --test leases
 
 # Programs that a newcomer would start from; each checks what it did.
 test-examples:
@@ -148,14 +148,23 @@ sharing:
 	    $(CARGO) run --profile sharing --locked --quiet -p hugemm-sharing -- $(SHARING); \
 	else echo "skipped: sharing"; fi
 
-# Ten minutes each: frames are owned once, while some are poisoned and others come and go; processes that share, fork, pin, are poisoned
-# and are paged out read what they wrote, in orders that seeds decide; programs of all kinds have leases, one memory for
-# each file; and the reference kernel's self-test with all its parts, on eight CPUs.
+# Ten minutes, beside each other: frames are owned once, while some are poisoned and others come and go; processes that share, fork, pin,
+# are poisoned and are paged out read what they wrote, in orders that seeds decide; programs of all kinds have leases, one memory for each
+# file; and the reference kernel's self-test with all its parts, on eight CPUs. All is built before the first begins.
 SOAK ?= 600
+SOAKS = soak-frames soak-processes soak-leases soak-kernel
+.PHONY: $(SOAKS)
+soak-%: export HUGEMM_SOAK_SECONDS = $(SOAK)
 soak: build
-	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-workloads --test soak
-	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-schedule --test system every_word
-	HUGEMM_SOAK_SECONDS=$(SOAK) $(CARGO) test --release --locked -p hugemm-lease --test processes -- "at once"
+	@$(MAKE) --no-print-directory $(filter-out soak-kernel,$(SOAKS)) ONLY=--no-run
+	@MAKE="$(MAKE)" scripts/parts.sh $(addsuffix =$$(($(SOAK) + 60)),$(SOAKS))
+soak-frames:
+	$(CARGO) test --release --locked -p hugemm-workloads --test soak $(ONLY)
+soak-processes:
+	$(CARGO) test --release --locked -p hugemm-schedule --test system every_word $(ONLY)
+soak-leases:
+	$(CARGO) test --release --locked -p hugemm-lease --test processes $(ONLY) -- "at once"
+soak-kernel:
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
 
 # Races that need a thread to stop between two steps: see crates/base/src/perturb.rs.

@@ -5,6 +5,7 @@ import resource
 import socket
 import sys
 import tempfile
+import threading
 
 import hugemm
 
@@ -68,6 +69,24 @@ for backlog, says in (0, "takes no connection in 5 s"), (9, "no answer in 5 s"):
         refused(says, bytes=SIZE, socket=directory + "/deaf")
         for other in waiting:
             other.close()
+
+# Who answers others, and lends nothing.
+with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stuck:
+    stuck.bind(directory + "/stuck")
+    stuck.listen()
+    asked = []
+
+    def answer():
+        while True:
+            peer, _ = stuck.accept()
+            asked.append((peer, peer.recv(1 << 16)))
+            if b"status" in asked[-1][1]:
+                peer.send(b'{"done":{}}')
+
+    hugemm._PATIENCE, hugemm._MOST_FILLING, patience = 1, 2.5, (hugemm._PATIENCE, hugemm._MOST_FILLING)
+    threading.Thread(target=answer, daemon=True).start()
+    refused("answers others, and lends nothing", bytes=SIZE, socket=directory + "/stuck")
+    hugemm._PATIENCE, hugemm._MOST_FILLING = patience
 
 refused("not a multiple", bytes=5, socket=path)
 refused("no lease daemon at /nonexistent", bytes=SIZE, socket="/nonexistent")

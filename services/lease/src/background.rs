@@ -69,6 +69,20 @@ fn answer(answer: libc::c_long) -> Result<(), Errno> {
     if answer < 0 { Err(crate::seccomp::last_error()) } else { Ok(()) }
 }
 
+/// Makes the calling thread, of root, another user's that may make no thread, as under RLIMIT_NPROC or TasksMax.
+#[cfg(test)]
+pub(crate) fn may_make_no_thread(user: u32) {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    // It holds for no thread of root, as the others are.
+    setrlimit(Resource::Nproc, Rlimit { current: Some(0), ..getrlimit(Resource::Nproc) }).expect("less than before");
+    // SAFETY: the calls themselves, which change this thread alone.
+    unsafe {
+        assert_eq!(libc::syscall(libc::SYS_setresgid, user, user, user), 0);
+        assert_eq!(libc::syscall(libc::SYS_setresuid, user, user, user), 0);
+    }
+    assert!(std::thread::Builder::new().spawn(|| ()).is_err(), "no thread");
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

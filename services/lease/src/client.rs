@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Why there is no lease.
 #[derive(Debug, thiserror::Error)]
@@ -63,8 +63,11 @@ fn way_out(cause: &io::Error) -> &'static str {
     }
 }
 
-/// How long a daemon may take to take a connection, to take a request, and to answer what needs no filling.
+/// How long a daemon may take to take a connection, and then to answer, or, while it fills, to answer something else.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long a daemon that answers others may take to fill what is asked for.
+const MOST_FILLING: Duration = Duration::from_secs(60);
 
 /// Memory that is the caller's. The daemon counts it as this process's until the process ends; the bytes live as long as anybody
 /// has the file open or mapped.
@@ -170,14 +173,28 @@ pub struct Connection {
     path: PathBuf,
 }
 
-fn connect(daemon: &impl SocketAddrArg) -> io::Result<OwnedFd> {
-    let fd = wire::socket(SocketType::SEQPACKET)?;
+/// Has whatever is done with a socket fail at `end`.
+fn wait_until(end: Instant, socket: &OwnedFd) -> io::Result<()> {
+    let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     // The first is for connecting, too (unix(7)).
     for wait in [Timeout::Send, Timeout::Recv] {
-        set_socket_timeout(&fd, wait, Some(PATIENCE))?;
+        set_socket_timeout(socket, wait, Some(left))?;
     }
+    Ok(())
+}
+
+fn connect(daemon: &impl SocketAddrArg, end: Instant) -> io::Result<OwnedFd> {
+    let fd = wire::socket(SocketType::SEQPACKET)?;
+    wait_until(end, &fd)?;
     rustix::io::retry_on_intr(|| rustix::net::connect(&fd, daemon))?;
     Ok(fd)
+}
+
+fn no_answer(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => io::Error::other("no answer in 5 s; is it stopped?"),
+        _ => error,
+    }
 }
 
 impl Connection {
@@ -187,48 +204,72 @@ impl Connection {
     ///
     /// [`ClientError::NoDaemon`].
     pub fn open(path: &Path) -> Result<Self, ClientError> {
+        Self::open_until(Instant::now() + PATIENCE, path)
+    }
+
+    fn open_until(end: Instant, path: &Path) -> Result<Self, ClientError> {
         let connect = || {
-            let socket = connect(&SocketAddrUnix::new(path)?)?;
+            let socket = connect(&SocketAddrUnix::new(path)?, end)?;
             Ok(Connection { socket, path: std::path::absolute(path)? })
         };
         connect().map_err(|cause| ClientError::NoDaemon { path: path.to_owned(), cause })
     }
 
     /// Asks something and waits for the answer: five seconds, and for a lease, which may have to be filled, as long as the daemon
-    /// answers others.
+    /// answers others, for a minute.
     ///
     /// # Errors
     ///
     /// [`ClientError::Refused`], [`ClientError::Connection`].
     pub fn ask(&self, request: &Request) -> Result<(Answer, Option<OwnedFd>), ClientError> {
-        let said = |error: io::Error| match error.kind() {
-            io::ErrorKind::WouldBlock => io::Error::other("no answer in 5 s; is it stopped?"),
-            _ => error,
-        };
-        match wire::send(self.socket.as_fd(), request, None) {
-            // A daemon that has nothing for this user says so at once, and closes the connection.
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
-            other => other.map_err(said)?,
-        }
-        let mut answer = wire::receive_answer(self.socket.as_fd());
-        if answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset) {
-            // The kernel tells first that the request was not read, then what was said before.
-            answer = wire::receive_answer(self.socket.as_fd());
-        }
-        while matches!(request, Request::Lease(_))
-            && answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
-        {
-            match Connection::open(&self.path)?.ask(&Request::Status {}) {
-                // Whatever it says, it is there.
-                Ok(_) | Err(ClientError::Refused(_)) => {}
-                Err(error) => return Err(error),
+        self.ask_for(MOST_FILLING, request)
+    }
+
+    fn ask_for(&self, most: Duration, request: &Request) -> Result<(Answer, Option<OwnedFd>), ClientError> {
+        let (begun, is_lease) = (Instant::now(), matches!(request, Request::Lease(_)));
+        self.say(begun + PATIENCE, request).map_err(no_answer)?;
+        // The rest of the time is for asking something else.
+        let patience = if is_lease { PATIENCE / 2 } else { PATIENCE };
+        let answer = loop {
+            match self.hear(Instant::now() + patience) {
+                Err(error) if is_lease && error.kind() == io::ErrorKind::WouldBlock => {}
+                answer => break answer.map_err(no_answer)?,
             }
-            answer = wire::receive_answer(self.socket.as_fd());
-        }
-        match answer.map_err(said)? {
+            if begun.elapsed() >= most {
+                let seconds = most.as_secs();
+                return Err(io::Error::other(format!("it answers others, and lends nothing in {seconds} s")).into());
+            }
+            self.check_answers(Instant::now() + PATIENCE - patience)?;
+        };
+        match answer {
             None => Err(io::Error::from(io::ErrorKind::ConnectionReset).into()),
             Some((Answer::Refused(refused), _)) => Err(ClientError::Refused(refused)),
             Some(answer) => Ok(answer),
+        }
+    }
+
+    /// That the daemon answers somebody, whatever it says.
+    fn check_answers(&self, end: Instant) -> Result<(), ClientError> {
+        let other = Connection::open_until(end, &self.path)?;
+        let heard = other.say(end, &Request::Status {}).and_then(|()| other.hear(end));
+        Ok(heard.map(drop).map_err(no_answer)?)
+    }
+
+    fn say(&self, end: Instant, request: &Request) -> io::Result<()> {
+        wait_until(end, &self.socket)?;
+        match wire::send(self.socket.as_fd(), request, None) {
+            // A daemon that has nothing for this user says so at once, and closes the connection.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            other => other,
+        }
+    }
+
+    fn hear(&self, end: Instant) -> io::Result<Option<(Answer, Option<OwnedFd>)>> {
+        wait_until(end, &self.socket)?;
+        match wire::receive_answer(self.socket.as_fd()) {
+            // The kernel tells first that the request was not read, then what was said before.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => wire::receive_answer(self.socket.as_fd()),
+            other => other,
         }
     }
 
@@ -297,5 +338,49 @@ pub fn default_socket() -> PathBuf {
     match std::env::var_os("XDG_RUNTIME_DIR") {
         Some(directory) => PathBuf::from(directory).join("hugemm-lease.socket"),
         None => system,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::listener::Listener;
+    use std::thread;
+
+    fn listening(name: &str) -> (PathBuf, Listener) {
+        let path = std::env::temp_dir().join(format!("hugemm-client-{name}-{}", std::process::id()));
+        let listener = Listener::bind(&path, false).expect("a socket");
+        (path, listener)
+    }
+
+    /// Whoever waits for memory notices a daemon that is stopped no later than whoever waits for anything else.
+    #[test]
+    fn a_stopped_daemon_is_waited_for_once() {
+        let (path, _stopped) = listening("stopped");
+        let daemon = Connection::open(&path).expect("there is room");
+        let begun = Instant::now();
+        let error = daemon.lease(Wish::of(1)).expect_err("no answer").to_string();
+        assert!(error.contains("no answer in 5 s"), "{error}");
+        let waited = begun.elapsed();
+        assert!(waited < PATIENCE * 3 / 2, "{waited:?}");
+    }
+
+    /// A daemon one of whose threads does not come back from the kernel answers others.
+    #[test]
+    fn a_lease_that_is_never_filled_is_not_waited_for() {
+        let (path, listener) = listening("stuck");
+        thread::spawn(move || {
+            let mut stuck = Vec::new();
+            while let Ok(client) = rustix::net::accept(&listener) {
+                match wire::receive::<Request>(client.as_fd()) {
+                    Ok(Some((Request::Status {}, _))) => drop(wire::send(client.as_fd(), &Answer::Done {}, None)),
+                    _ => stuck.push(client),
+                }
+            }
+        });
+        let most = PATIENCE * 6 / 5;
+        let error = Connection::open(&path).expect("it answers").ask_for(most, &Request::Lease(Wish::of(1)));
+        let error = error.expect_err("nothing is lent").to_string();
+        assert!(error.contains("answers others, and lends nothing in 6 s"), "{error}");
     }
 }

@@ -6,6 +6,7 @@ use crate::memory_file::{FileError, MemoryFile, Page};
 use crate::template::{Source, TemplateError};
 use crate::throttle::{Throttle, machine_is_busy};
 use rustix::io::Errno;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 /// How filling behaves towards the rest of the machine.
@@ -48,7 +49,7 @@ fn fill_on(machine: &impl Machine, daemon: &Daemon, manners: &Manners) {
         };
         daemon.begins(bytes);
         let mut filler = Filler { machine, daemon, throttle: &mut throttle, looked: &mut looked };
-        let is_full = match template {
+        let filled = AssertUnwindSafe(|| match template {
             None => {
                 let file = filler.file(bytes, all, None).unwrap_or_default();
                 let is_full = file.is_some();
@@ -56,7 +57,13 @@ fn fill_on(machine: &impl Machine, daemon: &Daemon, manners: &Manners) {
                 is_full
             }
             Some(index) => filler.template(index, bytes, all),
-        };
+        });
+        let is_full = catch_unwind(filled).unwrap_or_else(|_| {
+            daemon.fill_ended(None);
+            daemon
+                .waits("filling panicked, a fault of hugemm: standard error says where; it is tried again".to_owned());
+            false
+        });
         if is_full {
             failures = 0;
         } else {
@@ -504,6 +511,47 @@ mod tests {
             why.starts_with(&format!("{} bytes missing", bytes)) && why.contains("raise the group's limit"),
             "{why}"
         );
+    }
+
+    /// A machine on which the first try to fill ends in a fault of ours.
+    #[derive(Default)]
+    struct Faulty {
+        tries: Cell<u32>,
+    }
+
+    impl Machine for Faulty {
+        fn now(&self) -> Duration {
+            Duration::ZERO
+        }
+        fn wait(&self, daemon: &Daemon, pause: Duration) -> bool {
+            if pause >= RETRY {
+                assert!(daemon.status().filling.is_none(), "nothing is filled just now");
+                assert!(daemon.waiting().0.is_some_and(|why| why.contains("a fault of hugemm")), "and it is said why");
+            }
+            daemon.may_go_on(Duration::ZERO)
+        }
+        fn fill(&self, _: &MemoryFile, _: u64, _: u64) -> Result<(), FileError> {
+            self.tries.set(self.tries.get() + 1);
+            assert!(self.tries.get() > 1, "as planted");
+            Ok(())
+        }
+    }
+
+    /// Whatever happens to one file, others are filled.
+    #[test]
+    fn filling_goes_on_after_a_panic() {
+        let bytes = Page::Transparent.bytes();
+        let daemon = Daemon::new(PoolConfig::new(Page::Transparent, Shapes(vec![bytes]), u64::MAX, 0));
+        std::thread::scope(|scope| {
+            let filled = scope.spawn(|| fill_on(&Faulty::default(), &daemon, &Manners::default()));
+            let end = Instant::now() + Duration::from_secs(20);
+            while daemon.status().ready.is_empty() && !filled.is_finished() && Instant::now() < end {
+                std::thread::yield_now();
+            }
+            daemon.stop();
+            filled.join().expect("it goes on");
+        });
+        assert_eq!(daemon.status().ready, [bytes]);
     }
 
     /// The machine's owner is told what forbids it, which is not what is missing.

@@ -6,14 +6,15 @@ use crate::daemon::Daemon;
 use crate::listener::Listener;
 use crate::status::{LeaseTimes, Status};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{SocketFlags, SocketType};
+use rustix::net::{Shutdown, SocketFlags, SocketType, shutdown};
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -139,36 +140,38 @@ pub fn bind(place: &str) -> io::Result<Listener> {
 const MOST: usize = 8 << 10;
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Most fetches at once; more are turned away.
+/// Most fetches at once; the oldest, which has had the most time, makes room for one more.
 const MOST_FETCHES: usize = 32;
 
 /// Answers fetches for ever: for a thread of its own. Each has one of its own, so that none waits for another, and what goes wrong with
 /// one is that one's end.
 pub fn serve(daemon: &Arc<Daemon>, listener: &Listener) {
-    let fetches = Arc::new(());
+    let mut fetches: VecDeque<Weak<File>> = VecDeque::new();
     loop {
         let Ok(stream) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC) else {
             // Out of descriptors, say.
             thread::sleep(Duration::from_millis(10));
             continue;
         };
-        if Arc::strong_count(&fetches) <= MOST_FETCHES {
-            let (daemon, counted) = (Arc::clone(daemon), Arc::clone(&fetches));
-            let _ = thread::Builder::new().name("fetch".to_owned()).spawn(move || {
-                let _ = answer(&daemon, File::from(stream));
-                drop(counted);
-            });
+        fetches.retain(|fetch| fetch.strong_count() > 0);
+        if fetches.len() >= MOST_FETCHES {
+            // Its thread reads the end.
+            let oldest = fetches.pop_front().and_then(|fetch| fetch.upgrade());
+            oldest.map(|fetch| shutdown(&fetch, Shutdown::Both));
         }
+        let (daemon, stream) = (Arc::clone(daemon), Arc::new(File::from(stream)));
+        fetches.push_back(Arc::downgrade(&stream));
+        let _ = thread::Builder::new().name("fetch".to_owned()).spawn(move || answer(&daemon, &stream));
     }
 }
 
-fn answer(daemon: &Daemon, mut stream: File) -> io::Result<()> {
+fn answer(daemon: &Daemon, mut stream: &File) -> io::Result<()> {
     let (end, mut request) = (Instant::now() + PATIENCE, Vec::new());
-    set_socket_timeout(&stream, Timeout::Send, Some(PATIENCE))?;
+    set_socket_timeout(stream, Timeout::Send, Some(PATIENCE))?;
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
         let mut part = [0; 1024];
         let left = end.checked_duration_since(Instant::now()).ok_or(io::ErrorKind::TimedOut)?;
-        set_socket_timeout(&stream, Timeout::Recv, Some(left.max(Duration::from_millis(1))))?;
+        set_socket_timeout(stream, Timeout::Recv, Some(left.max(Duration::from_millis(1))))?;
         match stream.read(&mut part)? {
             0 => return Ok(()),
             got => request.extend(&part[..got]),
@@ -226,7 +229,7 @@ mod tests {
         }
     }
 
-    /// Peers that say a little of a request, again and again, keep nobody else from the figures.
+    /// Peers that say a little of a request, again and again, keep nobody else from the figures, however many they are.
     #[test]
     fn a_slow_peer_keeps_nobody_waiting() {
         let place = std::env::temp_dir().join(format!("hugemm-metrics-{}", std::process::id()));
@@ -236,7 +239,7 @@ mod tests {
         // For as long as the tests run.
         thread::spawn(move || serve(&daemon, &listener));
         let connect = || std::os::unix::net::UnixStream::connect(&place).expect("connected");
-        let mut slow: Vec<_> = (0..20).map(|_| connect()).collect();
+        let mut slow: Vec<_> = (0..MOST_FETCHES + 8).map(|_| connect()).collect();
         let slow = thread::spawn(move || {
             // Until each has had its time, however often it says something.
             while slow.iter_mut().any(|peer| peer.write_all(b"G").is_ok()) {

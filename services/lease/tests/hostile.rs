@@ -64,7 +64,7 @@ fn serving(name: &str, files: u64, attack: impl FnOnce(&Path)) {
     let (stop, told) = std::io::pipe().expect("a pipe");
     std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default()));
-        scope.spawn(|| serve(&daemon, &listener, stop.as_fd()));
+        scope.spawn(|| serve(&daemon, &listener, stop.as_fd(), Vec::new()));
         // Ends the daemon even if the attack succeeds.
         let attacked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             attack(&socket);

@@ -3,6 +3,7 @@
 pub mod args;
 pub mod bench;
 pub mod doctor;
+mod filter;
 mod gpu;
 mod pins;
 pub mod pool;
@@ -38,14 +39,14 @@ pub fn run(args: &Lease) -> Result<()> {
         let others = if args.mode == Mode::Preload { "" } else { ", or ask for --path or --json" };
         bail!("nothing to do with the memory; name a command behind --{others}");
     }
-    if args.json && args.up_to.is_none() && !args.command.is_empty() {
+    if args.json && args.budget().is_none() && !args.command.is_empty() {
         bail!("--json is for a path, or for --up-to; leave it out");
     }
-    if args.verbose && args.up_to.is_none() {
+    if args.verbose && args.budget().is_none() {
         bail!("--verbose is for --up-to, which may lend many files; leave it out");
     }
-    if args.up_to.is_some() && is_given(args) {
-        bail!("{LEASE} is one file; say its SIZE instead of --up-to");
+    if args.budget().is_some() && (is_given(args) || args.mode == Mode::Preload) {
+        bail!("{LEASE}, --fd and --mode preload are for one file; say its SIZE, without --up-to");
     }
     if let Some((size, page)) = args.size.zip(args.page).filter(|(size, page)| !size.0.is_multiple_of(page.bytes())) {
         bail!("{size} is not a whole number of {page} pages; ask for a multiple");
@@ -91,8 +92,8 @@ enum Had {
 }
 
 fn had(args: &Lease) -> Result<Had> {
-    match args.up_to {
-        Some(budget) => Ok(Had::UpTo(Lending::up_to(daemon(args)?, budget.0, args.page, args.node)?)),
+    match args.budget() {
+        Some(budget) => Ok(Had::UpTo(Lending::up_to(daemon(args)?, budget, args.page, args.node)?)),
         None => lease(args).map(Had::Lease),
     }
 }

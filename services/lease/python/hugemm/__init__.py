@@ -15,6 +15,7 @@ import mmap
 import os
 import socket as _socket
 import struct
+import time
 
 __all__ = ["Lease", "LeaseError", "lease"]
 
@@ -22,6 +23,9 @@ _MOST = 1 << 16
 
 # Seconds that a daemon may take to take a connection, to take a request, and to answer what needs no filling.
 _PATIENCE = 5
+
+# Seconds that a daemon that answers others may take to fill what is asked for.
+_MOST_FILLING = 60
 
 
 class LeaseError(OSError):
@@ -122,6 +126,7 @@ def _ask(connection, request, path=None):
         pass
     except BlockingIOError:
         raise LeaseError(silent) from None
+    end = time.monotonic() + _MOST_FILLING
     while True:
         try:
             packet, fds, _, _ = _socket.recv_fds(connection, _MOST, 1)
@@ -132,6 +137,8 @@ def _ask(connection, request, path=None):
         except BlockingIOError:
             if path is None:
                 raise LeaseError(silent) from None
+            if time.monotonic() >= end:
+                raise LeaseError(f"the lease daemon answers others, and lends nothing in {_MOST_FILLING} s") from None
             # Memory may have to be filled: as long as the daemon answers others.
             with _connect(path) as other:
                 _ask(other, {"status": {}})

@@ -265,10 +265,10 @@ fn fill_in_parallel(file: &MemoryFile, from: u64, to: u64, node: Option<u32>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::background::may_make_no_thread;
     use crate::memory_file::Page;
     use crate::policy::{LendingPolicy, Who};
     use crate::stock::Shapes;
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
     /// Who asks again and again for more than can be had does not keep what is ready from others.
     #[test]
@@ -312,15 +312,7 @@ mod tests {
         let page = Page::Transparent;
         let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 61_009));
         let alone = || {
-            // It holds for no thread of root, as the others are.
-            let most = Rlimit { current: Some(0), ..getrlimit(Resource::Nproc) };
-            setrlimit(Resource::Nproc, most).expect("less than before");
-            // SAFETY: the calls themselves, which change this thread alone.
-            unsafe {
-                assert_eq!(libc::syscall(libc::SYS_setresgid, 61_009, 61_009, 61_009), 0);
-                assert_eq!(libc::syscall(libc::SYS_setresuid, 61_009, 61_009, 61_009), 0);
-            }
-            assert!(std::thread::Builder::new().spawn(|| ()).is_err(), "no thread");
+            may_make_no_thread(61_009);
             daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
             let wish = Wish::of(2 * page.bytes());
             daemon.lease(&Asker::user(61_009), 7, &wish).map(|(leased, _)| leased.filled_late)

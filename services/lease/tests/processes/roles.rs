@@ -43,11 +43,11 @@ pub(crate) fn daemon(path: &Path) {
     let daemon = Arc::new(Daemon::new(PoolConfig::new(Page::Huge2M, shapes, LEASE, owner)));
     let (never, _open) = std::io::pipe().expect("a pipe");
     daemon.adopt(inherited.files);
-    adopt(&daemon, inherited.kept);
+    let adopted = adopt(&daemon, inherited.kept);
     service::ready();
     std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default()));
-        let _ = serve(&daemon, &listener, never.as_fd());
+        let _ = serve(&daemon, &listener, never.as_fd(), adopted);
     });
 }
 

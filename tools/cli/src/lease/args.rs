@@ -15,6 +15,8 @@ use std::str::FromStr;
 pub const LEASE_HELP: &str = "\
 hugemm lease --up-to 64G -- qemu-system-x86_64 -object memory-backend-memfd,id=m,size=48G,share=on,hugetlb=on …
   runs a stock program: the files of huge pages that it and what it starts make are leased ones, 64G together at most.
+hugemm lease -- PROGRAM
+  the same with no limit but what the daemon has, and its policy.
 hugemm lease 64G -- PROGRAM
   the same for one file of exactly that length, which is leased before PROGRAM starts.
 hugemm lease 64G -- PROGRAM --memory @LEASE@
@@ -29,9 +31,9 @@ Memory must be mapped shared. If no daemon answers or nothing is ready, COMMAND 
 #[derive(Debug, Args)]
 pub struct Lease {
     /// How much, in whole pages: one file.
-    #[arg(value_name = "SIZE", required_unless_present_any = ["up_to", "template"])]
+    #[arg(value_name = "SIZE", required_unless_present_any = ["up_to", "template", "command"])]
     pub size: Option<Size>,
-    /// Lend whatever files of huge pages COMMAND and what it starts make, so much together at most.
+    /// Lend whatever files of huge pages COMMAND and what it starts make, so much together at most [default without SIZE: no limit].
     #[arg(long, value_name = "SIZE", requires = "command", conflicts_with_all = ["size", "fd", "path", "keep", "template"])]
     pub up_to: Option<Size>,
     /// Say of each file that it was lent, or why not.
@@ -47,7 +49,7 @@ pub struct Lease {
     #[arg(long, value_name = "NAME", conflicts_with = "keep")]
     pub template: Option<String>,
     /// Keep the memory, with its bytes, under this name when the program ends, for this user to lease again.
-    #[arg(long, value_name = "NAME", requires = "secret")]
+    #[arg(long, value_name = "NAME", requires_all = ["secret", "size"])]
     pub keep: Option<String>,
     /// The file with the secret of kept memory: made by the first lease, needed by later ones.
     #[arg(long, value_name = "FILE", requires = "keep", value_hint = ValueHint::FilePath)]
@@ -78,6 +80,14 @@ pub struct Lease {
     /// What to run.
     #[arg(last = true, value_name = "COMMAND")]
     pub command: Vec<OsString>,
+}
+
+impl Lease {
+    /// How much may be lent of whatever files COMMAND makes; `None`: it is one lease that is asked for.
+    pub fn budget(&self) -> Option<u64> {
+        let is_one = self.size.is_some() || self.template.is_some();
+        self.up_to.map(|size| size.0).or((!is_one).then_some(u64::MAX))
+    }
 }
 
 /// How a program's own file is seen.

@@ -2,6 +2,7 @@
 //! with memory that is leased.
 
 use super::args::BenchLease;
+use super::filter;
 use super::pins::{self, Pins};
 use super::restore::{self, Snapshot};
 use super::touch;
@@ -128,6 +129,8 @@ struct Measured {
     template_cpu: Samples,
     /// How many times as long a neighbour took for a load while the last size was filled.
     slowed: Option<Samples>,
+    /// A program that makes no memory, and its CPU time behind the filter, of that without.
+    filtered: Option<(&'static str, Samples)>,
 }
 
 fn measure(args: &BenchLease) -> Result<()> {
@@ -150,7 +153,7 @@ fn measure(args: &BenchLease) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    let Measured { starts, programs, restored, filled, template_cpu, slowed } = measured;
+    let Measured { starts, programs, restored, filled, template_cpu, slowed, filtered } = measured;
     if filled.filled_bytes == 0 {
         bail!("no size fits; name smaller ones with --sizes, or free memory ({})", left_out.join("; "));
     }
@@ -179,6 +182,11 @@ fn measure(args: &BenchLease) -> Result<()> {
             slowed.median(),
             slowed.stdev()
         ));
+    }
+    if let Some((program, cost)) = &filtered {
+        results.rows.push(Row::median("bench.lease.filter_cpu", cost, "ratio").label("program", *program));
+        let (median, stdev) = (cost.median(), cost.stdev());
+        results.remarks.push(format!("{program} took {median:.3} ± {stdev:.3} × its CPU time behind the filter"));
     }
     if template_cpu.runs() > 0 {
         results.rows.push(Row::median("bench.lease.template_cpu_per_gib", &template_cpu, "s"));
@@ -234,6 +242,10 @@ fn of_size(
     if machine.topology.cpus.len() > 1 {
         bar.set_message(format!("{}, a neighbour", Size(bytes)));
         measured.slowed = Some(bench.neighbour(machine)?);
+    }
+    if measured.filtered.is_none() {
+        bar.set_message("a program that makes no memory");
+        measured.filtered = Some(filter::cost(&bench.socket(), &bench.dir.dir, args.runs)?);
     }
     pins.measure(bytes, repeat.all(), Some(&bench), bar)?;
     drop(bench);

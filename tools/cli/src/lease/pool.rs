@@ -112,7 +112,7 @@ fn serve(args: &Serve) -> Result<()> {
     let daemon = Arc::new(Daemon::with_log(config, log.into()));
     daemon.adopt(inherited.files);
     daemon.look_at_templates();
-    adopt(&daemon, inherited.kept);
+    let adopted = adopt(&daemon, inherited.kept);
     if let Some(metrics) = metrics {
         let daemon = Arc::clone(&daemon);
         // Ends with the process.
@@ -148,7 +148,7 @@ fn serve(args: &Serve) -> Result<()> {
         println!("leases at {}", path.display());
         daemon.log("serving", daemon.status());
         service::ready();
-        serve_socket(&daemon, &listener, stop.as_fd())
+        serve_socket(&daemon, &listener, stop.as_fd(), adopted)
     })?;
     let _ = waiter.join();
     daemon.flush_log(Duration::from_secs(1));

@@ -147,8 +147,9 @@ fn files_of_all_lengths_are_leased() {
         assert!(err.lines().any(|line| line.ends_with("10485760 bytes, lent, as descriptor 3")), "{err}");
         daemon.wait_for("\"filled_late_bytes\":2097152");
         daemon.wait_until_filled();
-        for steps in ["allocate", "parts"] {
-            let (said, err) = run(&daemon, &["--up-to", "1GB", "--require"], steps);
+        // Without a limit, too.
+        for (steps, limit) in [("allocate", &["--up-to", "1GB", "--require"][..]), ("parts", &["--require"])] {
+            let (said, err) = run(&daemon, limit, steps);
             assert_eq!(said, "32 MiB leased", "{err}");
             daemon.wait_until_filled();
         }
@@ -220,7 +221,10 @@ fn words_that_do_not_go_together_are_named() {
     misused(&["lease", "--up-to", "8MB", "--fd", "7", "--", "true"], "cannot be used with");
     misused(&["lease", "--up-to", "8MB", "--mode", "preload", "--", "true"], "cannot be used with");
     misused(&["lease", "--up-to", "x", "--", "true"], "--up-to");
-    refused(&["lease", "--up-to", "8MB", "--", "echo", "@LEASE@"], &["@LEASE@ is one file", "SIZE"]);
+    refused(&["lease", "--up-to", "8MB", "--", "echo", "@LEASE@"], &["@LEASE@", "one file; say its SIZE"]);
+    misused(&["lease", "--keep", "name", "--secret", "x", "--", "true"], "<SIZE>");
+    refused(&["lease", "--mode", "preload", "--", "true"], &["--mode preload", "one file; say its SIZE"]);
+    refused(&["lease", "--fd", "7", "--", "true"], &["--fd", "one file; say its SIZE"]);
     refused(&["lease", "8MB", "--json", "--", "true"], &["--json is for a path"]);
     refused(&["lease", "8MB", "--verbose", "--", "true"], &["--verbose is for --up-to"]);
     with_pool(32, || {
