@@ -14,6 +14,9 @@
 
 use hugemm_base::Order;
 
+/// In so many free frames a page of 2 MiB that is away finds room in one piece, or can have it made so.
+const LARGE: u64 = 1538;
+
 /// The marks of one node, in base pages; `min <= low <= high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Watermarks {
@@ -42,10 +45,11 @@ impl Watermarks {
     }
 
     /// Marks for a node of so many base pages: *min* grows with the square root of memory (4 √KiB, as Linux has it: 1 MiB
-    /// of 64 MiB, 16 MiB of 16 GiB, at most 256 MiB); the marks are a quarter of that or a thousandth of memory apart,
+    /// of 64 MiB, 16 MiB of 16 GiB, at most 256 MiB), and is 12 MiB at least from 1 GiB on, so that pages of 2 MiB can go; the marks are a quarter of that or a thousandth of memory apart,
     /// whichever is more; *high* is never above half the node.
     pub fn for_node(pages: u64) -> Self {
-        let min = (pages.saturating_mul(4).isqrt()).clamp(32, 1 << 16);
+        let least = if pages < 1 << 18 { 32 } else { 2 * LARGE };
+        let min = (pages.saturating_mul(4).isqrt()).clamp(least, 1 << 16);
         let gap = (min / 4).max(pages / 1000);
         let most = pages / 2;
         Watermarks { min: min.min(most), low: (min + gap).min(most), high: (min + 2 * gap).min(most) }
@@ -62,10 +66,9 @@ impl Watermarks {
         self.min / 2
     }
 
-    /// Whether a page that is away finds room in the reserve: one of 2 MiB finds it in one piece, or can have it made so, where that is 1538
-    /// frames and more, as on nodes from 9.1 GiB on.
+    /// Whether a page that is away finds room in the reserve.
     pub(crate) const fn brings_back(self, order: Order) -> bool {
-        order.get() == 0 || self.reserve() >= 1538
+        order.get() == 0 || self.reserve() >= LARGE
     }
 
     /// Below this, the worker begins.
@@ -134,8 +137,8 @@ mod tests {
             }
         }
         let brings_back = |pages, size: PageSize| Watermarks::for_node(pages).brings_back(size.order());
-        let nodes = [9 << 18, (91 << 18) / 10];
-        assert_eq!(nodes.map(|pages| brings_back(pages, PageSize::Size2M)), [false, true], "9 and 9.1 GiB");
+        let nodes = [(1 << 18) - 1, 1 << 18];
+        assert_eq!(nodes.map(|pages| brings_back(pages, PageSize::Size2M)), [false, true], "1 GiB, and less by a page");
         assert!(brings_back(64, PageSize::Size4K));
         // 64 MiB and 16 GiB.
         assert_eq!(Watermarks::for_node(1 << 14).min(), 256);

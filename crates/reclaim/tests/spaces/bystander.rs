@@ -177,11 +177,11 @@ fn new_pages_leave_the_reserve_to_those_that_come_back() {
     }
 }
 
-/// A page of 2 MiB that is away comes back out of what new pages leave, where the node's reserve is for a large one: of a node of 9.1 GiB.
+/// A page of 2 MiB that is away comes back out of what new pages leave, where the node's reserve is for a large one: of a node of 1 GiB.
 /// Where it is smaller, the page does not go.
 #[test]
 fn the_reserve_of_a_large_node_covers_a_large_page() {
-    let large = Watermarks::for_node((91 << 18) / 10).min();
+    let large = Watermarks::for_node(1 << 18).min();
     for (policy, min) in LruPolicy::ALL.into_iter().flat_map(|policy| [large, 64].map(|min| (policy, min))) {
         let marks = Watermarks::new(min, min + 200, min + 400);
         with_cpu(Size { policy, marks, mib: 24, ..SIZE }, 12, |rig, cx| {

@@ -4,7 +4,7 @@
 use crate::rig::{NODE, Size, with_cpu};
 use hugemm_base::{Never, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
-use hugemm_reclaim::{LruPolicy, ShrinkBudget, Swap};
+use hugemm_reclaim::{LruPolicy, ShrinkBudget, Swap, Watermarks};
 use hugemm_vm::{Backing, Usage, VmaKind};
 use std::collections::BTreeMap;
 
@@ -46,7 +46,7 @@ fn touched() -> BTreeMap<u64, u64> {
 }
 
 fn run(policy: LruPolicy) {
-    with_cpu(Size { policy, ..SIZE }, 91, |rig, cx| {
+    with_cpu(Size { policy, marks: Watermarks::new(3076, 3100, 3200), ..SIZE }, 91, |rig, cx| {
         let object = rig.vm.create_shared(cx, 6 * TIB, PageSize::Size4K, false).expect("memory");
         let whole = VirtRange::from_pages(0, 1 << 35).expect("a range");
         let space = rig.vm.create(cx, whole).expect("memory");

@@ -15,7 +15,7 @@ use hugemm_threads::Random;
 use hugemm_vm::{Backing, VmaKind};
 use program::{ALL_DEEDS, CPUS, Deeds, Program, SHARED_PAGES, Test};
 use std::cell::Cell;
-use world::{bounds, span, with_world};
+use world::{bounds, span, with_large_pages_away, with_world};
 
 const AT: u64 = 0x4000_0000;
 /// What each program does.
@@ -162,7 +162,7 @@ const STORING: u64 = 5;
 /// part of a large page comes back where it was. How many pages of 4 KiB have come back.
 fn meet<F: PageFormat>(seed: u64) -> u64 {
     let mut loads = 0;
-    with_world::<F>(STORING as u32 + 1, seed, &no_faults(), |world| {
+    with_large_pages_away::<F>(STORING as u32 + 1, seed, |world| {
         let mut cx = world.machine.cx();
         let owned = world.vm.create(&mut cx, bounds()).expect("a space");
         for (at, pages, page) in [(AT, 32, PageSize::Size4K), (LARGE, 512, PageSize::Size2M)] {

@@ -112,6 +112,21 @@ const GUEST: u64 = 2;
 
 /// Runs `test` and looks afterwards whether the model has seen anything wrong, and whether every frame is back.
 pub fn with_world<F: PageFormat>(cpus: u32, seed: u64, inject: &FaultPlan, test: impl for<'h> FnOnce(&World<'h, F>)) {
+    with_marks(cpus, seed, inject, Watermarks::for_node(NODE << 8), test);
+}
+
+/// The same with a reserve that lets pages of 2 MiB go, for less of them.
+pub fn with_large_pages_away<F: PageFormat>(cpus: u32, seed: u64, test: impl for<'h> FnOnce(&World<'h, F>)) {
+    with_marks(cpus, seed, &crate::no_faults(), Watermarks::new(3076, 3080, 3090).expect("they rise"), test);
+}
+
+fn with_marks<F: PageFormat>(
+    cpus: u32,
+    seed: u64,
+    inject: &FaultPlan,
+    marks: Watermarks,
+    test: impl for<'h> FnOnce(&World<'h, F>),
+) {
     let mut region = Mmap::anonymous(((2 * NODE + GUEST) << 20) as usize).expect("memory");
     // What is not cleared is seen.
     region.bytes_mut().fill(0xa5);
@@ -119,7 +134,7 @@ pub fn with_world<F: PageFormat>(cpus: u32, seed: u64, inject: &FaultPlan, test:
     let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
     let walks = if F::BREAK_BEFORE_MAKE { Tables::Arm64 { resizes: false } } else { Tables::X86_64 };
     let mmu = Mmu::new(&host, cpus, 2, seed).walking(walks);
-    run(&mmu, cpus, seed, inject, test);
+    run(&mmu, cpus, seed, inject, marks, test);
     assert_eq!(mmu.check(), Ok(()));
 }
 
@@ -128,6 +143,7 @@ fn run<F: PageFormat>(
     cpus: u32,
     seed: u64,
     inject: &FaultPlan,
+    marks: Watermarks,
     test: impl for<'h> FnOnce(&World<'h, F>),
 ) {
     let machine = &Machine::new(mmu);
@@ -172,7 +188,6 @@ fn run<F: PageFormat>(
     let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
     let mut counts: [HugePageCounts; 2] = Default::default();
     let pool = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut counts).expect("enough");
-    let marks = Watermarks::for_node(NODE << 8);
     let parts = Parts::with_pager(&frames, &shootdown, clearer, Reclaim::new(&lrus, &*store, marks, ()));
     let parts = Parts { pools: Pools::default().with(&pool), ..parts };
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
