@@ -486,8 +486,6 @@ impl Pairs<'_> {
                     vm.fault(cx, &spaces[cpu as usize], at, Access::Write).expect("memory");
                 },
             )?;
-            // Its spaces live as long as the program.
-            std::mem::forget(object);
         }
         let name = "a space made and ended each";
         if self.wants(name) {
