@@ -253,15 +253,8 @@ impl<S: Setup> Vm<'_, S> {
         // Release: see `pages`.
         let was = index.length.swap(now, Ordering::AcqRel);
         let into = (bytes % PAGE_BYTES) as usize;
-        if into > 0 {
-            let task = RefCell::new(&mut *cx);
-            let table = index.table.shared(self.tables(&task));
-            if let Lookup::Mapped(leaf) = table.lookup(VirtAddr::new((now - 1) << PAGE_SHIFT))
-                && let Some(window) = task.borrow().platform().open(Extent::block(leaf.frame, leaf.size.order()), None)
-            {
-                // SAFETY: within the page, which the index keeps.
-                unsafe { crate::access::store(window.ptr.add(into), PAGE_BYTES as usize - into, |_| 0) };
-            }
+        while into > 0 && !self.zero_from(cx, index, now - 1, into) {
+            self.cond_resched(cx);
         }
         self.take_away(cx, object, index, (now, was.max(now)))
     }
@@ -278,6 +271,20 @@ impl<S: Setup> Vm<'_, S> {
         let object = object.object();
         let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
         self.take_away(cx, object, index, (from, to.min(index.pages())))
+    }
+
+    /// Zeroes the rest of a page of a file, if it is there; false while somebody moves it, whose copy has it as it was.
+    fn zero_from(&self, cx: &mut Cx<'_, S>, index: &Index<S>, page: u64, into: usize) -> bool {
+        let task = RefCell::new(&mut *cx);
+        let table = index.table.shared(self.tables(&task));
+        let found = table.lookup(VirtAddr::new(page << PAGE_SHIFT));
+        if let Lookup::Mapped(leaf) = found
+            && let Some(window) = task.borrow().platform().open(Extent::block(leaf.frame, leaf.size.order()), None)
+        {
+            // SAFETY: within the page, which the index keeps.
+            unsafe { crate::access::store(window.ptr.add(into), PAGE_BYTES as usize - into, |_| 0) };
+        }
+        !matches!(found, Lookup::Owner(word) if matches!(SwapEntry::of(word), SwapEntry::Moving { .. }))
     }
 
     fn take_away(

@@ -361,6 +361,60 @@ fn what_is_away_is_gone_from_a_file_too() {
     on_both!(away);
 }
 
+/// What a file has no longer of its last page is zero when it grows again, though the page was on its way elsewhere when the file became
+/// shorter.
+fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    let (object, space) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        let shared = VmaKind { shared: true, ..SMALL };
+        rig.vm.map(cx, &space, span(AT, 4 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
+        (object, space)
+    });
+    let (at, bytes) = (AT + 0x3000, (3 << 12) + 16);
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.enter(cx, &space);
+        assert_eq!(rig.load(cx, &space, at), Ok(0x3000));
+        let (leaf, deferred) = (rig.leaf(cx, &space, at), rig.deferred());
+        let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+        let begun = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            let shorter = scope.spawn(|| {
+                rig.beside_others(1, |cx| {
+                    begun.store(1, Ordering::SeqCst);
+                    rig.vm.truncate(cx, &object, bytes).expect("its own");
+                });
+                begun.store(2, Ordering::SeqCst);
+            });
+            // Enough for one that does not wait to be over.
+            for _ in 0..1000 {
+                rig.vm.shootdown().handle_ipi(cx);
+                std::thread::yield_now();
+            }
+            while begun.load(Ordering::SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+            page.put_back(cx);
+            while begun.load(Ordering::SeqCst) < 2 {
+                rig.vm.shootdown().handle_ipi(cx);
+            }
+            shorter.join().expect("it ended");
+        });
+        rig.vm.truncate(cx, &object, 4 << 12).expect("longer");
+        assert_eq!(
+            [0, 8, 16, 4088].map(|word| rig.load(cx, &space, at + word)),
+            [Ok(0x3000), Ok(0x3008), Ok(0), Ok(0)]
+        );
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
+}
+
+#[test]
+fn the_rest_of_a_last_page_that_moves_is_zero_too() {
+    on_both!(moving);
+}
+
 fn copied<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId(0), |cx| {
         let file = File::new(32 << 12);
