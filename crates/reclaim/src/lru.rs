@@ -20,7 +20,7 @@
 //! All of it is for this crate alone, because numbers are taken for folios that somebody holds, and links are written into
 //! their descriptors.
 //!
-//! * The pager inserts a folio when it is told of it (single pages of 4 KiB by way of the CPU's [new pages](new_pages)), and drops references with `let_go`, which takes the folio off with the
+//! * The pager inserts a folio when it is told of it (single pages of 4 KiB by way of the CPU's new pages), and drops references with `let_go`, which takes the folio off with the
 //!   last. Nobody else drops one: a page's owner drops its own through the pager, and getting one by number is `unsafe`, with
 //!   that promise. So what is on a list has references, or is just frozen by whoever moves it, and has some again then.
 //! * `isolate` takes up to [`BATCH`] folios off in one lock round, with a speculative get of each under the lock; they are
