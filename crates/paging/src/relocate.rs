@@ -49,8 +49,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         Ok(Stale::new(from, self.tree.no_leaves()).leaves(moved.leaves, moved.sizes).with_tables(moved.tables, 0))
     }
 
-    /// Makes the tables that [`relocate`](Exclusive::relocate) takes for this range, so that it does not run out of memory, in whatever
-    /// parts, as long as `from` gets no tables and the new addresses nothing at all. Reads no leaf of 4 KiB in `from`.
+    /// Makes the tables that [`relocate`](Exclusive::relocate) takes for this range, so that it does not run out of memory, as long as `from`
+    /// gets no tables and the new addresses nothing at all. Reads no leaf of 4 KiB in `from`. What moves by parts is prepared by the same
+    /// parts: a table that lies in this range as a whole moves as one, and where it does not, another one is needed.
     ///
     /// # Errors
     ///

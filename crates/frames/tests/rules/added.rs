@@ -116,6 +116,17 @@ fn ranges_and_claims_reach_added_arenas() {
     });
 }
 
+/// In a hole, before one that was there and one that came behind it.
+#[test]
+fn an_extent_that_begins_in_a_hole_reaches_all_that_lie_behind() {
+    with_two_nodes(|frames, threads| {
+        add(frames, &arena(4608, 512, 1)).expect("room");
+        assert_eq!(hand_over(frames, threads, 2048, 3072), 1024);
+        let cx = threads.cx();
+        assert_eq!([4096, 4608].map(|base| frames.take_range(&cx, extent(base, 512)).is_ok()), [true; 2]);
+    });
+}
+
 #[test]
 fn bad_arenas_are_refused_and_change_nothing() {
     with_two_nodes(|frames, threads| {
