@@ -14,7 +14,7 @@ fn every_type() {
         concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { Aarch64, TlbiStep, X86, KernelSpace, UserSpace, Deferred, TableContent, NoTable }
         both {
             PageTable<X86_64>, EditLock, Editing, Change, Flags, Leaf, Leaves<'static, X86_64>, Lookup, Mapping, OwnerNext, PagingError,
-            Run, Stale, Young, Harvest, Detached, Unhooked, Keep, Counting, Tlbi, TlbCpu, TlbShootdownError,
+            Run, Stale, Young, Harvest, Detached, Unhooked, Keep, Counting, Tlbi, BareMetalTlbs, TlbCpu, TlbShootdownError,
             TlbShootdown<'static, Counting>, TlbSpace<UserSpace>, DeferredUnmap, ShootdownCounts, ShootdownPolicy,
             ShootdownBatch<'static, UserSpace, Keep, [hugemm_base::sync::AtomicU64; 2]>,
             Half, ReaderLine, Readers, CountedLock<EditLock>,

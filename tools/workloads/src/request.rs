@@ -381,7 +381,7 @@ requests! {
         procs: u32 [long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=14)],
         /// The region that they share [default: one and a half times the memory].
         shared: Option<u64> [long, value_parser = bytes],
-        /// Memory that there is, compressed pages included, 32MB at least [default: two thirds of the shared region, or 128MB;
+        /// Memory that there is, compressed pages included, 48MB at least [default: two thirds of the shared region, or 128MB;
         /// 64MB with 'hugemm boot'].
         memory: Option<u64> [long, value_parser = bytes_from(LEAST_AGED)],
         /// Memory that compressed pages may take [default: half of it].
@@ -441,7 +441,7 @@ requests! {
 pub const KERNEL_SIZE: u64 = 256 << 20;
 
 /// Least memory of processes that share more.
-const LEAST_AGED: u64 = 32 << 20;
+const LEAST_AGED: u64 = 48 << 20;
 
 impl Age {
     /// Memory if nothing is said of it, on the host and beside Linux guests.

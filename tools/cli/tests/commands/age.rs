@@ -2,7 +2,7 @@
 
 use crate::support::{document, misused, rows};
 
-const SMALL: [&str; 10] = ["bench", "age", "--memory", "32M", "--seconds", "0.1", "--cpus", "1", "--procs", "3"];
+const SMALL: [&str; 10] = ["bench", "age", "--memory", "48M", "--seconds", "0.1", "--cpus", "1", "--procs", "3"];
 
 fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
     SMALL.into_iter().chain(more.iter().copied()).collect()
@@ -28,7 +28,7 @@ fn pages_come_back_and_ageing_flushes_nothing() {
 
 #[test]
 fn what_cannot_be_done_names_the_way_out() {
-    misused(&["bench", "age", "--memory", "4M"], "'--memory <MEMORY>': that is too little; give at least 32MB");
+    misused(&["bench", "age", "--memory", "4M"], "'--memory <MEMORY>': that is too little; give at least 48MB");
 }
 
 /// One process has a rate too: what was used a moment ago is not evicted for it.
