@@ -523,7 +523,7 @@ mod tests {
         assert_eq!(sizes("", ""), [96, 64, 32]);
         assert_eq!(sizes("memory=-", "memory=134217728"), [192, 128, 64]);
         assert_eq!(sizes("shared=-", "shared=402653184"), [384, 256, 128]);
-        assert_eq!(sizes("shared=-", "shared=4194304"), [4, 32, 16]);
+        assert_eq!(sizes("shared=-", "shared=4194304"), [4, 48, 24]);
         assert_eq!(sizes("swap=-", "swap=4194304"), [96, 64, 4]);
     }
 }

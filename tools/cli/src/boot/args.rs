@@ -126,7 +126,7 @@ mod tests {
             ("bench free -o 0,19", "there is no order 19"),
             ("bench pool -p 4KB", "[possible values: 2MB, 1GB]"),
             ("bench age --young batch,swim", "'swim' for '--young <YOUNG>' [possible values: noflush"),
-            ("bench age --memory 1MB", "give at least 32MB"),
+            ("bench age --memory 1MB", "give at least 48MB"),
             ("bench age --seconds nan", "'nan' is no time"),
             ("bench vm-create -w 1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8", "measure them in two runs"),
             ("selftest --plant nonsense", "'nonsense' for '--plant <PLANT>' [possible values: none"),
