@@ -173,29 +173,33 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         &self.read.wake
     }
 
-    /// Puts folios of `order` on that are not: at most [`BATCH`]. For their owner, who holds references to them. One lock round.
-    /// Whether the level is to be looked at: once per [`BATCH`] base pages and one for each CPU, since a look goes over all CPUs.
-    pub(crate) fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: impl Iterator<Item = Pfn>, order: Order) -> bool {
+    /// One lock round that puts folios on. Whether the level is to be looked at: once per [`BATCH`] base pages and one for each CPU, since a
+    /// look goes over all CPUs.
+    fn add<P: Cpu>(&self, cx: &CpuCx<'_, P>, pin: CpuPin<'_>, f: impl FnOnce(&mut Kinds)) -> bool {
         let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
-        self.locked(cx, |lists| {
+        self.locked_by(pin, |lists| {
             let before = lists.inserted();
-            heads.for_each(|head| lists.own.insert(self.read.frames, head, order));
+            f(lists);
             before / look_each != lists.inserted() / look_each
         })
     }
 
+    /// Puts folios of `order` on that are not: at most [`BATCH`]. For their owner, who holds references to them. One lock round.
+    /// Whether the level is to be looked at.
+    pub(crate) fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: impl Iterator<Item = Pfn>, order: Order) -> bool {
+        let put = |lists: &mut Kinds| heads.for_each(|head| lists.own.insert(self.read.frames, head, order));
+        cx.pinned(|pin| self.add(cx, pin, put))
+    }
+
     /// The same of one page of 4 KiB: one lock round for 15 of a CPU.
     pub(crate) fn insert_page<P: Cpu>(&self, cx: &CpuCx<'_, P>, head: Pfn) -> bool {
-        let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
         let frames = self.read.frames;
         cx.pinned(|pin| {
-            !self.new.push(pin, frames, head)
-                && self.locked_by(pin, |lists| {
-                    let before = lists.inserted();
-                    self.new.enter_own(pin, frames, &mut lists.own);
-                    lists.own.insert(frames, head, Order::ZERO);
-                    before / look_each != lists.inserted() / look_each
-                })
+            let put = |lists: &mut Kinds| {
+                self.new.enter_own(pin, frames, &mut lists.own);
+                lists.own.insert(frames, head, Order::ZERO);
+            };
+            !self.new.push(pin, frames, head) && self.add(cx, pin, put)
         })
     }
 
@@ -206,12 +210,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         heads: impl Iterator<Item = Pfn>,
         distance: Option<u64>,
     ) -> bool {
-        let look_each = BATCH as u64 + u64::from(cx.platform().cpus());
-        self.locked(cx, |lists| {
-            let before = lists.inserted();
-            lists.insert_sourced(self.read.frames, heads, distance);
-            before / look_each != lists.inserted() / look_each
-        })
+        cx.pinned(|pin| self.add(cx, pin, |lists| lists.insert_sourced(self.read.frames, heads, distance)))
     }
 
     /// Makes folios as old as can be. The caller sees to it that each has a reference. One lock round: at most [`BATCH`] of them.

@@ -45,8 +45,8 @@ impl Watermarks {
     }
 
     /// Marks for a node of so many base pages: *min* grows with the square root of memory (4 √KiB, as Linux has it: 1 MiB
-    /// of 64 MiB, 16 MiB of 16 GiB, at most 256 MiB), and is 12 MiB at least from 1 GiB on, so that pages of 2 MiB can go; the marks are a quarter of that or a thousandth of memory apart,
-    /// whichever is more; *high* is never above half the node.
+    /// of 64 MiB, 16 MiB of 16 GiB, at most 256 MiB), and is 12 MiB at least from 1 GiB on, so that pages of 2 MiB can go; the
+    /// marks are a quarter of that or a thousandth of memory apart, whichever is more; *high* is never above half the node.
     pub fn for_node(pages: u64) -> Self {
         let least = if pages < 1 << 18 { 32 } else { 2 * LARGE };
         let min = (pages.saturating_mul(4).isqrt()).clamp(least, 1 << 16);
