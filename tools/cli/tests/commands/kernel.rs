@@ -169,7 +169,7 @@ mod x86 {
     fn ageing_by_the_run_flushes_nothing_on_real_page_tables() {
         // How far each line gets in a second is the host's speed: it takes until all of them have reclaimed.
         let reached = ["1", "5", "25"].into_iter().any(|seconds| {
-            let command = format!("bench age --memory 32MB --procs 4 --seconds {seconds}");
+            let command = format!("bench age --memory 48MB --procs 4 --seconds {seconds}");
             let document = document(X86, "--cpus 2", &command);
             for row in rows(&document, "bench.age.flushes_by_ageing") {
                 assert!(number(row, "value") == 0.0, "{row}");
