@@ -63,7 +63,7 @@ fn selftest(arch: &str, cpus: u32, model: &str) {
         _ => ("QEMU TCG", ["seals", "resized", "zeroed_ahead"].as_slice()),
     };
     assert_eq!((&guest["cpus"], &guest["machine"]), (&cpus.into(), &machine.into()));
-    let all = ["rounds", "unmaps", "resizes", "accesses", "refaults", "poisoned", "areas"];
+    let all = ["rounds", "unmaps", "resizes", "accesses", "paged_out", "refaults", "poisoned", "areas"];
     for metric in all.iter().chain(of_arch) {
         assert!(value(&document, &format!("selftest.{metric}")) >= 1.0, "{metric}");
     }
