@@ -2,6 +2,7 @@
 
 mod accounting;
 mod added;
+mod asked;
 mod below;
 mod carve;
 mod claims;
@@ -17,6 +18,7 @@ mod engine;
 mod errors;
 mod exact;
 mod extremes;
+mod gathered;
 // Miri has no part of a mapping given back.
 #[cfg(not(miri))]
 mod gone;
