@@ -1,6 +1,5 @@
 //! One test per rule that random operations do not single out, by subject; and random operations beside a model.
 
-mod accounting;
 mod added;
 mod asked;
 mod below;
