@@ -1,6 +1,6 @@
 //! Faults, areas and pages of spaces without a pager.
 
-use super::{Context, FAR, Pairs, Used, WARM, area, small};
+use super::{Context, Pairs, Used, WARM, area, small};
 use crate::machine::{Bare, Machine, Site, span};
 use anyhow::Result;
 use hugemm::base::{Never, PageSize, VirtAddr, VirtRange};
@@ -13,8 +13,10 @@ const HUGE: u64 = 8;
 /// Something at an address, as a CPU.
 type Work = fn(&Used<Bare>, &mut Context, u64, VirtRange);
 
-/// Pairs of one space: their names, of how many operations each is, where a CPU does it in a round, what comes before, and what is traced.
-const CASES: [(&str, u64, fn(u64, u64) -> VirtRange, Work, Work); 12] = [
+/// A pair of one space: its name, of how many operations it is, where a CPU does it in a round, what comes before, and what is traced.
+type Case = (&'static str, u64, fn(u64, u64) -> VirtRange, Work, Work);
+
+const CASES: [Case; 12] = [
     (
         "a fault of 2 MiB each in one space, far apart, many",
         HUGE,
@@ -130,7 +132,7 @@ impl Used<Bare> {
 
 impl Pairs<'_> {
     /// Faults: `spaces`, `areas` and `tables` each 1 or 2.
-    fn faults<S: Site>(
+    pub(super) fn faults<S: Site>(
         &self,
         name: &str,
         make: impl Fn() -> Result<Machine<S>>,
