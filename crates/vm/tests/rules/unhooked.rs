@@ -1,21 +1,18 @@
 //! Pages that are taken out of their page tables: they come back as they were, move, or go away, and nobody loses a store.
 
-use crate::support::{
-    AT, Cx, Handle, Metered, Model, Rig, at_leaf, before_flush, bounds, no_faults, span, with_format,
-};
+use crate::support::{AT, Cx, Handle, Metered, Model, Rig, at_leaf, bounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
 use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, UnhookedPage, Usage, VmError, VmaKind};
 use std::cell::Cell;
-use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 pub(super) const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 pub(super) type Away<'h> = Rig<'h, Metered, true>;
-pub(super) type Process<'h, const AWAY: bool = true> = AddressSpace<Model<'h, Metered, AWAY>>;
-pub(super) type Page<'d, 'h, const AWAY: bool = true> = UnhookedPage<'d, 'h, Model<'h, Metered, AWAY>>;
+type Process<'h, const AWAY: bool = true> = AddressSpace<Model<'h, Metered, AWAY>>;
+type Page<'d, 'h, const AWAY: bool = true> = UnhookedPage<'d, 'h, Model<'h, Metered, AWAY>>;
 
 pub(super) fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
     with_format(mib, 2, seed, &no_faults(), test);
@@ -36,7 +33,7 @@ pub(super) fn filled<'v, 'h, const AWAY: bool>(
     space
 }
 
-pub(super) fn hold_mapped<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, frame: Pfn) -> Option<FolioRef> {
+fn hold_mapped<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, frame: Pfn) -> Option<FolioRef> {
     // SAFETY: the tests' pager lists nothing, so that `let_go` may drop it.
     unsafe { rig.vm.hold_mapped(cx, frame) }
 }

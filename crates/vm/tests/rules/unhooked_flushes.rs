@@ -1,8 +1,10 @@
 //! Unhooked pages to which a CPU still has translations: what it stores is seen, or refused.
 
-use super::unhooked::{Away, Process, filled, hold_mapped, let_go, unhook, with_rig};
-use crate::support::{AT, Metered, Rig, before_flush, bounds, no_faults, span, with_format};
-use hugemm_base::{CpuId, PageSize, VirtAddr};
+use super::unhooked::{Away, SIZES, let_go, page_out, unhook, with_rig};
+use crate::support::{AT, before_flush, bounds, no_faults, span, with_format};
+use hugemm_base::{CpuId, PageSize, Pfn, VirtAddr};
+use hugemm_vm::{Backing, VmaKind};
+use std::sync::Barrier;
 
 /// What has been unmapped is reached by no CPU, though its pages were being moved and nobody had flushed yet: without a pager
 /// too.

@@ -1,8 +1,9 @@
 //! Unhooked pages of processes that forked: all have them again, each for itself.
 
-use super::unhooked::{Away, SIZES, filled, page_out, unhook, with_rig};
-use crate::support::{AT, Metered, Rig, bounds, no_faults, span, with_format};
-use hugemm_base::{CpuId, Never, Order, PageSize, Pfn, VirtAddr};
+use super::unhooked::{SIZES, filled, let_go, page_out, unhook, with_rig};
+use crate::support::{AT, Metered, no_faults, span, with_format};
+use hugemm_base::{CpuId, PageSize};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Pages that are away are shared by a fork as those in memory are: each process gets its own when it touches it, and what is
 /// stored goes with the last. So many processes as references fit without counters, and more.
