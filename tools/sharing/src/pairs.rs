@@ -22,6 +22,9 @@ static MARKS: [AtomicU8; 2] = [const { AtomicU8::new(0) }; 2];
 /// Rounds before the one that is traced.
 const WARM: u64 = 3;
 
+/// How many nodes there are, and what a pair is called there. CPU 1 is on the last.
+const NODES: [(u32, &str); 2] = [(1, "one node"), (2, "two nodes")];
+
 /// Addresses that are far apart: another table of every level but the root.
 const FAR: u64 = 1 << 40;
 
@@ -53,6 +56,12 @@ struct Pairs<'a> {
 impl Pairs<'_> {
     fn wants(&self, name: &str) -> bool {
         name.contains(self.only)
+    }
+
+    /// What is wanted of a pair: how many nodes, and its name there.
+    fn on_nodes(&self, name: &str) -> Vec<(u32, String)> {
+        let named = NODES.map(|(nodes, on)| (nodes, format!("{name}, {on}")));
+        named.into_iter().filter(|(_, name)| self.wants(name)).collect()
     }
 
     /// Traces `operations` of them as one CPU and as the other. `prepare` is called before, for each CPU; what it makes is gone when
@@ -103,31 +112,30 @@ impl Pairs<'_> {
         say(&format!("pair\t{name}\t{operations}\t{}", self.ground.base))
     }
 
-    /// Traces a pair of one space that both CPUs [use](Pairs::shared), on a machine of its own, and what is one operation each also of a space
-    /// for each.
+    /// Traces a pair of one space that both CPUs [use](Pairs::shared), and of a space for each where it says `each in one space`, on one node
+    /// and on two, on machines of their own.
     fn of_space<S: Site, T>(
         &self,
-        make: impl Fn() -> Result<Machine<S>>,
+        make: impl Fn(u32) -> Result<Machine<S>>,
         name: &str,
         operations: u64,
         prepare: impl Fn(&Used<S>, &mut Context, u64, u64) -> T,
         operate: impl Fn(&Used<S>, &mut Context, u64, T),
     ) -> Result<()> {
         let apart = name.replace("each in one space, far apart", "each in two spaces");
-        let apart = (operations == 1 && apart != name).then_some((2, &*apart));
+        let apart = (apart != name).then_some((2, &*apart));
         for (spaces, name) in [(1, name)].into_iter().chain(apart) {
-            if !self.wants(name) {
-                continue;
+            for (nodes, name) in self.on_nodes(name) {
+                let machine = make(nodes)?;
+                let used = Used { vm: machine.roots.vm, spaces: (0..spaces).map(|_| self.shared(&machine)).collect() };
+                self.trace(
+                    &machine,
+                    &name,
+                    operations,
+                    |cx, cpu, round| prepare(&used, cx, cpu, round),
+                    |cx, cpu, ready| operate(&used, cx, cpu, ready),
+                )?;
             }
-            let machine = make()?;
-            let used = Used { vm: machine.roots.vm, spaces: (0..spaces).map(|_| self.shared(&machine)).collect() };
-            self.trace(
-                &machine,
-                name,
-                operations,
-                |cx, cpu, round| prepare(&used, cx, cpu, round),
-                |cx, cpu, ready| operate(&used, cx, cpu, ready),
-            )?;
         }
         Ok(())
     }
@@ -171,18 +179,10 @@ pub(crate) fn run(group: &str, only: &str) -> Result<()> {
         "blocks" => pairs.blocks(),
         "faults" => {
             let on = |nodes| Machine::bare(ground, nodes);
-            pairs.faults("a fault each in two spaces", || on(1), 2, 2, FAR, true)?;
-            pairs.faults("a fault each in one space, one area, tables far apart", || on(1), 1, 1, FAR, false)?;
-            pairs.faults("a fault each in one space, two areas, far apart", || on(1), 1, 2, FAR, true)?;
-            pairs.faults(
-                "a fault each in one space, two areas, two tables that adjoin",
-                || on(1),
-                1,
-                2,
-                1 << 30,
-                false,
-            )?;
-            pairs.faults("a fault each in one space, two areas, two nodes", || on(2), 1, 2, FAR, false)
+            pairs.faults("a fault each in two spaces", on, 2, 2, FAR, true)?;
+            pairs.faults("a fault each in one space, one area, tables far apart", on, 1, 1, FAR, false)?;
+            pairs.faults("a fault each in one space, two areas, far apart", on, 1, 2, FAR, true)?;
+            pairs.faults("a fault each in one space, two areas, two tables that adjoin", on, 1, 2, 1 << 30, false)
         }
         "space" => pairs.space(),
         "reclaim" => pairs.reclaim(),

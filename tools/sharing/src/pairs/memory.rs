@@ -1,6 +1,6 @@
 //! Blocks, counted pages, pieces of the heap, kernel areas and pages of a pool.
 
-use super::{Context, Pairs};
+use super::{Context, NODES, Pairs};
 use crate::machine::{CPUS, FIRST, MEMORY, Machine, keep};
 use anyhow::{Result, anyhow};
 use hugemm::base::{Extent, Never, Order, PageSize, Pfn, VirtAddr};
@@ -37,8 +37,7 @@ impl Pairs<'_> {
     }
 
     pub(super) fn blocks(&self) -> Result<()> {
-        for nodes in [1, 2] {
-            let on = if nodes == 1 { "one node" } else { "two nodes" };
+        for (nodes, on) in NODES {
             for (what, order) in [("4 KiB", 0), ("2 MiB", 9), ("order 6", 6)] {
                 let order = Order::new(order).map_err(|error| anyhow!("{error}"))?;
                 // More than a CPU keeps.
@@ -79,57 +78,56 @@ impl Pairs<'_> {
             ("heap: a piece of each size taken and freed", false),
             ("heap: a piece of each size freed that the other CPU took", true),
         ] {
-            if !self.wants(name) {
-                continue;
+            for (nodes, name) in self.on_nodes(name) {
+                let machine = Machine::bare(self.ground, nodes)?;
+                let cx = self.ground.cpus.cx();
+                let heap: &'static Heap<'static, Plain> =
+                    keep(Heap::new(machine.roots.frames, &cx, CPUS).map_err(|error| anyhow!("{error}"))?);
+                machine.roots.heap.set(heap);
+                let sizes = || sizes_of_pieces().map(|size| Layout::from_size_align(size, 8).expect("small"));
+                let take = |cx: &mut Context| {
+                    sizes().map(|layout| heap.alloc(cx, layout).expect("memory")).collect::<Vec<_>>()
+                };
+                let prepare = |cx: &mut Context, cpu: u64, _| {
+                    if elsewhere {
+                        run_as(1 - cpu as u32);
+                        take(cx)
+                    } else {
+                        Vec::with_capacity(sizes_of_pieces().count())
+                    }
+                };
+                self.trace(&machine, &name, sizes_of_pieces().count() as u64, prepare, |cx, _, mut pieces| {
+                    if !elsewhere {
+                        pieces.extend(sizes().map(|layout| heap.alloc(cx, layout).expect("memory")));
+                    }
+                    for (piece, layout) in pieces.into_iter().zip(sizes()) {
+                        // SAFETY: taken with this layout, and freed once.
+                        unsafe { heap.free(cx, piece, layout) };
+                    }
+                })?;
             }
-            let machine = Machine::bare(self.ground, 1)?;
-            let cx = self.ground.cpus.cx();
-            let heap: &'static Heap<'static, Plain> =
-                keep(Heap::new(machine.roots.frames, &cx, CPUS).map_err(|error| anyhow!("{error}"))?);
-            machine.roots.heap.set(heap);
-            let sizes = || sizes_of_pieces().map(|size| Layout::from_size_align(size, 8).expect("small"));
-            let take =
-                |cx: &mut Context| sizes().map(|layout| heap.alloc(cx, layout).expect("memory")).collect::<Vec<_>>();
-            let prepare = |cx: &mut Context, cpu: u64, _| {
-                if elsewhere {
-                    run_as(1 - cpu as u32);
-                    take(cx)
-                } else {
-                    Vec::with_capacity(sizes_of_pieces().count())
-                }
-            };
-            self.trace(&machine, name, sizes_of_pieces().count() as u64, prepare, |cx, _, mut pieces| {
-                if !elsewhere {
-                    pieces.extend(sizes().map(|layout| heap.alloc(cx, layout).expect("memory")));
-                }
-                for (piece, layout) in pieces.into_iter().zip(sizes()) {
-                    // SAFETY: taken with this layout, and freed once.
-                    unsafe { heap.free(cx, piece, layout) };
-                }
-            })?;
         }
         Ok(())
     }
 
     pub(super) fn areas(&self) -> Result<()> {
-        let name = "kva: an area of 16 KiB taken and freed each";
-        if !self.wants(name) {
-            return Ok(());
+        for (nodes, name) in self.on_nodes("kva: an area of 16 KiB taken and freed each") {
+            let machine = Machine::bare(self.ground, nodes)?;
+            let kva = machine.kva(&self.ground.cpus.cx())?;
+            self.trace(
+                &machine,
+                &name,
+                64,
+                |_, _, _| (),
+                |cx, _, ()| {
+                    for _ in 0..64 {
+                        let area = kva.alloc(cx, Request::new(16 << 10, "a pair")).expect("memory");
+                        assert!(kva.free(cx, area).is_ok());
+                    }
+                },
+            )?;
         }
-        let machine = Machine::bare(self.ground, 1)?;
-        let kva = machine.kva(&self.ground.cpus.cx())?;
-        self.trace(
-            &machine,
-            name,
-            64,
-            |_, _, _| (),
-            |cx, _, ()| {
-                for _ in 0..64 {
-                    let area = kva.alloc(cx, Request::new(16 << 10, "a pair")).expect("memory");
-                    assert!(kva.free(cx, area).is_ok());
-                }
-            },
-        )
+        Ok(())
     }
 
     pub(super) fn pool(&self) -> Result<()> {

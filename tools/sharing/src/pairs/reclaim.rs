@@ -10,45 +10,40 @@ use hugemm_threads::run_as;
 
 impl Pairs<'_> {
     pub(super) fn reclaim(&self) -> Result<()> {
-        for nodes in [1, 2] {
-            let on = if nodes == 1 { "one node" } else { "two nodes" };
-            let machine = || Machine::paged(self.ground, nodes);
-            self.faults(&format!("a fault each in two spaces, with a pager, {on}"), machine, 2, 2, FAR, true)?;
-            let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
-            self.of_space(
-                machine,
-                &format!("accessed bits of 64 pages taken each in one space, far apart, {on}"),
-                1,
-                |_, _, cpu, round| page(cpu, 64 * round),
-                |used, cx, cpu, at| {
+        let machine = |nodes| Machine::paged(self.ground, nodes);
+        self.faults("a fault each in two spaces, with a pager", machine, 2, 2, FAR, true)?;
+        self.faults("a fault each in one space, with a pager", machine, 1, 2, FAR, true)?;
+        let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
+        self.of_space(
+            machine,
+            "accessed bits of 64 pages taken each in one space, far apart",
+            1,
+            |_, _, cpu, round| page(cpu, 64 * round),
+            |used, cx, cpu, at| {
+                used.vm.test_and_clear_young(cx, used.space(cpu), span(at.get(), 64 << 12), drop).expect("an area");
+            },
+        )?;
+        self.of_space(
+            machine,
+            "accessed bits of 64 pages taken, and a fault in the same space, far apart",
+            1,
+            |_, _, cpu, round| page(cpu, 512 * cpu + 64 * round),
+            |used, cx, cpu, at| {
+                if cpu == 0 {
                     used.vm.test_and_clear_young(cx, used.space(cpu), span(at.get(), 64 << 12), drop).expect("an area");
-                },
-            )?;
-            self.of_space(
-                machine,
-                &format!("accessed bits of 64 pages taken, and a fault in the same space, far apart, {on}"),
-                1,
-                |_, _, cpu, round| page(cpu, 512 * cpu + 64 * round),
-                |used, cx, cpu, at| {
-                    if cpu == 0 {
-                        used.vm
-                            .test_and_clear_young(cx, used.space(cpu), span(at.get(), 64 << 12), drop)
-                            .expect("an area");
-                    } else {
-                        used.vm.fault(cx, used.space(cpu), at, Access::Write).expect("memory");
-                    }
-                },
-            )?;
-            // Each CPU reclaims from its node and faults in its space.
-            for (name, away, back) in [
-                (format!("32 pages looked at for reclaim each, {on}"), 0, false),
-                (format!("32 pages written out each, {on}"), 1, false),
-                (format!("a page brought back each in two spaces, {on}"), u64::MAX, true),
-            ] {
-                if !self.wants(&name) {
-                    continue;
+                } else {
+                    used.vm.fault(cx, used.space(cpu), at, Access::Write).expect("memory");
                 }
-                let machine = machine()?;
+            },
+        )?;
+        // Each CPU reclaims from its node and faults in its space.
+        for (name, away, back) in [
+            ("32 pages looked at for reclaim each", 0, false),
+            ("32 pages written out each", 1, false),
+            ("a page brought back each in two spaces", u64::MAX, true),
+        ] {
+            for (nodes, name) in self.on_nodes(name) {
+                let machine = machine(nodes)?;
                 let (vm, spaces) = (machine.roots.vm, [(); 2].map(|()| self.shared(&machine)));
                 let node = |cpu: u64| NodeId(cpu as u32 % nodes);
                 let shrink = |cx: &mut Context, cpu, pages| {

@@ -1,6 +1,6 @@
 //! Faults, areas and pages of spaces without a pager.
 
-use super::{Context, Pairs, Used, WARM, area, small};
+use super::{Context, NODES, Pairs, Used, WARM, area, small};
 use crate::machine::{Bare, Machine, Site, span};
 use anyhow::Result;
 use hugemm::base::{Never, PageSize, VirtAddr, VirtRange};
@@ -131,21 +131,24 @@ impl Used<Bare> {
 }
 
 impl Pairs<'_> {
-    /// Faults: `spaces`, `areas` and `tables` each 1 or 2.
+    /// Faults: `spaces`, `areas` and `tables` each 1 or 2; on one node and on two.
     pub(super) fn faults<S: Site>(
         &self,
         name: &str,
-        make: impl Fn() -> Result<Machine<S>>,
+        make: impl Fn(u32) -> Result<Machine<S>>,
         spaces: usize,
         areas: u64,
         far: u64,
         many: bool,
     ) -> Result<()> {
-        for (count, name) in [(1, name.to_owned()), (256, format!("{name}, many"))] {
+        let pairs = NODES
+            .into_iter()
+            .flat_map(|(nodes, on)| [(nodes, 1, format!("{name}, {on}")), (nodes, 256, format!("{name}, {on}, many"))]);
+        for (nodes, count, name) in pairs {
             if !self.wants(&name) || (count > 1 && !many) {
                 continue;
             }
-            let machine = make()?;
+            let machine = make(nodes)?;
             let (vm, mut cx) = (machine.roots.vm, self.ground.cpus.cx());
             let spaces: Vec<_> = (0..spaces).map(|_| machine.space(&mut cx)).collect();
             let of = |cpu: u64| &spaces[cpu as usize % spaces.len()];
@@ -185,7 +188,7 @@ impl Pairs<'_> {
     }
 
     pub(super) fn space(&self) -> Result<()> {
-        let machine = || Machine::bare(self.ground, 1);
+        let machine = |nodes| Machine::bare(self.ground, nodes);
         for (name, operations, place, before, traced) in CASES {
             let prepare = |on: &Used<_>, cx: &mut Context, cpu, round| {
                 let at = place(cpu, round);
@@ -212,29 +215,27 @@ impl Pairs<'_> {
         for (name, other) in
             [("a fork, and a fault in the parent", false), ("a fork, and a fault in another space", true)]
         {
-            if !self.wants(name) {
-                continue;
+            for (nodes, name) in self.on_nodes(name) {
+                let machine = machine(nodes)?;
+                let (vm, space) = (machine.roots.vm, self.shared(&machine));
+                let second = other.then(|| self.shared(&machine));
+                self.trace(
+                    &machine,
+                    &name,
+                    1,
+                    |_, cpu, round| page(cpu, 513 + round).start(),
+                    |cx, cpu, at| {
+                        if cpu == 0 {
+                            let _child = vm.fork(cx, &space).expect("memory");
+                        } else {
+                            vm.fault(cx, second.as_ref().unwrap_or(&space), at, Access::Write).expect("memory");
+                        }
+                    },
+                )?;
             }
-            let machine = machine()?;
-            let (vm, space) = (machine.roots.vm, self.shared(&machine));
-            let second = other.then(|| self.shared(&machine));
-            self.trace(
-                &machine,
-                name,
-                1,
-                |_, cpu, round| page(cpu, 513 + round).start(),
-                |cx, cpu, at| {
-                    if cpu == 0 {
-                        let _child = vm.fork(cx, &space).expect("memory");
-                    } else {
-                        vm.fault(cx, second.as_ref().unwrap_or(&space), at, Access::Write).expect("memory");
-                    }
-                },
-            )?;
         }
-        let name = "a fault each in one shared object, two spaces";
-        if self.wants(name) {
-            let machine = machine()?;
+        for (nodes, name) in self.on_nodes("a fault each in one shared object, two spaces") {
+            let machine = machine(nodes)?;
             let (vm, mut cx) = (machine.roots.vm, self.ground.cpus.cx());
             let object = vm.create_shared(&mut cx, 1 << 20, PageSize::Size4K, false).expect("memory");
             let spaces = [(); 2].map(|()| self.shared(&machine));
@@ -244,7 +245,7 @@ impl Pairs<'_> {
             }
             self.trace(
                 &machine,
-                name,
+                &name,
                 1,
                 |_, cpu, round| VirtAddr::new(at(cpu, round)),
                 |cx, cpu, at| {
@@ -252,13 +253,12 @@ impl Pairs<'_> {
                 },
             )?;
         }
-        let name = "a space made and ended each";
-        if self.wants(name) {
-            let machine = machine()?;
+        for (nodes, name) in self.on_nodes("a space made and ended each") {
+            let machine = machine(nodes)?;
             let vm = machine.roots.vm;
             self.trace(
                 &machine,
-                name,
+                &name,
                 1,
                 |_, _, _| (),
                 |cx, _, ()| {
