@@ -300,7 +300,7 @@ impl Run<'_, '_> {
         ]);
         let mut request = AllocRequest { mobility, from, ..AllocRequest::order(order(log)) };
         request.prefer_zeroed = self.below(3) == 0;
-        let most = (self.everywhere.pages() / 2 >> log).min(if log < 9 { 300 } else { 700 });
+        let most = ((self.everywhere.pages() / 2) >> log).min(if log < 9 { 300 } else { 700 });
         let (count, how) = (self.one_of(&[1, most]), self.below(4));
         let limit = Pfn::new(self.everywhere.base().get() + self.below(self.everywhere.pages() + 2));
         for _ in 0..=self.below(count) {
