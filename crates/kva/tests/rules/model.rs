@@ -42,7 +42,7 @@ struct Owned {
 struct Run<F: PageFormat> {
     world: World<F>,
     random: Random,
-    /// Everywhere, not in a GiB.
+    /// Everywhere, not in a GiB: some addresses lead to frames that are none, so no CPU may look at any.
     wide: bool,
     owned: Vec<Owned>,
     batches: u64,
@@ -149,6 +149,9 @@ impl<F: PageFormat> Run<F> {
                 let frame = frame.expect("mapped");
                 assert_eq!(self.owners.insert(frame, self.marks), None, "{frame} is somebody's, or waits");
                 owned.frames.push(frame);
+                if self.wide {
+                    continue;
+                }
                 let (at, cpu) = (page(&area, number), self.below(CPUS.into()) as u32);
                 if zeroed && kind == AreaKind::Pages {
                     assert_eq!(self.world.load(cpu, at), Ok(0), "{at}");
@@ -186,7 +189,7 @@ impl<F: PageFormat> Run<F> {
     /// Everybody finds at a live address what its owner stored, and stores if that is allowed.
     fn access(&mut self, cpu: u32) {
         let index = self.below(self.owned.len() as u64) as usize;
-        let Some(owned) = self.owned.get(index).filter(|owned| !owned.frames.is_empty()) else { return };
+        let Some(owned) = self.owned.get(index).filter(|owned| !owned.frames.is_empty() && !self.wide) else { return };
         let Some(area) = &owned.area else { return };
         let number = self.random.below(owned.frames.len() as u64);
         let (at, word) = (page(area, number), owned.mark << 16 | number);
