@@ -41,7 +41,7 @@ fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) -> u64 {
         };
         let object = object.expect("memory");
         let shared = {
-            let test = Test::new(world, &object, seed, deeds);
+            let test = Test::new(world, &object, file, seed, deeds);
             let shared = &test;
             let program = |cpu| -> Task<'_> { Box::new(move || Program::run(shared, cpu, seed, STEPS)) };
             let mut tasks: Vec<Task<'_>> = (0..CPUS).map(program).collect();
