@@ -53,7 +53,8 @@ impl SourceError {
 ///
 /// All methods may be called by several tasks at once, `fill` for different pages; one at a time writes back. None is called with anything locked, so they may sleep where
 /// the platform says so, allocate, fault, and use the manager, but for what waits for the very page that they are about: faults at it, and
-/// [`Vm::sync`] of it. While one of them writes back, reclaim writes nothing back: it drops clean pages only.
+/// [`Vm::sync`], [`Vm::truncate`] and [`Vm::punch`] of it. What is written back beyond its end, or to a hole of which [`Vm::punch`] has not
+/// returned yet, is what was there before, and is left alone. While one of them writes back, reclaim writes nothing back: it drops clean pages only.
 pub trait PageSource<S: Setup>: Send + Sync {
     /// Length in bytes. When it changes, [`Vm::truncate`] is told.
     fn bytes(&self) -> u64;

@@ -67,14 +67,19 @@ impl<S: Setup> Vm<'_, S> {
         let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
         // AcqRel, here and below: pairs with the compare-exchange of `write_back`, which only looks at the number.
         self.writing().fetch_add(1, Ordering::AcqRel);
-        // Acquire pairs with the Release of who wrote before.
-        while index.writer.swap(true, Ordering::Acquire) {
-            self.cond_resched(cx);
-        }
+        self.wait_for_writer(cx, index);
         let done = self.clean(cx, object, index, (from, to.min(index.pages())), true);
         index.writer.store(false, Ordering::Release);
         self.writing().fetch_sub(1, Ordering::AcqRel);
         done
+    }
+
+    /// Waits until nobody writes pages of an object back, and keeps others from it until the word is stored to.
+    fn wait_for_writer(&self, cx: &mut Cx<'_, S>, index: &Index<S>) {
+        // Acquire pairs with the Release of who wrote before.
+        while index.writer.swap(true, Ordering::Acquire) {
+            self.cond_resched(cx);
+        }
     }
 
     /// The same for what is dirty near a page that reclaim has met, unless somebody is writing back already: then reclaim may have been
@@ -238,7 +243,8 @@ impl<S: Setup> Vm<'_, S> {
     /// zeroed in the object, not in copies of it.
     ///
     /// For each 64 MiB, one flush for each space that shows some, and one for each area that copies it and has something there. Nothing
-    /// locked; passes reschedule points; may sleep. A page that is pinned stays its device's.
+    /// locked; passes reschedule points; may sleep. A page that is pinned stays its device's. Waits for who is just writing pages back: what
+    /// he has in hand is given to the source before this returns, and the source leaves alone what it has no longer.
     ///
     /// # Errors
     ///
@@ -291,6 +297,20 @@ impl<S: Setup> Vm<'_, S> {
 
     /// `copies`: what others have copied there goes too.
     fn take_away(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        index: &Index<S>,
+        part: (u64, u64),
+        copies: bool,
+    ) -> Result<u64, VmError> {
+        self.wait_for_writer(cx, index);
+        let gone = self.take_parts(cx, object, index, part, copies);
+        index.writer.store(false, Ordering::Release);
+        gone
+    }
+
+    fn take_parts(
         &self,
         cx: &mut Cx<'_, S>,
         object: &Object<S>,

@@ -29,6 +29,8 @@ pub(crate) struct File {
     pub(crate) closed: AtomicU64,
     /// Where the manager is that it calls while it writes.
     calls: AtomicUsize,
+    /// 1: the next write says 2, and that nobody says 3 for a while.
+    gate: AtomicU32,
 }
 
 impl File {
@@ -87,6 +89,14 @@ impl<S: Setup> PageSource<S> for File {
             let owner = hugemm_vm::Owner { object: 1, offset: first };
             // SAFETY: the test's, which goes on.
             assert_eq!(unsafe { &*vm }.write_back(cx, owner), 0, "somebody writes back already");
+            if self.gate.compare_exchange(1, 2, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+                for _ in 0..1000 {
+                    // SAFETY: as above.
+                    unsafe { &*vm }.shootdown().handle_ipi(cx);
+                    std::thread::yield_now();
+                    assert_ne!(self.gate.load(Ordering::SeqCst), 3, "what is to be a hole is just written");
+                }
+            }
         }
         let code = self.fails.load(Ordering::Relaxed);
         if code > 0 {
@@ -410,6 +420,53 @@ fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
 #[test]
 fn the_rest_of_a_last_page_that_moves_is_zero_too() {
     on_both!(moving);
+}
+
+/// Who makes a hole, or a file shorter, goes on when nobody is about to write there what was there before.
+fn overtaken<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    for shorter in [false, true] {
+        let file = File::new(4 << 12);
+        let (object, space) = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let object = rig.vm.open_source(cx, file).expect("memory");
+            let space = rig.vm.create(cx, bounds()).expect("memory");
+            rig.vm.map(cx, &space, span(AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+            (object, space)
+        });
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT + 0x3000, 9).expect("memory");
+            file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
+            file.gate.store(1, Ordering::SeqCst);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while file.gate.load(Ordering::SeqCst) != 2 {
+                        std::thread::yield_now();
+                    }
+                    rig.beside_others(1, |cx| {
+                        let done = if shorter {
+                            rig.vm.truncate(cx, &object, 0x3000)
+                        } else {
+                            rig.vm.punch(cx, &object, 3, 4)
+                        };
+                        assert_eq!(done, Ok(1));
+                    });
+                    file.gate.store(3, Ordering::SeqCst);
+                });
+                assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1));
+                while file.gate.load(Ordering::SeqCst) != 3 {
+                    rig.vm.shootdown().handle_ipi(cx);
+                }
+            });
+            file.calls.store(0, Ordering::Relaxed);
+            rig.end(cx, space);
+            rig.vm.close(cx, object).expect("its own");
+        });
+    }
+}
+
+#[test]
+fn what_goes_is_not_written_afterwards() {
+    on_both!(overtaken);
 }
 
 fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {

@@ -450,7 +450,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     }
 
     fn any_area(&mut self) -> &'static Area {
-        &AREAS[[0, 0, 0, 0, 0, 1, 1, 2, 3, 4, 4][self.random.below(11) as usize]]
+        &AREAS[[0, 0, 0, 0, 0, 1, 1, 2, 3, 4, 4, 4][self.random.below(12) as usize]]
     }
 
     /// Where a page of an area is.
@@ -504,7 +504,12 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             }
             _ => {
                 let at = self.any_at();
-                self.put(cx, at);
+                // What is never stored to stays lent.
+                if COPIED.holds(at) && self.random.below(6) > 0 {
+                    self.get(cx, at);
+                } else {
+                    self.put(cx, at);
+                }
             }
         }
     }
@@ -577,7 +582,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     /// Fills what no word of interest is in, so that the page does not compress.
     fn scramble(&mut self, cx: &mut Cx<'_, 'h>) {
         let process = self.process.clone();
-        let area = [PRIVATE, COPIED][self.random.below(2) as usize];
+        let area = if self.random.below(8) == 0 { COPIED } else { PRIVATE };
         let page = self.any_page(area);
         let before = process.book.borrow().changes(page);
         let noise: Vec<u8> = (0..NOISE / 8).flat_map(|_| self.random.word().to_le_bytes()).collect();
