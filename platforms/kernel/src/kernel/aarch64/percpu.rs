@@ -1,6 +1,7 @@
 //! The calling CPU's data, found through TPIDR_EL1.
 
 use super::super::percpu::PerCpu;
+pub(crate) use super::traps::Own;
 use super::write;
 use core::arch::asm;
 
@@ -20,4 +21,15 @@ pub(crate) fn current() -> u32 {
             options(nostack, preserves_flags, readonly));
     }
     id
+}
+
+/// The calling CPU's data.
+#[inline]
+pub(crate) fn own() -> &'static PerCpu {
+    let own: *const PerCpu;
+    // SAFETY: the register points to this CPU's `PerCpu`.
+    unsafe {
+        asm!("mrs {own}, tpidr_el1", own = out(reg) own, options(nostack, preserves_flags, nomem));
+        &*own
+    }
 }
