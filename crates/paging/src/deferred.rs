@@ -28,6 +28,7 @@
 //! ```
 
 use crate::ipi::{ANY_SPACE, Request};
+use crate::stale::Stale;
 use crate::tlb_shootdown::{TlbShootdown, TlbShootdownError};
 use crate::tlb_space::{Keep, TlbSpace, UserSpace};
 use core::fmt;
@@ -197,9 +198,21 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
 }
 
 impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
+    /// What an operation has left stale is pending, until somebody [settles](Self::settle) the space, which the caller does before he
+    /// relies on it: changes to several ranges cost one flush. Called under the lock under which it was done; no tables may have been
+    /// unhooked. Nothing if nothing is stale; one atomic otherwise.
+    pub fn owe(&self, stale: Stale) {
+        if stale.flush().is_some() {
+            // Release as in `DeferredUnmap::unmapped`. It always succeeds.
+            let _ = AtomicWord::transition(&self.deferred, Ordering::Release, Ordering::Relaxed, |now| {
+                Some(word::unmapped(now))
+            });
+        }
+    }
+
     /// Makes sure that entries found empty or demoted are so for every CPU: flushes the space if a deferred unmap of its
-    /// pages may still be unflushed. Called under the lock of its tables (see the [module](self)), not with interrupts
-    /// off. One load if there is nothing to do.
+    /// pages may still be unflushed. Called under the lock of its tables (see the [module](self)), or after it by whoever has had it,
+    /// not with interrupts off. One load if there is nothing to do.
     pub fn settle<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
         // Acquire pairs with the Release in `DeferredUnmap::unmapped`.
         let Some(pending) = word::pending(AtomicWord::load(&self.deferred, Ordering::Acquire)) else { return };

@@ -9,10 +9,12 @@ use crate::error::PagingError;
 use crate::flags::Flags;
 use crate::folding::is_folded;
 use crate::format::{Kind, PageFormat, kind};
-use crate::level;
+use crate::leaf_sizes::LeafSizes;
+use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Shared, Tree};
 use crate::run::Leaf;
+use crate::stale::Stale;
 use crate::table::Table;
 use crate::walk::{Lookup, found};
 use crate::walker;
@@ -112,9 +114,59 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             }
         }
     }
+
+    /// Takes those leaves of a span away that `wants` wants, by flags and first frame; nothing is there afterwards. As
+    /// [`take_leaf`](Self::take_leaf) of each: until the flush none of their addresses may be mapped. Leaves that reach over an end
+    /// stay, and [folded](crate::folding) ones. One walk.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
+    /// [`Busy`](PagingError::Busy) if it meets a range that is not harvested yet. Nothing has changed.
+    pub fn take_leaves(
+        &mut self,
+        span: VirtRange,
+        mut wants: impl FnMut(Flags, Pfn) -> bool,
+    ) -> Result<Stale, PagingError> {
+        let (first, end) = self.tree.check(span)?;
+        if let Some(page) = self.outstanding().meets(span) {
+            return Err(PagingError::Busy { at: level::address(page) });
+        }
+        let (none, root) = (self.tree.no_leaves(), self.tree.table(self.tree.root));
+        let mut taken = (0, none);
+        self.tree.take_leaves(root, Tree::<F, M>::ROOT, first, end, &mut wants, &mut taken);
+        Ok(Stale::new(span, none).leaves(taken.0, taken.1))
+    }
 }
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    /// `taken`: how many leaves, and of which sizes.
+    fn take_leaves(
+        &self,
+        table: Table,
+        level: u32,
+        first: u64,
+        end: u64,
+        wants: &mut impl FnMut(Flags, Pfn) -> bool,
+        taken: &mut (u64, LeafSizes),
+    ) {
+        for slot in slots(first, end, level) {
+            let mut entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Table => self.take_leaves(self.below(entry), level - 1, slot.first, slot.end, wants, taken),
+                Kind::Leaf if slot.whole && !is_folded::<F>(entry) && wants(F::flags(entry), F::frame(entry)) => {
+                    // Hardware may set a bit meanwhile.
+                    while let Err(seen) = table.replace(slot.index, entry, 0) {
+                        entry = seen;
+                    }
+                    taken.0 += 1;
+                    taken.1.add(level);
+                }
+                _ => {}
+            }
+        }
+    }
+
     /// The number of the page at an address, if the table translates it.
     fn page_of(&self, at: VirtAddr) -> Option<u64> {
         let page = VirtRange::new(at.align_down(PAGE_BYTES), PAGE_BYTES).ok()?;

@@ -315,6 +315,33 @@ fn a_deferred_batch_asks_each_cpu_once_for_all_spaces() {
     });
 }
 
+/// Changes to several ranges that one flush pays for, whoever needs it first.
+#[test]
+fn what_a_space_owes_is_paid_once() {
+    let (parts, heap) = (Parts::new(3), Heap::new(NoFaults));
+    let shootdown = parts.shootdown(Counting);
+    let table = table(&heap);
+    // SAFETY: one machine, which walks nothing.
+    let space = unsafe { TlbSpace::<UserSpace, Keep, _>::with_masks(&shootdown, table.root().start(), Keep, words(2)) };
+    let (space, cpu) = (space.expect("fits"), Player::new(2));
+    let small = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
+    cpu.run(|cx| space.switch_in(&shootdown, cx));
+    cpu.number.set(0);
+    table.exclusive(&heap).map(range(0, 8), [extent(0, 8)], small).expect("mapped");
+    cpu.run(|cx| {
+        for (pages, flushes) in [(range(100, 9), 0), (range(0, 2), 1), (range(0, 2), 0), (range(2, 6), 1)] {
+            for page in [pages.first_page(), pages.first_page() + 1] {
+                let mut table = table.exclusive(&heap);
+                space.owe(table.take_leaves(range(page, 1), |_, _| true).expect("in bounds"));
+            }
+            let before = shootdown.counts();
+            (0..2).for_each(|_| space.settle(&shootdown, cx));
+            let counts = shootdown.counts().since(before);
+            assert_eq!((counts.flushes_all, counts.targets), (flushes, flushes), "{pages:?}");
+        }
+    });
+}
+
 /// Hardware with a broadcast instruction.
 #[derive(Default)]
 struct Everywhere {

@@ -14,7 +14,7 @@ use crate::protection::Protection;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::pages;
-use crate::zeroes::ZEROES;
+use crate::zeroes::LENT;
 use core::cell::RefCell;
 use core::fmt;
 use core::ptr;
@@ -189,7 +189,7 @@ impl<S: Setup> Vm<'_, S> {
         }
         let (mut next, mut bad, mut noted, mut reached) = (first, None, true, true);
         table.walk(span, Flags::NONE, |run| {
-            let zeroes = run.flags.contains(ZEROES);
+            let zeroes = run.flags.contains(LENT) && !area.kind.sourced;
             if run.at.get() >> PAGE_SHIFT != next || bad.is_some() {
                 return;
             }

@@ -213,25 +213,29 @@ impl<S: Setup> Vm<'_, S> {
         let Some(object) = self.object(object) else { return false };
         {
             // SAFETY: `Registry::get` took a reference.
-            let areas = unsafe { object.as_ref() }.areas.shared();
-            for area in areas.showing(first, end) {
+            let object = unsafe { object.as_ref() };
+            object.each_area(first, end, |area| {
                 looked += 1;
-                let Some(part) = shown(area) else { continue };
+                let Some(part) = shown(area) else { return true };
                 if area.info.kind.locked {
-                    each(cx, area, part, None);
-                    continue;
+                    // What copies the object has its own there.
+                    if area.info.object == object.id {
+                        each(cx, area, part, None);
+                    }
+                    return true;
                 }
                 // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
                 let space = unsafe { area.space.as_ref() };
                 if space.is_exiting() {
                     going = true;
-                    continue;
+                    return true;
                 }
                 mapped = true;
                 if area.info.kind.pattern != Pattern::Sequential {
                     each(cx, area, part, Some(space));
                 }
-            }
+                true
+            });
         }
         self.put_object(cx, object);
         self.resched_after(cx, looked);

@@ -16,7 +16,7 @@ use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{Areas, VmaInfo};
-use crate::zeroes::{ZEROES, is_zeroes};
+use crate::zeroes::{LENT, is_lent};
 use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
@@ -60,7 +60,7 @@ impl<S: Setup> Vm<'_, S> {
             let mut table = here.table(self.tables(&task));
             // Acquire: before the look at the entry; pairs with the Release below.
             let kept = space.kept().load(Ordering::Acquire);
-            let old = read_only(table.lookup(page.start())).filter(|leaf| !is_zeroes(leaf));
+            let old = read_only(table.lookup(page.start())).filter(|leaf| !is_lent(leaf));
             let Some(old) = old else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
             // same page.
@@ -251,7 +251,7 @@ impl<S: Setup> Vm<'_, S> {
         // The table that held the old entry is there, so this takes no memory and meets nothing.
         let mapped = harvested.map_err(|(error, _)| error).and_then(|_| table.map(page, [copy], how));
         drop(table);
-        if let Some(old) = old.filter(|run| !run.flags.contains(ZEROES)) {
+        if let Some(old) = old.filter(|run| !run.flags.contains(LENT)) {
             self.drop_pages(&mut task.borrow_mut(), old.extent, area.kind.page, area.kind.pooled);
         }
         mapped.map(|()| Served::Copied).map_err(VmError::from)

@@ -15,7 +15,7 @@ use crate::setup::{Cx, Setup};
 use crate::supply::Dropping;
 use crate::vm::Vm;
 use crate::vma::{Areas, VmaInfo, pages};
-use crate::zeroes::ZEROES;
+use crate::zeroes::LENT;
 use core::cell::RefCell;
 use hugemm_base::VirtRange;
 use hugemm_paging::{Change, Editing, Flags, PageFormat, PagingError, ShootdownBatch, Stale, Unhooked};
@@ -78,7 +78,7 @@ impl<S: Setup> Vm<'_, S> {
                 let mut dropping = Dropping::new();
                 discarded += self.harvest_by_parts(cx, space.table(), detached, |task, run| {
                     // Entries of shared objects' pages have no reference, nor have those of the page of zeroes.
-                    if !shared && !run.flags.contains(ZEROES) {
+                    if !shared && !run.flags.contains(LENT) {
                         dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, run.size, false);
                     }
                 });

@@ -24,7 +24,7 @@ use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
-use crate::zeroes::is_zeroes;
+use crate::zeroes::{LENT, is_lent};
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Never, PAGE_SHIFT, VirtAddr, VirtRange};
@@ -89,7 +89,7 @@ impl Access {
 pub enum Served {
     /// A page was entered.
     Mapped,
-    /// A page shared by fork was replaced by a copy.
+    /// A page shared by fork, or a file's, was replaced by a copy.
     Copied,
     /// A page that had been shared by fork is writable again.
     Reused,
@@ -122,6 +122,8 @@ enum Found<S: Setup> {
     SwapEntry(u64),
     /// The page of zeroes, which this access needs another in place of.
     Zeroes,
+    /// A page of what is copied, which this access needs a copy of. The object, with a reference.
+    Lent(Option<NonNull<Object<S>>>),
     /// A page is mapped, but not for this access.
     ReadOnly,
     /// There is nothing to do.
@@ -197,11 +199,19 @@ impl<S: Setup> Vm<'_, S> {
             Found::Absent(Some(object)) => {
                 // SAFETY: `find_for_fault` took a reference.
                 let shown = unsafe { object.as_ref() };
-                let served = if area.kind.shared {
+                // What is locked is the area's own.
+                let served = if area.kind.shared || access != Access::Write && !area.kind.locked {
                     self.fault_shared(cx, site, at, access, shown)
                 } else {
-                    self.fault_copied(cx, site, at, access, shown)
+                    self.fault_copied(cx, site, at, shown, false)
                 };
+                self.put_object(cx, object);
+                served
+            }
+            Found::Lent(object) => {
+                let Some(object) = object else { return Ok(Served::Meanwhile) };
+                // SAFETY: as above.
+                let served = self.fault_copied(cx, site, at, unsafe { object.as_ref() }, true);
                 self.put_object(cx, object);
                 served
             }
@@ -234,10 +244,27 @@ impl<S: Setup> Vm<'_, S> {
         if areas.alone {
             return Ok((info, Found::Busy));
         }
+        // What the area shows or copies, with a reference.
+        let behind = || {
+            let object = match info.kind {
+                kind if kind.shared => Some(area.object),
+                // SAFETY: the area holds a reference, and is there while the list is locked.
+                kind if kind.sourced => unsafe { area.object.as_ref() }.over,
+                _ => None,
+            };
+            // SAFETY: as above; what is over another holds a reference to that.
+            object.iter().for_each(|object| unsafe { object.as_ref() }.get());
+            object
+        };
         let task = RefCell::new(cx);
         let mut table = both.table(self.tables(&task));
         let found = match table.lookup(at) {
-            Lookup::Mapped(leaf) if is_zeroes(&leaf) && (access == Access::Write || self.is_bad(&leaf)) => {
+            Lookup::Mapped(leaf) if is_lent(&leaf) && info.kind.sourced && access == Access::Write => {
+                Found::Lent(behind())
+            }
+            Lookup::Mapped(leaf)
+                if is_lent(&leaf) && !info.kind.sourced && (access == Access::Write || self.is_bad(&leaf)) =>
+            {
                 Found::Zeroes
             }
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs() | access.notes()) => Found::Meanwhile,
@@ -257,17 +284,7 @@ impl<S: Setup> Vm<'_, S> {
             Lookup::Mapped(_) => Found::ReadOnly,
             Lookup::Busy => Found::Busy,
             Lookup::Owner(word) => Found::SwapEntry(word),
-            Lookup::Absent => {
-                let object = match info.kind {
-                    kind if kind.shared => Some(area.object),
-                    // SAFETY: the area holds a reference, and is there while the list is locked.
-                    kind if kind.sourced => unsafe { area.object.as_ref() }.over,
-                    _ => None,
-                };
-                // SAFETY: as above; what is over another holds a reference to that.
-                object.iter().for_each(|object| unsafe { object.as_ref() }.get());
-                Found::Absent(object)
-            }
+            Lookup::Absent => Found::Absent(behind()),
         };
         Ok((info, found))
     }
@@ -456,7 +473,7 @@ impl<S: Setup> Vm<'_, S> {
         index.table.shared(self.tables(&task)).lookup(at) != Lookup::Absent
     }
 
-    /// Maps a page of a shared object where the object has it; `None` if it has not.
+    /// Maps a page of a shared object where the object has it; `None` if it has not. Areas that copy it are lent the page.
     pub(crate) fn enter_from_index(
         &self,
         cx: &mut Cx<'_, S>,
@@ -495,7 +512,8 @@ impl<S: Setup> Vm<'_, S> {
                 let _ = pages.protect(offset.unwrap_or(page), dirty)?;
                 return table.map(page, [extent], Mapping { flags, largest: area.kind.page });
             }
-            let how = Mapping { flags: flags.without(Flags::WRITE), largest: area.kind.page };
+            let lent = if area.kind.shared { Flags::NONE } else { LENT };
+            let how = Mapping { flags: flags.without(Flags::WRITE) | lent, largest: area.kind.page };
             table.map(page, [extent], how)?;
             // What lies behind it in the same window, if it has been read and lies so in memory, is shown too.
             let (first, behind) = (page.first_page(), page.end_page());

@@ -22,7 +22,7 @@ use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{Vma, VmaInfo, VmaKind, pages};
-use crate::zeroes::ZEROES;
+use crate::zeroes::{LENT, is_lent};
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
@@ -221,7 +221,8 @@ impl<S: Setup> Vm<'_, S> {
         })
     }
 
-    /// Enters a run of the parent's pages in the child, read-only, with a reference for each.
+    /// Enters a run of the parent's pages in the child, read-only, with a reference for each. What a file lends the child finds there
+    /// itself.
     fn share_run(
         &self,
         task: &Task<'_, '_, S>,
@@ -232,9 +233,13 @@ impl<S: Setup> Vm<'_, S> {
         flags: Flags,
     ) -> Result<(), VmError> {
         let kind = area.kind;
+        if kind.sourced && flags.contains(LENT) {
+            // Whoever takes a page from a file may have been at the child already.
+            return Ok(());
+        }
         let mut taken = 0;
         let mut done = Ok(());
-        let counted = if flags.contains(ZEROES) { Extent::default() } else { extent };
+        let counted = if flags.contains(LENT) { Extent::default() } else { extent };
         for (head, _) in counted.chunks(kind.page.order()) {
             done = self.get_page(&mut task.borrow_mut(), head);
             if done.is_err() {
@@ -332,7 +337,7 @@ impl<S: Setup> Vm<'_, S> {
         };
         let extent = Extent::block(leaf.frame, leaf.size.order());
         // The parent's, and a pin's.
-        if self.frames().references(leaf.frame) > 1 {
+        if !is_lent(&leaf) && self.frames().references(leaf.frame) > 1 {
             self.get_page(&mut task.borrow_mut(), leaf.frame)?;
             return Ok(One::Pinned(extent));
         }

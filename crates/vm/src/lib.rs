@@ -83,10 +83,10 @@
 //!
 //! # Order of locks
 //!
-//! A space's area list, then an object's area list, then an object's index, then a space's page table; the registry of
-//! objects and the slabs come last and alone. None is taken with interrupts off, and nothing sleeps or reschedules under
-//! one. The area list is held while other CPUs are flushed by copy-on-write; they serve such requests while they wait for it,
-//! because they wait with interrupts on. A fork, and whoever changes rights, holds none of them for long: it marks the list, and
+//! A space's area list, then an object's area list (a file's before those of the lineages that copy it), then an object's index, then a
+//! space's page table; the registry of objects and the slabs come last and alone. None is taken with interrupts off, and nothing sleeps or
+//! reschedules under one. The area list is held while other CPUs are flushed by copy-on-write; they serve such requests while they wait
+//! for it, because they wait with interrupts on. A fork, and whoever changes rights, holds none of them for long: it marks the list, and
 //! whoever meets the mark lets others run and looks again.
 #![cfg_attr(not(test), no_std)]
 #![warn(missing_debug_implementations)]
@@ -175,5 +175,5 @@ pub use unmap::Unmapped;
 pub use usage::Usage;
 pub use vm::{Parts, Vm};
 pub use vma::{Pattern, VmaInfo, VmaKind};
-pub use zeroes::ZEROES;
+pub use zeroes::LENT;
 pub use zeroing::{ZeroTurn, ZeroWorker};

@@ -58,8 +58,8 @@ pub enum Backing<'a, 'v, S: Setup> {
     Private,
     /// A shared object, from this offset in 4 KiB pages on.
     Shared(&'a SharedRef<'v, S>, u64),
-    /// Pages of its own, each with what an object over a [source](crate::source) has there when it is first touched: a private mapping of
-    /// a file. Who only reads shares pages instead by [`Shared`](Backing::Shared) without the right to store.
+    /// What an object over a [source](crate::source) has there, until somebody stores to a page, which becomes the area's own: a private
+    /// mapping of a file. Own pages go to swap, and a fork shares them; what is lent is found anew by the child.
     Copied(&'a SharedRef<'v, S>, u64),
 }
 
@@ -224,7 +224,11 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Ok((shared.object, offset, VmaKind { given: index.given, ..kind }));
                 }
                 match self.new_object(cx, None, Some(shared.object)) {
-                    Ok(lineage) => Ok((lineage, offset, kind)),
+                    Ok(lineage) => {
+                        // SAFETY: over it, new, and a copy until `put_object` frees it.
+                        unsafe { object.copied_by(lineage) };
+                        Ok((lineage, offset, kind))
+                    }
                     Err(error) => {
                         self.put_object(cx, shared.object);
                         Err(error)
@@ -331,9 +335,15 @@ impl<'m, S: Setup> Vm<'m, S> {
             return;
         }
         self.registry_of(id).exclusive().remove(id);
+        // SAFETY: nobody else has a reference.
+        let over = unsafe { object.as_ref() }.over;
+        if let Some(over) = over {
+            // SAFETY: it holds a reference to what it is over, and has been a copy of that since it was made.
+            unsafe { over.as_ref().uncopied(object) };
+        }
         // SAFETY: nobody has a reference, and nobody can find it any more.
         let object = unsafe { self.take_back(cx, object) };
-        if let Some(over) = object.over {
+        if let Some(over) = over {
             return self.put_object(cx, over);
         }
         let Some(index) = &object.index else { return };

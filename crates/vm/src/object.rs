@@ -8,13 +8,14 @@
 //! The descriptor of a page's head says the object's number and the page's offset in it, in words
 //! [`OWNER_WORD`] and [`OFFSET_WORD`]. That, and the object's areas, is the whole reverse map: mapping and
 //! unmapping cost nothing per page. A walk looks, in each area of the object that shows the offset, whether the entry at the offset's address
-//! refers to the page.
+//! refers to the page. A lineage may be *over* a shared object, whose pages its areas show where nobody has stored: a walk for such a page
+//! looks in the areas of every lineage over the object as well.
 //!
 //! Numbers are never used twice, so a descriptor that is read without a lock finds its object or none.
 //!
 //! | | who holds a reference to a page |
 //! |---|---|
-//! | lineage | every entry that maps it |
+//! | lineage | every entry that maps it; not those that show what the lineage is over, which say [`LENT`](crate::LENT) |
 //! | shared | the index; entries hold none, so whoever takes a page out of the index unmaps and flushes it first |
 
 use crate::guarded::Guarded;
@@ -27,7 +28,9 @@ use hugemm_base::PageSize;
 use hugemm_base::sync::{AtomicBool, AtomicU64, AtomicWord, Ordering};
 use hugemm_frames::{DescMut, DescRef};
 use hugemm_paging::PageTable;
-use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter};
+use intrusive_collections::{
+    Bound, KeyAdapter, LinkedList, LinkedListAtomicLink, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter,
+};
 
 /// The word of a page's descriptor that holds its object's number; 0 is none.
 pub const OWNER_WORD: usize = 6;
@@ -61,7 +64,11 @@ impl Owner {
 ///
 /// Those of one size, to a power of two, lie together, by offset. A page can be shown only by areas that begin less than twice that
 /// size before it; of areas that do not overlap there are three at most.
-pub(crate) struct AreaTree<S: Setup>(RBTree<ByOffset<S>>);
+pub(crate) struct AreaTree<S: Setup> {
+    own: RBTree<ByOffset<S>>,
+    /// Lineages [over](Object::over) the object, whose areas may show its pages too.
+    copies: LinkedList<Copies<S>>,
+}
 
 // SAFETY: the tree refers to areas, which may be sent and shared.
 unsafe impl<S: Setup> Send for AreaTree<S> {}
@@ -78,20 +85,20 @@ impl<S: Setup> AreaTree<S> {
     fn near(&self, first: u64, end: u64) -> impl Iterator<Item = &Vma<S>> {
         let mut next = 0;
         let sizes = core::iter::from_fn(move || {
-            let larger = self.0.lower_bound(Bound::Included(&(next, 0))).get()?;
+            let larger = self.own.lower_bound(Bound::Included(&(next, 0))).get()?;
             let size = larger.info.range.pages().max(1).ilog2();
             next = size + 1;
             Some(size)
         });
         sizes.flat_map(move |size| {
             let from = first.saturating_sub((2 << size) - 1);
-            self.0.range(Bound::Included(&(size, from)), Bound::Excluded(&(size, end)))
+            self.own.range(Bound::Included(&(size, from)), Bound::Excluded(&(size, end)))
         })
     }
 
     /// O(log areas).
     pub(crate) fn add(&mut self, area: UnsafeRef<Vma<S>>) {
-        self.0.insert(area);
+        self.own.insert(area);
     }
 
     /// O(log areas).
@@ -101,7 +108,12 @@ impl<S: Setup> AreaTree<S> {
     /// The area is in this tree.
     pub(crate) unsafe fn remove(&mut self, area: &UnsafeRef<Vma<S>>) {
         // SAFETY: the caller's promise.
-        unsafe { self.0.cursor_mut_from_ptr(UnsafeRef::into_raw(area.clone())) }.remove();
+        unsafe { self.own.cursor_mut_from_ptr(UnsafeRef::into_raw(area.clone())) }.remove();
+    }
+
+    /// Whether anybody copies the object.
+    pub(crate) fn is_copied(&self) -> bool {
+        !self.copies.is_empty()
     }
 }
 
@@ -124,6 +136,8 @@ pub(crate) struct Index<S: Setup> {
 /// See the [module](self).
 pub(crate) struct Object<S: Setup> {
     link: RBTreeAtomicLink,
+    /// Among those that copy what it is over.
+    copy: LinkedListAtomicLink,
     pub(crate) id: u64,
     /// Areas, handles, and walks under way.
     refs: AtomicU64,
@@ -144,12 +158,42 @@ impl<S: Setup> Object<S> {
     pub(crate) fn new(id: u64, index: Option<Index<S>>, over: Option<NonNull<Object<S>>>) -> Self {
         Object {
             link: RBTreeAtomicLink::new(),
+            copy: LinkedListAtomicLink::new(),
             id,
             refs: AtomicU64::new(1),
-            areas: Guarded::new(AreaTree(RBTree::new(ByOffset::NEW))),
+            areas: Guarded::new(AreaTree { own: RBTree::new(ByOffset::NEW), copies: LinkedList::new(Copies::NEW) }),
             index,
             over,
         }
+    }
+
+    /// Shows every area that may show one of the pages from `first` to `end`, those that copy the object too, until `visit` has seen
+    /// enough. Under the lock of the areas, and under that of each lineage's.
+    pub(crate) fn each_area(&self, first: u64, end: u64, mut visit: impl FnMut(&Vma<S>) -> bool) {
+        let areas = self.areas.shared();
+        let _ = areas.showing(first, end).all(&mut visit)
+            && areas.copies.iter().all(|copy| copy.areas.shared().showing(first, end).all(&mut visit));
+    }
+
+    /// From here on a lineage is among those that copy the object.
+    ///
+    /// # Safety
+    ///
+    /// It is over this one, on no list, and [ends](Self::uncopied) as a copy before it is freed.
+    pub(crate) unsafe fn copied_by(&self, lineage: NonNull<Object<S>>) {
+        // SAFETY: the caller's promise.
+        self.areas.exclusive().copies.push_back(unsafe { UnsafeRef::from_raw(lineage.as_ptr()) });
+    }
+
+    /// Ends that.
+    ///
+    /// # Safety
+    ///
+    /// It is one of those.
+    pub(crate) unsafe fn uncopied(&self, lineage: NonNull<Object<S>>) {
+        let mut areas = self.areas.exclusive();
+        // SAFETY: the caller's promise.
+        unsafe { areas.copies.cursor_mut_from_ptr(lineage.as_ptr()) }.remove();
     }
 
     /// Another reference, for whoever has one.
@@ -172,6 +216,7 @@ impl<S: Setup> Object<S> {
     }
 }
 
+intrusive_adapter!(Copies<S> = UnsafeRef<Object<S>>: Object<S> { copy => LinkedListAtomicLink } where S: Setup);
 intrusive_adapter!(pub(crate) ById<S> = UnsafeRef<Object<S>>: Object<S> { link => RBTreeAtomicLink } where S: Setup);
 
 impl<'a, S: Setup> KeyAdapter<'a> for ById<S> {

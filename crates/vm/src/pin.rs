@@ -12,7 +12,7 @@ use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::pages;
 use crate::vma::{VmaInfo, VmaKind};
-use crate::zeroes::is_lent;
+use crate::zeroes::may_be_taken;
 use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
@@ -230,8 +230,10 @@ impl<S: Setup> Vm<'_, S> {
         let table = both.table(self.tables(&task));
         let walked = table.walk(span, Flags::ACCESSED, |run| {
             // A span has no more runs than there is room for.
-            let room =
-                found.runs.get_mut(found.count).filter(|_| run.flags.contains(needs) && !is_lent(run.flags, needs));
+            let room = found
+                .runs
+                .get_mut(found.count)
+                .filter(|_| run.flags.contains(needs) && !may_be_taken(run.flags, needs));
             let Some(place) = room else { return };
             let mut taken = 0;
             for (head, _) in run.extent.chunks(area.kind.page.order()) {

@@ -4,7 +4,7 @@ use crate::address_space::AddressSpace;
 use crate::object::Owner;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use crate::vma::VmaInfo;
+use crate::vma::{Vma, VmaInfo};
 use core::cell::RefCell;
 use core::fmt;
 use hugemm_base::{Pfn, VirtAddr};
@@ -51,10 +51,8 @@ impl<S: Setup> Vm<'_, S> {
         let Some(object) = self.object(owner.object) else { return 0 };
         let mut places = 0;
         {
-            // SAFETY: `Registry::get` took a reference.
-            let areas = unsafe { object.as_ref() }.areas.shared();
-            for area in areas.showing(owner.offset, owner.offset + 1) {
-                let Some(at) = area.address_of(owner.offset) else { continue };
+            let look = |area: &Vma<S>| {
+                let Some(at) = area.address_of(owner.offset) else { return true };
                 // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
                 let space = unsafe { area.space.as_ref() };
                 let found = {
@@ -68,7 +66,10 @@ impl<S: Setup> Vm<'_, S> {
                     }
                     _ => {}
                 }
-            }
+                true
+            };
+            // SAFETY: `Registry::get` took a reference.
+            unsafe { object.as_ref() }.each_area(owner.offset, owner.offset + 1, look);
         }
         self.put_object(cx, object);
         places

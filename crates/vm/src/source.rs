@@ -1,7 +1,9 @@
 //! Files: shared objects whose pages come from somewhere, and go back there when somebody has stored to them.
 //!
 //! A [`PageSource`] is the embedder's. An object [over](Vm::open_source) one is a page cache: its index has the pages that have been read,
-//! and areas show them, or copy them ([`Backing::Copied`](crate::Backing::Copied)).
+//! and areas show them. Those that copy them ([`Backing::Copied`](crate::Backing::Copied)) are lent each page until they store to it: their
+//! entries say [`LENT`](crate::LENT), allow no stores, and go as those of other areas do when the index loses the page. A page of an area's
+//! own stays whatever becomes of the file's, unless the file ends before it.
 //!
 //! | page | the index's entry | entries of spaces |
 //! |---|---|---|
@@ -14,6 +16,7 @@
 //! third line to the second, and reclaim the one from the second to the first.
 
 use crate::address_space::Site;
+use crate::cow::Old;
 use crate::error::VmError;
 use crate::fault::{Access, Served, fresh_flags};
 use crate::mapping::SharedRef;
@@ -30,7 +33,7 @@ use core::fmt;
 use core::marker::PhantomData;
 use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{Extent, Order, PAGE_BYTES, PAGE_SHIFT, PageSize, PhysMap, VirtAddr};
+use hugemm_base::{Extent, Order, PAGE_BYTES, PAGE_SHIFT, PageSize, PhysMap, VirtAddr, VirtRange};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Flags, Lookup, Mapping, OwnerNext, PagingError};
 
@@ -50,7 +53,8 @@ impl SourceError {
 ///
 /// All methods may be called by several tasks at once, `fill` for different pages; one at a time writes back. None is called with anything locked, so they may sleep where
 /// the platform says so, allocate, fault, and use the manager, but for what waits for the very page that they are about: faults at it, and
-/// [`Vm::sync`] of it. While one of them writes back, reclaim writes nothing back: it drops clean pages only.
+/// [`Vm::sync`], [`Vm::truncate`] and [`Vm::punch`] of it. What is written back beyond its end, or to a hole of which [`Vm::punch`] has not
+/// returned yet, is what was there before, and is left alone. While one of them writes back, reclaim writes nothing back: it drops clean pages only.
 pub trait PageSource<S: Setup>: Send + Sync {
     /// Length in bytes. When it changes, [`Vm::truncate`] is told.
     fn bytes(&self) -> u64;
@@ -287,14 +291,15 @@ impl<'m, S: Setup> Vm<'m, S> {
         Ok(good as u64)
     }
 
-    /// Serves a fault at a page of an area that copies what `over` has: the page is the area's own from here on.
+    /// Makes a page of an area that copies what `over` has the area's own. `lent`: the file's is shown there, in whose place it comes with
+    /// one flush.
     pub(crate) fn fault_copied(
         &self,
         cx: &mut Cx<'_, S>,
         site: Site<'_, S, impl Phases>,
         at: VirtAddr,
-        access: Access,
         over: &Object<S>,
+        lent: bool,
     ) -> Result<Served, VmError> {
         let Site { space, area, phases } = site;
         let page = area.page_at(at);
@@ -308,20 +313,76 @@ impl<'m, S: Setup> Vm<'m, S> {
             if offset >= index.pages() {
                 return Err(VmError::OutOfBounds { at });
             }
+            // Acquire as in `make_own`.
+            let kept = space.kept().load(Ordering::Acquire);
             let Some(from) = self.hold_in_index(cx, index, offset)? else {
                 self.supply_index(cx, over, offset, &want, phases)?;
                 continue;
             };
-            let copy = self.copy_of(cx, from, &want, Owner { object: area.object, offset }, false);
+            let owner = Owner { object: area.object, offset };
+            let served = self.copy_of(cx, from, &want, owner, false).and_then(|copy| {
+                let old = Old { page: from, kept };
+                let served = if lent {
+                    space.changing(cx, page, |cx| self.replace(cx, space, area, page, &old, copy))
+                } else {
+                    self.enter_copy(cx, site, page, index, from, copy)
+                };
+                if !matches!(served, Ok(Served::Mapped | Served::Copied)) {
+                    self.return_pages(cx, copy, &want);
+                }
+                served
+            });
+            // Until here nobody could drop it and flush later.
             self.drop_pages(cx, from, PageSize::Size4K, false);
-            let copy = copy?;
-            let entered = self.enter(cx, self.here(cx, space), area, page, [copy], fresh_flags(area, access));
-            if entered != Ok(Served::Mapped) {
-                self.return_pages(cx, copy, &want);
-            }
-            return entered;
+            return served;
         }
         Ok(Served::Meanwhile)
+    }
+
+    /// Maps a copy of a page of a file where nothing is, while the file has the page.
+    fn enter_copy(
+        &self,
+        cx: &mut Cx<'_, S>,
+        site: Site<'_, S, impl Phases>,
+        page: VirtRange,
+        index: &Index<S>,
+        from: Extent,
+        copy: Extent,
+    ) -> Result<Served, VmError> {
+        let Site { space, area, .. } = site;
+        let offset = VirtAddr::new(area.offset_of(page.first_page()) << PAGE_SHIFT);
+        let how = Mapping { flags: fresh_flags(area, Access::Write), largest: PageSize::Size4K };
+        let here = self.here(cx, space);
+        self.try_map(cx, |task| {
+            let busy = Err(PagingError::Busy { at: page.start() });
+            let areas = here.areas();
+            if areas.admit(area, page).is_none() {
+                return busy;
+            }
+            // Held until the copy is mapped: what has been lent here may be owed a flush while the file is losing the page, and a file
+            // that has become shorter takes what it finds.
+            let pages = index.table.shared(self.tables(task));
+            if !matches!(pages.lookup(offset), Lookup::Mapped(leaf) if leaf.frame == from.base()) {
+                return busy;
+            }
+            here.table(self.tables(task)).map(page, [copy], how)
+        })
+    }
+
+    /// [`fault_copied`](Vm::fault_copied) for who has not met what is copied.
+    pub(crate) fn copy_from_file(
+        &self,
+        cx: &mut Cx<'_, S>,
+        site: Site<'_, S, impl Phases>,
+        at: VirtAddr,
+        lent: bool,
+    ) -> Result<Served, VmError> {
+        let Some(lineage) = self.object(site.area.object) else { return Ok(Served::Meanwhile) };
+        // SAFETY: `Registry::get` took a reference, and what it is over it keeps.
+        let over = unsafe { lineage.as_ref().over.map(|over| over.as_ref()) };
+        let served = over.map_or(Ok(Served::Meanwhile), |over| self.fault_copied(cx, site, at, over, lent));
+        self.put_object(cx, lineage);
+        served
     }
 
     /// The page that an index has at an offset, with a reference.

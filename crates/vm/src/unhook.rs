@@ -9,7 +9,7 @@
 //! | page | what takes the place of its leaves | of its index entry |
 //! |---|---|---|
 //! | private | a word that says that it is *moving* | |
-//! | shared | nothing: whoever faults there meets the index | a word that says that it is moving |
+//! | shared | nothing: whoever faults there meets the index, areas that copy it too | a word that says that it is moving |
 //!
 //! Leaves are taken under each page table's lock alone, so that nobody who looks a page up takes a reference to one that
 //! has been given up. A fork waits for pages that are moving, and so does a fault: no page gets new places meanwhile.
@@ -25,7 +25,7 @@ use crate::object::{AreaTree, Object, Owner};
 use crate::setup::{Cx, Setup};
 use crate::swap_entry::{MOST_PLACES, SwapEntry};
 use crate::vm::Vm;
-use crate::vma::VmaInfo;
+use crate::vma::{Vma, VmaInfo};
 use core::cell::RefCell;
 use core::fmt;
 use core::mem::ManuallyDrop;
@@ -219,7 +219,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         page.places = 1;
         let looked = self.places(object, page.owner, |place| {
-            page.locked |= place.area.kind.locked;
+            // What is locked of an area that copies the object is its own.
+            page.locked |= place.area.kind.locked && place.area.kind.shared;
             // Where somebody is just unmapping it, he may not have flushed yet, and the page is not his to keep.
             let owes = |found: &Result<Leaf, Lookup>| matches!(found, Ok(_) | Err(Lookup::Busy));
             let _ = self.take_leaf(cx, page, &place, |_| None, owes);
@@ -445,8 +446,10 @@ impl<'m, S: Setup> Vm<'m, S> {
 
     /// Shows every place of a page, whatever is there, until `visit` says that it has seen enough. Under the lock of the
     /// object's areas. How many it has shown.
-    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
-        places_of(&object.areas.shared(), owner, visit)
+    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
+        let mut shown = 0;
+        object.each_area(owner.offset, owner.offset + 1, |area| show(area, owner, &mut shown, &mut visit));
+        shown
     }
 
     /// Passes a reschedule point if a page with many places has been looked at: whoever has a batch of such pages in hand passes none
@@ -458,18 +461,19 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 }
 
-/// [`places`](Vm::places) for whoever has the object's areas locked.
+/// [`places`](Vm::places) for whoever has the areas of a lineage locked.
 fn places_of<S: Setup>(areas: &AreaTree<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
     let mut shown = 0;
-    for area in areas.showing(owner.offset, owner.offset + 1) {
-        let Some(at) = area.address_of(owner.offset) else { continue };
-        shown += 1;
-        // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
-        if !visit(Place { space: unsafe { area.space.as_ref() }, at, area: &area.info }) {
-            break;
-        }
-    }
+    let _ = areas.showing(owner.offset, owner.offset + 1).all(|area| show(area, owner, &mut shown, &mut visit));
     shown
+}
+
+/// Shows the place of a page in an area whose tree is locked; whether the visitor wants more.
+fn show<S: Setup>(area: &Vma<S>, owner: Owner, shown: &mut u64, visit: &mut impl FnMut(Place<'_, S>) -> bool) -> bool {
+    let Some(at) = area.address_of(owner.offset) else { return true };
+    *shown += 1;
+    // SAFETY: a space outlives its areas, and this one is in a tree, which is locked.
+    visit(Place { space: unsafe { area.space.as_ref() }, at, area: &area.info })
 }
 
 /// What stands for a leaf of a page that is moving.

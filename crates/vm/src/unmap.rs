@@ -11,7 +11,7 @@ use crate::setup::{Cx, Setup, Task};
 use crate::supply::Dropping;
 use crate::vm::Vm;
 use crate::vma::Areas;
-use crate::zeroes::ZEROES;
+use crate::zeroes::LENT;
 use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{PageSize, VirtRange};
@@ -232,7 +232,7 @@ impl<S: Setup> Vm<'_, S> {
                 let (mine, others) = rest.split_at(ends - at);
                 // Relaxed: read by this task only.
                 area.harvested.fetch_add(mine.pages(), Ordering::Relaxed);
-                if !area.info.kind.shared && !run.flags.contains(ZEROES) {
+                if !area.info.kind.shared && !run.flags.contains(LENT) {
                     let kind = area.info.kind;
                     dropping.drop_pages(self, &mut task.borrow_mut(), mine, kind.page, kind.pooled);
                 }

@@ -6,7 +6,7 @@ use crate::setup::{Cx, Setup};
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{VmaInfo, pages};
-use crate::zeroes::ZEROES;
+use crate::zeroes::LENT;
 use core::cell::RefCell;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Run};
@@ -76,7 +76,7 @@ impl<S: Setup> Vm<'_, S> {
                     usage.given += run.extent.pages();
                     return;
                 }
-                if run.flags.contains(ZEROES) {
+                if run.flags.contains(LENT) && !area.kind.sourced {
                     usage.zeroes += run.extent.pages();
                     return;
                 }

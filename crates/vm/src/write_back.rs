@@ -5,11 +5,13 @@
 //! the source gets it, with nothing locked. Who stores meanwhile faults, and makes the page dirty again. If the source fails it is dirty
 //! again too. One task at a time writes pages of an object back.
 //!
-//! What goes is hidden in the index first, so that it is shown nowhere anew, then unmapped and flushed in every space, then dropped.
+//! What goes is hidden in the index first, so that it is shown nowhere anew, then unmapped in every space, then each space is flushed once,
+//! then it is dropped. Of a file that has become shorter, what has been copied beyond its end goes too.
 //!
-//! Both flush everything of a space, because what a range has may just have [moved](crate::Vm::move_to) there, and the flush of its old
+//! All flush everything of a space, because what a range has may just have [moved](crate::Vm::move_to) there, and the flush of its old
 //! addresses be owed still.
 
+use crate::address_space::AddressSpace;
 use crate::error::VmError;
 use crate::mapping::SharedRef;
 use crate::object::{Index, Object, Owner};
@@ -19,6 +21,7 @@ use crate::supply::Dropping;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use crate::vma::{Vma, pages};
+use crate::zeroes::LENT;
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
@@ -64,14 +67,19 @@ impl<S: Setup> Vm<'_, S> {
         let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
         // AcqRel, here and below: pairs with the compare-exchange of `write_back`, which only looks at the number.
         self.writing().fetch_add(1, Ordering::AcqRel);
-        // Acquire pairs with the Release of who wrote before.
-        while index.writer.swap(true, Ordering::Acquire) {
-            self.cond_resched(cx);
-        }
+        self.wait_for_writer(cx, index);
         let done = self.clean(cx, object, index, (from, to.min(index.pages())), true);
         index.writer.store(false, Ordering::Release);
         self.writing().fetch_sub(1, Ordering::AcqRel);
         done
+    }
+
+    /// Waits until nobody writes pages of an object back, and keeps others from it until the word is stored to.
+    fn wait_for_writer(&self, cx: &mut Cx<'_, S>, index: &Index<S>) {
+        // Acquire pairs with the Release of who wrote before.
+        while index.writer.swap(true, Ordering::Acquire) {
+            self.cond_resched(cx);
+        }
     }
 
     /// The same for what is dirty near a page that reclaim has met, unless somebody is writing back already: then reclaim may have been
@@ -206,27 +214,23 @@ impl<S: Setup> Vm<'_, S> {
         kept
     }
 
-    /// After it, nobody stores to some pages of an object by an entry that he has.
+    /// After it, nobody stores to some pages of an object by an entry that he has. Those who copy it store to pages of their own.
     fn forbid_stores(&self, cx: &mut Cx<'_, S>, object: &Object<S>, (first, end): (u64, u64)) -> Result<(), VmError> {
-        let areas = object.areas.shared();
+        let (areas, mut owed) = (object.areas.shared(), false);
         for area in areas.showing(first, end) {
             let Some(span) = shown(area, (first, end)) else { continue };
-            // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
-            let space = unsafe { area.space.as_ref() };
+            let space = space_of(area);
             space.changing(cx, span, |cx| {
-                let stale = {
-                    let task = RefCell::new(&mut *cx);
-                    let mut table = space.table().exclusive(self.tables(&task));
-                    table.protect(span, Change { set: Flags::NONE, clear: Flags::WRITE }, Editing::LIVE)?
-                };
-                if stale.flush().is_some() {
-                    let mut batch = ShootdownBatch::new(space.tlb());
-                    batch.stale(stale);
-                    batch.changed(space.bounds(), PageSize::Size4K);
-                    batch.flush(self.shootdown(), cx, self.shootdown_policy());
-                }
+                let task = RefCell::new(&mut *cx);
+                let mut table = space.table().exclusive(self.tables(&task));
+                let stale = table.protect(span, Change { set: Flags::NONE, clear: Flags::WRITE }, Editing::LIVE)?;
+                owed |= stale.flush().is_some();
+                space.tlb().owe(stale);
                 Ok::<(), VmError>(())
             })?;
+        }
+        if owed {
+            areas.showing(first, end).for_each(|area| space_of(area).tlb().settle(self.shootdown(), cx));
         }
         Ok(())
     }
@@ -235,8 +239,12 @@ impl<S: Setup> Vm<'_, S> {
     /// zeroed, and who touches what is beyond is told [`OutOfBounds`](VmError::OutOfBounds) from here on; areas stay. Called after the
     /// source has become shorter, or longer. How many 4 KiB pages have gone.
     ///
-    /// One flush for each area that shows some of each 64 MiB. Nothing locked; passes reschedule points; may sleep. A page that is pinned
-    /// stays its device's.
+    /// Of areas that [copy](crate::Backing::Copied) the object, pages of their own beyond its end go too; the rest of its last page is
+    /// zeroed in the object, not in copies of it.
+    ///
+    /// For each 64 MiB, one flush for each space that shows some, and one for each area that copies it and has something there. Nothing
+    /// locked; passes reschedule points; may sleep. A page that is pinned stays its device's. Waits for who is just writing pages back: what
+    /// he has in hand is given to the source before this returns, and the source leaves alone what it has no longer.
     ///
     /// # Errors
     ///
@@ -256,12 +264,12 @@ impl<S: Setup> Vm<'_, S> {
         while into > 0 && !self.zero_from(cx, index, now - 1, into) {
             self.cond_resched(cx);
         }
-        self.take_away(cx, object, index, (now, was.max(now)))
+        self.take_away(cx, object, index, (now, was.max(now)), true)
     }
 
     /// What pages `from..to` of an object were is no longer what the source has: they are unmapped everywhere and dropped, dirty or not,
     /// and read again when they are touched. After a hole has been punched. How many 4 KiB pages have gone. As
-    /// [`truncate`](Vm::truncate).
+    /// [`truncate`](Vm::truncate), but that pages of their own stay in areas that copy the object.
     ///
     /// # Errors
     ///
@@ -270,7 +278,7 @@ impl<S: Setup> Vm<'_, S> {
         self.check_own_object(object)?;
         let object = object.object();
         let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
-        self.take_away(cx, object, index, (from, to.min(index.pages())))
+        self.take_away(cx, object, index, (from, to.min(index.pages())), false)
     }
 
     /// Zeroes the rest of a page of a file, if it is there; false while somebody moves it, whose copy has it as it was.
@@ -287,12 +295,28 @@ impl<S: Setup> Vm<'_, S> {
         !matches!(found, Lookup::Owner(word) if matches!(SwapEntry::of(word), SwapEntry::Moving { .. }))
     }
 
+    /// `copies`: what others have copied there goes too.
     fn take_away(
         &self,
         cx: &mut Cx<'_, S>,
         object: &Object<S>,
         index: &Index<S>,
+        part: (u64, u64),
+        copies: bool,
+    ) -> Result<u64, VmError> {
+        self.wait_for_writer(cx, index);
+        let gone = self.take_parts(cx, object, index, part, copies);
+        index.writer.store(false, Ordering::Release);
+        gone
+    }
+
+    fn take_parts(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        index: &Index<S>,
         (mut from, to): (u64, u64),
+        copies: bool,
     ) -> Result<u64, VmError> {
         let (mut gone, mut moving) = (0, false);
         while from < to {
@@ -308,7 +332,10 @@ impl<S: Setup> Vm<'_, S> {
             };
             match hidden {
                 Ok(hidden) => {
-                    gone += self.take_hidden(cx, object, index, (from, end), hidden, core::mem::take(&mut moving))?;
+                    let shown = hidden.flush().is_some() || core::mem::take(&mut moving);
+                    if shown || copies && object.areas.shared().is_copied() {
+                        gone += self.take_hidden(cx, object, index, (from, end), hidden, copies)?;
+                    }
                     from = end;
                 }
                 Err(PagingError::Busy { .. }) => {}
@@ -326,19 +353,23 @@ impl<S: Setup> Vm<'_, S> {
         index: &Index<S>,
         part: (u64, u64),
         hidden: Unhooked,
-        moving: bool,
+        copies: bool,
     ) -> Result<u64, VmError> {
-        if hidden.flush().is_none() && !moving {
-            return Ok(0);
-        }
         loop {
-            match self.unmap_everywhere(cx, object, part) {
-                Ok(()) => break,
+            match self.unmap_everywhere(cx, object, part, copies) {
+                Ok(false) => break,
+                // Once more, because a fork may have given them to a child that had been looked at.
+                Ok(true) => {}
                 // Another task is between its own detach and harvest there.
                 Err(VmError::Paging(PagingError::Busy { .. })) => self.cond_resched(cx),
                 Err(error) => return Err(error),
             }
         }
+        // One flush for each space: its first area's, which settles it.
+        object.each_area(part.0, part.1, |area| {
+            space_of(area).tlb().settle(self.shootdown(), cx);
+            true
+        });
         // SAFETY: no hardware walks an index, and what showed its pages has been flushed.
         let detached = unsafe { hidden.assume_flushed() };
         let mut dropping = Dropping::new();
@@ -349,39 +380,70 @@ impl<S: Setup> Vm<'_, S> {
         Ok(gone)
     }
 
-    /// After it, no CPU has a translation of some pages of an object.
-    fn unmap_everywhere(&self, cx: &mut Cx<'_, S>, object: &Object<S>, part: (u64, u64)) -> Result<(), VmError> {
-        let areas = object.areas.shared();
-        for area in areas.showing(part.0, part.1) {
-            let Some(span) = shown(area, part) else { continue };
-            // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
-            let space = unsafe { area.space.as_ref() };
-            space.changing(cx, span, |cx| {
-                let unhooked = {
-                    let task = RefCell::new(&mut *cx);
-                    let mut table = space.table().exclusive(self.tables(&task));
-                    let unhooked = table.detach(span, Editing::LIVE)?;
-                    // What reclaim has unhooked there is used by no CPU any more.
-                    space.tlb().settle(self.shootdown(), &task.borrow());
-                    unhooked
-                };
-                let mut batch = ShootdownBatch::new(space.tlb());
-                let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok::<(), VmError>(()) };
-                batch.changed(space.bounds(), PageSize::Size4K);
-                let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
-                // The receipt is of this batch, so it pays.
-                if let Ok(detached) = debt.release(&receipt) {
-                    let task = RefCell::new(&mut *cx);
-                    // Entries of shared objects' pages have no reference.
-                    let harvested =
-                        space.table().exclusive(self.tables(&task)).harvest(detached, Flags::HARDWARE, |_| ());
-                    debug_assert!(harvested.is_ok());
+    /// After it, no entry shows some pages of an object; flushes are owed. `copies`: nor one that has been made of them, which is flushed
+    /// and dropped; whether there was any.
+    fn unmap_everywhere(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        part: (u64, u64),
+        copies: bool,
+    ) -> Result<bool, VmError> {
+        let mut done = Ok(false);
+        object.each_area(part.0, part.1, |area| {
+            let Some(span) = shown(area, part) else { return true };
+            let (space, shared) = (space_of(area), area.info.kind.shared);
+            let taken = space.changing(cx, span, |cx| {
+                if copies && !shared {
+                    return self.take_copies(cx, space, span);
                 }
-                Ok(())
-            })?;
-        }
-        Ok(())
+                let task = RefCell::new(&mut *cx);
+                let mut table = space.table().exclusive(self.tables(&task));
+                space.tlb().owe(table.take_leaves(span, |flags, _| shared || flags.contains(LENT))?);
+                Ok(false)
+            });
+            done = done.and_then(|before| taken.map(|taken| before | taken));
+            done.is_ok()
+        });
+        done
     }
+
+    /// Takes away what an area that copies a file has, and is lent, in a span; whether any was its own.
+    fn take_copies(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<bool, VmError> {
+        let (mut own, mut dropping, mut batch) = (false, Dropping::new(), ShootdownBatch::new(space.tlb()));
+        let unhooked = {
+            let task = RefCell::new(&mut *cx);
+            let mut table = space.table().exclusive(self.tables(&task));
+            let away = |_, _, word| {
+                own = true;
+                self.drop_away(&task.borrow(), word);
+            };
+            let unhooked = table.detach_owned(span, Editing::LIVE, away)?;
+            // What reclaim has unhooked there is used by no CPU any more.
+            space.tlb().settle(self.shootdown(), &task.borrow());
+            unhooked
+        };
+        let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok(own) };
+        batch.changed(space.bounds(), PageSize::Size4K);
+        let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
+        // The receipt is of this batch, so it pays. A part is less than what is read off without a reschedule point.
+        if let Ok(detached) = debt.release(&receipt) {
+            self.harvest_by_parts(cx, space.table(), detached, |task, run| {
+                if !run.flags.contains(LENT) {
+                    own = true;
+                    dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, run.size, false);
+                }
+            });
+        }
+        dropping.drop_all(self, cx);
+        Ok(own)
+    }
+}
+
+/// An area's space.
+fn space_of<S: Setup>(area: &Vma<S>) -> &AddressSpace<S> {
+    // SAFETY: a space outlives its areas, and this one is in a tree, which the callers have locked.
+    unsafe { area.space.as_ref() }
 }
 
 /// Where an area shows some pages of its object.

@@ -1,7 +1,7 @@
 //! Memory that has been read and never written: all spaces show one page of zeroes there, until somebody stores.
 //!
 //! There is one of 4 KiB and one of 2 MiB, each made when an area first wants it, and given back by [`Vm::trim`] when no space has shown
-//! either. Entries say [`ZEROES`] of it. Such an entry has no reference and the page no object and no place on any list of the pager's,
+//! either. Entries say [`LENT`] of it. Such an entry has no reference and the page no object and no place on any list of the pager's,
 //! so a read fault writes no line that another's writes, and whoever takes the entry away drops nothing: each place that does so asks. The
 //! first store, and whoever needs a page that stays (a pin, a lock), puts a page of the area's own there, with one flush. If the page's memory
 //! becomes bad, reads get pages of their own.
@@ -27,8 +27,9 @@ use hugemm_clear::ClearRequest;
 use hugemm_frames::{Env, Frozen, Placement};
 use hugemm_paging::{Flags, Leaf, Lookup};
 
-/// Of an entry, as [`Vm::lookup`] shows it: nobody has stored there, and the frame is the page of zeroes. Nobody may store to it.
-pub const ZEROES: Flags = Flags::OWNER0;
+/// Of an entry, as [`Vm::lookup`] shows it: nobody has stored there, and the frame is the page of zeroes, or, of an area that
+/// [copies](crate::Backing::Copied) a file, the file's. The entry has no reference, and nobody may store by it.
+pub const LENT: Flags = Flags::OWNER0;
 
 /// Sizes that there is a page of.
 const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
@@ -70,15 +71,15 @@ impl<S: Setup> ZeroPages<S> {
     }
 }
 
-/// Whether a leaf shows the page of zeroes.
-pub(crate) fn is_zeroes(leaf: &Leaf) -> bool {
-    leaf.flags.contains(ZEROES)
+/// Whether a leaf shows what is not the area's.
+pub(crate) fn is_lent(leaf: &Leaf) -> bool {
+    leaf.flags.contains(LENT)
 }
 
 /// Whether a page of an entry may be taken from under whoever has a reference: it is everybody's, or given up and stores need not be
 /// noted, if there may be some.
-pub(crate) fn is_lent(flags: Flags, needs: Flags) -> bool {
-    flags.contains(ZEROES) || needs.contains(Flags::WRITE) && may_go_unstored(flags)
+pub(crate) fn may_be_taken(flags: Flags, needs: Flags) -> bool {
+    flags.contains(LENT) || needs.contains(Flags::WRITE) && may_go_unstored(flags)
 }
 
 impl<S: Setup> Vm<'_, S> {
@@ -96,7 +97,7 @@ impl<S: Setup> Vm<'_, S> {
             return Ok(None);
         }
         let Some(zeroes) = self.zeroes_for(cx, here.space(), kind.page) else { return Ok(None) };
-        let flags = kind.flags().without(Flags::WRITE) | Flags::ACCESSED | ZEROES;
+        let flags = kind.flags().without(Flags::WRITE) | Flags::ACCESSED | LENT;
         self.enter(cx, here, area, area.page_at(at), [zeroes], flags).map(Some)
     }
 
@@ -120,7 +121,7 @@ impl<S: Setup> Vm<'_, S> {
             Ok(None) => return Ok(Served::Meanwhile),
             Err(error) => {
                 // Another CPU that stored to the same page had what was missing.
-                let still = matches!(self.lookup(cx, space, at), Lookup::Mapped(leaf) if is_zeroes(&leaf));
+                let still = matches!(self.lookup(cx, space, at), Lookup::Mapped(leaf) if is_lent(&leaf));
                 return if still { Err(error) } else { Ok(Served::Meanwhile) };
             }
         };

@@ -1,4 +1,5 @@
-//! A process maps a file of the host that is larger than all of its memory, edits it, and is paged out: the file has the edits.
+//! A process maps a file of the host that is larger than all of its memory, edits it, and is paged out: the file has the edits. What it
+//! stores in a private mapping of the file stays its own.
 //!
 //! `cargo run -p hugemm-example-map-file`
 //!
@@ -114,6 +115,15 @@ fn edit(path: &std::path::Path) -> Result<(), Box<dyn Error>> {
             vm.write(cx, &space, at(page, 14), b"is edited ")?;
         }
     }
+    // The same pages, but for one that is its own from here on.
+    let private = VirtRange::new(VirtAddr::new(0x4000_0000), PAGES * PAGE_BYTES)?;
+    vm.map(cx, &space, private, VmaKind::private(PageSize::Size4K), Backing::Copied(&object, 0))?;
+    vm.write(cx, &space, VirtAddr::new(private.start().get() + 14), b"is mine   ")?;
+    for (page, is) in [(0, b"is mine   "), (3, b"is edited "), (PAGES - 1, b"is edited ")] {
+        let (mut found, at) = ([0; 10], private.start().get() + page * PAGE_BYTES + 14);
+        vm.read(cx, &space, VirtAddr::new(at), &mut found)?;
+        assert_eq!(&found, is, "page {page}");
+    }
     let there = vm.usage(cx, &space, mapping)?.present;
     println!("{PAGES} pages of a file edited in {} frames of memory; {there} are there", frames.managed());
     // Nobody uses it any more: a pass ages, one has what is dirty written back, one drops it.
@@ -124,6 +134,8 @@ fn edit(path: &std::path::Path) -> Result<(), Box<dyn Error>> {
         (written, freed) = (written + pass.written, freed + pass.freed);
     }
     assert_eq!(vm.usage(cx, &space, mapping)?.present, 0, "paged out");
+    let own = vm.usage(cx, &space, private)?;
+    assert_eq!((own.present, own.swapped), (0, 1), "its own page is in swap, and no other");
     println!("paged out: {written} pages written back, {freed} free");
 
     let mut edited = 0;

@@ -5,7 +5,8 @@ use crate::{DATA, GIB, SMALL, runs, table, unmap};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{PageSize, Pfn, VirtRange};
 use hugemm_paging::{
-    Change, Editing, Flags, Leaf, Lookup, NoTable, PageTable, PagingError, Run, TableContent, TableMemory, X86_64,
+    Aarch64, Change, Editing, Flags, Leaf, Lookup, Mapping, NoTable, PageFormat, PageTable, PagingError, Run,
+    TableContent, TableMemory, X86_64,
 };
 
 /// Where nothing is mapped nothing is detached: it is neither blocked nor has anybody to harvest it.
@@ -315,4 +316,55 @@ fn ranges_that_are_apart_wait_in_any_number() {
     let pages = rest.map(|it| table.exclusive(&heap).harvest(it, Flags::NONE, |_| ()).expect("its own").pages);
     assert_eq!(pages.sum::<u64>(), 102);
     assert_eq!(unmap(&table, &heap, span(0, 400)).iter().map(|run| run.extent.pages()).sum::<u64>(), 400 - 202);
+}
+
+fn wanted<F: PageFormat>() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<F, _>(&heap);
+    table.exclusive(&heap).map(span(500, 30), [extent(500, 30)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(1024, 512), [extent(1024, 512)], DATA).expect("a large one");
+    let tables = heap.live();
+    let Lookup::Mapped(leaf) = table.shared(&heap).lookup(at(503)) else { panic!("mapped") };
+    table.exclusive(&heap).take_leaf(at(503), leaf.frame, |_| Some(7)).expect("there");
+    let even = |flags: Flags, frame: Pfn| flags.contains(Flags::WRITE) && frame.get().is_multiple_of(2);
+    let stale = table.exclusive(&heap).take_leaves(span(502, 1000), even).expect("in bounds");
+    // Fourteen small ones; the large one reaches over the end.
+    assert_eq!((stale.entries(), stale.tables(), stale.flush()), (14, false, Some(span(502, 1000))));
+    for page in 500..530 {
+        let found = table.shared(&heap).lookup(at(page));
+        match page {
+            503 => assert_eq!(found, Lookup::Owner(7)),
+            502.. if page % 2 == 0 => assert_eq!(found, Lookup::Absent),
+            _ => assert!(matches!(found, Lookup::Mapped(leaf) if leaf.frame.get() == page), "{page}"),
+        }
+    }
+    assert_eq!(heap.live(), tables, "none is unhooked");
+    let stale = table.exclusive(&heap).take_leaves(span(1024, 512), |_, _| true).expect("in bounds");
+    assert_eq!((stale.entries(), stale.stride()), (1, PageSize::Size2M));
+    let none = table.exclusive(&heap).take_leaves(span(0, 500), |_, _| true).expect("in bounds");
+    assert_eq!(none.flush(), None);
+    // What waits for its harvest is not touched, nor are its neighbours.
+    let unhooked = table.exclusive(&heap).detach(span(505, 2), Editing::LIVE).expect("nothing is outstanding");
+    let busy = table.exclusive(&heap).take_leaves(span(500, 10), |_, _| true);
+    assert_eq!(busy, Err(PagingError::Busy { at: at(505) }));
+    assert!(matches!(table.shared(&heap).lookup(at(501)), Lookup::Mapped(_)));
+    // SAFETY: nothing is cached anywhere.
+    let detached = unsafe { unhooked.assume_flushed() };
+    table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
+    let outside = table.exclusive(&heap).take_leaves(span(1 << 36, 1), |_, _| true);
+    assert_eq!(outside, Err(PagingError::OutOfBounds { at: at(1 << 36) }));
+}
+
+#[test]
+fn leaves_that_are_wanted_are_taken() {
+    wanted::<X86_64>();
+    wanted::<Aarch64>();
+    // A folded group stays as a whole.
+    let heap = Heap::new(NoFaults);
+    let table = table::<Aarch64, _>(&heap);
+    let how = Mapping { flags: Flags::WRITE | Flags::DIRTY, ..SMALL };
+    table.shared(&heap).map_folded(span(GIB, 17), [extent(64, 17)], how).expect("mapped");
+    let stale = table.exclusive(&heap).take_leaves(span(GIB, 17), |_, _| true).expect("in bounds");
+    assert_eq!(stale.entries(), 1);
+    assert!(matches!(table.shared(&heap).lookup(at(GIB + 15)), Lookup::Mapped(_)));
 }

@@ -12,7 +12,7 @@ use crate::supply::Want;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
 use crate::vma::pages;
-use crate::zeroes::is_lent;
+use crate::zeroes::may_be_taken;
 use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Cancel, Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
@@ -113,11 +113,15 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
             Absent::Mapped(_) if area.kind.flags().contains(Flags::WRITE) => {
                 self.vm.fault(cx, space, at, Access::Write).map(|_| 0)
             }
+            Absent::Mapped(_) if area.kind.sourced => self.vm.copy_from_file(cx, site, at, true).map(|_| 0),
             Absent::Mapped(_) => self.vm.replace_zeroes(cx, site, at).map(|_| 0),
             Absent::Busy => Ok(0),
             Absent::SwapEntry => self.vm.fault(cx, space, at, Access::Read).map(|_| 0),
             // Pages of an object are entered one by one.
             Absent::Pages(_) if area.kind.shared => self.fill_shared(cx, site, from),
+            Absent::Pages(_) if area.kind.sourced && self.writable => {
+                self.vm.copy_from_file(cx, site, at, false).map(|_| 0)
+            }
             Absent::Pages(_) if area.kind.sourced => self.vm.fault(cx, space, at, Access::Read).map(|_| 0),
             Absent::Pages(absent) => self.fill_private(cx, site, from, from + absent, cancel),
         }
@@ -265,7 +269,7 @@ impl<S: Setup> Vm<'_, S> {
                 let _ = span.map(|span| {
                     table.walk(span, Flags::ACCESSED, |run| {
                         let goes_on = run.at.get() >> PAGE_SHIFT == next && run.flags.contains(needs);
-                        let goes_on = goes_on && !(own && is_lent(run.flags, needs));
+                        let goes_on = goes_on && !(own && may_be_taken(run.flags, needs));
                         next += if goes_on { run.extent.pages() } else { 0 };
                     })
                 });

@@ -207,19 +207,55 @@ fn the_table_of_zeroes_is_what_is_counted() {
     assert!(missing.is_empty(), "docs/vm.md has not:\n{}", missing.join("\n"));
 }
 
-/// What is done with a file of sixteen pages that one area shows.
+/// Something with a file of sixteen pages that an area shows.
 type OfFile<'h, F> = fn(&Rig<'h, F>, &mut Cx<'_, 'h>, &Handle<'_, 'h, F>, &SharedRef<'_, Model<'h, F>>);
 
-fn of_files<'h, F: PageFormat>() -> [(&'static str, bool, OfFile<'h, F>); 3] {
+/// Where another area copies it.
+const COPIED: u64 = 2 * AT;
+
+/// What is done, and what before it.
+type FileRow<'h, F> = (&'static str, OfFile<'h, F>, OfFile<'h, F>);
+
+fn of_files<'h, F: PageFormat>() -> [FileRow<'h, F>; 7] {
+    let stored: OfFile<'h, F> = |rig, cx, space, _| {
+        (0..16).for_each(|page| rig.store(cx, space, AT + (page << 12), page).expect("memory"));
+    };
+    let copied: OfFile<'h, F> = |rig, cx, space, object| {
+        let kind = VmaKind::private(PageSize::Size4K);
+        rig.vm.map(cx, space, span(COPIED, 16 << 12), kind, Backing::Copied(object, 0)).expect("an area");
+        assert_eq!(rig.load(cx, space, AT), Ok(0));
+    };
+    let lent: OfFile<'h, F> = |rig, cx, space, object| {
+        let kind = VmaKind::private(PageSize::Size4K);
+        rig.vm.map(cx, space, span(COPIED, 16 << 12), kind, Backing::Copied(object, 0)).expect("an area");
+        for at in [AT, COPIED] {
+            assert_eq!(rig.load(cx, space, at), Ok(0));
+        }
+    };
+    let store: OfFile<'h, F> = |rig, cx, space, _| {
+        rig.vm.fault(cx, space, VirtAddr::new(COPIED), Access::Write).expect("memory");
+    };
     [
-        ("fault at a page of a file, 16 pages read", false, |rig, cx, space, _| {
-            rig.vm.fault(cx, space, VirtAddr::new(AT), Access::Read).expect("memory");
+        (
+            "fault at a page of a file, 16 pages read",
+            |_, _, _, _| (),
+            |rig, cx, space, _| {
+                rig.vm.fault(cx, space, VirtAddr::new(AT), Access::Read).expect("memory");
+            },
+        ),
+        ("load in a private mapping, 16 pages lent", copied, |rig, cx, space, _| {
+            rig.vm.fault(cx, space, VirtAddr::new(COPIED), Access::Read).expect("memory");
         }),
-        ("`sync`, a run of 16 pages", true, |rig, cx, _, object| {
+        ("first store to a page that is lent", lent, store),
+        ("first store where nothing was lent", copied, store),
+        ("`sync`, a run of 16 pages", stored, |rig, cx, _, object| {
             assert_eq!(rig.vm.sync(cx, object, 0, 16), Ok(16));
         }),
-        ("`truncate`, 15 of 16 pages", true, |rig, cx, _, object| {
+        ("`truncate`, 15 of 16 pages", stored, |rig, cx, _, object| {
             assert_eq!(rig.vm.truncate(cx, object, 0x1000), Ok(15));
+        }),
+        ("`punch`, 15 pages in two areas", lent, |rig, cx, _, object| {
+            assert_eq!(rig.vm.punch(cx, object, 1, 16), Ok(15));
         }),
     ]
 }
@@ -233,8 +269,8 @@ fn file_cost<F: PageFormat>(row: usize) -> (u64, u64) {
             let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
             rig.enter(cx, &space);
-            let (_, stored, verb) = of_files::<F>()[row];
-            (0..16).filter(|_| stored).for_each(|page| rig.store(cx, &space, AT + (page << 12), page).expect("memory"));
+            let (_, before, verb) = of_files::<F>()[row];
+            before(rig, cx, &space, &object);
             let before = (lock_rounds(), rig.flushes());
             verb(rig, cx, &space, &object);
             cost = (lock_rounds() - before.0, rig.flushes() - before.1);
@@ -250,7 +286,7 @@ fn file_cost<F: PageFormat>(row: usize) -> (u64, u64) {
 fn the_table_of_files_is_what_is_counted() {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/vm.md");
     let page = std::fs::read_to_string(page).expect("the page is there");
-    let line = |(row, (name, ..)): (usize, (&str, bool, OfFile<'_, Metered>))| {
+    let line = |(row, (name, ..)): (usize, FileRow<'_, Metered>)| {
         let (here, arm) = (file_cost::<Metered>(row), file_cost::<Aarch64>(row));
         format!("| {name} | {} | {} | {} |", here.0, here.1, arm.1)
     };

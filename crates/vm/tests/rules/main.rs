@@ -9,6 +9,7 @@ mod areas;
 mod away;
 mod callbacks;
 mod clears;
+mod copies;
 mod costs;
 mod discards;
 mod exhaustion;

@@ -381,7 +381,7 @@ fn play<F: PageFormat>(rig: &Rig<'_, F>, ops: &[Op]) {
                 let found = rig.vm.lookup(cx, world.space(space), VirtAddr::new(at));
                 let hugemm_paging::Lookup::Mapped(leaf) = found else { return };
                 // Nobody's page.
-                if leaf.flags.contains(hugemm_vm::ZEROES) {
+                if leaf.flags.contains(hugemm_vm::LENT) {
                     return;
                 }
                 let mut here = 0;

@@ -6,7 +6,7 @@ use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat, X86_64La57};
 use hugemm_threads::Random;
-use hugemm_vm::{Backing, Discard, Protection, SharedRef, UnhookedPage, Usage, VmError, VmaInfo, VmaKind, ZEROES};
+use hugemm_vm::{Backing, Discard, LENT, Protection, SharedRef, UnhookedPage, Usage, VmError, VmaInfo, VmaKind};
 use std::collections::BTreeMap;
 
 /// In pages.
@@ -502,7 +502,7 @@ impl<'r, 'h, F: PageFormat, const AWAY: bool> World<'r, 'h, F, AWAY> {
                 let same = match (found, unit.is) {
                     (Lookup::Owner(_), Is::Away) => true,
                     (Lookup::Mapped(leaf), is) if is != Is::Away => {
-                        let (zeroes, may) = (leaf.flags.contains(ZEROES), self.rights_at(of, *first));
+                        let (zeroes, may) = (leaf.flags.contains(LENT), self.rights_at(of, *first));
                         assert_eq!(leaf.flags & Flags::EXEC, may & Flags::EXEC, "{first:#x} of space {of}");
                         assert!(may.contains(leaf.flags & Flags::WRITE), "{first:#x} of space {of}");
                         // One frame is one page, wherever it is.

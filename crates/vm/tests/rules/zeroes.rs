@@ -7,7 +7,7 @@ use crate::support::{
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
-use hugemm_vm::{Access, Backing, Discard, Notifier, Protection, Served, Usage, VmError, VmaKind, ZEROES};
+use hugemm_vm::{Access, Backing, Discard, LENT, Notifier, Protection, Served, Usage, VmError, VmaKind};
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -108,7 +108,7 @@ fn forked<F: PageFormat>(size: PageSize) {
                 let child = rig.vm.fork(cx, &space).expect("memory");
                 rig.enter(cx, &child);
                 rig.leave(cx, &space);
-                assert_eq!(rig.leaf(cx, &child, AT).flags & ZEROES, ZEROES);
+                assert_eq!(rig.leaf(cx, &child, AT).flags & LENT, LENT);
                 rig.store(cx, &child, at(1), 11).expect("memory");
                 assert_eq!([0, 1, 2, 3].map(|page| rig.load(cx, &child, at(page))), [Ok(0), Ok(11), Ok(0), Ok(3)]);
                 rig.enter(cx, &space);
@@ -268,7 +268,7 @@ fn other_areas_have_their_own() {
         for (at, bytes, kind, backing) in kinds {
             rig.vm.map(cx, &space, span(at, bytes), kind, backing).expect("an area");
             assert_eq!(rig.load(cx, &space, at), Ok(0));
-            assert_eq!(rig.leaf(cx, &space, at).flags & ZEROES, Flags::NONE, "{at:#x}");
+            assert_eq!(rig.leaf(cx, &space, at).flags & LENT, Flags::NONE, "{at:#x}");
         }
         rig.end(cx, space);
         rig.vm.close(cx, object).expect("its own");

@@ -12,7 +12,7 @@ use hugemm_paging::{Aarch64, PageFormat, X86_64};
 use hugemm_reclaim::{ShrinkBudget, Swap};
 use hugemm_schedule::{Task, explore, point, progress, seeds, wait_until};
 use hugemm_threads::Random;
-use hugemm_vm::{Backing, VmaKind};
+use hugemm_vm::{Backing, Discard, Protection, VmaKind};
 use program::{ALL_DEEDS, CPUS, Deeds, Program, SHARED_PAGES, Test};
 use std::cell::Cell;
 use world::{bounds, span, with_large_pages_away, with_world};
@@ -41,7 +41,7 @@ fn run<F: PageFormat>(seed: u64, inject: &FaultPlan, deeds: &Deeds) -> u64 {
         };
         let object = object.expect("memory");
         let shared = {
-            let test = Test::new(world, &object, seed, deeds);
+            let test = Test::new(world, &object, file, seed, deeds);
             let shared = &test;
             let program = |cpu| -> Task<'_> { Box::new(move || Program::run(shared, cpu, seed, STEPS)) };
             let mut tasks: Vec<Task<'_>> = (0..CPUS).map(program).collect();
@@ -261,6 +261,73 @@ fn every_word_comes_back_where_faults_and_forks_meet() {
     });
     let done = done.unwrap_or_else(|failure| panic!("{failure}"));
     assert!(loads.get() > 600 * done, "few pages were away: {loads:?}");
+}
+
+/// Pages of a file that are lent, to all of which all CPUs store at once: each store stays, whoever else copies the page, and the file has
+/// none of them.
+fn stores_meet<F: PageFormat>(seed: u64) {
+    const PAGES: u64 = 3;
+    with_world::<F>(STORING as u32, seed, &no_faults(), |world| {
+        let (cx, file) = (&mut world.machine.cx(), File::new(PAGES));
+        let handle = world.vm.open_source(cx, file).expect("memory");
+        let owned = world.vm.create(cx, bounds()).expect("a space");
+        let (kind, all) = (VmaKind::private(PageSize::Size4K), span(AT, PAGES << 12));
+        world.vm.map(cx, &owned, all, kind, Backing::Copied(&handle, 0)).expect("an area");
+        let (space, object, came) = (&owned, &handle, &Cell::new(0));
+        // Waits for all others.
+        let meet = || {
+            let so_far = came.get() / STORING;
+            came.set(came.get() + 1);
+            wait_until("the others", &|| came.get() / STORING > so_far);
+            progress();
+        };
+        let task = |cpu: u64| -> Task<'_> {
+            Box::new(move || {
+                let (cx, random) = (&mut world.machine.cx(), &mut Random(seed << 8 | cpu));
+                let word = |page: u64| AT + (page << 12) + cpu * 8;
+                world.enter(cx, space);
+                for round in 1..6 {
+                    (0..PAGES).for_each(|page| assert_eq!(world.get(cx, space, word(page)), Ok(0)));
+                    meet();
+                    for rights in [Protection::USER, kind.protection].into_iter().filter(|_| cpu == 0) {
+                        world.vm.protect(cx, space, all, rights).expect("an area");
+                    }
+                    meet();
+                    let first = random.below(PAGES);
+                    for page in (first..first + PAGES).map(|page| page % PAGES) {
+                        world.put(cx, space, word(page), round).expect("memory");
+                        if cpu == 0 {
+                            world.vm.punch(cx, object, 0, PAGES).expect("its own");
+                        }
+                    }
+                    meet();
+                    for page in 0..PAGES {
+                        assert_eq!(world.get(cx, space, word(page)), Ok(round), "cpu{cpu}, page {page}");
+                    }
+                    meet();
+                    if cpu == 0 {
+                        world.vm.discard(cx, space, all, Discard::Now).expect("an area");
+                    }
+                    meet();
+                }
+                world.leave(cx, space);
+            })
+        };
+        world.run(seed, (0..STORING).map(task).collect());
+        assert_eq!(world.vm.sync(cx, object, 0, PAGES), Ok(0));
+        let stored = (0..PAGES << 9).filter(|word| file.word(word * 8) != 0).count();
+        assert_eq!(stored, 0, "in the file");
+        world.vm.destroy(cx, owned).expect("destroyed");
+        world.vm.close(cx, handle).expect("its own");
+    });
+}
+
+#[test]
+fn every_store_to_what_is_lent_stays() {
+    let of =
+        |seed: u64| if seed.is_multiple_of(2) { stores_meet::<X86_64>(seed) } else { stores_meet::<Aarch64>(seed) };
+    let done = explore(seeds(FEW), of);
+    done.unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 /// A fork while others map, unmap and store.

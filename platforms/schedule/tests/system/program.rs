@@ -10,10 +10,12 @@ mod changes;
 mod devices;
 mod fork;
 mod guests;
+mod holes;
 mod worker;
 
 pub use book::SHARED_PAGES;
 
+use crate::file::File;
 use crate::world::{Cx, Follower, Handle, Model, Surroundings, World, span};
 use hugemm_base::{CpuCx, CpuId, Extent, Never, NodeId, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, HwPoisoned, NoMigration};
@@ -22,17 +24,17 @@ use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap};
 use hugemm_schedule::{Machine, has_loaded, point, progress, step};
 use hugemm_threads::{Memory, Random};
 use hugemm_vm::{
-    Access, Advice, Backing, Discard, Following, Notifier, Pinned, Protection, SharedRef, VmError, ZEROES, ZeroTurn,
+    Access, Advice, Backing, Discard, Following, LENT, Notifier, Pinned, Protection, SharedRef, VmError, ZeroTurn,
     ZeroWorker,
 };
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::ManuallyDrop;
 use std::ops::Range;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::{Arc, Mutex};
 
-use book::{AREAS, Area, Book, Changes, Fork, PRIVATE, Rights, area_of};
+use book::{AREAS, Area, Book, COPIED, Changes, Fork, PRIVATE, Rights, area_of};
 use devices::Device;
 use guests::Guest;
 
@@ -74,7 +76,14 @@ struct Process<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 26] = [
+pub const ALL_DEEDS: [&str; 33] = [
+    "punched",
+    "shortened",
+    "lent",
+    "copied",
+    "read across",
+    "written across",
+    "stopped at a hole",
     "written from outside",
     "found used",
     "zeroed ahead",
@@ -103,6 +112,19 @@ pub const ALL_DEEDS: [&str; 26] = [
     "compressed",
 ];
 
+/// What has been done to a page of a process, and to what all share there.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Both {
+    own: Changes,
+    shared: Changes,
+}
+
+impl Both {
+    fn are_under_way(&self) -> bool {
+        self.own.under_way || self.shared.under_way
+    }
+}
+
 /// In whose book, where, and what.
 type InFlight = (*const RefCell<Book>, u64, u64);
 
@@ -113,6 +135,14 @@ type Pages<'v, 'h, F> = (Rc<Process<'v, 'h, F>>, Range<u64>);
 pub struct Test<'v, 'h, F: PageFormat> {
     world: &'v World<'h, F>,
     object: &'v SharedRef<'v, Model<'h, F>>,
+    /// What the object is over, if it is.
+    file: Option<&'static File>,
+    /// Somebody changes it; by making it shorter, for which no process is just being made.
+    file_changes: Cell<bool>,
+    truncating: Cell<bool>,
+    making: Cell<u32>,
+    /// Those that are being made, too.
+    all: RefCell<Vec<Weak<Process<'v, 'h, F>>>>,
     processes: RefCell<Vec<Rc<Process<'v, 'h, F>>>>,
     /// Of the shared area.
     shared: RefCell<Book>,
@@ -138,10 +168,21 @@ fn refused(error: VmError) {
 }
 
 impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
-    pub fn new(world: &'v World<'h, F>, object: &'v SharedRef<'v, Model<'h, F>>, seed: u64, deeds: &'v Deeds) -> Self {
+    pub fn new(
+        world: &'v World<'h, F>,
+        object: &'v SharedRef<'v, Model<'h, F>>,
+        file: Option<&'static File>,
+        seed: u64,
+        deeds: &'v Deeds,
+    ) -> Self {
         let test = Test {
             world,
             object,
+            file,
+            file_changes: Cell::new(false),
+            truncating: Cell::new(false),
+            making: Cell::new(0),
+            all: RefCell::default(),
             processes: RefCell::default(),
             shared: RefCell::default(),
             devices: RefCell::default(),
@@ -162,6 +203,9 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         for area in &AREAS {
             test.map(cx, &first, area, area.start..area.end());
         }
+        let copied = || (COPIED.start..COPIED.end()).step_by(4096);
+        test.begin_changes(&first, copied());
+        test.end_changes(&first, copied());
         test.processes.borrow_mut().push(first);
         test
     }
@@ -175,7 +219,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         let guest = Arc::new(Guest::default());
         let follower = self.world.vm.follow(cx, &space, Follower(guest.clone())).ok();
         let (book, follower) = (RefCell::new(book), RefCell::new(follower));
-        Rc::new(Process {
+        let process = Rc::new(Process {
             space,
             book,
             users: Cell::new(0),
@@ -188,7 +232,9 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             protecting: Cell::new(0),
             guest,
             follower,
-        })
+        });
+        self.all.borrow_mut().push(Rc::downgrade(&process));
+        process
     }
 
     /// Makes an area, or a part of one. Nobody changes these pages meanwhile.
@@ -196,10 +242,16 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         let whole = span(part.start, part.end - part.start);
         loop {
             let from = (part.start - area.start) / 4096;
-            let backing = if area.kind.shared { Backing::Shared(self.object, from) } else { Backing::Private };
+            let backing = match area {
+                _ if area.kind.shared => Backing::Shared(self.object, from),
+                _ if self.is_lent(area) => Backing::Copied(self.object, from),
+                _ => Backing::Private,
+            };
             match self.world.vm.map(cx, &process.space, whole, area.kind, backing) {
                 Ok(_) => return,
                 Err(VmError::NoPool) => break,
+                // The file is shorter just now.
+                Err(VmError::OutOfBounds { .. }) if area.kind.shared || area.copies => progress(),
                 Err(error) => assert_eq!(error, VmError::NoMemory),
             }
             cx.cond_resched();
@@ -214,6 +266,66 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
     fn next_value(&self) -> u64 {
         self.value.set(self.value.get() + 1);
         self.value.get()
+    }
+
+    /// Whether an area copies the file.
+    fn is_lent(&self, area: &Area) -> bool {
+        area.copies && self.file.is_some()
+    }
+
+    /// What may be in a word of a process.
+    fn may_be(&self, process: &Process<'v, 'h, F>, at: u64) -> BTreeSet<u64> {
+        self.book(process, area_of(at)).borrow().may_be(at)
+    }
+
+    /// What has been done to a page of a process, and to what all share.
+    fn changes(&self, process: &Process<'v, 'h, F>, page: u64) -> Both {
+        let shared = if area_of(page).kind.shared { self.shared.borrow().changes(page) } else { Changes::default() };
+        Both { own: process.book.borrow().changes(page), shared }
+    }
+
+    /// The file's word at an address of the shared area may be this, for those who copy it.
+    fn lend(&self, at: u64, value: u64) {
+        let copy = at - AREAS[1].start + COPIED.start;
+        self.all.borrow_mut().retain(|process| process.strong_count() > 0);
+        for process in self.all.borrow().iter().filter_map(Weak::upgrade) {
+            process.book.borrow_mut().lent.entry(copy).or_default().insert(value);
+        }
+    }
+
+    /// Something begins to be done to pages of a process, after which private ones are as new.
+    fn begin_changes(&self, process: &Process<'v, 'h, F>, pages: impl Iterator<Item = u64> + Clone) {
+        let mut book = process.book.borrow_mut();
+        book.begin_changes(pages.clone());
+        for page in pages {
+            book.fresh.retain(|at, _| area_of(*at).page(*at) != page);
+            if !self.is_lent(area_of(page)) {
+                continue;
+            }
+            book.own.remove(&page);
+            for cpu in 0..u64::from(CPUS) {
+                let (at, of) = (page + cpu * 8, page - COPIED.start + AREAS[1].start + cpu * 8);
+                let mut has = self.shared.borrow().may_be(of);
+                if self.shared.borrow().changes(area_of(of).page(of)).under_way {
+                    has.insert(0);
+                }
+                let stores = self.in_flight.borrow();
+                has.extend(stores.iter().flatten().filter(|store| store.1 == of).map(|store| store.2));
+                let before = book.lent.insert(at, has).unwrap_or_default();
+                book.words.entry(at).or_default().extend(before);
+            }
+        }
+    }
+
+    /// That has been done.
+    fn end_changes(&self, process: &Process<'v, 'h, F>, pages: impl Iterator<Item = u64> + Clone) {
+        let mut book = process.book.borrow_mut();
+        book.end_changes(pages.clone());
+        for page in pages.filter(|page| !area_of(*page).kind.shared) {
+            let range = page..page + area_of(page).kind.page.bytes();
+            book.given_up.remove(&page);
+            book.empty(&range);
+        }
     }
 
     fn book<'a>(&'a self, process: &'a Process<'v, 'h, F>, area: &Area) -> &'a RefCell<Book> {
@@ -279,10 +391,12 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
         let vm = &self.world.vm;
         for at in AREAS.iter().flat_map(|area| (area.start..area.end()).step_by(area.kind.page.bytes() as usize)) {
             let Lookup::Mapped(leaf) = vm.lookup(cx, &process.space, VirtAddr::new(at)) else { continue };
-            if leaf.flags.contains(ZEROES) {
+            let lent = leaf.flags.contains(LENT);
+            if lent && !self.is_lent(area_of(at)) {
                 self.did("zeroes", 1);
                 continue;
             }
+            self.did("lent", u64::from(lent));
             let mut here = 0;
             vm.walk_mappings(cx, leaf.frame, |_, place| {
                 here += u32::from(std::ptr::eq(place.space, &raw const *process.space) && place.at.get() == at);
@@ -336,7 +450,7 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     }
 
     fn any_area(&mut self) -> &'static Area {
-        &AREAS[[0, 0, 0, 0, 0, 1, 1, 2, 3][self.random.below(9) as usize]]
+        &AREAS[[0, 0, 0, 0, 0, 1, 1, 2, 3, 4, 4, 4][self.random.below(12) as usize]]
     }
 
     /// Where a page of an area is.
@@ -380,13 +494,22 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
             65..=68 => self.lock(cx),
             69..=71 => self.write_back(cx),
             72..=74 => self.scramble(cx),
-            76..=115 => {
+            76..=78 => self.punch(cx),
+            79 => self.truncate(cx),
+            80..=83 => self.read_across(cx),
+            84..=86 => self.write_across(cx),
+            87..=115 => {
                 let at = self.any_at();
                 self.get(cx, at);
             }
             _ => {
                 let at = self.any_at();
-                self.put(cx, at);
+                // What is never stored to stays lent.
+                if COPIED.holds(at) && self.random.below(6) > 0 {
+                    self.get(cx, at);
+                } else {
+                    self.put(cx, at);
+                }
             }
         }
     }
@@ -421,19 +544,25 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     ) {
         let (test, area) = (self.test, area_of(at));
         let page = area.page(at);
-        let before = process.book.borrow().changes(page);
+        let before = test.changes(process, page);
         let rights = process.book.borrow().rights(page);
         let book = test.book(process, area);
         test.in_flight.borrow_mut()[self.cpu as usize] = Some((book, at, value));
+        if area.kind.shared && test.file.is_some() {
+            test.lend(at, value);
+        }
         let stored = store(self);
         test.in_flight.borrow_mut()[self.cpu as usize] = None;
-        let after = process.book.borrow().changes(page);
-        let torn = before.under_way || before != after;
+        let after = test.changes(process, page);
+        let torn = before.are_under_way() || before != after;
         let known = !torn && !rights.under_way && rights == process.book.borrow().rights(page);
         match stored {
             Ok(true) => {
                 assert!(!known || !rights.read_only, "cpu{} at {at:#x}: stored what may not be", self.cpu);
-                book.borrow_mut().stored(Some(self.cpu), at, value, torn && !area.kind.shared);
+                let lost =
+                    if area.kind.shared { before.shared.under_way || before.shared != after.shared } else { torn };
+                book.borrow_mut().stored(Some(self.cpu), at, value, lost);
+                test.did("copied", u64::from(!lost && test.is_lent(area)));
                 // A page that leaves may have got it.
                 for device in test.devices.borrow_mut().iter_mut().filter(|device| torn && device.of == self.cpu) {
                     if device.pinned.at().get() == page
@@ -453,7 +582,8 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     /// Fills what no word of interest is in, so that the page does not compress.
     fn scramble(&mut self, cx: &mut Cx<'_, 'h>) {
         let process = self.process.clone();
-        let page = self.any_page(PRIVATE);
+        let area = if self.random.below(8) == 0 { COPIED } else { PRIVATE };
+        let page = self.any_page(area);
         let before = process.book.borrow().changes(page);
         let noise: Vec<u8> = (0..NOISE / 8).flat_map(|_| self.random.word().to_le_bytes()).collect();
         let written = self.test.world.vm.write(cx, &process.space, VirtAddr::new(page + 4096 - NOISE), &noise);
@@ -479,11 +609,12 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         if self.random.below(16) == 0 {
             // Which lets others run when it has what it wants, so what it says of a page that is changed meanwhile may be old.
             let (page, mut word) = (area_of(at).page(at), [0; 8]);
-            let changes = || process.book.borrow().changes(page);
+            let test = self.test;
+            let changes = || test.changes(&process, page);
             return self.loading(&process, at, |_| {
                 let before = changes();
                 world.vm.read(cx, &process.space, VirtAddr::new(at), &mut word).map_err(|error| error.cause)?;
-                Ok((!before.under_way && changes() == before).then(|| u64::from_ne_bytes(word)))
+                Ok((!before.are_under_way() && changes() == before).then(|| u64::from_ne_bytes(word)))
             });
         }
         self.loading(&process, at, |_| world.get(cx, &process.space, at).map(Some))
@@ -497,17 +628,19 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         load: impl FnOnce(&mut Self) -> Result<Option<u64>, VmError>,
     ) -> Option<u64> {
         let (area, page) = (area_of(at), area_of(at).page(at));
-        let before = process.book.borrow().changes(page);
+        let before = self.test.changes(process, page);
         let found = load(self);
-        let after = process.book.borrow().changes(page);
-        let torn = before.under_way || before != after;
+        let after = self.test.changes(process, page);
+        let torn = before.are_under_way() || before != after;
+        let emptied = if area.kind.shared { before.shared.under_way || before.shared != after.shared } else { torn };
         let book = self.test.book(process, area);
         match found {
             Ok(Some(found)) => {
                 let may = book.borrow().may_be(at);
-                let zero = torn && !area.kind.shared && found == 0;
+                let zero = emptied && found == 0;
                 assert!(may.contains(&found) || zero, "cpu{} at {at:#x}: {found}, which may be {may:?}", self.cpu);
-                let known = !torn && !process.book.borrow().given_up.contains(&page);
+                let is_own = !self.test.is_lent(area) || process.book.borrow().own.contains(&page);
+                let known = !torn && is_own && !process.book.borrow().given_up.contains(&page);
                 if known {
                     book.borrow_mut().words.insert(at, [found].into());
                 }
@@ -588,12 +721,12 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
         let area = self.any_area();
         let pages = || (0..area.pages).map(|page| area.start + page * area.kind.page.bytes());
         let look = || {
-            let book = process.book.borrow();
-            pages().map(|page| (book.changes(page), book.gone.contains(&page))).collect::<Vec<_>>()
+            let gone = process.book.borrow().gone.clone();
+            pages().map(|page| (self.test.changes(&process, page), gone.contains(&page))).collect::<Vec<_>>()
         };
         let before = look();
         let done = self.test.world.vm.prefault(&process.space, span(area.start, area.bytes()), None).work(cx, &Never);
-        let whole = before.iter().all(|(changes, gone)| !changes.under_way && !gone) && look() == before;
+        let whole = before.iter().all(|(changes, gone)| !changes.are_under_way() && !gone) && look() == before;
         if let Err(error) = done {
             assert!(
                 !whole || matches!(error, VmError::NoMemory | VmError::NoPool | VmError::HwPoisoned { .. }),

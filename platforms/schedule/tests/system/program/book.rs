@@ -3,11 +3,14 @@
 use hugemm_base::PageSize;
 use hugemm_vm::VmaKind;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 pub struct Area {
     pub start: u64,
     pub pages: u64,
     pub kind: VmaKind,
+    /// It copies what the shared one shows, if that is a file's.
+    pub copies: bool,
 }
 
 impl Area {
@@ -23,6 +26,12 @@ impl Area {
         (self.start..self.end()).contains(&at)
     }
 
+    /// Addresses of some of its pages.
+    pub fn part(&self, pages: &Range<u64>) -> Range<u64> {
+        let at = |page: u64| self.start + page * self.kind.page.bytes();
+        at(pages.start)..at(pages.end)
+    }
+
     /// Where the page begins that an address is in.
     pub fn page(&self, at: u64) -> u64 {
         at & !(self.kind.page.bytes() - 1)
@@ -32,14 +41,16 @@ impl Area {
 pub const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 pub const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 
-/// Private ones, and one that all processes share, which adjoins the first.
-pub static AREAS: [Area; 4] = [
-    Area { start: 0x4000_0000, pages: 24, kind: SMALL },
-    Area { start: 0x4001_8000, pages: 10, kind: VmaKind { shared: true, ..SMALL } },
-    Area { start: 0x8000_0000, pages: 1, kind: LARGE },
-    Area { start: 0xc000_0000, pages: 1, kind: LARGE.pooled() },
+/// Private ones, one that all processes share, which adjoins the first, and one that copies that.
+pub static AREAS: [Area; 5] = [
+    Area { start: 0x4000_0000, pages: 24, kind: SMALL, copies: false },
+    Area { start: 0x4001_8000, pages: SHARED_PAGES, kind: VmaKind { shared: true, ..SMALL }, copies: false },
+    Area { start: 0x8000_0000, pages: 1, kind: LARGE, copies: false },
+    Area { start: 0xc000_0000, pages: 1, kind: LARGE.pooled(), copies: false },
+    Area { start: 0x5000_0000, pages: SHARED_PAGES, kind: SMALL, copies: true },
 ];
 pub const PRIVATE: &Area = &AREAS[0];
+pub const COPIED: &Area = &AREAS[4];
 pub const SHARED_PAGES: u64 = 10;
 
 pub fn area_of(at: u64) -> &'static Area {
@@ -81,6 +92,10 @@ pub struct Book {
     pub gone: BTreeSet<u64>,
     /// Pages that are given up, and not stored to since: each word is what it was or 0, and may be 0 any time.
     pub given_up: BTreeSet<u64>,
+    /// What a file may have had, since an area that copies it was as new last, in each word there.
+    pub lent: BTreeMap<u64, BTreeSet<u64>>,
+    /// Pages there that are the process's own for certain.
+    pub own: BTreeSet<u64>,
     pub forks: Vec<Fork>,
 }
 
@@ -130,7 +145,30 @@ impl Book {
     }
 
     pub fn may_be(&self, at: u64) -> BTreeSet<u64> {
-        self.words.get(&at).cloned().unwrap_or_else(|| [0].into())
+        let lent = self.lent.get(&at).filter(|_| !self.own.contains(&area_of(at).page(at)));
+        let stored = self.words.get(&at).into_iter().chain(lent).flatten().copied().collect::<BTreeSet<_>>();
+        if stored.is_empty() { [0].into() } else { stored }
+    }
+
+    /// What a range of pages has that has been emptied: what was stored meanwhile, or nothing.
+    pub fn empty(&mut self, range: &Range<u64>) {
+        let fresh: Vec<_> = self.fresh.range(range.clone()).map(|(at, values)| (*at, values.clone())).collect();
+        self.words.retain(|at, _| !range.contains(at));
+        for (at, mut values) in fresh {
+            if !self.lent.contains_key(&at) {
+                values.insert(0);
+            }
+            self.words.insert(at, values);
+        }
+    }
+
+    /// A page that copied a file is this process's own by now: what the file had is in the other words.
+    pub fn copied(&mut self, page: u64) {
+        if self.own.insert(page) {
+            for (at, values) in self.lent.range(page..page + 4096) {
+                self.words.entry(*at).or_default().extend(values);
+            }
+        }
     }
 
     /// A value has been stored; `torn`: the page was changed meanwhile.
@@ -141,6 +179,9 @@ impl Book {
             self.words.insert(at, may);
             self.fresh.entry(at).or_default().insert(value);
         } else {
+            if self.lent.contains_key(&at) {
+                self.copied(area_of(at).page(at));
+            }
             self.words.insert(at, [value].into());
             self.given_up.remove(&area_of(at).page(at));
         }

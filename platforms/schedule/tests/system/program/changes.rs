@@ -82,15 +82,16 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let all = || parts.iter().flat_map(|(area, part)| pages_of(area, part));
         let stays;
         {
-            let mut book = process.book.borrow_mut();
+            let book = process.book.borrow();
             if all().any(|page| book.is_under_way(page)) {
                 return;
             }
             stays = gives_up
                 && parts.iter().all(|(area, _)| !area.kind.pooled)
                 && !all().any(|page| book.gone.contains(&page));
-            book.begin_changes(all());
-            book.fresh.retain(|at, _| !range.contains(at));
+            drop(book);
+            self.test.begin_changes(process, all());
+            let book = process.book.borrow();
             // A device keeps the page as it is.
             for device in self.test.devices.borrow_mut().iter_mut() {
                 let at = device.pinned.at().get();
@@ -122,20 +123,10 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
                 self.test.map(cx, process, area, part.clone());
             }
         }
-        let mut book = process.book.borrow_mut();
         if !stays {
-            book.rights.retain(|page, _| !range.contains(page));
+            process.book.borrow_mut().rights.retain(|page, _| !range.contains(page));
         }
-        book.end_changes(all());
-        book.given_up.retain(|page| !range.contains(page));
-        for (_, part) in parts.iter().filter(|(area, _)| !area.kind.shared) {
-            let fresh: Vec<_> = book.fresh.range(part.clone()).map(|(at, values)| (*at, values.clone())).collect();
-            book.words.retain(|at, _| !part.contains(at));
-            for (at, mut values) in fresh {
-                values.insert(0);
-                book.words.insert(at, values);
-            }
-        }
+        self.test.end_changes(process, all());
     }
 
     /// Some pages may go unstored when memory is short.
@@ -145,7 +136,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let all = || pages_of(area, &part);
         {
             let mut book = process.book.borrow_mut();
-            if area.kind.shared || area.kind.pooled || book.is_busy(all()) {
+            if area.kind.shared || area.kind.pooled || self.test.is_lent(area) || book.is_busy(all()) {
                 return;
             }
             book.begin_changes(all());
@@ -202,7 +193,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
     /// Whoever still finds private pages there finds zeroes, or what was stored since.
     fn is_given_up(&self, process: &Process<'v, 'h, F>, pages: impl Iterator<Item = u64>) {
         let world = self.test.world;
-        for at in pages.filter(|at| !area_of(*at).kind.shared) {
+        for at in pages.filter(|at| !area_of(*at).kind.shared && !self.test.is_lent(area_of(*at))) {
             for cpu in world.users(&process.space) {
                 let at = at + u64::from(cpu.0) * 8;
                 let Ok(found) = world.machine.mmu().load(cpu, VirtAddr::new(at)) else { continue };
@@ -240,6 +231,8 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
                 }
                 self.test.did("locked", 1);
             }
+            // The file is shorter just now.
+            Err(VmError::OutOfBounds { .. }) if area.kind.shared => {}
             Err(error) => refused(error),
         }
         while let Err(error) = vm.unlock(cx, &process.space, whole) {
@@ -297,7 +290,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
 }
 
 /// Where the pages of a part of an area begin.
-fn pages_of(area: &Area, part: &Range<u64>) -> impl Iterator<Item = u64> {
+fn pages_of(area: &Area, part: &Range<u64>) -> impl Iterator<Item = u64> + Clone + use<> {
     part.clone().step_by(area.kind.page.bytes() as usize)
 }
 

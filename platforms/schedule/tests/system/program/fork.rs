@@ -6,14 +6,22 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
     /// A child has the private words as they are at one moment, whatever others do.
     pub(super) fn fork(&mut self, cx: &mut Cx<'_, 'h>) {
         let (test, parent) = (self.test, self.process.clone());
-        if test.processes.borrow().len() >= PROCESSES {
+        if test.processes.borrow().len() >= PROCESSES || test.truncating.get() {
             return;
         }
+        test.making.set(test.making.get() + 1);
+        self.make_child(cx, parent);
+        test.making.set(test.making.get() - 1);
+    }
+
+    fn make_child(&mut self, cx: &mut Cx<'_, 'h>, parent: Rc<Process<'v, 'h, F>>) {
+        let test = self.test;
         let (id, pins, begun) = (test.next_value(), parent.pins.get(), parent.pins_begun.get());
-        let (before, mut words, gone, given_up) = {
+        let (before, mut words, gone, given_up, lent, own) = {
             let mut book = parent.book.borrow_mut();
             book.forks.push(Fork { id, stores: Vec::new() });
-            (book.changes.clone(), book.words.clone(), book.gone.clone(), book.given_up.clone())
+            let (words, gone, given_up) = (book.words.clone(), book.gone.clone(), book.given_up.clone());
+            (book.changes.clone(), words, gone, given_up, book.lent.clone(), book.own.clone())
         };
         parent.forks.set(parent.forks.get() + 1);
         let forked = test.world.vm.fork(cx, &parent.space);
@@ -38,7 +46,9 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             Err(error) => return refused(error),
         };
         for (_, at, value) in &stores {
-            words.entry(*at).or_insert_with(|| [0].into()).insert(*value);
+            // What a file may have lent is known besides.
+            let none = if lent.contains_key(at) { [].into() } else { [0].into() };
+            words.entry(*at).or_insert(none).insert(*value);
         }
         test.did("forked", 1);
         let pages =
@@ -48,7 +58,11 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             Some((page, Rights { read_only: !allowed.contains(Protection::WRITE), ..Rights::default() }))
         });
         let rights = rights.collect();
-        let child = test.process(cx, child, Book { words, gone, rights, given_up, ..Book::default() });
+        let child = test.process(cx, child, Book { words, gone, rights, given_up, lent, own, ..Book::default() });
+        // What the file has got since.
+        for (at, values) in &parent.book.borrow().lent {
+            child.book.borrow_mut().lent.entry(*at).or_default().extend(values);
+        }
         child.users.set(1);
         test.world.enter(cx, &child.space);
         test.world.leave(cx, &parent.space);

@@ -29,7 +29,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         if process.follower.borrow().is_none() {
             return;
         }
-        let area = &AREAS[self.random.below(2) as usize];
+        let area = &AREAS[[0, 1, 4][self.random.below(3) as usize]];
         let at = self.any_page(area) + u64::from(self.cpu) * 8;
         let world = self.test.world;
         if self.random.below(2) == 0 {
