@@ -53,6 +53,7 @@ pub enum Placement {
 
 /// What to allocate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct AllocRequest {
     /// Size.
     pub order: Order,

@@ -22,6 +22,7 @@ const BLOCKS_PER_ROUND: usize = 64;
 
 /// One node at one moment, or as nearly as it is counted in parts; cached frames and those of other CPUs as last seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NodeStats {
     /// Free blocks by order.
     pub blocks: [u64; ORDERS],

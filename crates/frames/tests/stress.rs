@@ -4,7 +4,7 @@
 mod support;
 
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn, with};
 use hugemm_frames::{AllocRequest, Frames, FramesConfig, Frozen, Mobility, Plain, Put};
 use hugemm_threads::Random;
 use std::sync::Barrier;
@@ -85,7 +85,7 @@ fn mixed(frames: &Manager<'_>, threads: &Threads, shadow: &Shadow, orders: u64, 
                     let order = Order::new(rng.below(orders) as u32).expect("valid");
                     let mobility = Mobility::ALL[rng.below(2) as usize];
                     if held.len() < keep {
-                        let request = AllocRequest { mobility, ..AllocRequest::order(order) };
+                        let request = with!(AllocRequest::order(order), mobility);
                         let result = if rng.below(16) == 0 {
                             frames.alloc_nowait(&cx, request)
                         } else {

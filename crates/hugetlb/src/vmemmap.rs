@@ -118,6 +118,7 @@ pub(crate) enum Split {
 
 /// How descriptors are optimized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OptimizerPolicy {
     /// Whether whole blocks are swapped by one store.
     pub swap: bool,
@@ -126,9 +127,16 @@ pub struct OptimizerPolicy {
     pub carve: bool,
 }
 
+impl OptimizerPolicy {
+    /// All that helps.
+    pub const fn new() -> Self {
+        OptimizerPolicy { swap: true, carve: true }
+    }
+}
+
 impl Default for OptimizerPolicy {
     fn default() -> Self {
-        OptimizerPolicy { swap: true, carve: true }
+        OptimizerPolicy::new()
     }
 }
 

@@ -55,6 +55,7 @@ pub type DetachedBehind<'s, K, Q> = Pending<Detached, TlbFlush<'s, K, Q>>;
 
 /// How batches are flushed: values of one policy, so that the old ways can be compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ShootdownPolicy {
     /// Pages up to which a batch is invalidated one by one; above, everything is. About where the refills of a full
     /// flush cost less than the instructions: x86-64 kernels use a few dozen.

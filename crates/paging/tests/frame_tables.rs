@@ -38,7 +38,7 @@ fn with_frames(
     // SAFETY: the same memory as bytes.
     let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<u8>(), len) };
     let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a host");
-    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(host.frames(), NodeId(0))];
     let config = FramesConfig::new(&arenas, 1);
     let layout = Frames::<Plain<&FaultPlan>>::required_bytes(&config).expect("valid");
     let mut metadata = vec![Aligned { _bytes: [0; PAGE_BYTES as usize] }; layout.size().div_ceil(PAGE_BYTES as usize)];

@@ -56,7 +56,7 @@ pub fn allowed_cpus() -> std::io::Result<Vec<u32>> {
 /// let distances = hugemm_host::cpu::node_distances();
 /// let arenas = [0, 1].map(|node: u32| {
 ///     let extent = Extent::new(Pfn::new(512 << node), 512)?;
-///     Ok::<_, hugemm_base::ExtentError>(ArenaSpec { extent, node: NodeId(node), descriptors: None })
+///     Ok::<_, hugemm_base::ExtentError>(ArenaSpec::new(extent, NodeId(node)))
 /// });
 /// let config = FramesConfig::new(&[arenas[0]?, arenas[1]?], 2).with_distances(&distances);
 /// # Ok::<(), Box<dyn std::error::Error>>(())

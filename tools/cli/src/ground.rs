@@ -4,7 +4,7 @@
 use anyhow::{Context, Result};
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange, with};
 use hugemm_frames::{ArenaSpec, Descriptor, Env, Frames, FramesConfig};
 use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_host::sparse::Sparse;
@@ -97,7 +97,7 @@ impl GroundPlan {
 
     fn arena(&self) -> ArenaSpec {
         let array = std::ptr::without_provenance_mut::<Descriptor>(self.first().get() as usize);
-        ArenaSpec { extent: self.all, node: NodeId(0), descriptors: NonNull::new(array) }
+        with!(ArenaSpec::new(self.all, NodeId(0)), descriptors = NonNull::new(array))
     }
 
     fn config<'a>(&self, arenas: &'a [ArenaSpec], cpus: u32) -> FramesConfig<'a> {

@@ -8,7 +8,7 @@ use crate::progress;
 use crate::results::{Line, Results};
 use crate::sides::{by_turns, sheet};
 use anyhow::{Result, bail};
-use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel};
+use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel, with};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass};
 use hugemm_host::cpu::Host;
 use hugemm_workloads::chase::Chase;
@@ -123,7 +123,7 @@ fn once(
 ) -> Result<Beside> {
     // By huge page, as faults do. (Some CPUs write past the cache by themselves when one string store is larger than
     // the cache.)
-    let by_page = ClearPolicy { force: neighbour, unit: Some(PageSize::Size2M.bytes()), ..*calibrated.policy() };
+    let by_page = with!(*calibrated.policy(), force = neighbour, unit = Some(PageSize::Size2M.bytes()));
     let clearer = Clearer::new(*calibrated.features(), by_page)?;
     let (done, start) = (CancelFlag::new(), Barrier::new(2));
     std::thread::scope(|scope| {

@@ -9,7 +9,7 @@ use crate::results::Results;
 use crate::stats::Samples;
 use crate::{profile_file, progress, table};
 use anyhow::Result;
-use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel};
+use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel, with};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, Profile, Unit, Warmth};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
@@ -214,7 +214,7 @@ fn worst_unit(
         for (threshold, vectors) in [(0, true), (u64::MAX, true), (0, false), (u64::MAX, false)] {
             interrupt::check()?;
             host.grant_vectors(vectors);
-            let policy = ClearPolicy { threshold: Some(threshold), ..*clearer.policy() };
+            let policy = with!(*clearer.policy(), threshold = Some(threshold));
             let cooperative = Clearer::new(*clearer.features(), policy)?;
             let request = ClearRequest::bulk(memory.extent().bytes()).with_warmth(Warmth::Cold);
             let mut last = host.now_ns();

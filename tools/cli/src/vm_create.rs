@@ -19,7 +19,7 @@ use crate::vm_create::pool::with_pool;
 use crate::{kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use hugemm_base::{Cpu, CpuId, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Cpu, CpuId, PageSize, VirtAddr, VirtRange, with};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_frames::{Frames, Plain};
 use hugemm_host::cpu::Host;
@@ -251,10 +251,10 @@ impl Setting<'_, '_, '_> {
             self.host.run_on(CpuId(0), |cx| Compressed::new(self.frames, cx, WordsOrLz4, line.workers, SWAP))?;
         let store: Store<'_> = store.context("no memory for the compressor; use a smaller --size")?;
         let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(self.host.frames().pages()), ());
-        let parts = Parts {
-            pools: self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool)),
-            ..Parts::with_pager(self.frames, &shootdown, Clearer::new(self.features, policy)?, pager)
-        };
+        let parts = with!(
+            Parts::with_pager(self.frames, &shootdown, Clearer::new(self.features, policy)?, pager),
+            pools = self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool))
+        );
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
         let vm: Vm<'_, OnHost<'_, '_, '_>> =
             unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;

@@ -17,7 +17,7 @@ use crate::words::named;
 use accounting::{Accounting, Mismatch, Start};
 use core::fmt;
 use guest::{Guest, Spread};
-use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, PreemptModel, VirtAddr};
+use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, PreemptModel, VirtAddr, with};
 use hugemm_base::{VirtRange, VirtRangeError};
 use hugemm_clear::ClearPolicy;
 use hugemm_frames::{Env, HwPoisoned};
@@ -82,7 +82,7 @@ impl HostSide {
         let (optimizer, ageing) = match granularity {
             Granularity::Extent => (OptimizerPolicy::default(), Ageing::Batch),
             // One flush for a batch of pages, and an entry at a time; accessed bits of one page at a time, without a flush.
-            Granularity::Page => (OptimizerPolicy { swap: false, carve: true }, Ageing::NoFlush),
+            Granularity::Page => (with!(OptimizerPolicy::new(), swap = false), Ageing::NoFlush),
         };
         let (clear, preempt) = (clearing.of(calibrated), clearing.preempt_model());
         Ways { granularity, clear, preempt, optimizer, ageing }

@@ -58,7 +58,7 @@ fn no_frame_has_two_owners() {
     });
     let (low, high) = area.split_at(PAGES / 2);
     let arenas = [(low, NodeId(0)), (high, NodeId(1))];
-    let arenas = arenas.map(|(extent, node)| ArenaSpec { extent, node, descriptors: None });
+    let arenas = arenas.map(|(extent, node)| ArenaSpec::new(extent, node));
     let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % 2)).collect();
     let config = FramesConfig::new(&arenas, cpus).on_nodes(&cpu_nodes);
     let mut metadata = room(Frames::<Plain>::required_bytes(&config).expect("valid").size());

@@ -40,7 +40,7 @@ pub fn on_machine<R>(bytes: usize, test: impl FnOnce(&Frames<'_>, &mut CpuCx<'_,
     let start = memory.bytes().as_mut_ptr().expose_provenance() as u64;
     let host = Host::new(&[CpuPlace { os_cpu: any_cpu(), node: NodeId(0) }], memory.bytes()).expect("a machine");
     let extent = host.frames();
-    let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(extent, NodeId(0))];
     let config = FramesConfig::new(&arenas, 1);
     let mut metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid").size());
     let size = metadata.bytes().len();

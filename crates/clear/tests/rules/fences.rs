@@ -3,7 +3,7 @@
 
 use crate::support::memory::Memory;
 use crate::support::{BULK, CACHED, Event, Script, StopAt, clearer, open};
-use hugemm_base::{CounterSnapshot, Never, Unfenced};
+use hugemm_base::{CounterSnapshot, Never, Unfenced, with};
 use hugemm_clear::{StopReason, Unit};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -405,7 +405,7 @@ mod host {
         const SIZES: [u64; 8] = [1, 1, 2, 1, 4, 1, 16, 1];
         let mut memory = Memory::heap(16);
         let host = Host::new(&places(2), memory.bytes()).expect("a machine").strict();
-        let policy = ClearPolicy { force: Some(p), ..ClearPolicy::new(PROFILE) };
+        let policy = with!(ClearPolicy::new(PROFILE), force = Some(p));
         // SAFETY: the host has no store model to intercept the model primitive, which is not detected; the profile
         // names it, the forced primitive is used.
         let all = unsafe { Features::detect().with(Primitive::Model) };

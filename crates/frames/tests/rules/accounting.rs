@@ -1,7 +1,7 @@
 //! A range free and the same pages freed one by one leave the same accounts behind.
 
 use crate::support::{Threads, counted_pages, folio, pages, with_one_arena};
-use hugemm_base::{Extent, Order, Pfn};
+use hugemm_base::{Extent, Order, Pfn, with};
 use hugemm_frames::{AllocRequest, Frames, HwPoisoned, NodeStats, Put};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
@@ -76,7 +76,7 @@ fn look(frames: &Frames<'_>, threads: &Threads, all: Extent, freed: u64, kept: u
     frames.drain(&cx);
     let numbers = || (all.base().get()..all.end().get()).map(Pfn::new);
     // How often the lock was taken is the difference that there must be.
-    let stats = NodeStats { lock_rounds: 0, ..frames.stats(&cx) };
+    let stats = with!(frames.stats(&cx), lock_rounds = 0);
     Accounts {
         freed,
         kept,

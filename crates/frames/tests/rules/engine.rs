@@ -1,7 +1,7 @@
 //! Zeroed memory by the clearing engine, on real memory: in bounded units, never twice.
 
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CpuId, Never, NodeId, Order, PreemptModel};
+use hugemm_base::{CpuId, Never, NodeId, Order, PreemptModel, with};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Features, Profile};
 use hugemm_frames::{AllocRequest, ArenaSpec, FramesConfig};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host, allowed_cpus};
@@ -18,10 +18,10 @@ fn zeroed_blocks_are_cleared_in_units_and_once() {
     let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
     host.set_preempt_model(PreemptModel::None);
     let features = Features::detect();
-    let policy = ClearPolicy { unit: Some(4 << 20), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+    let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), unit = Some(4 << 20));
     let clearer = Clearer::new(features, policy).expect("what the CPU has");
 
-    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(host.frames(), NodeId(0))];
     let config = FramesConfig::new(&arenas, 1);
     let memory = crate::support::Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);

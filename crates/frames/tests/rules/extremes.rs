@@ -2,7 +2,7 @@
 //! frames that do not exist.
 
 use super::support::{arena, with_one_arena};
-use hugemm_base::{CpuId, Extent, NodeId, Order, PageSize, Pfn};
+use hugemm_base::{CpuId, Extent, NodeId, Order, PageSize, Pfn, with};
 use hugemm_frames::{AllocRequest, Frames, FramesConfig, HwPoisoned, NoMigration, NodeStats, Placement, Plain, Slab};
 
 const NUMBERS: [u64; 9] = [0, 1, 4095, 4096, 1 << 39, (1 << 40) - 1, 1 << 40, 1 << 63, u64::MAX];
@@ -59,7 +59,7 @@ fn layouts_and_objects_of_any_size() {
             let Ok(extent) = Extent::new(Pfn::new(base), pages) else { continue };
             for cpus in [0, 1, 1 << 16, u32::MAX] {
                 for node in [0, 1, u32::MAX] {
-                    let arenas = [hugemm_frames::ArenaSpec { extent, ..arena(0, 1, node) }];
+                    let arenas = [with!(arena(0, 1, node), extent)];
                     let config = FramesConfig::new(&arenas, cpus);
                     let _ = Frames::<Plain>::required_bytes(&config);
                 }
@@ -78,7 +78,7 @@ fn layouts_and_objects_of_any_size() {
 fn statistics_of_anything() {
     for a in NUMBERS {
         for b in NUMBERS {
-            let one = |n| NodeStats { blocks: [n; 19], free: n, cached: n, deferred: n, ..NodeStats::default() };
+            let one = |n| with!(NodeStats::default(), blocks = [n; 19], free = n, cached = n, deferred = n);
             let both = one(a).plus(&one(b));
             assert!(both.free >= a.max(b) && both.available() >= a.max(b));
             for order in [0, 9, 18].map(|order| Order::new(order).expect("valid")) {

@@ -96,7 +96,7 @@ impl Room {
 }
 
 fn spec(extent: Extent) -> ArenaSpec {
-    ArenaSpec { extent, node: NodeId(0), descriptors: None }
+    ArenaSpec::new(extent, NodeId(0))
 }
 
 /// As an embedder unplugs; what was kept about the arena is the system's again.

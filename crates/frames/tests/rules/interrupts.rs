@@ -38,7 +38,7 @@ unsafe impl<L: RawLock + Send + Sync> Env for With<L> {
 
 /// A manager on two nodes, all but the last 512 frames of each released.
 fn with_manager<L: RawLock + Send + Sync>(test: impl FnOnce(&Frames<'_, With<L>>, &Threads)) {
-    let arena = |n: u64| ArenaSpec { extent: extent(n * PAGES, PAGES), node: NodeId(n as u32), descriptors: None };
+    let arena = |n: u64| ArenaSpec::new(extent(n * PAGES, PAGES), NodeId(n as u32));
     let arenas = [arena(0), arena(1)];
     let config = FramesConfig::new(&arenas, 2);
     let memory = Memory::new(Frames::<With<L>>::required_bytes(&config).expect("valid"));

@@ -9,7 +9,7 @@ use super::words::{all_free, free, take};
 use crate::support::arena;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::platform::{PhysMap, Window};
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PageSize, Pfn, VirtAddr, Zeroed};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PageSize, Pfn, VirtAddr, Zeroed, with};
 use hugemm_frames::{
     AllocContigError, AllocError, AllocRequest, Frames, Frozen, NoMigration, NodeStats, Put, ROUNDS_PER_PIN, Slab,
 };
@@ -221,7 +221,7 @@ fn words_that_displace_each_other_take_no_more_rounds() {
         let (before, rounds, mut after) = (frames.stats(&cx), lock_rounds(), NodeStats::default());
         let most = most_rounds(threads, |cx| after = frames.stats(cx));
         assert_eq!((most, lock_rounds() - rounds), (1, 128));
-        assert_eq!(after, NodeStats { lock_rounds: before.lock_rounds + 1, ..before });
+        assert_eq!(after, with!(before, lock_rounds = before.lock_rounds + 1));
         assert_eq!((after.free, after.blocks[18]), (1 << 22, 16), "no region is counted twice, or left out");
         let mut blocks: Vec<Option<Frozen>> = take(frames, &cx, 9, 1 << 13).into_iter().map(Some).collect();
         assert_eq!(blocks.len(), 1 << 13);

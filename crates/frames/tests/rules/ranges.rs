@@ -2,7 +2,7 @@
 
 use super::support::{Threads, arena, counted_pages, extent, folio, pages, with_arenas, with_one_arena};
 use super::{GIB, counters, order, request};
-use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn};
+use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn, with};
 use hugemm_frames::{AllocContigError, FolioRef, Placement, RangeReport};
 
 /// One lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
@@ -20,7 +20,7 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
         let whole = counted_pages(frames, block);
         let before = rounds(&cx);
         let report = frames.free_range(&mut cx, pages(whole));
-        assert_eq!(report, RangeReport { freed: GIB, runs: 1, ..RangeReport::default() });
+        assert_eq!(report, with!(RangeReport::default(), freed = GIB, runs = 1));
         assert_eq!(rounds(&cx) - before, 2);
         let stats = frames.stats(&cx);
         assert_eq!(stats.blocks[18], 1, "largest blocks, not pages");
@@ -149,6 +149,6 @@ fn ranges_split_at_the_border_of_arenas() {
         }
         assert_eq!(held.len(), 1536);
         let report = frames.free_range(&mut cx, pages(extent(0, 1536)));
-        assert_eq!(report, RangeReport { freed: 1536, runs: 2, ..RangeReport::default() });
+        assert_eq!(report, with!(RangeReport::default(), freed = 1536, runs = 2));
     });
 }

@@ -3,7 +3,7 @@
 
 use super::support::{Threads, arena, extent, run_as, with_arenas};
 use super::{GIB, order, request};
-use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn, Zeroed};
+use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn, Zeroed, with};
 use hugemm_frames::{
     AllocContigError, AllocRequest, FolioRun, Frames, Frozen, HwPoisoned, Mobility, NoMigration, ORDERS, Placement,
     RangeReport,
@@ -206,7 +206,7 @@ impl Run<'_, '_> {
         let log = self.one_of(&[0, 0, 3, 5, 7, 9, 9, 9, 10, 13, 15, 16, 16, 17, 17, 18]);
         let mobility = self.one_of(&Mobility::ALL);
         let from = self.one_of(&[Placement::Local, Placement::Local, Placement::Only(NodeId(1))]);
-        let mut request = AllocRequest { mobility, from, ..request(log) };
+        let mut request = with!(request(log), mobility, from);
         request.prefer_zeroed = self.below(3) == 0;
         let most = match log {
             0..9 => 300,

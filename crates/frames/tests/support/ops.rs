@@ -3,7 +3,7 @@
 
 use super::{Memory, Threads, arena, extent, folio, pages, release};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn, Zeroed};
+use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn, Zeroed, with};
 use hugemm_frames::{
     AllocContigError, AllocError, AllocRequest, FolioRef, Frames, FramesConfig, Frozen, HwPoisoned, Mobility,
     Placement, Plain, Put, RangeReport, RefError,
@@ -177,7 +177,7 @@ impl Run<'_> {
             2 => Placement::Only(NodeId(7)),
             _ => Placement::Local,
         };
-        AllocRequest { mobility, from, ..AllocRequest::order(Order::new(order).expect("valid")) }
+        with!(AllocRequest::order(Order::new(order).expect("valid")), mobility, from)
     }
 
     fn allocated(&mut self, request: AllocRequest, result: Result<Frozen, AllocError>) {

@@ -6,7 +6,7 @@ use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
     Cpu, CpuCx, CpuId, Dirty, Extent, FlushDomain, Flushed, Invalidation, Never, NodeId, Order, PageSize, Pfn,
-    VirtAddr, VirtRange,
+    VirtAddr, VirtRange, with,
 };
 use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host};
@@ -163,7 +163,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     }
     let map = Watched { map, mmu, deaf };
     let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(first.get() as usize));
-    let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: array }];
+    let arenas = [with!(ArenaSpec::new(all, NodeId(0)), descriptors = array)];
     let config = FramesConfig::new(&arenas, CPUS);
     let layout = Frames::<Seen<'_>>::required_bytes(&config).expect("valid");
     let mut metadata = vec![0_u8; layout.size() + layout.align()];
@@ -226,7 +226,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
 fn no_cpu_uses_anything_stale_whatever_is_resized() {
     for seed in 1..4 {
         for (swap, carve) in [(true, true), (false, true), (false, false)] {
-            assert_eq!(cycles(seed, OptimizerPolicy { swap, carve }, false), Ok(()), "seed {seed}");
+            assert_eq!(cycles(seed, with!(OptimizerPolicy::new(), swap, carve), false), Ok(()), "seed {seed}");
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::support::{BASE, CPUS, Faults, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{Cpu, CpuCx, Extent, FrameUse, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Cpu, CpuCx, Extent, FrameUse, Never, NodeId, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen, HwPoisoned, Placement};
 use hugemm_hugetlb::{
     DescriptorMap, HugePage, HugePageCounts, HugePool, Mapped, Nodes, OptimizerPolicy, PoolError, ResizeReport,
@@ -348,7 +348,7 @@ impl World<'_, '_> {
 
 /// A world of so many spans on each node, from the middle of one on.
 fn run(seed: u64, nodes: [u64; 2], breaks: bool, steps: u32) -> [u64; 5] {
-    let policy = OptimizerPolicy { swap: seed % 4 != 1, carve: seed % 4 != 2 };
+    let policy = with!(OptimizerPolicy::new(), swap = seed % 4 != 1, carve = seed % 4 != 2);
     let shape = Shape { nodes: nodes.to_vec(), policy, stale: false, breaks, cut: 0x1b4c + seed % 3 * 0x280 };
     machine(&shape, Faults::default(), |m| {
         let (mut small, mut large) = (m.pool_memory(SIZES[0]), m.pool_memory(SIZES[1]));

@@ -9,15 +9,13 @@ mod waiting;
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr, VirtRange, with};
 use hugemm_clear::Clearer;
 use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::mmu::{Fault, Mmu, Tables};
 use hugemm_kva::{Area, Kva, KvaParts, KvaSetup, Limits};
-use hugemm_paging::{
-    EditLock, FrameTables, KernelSpace, PageFormat, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace,
-};
+use hugemm_paging::{EditLock, FrameTables, KernelSpace, PageFormat, PageTable, TlbCpu, TlbShootdown, TlbSpace};
 use std::cell::Cell;
 use std::marker::PhantomData;
 
@@ -90,7 +88,7 @@ impl<F: PageFormat> World<F> {
         let host = leak(Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a host"));
         let mmu: &'static Machine = leak(Mmu::new(host, CPUS, 1, seed).walking(walks));
         let extent = host.frames();
-        let spec = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+        let spec = [ArenaSpec::new(extent, NodeId(0))];
         let config = FramesConfig::new(&spec, CPUS);
         let layout = Frames::<Faults>::required_bytes(&config).expect("a size");
         // SAFETY: memory of that size, nobody else's, for ever.
@@ -119,15 +117,7 @@ impl<F: PageFormat> World<F> {
         for cpu in 0..CPUS {
             mmu.as_cpu(CpuId(cpu), |cx| space.online(shootdown, cx));
         }
-        let parts = KvaParts {
-            frames,
-            table,
-            space,
-            shootdown,
-            clearer: Clearer::uncalibrated(),
-            shootdown_policy: ShootdownPolicy::BATCHED,
-            limits,
-        };
+        let parts = with!(KvaParts::new(frames, table, space, shootdown, Clearer::uncalibrated()), limits);
         // SAFETY: nobody else maps anything there; every CPU has joined; the host's memory is a direct map.
         let kva = mmu.as_cpu(CpuId(0), |cx| unsafe { Kva::new(cx, parts, range) }).expect("a manager");
         World { mmu, frames, table, shootdown, kva }

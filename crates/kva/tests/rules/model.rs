@@ -2,7 +2,7 @@
 //! every CPU, and that neither is anybody else's before the flush.
 
 use crate::{CPUS, World, page};
-use hugemm_base::{Extent, Order, PAGE_BYTES, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{Extent, Order, PAGE_BYTES, Pfn, VirtAddr, VirtRange, with};
 use hugemm_host::mmu::{Fault, Tables};
 use hugemm_kva::{Area, KvaError, Limits, Request};
 use hugemm_paging::{Aarch64, Flags, PageFormat, X86_64};
@@ -70,7 +70,7 @@ impl<F: PageFormat> Oracle<F> {
     fn take(&mut self, cpu: u32) {
         let pages = if self.any(8) == 0 { 400 + self.any(800) } else { 1 + self.any(40) };
         let zeroed = self.any(2) == 0;
-        let mut request = Request { zeroed, ..Request::new(pages * PAGE_BYTES, "model") };
+        let mut request = with!(Request::new(pages * PAGE_BYTES, "model"), zeroed);
         if self.any(4) == 0 {
             request = request.aligned(PAGE_BYTES << self.any(10));
         }
@@ -159,7 +159,7 @@ impl<F: PageFormat> Oracle<F> {
 
 fn run<F: PageFormat>(walks: Tables, seeds: std::ops::Range<u64>) {
     for seed in seeds {
-        let limits = Limits { areas: 1 + seed * 7 % 40, pages: 3000 };
+        let limits = Limits::new(1 + seed * 7 % 40, 3000);
         let (world, random) = (World::<F>::new(walks, limits, seed), Random(seed + 1));
         let free = world.trimmed();
         let mut oracle = Oracle {

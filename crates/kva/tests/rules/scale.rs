@@ -180,7 +180,7 @@ impl<F: PageFormat> Run<F> {
 
 fn run<F: PageFormat>(walks: Tables, seed: u64) {
     let range = VirtRange::from_pages(FIRST, END - FIRST).expect("a range");
-    let limits = Limits { areas: 1 + seed * 13 % 50, pages: 3000 };
+    let limits = Limits::new(1 + seed * 13 % 50, 3000);
     let world = World::<F>::of(walks, limits, seed, ALL, range);
     let free = world.trimmed();
     let mut run = Run { world, random: Random(seed + 1), owned: Vec::new(), batches: 0 };
@@ -219,7 +219,7 @@ fn points<F: PageFormat>(world: &World<F>, work: impl FnOnce()) -> u64 {
 #[test]
 fn others_run_while_a_large_area_is_given_back() {
     let range = VirtRange::from_pages(FIRST, END - FIRST).expect("a range");
-    let world = World::<X86_64>::of(Tables::X86_64, Limits { areas: 100, pages: 3000 }, 7, ALL, range);
+    let world = World::<X86_64>::of(Tables::X86_64, Limits::new(100, 3000), 7, ALL, range);
     let (pages, free) = (64 * GIB, world.trimmed());
     let runs = [extent(Pfn::new(1 << 30), pages)];
     let area = world.on(0, |cx| world.kva.map_pages(cx, &runs, Request::new(0, "large"))).expect("tables");
@@ -233,7 +233,7 @@ fn others_run_while_a_large_area_is_given_back() {
 #[test]
 fn others_run_while_a_large_area_is_taken() {
     let range = VirtRange::from_pages(FIRST, END - FIRST).expect("a range");
-    let world = World::<X86_64>::of(Tables::X86_64, Limits { areas: 100, pages: 3000 }, 7, ALL, range);
+    let world = World::<X86_64>::of(Tables::X86_64, Limits::new(100, 3000), 7, ALL, range);
     let pieces = world.on(0, |cx| {
         let mut pieces = Vec::new();
         while let Ok(block) = world.frames.alloc(cx, AllocRequest::order(Order::ZERO)) {

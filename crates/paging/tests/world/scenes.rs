@@ -1,7 +1,7 @@
 //! Short scenes with an outcome, on the same machine.
 
 use super::{World, at};
-use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::{
     Editing, Flags, KernelSpace, Lookup, Mapping, PageFormat, PageTable, ShootdownBatch, ShootdownPolicy, TableMemory,
@@ -270,7 +270,11 @@ impl<F: PageFormat> World<F> {
         self.mmu.as_cpu(ME, |cx| {
             let mut batch = ShootdownBatch::new(&half);
             batch.stale(stale);
-            batch.flush(&self.shootdown, cx, &ShootdownPolicy { range_limit: u64::MAX, pages_per_batch: u64::MAX });
+            batch.flush(
+                &self.shootdown,
+                cx,
+                &with!(ShootdownPolicy::BATCHED, range_limit = u64::MAX, pages_per_batch = u64::MAX),
+            );
         });
         // SAFETY: every CPU that could walk it has been flushed.
         unsafe { (&self.pool).free(old.expect("a table")) };

@@ -3,7 +3,7 @@
 use crate::rig::{Cpus, Cx, Handle, Model, NODE, Rig, Size, span, with_cpu};
 use crate::rules::{AT, SIZE, filled, size_for};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{CancelFlag, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
+use hugemm_base::{CancelFlag, Never, NodeId, Order, PageSize, Shortfall, VirtAddr, with};
 use hugemm_frames::{AllocRequest, FolioRun, Put};
 use hugemm_paging::Lookup;
 use hugemm_reclaim::{
@@ -35,7 +35,7 @@ fn with_pages(
 }
 
 fn pass<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, free: u64, scan: u64) -> ShrinkProgress {
-    rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget { free, scan }, &Never)
+    rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget::new(free, scan), &Never)
 }
 
 fn away<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, index: u64) -> bool {
@@ -79,7 +79,7 @@ fn what_cannot_be_held_is_kept() {
         let memory: Vec<_> = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok()).collect();
         // SAFETY: it is mapped, and nobody else is there to let it go.
         let held: Vec<_> = core::iter::from_fn(|| unsafe { frames.get_at(leaf.frame) }.ok()).collect();
-        let expected = ShrinkProgress { scanned: 10, kept: 10, ..ShrinkProgress::default() };
+        let expected = with!(ShrinkProgress::default(), scanned = 10, kept = 10);
         assert_eq!(pass(rig, cx, u64::MAX, 10), expected, "{policy:?}");
         held.into_iter().for_each(|folio| assert_eq!(frames.put(cx, folio), Ok(Put::Kept)));
         memory.into_iter().for_each(|block| frames.free(cx, block));
@@ -90,7 +90,7 @@ fn what_cannot_be_held_is_kept() {
 #[test]
 fn what_cannot_go_stays() {
     with_pages(150, SIZE, |policy, rig, cx, space| {
-        let kind = VmaKind { locked: true, ..VmaKind::private(PageSize::Size4K) };
+        let kind = with!(VmaKind::private(PageSize::Size4K), locked = true);
         rig.vm.map(cx, space, span(2 * AT, 15 << 12), kind, Backing::Private).expect("an area");
         (0..15).for_each(|index| rig.put(cx, space, 2 * AT + (index << 12), index).expect("memory"));
         let limit = rig.store.stats(cx).limit;

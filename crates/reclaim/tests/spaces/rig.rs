@@ -9,7 +9,7 @@ use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{
     Cpu, CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, Pfn, PhysAddr, TlbHw, TlbScope, VirtAddr,
-    VirtRange,
+    VirtRange, with,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
@@ -177,7 +177,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let each = memory.pages() / u64::from(size.nodes);
     let arena = |node: u32| {
         let first = u64::from(node) * each;
-        ArenaSpec { extent: memory.slice(first, first + each), node: NodeId(node), descriptors: None }
+        ArenaSpec::new(memory.slice(first, first + each), NodeId(node))
     };
     let arenas: Vec<ArenaSpec> = (0..size.nodes).map(arena).collect();
     let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % size.nodes)).collect();
@@ -202,7 +202,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, hardware) }.expect("enough words");
     let features = Features::detect();
     let model = hugemm_clear::Primitive::Model;
-    let policy = ClearPolicy { force: Some(model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+    let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), force = Some(model));
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
@@ -224,7 +224,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let mut counts = vec![HugePageCounts::default(); arenas.len()];
     let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut counts).expect("enough");
     let parts = Parts::with_pager(&frames, &shootdown, clearer, Reclaim::new(&lrus, &*store, marks, ()));
-    let parts = Parts { pools: Pools::default().with(&pool), ..parts };
+    let parts = with!(parts, pools = Pools::default().with(&pool));
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let rig = Rig {
@@ -353,7 +353,7 @@ impl<'h> Rig<'h> {
 
     /// Evicts what can be evicted, whatever it takes; how many pages became free.
     pub fn evict_all(&self, cx: &mut Cx<'_, 'h>) -> u64 {
-        let budget = hugemm_reclaim::ShrinkBudget { free: u64::MAX, scan: 1 << 14 };
+        let budget = hugemm_reclaim::ShrinkBudget::new(u64::MAX, 1 << 14);
         self.vm.pager().shrink(&self.vm, cx, NODE, budget, &hugemm_base::Never).freed
     }
 }

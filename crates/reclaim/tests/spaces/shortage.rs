@@ -3,7 +3,7 @@
 use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, span, with_cpu, with_rig};
 use crate::rules::{AT, SIZE, SIZES, expect, filled, size_for};
 use hugemm_base::inject::every_fault;
-use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr};
+use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr, with};
 use hugemm_frames::{AllocRequest, ArenaSpec, FolioRun, Frames, FramesConfig, Frozen, Mobility, Placement, Plain};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_reclaim::{Lru, LruPolicy, Reclaim, ShrinkBudget, Swap, Turn};
@@ -177,7 +177,7 @@ fn each_node_is_reclaimed_by_itself() {
         rig.enter(cx, &space);
         // Node 1 down to its low mark, node 0 less than half full.
         for (node, pages) in [(0, 500), (1, free(cx, 1) - pager.marks().low() / 2)] {
-            let kind = VmaKind { from: Placement::Only(NodeId(node)), ..VmaKind::private(PageSize::Size4K) };
+            let kind = with!(VmaKind::private(PageSize::Size4K), from = Placement::Only(NodeId(node)));
             rig.vm.map(cx, &space, span(at(node, 0) - 8, pages << 12), kind, Backing::Private).expect("an area");
             (0..pages).for_each(|index| rig.put(cx, &space, at(node, index), index).expect("memory"));
         }
@@ -197,7 +197,7 @@ fn each_node_is_reclaimed_by_itself() {
         assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId(1)), "back where the area wants it");
         // A fault that finds its node empty takes from that node too, and no longer than it needs.
         let (before, pages) = (pager.counts().direct_freed.get(), free(cx, 1) + 256);
-        let kind = VmaKind { from: Placement::Only(NodeId(1)), ..VmaKind::private(PageSize::Size4K) };
+        let kind = with!(VmaKind::private(PageSize::Size4K), from = Placement::Only(NodeId(1)));
         rig.vm.map(cx, &space, span(5 * AT, pages << 12), kind, Backing::Private).expect("an area");
         for index in 0..pages {
             // Where all are young, the first looks find nothing.
@@ -243,7 +243,7 @@ fn look_around_keeps_to_its_own_node() {
             assert_eq!(node_at(rig, cx, &space, AT + (index << 12)), Some(NodeId((index % 2) as u32)));
         }
         let stats = |cx: &crate::rig::Cx<'_, '_>, node| pager.lru(NodeId(node)).expect("a node").stats(cx);
-        let budget = ShrinkBudget { free: u64::MAX, scan: 8 };
+        let budget = ShrinkBudget::new(u64::MAX, 8);
         let looked = pager.shrink(&rig.vm, cx, NodeId(0), budget, &Never);
         assert!(looked.young > 0, "{looked:?}");
         assert!(stats(cx, 0).promoted > 0, "there was something to look around at");
@@ -252,7 +252,7 @@ fn look_around_keeps_to_its_own_node() {
             assert_eq!((stats(cx, node).folios, stats(cx, node).pages()), (PAGES / 2, PAGES / 2), "of node {node}");
         }
         // Each node's are found on its own lists, and go from there.
-        let budget = ShrinkBudget { free: u64::MAX, scan: 4 * PAGES };
+        let budget = ShrinkBudget::new(u64::MAX, 4 * PAGES);
         for node in [0, 1] {
             assert_eq!(pager.shrink(&rig.vm, cx, NodeId(node), budget, &Never).freed, PAGES / 2, "of node {node}");
         }
@@ -276,7 +276,7 @@ fn a_batch_takes_few_lock_rounds() {
         let lru = rig.vm.pager().lru(NODE).expect("a node");
         let rounds = |cx: &crate::rig::Cx<'_, '_>| lru.stats(cx).lock_rounds;
         let before = rounds(cx);
-        let budget = ShrinkBudget { free: u64::MAX, scan: 128 };
+        let budget = ShrinkBudget::new(u64::MAX, 128);
         let kept = rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
         assert!(kept.freed == 0 && kept.batches == 4 && lru.stats(cx).promoted > 0, "{kept:?}");
         // The policy, isolation, neighbours, putting back, and the batch's references.
@@ -339,8 +339,7 @@ fn pages_without_an_lru_are_on_none() {
         let first = Pfn::new(all.base().get() + all.pages() / 2 - 1);
         let next = Pfn::new(first.get() + 1);
         assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId(1))]);
-        let nowhere =
-            [ArenaSpec { extent: Extent::block(Pfn::new(1 << 30), Order::ZERO), node: NODE, descriptors: None }];
+        let nowhere = [ArenaSpec::new(Extent::block(Pfn::new(1 << 30), Order::ZERO), NODE)];
         let config = FramesConfig::new(&nowhere, 1);
         let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, of this size, used once; one platform; nobody else has the frame's number.
@@ -426,7 +425,7 @@ fn a_strangers_lru_is_left_alone() {
         unsafe { other.lru_add(rig.others, cx, page, Order::ZERO) };
         assert_eq!(theirs.stats(cx).folios, 1);
         let before = rig.vm.frames().stats(cx);
-        let budget = ShrinkBudget { free: 8, scan: 8 };
+        let budget = ShrinkBudget::new(8, 8);
         assert_eq!(pager.shrink(&rig.vm, cx, NodeId(1), budget, &Never).scanned, 0);
         assert!(!pager.compact(&rig.vm, cx, NodeId(1)));
         let need = Shortfall::frames(8).only(Some(NodeId(1)));

@@ -1,7 +1,7 @@
 //! Areas, faults, unmapping, the reverse map: one rule per test, on the model MMU.
 
 use crate::support::{AT, bounds, no_faults, span, with_cpu, with_rig};
-use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Phase, Protection, Served, VmError, VmaKind};
@@ -139,7 +139,7 @@ fn pools_keep_their_promises() {
         rig.vm.unmap(cx, &space, span(AT + (2 << 20), 4 << 20)).expect("unmapped");
         assert_eq!(rig.pool_available(cx), 3, "one page came back, one promise was never used");
         let object = rig.vm.create_shared(cx, 3 * 512, PageSize::Size2M, true).expect("three pages");
-        let shared = VmaKind { shared: true, ..kind };
+        let shared = with!(kind, shared = true);
         rig.vm.map(cx, &space, span(2 * AT, 6 << 20), shared, Backing::Shared(&object, 0)).expect("an area");
         rig.store(cx, &space, 2 * AT, 1).expect("promised");
         rig.vm.close(cx, object).expect("its own");
@@ -508,7 +508,7 @@ fn a_kind_says_what_an_area_is_backed_by() {
     with_cpu(16, 1, 20, |rig, cx| {
         rig.fill_pool(cx, 2);
         let space = rig.vm.create(cx, bounds()).expect("a space");
-        let asked = VmaKind { shared: true, reserved: true, ..VmaKind::private(PageSize::Size2M) };
+        let asked = with!(VmaKind::private(PageSize::Size2M), shared = true, reserved = true);
         let area = span(AT, 2 << 20);
         let private = rig.vm.map(cx, &space, area, asked, Backing::Private).expect("an area").kind;
         assert_eq!((private.shared, private.reserved), (false, false));

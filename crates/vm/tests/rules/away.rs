@@ -1,7 +1,7 @@
 //! What becomes of pages that are away when their addresses go.
 
 use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
-use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, VirtAddr};
+use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_vm::{Access, Backing, Pager, Usage, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::atomic::Ordering;
@@ -178,10 +178,10 @@ fn an_object_ends_with_what_it_has_away() {
                 rig.page_out(cx, &space, AT + (index << 12));
             }
             assert_eq!(rig.vm.pager().used() as u64, PAGES - PAGES / 7);
-            let whole = Usage { present: PAGES / 7, swapped: PAGES - PAGES / 7, ..Usage::default() };
+            let whole = with!(Usage::default(), present = PAGES / 7, swapped = PAGES - PAGES / 7);
             assert_eq!(rig.vm.usage(cx, &space, area), Ok(whole));
             let part = span(AT + (3 << 12), 8 << 12);
-            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 1, swapped: 7, ..Usage::default() }));
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(with!(Usage::default(), present = 1, swapped = 7)));
             // The object keeps it, not the space.
             rig.vm.destroy(cx, space).expect("destroyed");
             assert_eq!(rig.vm.pager().used() as u64, PAGES - PAGES / 7);
@@ -229,7 +229,7 @@ fn scattered_pages_are_dropped_together() {
             let kind = VmaKind::private(PageSize::Size4K);
             let space = rig.space(cx, span(AT, 256 << 12), kind);
             let shared = rig.vm.create_shared(cx, 256, PageSize::Size4K, false).expect("an object");
-            let shared_kind = VmaKind { shared: true, ..kind };
+            let shared_kind = with!(kind, shared = true);
             rig.vm.map(cx, &space, span(2 * AT, 256 << 12), shared_kind, Backing::Shared(&shared, 0)).expect("an area");
             for page in (0..256).map(|n| n * 7 % 256) {
                 for at in [AT, 2 * AT] {
@@ -268,7 +268,7 @@ fn the_pager_is_told_of_no_pools_page() {
             rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("promised");
             rig.vm.prefault(&space, span(AT, 2 * page.bytes()), None).work(cx, &Never).expect("promised");
             let object = rig.vm.create_shared(cx, page.pages(), page, true).expect("a page is left");
-            let shared = VmaKind { shared: true, ..kind };
+            let shared = with!(kind, shared = true);
             let area = span(2 * AT, page.bytes());
             rig.vm.map(cx, &space, area, shared, Backing::Shared(&object, 0)).expect("an area");
             rig.vm.fault(cx, &space, area.start(), Access::Write).expect("promised");

@@ -1,7 +1,7 @@
 //! What is called back calls the manager, as the traits say that it may, and is answered.
 
 use crate::support::{AT, Cpus, Cx, Follower, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
-use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Lookup};
 use hugemm_vm::{
@@ -164,7 +164,7 @@ fn what_is_unmapped_while_it_is_read_is_not_shown() {
     with_space(|rig, cx, space| {
         let object = rig.vm.open_source(cx, &Ones).expect("memory");
         let at = |page: u64| VirtAddr::new(3 * AT + (page << 12));
-        let shared = VmaKind { shared: true, ..KIND };
+        let shared = with!(KIND, shared = true);
         rig.vm.map(cx, space, span(3 * AT, 16 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
         rig.calling_back(
             |cx| assert_eq!(rig.vm.unmap(cx, space, span(3 * AT + 0x5000, 0x4000)).expect("memory").pages, 0),

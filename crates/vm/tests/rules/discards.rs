@@ -1,7 +1,7 @@
 //! What is given up: it reads as zeroes, or as its object has it, on every CPU; its memory is back; who shares it keeps it. On both formats.
 
 use crate::support::{AT, Metered, before_flush, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_frames::FolioRef;
 use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, Usage, VmError, VmaKind};
@@ -23,9 +23,9 @@ fn gone<F: PageFormat>(size: PageSize) {
             assert_eq!(rig.flushes() - before, 1);
             assert!(used - rig.used(cx) >= part.pages(), "they are free");
             assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage::default()));
-            let whole = Usage { present: pages * size.pages() - part.pages(), ..Usage::default() };
+            let whole = with!(Usage::default(), present = pages * size.pages() - part.pages());
             let huge = if size == PageSize::Size4K { 0 } else { whole.present };
-            assert_eq!(rig.vm.usage(cx, &space, span(AT, pages * size.bytes())), Ok(Usage { huge, ..whole }));
+            assert_eq!(rig.vm.usage(cx, &space, span(AT, pages * size.bytes())), Ok(with!(whole, huge)));
             assert_eq!(rig.vm.discard(cx, &space, part, Discard::Now), Ok(0));
             assert_eq!(rig.flushes() - before, 1, "nothing was there");
         });
@@ -103,7 +103,7 @@ fn moving<F: PageFormat>(seed: u64) {
             // SAFETY: mapped, and nobody else is there to let it go.
             let folio: FolioRef = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("it has a reference");
             let page = rig.vm.unhook(cx, folio, &deferred).expect("nobody else has it");
-            let there = Usage { present: 4, ..Usage::default() };
+            let there = with!(Usage::default(), present = 4);
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there), "it is in memory");
             assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1000), Discard::Now), Ok(0), "it was not mapped");
             // No CPU has the old translation any more, though its flush was still owed.
@@ -131,7 +131,7 @@ fn what_cannot_go_is_refused() {
         rig.fill_pool(cx, 1);
         let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("memory");
         let large = VmaKind::private(PageSize::Size2M);
-        let locked = VmaKind { locked: true, ..SMALL };
+        let locked = with!(SMALL, locked = true);
         let kinds = [
             (0, 0x4000, SMALL),
             (0x4000, 0x4000, locked),
@@ -325,7 +325,7 @@ fn only_private_pages_go_when_memory_is_short() {
         let file = rig.vm.open_source(cx, crate::sources::File::new(0x4000)).expect("memory");
         let pooled = VmaKind::private(PageSize::Size2M).pooled();
         let areas = [
-            (0, 0x4000, VmaKind { locked: true, ..SMALL }, Backing::Private),
+            (0, 0x4000, with!(SMALL, locked = true), Backing::Private),
             (0x4000, 0x4000, SMALL, Backing::Shared(&object, 0)),
             (0x8000, 0x4000, SMALL, Backing::Copied(&file, 0)),
             (2 << 20, 2 << 20, pooled, Backing::Private),

@@ -2,7 +2,7 @@
 //! unfolds it first. The model MMU reports a group that is not whole, and two translations of one address that differ.
 
 use crate::support::{AT, Cx, Model, Rig, bounds, no_faults, span, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup};
 use hugemm_vm::{AddressSpace, Backing, Protection, VmaKind};
 
@@ -69,7 +69,7 @@ fn what_is_aged_page_by_page_is_not_folded() {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             for locked in [false, true] {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
-                let (all, kind) = (span(AT, PAGES * 4096), VmaKind { locked, ..VmaKind::private(PageSize::Size4K) });
+                let (all, kind) = (span(AT, PAGES * 4096), with!(VmaKind::private(PageSize::Size4K), locked));
                 rig.vm.map(cx, &space, all, kind, Backing::Private).expect("an area");
                 rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
                 assert_eq!(folded(rig, &space), if locked { PAGES } else { 0 });

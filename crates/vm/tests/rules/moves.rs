@@ -2,7 +2,7 @@
 //! both formats.
 
 use crate::support::{AT, Metered, Model, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
-use hugemm_base::{Cpu, CpuId, Never, Order, PageSize, VirtAddr};
+use hugemm_base::{Cpu, CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, PageFormat};
 use hugemm_vm::{AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
@@ -104,7 +104,7 @@ fn kept<F: PageFormat>(distance: u64) {
             // Of the parent alone, and under a device.
             rig.store(cx, &space, AT + 0x2000, 30).expect("memory");
             rig.vm.pin(cx, &space, span(AT + 0x2000, 0x1000), None, &Never, |pin| pins.push(pin)).expect("memory");
-            let there_before = Usage { present: 7, swapped: 1, ..Usage::default() };
+            let there_before = with!(Usage::default(), present = 7, swapped = 1);
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x8000)), Ok(there_before));
             rig.vm.move_to(cx, &space, span(AT, 0x8000), span(there, 0x8000)).expect("nothing is there");
             assert_eq!(rig.vm.usage(cx, &space, span(there, 0x8000)), Ok(there_before), "all of it");
@@ -277,7 +277,7 @@ fn promises_and_objects_end_somewhere() {
 fn what_cannot_be_is_refused() {
     with_cpu(32, 1, 11, |rig, cx| {
         let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("memory");
-        let locked = VmaKind { locked: true, ..SMALL };
+        let locked = with!(SMALL, locked = true);
         for (at, bytes, kind) in
             [(0, 0x4000, SMALL), (0x5000, 0x3000, SMALL), (4 << 20, 4 << 20, LARGE), (32 << 20, 0x1000, locked)]
         {

@@ -2,7 +2,7 @@
 
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuId, Dirty, Never, NodeId, PageSize, PhysMap, VirtAddr, VirtRange};
+use hugemm_base::{CpuId, Dirty, Never, NodeId, PageSize, PhysMap, VirtAddr, VirtRange, with};
 use hugemm_clear::Clearer;
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Placement, Plain};
 use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
@@ -37,8 +37,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
     let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
     let all = host.frames();
     let (lower, upper) = all.split_at(all.pages() / 2);
-    let arenas =
-        [(lower, 0), (upper, 1)].map(|(extent, node)| ArenaSpec { extent, node: NodeId(node), descriptors: None });
+    let arenas = [(lower, 0), (upper, 1)].map(|(extent, node)| ArenaSpec::new(extent, NodeId(node)));
     let config = FramesConfig::new(&arenas, 1);
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata: &'static mut [u64] = Vec::leak(vec![0; layout.size().div_ceil(8) + layout.align() / 8]);
@@ -71,7 +70,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
     let parts = Parts::new(&frames, &shootdown, Clearer::uncalibrated());
     let gigantic: HugePool<'_> =
         HugePool::new(PageSize::Size1G, &mut none, &mut none_of_it, &mut no_pages).expect("nothing");
-    let parts = Parts { pools: Pools::default().with(&pool).with(&gigantic), ..parts };
+    let parts = with!(parts, pools = Pools::default().with(&pool).with(&gigantic));
     // SAFETY: the host's memory is one mapping; all contexts are the host's.
     let vm: Vm<'_, DefaultSetup<Host<'_>, Counting, Plain>> = unsafe { Vm::new(parts) }.expect("small objects");
     let tested = host.run_on(CpuId(0), |cx| {

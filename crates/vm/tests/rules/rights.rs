@@ -2,7 +2,7 @@
 //! cost; and what is refused. On both formats.
 
 use crate::support::{AT, Metered, Model, Rig, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
-use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
 use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, Usage, VmError, VmaKind};
@@ -116,7 +116,7 @@ fn away<F: PageFormat>() {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             rig.page_out(cx, &space, AT);
             rig.page_out(cx, &space, AT + 0x1000);
-            let there = Usage { present: 2, swapped: 2, ..Usage::default() };
+            let there = with!(Usage::default(), present = 2, swapped = 2);
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there));
             rig.vm.protect(cx, &space, span(AT, 0x2000), READ).expect("an area");
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there), "it stays where it is");

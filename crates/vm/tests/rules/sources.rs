@@ -3,7 +3,7 @@
 
 use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Aarch64, Lookup, PageFormat};
 use hugemm_vm::{
@@ -338,7 +338,7 @@ fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
-            let shared = VmaKind { shared: true, ..SMALL };
+            let shared = with!(SMALL, shared = true);
             rig.vm.map(cx, &space, span(AT, 4 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
             rig.enter(cx, &space);
             let at = VirtAddr::new(AT + 0x3000);
@@ -367,7 +367,7 @@ fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let (object, space) = rig.mmu.as_cpu(CpuId(0), |cx| {
         let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
-        let shared = VmaKind { shared: true, ..SMALL };
+        let shared = with!(SMALL, shared = true);
         rig.vm.map(cx, &space, span(AT, 4 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
         (object, space)
     });

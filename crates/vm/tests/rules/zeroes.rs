@@ -5,7 +5,7 @@ use crate::support::{
     AT, Follower, Metered, Rig, before_flush, bounds, no_faults, some_are_stale, span, with_cpu, with_format,
 };
 use hugemm_base::inject::every_fault;
-use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, Notifier, Protection, Served, Usage, VmError, VmaKind, ZEROES};
 use std::cell::Cell;
@@ -29,7 +29,7 @@ fn shown<F: PageFormat>(size: PageSize) {
                 assert_eq!(rig.leaf(cx, &space, at(page)).frame, rig.leaf(cx, &space, AT).frame);
             }
             assert_eq!(rig.used(cx), used, "no page more");
-            let none = Usage { zeroes: PAGES * size.pages(), ..Usage::default() };
+            let none = with!(Usage::default(), zeroes = PAGES * size.pages());
             assert_eq!(rig.vm.usage(cx, &space, area), Ok(none));
         });
         rig.mmu.as_cpu(CpuId(1), |cx| {
@@ -44,7 +44,7 @@ fn shown<F: PageFormat>(size: PageSize) {
         rig.mmu.as_cpu(CpuId(1), |cx| {
             (0..PAGES).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok([0, 5][usize::from(page == 1)])));
             let huge = if size == PageSize::Size4K { 0 } else { size.pages() };
-            let one = Usage { zeroes: (PAGES - 1) * size.pages(), present: size.pages(), huge, ..Usage::default() };
+            let one = with!(Usage::default(), zeroes = (PAGES - 1) * size.pages(), present = size.pages(), huge);
             assert_eq!(rig.vm.usage(cx, &space, area), Ok(one));
             assert_eq!(rig.vm.discard(cx, &space, area, Discard::Now), Ok(PAGES * size.pages()));
             (0..PAGES).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(0)));
@@ -184,7 +184,7 @@ fn held<F: PageFormat>() {
                 // What is locked is there.
                 let part = span(AT + 0x4000, 0x2000);
                 rig.vm.lock(cx, &space, part, 2).expect("memory");
-                assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 2, ..Usage::default() }));
+                assert_eq!(rig.vm.usage(cx, &space, part), Ok(with!(Usage::default(), present = 2)));
                 rig.vm.unlock(cx, &space, part).expect("an area");
                 assert_eq!(rig.load(cx, &space, AT + 0x7000), Ok(0));
                 rig.end(cx, space);
@@ -238,12 +238,12 @@ fn from_outside_it_is_the_same() {
         let (at, mut bytes) = (VirtAddr::new(AT), vec![1; 0x8000]);
         assert_eq!(rig.vm.read(cx, &space, at, &mut bytes), Ok(()));
         assert!(bytes.iter().all(|byte| *byte == 0));
-        let none = Usage { zeroes: 8, ..Usage::default() };
+        let none = with!(Usage::default(), zeroes = 8);
         assert_eq!(rig.vm.usage(cx, &space, area), Ok(none));
         assert_eq!(rig.vm.zero(cx, &space, VirtAddr::new(AT + 0x10), 0x7000), Ok(()));
         assert_eq!(rig.vm.usage(cx, &space, area), Ok(none));
         assert_eq!(rig.vm.write(cx, &space, VirtAddr::new(AT + 0xffc), &[7; 8]), Ok(()));
-        assert_eq!(rig.vm.usage(cx, &space, area), Ok(Usage { zeroes: 6, present: 2, ..Usage::default() }));
+        assert_eq!(rig.vm.usage(cx, &space, area), Ok(with!(Usage::default(), zeroes = 6, present = 2)));
         assert_eq!(rig.vm.zero(cx, &space, at, 0x8000), Ok(()));
         assert_eq!(rig.vm.read(cx, &space, at, &mut bytes), Ok(()));
         assert!(bytes.iter().all(|byte| *byte == 0));
@@ -260,7 +260,7 @@ fn other_areas_have_their_own() {
         let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
         let pooled = VmaKind::private(PageSize::Size2M).pooled();
         let kinds = [
-            (AT, 0x4000, VmaKind { locked: true, ..SMALL }, Backing::Private),
+            (AT, 0x4000, with!(SMALL, locked = true), Backing::Private),
             (2 * AT, 2 << 20, pooled, Backing::Private),
             (3 * AT, 0x4000, SMALL, Backing::Shared(&object, 0)),
         ];

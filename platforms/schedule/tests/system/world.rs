@@ -6,7 +6,7 @@ use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::platform::{Cpu, PhysMap};
 use hugemm_base::{
     CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, Order, PageSize, Pfn, PhysAddr, TlbHw, TlbScope,
-    VirtAddr, VirtRange,
+    VirtAddr, VirtRange, with,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Primitive, Profile};
 use hugemm_frames::{ArenaSpec, Env, FolioRun, Frames, FramesConfig};
@@ -149,7 +149,7 @@ fn run<F: PageFormat>(
     let machine = &Machine::new(mmu);
     let all = mmu.host().frames();
     let part = |first: u64, end: u64| all.slice(first << 8, end << 8);
-    let arena = |extent: Extent, node: u32| ArenaSpec { extent, node: NodeId(node), descriptors: None };
+    let arena = |extent: Extent, node: u32| ArenaSpec::new(extent, NodeId(node));
     // What comes and goes lies within the other node's.
     let (at, end) = (NODE / 2, NODE + GUEST);
     let arenas = [arena(part(0, at), 0), arena(part(at + GUEST, end), 0), arena(part(end, end + NODE), 1)];
@@ -169,8 +169,7 @@ fn run<F: PageFormat>(
     // SAFETY: the model's CPUs, and one view of the slices.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, *machine) }.expect("enough words");
     let features = Features::detect();
-    let policy =
-        ClearPolicy { force: Some(Primitive::Model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+    let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), force = Some(Primitive::Model));
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(Primitive::Model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
@@ -189,7 +188,7 @@ fn run<F: PageFormat>(
     let mut counts: [HugePageCounts; 2] = Default::default();
     let pool = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut counts).expect("enough");
     let parts = Parts::with_pager(&frames, &shootdown, clearer, Reclaim::new(&lrus, &*store, marks, ()));
-    let parts = Parts { pools: Pools::default().with(&pool), ..parts };
+    let parts = with!(parts, pools = Pools::default().with(&pool));
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let pool = pool.shortened();

@@ -187,7 +187,7 @@ impl<'h> Rig<'_, 'h> {
             if left == 0 {
                 return;
             }
-            let budget = ShrinkBudget { free: u64::MAX, scan: left.min(config.page.pages() * BATCH as u64) };
+            let budget = ShrinkBudget::new(u64::MAX, left.min(config.page.pages() * BATCH as u64));
             let progress = pager.shrink(self.vm, cx, NODE, budget, &Never);
             *evicted += progress.freed;
             if progress.empty || progress.full {

@@ -76,7 +76,7 @@ impl AreaPlan {
 }
 
 fn arena(extent: Extent) -> ArenaSpec {
-    ArenaSpec { extent, node: NodeId(0), descriptors: None }
+    ArenaSpec::new(extent, NodeId(0))
 }
 
 pub struct Area<'m> {

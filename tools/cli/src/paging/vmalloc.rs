@@ -20,10 +20,8 @@ use hugemm_clear::Clearer;
 use hugemm_frames::Plain;
 use hugemm_host::cpu::Host;
 use hugemm_inspect::flush_cost::FlushCost;
-use hugemm_kva::{Area, Kva, KvaParts, KvaSetup, Limits};
-use hugemm_paging::{
-    EditLock, FrameTables, KernelSpace, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64,
-};
+use hugemm_kva::{Area, Kva, KvaParts, KvaSetup};
+use hugemm_paging::{EditLock, FrameTables, KernelSpace, PageTable, TlbCpu, TlbShootdown, TlbSpace, X86_64};
 use hugemm_workloads::options::bytes_from;
 use hugemm_workloads::request;
 use hugemm_workloads::vmalloc::{FREED, FREES, Freed, HELD, LOOPED, Looped, Rig, SIZES, Test, Way};
@@ -80,15 +78,7 @@ pub fn run(args: &Vmalloc) -> Result<()> {
         .context("an empty page table")?;
     // SAFETY: the only space, and no CPU translates by it.
     let space: TlbSpace<KernelSpace> = unsafe { TlbSpace::new(&shootdown, table.root().start()) }?;
-    let parts = KvaParts {
-        frames: &frames,
-        table: &table,
-        space: &space,
-        shootdown: &shootdown,
-        clearer: Clearer::uncalibrated(),
-        shootdown_policy: ShootdownPolicy::BATCHED,
-        limits: Limits::of_frames(frames.managed()),
-    };
+    let parts = KvaParts::new(&frames, &table, &space, &shootdown, Clearer::uncalibrated());
     let (looped, freed) = host.run_on(CpuId(0), |cx| {
         space.online(&shootdown, cx);
         let range = VirtRange::new(VirtAddr::new(HALF + (1 << 30)), 256 << 30)?;

@@ -7,7 +7,7 @@ use crate::worker::{self, Wakes};
 use anyhow::{Context, Result, bail};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CounterSnapshot, CpuCx, CpuId, Invalidation, NodeId, PageSize, PhysAddr};
+use hugemm_base::{CounterSnapshot, CpuCx, CpuId, Invalidation, NodeId, PageSize, PhysAddr, with};
 use hugemm_base::{TlbHw, TlbScope};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_host::cpu::Host;
@@ -121,10 +121,10 @@ fn on_ground(
         let marks = Watermarks::for_node(setting.sizes.greedy);
         let pager = Reclaim::new(&lrus, &store, marks, Wakes::default());
         pager.set_ageing(ageing);
-        let parts = Parts {
-            pools: Pools::default().with(pool),
-            ..Parts::with_pager(ground.frames, &shootdown, Clearer::new(setting.features, clear)?, pager)
-        };
+        let parts = with!(
+            Parts::with_pager(ground.frames, &shootdown, Clearer::new(setting.features, clear)?, pager),
+            pools = Pools::default().with(pool)
+        );
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
         let vm: Vm<'_, OnHost<'_, '_, '_>> = unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
         let run = HostRun { vm: &vm, pool, optimizer: &optimizer, granularity, sizes: setting.sizes };

@@ -306,7 +306,7 @@ impl Plugged {
     }
 
     fn spec(extent: Extent, node: NodeId) -> ArenaSpec {
-        ArenaSpec { extent, node, descriptors: None }
+        ArenaSpec::new(extent, node)
     }
 }
 

@@ -7,7 +7,7 @@ pub(crate) mod memory;
 
 use hugemm_base::{
     Cancel, Clock, CounterSnapshot, Counters, Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, Pfn, PhysMap, PreemptModel,
-    Topology, VirtAddr, Window,
+    Topology, VirtAddr, Window, with,
 };
 use hugemm_clear::{Best, ClearPolicy, ClearRequest, Clearer, Crossover, Features, Mbps, Primitive, Profile, Unit};
 use memory::Memory;
@@ -43,7 +43,7 @@ pub(crate) fn features() -> Features {
 
 /// A clearer by [`PROFILE`] with units of so many pages under cooperative models.
 pub(crate) fn clearer(unit: u64) -> Clearer {
-    let policy = ClearPolicy { unit: Some(unit * PAGE), ..ClearPolicy::new(PROFILE) };
+    let policy = with!(ClearPolicy::new(PROFILE), unit = Some(unit * PAGE));
     Clearer::new(features(), policy).expect("the profile needs no more than the features")
 }
 

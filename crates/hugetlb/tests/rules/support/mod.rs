@@ -4,7 +4,9 @@
 
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject, NoFaults};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{
+    CpuCx, CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, with,
+};
 use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
@@ -356,7 +358,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         let part = extent(base, (end - base).min(spans * SPAN));
         let at = VirtAddr::new(ORIGIN + base * 64);
         let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(at.get() as usize));
-        specs.push(ArenaSpec { extent: part, node: NodeId(node as u32), descriptors: array });
+        specs.push(with!(ArenaSpec::new(part, NodeId(node as u32)), descriptors = array));
         // SAFETY: that is where the allocator is told its descriptors are.
         areas.push(unsafe { PoolArena::new(part, NodeId(node as u32)).with_descriptors(at) });
         base = part.end().get();

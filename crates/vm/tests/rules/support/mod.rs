@@ -11,7 +11,7 @@ use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::{Pause, SpinLock};
 use hugemm_base::{
     CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, PhysAddr, PhysMap, TlbHw, TlbScope, VirtAddr,
-    VirtRange,
+    VirtRange, with,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
@@ -22,7 +22,7 @@ use hugemm_host::mmu::{Fault, Mmu, Tables};
 use hugemm_hugetlb::{
     FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
 };
-use hugemm_paging::{EditLock, Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown};
+use hugemm_paging::{EditLock, Keep, PageFormat, TlbCpu, TlbShootdown};
 use hugemm_threads::{Memory, Watchdog};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaKind};
 pub use metered::Metered;
@@ -280,19 +280,11 @@ pub fn parts<'m, 'h, F: PageFormat, const AWAY: bool>(
     // Stores of zeroes sit in a buffer until they are fenced.
     let features = Features::detect();
     let model = hugemm_clear::Primitive::Model;
-    let policy = ClearPolicy { force: Some(model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+    let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), force = Some(model));
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
-    Parts {
-        frames,
-        shootdown,
-        clearer,
-        shootdown_policy: ShootdownPolicy::BATCHED,
-        pager: Slots::default(),
-        last_resort: None,
-        pools: Pools::default(),
-    }
+    Parts::with_pager(frames, shootdown, clearer, Slots::default())
 }
 
 fn run<F: PageFormat, const AWAY: bool>(
@@ -303,7 +295,7 @@ fn run<F: PageFormat, const AWAY: bool>(
     test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>),
 ) {
     let _watched = Watchdog::new();
-    let arenas = [ArenaSpec { extent: memory, node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(memory, NodeId(0))];
     let config = FramesConfig::new(&arenas, cpus);
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
@@ -323,7 +315,7 @@ fn run<F: PageFormat, const AWAY: bool>(
     optimizer.set_enabled(false);
     let mut pool = PoolMemory::new(memory);
     let pool = pool.pool();
-    let parts = Parts { pools: Pools::default().with(&pool), ..parts(&frames, &shootdown) };
+    let parts = with!(parts(&frames, &shootdown), pools = Pools::default().with(&pool));
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let rig =

@@ -1,6 +1,7 @@
 //! Where processes have memory, and what is known of every word of it.
 
 use hugemm_base::PageSize;
+use hugemm_base::with;
 use hugemm_vm::VmaKind;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,7 +36,7 @@ pub const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 /// Private ones, and one that all processes share, which adjoins the first.
 pub static AREAS: [Area; 4] = [
     Area { start: 0x4000_0000, pages: 24, kind: SMALL },
-    Area { start: 0x4001_8000, pages: 10, kind: VmaKind { shared: true, ..SMALL } },
+    Area { start: 0x4001_8000, pages: 10, kind: with!(SMALL, shared = true) },
     Area { start: 0x8000_0000, pages: 1, kind: LARGE },
     Area { start: 0xc000_0000, pages: 1, kind: LARGE.pooled() },
 ];
