@@ -71,6 +71,9 @@ pub struct HeapStats {
     pub misused: u64,
     /// What was wrong with the last of those.
     pub last_misuse: Option<Misuse>,
+    /// With the feature `hardened`: slabs of which a piece was freed twice, or written to after it was freed. Their pieces that were free
+    /// are not handed out any more, and their frames do not go back.
+    pub spoilt: u64,
 }
 
 /// A heap on the frames of a manager. See the [crate's documentation](crate).
@@ -416,6 +419,7 @@ impl<'m, E: Env> Heap<'m, E> {
             misused: self.misused.get(),
             // Relaxed: a statistic.
             last_misuse: Misuse::from_number(self.last_misuse.load(Ordering::Relaxed)),
+            spoilt: self.cpus.iter().fold(0, |sum, cpu| sum + cpu.spoilt()),
         }
     }
 
