@@ -305,7 +305,9 @@ fn a_test_fails_unless_somebody_else_changes_the_pool() {
             let said = String::from_utf8_lossy(&output.stderr);
             assert!(output.status.success() == success && said.contains(says), "{said}");
         };
-        is_judged(&run(), false, "its pages are gone");
+        // Once more where somebody really does.
+        let failed = (0..5).map(|_| run()).find(|output| output.as_ref().is_ok_and(|output| !output.status.success()));
+        is_judged(&failed.expect("nobody takes from the pool at last"), false, "its pages are gone");
         let over = AtomicBool::new(false);
         let output = thread::scope(|scope| {
             scope.spawn(|| {
