@@ -218,7 +218,7 @@ impl Arena<'_> {
     pub(crate) fn bare(extent: Extent) -> Self {
         Arena {
             extent,
-            node: NodeId(0),
+            node: NodeId::new(0),
             descriptors: core::ptr::null_mut(),
             blocks: &[],
             regions: &[],

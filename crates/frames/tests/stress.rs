@@ -61,7 +61,7 @@ fn all_free(frames: &Manager<'_>, threads: &Threads) {
     let cx = threads.cx();
     for cpu in 0..8 {
         // SAFETY: the threads have ended.
-        unsafe { frames.drain_offline(&cx, hugemm_base::CpuId(cpu)) };
+        unsafe { frames.drain_offline(&cx, hugemm_base::CpuId::new(cpu)) };
     }
     let stats = frames.stats(&cx);
     assert_eq!(stats.free, frames.managed(), "{stats:?}");
@@ -164,7 +164,7 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
                     Err(_) => {
                         for cpu in 1..THREADS {
                             // SAFETY: no other thread runs now.
-                            unsafe { frames.drain_offline(&cx, hugemm_base::CpuId(cpu)) };
+                            unsafe { frames.drain_offline(&cx, hugemm_base::CpuId::new(cpu)) };
                         }
                     }
                 }

@@ -430,7 +430,7 @@ impl<'m, E: Env> Heap<'m, E> {
             return None;
         }
         // SAFETY: pinned to that CPU of the platform whose CPUs these are, for as long as the view lives.
-        self.cpus.get(pin.cpu().0 as usize).map(|cpu| unsafe { cpu.own() })
+        self.cpus.get(pin.cpu().get() as usize).map(|cpu| unsafe { cpu.own() })
     }
 
     /// Where the slab of a piece of a class begins, and the piece's offset in it.
@@ -458,7 +458,7 @@ impl<'m, E: Env> Heap<'m, E> {
                 return Given::Here;
             }
             let slab = Slab::at(start);
-            if slab.owner() != pin.cpu().0 {
+            if slab.owner() != pin.cpu().get() {
                 return Given::Elsewhere;
             }
             let slab = slab.own();
@@ -539,7 +539,7 @@ impl<'m, E: Env> Heap<'m, E> {
         let added = cx.pinned(|pin| {
             let own = self.own(pin)?;
             // SAFETY: the block is the heap's, and mapped for good; the caller is pinned to the CPU that it is for.
-            own.add(unsafe { Slab::new(start, class, pin.cpu().0).own() });
+            own.add(unsafe { Slab::new(start, class, pin.cpu().get()).own() });
             Some(())
         });
         added.ok_or_else(|| {

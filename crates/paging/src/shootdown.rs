@@ -189,7 +189,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
         let latest = space.domain.latest(what.tables);
         if latest.generation() >= self.need {
             if !what.ranges.is_empty() {
-                shootdown.cpus[cx.platform().current().0 as usize].counters.elided.add(1);
+                shootdown.cpus[cx.platform().current().get() as usize].counters.elided.add(1);
             }
             return latest;
         }

@@ -120,7 +120,7 @@ fn edit(path: &std::path::Path) -> Result<(), Box<dyn Error>> {
     let all = ShrinkBudget::new(u64::MAX, 4 * PAGES);
     let (mut written, mut freed) = (0, 0);
     for _ in 0..8 {
-        let pass = vm.pager().shrink(&vm, cx, hugemm::base::NodeId(0), all, &Never);
+        let pass = vm.pager().shrink(&vm, cx, hugemm::base::NodeId::new(0), all, &Never);
         (written, freed) = (written + pass.written, freed + pass.freed);
     }
     assert_eq!(vm.usage(cx, &space, mapping)?.present, 0, "paged out");

@@ -43,7 +43,7 @@ pub fn run(args: &Explain) -> Result<()> {
     let model = args.preempt;
     host.set_preempt_model(model);
     let mut units: Vec<Unit> = Vec::new();
-    host.run_on(CpuId(0), |cx| {
+    host.run_on(CpuId::new(0), |cx| {
         // SAFETY: the only owner of the host's frames, made once.
         let dirty = unsafe { host.own_frames() };
         let clearing = match args.touch {

@@ -128,7 +128,7 @@ fn once(
     let (done, start) = (CancelFlag::new(), Barrier::new(2));
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
-            host.run_on(CpuId(1), |cx| {
+            host.run_on(CpuId::new(1), |cx| {
                 start.wait();
                 // SAFETY: the only owner of the host's frames during this run; runs follow one another.
                 let mut memory = unsafe { host.own_frames() };
@@ -143,7 +143,7 @@ fn once(
                 anyhow::Ok(bytes as f64 / spent.max(1) as f64)
             })
         });
-        let chased = host.run_on(CpuId(0), |_| {
+        let chased = host.run_on(CpuId::new(0), |_| {
             // The set must be in the cache before the neighbour comes: once round untimed.
             chase.run(host, millis * 1_000_000 / 10, &Never);
             start.wait();

@@ -129,7 +129,7 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Way)
     let mut run = Cycle::default();
     for counted in [false, true] {
         let cycle = ground.with_pool(size, |pool| {
-            Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &optimizer, side.n, side.flush))??)
+            Ok(host.run_on(CpuId::new(0), |cx| pool::cycle(cx, pool, &optimizer, side.n, side.flush))??)
         })?;
         let (entered, left) = (cycle.up.report.entered, cycle.down.report.left);
         if (entered, left) != (side.n, side.n) {

@@ -48,7 +48,7 @@ pub fn run(args: &Probe) -> Result<()> {
     // 2 MiB, four times as much, and so on; the last is all of it.
     let below = (1..).step_by(2).map(|i| MIB << i).take_while(|bytes| *bytes < size);
     let sizes: Vec<u64> = below.chain([size]).collect();
-    let mut results = host.run_on(CpuId(0), |cx| {
+    let mut results = host.run_on(CpuId::new(0), |cx| {
         // SAFETY: the only owner of the host's frames, made once.
         let memory = unsafe { host.own_frames() };
         measure(cx, &clearer, &subjects, &sizes, memory, args, machine.quiet())

@@ -158,10 +158,10 @@ fn frames(ground: &Ground, nodes: u32) -> Result<&'static Frames<'static>> {
     let each = memory().pages() / u64::from(nodes);
     let arena = |node| {
         let first = u64::from(node) * each;
-        ArenaSpec::new(memory().slice(first, first + each), NodeId(node))
+        ArenaSpec::new(memory().slice(first, first + each), NodeId::new(node))
     };
     let arenas: Vec<ArenaSpec> = (0..nodes).map(arena).collect();
-    let cpu_nodes = [0, 1].map(|cpu| NodeId(cpu % nodes));
+    let cpu_nodes = [0, 1].map(|cpu| NodeId::new(cpu % nodes));
     let config = FramesConfig::new(&arenas, CPUS).on_nodes(&cpu_nodes);
     let layout = Frames::<Plain>::required_bytes(&config)?;
     let bytes = Layout::from_size_align(layout.size(), layout.align())?;
@@ -227,7 +227,7 @@ impl<S: Site> Machine<S> {
         // Whatever the machine has: the same lines everywhere.
         let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), force = Some(Primitive::Unrolled));
         let clearer = Clearer::new(features, policy).context("runs everywhere")?;
-        let areas = keep([PoolArena::new(memory(), NodeId(0))]);
+        let areas = keep([PoolArena::new(memory(), NodeId::new(0))]);
         let groups = HugePool::<SpinLock>::groups(areas, PageSize::Size2M);
         let groups: &'static mut Vec<Group> = keep((0..groups).map(|_| Group::default()).collect());
         let counts = keep([HugePageCounts::default()]);

@@ -546,7 +546,7 @@ impl Pairs<'_> {
                 }
                 let machine = machine()?;
                 let (vm, spaces) = (machine.roots.vm, [(); 2].map(|()| self.shared(&machine)));
-                let node = |cpu: u64| NodeId(cpu as u32 % nodes);
+                let node = |cpu: u64| NodeId::new(cpu as u32 % nodes);
                 let shrink = |cx: &mut Context, cpu, pages| {
                     let budget = ShrinkBudget::new(pages, pages);
                     vm.pager().shrink(vm, cx, node(cpu), budget, &Never)

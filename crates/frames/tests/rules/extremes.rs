@@ -35,7 +35,7 @@ fn frames_that_do_not_exist() {
                 }
             }
         }
-        for node in [1, 63, 64, u32::MAX].map(NodeId) {
+        for node in [1, 63, 64, u32::MAX].map(NodeId::new) {
             assert_eq!(frames.node_stats(&cx, node), NodeStats::default());
             assert_eq!(frames.node_available(&cx, node), 0);
             for from in [Placement::Only(node), Placement::Prefer(node)] {
@@ -46,7 +46,7 @@ fn frames_that_do_not_exist() {
         }
         assert!(frames.alloc(&cx, Order::MAX).is_err() && frames.alloc(&cx, PageSize::Size1G).is_err());
         // SAFETY: no such CPU runs, so none of them does.
-        [1, 64, u32::MAX].map(CpuId).into_iter().for_each(|cpu| unsafe { frames.drain_offline(&cx, cpu) });
+        [1, 64, u32::MAX].map(CpuId::new).into_iter().for_each(|cpu| unsafe { frames.drain_offline(&cx, cpu) });
         frames.drain(&cx);
         assert_eq!(frames.stats(&cx).available(), 4096);
     });

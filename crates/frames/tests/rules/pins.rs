@@ -37,7 +37,7 @@ const STEPS: [(&str, Step); 18] = [
     }),
     ("a drain", |frames, cx, _| frames.drain(cx)),
     // SAFETY: it runs nothing else.
-    ("a drain for another", |frames, cx, _| unsafe { frames.drain_offline(cx, CpuId(0)) }),
+    ("a drain for another", |frames, cx, _| unsafe { frames.drain_offline(cx, CpuId::new(0)) }),
     ("a request", |frames, cx, _| frames.serve(cx)),
     ("a free", |frames, cx, held| free(frames, cx, held.pop())),
     ("extents", |frames, cx, held| held.drain(..).for_each(|block| _ = frames.free_extent(cx, block.into_dirty()))),
@@ -339,7 +339,7 @@ fn a_search_passes_by_a_few_regions_in_a_round() {
 /// What others have queued is freed a part at a time, by whoever takes the lock; nothing of it is overlooked.
 #[test]
 fn a_lock_round_frees_a_part_of_what_is_queued() {
-    with_counted(&[arena(0, 4096, 0)], 1, &[NodeId(0)], |frames, threads| {
+    with_counted(&[arena(0, 4096, 0)], 1, &[NodeId::new(0)], |frames, threads| {
         let cx = threads.cx();
         let blocks = take(frames, &cx, 0, 4096);
         assert_eq!(blocks.len(), 4096);

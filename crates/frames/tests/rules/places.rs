@@ -9,22 +9,22 @@ use hugemm_frames::{
 
 #[test]
 fn nodes_are_preferred_and_fallen_back_from() {
-    with_arenas(&[arena(0, 512, 0), arena(512, 512, 1)], 2, &[NodeId(1), NodeId(0)], |frames, threads| {
+    with_arenas(&[arena(0, 512, 0), arena(512, 512, 1)], 2, &[NodeId::new(1), NodeId::new(0)], |frames, threads| {
         let cx = threads.cx();
         assert_eq!((frames.nodes(), frames.frames(), frames.managed()), (2, 1024, 1024));
-        let node = |block: &Frozen| frames.node_of(block.pfn()).expect("managed").0;
+        let node = |block: &Frozen| frames.node_of(block.pfn()).expect("managed").get();
         let local = frames.alloc(&cx, request(0)).expect("memory");
-        let other = frames.alloc(&cx, request(0).from(Placement::Prefer(NodeId(0)))).expect("memory");
+        let other = frames.alloc(&cx, request(0).from(Placement::Prefer(NodeId::new(0)))).expect("memory");
         assert_eq!((node(&local), node(&other)), (1, 0));
-        assert_eq!(frames.local_node(&cx), NodeId(1));
+        assert_eq!(frames.local_node(&cx), NodeId::new(1));
         frames.free(&cx, local);
         frames.free(&cx, other);
-        let cached = [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).cached);
+        let cached = [0, 1].map(|node| frames.node_stats(&cx, NodeId::new(node)).cached);
         assert!(cached[0] == 0 && cached[1] != 0, "CPU 0 is on node 1: {cached:?}");
         frames.drain(&cx);
-        let all = frames.alloc(&cx, request(9).from(Placement::Only(NodeId(1)))).expect("memory");
-        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(1)))), Err(AllocError::OutOfMemory));
-        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(2)))), Err(AllocError::NoSuchNode));
+        let all = frames.alloc(&cx, request(9).from(Placement::Only(NodeId::new(1)))).expect("memory");
+        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId::new(1)))), Err(AllocError::OutOfMemory));
+        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId::new(2)))), Err(AllocError::NoSuchNode));
         let fallen = frames.alloc(&cx, request(0)).expect("fallback");
         assert_eq!(node(&fallen), 0);
         frames.free(&cx, fallen);
@@ -35,10 +35,10 @@ fn nodes_are_preferred_and_fallen_back_from() {
 /// A CPU that is said to be on a node that there is not is on the first arena's.
 #[test]
 fn a_cpu_of_no_node_is_on_the_first() {
-    with_arenas(&[arena(0, 512, 1)], 1, &[NodeId(7)], |frames, threads| {
+    with_arenas(&[arena(0, 512, 1)], 1, &[NodeId::new(7)], |frames, threads| {
         let cx = threads.cx();
         let page = frames.alloc(&cx, request(0)).expect("memory");
-        assert_eq!((frames.local_node(&cx), frames.node_of(page.pfn())), (NodeId(1), Some(NodeId(1))));
+        assert_eq!((frames.local_node(&cx), frames.node_of(page.pfn())), (NodeId::new(1), Some(NodeId::new(1))));
         frames.free(&cx, page);
     });
 }
@@ -52,16 +52,16 @@ fn the_nearest_node_is_fallen_back_to() {
     let from = |node: u32, distances: &[u8]| {
         let mut found = Vec::new();
         with_config(
-            FramesConfig::new(&arenas, 1).on_nodes(&[NodeId(node)]).with_distances(distances),
+            FramesConfig::new(&arenas, 1).on_nodes(&[NodeId::new(node)]).with_distances(distances),
             |frames, threads| {
                 let cx = threads.cx();
                 let blocks: Vec<_> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
-                found.extend(blocks.iter().map(|block| frames.node_of(block.pfn()).expect("managed").0));
-                assert_eq!(frames.nodes_from(NodeId(node)).map(|node| node.0).collect::<Vec<_>>(), found);
+                found.extend(blocks.iter().map(|block| frames.node_of(block.pfn()).expect("managed").get()));
+                assert_eq!(frames.nodes_from(NodeId::new(node)).map(|node| node.get()).collect::<Vec<_>>(), found);
                 let nowait = frames.alloc_nowait(&cx, request(0));
                 assert_eq!(nowait, Err(AllocError::OutOfMemory));
                 let Some(last) = blocks.into_iter().last() else { return };
-                let (number, at) = (last.pfn(), NodeId(node));
+                let (number, at) = (last.pfn(), NodeId::new(node));
                 frames.free(&cx, last);
                 let far = frames.alloc_nowait(&cx, request(9).from(Placement::Prefer(at))).expect("the last one's");
                 assert_eq!(far.pfn(), number);
@@ -383,7 +383,7 @@ fn a_gathered_block_is_taken_again_where_it_is_the_lowest() {
 /// Where something else is asked for, or lower memory is on its way back, it is not.
 #[test]
 fn a_gathered_block_is_not_taken_for_another() {
-    with_arenas(&[arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)], 1, &[NodeId(0)], |frames, threads| {
+    with_arenas(&[arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)], 1, &[NodeId::new(0)], |frames, threads| {
         let cx = threads.cx();
         let block = frames.alloc(&cx, request(6)).expect("memory");
         let place = block.pfn();
@@ -395,8 +395,8 @@ fn a_gathered_block_is_not_taken_for_another() {
         let same = |block: &Frozen| block.pfn() == place;
         frames.free(&cx, block);
         for node in [0, 1] {
-            let on_node = |block: &Frozen| frames.node_of(block.pfn()) == Some(NodeId(node));
-            for from in [Placement::Prefer(NodeId(node)), Placement::Only(NodeId(node))] {
+            let on_node = |block: &Frozen| frames.node_of(block.pfn()) == Some(NodeId::new(node));
+            for from in [Placement::Prefer(NodeId::new(node)), Placement::Only(NodeId::new(node))] {
                 again(request(6), &same, "here");
                 again(request(6).from(from), &on_node, "on a node");
             }
@@ -678,7 +678,7 @@ fn a_large_request_empties_caches_if_it_may_help() {
 /// Only CPUs of the nodes that were asked are asked, and of those only the ones that have such a block, if any has.
 #[test]
 fn a_request_that_fails_asks_those_who_can_help() {
-    let nodes = [0, 0, 0, 1].map(NodeId);
+    let nodes = [0, 0, 0, 1].map(NodeId::new);
     with_arenas(&[arena(0, 1 << 16, 0), arena(1 << 16, 1 << 16, 1)], 4, &nodes, |frames, threads| {
         let cx = threads.cx();
         let on = |cpu, request| {
@@ -689,20 +689,20 @@ fn a_request_that_fails_asks_those_who_can_help() {
             hugemm_threads::run_as(cpu);
             frames.free(&cx, block);
         };
-        let only = |log, node| request(log).from(Placement::Only(NodeId(node)));
+        let only = |log, node| request(log).from(Placement::Only(NodeId::new(node)));
         // CPU 1 has 2 MiB, CPU 2 has pages, and CPU 3 has pages of another node.
         let (page, far) = (on(2, request(0)).expect("memory"), on(3, request(0)).expect("memory"));
-        let all = frames.node_stats(&cx, NodeId(0)).extents(order(9));
+        let all = frames.node_stats(&cx, NodeId::new(0)).extents(order(9));
         let mut held: Vec<Frozen> = (0..all).map(|_| on(0, only(9, 0)).expect("memory")).collect();
         give(1, held.pop().expect("some"));
         give(2, page);
         give(3, far);
-        let cached = |node| frames.node_stats(&cx, NodeId(node)).cached;
+        let cached = |node| frames.node_stats(&cx, NodeId::new(node)).cached;
         let (here, there) = (cached(0), cached(1));
         assert!(here > 512 && there != 0);
         let serve = || {
             [1, 2, 3].into_iter().for_each(|cpu| {
-                on(cpu, request(16).from(Placement::Only(NodeId(0)))).expect_err("too large");
+                on(cpu, request(16).from(Placement::Only(NodeId::new(0)))).expect_err("too large");
             })
         };
         let asked = |log, node| {
@@ -722,16 +722,16 @@ fn a_request_that_fails_asks_those_who_can_help() {
 #[test]
 fn a_request_for_another_node_leaves_its_own_cache_alone() {
     let arenas = [arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)];
-    with_arenas(&arenas, 2, &[NodeId(0), NodeId(1)], |frames, threads| {
+    with_arenas(&arenas, 2, &[NodeId::new(0), NodeId::new(1)], |frames, threads| {
         let cx = threads.cx();
         for cpu in [1, 0] {
             hugemm_threads::run_as(cpu);
             frames.free(&cx, frames.alloc(&cx, request(0)).expect("memory"));
         }
-        let cached = || [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).cached);
+        let cached = || [0, 1].map(|node| frames.node_stats(&cx, NodeId::new(node)).cached);
         let before = cached();
         assert!(!before.contains(&0));
-        let all = request(14).from(Placement::Only(NodeId(1)));
+        let all = request(14).from(Placement::Only(NodeId::new(1)));
         assert_eq!(frames.alloc(&cx, all), Err(AllocError::OutOfMemory), "the other CPU has some");
         assert_eq!(cached(), before);
         hugemm_threads::run_as(1);

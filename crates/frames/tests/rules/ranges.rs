@@ -130,7 +130,7 @@ fn extents_become_cached_blocks_by_themselves() {
 /// Arenas that adjoin share nothing.
 #[test]
 fn ranges_split_at_the_border_of_arenas() {
-    with_arenas(&[arena(0, 768, 0), arena(768, 768, 1)], 1, &[NodeId(0)], |frames, threads| {
+    with_arenas(&[arena(0, 768, 0), arena(768, 768, 1)], 1, &[NodeId::new(0)], |frames, threads| {
         let mut cx = threads.cx();
         let left = frames.take_range(&cx, extent(512, 256)).expect("free").into_extent();
         let right = frames.take_range(&cx, extent(768, 256)).expect("free").into_extent();
@@ -138,12 +138,12 @@ fn ranges_split_at_the_border_of_arenas() {
         let both = left.join(right).expect("adjoining");
         // SAFETY: claimed above.
         assert_eq!(frames.free_extent(&cx, unsafe { Dirty::assume_owned(both) }), 512);
-        assert_eq!(frames.node_stats(&cx, NodeId(0)).available(), 768);
-        assert_eq!(frames.node_stats(&cx, NodeId(1)).available(), 768);
+        assert_eq!(frames.node_stats(&cx, NodeId::new(0)).available(), 768);
+        assert_eq!(frames.node_stats(&cx, NodeId::new(1)).available(), 768);
         // And of counted ones: two runs.
         let mut held: Vec<FolioRef> = Vec::new();
         for node in [0, 1] {
-            while let Ok(block) = frames.alloc(&cx, request(0).from(Placement::Only(NodeId(node)))) {
+            while let Ok(block) = frames.alloc(&cx, request(0).from(Placement::Only(NodeId::new(node)))) {
                 held.push(frames.count(block).expect("fresh"));
             }
         }

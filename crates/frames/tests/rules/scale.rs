@@ -205,7 +205,7 @@ impl Run<'_, '_> {
     fn take(&mut self, cx: &CpuCx<'_, Threads>) {
         let log = self.one_of(&[0, 0, 3, 5, 7, 9, 9, 9, 10, 13, 15, 16, 16, 17, 17, 18]);
         let mobility = self.one_of(&Mobility::ALL);
-        let from = self.one_of(&[Placement::Local, Placement::Local, Placement::Only(NodeId(1))]);
+        let from = self.one_of(&[Placement::Local, Placement::Local, Placement::Only(NodeId::new(1))]);
         let mut request = with!(request(log), mobility, from);
         request.prefer_zeroed = self.below(3) == 0;
         let most = match log {
@@ -227,7 +227,7 @@ impl Run<'_, '_> {
             self.model.hand_out(block.extent(), block.is_zero());
             return self.blocks.push(block);
         }
-        let asked = |node| request.from == Placement::Local || request.from == Placement::Only(NodeId(node));
+        let asked = |node| request.from == Placement::Local || request.from == Placement::Only(NodeId::new(node));
         for (base, pages, _) in ARENAS.into_iter().filter(|(.., node)| asked(*node)) {
             for (run, _) in self.model.runs(extent(base, pages)).filter(|(_, state)| *state == FREE) {
                 assert!(run.chunks(Order::MAX).all(|(_, order)| order < request.order), "{run} is overlooked");
@@ -471,7 +471,7 @@ impl Run<'_, '_> {
 fn gibibytes_have_one_owner() {
     let arenas = ARENAS.map(|(base, pages, node)| arena(base, pages, node));
     for seed in 0..8 {
-        with_arenas(&arenas, 2, &[NodeId(0), NodeId(1)], |frames, threads| {
+        with_arenas(&arenas, 2, &[NodeId::new(0), NodeId::new(1)], |frames, threads| {
             let mut state = vec![NO_FRAME; (END - BASE) as usize + 0x800];
             ARENAS.iter().for_each(|(base, pages, _)| state[part(extent(*base, *pages))].fill(FREE));
             let model = Model {

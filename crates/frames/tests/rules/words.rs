@@ -26,7 +26,7 @@ pub(super) fn free(frames: &Frames<'_, impl Env>, cx: &CpuCx<'_, Threads>, block
 pub(super) fn all_free(frames: &Frames<'_, impl Env>, cx: &CpuCx<'_, Threads>, cpus: u32) -> u64 {
     for cpu in 0..cpus {
         // SAFETY: this thread is all of them.
-        unsafe { frames.drain_offline(cx, CpuId(cpu)) };
+        unsafe { frames.drain_offline(cx, CpuId::new(cpu)) };
     }
     let stats = frames.stats(cx);
     assert_eq!((stats.cached, stats.isolated, stats.deferred), (0, 0, 0));
@@ -267,7 +267,7 @@ fn poison_finds_what_a_cpu_has_by_word() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn arenas_that_meet_inside_a_word_get_their_own_pages() {
-    with_arenas(&[arena(0, 1000, 0), arena(1000, (1 << 14) - 1000, 0)], 1, &[NodeId(0)], |frames, threads| {
+    with_arenas(&[arena(0, 1000, 0), arena(1000, (1 << 14) - 1000, 0)], 1, &[NodeId::new(0)], |frames, threads| {
         let cx = threads.cx();
         for log in [0, 2] {
             let blocks = take(frames, &cx, log, usize::MAX);

@@ -109,7 +109,7 @@ pub fn run(data: &[u8]) {
     let mut bytes = Bytes(data.iter());
     let (places, released) = shapes(bytes.next().unwrap_or(0));
     let arenas: Vec<_> = places.iter().map(|&(base, pages, node)| arena(base, pages, node)).collect();
-    let config = FramesConfig::new(&arenas, 1).on_nodes(&[NodeId(0)]);
+    let config = FramesConfig::new(&arenas, 1).on_nodes(&const { [NodeId::new(0)] });
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     let threads: Threads = Threads::default();
@@ -172,9 +172,9 @@ impl Run<'_> {
         let order = [0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 0][byte as usize % 16];
         let mobility = Mobility::ALL[byte as usize >> 4 & 1];
         let from = match byte >> 5 & 7 {
-            0 => Placement::Only(NodeId(0)),
-            1 => Placement::Prefer(NodeId(self.frames.nodes() - 1)),
-            2 => Placement::Only(NodeId(7)),
+            0 => Placement::Only(NodeId::new(0)),
+            1 => Placement::Prefer(NodeId::new(self.frames.nodes() - 1)),
+            2 => Placement::Only(NodeId::new(7)),
             _ => Placement::Local,
         };
         with!(AllocRequest::order(Order::new(order).expect("valid")), mobility, from)
@@ -193,7 +193,7 @@ impl Run<'_> {
                 self.model.borrow_mut().hand_out(block.extent(), block.is_zero());
                 self.frozen.push(block);
             }
-            Err(AllocError::NoSuchNode) => assert_eq!(request.from, Placement::Only(NodeId(7))),
+            Err(AllocError::NoSuchNode) => assert_eq!(request.from, Placement::Only(NodeId::new(7))),
             Err(AllocError::OutOfMemory) => {
                 let cx = self.threads.cx();
                 let stats = match request.from {

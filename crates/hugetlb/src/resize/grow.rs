@@ -75,7 +75,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                     if self.report.cancelled {
                         return;
                     }
-                    if !self.alloc_page(cx, NodeId(node)) {
+                    if !self.alloc_page(cx, NodeId::new(node)) {
                         break;
                     }
                     missing -= 1;

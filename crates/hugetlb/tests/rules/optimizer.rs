@@ -338,13 +338,13 @@ fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
     with_pool(&Shape { nodes: vec![4, 4], ..Shape::spans(0) }, NoFaults, |m, pool, mut cx| {
         let up = pool.resize(&mut cx, &m.optimizer, 201, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean), (201, 201));
-        let on = |cx: &_, node| pool.node_counts(cx, NodeId(node)).total;
+        let on = |cx: &_, node| pool.node_counts(cx, NodeId::new(node)).total;
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 100));
         assert_eq!(m.optimizer.shared_frames(), 2);
         // Only one node's part.
-        pool.resize(&mut cx, &m.optimizer, 20, Nodes::Only(NodeId(1)), &Never).expect("idle");
+        pool.resize(&mut cx, &m.optimizer, 20, Nodes::Only(NodeId::new(1)), &Never).expect("idle");
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 20));
-        pool.resize(&mut cx, &m.optimizer, 150, Nodes::Only(NodeId(1)), &Never).expect("idle");
+        pool.resize(&mut cx, &m.optimizer, 150, Nodes::Only(NodeId::new(1)), &Never).expect("idle");
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 150));
         // A node that runs dry does not stop the other.
         let more = pool.resize(&mut cx, &m.optimizer, 450, Nodes::All, &Never).expect("idle");

@@ -255,12 +255,12 @@ fn pages_leave_evenly_and_only_where_they_are() {
         let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
         set(m, &small, 201);
         set(m, &small, 50);
-        let on = |node| small.node_counts(&m.threads.cx(), NodeId(node)).total;
+        let on = |node| small.node_counts(&m.threads.cx(), NodeId::new(node)).total;
         assert_eq!((on(0) + on(1), on(0).abs_diff(on(1))), (50, 0));
         set(m, &small, 0);
-        let one = Nodes::Only(NodeId(1));
+        let one = Nodes::Only(NodeId::new(1));
         large.resize(&mut cx, &m.optimizer, 1, one, &Never).expect("idle");
-        let other = Nodes::Only(NodeId(0));
+        let other = Nodes::Only(NodeId::new(0));
         assert_eq!(large.demote(&mut cx, &m.optimizer, &small, other, 1), Err(PoolError::NothingToDemote));
         assert_eq!(large.demote(&mut cx, &m.optimizer, &large, one, 1), Err(PoolError::NotInPool));
         assert_eq!(small.demote(&mut cx, &m.optimizer, &small, one, 1), Err(PoolError::NotInPool));
@@ -296,7 +296,7 @@ fn pages_come_evenly_and_from_where_there_are_some() {
     machine(&Shape { nodes: vec![4, 4, 4], ..Shape::spans(0) }, NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let pool = memory.pool();
-        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).total);
+        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId::new(node)).total);
         for (pages, expected) in [(1, [1, 0, 0]), (6, [3, 2, 1]), (200, [68, 67, 65])] {
             set(m, &pool, pages);
             assert_eq!(on(), expected);
@@ -306,7 +306,7 @@ fn pages_come_evenly_and_from_where_there_are_some() {
     machine(&Shape { nodes: vec![1, 8, 3], ..Shape::spans(0) }, NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let pool = memory.pool();
-        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).total);
+        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId::new(node)).total);
         set(m, &pool, 600);
         let [first, second, third] = on();
         assert!(first > 40 && first < 64 && third > 150 && third <= 192 && first + second + third == 600, "{:?}", on());
@@ -356,7 +356,7 @@ fn a_pool_of_one_of_two_nodes_grows() {
 #[test]
 fn surplus_is_kept_and_lent_on_every_node() {
     with_pool(&Shape { nodes: vec![3, 3], ..Shape::spans(0) }, NoFaults, |m, pool, mut cx| {
-        let surplus = || [0, 1].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).surplus);
+        let surplus = || [0, 1].map(|node| pool.node_counts(&m.threads.cx(), NodeId::new(node)).surplus);
         pool.set_overcommit(&cx, 6);
         pool.reserve_or_overcommit(&mut cx, &m.optimizer, 6).expect("within the limit");
         assert_eq!(surplus(), [3, 3]);
@@ -537,13 +537,13 @@ proptest! {
             for op in ops {
                 match op {
                     Op::Resize(target) | Op::ResizeNode(0, target) => {
-                        let nodes = if matches!(op, Op::Resize(_)) { Nodes::All } else { Nodes::Only(NodeId(0)) };
+                        let nodes = if matches!(op, Op::Resize(_)) { Nodes::All } else { Nodes::Only(NodeId::new(0)) };
                         pool.resize(&mut cx, &m.optimizer, target, nodes, &Never).expect("idle");
                         oracle.resize(target);
                     }
                     // There is no such node.
                     Op::ResizeNode(node, target) => {
-                        pool.resize(&mut cx, &m.optimizer, target, Nodes::Only(NodeId(node)), &Never).expect("idle");
+                        pool.resize(&mut cx, &m.optimizer, target, Nodes::Only(NodeId::new(node)), &Never).expect("idle");
                     }
                     Op::Take(reserved) => {
                         let may = if reserved { oracle.reserved > 0 } else { oracle.free > oracle.reserved };

@@ -294,7 +294,7 @@ fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
         m.set(&large, 1);
         let page = large.pages().next().expect("one").0;
         let half = extent(page.get(), 1 << 17);
-        for areas in [vec![PoolArena::new(half, NodeId(0))], vec![PoolArena::new(m.all, NodeId(0))], vec![]] {
+        for areas in [vec![PoolArena::new(half, NodeId::new(0))], vec![PoolArena::new(m.all, NodeId::new(0))], vec![]] {
             let mut areas = areas;
             let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
             let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();

@@ -22,8 +22,8 @@ const SMALL: Mapping = Mapping { flags: Flags::WRITE.with(Flags::USER), largest:
 type Cx<'p> = CpuCx<'p, Mmu<'static, 'static>>;
 
 /// CPU 0 changes things, CPU 1 is in the way.
-const ME: CpuId = CpuId(0);
-const OTHER: CpuId = CpuId(1);
+const ME: CpuId = CpuId::new(0);
+const OTHER: CpuId = CpuId::new(1);
 
 fn span(first: u64, pages: u64) -> VirtRange {
     VirtRange::new(at(first), pages << 12).expect("a span")

@@ -182,11 +182,11 @@ fn direct_reclaim_frees_what_is_missing() {
     with_pages(240, SIZE, |policy, rig, cx, _| {
         let pager = rig.vm.pager();
         let mut sum = 0;
-        for (calls, (pages, node)) in (1..).zip([(1, None), (40, Some(NODE)), (70, None), (1, Some(NodeId(2)))]) {
+        for (calls, (pages, node)) in (1..).zip([(1, None), (40, Some(NODE)), (70, None), (1, Some(NodeId::new(2)))]) {
             let need = Shortfall::frames(pages).only(node);
             let freed = pager.relieve(&rig.vm, cx, need);
             match node {
-                Some(NodeId(2)) => assert_eq!(freed, 0, "another node"),
+                Some(node) if node == NodeId::new(2) => assert_eq!(freed, 0, "another node"),
                 _ => assert!((pages.max(32)..pages.max(32) + 32).contains(&freed), "{policy:?}: {freed} of {pages}"),
             }
             sum += freed;
@@ -397,7 +397,7 @@ fn a_worker_is_woken_by_who_adds_pages() {
             });
             assert_eq!(bell.0.load(Ordering::Relaxed), wakes);
             assert_eq!(pager.take_wake(NODE), low > 0);
-            assert!(!pager.take_wake(NODE) && !pager.take_wake(NodeId(7)));
+            assert!(!pager.take_wake(NODE) && !pager.take_wake(NodeId::new(7)));
             for page in pages {
                 // SAFETY: the reference that became a number above.
                 unsafe { pager.drop_references(frames, cx, [FolioRun::from_extent(page, Order::ZERO)]) };

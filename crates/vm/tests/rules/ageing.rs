@@ -131,7 +131,7 @@ fn areas_say_what_their_use_means() {
 #[test]
 fn neighbours_are_offered_once() {
     fn check<'h>(rig: &Rig<'h>) {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.create_shared(cx, 192, PageSize::Size4K, false).expect("an object");
             let spaces = [0, 1].map(|_| filled(rig, cx, KIND, Some(&object), 192));
             let frames: Vec<_> = (0..192).map(|page| frame(rig, cx, &spaces[0], page)).collect();
@@ -250,12 +250,12 @@ fn spaces_that_end_do_not_count() {
             let number = ends.find_vma(cx, VirtAddr::new(AT)).expect("an area").object;
             let head = frame(rig, cx, &ends, 1);
             // A CPU is still on its tables, and has to be asked.
-            rig.mmu.as_cpu(CpuId(1), |cx| {
+            rig.mmu.as_cpu(CpuId::new(1), |cx| {
                 rig.enter(cx, &ends);
                 rig.lazy(cx, &ends);
             });
             let meanwhile = || {
-                rig.mmu.as_cpu(CpuId(2), |cx| {
+                rig.mmu.as_cpu(CpuId::new(2), |cx| {
                     let mut found = [OLD];
                     rig.vm.age(
                         cx,
@@ -281,10 +281,10 @@ fn spaces_that_end_do_not_count() {
 fn a_space_that_does_not_end_counts() {
     with_cpu(16, 2, 68, |rig, cx| {
         let space = rig.vm.create(cx, bounds()).expect("a space");
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.enter(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.enter(cx, &space));
         let (error, space) = rig.vm.destroy(cx, space).expect_err("in use");
         assert_eq!(error, VmError::InUse);
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
         rig.vm.map(cx, &space, span(AT, 0x1000), KIND, Backing::Private).expect("an area");
         use_pages(rig, cx, &space, 0..1);
         assert_eq!(age(rig, cx, &space, &[0], None), [USED]);

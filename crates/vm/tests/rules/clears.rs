@@ -51,7 +51,7 @@ fn the_whole_request_decides_how_pages_are_cleared() {
         let parts = with!(parts(rig.vm.frames(), rig.vm.shootdown()), clearer);
         // SAFETY: as the rig's; the machine has what it detects.
         let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small");
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             for page in [PageSize::Size4K, PageSize::Size2M] {
                 for pin in [false, true] {
                     for total in [None, Some(64 << 30)] {
@@ -91,7 +91,7 @@ fn a_request_is_as_large_as_it_is() {
         let parts = with!(parts(rig.vm.frames(), rig.vm.shootdown()), clearer);
         // SAFETY: as the rig's; the machine has what it detects.
         let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small");
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let size = PageSize::Size2M;
             for pages in [1, 2] {
                 let space = vm.create(cx, bounds()).expect("a space");

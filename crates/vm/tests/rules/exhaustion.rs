@@ -40,7 +40,7 @@ fn check<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, known: 
 }
 
 fn scenario(rig: &Rig<'_>) {
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let Ok(space) = rig.vm.create(cx, bounds()) else { return };
         let mut known = BTreeMap::new();
         let small = VmaKind::private(PageSize::Size4K);
@@ -219,7 +219,7 @@ fn exhaustion_asks_for_relief() {
 #[test]
 fn what_the_pager_needs_is_taken_last() {
     with_format::<Metered, true>(8, 1, 23, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let kind = VmaKind::private(PageSize::Size4K);
             let space = rig.space(cx, span(AT, 1 << 20), kind);
             let (pager, frames) = (rig.vm.pager(), rig.vm.frames());

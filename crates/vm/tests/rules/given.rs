@@ -108,7 +108,7 @@ fn what_cannot_be_given_is_refused() {
         let plan = FaultPlan::periodic(nth, 1);
         let mut failed = true;
         with_rig(16, 1, 34, &plan, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let frames = Extent::new(Pfn::new(1 << 24), 2048).expect("in range");
                 // SAFETY: as above.
                 match unsafe { rig.vm.create_given(cx, frames, PageSize::Size4K) } {

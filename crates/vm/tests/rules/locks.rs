@@ -34,7 +34,7 @@ fn pages_out<'h, F: PageFormat>(
 fn stays<F: PageFormat>() {
     with_format::<F, true>(32, 2, 5, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             assert!(pages_out(rig, cx, &space, AT) && pages_out(rig, cx, &space, AT + 0x3000));
             let part = span(AT, 0x4000);
             assert_eq!(rig.vm.lock(cx, &space, part, 3), Err(VmError::LockLimit { locked: 4 }));
@@ -70,7 +70,7 @@ fn what_is_locked_is_there_and_stays() {
 fn shared<F: PageFormat>() {
     with_format::<F, true>(32, 2, 6, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
             let shared = span(AT + 0x8000, 0x4000);
             rig.vm.map(cx, &space, shared, SMALL, Backing::Shared(&object, 0)).expect("an area");

@@ -15,7 +15,7 @@ fn another_managers_things_are_refused() {
     with_rig(16, 1, 51, &no_faults(), |rig| {
         // SAFETY: as the rig's.
         let other: Vm<'_, Model<'_>> = unsafe { Vm::new(parts(rig.vm.frames(), rig.vm.shootdown())) }.expect("small");
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let (area, at, kind) = (span(AT, 0x4000), VirtAddr::new(AT), VmaKind::private(PageSize::Size4K));
             let space = rig.space(cx, area, kind);
             rig.enter(cx, &space);
@@ -141,7 +141,7 @@ fn a_followed_space_does_not_end() {
 fn a_pool_of_other_frames_is_refused() {
     with_cpu(32, 1, 55, |rig, cx| {
         let block = rig.vm.frames().alloc(cx, AllocRequest::order(Order::new(11).expect("valid"))).expect("8 MiB");
-        let arenas = [ArenaSpec::new(block.extent(), NodeId(0))];
+        let arenas = [ArenaSpec::new(block.extent(), NodeId::new(0))];
         let config = FramesConfig::new(&arenas, 1);
         let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, of this size, used once; one platform.

@@ -84,7 +84,7 @@ fn page_out<'d, 'h>(
 fn a_leaf_comes_back_as_it_was() {
     for size in SIZES {
         with_rig(32, 91, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = filled(rig, cx, size, 4);
                 let at = |index: u64| AT + index * size.bytes();
                 // From here on no CPU looks at any of them.
@@ -149,17 +149,16 @@ fn a_leaf_comes_back_as_it_was() {
 fn a_page_that_comes_back_meanwhile_is_counted() {
     for (size, moves) in [(PageSize::Size4K, false), (PageSize::Size4K, true), (PageSize::Size2M, false)] {
         with_rig(32, 90, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = filled(rig, cx, size, 3);
                 rig.leave(cx, &space);
                 let deferred = rig.deferred();
                 let away = Cell::new(Some(unhook(rig, cx, &space, AT, &deferred)));
                 let back = || {
                     let page = away.take().expect("once");
-                    rig.mmu.as_cpu(
-                        CpuId(1),
-                        |cx| if moves { assert!(page.move_elsewhere(cx)) } else { page.put_back(cx) },
-                    );
+                    rig.mmu.as_cpu(CpuId::new(1), |cx| {
+                        if moves { assert!(page.move_elsewhere(cx)) } else { page.put_back(cx) }
+                    });
                 };
                 let whole = span(AT, 3 * size.bytes());
                 let mut usage = Usage::default();
@@ -178,7 +177,7 @@ fn a_page_comes_back_where_it_is_still_wanted() {
     for size in SIZES {
         for moves in [false, true].into_iter().take(if size == PageSize::Size4K { 2 } else { 1 }) {
             with_rig(32, 92, |rig| {
-                rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.mmu.as_cpu(CpuId::new(0), |cx| {
                     let parent = filled(rig, cx, size, 1);
                     let children = [0, 1].map(|_| rig.vm.fork(cx, &parent).expect("forked"));
                     let deferred = rig.deferred();
@@ -226,7 +225,7 @@ fn a_page_comes_back_where_it_is_still_wanted() {
 fn a_page_that_somebody_holds_stays() {
     for size in SIZES {
         with_rig(32, 93, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = filled(rig, cx, size, 1);
                 let deferred = rig.deferred();
                 let object = rig.vm.create_shared(cx, size.pages(), size, false).expect("an object");
@@ -282,7 +281,7 @@ fn a_page_that_somebody_holds_stays() {
 fn a_shared_page_goes_away_once() {
     for (way, size) in (0..3).flat_map(|way| SIZES.map(|size| (way, size))) {
         with_rig(32, 94, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let object = rig.vm.create_shared(cx, 2 * size.pages(), size, false).expect("an object");
                 let spaces = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
                 let area = span(AT, 2 * size.bytes());
@@ -337,7 +336,7 @@ fn pages_that_are_away_are_inherited() {
     for (size, children) in SIZES.into_iter().flat_map(|size| [1, 14, 15, 20].map(|children| (size, children))) {
         for pinned in [false, true] {
             with_rig(64, 95, |rig| {
-                rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.mmu.as_cpu(CpuId::new(0), |cx| {
                     let parent = filled(rig, cx, size, 2);
                     let deferred = rig.deferred();
                     let page = unhook(rig, cx, &parent, AT, &deferred);
@@ -383,7 +382,7 @@ fn pages_that_are_away_are_inherited() {
 fn pages_of_many_processes_go_away() {
     for (size, places) in SIZES.into_iter().flat_map(|size| [14, 15, 16, 20].map(|places| (size, places))) {
         with_rig(32, 96, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let parent = filled(rig, cx, size, 1);
                 rig.leave(cx, &parent);
                 let mut spaces: Vec<_> = (1..places).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
@@ -428,7 +427,7 @@ fn a_fork_waits_for_a_page_that_is_moving() {
 fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
     with_format::<Metered, AWAY>(48, 2, 97, &no_faults(), |rig| {
         let (away, forks) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (space, pins) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let (space, pins) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, size, 3);
             let mut pins = Vec::new();
             if pinned {
@@ -475,7 +474,7 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
                 });
             });
         });
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
@@ -487,7 +486,7 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
 #[test]
 fn a_large_page_stays_where_it_is() {
     with_rig(32, 98, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, PageSize::Size2M, 1);
             let last = AT + PageSize::Size2M.bytes() - 8;
             rig.store(cx, &space, last, 7).expect("it is there");
@@ -510,27 +509,27 @@ fn unmapping_flushes_what_is_moving_without_a_pager() {
     const PAGES: u64 = 16;
     crate::support::with_rig(16, 2, 102, &no_faults(), |rig| {
         let at = |index: u64| AT + (index << 12);
-        let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
             let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Shared(&object, 0)).expect("an area");
             (space, object)
         });
-        rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
             rig.enter(cx, &space);
             (0..PAGES).for_each(|index| rig.store(cx, &space, at(index), 7).expect("memory"));
         });
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let deferred = rig.deferred();
             let pages: Vec<_> = (0..PAGES).map(|index| unhook(rig, cx, &space, at(index), &deferred)).collect();
             rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
-            let reached = (0..PAGES).filter(|index| rig.mmu.store(CpuId(1), VirtAddr::new(at(*index)), 8).is_ok());
+            let reached = (0..PAGES).filter(|index| rig.mmu.store(CpuId::new(1), VirtAddr::new(at(*index)), 8).is_ok());
             assert_eq!(reached.count(), 0, "unmapped, and reached by old translations");
             pages.into_iter().for_each(|page| page.put_back(cx));
         });
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.vm.destroy(cx, space).expect("destroyed");
             rig.vm.close(cx, object).expect("its own");
         });
@@ -541,7 +540,7 @@ fn unmapping_flushes_what_is_moving_without_a_pager() {
 #[test]
 fn only_mapped_pages_are_held_for_moving() {
     with_rig(32, 98, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.fill_pool(cx, 1);
             let space = filled(rig, cx, PageSize::Size4K, 4);
             let at = |index: u64| AT + (index << 12);
@@ -602,7 +601,7 @@ fn only_mapped_pages_are_held_for_moving() {
 #[test]
 fn a_page_that_cannot_move_stays() {
     with_rig(8, 99, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 2);
             let before = rig.leaf(cx, &space, AT);
             let deferred = rig.deferred();
@@ -638,7 +637,7 @@ fn a_page_that_cannot_move_stays() {
 #[test]
 fn lost_pages_are_counted() {
     with_rig(8, 100, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 2);
             let deferred = rig.deferred();
             for lost in 1..=2 {
@@ -662,7 +661,7 @@ fn lost_pages_are_counted() {
 fn a_page_of_too_many_places_stays() {
     const MOST: usize = 1 << 12;
     with_rig(128, 107, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 1);
             rig.leave(cx, &space);
             let (head, deferred) = (rig.leaf(cx, &space, AT).frame, rig.deferred());
@@ -697,7 +696,7 @@ fn stores_through_old_translations_are_not_lost() {
     for size in SIZES {
         with_rig(32, 103, |rig| {
             let space = rig.filled_for_both(size, 1);
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let deferred = rig.deferred();
                 let page = unhook(rig, cx, &space, AT, &deferred);
                 let flushes = rig.flushes();
@@ -705,10 +704,10 @@ fn stores_through_old_translations_are_not_lost() {
                 assert_eq!(rig.flushes(), flushes + 1, "the flush comes first");
                 let held = rig.hold(rig.leaf(cx, &space, AT).frame);
                 rig.store(cx, &space, AT + 16, 2).expect("it is there");
-                let _ = rig.mmu.store(CpuId(1), VirtAddr::new(AT + 8), 3);
-                rig.mmu.as_cpu(CpuId(1), |cx| rig.store(cx, &space, AT + 24, 4).expect("it is there"));
+                let _ = rig.mmu.store(CpuId::new(1), VirtAddr::new(AT + 8), 3);
+                rig.mmu.as_cpu(CpuId::new(1), |cx| rig.store(cx, &space, AT + 24, 4).expect("it is there"));
                 let_go(rig, cx, held);
-                let stored = rig.mmu.as_cpu(CpuId(1), |cx| rig.load(cx, &space, AT + 8));
+                let stored = rig.mmu.as_cpu(CpuId::new(1), |cx| rig.load(cx, &space, AT + 8));
                 assert_eq!([8, 16, 24].map(|word| rig.load(cx, &space, AT + word)), [stored, Ok(2), Ok(4)]);
                 assert_eq!(space.counters().copied, 0, "nobody shares the page");
             });
@@ -723,13 +722,13 @@ fn stores_through_old_translations_do_not_reach_a_child() {
     for size in SIZES {
         with_rig(32, 104, |rig| {
             let space = rig.filled_for_both(size, 1);
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let deferred = rig.deferred();
                 unhook(rig, cx, &space, AT, &deferred).put_back(cx);
                 rig.leave(cx, &space);
                 let child = rig.vm.fork(cx, &space).expect("forked");
-                assert!(rig.mmu.store(CpuId(1), VirtAddr::new(AT), 2).is_err(), "it is shared with the child");
-                rig.mmu.as_cpu(CpuId(1), |cx| rig.store(cx, &space, AT, 3).expect("a copy"));
+                assert!(rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 2).is_err(), "it is shared with the child");
+                rig.mmu.as_cpu(CpuId::new(1), |cx| rig.store(cx, &space, AT, 3).expect("a copy"));
                 rig.enter(cx, &child);
                 assert_eq!(rig.load(cx, &child, AT), Ok(1));
                 rig.leave(cx, &child);
@@ -749,20 +748,20 @@ fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
     const PAGES: u64 = 32;
     with_format(16, 3, 105, &no_faults(), |rig: &Away<'_>| {
         let (area, at) = (span(AT, PAGES << 12), |index: u64| AT + (index << 12));
-        let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
             let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
             (space, object)
         });
-        let heads: Vec<Pfn> = rig.mmu.as_cpu(CpuId(1), |cx| {
+        let heads: Vec<Pfn> = rig.mmu.as_cpu(CpuId::new(1), |cx| {
             rig.enter(cx, &space);
             (0..PAGES).for_each(|index| rig.store(cx, &space, at(index), 1).expect("memory"));
             (0..PAGES).map(|index| rig.leaf(cx, &space, at(index)).frame).collect()
         });
         let stores = |value| {
-            let store = |index: &u64| rig.mmu.store(CpuId(1), VirtAddr::new(at(*index)), value).is_ok();
+            let store = |index: &u64| rig.mmu.store(CpuId::new(1), VirtAddr::new(at(*index)), value).is_ok();
             (0..PAGES).filter(store).count()
         };
         let [flushes, over] = [(); 2].map(|()| Barrier::new(2));
@@ -772,12 +771,12 @@ fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
                     flushes.wait();
                     over.wait();
                 };
-                rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.mmu.as_cpu(CpuId::new(0), |cx| {
                     before_flush(&stop, || _ = rig.vm.unmap(cx, &space, area).expect("unmapped"))
                 });
             });
             flushes.wait();
-            let through = rig.mmu.as_cpu(CpuId(2), |cx| {
+            let through = rig.mmu.as_cpu(CpuId::new(2), |cx| {
                 let (before, deferred) = (stores(2), rig.deferred());
                 let refuse = |head: &Pfn| {
                     let page = rig.vm.unhook(cx, rig.hold(*head), &deferred).expect("nobody else has it");
@@ -792,8 +791,8 @@ fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
             through
         });
         assert_eq!(through, (true, 0), "whether nobody had flushed, and how many were stored under a translation");
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.vm.destroy(cx, space).expect("destroyed");
             rig.vm.close(cx, object).expect("its own");
         });

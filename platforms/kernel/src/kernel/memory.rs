@@ -104,14 +104,14 @@ pub(crate) fn arenas(map: &MemoryMap) -> impl Iterator<Item = Extent> {
 
 /// Brings the allocator up on the memory of `map`, of which `free` is not yet in use. The boot CPU, once, alone.
 pub(crate) fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
-    let none = ArenaSpec::new(Default::default(), NodeId(0));
+    let none = ArenaSpec::new(Default::default(), NodeId::new(0));
     let mut specs = [none; MOST];
     let mut count = 0;
     let mut mapped = 0;
     for piece in arenas(map) {
         mapped = tables::map_descriptors(&mut free, piece, mapped);
         let first = layout::DESCRIPTORS + piece.base().get() * layout::DESCRIPTOR_BYTES;
-        specs[count] = with!(ArenaSpec::new(piece, NodeId(0)), descriptors = NonNull::new(first as *mut _));
+        specs[count] = with!(ArenaSpec::new(piece, NodeId::new(0)), descriptors = NonNull::new(first as *mut _));
         count += 1;
         END.store(piece.end().get(), Ordering::Relaxed);
     }

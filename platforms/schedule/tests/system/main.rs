@@ -231,7 +231,7 @@ fn meet<F: PageFormat>(seed: u64) -> u64 {
             while storing.get() > 0 {
                 // What has been used is not taken the first time.
                 for turn in 0..8 {
-                    world.vm.pager().shrink(&world.vm, cx, NodeId(turn % 2), budget, &Never);
+                    world.vm.pager().shrink(&world.vm, cx, NodeId::new(turn % 2), budget, &Never);
                     progress();
                 }
                 passes.set(passes.get() + 1);

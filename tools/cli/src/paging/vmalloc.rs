@@ -70,7 +70,7 @@ pub fn run(args: &Vmalloc) -> Result<()> {
     // SAFETY: the host's one CPU; the slices are used for nothing else.
     let shootdown = unsafe { TlbShootdown::new(&cpus, &inboxes, Costly { interrupts: None, cost }) }?;
     let table: PageTable<X86_64, EditLock> = host
-        .run_on(CpuId(0), |cx| {
+        .run_on(CpuId::new(0), |cx| {
             let half = VirtRange::new(VirtAddr::new(HALF), 1 << 39)?;
             // SAFETY: the host's memory is a direct map; no CPU ever translates by the table.
             Ok::<_, anyhow::Error>(unsafe { PageTable::with_fixed_top(&mut FrameTables::new(&frames, cx), half) }?)
@@ -79,7 +79,7 @@ pub fn run(args: &Vmalloc) -> Result<()> {
     // SAFETY: the only space, and no CPU translates by it.
     let space: TlbSpace<KernelSpace> = unsafe { TlbSpace::new(&shootdown, table.root().start()) }?;
     let parts = KvaParts::new(&frames, &table, &space, &shootdown, Clearer::uncalibrated());
-    let (looped, freed) = host.run_on(CpuId(0), |cx| {
+    let (looped, freed) = host.run_on(CpuId::new(0), |cx| {
         space.online(&shootdown, cx);
         let range = VirtRange::new(VirtAddr::new(HALF + (1 << 30)), 256 << 30)?;
         // SAFETY: nobody else maps anything there; the host's memory is a direct map.

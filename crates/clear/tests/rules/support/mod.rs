@@ -199,7 +199,7 @@ impl Script {
 // A process's registers are its own, and the operating system saves them.
 unsafe impl Cpu for Script {
     fn current(&self) -> CpuId {
-        CpuId(0)
+        CpuId::new(0)
     }
 
     unsafe fn pin(&self) -> usize {
@@ -262,11 +262,11 @@ impl Clock for Script {
 
 impl Topology for Script {
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
-        NodeId(0)
+        NodeId::new(0)
     }
 
     fn node_run(&self, extent: Extent) -> (NodeId, u64) {
-        (NodeId(0), extent.pages())
+        (NodeId::new(0), extent.pages())
     }
 }
 

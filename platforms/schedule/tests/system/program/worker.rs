@@ -9,7 +9,7 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
         let cx = &mut world.machine.cx();
         while self.ended.get() < CPUS {
             let pager = world.vm.pager();
-            let node = NodeId(random.below(2) as u32);
+            let node = NodeId::new(random.below(2) as u32);
             match random.below(16) {
                 3..=5 if self.is_narrow() => self.shrink_all(cx, node),
                 0..=5 => {
