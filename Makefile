@@ -144,7 +144,7 @@ SEED ?= $(shell git rev-parse HEAD)
 mutants:
 	@CARGO="$(CARGO)" scripts/mutants.sh "$(CRATE)" "$(SAMPLE)" "$(SEED)"
 
-# Counted on one CPU, under valgrind: see docs/scale.md. Quiet cores need about two minutes.
+# Counted on one CPU, under valgrind: see docs/scale.md. Quiet cores need about three minutes.
 SHARING ?=
 sharing:
 	@if scripts/need.sh program valgrind valgrind; then \
@@ -228,6 +228,7 @@ deep:
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-paging --test model
 	HUGEMM_SOAK=20 $(CARGO) test --release --locked -p hugemm-reclaim
 	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test rules fences -- --nocapture
+	$(MAKE) --no-print-directory sharing
 
 clean:
 	$(CARGO) clean

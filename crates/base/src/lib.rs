@@ -38,6 +38,7 @@
 //! | [`inject`] | [`Inject`](inject::Inject): the one fault-injection harness |
 //! | [`lock`] | [`RawLock`](lock::RawLock): how the platform waits |
 //! | [`counters`] | always-on counters, one relaxed add each |
+//! | `outstanding.rs` | [`Outstanding`]: whether anything is begun and not ended, counted on several lines |
 //! | [`prefetch`] | cache lines that are asked for ahead |
 //! | [`random`] | the one generator of random numbers |
 //! | `with.rs` | [`with!`]: a struct's value with some fields changed |
@@ -60,6 +61,7 @@ mod direct_map;
 pub mod extent;
 pub mod inject;
 pub mod lock;
+mod outstanding;
 pub mod pending;
 #[cfg(perturb)]
 mod perturb;
@@ -86,6 +88,7 @@ pub use counters::{CounterSnapshot, Counters, FrameUse, FrameUses, FramesInUse};
 pub use cpu::{CpuCx, CpuPin, VectorCx};
 pub use direct_map::DirectMap;
 pub use extent::{Extent, ExtentError};
+pub use outstanding::Outstanding;
 pub use pending::{Barrier, Pending};
 pub use platform::{Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, Topology, Window};
 pub use relief::{Relief, Shortage, Shortfall};

@@ -13,9 +13,10 @@ use core::fmt;
 use core::mem::size_of;
 use core::ops::{Deref, DerefMut};
 use core::ptr::{NonNull, null_mut};
+use hugemm_base::Outstanding;
 use hugemm_base::counters::Counter;
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::{AtomicPtr, AtomicU64, Ordering};
+use hugemm_base::sync::{AtomicPtr, Ordering};
 use hugemm_paging::cpu_readers::{Inside, ReaderLine, Readers};
 use hugemm_paging::{Shared, TableMemory};
 
@@ -24,9 +25,9 @@ use hugemm_paging::{Shared, TableMemory};
 #[repr(C, align(64))]
 pub(crate) struct CpuLine {
     readers: ReaderLine,
-    /// Pages to which [`Vm::pin`](crate::Vm::pin) has taken a reference here, and those that were given back here.
-    pinned: AtomicU64,
-    unpinned: AtomicU64,
+    /// Pages to which [`Vm::pin`](crate::Vm::pin) takes references: begun before they are looked at, under locks that a fork has
+    /// alone; ended when their references are gone.
+    pub(crate) pinned: Outstanding,
     /// See [`AddressSpaceCounters`](crate::AddressSpaceCounters).
     pub(crate) mapped: Counter,
     pub(crate) waited: Counter,
@@ -35,20 +36,6 @@ pub(crate) struct CpuLine {
 }
 
 const _: () = assert!(size_of::<CpuLine>() == 64);
-
-impl CpuLine {
-    /// Counts pages that are about to be pinned, before they are looked at: so a fork which shares one of them has been or will be seen.
-    pub(crate) fn pin(&self, pages: u64) {
-        // SeqCst: pairs with the loads in `CpuLines::pinned`.
-        self.pinned.fetch_add(pages, Ordering::SeqCst);
-    }
-
-    /// Counts pages that are no longer, after their references are gone.
-    pub(crate) fn unpin(&self, pages: u64) {
-        // SeqCst: as above.
-        self.unpinned.fetch_add(pages, Ordering::SeqCst);
-    }
-}
 
 /// Behind a space and its CPU masks, in its own memory.
 struct Behind {
@@ -162,18 +149,10 @@ impl CpuLines {
         self.all().fold(0, |sum, line| sum.wrapping_add(of(unsafe { line.as_ref() })))
     }
 
-    /// Whether anything is pinned: what a fork asks, during which no references are taken, and whoever ends the space. Never no while
-    /// something is.
+    /// Whether anything is pinned: what a fork asks, during which no references are taken, and whoever ends the space.
     pub(crate) fn any_pinned(&self) -> bool {
-        self.any_pinned_beside(|| ())
-    }
-
-    /// The same beside what others do between its two looks.
-    fn any_pinned_beside(&self, others: impl FnOnce()) -> bool {
-        // SeqCst: pairs with `pin` and `unpin`. In this order: whoever is counted as unpinned here is counted as pinned below.
-        let unpinned = self.sum(|line| line.unpinned.load(Ordering::SeqCst));
-        others();
-        self.sum(|line| line.pinned.load(Ordering::SeqCst)) != unpinned
+        // SAFETY: lines stay.
+        Outstanding::any(|| self.all().map(|line| &unsafe { line.as_ref() }.pinned))
     }
 
     /// The lines that CPUs have got: the caller's again, to be freed.
@@ -358,16 +337,11 @@ mod tests {
         // SAFETY: as above.
         unsafe { lines.give(5, NonNull::from(&mut second)) };
         assert_eq!([of(2), of(5), of(0)], [Some(mine.as_ptr().cast_const()), of(2), None]);
-        lines.first().pin(3);
         // SAFETY: it is there.
         let mine = unsafe { mine.as_ref() };
+        lines.first().pinned.begin(3);
         assert!(lines.any_pinned());
-        // What comes and goes meanwhile hides nothing.
-        assert!(lines.any_pinned_beside(|| {
-            mine.pin(3);
-            mine.unpin(3);
-        }));
-        mine.unpin(3);
+        mine.pinned.end(3);
         assert!(!lines.any_pinned());
         mine.mapped.add(2);
         lines.first().mapped.add(5);

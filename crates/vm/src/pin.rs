@@ -111,7 +111,7 @@ impl<S: Setup> Drop for Taken<'_, '_, '_, S> {
         for run in self.runs.by_ref().flatten() {
             self.vm.drop_pages(self.cx, run.extent, self.kind.page, self.kind.pooled);
         }
-        self.vm.here(self.cx, self.space).line().unpin(self.pages);
+        self.vm.here(self.cx, self.space).line().pinned.end(self.pages);
     }
 }
 
@@ -181,7 +181,7 @@ impl<S: Setup> Vm<'_, S> {
         let kind = area.kind;
         for _ in 0..ATTEMPTS {
             self.prefault(space, span, total).writable().work(cx, cancel)?;
-            self.here(cx, space).line().pin(span.pages());
+            self.here(cx, space).line().pinned.begin(span.pages());
             let (found, error) = self.take_references(cx, space, area, span);
             let runs = found.runs.into_iter();
             let mut taken = Taken { vm: self, cx: &mut *cx, space, kind, runs, pages: span.pages() };
@@ -284,7 +284,7 @@ impl<S: Setup> Vm<'_, S> {
             return Err((VmError::Foreign, pinned));
         }
         self.drop_pages(cx, pinned.extent, pinned.page, pinned.pooled);
-        self.here(cx, space).line().unpin(pinned.extent.pages());
+        self.here(cx, space).line().pinned.end(pinned.extent.pages());
         Ok(())
     }
 }

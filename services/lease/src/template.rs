@@ -230,6 +230,17 @@ mod tests {
         }
     }
 
+    /// What the file has no blocks for is not read: nothing could be, here.
+    #[test]
+    fn holes_are_not_read() {
+        let (path, file) = source("hole");
+        file.set_len(0).and_then(|()| file.set_len(BYTES)).expect("nothing but a hole");
+        let mut opened = Source::open(&path).expect("opened");
+        opened.file = open(&path, OFlags::WRONLY, Mode::empty()).expect("opened");
+        assert_eq!(read(&mut opened), Ok(()));
+        fs::remove_file(path).expect("removed");
+    }
+
     /// A page that the disk does not give, as any error of a reading: the line says where.
     #[test]
     fn a_page_that_cannot_be_read_is_named() {

@@ -22,7 +22,7 @@ use hugemm_inspect::interrupt;
 use hugemm_paging::{Counting, TlbCpu, TlbShootdown};
 use hugemm_vm::{Parts, Vm};
 use std::time::Duration;
-use work::{Machinery, Run, Until};
+use work::{Machinery, Run};
 
 #[derive(Debug, Args)]
 pub struct Scale {
@@ -87,25 +87,33 @@ const CASES: [Case; 11] = [
     case("4 KiB by batches", "4 KiB taken, then all freed, one node", SMALL, |on| on.blocks(Order::ZERO, 8192)),
     case("2 MiB pair", "2 MiB taken and freed, one node", None, |on| on.blocks(HUGE, 1)),
     case("2 MiB by batches", "2 MiB taken, then all freed, one node", LARGE, |on| on.blocks(HUGE, 64)),
-    case("4 KiB fault", "a fault each in one space, two areas, far apart, many", SMALL, |on| {
+    case("4 KiB fault", "a fault each in one space, two areas, far apart, one node, many", SMALL, |on| {
         on.faults(PageSize::Size4K, 1024)
     }),
-    case("4 KiB fault, a space each", "a fault each in two spaces, many", SMALL, |on| on.faults_apart(1024)),
-    case("2 MiB fault", "a fault of 2 MiB each in one space, far apart, many", LARGE, |on| {
+    case("4 KiB fault, a space each", "a fault each in two spaces, one node, many", SMALL, |on| on.faults_apart(1024)),
+    case("2 MiB fault", "a fault of 2 MiB each in one space, far apart, many, one node", LARGE, |on| {
         on.faults(PageSize::Size2M, 32)
     }),
-    case(PREFAULT, "2 MiB prefaulted each in one space, far apart, 4 KiB pages", None, |on| on.prefault()),
+    case(PREFAULT, "2 MiB prefaulted each in one space, far apart, 4 KiB pages, one node", None, |on| on.prefault()),
     case("512 pages freed", "512 counted pages freed as a range, many, one node", LARGE, |on| on.range_frees()),
-    case("4 KiB unmapped", "a page unmapped each in one space, far apart", Some(("4 KiB unmapped", "")), |on| {
-        on.unmaps()
+    case(
+        "4 KiB unmapped",
+        "a page unmapped each in one space, far apart, one node",
+        Some(("4 KiB unmapped", "")),
+        |on| on.unmaps(),
+    ),
+    case("area mapped", "an area mapped each in one space, far apart, one node", Some(("area mapped", "")), |on| {
+        on.maps()
     }),
-    case("area mapped", "an area mapped each in one space, far apart", Some(("area mapped", "")), |on| on.maps()),
 ];
 
 const PREFAULT: &str = "4 KiB prefaulted";
 
 /// A block of 2 MiB.
 const HUGE: Order = PageSize::Size2M.order();
+
+/// Each run of a case on one CPU: as long as it takes until the pages that come and go are in its cache.
+const WARM: Duration = Duration::from_millis(50);
 
 /// Memory for each CPU.
 const SHARE: u64 = 256 << 20;
@@ -221,7 +229,7 @@ pub fn run(args: &Scale) -> Result<()> {
     let mut times = vec![Samples::default(); CASES.len()];
     for _ in 0..args.runs {
         for (case, times) in CASES.iter().zip(&mut times) {
-            let rates = machinery.rates(1, Until::Rounds(1), case.run)?;
+            let rates = machinery.rates(1, WARM, case.run)?;
             times.push(1e9 / rates.median());
         }
     }
@@ -232,7 +240,7 @@ pub fn run(args: &Scale) -> Result<()> {
         predicted(&costs, &times, args.transfer, &mut results.rows, &mut results.remarks),
     ));
     if let Some(seconds) = args.measure {
-        let until = Until::After(Duration::try_from_secs_f64(seconds).context("--measure")?);
+        let time = Duration::try_from_secs_f64(seconds).context("--measure")?;
         let heads = ["".to_owned(), "".to_owned()].into_iter();
         let mut out = table::new(heads.chain(counts.iter().map(u32::to_string)));
         for (case, cost) in CASES.iter().zip(&costs) {
@@ -240,7 +248,7 @@ pub fn run(args: &Scale) -> Result<()> {
                 [vec![case.what.to_owned(), "measured".to_owned()], vec!["".to_owned(), "from one CPU".to_owned()]];
             for cpus in counts.iter().copied() {
                 interrupt::check()?;
-                let rates = machinery.rates(cpus, until, case.run)?;
+                let rates = machinery.rates(cpus, time, case.run)?;
                 cells[0].push(format!("{} ±{:.0}%", figure(rates.median() / 1e6), rates.stdev_percent()));
                 cells[1].push(figure(cost.rate(cpus) / 1e6));
                 let row = Row::median("bench.scale.measured", &rates, "/s");

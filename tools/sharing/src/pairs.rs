@@ -28,6 +28,9 @@ const WARM: u64 = 3;
 /// Pages of 2 MiB that are faulted in. Few, because each store of a clear is a line of the trace.
 const HUGE: u64 = 8;
 
+/// How many nodes there are, and what a pair is called there. CPU 1 is on the last.
+const NODES: [(u32, &str); 2] = [(1, "one node"), (2, "two nodes")];
+
 /// Addresses that are far apart: another table of every level but the root.
 const FAR: u64 = 1 << 40;
 
@@ -59,6 +62,12 @@ struct Pairs<'a> {
 impl Pairs<'_> {
     fn wants(&self, name: &str) -> bool {
         name.contains(self.only)
+    }
+
+    /// What is wanted of a pair: how many nodes, and its name there.
+    fn on_nodes(&self, name: &str) -> Vec<(u32, String)> {
+        let named = NODES.map(|(nodes, on)| (nodes, format!("{name}, {on}")));
+        named.into_iter().filter(|(_, name)| self.wants(name)).collect()
     }
 
     /// Traces `operations` of them as one CPU and as the other. `prepare` is called before, for each CPU; what it makes is gone when
@@ -132,38 +141,36 @@ impl Pairs<'_> {
         )
     }
 
-    /// Traces a pair of one space that both CPUs [use](Pairs::shared), on a machine of its own, and what is one operation each also of a space
-    /// for each.
+    /// Traces a pair of one space that both CPUs [use](Pairs::shared), and of a space for each where it says `each in one space`, on one node
+    /// and on two, on machines of their own.
     fn of_space<S: Site, T>(
         &self,
-        make: impl Fn() -> Result<Machine<S>>,
+        make: impl Fn(u32) -> Result<Machine<S>>,
         name: &str,
         operations: u64,
         prepare: impl Fn(&Used<S>, &mut Context, u64, u64) -> T,
         operate: impl Fn(&Used<S>, &mut Context, u64, T),
     ) -> Result<()> {
         let apart = name.replace("each in one space, far apart", "each in two spaces");
-        let apart = (operations == 1 && apart != name).then_some((2, &*apart));
+        let apart = (apart != name).then_some((2, &*apart));
         for (spaces, name) in [(1, name)].into_iter().chain(apart) {
-            if !self.wants(name) {
-                continue;
+            for (nodes, name) in self.on_nodes(name) {
+                let machine = make(nodes)?;
+                let used = Used { vm: machine.roots.vm, spaces: (0..spaces).map(|_| self.shared(&machine)).collect() };
+                self.trace(
+                    &machine,
+                    &name,
+                    operations,
+                    |cx, cpu, round| prepare(&used, cx, cpu, round),
+                    |cx, cpu, ready| operate(&used, cx, cpu, ready),
+                )?;
             }
-            let machine = make()?;
-            let used = Used { vm: machine.roots.vm, spaces: (0..spaces).map(|_| self.shared(&machine)).collect() };
-            self.trace(
-                &machine,
-                name,
-                operations,
-                |cx, cpu, round| prepare(&used, cx, cpu, round),
-                |cx, cpu, ready| operate(&used, cx, cpu, ready),
-            )?;
         }
         Ok(())
     }
 
     fn blocks(&self) -> Result<()> {
-        for nodes in [1, 2] {
-            let on = if nodes == 1 { "one node" } else { "two nodes" };
+        for (nodes, on) in NODES {
             for (what, order) in [("4 KiB", 0), ("2 MiB", 9), ("order 6", 6)] {
                 let order = Order::new(order).map_err(|error| anyhow!("{error}"))?;
                 let once = format!("{what} taken and freed, {on}");
@@ -224,21 +231,24 @@ impl Pairs<'_> {
         Ok(())
     }
 
-    /// Faults: `spaces`, `areas` and `tables` each 1 or 2.
+    /// Faults: `spaces`, `areas` and `tables` each 1 or 2; on one node and on two.
     fn faults<S: Site>(
         &self,
         name: &str,
-        make: impl Fn() -> Result<Machine<S>>,
+        make: impl Fn(u32) -> Result<Machine<S>>,
         spaces: usize,
         areas: u64,
         far: u64,
         many: bool,
     ) -> Result<()> {
-        for (count, name) in [(1, name.to_owned()), (256, format!("{name}, many"))] {
+        let pairs = NODES
+            .into_iter()
+            .flat_map(|(nodes, on)| [(nodes, 1, format!("{name}, {on}")), (nodes, 256, format!("{name}, {on}, many"))]);
+        for (nodes, count, name) in pairs {
             if !self.wants(&name) || (count > 1 && !many) {
                 continue;
             }
-            let machine = make()?;
+            let machine = make(nodes)?;
             let (vm, mut cx) = (machine.roots.vm, self.ground.cpus.cx());
             let spaces: Vec<_> = (0..spaces).map(|_| machine.space(&mut cx)).collect();
             let of = |cpu: u64| &spaces[cpu as usize % spaces.len()];
@@ -290,7 +300,7 @@ impl Pairs<'_> {
     }
 
     fn space(&self) -> Result<()> {
-        let machine = || Machine::bare(self.ground, 1);
+        let machine = |nodes| Machine::bare(self.ground, nodes);
         let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
         let pages = |at: VirtAddr, pages: u64| span(at.get(), pages << 12);
         let beyond = |cpu: u64, round: u64| span(area(cpu) + (2 + round) * (1 << 30), 1 << 20);
@@ -447,29 +457,27 @@ impl Pairs<'_> {
         for (name, other) in
             [("a fork, and a fault in the parent", false), ("a fork, and a fault in another space", true)]
         {
-            if !self.wants(name) {
-                continue;
+            for (nodes, name) in self.on_nodes(name) {
+                let machine = machine(nodes)?;
+                let (vm, space) = (machine.roots.vm, self.shared(&machine));
+                let second = other.then(|| self.shared(&machine));
+                self.trace(
+                    &machine,
+                    &name,
+                    1,
+                    |_, cpu, round| page(cpu, 513 + round),
+                    |cx, cpu, at| {
+                        if cpu == 0 {
+                            let _child = vm.fork(cx, &space).expect("memory");
+                        } else {
+                            vm.fault(cx, second.as_ref().unwrap_or(&space), at, Access::Write).expect("memory");
+                        }
+                    },
+                )?;
             }
-            let machine = machine()?;
-            let (vm, space) = (machine.roots.vm, self.shared(&machine));
-            let second = other.then(|| self.shared(&machine));
-            self.trace(
-                &machine,
-                name,
-                1,
-                |_, cpu, round| page(cpu, 513 + round),
-                |cx, cpu, at| {
-                    if cpu == 0 {
-                        let _child = vm.fork(cx, &space).expect("memory");
-                    } else {
-                        vm.fault(cx, second.as_ref().unwrap_or(&space), at, Access::Write).expect("memory");
-                    }
-                },
-            )?;
         }
-        let name = "a fault each in one shared object, two spaces";
-        if self.wants(name) {
-            let machine = machine()?;
+        for (nodes, name) in self.on_nodes("a fault each in one shared object, two spaces") {
+            let machine = machine(nodes)?;
             let (vm, mut cx) = (machine.roots.vm, self.ground.cpus.cx());
             let object = vm.create_shared(&mut cx, 1 << 20, PageSize::Size4K, false).expect("memory");
             let spaces = [(); 2].map(|()| self.shared(&machine));
@@ -479,7 +487,7 @@ impl Pairs<'_> {
             }
             self.trace(
                 &machine,
-                name,
+                &name,
                 1,
                 |_, cpu, round| VirtAddr::new(at(cpu, round)),
                 |cx, cpu, at| {
@@ -487,13 +495,12 @@ impl Pairs<'_> {
                 },
             )?;
         }
-        let name = "a space made and ended each";
-        if self.wants(name) {
-            let machine = machine()?;
+        for (nodes, name) in self.on_nodes("a space made and ended each") {
+            let machine = machine(nodes)?;
             let vm = machine.roots.vm;
             self.trace(
                 &machine,
-                name,
+                &name,
                 1,
                 |_, _, _| (),
                 |cx, _, ()| {
@@ -506,45 +513,40 @@ impl Pairs<'_> {
     }
 
     fn reclaim(&self) -> Result<()> {
-        for nodes in [1, 2] {
-            let on = if nodes == 1 { "one node" } else { "two nodes" };
-            let machine = || Machine::paged(self.ground, nodes);
-            self.faults(&format!("a fault each in two spaces, with a pager, {on}"), machine, 2, 2, FAR, true)?;
-            let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
-            self.of_space(
-                machine,
-                &format!("accessed bits of 64 pages taken each in one space, far apart, {on}"),
-                1,
-                |_, _, cpu, round| page(cpu, 64 * round),
-                |used, cx, cpu, at| {
+        let machine = |nodes| Machine::paged(self.ground, nodes);
+        self.faults("a fault each in two spaces, with a pager", machine, 2, 2, FAR, true)?;
+        self.faults("a fault each in one space, with a pager", machine, 1, 2, FAR, true)?;
+        let page = |cpu: u64, round: u64| VirtAddr::new(area(cpu) + round * 4096);
+        self.of_space(
+            machine,
+            "accessed bits of 64 pages taken each in one space, far apart",
+            1,
+            |_, _, cpu, round| page(cpu, 64 * round),
+            |used, cx, cpu, at| {
+                used.vm.test_and_clear_young(cx, used.space(cpu), span(at.get(), 64 << 12), drop).expect("an area");
+            },
+        )?;
+        self.of_space(
+            machine,
+            "accessed bits of 64 pages taken, and a fault in the same space, far apart",
+            1,
+            |_, _, cpu, round| page(cpu, 512 * cpu + 64 * round),
+            |used, cx, cpu, at| {
+                if cpu == 0 {
                     used.vm.test_and_clear_young(cx, used.space(cpu), span(at.get(), 64 << 12), drop).expect("an area");
-                },
-            )?;
-            self.of_space(
-                machine,
-                &format!("accessed bits of 64 pages taken, and a fault in the same space, far apart, {on}"),
-                1,
-                |_, _, cpu, round| page(cpu, 512 * cpu + 64 * round),
-                |used, cx, cpu, at| {
-                    if cpu == 0 {
-                        used.vm
-                            .test_and_clear_young(cx, used.space(cpu), span(at.get(), 64 << 12), drop)
-                            .expect("an area");
-                    } else {
-                        used.vm.fault(cx, used.space(cpu), at, Access::Write).expect("memory");
-                    }
-                },
-            )?;
-            // Each CPU reclaims from its node and faults in its space.
-            for (name, away, back) in [
-                (format!("32 pages looked at for reclaim each, {on}"), 0, false),
-                (format!("32 pages written out each, {on}"), 1, false),
-                (format!("a page brought back each in two spaces, {on}"), u64::MAX, true),
-            ] {
-                if !self.wants(&name) {
-                    continue;
+                } else {
+                    used.vm.fault(cx, used.space(cpu), at, Access::Write).expect("memory");
                 }
-                let machine = machine()?;
+            },
+        )?;
+        // Each CPU reclaims from its node and faults in its space.
+        for (name, away, back) in [
+            ("32 pages looked at for reclaim each", 0, false),
+            ("32 pages written out each", 1, false),
+            ("a page brought back each in two spaces", u64::MAX, true),
+        ] {
+            for (nodes, name) in self.on_nodes(name) {
+                let machine = machine(nodes)?;
                 let (vm, spaces) = (machine.roots.vm, [(); 2].map(|()| self.shared(&machine)));
                 let node = |cpu: u64| NodeId::new(cpu as u32 % nodes);
                 let shrink = |cx: &mut Context, cpu, pages| {
@@ -593,57 +595,56 @@ impl Pairs<'_> {
             ("heap: a piece of each size taken and freed", false),
             ("heap: a piece of each size freed that the other CPU took", true),
         ] {
-            if !self.wants(name) {
-                continue;
+            for (nodes, name) in self.on_nodes(name) {
+                let machine = Machine::bare(self.ground, nodes)?;
+                let cx = self.ground.cpus.cx();
+                let heap: &'static Heap<'static, Plain> =
+                    keep(Heap::new(machine.roots.frames, &cx, CPUS).map_err(|error| anyhow!("{error}"))?);
+                machine.roots.heap.set(heap);
+                let sizes = || sizes_of_pieces().map(|size| Layout::from_size_align(size, 8).expect("small"));
+                let take = |cx: &mut Context| {
+                    sizes().map(|layout| heap.alloc(cx, layout).expect("memory")).collect::<Vec<_>>()
+                };
+                let prepare = |cx: &mut Context, cpu: u64, _| {
+                    if elsewhere {
+                        run_as(1 - cpu as u32);
+                        take(cx)
+                    } else {
+                        Vec::with_capacity(sizes_of_pieces().count())
+                    }
+                };
+                self.trace(&machine, &name, sizes_of_pieces().count() as u64, prepare, |cx, _, mut pieces| {
+                    if !elsewhere {
+                        pieces.extend(sizes().map(|layout| heap.alloc(cx, layout).expect("memory")));
+                    }
+                    for (piece, layout) in pieces.into_iter().zip(sizes()) {
+                        // SAFETY: taken with this layout, and freed once.
+                        unsafe { heap.free(cx, piece, layout) };
+                    }
+                })?;
             }
-            let machine = Machine::bare(self.ground, 1)?;
-            let cx = self.ground.cpus.cx();
-            let heap: &'static Heap<'static, Plain> =
-                keep(Heap::new(machine.roots.frames, &cx, CPUS).map_err(|error| anyhow!("{error}"))?);
-            machine.roots.heap.set(heap);
-            let sizes = || sizes_of_pieces().map(|size| Layout::from_size_align(size, 8).expect("small"));
-            let take =
-                |cx: &mut Context| sizes().map(|layout| heap.alloc(cx, layout).expect("memory")).collect::<Vec<_>>();
-            let prepare = |cx: &mut Context, cpu: u64, _| {
-                if elsewhere {
-                    run_as(1 - cpu as u32);
-                    take(cx)
-                } else {
-                    Vec::with_capacity(sizes_of_pieces().count())
-                }
-            };
-            self.trace(&machine, name, sizes_of_pieces().count() as u64, prepare, |cx, _, mut pieces| {
-                if !elsewhere {
-                    pieces.extend(sizes().map(|layout| heap.alloc(cx, layout).expect("memory")));
-                }
-                for (piece, layout) in pieces.into_iter().zip(sizes()) {
-                    // SAFETY: taken with this layout, and freed once.
-                    unsafe { heap.free(cx, piece, layout) };
-                }
-            })?;
         }
         Ok(())
     }
 
     fn areas(&self) -> Result<()> {
-        let name = "kva: an area of 16 KiB taken and freed each";
-        if !self.wants(name) {
-            return Ok(());
+        for (nodes, name) in self.on_nodes("kva: an area of 16 KiB taken and freed each") {
+            let machine = Machine::bare(self.ground, nodes)?;
+            let kva = machine.kva(&self.ground.cpus.cx())?;
+            self.trace(
+                &machine,
+                &name,
+                64,
+                |_, _, _| (),
+                |cx, _, ()| {
+                    for _ in 0..64 {
+                        let area = kva.alloc(cx, Request::new(16 << 10, "a pair")).expect("memory");
+                        assert!(kva.free(cx, area).is_ok());
+                    }
+                },
+            )?;
         }
-        let machine = Machine::bare(self.ground, 1)?;
-        let kva = machine.kva(&self.ground.cpus.cx())?;
-        self.trace(
-            &machine,
-            name,
-            64,
-            |_, _, _| (),
-            |cx, _, ()| {
-                for _ in 0..64 {
-                    let area = kva.alloc(cx, Request::new(16 << 10, "a pair")).expect("memory");
-                    assert!(kva.free(cx, area).is_ok());
-                }
-            },
-        )
+        Ok(())
     }
 
     fn pool(&self) -> Result<()> {
@@ -712,18 +713,10 @@ pub(crate) fn run(group: &str, only: &str) -> Result<()> {
         "blocks" => pairs.blocks(),
         "faults" => {
             let on = |nodes| Machine::bare(ground, nodes);
-            pairs.faults("a fault each in two spaces", || on(1), 2, 2, FAR, true)?;
-            pairs.faults("a fault each in one space, one area, tables far apart", || on(1), 1, 1, FAR, false)?;
-            pairs.faults("a fault each in one space, two areas, far apart", || on(1), 1, 2, FAR, true)?;
-            pairs.faults(
-                "a fault each in one space, two areas, two tables that adjoin",
-                || on(1),
-                1,
-                2,
-                1 << 30,
-                false,
-            )?;
-            pairs.faults("a fault each in one space, two areas, two nodes", || on(2), 1, 2, FAR, false)
+            pairs.faults("a fault each in two spaces", on, 2, 2, FAR, true)?;
+            pairs.faults("a fault each in one space, one area, tables far apart", on, 1, 1, FAR, false)?;
+            pairs.faults("a fault each in one space, two areas, far apart", on, 1, 2, FAR, true)?;
+            pairs.faults("a fault each in one space, two areas, two tables that adjoin", on, 1, 2, 1 << 30, false)
         }
         "space" => pairs.space(),
         "reclaim" => pairs.reclaim(),

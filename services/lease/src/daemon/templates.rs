@@ -150,3 +150,42 @@ impl Daemon {
         self.log("template", about);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::daemon::PoolConfig;
+    use crate::memory_file::Page;
+    use crate::stock::Shapes;
+    use rustix::io::Errno;
+
+    /// Whatever was wrong with a reading, its memory is not lent, and why is said.
+    #[test]
+    fn what_was_read_badly_is_not_lent() {
+        let page = Page::Transparent;
+        let [path, other] = ["good", "other"]
+            .map(|name| std::env::temp_dir().join(format!("hugemm-templates-{name}-{}", std::process::id())));
+        [&path, &other].iter().for_each(|path| std::fs::write(path, "snapshot").expect("written"));
+        let [version, of_other] = [&path, &other].map(|path| Version::of(path).expect("a file"));
+        let template = Template { name: "snap".to_owned(), path: path.clone() };
+        let config = PoolConfig::new(page, Shapes(Vec::new()), u64::MAX, 0);
+        let daemon = Daemon::new(PoolConfig { templates: vec![template], ..config });
+        daemon.look_at_templates();
+        let read = |version, digest: &str| {
+            let file = MemoryFile::new(page, page.bytes()).expect("a file");
+            daemon.template_ended(0, Ok((file, version, digest.to_owned())));
+        };
+        let refusal = || daemon.take_filled(0).expect_err("nothing good was read").message;
+        daemon.template_ended(0, Err(TemplateError::Unreadable { path: path.clone(), at: 4096, cause: Errno::IO }));
+        assert!(refusal().contains("cannot be read at byte 4096: "));
+        read(of_other, "first");
+        assert!(refusal().contains("was changed, or replaced, while it was read"));
+        read(version, "first");
+        assert!(daemon.take_filled(0).is_ok());
+        read(version, "second");
+        assert!(refusal().contains("has other bytes than when it was read first"));
+        read(version, "first");
+        assert!(daemon.take_filled(0).is_ok());
+        [path, other].iter().for_each(|path| std::fs::remove_file(path).expect("removed"));
+    }
+}

@@ -27,18 +27,9 @@ pub struct Machinery<'a, 'm, 'h: 'm> {
 /// What is done in a round, by each CPU.
 pub type Run = fn(&mut Ground<'_, '_, '_, '_>) -> Result<Spent>;
 
-/// How long something is done.
-#[derive(Clone, Copy)]
-pub enum Until {
-    /// So often.
-    Rounds(usize),
-    /// As often as there is time.
-    After(Duration),
-}
-
 impl Machinery<'_, '_, '_> {
     /// Operations per second of so many CPUs at once, round by round. One round before them touches what is new.
-    pub fn rates(&self, cpus: u32, until: Until, run: Run) -> Result<Samples> {
+    pub fn rates(&self, cpus: u32, time: Duration, run: Run) -> Result<Samples> {
         let last = AtomicBool::new(false);
         let each = together(self.host, cpus, |cx, gate| {
             let cpu = cx.pinned(|pin| pin.cpu().get());
@@ -48,11 +39,7 @@ impl Machinery<'_, '_, '_> {
             while !last.load(Ordering::Relaxed) {
                 rounds.push(run(&mut on)?);
                 if cpu == 0 {
-                    let enough = match until {
-                        Until::Rounds(count) => rounds.len() > count,
-                        Until::After(time) => start.elapsed() >= time,
-                    };
-                    last.store(enough, Ordering::Relaxed);
+                    last.store(start.elapsed() >= time, Ordering::Relaxed);
                 }
                 // The first has said whether this was the last round.
                 on.gate.pass();
