@@ -69,12 +69,13 @@ test-examples:
 	else echo "skipped: the ring-0 example, and the one with two CPUs"; fi
 
 # The optimiser's output is what ships: the dispatch is judged by disassembly, the fence stress runs at full speed, and
-# the heap believes its frees.
+# the heap believes its frees, or with the feature hardened nearly.
 test-release:
 	$(CARGO) test --release --locked -p hugemm-clear --test codegen
 	$(CARGO) test --release --locked -p hugemm-clear --test rules fences
 	$(CARGO) test --release --locked -p hugemm-frames --test codegen
 	$(CARGO) test --release --locked -p hugemm-heap --test rules less
+	$(CARGO) test --release --locked -p hugemm-heap --features hardened --test rules hardened
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
 test-loom:

@@ -8,7 +8,7 @@ mod pair;
 mod stayed;
 
 use crate::class::{HALF, SHAPES, Source};
-use crate::misuse::{self, CHECKED, Misuse};
+use crate::misuse::{self, CHECKED, MARKED, Misuse};
 use crate::per_cpu::{Found, LOOKS, OwnCpu, PerCpu, Trimming};
 use crate::slab::Slab;
 use core::alloc::Layout;
@@ -67,13 +67,11 @@ pub struct HeapStats {
     pub pages: u64,
     /// Allocations that failed.
     pub failed: u64,
-    /// Frees that were refused. Release builds know one kind: [`Misuse::OtherPlatform`].
+    /// Frees that were refused. Release builds know one kind, [`Misuse::OtherPlatform`], and with the feature `hardened` a second one:
+    /// [`Misuse::FreedTwice`], of up to 6 KiB.
     pub misused: u64,
     /// What was wrong with the last of those.
     pub last_misuse: Option<Misuse>,
-    /// With the feature `hardened`: slabs of which a piece was freed twice, or written to after it was freed. Their pieces that were free
-    /// are not handed out any more, and their frames do not go back.
-    pub spoilt: u64,
 }
 
 /// A heap on the frames of a manager. See the [crate's documentation](crate).
@@ -243,7 +241,7 @@ impl<'m, E: Env> Heap<'m, E> {
     /// Gives memory back: on its CPU without atomics; from another CPU one compare-and-swap, or two.
     ///
     /// A context of another platform frees nothing, for that platform's map has none of it. Debug builds also look whether the memory was
-    /// allocated. What is refused is left alone and counted: [`HeapStats::last_misuse`].
+    /// allocated, and builds with the feature `hardened` whether a piece of a slab is free already. What is refused is left alone and counted: [`HeapStats::last_misuse`].
     ///
     /// # Safety
     ///
@@ -419,7 +417,6 @@ impl<'m, E: Env> Heap<'m, E> {
             misused: self.misused.get(),
             // Relaxed: a statistic.
             last_misuse: Misuse::from_number(self.last_misuse.load(Ordering::Relaxed)),
-            spoilt: self.cpus.iter().fold(0, |sum, cpu| sum + cpu.spoilt()),
         }
     }
 
@@ -574,10 +571,15 @@ impl<'m, E: Env> Heap<'m, E> {
         Pfn::new(address.wrapping_sub(self.offset) as u64 >> PAGE_SHIFT)
     }
 
-    /// Debug builds: why the piece at an offset of the slab at `start` may not be freed, if it may not.
+    /// Why the piece at an offset of the slab at `start` may not be freed, if it may not and somebody looks: debug builds, and for
+    /// pieces that are free already those with the feature `hardened`.
     #[inline]
-    fn misuse_of(&self, class: u8, place: (usize, u32)) -> Option<Misuse> {
-        if CHECKED { self.check_piece(class, place).err() } else { None }
+    fn misuse_of(&self, class: u8, (start, offset): (usize, u32)) -> Option<Misuse> {
+        if CHECKED {
+            return self.check_piece(class, (start, offset)).err();
+        }
+        // SAFETY: a piece of a slab that the caller has, or has freed before.
+        (MARKED && unsafe { Slab::at(start).is_marked(offset) }).then_some(Misuse::FreedTwice)
     }
 
     fn check_piece(&self, class: u8, (start, offset): (usize, u32)) -> Result<(), Misuse> {

@@ -7,7 +7,6 @@
 //! caller gives back when its pin has ended.
 
 use crate::class::{CLASSES, SHAPES};
-use crate::misuse::HARDENED;
 use crate::remote::Woken;
 use crate::slab::{Header, OwnSlab, Pieces, Place, Slab};
 use core::cell::{Cell, UnsafeCell};
@@ -81,8 +80,6 @@ struct Own {
     looked: Cell<u8>,
     /// Pages taken from the manager less those given back.
     pages: CpuCounter,
-    /// Slabs whose free pieces are not what they should be.
-    spoilt: CpuCounter,
 }
 
 // SAFETY: the lists are reached through `OwnCpu`, which is made under the CPU's pin; the rest is atomics.
@@ -91,8 +88,7 @@ unsafe impl Sync for PerCpu {}
 impl PerCpu {
     pub(crate) fn new() -> Self {
         let lists = UnsafeCell::new([const { List::EMPTY }; CLASSES]);
-        let (pages, spoilt) = (CpuCounter::default(), CpuCounter::default());
-        let own = Own { lists, awake: Cell::new(0), looked: Cell::new(0), pages, spoilt };
+        let own = Own { lists, awake: Cell::new(0), looked: Cell::new(0), pages: CpuCounter::default() };
         PerCpu { woken: Woken::new(AtomicU64::new(0)), own }
     }
 
@@ -100,11 +96,6 @@ impl PerCpu {
     /// all CPUs means something.
     pub(crate) fn pages(&self) -> u64 {
         self.own.pages.get()
-    }
-
-    /// Slabs of this CPU whose free pieces were [spoilt](crate::slab::Pieces::are_spoilt).
-    pub(crate) fn spoilt(&self) -> u64 {
-        self.own.spoilt.get()
     }
 
     /// The owner's view.
@@ -264,21 +255,8 @@ impl OwnCpu<'_> {
         slab.is_empty() && !self.keeps(slab) && self.take_out(slab).is_some()
     }
 
-    /// Counts a slab whose pieces are spoilt, once.
-    fn note(self, slab: OwnSlab) {
-        if HARDENED && slab.pieces().are_spoilt() && !slab.spoilt() {
-            slab.set_spoilt(true);
-            self.0.own.spoilt.add(1);
-        }
-    }
-
-    /// Takes an empty slab off its list, unless another CPU is about to touch it, or it only seems empty.
+    /// Takes an empty slab off its list, unless another CPU is about to touch it.
     fn take_out(self, slab: OwnSlab) -> Option<Emptied> {
-        if HARDENED && !slab.is_whole() {
-            slab.spoil();
-            self.note(slab);
-            return None;
-        }
         slab.disarm().then(|| {
             self.unlink(slab);
             Emptied { start: slab.slab().address(), class: slab.class() }
@@ -292,12 +270,11 @@ impl OwnCpu<'_> {
                 return Found::Piece(piece);
             }
             // What cannot be put aside has just been given pieces.
-            if let Some(slab) = self.take_current(class) {
-                self.note(slab);
-                if slab.replenish() || !slab.put_aside() {
-                    self.set_current(slab);
-                    continue;
-                }
+            if let Some(slab) = self.take_current(class)
+                && (slab.replenish() || !slab.put_aside())
+            {
+                self.set_current(slab);
+                continue;
             }
             // Before one of those on the list is used, for others may have emptied some of them.
             if let Some(empty) = self.serve(looks) {

@@ -60,12 +60,6 @@ impl<W: AtomicWord> Remote<W> {
         self.0.transition(Ordering::Relaxed, Ordering::Relaxed, |word| (word == ASLEEP).then_some(0)).is_ok()
     }
 
-    /// The owner's: offset of the first piece, 0 for none.
-    pub(crate) fn first(&self) -> u32 {
-        // Acquire as in `take`.
-        self.0.load(Ordering::Acquire) as u32
-    }
-
     /// The owner's: how many pieces there are.
     pub(crate) fn count(&self) -> u32 {
         // Acquire pairs with the Release in `push`: who finds all pieces here may give their memory to others.

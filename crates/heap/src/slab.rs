@@ -4,12 +4,11 @@
 //! under its pin; the other line is what all CPUs use. Headers lie at multiples of 4096, so those of all sizes share a few sets of a
 //! cache: while allocations come from a slab its [`Pieces`] are with its owner's lists, and its header is left alone.
 //!
-//! A free piece holds the offset of the next one in its second four bytes, and in its first, which whoever has it writes first of all,
-//! a mark where somebody looks for it: when it is freed in debug builds, and when it is taken with the feature `hardened`. Pieces that
-//! were never used are not linked: the slab's memory is touched as it is needed.
+//! A free piece holds the offset of the next one in its first four bytes. Pieces that were never used are not linked: the
+//! slab's memory is touched as it is needed.
 
 use crate::class::{SHAPES, Shape};
-use crate::misuse::{CHECKED, HARDENED, check_offset};
+use crate::misuse::{CHECKED, MARKED};
 use crate::remote::Remote;
 use core::ptr::{NonNull, null_mut};
 use hugemm_base::PAGE_BYTES;
@@ -17,9 +16,6 @@ use hugemm_base::sync::{AtomicU64, Ordering};
 
 /// How many unused pieces are linked at once.
 const FRESH: u32 = 16;
-
-/// More than there are pieces, by far.
-const SPOILT: u32 = 1 << 30;
 
 /// Where a slab is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,30 +60,13 @@ impl Pieces {
         // SAFETY: a free piece of the slab, which holds its link, written by `link`.
         unsafe {
             let piece = Slab(NonNull::new_unchecked(slab)).piece(self.free);
-            let words = piece.cast::<u32>();
-            if HARDENED && words.read() != mark(self.free) {
-                self.spoil();
-                return None;
-            }
-            self.free = words.add(1).read();
-            if CHECKED {
-                words.write(0);
+            self.free = piece.cast::<u32>().read();
+            if MARKED {
+                piece.cast::<u32>().add(1).write(0);
             }
             self.used = self.used.wrapping_add(1);
             Some(piece)
         }
-    }
-
-    /// A free piece bears no mark: it was freed twice and taken once, or written to after it was freed, and its link leads nowhere. All
-    /// that are free stay where they are, and the slab is never found empty.
-    #[cold]
-    fn spoil(&mut self) {
-        (self.free, self.used) = (0, self.used | SPOILT);
-    }
-
-    /// Whether that has happened.
-    pub(crate) fn are_spoilt(&self) -> bool {
-        self.used > SPOILT / 2
     }
 
     /// Gives a piece back; whether the slab had no free one, or none is used any more.
@@ -118,8 +97,6 @@ struct Own {
     armed: bool,
     /// Whether its class counts it as the empty one that is kept.
     kept: bool,
-    /// Whether it was counted that its pieces are spoilt.
-    spoilt: bool,
     next: *mut Header,
     prev: *mut Header,
 }
@@ -169,7 +146,6 @@ impl Slab {
                 place: Place::Current,
                 armed: false,
                 kept: false,
-                spoilt: false,
                 next: null_mut(),
                 prev: null_mut(),
             });
@@ -255,7 +231,7 @@ impl Slab {
         self.shared().pairs.load(Ordering::Relaxed) & pair(offset) != 0
     }
 
-    /// Links a free piece: `next` is the offset of what follows it. Where somebody looks for it, it is marked as free.
+    /// Links a free piece: `next` is the offset of what follows it. It is [`MARKED`] as free.
     ///
     /// # Safety
     ///
@@ -265,15 +241,14 @@ impl Slab {
         // SAFETY: pieces have 8 bytes at least, at a multiple of 8.
         unsafe {
             let words = self.piece(offset).cast::<u32>();
-            words.add(1).write(next);
-            if CHECKED || HARDENED {
-                words.write(mark(offset));
+            words.write(next);
+            if MARKED {
+                words.add(1).write(mark(offset));
             }
         }
     }
 
-    /// Whether a piece seems to be free already: it bears the mark. Debug builds. Memory that happens to hold it is mistaken for
-    /// free, once in 2^32.
+    /// Whether a piece seems to be free already: it bears the mark. Memory that happens to hold it is mistaken for free, once in 2^32.
     ///
     /// # Safety
     ///
@@ -281,7 +256,7 @@ impl Slab {
     pub(crate) unsafe fn is_marked(self, offset: u32) -> bool {
         // In memory that was never written a volatile read finds what happens to be there; for Miri there is nothing.
         // SAFETY: as in `link`.
-        !cfg!(miri) && unsafe { self.piece(offset).cast::<u32>().read_volatile() == mark(offset) }
+        !cfg!(miri) && unsafe { self.piece(offset).cast::<u32>().add(1).read_volatile() == mark(offset) }
     }
 }
 
@@ -290,9 +265,8 @@ const fn pair(offset: u32) -> u64 {
     1 << ((offset as u64 + PAGE_BYTES / 2) / PAGE_BYTES)
 }
 
-/// What says that the piece at an offset is free.
+/// What says that the piece at an offset is free. In debug builds a copy of what was free says nothing.
 const fn mark(offset: u32) -> u32 {
-    // Who looks at what is in use may find a copy of what was free.
     0xf4ee_b10c_u32.wrapping_add(if CHECKED { offset } else { 0 })
 }
 
@@ -341,7 +315,6 @@ impl OwnSlab {
         place, set_place: Place;
         armed, set_armed: bool;
         kept, set_kept: bool;
-        spoilt, set_spoilt: bool;
         next, set_next: *mut Header;
         prev, set_prev: *mut Header;
     }
@@ -411,31 +384,6 @@ impl OwnSlab {
     /// Whether every piece is free, those included that others have freed. Allocations do not come from it.
     pub(crate) fn is_empty(self) -> bool {
         self.pieces().used == self.0.remote().count()
-    }
-
-    /// Whether the pieces of one that seems empty are all free: each that was ever linked is found once. One that was freed twice is
-    /// linked to what comes before it, so that there is no end. Allocations do not come from it.
-    pub(crate) fn is_whole(self) -> bool {
-        let shape = self.shape();
-        let mut left = (self.fresh() - shape.first) / shape.piece;
-        for mut at in [self.pieces().free, self.0.remote().first()] {
-            while at != 0 {
-                // SAFETY: there is a piece, which is free.
-                if left == 0 || check_offset(self.class(), at).is_err() || unsafe { !self.0.is_marked(at) } {
-                    return false;
-                }
-                // SAFETY: it is linked.
-                (left, at) = (left - 1, unsafe { self.0.piece(at).cast::<u32>().add(1).read() });
-            }
-        }
-        left == 0
-    }
-
-    /// All that are free stay where they are.
-    pub(crate) fn spoil(self) {
-        let mut pieces = self.pieces();
-        pieces.spoil();
-        self.set_pieces(pieces);
     }
 
     /// Puts a slab without free pieces aside until one is freed; not if others have freed some.

@@ -2,7 +2,7 @@
 
 mod bounds;
 mod errors;
-#[cfg(all(feature = "hardened", not(any(debug_assertions, feature = "debug")), not(miri)))]
+#[cfg(all(feature = "hardened", not(miri)))]
 mod hardened;
 mod less;
 mod mapping;
