@@ -85,7 +85,8 @@ impl Group {
     }
 }
 
-/// Frames that a pool may take pages from, on one node, with one contiguous descriptor array: an arena of the allocator.
+/// Frames that a pool may take pages from, on one node, with one contiguous descriptor array: an arena of the allocator, or a part of one.
+/// Where the allocator hands out other memory of that node first, a pool takes what is free in its areas page by page.
 #[derive(Clone, Copy, Debug)]
 pub struct PoolArena {
     extent: Extent,

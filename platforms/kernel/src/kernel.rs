@@ -11,7 +11,7 @@
 //! | `memory.rs` | frames and descriptors come up |
 //! | `heap.rs` | the program's global allocator |
 //! | `vmemmap.rs` | the descriptor area, as huge page pools give parts of it back |
-//! | `kva.rs` | areas of `hugemm-kva` on this machine: other CPUs' stacks |
+//! | `kva.rs` | areas of `hugemm-kva` on this machine: other CPUs' data and stacks |
 //! | `stack.rs` | where stacks are, and what of them was used |
 //! | `vm.rs` | address spaces of `hugemm-vm` on this machine |
 //! | `page_fault.rs` | who serves a CPU's page faults; accesses that may fail |
@@ -34,7 +34,7 @@
 //! | `entry` | the way from the loader to [`boot_main`] and from a started CPU to `smp::ap_main`; `continue_on` other tables and another stack |
 //! | `firmware` | `look`: what the loader and the firmware say |
 //! | `interrupts` | on, off, waiting |
-//! | `percpu` | the calling CPU's number |
+//! | `percpu` | the calling CPU's number; `Own`: what the hardware needs of each CPU |
 //! | `traps` | `load`: what happens at an exception or an interrupt; `Frame`: where it was |
 //! | `controller` | interrupts to other CPUs, among them one that cannot be kept off; starting CPUs; the timer |
 //! | `counter` | time |
@@ -111,7 +111,7 @@ static MACHINE: Once<Machine> = Once::new();
 /// First Rust code: on the boot stack and the boot page tables. `info` is what the loader left in a register.
 extern "C" fn boot_main(info: u64) -> ! {
     serial::init();
-    percpu::init(0, || traps::load(0));
+    percpu::init(0, traps::load);
     let mut machine = firmware::look(info);
     machine.free.remove(layout::image()).unwrap_or_else(|error| panic!("{error}"));
     tables::build(&mut machine);

@@ -248,6 +248,24 @@ mod tests {
         assert_eq!(inode(&own_file), inode_of_leased);
     }
 
+    /// One that somebody duplicates between the look and the exchange: the program has its own file back.
+    #[test]
+    fn a_file_that_is_duplicated_meanwhile_is_left_alone() {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let ((leased, _), own_file) = (leased(), own());
+        let (fd, before) = (own_file.as_raw_fd(), inode(&own_file));
+        // SAFETY: the same number, which stays this test's.
+        let put = |file: BorrowedFd<'_>| match unsafe { libc::dup3(file.as_raw_fd(), fd, libc::O_CLOEXEC) } {
+            at if at == fd => Ok(()),
+            _ => Err(last_error()),
+        };
+        let found = OwnFile::look("self", fd as u32, PAGE).expect("it can be looked at").expect("a fresh file");
+        let alone = found.alone(copy_of(fd).expect("open"), put).expect("nobody else has it");
+        let copy = own_file.try_clone().expect("a descriptor");
+        assert_eq!(alone.replace(leased.as_fd(), put), Err(NotReplaced::Shared));
+        assert_eq!((inode(&own_file), inode(&copy)), (before, before));
+    }
+
     /// What is no descriptor, and what is not open.
     #[test]
     fn a_number_that_is_no_socket_is_passed_over() {

@@ -199,6 +199,25 @@ fn kept_memory_without_a_secret_can_be_forgotten() {
     });
 }
 
+/// Kept memory counts until it is forgotten, also while nobody has it.
+#[test]
+fn kept_memory_counts_while_nobody_has_it() {
+    with_daemon("kept", |socket| {
+        let user = NAMED[0];
+        let keep = |secret| KeepAs { name: "cache".to_owned(), secret };
+        let wish = Wish { keep: Some(keep(None)), ..Wish::of(PAGE) };
+        let kept = as_user(user, || Connection::open(socket)?.lease(wish)).expect("leased");
+        let secret = kept.about.secret.clone();
+        end([kept]);
+        is_refused(lease(socket, user, 2 * PAGE), "has 2097152 leased already");
+        end([lease(socket, user, PAGE).expect("as much as is left")]);
+        let forget = Request::Forget(Forget { keep: keep(secret), uid: None });
+        as_user(user, || Connection::open(socket)?.ask(&forget)).expect("its own");
+        wait_for("it is back", || status(socket).left.is_empty());
+        end([0, 1].map(|_| lease(socket, user, PAGE).expect("all of it")));
+    });
+}
+
 /// The path of a lease is for its owner, and others' leases are not even named.
 #[test]
 fn nobody_sees_what_is_anothers() {
@@ -331,6 +350,38 @@ fn one_of_many_starters_has_the_socket() {
         assert_eq!(started, 1);
         let _ = std::fs::remove_file(&socket);
     }
+}
+
+/// A daemon that is stopped has its place, however many wait for it to answer: whoever starts another one is told so. Nor does anybody wait
+/// for ever for a directory that somebody keeps locked.
+#[test]
+fn a_starter_does_not_wait_for_a_stopped_daemon() {
+    let directory = std::env::temp_dir().join(format!("hugemm-stopped-{}", std::process::id()));
+    std::fs::create_dir(&directory).expect("a directory");
+    let socket = directory.join("socket");
+    let refusal = || {
+        let (tell, told) = std::sync::mpsc::channel();
+        let socket = socket.clone();
+        std::thread::spawn(move || tell.send(Listener::bind(&socket, false).map(drop).map_err(|error| error.kind())));
+        told.recv_timeout(std::time::Duration::from_secs(60)).expect("it does not wait for ever").expect_err("refused")
+    };
+    let stopped = Listener::bind(&socket, false).expect("a socket");
+    let mut waiting = Vec::new();
+    let full = loop {
+        let fd =
+            socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::NONBLOCK, None).expect("a socket");
+        match rustix::net::connect(&fd, &SocketAddrUnix::new(&socket).expect("a name")) {
+            Ok(()) => waiting.push(fd),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!((full, refusal()), (rustix::io::Errno::AGAIN, ErrorKind::AddrInUse), "{} wait", waiting.len());
+    let locked = std::fs::File::open(&directory).expect("a directory");
+    locked.lock().expect("nobody has it locked");
+    assert_eq!(refusal(), ErrorKind::TimedOut);
+    drop(locked);
+    drop(stopped);
+    std::fs::remove_dir(&directory).expect("empty");
 }
 
 /// More is to be said than a packet holds.

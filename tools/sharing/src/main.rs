@@ -2,7 +2,8 @@
 //!
 //! | file | the rule it owns |
 //! |---|---|
-//! | `pairs.rs` | which operations are traced, as which CPUs |
+//! | `pairs.rs` | how a pair is traced, as which CPUs |
+//! | `pairs/memory.rs`, `pairs/spaces.rs`, `pairs/reclaim.rs` | which operations |
 //! | `machine.rs` | what they are traced on |
 //! | `trace.rs` | which words an operation touches |
 //! | `names.rs` | what a word is called |

@@ -18,28 +18,6 @@ fn free_all(frames: &Frames<'_>, threads: &Threads, held: Vec<Frozen>) {
     held.into_iter().for_each(|block| frames.free(&threads.cx(), block));
 }
 
-/// Every block that fits below the limit, whatever that is aligned to, and none above it.
-#[test]
-fn all_that_lies_below_can_be_had_and_nothing_else() {
-    with_one_arena(700, 4000, 1, |frames, threads| {
-        let cx = threads.cx();
-        let limits = [1600, 0, 700, 701, 1024, 1535, 1536, 3000, 4700, 1 << 40];
-        for limit in limits.into_iter().take(if cfg!(miri) { 1 } else { 10 }) {
-            for log in [0, 1, 3, 4, 8, 9, 10] {
-                for kind in [request(log), request(log).movable(), request(log).prefer_zeroed()] {
-                    let held = all_below(frames, threads, limit, kind);
-                    let firsts = (700_u64.next_multiple_of(1 << log)..).step_by(1 << log);
-                    let fit = firsts.take_while(|first| first + (1 << log) <= limit.min(4700)).count();
-                    assert_eq!(held.len(), fit, "{kind:?} below {limit}");
-                    free_all(frames, threads, held);
-                    frames.drain(&cx);
-                }
-            }
-        }
-        assert_eq!(frames.stats(&cx).free, 4000);
-    });
-}
-
 /// What this CPU has cached is found at once, what others have when they have given it back.
 #[test]
 fn what_is_cached_comes_back_for_it() {

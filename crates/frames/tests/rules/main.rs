@@ -1,7 +1,7 @@
 //! One test per rule that random operations do not single out, by subject; and random operations beside a model.
 
-mod accounting;
 mod added;
+mod asked;
 mod below;
 mod carve;
 mod claims;
@@ -17,6 +17,7 @@ mod engine;
 mod errors;
 mod exact;
 mod extremes;
+mod gathered;
 // Miri has no part of a mapping given back.
 #[cfg(not(miri))]
 mod gone;

@@ -18,40 +18,7 @@ fn all_but(frames: &Manager<'_>, cx: &CpuCx<'_, super::support::Threads>, bad: P
     count
 }
 
-/// Freed as a block of any order, on whichever path that takes.
-#[test]
-fn a_poisoned_frame_leaves_with_any_block() {
-    for log in (0..=10).filter(|log| !cfg!(miri) || [0, 3, 9].contains(log)) {
-        for at in [0, 1, (1 << log) - 1_u64] {
-            with_one_arena(0, 4096, 1, |frames, threads| {
-                let cx = threads.cx();
-                let block = frames.alloc(&cx, request(log)).expect("memory");
-                let bad = Pfn::new(block.pfn().get() + at % (1 << log));
-                assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
-                // The request that this posted is served, so the cache is as open as it will ever be.
-                frames.serve(&cx);
-                frames.free(&cx, block);
-                assert_eq!(all_but(frames, &cx, bad), 4095, "order {log}, page {at}");
-                assert_eq!(frames.stats(&cx).refused, 1);
-            });
-        }
-    }
-}
-
-/// A cache that has the frame gives it up before it hands it out.
-#[test]
-fn a_poisoned_frame_leaves_a_cache() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let cx = threads.cx();
-        let block = frames.alloc(&cx, request(0)).expect("memory");
-        let bad = block.pfn();
-        frames.free(&cx, block);
-        assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse, "as far as can be told: it is cached");
-        assert_eq!(all_but(frames, &cx, bad), 4095);
-    });
-}
-
-/// The same of 2 MiB blocks, which go back by word: wherever in its word the poisoned one is.
+/// A cache that has a poisoned block of 2 MiB, which go back by word, gives it up before it hands it out: wherever in its word it is.
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn a_poisoned_block_leaves_its_word() {
@@ -190,26 +157,6 @@ fn a_poisoned_page_leaves_with_its_last_reference() {
             Err(AllocContigError::InUse(_))
         ));
     });
-}
-
-/// A range says that a page is poisoned, and does not hand it over, in whichever word it lies and wherever the range begins.
-#[test]
-fn a_range_keeps_a_poisoned_page_back() {
-    for from in [0, 5, 32] {
-        with_one_arena(0, 1024, 1, |frames, threads| {
-            let mut cx = threads.cx();
-            let whole = counted_pages(frames, frames.alloc(&cx, request(9)).expect("memory"));
-            let bad = Pfn::new(whole.base().get() + 70);
-            assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
-            let report = frames.put_range(&mut cx, pages(whole.slice(from, 512)), |cx, run| {
-                assert!(!run.extent().contains(bad), "from {from}");
-                frames.free_extent(cx, run);
-            });
-            assert_eq!((report.freed, report.refused, report.runs), (511 - from, 1, 2), "from {from}");
-            frames.free_range(&mut cx, pages(whole.slice(0, from)));
-            assert_eq!(frames.stats(&cx).available(), 1023);
-        });
-    }
 }
 
 /// A folio that is freed says how many of its frames stay out, wherever it lies.

@@ -35,31 +35,6 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
     });
 }
 
-/// As many 2 MiB as fill words, but from inside a word on: no more than those become free.
-#[test]
-#[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
-fn whole_words_that_begin_inside_one_are_freed_alone() {
-    with_one_arena(GIB, GIB, 1, |frames, threads| {
-        let cx = threads.cx();
-        for (first, blocks) in [(0, 64), (40, 64), (1, 128), (40, 448), (64, 448), (63, 384)] {
-            let whole = frames.alloc(&cx, request(18)).expect("all of it is free").into_dirty();
-            let (before, rest) = whole.split_at(first << 9);
-            let (freed, after) = rest.split_at(blocks << 9);
-            let extent = freed.extent();
-            assert_eq!(frames.free_extent(&cx, freed), blocks << 9);
-            let taken: Vec<_> = core::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
-            assert!(taken.iter().all(|block| extent.covers(block.extent())), "{first} {blocks}");
-            let heads = taken.iter().map(|block| frames.head_of(block.pfn()));
-            assert!(heads.eq(taken.iter().map(|block| Some((block.pfn(), order(9))))), "each is a block by itself");
-            assert_eq!(taken.len() as u64, blocks, "from {first}");
-            taken.into_iter().for_each(|block| frames.free(&cx, block));
-            frames.free_extent(&cx, before);
-            frames.free_extent(&cx, after);
-            frames.drain(&cx);
-        }
-    });
-}
-
 /// Folios by the GiB: one at a time is freed, and others get their turn.
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]

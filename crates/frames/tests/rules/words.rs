@@ -1,11 +1,10 @@
 //! Pages that a CPU gives back stay in its table of words first: counted, found by everyone who needs them, in the node in the end.
 
-use super::support::{Threads, arena, extent, with_arenas, with_one_arena};
+use super::support::{Threads, extent, with_one_arena};
 use super::{order, request};
-use hugemm_base::{CpuCx, CpuId, NodeId, Pfn, Zeroed};
-use hugemm_frames::{AllocError, Env, Frames, Frozen, HwPoisoned, NoMigration};
+use hugemm_base::{CpuCx, CpuId, Pfn, Zeroed};
+use hugemm_frames::{AllocError, Env, Frames, Frozen, NoMigration};
 use hugemm_threads::{Random, run_as};
-use std::collections::BTreeSet;
 
 fn shuffled<T>(mut blocks: Vec<T>) -> Vec<T> {
     let mut random = Random(1);
@@ -99,24 +98,6 @@ fn a_cpu_keeps_a_sixteenth_of_its_share_by_word_at_most() {
             let cached = if looked_at { frames.stats(&cx).cached } else { 0 };
             assert!(cached <= 4096 + 512, "{cached}");
         }
-    });
-}
-
-/// What was freed as larger blocks is single pages then, each a block by itself.
-#[test]
-fn blocks_that_go_back_by_word_become_pages() {
-    let (all, count, freed, pages) = if cfg!(miri) { (1 << 11, 64, 50, 300) } else { (1 << 14, 512, 400, 3000) };
-    with_one_arena(0, all, 1, |frames, threads| {
-        let cx = threads.cx();
-        let mut blocks = take(frames, &cx, 3, count);
-        let kept = blocks.split_off(freed);
-        free(frames, &cx, blocks);
-        for page in take(frames, &cx, 0, pages) {
-            assert_eq!(frames.head_of(page.pfn()), Some((page.pfn(), order(0))));
-            frames.free(&cx, page);
-        }
-        free(frames, &cx, kept);
-        assert_eq!(all_free(frames, &cx, 1), all);
     });
 }
 
@@ -233,55 +214,6 @@ fn claims_find_what_a_cpu_has_by_word() {
         frames.free_extent(&cx, taken);
         free(frames, &cx, rest);
         assert_eq!(all_free(frames, &cx, 2), 1 << 14);
-    });
-}
-
-/// A frame is poisoned while it is in a table: it is never handed out again, and all around it is.
-#[test]
-#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
-fn poison_finds_what_a_cpu_has_by_word() {
-    for log in [0, 3] {
-        with_one_arena(0, 1 << 14, 1, |frames, threads| {
-            let cx = threads.cx();
-            let mut blocks = take(frames, &cx, log, 2048 >> log);
-            let kept = blocks.split_off(512 >> log);
-            // In the middle of its block, if there is one.
-            let bad: BTreeSet<Pfn> =
-                blocks.iter().take(20).map(|block| Pfn::new(block.pfn().get() + (1 << log) / 2)).collect();
-            free(frames, &cx, blocks);
-            for pfn in &bad {
-                assert_eq!(frames.hwpoison(&cx, *pfn), HwPoisoned::InUse, "as far as can be told: it is cached");
-            }
-            free(frames, &cx, kept);
-            let all = take(frames, &cx, 0, usize::MAX);
-            assert_eq!(all.len(), (1 << 14) - bad.len());
-            assert!(all.iter().all(|block| !bad.contains(&block.pfn())));
-            assert_eq!(frames.stats(&cx).refused, bad.len() as u64);
-            free(frames, &cx, all);
-            assert_eq!(all_free(frames, &cx, 1), (1 << 14) - bad.len() as u64);
-        });
-    }
-}
-
-/// Two arenas meet inside a word: each gets its own pages.
-#[test]
-#[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
-fn arenas_that_meet_inside_a_word_get_their_own_pages() {
-    with_arenas(&[arena(0, 1000, 0), arena(1000, (1 << 14) - 1000, 0)], 1, &[NodeId::new(0)], |frames, threads| {
-        let cx = threads.cx();
-        for log in [0, 2] {
-            let blocks = take(frames, &cx, log, usize::MAX);
-            assert_eq!(blocks.len(), (1 << 14) >> log);
-            // So few that the word is in the table until it is full.
-            let (near, rest): (Vec<_>, Vec<_>) =
-                blocks.into_iter().partition(|block| extent(900, 200).contains(block.pfn()));
-            free(frames, &cx, near);
-            free(frames, &cx, rest);
-            assert_eq!(all_free(frames, &cx, 1), 1 << 14);
-            let stats = frames.stats(&cx);
-            // 512 + 256 + 128 + 64 + 32 + 8 and 8 + 16 + 512, and 2 MiB from there on.
-            assert_eq!(stats.blocks[..9], [0, 0, 0, 2, 1, 1, 1, 1, 1]);
-        }
     });
 }
 

@@ -1,595 +1,772 @@
-//! Interprets bytes as operations on a manager and compares every answer with a simple model: one array with the state
-//! of each frame. Shared by the property tests, the corpus replay and the fuzz target.
+//! Random operations on a manager, and each answer beside a model that has a byte for each frame: no frame has two owners, none is lost, none
+//! is believed zero that is not. The property test, the corpus and the fuzz target decide by bytes on few frames; `scale` by random numbers
+//! on gibibytes, by whole arrays of blocks.
 
-use super::{Memory, Threads, arena, extent, folio, pages, release};
+use super::{Memory, Threads, arena, extent, folio, release, run_as};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn, Zeroed, with};
 use hugemm_frames::{
-    AllocContigError, AllocError, AllocRequest, FolioRef, Frames, FramesConfig, Frozen, HwPoisoned, Mobility,
-    Placement, Plain, Put, RangeReport, RefError,
+    AllocContigError, AllocError, AllocRequest, FolioRef, FolioRun, Frames, FramesConfig, Frozen, HwPoisoned, Mobility,
+    ORDERS, Placement, Plain, Put, RangeReport, RefError,
 };
+use hugemm_threads::Random;
 use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::iter::from_fn;
+use std::mem::take;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum State {
-    Reserved,
-    Free,
-    /// In use without a count.
-    Frozen,
-    /// A counted order-0 page or the head of a counted folio.
-    Counted(u64),
-    /// Any other frame of a counted folio.
-    Tail,
-    /// Out for good.
-    Refused,
+/// What decides.
+pub enum Choices<'a> {
+    /// Bytes; zeroes when they have run out.
+    Bytes(std::slice::Iter<'a, u8>),
+    Random(Random),
+}
+
+impl Choices<'_> {
+    fn below(&mut self, limit: u64) -> u64 {
+        match self {
+            Choices::Bytes(bytes) => {
+                let mut next = || u64::from(bytes.next().copied().unwrap_or(0));
+                (next() << 8 | next()) % limit.max(1)
+            }
+            Choices::Random(random) => random.below(limit.max(1)),
+        }
+    }
+
+    fn are_over(&self) -> bool {
+        matches!(self, Choices::Bytes(bytes) if bytes.len() == 0)
+    }
+}
+
+/// Base, frames and node of each arena, and extents of them that are in nobody's hands.
+type Shape<'a> = (&'a [(u64, u64, u32)], &'a [(u64, u64)]);
+
+const SHAPES: [Shape<'_>; 5] = [
+    (&[(0, 2048, 0)], &[]),
+    // Odd ends, a hole of reserved frames in the middle.
+    (&[(515, 3000, 0)], &[(515, 2), (2017, 83), (3500, 15)]),
+    // Two adjoining arenas and one far away, on two nodes; the border inside a 2 MiB block.
+    (&[(1024, 700, 0), (1724, 836, 0), (3072, 1024, 1)], &[]),
+    // Across a 1 GiB border.
+    (&[((1 << 18) - 1024, 3072, 0)], &[]),
+    (&[(0, 1024, 0), (1536, 512, 1), (2048, 2048, 2)], &[]),
+];
+
+/// What a frame is.
+const FREE: u8 = 0;
+const OWNED: u8 = 1;
+const REFUSED: u8 = 2;
+const NO_FRAME: u8 = 3;
+
+/// What frames of counted pages and folios of an order are.
+const fn counted(order: Order) -> u8 {
+    4 + order.get() as u8
+}
+
+/// Most references that fit a page's own counter.
+const MOST: u64 = 15;
+
+/// Frames behind the last that are asked for as well.
+const BEYOND: u64 = 0x800;
+
+/// Where frames of a value are that ask for no look at each.
+fn all_are(frames: &[u8], value: u8) -> bool {
+    // Whole parts compare as memory does, without a look at each frame.
+    let like = [value; 512];
+    frames.chunks(512).all(|part| *part == like[..part.len()])
+}
+
+/// How many frames at the beginning are like the first.
+fn like_first(frames: &[u8]) -> usize {
+    let Some(first) = frames.first() else { return 0 };
+    let whole = frames.chunks(512).take_while(|part| all_are(part, *first)).count() * 512;
+    let rest = frames.iter().skip(whole).take_while(|other| *other == first).count();
+    (whole + rest).min(frames.len())
 }
 
 /// The oracle.
-struct Model {
+struct Model<'a> {
+    arenas: &'a [(u64, u64, u32)],
     base: u64,
-    state: Vec<State>,
-    poisoned: Vec<bool>,
-    /// Whether the frame's bytes are really all zero.
-    zero: Vec<bool>,
+    state: Vec<u8>,
+    /// 1 where bytes are not zero.
+    dirty: Vec<u8>,
+    free: u64,
+    refused: u64,
+    poisoned: BTreeSet<u64>,
+    /// References to counted frames beyond the first.
+    extra: BTreeMap<u64, u64>,
     /// A poisoned frame was given back in a block that caches only gather: it is found on the way to the node.
     gathered: bool,
 }
 
-impl Model {
-    fn at(&mut self, frame: u64) -> &mut State {
-        &mut self.state[(frame - self.base) as usize]
+impl Model<'_> {
+    fn part(&self, extent: Extent) -> std::ops::Range<usize> {
+        (extent.base().get() - self.base) as usize..(extent.end().get() - self.base) as usize
     }
 
-    fn used(&self) -> u64 {
-        let in_use = |s: &&State| matches!(s, State::Frozen | State::Counted(_) | State::Tail);
-        self.state.iter().filter(in_use).count() as u64
+    fn at(&self, frame: u64) -> u8 {
+        frame.checked_sub(self.base).and_then(|at| self.state.get(at as usize).copied()).unwrap_or(NO_FRAME)
     }
 
-    fn is_hwpoisoned(&self, frame: u64) -> bool {
-        self.poisoned[(frame - self.base) as usize]
+    fn all(&self, extent: Extent, state: u8) -> bool {
+        all_are(&self.state[self.part(extent)], state)
     }
 
-    /// The allocator handed these out.
-    fn hand_out(&mut self, range: Extent, zero: bool) {
-        for frame in range.base().get()..range.end().get() {
-            assert_eq!(*self.at(frame), State::Free, "frame {frame:#x} handed out while not free");
-            assert!(!self.is_hwpoisoned(frame), "poisoned frame {frame:#x} handed out");
-            let really = self.zero[(frame - self.base) as usize];
-            assert!(!zero || really, "frame {frame:#x} is not zero");
-            *self.at(frame) = State::Frozen;
+    fn set(&mut self, extent: Extent, state: u8) {
+        let part = self.part(extent);
+        self.state[part].fill(state);
+    }
+
+    fn write(&mut self, extent: Extent, dirty: u8) {
+        let part = self.part(extent);
+        self.dirty[part].fill(dirty);
+    }
+
+    fn is_border(&self, frame: u64) -> bool {
+        self.arenas.iter().any(|(base, ..)| *base == frame)
+    }
+
+    /// Runs of frames of one state and one arena, ascending.
+    fn runs(&self, of: Extent) -> impl Iterator<Item = (Extent, u8)> {
+        let mut rest = of;
+        from_fn(move || {
+            let first = rest.base().get();
+            let state = *self.state.get((first - self.base) as usize).filter(|_| !rest.is_empty())?;
+            let mut run = rest;
+            for (base, ..) in self.arenas {
+                if run.contains(Pfn::new(*base)) && *base != first {
+                    run = run.slice(0, base - first);
+                }
+            }
+            let (run, later) = rest.split_at(like_first(&self.state[self.part(run)]) as u64);
+            rest = later;
+            Some((run, state))
+        })
+    }
+
+    /// Those that are free, of arenas that a request may have.
+    fn free_runs(&self, of: Placement) -> Vec<Extent> {
+        let may = |(.., node): &&(u64, u64, u32)| !matches!(of, Placement::Only(only) if only != NodeId::new(*node));
+        let arenas = self.arenas.iter().filter(may).flat_map(|(base, pages, _)| self.runs(extent(*base, *pages)));
+        arenas.filter(|(_, state)| *state == FREE).map(|(run, _)| run).collect()
+    }
+
+    /// The allocator has handed them out; whoever has them writes to them.
+    fn hand_out(&mut self, extent: Extent, zero: bool) {
+        assert!(self.all(extent, FREE), "{extent} was not free");
+        assert!(!zero || all_are(&self.dirty[self.part(extent)], 0), "{extent} is not zero");
+        self.set(extent, OWNED);
+        self.write(extent, 1);
+        self.free -= extent.pages();
+    }
+
+    fn give_back(&mut self, extent: Extent) {
+        assert!(!self.state[self.part(extent)].contains(&FREE), "{extent} comes back twice");
+        self.set(extent, FREE);
+        self.free += extent.pages();
+        for frame in self.poisoned.range(extent.base().get()..extent.end().get()) {
+            self.state[(*frame - self.base) as usize] = REFUSED;
+            (self.free, self.refused) = (self.free - 1, self.refused + 1);
+            self.gathered |= (16..512).contains(&extent.pages());
         }
     }
 
-    /// These were given back.
-    fn take_back(&mut self, range: Extent) {
-        let poisoned = (range.base().get()..range.end().get()).any(|frame| self.is_hwpoisoned(frame));
-        self.gathered |= poisoned && (16..512).contains(&range.pages());
-        for frame in range.base().get()..range.end().get() {
-            *self.at(frame) = if self.is_hwpoisoned(frame) { State::Refused } else { State::Free };
-        }
-    }
-
-    fn write(&mut self, range: Extent, zero: bool) {
-        let from = (range.base().get() - self.base) as usize;
-        self.zero[from..from + range.pages() as usize].fill(zero);
-    }
-}
-
-/// The bytes that drive a run; zeroes when they have run out.
-struct Bytes<'a>(std::slice::Iter<'a, u8>);
-
-impl Bytes<'_> {
-    fn next(&mut self) -> Option<u64> {
-        self.0.next().map(|b| u64::from(*b))
-    }
-
-    fn below(&mut self, limit: u64) -> u64 {
-        let value = self.next().unwrap_or(0) << 8 | self.next().unwrap_or(0);
-        value % limit.max(1)
-    }
-}
-
-/// Where memory is in a run: base frames, sizes, nodes; and what is released of it.
-#[allow(clippy::type_complexity)]
-fn shapes(which: u64) -> (Vec<(u64, u64, u32)>, Vec<(u64, u64)>) {
-    match which % 5 {
-        0 => (vec![(0, 2048, 0)], vec![(0, 2048)]),
-        // Odd ends, a hole of reserved frames in the middle.
-        1 => (vec![(515, 3000, 0)], vec![(517, 1500), (2100, 1400)]),
-        // Two adjoining arenas and one far away, on two nodes; the border inside a 2 MiB block.
-        2 => (vec![(1024, 700, 0), (1724, 836, 0), (3072, 1024, 1)], vec![(1024, 700), (1724, 836), (3072, 1024)]),
-        // Across a 1 GiB border.
-        3 => (vec![((1 << 18) - 1024, 3072, 0)], vec![((1 << 18) - 1024, 3072)]),
-        _ => (vec![(0, 1024, 0), (1536, 512, 1), (2048, 2048, 2)], vec![(0, 1024), (1536, 512), (2048, 2048)]),
-    }
-}
-
-/// Runs the operations in `data`; panics if an answer differs from the model's.
-pub fn run(data: &[u8]) {
-    let mut bytes = Bytes(data.iter());
-    let (places, released) = shapes(bytes.next().unwrap_or(0));
-    let arenas: Vec<_> = places.iter().map(|&(base, pages, node)| arena(base, pages, node)).collect();
-    let config = FramesConfig::new(&arenas, 1).on_nodes(&const { [NodeId::new(0)] });
-    let memory = Memory::for_config(&config);
-    let frames = memory.manager(&config, NoFaults);
-    let threads: Threads = Threads::default();
-    hugemm_threads::run_as(0);
-    let base = places[0].0;
-    let end = places.iter().map(|p| p.0 + p.1).max().unwrap_or(base);
-    let size = (end - base) as usize;
-    let model = RefCell::new(Model {
-        gathered: false,
-        base,
-        state: vec![State::Reserved; size],
-        poisoned: vec![false; size],
-        zero: vec![false; size],
-    });
-    for &(from, pages) in &released {
-        release(&frames, extent(from, pages));
-        model.borrow_mut().take_back(extent(from, pages));
-    }
-    let mut run = Run {
-        frames: &frames,
-        threads: &threads,
-        model: &model,
-        frozen: vec![],
-        parts: vec![],
-        heads: vec![],
-        base,
-        end,
-        borders: places.iter().map(|p| p.0).collect(),
-    };
-    while let Some(op) = bytes.next() {
-        run.step(op, &mut bytes);
-        run.check();
-    }
-    run.finish();
-}
-
-struct Run<'a> {
-    frames: &'a Frames<'a, Plain<NoFaults>>,
-    threads: &'a Threads,
-    model: &'a RefCell<Model>,
-    frozen: Vec<Frozen>,
-    /// Frozen extents that are no blocks any more.
-    parts: Vec<Extent>,
-    /// Heads of counted pages and folios.
-    heads: Vec<(Pfn, Order)>,
-    base: u64,
-    end: u64,
-    /// Where arenas begin.
-    borders: Vec<u64>,
-}
-
-fn pick<T>(list: &mut Vec<T>, at: u64) -> Option<T> {
-    if list.is_empty() { None } else { Some(list.swap_remove(at as usize % list.len())) }
-}
-
-impl Run<'_> {
-    fn request(&self, bytes: &mut Bytes<'_>) -> AllocRequest {
-        let byte = bytes.below(1 << 16);
-        // Small orders are likelier.
-        let order = [0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 0][byte as usize % 16];
-        let mobility = Mobility::ALL[byte as usize >> 4 & 1];
-        let from = match byte >> 5 & 7 {
-            0 => Placement::Only(NodeId::new(0)),
-            1 => Placement::Prefer(NodeId::new(self.frames.nodes() - 1)),
-            2 => Placement::Only(NodeId::new(7)),
-            _ => Placement::Local,
-        };
-        with!(AllocRequest::order(Order::new(order).expect("valid")), mobility, from)
-    }
-
-    fn allocated(&mut self, request: AllocRequest, result: Result<Frozen, AllocError>) {
-        match result {
-            Ok(block) => {
-                assert_eq!(block.order(), request.order);
-                assert_eq!(block.pfn().get() % request.order.pages(), 0);
-                let (head, order) = self.frames.head_of(block.pfn()).expect("managed");
-                assert_eq!((head, order), (block.pfn(), block.order()));
-                if let Placement::Only(node) = request.from {
-                    assert_eq!(self.frames.node_of(block.pfn()), Some(node));
+    /// What dropping a reference of each does.
+    fn drop_run(&mut self, of: Extent, order: Order) -> RangeReport {
+        let (mut report, mut last) = (RangeReport::default(), None);
+        let parts: Vec<_> = self.runs(of).collect();
+        for (run, state) in parts {
+            if state != counted(order) {
+                report.invalid += run.pages();
+                continue;
+            }
+            // What stays in use, and what is out for good; of folios each is a run.
+            let (from, to) = (run.base().get(), run.end().get());
+            let mut ends = BTreeSet::new();
+            if order != Order::ZERO {
+                ends.extend((from..=to).step_by(order.pages() as usize));
+            }
+            let special: Vec<u64> = self.extra.range(from..to).map(|(frame, _)| *frame).collect();
+            ends.extend(special.iter().flat_map(|frame| [*frame, *frame + order.pages()]));
+            if order == Order::ZERO {
+                ends.extend(self.poisoned.range(from..to).flat_map(|frame| [*frame, *frame + 1]));
+            }
+            ends.extend([from, to]);
+            let ends: Vec<u64> = ends.into_iter().collect();
+            for pair in ends.windows(2) {
+                let piece = extent(pair[0], pair[1] - pair[0]);
+                let refused = self.poisoned.range(pair[0]..pair[1]).count() as u64;
+                if !self.drop_one(piece) {
+                    report.kept += piece.pages();
+                    continue;
                 }
-                self.model.borrow_mut().hand_out(block.extent(), block.is_zero());
-                self.frozen.push(block);
-            }
-            Err(AllocError::NoSuchNode) => assert_eq!(request.from, Placement::Only(NodeId::new(7))),
-            Err(AllocError::OutOfMemory) => {
-                let cx = self.threads.cx();
-                let stats = match request.from {
-                    Placement::Only(node) => self.frames.node_stats(&cx, node),
-                    _ => self.frames.stats(&cx),
-                };
-                assert_eq!(stats.extents(request.order), 0, "free blocks were overlooked: {stats:?}");
-            }
-            Err(AllocError::WouldWait) => panic!("nobody holds a lock"),
-        }
-    }
-
-    fn allocated_below(&mut self, request: AllocRequest, limit: Pfn, result: Result<Frozen, AllocError>) {
-        match result {
-            Ok(block) => {
-                assert!(block.extent().end() <= limit, "{block:?} is not below {limit}");
-                self.allocated(request, Ok(block));
-            }
-            Err(AllocError::OutOfMemory) => {
-                let (model, size) = (self.model.borrow(), request.order.pages());
-                let mut firsts = (self.base.next_multiple_of(size)..limit.get().min(self.end)).step_by(size as usize);
-                let overlooked = firsts.find(|&first| {
-                    let range = first..first + size;
-                    let free = |frame: u64| {
-                        let at = (frame - self.base) as usize;
-                        model.state.get(at) == Some(&State::Free) && !model.poisoned[at]
-                    };
-                    let there = match request.from {
-                        Placement::Only(node) => self.frames.node_of(Pfn::new(first)) == Some(node),
-                        _ => true,
-                    };
-                    let whole = !self.borders.iter().any(|border| *border > first && range.contains(border));
-                    range.end <= limit.get() && there && whole && range.clone().all(free)
-                });
-                assert_eq!(overlooked, None, "{request:?} below {limit}");
-            }
-            Err(error) => self.allocated(request, Err(error)),
-        }
-    }
-
-    fn step(&mut self, op: u64, bytes: &mut Bytes<'_>) {
-        let mut cx = self.threads.cx();
-        let frames = self.frames;
-        match op % 21 {
-            0 | 1 => {
-                let request = self.request(bytes);
-                self.allocated(request, frames.alloc(&cx, request));
-            }
-            2 => {
-                let request = self.request(bytes);
-                let result = frames.alloc(&cx, request.prefer_zeroed());
-                let zeroed = result.as_ref().is_ok_and(Frozen::is_zero);
-                let handed_out = result.is_ok();
-                self.allocated(request, result);
-                // Cleared by whoever asked, and free as zero.
-                if handed_out && !zeroed {
-                    let extent = self.frozen.pop().expect("the last").extent();
-                    let mut model = self.model.borrow_mut();
-                    model.write(extent, true);
-                    model.take_back(extent);
-                    // SAFETY: the handle owned the frames; the model's are zero now.
-                    assert_eq!(frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(extent) }), extent.pages());
+                report.refused += refused;
+                report.freed += piece.pages() - refused;
+                if order == Order::ZERO && refused != 0 {
+                    continue;
                 }
-            }
-            3 => {
-                let request = self.request(bytes);
-                self.allocated(request, frames.alloc_nowait(&cx, request));
-            }
-            4 => {
-                if let Some(block) = pick(&mut self.frozen, bytes.below(1 << 16)) {
-                    self.model.borrow_mut().take_back(block.extent());
-                    frames.free(&cx, block);
-                }
-            }
-            5 => {
-                if let Some(block) = pick(&mut self.frozen, bytes.below(1 << 16)) {
-                    self.model.borrow_mut().take_back(block.extent());
-                    frames.free_nowait(&cx, block);
-                }
-            }
-            6 => {
-                // Somebody writes to a block.
-                if let Some(block) = pick(&mut self.frozen, bytes.below(1 << 16)) {
-                    self.model.borrow_mut().write(block.extent(), false);
-                    self.parts.push(block.into_dirty().into_extent());
-                }
-            }
-            7 => {
-                if let Some(block) = pick(&mut self.frozen, bytes.below(1 << 16)) {
-                    let extent = block.extent();
-                    // A freed block is dirty for the allocator, whatever it was.
-                    match block.into_content() {
-                        Ok(zeroed) => {
-                            self.model.borrow_mut().take_back(extent);
-                            assert_eq!(frames.free_zeroed(&cx, zeroed), extent.pages());
-                        }
-                        Err(dirty) => self.parts.push(dirty.into_extent()),
-                    }
-                }
-            }
-            8 | 9 => {
-                // Part of a frozen extent goes, the rest stays.
-                if let Some(whole) = pick(&mut self.parts, bytes.below(1 << 16)) {
-                    let (from, to) = (bytes.below(whole.pages()), bytes.below(whole.pages() + 1));
-                    let part = whole.slice(from, to);
-                    for rest in [whole.slice(0, from), whole.slice(from + part.pages(), whole.pages())] {
-                        if !rest.is_empty() {
-                            self.parts.push(rest);
-                        }
-                    }
-                    self.model.borrow_mut().take_back(part);
-                    // SAFETY: the model says that it is in use and nobody else's.
-                    assert_eq!(frames.free_extent(&cx, unsafe { Dirty::assume_owned(part) }), part.pages());
-                }
-            }
-            10 => {
-                if let Some(block) = pick(&mut self.frozen, bytes.below(1 << 16)) {
-                    self.count(block);
-                }
-            }
-            11 => {
-                if let Some(block) = pick(&mut self.frozen, bytes.below(1 << 16)) {
-                    let to = Order::new(bytes.below(10) as u32).expect("valid");
-                    self.model.borrow_mut().write(block.extent(), false);
-                    let mut run = frames.split(block, to).expect("managed");
-                    while let Some(piece) = run.pop() {
-                        assert_eq!(frames.head_of(piece.pfn()), Some((piece.pfn(), piece.order())));
-                        self.frozen.push(piece);
-                    }
-                }
-            }
-            12 => {
-                if !self.heads.is_empty() {
-                    let (head, _) = self.heads[bytes.below(1 << 16) as usize % self.heads.len()];
-                    // SAFETY: the model counts references to it.
-                    let got = unsafe { frames.get_at(head) }.map(FolioRef::into_pfn);
-                    if matches!(*self.model.borrow_mut().at(head.get()), State::Counted(n) if n < 15) {
-                        assert_eq!(got, Ok(head));
-                        self.reference(head, 1);
-                    } else {
-                        assert_eq!(got, Err(RefError::Saturated));
-                    }
-                }
-            }
-            13 => {
-                if !self.heads.is_empty() {
-                    let at = bytes.below(1 << 16) as usize % self.heads.len();
-                    let (head, _) = self.heads[at];
-                    let expected = match *self.model.borrow_mut().at(head.get()) {
-                        State::Counted(1) => Put::Last,
-                        _ => Put::Kept,
-                    };
-                    assert_eq!(frames.put(&cx, folio(head)), Ok(expected));
-                    self.reference(head, -1);
-                }
-            }
-            14 => {
-                // Any frame: a speculative get succeeds exactly on heads with references.
-                let pfn = Pfn::new(self.base + bytes.below(self.end - self.base + 3));
-                let state = (pfn.get() < self.end).then(|| *self.model.borrow_mut().at(pfn.get()));
-                // SAFETY: no LRU lists these frames.
-                let got = unsafe { frames.try_get(pfn) };
-                match state {
-                    Some(State::Counted(15)) => assert_eq!(got, Err(RefError::Saturated)),
-                    Some(State::Counted(_)) => {
-                        assert_eq!(got.map(|folio| folio.map(FolioRef::into_pfn)), Ok(Some(pfn)));
-                        self.reference(pfn, 1);
-                    }
-                    _ => assert!(matches!(got, Ok(None) | Err(RefError::NotManaged))),
-                }
-            }
-            15 => self.split_counted(bytes),
-            16 => {
-                let from = self.base + bytes.below(self.end - self.base);
-                let range = extent(from, bytes.below(1100));
-                let expected = self.drop_range(range);
-                assert_eq!(frames.free_range(&mut cx, pages(range)), expected);
-            }
-            17 => {
-                let pfn = Pfn::new(self.base + bytes.below(self.end - self.base + 2));
-                self.poison(&cx, pfn);
-            }
-            18 => {
-                let from = self.base + bytes.below(self.end - self.base);
-                let range = extent(from, 1 + bytes.below(1100));
-                match frames.take_range(&cx, range) {
-                    Ok(taken) => {
-                        let taken = taken.into_extent();
-                        self.model.borrow_mut().hand_out(taken, false);
-                        self.parts.push(taken);
-                    }
-                    Err(AllocContigError::InUse(_) | AllocContigError::NotManaged) => {}
-                    Err(error) => panic!("{error:?}"),
-                }
-            }
-            19 => {
-                let request = self.request(bytes);
-                let limit = Pfn::new(self.base + bytes.below(self.end - self.base + 2));
-                self.allocated_below(request, limit, frames.alloc_below(&cx, limit, request));
-            }
-            _ => {
-                frames.drain(&cx);
-                let from = (self.base + bytes.below(self.end - self.base)) / 512 * 512;
-                self.claim(&mut cx, extent(from, 512 * (1 + bytes.below(3))), bytes.below(2) == 0);
-            }
-        }
-    }
-
-    fn count(&mut self, block: Frozen) {
-        let (extent, order) = (block.extent(), block.order());
-        let head = self.frames.count(block).expect("managed").into_pfn();
-        let mut model = self.model.borrow_mut();
-        model.write(extent, false);
-        for frame in extent.base().get()..extent.end().get() {
-            *model.at(frame) = State::Tail;
-        }
-        *model.at(head.get()) = State::Counted(1);
-        self.heads.push((head, order));
-    }
-
-    /// References come or go; with the last the frames do.
-    fn reference(&mut self, head: Pfn, change: i64) {
-        let mut model = self.model.borrow_mut();
-        let State::Counted(count) = *model.at(head.get()) else { panic!("not counted") };
-        let count = count.saturating_add_signed(change);
-        assert_eq!(self.frames.references(head), count);
-        *model.at(head.get()) = State::Counted(count);
-        if count == 0 {
-            let at = self.heads.iter().position(|(h, _)| *h == head).expect("known");
-            let (_, order) = self.heads.swap_remove(at);
-            model.take_back(Extent::block(head, order));
-        }
-    }
-
-    fn split_counted(&mut self, bytes: &mut Bytes<'_>) {
-        if self.heads.is_empty() {
-            return;
-        }
-        let at = bytes.below(1 << 16) as usize % self.heads.len();
-        let (head, order) = self.heads[at];
-        let to = Order::new(bytes.below(4) as u32).expect("valid").min(order);
-        let alone = *self.model.borrow_mut().at(head.get()) == State::Counted(1);
-        let split = self.frames.split_counted(folio(head), to);
-        let numbers = split.map(|run| (run.order(), run.into_extent())).map_err(FolioRef::into_pfn);
-        assert_eq!(numbers, if alone { Ok((to, Extent::block(head, order))) } else { Err(head) });
-        if alone {
-            self.heads.swap_remove(at);
-            for piece in (0..order.pages()).step_by(to.pages() as usize) {
-                let pfn = Pfn::new(head.get() + piece);
-                *self.model.borrow_mut().at(pfn.get()) = State::Counted(1);
-                self.heads.push((pfn, to));
-            }
-        }
-    }
-
-    /// What freeing a range must do, one frame at a time.
-    fn drop_range(&mut self, range: Extent) -> RangeReport {
-        let (mut report, mut next) = (RangeReport::default(), None);
-        for frame in range.base().get()..range.end().get() {
-            let freed = report.freed;
-            let head = self.heads.iter().position(|(h, order)| h.get() == frame && order.get() == 0);
-            let state = (frame < self.end).then(|| *self.model.borrow_mut().at(frame));
-            match (head, state) {
-                (Some(at), Some(State::Counted(1))) => {
-                    self.heads.swap_remove(at);
-                    if self.model.borrow().is_hwpoisoned(frame) {
-                        report.refused += 1;
-                    } else {
-                        report.freed += 1;
-                    }
-                    self.model.borrow_mut().take_back(extent(frame, 1));
-                }
-                (Some(_), Some(State::Counted(count))) => {
-                    *self.model.borrow_mut().at(frame) = State::Counted(count - 1);
-                    report.kept += 1;
-                }
-                _ => report.invalid += 1,
-            }
-            if report.freed != freed {
-                // A run goes on where the one before ends, but not over the border of an arena.
-                report.runs += u64::from(next != Some(frame) || self.borders.contains(&frame));
-                next = Some(frame + 1);
+                let goes_on = order == Order::ZERO && last == Some(pair[0]);
+                report.runs += u64::from(!goes_on || self.is_border(pair[0]));
+                last = Some(pair[1]);
             }
         }
         report
     }
 
-    fn poison(&mut self, cx: &CpuCx<'_, Threads>, pfn: Pfn) {
-        let outcome = self.frames.hwpoison(cx, pfn);
-        if outcome == HwPoisoned::NotManaged {
-            return;
+    /// Drops a reference of a folio, or of pages that are alike; whether it was the last.
+    fn drop_one(&mut self, piece: Extent) -> bool {
+        let head = piece.base().get();
+        let Some(more) = self.extra.get_mut(&head) else {
+            self.give_back(piece);
+            return true;
+        };
+        *more -= 1;
+        if *more == 0 {
+            self.extra.remove(&head);
         }
-        let mut model = self.model.borrow_mut();
-        assert_eq!(outcome == HwPoisoned::Already, model.is_hwpoisoned(pfn.get()));
-        let at = (pfn.get() - self.base) as usize;
-        model.poisoned[at] = true;
-        if outcome == HwPoisoned::Free {
-            assert_eq!(model.state[at], State::Free);
-            model.state[at] = State::Refused;
-        }
-        drop(model);
-        assert!(self.frames.is_hwpoisoned(pfn));
-        // What is in this CPU's cache is only found by its owner.
-        self.frames.drain(cx);
-        let mut model = self.model.borrow_mut();
-        if model.state[at] == State::Free {
-            model.state[at] = State::Refused;
+        false
+    }
+
+    fn references(&self, head: Pfn) -> u64 {
+        1 + self.extra.get(&head.get()).copied().unwrap_or(0)
+    }
+}
+
+struct Run<'a, 'm> {
+    frames: &'a Frames<'m>,
+    threads: &'a Threads,
+    choices: Choices<'a>,
+    model: Model<'a>,
+    /// From the first frame to the end.
+    everywhere: Extent,
+    blocks: Vec<Frozen>,
+    /// Frozen extents that are anything.
+    parts: Vec<Extent>,
+    /// Counted pages and folios, some of them gone.
+    counted: Vec<(Extent, Order)>,
+}
+
+impl Run<'_, '_> {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.choices.below(limit)
+    }
+
+    fn one_of<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize]
+    }
+
+    /// A number of frames up to a limit: of pages, 2 MiB or 128 MiB, or nearly.
+    fn some(&mut self, limit: u64) -> u64 {
+        let unit = self.one_of(&[1, 32, 512, 512 * 64]);
+        let most = if unit == 1 { self.one_of(&[700, limit]) } else { limit };
+        let number = self.below(most.min(limit) / unit + 1) * unit;
+        match self.below(4) {
+            0 => (number + 1).min(limit),
+            1 => number.saturating_sub(1),
+            _ => number,
         }
     }
 
-    fn claim(&mut self, cx: &mut CpuCx<'_, Threads>, range: Extent, migrate: bool) {
-        let frames = self.frames;
-        let (model, frozen) = (self.model, &mut self.frozen);
-        let threads = self.threads;
-        let mut migrate = |_: &mut CpuCx<'_, Threads>, block: Extent| {
-            // Lets go of frozen blocks in the way.
-            let found = frozen.iter().position(|b| block.covers(b.extent()));
-            match found.filter(|_| migrate) {
-                None => false,
-                Some(at) => {
-                    let block = frozen.swap_remove(at);
-                    model.borrow_mut().take_back(block.extent());
-                    frames.free(&threads.cx(), block);
-                    true
+    /// Part of an extent of whole `unit`s, not empty.
+    fn part_of(&mut self, whole: Extent, unit: u64) -> Extent {
+        let units = whole.pages() / unit;
+        let from = self.some(units - 1);
+        let count = self.some(units - from).max(1);
+        whole.slice(from * unit, (from + count) * unit)
+    }
+
+    fn anywhere(&mut self) -> Extent {
+        let (base, pages, _) = self.one_of(self.model.arenas);
+        self.part_of(extent(base, pages), 1)
+    }
+
+    fn any_block(&mut self) -> Option<Frozen> {
+        let at = self.below(self.blocks.len() as u64) as usize;
+        (at < self.blocks.len()).then(|| self.blocks.swap_remove(at))
+    }
+
+    fn take(&mut self, cx: &CpuCx<'_, Threads>) {
+        let log = self.one_of(&[0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 10, 11, 13, 15, 16, 16, 17, 17, 18]);
+        let mobility = self.one_of(&Mobility::ALL);
+        let last = NodeId::new(self.frames.nodes() - 1);
+        let from = self.one_of(&[
+            Placement::Local,
+            Placement::Local,
+            Placement::Only(NodeId::new(0)),
+            Placement::Only(last),
+            Placement::Prefer(last),
+            Placement::Only(NodeId::new(7)),
+        ]);
+        let mut request = with!(AllocRequest::order(order(log)), mobility, from);
+        request.prefer_zeroed = self.below(3) == 0;
+        let most = ((self.everywhere.pages() / 2) >> log).min(if log < 9 { 300 } else { 700 });
+        let (count, how) = (self.one_of(&[1, most]), self.below(4));
+        let limit = Pfn::new(self.everywhere.base().get() + self.below(self.everywhere.pages() + 2));
+        for _ in 0..=self.below(count) {
+            let taken = match how {
+                0 => self.frames.alloc_below(cx, limit, request),
+                1 => self.frames.alloc_nowait(cx, request),
+                _ => self.frames.alloc(cx, request),
+            };
+            let below = if how == 0 { limit } else { Pfn::new(u64::MAX) };
+            match taken {
+                Ok(block) => self.taken(block, request, below),
+                Err(AllocError::NoSuchNode) => return assert_eq!(request.from, Placement::Only(NodeId::new(7))),
+                Err(AllocError::OutOfMemory) => return self.overlooked(cx, request, below),
+                Err(AllocError::WouldWait) => panic!("nobody holds a lock"),
+            }
+        }
+    }
+
+    fn taken(&mut self, block: Frozen, request: AllocRequest, below: Pfn) {
+        assert_eq!(block.order(), request.order);
+        assert!(block.pfn().get().is_multiple_of(request.order.pages()) && block.extent().end() <= below, "{block:?}");
+        assert_eq!(self.frames.head_of(block.pfn()), Some((block.pfn(), block.order())));
+        if let Placement::Only(node) = request.from {
+            assert_eq!(self.frames.node_of(block.pfn()), Some(node));
+        }
+        self.model.hand_out(block.extent(), block.is_zero());
+        self.blocks.push(block);
+    }
+
+    /// Nothing of that size, where it was asked for, is free: in the node, and when all is in the node.
+    fn overlooked(&mut self, cx: &CpuCx<'_, Threads>, request: AllocRequest, below: Pfn) {
+        let stats = match request.from {
+            Placement::Only(node) => self.frames.node_stats(cx, node),
+            _ => self.frames.stats(cx),
+        };
+        let anywhere = below == Pfn::new(u64::MAX);
+        assert!(!anywhere || stats.extents(request.order) == 0, "free blocks were overlooked: {stats:?}");
+        self.drain();
+        let again = if anywhere { self.frames.alloc(cx, request) } else { self.frames.alloc_below(cx, below, request) };
+        if let Ok(block) = again {
+            return self.taken(block, request, below);
+        }
+        for run in self.model.free_runs(request.from) {
+            let run = run.slice(0, below.get().saturating_sub(run.base().get()).min(run.pages()));
+            assert!(run.chunks(Order::MAX).all(|(_, order)| order < request.order), "{run} is overlooked");
+        }
+    }
+
+    /// What adjoins becomes one.
+    fn join(&mut self) {
+        let mut all = take(&mut self.parts);
+        all.extend(self.blocks.drain(..).map(|block| block.into_dirty().into_extent()));
+        all.sort_by_key(|part| part.base());
+        for next in all {
+            match self.parts.last_mut() {
+                Some(last) if last.end() == next.base() => *last = last.join(next).expect("they adjoin"),
+                _ => self.parts.push(next),
+            }
+        }
+    }
+
+    /// Any of what is owned goes, by part.
+    fn free(&mut self, cx: &CpuCx<'_, Threads>) {
+        if self.below(2) == 0 {
+            self.join();
+        }
+        for _ in 0..=self.below(8) {
+            let at = self.below((self.blocks.len() + self.parts.len()) as u64) as usize;
+            if at < self.blocks.len() {
+                let block = self.blocks.swap_remove(at);
+                self.free_block(cx, block);
+            } else if let Some(whole) = self.parts.get(at - self.blocks.len()).copied() {
+                self.parts.swap_remove(at - self.blocks.len());
+                let gone = self.part_of(whole, 1);
+                let before = gone.base().get() - whole.base().get();
+                let rest = [whole.slice(0, before), whole.slice(before + gone.pages(), whole.pages())];
+                self.parts.extend(rest.into_iter().filter(|rest| !rest.is_empty()));
+                self.give(cx, gone);
+            }
+        }
+    }
+
+    fn free_block(&mut self, cx: &CpuCx<'_, Threads>, block: Frozen) {
+        let extent = block.extent();
+        match self.below(4) {
+            // As it was taken: what was zero, and was not written, stays known.
+            0 => match block.into_content() {
+                Ok(zeroed) => {
+                    self.model.write(extent, 0);
+                    self.model.give_back(extent);
+                    assert_eq!(self.frames.free_zeroed(cx, zeroed), extent.pages());
+                }
+                Err(dirty) => self.parts.push(dirty.into_extent()),
+            },
+            1 => {
+                self.model.give_back(extent);
+                self.frames.free_nowait(cx, block);
+            }
+            _ => {
+                self.model.give_back(extent);
+                self.frames.free(cx, block);
+            }
+        }
+    }
+
+    fn give(&mut self, cx: &CpuCx<'_, Threads>, gone: Extent) {
+        self.model.give_back(gone);
+        if self.below(2) == 0 {
+            self.model.write(gone, 0);
+        }
+        self.free_as_it_is(cx, gone);
+    }
+
+    /// Frees frames that are all zero, or count as dirty.
+    fn free_as_it_is(&self, cx: &CpuCx<'_, Threads>, gone: Extent) {
+        let freed = match all_are(&self.model.dirty[self.model.part(gone)], 0) {
+            // SAFETY: the model says that they are nobody's any more, and what is in them.
+            true => self.frames.free_zeroed(cx, unsafe { Zeroed::assume_owned(gone) }),
+            // SAFETY: as above.
+            false => self.frames.free_extent(cx, unsafe { Dirty::assume_owned(gone) }),
+        };
+        assert_eq!(freed, gone.pages());
+    }
+
+    /// A block becomes smaller ones.
+    fn split(&mut self) {
+        let Some(block) = self.any_block() else { return };
+        let to = order(self.below(10) as u32);
+        let mut run = self.frames.split(block, to).expect("managed");
+        while let Some(piece) = run.pop() {
+            assert_eq!(self.frames.head_of(piece.pfn()), Some((piece.pfn(), piece.order())));
+            self.blocks.push(piece);
+        }
+    }
+
+    fn count(&mut self) {
+        let Some(block) = self.any_block() else { return };
+        let (all, whole) = (block.extent(), block.order());
+        let to = order(self.one_of(&[0, 0, 0, 2, 9, 10, 15])).min(whole);
+        if to == whole {
+            assert_eq!(self.frames.count(block).expect("managed").into_pfn(), all.base());
+        } else {
+            let run = self.frames.count_run(self.frames.split(block, to).expect("managed")).expect("managed");
+            assert_eq!((run.order(), run.into_extent()), (to, all));
+        }
+        self.model.set(all, counted(to));
+        for _ in 0..self.below(4) {
+            let head = Pfn::new(all.base().get() + self.below(all.pages() / to.pages()) * to.pages());
+            self.get(head);
+        }
+        self.counted.push((all, to));
+    }
+
+    /// One reference more, if it fits.
+    fn get(&mut self, head: Pfn) {
+        // SAFETY: counted, and the model has the reference.
+        let got = unsafe { self.frames.get_at(head) }.map(FolioRef::into_pfn);
+        assert_eq!(got, if self.model.references(head) < MOST { Ok(head) } else { Err(RefError::Saturated) });
+        *self.model.extra.entry(head.get()).or_default() += u64::from(got.is_ok());
+        assert_eq!(self.frames.references(head), self.model.references(head));
+    }
+
+    /// What is done with one counted page or folio, or with any frame.
+    fn refer(&mut self, cx: &CpuCx<'_, Threads>) {
+        let (what, at) = (self.below(4), self.below(self.counted.len() as u64) as usize);
+        if what == 0 {
+            return self.try_get();
+        }
+        let Some((all, order)) = self.counted.get(at).copied() else { return };
+        let head = Pfn::new(all.base().get() + self.below(all.pages() / order.pages()) * order.pages());
+        if self.model.at(head.get()) != counted(order) {
+            return;
+        }
+        let (whole, alone) = (Extent::block(head, order), self.model.references(head) == 1);
+        match what {
+            1 => self.get(head),
+            2 => {
+                assert_eq!(self.frames.put(cx, folio(head)), Ok(if alone { Put::Last } else { Put::Kept }));
+                assert_eq!(self.model.drop_one(whole), alone);
+                assert!(alone || self.frames.references(head) == self.model.references(head));
+            }
+            _ => {
+                let to = Order::new(self.below(4) as u32).expect("valid").min(order);
+                let split = self.frames.split_counted(folio(head), to);
+                let numbers = split.map(|run| (run.order(), run.into_extent())).map_err(FolioRef::into_pfn);
+                assert_eq!(numbers, if alone { Ok((to, whole)) } else { Err(head) });
+                if alone {
+                    self.model.set(whole, counted(to));
+                    self.counted.push((whole, to));
                 }
             }
-        };
-        match frames.alloc_contig_range(cx, range, &mut migrate) {
-            Ok(taken) => {
-                let taken = taken.into_extent();
-                assert_eq!(taken, range);
-                self.model.borrow_mut().hand_out(taken, false);
-                self.parts.push(taken);
-            }
-            Err(AllocContigError::InUse(_) | AllocContigError::NotManaged) => {}
-            Err(error) => panic!("{error:?}"),
         }
+    }
+
+    /// A speculative get succeeds exactly on heads with references.
+    fn try_get(&mut self) {
+        let pfn = self.everywhere.base().get() + self.below(self.everywhere.pages() + 3);
+        let order = self.model.at(pfn).checked_sub(4).map(|log| order(log.into()));
+        // SAFETY: no LRU lists these frames.
+        let got = unsafe { self.frames.try_get(Pfn::new(pfn)) }.map(|folio| folio.map(FolioRef::into_pfn));
+        match order.filter(|order| pfn.is_multiple_of(order.pages())) {
+            Some(_) if self.model.references(Pfn::new(pfn)) == MOST => assert_eq!(got, Err(RefError::Saturated)),
+            Some(_) => {
+                assert_eq!(got, Ok(Some(Pfn::new(pfn))));
+                *self.model.extra.entry(pfn).or_default() += 1;
+            }
+            None => assert!(matches!(got, Ok(None) | Err(RefError::NotManaged)), "{pfn:#x}: {got:?}"),
+        }
+    }
+
+    /// References of any part of what is counted, or has been, go; or of anything, which is left alone.
+    fn put(&mut self, cx: &mut CpuCx<'_, Threads>) {
+        let at = self.below(self.counted.len() as u64 + 1) as usize;
+        let (whole, order) = self.counted.get(at).copied().unwrap_or((self.everywhere, Order::ZERO));
+        let mut gone = if self.below(2) == 0 { whole } else { self.part_of(whole, order.pages()) };
+        if order == Order::ZERO && self.below(3) == 0 {
+            // Whatever lies before it is left alone, or goes too, and so does whatever is behind another arena's border.
+            gone = extent(gone.base().get() - self.some(gone.base().get() - self.model.base), gone.pages());
+        }
+        if order != Order::ZERO && !self.model.all(gone, counted(order)) {
+            // Heads that are not heads any more are for pages only.
+            return;
+        }
+        let expected = self.model.drop_run(gone, order);
+        // SAFETY: the model has a reference to each, or there are none.
+        let run = unsafe { FolioRun::from_extent(gone, order) };
+        let report = if self.below(3) == 0 {
+            let (frames, cleared) = (self.frames, RefCell::new(&mut self.model));
+            frames.put_range(cx, run, |cx, owned| {
+                let owned = owned.into_extent();
+                cleared.borrow_mut().write(owned, 0);
+                // SAFETY: owned until here, and cleared.
+                frames.free_zeroed(cx, unsafe { Zeroed::assume_owned(owned) });
+            })
+        } else {
+            self.frames.free_range(cx, run)
+        };
+        assert_eq!(report, expected, "{gone} of {order:?}");
+    }
+
+    /// Particular frames, if all are free or become so.
+    fn take_these(&mut self, cx: &mut CpuCx<'_, Threads>) {
+        let mut asked = self.anywhere();
+        if self.below(2) == 0 {
+            // About as much as is free there, or a little more.
+            let free = self.model.runs(asked).filter(|(_, state)| *state == FREE).max_by_key(|(run, _)| run.pages());
+            let (run, _) = free.unwrap_or((asked, FREE));
+            let first = run.base().get().saturating_sub(self.below(3) * 100).max(asked.base().get());
+            let pages = self.one_of(&[run.pages(), run.pages() / 512 * 512, run.pages() + 77]);
+            asked = extent(first, pages.min(asked.end().get() - first));
+        }
+        let (claimed, moves) = (self.below(2) == 0, self.below(2) == 0);
+        if claimed {
+            self.drain();
+            let base = asked.base().get().next_multiple_of(512);
+            asked = extent(base, asked.end().get().saturating_sub(base) / 512 * 512);
+        }
+        let used = self.model.runs(asked).find(|(_, state)| *state != FREE).map(|(run, _)| run.base());
+        let (frames, model, blocks) = (self.frames, &mut self.model, &mut self.blocks);
+        // Lets go of blocks in the way.
+        let mut migrate = |cx: &mut CpuCx<'_, Threads>, block: Extent| {
+            let found = blocks.iter().position(|held| block.covers(held.extent()));
+            let Some(at) = found.filter(|_| moves) else { return false };
+            let held = blocks.swap_remove(at);
+            model.give_back(held.extent());
+            frames.free(cx, held);
+            true
+        };
+        let taken = match claimed {
+            true => frames.alloc_contig_range(cx, asked, &mut migrate),
+            false => frames.take_range(cx, asked),
+        };
+        match taken {
+            Ok(taken) => {
+                self.model.hand_out(asked, false);
+                self.parts.push(taken.into_extent());
+                // What is left of what its ends were parts of is no more zero than it was.
+                for log in [0, 5, 8] {
+                    let request = AllocRequest::order(order(log)).prefer_zeroed();
+                    if let Ok(block) = frames.alloc(cx, request) {
+                        self.taken(block, request, Pfn::new(u64::MAX));
+                    }
+                }
+            }
+            Err(AllocContigError::NotManaged) => assert!(asked.is_empty()),
+            Err(AllocContigError::InUse(_)) if !claimed => {}
+            Err(error) => assert!(used.is_some(), "{asked}: {error:?}"),
+        }
+    }
+
+    fn take_exactly(&mut self, cx: &CpuCx<'_, Threads>) {
+        let (pages, align) = (self.some(self.everywhere.pages()), order(self.one_of(&[0, 0, 4, 9])));
+        if let Ok(row) = self.frames.alloc_exact(cx, pages, align) {
+            let row = row.into_extent();
+            assert!(row.pages() == pages && row.base().get().is_multiple_of(align.pages()));
+            self.model.hand_out(row, false);
+            self.parts.push(row);
+        }
+    }
+
+    /// In a cache a frame is found by its owner.
+    fn poison(&mut self, cx: &CpuCx<'_, Threads>) {
+        let (cached, at) = (self.below(2) == 0, self.below(self.everywhere.pages() + 2));
+        if !cached {
+            self.drain();
+        }
+        let pfn = Pfn::new(self.everywhere.base().get() + at);
+        let outcome = self.frames.hwpoison(cx, pfn);
+        if outcome == HwPoisoned::NotManaged {
+            return assert_eq!(self.model.at(pfn.get()), NO_FRAME);
+        }
+        let (is_new, free) = (self.model.poisoned.insert(pfn.get()), self.model.at(pfn.get()) == FREE);
+        match outcome {
+            HwPoisoned::Already => assert!(!is_new),
+            HwPoisoned::Free => assert!(is_new && free),
+            _ => assert!(is_new && (cached || !free)),
+        }
+        assert!(self.frames.is_hwpoisoned(pfn));
+        self.drain();
+        if is_new && free {
+            self.model.set(extent(pfn.get(), 1), REFUSED);
+            (self.model.free, self.model.refused) = (self.model.free - 1, self.model.refused + 1);
+        }
+    }
+
+    fn drain(&self) {
+        let here = hugemm_threads::this_cpu() as u32;
+        for cpu in [1, 0] {
+            run_as(cpu);
+            self.frames.drain(&self.threads.cx());
+        }
+        run_as(here);
     }
 
     /// sum(free) + sum(used) = total, after every step.
-    fn check(&self) {
-        let cx = self.threads.cx();
-        if core::mem::take(&mut self.model.borrow_mut().gathered) {
-            self.frames.drain(&cx);
+    fn count_all(&mut self) {
+        if take(&mut self.model.gathered) {
+            self.drain();
         }
-        let stats = self.frames.stats(&cx);
-        let total = stats.available() + stats.refused + self.model.borrow().used();
-        assert_eq!(total, self.frames.managed(), "{stats:?}");
+        let stats = self.frames.stats(&self.threads.cx());
+        assert_eq!((stats.available(), stats.refused), (self.model.free, self.model.refused), "{stats:?}");
         assert_eq!(stats.isolated, 0);
-        let refused = self.model.borrow().state.iter().filter(|s| **s == State::Refused).count() as u64;
-        assert_eq!(stats.refused, refused);
     }
 
-    /// Everything goes back: what is free is then as large as it can be.
-    fn finish(mut self) {
+    /// Exactly what the model says is free can be had, in blocks as large as can be.
+    fn check(&mut self) {
+        self.drain();
         let cx = self.threads.cx();
-        for block in self.frozen.drain(..) {
-            self.model.borrow_mut().take_back(block.extent());
-            self.frames.free(&cx, block);
-        }
-        for part in self.parts.drain(..) {
-            self.model.borrow_mut().take_back(part);
-            // SAFETY: as above.
-            self.frames.free_extent(&cx, unsafe { Dirty::assume_owned(part) });
-        }
-        for (head, order) in self.heads.drain(..) {
-            while self.frames.put(&cx, folio(head)) == Ok(Put::Kept) {}
-            self.model.borrow_mut().take_back(Extent::block(head, order));
-        }
-        self.frames.drain(&cx);
         let stats = self.frames.stats(&cx);
-        assert_eq!(stats.cached + stats.deferred + stats.isolated, 0);
-        let mut expected = [0_u64; hugemm_frames::ORDERS];
-        let model = self.model.borrow();
-        let mut at = self.base;
-        let free = |frame: u64| model.state[(frame - self.base) as usize] == State::Free;
-        let arena_of = |frame: u64| self.frames.node_of(Pfn::new(frame)).is_some();
-        while at < self.end {
-            if !free(at) {
-                at += 1;
-                continue;
+        let mut blocks = [0; ORDERS];
+        for run in self.model.free_runs(Placement::Local) {
+            run.chunks(Order::MAX).for_each(|(_, order)| blocks[order.get() as usize] += 1);
+            let taken = self.frames.take_range(&cx, run).unwrap_or_else(|error| panic!("{run}: {error}"));
+            let mut rest = taken.into_extent();
+            while !rest.is_empty() {
+                let (now, later) = rest.split_at(like_first(&self.model.dirty[self.model.part(rest)]) as u64);
+                rest = later;
+                self.free_as_it_is(&cx, now);
             }
-            // A run of free frames that stays in one arena.
-            let mut end = at + 1;
-            while end < self.end && free(end) && arena_of(end) && !self.borders.contains(&end) {
-                end += 1;
-            }
-            for (_, order) in extent(at, end - at).chunks(Order::MAX) {
-                expected[order.get() as usize] += 1;
-            }
-            at = end;
         }
-        assert_eq!(stats.blocks, expected, "free memory is not merged");
-        for order in 0..=9 {
-            let order = Order::new(order).expect("valid");
-            assert!(stats.fragmentation_permille(order) <= 1000);
+        self.drain();
+        assert_eq!((stats.free, stats.cached, stats.refused), (self.model.free, 0, self.model.refused));
+        assert_eq!((stats.blocks, stats.isolated, stats.deferred), (blocks, 0, 0), "free memory is not merged");
+        assert!((0..=9).all(|log| stats.fragmentation_permille(order(log)) <= 1000));
+        let after = self.frames.stats(&cx);
+        assert_eq!((after.blocks, after.free), (blocks, stats.free));
+    }
+
+    fn step(&mut self, poisons: bool) {
+        run_as(self.below(2) as u32);
+        let mut cx = self.threads.cx();
+        match self.below(14) {
+            0..3 => self.take(&cx),
+            3..6 => self.free(&cx),
+            6 => self.count(),
+            7 => self.split(),
+            8 => self.refer(&cx),
+            9 | 10 => self.put(&mut cx),
+            11 => self.take_these(&mut cx),
+            12 => self.take_exactly(&cx),
+            _ if poisons => self.poison(&cx),
+            _ => self.check(),
+        }
+        self.count_all();
+    }
+
+    fn finish(mut self) {
+        let mut cx = self.threads.cx();
+        self.join();
+        for gone in take(&mut self.parts) {
+            self.give(&cx, gone);
+        }
+        for (all, order) in take(&mut self.counted) {
+            loop {
+                let left = self.model.runs(all).find(|(_, state)| *state == counted(order));
+                let Some((run, _)) = left else { break };
+                // SAFETY: as in `put`.
+                let report = self.frames.free_range(&mut cx, unsafe { FolioRun::from_extent(run, order) });
+                assert_eq!(report, self.model.drop_run(run, order));
+            }
+        }
+        self.check();
+        assert_eq!(self.model.free + self.model.refused, self.frames.managed());
+        // What is known of all of it is so, and all of a size can be had.
+        for (log, most) in [(0, 500), (5, 500), (9, 500), (16, usize::MAX)] {
+            let request = AllocRequest::order(order(log)).prefer_zeroed();
+            let blocks: Vec<_> = from_fn(|| self.frames.alloc(&cx, request).ok()).take(most).collect();
+            let all = blocks.len() < most;
+            blocks.into_iter().for_each(|block| self.model.hand_out(block.extent(), block.is_zero()));
+            if all {
+                self.overlooked(&cx, request, Pfn::new(u64::MAX));
+            }
         }
     }
+}
+
+fn order(log: u32) -> Order {
+    Order::new(log).expect("valid")
+}
+
+/// Makes so many operations, or as many as the bytes are; panics if an answer differs from the model's. From step `poisons` on frames are
+/// poisoned.
+pub fn play((arenas, reserved): Shape<'_>, choices: Choices<'_>, steps: u64, poisons: u64) {
+    let specs: Vec<_> = arenas.iter().map(|&(base, pages, node)| arena(base, pages, node)).collect();
+    let nodes = [0, 1].map(|cpu| NodeId::new(cpu.min(arenas[arenas.len() - 1].2)));
+    let config = FramesConfig::new(&specs, 2).on_nodes(&nodes);
+    let memory = Memory::for_config(&config);
+    let frames: Frames<'_, Plain<NoFaults>> = memory.manager(&config, NoFaults);
+    let threads = Threads::default();
+    run_as(0);
+    let base = arenas[0].0;
+    let end = arenas.iter().map(|(base, pages, _)| base + pages).max().unwrap_or(base);
+    let state = vec![NO_FRAME; (end - base + BEYOND) as usize];
+    let mut model = Model {
+        arenas,
+        base,
+        dirty: vec![1; state.len()],
+        state,
+        free: 0,
+        refused: 0,
+        poisoned: BTreeSet::new(),
+        extra: BTreeMap::new(),
+        gathered: false,
+    };
+    specs.iter().for_each(|spec| model.set(spec.extent, FREE));
+    reserved.iter().for_each(|(base, pages)| model.set(extent(*base, *pages), NO_FRAME));
+    for run in model.free_runs(Placement::Local) {
+        release(&frames, run);
+        model.free += run.pages();
+    }
+    let everywhere = extent(base, end - base);
+    let (frames, threads) = (&frames, &threads);
+    let mut run = Run { frames, threads, choices, model, everywhere, blocks: vec![], parts: vec![], counted: vec![] };
+    for step in 0..steps {
+        if run.choices.are_over() {
+            break;
+        }
+        let poison = step >= poisons && run.choices.below(2) == 0;
+        run.step(poison);
+    }
+    run.finish();
+}
+
+/// Makes the operations that the bytes say, on few frames.
+pub fn run(data: &[u8]) {
+    let mut bytes = data.iter();
+    let shape = SHAPES[usize::from(bytes.next().copied().unwrap_or(0)) % SHAPES.len()];
+    play(shape, Choices::Bytes(bytes), u64::MAX, 0);
 }

@@ -10,11 +10,11 @@ use crate::misuse::{self, CHECKED, Misuse};
 use core::alloc::Layout;
 use core::ptr::NonNull;
 use hugemm_base::platform::{Cpu, LinearMap, Window};
-use hugemm_base::{CpuCx, Dirty, Extent, FrameUse, Order, Pfn};
+use hugemm_base::{CpuCx, Dirty, Extent, ExtentChain, FrameUse, Order, Pfn, Zeroed};
 use hugemm_frames::{AllocError, AllocRequest, Env, Frozen, Mobility};
 
 /// How many blocks are passed by that are not mapped where the heap could use them.
-const PASSED: usize = 32;
+const PASSED: usize = 512;
 
 /// The largest of those.
 const PASSED_ORDER: u32 = 9;
@@ -88,17 +88,23 @@ impl<E: Env> Heap<'_, E> {
         request: AllocRequest,
         pages: u64,
     ) -> Result<(Pfn, NonNull<u8>, bool), HeapError> {
-        let mut passed = [const { None }; PASSED];
-        passed[0] = Some(unfit);
+        // Dirty ones, and those that are known to be zero.
+        let mut passed = [ExtentChain::new(), ExtentChain::new()];
+        let mut pass = |block: Frozen| {
+            let chain = &mut passed[usize::from(block.is_zero())];
+            // SAFETY: the handle ends here; both chains are linked through the manager whose block it is.
+            unsafe { chain.push(self.frames, block.into_dirty().into_extent()) };
+        };
+        pass(unfit);
         let (mut larger, mut fit) = (request, Err(HeapError::NotMapped));
-        for place in &mut passed[1..] {
+        for _ in 1..PASSED {
             larger.order =
                 larger.order.max(Order::new(PASSED_ORDER.min(larger.order.get() + 1)).unwrap_or(larger.order));
             // A cache may have more of them.
             self.frames.drain(cx);
             let Ok(found) = self.frames.alloc(cx, larger).or_else(|_| self.frames.alloc(cx, request)) else { break };
             match self.open(cx, found.extent().slice(0, pages)) {
-                Ok(None) => *place = Some(found),
+                Ok(None) => pass(found),
                 Ok(Some(memory)) => {
                     fit = Ok((found, memory));
                     break;
@@ -111,7 +117,15 @@ impl<E: Env> Heap<'_, E> {
             }
         }
         // Before the rest of what is kept, so that a cache hands that out next.
-        passed.into_iter().flatten().for_each(|block| self.frames.free(cx, block));
+        let [mut dirty, mut zeroed] = passed;
+        while let Some(extent) = dirty.pop(self.frames) {
+            // SAFETY: the chain owned it, here and below.
+            self.frames.free_extent(cx, unsafe { Dirty::assume_owned(extent) });
+        }
+        while let Some(extent) = zeroed.pop(self.frames) {
+            // SAFETY: as above; it was known to be zero, and nobody has used it.
+            self.frames.free_zeroed(cx, unsafe { Zeroed::assume_owned(extent) });
+        }
         fit.map(|(found, memory)| self.keep(cx, found, pages, memory))
     }
 

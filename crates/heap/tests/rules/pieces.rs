@@ -1,4 +1,4 @@
-//! What is handed out: aligned, nobody else's, of the right content, and all of it again.
+//! What is handed out has the right content, all of it comes back, and interrupts take and give as well; the rest is in `model`.
 
 use super::{Cx, fill, free, holds, layout, with_heap};
 use hugemm_base::{Order, Zeroed};
@@ -6,53 +6,7 @@ use hugemm_frames::AllocRequest;
 use hugemm_heap::HeapError;
 use hugemm_threads::Random;
 use std::alloc::Layout;
-use std::collections::HashSet;
 use std::ptr::NonNull;
-
-/// All sizes, each aligned as asked for and apart from the others; everything is back at the end.
-#[test]
-fn memory_is_aligned_and_nobody_elses() {
-    with_heap(24, |threads, _, heap| {
-        let cx = threads.cx();
-        let mut held = Vec::new();
-        let step = if cfg!(miri) { 487 } else { 7 };
-        for (index, size) in (1..9000).step_by(step).enumerate() {
-            let layout = layout(size, 1 << (index % 13));
-            let memory = heap.alloc(&cx, layout).expect("enough memory");
-            assert_eq!(memory.addr().get() % layout.align(), 0, "{layout:?}");
-            fill(memory, layout, index as u8);
-            held.push((memory, layout));
-        }
-        for (index, (memory, layout)) in held.into_iter().enumerate() {
-            assert!(holds(memory, layout, index as u8), "{layout:?} was written to by another");
-            free(heap, &cx, memory, layout);
-        }
-        let empty = heap.alloc(&cx, layout(0, 64)).expect("some address");
-        free(heap, &cx, empty, layout(0, 64));
-    });
-}
-
-/// Everything that a slab has room for is handed out once, and again after it was freed, in any order.
-#[test]
-fn pieces_are_handed_out_once() {
-    with_heap(8, |threads, _, heap| {
-        let (cx, mut rng) = (threads.cx(), Random(1));
-        let layout = layout(48, 8);
-        let (mut held, mut seen) = (Vec::new(), HashSet::new());
-        for _ in 0..if cfg!(miri) { 600 } else { 20_000 } {
-            if rng.below(5) < 3 {
-                let memory = heap.alloc(&cx, layout).expect("enough memory");
-                assert!(seen.insert(memory), "handed out twice");
-                held.push(memory);
-            } else if !held.is_empty() {
-                let memory = held.swap_remove(rng.below(held.len() as u64) as usize);
-                assert!(seen.remove(&memory));
-                free(heap, &cx, memory, layout);
-            }
-        }
-        held.into_iter().for_each(|memory| free(heap, &cx, memory, layout));
-    });
-}
 
 #[test]
 fn zeroed_memory_is_zero_and_a_change_of_size_keeps_the_content() {

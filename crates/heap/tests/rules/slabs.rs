@@ -1,7 +1,7 @@
 //! When slabs go back.
 
 use super::{TestHeap, free, layout, with_heap};
-use hugemm_threads::{Random, run_as};
+use hugemm_threads::run_as;
 use std::ptr::NonNull;
 
 /// One empty slab of a size is kept, others go back as soon as they are empty. What was freed is used before more is taken.
@@ -140,25 +140,5 @@ fn what_others_empty_goes_back_but_for_one() {
         assert_eq!(heap.stats().pages, 2 * 8 + 1, "the one in use, the one that is kept, and a new one");
         free(heap, &cx, small, layout(64, 8));
         held.into_iter().for_each(|memory| free(heap, &cx, memory, wanted));
-    });
-}
-
-/// Of two CPUs each frees a part: the slab goes back once, when the owner knows of all.
-#[test]
-fn a_slab_that_two_cpus_empty_goes_back() {
-    with_heap(8, |threads, _, heap| {
-        let (cx, mut rng) = (threads.cx(), Random(3));
-        for round in 0..if cfg!(miri) { 3 } else { 200 } {
-            let layout = layout([64, 1024, 5000][round % 3], 8);
-            let mut held: Vec<_> = (0..150).map(|_| heap.alloc(&cx, layout).expect("enough memory")).collect();
-            while !held.is_empty() {
-                run_as(u32::from(rng.below(4) == 0));
-                let memory = held.swap_remove(rng.below(held.len() as u64) as usize);
-                free(heap, &cx, memory, layout);
-            }
-            run_as(0);
-        }
-        heap.trim(&cx);
-        assert_eq!(heap.stats().pages, 0, "{heap:?}");
     });
 }

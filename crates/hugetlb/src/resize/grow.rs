@@ -1,13 +1,13 @@
 //! Pages on their way in.
 
 use super::{Resize, ResizeReport, works};
-use crate::group::{GROUP, Group, highest};
+use crate::group::{GROUP, Group, each, highest};
 use crate::mapping::DescriptorMap;
 use crate::pool::Nodes;
 use crate::vmemmap::{Edit, Split};
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{Cancel, CpuCx, NodeId};
+use hugemm_base::{Cancel, CpuCx, Extent, NodeId};
 use hugemm_frames::{AllocRequest, Env, Placement};
 
 /// How often each node is asked for pages.
@@ -67,32 +67,43 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         for round in (0..ROUNDS).rev() {
             for (place, node) in (0..).zip((0..nodes).filter(asked)) {
                 let quota = missing.div_ceil(if round == 0 { 1 } else { count - place });
-                for page in 0..quota {
-                    if page % GROUP == 0 {
-                        self.pause(cx, cancel);
-                    }
-                    self.report.cancelled = self.report.cancelled || cx.cancelled(cancel);
-                    if self.report.cancelled {
-                        return;
-                    }
-                    if !self.alloc_page(cx, NodeId::new(node)) {
-                        break;
-                    }
-                    missing -= 1;
+                missing -= self.alloc_from(cx, NodeId::new(node), quota, cancel);
+                if self.report.cancelled {
+                    return;
                 }
             }
         }
     }
 
-    fn alloc_page<P: Cpu>(&mut self, cx: &CpuCx<'_, P>, node: NodeId) -> bool {
+    /// Allocates so many pages from a node, or as many as it has; how many.
+    fn alloc_from<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>, node: NodeId, quota: u64, cancel: &impl Cancel) -> u64 {
+        for page in 0..quota {
+            if page % GROUP == 0 {
+                self.pause(cx, cancel);
+            }
+            self.report.cancelled = self.report.cancelled || cx.cancelled(cancel);
+            if self.report.cancelled {
+                return page;
+            }
+            match self.alloc_page(cx, node) {
+                Some(true) => {}
+                Some(false) => return page + self.take_from_areas(cx, node, quota - page, cancel),
+                None => return page,
+            }
+        }
+        quota
+    }
+
+    /// Allocates a page from a node, if it has one; false, and nothing, if that is in no area of the pool.
+    fn alloc_page<P: Cpu>(&mut self, cx: &CpuCx<'_, P>, node: NodeId) -> Option<bool> {
         // As in `VmemmapOptimizer::request`.
         let from = if self.optimizer.frames.nodes() == 1 { Placement::Local } else { Placement::Only(node) };
         let request = AllocRequest::order(self.pool.page_size().order()).movable().from(from);
-        let Ok(page) = self.optimizer.frames.alloc(cx, request) else { return false };
+        let page = self.optimizer.frames.alloc(cx, request).ok()?;
         let Some((_, index, bit)) = self.pool.find(page.pfn()) else {
             // Memory that is in no area is not for the pool.
             self.optimizer.frames.free(cx, page);
-            return false;
+            return Some(false);
         };
         if page.is_zero()
             && let Some(group) = self.pool.group(index)
@@ -102,7 +113,35 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         // The handle is the staged bit from here on.
         let _ = page.into_dirty().into_extent();
         self.stage(index, 1 << bit);
-        true
+        Some(true)
+    }
+
+    /// Takes so many pages from where the pool may have some, or as many as are free there: the allocator hands out other memory of the node
+    /// first. How many. A try for each page that the pool has not.
+    #[cold]
+    fn take_from_areas<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>, node: NodeId, want: u64, cancel: &impl Cancel) -> u64 {
+        let (size, mut taken) = (self.pool.page_size(), 0);
+        for area in self.pool.areas().iter().filter(|area| area.node() == node) {
+            for index in area.range(size) {
+                let Some(group) = self.pool.group(index) else { continue };
+                for bit in each(!(group.pool.get() | group.staged.get())) {
+                    if taken == want || self.report.cancelled {
+                        return taken;
+                    }
+                    let pfn = area.page(size, index, bit);
+                    if area.find(size, pfn).is_some()
+                        && let Ok(page) = self.optimizer.frames.take_range(cx, Extent::block(pfn, size.order()))
+                    {
+                        // As above.
+                        let _ = page.into_extent();
+                        self.stage(index, 1 << bit);
+                        taken += 1;
+                    }
+                }
+                self.pause(cx, cancel);
+            }
+        }
+        taken
     }
 
     /// Gives back what the staged pages' descriptors can do without: one batch, with at most two flushes. Whether memory for it was

@@ -1,10 +1,10 @@
 //! What a pool does beyond its size: handing out, reservations, surplus, poison, dissolving, demoting.
 
-use crate::support::{BASE, CPUS, Faults, Machine, SPAN, Shape, machine, run_as, with_pool};
+use crate::support::{BASE, CPUS, Faults, Machine, SPAN, Shape, descriptor_of, extent, machine, run_as, with_pool};
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
-use hugemm_base::{Cpu, CpuCx, Never, NodeId, Order, PageSize, Pfn, with};
+use hugemm_base::{Cpu, CpuCx, Extent, Never, NodeId, Order, PageSize, Pfn, with};
 use hugemm_frames::HwPoisoned;
-use hugemm_hugetlb::{Group, HugePage, HugePageCounts, HugePool, Nodes, PoolError, ResizeReport};
+use hugemm_hugetlb::{Group, HugePage, HugePageCounts, HugePool, Nodes, PoolArena, PoolError, ResizeReport};
 use proptest::prelude::*;
 
 /// A page that nobody has promised: a surplus one if none is free.
@@ -350,6 +350,35 @@ fn a_pool_of_one_of_two_nodes_grows() {
         }
         run_as(0);
     });
+}
+
+/// A pool over a part of a node's memory, plugged in or set apart, grows though the allocator hands out the rest first: to all that is free
+/// there, and to nothing else.
+#[test]
+fn a_pool_of_a_part_of_a_node_grows() {
+    for (size, pages) in [(PageSize::Size2M, 512), (PageSize::Size1G, 1)] {
+        machine(&Shape::spans(24), NoFaults, |m| {
+            let part = extent(BASE + 16 * SPAN, 8 * SPAN);
+            // SAFETY: where the machine has them.
+            let area = unsafe { PoolArena::new(part, NodeId::new(0)).with_descriptors(descriptor_of(part.base())) };
+            let mut memory = m.pool_memory_over(vec![area], size);
+            let (pool, cx) = (memory.pool(), m.threads.cx());
+            let available = m.frames.available(&cx);
+            assert_eq!(m.set(&pool, pages).entered, pages);
+            assert!(
+                pool.is_consistent(&cx) && pool.pages().all(|(page, _)| part.covers(Extent::block(page, size.order())))
+            );
+            m.set(&pool, 0);
+            assert_eq!(m.frames.available(&cx), available - m.optimizer.shared_frames());
+            // What others have there stays theirs.
+            let used = m.frames.take_range(&cx, extent(part.base().get() + 700, 1)).expect("free");
+            assert_eq!(m.set(&pool, pages).entered, if size == PageSize::Size1G { 0 } else { pages - 1 });
+            assert!(pool.pages().all(|(page, _)| !Extent::block(page, size.order()).contains(used.extent().base())));
+            m.frames.free_extent(&cx, used);
+            assert_eq!(m.set(&pool, pages + 1).entered, 1, "no more than there are");
+            m.set(&pool, 0);
+        });
+    }
 }
 
 /// What is kept of the surplus, and what becomes surplus, is counted over all nodes together.

@@ -86,3 +86,23 @@ impl<L: RawLock> NewPages<L> {
         pin.cpu().get() as usize % PLACES
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::links::Map;
+    use hugemm_base::lock::SpinLock;
+    use hugemm_threads::{Threads, run_as};
+
+    /// A CPU whose place is full keeps no other from its own.
+    #[test]
+    fn each_cpu_has_a_place_of_its_own() {
+        let (threads, words, new) = (Threads::new(()), Map::<0>::default(), NewPages::<SpinLock>::new());
+        for cpu in [0, 1, 3] {
+            run_as(cpu);
+            let push = |page| threads.cx().pinned(|pin| new.push(pin, &words, Pfn::new(u64::from(cpu) << 8 | page)));
+            assert_eq!((0..100).filter(|page| push(*page)).count(), MOST, "cpu{cpu}");
+        }
+        run_as(0);
+    }
+}

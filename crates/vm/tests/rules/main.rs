@@ -34,5 +34,7 @@ mod strangers;
 mod support;
 mod tenants;
 mod unhooked;
+mod unhooked_flushes;
+mod unhooked_forks;
 mod working_set;
 mod zeroes;

@@ -1,28 +1,25 @@
 //! Pages that are taken out of their page tables: they come back as they were, move, or go away, and nobody loses a store.
 
-use crate::support::{
-    AT, Cx, Handle, Metered, Model, Rig, at_leaf, before_flush, bounds, no_faults, span, with_format,
-};
+use crate::support::{AT, Cx, Handle, Metered, Model, Rig, at_leaf, bounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
 use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, UnhookedPage, Usage, VmError, VmaKind};
 use std::cell::Cell;
-use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
-const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
+pub(super) const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
-type Away<'h> = Rig<'h, Metered, true>;
+pub(super) type Away<'h> = Rig<'h, Metered, true>;
 type Process<'h, const AWAY: bool = true> = AddressSpace<Model<'h, Metered, AWAY>>;
 type Page<'d, 'h, const AWAY: bool = true> = UnhookedPage<'d, 'h, Model<'h, Metered, AWAY>>;
 
-fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
+pub(super) fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
     with_format(mib, 2, seed, &no_faults(), test);
 }
 
 /// A space in use with so many pages at `AT`, all of them written.
-fn filled<'v, 'h, const AWAY: bool>(
+pub(super) fn filled<'v, 'h, const AWAY: bool>(
     rig: &'v Rig<'h, Metered, AWAY>,
     cx: &mut Cx<'_, 'h>,
     size: PageSize,
@@ -41,11 +38,11 @@ fn hold_mapped<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, frame: Pfn) -> Option<Fo
     unsafe { rig.vm.hold_mapped(cx, frame) }
 }
 
-fn let_go<'h>(rig: &Away<'h>, cx: &Cx<'_, 'h>, folio: FolioRef) {
+pub(super) fn let_go<'h>(rig: &Away<'h>, cx: &Cx<'_, 'h>, folio: FolioRef) {
     let _ = rig.vm.frames().put(cx, folio);
 }
 
-fn unhook<'d, 'h, const AWAY: bool>(
+pub(super) fn unhook<'d, 'h, const AWAY: bool>(
     rig: &'d Rig<'h, Metered, AWAY>,
     cx: &mut Cx<'_, 'h>,
     space: &Process<'h, AWAY>,
@@ -60,7 +57,7 @@ fn unhook<'d, 'h, const AWAY: bool>(
 
 /// Stores a page until there have been so many.
 #[allow(clippy::result_large_err, reason = "the page comes back")]
-fn page_out<'d, 'h>(
+pub(super) fn page_out<'d, 'h>(
     rig: &Away<'h>,
     cx: &mut Cx<'_, 'h>,
     page: Page<'d, 'h>,
@@ -329,159 +326,6 @@ fn a_shared_page_goes_away_once() {
     }
 }
 
-/// Pages that are away are shared by a fork as those in memory are: each process gets its own when it touches it, and what is
-/// stored goes with the last. So many processes as references fit without counters, and more.
-#[test]
-fn pages_that_are_away_are_inherited() {
-    for (size, children) in SIZES.into_iter().flat_map(|size| [1, 14, 15, 20].map(|children| (size, children))) {
-        for pinned in [false, true] {
-            with_rig(64, 95, |rig| {
-                rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                    let parent = filled(rig, cx, size, 2);
-                    let deferred = rig.deferred();
-                    let page = unhook(rig, cx, &parent, AT, &deferred);
-                    assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
-                    let mut pins = Vec::new();
-                    if pinned {
-                        let second = span(AT + size.bytes(), size.bytes());
-                        rig.vm
-                            .pin(cx, &parent, second, None, &hugemm_base::Never, |pin| pins.push(pin))
-                            .expect("there");
-                    }
-                    rig.leave(cx, &parent);
-                    let mut spaces: Vec<_> = (0..children).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
-                    assert_eq!(rig.vm.pager().used() as u64, size.pages(), "one copy for all of them");
-                    // Frames for counters stay: of the second page, unless each has its own, and of the frame of slots, to
-                    // which whoever brings the page back takes a reference more.
-                    let of_slots = size == PageSize::Size2M && children + 1 >= 15;
-                    rig.keep(u64::from(children >= 15 && !pinned) + u64::from(of_slots));
-                    spaces.push(parent);
-                    for space in [&spaces[0], &spaces[children - 1], &spaces[children]] {
-                        rig.enter(cx, space);
-                        assert_eq!(rig.load(cx, space, AT), Ok(1));
-                        assert_eq!(rig.load(cx, space, AT + size.bytes()), Ok(2));
-                        assert_eq!(space.counters().refaulted, 1);
-                        rig.leave(cx, space);
-                    }
-                    let parent = spaces.pop().expect("the parent");
-                    for pin in pins {
-                        rig.vm.unpin(cx, &parent, pin).expect("its own");
-                    }
-                    for space in spaces.into_iter().chain([parent]) {
-                        rig.vm.destroy(cx, space).expect("destroyed");
-                    }
-                });
-            });
-        }
-    }
-}
-
-/// Pages of as many processes as references fit without counters, and of more, go away and come back. What their 512 slots
-/// stand in takes a frame for counters only if it has to.
-#[test]
-fn pages_of_many_processes_go_away() {
-    for (size, places) in SIZES.into_iter().flat_map(|size| [14, 15, 16, 20].map(|places| (size, places))) {
-        with_rig(32, 96, |rig| {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                let parent = filled(rig, cx, size, 1);
-                rig.leave(cx, &parent);
-                let mut spaces: Vec<_> = (1..places).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
-                spaces.push(parent);
-                let head = rig.leaf(cx, &spaces[0], AT).frame;
-                assert_eq!(rig.vm.frames().references(head), places);
-                rig.vm.widen(cx, head).expect("memory");
-                let used = rig.used(cx);
-                let deferred = rig.deferred();
-                let page = unhook(rig, cx, &spaces[0], AT, &deferred);
-                assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
-                assert_eq!(rig.vm.pager().used() as u64, size.pages());
-                let slots = u64::from(size == PageSize::Size2M);
-                let counters = if places > 15 { slots } else { 0 };
-                assert_eq!(rig.used(cx), used - size.pages() + slots + counters, "{places} places");
-                // Whoever brings the page back takes one reference more.
-                rig.keep(1 + if places >= 15 { slots } else { 0 });
-                for space in [&spaces[0], spaces.last().expect("the parent")] {
-                    rig.enter(cx, space);
-                    assert_eq!(rig.load(cx, space, AT), Ok(1));
-                    rig.store(cx, space, AT, 2).expect("its own");
-                    rig.leave(cx, space);
-                }
-                for space in spaces {
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                }
-            });
-        });
-    }
-}
-
-/// A fork waits for a page that is moving, and then the child has it too: whether its pages are shared by parts or, because
-/// something is pinned, one by one; with a pager and without, where pages move all the same.
-#[test]
-fn a_fork_waits_for_a_page_that_is_moving() {
-    for (size, pinned) in SIZES.into_iter().flat_map(|size| [false, true].map(|pinned| (size, pinned))) {
-        fork_waits::<true>(size, pinned);
-        fork_waits::<false>(size, pinned);
-    }
-}
-
-fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
-    with_format::<Metered, AWAY>(48, 2, 97, &no_faults(), |rig| {
-        let (away, forks) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (space, pins) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = filled(rig, cx, size, 3);
-            let mut pins = Vec::new();
-            if pinned {
-                let last = span(AT + 2 * size.bytes(), size.bytes());
-                rig.vm.pin(cx, &space, last, None, &hugemm_base::Never, |pin| pins.push(pin)).expect("there");
-            }
-            (space, pins)
-        });
-        std::thread::scope(|scope| {
-            let (space, away, forks) = (&space, &away, &forks);
-            scope.spawn(move || {
-                rig.beside_others(0, |cx| {
-                    let deferred = rig.deferred();
-                    let page = unhook(rig, cx, space, AT + size.bytes(), &deferred);
-                    away.store(true, Ordering::SeqCst);
-                    while !forks.load(Ordering::SeqCst) {
-                        rig.vm.shootdown().handle_ipi(cx);
-                    }
-                    // Enough for a fork that does not wait to be over.
-                    for _ in 0..100 {
-                        rig.vm.shootdown().handle_ipi(cx);
-                        std::thread::yield_now();
-                    }
-                    if AWAY {
-                        page.put_back(cx);
-                    } else {
-                        assert_eq!(page.move_elsewhere(cx), size == PageSize::Size4K, "only small ones move");
-                    }
-                });
-            });
-            scope.spawn(move || {
-                rig.beside_others(1, |cx| {
-                    while !away.load(Ordering::SeqCst) {
-                        rig.vm.shootdown().handle_ipi(cx);
-                    }
-                    forks.store(true, Ordering::SeqCst);
-                    let child = rig.vm.fork(cx, space).expect("forked");
-                    rig.enter(cx, &child);
-                    for index in 0..3 {
-                        assert_eq!(rig.load(cx, &child, AT + index * size.bytes()), Ok(index + 1));
-                    }
-                    rig.leave(cx, &child);
-                    rig.vm.destroy(cx, child).expect("destroyed");
-                });
-            });
-        });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
-    });
-}
-
 /// A page of 2 MiB does not move: where it was asked to, it is back, with all that is in it.
 #[test]
 fn a_large_page_stays_where_it_is() {
@@ -498,40 +342,6 @@ fn a_large_page_stays_where_it_is() {
             assert_eq!((rig.load(cx, &space, AT), rig.load(cx, &space, last)), (Ok(1), Ok(7)));
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
-        });
-    });
-}
-
-/// What has been unmapped is reached by no CPU, though its pages were being moved and nobody had flushed yet: without a pager
-/// too.
-#[test]
-fn unmapping_flushes_what_is_moving_without_a_pager() {
-    const PAGES: u64 = 16;
-    crate::support::with_rig(16, 2, 102, &no_faults(), |rig| {
-        let at = |index: u64| AT + (index << 12);
-        let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Shared(&object, 0)).expect("an area");
-            (space, object)
-        });
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
-            rig.enter(cx, &space);
-            (0..PAGES).for_each(|index| rig.store(cx, &space, at(index), 7).expect("memory"));
-        });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let deferred = rig.deferred();
-            let pages: Vec<_> = (0..PAGES).map(|index| unhook(rig, cx, &space, at(index), &deferred)).collect();
-            rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
-            let reached = (0..PAGES).filter(|index| rig.mmu.store(CpuId::new(1), VirtAddr::new(at(*index)), 8).is_ok());
-            assert_eq!(reached.count(), 0, "unmapped, and reached by old translations");
-            pages.into_iter().for_each(|page| page.put_back(cx));
-        });
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object).expect("its own");
         });
     });
 }
@@ -652,149 +462,6 @@ fn lost_pages_are_counted() {
             rig.vm.destroy(cx, space).expect("destroyed");
             // The pages, and the frame with their object.
             rig.keep(3);
-        });
-    });
-}
-
-/// A page is taken out of as many places as its slot can be shared among for certain, and of no more.
-#[test]
-fn a_page_of_too_many_places_stays() {
-    const MOST: usize = 1 << 12;
-    with_rig(128, 107, |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = filled(rig, cx, PageSize::Size4K, 1);
-            rig.leave(cx, &space);
-            let (head, deferred) = (rig.leaf(cx, &space, AT).frame, rig.deferred());
-            let mut children = Vec::new();
-            for (places, goes) in [(MOST, true), (MOST + 1, false)] {
-                children.resize_with(places - 1, || rig.vm.fork(cx, &space).expect("memory"));
-                match rig.vm.unhook(cx, rig.hold(head), &deferred) {
-                    Ok(page) => {
-                        assert!(goes);
-                        page.put_back(cx);
-                    }
-                    Err(folio) => {
-                        assert!(!goes);
-                        let_go(rig, cx, folio);
-                    }
-                }
-                assert_eq!(rig.vm.frames().references(head), places as u64);
-            }
-            for space in children.into_iter().chain([space]) {
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-            // For counts of so many references.
-            rig.keep(1);
-        });
-    });
-}
-
-/// CPU 1 has a page's translation, and may store through it. Another CPU takes the page away and puts it back, and stores to it while
-/// somebody holds one more reference, as look-around does. Whatever CPU 1 stores then is seen.
-#[test]
-fn stores_through_old_translations_are_not_lost() {
-    for size in SIZES {
-        with_rig(32, 103, |rig| {
-            let space = rig.filled_for_both(size, 1);
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                let deferred = rig.deferred();
-                let page = unhook(rig, cx, &space, AT, &deferred);
-                let flushes = rig.flushes();
-                page.put_back(cx);
-                assert_eq!(rig.flushes(), flushes + 1, "the flush comes first");
-                let held = rig.hold(rig.leaf(cx, &space, AT).frame);
-                rig.store(cx, &space, AT + 16, 2).expect("it is there");
-                let _ = rig.mmu.store(CpuId::new(1), VirtAddr::new(AT + 8), 3);
-                rig.mmu.as_cpu(CpuId::new(1), |cx| rig.store(cx, &space, AT + 24, 4).expect("it is there"));
-                let_go(rig, cx, held);
-                let stored = rig.mmu.as_cpu(CpuId::new(1), |cx| rig.load(cx, &space, AT + 8));
-                assert_eq!([8, 16, 24].map(|word| rig.load(cx, &space, AT + word)), [stored, Ok(2), Ok(4)]);
-                assert_eq!(space.counters().copied, 0, "nobody shares the page");
-            });
-            rig.end_for_both(space);
-        });
-    }
-}
-
-/// The same with a fork after the page has been put back: no store of the parent reaches the child.
-#[test]
-fn stores_through_old_translations_do_not_reach_a_child() {
-    for size in SIZES {
-        with_rig(32, 104, |rig| {
-            let space = rig.filled_for_both(size, 1);
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                let deferred = rig.deferred();
-                unhook(rig, cx, &space, AT, &deferred).put_back(cx);
-                rig.leave(cx, &space);
-                let child = rig.vm.fork(cx, &space).expect("forked");
-                assert!(rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 2).is_err(), "it is shared with the child");
-                rig.mmu.as_cpu(CpuId::new(1), |cx| rig.store(cx, &space, AT, 3).expect("a copy"));
-                rig.enter(cx, &child);
-                assert_eq!(rig.load(cx, &child, AT), Ok(1));
-                rig.leave(cx, &child);
-                rig.vm.destroy(cx, child).expect("destroyed");
-                rig.enter(cx, &space);
-            });
-            rig.end_for_both(space);
-        });
-    }
-}
-
-/// CPU 0 unmaps shared pages and is about to flush CPU 1; reclaim on CPU 2 finds them mapped nowhere. It may not give the frames away
-/// before CPU 1 has been flushed, which can still store to them.
-#[test]
-fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
-    // Each translation may be gone by itself.
-    const PAGES: u64 = 32;
-    with_format(16, 3, 105, &no_faults(), |rig: &Away<'_>| {
-        let (area, at) = (span(AT, PAGES << 12), |index: u64| AT + (index << 12));
-        let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
-            (space, object)
-        });
-        let heads: Vec<Pfn> = rig.mmu.as_cpu(CpuId::new(1), |cx| {
-            rig.enter(cx, &space);
-            (0..PAGES).for_each(|index| rig.store(cx, &space, at(index), 1).expect("memory"));
-            (0..PAGES).map(|index| rig.leaf(cx, &space, at(index)).frame).collect()
-        });
-        let stores = |value| {
-            let store = |index: &u64| rig.mmu.store(CpuId::new(1), VirtAddr::new(at(*index)), value).is_ok();
-            (0..PAGES).filter(store).count()
-        };
-        let [flushes, over] = [(); 2].map(|()| Barrier::new(2));
-        let through = std::thread::scope(|scope| {
-            scope.spawn(|| {
-                let stop = || {
-                    flushes.wait();
-                    over.wait();
-                };
-                rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                    before_flush(&stop, || _ = rig.vm.unmap(cx, &space, area).expect("unmapped"))
-                });
-            });
-            flushes.wait();
-            let through = rig.mmu.as_cpu(CpuId::new(2), |cx| {
-                let (before, deferred) = (stores(2), rig.deferred());
-                let refuse = |head: &Pfn| {
-                    let page = rig.vm.unhook(cx, rig.hold(*head), &deferred).expect("nobody else has it");
-                    page_out(rig, cx, page, 0).expect_err("full").1
-                };
-                let refused: Vec<_> = heads.iter().map(refuse).collect();
-                let after = stores(3);
-                refused.into_iter().for_each(|page| page.put_back(cx));
-                (before > 0, after)
-            });
-            over.wait();
-            through
-        });
-        assert_eq!(through, (true, 0), "whether nobody had flushed, and how many were stored under a translation");
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object).expect("its own");
         });
     });
 }

@@ -1,4 +1,4 @@
-//! Kernel virtual areas of `hugemm-kva` on this machine: the stacks of all CPUs but the first, and what programs take.
+//! Kernel virtual areas of `hugemm-kva` on this machine: the own data and the stacks of all CPUs but the first, and what programs take.
 
 use super::arch::Format;
 use super::irq_lock::Noted;
@@ -6,12 +6,12 @@ use super::memory::{KernelEnv, frames};
 use super::once::Once;
 use super::platform::{KERNEL, Kernel};
 use super::tlb::{Hardware, kernel_half, shootdown};
-use super::{layout, tables};
+use super::{layout, percpu, tables};
 use crate::MAX_CPUS;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, Order, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
-use hugemm_kva::{Kva, KvaParts, KvaSetup, Place};
+use hugemm_kva::{Kva, KvaParts, KvaSetup, Place, Request};
 use hugemm_paging::EditLock;
 
 /// The types of areas here.
@@ -50,6 +50,14 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>) {
     let areas = unsafe { Kva::new(cx, parts, range) }.unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: alone, and nobody has asked for it.
     unsafe { AREAS.set(areas) };
+}
+
+/// Takes what a CPU has for itself, for good.
+pub(crate) fn take_percpu(cx: &mut CpuCx<'static, Kernel>, cpu: u32) {
+    let request = Request::new(percpu::BYTES, name(cpu)).zeroed();
+    let area = areas().alloc(cx, request).unwrap_or_else(|error| panic!("{error}"));
+    // SAFETY: as large, zero, aligned to pages, and nobody's; it is never freed.
+    unsafe { percpu::give(cpu, area.as_ptr()) };
 }
 
 /// Takes the stack of a CPU for good, all zero: [`stack`](super::stack) tells by that how much was used. Its top.

@@ -5,7 +5,7 @@
 //! | `0x0000_0000_0000_0000` | address spaces of the self-test and the benchmarks |
 //! | [`DIRECT`] | all memory, by 1 GiB and 2 MiB entries |
 //! | [`DESCRIPTORS`] | one 64-byte descriptor per frame, by 2 MiB entries |
-//! | [`AREAS`] | kernel virtual areas, the stacks of other CPUs among them |
+//! | [`AREAS`] | kernel virtual areas, other CPUs' data and stacks among them |
 //! | [`STACKS`] | the boot CPU's stack, above as much that is never mapped |
 //! | [`DEVICES`] | device registers, uncached |
 //! | [`IMAGE`] | the image: code, constants and data by their rights |

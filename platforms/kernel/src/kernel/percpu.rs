@@ -1,7 +1,9 @@
-//! What each CPU has for itself.
+//! What each CPU has for itself: the boot CPU in the image, each other one in a kernel area, which it gets before it starts.
 
 use super::arch;
 use crate::MAX_CPUS;
+use core::mem::offset_of;
+use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{CounterSnapshot, Counters};
@@ -49,9 +51,9 @@ impl PerCpu {
             online: AtomicBool::new(false),
             ticks: AtomicU64::new(0),
             beats: AtomicU64::new(0),
-            work: AtomicPtr::new(core::ptr::null_mut()),
-            server: AtomicPtr::new(core::ptr::null_mut()),
-            faults: AtomicPtr::new(core::ptr::null_mut()),
+            work: AtomicPtr::new(ptr::null_mut()),
+            server: AtomicPtr::new(ptr::null_mut()),
+            faults: AtomicPtr::new(ptr::null_mut()),
             asked: AtomicBool::new(false),
             unflushed: AtomicBool::new(false),
             stack_top: AtomicU64::new(0),
@@ -65,17 +67,51 @@ impl PerCpu {
     }
 }
 
-static CPUS: [PerCpu; MAX_CPUS as usize] = [const { PerCpu::new() }; MAX_CPUS as usize];
+/// A CPU's memory. All zero is what it is at first.
+#[repr(C)]
+struct Block {
+    /// First: what runs over a stack in there meets the guard page below the area.
+    arch: arch::percpu::Own,
+    own: PerCpu,
+}
+
+/// Bytes of a CPU's memory.
+pub(crate) const BYTES: u64 = size_of::<Block>() as u64;
+
+/// What [`of`] returns comes after all of the architecture's: arm64 finds its stack by that.
+const _: () = assert!(offset_of!(Block, own) == size_of::<arch::percpu::Own>());
+
+static BOOT: Block = Block { arch: arch::percpu::Own::new(), own: PerCpu::new() };
+
+static BLOCKS: [AtomicPtr<Block>; MAX_CPUS as usize] =
+    [const { AtomicPtr::new((&raw const BOOT).cast_mut()) }; MAX_CPUS as usize];
 
 /// How many CPUs run.
 static COUNT: AtomicU32 = AtomicU32::new(1);
 
-/// Makes the calling CPU number `cpu`, lets it set itself up, and then says that it runs.
-pub(crate) fn init(cpu: u32, set_up: impl FnOnce()) {
-    let own = of(cpu);
+/// Gives a CPU its memory. The boot CPU, before that one starts.
+///
+/// # Safety
+///
+/// There are [`BYTES`] from `memory` on, all zero, aligned to a page, which stay and which nobody else uses.
+pub(crate) unsafe fn give(cpu: u32, memory: *mut u8) {
+    // Release pairs with the Acquire in `block`.
+    BLOCKS[(cpu % MAX_CPUS) as usize].store(memory.cast(), Ordering::Release);
+}
+
+fn block(cpu: u32) -> &'static Block {
+    // Acquire pairs with the Release in `give`.
+    let block = BLOCKS[(cpu % MAX_CPUS) as usize].load(Ordering::Acquire);
+    // SAFETY: a static, or `give`'s caller's promise; a block of zeroes is valid, and all of it is atomic or its CPU's alone.
+    unsafe { &*block }
+}
+
+/// Makes the calling CPU number `cpu`, lets it set itself up with what the architecture has for it, and then says that it runs.
+pub(crate) fn init(cpu: u32, set_up: impl FnOnce(&'static arch::percpu::Own)) {
+    let Block { arch: of_arch, own } = block(cpu);
     own.id.store(cpu, Ordering::Relaxed);
     arch::percpu::set_own(own);
-    set_up();
+    set_up(of_arch);
     // Release pairs with the Acquire in `smp::start`.
     own.online.store(true, Ordering::Release);
 }
@@ -86,9 +122,9 @@ pub fn current() -> u32 {
     arch::percpu::current()
 }
 
-/// A CPU's data; the numbers wrap at [`MAX_CPUS`].
+/// A CPU's data; the boot CPU's, if there is no such CPU.
 pub fn of(cpu: u32) -> &'static PerCpu {
-    &CPUS[(cpu % MAX_CPUS) as usize]
+    &block(cpu).own
 }
 
 /// The calling CPU's data. A hint unless pinned; there is no task switch, so it is always right here.
@@ -99,12 +135,14 @@ pub fn own() -> &'static PerCpu {
 
 /// How many CPUs run.
 pub fn count() -> u32 {
-    COUNT.load(Ordering::Relaxed)
+    // Acquire pairs with the Release in `set_count`: who counts a CPU finds its data.
+    COUNT.load(Ordering::Acquire)
 }
 
 /// Says how many CPUs run. The boot CPU only.
 pub(crate) fn set_count(count: u32) {
-    COUNT.store(count, Ordering::Relaxed);
+    // Release pairs with the Acquire in `count`.
+    COUNT.store(count, Ordering::Release);
 }
 
 /// The sum of all CPUs' counters. O(CPUs).

@@ -33,6 +33,7 @@ pub(crate) fn start(cx: &mut CpuCx<'static, Kernel>, hardware_ids: &[u64]) {
     AP_ROOT.store(tables::root(), Ordering::Relaxed);
     let mut cpu = 1;
     for id in hardware_ids.iter().skip(1) {
+        kva::take_percpu(cx, cpu);
         percpu::of(cpu).hardware_id.store(*id, Ordering::Relaxed);
         let stack = kva::take_stack(cx, cpu);
         percpu::of(cpu).stack_top.store(stack, Ordering::Relaxed);
@@ -56,8 +57,8 @@ pub(crate) fn start(cx: &mut CpuCx<'static, Kernel>, hardware_ids: &[u64]) {
 pub(crate) extern "C" fn ap_main(cpu: u64) -> ! {
     let cpu = cpu as u32;
     mmu::set_control_bits();
-    percpu::init(cpu, || {
-        traps::load(cpu);
+    percpu::init(cpu, |own| {
+        traps::load(own);
         controller::init();
     });
     // SAFETY: this CPU's only task and its only context.

@@ -77,10 +77,10 @@ pub fn lower_half() -> Result<VirtRange, VmError> {
 
 /// Runs `f` with a space loaded on the calling CPU: page faults go to the manager. An access of
 /// [`store`](page_fault::store) or [`load`](page_fault::load) that cannot be served fails; any other is reported as a bug.
-pub fn with<T>(
+pub fn with<K: Paging, T>(
     cx: &mut CpuCx<'static, Kernel>,
-    vm: &KernelVm<'_>,
-    space: &KernelAddressSpace,
+    vm: &KernelVm<'_, K>,
+    space: &KernelAddressSpace<K>,
     f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> T,
 ) -> T {
     let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| vm.fault(cx, space, at, access).is_ok();

@@ -269,6 +269,8 @@ mod tests {
     use crate::memory_file::Page;
     use crate::policy::{LendingPolicy, Who};
     use crate::stock::Shapes;
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicU32, Ordering};
 
     /// Who asks again and again for more than can be had does not keep what is ready from others.
     #[test]
@@ -350,6 +352,40 @@ mod tests {
         assert!(lease().expect_err("it has that").message.contains("leased already"));
         daemon.set_policy(policy(2));
         lease().expect("one more");
+    }
+
+    /// What is being given counts already: two requests at once do not pass the quota together.
+    #[test]
+    fn two_at_once_do_not_pass_the_quota() {
+        static CALLS: AtomicU32 = AtomicU32::new(0);
+        static GATE: Barrier = Barrier::new(2);
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root gives files away");
+            return;
+        }
+        // Asked when the file is taken: the first who does so stays there.
+        let free = |_: Page, _| {
+            if CALLS.fetch_add(1, Ordering::Relaxed) == 0 {
+                GATE.wait();
+                GATE.wait();
+            }
+            Some(u64::MAX)
+        };
+        let page = Page::Transparent;
+        let size = |text: &str| text.parse().ok();
+        let policy = LendingPolicy::read(0, &format!("uid 61007 {}", page.bytes()), size).expect("a line");
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), u64::MAX, 0);
+        let daemon = Daemon::new(PoolConfig { free, policy, ..config });
+        (0..2).for_each(|_| daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file"))));
+        let lease = || daemon.lease(&Asker::user(61_007), 7, &Wish::of(page.bytes()));
+        let (first, second) = std::thread::scope(|scope| {
+            let first = scope.spawn(lease);
+            GATE.wait();
+            let second = lease();
+            GATE.wait();
+            (first.join().expect("no panic"), second)
+        });
+        assert!(first.is_ok() && second.expect_err("one page").message.contains("leased already"));
     }
 
     /// Whatever happens to the thread that leases, nothing is lent to it.

@@ -63,7 +63,7 @@ fn selftest(arch: &str, cpus: u32, model: &str) {
         _ => ("QEMU TCG", ["seals", "resized", "zeroed_ahead"].as_slice()),
     };
     assert_eq!((&guest["cpus"], &guest["machine"]), (&cpus.into(), &machine.into()));
-    let all = ["rounds", "unmaps", "resizes", "accesses", "refaults", "poisoned", "areas"];
+    let all = ["rounds", "unmaps", "resizes", "accesses", "paged_out", "refaults", "poisoned", "areas"];
     for metric in all.iter().chain(of_arch) {
         assert!(value(&document, &format!("selftest.{metric}")) >= 1.0, "{metric}");
     }
@@ -302,7 +302,7 @@ mod x86 {
             ("panic", ["the guest broke", "panic on cpu0", "asked to"], "crash::run"),
             ("fault", ["page fault on cpu0", "read at", "nothing is mapped"], "crash::run"),
             ("tail", ["page fault on cpu0", "write at", "does not allow it"], "a tail of the page"),
-            ("stack", ["double fault on cpu0", "", ""], "the stack of cpu0 ran over"),
+            ("stack", ["double fault on cpu1", "", ""], "the stack of cpu1 ran over"),
             ("guard", ["page fault on cpu0", "write at", ""], "it is a guard page below the stack 'worker'"),
             ("reset", ["reset by itself", "", ""], ""),
         ] {
@@ -439,7 +439,7 @@ mod arm64 {
     fn a_guest_that_breaks_says_why_and_where() {
         for (crash, parts, report) in [
             ("panic", ["the guest broke", "panic on cpu0", "asked to"], "crash::run"),
-            ("stack", ["stack overflow on cpu0", "", ""], "the stack of cpu0 ran over"),
+            ("stack", ["stack overflow on cpu1", "", ""], "the stack of cpu1 ran over"),
             ("reset", ["reset by itself", "", ""], ""),
             // Whoever keeps interrupts off is asked by one that it cannot keep off.
             ("deaf", ["cpu1 has had interrupts off", "", ""], "crash::"),

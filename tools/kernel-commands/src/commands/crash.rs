@@ -30,9 +30,12 @@ pub fn run(cx: Cx<'_>, how: Crash) -> Result<(), Failure> {
             }
             Ok(())
         })?,
-        Crash::Stack => {
-            core::hint::black_box(deep(core::hint::black_box(u64::MAX)));
-        }
+        // The last CPU's, which is in a kernel area, as what it reports that from is.
+        Crash::Stack => smp::on_cpus(cx, percpu::count(), &|_, cpu| {
+            if cpu + 1 == percpu::count() {
+                core::hint::black_box(deep(core::hint::black_box(u64::MAX)));
+            }
+        }),
         Crash::Guard => {
             let order = Order::new(2).unwrap_or(Order::ZERO);
             if let Ok(stack) = areas().alloc_stack(cx, order, "worker") {

@@ -8,6 +8,7 @@ mod convoy;
 #[cfg(feature = "debug")]
 mod debug;
 mod descriptors;
+mod file;
 mod frames_stress;
 mod heap_stress;
 mod hotplug;
@@ -98,6 +99,7 @@ done! {
     Resized: "resized", "pieces of 2 MiB";
     Accesses: "accesses", "steps in address spaces";
     ZeroedAhead: "zeroed_ahead", "bytes";
+    PagedOut: "paged_out", "pages of a file";
     Checked: "checked", "pages";
     Stored: "stored", "pages";
     Refaults: "refaults", "pages";
@@ -234,6 +236,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         }
         if runs(Part::AddressSpaces) {
             address_spaces::round(cx, seed, clock.now_ns() + slice)?;
+            file::paged_out(cx)?;
         }
         if runs(Part::Pressure) {
             pressure::round(cx, seed, args.plant, clock.now_ns() + slice)?;

@@ -30,7 +30,7 @@ pub type Store = Compressed<'static, 'static, KernelEnv, WordsOrLz4>;
 
 pub type OurSpaces<'a> = OnKernel<Swapped<'a>>;
 
-pub type SwapVm<'a> = KernelVm<'static, Swapped<'a>>;
+pub type SwapVm<'a> = KernelVm<'a, Swapped<'a>>;
 
 /// All memory's.
 pub const NODE: NodeId = NodeId::new(0);

@@ -1,6 +1,7 @@
 //! The calling CPU's data, found through TPIDR_EL1.
 
 use super::super::percpu::PerCpu;
+pub(crate) use super::traps::Own;
 use super::write;
 use core::arch::asm;
 

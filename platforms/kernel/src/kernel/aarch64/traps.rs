@@ -6,7 +6,6 @@ use super::super::page_fault::{self, PageFault};
 use super::super::{fault, layout, stack, tlb, watchdog};
 use super::controller::{self, Interrupt};
 use super::{interrupts, mmu, read, write};
-use crate::MAX_CPUS;
 use crate::abort::{Abort, Cause, DATA, FETCH};
 use core::arch::{asm, global_asm};
 use core::cell::UnsafeCell;
@@ -58,13 +57,19 @@ pub(crate) fn chain() -> u64 {
 /// Bytes of a stack for a CPU whose own has run over.
 const EMERGENCY: usize = 16 << 10;
 
-#[repr(C, align(16))]
-struct Emergency(UnsafeCell<[[u8; EMERGENCY]; MAX_CPUS as usize]>);
+/// That stack. It begins where TPIDR_EL1 points to: what comes next is the CPU's data.
+#[repr(C, align(128))]
+pub(crate) struct Own(UnsafeCell<[u8; EMERGENCY]>);
 
 // SAFETY: each CPU uses its own, once.
-unsafe impl Sync for Emergency {}
+unsafe impl Sync for Own {}
 
-static EMERGENCY_STACKS: Emergency = Emergency(UnsafeCell::new([[0; EMERGENCY]; MAX_CPUS as usize]));
+impl Own {
+    /// All zero.
+    pub(crate) const fn new() -> Self {
+        Own(UnsafeCell::new([0; EMERGENCY]))
+    }
+}
 
 global_asm!(
     r#"
@@ -153,11 +158,7 @@ trap_common:
 
     # x1: where the frame would lie. What other registers had is of no use any more, but for where it was.
 stack_overflow:
-    mrs x0, tpidr_el1
-    ldr w0, [x0]
-    add x0, x0, #1
-    ldr x2, ={emergency}
-    add x2, x2, x0, lsl #14
+    mrs x2, tpidr_el1
     mov sp, x2
     mrs x2, elr_el1
     mov x3, x29
@@ -172,7 +173,6 @@ stack_overflow:
     frame = const size_of::<Frame>(),
     stack_bit = const layout::STACK_BYTES.trailing_zeros(),
     entry = sym trap_entry,
-    emergency = sym EMERGENCY_STACKS,
     overflown = sym overflown,
 );
 
@@ -182,7 +182,7 @@ unsafe extern "C" {
 }
 
 /// Has the calling CPU use the vectors.
-pub(crate) fn load(_cpu: u32) {
+pub(crate) fn load(_own: &'static Own) {
     // SAFETY: the vectors save and restore everything.
     unsafe {
         write!("vbar_el1", &raw const trap_vectors);

@@ -1,6 +1,7 @@
 //! The calling CPU's data, found through GS.
 
 use super::super::percpu::PerCpu;
+pub(crate) use super::segments::Own;
 use core::arch::asm;
 use x86_64::VirtAddr;
 use x86_64::registers::model_specific::GsBase;

@@ -1,8 +1,7 @@
 //! Segments and task states: one code and one data segment, and stacks for what must not use the running one.
 
-use super::super::percpu;
-use crate::MAX_CPUS;
 use core::cell::UnsafeCell;
+use core::mem::MaybeUninit;
 use x86_64::VirtAddr;
 use x86_64::instructions::segmentation::{CS, DS, ES, SS, Segment};
 use x86_64::instructions::tables::load_tss;
@@ -28,36 +27,40 @@ struct Tables {
     tss: TaskStateSegment,
 }
 
-struct Slot(UnsafeCell<Tables>);
+/// What the hardware needs of each CPU: emergency stacks, and tables that [`load`] makes.
+#[repr(C, align(128))]
+pub(crate) struct Own {
+    stacks: UnsafeCell<[Stack; 3]>,
+    tables: UnsafeCell<MaybeUninit<Tables>>,
+}
 
-// SAFETY: each CPU fills its own slot once, in `load`; afterwards only the hardware reads it.
-unsafe impl Sync for Slot {}
+// SAFETY: each CPU fills its own tables once, in `load`; afterwards only the hardware reads them. It alone writes to the stacks.
+unsafe impl Sync for Own {}
 
-static SLOTS: [Slot; MAX_CPUS as usize] =
-    [const { Slot(UnsafeCell::new(Tables { gdt: GlobalDescriptorTable::empty(), tss: TaskStateSegment::new() })) };
-        MAX_CPUS as usize];
-
-/// Emergency stacks, apart from the tables, so that they take no room in the image's file.
-struct Stacks(UnsafeCell<[[Stack; 3]; MAX_CPUS as usize]>);
-
-// SAFETY: only the hardware writes here, each CPU to its own.
-unsafe impl Sync for Stacks {}
-
-static STACKS: Stacks = Stacks(UnsafeCell::new([const { [const { Stack([0; STACK]) }; 3] }; MAX_CPUS as usize]));
+impl Own {
+    /// All zero.
+    pub(crate) const fn new() -> Self {
+        Own {
+            stacks: UnsafeCell::new([const { Stack([0; STACK]) }; 3]),
+            tables: UnsafeCell::new(MaybeUninit::zeroed()),
+        }
+    }
+}
 
 /// Loads the calling CPU's tables. Once per CPU.
-pub(super) fn load(cpu: u32) {
-    // SAFETY: see `Slot`: this is the CPU's only call.
-    let tables: &'static mut Tables = unsafe { &mut *SLOTS[cpu as usize].0.get() };
-    let stacks = VirtAddr::from_ptr(STACKS.0.get().cast::<[Stack; 3]>().wrapping_add(cpu as usize));
+pub(super) fn load(own: &'static Own) {
+    // SAFETY: see `Own`: this is the CPU's only call.
+    let tables: &'static mut MaybeUninit<Tables> = unsafe { &mut *own.tables.get() };
+    let tables = tables.write(Tables { gdt: GlobalDescriptorTable::empty(), tss: TaskStateSegment::new() });
+    let stacks = VirtAddr::from_ptr(own.stacks.get());
     for index in [NMI, DOUBLE_FAULT, MACHINE_CHECK] {
         tables.tss.interrupt_stack_table[usize::from(index)] = stacks + (u64::from(index) + 1) * STACK as u64;
     }
     let code = tables.gdt.append(Descriptor::kernel_code_segment());
     let data = tables.gdt.append(Descriptor::kernel_data_segment());
-    // SAFETY: the task state is in the same static slot and is not written again.
+    // SAFETY: the task state stays where it is and is not written again.
     let task = tables.gdt.append(unsafe { Descriptor::tss_segment_unchecked(&raw const tables.tss) });
-    // SAFETY: the table is static and its descriptors are those of a 64-bit kernel. Reloading DS and ES leaves GS alone,
+    // SAFETY: the table stays, and its descriptors are those of a 64-bit kernel. Reloading DS and ES leaves GS alone,
     // whose base `percpu::init` has set or will set.
     unsafe {
         tables.gdt.load_unsafe();
@@ -67,5 +70,4 @@ pub(super) fn load(cpu: u32) {
         ES::set_reg(data);
         load_tss(task);
     }
-    debug_assert_eq!(percpu::current(), cpu);
 }

@@ -1,7 +1,7 @@
 //! What happens at an exception or an interrupt: one gate per vector, one way in and out, one dispatch.
 
 use super::super::page_fault::{self, PageFault};
-use super::super::{fault, stack, tlb, watchdog};
+use super::super::{fault, percpu, stack, tlb, watchdog};
 use super::{controller, segments};
 use core::arch::global_asm;
 use core::cell::UnsafeCell;
@@ -172,10 +172,10 @@ unsafe impl Sync for Idt {}
 static IDT: Idt = Idt(UnsafeCell::new([Gate::EMPTY; 256]));
 
 /// Loads descriptor tables and gates on the calling CPU; the boot CPU fills the gates first.
-pub(crate) fn load(cpu: u32) {
-    segments::load(cpu);
+pub(crate) fn load(own: &'static segments::Own) {
+    segments::load(own);
     let table = IDT.0.get();
-    if cpu == 0 {
+    if percpu::current() == 0 {
         for vector in 0..256_u64 {
             let ist = match vector {
                 NMI => segments::NMI + 1,

@@ -5,22 +5,20 @@
 //! that a page which it has unmapped is zero again. In the common area, which maps a file in memory, each CPU has a word of its
 //! own in every page; what it has stored there is in the file when that has been written back. A third area can be read, and nobody may store there. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
 
+use super::file::{self, FILE, WORDS};
 use super::{Cx, Done, Failure, Finding, on_all, stored, vec_of};
-use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
-use hugemm_base::{Clock, Never, Order, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
-use hugemm_frames::AllocRequest;
-use hugemm_kernel::layout;
-use hugemm_kernel::memory::frames;
 use hugemm_kernel::page_fault::{load, store};
 use hugemm_kernel::percpu;
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_paging::ShootdownPolicy;
 use hugemm_vm::{
-    AccessError, AddressSpace, Advice, Backing, Discard, NoPager, PageSource, Pools, Protection, SharedRef,
-    SourceError, StoredPages, Vm, VmError, VmaKind, ZeroTurn, ZeroWorker,
+    AccessError, AddressSpace, Advice, Backing, Discard, NoPager, Pools, Protection, SharedRef, Vm, VmError, VmaKind,
+    ZeroTurn, ZeroWorker,
 };
 
 /// Where the plots are.
@@ -32,11 +30,9 @@ const HUGE: u64 = 512 << 20;
 /// How far away a part of a plot goes.
 const ELSEWHERE: u64 = 0x40_0000_0000;
 /// Small pages of a plot, and of the common area.
-const SMALL_PAGES: u64 = 256;
+const SMALL_PAGES: u64 = file::PAGES;
 /// Huge pages of a plot.
 const HUGE_PAGES: u64 = 2;
-/// Words of a page.
-const WORDS: u64 = PAGE_BYTES / 8;
 /// Where the common area is.
 const COMMON: u64 = 0x10_0000_0000;
 /// Where an area is that nobody may store to, as large.
@@ -58,48 +54,6 @@ struct Known {
     common: [u64; SMALL_PAGES as usize],
 }
 
-/// A file in memory: a block of frames.
-struct InMemory(AtomicU64);
-
-static FILE: InMemory = InMemory(AtomicU64::new(0));
-
-impl InMemory {
-    /// A word of it.
-    fn word(&self, index: u64) -> &AtomicU64 {
-        // Relaxed: written before anybody else knows of it.
-        let block = layout::direct(self.0.load(Ordering::Relaxed)).cast::<u64>();
-        // SAFETY: within the block, as long as the round lasts; all of its words are atomic.
-        unsafe { AtomicU64::from_ptr(block.wrapping_add((index % (SMALL_PAGES * WORDS)) as usize)) }
-    }
-}
-
-impl PageSource<Own> for InMemory {
-    fn bytes(&self) -> u64 {
-        SMALL_PAGES * PAGE_BYTES
-    }
-
-    fn fill(&self, _: &mut hugemm_vm::Cx<'_, Own>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
-        for (index, word) in (first * WORDS..).zip(pages.chunks_exact_mut(8)) {
-            word.copy_from_slice(&self.word(index).load(Ordering::Relaxed).to_ne_bytes());
-        }
-        Ok(pages.len())
-    }
-
-    fn write_back(
-        &self,
-        _: &mut hugemm_vm::Cx<'_, Own>,
-        first: u64,
-        pages: &StoredPages<'_>,
-    ) -> Result<(), SourceError> {
-        for (index, at) in (first * WORDS..).zip((0..pages.bytes()).step_by(8)) {
-            let mut word = [0; 8];
-            pages.copy_to(at, &mut word);
-            self.word(index).store(u64::from_ne_bytes(word), Ordering::Relaxed);
-        }
-        Ok(())
-    }
-}
-
 struct Round<'v> {
     vm: &'v Manager,
     common: &'v SharedRef<'v, Own>,
@@ -119,6 +73,10 @@ struct Task<'r> {
 
 /// One round on all CPUs, until `until` at the latest.
 pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
+    file::with(cx, |cx| in_common(cx, seed, until))
+}
+
+fn in_common(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
     let features = Features::detect();
     let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
     let cpus = percpu::count();
@@ -129,10 +87,6 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
     })?;
     // SAFETY: the clearer is made from what `Features::detect` finds.
     let manager = unsafe { vm::manager(clearer, ShootdownPolicy::BATCHED, NoPager, Pools::default()) }?;
-    let order = Order::largest_within(SMALL_PAGES).ok_or(VmError::NoMemory)?;
-    let file = frames().alloc(cx, AllocRequest::order(order)).map_err(|_| VmError::NoMemory)?;
-    FILE.0.store(file.extent().start().get(), Ordering::Relaxed);
-    (0..SMALL_PAGES * WORDS).for_each(|index| FILE.word(index).store(0, Ordering::Relaxed));
     let space = manager.create(cx, vm::lower_half()?)?;
     let result = match set_up(cx, &manager, &space, cpus) {
         Ok(common) => {
@@ -159,7 +113,6 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
         Err(error) => Err(error.into()),
     };
     manager.destroy(cx, space).map_err(|(error, _)| error)?;
-    frames().free(cx, file);
     manager.trim(cx);
     result
 }

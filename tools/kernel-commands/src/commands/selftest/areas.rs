@@ -116,6 +116,7 @@ impl Marked {
 /// One round on all CPUs, until `until` at the latest. `alone` takes some seconds more, of an idle CPU.
 #[inline(never)]
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, alone: bool, until: u64) -> Result<(), Failure> {
+    cpus_have_theirs(cx)?;
     let shelf: [Lock<SpinLock, Option<Marked>>; SHELF] = core::array::from_fn(|_| Lock::new(None));
     let stop = AtomicBool::new(false);
     let ran = on_all(cx, |cx, cpu| {
@@ -172,6 +173,24 @@ fn one(
     Done::Areas.add(1);
     if step % 64 == 63 {
         areas().flush(cx);
+    }
+    Ok(())
+}
+
+/// What each CPU but the first has for itself is in an area, above a guard page.
+fn cpus_have_theirs(cx: Cx<'_>) -> Result<(), Finding> {
+    for cpu in 1..percpu::count() {
+        let at = core::ptr::from_ref(percpu::of(cpu)).addr() as u64;
+        // Others may hold the lock, and none may be found.
+        let place = areas().what_is(cx, VirtAddr::new(at));
+        let below = match place {
+            Some(Place::Area(info)) => areas().what_is(cx, VirtAddr::new(info.range.start().get() - 8)),
+            None => None,
+            Some(_) => return Err(found(format_args!("cpu{cpu} has its own data at {at:#x}, which is no area's"))),
+        };
+        if !matches!(below, None | Some(Place::Guard { .. })) {
+            return Err(found(format_args!("there is no guard page below what cpu{cpu} has at {at:#x}")));
+        }
     }
     Ok(())
 }
