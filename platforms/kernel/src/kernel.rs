@@ -34,7 +34,7 @@
 //! | `entry` | the way from the loader to [`boot_main`] and from a started CPU to `smp::ap_main`; `continue_on` other tables and another stack |
 //! | `firmware` | `look`: what the loader and the firmware say |
 //! | `interrupts` | on, off, waiting |
-//! | `percpu` | the calling CPU's number; `Own`: what the hardware needs of each CPU |
+//! | `percpu` | the calling CPU's number and data; `Own`: what the hardware needs of each CPU |
 //! | `traps` | `load`: what happens at an exception or an interrupt; `Frame`: where it was |
 //! | `controller` | interrupts to other CPUs, among them one that cannot be kept off; starting CPUs; the timer |
 //! | `counter` | time |

@@ -93,6 +93,7 @@ pub fn run(args: &Linux) -> Result<()> {
         Work::Pool(work) => report::pool(work, &cells, compares),
         Work::VmCreate(work) => report::faults(work, &cells, compares),
         Work::Age(work) => report::age(work, &cells, compares),
+        Work::Vmalloc(_) => report::vmalloc(&cells, compares),
     };
     let failed = cells.iter().filter(|cell| cell.transcript.is_err());
     results.remarks = failed.map(|cell| format!("{} on {} CPUs: no result", cell.kernel, cell.cpus)).collect();

@@ -10,6 +10,7 @@ mod age;
 mod faults;
 mod interrupts;
 mod pool;
+mod vmalloc;
 
 use anyhow::{Context, Result, bail};
 use hugemm_workloads::record::Record;
@@ -35,6 +36,7 @@ fn main() {
         Ok(Request::Age(work)) => age::run(&work),
         Ok(Request::Pool(work)) => pool::run(&work),
         Ok(Request::VmCreate(work)) => faults::run(&work),
+        Ok(Request::Vmalloc(work)) => vmalloc::run(&work),
         _ => bail!("this init does not know how to do '{line}'"),
     });
     match result {

@@ -410,6 +410,8 @@ requests! {
     "bench vmalloc" Vmalloc {
         /// Areas of each test.
         areas: u64 [short = 'n', long, default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..=1 << 32)],
+        /// Bytes of each area that are written, from its first on, where a CPU can reach it [default: none].
+        write: Option<u64> [long, value_parser = bytes],
         /// Runs of each measurement.
         runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
     }

@@ -7,24 +7,22 @@
 //! caller hands in (the clearing policy, the optimizer's).
 
 pub mod accounting;
+mod figures;
 pub mod guest;
+mod sides;
 pub mod walk;
 
-use crate::record::record;
-use crate::request::Clearing;
 use crate::vm_create::{CreateMethod, Creation};
-use crate::words::named;
 use accounting::{Accounting, Mismatch, Start};
 use core::fmt;
+pub use figures::{FlushCounts, FramesUsed, PhaseFigures, RunPhase, SwapCounts};
 use guest::{Guest, Spread};
-use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, PreemptModel, VirtAddr, with};
-use hugemm_base::{VirtRange, VirtRangeError};
-use hugemm_clear::ClearPolicy;
+use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange, VirtRangeError};
 use hugemm_frames::{Env, HwPoisoned};
-use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, OptimizerPolicy, PoolError, VmemmapOptimizer};
+use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, PoolError, VmemmapOptimizer};
 use hugemm_paging::Lookup;
-use hugemm_reclaim::{Ageing, ReclaimCounts, SwapStats};
 use hugemm_vm::{AddressSpaceRef, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
+pub use sides::{Granularity, HostSide, Ways};
 
 /// Small guests.
 pub const GUESTS: usize = 4;
@@ -32,220 +30,8 @@ pub const GUESTS: usize = 4;
 /// Where a machine's memory begins in its address space.
 pub(crate) const AT: u64 = 1 << 40;
 
-/// How work is handed to the system: the granularity of requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Granularity {
-    /// Whole requests.
-    Extent,
-    /// As kernels do that work by pages: a fault for each, a lock round for each page table that is looked at, and unmaps
-    /// that gather so many pages, flush once for them, and free them.
-    Page,
-}
-
-named! {
-    /// Who does the work, hugemm first. Of its sides each differs from the one before by one thing.
-    HostSide {
-        /// hugemm, as kernels that work by pages do it.
-        Page = "page",
-        /// The same by extent, cleared through the cache.
-        Cached = "cached",
-        /// The same, cleared as the calibrated policy wants it: past the cache where that is faster.
-        Extent = "extent",
-        /// The machine's own kernel.
-        Kernel = "kernel",
-    }
-}
-
-/// How a side of hugemm works.
-#[derive(Clone, Copy, Debug)]
-pub struct Ways {
-    /// How work is handed over.
-    pub granularity: Granularity,
-    /// How memory is cleared.
-    pub clear: ClearPolicy,
-    /// Where that may be left.
-    pub preempt: PreemptModel,
-    /// How descriptors are given back.
-    pub optimizer: OptimizerPolicy,
-    /// How accessed bits are read.
-    pub ageing: Ageing,
-}
-
-impl HostSide {
-    /// How it works, if it is hugemm's, of a calibrated policy.
-    pub fn ways(self, calibrated: ClearPolicy) -> Ways {
-        let (granularity, clearing) = match self {
-            HostSide::Page => (Granularity::Page, Clearing::Page),
-            HostSide::Cached => (Granularity::Extent, Clearing::Extent),
-            HostSide::Extent | HostSide::Kernel => (Granularity::Extent, Clearing::Bulk),
-        };
-        let (optimizer, ageing) = match granularity {
-            Granularity::Extent => (OptimizerPolicy::default(), Ageing::Batch),
-            // One flush for a batch of pages, and an entry at a time; accessed bits of one page at a time, without a flush.
-            Granularity::Page => (with!(OptimizerPolicy::new(), swap = false), Ageing::NoFlush),
-        };
-        let (clear, preempt) = (clearing.of(calibrated), clearing.preempt_model());
-        Ways { granularity, clear, preempt, optimizer, ageing }
-    }
-}
-
 /// Pages that a kernel gathers while it unmaps, before it flushes and frees them: about what Linux's gather holds.
 pub const GATHERED: u64 = 8192;
-
-named! {
-    /// The parts of the run, in order.
-    RunPhase {
-        /// The pool is filled.
-        Fill = "fill pool",
-        /// A machine of half the pool is created by prefault.
-        Prefault = "prefault VM",
-        /// A machine of a quarter of the pool is created and pinned, as for a device.
-        Pin = "pin VM",
-        /// Guests of 4 KiB pages get their memory, shared and own, and write to all of it.
-        Guests = "4 KiB guests",
-        /// The host asks which pages each guest has used, and, after one has used a quarter of its own, again.
-        WorkingSets = "working sets",
-        /// One more guest wants as much as there is: pages that nobody uses go to swap and come back.
-        Pressure = "pressure",
-        /// More is asked for than there is, and memory goes bad.
-        Failures = "failures",
-        /// Everything is unmapped and freed.
-        Destroy = "destroy",
-        /// The pool is emptied.
-        Shrink = "shrink pool",
-    }
-}
-
-impl RunPhase {
-    /// Whether it stores to the memory that it is about, so that bytes per second mean something.
-    pub const fn touches(self) -> bool {
-        matches!(self, RunPhase::Prefault | RunPhase::Pin | RunPhase::Guests | RunPhase::Pressure | RunPhase::Failures)
-    }
-}
-
-/// What a phase did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PhaseFigures {
-    /// Nanoseconds.
-    pub nanos: u64,
-    /// Bytes of memory that the phase was about.
-    pub bytes: u64,
-    /// Pages that it was about, of 2 MiB or of 4 KiB as they are there.
-    pub pages: u64,
-    /// TLB flushes: of address spaces, and of the descriptors' mapping.
-    pub flushes: u64,
-    /// CPUs that were interrupted for them.
-    pub interrupts: u64,
-    /// Bytes of descriptors given back, less those taken.
-    pub saved: i64,
-    /// What reclaim did.
-    pub reclaimed: SwapCounts,
-    /// Frames in use when it was over.
-    pub used: FramesUsed,
-}
-
-impl PhaseFigures {
-    /// It was about so many pages of 2 MiB.
-    fn large(&mut self, pages: u64) {
-        (self.pages, self.bytes) = (pages, pages * PageSize::Size2M.bytes());
-    }
-
-    /// It was about so many pages of 4 KiB.
-    fn small(&mut self, pages: u64) {
-        (self.pages, self.bytes) = (pages, pages << PAGE_SHIFT);
-    }
-}
-
-record! {
-    PhaseFigures = "run.phase" {
-        nanos: u64,
-        bytes: u64,
-        pages: u64,
-        flushes: u64,
-        interrupts: u64,
-        saved: i64,
-        reclaimed.stored: u64,
-        reclaimed.worker_freed: u64,
-        reclaimed.loaded: u64,
-        reclaimed.aged: u64,
-        reclaimed.age_flushes: u64,
-        used.tables: i64,
-        used.slabs: i64,
-        used.swap: i64,
-        used.descriptors: i64,
-        used.pages: i64,
-    }
-}
-
-/// Frames in use by use, more than when the run began; below zero, fewer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FramesUsed {
-    /// Page tables.
-    pub tables: i64,
-    /// Areas, spaces and other small objects of the manager of address spaces.
-    pub slabs: i64,
-    /// Swap.
-    pub swap: i64,
-    /// Frames behind descriptors, and their tables.
-    pub descriptors: i64,
-    /// Pages of the pool and of guests: whatever was taken without saying for what.
-    pub pages: i64,
-}
-
-impl FramesUsed {
-    /// Each use, by its name.
-    pub const fn each(&self) -> [(&'static str, i64); 5] {
-        let FramesUsed { tables, slabs, swap, descriptors, pages } = *self;
-        [("tables", tables), ("slabs", slabs), ("swap", swap), ("descriptors", descriptors), ("pages", pages)]
-    }
-}
-
-/// What reclaim has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SwapCounts {
-    /// Pages that went to swap.
-    pub stored: u64,
-    /// Pages that a worker freed.
-    pub worker_freed: u64,
-    /// Pages that came back.
-    pub loaded: u64,
-    /// Pages whose accessed bits were looked at.
-    pub aged: u64,
-    /// Flushes because of that.
-    pub age_flushes: u64,
-}
-
-impl SwapCounts {
-    /// Of what a pager and its back end have counted.
-    pub fn of(counts: &ReclaimCounts, swap: SwapStats) -> Self {
-        SwapCounts {
-            stored: swap.stores,
-            worker_freed: counts.worker_freed.get(),
-            loaded: swap.loads,
-            aged: counts.aged.get(),
-            age_flushes: counts.age_flushes.get(),
-        }
-    }
-
-    fn since(self, earlier: Self) -> Self {
-        SwapCounts {
-            stored: self.stored - earlier.stored,
-            worker_freed: self.worker_freed - earlier.worker_freed,
-            loaded: self.loaded - earlier.loaded,
-            aged: self.aged - earlier.aged,
-            age_flushes: self.age_flushes - earlier.age_flushes,
-        }
-    }
-}
-
-/// What flushes have cost so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FlushCounts {
-    /// Flushes.
-    pub flushes: u64,
-    /// CPUs that were interrupted.
-    pub interrupts: u64,
-}
 
 /// What a platform adds, for tasks whose contexts borrow the platform for `'c`.
 pub trait Site<'c, 'v, 'm, S: Setup> {

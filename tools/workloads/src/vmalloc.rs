@@ -1,7 +1,7 @@
 //! Kernel areas taken and freed in the ways of Linux's `test_vmalloc`, by its names; and many areas of one size freed, with one flush for
 //! all that wait and pages as ranges, beside a flush for each area and page by page.
 //!
-//! Nothing touches the memory: what is measured is addresses, blocks, tables and flushes.
+//! Nothing touches the memory, unless that is asked for: what is measured is addresses, blocks, tables and flushes.
 
 use crate::record::{Better, Metric, record};
 use crate::words::{Named, named};
@@ -29,6 +29,33 @@ named! {
         Pcpu = "pcpu",
         /// A page each, many at a time, freed as from an interrupt and given back as a batch.
         Kvfree = "kvfree",
+        /// 512 KiB.
+        Area512K = "area_512k",
+        /// 16 MiB.
+        Area16M = "area_16m",
+    }
+}
+
+impl Test {
+    /// Pages of the next area, and the pages that its address is a multiple of, after so many others.
+    pub fn shape(self, done: u64, random: &mut Random) -> (u64, u64) {
+        match self {
+            Test::FixSizeAlloc => (10, 1),
+            Test::FullFitAlloc | Test::Kvfree => (1, 1),
+            Test::LongBusyListAlloc => (if done.is_multiple_of(2) { 100 } else { 1 }, 1),
+            Test::RandomSizeAlloc => (1 + random.below(100), 1),
+            Test::FixAlignAlloc => (20, 8),
+            Test::RandomSizeAlignAlloc => (1 + random.below(10), 1 << random.below(11)),
+            Test::Pcpu => (1 + random.below(4), 1),
+            Test::Area512K => ((512 << 10) / PAGE_BYTES, 1),
+            Test::Area16M => ((16 << 20) / PAGE_BYTES, 1),
+        }
+    }
+
+    /// Whether a program can have stock Linux do it: one at a time, aligned to nothing.
+    pub fn is_of_linux(self) -> bool {
+        use Test::{Area16M, Area512K, FixSizeAlloc, FullFitAlloc, LongBusyListAlloc, RandomSizeAlloc};
+        matches!(self, FixSizeAlloc | FullFitAlloc | LongBusyListAlloc | RandomSizeAlloc | Area512K | Area16M)
     }
 }
 
@@ -111,6 +138,8 @@ pub struct Rig<'a, 'm, S: KvaSetup> {
     pub frames: &'a Frames<'m, S::Env>,
     /// How many flushes there have been.
     pub flushes: &'a dyn Fn() -> u64,
+    /// What is done with an area before it is freed, where one is taken and freed at a time.
+    pub touch: &'a dyn Fn(&Area),
 }
 
 impl<S: KvaSetup> Rig<'_, '_, S>
@@ -134,6 +163,7 @@ where
 
     fn pair(&self, cx: &mut Cx<'_, S>, request: Request) -> Result<(), KvaError> {
         let area = self.kva.alloc(cx, request)?;
+        (self.touch)(&area);
         self.kva.free(cx, area).map_err(|(error, _)| error)
     }
 
@@ -181,33 +211,27 @@ where
         let looped = self.counted(cx, |rig, cx| {
             let mut done = 0;
             while done < areas {
-                let request = match test {
-                    Test::FixSizeAlloc => pages(10),
-                    Test::FullFitAlloc => pages(1),
-                    Test::LongBusyListAlloc => pages(if done.is_multiple_of(2) { 100 } else { 1 }),
-                    Test::RandomSizeAlloc => pages(1 + random.below(100)),
-                    Test::FixAlignAlloc => pages(20).aligned(8 * PAGE_BYTES),
-                    Test::RandomSizeAlignAlloc => pages(1 + random.below(10)).aligned(PAGE_BYTES << random.below(11)),
-                    Test::Pcpu => {
-                        for place in held.iter_mut() {
-                            *place = Some(rig.kva.alloc(cx, pages(1 + random.below(4)))?);
-                        }
-                        rig.free_all(cx, held.iter_mut())?;
-                        done += held.len() as u64;
-                        continue;
-                    }
-                    Test::Kvfree => {
-                        rig.take_all(cx, pages(1), held)?;
-                        for area in held.iter_mut().filter_map(Option::take) {
-                            rig.kva.free_later(cx, area).map_err(|(error, _)| error)?;
-                        }
-                        rig.kva.flush(cx);
-                        done += held.len() as u64;
-                        continue;
-                    }
+                let mut next = |done| {
+                    let (count, align) = test.shape(done, &mut random);
+                    pages(count).aligned(align * PAGE_BYTES)
                 };
-                rig.pair(cx, request)?;
-                done += 1;
+                if !matches!(test, Test::Pcpu | Test::Kvfree) {
+                    rig.pair(cx, next(done))?;
+                    done += 1;
+                    continue;
+                }
+                for place in held.iter_mut() {
+                    *place = Some(rig.kva.alloc(cx, next(done))?);
+                    done += 1;
+                }
+                if test == Test::Pcpu {
+                    rig.free_all(cx, held.iter_mut())?;
+                    continue;
+                }
+                for area in held.iter_mut().filter_map(Option::take) {
+                    rig.kva.free_later(cx, area).map_err(|(error, _)| error)?;
+                }
+                rig.kva.flush(cx);
             }
             Ok(done)
         });

@@ -13,6 +13,8 @@ use hugemm_base::{CounterSnapshot, Counters};
 pub struct PerCpu {
     /// The CPU's number. First, where `current` reads it.
     id: AtomicU32,
+    /// Where this is. Next, where x86-64 reads it.
+    own: AtomicPtr<PerCpu>,
     /// How the interrupt controller and the firmware name it. Written before it starts.
     pub(crate) hardware_id: AtomicU64,
     /// How many locks it holds that it took with interrupts off.
@@ -45,6 +47,7 @@ impl PerCpu {
     const fn new() -> Self {
         PerCpu {
             id: AtomicU32::new(0),
+            own: AtomicPtr::new(ptr::null_mut()),
             hardware_id: AtomicU64::new(0),
             irq_locks: AtomicU32::new(0),
             edit_locks: AtomicU32::new(0),
@@ -80,6 +83,7 @@ pub(crate) const BYTES: u64 = size_of::<Block>() as u64;
 
 /// What [`of`] returns comes after all of the architecture's: arm64 finds its stack by that.
 const _: () = assert!(offset_of!(Block, own) == size_of::<arch::percpu::Own>());
+const _: () = assert!(offset_of!(PerCpu, own) == 8);
 
 static BOOT: Block = Block { arch: arch::percpu::Own::new(), own: PerCpu::new() };
 
@@ -110,6 +114,7 @@ fn block(cpu: u32) -> &'static Block {
 pub(crate) fn init(cpu: u32, set_up: impl FnOnce(&'static arch::percpu::Own)) {
     let Block { arch: of_arch, own } = block(cpu);
     own.id.store(cpu, Ordering::Relaxed);
+    own.own.store(ptr::from_ref(own).cast_mut(), Ordering::Relaxed);
     arch::percpu::set_own(own);
     set_up(of_arch);
     // Release pairs with the Acquire in `smp::start`.
@@ -130,7 +135,7 @@ pub fn of(cpu: u32) -> &'static PerCpu {
 /// The calling CPU's data. A hint unless pinned; there is no task switch, so it is always right here.
 #[inline]
 pub fn own() -> &'static PerCpu {
-    of(current())
+    arch::percpu::own()
 }
 
 /// How many CPUs run.

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use clap::{Args, Command};
 use hugemm_base::PageSize;
 use hugemm_workloads::options::seconds;
-use hugemm_workloads::request::{Age, Optimization, Pool, Request, VmCreate};
+use hugemm_workloads::request::{Age, Optimization, Pool, Request, VmCreate, Vmalloc};
 use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_create::CreateMethod;
 use hugemm_workloads::words::{List, Word};
@@ -76,6 +76,8 @@ pub enum Work {
     VmCreate(VmCreate),
     /// Processes share more memory than there is.
     Age(Age),
+    /// Kernel areas are taken and freed.
+    Vmalloc(Vmalloc),
 }
 
 impl Work {
@@ -84,16 +86,19 @@ impl Work {
             Work::Pool(work) => Request::Pool(work),
             Work::VmCreate(work) => Request::VmCreate(work),
             Work::Age(work) => Request::Age(work),
+            Work::Vmalloc(work) => Request::Vmalloc(work),
         }
     }
 }
 
 /// Those of the reference kernel's commands that stock Linux can be asked for, with the defaults that it has an answer to.
 fn commands() -> impl Iterator<Item = Command> {
-    let defaults: [(&str, &[(&str, &str)]); 3] = [
+    let defaults: [(&str, &[(&str, &str)]); 4] = [
         ("bench pool", &[("flush", "batch")]),
         ("bench vm-create", &[("size", "1GB"), ("how", "demand,prefault"), ("workers", "1,2"), ("clear", "bulk")]),
         ("bench age", &[("seconds", "15"), ("young", "batch"), ("lru", "classic,generations"), ("page", "4KB")]),
+        // As much as Linux writes.
+        ("bench vmalloc", &[("areas", "1000"), ("write", "64KB")]),
     ];
     let adapt = move |command: Command| {
         let (name, defaults) = *defaults.iter().find(|(name, _)| *name == command.get_name())?;
@@ -141,6 +146,7 @@ pub fn work(words: &[String], runs: u32) -> Result<Work> {
             // The kernel runs every page size of the list: a warm-up before the runs.
             Work::Age(Age { shared, memory, swap, page: List::new((0..=runs).map(|_| page))?, ..age })
         }
+        Request::Vmalloc(areas) => Work::Vmalloc(Vmalloc { runs, ..areas }),
         _ => refused("such command")?,
     })
 }
@@ -156,7 +162,7 @@ mod tests {
     #[test]
     fn what_stock_linux_cannot_do_is_refused() {
         for (line, part) in [
-            ("bench free", "no command 'bench free'; it has bench vm-create, bench pool, bench age"),
+            ("bench free", "no command 'bench free'; it has bench vm-create, bench pool, bench age, bench vmalloc"),
             ("bench pool --hvo on,in-place", "stock Linux has no --hvo in-place"),
             ("bench pool -n 7,8", "-n 7,8 are several"),
             ("bench pool --flush page,batch", "--flush page,batch are several"),
@@ -170,11 +176,13 @@ mod tests {
             let error = read(line).expect_err(line).to_string();
             assert!(error.contains(part) && error.contains("after '--'") && !error.contains('\n'), "{line}: {error}");
         }
-        let lines = ["bench age", "bench age --shared 1500MB", "bench vm-create"];
-        let [age, shared, create] = lines.map(|line| read(line).expect("valid"));
+        let lines = ["bench age", "bench age --shared 1500MB", "bench vm-create", "bench vmalloc -n 7"];
+        let [age, shared, create, areas] = lines.map(|line| read(line).expect("valid"));
         assert!(matches!(age, Work::Age(age) if age.page.iter().count() == 4 && age.memory == Some(128 << 20)));
         assert!(matches!(shared, Work::Age(age) if age.memory == Some(1000 << 20) && age.swap == Some(500 << 20)));
         assert!(matches!(create, Work::VmCreate(create) if (create.size, create.runs) == (Some(1 << 30), 3)));
+        let written = |areas: Vmalloc| (areas.areas, areas.runs, areas.write) == (7, 3, Some(64 << 10));
+        assert!(matches!(areas, Work::Vmalloc(areas) if written(areas)), "{areas:?}");
         assert!(work(&["bench".into(), "age".into()], 16).is_err(), "more than a list can have");
     }
 }

@@ -11,6 +11,7 @@ use hugemm_workloads::record::{Metric, Record};
 use hugemm_workloads::request::{Age, KERNEL_SIZE, Optimization, PagesFrom, Pool, VmCreate};
 use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_create::{self, Created};
+use hugemm_workloads::vmalloc::{LOOPED, Looped, Test};
 use hugemm_workloads::words::Named;
 use serde_json::Value;
 
@@ -23,6 +24,9 @@ const POOL: [Metric<Cycle>; 5] = [
 ];
 
 const RATE: Metric<Created> = Metric { name: "linux.mmap", ..vm_create::RATE };
+
+/// What Linux guests count nothing beside.
+const PAIR: Metric<Looped> = Metric { name: "linux.vmalloc.pair", ..LOOPED[0] };
 
 const AGE: [Metric<AgeFigures>; 8] = [
     Metric::new("linux.age.windows", "1/s", AgeFigures::loops).column("windows/s"),
@@ -182,6 +186,23 @@ fn aged(results: &mut Results, lines: &[Line<AgeFigures>]) {
     }
 }
 
+pub fn vmalloc(cells: &[Cell], compares: bool) -> Results {
+    let mut results = Results::default();
+    let lines = of_cells(cells, |line| vec![("test", line.label("test").into())]);
+    looped(&mut results, lines, compares);
+    results
+}
+
+fn looped(results: &mut Results, mut lines: Vec<Line<Looped>>, compares: bool) {
+    lines.retain(|line| Test::by_name(&line.label("test")).is_some_and(Test::is_of_linux));
+    let title = "Kernel areas taken and freed; medians".to_owned();
+    add(results, title, &["test", "kernel", "cpus"], &lines, &[PAIR]);
+    let against = ratios(&lines, &PAIR, |a, b| compares && beside(a, b) && same(a, b, &["cpus", "test"]));
+    let (title, metric) =
+        ("hugemm against Linux: time per area", ratio("linux.vmalloc.hugemm_vs_linux", "hugemm / Linux"));
+    add(results, title.to_owned(), &["test", "kernel", "cpus"], &against, &[metric]);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -238,6 +259,32 @@ mod tests {
             });
             judged(&lines, populated, "vm.create_vs_linux", worst, verdict);
         }
+    }
+
+    #[test]
+    fn areas_stand_beside_linux_where_it_has_them() {
+        let of =
+            |kernel, test, nanos| line(kernel, 1, &[("test", test)], Looped { areas: 2, nanos, ..Looped::default() });
+        let lines = vec![
+            of("6.1", "fix_size_alloc", 80),
+            of(NAME, "fix_size_alloc", 20),
+            of("6.1", "area_16m", 10),
+            of(NAME, "pcpu", 6),
+        ];
+        let mut results = Results::default();
+        looped(&mut results, lines, true);
+        let found: Vec<_> = results.rows.iter().map(|row| (row.metric(), &row.labels()["test"], row.value())).collect();
+        let [fix, large] = ["fix_size_alloc", "area_16m"].map(Value::from);
+        let pair = PAIR.name;
+        assert_eq!(
+            found,
+            [
+                (pair, &fix, 40.0),
+                (pair, &fix, 10.0),
+                (pair, &large, 5.0),
+                ("linux.vmalloc.hugemm_vs_linux", &fix, 0.25)
+            ]
+        );
     }
 
     #[test]

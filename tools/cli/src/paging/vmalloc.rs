@@ -12,7 +12,7 @@ use crate::paging::Costly;
 use crate::progress;
 use crate::results::{Line, Results};
 use crate::sides::{by_turns, pivot, sheet};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
@@ -54,6 +54,11 @@ impl<'m> KvaSetup for OnHost<'m> {
 const HALF: u64 = 0xffff_8000_0000_0000;
 
 pub fn run(args: &Vmalloc) -> Result<()> {
+    if args.areas.write.is_some() {
+        bail!(
+            "no CPU walks the tables of a process's areas, so nothing can be written there; use 'hugemm boot' for --write"
+        );
+    }
     let machine = Machine::new(&args.common)?;
     let size = match args.size {
         Some(size) => size / PageSize::Size2M.bytes() * PageSize::Size2M.bytes(),
@@ -85,7 +90,7 @@ pub fn run(args: &Vmalloc) -> Result<()> {
         // SAFETY: nobody else maps anything there; the host's memory is a direct map.
         let kva: Kva<'_, OnHost<'_>> = unsafe { Kva::new(cx, parts, range) }?;
         let flushes = || shootdown.counts().flushes();
-        measure(cx, &Rig { kva: &kva, frames: &frames, flushes: &flushes }, args, size / 4, &machine)
+        measure(cx, &Rig { kva: &kva, frames: &frames, flushes: &flushes, touch: &|_| () }, args, size / 4, &machine)
     })??;
     let mut results = results_of(&looped, &freed);
     let FlushCost { page_ns, all_ns, refill_ns } = cost;

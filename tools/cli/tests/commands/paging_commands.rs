@@ -36,7 +36,7 @@ fn vmalloc_counts_its_flushes() {
     misused(&["bench", "vmalloc", "--size", "1MB"], "128MB");
     let document = document(&["bench", "vmalloc", "-s", "512MB", "-n", "2048", "-r", "1", "--json"]);
     let flushes = rows(&document, "bench.vmalloc.flushes");
-    assert_eq!((flushes.len(), rows(&document, "bench.vmalloc.pair").len()), (8, 8));
+    assert_eq!((flushes.len(), rows(&document, "bench.vmalloc.pair").len()), (10, 10));
     for row in flushes {
         assert!(row["value"].as_f64().is_some_and(|value| value > 0.0 && value <= 2.0), "{row}");
     }

@@ -7,6 +7,7 @@ use hugemm_base::{Extent, PAGE_BYTES};
 use hugemm_kernel::kva::areas;
 use hugemm_kernel::memory::{frames, managed_bytes};
 use hugemm_kernel::{percpu, tlb};
+use hugemm_kva::Area;
 use hugemm_workloads::request::Vmalloc;
 use hugemm_workloads::vmalloc::{FREES, HELD, Rig, SIZES, Test, Way};
 use hugemm_workloads::words::Named;
@@ -14,7 +15,12 @@ use hugemm_workloads::words::Named;
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Vmalloc) -> Result<(), Failure> {
     let flushes = || tlb::shootdown().counts().flushes();
-    let rig = Rig { kva: areas(), frames: frames(), flushes: &flushes };
+    let touch = |area: &Area| {
+        let bytes = args.write.unwrap_or(0).min(area.range().bytes());
+        // SAFETY: of its own pages, which nobody else knows of.
+        unsafe { area.as_ptr().write_bytes(0, bytes as usize) };
+    };
+    let rig = Rig { kva: areas(), frames: frames(), flushes: &flushes, touch: &touch };
     let bytes = managed_bytes() / 4;
     let mut held = vec_of(HELD, || None)?;
     let mut pages = vec_of((bytes / PAGE_BYTES) as usize, Extent::default)?;

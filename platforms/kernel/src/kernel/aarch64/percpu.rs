@@ -22,3 +22,14 @@ pub(crate) fn current() -> u32 {
     }
     id
 }
+
+/// The calling CPU's data.
+#[inline]
+pub(crate) fn own() -> &'static PerCpu {
+    let own: *const PerCpu;
+    // SAFETY: the register points to this CPU's `PerCpu`.
+    unsafe {
+        asm!("mrs {own}, tpidr_el1", own = out(reg) own, options(nostack, preserves_flags, nomem));
+        &*own
+    }
+}

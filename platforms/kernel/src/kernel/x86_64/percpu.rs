@@ -19,3 +19,14 @@ pub(crate) fn current() -> u32 {
     unsafe { asm!("mov {0:e}, gs:[0]", out(reg) id, options(nostack, preserves_flags, readonly)) };
     id
 }
+
+/// The calling CPU's data.
+#[inline]
+pub(crate) fn own() -> &'static PerCpu {
+    let own: *const PerCpu;
+    // SAFETY: GS points to this CPU's `PerCpu`, whose second field, at 8, says where that is; one load.
+    unsafe {
+        asm!("mov {}, gs:[8]", out(reg) own, options(nostack, preserves_flags, readonly));
+        &*own
+    }
+}

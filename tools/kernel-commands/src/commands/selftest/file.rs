@@ -18,7 +18,7 @@ pub const PAGES: u64 = 256;
 pub const WORDS: u64 = PAGE_BYTES / 8;
 /// Where the process maps it.
 const AT: u64 = 0x10_0000_0000;
-/// Every so manieth page is edited.
+/// Of so many pages one is edited.
 const EDITED: u64 = 3;
 /// Passes of reclaim, at most: one ages, one has what is dirty written back, one drops it.
 const PASSES: u32 = 8;
