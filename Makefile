@@ -8,7 +8,7 @@ ARM_KERNEL = aarch64-unknown-none-softfloat
 LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 
 # The parts of `make test`, with the seconds that each may take from nothing on two quiet cores, beside the other rows'.
-PARTS = "test-host=540 test-examples=20" "test-command=540" "test-loom=120 test-release=120 test-bare=30 test-kernel=180 test-arm=180"
+PARTS = "test-host=540 test-examples=20" "test-command=540" "test-loom=120 test-release=120 test-bare=45 test-kernel=180 test-arm=180"
 
 test-%: export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER = $(CURDIR)/scripts/run-test.sh
 test-%: export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER = $(CURDIR)/scripts/run-test.sh
@@ -69,12 +69,13 @@ test-examples:
 	else echo "skipped: the ring-0 example, and the one with two CPUs"; fi
 
 # The optimiser's output is what ships: the dispatch is judged by disassembly, the fence stress runs at full speed, and
-# the heap believes its frees.
+# the heap believes its frees, or with the feature hardened nearly.
 test-release:
 	$(CARGO) test --release --locked -p hugemm-clear --test codegen
 	$(CARGO) test --release --locked -p hugemm-clear --test rules fences
 	$(CARGO) test --release --locked -p hugemm-frames --test codegen
 	$(CARGO) test --release --locked -p hugemm-heap --test rules less
+	$(CARGO) test --release --locked -p hugemm-heap --features hardened --test rules hardened
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
 test-loom:
@@ -82,7 +83,8 @@ test-loom:
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --profile loom --locked -p hugemm-frames --test loom
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --profile loom --locked -p hugemm-paging --test loom_shootdown
 
-# The crates build without std, without vector registers, on both architectures; the facade also with any one feature alone.
+# The crates build without std, without vector registers, on both architectures; the facade also with any one feature alone, and where
+# hugemm has no page tables.
 test-bare:
 	@targets=; for target in x86_64-unknown-none aarch64-unknown-none; do \
 	    if scripts/need.sh target $$target; then targets="$$targets --target $$target"; else echo "skipped: $$target"; fi; \
@@ -94,6 +96,8 @@ test-bare:
 	done
 	@if scripts/need.sh target x86_64-unknown-none; then \
 	    $(CARGO) check --locked --target x86_64-unknown-none -p hugemm-x86_64; fi
+	@if scripts/need.sh target riscv64gc-unknown-none-elf; then \
+	    $(CARGO) check --locked --target riscv64gc-unknown-none-elf -p hugemm; fi
 
 # The arm64 primitives, bit for bit, under user-mode emulation; the reference kernel on arm64.
 test-arm:

@@ -102,7 +102,7 @@ impl OstdFrames {
         let count = mem::take(&mut early.count);
         let extents = &mut early.extents[..count];
         extents.sort_unstable_by_key(|extent| extent.base());
-        let mut arenas = [ArenaSpec { extent: Extent::default(), node: NodeId(0), descriptors: None }; MOST];
+        let mut arenas = [ArenaSpec::new(Extent::default(), NodeId::new(0)); MOST];
         let used = join(extents, &mut arenas);
         let cpus = cx.platform().cpus();
         // Enough for the smaller arenas that are left as well. The manager itself comes after its metadata.
@@ -137,7 +137,7 @@ impl OstdFrames {
 
     /// Memory that comes while the manager runs; how many of its frames are used, for the metadata too.
     fn add(&self, cx: &CpuCx<'_, Ostd>, manager: &'static Manager, extent: Extent) -> Option<u64> {
-        let spec = |extent| ArenaSpec { extent, node: NodeId(0), descriptors: None };
+        let spec = |extent| ArenaSpec::new(extent, NodeId::new(0));
         // Enough for what is left as well.
         let bytes = Manager::added_bytes(&spec(extent)).ok()?.size();
         let pages = (bytes as u64).div_ceil(PAGE_BYTES);

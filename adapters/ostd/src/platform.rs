@@ -55,7 +55,7 @@ impl Ostd {
 unsafe impl Cpu for Ostd {
     #[inline]
     fn current(&self) -> CpuId {
-        CpuId(ostd::cpu::CpuId::current_racy().into())
+        CpuId::new(ostd::cpu::CpuId::current_racy().into())
     }
 
     #[inline]

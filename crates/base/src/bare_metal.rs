@@ -57,8 +57,8 @@ impl<const CPUS: usize> BareMetal<CPUS> {
     /// * Once for each CPU, before anything else of hugemm runs on it, its interrupt handlers included; no other CPU has the number.
     /// * The register is nobody else's from here on, and the calling task has no other context.
     pub unsafe fn enter(&'static self, cpu: CpuId) -> Option<CpuCx<'static, Self>> {
-        let own = self.cpus.get(cpu.0 as usize)?;
-        own.number.store(cpu.0, Ordering::Relaxed);
+        let own = self.cpus.get(cpu.get() as usize)?;
+        own.number.store(cpu.get(), Ordering::Relaxed);
         // SAFETY: in ring 0, or at EL1, by `new`; nobody else's register by the caller's promise.
         unsafe { arch::set_own(own) };
         // SAFETY: the caller's promise.
@@ -76,7 +76,7 @@ impl<const CPUS: usize> BareMetal<CPUS> {
 unsafe impl<const CPUS: usize> Cpu for BareMetal<CPUS> {
     #[inline]
     fn current(&self) -> CpuId {
-        CpuId(arch::number())
+        CpuId::new(arch::number())
     }
 
     #[inline]

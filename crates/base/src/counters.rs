@@ -187,6 +187,7 @@ macro_rules! counters {
 
         /// The values of one or several [`Counters`] at one moment.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
         pub struct CounterSnapshot {
             $($(#[$doc])* pub $name: u64,)*
             /// Frames in use by use.

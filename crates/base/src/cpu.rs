@@ -30,7 +30,7 @@
 //! # use hugemm_base::{platform::Cpu, CpuCx, CpuId, Unfenced};
 //! fn rule<P: Cpu>(cx: &mut CpuCx<'_, P>) {
 //!     let debt = Unfenced::streaming((), cx);
-//!     cx.migrate(CpuId(1)); // error: `cx` is borrowed by `debt`
+//!     cx.migrate(CpuId::new(1)); // error: `cx` is borrowed by `debt`
 //!     debt.fence();
 //! }
 //! ```
@@ -76,7 +76,7 @@
 //! ```compile_fail,E0133
 //! # use hugemm_base::{platform::Cpu, CpuCx, CpuId};
 //! fn rule<P: Cpu>(cx: &CpuCx<'_, P>) -> bool {
-//!     cx.pinned(|_| cx.platform().migrate(CpuId(1))) // error: unsafe; `CpuCx::migrate` is the way
+//!     cx.pinned(|_| cx.platform().migrate(CpuId::new(1))) // error: unsafe; `CpuCx::migrate` is the way
 //! }
 //! ```
 //!

@@ -41,6 +41,7 @@
 //! | `outstanding.rs` | [`Outstanding`]: whether anything is begun and not ended, counted on several lines |
 //! | [`prefetch`] | cache lines that are asked for ahead |
 //! | [`random`] | the one generator of random numbers |
+//! | `with.rs` | [`with!`]: a struct's value with some fields changed |
 //! | [`sync`] | atomics, or loom's under `cfg(loom)`, or those of `perturb.rs` under `cfg(perturb)`, which let others run now and then |
 #![cfg_attr(not(any(test, loom, perturb)), no_std)]
 #![warn(missing_debug_implementations)]
@@ -75,6 +76,7 @@ pub mod sync;
 pub mod tlb_flush;
 pub mod tlb_ranges;
 pub mod virt_range;
+mod with;
 
 pub use addr::{PAGE_BYTES, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(loom)))]

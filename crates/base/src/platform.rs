@@ -22,11 +22,25 @@ macro_rules! id {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
         #[repr(transparent)]
-        pub struct $name(pub u32);
+        pub struct $name(u32);
+
+        impl $name {
+            /// The one with this number.
+            #[inline]
+            pub const fn new(number: u32) -> Self {
+                $name(number)
+            }
+
+            /// The number.
+            #[inline]
+            pub const fn get(self) -> u32 {
+                self.0
+            }
+        }
 
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, concat!($prefix, "{}"), self.0)
+                write!(f, concat!($prefix, "{}"), self.get())
             }
         }
     };
@@ -121,7 +135,7 @@ impl PreemptModel {
 /// # use hugemm_base::{Counters, Cpu, CpuId};
 /// struct Careless(Counters);
 /// impl Cpu for Careless { // error: `unsafe impl`: is there a fence where it switches tasks?
-///     # fn current(&self) -> CpuId { CpuId(0) }
+///     # fn current(&self) -> CpuId { CpuId::new(0) }
 ///     # unsafe fn pin(&self) -> usize { 0 }
 ///     # unsafe fn unpin(&self, _: usize) {}
 ///     # fn counters(&self) -> &Counters { &self.0 }
@@ -133,7 +147,7 @@ impl PreemptModel {
 /// # use hugemm_base::{Counters, Cpu, CpuId};
 /// struct Generous(Counters);
 /// impl Cpu for Generous { // error: `unsafe impl`: do vector instructions really not trap?
-///     # fn current(&self) -> CpuId { CpuId(0) }
+///     # fn current(&self) -> CpuId { CpuId::new(0) }
 ///     # unsafe fn pin(&self) -> usize { 0 }
 ///     # unsafe fn unpin(&self, _: usize) {}
 ///     # fn counters(&self) -> &Counters { &self.0 }

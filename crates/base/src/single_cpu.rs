@@ -83,7 +83,7 @@ impl SingleCpu {
 unsafe impl Cpu for SingleCpu {
     #[inline]
     fn current(&self) -> CpuId {
-        CpuId(0)
+        CpuId::new(0)
     }
 
     #[inline]
@@ -120,10 +120,10 @@ unsafe impl LinearMap for SingleCpu {}
 
 impl Topology for SingleCpu {
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
-        NodeId(0)
+        NodeId::new(0)
     }
 
     fn node_run(&self, extent: Extent) -> (NodeId, u64) {
-        (NodeId(0), extent.pages())
+        (NodeId::new(0), extent.pages())
     }
 }

@@ -87,6 +87,7 @@ impl core::error::Error for StopReason {}
 
 /// A unit that was cleared, for traces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Unit {
     /// Which frames.
     pub extent: Extent,

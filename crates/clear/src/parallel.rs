@@ -35,7 +35,7 @@ pub struct Lane {
 impl Lane {
     /// A lane without frames, to fill the array that [`ParallelClear::new`] takes.
     pub fn empty() -> Self {
-        Lane::new(Extent::default(), NodeId(0))
+        Lane::new(Extent::default(), NodeId::new(0))
     }
 
     fn new(extent: Extent, node: NodeId) -> Self {
@@ -225,7 +225,7 @@ mod loom_tests {
         // The last piece is a short one.
         let extent = Extent::new(Pfn::new(0), (PIECES as u64 - 1) * PIECE + 1).expect("in range");
         let bytes = core::array::from_fn(|_| UnsafeCell::new(false));
-        Arc::new(Shared { lane: Lane::new(extent, NodeId(0)), halted: AtomicBool::new(false), bytes })
+        Arc::new(Shared { lane: Lane::new(extent, NodeId::new(0)), halted: AtomicBool::new(false), bytes })
     }
 
     /// A worker that clears every piece it gets.

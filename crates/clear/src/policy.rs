@@ -11,6 +11,7 @@ use hugemm_base::{PAGE_BYTES, PreemptModel, Sweep, VirtAddr};
 
 /// What the caller knows of its request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ClearRequest {
     /// Bytes of the whole request of which the extent at hand is a part: the bulk hint.
     pub total: u64,
@@ -57,6 +58,7 @@ const DEFAULT_UNIT: u64 = 8 << 20;
 
 /// The policy: a profile, and values that override what it says. A plain value; change it by replacing it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ClearPolicy {
     /// What is known of the machine.
     pub profile: Profile,

@@ -36,6 +36,7 @@ pub(crate) const REGION_ORDER: u32 = 2 * SPAN_SHIFT;
 
 /// One arena as the caller describes it.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct ArenaSpec {
     /// Which frames. Nothing in them is free until [`Frames::release`](crate::Frames::release) says so; what is never
     /// released is reserved.
@@ -45,6 +46,13 @@ pub struct ArenaSpec {
     /// Where their descriptors are, if not in the manager's own memory: one [`Descriptor`] per frame, in order. For
     /// whoever wants to remap the array later.
     pub descriptors: Option<NonNull<Descriptor>>,
+}
+
+impl ArenaSpec {
+    /// These frames, on that node, with their descriptors in the manager's own memory.
+    pub const fn new(extent: Extent, node: NodeId) -> Self {
+        ArenaSpec { extent, node, descriptors: None }
+    }
 }
 
 /// What is kept per 2 MiB block.
@@ -210,7 +218,7 @@ impl Arena<'_> {
     pub(crate) fn bare(extent: Extent) -> Self {
         Arena {
             extent,
-            node: NodeId(0),
+            node: NodeId::new(0),
             descriptors: core::ptr::null_mut(),
             blocks: &[],
             regions: &[],

@@ -163,7 +163,7 @@ impl Slot {
         if turn.is_multiple_of(2) || word(&self.turn) != turn {
             return None;
         }
-        Some(Seen { extent: Extent::new(Pfn::new(base), pages).ok()?, node: NodeId(node as u32), kept })
+        Some(Seen { extent: Extent::new(Pfn::new(base), pages).ok()?, node: NodeId::new(node as u32), kept })
     }
 
     /// An arena comes. The slot is empty.
@@ -172,7 +172,7 @@ impl Slot {
         fence(Ordering::Release);
         self.base.store(arena.extent.base().get(), Ordering::Relaxed);
         self.pages.store(arena.extent.pages(), Ordering::Relaxed);
-        self.node.store(arena.node.0.into(), Ordering::Relaxed);
+        self.node.store(arena.node.get().into(), Ordering::Relaxed);
         self.kept.store(kept, Ordering::Relaxed);
         self.take_turn(Ordering::Release);
     }
@@ -493,7 +493,11 @@ mod loom_tests {
     /// Arenas from frame 64 on are larger.
     fn spec(base: u64) -> ArenaSpec {
         let pages = if base < 64 { 4 } else { 16 };
-        ArenaSpec { extent: Extent::new(Pfn::new(base), pages).expect("in range"), node: NodeId(0), descriptors: None }
+        ArenaSpec {
+            extent: Extent::new(Pfn::new(base), pages).expect("in range"),
+            node: NodeId::new(0),
+            descriptors: None,
+        }
     }
 
     impl World {
@@ -502,7 +506,7 @@ mod loom_tests {
             let given = std::slice::from_ref(Box::leak(Box::new(first)));
             let layout = Arenas::added_bytes(&spec(64)).expect("valid");
             let memory = (0..pieces).map(|_| Piece::new(layout)).collect();
-            let (changes, node) = (Mutex::new(()), Mutex::new(FreeLists::new(NodeId(0))));
+            let (changes, node) = (Mutex::new(()), Mutex::new(FreeLists::new(NodeId::new(0))));
             Arc::new(World { arenas: Arenas::new(given, 1), memory, changes, node })
         }
 

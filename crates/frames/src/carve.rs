@@ -303,7 +303,7 @@ impl<'m> Frames<'m, Carved> {
 
 /// Some RAM as an arena of a manager with one node.
 fn arena(extent: Extent) -> ArenaSpec {
-    ArenaSpec { extent, node: NodeId(0), descriptors: None }
+    ArenaSpec { extent, node: NodeId::new(0), descriptors: None }
 }
 
 /// Makes `pieces` those of a memory map, in ascending order, those that adjoin as one: how many they are.

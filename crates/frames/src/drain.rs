@@ -249,7 +249,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
     pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
-        self.empty_cache(cx, |_| self.caches().get(cpu.0 as usize), PerCpu::shrink);
+        self.empty_cache(cx, |_| self.caches().get(cpu.get() as usize), PerCpu::shrink);
     }
 
     /// Empties the cache of the CPU that `of` names, and says that it has if others have asked.

@@ -27,7 +27,7 @@ impl<E: Env> Frames<'_, E> {
         let orders: [u64; ORDERS] = core::array::from_fn(|order| order as u64);
         row(out, format_args!("order              "), &orders)?;
         for node in 0..self.nodes() {
-            let stats = self.node_stats(cx, NodeId(node));
+            let stats = self.node_stats(cx, NodeId::new(node));
             let unmovable: [u64; SMALL] =
                 core::array::from_fn(|order| stats.blocks[order].saturating_sub(stats.movable[order]));
             row(out, format_args!("node {node:3}           "), &stats.blocks)?;

@@ -338,7 +338,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// A node, if there is one of this number.
     #[inline]
     pub(crate) fn node(&self, node: NodeId) -> Option<&'m Node<'m, E::Lock>> {
-        self.nodes.get(node.0 as usize)
+        self.nodes.get(node.get() as usize)
     }
 
     /// Whether known-zero blocks may be free: a hint, which saves a lock round where there are none.
@@ -434,13 +434,13 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// A CPU's node; the first arena's if the CPU has no cache.
     pub(crate) fn node_of_cache(&self, own: Option<&PerCpu<'m>>) -> NodeId {
-        own.map_or_else(|| self.arenas.first().map_or(NodeId(0), |arena| arena.node), |own| own.node)
+        own.map_or_else(|| self.arenas.first().map_or(NodeId::new(0), |arena| arena.node), |own| own.node)
     }
 
     /// The cache of the CPU that the caller is pinned to.
     #[inline]
     pub(crate) fn own(&self, pin: CpuPin<'_>) -> Option<&'m PerCpu<'m>> {
-        if self.env.has_cache(pin) { self.caches.get(pin.cpu().0 as usize) } else { None }
+        if self.env.has_cache(pin) { self.caches.get(pin.cpu().get() as usize) } else { None }
     }
 
     /// The caches of all CPUs, by number.

@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn zeroes_are_known_whatever_their_size() {
-        let mut lists = FreeLists::new(NodeId(0));
+        let mut lists = FreeLists::new(NodeId::new(0));
         assert!(!lists.has_zero());
         lists.zero_4k = 1;
         assert!(lists.has_zero());

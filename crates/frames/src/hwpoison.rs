@@ -219,7 +219,7 @@ mod tests {
     /// A manager with room for caches of every order, and CPU 0's cache.
     fn with_cache(test: impl FnOnce(&Frames<'_>, &CpuCx<'_, Threads>, &crate::pcp::PerCpu<'_>)) {
         let extent = Extent::new(Pfn::new(0), PAGES).expect("in range");
-        let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+        let arenas = [ArenaSpec { extent, node: NodeId::new(0), descriptors: None }];
         let config = FramesConfig::new(&arenas, 1);
         let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.

@@ -48,7 +48,7 @@ impl<'a> FramesConfig<'a> {
     /// How far it is from one node to another.
     fn distance(&self, from: NodeId, to: NodeId) -> u8 {
         let row = self.distances.len().isqrt();
-        let [from, to] = [from, to].map(|node| node.0 as usize);
+        let [from, to] = [from, to].map(|node| node.get() as usize);
         if from.max(to) < row { self.distances[from * row + to] } else { u8::MAX }
     }
 
@@ -194,7 +194,7 @@ pub(crate) unsafe fn fill_arena<'m>(
 /// How many nodes, from the highest number used.
 #[inline(never)]
 pub(crate) fn nodes(config: &FramesConfig<'_>) -> u64 {
-    config.arenas.iter().map(|a| u64::from(a.node.0) + 1).max().unwrap_or(0)
+    config.arenas.iter().map(|a| u64::from(a.node.get()) + 1).max().unwrap_or(0)
 }
 
 /// How many regions all arenas touch; a region that two share counts for each.
@@ -269,8 +269,8 @@ impl Nearest<'_> {
     /// The entry that comes next: itself, then by distance, then in ascending order from there on. O(nodes).
     fn next(&mut self, index: u64) -> NodeId {
         let (node, step) = (index / self.nodes, index % self.nodes);
-        let other = |step: u64| NodeId(((node + step) % self.nodes) as u32);
-        let place = |step| (step != 0, self.config.distance(NodeId(node as u32), other(step)), step);
+        let other = |step: u64| NodeId::new(((node + step) % self.nodes) as u32);
+        let place = |step| (step != 0, self.config.distance(NodeId::new(node as u32), other(step)), step);
         let nearest = (0..self.nodes).map(place).filter(|place| step == 0 || *place > self.last).min();
         self.last = nearest.unwrap_or_default();
         other(self.last.2)
@@ -315,7 +315,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         let fallback = |node: usize| fallbacks.get(node * count as usize..(node + 1) * count as usize).unwrap_or(&[]);
         let nodes = carver.base.add(nodes_at).cast::<Node<'m, L>>();
         for node in 0..count as usize {
-            nodes.add(node).write(Node::new(NodeId(node as u32), rows(node), fallback(node)));
+            nodes.add(node).write(Node::new(NodeId::new(node as u32), rows(node), fallback(node)));
         }
         let nodes = core::slice::from_raw_parts(nodes, count as usize);
         let cpus_at = carver.place::<PerCpu<'_>>(config.cpus.into())?;
@@ -326,14 +326,14 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         for cpu in 0..config.cpus as usize {
             let default = config.arenas[0].node;
             let node = config.cpu_nodes.get(cpu).copied().unwrap_or(default);
-            let node = if u64::from(node.0) < nodes.len() as u64 { node } else { default };
+            let node = if u64::from(node.get()) < nodes.len() as u64 { node } else { default };
             let own = &entries[cpu * per_cpu as usize..(cpu + 1) * per_cpu as usize];
             cpus.add(cpu).write(PerCpu::new(cpu as u32, node, largest_run(config, node), &capacities, own));
         }
         let arenas = carver.base.add(table).cast::<Arena<'m>>();
         let mut first_region = 0;
         for (index, spec) in config.arenas.iter().enumerate() {
-            let arena = fill_arena(&mut carver, spec, rows(spec.node.0 as usize), first_region)?;
+            let arena = fill_arena(&mut carver, spec, rows(spec.node.get() as usize), first_region)?;
             first_region += arena.regions.len();
             arenas.add(index).write(arena);
         }

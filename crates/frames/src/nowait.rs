@@ -102,7 +102,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees a part of what is queued for some node: false if nothing is.
     pub(crate) fn free_queued(&self, pin: CpuPin<'_>) -> bool {
-        let node = (0..self.nodes()).map(NodeId).find(|node| self.queued_on(*node) != 0);
+        let node = (0..self.nodes()).map(NodeId::new).find(|node| self.queued_on(*node) != 0);
         node.is_some_and(|node| self.with_node(pin, node, |_| ()).is_some())
     }
 

@@ -53,6 +53,7 @@ pub enum Placement {
 
 /// What to allocate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct AllocRequest {
     /// Size.
     pub order: Order,
@@ -178,7 +179,7 @@ pub(crate) struct Asked<'m> {
 impl<'m> Asked<'m> {
     /// From the first on.
     pub(crate) fn iter(self) -> impl Iterator<Item = NodeId> + use<'m> {
-        let in_order = move |step| NodeId((self.first.0 + step) % self.nodes);
+        let in_order = move |step| NodeId::new((self.first.get() + step) % self.nodes);
         (0..self.count).map(move |step| self.fallback.get(step as usize).copied().unwrap_or(in_order(step)))
     }
 

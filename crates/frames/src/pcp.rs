@@ -402,7 +402,7 @@ mod tests {
         let capacities = Capacities { blocks: [8; CLASSES / 2], words: 8 };
         let entries: Vec<AtomicU64> = (0..PerCpu::entries(&capacities)).map(|_| AtomicU64::new(0)).collect();
         assert_eq!(entries.len(), CLASSES * 8 + 2 * 8 + 1 + 2 * READY);
-        test(&PerCpu::new(0, NodeId(0), local, &capacities, &entries));
+        test(&PerCpu::new(0, NodeId::new(0), local, &capacities, &entries));
     }
 
     fn block(pfn: u64, order: u32) -> Frozen {

@@ -30,6 +30,7 @@ use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, Order, Pfn, Zeroed};
 
 /// What became of the frames of a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RangeReport {
     /// Freed.
     pub freed: u64,

@@ -322,7 +322,7 @@ impl<L: RawLock> Slab<L> {
 
 /// The share of the CPU.
 fn own_share(pin: CpuPin<'_>) -> usize {
-    pin.cpu().0 as usize % SHARES
+    pin.cpu().get() as usize % SHARES
 }
 
 /// A frame that goes back unless a slab keeps it, also if the platform unwinds.

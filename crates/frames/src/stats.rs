@@ -22,6 +22,7 @@ const BLOCKS_PER_ROUND: usize = 64;
 
 /// One node at one moment, or as nearly as it is counted in parts; cached frames and those of other CPUs as last seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NodeStats {
     /// Free blocks by order.
     pub blocks: [u64; ORDERS],
@@ -148,13 +149,13 @@ impl<E: Env> Frames<'_, E> {
 
     /// The sum over all nodes.
     pub fn available<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> u64 {
-        (0..self.nodes()).map(|node| self.node_available(cx, NodeId(node))).sum()
+        (0..self.nodes()).map(|node| self.node_available(cx, NodeId::new(node))).sum()
     }
 
     /// The sum over all nodes. Exact when nothing else runs: frames released = available + refused + in use. As
     /// [`node_stats`](Frames::node_stats) for each.
     pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> NodeStats {
-        (0..self.nodes()).fold(NodeStats::default(), |sum, node| sum.plus(&self.node_stats(cx, NodeId(node))))
+        (0..self.nodes()).fold(NodeStats::default(), |sum, node| sum.plus(&self.node_stats(cx, NodeId::new(node))))
     }
 }
 

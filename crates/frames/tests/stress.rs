@@ -4,7 +4,7 @@
 mod support;
 
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn, with};
 use hugemm_frames::{AllocRequest, Frames, FramesConfig, Frozen, Mobility, Plain, Put};
 use hugemm_threads::Random;
 use std::sync::Barrier;
@@ -61,7 +61,7 @@ fn all_free(frames: &Manager<'_>, threads: &Threads) {
     let cx = threads.cx();
     for cpu in 0..8 {
         // SAFETY: the threads have ended.
-        unsafe { frames.drain_offline(&cx, hugemm_base::CpuId(cpu)) };
+        unsafe { frames.drain_offline(&cx, hugemm_base::CpuId::new(cpu)) };
     }
     let stats = frames.stats(&cx);
     assert_eq!(stats.free, frames.managed(), "{stats:?}");
@@ -85,7 +85,7 @@ fn mixed(frames: &Manager<'_>, threads: &Threads, shadow: &Shadow, orders: u64, 
                     let order = Order::new(rng.below(orders) as u32).expect("valid");
                     let mobility = Mobility::ALL[rng.below(2) as usize];
                     if held.len() < keep {
-                        let request = AllocRequest { mobility, ..AllocRequest::order(order) };
+                        let request = with!(AllocRequest::order(order), mobility);
                         let result = if rng.below(16) == 0 {
                             frames.alloc_nowait(&cx, request)
                         } else {
@@ -164,7 +164,7 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
                     Err(_) => {
                         for cpu in 1..THREADS {
                             // SAFETY: no other thread runs now.
-                            unsafe { frames.drain_offline(&cx, hugemm_base::CpuId(cpu)) };
+                            unsafe { frames.drain_offline(&cx, hugemm_base::CpuId::new(cpu)) };
                         }
                     }
                 }

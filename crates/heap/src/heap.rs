@@ -8,7 +8,7 @@ mod pair;
 mod stayed;
 
 use crate::class::{HALF, SHAPES, Source};
-use crate::misuse::{self, CHECKED, Misuse};
+use crate::misuse::{self, CHECKED, MARKED, Misuse};
 use crate::per_cpu::{Found, LOOKS, OwnCpu, PerCpu, Trimming};
 use crate::slab::Slab;
 use core::alloc::Layout;
@@ -67,7 +67,8 @@ pub struct HeapStats {
     pub pages: u64,
     /// Allocations that failed.
     pub failed: u64,
-    /// Frees that were refused. Release builds know one kind: [`Misuse::OtherPlatform`].
+    /// Frees that were refused. Release builds know one kind, [`Misuse::OtherPlatform`], and with the feature `hardened` a second one:
+    /// [`Misuse::FreedTwice`], of up to 6 KiB.
     pub misused: u64,
     /// What was wrong with the last of those.
     pub last_misuse: Option<Misuse>,
@@ -240,7 +241,7 @@ impl<'m, E: Env> Heap<'m, E> {
     /// Gives memory back: on its CPU without atomics; from another CPU one compare-and-swap, or two.
     ///
     /// A context of another platform frees nothing, for that platform's map has none of it. Debug builds also look whether the memory was
-    /// allocated. What is refused is left alone and counted: [`HeapStats::last_misuse`].
+    /// allocated, and builds with the feature `hardened` whether a piece of a slab is free already. What is refused is left alone and counted: [`HeapStats::last_misuse`].
     ///
     /// # Safety
     ///
@@ -426,7 +427,7 @@ impl<'m, E: Env> Heap<'m, E> {
             return None;
         }
         // SAFETY: pinned to that CPU of the platform whose CPUs these are, for as long as the view lives.
-        self.cpus.get(pin.cpu().0 as usize).map(|cpu| unsafe { cpu.own() })
+        self.cpus.get(pin.cpu().get() as usize).map(|cpu| unsafe { cpu.own() })
     }
 
     /// Where the slab of a piece of a class begins, and the piece's offset in it.
@@ -454,7 +455,7 @@ impl<'m, E: Env> Heap<'m, E> {
                 return Given::Here;
             }
             let slab = Slab::at(start);
-            if slab.owner() != pin.cpu().0 {
+            if slab.owner() != pin.cpu().get() {
                 return Given::Elsewhere;
             }
             let slab = slab.own();
@@ -535,7 +536,7 @@ impl<'m, E: Env> Heap<'m, E> {
         let added = cx.pinned(|pin| {
             let own = self.own(pin)?;
             // SAFETY: the block is the heap's, and mapped for good; the caller is pinned to the CPU that it is for.
-            own.add(unsafe { Slab::new(start, class, pin.cpu().0).own() });
+            own.add(unsafe { Slab::new(start, class, pin.cpu().get()).own() });
             Some(())
         });
         added.ok_or_else(|| {
@@ -570,10 +571,15 @@ impl<'m, E: Env> Heap<'m, E> {
         Pfn::new(address.wrapping_sub(self.offset) as u64 >> PAGE_SHIFT)
     }
 
-    /// Debug builds: why the piece at an offset of the slab at `start` may not be freed, if it may not.
+    /// Why the piece at an offset of the slab at `start` may not be freed, if it may not and somebody looks: debug builds, and for
+    /// pieces that are free already those with the feature `hardened`.
     #[inline]
-    fn misuse_of(&self, class: u8, place: (usize, u32)) -> Option<Misuse> {
-        if CHECKED { self.check_piece(class, place).err() } else { None }
+    fn misuse_of(&self, class: u8, (start, offset): (usize, u32)) -> Option<Misuse> {
+        if CHECKED {
+            return self.check_piece(class, (start, offset)).err();
+        }
+        // SAFETY: a piece of a slab that the caller has, or has freed before.
+        (MARKED && unsafe { Slab::at(start).is_marked(offset) }).then_some(Misuse::FreedTwice)
     }
 
     fn check_piece(&self, class: u8, (start, offset): (usize, u32)) -> Result<(), Misuse> {

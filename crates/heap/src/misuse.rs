@@ -12,6 +12,9 @@ use hugemm_frames::{Env, Frames};
 /// Whether frees are looked at before they are believed: in debug builds, and with the feature `debug`.
 pub(crate) const CHECKED: bool = cfg!(any(debug_assertions, feature = "debug"));
 
+/// Whether free pieces are marked, so that what is freed twice is refused.
+pub(crate) const MARKED: bool = CHECKED || cfg!(feature = "hardened");
+
 /// What is wrong with a free. The memory is left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]

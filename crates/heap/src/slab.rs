@@ -8,7 +8,7 @@
 //! slab's memory is touched as it is needed.
 
 use crate::class::{SHAPES, Shape};
-use crate::misuse::CHECKED;
+use crate::misuse::{CHECKED, MARKED};
 use crate::remote::Remote;
 use core::ptr::{NonNull, null_mut};
 use hugemm_base::PAGE_BYTES;
@@ -61,7 +61,7 @@ impl Pieces {
         unsafe {
             let piece = Slab(NonNull::new_unchecked(slab)).piece(self.free);
             self.free = piece.cast::<u32>().read();
-            if CHECKED {
+            if MARKED {
                 piece.cast::<u32>().add(1).write(0);
             }
             self.used = self.used.wrapping_add(1);
@@ -231,7 +231,7 @@ impl Slab {
         self.shared().pairs.load(Ordering::Relaxed) & pair(offset) != 0
     }
 
-    /// Links a free piece: `next` is the offset of what follows it. In debug builds it is marked as free.
+    /// Links a free piece: `next` is the offset of what follows it. It is [`MARKED`] as free.
     ///
     /// # Safety
     ///
@@ -242,14 +242,13 @@ impl Slab {
         unsafe {
             let words = self.piece(offset).cast::<u32>();
             words.write(next);
-            if CHECKED {
+            if MARKED {
                 words.add(1).write(mark(offset));
             }
         }
     }
 
-    /// Whether a piece seems to be free already: it bears the mark. Debug builds. Memory that happens to hold it is mistaken for
-    /// free, once in 2^32.
+    /// Whether a piece seems to be free already: it bears the mark. Memory that happens to hold it is mistaken for free, once in 2^32.
     ///
     /// # Safety
     ///
@@ -266,9 +265,9 @@ const fn pair(offset: u32) -> u64 {
     1 << ((offset as u64 + PAGE_BYTES / 2) / PAGE_BYTES)
 }
 
-/// What says in debug builds that the piece at an offset is free.
+/// What says that the piece at an offset is free. In debug builds a copy of what was free says nothing.
 const fn mark(offset: u32) -> u32 {
-    0xf4ee_b10c_u32.wrapping_add(offset)
+    0xf4ee_b10c_u32.wrapping_add(if CHECKED { offset } else { 0 })
 }
 
 /// The owner's view of a slab.

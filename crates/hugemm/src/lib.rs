@@ -98,7 +98,7 @@ pub mod prelude {
     };
     pub use hugemm_base::{
         Cancel, Counters, CpuCx, DirectMap, Dirty, Extent, Invalidation, Never, Order, PageSize, Pfn, PhysAddr, Ram,
-        Relief, Shortage, Shortfall, SingleCpu, TlbScope, VirtAddr, VirtRange, Zeroed,
+        Relief, Shortage, Shortfall, SingleCpu, TlbScope, VirtAddr, VirtRange, Zeroed, with,
     };
     #[cfg(feature = "clear")]
     pub use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Features, Profile, calibrate};
@@ -119,8 +119,6 @@ pub mod prelude {
     };
     #[cfg(feature = "reclaim")]
     pub use hugemm_reclaim::{Compressed, Lru, Watermarks};
-    #[cfg(all(feature = "vm", any(target_arch = "x86_64", target_arch = "aarch64")))]
-    pub use hugemm_vm::DefaultSetup;
     #[cfg(feature = "vm")]
-    pub use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, Parts, Served, Setup, Vm, VmaKind};
+    pub use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, DefaultSetup, Parts, Served, Setup, Vm, VmaKind};
 }

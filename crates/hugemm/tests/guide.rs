@@ -45,7 +45,7 @@ mod hotplug {
         piece: Dirty,
         metadata: &'static mut [u8],
     ) -> bool {
-        let spec = ArenaSpec { extent: piece.extent(), node: NodeId(0), descriptors: None };
+        let spec = ArenaSpec::new(piece.extent(), NodeId::new(0));
         // SAFETY: both are the caller's, who gives them up.
         unsafe {
             frames.add(cx, &spec, metadata.as_mut_ptr(), metadata.len()).is_ok() && frames.release(cx, piece) != 0
@@ -75,7 +75,7 @@ fn memory_comes_and_goes() {
     let (mut cx, ram) = unsafe { SingleCpu::start(ram, base) };
     let frames = Frames::carve(&cx, ram).expect("64 MiB are enough");
     let piece = Extent::new(Pfn::new(1 << 20), 4096).expect("in range");
-    let spec = hugemm::frames::ArenaSpec { extent: piece, node: NodeId(0), descriptors: None };
+    let spec = hugemm::frames::ArenaSpec::new(piece, NodeId::new(0));
     let layout = Frames::<hugemm::frames::Carved>::added_bytes(&spec).expect("a size");
     // SAFETY: as large as the slice; it is leaked.
     let metadata = unsafe { core::slice::from_raw_parts_mut(alloc_zeroed(layout), layout.size()) };

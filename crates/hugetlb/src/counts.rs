@@ -18,6 +18,7 @@ use core::ops::Add;
 
 /// Pages of one node, or of all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HugePageCounts {
     /// All pages of the pool: `nr_hugepages` as sysfs shows it.
     pub total: u64,
@@ -28,6 +29,11 @@ pub struct HugePageCounts {
 }
 
 impl HugePageCounts {
+    /// So many pages, so many of them free, so many of them surplus.
+    pub const fn new(total: u64, free: u64, surplus: u64) -> Self {
+        HugePageCounts { total, free, surplus }
+    }
+
     /// Pages that stay when nobody uses the pool.
     pub const fn persistent(self) -> u64 {
         self.total.saturating_sub(self.surplus)

@@ -245,7 +245,7 @@ mod tests {
         #[test]
         fn a_page_has_one_place(base in 0u64..1 << 22, pages in 1u64..1 << 20, pfn in 0u64..1 << 23) {
             for size in [PageSize::Size2M, PageSize::Size1G] {
-                let mut area = PoolArena::new(extent(base, pages), NodeId(0));
+                let mut area = PoolArena::new(extent(base, pages), NodeId::new(0));
                 area.place(7);
                 let page = Extent::block(Pfn::new(pfn), size.order());
                 let place = area.find(size, page.base());
@@ -286,13 +286,13 @@ mod tests {
             let group = size.pages() * GROUP;
             for base in [0, 1, group - 1, group, 3 * group + 5] {
                 for pages in [0, 1, group - 1, group, group + 1, 2 * group] {
-                    let mut area = PoolArena::new(extent(base, pages), NodeId(3));
+                    let mut area = PoolArena::new(extent(base, pages), NodeId::new(3));
                     let end = base + pages;
                     let touched = (0..8).filter(|at| pages != 0 && at * group < end && (at + 1) * group > base).count();
                     assert_eq!(area.groups(size), touched, "{base} {pages}");
                     area.place(11);
                     assert_eq!(area.range(size), 11..11 + touched);
-                    assert_eq!((area.extent(), area.node()), (extent(base, pages), NodeId(3)));
+                    assert_eq!((area.extent(), area.node()), (extent(base, pages), NodeId::new(3)));
                 }
             }
         }
@@ -302,15 +302,15 @@ mod tests {
     fn areas_are_the_same_by_memory_and_descriptors() {
         // SAFETY: nothing is mapped or edited.
         let with = |area: PoolArena, at| unsafe { area.with_descriptors(VirtAddr::new(at)) };
-        let area = with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId(0)), 1 << 40);
+        let area = with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId::new(0)), 1 << 40);
         let mut placed = area;
         placed.place(5);
         assert!(area.is_same(&placed));
-        let left_alone = PoolArena::new(extent(1 << 18, 1 << 15), NodeId(0));
+        let left_alone = PoolArena::new(extent(1 << 18, 1 << 15), NodeId::new(0));
         assert!(!area.is_same(&left_alone));
         assert_eq!(left_alone.descriptor(Pfn::new(1 << 18)), None);
         assert!(!area.is_same(&with(area, 1 << 41)));
-        assert!(!area.is_same(&with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId(1)), 1 << 40)));
+        assert!(!area.is_same(&with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId::new(1)), 1 << 40)));
     }
 
     #[test]
@@ -318,11 +318,11 @@ mod tests {
         let at = VirtAddr::new(0xffff_ea00_0000_0000);
         // SAFETY: nothing is mapped or edited: only sums are looked at.
         let with = |area: PoolArena| unsafe { area.with_descriptors(at) };
-        let area = with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId(0)));
+        let area = with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId::new(0)));
         assert_eq!(area.descriptor(Pfn::new(1 << 18)), Some(at));
         assert_eq!(area.descriptor(Pfn::new((1 << 18) + 512)).map(|at| at.get() & 0xffff_ffff), Some(32768));
-        let skewed = with(PoolArena::new(extent((1 << 18) + 512, 1 << 15), NodeId(0)));
+        let skewed = with(PoolArena::new(extent((1 << 18) + 512, 1 << 15), NodeId::new(0)));
         assert_eq!(skewed.descriptor(Pfn::new((1 << 18) + 512)), None);
-        assert_eq!(PoolArena::new(extent(0, 512), NodeId(0)).descriptor(Pfn::new(0)), None);
+        assert_eq!(PoolArena::new(extent(0, 512), NodeId::new(0)).descriptor(Pfn::new(0)), None);
     }
 }

@@ -22,7 +22,7 @@
 //! # // SAFETY: nothing is mapped by it.
 //! # let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &[], OptimizerPolicy::default()) };
 //! # optimizer.set_enabled(false);
-//! let mut arenas = [PoolArena::new(all, NodeId(0))];
+//! let mut arenas = [PoolArena::new(all, NodeId::new(0))];
 //! let (mut groups, mut nodes) = ([Group::default()], [HugePageCounts::default()]);
 //! let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut arenas, &mut groups, &mut nodes)?;
 //! pool.resize(&mut cx, &optimizer, 3, Nodes::All, &Never)?; // `nr_hugepages`
@@ -33,7 +33,7 @@
 //!
 //! pool.set_overcommit(&cx, 1); // `nr_overcommit_hugepages`
 //! pool.reserve_or_overcommit(&mut cx, &optimizer, 3)?; // two are free and not promised: one is made
-//! assert_eq!(pool.node_counts(&cx, NodeId(0)).surplus, 1);
+//! assert_eq!(pool.node_counts(&cx, NodeId::new(0)).surplus, 1);
 //! # pool.unreserve(&cx, 3)?;
 //! # pool.unreserve(&cx, 1)?;
 //! # pool.tidy(&mut cx, &optimizer)?;

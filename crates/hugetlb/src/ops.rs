@@ -118,7 +118,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
                 for index in area.range(self.page_size()) {
                     let Some(group) = self.group(index) else { continue };
                     for bit in each(group.bad.get() & group.free.get()) {
-                        if state.leave(area.node().0 as usize, group, 1 << bit) {
+                        if state.leave(area.node().get() as usize, group, 1 << bit) {
                             self.remove_free(index, group, 1 << bit);
                             resize.stage(index, 1 << bit);
                         }
@@ -127,7 +127,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             }
             for node in 0..state.nodes.len() {
                 let pages = state.nodes[node].trimmable(state.available());
-                let only = Nodes::Only(hugemm_base::NodeId(node as u32));
+                let only = Nodes::Only(hugemm_base::NodeId::new(node as u32));
                 self.dequeue(state.nodes, only, pages, Leaving::Surplus, |index, bits| resize.stage(index, bits));
             }
         });
@@ -150,7 +150,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         let head = Extent::block(frame, self.page_size().order()).base();
         let (area, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
         let group = self.group(index).ok_or(PoolError::NotInPool)?;
-        let node = area.node().0 as usize;
+        let node = area.node().get() as usize;
         let alone = self.begin(cx, optimizer)?;
         let mut resize = Resize::new(self, optimizer, alone);
         let surplus = self.locked(cx, |state| {

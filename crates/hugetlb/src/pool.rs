@@ -29,7 +29,7 @@ impl Nodes {
     pub(crate) fn include(self, node: usize) -> bool {
         match self {
             Nodes::All => true,
-            Nodes::Only(only) => only.0 as usize == node,
+            Nodes::Only(only) => only.get() as usize == node,
         }
     }
 }
@@ -191,7 +191,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         for area in &mut *areas {
             area.place(first);
             first += area.groups(size);
-            if area.node().0 as usize >= nodes.len() {
+            if area.node().get() as usize >= nodes.len() {
                 return Err(PoolError::TooSmall);
             }
         }
@@ -226,7 +226,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
     /// What it counts on one node; zeroes if there is no such node. Context and cost as of [`counts`](HugePool::counts).
     pub fn node_counts<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> HugePageCounts {
-        self.locked(cx, |state| state.nodes.get(node.0 as usize).copied().unwrap_or_default())
+        self.locked(cx, |state| state.nodes.get(node.get() as usize).copied().unwrap_or_default())
     }
 
     /// How many nodes there are. Context and cost as of [`counts`](HugePool::counts).
@@ -311,9 +311,9 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             if if reserved { state.reserved == 0 } else { state.available() == 0 } {
                 return Err(PoolError::Exhausted);
             }
-            let areas = self.areas.iter().filter(|area| nodes.include(area.node().0 as usize));
+            let areas = self.areas.iter().filter(|area| nodes.include(area.node().get() as usize));
             for area in areas {
-                let node = area.node().0 as usize;
+                let node = area.node().get() as usize;
                 let Some(counts) = state.nodes[node].take() else { continue };
                 let Some((index, bit)) = self.lowest(area) else { continue };
                 state.nodes[node] = counts;
@@ -342,7 +342,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         let Some((area, index, bit)) = self.find(page.pfn).filter(|_| page.size == self.size) else {
             return Err((page, PoolError::NotInPool));
         };
-        let (group, mask, node) = (&self.groups[index], 1 << bit, area.node().0 as usize);
+        let (group, mask, node) = (&self.groups[index], 1 << bit, area.node().get() as usize);
         self.locked(cx, |state| {
             if group.pool.get() & !group.free.get() & mask == 0 {
                 return Err((page, PoolError::NotInPool));
@@ -393,7 +393,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     pub fn note_hwpoison<P: Cpu>(&self, cx: &CpuCx<'_, P>, frame: Pfn) -> Result<(), PoolError> {
         let head = Extent::block(frame, self.size.order()).base();
         let (area, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
-        let (group, mask, node) = (&self.groups[index], 1 << bit, area.node().0 as usize);
+        let (group, mask, node) = (&self.groups[index], 1 << bit, area.node().get() as usize);
         self.locked(cx, |state| {
             // Pages under way may come to the pool, or back: see `enter`.
             if (group.pool.get() | group.staged.get()) & mask == 0 {
@@ -453,7 +453,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
                 let group = &self.groups[index];
                 let staged = group.staged.get();
                 if staged != 0 {
-                    state.enter(area.node().0 as usize, group, staged, true);
+                    state.enter(area.node().get() as usize, group, staged, true);
                     group.demoting.remove(staged);
                     self.summarise(index);
                 }
@@ -466,7 +466,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         self.locked(cx, |state| {
             let mut sums_agree = true;
             for (node, counts) in state.nodes.iter().enumerate() {
-                let areas = self.areas.iter().filter(|area| area.node().0 as usize == node);
+                let areas = self.areas.iter().filter(|area| area.node().get() as usize == node);
                 let groups = areas.flat_map(|area| &self.groups[area.range(self.size)]);
                 let (total, free) = groups.fold((0, 0), |(total, free), group| {
                     (total + u64::from(group.pool.get().count_ones()), free + u64::from(group.good().count_ones()))
@@ -514,7 +514,7 @@ mod tests {
     /// A pool with pages 0 to 5 of its first group, of which 1 to 5 are free, 2 and 3 zero, and 4 bad.
     fn with_pool(test: impl FnOnce(&HugePool<'_>, &Threads)) {
         let pages = 2 * GROUP * Order::new(9).expect("valid").pages();
-        let mut areas = [PoolArena::new(Extent::new(Pfn::new(1 << 18), pages).expect("in range"), NodeId(0))];
+        let mut areas = [PoolArena::new(Extent::new(Pfn::new(1 << 18), pages).expect("in range"), NodeId::new(0))];
         let mut groups = [Group::default(), Group::default()];
         let mut nodes = [HugePageCounts::default()];
         let pool = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
@@ -541,7 +541,7 @@ mod tests {
         let mut first = 0;
         let mut areas = lengths.map(|groups| {
             let area =
-                PoolArena::new(Extent::new(Pfn::new(first * pages), groups * pages).expect("in range"), NodeId(0));
+                PoolArena::new(Extent::new(Pfn::new(first * pages), groups * pages).expect("in range"), NodeId::new(0));
             first += groups;
             area
         });
@@ -577,7 +577,7 @@ mod tests {
     fn a_pool_wants_all_its_groups_and_nodes() {
         let mut areas = [0, 1].map(|node| {
             let base = Pfn::new(u64::from(node) << 20);
-            PoolArena::new(Extent::new(base, 1 << 15).expect("in range"), NodeId(node))
+            PoolArena::new(Extent::new(base, 1 << 15).expect("in range"), NodeId::new(node))
         });
         for (groups, nodes, enough) in [(2, 2, true), (3, 3, true), (1, 2, false), (2, 1, false)] {
             let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
@@ -588,14 +588,14 @@ mod tests {
             let Ok(pool) = pool else { continue };
             let threads = Threads::new(());
             assert_eq!((pool.page_size(), pool.nodes(&threads.cx())), (PageSize::Size2M, nodes as u32));
-            assert_eq!(pool.node_counts(&threads.cx(), NodeId(9)), HugePageCounts::default());
+            assert_eq!(pool.node_counts(&threads.cx(), NodeId::new(9)), HugePageCounts::default());
         }
     }
 
     #[test]
     fn nodes_are_all_or_one() {
         assert!([0, 1, 7].into_iter().all(|node| Nodes::All.include(node)));
-        assert_eq!([0, 1, 2].map(|node| Nodes::Only(NodeId(1)).include(node)), [false, true, false]);
+        assert_eq!([0, 1, 2].map(|node| Nodes::Only(NodeId::new(1)).include(node)), [false, true, false]);
     }
 
     /// Every error says something of its own.

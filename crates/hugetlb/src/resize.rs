@@ -166,7 +166,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
             for index in self.groups.clone() {
                 let Some((group, area)) = self.pool.group(index).zip(self.pool.area_of(index)) else { continue };
                 let staged = group.staged.get();
-                state.enter(area.node().0 as usize, group, staged, surplus);
+                state.enter(area.node().get() as usize, group, staged, surplus);
                 self.pool.summarise(index);
                 entered += u64::from(staged.count_ones());
                 lean += u64::from((staged & group.lean.get()).count_ones());

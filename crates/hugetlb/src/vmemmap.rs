@@ -118,6 +118,7 @@ pub(crate) enum Split {
 
 /// How descriptors are optimized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OptimizerPolicy {
     /// Whether whole blocks are swapped by one store.
     pub swap: bool,
@@ -126,9 +127,16 @@ pub struct OptimizerPolicy {
     pub carve: bool,
 }
 
+impl OptimizerPolicy {
+    /// All that helps.
+    pub const fn new() -> Self {
+        OptimizerPolicy { swap: true, carve: true }
+    }
+}
+
 impl Default for OptimizerPolicy {
     fn default() -> Self {
-        OptimizerPolicy { swap: true, carve: true }
+        OptimizerPolicy::new()
     }
 }
 
@@ -272,7 +280,7 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
 
     /// The node's tail page.
     fn tail<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> Result<Pfn, AllocError> {
-        let slot = self.tails.get(node.0 as usize).ok_or(AllocError::NoSuchNode)?;
+        let slot = self.tails.get(node.get() as usize).ok_or(AllocError::NoSuchNode)?;
         if let Some(page) = tail::published(&slot.page) {
             return Ok(page);
         }
@@ -283,7 +291,7 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
 
     /// The node's table of tails.
     fn tail_table<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> Result<Pfn, AllocError> {
-        let slot = self.tails.get(node.0 as usize).ok_or(AllocError::NoSuchNode)?;
+        let slot = self.tails.get(node.get() as usize).ok_or(AllocError::NoSuchNode)?;
         if let Some(table) = tail::published(&slot.table) {
             return Ok(table);
         }
@@ -367,7 +375,7 @@ mod tests {
     #[test]
     fn a_block_is_2_mib_of_descriptors() {
         let block = VirtAddr::new(0x7000_0020_0000);
-        let work = Work { block, node: NodeId(0), mask: 1, heads: 1, frozen: 1 };
+        let work = Work { block, node: NodeId::new(0), mask: 1, heads: 1, frozen: 1 };
         assert_eq!((work.range().start(), work.range().last()), (block, VirtAddr::new(0x7000_003f_ffff)));
     }
 }

@@ -12,7 +12,7 @@ use crate::place::AreaKind;
 use crate::setup::{Cx, KvaSetup};
 use core::mem::replace;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{Dirty, Extent, ExtentChain, FrameUse, Never, Order, PAGE_BYTES, PageSize};
+use hugemm_base::{Dirty, Extent, ExtentChain, FrameUse, Never, Order, PAGE_BYTES, PageSize, with};
 use hugemm_clear::{ClearRequest, Stopped};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Flags, Mapping};
@@ -161,7 +161,7 @@ impl<S: KvaSetup> Kva<'_, S> {
         let (mut left, mut most, mut short) = (pages, PageSize::Size2M.order(), false);
         while let Some(fits) = Order::largest_within(left) {
             let order = fits.min(most);
-            let request = AllocRequest { prefer_zeroed: zeroed, ..AllocRequest::order(order) };
+            let request = with!(AllocRequest::order(order), prefer_zeroed = zeroed);
             let Ok(block) = frames.alloc(cx, request) else {
                 // What waits may be as large as that.
                 if !replace(&mut short, true) && self.flush(cx) > 0 {

@@ -10,6 +10,7 @@ use hugemm_paging::Flags;
 
 /// What to take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Request {
     /// Bytes; rounded up to pages.
     pub bytes: u64,

@@ -138,7 +138,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
     ) -> Result<Area, KvaError> {
         let shape = request.shape(kind, self.range)?;
         let home = match shape.pages <= SMALL && shape.align <= SMALL {
-            true => cx.pinned(|pin| pin.cpu().0 as usize % SHARES),
+            true => cx.pinned(|pin| pin.cpu().get() as usize % SHARES),
             false => Self::ALL,
         };
         loop {

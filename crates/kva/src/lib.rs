@@ -8,9 +8,9 @@
 //! use hugemm_base::{Extent, PageSize, Pfn, SingleCpu, VirtAddr, VirtRange};
 //! use hugemm_clear::Clearer;
 //! use hugemm_frames::{Carved, Frames};
-//! use hugemm_kva::{Kva, KvaParts, KvaSetup, Limits, Request};
+//! use hugemm_kva::{Kva, KvaParts, KvaSetup, Request};
 //! use hugemm_paging::{
-//!     Counting, EditLock, Flags, FrameTables, KernelSpace, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64,
+//!     Counting, EditLock, Flags, FrameTables, KernelSpace, PageTable, TlbCpu, TlbShootdown, TlbSpace, X86_64,
 //! };
 //!
 //! enum Example {}
@@ -38,10 +38,7 @@
 //! let space: TlbSpace<KernelSpace> = unsafe { TlbSpace::new(&shootdown, table.root().start()) }?;
 //! space.online(&shootdown, &cx);
 //!
-//! let parts = KvaParts {
-//!     frames: &frames, table: &table, space: &space, shootdown: &shootdown,
-//!     clearer: Clearer::uncalibrated(), shootdown_policy: ShootdownPolicy::BATCHED, limits: Limits::of_frames(frames.managed()),
-//! };
+//! let parts = KvaParts::new(&frames, &table, &space, &shootdown, Clearer::uncalibrated());
 //! // SAFETY: nobody else maps anything there; all of the memory is mapped as one.
 //! let kva = unsafe { Kva::<Example>::new(&cx, parts, VirtRange::new(VirtAddr::new(0xffff_8000_4000_0000), 1 << 34)?) }?;
 //!

@@ -28,6 +28,7 @@ pub type Cx<'p, S> = CpuCx<'p, <S as KvaSetup>::Platform>;
 
 /// What may wait for its flush, at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Limits {
     /// Areas. 1 flushes at each free.
     pub areas: u64,
@@ -36,6 +37,11 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// So many areas, and so many pages.
+    pub const fn new(areas: u64, pages: u64) -> Self {
+        Limits { areas, pages }
+    }
+
     /// For this many frames: 1024 areas, and half of the frames.
     pub const fn of_frames(frames: u64) -> Self {
         Limits { areas: 1024, pages: frames / 2 }
@@ -50,6 +56,7 @@ impl Limits {
 
 /// What a manager is made of.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct KvaParts<'m, S: KvaSetup> {
     /// Pages, tables and records come from here.
     pub frames: &'m Frames<'m, S::Env>,
@@ -65,4 +72,19 @@ pub struct KvaParts<'m, S: KvaSetup> {
     pub shootdown_policy: ShootdownPolicy,
     /// What may wait for its flush.
     pub limits: Limits,
+}
+
+impl<'m, S: KvaSetup> KvaParts<'m, S> {
+    /// What there has to be; batches are flushed [once](ShootdownPolicy::BATCHED), and as much may wait as
+    /// [`of_frames`](Limits::of_frames) says of what `frames` manages.
+    pub fn new(
+        frames: &'m Frames<'m, S::Env>,
+        table: &'m PageTable<S::Format, S::Lock>,
+        space: &'m TlbSpace<KernelSpace, Keep, S::Masks>,
+        shootdown: &'m TlbShootdown<'m, S::Tlb>,
+        clearer: Clearer,
+    ) -> Self {
+        let (shootdown_policy, limits) = (ShootdownPolicy::BATCHED, Limits::of_frames(frames.managed()));
+        KvaParts { frames, table, space, shootdown, clearer, shootdown_policy, limits }
+    }
 }

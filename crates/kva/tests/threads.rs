@@ -2,13 +2,11 @@
 //! tables and reached in a direct map, so that Miri can interpret it.
 
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, Extent, Order, PAGE_BYTES, PhysMap, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, Extent, Order, PAGE_BYTES, PhysMap, VirtAddr, VirtRange, with};
 use hugemm_clear::Clearer;
 use hugemm_frames::{Carved, Frames};
 use hugemm_kva::*;
-use hugemm_paging::{
-    Counting, EditLock, FrameTables, KernelSpace, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64,
-};
+use hugemm_paging::{Counting, EditLock, FrameTables, KernelSpace, PageTable, TlbCpu, TlbShootdown, TlbSpace, X86_64};
 use hugemm_threads::{CPUS, Memory, Random, Threads, run_as};
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -57,16 +55,7 @@ fn with_world(bytes: u64, limits: Limits, f: impl FnOnce(&World<'_, '_>)) {
     let table = unsafe { PageTable::with_fixed_top(&mut FrameTables::new(&frames, &cx), half) }.expect("a table");
     // SAFETY: the only space.
     let space: TlbSpace<KernelSpace> = unsafe { TlbSpace::new(&shootdown, table.root().start()) }.expect("few CPUs");
-    let (clearer, shootdown_policy) = (Clearer::uncalibrated(), ShootdownPolicy::BATCHED);
-    let parts = KvaParts {
-        frames: &frames,
-        table: &table,
-        space: &space,
-        shootdown: &shootdown,
-        clearer,
-        shootdown_policy,
-        limits,
-    };
+    let parts = with!(KvaParts::new(&frames, &table, &space, &shootdown, Clearer::uncalibrated()), limits);
     let range = VirtRange::new(VirtAddr::new(0xffff_8000_4000_0000), 1 << 30).expect("a range");
     // SAFETY: nobody else maps anything there, and no CPU walks.
     let kva = unsafe { Kva::new(&cx, parts, range) }.expect("a manager");
@@ -130,7 +119,7 @@ impl World<'_, '_> {
                 let most = if random.below(16) == 0 { 600 } else { 20 };
                 let bytes = (1 + random.below(most)) * PAGE_BYTES;
                 let (mark, request) =
-                    (step << 8 | u64::from(cpu), Request { zeroed: random.below(2) == 0, ..Request::new(bytes, "it") });
+                    (step << 8 | u64::from(cpu), with!(Request::new(bytes, "it"), zeroed = random.below(2) == 0));
                 let Ok(area) = self.kva.alloc(&mut cx, request) else { continue };
                 if request.zeroed {
                     self.check(&cx, &area, 0);
@@ -154,7 +143,7 @@ impl World<'_, '_> {
 fn several_tasks_take_and_free() {
     let (cpus, steps) = if cfg!(miri) { (2, 8) } else { (8, 1500) };
     let _watched = hugemm_threads::Watchdog::new();
-    with_world(32 << 20, Limits { areas: 20, pages: 1000 }, |world| {
+    with_world(32 << 20, Limits::new(20, 1000), |world| {
         let shelf = Mutex::new(VecDeque::new());
         std::thread::scope(|scope| {
             (0..cpus).for_each(|cpu| {
@@ -174,7 +163,7 @@ fn several_tasks_take_and_free() {
 #[test]
 fn interrupts_free_and_ask() {
     let steps = if cfg!(miri) { 4 } else { 60 };
-    with_world(16 << 20, Limits { areas: 8, pages: 1000 }, |world| {
+    with_world(16 << 20, Limits::new(8, 1000), |world| {
         let (shelf, mut asked) = (Mutex::new(Vec::<Area>::new()), 0_u64);
         let handler = |cx: &mut CpuCx<'_, Machine>| {
             asked += 1;

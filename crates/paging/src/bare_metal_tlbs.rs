@@ -14,7 +14,7 @@ use hugemm_base::{Invalidation, PhysAddr, TlbHw, TlbScope};
 /// # fn send_interrupt(_cpu: u32, _vector: u8) {}
 /// const SHOOTDOWN: u8 = 0x22; // its handler calls `TlbShootdown::handle_ipi`
 /// // SAFETY: every space is made beside the kernel's table, which stays; CPUs set CR4.PGE when they start.
-/// let tlbs = unsafe { BareMetalTlbs::new(root_of_the_kernels_table(), |CpuId(cpu)| send_interrupt(cpu, SHOOTDOWN)) };
+/// let tlbs = unsafe { BareMetalTlbs::new(root_of_the_kernels_table(), |cpu| send_interrupt(cpu.get(), SHOOTDOWN)) };
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct BareMetalTlbs {
@@ -46,7 +46,7 @@ unsafe impl TlbHw for BareMetalTlbs {
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, mut cpus: u64, _serve: &mut dyn FnMut(CpuId)) {
         while cpus != 0 {
-            (self.interrupt)(CpuId(first.0 + cpus.trailing_zeros()));
+            (self.interrupt)(CpuId::new(first.get() + cpus.trailing_zeros()));
             cpus &= cpus - 1;
         }
     }
@@ -70,7 +70,8 @@ mod tests {
     #[test]
     fn each_cpu_of_a_mask_is_interrupted_once() {
         static ASKED: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
-        let ask = |CpuId(cpu)| {
+        let ask = |cpu: CpuId| {
+            let cpu = cpu.get();
             let before = ASKED[cpu as usize / 64].fetch_xor(1 << (cpu % 64), Ordering::Relaxed);
             assert_eq!(before >> (cpu % 64) & 1, 0, "{cpu} a second time");
         };
@@ -78,9 +79,9 @@ mod tests {
         let tlbs = unsafe { BareMetalTlbs::new(PhysAddr::new(0), ask) };
         let masks = [1 << 63 | 1, 0, 1 << 5];
         let mut here = |_: CpuId| panic!("hardware serves on its own time");
-        tlbs.interrupt(CpuId(0), CpuId(0), masks[0], &mut here);
-        tlbs.interrupt(CpuId(0), CpuId(0), masks[1], &mut here);
-        tlbs.interrupt(CpuId(0), CpuId(64), masks[2], &mut here);
+        tlbs.interrupt(CpuId::new(0), CpuId::new(0), masks[0], &mut here);
+        tlbs.interrupt(CpuId::new(0), CpuId::new(0), masks[1], &mut here);
+        tlbs.interrupt(CpuId::new(0), CpuId::new(64), masks[2], &mut here);
         assert_eq!(ASKED.each_ref().map(|word| word.load(Ordering::Relaxed)), [masks[0], masks[2]]);
     }
 }

@@ -16,7 +16,7 @@ unsafe impl TlbHw for Counting {
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, mut cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         while cpus != 0 {
-            serve(CpuId(first.0 + cpus.trailing_zeros()));
+            serve(CpuId::new(first.get() + cpus.trailing_zeros()));
             cpus &= cpus - 1;
         }
     }

@@ -170,6 +170,7 @@ impl Detached {
 
 /// What a harvest found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Harvest {
     /// 4 KiB pages that had been mapped.
     pub pages: u64,

@@ -55,6 +55,7 @@ pub type DetachedBehind<'s, K, Q> = Pending<Detached, TlbFlush<'s, K, Q>>;
 
 /// How batches are flushed: values of one policy, so that the old ways can be compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ShootdownPolicy {
     /// Pages up to which a batch is invalidated one by one; above, everything is. About where the refills of a full
     /// flush cost less than the instructions: x86-64 kernels use a few dozen.
@@ -188,7 +189,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
         let latest = space.domain.latest(what.tables);
         if latest.generation() >= self.need {
             if !what.ranges.is_empty() {
-                shootdown.cpus[cx.platform().current().0 as usize].counters.elided.add(1);
+                shootdown.cpus[cx.platform().current().get() as usize].counters.elided.add(1);
             }
             return latest;
         }

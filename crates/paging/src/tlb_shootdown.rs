@@ -193,7 +193,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
 
     /// What one CPU has counted: the flushes that it started, and what it did for others. Nothing if there is no such CPU.
     pub fn counts_of(&self, cpu: CpuId) -> ShootdownCounts {
-        self.cpus.get(cpu.0 as usize).map_or(ShootdownCounts::default(), |cpu| cpu.counters.read())
+        self.cpus.get(cpu.get() as usize).map_or(ShootdownCounts::default(), |cpu| cpu.counters.read())
     }
 
     /// Does what other CPUs have asked of this one: the interrupt handler's whole job, also to be called wherever a CPU
@@ -206,8 +206,8 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
     fn handle_ipi_as(&self, cpu: CpuId) {
         let whole = Whole;
         let words = Self::mask_words(self.cpus.len());
-        let own = &self.cpus[cpu.0 as usize];
-        for (word, inbox) in self.inboxes[cpu.0 as usize * words..][..words].iter().enumerate() {
+        let own = &self.cpus[cpu.get() as usize];
+        for (word, inbox) in self.inboxes[cpu.get() as usize * words..][..words].iter().enumerate() {
             for initiator in bits(ipi::take(inbox)) {
                 let slot = &self.cpus[word * WORD + initiator].slot;
                 self.apply(cpu, &slot.read());
@@ -221,7 +221,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
     /// Does what a request asks, on the calling CPU, pinned.
     fn apply(&self, cpu: CpuId, request: &Request) {
         // Relaxed throughout: only this CPU reads or writes its words.
-        let own = &self.cpus[cpu.0 as usize];
+        let own = &self.cpus[cpu.get() as usize];
         let loaded = own.loaded.load(Ordering::Relaxed);
         let tagged = match request.scope {
             TlbScope::Kernel => own.kernel_of(request.space),
@@ -280,7 +280,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
         let whole = Whole;
         cx.staying(|| {
             let me = platform.current();
-            let own = &self.cpus[me.0 as usize];
+            let own = &self.cpus[me.get() as usize];
             if request.what.ranges.is_all() {
                 own.counters.flushes_all.add(1);
             } else {
@@ -324,9 +324,9 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
         lazy: Option<&[AtomicU64]>,
         request: &Request,
     ) {
-        let own = &self.cpus[me.0 as usize];
+        let own = &self.cpus[me.get() as usize];
         let words = Self::mask_words(self.cpus.len());
-        let (my_word, my_bit) = (me.0 as usize / WORD, 1 << (me.0 as usize % WORD));
+        let (my_word, my_bit) = (me.get() as usize / WORD, 1 << (me.get() as usize % WORD));
         own.slot.open(request);
         let mut here = false;
         for (word, users) in users.iter().take(words).enumerate() {
@@ -354,7 +354,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
             own.counters.targets.add(u64::from(targets.count_ones()));
             own.counters.interrupts.add(u64::from(interrupt.count_ones()));
             if interrupt != 0 {
-                let first = CpuId((word * WORD) as u32);
+                let first = CpuId::new((word * WORD) as u32);
                 self.hw.interrupt(me, first, interrupt, &mut |cpu| self.handle_ipi_as(cpu));
             }
         }

@@ -152,7 +152,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
         cx.pinned(|pin| {
             let cpu = pin.cpu();
             let (word, bit) = place(cpu);
-            let own = &shootdown.cpus[cpu.0 as usize];
+            let own = &shootdown.cpus[cpu.get() as usize];
             // Relaxed on `own`: only this CPU reads or writes it.
             if own.loaded.load(Ordering::Relaxed) == self.id {
                 // Relaxed: ordered by the fence.
@@ -199,7 +199,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
         cx.pinned(|pin| {
             let cpu = pin.cpu();
             let (word, bit) = place(cpu);
-            let own = &shootdown.cpus[cpu.0 as usize];
+            let own = &shootdown.cpus[cpu.get() as usize];
             // Relaxed: only this CPU reads or writes it.
             if own.loaded.load(Ordering::Relaxed) == self.id {
                 // SAFETY: pinned.
@@ -234,7 +234,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
         cx.pinned(|pin| {
             let (word, bit) = place(pin.cpu());
             // Relaxed: only this CPU reads or writes it.
-            if shootdown.cpus[pin.cpu().0 as usize].loaded.load(Ordering::Relaxed) == self.id {
+            if shootdown.cpus[pin.cpu().get() as usize].loaded.load(Ordering::Relaxed) == self.id {
                 // Release pairs with the Acquire of an initiator that leaves us out: what we did through our translations has
                 // happened.
                 self.lazy()[word].fetch_or(bit, Ordering::Release);
@@ -271,7 +271,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<KernelSpace, Q, M> {
     pub fn online<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
             let (word, bit) = place(pin.cpu());
-            let own = &shootdown.cpus[pin.cpu().0 as usize];
+            let own = &shootdown.cpus[pin.cpu().get() as usize];
             // Orders as in `TlbSpace::switch_in`.
             self.users()[word].fetch_or(bit, Ordering::Relaxed);
             full_fence(FencePoint::AfterJoining);
@@ -299,5 +299,5 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<KernelSpace, Q, M> {
 
 /// The mask word of a CPU, and its bit there.
 fn place(cpu: CpuId) -> (usize, u64) {
-    (cpu.0 as usize / WORD, 1 << (cpu.0 as usize % WORD))
+    (cpu.get() as usize / WORD, 1 << (cpu.get() as usize % WORD))
 }

@@ -27,6 +27,7 @@ const LARGEST_SCALE: u32 = 3;
 
 /// What an arm64 CPU has of TLBI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Tlbi {
     /// Ranges: FEAT_TLBIRANGE.
     pub ranges: bool,

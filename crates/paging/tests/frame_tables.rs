@@ -37,15 +37,15 @@ fn with_frames(
     let len = size_of_val(memory.as_slice());
     // SAFETY: the same memory as bytes.
     let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<u8>(), len) };
-    let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a host");
-    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
+    let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId::new(0) }], bytes).expect("a host");
+    let arenas = [ArenaSpec::new(host.frames(), NodeId::new(0))];
     let config = FramesConfig::new(&arenas, 1);
     let layout = Frames::<Plain<&FaultPlan>>::required_bytes(&config).expect("valid");
     let mut metadata = vec![Aligned { _bytes: [0; PAGE_BYTES as usize] }; layout.size().div_ceil(PAGE_BYTES as usize)];
     // SAFETY: memory of its own, initialised; one host.
     let frames =
         unsafe { Frames::new(&config, Plain(plan), metadata.as_mut_ptr().cast(), layout.size()) }.expect("fits");
-    host.run_on(CpuId(0), |cx| {
+    host.run_on(CpuId::new(0), |cx| {
         // SAFETY: released once, here; the memory is the host's alone.
         unsafe { frames.release(cx, Dirty::assume_owned(host.frames())) };
         test(&frames, cx);

@@ -70,7 +70,7 @@ impl Hw {
 
     /// What an access through the entry uses: what is remembered, or what a walk finds and remembers.
     fn translate(&self, cpu: CpuId, entry: usize) -> u64 {
-        let slot = &self.remembered[cpu.0 as usize][entry];
+        let slot = &self.remembered[cpu.get() as usize][entry];
         match slot.load(Ordering::Relaxed) {
             0 => {
                 let found = self.entries[entry].load(Ordering::Relaxed);
@@ -87,7 +87,7 @@ unsafe impl TlbHw for Hw {
     unsafe fn invalidate(&self, cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
         for entry in 0..2 {
             if what.ranges.covers(Hw::entry_range(entry)) {
-                self.remembered[cpu.0 as usize][entry].store(0, Ordering::Relaxed);
+                self.remembered[cpu.get() as usize][entry].store(0, Ordering::Relaxed);
             }
         }
     }
@@ -95,7 +95,7 @@ unsafe impl TlbHw for Hw {
     fn interrupt(&self, _cpu: CpuId, _first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         if cpus & 1 << PASSIVE != 0 {
             let _one = self.passive.lock().unwrap();
-            serve(CpuId(PASSIVE));
+            serve(CpuId::new(PASSIVE));
         }
     }
 
@@ -149,7 +149,7 @@ impl Machine {
 
     /// Runs `f` as a CPU.
     fn on<R>(&self, cpu: u32, f: impl FnOnce(&TlbShootdown<'_, &Hw>, &CpuCx<'_, Player>) -> R) -> R {
-        let platform = Player(CpuId(cpu), Counters::default());
+        let platform = Player(CpuId::new(cpu), Counters::default());
         // SAFETY: the only context on this thread; and the slices belong together.
         let (cx, shootdown) =
             unsafe { (CpuCx::new(&platform), TlbShootdown::new(&self.cpus, &self.inboxes, &self.hw)) };
@@ -161,7 +161,7 @@ impl Machine {
         self.on(cpu, |shootdown, cx| {
             self.space.switch_in(shootdown, cx);
             for entry in 0..2 {
-                assert_eq!(self.hw.translate(CpuId(cpu), entry), OLD);
+                assert_eq!(self.hw.translate(CpuId::new(cpu), entry), OLD);
             }
         });
     }
@@ -260,7 +260,7 @@ fn lazy(machine: &Machine) {
 /// CPU 1 loads the space and uses the entry that is changed meanwhile.
 fn enter(machine: &Machine) {
     machine.on(1, |shootdown, cx| machine.space.switch_in(shootdown, cx));
-    machine.hw.translate(CpuId(1), 0);
+    machine.hw.translate(CpuId::new(1), 0);
     machine.serve_until(1, 1);
     machine.assert_not_stale(1, 0);
 }

@@ -192,7 +192,7 @@ fn threads_race_with_the_hardware() {
     fn race<F: PageFormat>(walks: Tables) {
         world::with_memory(|memory| {
             let world = World::<F>::on(walks, memory, 1, None);
-            world.race(CpuId(0), [CpuId(1), CpuId(2)]);
+            world.race(CpuId::new(0), [CpuId::new(1), CpuId::new(2)]);
             assert_eq!(world.mmu().check(), Ok(()));
         });
     }

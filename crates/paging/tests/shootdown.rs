@@ -41,7 +41,7 @@ impl Player {
 // threads.
 unsafe impl Cpu for Player {
     fn current(&self) -> CpuId {
-        CpuId(self.number.get())
+        CpuId::new(self.number.get())
     }
 
     unsafe fn pin(&self) -> usize {
@@ -658,7 +658,7 @@ unsafe impl TlbHw for Failing {
 
     fn interrupt(&self, _: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         assert!(!self.0, "planned");
-        serve(CpuId(first.0 + cpus.trailing_zeros()));
+        serve(CpuId::new(first.get() + cpus.trailing_zeros()));
     }
 
     unsafe fn load(&self, _: CpuId, _: PhysAddr, _: usize, _: bool) {}

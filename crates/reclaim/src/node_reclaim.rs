@@ -203,7 +203,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeR
         let mut rest = heads.peekable();
         while let Some(first) = rest.peek() {
             let node = self.node_of(*first);
-            let lru = self.pager.lru_of(self.vm.frames(), node.unwrap_or(NodeId(0)));
+            let lru = self.pager.lru_of(self.vm.frames(), node.unwrap_or(NodeId::new(0)));
             let same = core::iter::from_fn(|| rest.next_if(|head| self.node_of(*head) == node));
             let mut some = [Pfn::new(0); BATCH];
             let count = some.iter_mut().zip(same).map(|(place, head)| *place = head).count();

@@ -81,7 +81,7 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
         &self,
         frames: &Frames<'_, S::Env>,
     ) -> impl Iterator<Item = (NodeId, &'a Lru<'a, 'm, S::Env, L>)> {
-        (0..).map(NodeId).zip(self.lrus).filter(|(_, lru)| lru.is_of(frames))
+        (0..).map(NodeId::new).zip(self.lrus).filter(|(_, lru)| lru.is_of(frames))
     }
 
     /// The LRU of a node, if it is for these frames: pages of others' lists are nobody's here.
@@ -96,7 +96,7 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
 
     /// The LRU of a node.
     pub fn lru(&self, node: NodeId) -> Option<&'a Lru<'a, 'm, S::Env, L>> {
-        self.lrus.get(node.0 as usize)
+        self.lrus.get(node.get() as usize)
     }
 
     /// Who is told what reclaiming tasks do.

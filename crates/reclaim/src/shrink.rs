@@ -14,6 +14,7 @@ use hugemm_vm::{Cx, Owner, Setup};
 
 /// How far a pass may go, in base pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ShrinkBudget {
     /// Stop when so many have become free.
     pub free: u64,
@@ -21,8 +22,16 @@ pub struct ShrinkBudget {
     pub scan: u64,
 }
 
+impl ShrinkBudget {
+    /// Until so many are free, or so many have been looked at.
+    pub const fn new(free: u64, scan: u64) -> Self {
+        ShrinkBudget { free, scan }
+    }
+}
+
 /// What a pass did, in base pages unless it says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ShrinkProgress {
     /// Candidates looked at.
     pub scanned: u64,

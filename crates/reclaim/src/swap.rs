@@ -125,6 +125,7 @@ pub struct Evicted {
 
 /// What a back end holds and has done. Counts since it was made, unless it says "now".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SwapStats {
     /// Pages held now; a page with several holders counts once.
     pub pages: u64,

@@ -17,6 +17,7 @@ pub const AROUND: u64 = 64;
 
 /// What the mappings of a page say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Recency {
     /// One that counts has used it.
     pub young: bool,
@@ -24,6 +25,11 @@ pub struct Recency {
     pub keep: bool,
     /// How many mappings have used it.
     pub users: u32,
+}
+
+impl Recency {
+    /// None has used it, and none keeps it.
+    pub const UNUSED: Recency = Recency { young: false, keep: false, users: 0 };
 }
 
 /// Pages of one object that are aged together: offset and head of each, in ascending order and not empty. Those that do not

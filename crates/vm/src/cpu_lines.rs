@@ -201,7 +201,7 @@ impl<S: Setup> Vm<'_, S> {
 
 /// The number of the CPU, which the task may leave at once.
 pub(crate) fn cpu<S: Setup>(cx: &Cx<'_, S>) -> usize {
-    cx.platform().current().0 as usize
+    cx.platform().current().get() as usize
 }
 
 impl<'s, S: Setup> Here<'s, S> {

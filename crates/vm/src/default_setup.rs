@@ -11,8 +11,18 @@ use hugemm_paging::{Counting, EditLock};
 /// The format of the architecture that this is compiled for.
 #[cfg(target_arch = "aarch64")]
 type Native = hugemm_paging::Aarch64;
-#[cfg(target_arch = "x86_64")]
+#[cfg(not(target_arch = "aarch64"))]
 type Native = hugemm_paging::X86_64;
+
+/// Platforms of whose architecture [`Native`] is.
+#[diagnostic::on_unimplemented(
+    message = "hugemm has page tables for x86-64 and arm64 only: `DefaultSetup` is not for this architecture",
+    label = "implement `hugemm_vm::Setup` for a type of your own, whose `Format` is a `PageFormat` of this architecture"
+)]
+pub trait HasTables {}
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+impl<P> HasTables for P {}
 
 /// A setup to start from, over a platform `P` whose TLBs are `T` and frames in the surroundings `E`, which are those of
 /// [`Frames::carve`](hugemm_frames::Frames::carve) unless something else is said: page tables of this architecture, locks that spin, pages
@@ -22,7 +32,7 @@ type Native = hugemm_paging::X86_64;
 #[derive(Debug)]
 pub struct DefaultSetup<P, T = Counting, E = Carved>(PhantomData<(P, T, E)>);
 
-impl<P: Cpu + PhysMap, T: TlbHw, E: Env> Setup for DefaultSetup<P, T, E> {
+impl<P: Cpu + PhysMap + HasTables, T: TlbHw, E: Env> Setup for DefaultSetup<P, T, E> {
     type Platform = P;
     type Env = E;
     type Format = Native;

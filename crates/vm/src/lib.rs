@@ -102,7 +102,6 @@ mod cow;
 mod cpu_lines;
 mod cpu_masks;
 mod cutting;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod default_setup;
 mod discard;
 mod error;
@@ -152,7 +151,6 @@ pub use address_space::{AddressSpace, AddressSpaceCounters, AddressSpaceRef};
 pub use advise::Advice;
 pub use ageing::{AgeRun, Neighbours, Recency};
 pub use cpu_masks::{CpuMasks, SpaceTlb};
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub use default_setup::DefaultSetup;
 pub use discard::Discard;
 pub use error::VmError;

@@ -229,7 +229,7 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     fn nodes(&self) -> impl Iterator<Item = NodeId> {
-        (0..self.frames().nodes()).map(NodeId)
+        (0..self.frames().nodes()).map(NodeId::new)
     }
 
     /// A block for a page, from where it is wanted.

@@ -16,6 +16,7 @@ const PART: u64 = 1 << 16;
 
 /// What is there of a range of a space, in 4 KiB pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Usage {
     /// In memory and mapped here; those that are just moving too.
     pub present: u64,

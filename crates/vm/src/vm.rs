@@ -23,6 +23,7 @@ use hugemm_frames::{AllocError, Frames, Placement, RELIEF_ROUNDS};
 use hugemm_paging::{PageTable, ShootdownPolicy, TlbShootdown};
 
 /// What a manager is made of. [`Parts::new`] knows what most of it is at first.
+#[non_exhaustive]
 pub struct Parts<'m, S: Setup> {
     /// Where pages and tables come from.
     pub frames: &'m Frames<'m, S::Env>,

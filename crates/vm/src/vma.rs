@@ -20,6 +20,7 @@ use intrusive_collections::{Bound, KeyAdapter, RBTree, RBTreeAtomicLink, UnsafeR
 
 /// What an area is, wherever it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct VmaKind {
     /// Size of its pages; its addresses are aligned to it.
     pub page: PageSize,

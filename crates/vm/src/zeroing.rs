@@ -7,8 +7,8 @@
 
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use hugemm_base::{Cancel, Clock, Order, PageSize};
-use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, StopReason};
+use hugemm_base::{Cancel, Clock, Order, PageSize, with};
+use hugemm_clear::{ClearRequest, Clearer, Primitive, StopReason};
 use hugemm_frames::AllocRequest;
 
 /// Bytes that are cleared between two looks at whether to stop, at most: 0.1 ms at 2.5 GB/s.
@@ -49,7 +49,7 @@ impl ZeroWorker {
         let least = Order::new(LEAST).unwrap_or(Order::MAX);
         let gentle = Primitive::Movnti;
         let force = if clearer.features().contains(gentle) { Some(gentle) } else { clearer.policy().force };
-        let policy = ClearPolicy { force: clearer.policy().force.or(force), unit: Some(UNIT), ..*clearer.policy() };
+        let policy = with!(*clearer.policy(), force = clearer.policy().force.or(force), unit = Some(UNIT));
         // The primitive is one of the features; if it were not, the clearer's own policy is right too.
         let clearer = Clearer::new(*clearer.features(), policy).unwrap_or(*clearer);
         ZeroWorker { clearer, order: size.order().max(least), percent: percent.clamp(1, 100) }

@@ -127,10 +127,10 @@ fn edit(path: &std::path::Path) -> Result<(), Box<dyn Error>> {
     let there = vm.usage(cx, &space, mapping)?.present;
     println!("{PAGES} pages of a file edited in {} frames of memory; {there} are there", frames.managed());
     // Nobody uses it any more: a pass ages, one has what is dirty written back, one drops it.
-    let all = ShrinkBudget { free: u64::MAX, scan: 4 * PAGES };
+    let all = ShrinkBudget::new(u64::MAX, 4 * PAGES);
     let (mut written, mut freed) = (0, 0);
     for _ in 0..8 {
-        let pass = vm.pager().shrink(&vm, cx, hugemm::base::NodeId(0), all, &Never);
+        let pass = vm.pager().shrink(&vm, cx, hugemm::base::NodeId::new(0), all, &Never);
         (written, freed) = (written + pass.written, freed + pass.freed);
     }
     assert_eq!(vm.usage(cx, &space, mapping)?.present, 0, "paged out");

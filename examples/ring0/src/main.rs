@@ -49,7 +49,7 @@ mod kernel {
             Ram::assume_unmanaged(piece)
         });
         // SAFETY: once, first of all; GS is nobody's.
-        let cx = &unsafe { PLATFORM.enter(CpuId(0)) }.expect("room for one");
+        let cx = &unsafe { PLATFORM.enter(CpuId::new(0)) }.expect("room for one");
         let frames = Frames::carve_in_place(cx, ram).expect("enough memory");
         let metadata = bytes - frames.stats(cx).available() * PageSize::Size4K.bytes();
         let heap = Heap::new(frames, cx, 1).expect("memory for a heap");

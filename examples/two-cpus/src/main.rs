@@ -72,7 +72,7 @@ mod kernel {
     }
 
     fn own() -> &'static PerCpu {
-        &CPUS[MACHINE.current().0 as usize]
+        &CPUS[MACHINE.current().get() as usize]
     }
 
     /// What runs once the boot CPU has made it.
@@ -185,7 +185,7 @@ mod kernel {
 
     /// What a CPU does in a space that both have loaded, until both have had some ticks.
     fn work(cx: &mut Task, space: &AddressSpaceRef<'_, Types>) -> u64 {
-        let (vm, cpu) = (&kernel().vm, u64::from(MACHINE.current().0));
+        let (vm, cpu) = (&kernel().vm, u64::from(MACHINE.current().get()));
         // 64 pages for each CPU, in one area's reach: they share a page table.
         let range = VirtRange::new(user_range().start().checked_add(cpu << 18).expect("in range"), 64 << 12)
             .expect("whole pages");
@@ -216,7 +216,7 @@ mod kernel {
     /// What the second CPU begins with.
     pub extern "C" fn second_cpu() -> ! {
         // SAFETY: once, first of all.
-        let mut cx = unsafe { MACHINE.enter(CpuId(1)) }.expect("there is room for two");
+        let mut cx = unsafe { MACHINE.enter(CpuId::new(1)) }.expect("there is room for two");
         machine::start_interrupts();
         // SAFETY: the boot CPU keeps it until this one is done.
         let space = unsafe { SPACE.load(Ordering::Acquire).as_ref() }.expect("it was made before");
@@ -231,7 +231,7 @@ mod kernel {
     pub extern "C" fn kernel_main(start_info: u64) -> ! {
         let mut serial = Serial::new().expect("a PC has a serial port");
         // SAFETY: once, first of all; GS is nobody's.
-        let mut cx = unsafe { MACHINE.enter(CpuId(0)) }.expect("there is room for two");
+        let mut cx = unsafe { MACHINE.enter(CpuId::new(0)) }.expect("there is room for two");
         // SAFETY: what the loader gave, once; nobody uses this memory, and there is no manager.
         let ram = unsafe { ram(start_info) }.map(|piece| unsafe { Ram::assume_unmanaged(piece) });
         let frames = Frames::carve_in_place(&cx, ram).expect("enough memory");
@@ -241,10 +241,9 @@ mod kernel {
 
         let tables = Kernel::tables(&cx, frames);
         // SAFETY: every space is made beside them; `start_interrupts` sets CR4.PGE, and the gate of `SHOOTDOWN` leads to `shootdown`.
-        let tlbs =
-            unsafe { BareMetalTlbs::new(tables.root().start(), |CpuId(cpu)| machine::interrupt(cpu, SHOOTDOWN)) };
+        let tlbs = unsafe { BareMetalTlbs::new(tables.root().start(), |cpu| machine::interrupt(cpu.get(), SHOOTDOWN)) };
         // SAFETY: interrupts are off until `start_interrupts`.
-        unsafe { tlbs.unload(CpuId(0)) };
+        unsafe { tlbs.unload(CpuId::new(0)) };
         // SAFETY: as many CPUs as the machine has, their TLBs, and words that are nobody else's.
         let shootdown = unsafe { TlbShootdown::new(&TLB_CPUS, &INBOXES, tlbs) }.expect("two CPUs");
         let shootdown: &'static _ = Box::leak(Box::new(shootdown));

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mib: usize = std::env::args().nth(1).map_or(Ok(256), |mib| mib.parse())?;
-    let places: Vec<_> = allowed_cpus()?.into_iter().map(|os_cpu| CpuPlace { os_cpu, node: NodeId(0) }).collect();
+    let places: Vec<_> = allowed_cpus()?.into_iter().map(|os_cpu| CpuPlace { os_cpu, node: NodeId::new(0) }).collect();
     let (features, mut guest) = (Features::detect(), Mmap::anonymous(mib << 20)?);
     // Where Linux has no huge pages to give, small ones do.
     let _ = guest.transparent_huge(true);
@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Which primitive, from which size: about a tenth of a second, once per machine.
     let scratch = bytes.len().min(64 << 20);
     let one = Host::new(&places[..1], &mut [])?;
-    let profile = one.run_on(CpuId(0), |cx| calibrate(cx, &features, &mut bytes[..scratch]))??;
+    let profile = one.run_on(CpuId::new(0), |cx| calibrate(cx, &features, &mut bytes[..scratch]))??;
     let clearer = Clearer::new(features, ClearPolicy::new(profile))?;
 
     for page in bytes.chunks_mut(2 << 20) {
@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut lanes = [Lane::empty()];
     let clear = ParallelClear::new(dirty, &mut lanes, &host).map_err(|_| "no lanes")?;
     let whole = ClearRequest::bulk((mib << 20) as u64);
-    let cpus = (0..places.len() as u32).map(CpuId);
+    let cpus = (0..places.len() as u32).map(CpuId::new);
     for stopped in host.run_on_each(cpus, |cx| clear.work(cx, &clearer, &whole, &Never, &mut ()))? {
         stopped?;
     }

@@ -56,7 +56,7 @@ pub fn allowed_cpus() -> std::io::Result<Vec<u32>> {
 /// let distances = hugemm_host::cpu::node_distances();
 /// let arenas = [0, 1].map(|node: u32| {
 ///     let extent = Extent::new(Pfn::new(512 << node), 512)?;
-///     Ok::<_, hugemm_base::ExtentError>(ArenaSpec { extent, node: NodeId(node), descriptors: None })
+///     Ok::<_, hugemm_base::ExtentError>(ArenaSpec::new(extent, NodeId::new(node)))
 /// });
 /// let config = FramesConfig::new(&[arenas[0]?, arenas[1]?], 2).with_distances(&distances);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -115,7 +115,7 @@ unsafe impl Send for Host<'_> {}
 
 thread_local! {
     /// Which CPU of which host this thread is, while it is one; host 0 is none. Two words that are read at every pin.
-    static CURRENT: Cell<(usize, CpuId)> = const { Cell::new((0, CpuId(0))) };
+    static CURRENT: Cell<(usize, CpuId)> = const { Cell::new((0, CpuId::new(0))) };
 
     /// What it is beneath that: the machines in whose turns the present one was begun, innermost last.
     static BENEATH: RefCell<Vec<(usize, CpuId)>> = const { RefCell::new(Vec::new()) };
@@ -247,7 +247,8 @@ impl<'m> Host<'m> {
     ///
     /// What `f` returns may live as long as the machine, such as a manager carved out of its memory.
     pub fn run_on<'s, R>(&'s self, cpu: CpuId, f: impl FnOnce(&mut CpuCx<'s, Self>) -> R) -> Result<R, CpuError> {
-        let slot = self.cpus.get(cpu.0 as usize).ok_or(CpuError::NoSuchCpu { cpu, cpus: self.cpus.len() as u32 })?;
+        let slot =
+            self.cpus.get(cpu.get() as usize).ok_or(CpuError::NoSuchCpu { cpu, cpus: self.cpus.len() as u32 })?;
         if let Some(cpu) = self.occupant() {
             return Err(CpuError::Nested { cpu });
         }
@@ -300,7 +301,7 @@ impl<'m> Host<'m> {
     }
 
     fn slot(&self) -> &Slot {
-        &self.cpus[self.current().0 as usize]
+        &self.cpus[self.current().get() as usize]
     }
 }
 
@@ -362,7 +363,7 @@ unsafe impl Cpu for Host<'_> {
     #[inline]
     fn current(&self) -> CpuId {
         // Not one of this host's CPUs: counts go to the first. Contexts exist only on threads that are CPUs.
-        self.occupant().unwrap_or(CpuId(0))
+        self.occupant().unwrap_or(CpuId::new(0))
     }
 
     #[inline]
@@ -429,7 +430,7 @@ impl Clock for Host<'_> {
 
 impl Topology for Host<'_> {
     fn node_of_cpu(&self, cpu: CpuId) -> NodeId {
-        self.cpus.get(cpu.0 as usize).map_or(self.node, |slot| slot.place.node)
+        self.cpus.get(cpu.get() as usize).map_or(self.node, |slot| slot.place.node)
     }
 
     fn node_run(&self, extent: Extent) -> (NodeId, u64) {

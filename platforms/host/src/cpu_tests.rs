@@ -4,7 +4,7 @@ use crate::cpu::{CpuError, CpuPlace, Host};
 use hugemm_base::{Cpu, CpuId, Extent, NodeId, PAGE_BYTES, Pfn, PhysMap};
 
 fn machine(cpus: usize) -> Host<'static> {
-    Host::new(&vec![CpuPlace { os_cpu: 0, node: NodeId(0) }; cpus], &mut []).expect("a machine")
+    Host::new(&vec![CpuPlace { os_cpu: 0, node: NodeId::new(0) }; cpus], &mut []).expect("a machine")
 }
 
 /// Whoever takes a turn on a second machine is the same CPU of the first, whose contexts and pins are still there.
@@ -12,18 +12,18 @@ fn machine(cpus: usize) -> Host<'static> {
 fn a_turn_on_another_machine_leaves_the_cpu_what_it_is() {
     let (outer, inner) = (machine(3), machine(2));
     outer
-        .run_on(CpuId(2), |cx| {
-            let within = inner.run_on(CpuId(1), |within| {
-                assert_eq!((cx.platform().current(), within.platform().current()), (CpuId(2), CpuId(1)));
-                assert_eq!(cx.pinned(|pin| pin.cpu()), CpuId(2));
+        .run_on(CpuId::new(2), |cx| {
+            let within = inner.run_on(CpuId::new(1), |within| {
+                assert_eq!((cx.platform().current(), within.platform().current()), (CpuId::new(2), CpuId::new(1)));
+                assert_eq!(cx.pinned(|pin| pin.cpu()), CpuId::new(2));
                 // Nobody is two CPUs of one machine, however deep.
-                let again = outer.run_on(CpuId(0), |_| ());
-                assert!(matches!(again, Err(CpuError::Nested { cpu: CpuId(2) })), "{again:?}");
+                let again = outer.run_on(CpuId::new(0), |_| ());
+                assert!(matches!(again, Err(CpuError::Nested { cpu }) if cpu == CpuId::new(2)), "{again:?}");
             });
             assert!(within.is_ok());
-            assert_eq!((outer.current(), inner.current()), (CpuId(2), CpuId(0)), "the turn is over");
-            let again = outer.run_on(CpuId(0), |_| ());
-            assert!(matches!(again, Err(CpuError::Nested { cpu: CpuId(2) })), "{again:?}");
+            assert_eq!((outer.current(), inner.current()), (CpuId::new(2), CpuId::new(0)), "the turn is over");
+            let again = outer.run_on(CpuId::new(0), |_| ());
+            assert!(matches!(again, Err(CpuError::Nested { cpu }) if cpu == CpuId::new(2)), "{again:?}");
         })
         .expect("the CPU exists");
 }
@@ -32,7 +32,7 @@ fn a_turn_on_another_machine_leaves_the_cpu_what_it_is() {
 fn vector_registers_are_granted_until_the_machine_is_told_otherwise() {
     let host = machine(1);
     let granted =
-        || host.run_on(CpuId(0), |cx| cx.with_vector(true, |vector| vector.is_some())).expect("the CPU exists");
+        || host.run_on(CpuId::new(0), |cx| cx.with_vector(true, |vector| vector.is_some())).expect("the CPU exists");
     assert!(granted());
     host.grant_vectors(false);
     assert!(!granted());
@@ -48,7 +48,7 @@ fn only_the_machines_memory_is_opened() {
     let mut memory = Pages([0; 4 * PAGE_BYTES as usize]);
     let bytes = &mut memory.0[..];
     let start = bytes.as_mut_ptr();
-    let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a machine");
+    let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId::new(0) }], bytes).expect("a machine");
     let first = host.frames().base().get();
     let open = |frame: u64, pages: u64| {
         let window = host.open(Extent::new(Pfn::new(frame), pages).expect("an extent"), None)?;

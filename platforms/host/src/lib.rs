@@ -7,13 +7,13 @@
 //! use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 //! use hugemm_host::mmap::Mmap;
 //!
-//! let places: Vec<_> = allowed_cpus()?.into_iter().map(|os_cpu| CpuPlace { os_cpu, node: NodeId(0) }).collect();
+//! let places: Vec<_> = allowed_cpus()?.into_iter().map(|os_cpu| CpuPlace { os_cpu, node: NodeId::new(0) }).collect();
 //! let mut memory = Mmap::anonymous(64 << 20)?;
 //! let host = Host::new(&places, memory.bytes_mut())?;
 //! // SAFETY: nobody else has frames of this machine, and the program has no other whose frames could be taken for them.
 //! let ram = unsafe { Ram::assume_unmanaged(host.frames()) };
-//! let frames = host.run_on(CpuId(0), |cx| Frames::carve(cx, ram))??;
-//! let cpus = (0..places.len() as u32).map(CpuId);
+//! let frames = host.run_on(CpuId::new(0), |cx| Frames::carve(cx, ram))??;
+//! let cpus = (0..places.len() as u32).map(CpuId::new);
 //! for taken in host.run_on_each(cpus, |cx| frames.alloc(cx, PageSize::Size2M).map(|page| frames.free(cx, page)))? {
 //!     taken?;
 //! }

@@ -125,7 +125,7 @@ impl Random {
 
 thread_local! {
     /// Which CPU of which model this thread plays; model 0 is none.
-    static PLAYED: Cell<(usize, CpuId)> = const { Cell::new((0, CpuId(0))) };
+    static PLAYED: Cell<(usize, CpuId)> = const { Cell::new((0, CpuId::new(0))) };
     /// This thread's number among players; 0 until it is one.
     static PLAYER: Cell<u64> = const { Cell::new(0) };
 }
@@ -229,7 +229,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
 
     /// Becomes a CPU, unless another thread is it.
     fn try_play(&self, cpu: CpuId) -> Option<Played<'_>> {
-        let (player, slot) = (player(), &self.cpus[cpu.0 as usize].player);
+        let (player, slot) = (player(), &self.cpus[cpu.get() as usize].player);
         let release = match slot.compare_exchange(0, player, Ordering::Acquire, Ordering::Relaxed) {
             Ok(_) => Some(slot),
             Err(now) if now == player => None,
@@ -284,7 +284,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
     /// speculatively, evict.
     pub fn meanwhile(&self) {
         for number in 0..self.cpus.len() as u32 {
-            let cpu = CpuId(number);
+            let cpu = CpuId::new(number);
             if self.cpus[number as usize].pins.load(Ordering::Relaxed) > 0 {
                 continue;
             }
@@ -319,7 +319,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
     }
 
     fn tlb(&self, cpu: CpuId) -> MutexGuard<'_, CpuTlb> {
-        lock(&self.cpus[cpu.0 as usize].tlb)
+        lock(&self.cpus[cpu.get() as usize].tlb)
     }
 
     fn identity(&self) -> usize {

@@ -38,7 +38,7 @@ impl StoreModel {
     }
 
     pub(crate) fn of(&self, cpu: CpuId) -> &dyn StoreBuffer {
-        &self.cpus[cpu.0 as usize]
+        &self.cpus[cpu.get() as usize]
     }
 
     /// Whether another CPU's buffer holds stores to any of these bytes. The CPU's own are drained: it sees them.
@@ -52,7 +52,7 @@ impl StoreModel {
 
     /// Drains a CPU's buffer.
     pub(crate) fn drain(&self, cpu: CpuId) {
-        let mut lines = self.cpus[cpu.0 as usize].0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = self.cpus[cpu.get() as usize].0.lock().unwrap_or_else(PoisonError::into_inner);
         while lines.drain_one() {}
     }
 }

@@ -119,8 +119,8 @@ unsafe impl TlbHw for Machine<'_> {
     }
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
-        for target in (0..64).filter(|bit| cpus >> bit & 1 != 0).map(|bit| CpuId(first.0 + bit)) {
-            if !run::interrupt(target.0) {
+        for target in (0..64).filter(|bit| cpus >> bit & 1 != 0).map(|bit| CpuId::new(first.get() + bit)) {
+            if !run::interrupt(target.get()) {
                 self.mmu.as_cpu(target, |_| serve(target));
             }
         }

@@ -171,7 +171,7 @@ pub fn step() -> u64 {
 /// A CPU walks these tables from here on.
 pub(crate) fn loads(cpu: CpuId, root: Option<PhysAddr>) {
     with(|run, _| {
-        let state = run.states.get(cpu.0 as usize)?;
+        let state = run.states.get(cpu.get() as usize)?;
         state.loaded.set(root.map(|root| (root, run.step.get())));
         Some(())
     });
@@ -267,7 +267,7 @@ pub(crate) fn answer_who_unwinds(mmu: &Mmu<'_, '_>) {
     let run: &Run<'_> = unsafe { &*run };
     for (cpu, state) in run.states.iter().enumerate() {
         if state.interrupted.take() {
-            mmu.as_cpu(CpuId(cpu as u32), |_| (run.handler)());
+            mmu.as_cpu(CpuId::new(cpu as u32), |_| (run.handler)());
         }
     }
 }
@@ -334,7 +334,7 @@ pub fn run(mmu: &Mmu<'_, '_>, seed: u64, handler: &dyn Fn(), tasks: Vec<Task<'_>
     let former = RUN.replace(Some(unsafe { transmute::<*const Run<'_>, *const Run<'static>>(&raw const run) }));
     let mut resume = |number: usize| {
         run.current.set(number);
-        let resume = || mmu.as_cpu(CpuId(number as u32), |_| cpus[number].resume(()));
+        let resume = || mmu.as_cpu(CpuId::new(number as u32), |_| cpus[number].resume(()));
         catch_unwind(AssertUnwindSafe(resume)).map(|result| matches!(result, CoroutineResult::Return(())))
     };
     let failed: Option<Box<dyn Any + Send>> = loop {

@@ -164,7 +164,7 @@ unsafe impl<M> Cpu for Threads<M> {
     #[inline]
     fn current(&self) -> CpuId {
         interrupt_point();
-        CpuId(CPU.get())
+        CpuId::new(CPU.get())
     }
 
     unsafe fn pin(&self) -> usize {
@@ -348,7 +348,7 @@ mod tests {
                     let cx = threads.cx();
                     let alone = || {
                         assert_eq!(inside.fetch_add(1, Ordering::Relaxed), 0, "another one is on this CPU");
-                        cx.pinned(|pin| assert_eq!(pin.cpu(), CpuId(5)));
+                        cx.pinned(|pin| assert_eq!(pin.cpu(), CpuId::new(5)));
                         inside.fetch_sub(1, Ordering::Relaxed);
                     };
                     for _ in 0..rounds {

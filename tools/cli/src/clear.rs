@@ -18,7 +18,7 @@ pub fn once(host: &Host<'_>, clearer: &Clearer, memory: Dirty, workers: u32) -> 
     let clear = ParallelClear::new(memory, &mut lanes, host).map_err(|_| anyhow!("no lanes"))?;
     let start = Barrier::new(workers as usize);
     let stop = AtomicBool::new(false);
-    let results = host.run_on_each((0..workers).map(CpuId), |cx| {
+    let results = host.run_on_each((0..workers).map(CpuId::new), |cx| {
         start.wait();
         let from = host.now_ns();
         // Ctrl-C is seen here, between units, by the worker that passes next.

@@ -6,7 +6,7 @@ use crate::machine::Machine;
 use crate::options::Kind;
 use crate::table;
 use anyhow::{Result, bail};
-use hugemm_base::{CpuId, Never, PAGE_SHIFT, PageSize, PreemptModel, Sweep};
+use hugemm_base::{CpuId, Never, PAGE_SHIFT, PageSize, PreemptModel, Sweep, with};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Unit, folio};
 use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_workloads::size::Size;
@@ -30,21 +30,20 @@ pub fn run(args: &Explain) -> Result<()> {
     let scratch = (machine.calibration_bytes() as u64).max(bytes.next_multiple_of(PageSize::Size2M.bytes()));
     let mut region = machine.memory(scratch, PageSize::Size2M, Kind::Thp)?;
     let profile = machine.profile(&args.calibration, region.as_mut_slice())?.profile;
-    let policy = ClearPolicy {
-        threshold: args.threshold.map(|size| size.0),
-        unit: args.unit.map(|size| size.0),
-        force: args.primitive,
-        ..ClearPolicy::new(profile)
-    };
+    let policy = with!(
+        ClearPolicy::new(profile),
+        threshold = args.threshold.map(|size| size.0),
+        unit = args.unit.map(|size| size.0),
+        force = args.primitive
+    );
     let clearer = Clearer::new(machine.features, policy)?;
-    let request =
-        ClearRequest { touch_soon: args.touch.is_some(), ..ClearRequest::bulk(total.0).with_warmth(args.warmth) };
+    let request = with!(ClearRequest::bulk(total.0).with_warmth(args.warmth), touch_soon = args.touch.is_some());
 
     let host = Host::new(&machine.places(1)?, &mut region.as_mut_slice()[..bytes as usize])?;
     let model = args.preempt;
     host.set_preempt_model(model);
     let mut units: Vec<Unit> = Vec::new();
-    host.run_on(CpuId(0), |cx| {
+    host.run_on(CpuId::new(0), |cx| {
         // SAFETY: the only owner of the host's frames, made once.
         let dirty = unsafe { host.own_frames() };
         let clearing = match args.touch {

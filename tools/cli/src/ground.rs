@@ -4,7 +4,7 @@
 use anyhow::{Context, Result};
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange, with};
 use hugemm_frames::{ArenaSpec, Descriptor, Env, Frames, FramesConfig};
 use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_host::sparse::Sparse;
@@ -97,7 +97,7 @@ impl GroundPlan {
 
     fn arena(&self) -> ArenaSpec {
         let array = std::ptr::without_provenance_mut::<Descriptor>(self.first().get() as usize);
-        ArenaSpec { extent: self.all, node: NodeId(0), descriptors: NonNull::new(array) }
+        with!(ArenaSpec::new(self.all, NodeId::new(0)), descriptors = NonNull::new(array))
     }
 
     fn config<'a>(&self, arenas: &'a [ArenaSpec], cpus: u32) -> FramesConfig<'a> {
@@ -147,7 +147,7 @@ impl GroundPlan {
         let arenas = [self.arena()];
         // SAFETY: the region is borrowed exclusively, initialised and used for nothing else; one host's contexts only.
         let frames = unsafe { Frames::new(&self.config(&arenas, cpus), Soft(&map, &spare), at, bytes) }?;
-        let claimed = host.run_on(hugemm_base::CpuId(0), |cx| {
+        let claimed = host.run_on(hugemm_base::CpuId::new(0), |cx| {
             // SAFETY: released once, here; the memory is the machine's.
             unsafe { frames.release(cx, Dirty::assume_owned(self.all)) };
             frames.take_range(cx, descriptors)
@@ -155,7 +155,7 @@ impl GroundPlan {
         // Theirs until the optimizer frees them.
         let _ = claimed.into_extent();
         // SAFETY: `arena` tells the allocator that its descriptors are there, where the map has them.
-        let areas = vec![unsafe { PoolArena::new(self.all, NodeId(0)).with_descriptors(self.first()) }];
+        let areas = vec![unsafe { PoolArena::new(self.all, NodeId::new(0)).with_descriptors(self.first()) }];
         let tails = [Tail::default()];
         f(&Ground { frames: &frames, map: &map, areas, tails: &tails })
     }

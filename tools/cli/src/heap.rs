@@ -63,8 +63,8 @@ fn entry<'a, S: AnyHeap + 'a>(name: &'static str, host: &'a Host<'a>, most: u32,
     let counted = std::sync::Arc::clone(&side);
     let run = move |work, rounds, cpus| {
         let (shared, side) = (Shared::new(cpus), &*side);
-        let each = host.run_on_each((0..cpus).map(CpuId), |cx| {
-            let cpu = cx.pinned(|pin| pin.cpu().0);
+        let each = host.run_on_each((0..cpus).map(CpuId::new), |cx| {
+            let cpu = cx.pinned(|pin| pin.cpu().get());
             sides::set_cpu(cpu);
             work::run(side, cx, work, rounds, cpu, &shared)
         })?;
@@ -73,8 +73,8 @@ fn entry<'a, S: AnyHeap + 'a>(name: &'static str, host: &'a Host<'a>, most: u32,
     };
     let left = move || {
         let side = &*counted;
-        host.run_on_each((0..most).map(CpuId), |cx| side.idle(cx))?;
-        host.run_on_each([CpuId(0)], |cx| work::left(side, cx))?.remove(0)
+        host.run_on_each((0..most).map(CpuId::new), |cx| side.idle(cx))?;
+        host.run_on_each([CpuId::new(0)], |cx| work::left(side, cx))?.remove(0)
     };
     Entry { name, run: Box::new(run), left: Box::new(left) }
 }
@@ -101,7 +101,7 @@ pub fn run(args: &HeapArgs) -> Result<()> {
     // SAFETY: the frames are the host's alone, initialised, and reached by its contexts only.
     let frames = unsafe { plan.frames(&host, metadata.as_mut_slice()) }?;
     let frames: &Frames<'_, Plain> = &frames;
-    let results = host.run_on(CpuId(most), |cx| {
+    let results = host.run_on(CpuId::new(most), |cx| {
         let heap = Heap::new(frames, cx, most)?;
         compare(args, &machine, &host, &threads, frames, heap)
     })??;

@@ -8,7 +8,7 @@ use crate::progress;
 use crate::results::{Line, Results};
 use crate::sides::{by_turns, sheet};
 use anyhow::{Result, bail};
-use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel};
+use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel, with};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass};
 use hugemm_host::cpu::Host;
 use hugemm_workloads::chase::Chase;
@@ -123,12 +123,12 @@ fn once(
 ) -> Result<Beside> {
     // By huge page, as faults do. (Some CPUs write past the cache by themselves when one string store is larger than
     // the cache.)
-    let by_page = ClearPolicy { force: neighbour, unit: Some(PageSize::Size2M.bytes()), ..*calibrated.policy() };
+    let by_page = with!(*calibrated.policy(), force = neighbour, unit = Some(PageSize::Size2M.bytes()));
     let clearer = Clearer::new(*calibrated.features(), by_page)?;
     let (done, start) = (CancelFlag::new(), Barrier::new(2));
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
-            host.run_on(CpuId(1), |cx| {
+            host.run_on(CpuId::new(1), |cx| {
                 start.wait();
                 // SAFETY: the only owner of the host's frames during this run; runs follow one another.
                 let mut memory = unsafe { host.own_frames() };
@@ -143,7 +143,7 @@ fn once(
                 anyhow::Ok(bytes as f64 / spent.max(1) as f64)
             })
         });
-        let chased = host.run_on(CpuId(0), |_| {
+        let chased = host.run_on(CpuId::new(0), |_| {
             // The set must be in the cache before the neighbour comes: once round untimed.
             chase.run(host, millis * 1_000_000 / 10, &Never);
             start.wait();

@@ -59,7 +59,7 @@ impl Machine {
             bail!("{count} threads were asked for, and this process may use {} CPUs; use 1 to {0}", cpus.len());
         }
         let nodes: Vec<u32> = self.topology.nodes.iter().map(|node| node.id).collect();
-        let node = |id: u32| NodeId(nodes.iter().position(|n| *n == id).unwrap_or(0) as u32);
+        let node = |id: u32| NodeId::new(nodes.iter().position(|n| *n == id).unwrap_or(0) as u32);
         Ok(cpus.iter().rev().take(count).map(|cpu| CpuPlace { os_cpu: cpu.id, node: node(cpu.node) }).collect())
     }
 
@@ -112,7 +112,7 @@ impl Machine {
         let host = Host::new(&self.places(1)?, &mut [])?;
         let bytes = self.calibration_bytes().min(scratch.len());
         let start = Instant::now();
-        let profile = host.run_on(CpuId(0), |cx| calibrate(cx, &self.features, &mut scratch[..bytes]))??;
+        let profile = host.run_on(CpuId::new(0), |cx| calibrate(cx, &self.features, &mut scratch[..bytes]))??;
         Ok(Calibrated { profile, took: Some(start.elapsed()) })
     }
 

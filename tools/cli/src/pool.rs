@@ -11,7 +11,7 @@ use crate::sides::cell;
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use clap::Args;
-use hugemm_base::{CpuId, PageSize};
+use hugemm_base::{CpuId, PageSize, with};
 use hugemm_host::cpu::Host;
 use hugemm_hugetlb::OptimizerPolicy;
 use hugemm_inspect::interrupt;
@@ -123,13 +123,13 @@ pub fn run(args: &Pool) -> Result<()> {
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
 fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Way) -> Result<()> {
     let swap = side.hvo != Optimization::InPlace && side.flush == FlushEach::Batch;
-    let policy = OptimizerPolicy { swap, ..OptimizerPolicy::default() };
+    let policy = with!(OptimizerPolicy::default(), swap);
     let optimizer = ground.optimizer(policy);
     optimizer.set_enabled(side.hvo != Optimization::Off);
     let mut run = Cycle::default();
     for counted in [false, true] {
         let cycle = ground.with_pool(size, |pool| {
-            Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &optimizer, side.n, side.flush))??)
+            Ok(host.run_on(CpuId::new(0), |cx| pool::cycle(cx, pool, &optimizer, side.n, side.flush))??)
         })?;
         let (entered, left) = (cycle.up.report.entered, cycle.down.report.left);
         if (entered, left) != (side.n, side.n) {

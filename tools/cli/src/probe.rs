@@ -9,7 +9,7 @@ use crate::results::Results;
 use crate::stats::Samples;
 use crate::{profile_file, progress, table};
 use anyhow::Result;
-use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel};
+use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel, with};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, Profile, Unit, Warmth};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
@@ -48,7 +48,7 @@ pub fn run(args: &Probe) -> Result<()> {
     // 2 MiB, four times as much, and so on; the last is all of it.
     let below = (1..).step_by(2).map(|i| MIB << i).take_while(|bytes| *bytes < size);
     let sizes: Vec<u64> = below.chain([size]).collect();
-    let mut results = host.run_on(CpuId(0), |cx| {
+    let mut results = host.run_on(CpuId::new(0), |cx| {
         // SAFETY: the only owner of the host's frames, made once.
         let memory = unsafe { host.own_frames() };
         measure(cx, &clearer, &subjects, &sizes, memory, args, machine.quiet())
@@ -214,7 +214,7 @@ fn worst_unit(
         for (threshold, vectors) in [(0, true), (u64::MAX, true), (0, false), (u64::MAX, false)] {
             interrupt::check()?;
             host.grant_vectors(vectors);
-            let policy = ClearPolicy { threshold: Some(threshold), ..*clearer.policy() };
+            let policy = with!(*clearer.policy(), threshold = Some(threshold));
             let cooperative = Clearer::new(*clearer.features(), policy)?;
             let request = ClearRequest::bulk(memory.extent().bytes()).with_warmth(Warmth::Cold);
             let mut last = host.now_ns();

@@ -221,7 +221,7 @@ pub fn run(args: &Scale) -> Result<()> {
     // SAFETY: all memory is mapped as one; all contexts are the host's.
     let vm = unsafe { Vm::new(Parts::new(&frames, &shootdown, clearer)) }.context("a lock too large for a slab")?;
     let vm = &vm;
-    let space = host.run_on(CpuId(0), |cx| {
+    let space = host.run_on(CpuId::new(0), |cx| {
         vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?).map_err(anyhow::Error::from)
     })??;
     let machinery = Machinery { host: &host, frames: &frames, vm, space: &space };
@@ -260,7 +260,7 @@ pub fn run(args: &Scale) -> Result<()> {
         results.remarks.push(MEASURED.to_owned());
     }
     results.remarks.extend(ASSUMPTIONS.map(str::to_owned));
-    host.run_on(CpuId(0), move |cx| vm.destroy(cx, space).map_err(|(error, _)| anyhow!("{error}")))??;
+    host.run_on(CpuId::new(0), move |cx| vm.destroy(cx, space).map_err(|(error, _)| anyhow!("{error}")))??;
     machine.show(results)
 }
 

@@ -29,7 +29,7 @@ unsafe impl Cpu for StandIn<'_, '_> {
     unsafe fn unpin(&self, _state: usize) {}
 
     fn cpus(&self) -> u32 {
-        self.cpu.0 + 1
+        self.cpu.get() + 1
     }
 
     fn preempt_model(&self) -> PreemptModel {

@@ -19,7 +19,7 @@ use crate::vm_create::pool::with_pool;
 use crate::{kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use hugemm_base::{Cpu, CpuId, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Cpu, CpuId, PageSize, VirtAddr, VirtRange, with};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_frames::{Frames, Plain};
 use hugemm_host::cpu::Host;
@@ -248,19 +248,19 @@ impl Setting<'_, '_, '_> {
         let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }?;
         let lrus = [Lru::new(self.frames, LruPolicy::Generations)];
         let store =
-            self.host.run_on(CpuId(0), |cx| Compressed::new(self.frames, cx, WordsOrLz4, line.workers, SWAP))?;
+            self.host.run_on(CpuId::new(0), |cx| Compressed::new(self.frames, cx, WordsOrLz4, line.workers, SWAP))?;
         let store: Store<'_> = store.context("no memory for the compressor; use a smaller --size")?;
         let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(self.host.frames().pages()), ());
-        let parts = Parts {
-            pools: self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool)),
-            ..Parts::with_pager(self.frames, &shootdown, Clearer::new(self.features, policy)?, pager)
-        };
+        let parts = with!(
+            Parts::with_pager(self.frames, &shootdown, Clearer::new(self.features, policy)?, pager),
+            pools = self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool))
+        );
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
         let vm: Vm<'_, OnHost<'_, '_, '_>> =
             unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
         let lower = VirtRange::new(VirtAddr::new(0), 1 << 47)?;
         let span = VirtRange::new(AT, self.bytes)?;
-        let (space, area) = self.host.run_on(CpuId(0), |cx| {
+        let (space, area) = self.host.run_on(CpuId::new(0), |cx| {
             let space = vm.create(cx, lower)?;
             let kind = VmaKind::private(self.page);
             let kind = if self.pool.is_some() { kind.pooled() } else { kind };
@@ -270,8 +270,8 @@ impl Setting<'_, '_, '_> {
         let creation = Creation::new(&vm, &space, area, line.how, u64::from(line.workers));
         let start = Barrier::new(line.workers as usize);
         let pins: Mutex<Vec<Pinned<'_>>> = Mutex::default();
-        let results = self.host.run_on_each((0..line.workers).map(CpuId), |cx| {
-            let worker = u64::from(cx.platform().current().0);
+        let results = self.host.run_on_each((0..line.workers).map(CpuId::new), |cx| {
+            let worker = u64::from(cx.platform().current().get());
             let mut mine = Vec::with_capacity(if line.how == CreateMethod::Pin { 4096 } else { 0 });
             start.wait();
             let split = creation.work(cx, worker, &UserStops, |run| mine.push(run), software_faults(&vm, &space));
@@ -281,7 +281,7 @@ impl Setting<'_, '_, '_> {
         let splits: Vec<_> = results.into_iter().collect::<Result<_, _>>()?;
         let nanos = splits.iter().map(Split::total).max().unwrap_or(0);
         let split = splits.into_iter().fold(Split::default(), Split::plus);
-        self.host.run_on(CpuId(0), |cx| {
+        self.host.run_on(CpuId::new(0), |cx| {
             for run in pins.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 if vm.unpin(cx, &space, run).is_err() {
                     bail!("a pin is another space's");
@@ -294,7 +294,7 @@ impl Setting<'_, '_, '_> {
             Ok(())
         })??;
         drop(vm);
-        let closed = self.host.run_on(CpuId(0), |cx| store.close(cx).is_ok())?;
+        let closed = self.host.run_on(CpuId::new(0), |cx| store.close(cx).is_ok())?;
         if closed { Ok((nanos, split)) } else { bail!("pages were left in swap") }
     }
 }

@@ -5,15 +5,13 @@ use anyhow::{Context as _, Result, anyhow};
 use hugemm::base::lock::SpinLock;
 use hugemm::base::platform::{LinearMap, PhysMap, Window};
 use hugemm::base::sync::AtomicU64;
-use hugemm::base::{Dirty, Extent, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm::base::{Dirty, Extent, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm::clear::{ClearPolicy, Clearer, Features, Primitive, Profile};
 use hugemm::frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm::heap::Heap;
 use hugemm::hugetlb::{Group, HugePageCounts, HugePool, PoolArena};
-use hugemm::kva::{Kva, KvaParts, KvaSetup, Limits};
-use hugemm::paging::{
-    Counting, EditLock, FrameTables, KernelSpace, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64,
-};
+use hugemm::kva::{Kva, KvaParts, KvaSetup};
+use hugemm::paging::{Counting, EditLock, FrameTables, KernelSpace, PageTable, TlbCpu, TlbShootdown, TlbSpace, X86_64};
 use hugemm::reclaim::{Compressed, Lru, LruPolicy, Reclaim, Watermarks};
 use hugemm::vm::{AddressSpace, AddressSpaceRef, NoPager, Parts, Pools, Setup, Vm};
 use hugemm_lz4::WordsOrLz4;
@@ -160,10 +158,10 @@ fn frames(ground: &Ground, nodes: u32) -> Result<&'static Frames<'static>> {
     let each = memory().pages() / u64::from(nodes);
     let arena = |node| {
         let first = u64::from(node) * each;
-        ArenaSpec { extent: memory().slice(first, first + each), node: NodeId(node), descriptors: None }
+        ArenaSpec::new(memory().slice(first, first + each), NodeId::new(node))
     };
     let arenas: Vec<ArenaSpec> = (0..nodes).map(arena).collect();
-    let cpu_nodes = [0, 1].map(|cpu| NodeId(cpu % nodes));
+    let cpu_nodes = [0, 1].map(|cpu| NodeId::new(cpu % nodes));
     let config = FramesConfig::new(&arenas, CPUS).on_nodes(&cpu_nodes);
     let layout = Frames::<Plain>::required_bytes(&config)?;
     let bytes = Layout::from_size_align(layout.size(), layout.align())?;
@@ -227,19 +225,15 @@ impl<S: Site> Machine<S> {
         let shootdown = keep(unsafe { TlbShootdown::new(slots, inboxes, Counting) }.context("enough words")?);
         let features = Features::detect();
         // Whatever the machine has: the same lines everywhere.
-        let policy = ClearPolicy {
-            force: Some(Primitive::Unrolled),
-            ..ClearPolicy::new(Profile::uncalibrated(&features, None))
-        };
+        let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), force = Some(Primitive::Unrolled));
         let clearer = Clearer::new(features, policy).context("runs everywhere")?;
-        let areas = keep([PoolArena::new(memory(), NodeId(0))]);
+        let areas = keep([PoolArena::new(memory(), NodeId::new(0))]);
         let groups = HugePool::<SpinLock>::groups(areas, PageSize::Size2M);
         let groups: &'static mut Vec<Group> = keep((0..groups).map(|_| Group::default()).collect());
         let counts = keep([HugePageCounts::default()]);
         let pool = HugePool::new(PageSize::Size2M, areas, groups, counts);
         let pool: &'static HugePool<'static> = keep(pool.map_err(|error| anyhow!("{error}"))?);
-        let parts =
-            Parts { pools: Pools::default().with(pool), ..Parts::with_pager(frames, shootdown, clearer, pager) };
+        let parts = with!(Parts::with_pager(frames, shootdown, clearer, pager), pools = Pools::default().with(pool));
         // SAFETY: all of memory is mapped; all contexts are the platform's.
         let vm = keep(unsafe { Vm::new(parts) }.context("small objects fit")?);
         let [space, other_space] = [const { Cell::new(null()) }; 2];
@@ -265,9 +259,7 @@ impl<S: Site> Machine<S> {
         let space: &'static mut TlbSpace<KernelSpace> =
             keep(unsafe { TlbSpace::new(shootdown, table.root().start()) }.context("an address in range")?);
         space.online(shootdown, cx);
-        let limits = Limits::of_frames(frames.managed());
-        let (clearer, shootdown_policy) = (Clearer::uncalibrated(), ShootdownPolicy::BATCHED);
-        let parts = KvaParts { frames, table, space, shootdown, clearer, shootdown_policy, limits };
+        let parts = KvaParts::new(frames, table, space, shootdown, Clearer::uncalibrated());
         // SAFETY: nobody else maps anything there; all of memory is mapped.
         let kva = unsafe { Kva::new(cx, parts, span((1 << 46) + (1 << 30), 1 << 36)) };
         let kva = keep(kva.map_err(|error| anyhow!("{error}"))?);

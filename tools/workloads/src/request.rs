@@ -9,7 +9,7 @@ use crate::vm_create::CreateMethod;
 use crate::words::{List, Word, named};
 use core::fmt;
 use core::str::FromStr;
-use hugemm_base::{Order, PageSize, PreemptModel};
+use hugemm_base::{Order, PageSize, PreemptModel, with};
 use hugemm_clear::ClearPolicy;
 use hugemm_reclaim::{Ageing, LruPolicy};
 
@@ -260,10 +260,10 @@ named! {
 impl Clearing {
     /// The policy that clears so, of a calibrated one.
     pub fn of(self, calibrated: ClearPolicy) -> ClearPolicy {
-        let cached = ClearPolicy { threshold: Some(u64::MAX), ..calibrated };
+        let cached = with!(calibrated, threshold = Some(u64::MAX));
         match self {
-            Clearing::Page => ClearPolicy { unit: Some(PageSize::Size4K.bytes()), ..cached },
-            Clearing::Batch => ClearPolicy { unit: Some(8 << 20), ..cached },
+            Clearing::Page => with!(cached, unit = Some(PageSize::Size4K.bytes())),
+            Clearing::Batch => with!(cached, unit = Some(8 << 20)),
             Clearing::Extent => cached,
             Clearing::Bulk => calibrated,
         }

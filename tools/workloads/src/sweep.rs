@@ -2,7 +2,7 @@
 
 use crate::{Interrupted, Loan, Pass, Reason, timed};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{Clock, CpuCx, Dirty, Extent, Never, Owed, PAGE_BYTES, PAGE_SHIFT, PhysMap, Unfenced};
+use hugemm_base::{Clock, CpuCx, Dirty, Extent, Never, Owed, PAGE_BYTES, PAGE_SHIFT, PhysMap, Unfenced, with};
 use hugemm_clear::{ClearRequest, Clearer, Features, Primitive, PrimitiveClass, Warmth, raw};
 
 /// What does the clearing.
@@ -56,7 +56,7 @@ pub fn pass<P: Cpu + PhysMap + Clock>(
                 ClearWith::Primitive { primitive, features: _ } => clear_with(cx, primitive, piece)?,
                 ClearWith::Policy { clearer, warmth } => {
                     let dirty = loan.piece(at, at + pages);
-                    let request = ClearRequest { touch_soon: touch, ..ClearRequest::bulk(chunk).with_warmth(warmth) };
+                    let request = with!(ClearRequest::bulk(chunk).with_warmth(warmth), touch_soon = touch);
                     let zeroed = clearer.clear(cx, dirty, &request, &Never);
                     zeroed.map_err(|stopped| Reason::Stopped(stopped.reason))?.into_extent();
                 }

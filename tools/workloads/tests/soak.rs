@@ -41,7 +41,7 @@ fn room(bytes: usize) -> Vec<Page> {
 fn no_frame_has_two_owners() {
     let seconds = std::env::var("HUGEMM_SOAK_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(1_u64);
     let os_cpus = allowed_cpus().expect("CPUs");
-    let places: Vec<CpuPlace> = os_cpus.iter().map(|cpu| CpuPlace { os_cpu: *cpu, node: NodeId(0) }).collect();
+    let places: Vec<CpuPlace> = os_cpus.iter().map(|cpu| CpuPlace { os_cpu: *cpu, node: NodeId::new(0) }).collect();
     let (host, cpus) = (Host::new(&places, &mut []).expect("a machine without memory"), places.len() as u32);
     let piece_pages = PageSize::Size2M.pages();
     let wide = Extent::new(BASE_FRAME, PAGES + PIECES as u64 * piece_pages).expect("in range");
@@ -54,19 +54,22 @@ fn no_frame_has_two_owners() {
         let memory = NonNull::slice_from_raw_parts(NonNull::from(&mut **room).cast(), size_of_val(&**room));
         let first = piece as u64 * piece_pages;
         // SAFETY: the frames are numbers beyond the area's, and the memory stays longer than the manager.
-        Lock::new(unsafe { Plugged::new(beyond.slice(first, first + piece_pages), NodeId(piece as u32 % 2), memory) })
+        Lock::new(unsafe {
+            Plugged::new(beyond.slice(first, first + piece_pages), NodeId::new(piece as u32 % 2), memory)
+        })
     });
     let (low, high) = area.split_at(PAGES / 2);
-    let arenas = [(low, NodeId(0)), (high, NodeId(1))];
-    let arenas = arenas.map(|(extent, node)| ArenaSpec { extent, node, descriptors: None });
-    let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % 2)).collect();
+    let arenas = [(low, NodeId::new(0)), (high, NodeId::new(1))];
+    let arenas = arenas.map(|(extent, node)| ArenaSpec::new(extent, node));
+    let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId::new(cpu % 2)).collect();
     let config = FramesConfig::new(&arenas, cpus).on_nodes(&cpu_nodes);
     let mut metadata = room(Frames::<Plain>::required_bytes(&config).expect("valid").size());
     // SAFETY: the pages are nothing but bytes.
     let (_, metadata, _) = unsafe { metadata.align_to_mut::<u8>() };
     // SAFETY: there is no memory behind the numbers that anybody could own; all contexts are the host's.
     let frames: Frames<'_, Plain> = unsafe { Frames::in_slice(&config, Plain::default(), metadata) }.expect("room");
-    let on_first = |f: &mut dyn FnMut(&mut hugemm_base::CpuCx<'_, Host<'_>>)| host.run_on(CpuId(0), f).expect("a CPU");
+    let on_first =
+        |f: &mut dyn FnMut(&mut hugemm_base::CpuCx<'_, Host<'_>>)| host.run_on(CpuId::new(0), f).expect("a CPU");
     for part in [low, high] {
         // SAFETY: released once, here.
         on_first(&mut |cx| assert_eq!(unsafe { frames.release(cx, Dirty::assume_owned(part)) }, PAGES / 2));
@@ -78,8 +81,8 @@ fn no_frame_has_two_owners() {
     let (claims, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     // So many in each hand that all of it is in use at times: a block is 186 pages on average, and half the hand full.
     let hand = (PAGES / 93 / u64::from(cpus)).max(4);
-    let taken = host.run_on_each((0..cpus).map(CpuId), |cx| {
-        let cpu = cx.pinned(|pin| pin.cpu().0);
+    let taken = host.run_on_each((0..cpus).map(CpuId::new), |cx| {
+        let cpu = cx.pinned(|pin| pin.cpu().get());
         let mut random = Random(1 ^ u64::from(cpu) << 32);
         let mut held = vec![0; hand as usize];
         let (from, budget) = (host.now_ns(), seconds * 1_000_000_000);
@@ -107,7 +110,7 @@ fn no_frame_has_two_owners() {
         taken.expect("CPUs").into_iter().collect::<Result<_, stress::Broken>>().expect("all sound");
     on_first(&mut |cx| stress::finish(cx, &frames, &ownership, &exchange, &mut Random(1)).expect("all sound"));
     // A poisoned frame that is in a cache is found when it leaves that.
-    host.run_on_each((0..cpus).map(CpuId), |cx| frames.drain(cx)).expect("CPUs");
+    host.run_on_each((0..cpus).map(CpuId::new), |cx| frames.drain(cx)).expect("CPUs");
     on_first(&mut |cx| {
         let unplugged = stress::unplug(cx, &frames, &pieces).expect("nobody's");
         let (stats, poisoned) = (frames.stats(cx), ownership.poisoned() as u64);

@@ -95,7 +95,7 @@ impl GlobalAllocator {
     pub fn add_memory(&self, start_vaddr: usize, size: usize) -> AllocResult {
         let frames = FRAMES.get().ok_or(AllocError::NotInitialized)?;
         let whole = frames_of(start_vaddr, size)?;
-        let arena = |extent| ArenaSpec { extent, node: NodeId(0), descriptors: None };
+        let arena = |extent| ArenaSpec::new(extent, NodeId::new(0));
         // Enough for what is left as well.
         let bytes = Frames::<Carved>::added_bytes(&arena(whole)).map_err(|_| AllocError::InvalidParam)?.size();
         let kept = (bytes as u64).div_ceil(PAGE_BYTES);

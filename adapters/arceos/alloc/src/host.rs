@@ -69,7 +69,7 @@ impl ArceOs {
 // SAFETY: one task at a time, by the lock that `with_cx` holds; CPU 0 of 1; no reschedule point, no vector registers.
 unsafe impl Cpu for ArceOs {
     fn current(&self) -> CpuId {
-        CpuId(0)
+        CpuId::new(0)
     }
 
     unsafe fn pin(&self) -> usize {

@@ -101,7 +101,7 @@ impl ArceOs {
 unsafe impl Cpu for ArceOs {
     #[inline]
     fn current(&self) -> CpuId {
-        CpuId(area(|pin| ax_percpu::current_cpu_index(pin).as_usize()) as u32)
+        CpuId::new(area(|pin| ax_percpu::current_cpu_index(pin).as_usize()) as u32)
     }
 
     #[inline]

@@ -38,9 +38,9 @@ impl Drop for Memory {
 pub fn on_machine<R>(bytes: usize, test: impl FnOnce(&Frames<'_>, &mut CpuCx<'_, Host<'_>>, VirtAddr) -> R) -> R {
     let mut memory = Memory::new(bytes);
     let start = memory.bytes().as_mut_ptr().expose_provenance() as u64;
-    let host = Host::new(&[CpuPlace { os_cpu: any_cpu(), node: NodeId(0) }], memory.bytes()).expect("a machine");
+    let host = Host::new(&[CpuPlace { os_cpu: any_cpu(), node: NodeId::new(0) }], memory.bytes()).expect("a machine");
     let extent = host.frames();
-    let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(extent, NodeId::new(0))];
     let config = FramesConfig::new(&arenas, 1);
     let mut metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid").size());
     let size = metadata.bytes().len();
@@ -52,7 +52,7 @@ pub fn on_machine<R>(bytes: usize, test: impl FnOnce(&Frames<'_>, &mut CpuCx<'_,
         unsafe { frames.release(cx, Dirty::assume_owned(extent)) };
         test(&frames, cx, offset)
     };
-    host.run_on(CpuId(0), on_cpu).expect("the CPU")
+    host.run_on(CpuId::new(0), on_cpu).expect("the CPU")
 }
 
 /// A CPU that this process may use.

@@ -42,7 +42,7 @@ impl Recorder {
 // them.
 unsafe impl Cpu for Recorder {
     fn current(&self) -> CpuId {
-        CpuId(3)
+        CpuId::new(3)
     }
 
     unsafe fn pin(&self) -> usize {
@@ -75,7 +75,7 @@ unsafe impl Cpu for Recorder {
 
     unsafe fn migrate(&self, to: CpuId) -> bool {
         self.note(format!("migrate to {to}"));
-        to != CpuId(9)
+        to != CpuId::new(9)
     }
 
     fn store_fence(&self) {
@@ -109,7 +109,7 @@ fn scopes_end_in_reverse_order_and_give_their_own_state_back() {
     let platform = Recorder::default();
     let cx = platform.cx();
     let cpu = cx.pinned(|outer| cx.staying(|| cx.pinned(|inner| (outer.cpu(), inner.cpu()))));
-    assert_eq!(cpu, (CpuId(3), CpuId(3)));
+    assert_eq!(cpu, (CpuId::new(3), CpuId::new(3)));
     assert_eq!(platform.asked(), ["pin 1", "stay 2", "pin 3", "unpin 3", "unstay 2", "unpin 1"]);
 }
 
@@ -139,7 +139,7 @@ fn points_where_a_task_may_leave_are_the_platforms_and_are_counted() {
     let platform = Recorder::default();
     let mut cx = platform.cx();
     cx.cond_resched();
-    assert!(cx.migrate(CpuId(1)) && !cx.migrate(CpuId(9)));
+    assert!(cx.migrate(CpuId::new(1)) && !cx.migrate(CpuId::new(9)));
     assert_eq!(platform.asked(), ["reschedule", "migrate to cpu1", "migrate to cpu9"]);
     assert_eq!(cx.preempt_model(), PreemptModel::Lazy);
     assert!(!cx.cancelled(&Never) && !cx.cancelled(&AtomicBool::new(false)));

@@ -15,7 +15,7 @@ struct Least(Counters);
 // threads.
 unsafe impl Cpu for Least {
     fn current(&self) -> CpuId {
-        CpuId(0)
+        CpuId::new(0)
     }
 
     unsafe fn pin(&self) -> usize {
@@ -37,7 +37,7 @@ fn what_is_provided_grants_nothing_and_forbids_nothing() {
     assert_eq!((least.cpus(), least.preempt_model()), (1, PreemptModel::Voluntary));
     assert!(least.interrupts_on() && least.may_sleep());
     // SAFETY: nothing belongs to this CPU, and nothing was granted.
-    assert!(unsafe { !least.migrate(CpuId(1)) && !least.vector_begin() });
+    assert!(unsafe { !least.migrate(CpuId::new(1)) && !least.vector_begin() });
     let buffer: Option<&dyn StoreBuffer> = least.store_buffer();
     assert!(buffer.is_none());
 }
@@ -46,7 +46,7 @@ fn what_is_provided_grants_nothing_and_forbids_nothing() {
 fn preemption_models() {
     assert_eq!(PreemptModel::ALL.map(PreemptModel::name), ["none", "voluntary", "lazy", "full"]);
     assert_eq!(PreemptModel::ALL.map(PreemptModel::is_preemptible), [false, false, true, true]);
-    assert_eq!((CpuId(7).to_string(), NodeId(1).to_string()), ("cpu7".to_string(), "node1".to_string()));
+    assert_eq!((CpuId::new(7).to_string(), NodeId::new(1).to_string()), ("cpu7".to_string(), "node1".to_string()));
 }
 
 /// Hardware without tags and broadcasts, or with them; it writes down what it is asked.
@@ -62,7 +62,7 @@ macro_rules! hardware {
 
             fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
                 self.0.borrow_mut().push(format!("interrupt {cpu} {first} {cpus:#b}"));
-                serve(CpuId(9));
+                serve(CpuId::new(9));
             }
 
             unsafe fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
@@ -96,10 +96,10 @@ hardware!(true {
 
 /// Asks everything once; what it was told.
 fn ask<H: TlbHw>(hw: H) -> (Option<u64>, usize, Vec<CpuId>) {
-    let (here, mut served) = (CpuId(2), Vec::new());
+    let (here, mut served) = (CpuId::new(2), Vec::new());
     // SAFETY: there is no hardware.
     unsafe { hw.invalidate(here, TlbScope::Space, &Invalidation::ALL) };
-    hw.interrupt(here, CpuId(64), 0b101, &mut |cpu| served.push(cpu));
+    hw.interrupt(here, CpuId::new(64), 0b101, &mut |cpu| served.push(cpu));
     // SAFETY: there is no hardware.
     unsafe { hw.load(here, PhysAddr::new(0x5000), 3, true) };
     // SAFETY: there is no hardware.
@@ -114,9 +114,9 @@ fn a_reference_to_hardware_is_that_hardware() {
     const ASKED: [&str; 4] =
         ["invalidate cpu2 Space true", "interrupt cpu2 cpu64 0b101", "load cpu2 0x5000 3 true", "unload cpu2"];
     let (plain, rich) = (Hardware::<false>(RefCell::default()), Hardware::<true>(RefCell::default()));
-    assert_eq!(ask(&plain), (None, 1, vec![CpuId(9)]));
+    assert_eq!(ask(&plain), (None, 1, vec![CpuId::new(9)]));
     assert_eq!(*plain.0.borrow(), ASKED);
-    assert_eq!(ask(&rich), (Some(7), 6, vec![CpuId(9)]));
+    assert_eq!(ask(&rich), (Some(7), 6, vec![CpuId::new(9)]));
     assert_eq!(rich.0.borrow()[..4], ASKED);
     assert_eq!(rich.0.borrow()[4..], ["broadcast cpu2 Kernel true", "sync cpu2"]);
 }

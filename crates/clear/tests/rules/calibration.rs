@@ -34,7 +34,7 @@ fn a_calibrated_profile_can_be_used_as_it_is() {
     let host = Host::new(&places(1), &mut []).expect("a machine without memory");
     let features = Features::detect();
     let started = Instant::now();
-    let profile = host.run_on(CpuId(0), |cx| calibrate(cx, &features, memory.bytes())).expect("the CPU exists");
+    let profile = host.run_on(CpuId::new(0), |cx| calibrate(cx, &features, memory.bytes())).expect("the CPU exists");
     let profile = profile.expect("64 MiB are enough");
     println!("calibrated in {:?}: {profile:#?}", started.elapsed());
 

@@ -3,7 +3,7 @@
 
 use crate::support::memory::Memory;
 use crate::support::{BULK, CACHED, Event, PAGE, PROFILE, Script, StopAt, clearer, extent, features, open, span};
-use hugemm_base::{CounterSnapshot, Never, PreemptModel, Zeroed};
+use hugemm_base::{CounterSnapshot, Never, PreemptModel, Zeroed, with};
 use hugemm_clear::folio::begin_around;
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, ProfileError, StopReason, Unit};
 
@@ -113,7 +113,7 @@ fn clearing_now_never_reschedules() {
     assert_eq!(zeroed.expect("cleared").extent(), extent(0, 8));
     assert!(script.memory.zero(0..8));
     assert_eq!(script.events(), [open(0, 8), Event::Close(0), Event::Fence]);
-    let expected = CounterSnapshot { clears_bulk: 1, bytes_bulk: 8 * PAGE, units: 1, fences: 1, ..Default::default() };
+    let expected = with!(CounterSnapshot::default(), clears_bulk = 1, bytes_bulk = 8 * PAGE, units = 1, fences = 1);
     assert_eq!(script.counted(), expected);
 }
 
@@ -157,7 +157,7 @@ fn zero_extents_are_skipped() {
     assert_eq!(zeroed.into_extent(), extent(0, 4));
     assert!(script.memory.untouched(0..4));
     assert_eq!(script.events(), []);
-    assert_eq!(script.counted(), CounterSnapshot { clears_skipped: 1, ..Default::default() });
+    assert_eq!(script.counted(), with!(CounterSnapshot::default(), clears_skipped = 1));
 }
 
 /// Cancelled between units under every model, with the progress made; going on stores to the rest only.
@@ -218,20 +218,20 @@ fn counters_are_exact() {
     let script = script(512);
     let around = begin_around(script.dirty(), 100);
     assert!(script.run(|cx| clearer(128).clear(cx, around, &BULK, &Never)).is_ok());
-    let expected = CounterSnapshot {
-        clears_bulk: 1,
-        bytes_bulk: 507 * PAGE,
-        bytes_cached: 5 * PAGE,
-        units: 4 + 1 + 1,
-        fences: 5,
-        reschedules: 6,
-        ..Default::default()
-    };
+    let expected = with!(
+        CounterSnapshot::default(),
+        clears_bulk = 1,
+        bytes_bulk = 507 * PAGE,
+        bytes_cached = 5 * PAGE,
+        units = 4 + 1 + 1,
+        fences = 5,
+        reschedules = 6
+    );
     assert_eq!(script.counted(), expected);
     let before = script.counted();
     assert!(script.run(|cx| clearer(128).clear(cx, script.own(0, 1), &CACHED, &Never)).is_ok());
     let expected =
-        CounterSnapshot { clears_cached: 1, bytes_cached: PAGE, units: 1, reschedules: 1, ..Default::default() };
+        with!(CounterSnapshot::default(), clears_cached = 1, bytes_cached = PAGE, units = 1, reschedules = 1);
     assert_eq!(script.counted().since(before), expected);
 }
 
@@ -242,7 +242,7 @@ fn the_whole_request_decides_and_the_neighbourhood_is_cached() {
     let script = script(512);
     script.model.set(PreemptModel::Full);
     let fault = ClearRequest::fault(2 << 20);
-    let inside = ClearRequest { total: 64 << 30, ..fault };
+    let inside = with!(fault, total = 64 << 30);
     use Primitive::{Model, Portable};
     for (request, expected) in [(fault, [Portable; 3]), (inside, [Model, Model, Portable])] {
         let mut seen = Vec::new();
@@ -291,12 +291,9 @@ fn what_the_cpu_lacks_is_refused() {
     let masked = features().without(Primitive::Model);
     assert_eq!(refused(masked, ClearPolicy::new(PROFILE)), ProfileError::Unavailable(Primitive::Model));
     let force = Some(Primitive::Clzero);
-    let forced = ClearPolicy { force, ..ClearPolicy::new(PROFILE) };
+    let forced = with!(ClearPolicy::new(PROFILE), force);
     assert_eq!(refused(features(), forced), ProfileError::Unavailable(Primitive::Clzero));
-    assert!(
-        Clearer::new(masked, ClearPolicy { profile: hugemm_clear::Profile { bulk: None, ..PROFILE }, ..forced })
-            .is_err()
-    );
+    assert!(Clearer::new(masked, with!(forced, profile = hugemm_clear::Profile { bulk: None, ..PROFILE })).is_err());
 }
 
 /// What a unit takes at the bandwidth of the primitive that clears it stays within the bound, also where a fast
@@ -313,7 +310,7 @@ fn a_unit_without_vector_registers_is_no_longer_than_with_them() {
     let bulk_mbps = Mbps { general: 50, any: 40_000 };
     let profile = hugemm_clear::Profile { bulk: Some(Best { general, any }), bulk_mbps, ..PROFILE };
     for force in [None, Some(any)] {
-        let clearer = Clearer::new(features, ClearPolicy { force, ..ClearPolicy::new(profile) }).expect("valid");
+        let clearer = Clearer::new(features, with!(ClearPolicy::new(profile), force)).expect("valid");
         let script = Script::new(Memory::heap(64));
         let mut longest = 0;
         let mut observer = |unit: &Unit| {
@@ -343,8 +340,7 @@ fn without_vector_registers_the_general_primitive_is_used() {
         return;
     }
     let profile = hugemm_clear::Profile { bulk: Some(Best { general, any }), ..PROFILE };
-    let clearer =
-        Clearer::new(features, ClearPolicy { unit: Some(2 * PAGE), ..ClearPolicy::new(profile) }).expect("valid");
+    let clearer = Clearer::new(features, with!(ClearPolicy::new(profile), unit = Some(2 * PAGE))).expect("valid");
     let script = script(4);
     script.vector_grants.set(1);
     let mut seen = Vec::new();

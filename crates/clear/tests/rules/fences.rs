@@ -3,7 +3,7 @@
 
 use crate::support::memory::Memory;
 use crate::support::{BULK, CACHED, Event, Script, StopAt, clearer, open};
-use hugemm_base::{CounterSnapshot, Never, Unfenced};
+use hugemm_base::{CounterSnapshot, Never, Unfenced, with};
 use hugemm_clear::{StopReason, Unit};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -150,7 +150,7 @@ mod host {
         let published = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let reader = scope.spawn(|| {
-                host.run_on(CpuId(1), |_| {
+                host.run_on(CpuId::new(1), |_| {
                     // Acquire pairs with the writer's Release.
                     while !published.load(Ordering::Acquire) {
                         std::thread::yield_now();
@@ -159,7 +159,7 @@ mod host {
                 })
                 .expect("the CPU exists")
             });
-            host.run_on(CpuId(0), |cx| {
+            host.run_on(CpuId::new(0), |cx| {
                 clear(cx);
                 published.store(true, Ordering::Release);
                 // Leaving the CPU drains its buffer: not before the reader has looked.
@@ -312,7 +312,7 @@ mod host {
         let host = Host::new(&places(1), memory.bytes()).expect("a machine").with_store_model(windows).strict();
         host.set_preempt_model(PreemptModel::None);
         let platform = Faulty::fragile(&host, windows);
-        let lost = host.run_on(CpuId(0), |_| {
+        let lost = host.run_on(CpuId::new(0), |_| {
             // SAFETY: the task uses no other context of this platform.
             let mut cx = unsafe { CpuCx::new(&platform) };
             let unwound = catch_unwind(AssertUnwindSafe(|| clear(&mut cx, &clearer(8))));
@@ -369,7 +369,7 @@ mod host {
         let host = Host::new(&places(1), memory.bytes()).expect("a machine").with_store_model(1).strict();
         let dropped = |panic_first: bool| {
             catch_unwind(AssertUnwindSafe(|| {
-                host.run_on(CpuId(0), |cx| {
+                host.run_on(CpuId::new(0), |cx| {
                     // SAFETY: the test owns the host's frames.
                     let _debt = clearer(2).clear_now(cx, unsafe { host.own_frames() }, &BULK);
                     if panic_first {
@@ -405,7 +405,7 @@ mod host {
         const SIZES: [u64; 8] = [1, 1, 2, 1, 4, 1, 16, 1];
         let mut memory = Memory::heap(16);
         let host = Host::new(&places(2), memory.bytes()).expect("a machine").strict();
-        let policy = ClearPolicy { force: Some(p), ..ClearPolicy::new(PROFILE) };
+        let policy = with!(ClearPolicy::new(PROFILE), force = Some(p));
         // SAFETY: the host has no store model to intercept the model primitive, which is not detected; the profile
         // names it, the forced primitive is used.
         let all = unsafe { Features::detect().with(Primitive::Model) };
@@ -441,8 +441,8 @@ mod host {
             published.store(n + 1, Ordering::Release);
         };
         std::thread::scope(|scope| {
-            let consumer = scope.spawn(|| host.run_on(CpuId(1), |_| (0..iterations).map(consume).sum()));
-            host.run_on(CpuId(0), |cx| (0..iterations).for_each(|n| produce(cx, n))).expect("the CPU exists");
+            let consumer = scope.spawn(|| host.run_on(CpuId::new(1), |_| (0..iterations).map(consume).sum()));
+            host.run_on(CpuId::new(0), |cx| (0..iterations).for_each(|n| produce(cx, n))).expect("the CPU exists");
             hardware_store_fence();
             let found = consumer.join().unwrap_or_else(|panic| resume_unwind(panic));
             assert_eq!(host.counters_sum().fences, iterations);

@@ -38,7 +38,7 @@ impl Arena {
     /// A machine whose virtual CPU `n` is on node `nodes[n]`, under a cooperative model.
     fn host(&mut self, nodes: &[u32]) -> Host<'_> {
         let on_nodes = places(nodes.len()).into_iter().zip(nodes);
-        let places: Vec<_> = on_nodes.map(|(place, node)| CpuPlace { node: NodeId(*node), ..place }).collect();
+        let places: Vec<_> = on_nodes.map(|(place, node)| CpuPlace { node: NodeId::new(*node), ..place }).collect();
         let host = Host::new(&places, self.memory.bytes()).expect("a machine").strict();
         host.set_preempt_model(PreemptModel::None);
         host
@@ -50,13 +50,13 @@ struct Borders<'b>(&'b [u64]);
 
 impl Topology for Borders<'_> {
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
-        NodeId(0)
+        NodeId::new(0)
     }
 
     fn node_run(&self, run: Extent) -> (NodeId, u64) {
         let from = run.base().get() - BASE.get();
         let passed = self.0.iter().filter(|border| **border <= from).count();
-        (NodeId(passed as u32 % 2), self.0.get(passed).map_or(u64::MAX, |border| border - from))
+        (NodeId::new(passed as u32 % 2), self.0.get(passed).map_or(u64::MAX, |border| border - from))
     }
 }
 
@@ -77,7 +77,7 @@ fn work(host: &Host<'_>, clear: &ParallelClear<'_>, cpus: u32, cancel: &(impl Ca
         let _ = clear.work(cx, &clearer(1024), &BULK, cancel, &mut |unit: &Unit| mine.push(span(unit)));
         mine
     };
-    host.run_on_each((0..cpus).map(CpuId), worker).expect("the CPUs exist")
+    host.run_on_each((0..cpus).map(CpuId::new), worker).expect("the CPUs exist")
 }
 
 /// Whether the spans cover `pages` pages without overlap.
@@ -192,7 +192,7 @@ fn a_cancelled_clear_leaves_exact_prefixes() {
         };
         clear.work(cx, &clearer(1024), &BULK, &cancel, &mut observer)
     };
-    let ended = host.run_on_each([CpuId(0), CpuId(1)], worker).expect("the CPUs exist");
+    let ended = host.run_on_each([CpuId::new(0), CpuId::new(1)], worker).expect("the CPUs exist");
     assert!(ended.contains(&Err(StopReason::Cancelled)));
     let Outcome::Partly(parts) = clear.finish() else { panic!("cancelled half way") };
     let parts: Vec<Clearing> = parts.collect();
@@ -221,7 +221,8 @@ fn a_cancelled_clear_leaves_exact_prefixes() {
     }
 
     for part in parts {
-        let zeroed = host.run_on(CpuId(0), |cx| clearer(1024).clear(cx, part, &BULK, &Never)).expect("the CPU exists");
+        let zeroed =
+            host.run_on(CpuId::new(0), |cx| clearer(1024).clear(cx, part, &BULK, &Never)).expect("the CPU exists");
         assert!(zeroed.is_ok());
     }
     assert_eq!(host.counters_sum().bytes_bulk, PAGES * PAGE);
@@ -236,7 +237,7 @@ fn an_unreachable_frame_leaves_everything_dirty() {
     let mut lanes = empty_lanes::<1>();
     let clear = ParallelClear::new(own(PAGES + PIECE), &mut lanes, &host).expect("a lane");
     let worker = |cx: &mut CpuCx<'_, Host<'_>>| clear.work(cx, &clearer(1024), &BULK, &Never, &mut ());
-    let ended = host.run_on_each([CpuId(0), CpuId(1)], worker).expect("the CPUs exist");
+    let ended = host.run_on_each([CpuId::new(0), CpuId::new(1)], worker).expect("the CPUs exist");
     let first_missing = extent(PAGES, PAGES + 1).base();
     assert!(ended.contains(&Err(StopReason::Unreachable(first_missing))), "{ended:?}");
     let Outcome::Dirty(dirty) = clear.finish() else { panic!("the last piece cannot be zero") };
@@ -252,7 +253,7 @@ fn a_worker_that_panics_leaves_everything_dirty() {
     let mut lanes = empty_lanes::<1>();
     let clear = ParallelClear::new(own(PIECE), &mut lanes, &host).expect("a lane");
     let unwound = catch_unwind(AssertUnwindSafe(|| {
-        host.run_on(CpuId(0), |cx| {
+        host.run_on(CpuId::new(0), |cx| {
             clear.work(cx, &clearer(1024), &BULK, &Never, &mut |_: &Unit| panic!("planned")).is_ok()
         })
     }));

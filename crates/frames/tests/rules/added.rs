@@ -46,7 +46,7 @@ fn hand_over(frames: &Manager<'_>, threads: &Threads, base: u64, pages: u64) -> 
 /// A manager of two nodes, each 2 MiB, none of them free; and a context.
 fn with_two_nodes(test: impl FnOnce(&Manager<'_>, &Threads)) {
     let arenas = [arena(512, 512, 0), arena(4096, 512, 1)];
-    let config = FramesConfig::new(&arenas, 2).on_nodes(&[NodeId(0), NodeId(1)]);
+    let config = FramesConfig::new(&arenas, 2).on_nodes(&const { [NodeId::new(0), NodeId::new(1)] });
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     hugemm_threads::run_as(0);
@@ -65,12 +65,12 @@ fn what_is_added_is_used_and_comes_back_whole() {
             assert_eq!(hand_over(frames, threads, base, pages), pages);
         }
         assert_eq!((frames.frames(), frames.managed()), (1024 + 1836, 1836));
-        assert_eq!(frames.node_of(Pfn::new(4608)), Some(NodeId(1)));
-        assert_eq!([302, 303].map(|pfn| frames.node_of(Pfn::new(pfn))), [Some(NodeId(0)), None]);
+        assert_eq!(frames.node_of(Pfn::new(4608)), Some(NodeId::new(1)));
+        assert_eq!([302, 303].map(|pfn| frames.node_of(Pfn::new(pfn))), [Some(NodeId::new(0)), None]);
         let before = frames.stats(&cx);
         assert_eq!((before.free, before.extents(order(9))), (1836, 2));
         // Blocks of 2 MiB from the node that is asked for.
-        let large = frames.alloc(&cx, request(9).from(Placement::Only(NodeId(1)))).expect("free");
+        let large = frames.alloc(&cx, request(9).from(Placement::Only(NodeId::new(1)))).expect("free");
         assert_eq!(large.extent(), extent(4608, 512));
         frames.free(&cx, large);
         for kind in [request(0), request(0).movable(), request(3), request(6), request(9).prefer_zeroed()] {
@@ -137,7 +137,7 @@ fn bad_arenas_are_refused_and_change_nothing() {
             (arena(8000, 193, 0), FramesConfigError::Overlap(Pfn::new(8192))),
             (arena(1023, 2, 0), FramesConfigError::Overlap(Pfn::new(1023))),
             (arena(0, 9000, 0), FramesConfigError::Overlap(Pfn::new(512))),
-            (arena(9000, 10, 2), FramesConfigError::NoSuchNode(NodeId(2))),
+            (arena(9000, 10, 2), FramesConfigError::NoSuchNode(NodeId::new(2))),
         ] {
             assert_eq!(add(frames, &spec), Err(error), "{spec:?}");
         }
@@ -207,7 +207,7 @@ fn arenas_come_while_others_allocate() {
 fn what_was_there_first_is_used_first() {
     with_two_nodes(|frames, threads| {
         let cx = threads.cx();
-        let wanted = request(4).from(Placement::Only(NodeId(1)));
+        let wanted = request(4).from(Placement::Only(NodeId::new(1)));
         hand_over(frames, threads, 4096, 512);
         let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, wanted).ok()).collect();
         assert_eq!(held.len(), 32);
@@ -288,7 +288,7 @@ fn an_arena_goes_and_leaves_nothing_behind() {
             let need = Manager::added_bytes(&arena(8192, 1024, 0)).expect("valid").size();
             assert_eq!(memory.len(), if turn == 0 { need - 4096 } else { need }, "turn {turn}");
             assert_eq!((frames.frames(), frames.managed()), (1024 + 512, 512 + 512));
-            assert_eq!([8192, 3072].map(|pfn| frames.node_of(Pfn::new(pfn))), [None, Some(NodeId(1))]);
+            assert_eq!([8192, 3072].map(|pfn| frames.node_of(Pfn::new(pfn))), [None, Some(NodeId::new(1))]);
             let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
             assert_eq!(held.len(), 1024);
             assert!(held.iter().all(|page| !extent(8192, 1024).contains(page.pfn())));
@@ -320,9 +320,9 @@ fn what_comes_into_a_slot_is_a_new_arena() {
         assert_eq!(hand_over(frames, threads, 2048, 1500), 1024);
         assert_eq!(
             [2048, 8192, 9216].map(|pfn| frames.node_of(Pfn::new(pfn))),
-            [Some(NodeId(1)), None, Some(NodeId(0))]
+            [Some(NodeId::new(1)), None, Some(NodeId::new(0))]
         );
-        let page = frames.alloc(&cx, request(9).from(Placement::Only(NodeId(1)))).expect("free");
+        let page = frames.alloc(&cx, request(9).from(Placement::Only(NodeId::new(1)))).expect("free");
         assert_eq!(page.extent(), extent(2048, 512));
         frames.free(&cx, page);
     });
@@ -403,7 +403,8 @@ fn wide_counters_come_back_with_their_arena() {
 #[test]
 fn arenas_come_and_go_while_others_allocate() {
     let arenas = [arena(0, 1024, 0), arena(4096, 1024, 1)];
-    let config = FramesConfig::new(&arenas, 4).on_nodes(&[NodeId(0), NodeId(1), NodeId(0), NodeId(1)]);
+    let config = FramesConfig::new(&arenas, 4)
+        .on_nodes(&const { [NodeId::new(0), NodeId::new(1), NodeId::new(0), NodeId::new(1)] });
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, 1024));
@@ -480,7 +481,7 @@ fn arenas_come_and_go_while_others_allocate() {
 /// Two arenas of node 0 with a hole between them, and node 1 elsewhere.
 fn with_a_hole(test: impl FnOnce(&Manager<'_>, &Threads)) {
     let arenas = [arena(0, 4096, 0), arena(12_288, 4096, 0), arena(1 << 20, 512, 1)];
-    with_arenas(&arenas, 2, &[NodeId(0), NodeId(1)], test);
+    with_arenas(&arenas, 2, &[NodeId::new(0), NodeId::new(1)], test);
 }
 
 /// What comes into a hole between two arenas of a node may be on another: a cache believes nothing about it.
@@ -491,19 +492,19 @@ fn an_arena_in_a_hole_keeps_its_node() {
         add(frames, &arena(4096, 8192, 1)).expect("room");
         hand_over(frames, threads, 4096, 8192);
         for log in [0, 1, 3, 4, 8, 9] {
-            let only = |node| request(log).from(Placement::Only(NodeId(node)));
-            let available = || [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).available());
+            let only = |node| request(log).from(Placement::Only(NodeId::new(node)));
+            let available = || [0, 1].map(|node| frames.node_stats(&cx, NodeId::new(node)).available());
             let before = available();
             let mut held: Vec<Frozen> = Vec::new();
             while held.len() < 10_000 >> log {
                 let Ok(block) = frames.alloc(&cx, only(1)) else { break };
                 held.push(block);
             }
-            assert!(held.iter().all(|block| frames.node_of(block.pfn()) == Some(NodeId(1))));
+            assert!(held.iter().all(|block| frames.node_of(block.pfn()) == Some(NodeId::new(1))));
             assert!(held.iter().any(|block| block.pfn().get() < 12_288));
             held.into_iter().for_each(|block| frames.free(&cx, block));
             let got = frames.alloc(&cx, only(0)).expect("memory");
-            assert_eq!(frames.node_of(got.pfn()), Some(NodeId(0)), "order {log}");
+            assert_eq!(frames.node_of(got.pfn()), Some(NodeId::new(0)), "order {log}");
             frames.free(&cx, got);
             assert_eq!(available(), before, "order {log}");
             frames.drain(&cx);
@@ -535,7 +536,7 @@ fn a_block_of_another_manager_in_a_hole_is_left_alone() {
 fn nothing_is_added_to_a_node_that_there_is_not() {
     with_arenas(&[arena(0, 512, 0), arena(512, 512, 2)], 1, &[], |frames, threads| {
         for node in [1, 3] {
-            assert_eq!(add(frames, &arena(1024, 512, node)), Err(FramesConfigError::NoSuchNode(NodeId(node))));
+            assert_eq!(add(frames, &arena(1024, 512, node)), Err(FramesConfigError::NoSuchNode(NodeId::new(node))));
         }
         add(frames, &arena(1024, 512, 2)).expect("room");
         assert_eq!(hand_over(frames, threads, 1024, 512), 512);

@@ -90,7 +90,7 @@ fn a_large_request_empties_caches_if_it_may_help() {
 /// Only CPUs of the nodes that were asked are asked, and of those only the ones that have such a block, if any has.
 #[test]
 fn a_request_that_fails_asks_those_who_can_help() {
-    let nodes = [0, 0, 0, 1].map(NodeId);
+    let nodes = [0, 0, 0, 1].map(NodeId::new);
     with_arenas(&[arena(0, 1 << 16, 0), arena(1 << 16, 1 << 16, 1)], 4, &nodes, |frames, threads| {
         let cx = threads.cx();
         let on = |cpu, request| {
@@ -101,20 +101,20 @@ fn a_request_that_fails_asks_those_who_can_help() {
             run_as(cpu);
             frames.free(&cx, block);
         };
-        let only = |log, node| request(log).from(Placement::Only(NodeId(node)));
+        let only = |log, node| request(log).from(Placement::Only(NodeId::new(node)));
         // CPU 1 has 2 MiB, CPU 2 has pages, and CPU 3 has pages of another node.
         let (page, far) = (on(2, request(0)).expect("memory"), on(3, request(0)).expect("memory"));
-        let all = frames.node_stats(&cx, NodeId(0)).extents(order(9));
+        let all = frames.node_stats(&cx, NodeId::new(0)).extents(order(9));
         let mut held: Vec<Frozen> = (0..all).map(|_| on(0, only(9, 0)).expect("memory")).collect();
         give(1, held.pop().expect("some"));
         give(2, page);
         give(3, far);
-        let cached = |node| frames.node_stats(&cx, NodeId(node)).cached;
+        let cached = |node| frames.node_stats(&cx, NodeId::new(node)).cached;
         let (here, there) = (cached(0), cached(1));
         assert!(here > 512 && there != 0);
         let serve = || {
             [1, 2, 3].into_iter().for_each(|cpu| {
-                on(cpu, request(16).from(Placement::Only(NodeId(0)))).expect_err("too large");
+                on(cpu, request(16).from(Placement::Only(NodeId::new(0)))).expect_err("too large");
             })
         };
         let asked = |log, node| {
@@ -134,16 +134,16 @@ fn a_request_that_fails_asks_those_who_can_help() {
 #[test]
 fn a_request_for_another_node_leaves_its_own_cache_alone() {
     let arenas = [arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)];
-    with_arenas(&arenas, 2, &[NodeId(0), NodeId(1)], |frames, threads| {
+    with_arenas(&arenas, 2, &[NodeId::new(0), NodeId::new(1)], |frames, threads| {
         let cx = threads.cx();
         for cpu in [1, 0] {
             run_as(cpu);
             frames.free(&cx, frames.alloc(&cx, request(0)).expect("memory"));
         }
-        let cached = || [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).cached);
+        let cached = || [0, 1].map(|node| frames.node_stats(&cx, NodeId::new(node)).cached);
         let before = cached();
         assert!(!before.contains(&0));
-        let all = request(14).from(Placement::Only(NodeId(1)));
+        let all = request(14).from(Placement::Only(NodeId::new(1)));
         assert_eq!(frames.alloc(&cx, all), Err(AllocError::OutOfMemory), "the other CPU has some");
         assert_eq!(cached(), before);
         run_as(1);

@@ -99,7 +99,7 @@ fn zeroes_go_to_those_who_want_them() {
 /// Low memory as a node that no CPU is on is what everybody else comes to last.
 #[test]
 fn low_memory_can_be_kept_for_those_who_need_it() {
-    with_arenas(&[arena(0, 1024, 1), arena(4096, 1024, 0)], 1, &[NodeId(0)], |frames, threads| {
+    with_arenas(&[arena(0, 1024, 1), arena(4096, 1024, 0)], 1, &[NodeId::new(0)], |frames, threads| {
         let cx = threads.cx();
         let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(3)).ok()).collect();
         let at = held.iter().position(|block| block.pfn().get() < 4096).expect("all of it in the end");
@@ -107,13 +107,13 @@ fn low_memory_can_be_kept_for_those_who_need_it() {
         assert_eq!(frames.alloc_below(&cx, Pfn::new(4096), request(3)), Err(AllocError::OutOfMemory));
         frames.free(&cx, held.pop().expect("some"));
         let low = frames.alloc_below(&cx, Pfn::new(4096), request(3)).expect("free");
-        assert_eq!(frames.node_of(low.pfn()), Some(NodeId(1)));
+        assert_eq!(frames.node_of(low.pfn()), Some(NodeId::new(1)));
         assert_eq!(
-            frames.alloc_below(&cx, Pfn::new(4096), request(3).from(Placement::Only(NodeId(0)))),
+            frames.alloc_below(&cx, Pfn::new(4096), request(3).from(Placement::Only(NodeId::new(0)))),
             Err(AllocError::OutOfMemory)
         );
         assert_eq!(
-            frames.alloc_below(&cx, Pfn::new(4096), request(3).from(Placement::Only(NodeId(2)))),
+            frames.alloc_below(&cx, Pfn::new(4096), request(3).from(Placement::Only(NodeId::new(2)))),
             Err(AllocError::NoSuchNode)
         );
         held.push(low);
@@ -124,11 +124,15 @@ fn low_memory_can_be_kept_for_those_who_need_it() {
 /// Nodes are asked in the order of every allocation: the CPU's own first, or the one that is preferred, whatever lies lowest.
 #[test]
 fn what_lies_below_comes_from_the_nearest_node() {
-    with_arenas(&[arena(0, 1024, 0), arena(4096, 1024, 1)], 1, &[NodeId(1)], |frames, threads| {
+    with_arenas(&[arena(0, 1024, 0), arena(4096, 1024, 1)], 1, &[NodeId::new(1)], |frames, threads| {
         let get = |kind: AllocRequest| frames.alloc_below(&threads.cx(), Pfn::new(8192), kind).expect("free");
-        let mut held =
-            vec![get(request(9)), get(request(9).from(Placement::Prefer(NodeId(0)))), get(request(9)), get(request(9))];
-        let nodes = held.iter().map(|block| frames.node_of(block.pfn()).expect("managed").0);
+        let mut held = vec![
+            get(request(9)),
+            get(request(9).from(Placement::Prefer(NodeId::new(0)))),
+            get(request(9)),
+            get(request(9)),
+        ];
+        let nodes = held.iter().map(|block| frames.node_of(block.pfn()).expect("managed").get());
         assert_eq!(nodes.collect::<Vec<_>>(), [1, 0, 1, 0], "the last from where there is some");
         held.extend(all_below(frames, threads, 8192, request(0)));
         assert_eq!(held.len(), 4);

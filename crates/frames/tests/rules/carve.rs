@@ -44,7 +44,7 @@ fn exhaust(base: u64, pages: u64, orders: &[u32]) {
     let frames = Frames::carve(&cx, ram).expect("enough");
     let managed = frames.managed();
     let metadata = pages - 1 - managed;
-    let arenas = [ArenaSpec { extent: extent(base + 1, managed), node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(extent(base + 1, managed), NodeId::new(0))];
     let config = FramesConfig::new(&arenas, 1);
     let need = (Frames::<Carved>::required_bytes(&config).expect("valid").size() as u64).div_ceil(PAGE_BYTES);
     assert!((need..=need + 1).contains(&metadata), "{metadata} frames of metadata, of which {need} are needed");

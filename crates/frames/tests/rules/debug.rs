@@ -41,7 +41,7 @@ fn watched(test: impl FnOnce(&mut Cx<'_>, &Frames<'_, Watched>)) -> Vec<Finding>
     let report = |finding: &Finding| FOUND.with_borrow_mut(|found| found.push(*finding));
     // SAFETY: the test's memory, in one piece, longer than the manager.
     let watch = unsafe { Watch::new(extent.base(), records, offset, report) };
-    let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(extent, NodeId::new(0))];
     let config = FramesConfig::new(&arenas, 1);
     let metadata = Memory::new(Frames::<Watched>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, of this size, used once; one platform.

@@ -3,8 +3,8 @@
 use super::request;
 use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{Dirty, ExtentChain, Order, Pfn};
-use hugemm_frames::{ArenaSpec, Descriptor, FramesConfig, Frozen, Put};
+use hugemm_base::{Dirty, ExtentChain, Order, Pfn, with};
+use hugemm_frames::{Descriptor, FramesConfig, Frozen, Put};
 use std::ptr::NonNull;
 
 /// Descriptors of tails may be anything, and are never written: here they do not even exist for all but the first
@@ -13,7 +13,7 @@ use std::ptr::NonNull;
 fn tails_are_dont_care() {
     let pages = 2048_usize;
     let mut descriptors: Vec<Descriptor> = (0..pages).map(|_| Descriptor::default()).collect();
-    let spec = ArenaSpec { descriptors: NonNull::new(descriptors.as_mut_ptr()), ..arena(0, pages as u64, 0) };
+    let spec = with!(arena(0, pages as u64, 0), descriptors = NonNull::new(descriptors.as_mut_ptr()));
     let arenas = [spec];
     let config = FramesConfig::new(&arenas, 1);
     let memory = Memory::for_config(&config);

@@ -1,7 +1,7 @@
 //! Zeroed memory by the clearing engine, on real memory: in bounded units, never twice.
 
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CpuId, Never, NodeId, Order, PreemptModel};
+use hugemm_base::{CpuId, Never, NodeId, Order, PreemptModel, with};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Features, Profile};
 use hugemm_frames::{AllocRequest, ArenaSpec, FramesConfig};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host, allowed_cpus};
@@ -15,19 +15,19 @@ fn zeroed_blocks_are_cleared_in_units_and_once() {
     region.bytes_mut().fill(0xa5);
     let first = region.start();
     let os_cpu = allowed_cpus().expect("a CPU")[0];
-    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
+    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId::new(0) }], region.bytes_mut()).expect("a machine");
     host.set_preempt_model(PreemptModel::None);
     let features = Features::detect();
-    let policy = ClearPolicy { unit: Some(4 << 20), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+    let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), unit = Some(4 << 20));
     let clearer = Clearer::new(features, policy).expect("what the CPU has");
 
-    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(host.frames(), NodeId::new(0))];
     let config = FramesConfig::new(&arenas, 1);
     let memory = crate::support::Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     // SAFETY: the only owner of the host's frames, made once, released once.
-    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) }).expect("a CPU");
-    host.run_on(CpuId(0), |cx| {
+    host.run_on(CpuId::new(0), |cx| unsafe { frames.release(cx, host.own_frames()) }).expect("a CPU");
+    host.run_on(CpuId::new(0), |cx| {
         let order = Order::new(12).expect("16 MiB");
         let request = AllocRequest::order(order).prefer_zeroed();
         let block = frames.alloc(cx, request).expect("memory");

@@ -22,7 +22,7 @@ fn no_more_is_taken_than_is_asked_for() {
         for none in [0, 1025, u64::MAX] {
             assert_eq!(frames.alloc_exact(&cx, none, Order::ZERO), Err(AllocError::OutOfMemory), "{none}");
         }
-        let elsewhere = AllocRequest::order(Order::ZERO).from(Placement::Only(NodeId(1)));
+        let elsewhere = AllocRequest::order(Order::ZERO).from(Placement::Only(NodeId::new(1)));
         assert_eq!(frames.alloc_exact(&cx, 3, elsewhere), Err(AllocError::NoSuchNode));
     });
 }
@@ -44,7 +44,7 @@ fn a_row_is_put_together_where_no_power_of_two_is_free() {
             false
         });
         assert_eq!((refused, seen.contains(&Pfn::new(512))), (Err(AllocError::OutOfMemory), true), "{seen:?}");
-        let elsewhere = request(0).from(Placement::Only(NodeId(1)));
+        let elsewhere = request(0).from(Placement::Only(NodeId::new(1)));
         assert_eq!(frames.alloc_row(&cx, 700, elsewhere, |_| true), Err(AllocError::NoSuchNode));
         frames.drain(&cx);
         assert_eq!(frames.available(&cx), 1536, "what was tried is free");

@@ -2,7 +2,7 @@
 //! frames that do not exist.
 
 use super::support::{arena, with_one_arena};
-use hugemm_base::{CpuId, Extent, NodeId, Order, PageSize, Pfn};
+use hugemm_base::{CpuId, Extent, NodeId, Order, PageSize, Pfn, with};
 use hugemm_frames::{AllocRequest, Frames, FramesConfig, HwPoisoned, NoMigration, NodeStats, Placement, Plain, Slab};
 
 const NUMBERS: [u64; 9] = [0, 1, 4095, 4096, 1 << 39, (1 << 40) - 1, 1 << 40, 1 << 63, u64::MAX];
@@ -35,7 +35,7 @@ fn frames_that_do_not_exist() {
                 }
             }
         }
-        for node in [1, 63, 64, u32::MAX].map(NodeId) {
+        for node in [1, 63, 64, u32::MAX].map(NodeId::new) {
             assert_eq!(frames.node_stats(&cx, node), NodeStats::default());
             assert_eq!(frames.node_available(&cx, node), 0);
             for from in [Placement::Only(node), Placement::Prefer(node)] {
@@ -46,7 +46,7 @@ fn frames_that_do_not_exist() {
         }
         assert!(frames.alloc(&cx, Order::MAX).is_err() && frames.alloc(&cx, PageSize::Size1G).is_err());
         // SAFETY: no such CPU runs, so none of them does.
-        [1, 64, u32::MAX].map(CpuId).into_iter().for_each(|cpu| unsafe { frames.drain_offline(&cx, cpu) });
+        [1, 64, u32::MAX].map(CpuId::new).into_iter().for_each(|cpu| unsafe { frames.drain_offline(&cx, cpu) });
         frames.drain(&cx);
         assert_eq!(frames.stats(&cx).available(), 4096);
     });
@@ -59,7 +59,7 @@ fn layouts_and_objects_of_any_size() {
             let Ok(extent) = Extent::new(Pfn::new(base), pages) else { continue };
             for cpus in [0, 1, 1 << 16, u32::MAX] {
                 for node in [0, 1, u32::MAX] {
-                    let arenas = [hugemm_frames::ArenaSpec { extent, ..arena(0, 1, node) }];
+                    let arenas = [with!(arena(0, 1, node), extent)];
                     let config = FramesConfig::new(&arenas, cpus);
                     let _ = Frames::<Plain>::required_bytes(&config);
                 }
@@ -78,7 +78,7 @@ fn layouts_and_objects_of_any_size() {
 fn statistics_of_anything() {
     for a in NUMBERS {
         for b in NUMBERS {
-            let one = |n| NodeStats { blocks: [n; 19], free: n, cached: n, deferred: n, ..NodeStats::default() };
+            let one = |n| with!(NodeStats::default(), blocks = [n; 19], free = n, cached = n, deferred = n);
             let both = one(a).plus(&one(b));
             assert!(both.free >= a.max(b) && both.available() >= a.max(b));
             for order in [0, 9, 18].map(|order| Order::new(order).expect("valid")) {

@@ -89,7 +89,7 @@ fn a_gathered_block_is_taken_again_where_it_is_the_lowest() {
 /// Where something else is asked for, or lower memory is on its way back, it is not.
 #[test]
 fn a_gathered_block_is_not_taken_for_another() {
-    with_arenas(&[arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)], 1, &[NodeId(0)], |frames, threads| {
+    with_arenas(&[arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)], 1, &[NodeId::new(0)], |frames, threads| {
         let cx = threads.cx();
         let block = frames.alloc(&cx, request(6)).expect("memory");
         let place = block.pfn();
@@ -101,8 +101,8 @@ fn a_gathered_block_is_not_taken_for_another() {
         let same = |block: &Frozen| block.pfn() == place;
         frames.free(&cx, block);
         for node in [0, 1] {
-            let on_node = |block: &Frozen| frames.node_of(block.pfn()) == Some(NodeId(node));
-            for from in [Placement::Prefer(NodeId(node)), Placement::Only(NodeId(node))] {
+            let on_node = |block: &Frozen| frames.node_of(block.pfn()) == Some(NodeId::new(node));
+            for from in [Placement::Prefer(NodeId::new(node)), Placement::Only(NodeId::new(node))] {
                 again(request(6), &same, "here");
                 again(request(6).from(from), &on_node, "on a node");
             }

@@ -96,7 +96,7 @@ impl Room {
 }
 
 fn spec(extent: Extent) -> ArenaSpec {
-    ArenaSpec { extent, node: NodeId(0), descriptors: None }
+    ArenaSpec::new(extent, NodeId::new(0))
 }
 
 /// As an embedder unplugs; what was kept about the arena is the system's again.
@@ -110,7 +110,7 @@ fn unplug(frames: &Manager, cx: &mut CpuCx<'_, Threads>, extent: Extent) {
 /// A manager with 2 MiB that stay and hold nothing, and slots for two arenas, both empty.
 fn manager() -> &'static Manager {
     let arenas = [arena(512, 512, 0)];
-    let config = FramesConfig::new(&arenas, 2).on_nodes(&[NodeId(0), NodeId(0)]);
+    let config = FramesConfig::new(&arenas, 2).on_nodes(&const { [NodeId::new(0), NodeId::new(0)] });
     let memory: &'static mut Memory =
         Box::leak(Box::new(Memory::new(Manager::required_bytes(&config).expect("valid"))));
     // SAFETY: one manager, one platform, frame numbers that no other manager's handles meet.

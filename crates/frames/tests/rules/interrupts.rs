@@ -38,7 +38,7 @@ unsafe impl<L: RawLock + Send + Sync> Env for With<L> {
 
 /// A manager on two nodes, all but the last 512 frames of each released.
 fn with_manager<L: RawLock + Send + Sync>(test: impl FnOnce(&Frames<'_, With<L>>, &Threads)) {
-    let arena = |n: u64| ArenaSpec { extent: extent(n * PAGES, PAGES), node: NodeId(n as u32), descriptors: None };
+    let arena = |n: u64| ArenaSpec::new(extent(n * PAGES, PAGES), NodeId::new(n as u32));
     let arenas = [arena(0), arena(1)];
     let config = FramesConfig::new(&arenas, 2);
     let memory = Memory::new(Frames::<With<L>>::required_bytes(&config).expect("valid"));
@@ -119,8 +119,8 @@ fn an_interrupt_may_want_memory_anywhere() {
                     }
                     frames.drain(cx);
                     // SAFETY: no thread runs as that CPU.
-                    unsafe { frames.drain_offline(cx, CpuId(1)) };
-                    let _ = frames.node_stats(cx, NodeId(1));
+                    unsafe { frames.drain_offline(cx, CpuId::new(1)) };
+                    let _ = frames.node_stats(cx, NodeId::new(1));
                     // SAFETY: the last of each arena, 32 at a time; once.
                     unsafe { frames.release_extent(cx, extent(PAGES - 512 + round * 32, 32)) };
                 }

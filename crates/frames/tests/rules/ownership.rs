@@ -3,7 +3,7 @@
 use super::request;
 use super::support::{Memory, Threads, arena, counted_pages, extent, folio, pages, release};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{Order, Pfn};
+use hugemm_base::{Order, Pfn, with};
 use hugemm_frames::{FolioRun, Frames, FramesConfig, Plain, RangeReport, RefError};
 
 /// One manager of the first 1024 frames and another of the next.
@@ -57,7 +57,7 @@ fn a_reference_is_dropped_by_its_manager_alone() {
         assert_eq!(one.free_range(&mut cx, run).freed, 4);
         // What cannot come back is left alone.
         let strange = counted_pages(one, one.alloc(&cx, request(0)).expect("memory"));
-        assert_eq!(other.free_range(&mut cx, pages(strange)), RangeReport { invalid: 1, ..RangeReport::default() });
+        assert_eq!(other.free_range(&mut cx, pages(strange)), with!(RangeReport::default(), invalid = 1));
         assert_eq!(other.free_array(&mut cx, [folio(strange.base())]).invalid, 1);
         assert_eq!(one.free_range(&mut cx, pages(strange)).freed, 1);
         let stranger = one.alloc(&cx, request(0)).expect("memory");
@@ -81,11 +81,14 @@ fn runs_of_folios_are_freed_one_by_one() {
         let other = unsafe { one.get_at(Pfn::new(base + 8)) }.expect("held");
         let _ = one.hwpoison(&cx, Pfn::new(base + 21));
         let report = one.free_range(&mut cx, run);
-        assert_eq!(report, RangeReport { freed: 512 - 8 - 1, kept: 8, refused: 1, runs: 63, invalid: 0 });
+        assert_eq!(
+            report,
+            with!(RangeReport::default(), freed = 512 - 8 - 1, kept = 8, refused = 1, runs = 63, invalid = 0)
+        );
         let _ = one.put(&cx, other);
         assert_eq!((one.stats(&cx).available(), one.stats(&cx).refused), (1023, 1));
         // SAFETY: nobody has a reference to these any more, and what has none is left alone.
         let gone = unsafe { FolioRun::from_extent(extent(base + 32, 16), super::order(3)) };
-        assert_eq!(one.free_range(&mut cx, gone), RangeReport { invalid: 16, ..RangeReport::default() });
+        assert_eq!(one.free_range(&mut cx, gone), with!(RangeReport::default(), invalid = 16));
     });
 }

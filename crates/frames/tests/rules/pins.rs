@@ -9,7 +9,7 @@ use super::words::{all_free, free, take};
 use crate::support::arena;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::platform::{PhysMap, Window};
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PageSize, Pfn, VirtAddr, Zeroed};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PageSize, Pfn, VirtAddr, Zeroed, with};
 use hugemm_frames::{
     AllocContigError, AllocError, AllocRequest, Frames, Frozen, NoMigration, NodeStats, Put, ROUNDS_PER_PIN, Slab,
 };
@@ -37,7 +37,7 @@ const STEPS: [(&str, Step); 18] = [
     }),
     ("a drain", |frames, cx, _| frames.drain(cx)),
     // SAFETY: it runs nothing else.
-    ("a drain for another", |frames, cx, _| unsafe { frames.drain_offline(cx, CpuId(0)) }),
+    ("a drain for another", |frames, cx, _| unsafe { frames.drain_offline(cx, CpuId::new(0)) }),
     ("a request", |frames, cx, _| frames.serve(cx)),
     ("a free", |frames, cx, held| free(frames, cx, held.pop())),
     ("extents", |frames, cx, held| held.drain(..).for_each(|block| _ = frames.free_extent(cx, block.into_dirty()))),
@@ -221,7 +221,7 @@ fn words_that_displace_each_other_take_no_more_rounds() {
         let (before, rounds, mut after) = (frames.stats(&cx), lock_rounds(), NodeStats::default());
         let most = most_rounds(threads, |cx| after = frames.stats(cx));
         assert_eq!((most, lock_rounds() - rounds), (1, 128));
-        assert_eq!(after, NodeStats { lock_rounds: before.lock_rounds + 1, ..before });
+        assert_eq!(after, with!(before, lock_rounds = before.lock_rounds + 1));
         assert_eq!((after.free, after.blocks[18]), (1 << 22, 16), "no region is counted twice, or left out");
         let mut blocks: Vec<Option<Frozen>> = take(frames, &cx, 9, 1 << 13).into_iter().map(Some).collect();
         assert_eq!(blocks.len(), 1 << 13);
@@ -339,7 +339,7 @@ fn a_search_passes_by_a_few_regions_in_a_round() {
 /// What others have queued is freed a part at a time, by whoever takes the lock; nothing of it is overlooked.
 #[test]
 fn a_lock_round_frees_a_part_of_what_is_queued() {
-    with_counted(&[arena(0, 4096, 0)], 1, &[NodeId(0)], |frames, threads| {
+    with_counted(&[arena(0, 4096, 0)], 1, &[NodeId::new(0)], |frames, threads| {
         let cx = threads.cx();
         let blocks = take(frames, &cx, 0, 4096);
         assert_eq!(blocks.len(), 4096);

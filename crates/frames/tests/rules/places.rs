@@ -9,22 +9,22 @@ use hugemm_frames::{
 
 #[test]
 fn nodes_are_preferred_and_fallen_back_from() {
-    with_arenas(&[arena(0, 512, 0), arena(512, 512, 1)], 2, &[NodeId(1), NodeId(0)], |frames, threads| {
+    with_arenas(&[arena(0, 512, 0), arena(512, 512, 1)], 2, &[NodeId::new(1), NodeId::new(0)], |frames, threads| {
         let cx = threads.cx();
         assert_eq!((frames.nodes(), frames.frames(), frames.managed()), (2, 1024, 1024));
-        let node = |block: &Frozen| frames.node_of(block.pfn()).expect("managed").0;
+        let node = |block: &Frozen| frames.node_of(block.pfn()).expect("managed").get();
         let local = frames.alloc(&cx, request(0)).expect("memory");
-        let other = frames.alloc(&cx, request(0).from(Placement::Prefer(NodeId(0)))).expect("memory");
+        let other = frames.alloc(&cx, request(0).from(Placement::Prefer(NodeId::new(0)))).expect("memory");
         assert_eq!((node(&local), node(&other)), (1, 0));
-        assert_eq!(frames.local_node(&cx), NodeId(1));
+        assert_eq!(frames.local_node(&cx), NodeId::new(1));
         frames.free(&cx, local);
         frames.free(&cx, other);
-        let cached = [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).cached);
+        let cached = [0, 1].map(|node| frames.node_stats(&cx, NodeId::new(node)).cached);
         assert!(cached[0] == 0 && cached[1] != 0, "CPU 0 is on node 1: {cached:?}");
         frames.drain(&cx);
-        let all = frames.alloc(&cx, request(9).from(Placement::Only(NodeId(1)))).expect("memory");
-        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(1)))), Err(AllocError::OutOfMemory));
-        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(2)))), Err(AllocError::NoSuchNode));
+        let all = frames.alloc(&cx, request(9).from(Placement::Only(NodeId::new(1)))).expect("memory");
+        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId::new(1)))), Err(AllocError::OutOfMemory));
+        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId::new(2)))), Err(AllocError::NoSuchNode));
         let fallen = frames.alloc(&cx, request(0)).expect("fallback");
         assert_eq!(node(&fallen), 0);
         frames.free(&cx, fallen);
@@ -35,10 +35,10 @@ fn nodes_are_preferred_and_fallen_back_from() {
 /// A CPU that is said to be on a node that there is not is on the first arena's.
 #[test]
 fn a_cpu_of_no_node_is_on_the_first() {
-    with_arenas(&[arena(0, 512, 1)], 1, &[NodeId(7)], |frames, threads| {
+    with_arenas(&[arena(0, 512, 1)], 1, &[NodeId::new(7)], |frames, threads| {
         let cx = threads.cx();
         let page = frames.alloc(&cx, request(0)).expect("memory");
-        assert_eq!((frames.local_node(&cx), frames.node_of(page.pfn())), (NodeId(1), Some(NodeId(1))));
+        assert_eq!((frames.local_node(&cx), frames.node_of(page.pfn())), (NodeId::new(1), Some(NodeId::new(1))));
         frames.free(&cx, page);
     });
 }
@@ -52,16 +52,16 @@ fn the_nearest_node_is_fallen_back_to() {
     let from = |node: u32, distances: &[u8]| {
         let mut found = Vec::new();
         with_config(
-            FramesConfig::new(&arenas, 1).on_nodes(&[NodeId(node)]).with_distances(distances),
+            FramesConfig::new(&arenas, 1).on_nodes(&[NodeId::new(node)]).with_distances(distances),
             |frames, threads| {
                 let cx = threads.cx();
                 let blocks: Vec<_> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
-                found.extend(blocks.iter().map(|block| frames.node_of(block.pfn()).expect("managed").0));
-                assert_eq!(frames.nodes_from(NodeId(node)).map(|node| node.0).collect::<Vec<_>>(), found);
+                found.extend(blocks.iter().map(|block| frames.node_of(block.pfn()).expect("managed").get()));
+                assert_eq!(frames.nodes_from(NodeId::new(node)).map(|node| node.get()).collect::<Vec<_>>(), found);
                 let nowait = frames.alloc_nowait(&cx, request(0));
                 assert_eq!(nowait, Err(AllocError::OutOfMemory));
                 let Some(last) = blocks.into_iter().last() else { return };
-                let (number, at) = (last.pfn(), NodeId(node));
+                let (number, at) = (last.pfn(), NodeId::new(node));
                 frames.free(&cx, last);
                 let far = frames.alloc_nowait(&cx, request(9).from(Placement::Prefer(at))).expect("the last one's");
                 assert_eq!(far.pfn(), number);

@@ -2,7 +2,7 @@
 
 use super::support::{Threads, arena, counted_pages, extent, folio, pages, with_arenas, with_one_arena};
 use super::{GIB, counters, order, request};
-use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn};
+use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn, with};
 use hugemm_frames::{AllocContigError, FolioRef, Placement, RangeReport};
 
 /// One lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
@@ -20,7 +20,7 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
         let whole = counted_pages(frames, block);
         let before = rounds(&cx);
         let report = frames.free_range(&mut cx, pages(whole));
-        assert_eq!(report, RangeReport { freed: GIB, runs: 1, ..RangeReport::default() });
+        assert_eq!(report, with!(RangeReport::default(), freed = GIB, runs = 1));
         assert_eq!(rounds(&cx) - before, 2);
         let stats = frames.stats(&cx);
         assert_eq!(stats.blocks[18], 1, "largest blocks, not pages");
@@ -105,7 +105,7 @@ fn extents_become_cached_blocks_by_themselves() {
 /// Arenas that adjoin share nothing.
 #[test]
 fn ranges_split_at_the_border_of_arenas() {
-    with_arenas(&[arena(0, 768, 0), arena(768, 768, 1)], 1, &[NodeId(0)], |frames, threads| {
+    with_arenas(&[arena(0, 768, 0), arena(768, 768, 1)], 1, &[NodeId::new(0)], |frames, threads| {
         let mut cx = threads.cx();
         let left = frames.take_range(&cx, extent(512, 256)).expect("free").into_extent();
         let right = frames.take_range(&cx, extent(768, 256)).expect("free").into_extent();
@@ -113,17 +113,17 @@ fn ranges_split_at_the_border_of_arenas() {
         let both = left.join(right).expect("adjoining");
         // SAFETY: claimed above.
         assert_eq!(frames.free_extent(&cx, unsafe { Dirty::assume_owned(both) }), 512);
-        assert_eq!(frames.node_stats(&cx, NodeId(0)).available(), 768);
-        assert_eq!(frames.node_stats(&cx, NodeId(1)).available(), 768);
+        assert_eq!(frames.node_stats(&cx, NodeId::new(0)).available(), 768);
+        assert_eq!(frames.node_stats(&cx, NodeId::new(1)).available(), 768);
         // And of counted ones: two runs.
         let mut held: Vec<FolioRef> = Vec::new();
         for node in [0, 1] {
-            while let Ok(block) = frames.alloc(&cx, request(0).from(Placement::Only(NodeId(node)))) {
+            while let Ok(block) = frames.alloc(&cx, request(0).from(Placement::Only(NodeId::new(node)))) {
                 held.push(frames.count(block).expect("fresh"));
             }
         }
         assert_eq!(held.len(), 1536);
         let report = frames.free_range(&mut cx, pages(extent(0, 1536)));
-        assert_eq!(report, RangeReport { freed: 1536, runs: 2, ..RangeReport::default() });
+        assert_eq!(report, with!(RangeReport::default(), freed = 1536, runs = 2));
     });
 }

@@ -45,7 +45,7 @@ fn who_may_sleep_gets_what_the_hook_has_freed() {
             freed
         });
         assert_eq!(frames.alloc(&cx, order(3)).err(), Some(AllocError::OutOfMemory));
-        for request in [request(3), request(3).movable().from(Placement::Only(NodeId(0)))] {
+        for request in [request(3), request(3).movable().from(Placement::Only(NodeId::new(0)))] {
             let block = frames.alloc_or_relieve(&mut cx, &hook, request).expect("what was freed");
             taken.lock().expect("whole").push(block);
         }
@@ -53,9 +53,9 @@ fn who_may_sleep_gets_what_the_hook_has_freed() {
         let rest = core::iter::from_fn(|| frames.alloc(&cx, Order::ZERO).ok());
         taken.lock().expect("whole").extend(rest);
         let block =
-            frames.alloc_or_relieve(&mut cx, &hook, request(0).from(Placement::Only(NodeId(0)))).expect("freed");
+            frames.alloc_or_relieve(&mut cx, &hook, request(0).from(Placement::Only(NodeId::new(0)))).expect("freed");
         frames.free(&cx, block);
-        let need = Shortfall::block(Order::ZERO).only(Some(NodeId(0)));
+        let need = Shortfall::block(Order::ZERO).only(Some(NodeId::new(0)));
         assert_eq!(asked.lock().expect("whole").last(), Some(&need));
     });
 }
@@ -73,7 +73,7 @@ fn a_hook_that_frees_nothing_ends_in_an_error() {
             });
             assert_eq!(frames.alloc_or_relieve(&mut cx, &hook, Order::ZERO).err(), Some(AllocError::OutOfMemory));
             assert_eq!(core::mem::take(&mut *asked.lock().expect("whole")), times);
-            let nowhere = request(0).from(Placement::Only(NodeId(9)));
+            let nowhere = request(0).from(Placement::Only(NodeId::new(9)));
             assert_eq!(frames.alloc_or_relieve(&mut cx, &hook, nowhere).err(), Some(AllocError::NoSuchNode));
             assert_eq!(*asked.lock().expect("whole"), 0);
         }
@@ -144,10 +144,10 @@ fn the_reserve_is_for_those_who_free() {
         taken.lock().expect("whole").extend(core::iter::from_fn(|| frames.alloc(&cx, Order::ZERO).ok()));
         assert_eq!(frames.alloc(&cx, Order::ZERO).err(), Some(AllocError::OutOfMemory), "it is not for everybody");
         let hook = Hook(|cx: &mut Cx<'_>, _| {
-            for refused in [request(1), request(0).movable(), request(0).from(Placement::Only(NodeId(0)))] {
+            for refused in [request(1), request(0).movable(), request(0).from(Placement::Only(NodeId::new(0)))] {
                 assert_eq!(frames.alloc(cx, refused).err(), Some(AllocError::OutOfMemory));
             }
-            let nowhere = frames.alloc(cx, request(0).from(Placement::Prefer(NodeId(9))));
+            let nowhere = frames.alloc(cx, request(0).from(Placement::Prefer(NodeId::new(9))));
             assert_eq!(nowhere.err(), Some(AllocError::NoSuchNode));
             let mine: Vec<_> = core::iter::from_fn(|| frames.alloc(cx, Order::ZERO).ok()).collect();
             assert_eq!(mine.len(), 3);

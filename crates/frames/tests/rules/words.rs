@@ -25,7 +25,7 @@ pub(super) fn free(frames: &Frames<'_, impl Env>, cx: &CpuCx<'_, Threads>, block
 pub(super) fn all_free(frames: &Frames<'_, impl Env>, cx: &CpuCx<'_, Threads>, cpus: u32) -> u64 {
     for cpu in 0..cpus {
         // SAFETY: this thread is all of them.
-        unsafe { frames.drain_offline(cx, CpuId(cpu)) };
+        unsafe { frames.drain_offline(cx, CpuId::new(cpu)) };
     }
     let stats = frames.stats(cx);
     assert_eq!((stats.cached, stats.isolated, stats.deferred), (0, 0, 0));

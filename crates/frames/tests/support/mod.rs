@@ -46,7 +46,7 @@ pub fn extent(base: u64, pages: u64) -> Extent {
 }
 
 pub fn arena(base: u64, pages: u64, node: u32) -> ArenaSpec {
-    ArenaSpec { extent: extent(base, pages), node: NodeId(node), descriptors: None }
+    ArenaSpec::new(extent(base, pages), NodeId::new(node))
 }
 
 /// What a number stands for, where a test keeps numbers: it says by that that it has the reference.

@@ -4,7 +4,7 @@
 
 use super::{Memory, Threads, arena, extent, folio, release, run_as};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn, Zeroed};
+use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn, Zeroed, with};
 use hugemm_frames::{
     AllocContigError, AllocError, AllocRequest, FolioRef, FolioRun, Frames, FramesConfig, Frozen, HwPoisoned, Mobility,
     ORDERS, Placement, Plain, Put, RangeReport, RefError,
@@ -147,7 +147,7 @@ impl Model<'_> {
 
     /// Those that are free, of arenas that a request may have.
     fn free_runs(&self, of: Placement) -> Vec<Extent> {
-        let may = |(.., node): &&(u64, u64, u32)| !matches!(of, Placement::Only(only) if only != NodeId(*node));
+        let may = |(.., node): &&(u64, u64, u32)| !matches!(of, Placement::Only(only) if only != NodeId::new(*node));
         let arenas = self.arenas.iter().filter(may).flat_map(|(base, pages, _)| self.runs(extent(*base, *pages)));
         arenas.filter(|(_, state)| *state == FREE).map(|(run, _)| run).collect()
     }
@@ -289,16 +289,16 @@ impl Run<'_, '_> {
     fn take(&mut self, cx: &CpuCx<'_, Threads>) {
         let log = self.one_of(&[0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 10, 11, 13, 15, 16, 16, 17, 17, 18]);
         let mobility = self.one_of(&Mobility::ALL);
-        let last = NodeId(self.frames.nodes() - 1);
+        let last = NodeId::new(self.frames.nodes() - 1);
         let from = self.one_of(&[
             Placement::Local,
             Placement::Local,
-            Placement::Only(NodeId(0)),
+            Placement::Only(NodeId::new(0)),
             Placement::Only(last),
             Placement::Prefer(last),
-            Placement::Only(NodeId(7)),
+            Placement::Only(NodeId::new(7)),
         ]);
-        let mut request = AllocRequest { mobility, from, ..AllocRequest::order(order(log)) };
+        let mut request = with!(AllocRequest::order(order(log)), mobility, from);
         request.prefer_zeroed = self.below(3) == 0;
         let most = ((self.everywhere.pages() / 2) >> log).min(if log < 9 { 300 } else { 700 });
         let (count, how) = (self.one_of(&[1, most]), self.below(4));
@@ -312,7 +312,7 @@ impl Run<'_, '_> {
             let below = if how == 0 { limit } else { Pfn::new(u64::MAX) };
             match taken {
                 Ok(block) => self.taken(block, request, below),
-                Err(AllocError::NoSuchNode) => return assert_eq!(request.from, Placement::Only(NodeId(7))),
+                Err(AllocError::NoSuchNode) => return assert_eq!(request.from, Placement::Only(NodeId::new(7))),
                 Err(AllocError::OutOfMemory) => return self.overlooked(cx, request, below),
                 Err(AllocError::WouldWait) => panic!("nobody holds a lock"),
             }
@@ -725,7 +725,7 @@ fn order(log: u32) -> Order {
 /// poisoned.
 pub fn play((arenas, reserved): Shape<'_>, choices: Choices<'_>, steps: u64, poisons: u64) {
     let specs: Vec<_> = arenas.iter().map(|&(base, pages, node)| arena(base, pages, node)).collect();
-    let nodes = [0, 1].map(|cpu| NodeId(cpu.min(arenas[arenas.len() - 1].2)));
+    let nodes = [0, 1].map(|cpu| NodeId::new(cpu.min(arenas[arenas.len() - 1].2)));
     let config = FramesConfig::new(&specs, 2).on_nodes(&nodes);
     let memory = Memory::for_config(&config);
     let frames: Frames<'_, Plain<NoFaults>> = memory.manager(&config, NoFaults);

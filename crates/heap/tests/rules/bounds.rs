@@ -107,7 +107,7 @@ fn a_pin_holds_few_lock_rounds() {
         let mut last = None;
         let look = |cx: &mut Cx<'_>| {
             // Its own look is one.
-            let now = frames.node_stats(cx, hugemm_base::NodeId(0)).lock_rounds;
+            let now = frames.node_stats(cx, hugemm_base::NodeId::new(0)).lock_rounds;
             if let Some(last) = last.replace(now) {
                 worst = worst.max(now - last - 1);
             }

@@ -55,7 +55,7 @@ fn failures_leave_a_heap_that_works() {
         let (threads, ram) = Threads::with_memory(4 << 20);
         let (cx, extent) = (threads.cx(), ram.extent());
         let plan = FaultPlan::random(1 + seed, 180, seed);
-        let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+        let arenas = [ArenaSpec::new(extent, NodeId::new(0))];
         let config = FramesConfig::new(&arenas, 1);
         let need = Frames::<Plain<&FaultPlan>>::required_bytes(&config).expect("valid");
         let metadata = Memory::new(need);

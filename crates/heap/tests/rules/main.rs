@@ -2,6 +2,8 @@
 
 mod bounds;
 mod errors;
+#[cfg(all(feature = "hardened", not(miri)))]
+mod hardened;
 mod less;
 mod mapping;
 #[cfg(all(any(debug_assertions, feature = "debug"), not(miri)))]

@@ -100,7 +100,7 @@ fn with_odd(
     let all = memory.frames();
     let threads = Threads::new(Odd { memory, odd: odd.clone(), each, gone });
     let cx = threads.cx();
-    let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(all, NodeId::new(0))];
     let config = FramesConfig::new(&arenas, 1);
     let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
     // SAFETY: the metadata is the test's, zeroed; frame numbers are this memory's own; one platform.

@@ -303,7 +303,7 @@ impl World<'_, '_> {
         let (base, pages, node) = ARENAS[3];
         let all = Extent::new(Pfn::new(base), pages).expect("valid");
         if !self.plugged {
-            let spec = ArenaSpec { extent: all, node: NodeId(node), descriptors: None };
+            let spec = ArenaSpec::new(all, NodeId::new(node));
             // SAFETY: the memory is for this, and stays; the frames are the test's, and are handed over once each time.
             let released = unsafe {
                 self.frames.add(&self.cx, &spec, self.kept.ptr(), self.kept.bytes()).expect("it fits");
@@ -353,13 +353,10 @@ impl World<'_, '_> {
 
 fn run(seed: u64) -> [u64; 4] {
     let _watched = Watchdog::new();
-    let spec = |(base, pages, node)| ArenaSpec {
-        extent: Extent::new(Pfn::new(base), pages).expect("valid"),
-        node: NodeId(node),
-        descriptors: None,
-    };
+    let spec =
+        |(base, pages, node)| ArenaSpec::new(Extent::new(Pfn::new(base), pages).expect("valid"), NodeId::new(node));
     let arenas: Vec<ArenaSpec> = ARENAS[..3].iter().copied().map(spec).collect();
-    let on = [0, 1, 0, 1].map(NodeId);
+    let on = [0, 1, 0, 1].map(NodeId::new);
     let config = FramesConfig::new(&arenas, CPUS).on_nodes(&on);
     let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
     let kept = Memory::new(Frames::<Plain>::added_bytes(&spec(ARENAS[3])).expect("valid"));

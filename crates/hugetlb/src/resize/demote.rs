@@ -70,7 +70,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         let mut pages = 0;
         for at in (extent.base().get()..extent.end().get()).step_by(step as usize) {
             let Some((area, index, bit)) = self.find(Pfn::new(at)) else { continue };
-            let (Some(group), node) = (self.group(index), area.node().0 as usize) else { continue };
+            let (Some(group), node) = (self.group(index), area.node().get() as usize) else { continue };
             state.nodes[node] = state.nodes[node].enter(1, false);
             group.pool.add(1 << bit);
             group.free.add(1 << bit);

@@ -63,7 +63,7 @@ impl<L: RawLock> HugePool<'_, L> {
 
     fn dequeue_node(&self, node: usize, pages: u64, stage: &mut impl FnMut(usize, u64)) -> u64 {
         let mut left = pages;
-        for area in self.areas().iter().rev().filter(|area| area.node().0 as usize == node) {
+        for area in self.areas().iter().rev().filter(|area| area.node().get() as usize == node) {
             for index in area.range(self.page_size()).rev() {
                 if left == 0 {
                     return pages;

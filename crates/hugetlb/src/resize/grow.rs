@@ -67,7 +67,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         for round in (0..ROUNDS).rev() {
             for (place, node) in (0..).zip((0..nodes).filter(asked)) {
                 let quota = missing.div_ceil(if round == 0 { 1 } else { count - place });
-                missing -= self.alloc_from(cx, NodeId(node), quota, cancel);
+                missing -= self.alloc_from(cx, NodeId::new(node), quota, cancel);
                 if self.report.cancelled {
                     return;
                 }

@@ -106,7 +106,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
     /// whole runs. Where there are no such frames heads stay where they are: it cannot fail.
     pub(crate) fn remap<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) {
         let Mapped::Table(frame) = self.map.mapped(work.block) else { return };
-        let slot = self.tails.get(work.node.0 as usize).and_then(|slot| tail::published(&slot.page));
+        let slot = self.tails.get(work.node.get() as usize).and_then(|slot| tail::published(&slot.page));
         let (Some(page), Some(table)) = (slot, Table::at(self.map, frame)) else { return };
         let shared = self.map.replacement(DescriptorLeaf { frame: page, writable: false });
         let fat = |index: usize| self.map.leaf(table.get(index)).filter(|leaf| leaf.writable);

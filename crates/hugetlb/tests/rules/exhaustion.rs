@@ -2,17 +2,17 @@
 
 use crate::support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as, with_pool};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{Cpu, CpuCx, FrameUse, Never, PageSize, Pfn};
+use hugemm_base::{Cpu, CpuCx, FrameUse, Never, PageSize, Pfn, with};
 use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError};
 use hugemm_threads::Random;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const POLICIES: [OptimizerPolicy; 4] = [
-    OptimizerPolicy { swap: true, carve: true },
-    OptimizerPolicy { swap: true, carve: false },
-    OptimizerPolicy { swap: false, carve: false },
-    OptimizerPolicy { swap: false, carve: true },
+    OptimizerPolicy::new(),
+    with!(OptimizerPolicy::new(), carve = false),
+    with!(OptimizerPolicy::new(), swap = false, carve = false),
+    with!(OptimizerPolicy::new(), swap = false),
 ];
 
 fn everything_is_somewhere(m: &Machine<'_, Faults>, used: u64) {
@@ -323,7 +323,7 @@ fn a_fat_page_can_always_be_demoted() {
     for (swap, described, memory, lean) in
         [(true, true, true, 512), (true, true, false, 0), (false, true, true, 0), (true, false, true, 0)]
     {
-        let policy = OptimizerPolicy { swap, ..OptimizerPolicy::default() };
+        let policy = with!(OptimizerPolicy::default(), swap);
         machine(&Shape { policy, ..Shape::spans(32) }, Faults::default(), |m| {
             let mut areas = m.areas.clone();
             if !described {
@@ -380,7 +380,7 @@ fn parts_of_a_page_are_lean_that_gave_something_back() {
 /// A surplus page whose descriptors cannot be had back is one still, and a persistent one too.
 #[test]
 fn a_page_that_does_not_dissolve_counts_as_before() {
-    let policy = OptimizerPolicy { carve: false, ..OptimizerPolicy::default() };
+    let policy = with!(OptimizerPolicy::default(), carve = false);
     for (persistent, surplus) in [(0, 1), (70, 0), (70, 2)] {
         with_pool(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m, pool, mut cx| {
             m.set(&pool, persistent);

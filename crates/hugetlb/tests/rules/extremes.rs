@@ -32,7 +32,7 @@ fn a_pool_asked_for_anything() {
                         pool.unreserve(&cx, 1).expect("promised");
                     }
                 }
-                let node = NodeId(number as u32 | 1 << 31);
+                let node = NodeId::new(number as u32 | 1 << 31);
                 assert_eq!(pool.node_counts(&cx, node), HugePageCounts::default());
                 assert!(pool.take(&cx, Nodes::Only(node), false).is_err());
                 for nodes in [Nodes::Only(node), Nodes::All] {

@@ -6,7 +6,7 @@ use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
     Cpu, CpuCx, CpuId, Dirty, Extent, FlushDomain, Flushed, Invalidation, Never, NodeId, Order, PageSize, Pfn,
-    VirtAddr, VirtRange,
+    VirtAddr, VirtRange, with,
 };
 use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host};
@@ -128,7 +128,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     let memory = Sparse::new(all.bytes() as usize).expect("addresses");
     // SAFETY: mapped, initialised, and used through the host only.
     let bytes = unsafe { std::slice::from_raw_parts_mut(memory.start().as_ptr(), memory.bytes()) };
-    let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a host");
+    let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId::new(0) }], bytes).expect("a host");
     let mmu = Mmu::new(&host, CPUS, 1, seed);
     let mmu: &Mmu<'_, '_> = &mmu;
     // SAFETY: as for the host.
@@ -153,7 +153,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     // SAFETY: the kernel's tables, which stay; there is no other space.
     let space: TlbSpace<KernelSpace> = unsafe { TlbSpace::new(&shootdown, tables[0].start()) }.expect("few CPUs");
     for cpu in 0..CPUS {
-        mmu.as_cpu(CpuId(cpu), |cx| space.online(&shootdown, cx));
+        mmu.as_cpu(CpuId::new(cpu), |cx| space.online(&shootdown, cx));
     }
     // SAFETY: the tables just made, which every CPU walks; the host's memory is a direct map.
     let map = unsafe { PagedMap::new(tables[0], &host, &space, &shootdown, ShootdownPolicy::BATCHED) };
@@ -163,7 +163,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     }
     let map = Watched { map, mmu, deaf };
     let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(first.get() as usize));
-    let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: array }];
+    let arenas = [with!(ArenaSpec::new(all, NodeId::new(0)), descriptors = array)];
     let config = FramesConfig::new(&arenas, CPUS);
     let layout = Frames::<Seen<'_>>::required_bytes(&config).expect("valid");
     let mut metadata = vec![0_u8; layout.size() + layout.align()];
@@ -171,7 +171,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     let at = at.wrapping_add(at.align_offset(layout.align()));
     // SAFETY: zeroed, large enough, used once.
     let frames = unsafe { Frames::new(&config, Seen(mmu, Cell::new(0)), at, layout.size()) }.expect("valid");
-    mmu.as_cpu(CpuId(0), |cx| {
+    mmu.as_cpu(CpuId::new(0), |cx| {
         // SAFETY: once.
         unsafe { frames.release(cx, Dirty::assume_owned(all)) };
         let used = Extent::new(described.base(), described.pages() + 5).expect("in range");
@@ -181,7 +181,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     // SAFETY: the frames behind the descriptors were claimed for them; it is the only optimizer of the map.
     let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &tails, policy) };
     // SAFETY: that is where the allocator is told its descriptors are.
-    let mut areas = [unsafe { PoolArena::new(all, NodeId(0)).with_descriptors(first) }];
+    let mut areas = [unsafe { PoolArena::new(all, NodeId::new(0)).with_descriptors(first) }];
     let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
     let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
     let mut nodes = [HugePageCounts::default()];
@@ -189,7 +189,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
 
     let mut random = Random(seed);
     let mut others: Vec<(Frozen, u64)> = Vec::new();
-    mmu.as_cpu(CpuId(0), |cx| {
+    mmu.as_cpu(CpuId::new(0), |cx| {
         for order in [0, 9, 3, 0, 9, 9, 1, 0] {
             let request = AllocRequest::order(Order::new(order).expect("valid"));
             others.push((frames.alloc(cx, request).expect("enough"), 0));
@@ -197,7 +197,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     });
     for step in 0..40 {
         for _ in 0..50 {
-            let cpu = CpuId(random.below(u64::from(CPUS)) as u32);
+            let cpu = CpuId::new(random.below(u64::from(CPUS)) as u32);
             let pick = random.below(others.len() as u64) as usize;
             let head = descriptor_of(others[pick].0.pfn());
             assert_eq!(mmu.load(cpu, VirtAddr::new(head.get() + 56)), Ok(others[pick].1), "step {step}");
@@ -207,7 +207,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
             let any = Pfn::new(all.base().get() + random.below(all.pages()));
             let _ = mmu.load(cpu, descriptor_of(any)).expect("every descriptor can be read");
         }
-        mmu.as_cpu(CpuId(random.below(2) as u32), |cx| {
+        mmu.as_cpu(CpuId::new(random.below(2) as u32), |cx| {
             if random.below(4) == 0 {
                 frames.env().1.set(random.below(100));
             }
@@ -226,7 +226,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
 fn no_cpu_uses_anything_stale_whatever_is_resized() {
     for seed in 1..4 {
         for (swap, carve) in [(true, true), (false, true), (false, false)] {
-            assert_eq!(cycles(seed, OptimizerPolicy { swap, carve }, false), Ok(()), "seed {seed}");
+            assert_eq!(cycles(seed, with!(OptimizerPolicy::new(), swap, carve), false), Ok(()), "seed {seed}");
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as, with_pool};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CancelFlag, Cpu, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CancelFlag, Cpu, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{DescriptorMap, Mapped, Nodes, OptimizerPolicy};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -117,7 +117,7 @@ fn a_1_gib_page_keeps_one_head_and_one_table() {
 
 #[test]
 fn flushes_do_not_grow_with_the_number_of_pages() {
-    for policy in [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }] {
+    for policy in [OptimizerPolicy::default(), with!(OptimizerPolicy::default(), swap = false)] {
         for pages in [1, 7, 64, 100, 300] {
             with_pool(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m, pool, mut cx| {
                 let up = pool.resize(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle");
@@ -262,7 +262,7 @@ fn shrinking_never_fails() {
 /// The documented way: what cannot be restored becomes surplus, and goes when memory has come back.
 #[test]
 fn without_carving_pages_that_cannot_be_restored_become_surplus() {
-    let policy = OptimizerPolicy { carve: false, ..OptimizerPolicy::default() };
+    let policy = with!(OptimizerPolicy::default(), carve = false);
     machine(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
@@ -338,13 +338,13 @@ fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
     with_pool(&Shape { nodes: vec![4, 4], ..Shape::spans(0) }, NoFaults, |m, pool, mut cx| {
         let up = pool.resize(&mut cx, &m.optimizer, 201, Nodes::All, &Never).expect("idle");
         assert_eq!((up.entered, up.lean), (201, 201));
-        let on = |cx: &_, node| pool.node_counts(cx, NodeId(node)).total;
+        let on = |cx: &_, node| pool.node_counts(cx, NodeId::new(node)).total;
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 100));
         assert_eq!(m.optimizer.shared_frames(), 2);
         // Only one node's part.
-        pool.resize(&mut cx, &m.optimizer, 20, Nodes::Only(NodeId(1)), &Never).expect("idle");
+        pool.resize(&mut cx, &m.optimizer, 20, Nodes::Only(NodeId::new(1)), &Never).expect("idle");
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 20));
-        pool.resize(&mut cx, &m.optimizer, 150, Nodes::Only(NodeId(1)), &Never).expect("idle");
+        pool.resize(&mut cx, &m.optimizer, 150, Nodes::Only(NodeId::new(1)), &Never).expect("idle");
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 150));
         // A node that runs dry does not stop the other.
         let more = pool.resize(&mut cx, &m.optimizer, 450, Nodes::All, &Never).expect("idle");
@@ -396,7 +396,7 @@ fn descriptors(m: &Machine<'_, NoFaults>) -> impl Iterator<Item = Pfn> {
 /// that CPU is at it.
 #[test]
 fn entries_that_break_first_are_made_by_whoever_needs_them() {
-    let policies = [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }];
+    let policies = [OptimizerPolicy::default(), with!(OptimizerPolicy::default(), swap = false)];
     for policy in policies {
         with_pool(&Shape { breaks: true, policy, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
             occupy_the_first_span(m);

@@ -2,7 +2,7 @@
 
 use crate::support::{BASE, CPUS, Faults, Machine, SPAN, Shape, descriptor_of, extent, machine, run_as, with_pool};
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
-use hugemm_base::{Cpu, CpuCx, Extent, Never, NodeId, Order, PageSize, Pfn};
+use hugemm_base::{Cpu, CpuCx, Extent, Never, NodeId, Order, PageSize, Pfn, with};
 use hugemm_frames::HwPoisoned;
 use hugemm_hugetlb::{Group, HugePage, HugePageCounts, HugePool, Nodes, PoolArena, PoolError, ResizeReport};
 use proptest::prelude::*;
@@ -32,7 +32,7 @@ fn a_page_belongs_to_whoever_took_it() {
             assert!(pair[0].extent().end() <= pair[1].extent().base(), "lowest first");
         }
         let counts = pool.counts(&cx).counts;
-        assert_eq!(counts, HugePageCounts { total: 5, free: 0, surplus: 0 });
+        assert_eq!(counts, HugePageCounts::new(5, 0, 0));
         // Not what it never handed out, and not twice.
         // SAFETY: refused, so nothing is done with the frames.
         let foreign = unsafe { HugePage::assume_owned(Pfn::new(BASE + SPAN), PageSize::Size2M) };
@@ -45,7 +45,7 @@ fn a_page_belongs_to_whoever_took_it() {
         assert_eq!(pool.put(&cx, twice, false).map_err(|(_, error)| error), Err(PoolError::NotInPool));
         // Pages in use become surplus when the pool shrinks, and go when they come back.
         set(m, &pool, 0);
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 4, free: 0, surplus: 4 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(4, 0, 4));
         for page in held {
             assert_eq!(pool.put(&cx, page, false).map_err(|(_, error)| error), Ok(true));
         }
@@ -97,11 +97,7 @@ fn a_poisoned_page_backs_no_promise() {
         }
         for _ in 0..2 {
             pool.note_hwpoison(&cx, Pfn::new(first.get() + 7)).expect("a page of the pool");
-            assert_eq!(
-                pool.counts(&cx).counts,
-                HugePageCounts { total: 3, free: 2, surplus: 0 },
-                "noted twice, counted once"
-            );
+            assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(3, 2, 0), "noted twice, counted once");
         }
         assert_eq!(pool.reserve(&cx, 3), Err(1));
         assert_eq!(pool.reserve(&cx, 2), Ok(()));
@@ -111,20 +107,20 @@ fn a_poisoned_page_backs_no_promise() {
         // One is poisoned while somebody has it: it comes back, and is not free.
         let page = held.pop().expect("two");
         pool.note_hwpoison(&cx, page.extent().base()).expect("a page of the pool");
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 3, free: 0, surplus: 0 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(3, 0, 0));
         assert_eq!(pool.put(&cx, page, true).map_err(|(_, error)| error), Ok(true));
         let counts = pool.counts(&cx);
-        assert_eq!((counts.reserved, counts.counts), (1, HugePageCounts { total: 3, free: 0, surplus: 0 }));
+        assert_eq!((counts.reserved, counts.counts), (1, HugePageCounts::new(3, 0, 0)));
         assert_eq!(pool.take(&cx, Nodes::All, true), Err(PoolError::Exhausted));
         assert!(pool.is_consistent(&cx));
         // They leave, whatever was promised; a promise that is made next makes good what is missing.
         assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 2);
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 1, free: 0, surplus: 0 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(1, 0, 0));
         pool.set_overcommit(&cx, 2);
         assert_eq!(pool.reserve(&cx, 1), Err(2));
         assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 1), Ok(()));
         let counts = pool.counts(&cx);
-        assert_eq!((counts.reserved, counts.counts), (2, HugePageCounts { total: 3, free: 2, surplus: 2 }));
+        assert_eq!((counts.reserved, counts.counts), (2, HugePageCounts::new(3, 2, 2)));
         held.extend((0..2).map(|_| pool.take(&cx, Nodes::All, true).expect("promised")));
         for page in held {
             pool.put(&cx, page, false).expect("its own");
@@ -137,7 +133,7 @@ fn a_poisoned_page_backs_no_promise() {
 /// pool shrinks: it is never counted as free.
 #[test]
 fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
-    let policy = hugemm_hugetlb::OptimizerPolicy { carve: false, ..Default::default() };
+    let policy = with!(hugemm_hugetlb::OptimizerPolicy::default(), carve = false);
     machine(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
@@ -156,19 +152,19 @@ fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
         let report = pool.tidy(&mut cx, &m.optimizer).expect("idle");
         faults.disarm();
         assert_eq!((report.left, report.lent), (0, 1));
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 70, free: 69, surplus: 1 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(70, 69, 1));
         free(69);
         // That all others are promised does not keep it.
         let bad = pool.pages().next().expect("70").0;
         pool.reserve(&cx, 69).expect("69");
         assert_eq!(pool.dissolve(&mut cx, &m.optimizer, bad).expect("memory is back").left, 1);
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 69, free: 69, surplus: 0 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(69, 69, 0));
         pool.unreserve(&cx, 69).expect("69");
         // Shrinking takes good ones, as many as it counts.
         let last = pool.pages().map(|(pfn, _)| pfn).max().expect("69");
         pool.note_hwpoison(&cx, last).expect("a page of the pool");
         set(m, &pool, 0);
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 1, free: 0, surplus: 1 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(1, 0, 1));
         assert!(pool.pages().map(|(pfn, _)| pfn).eq([last]) && pool.is_consistent(&cx));
         assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 1);
         assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
@@ -201,11 +197,11 @@ fn a_page_dissolves_or_stays() {
         let report = pool.dissolve(&mut cx, &m.optimizer, Pfn::new(victim.get() + 77)).expect("carved");
         faults.disarm();
         assert_eq!((report.left, report.carved), (1, 1));
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 69, free: 68, surplus: 0 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(69, 68, 0));
         assert!(pool.is_consistent(&cx) && pool.pages().all(|(pfn, _)| pfn != victim));
         pool.put(&cx, taken, false).expect("its own");
     });
-    let policy = hugemm_hugetlb::OptimizerPolicy { carve: false, ..Default::default() };
+    let policy = with!(hugemm_hugetlb::OptimizerPolicy::default(), carve = false);
     machine(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
@@ -217,7 +213,7 @@ fn a_page_dissolves_or_stays() {
         faults.disarm();
         assert_eq!(refused, Err(PoolError::OutOfMemory));
         assert_eq!(pool.pages().collect::<Vec<_>>(), before);
-        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 70, free: 70, surplus: 0 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(70, 70, 0));
         assert!(pool.is_consistent(&cx));
         assert_eq!(pool.dissolve(&mut cx, &m.optimizer, before[5].0).expect("memory is back").left, 1);
     });
@@ -259,12 +255,12 @@ fn pages_leave_evenly_and_only_where_they_are() {
         let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
         set(m, &small, 201);
         set(m, &small, 50);
-        let on = |node| small.node_counts(&m.threads.cx(), NodeId(node)).total;
+        let on = |node| small.node_counts(&m.threads.cx(), NodeId::new(node)).total;
         assert_eq!((on(0) + on(1), on(0).abs_diff(on(1))), (50, 0));
         set(m, &small, 0);
-        let one = Nodes::Only(NodeId(1));
+        let one = Nodes::Only(NodeId::new(1));
         large.resize(&mut cx, &m.optimizer, 1, one, &Never).expect("idle");
-        let other = Nodes::Only(NodeId(0));
+        let other = Nodes::Only(NodeId::new(0));
         assert_eq!(large.demote(&mut cx, &m.optimizer, &small, other, 1), Err(PoolError::NothingToDemote));
         assert_eq!(large.demote(&mut cx, &m.optimizer, &large, one, 1), Err(PoolError::NotInPool));
         assert_eq!(small.demote(&mut cx, &m.optimizer, &small, one, 1), Err(PoolError::NotInPool));
@@ -300,7 +296,7 @@ fn pages_come_evenly_and_from_where_there_are_some() {
     machine(&Shape { nodes: vec![4, 4, 4], ..Shape::spans(0) }, NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let pool = memory.pool();
-        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).total);
+        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId::new(node)).total);
         for (pages, expected) in [(1, [1, 0, 0]), (6, [3, 2, 1]), (200, [68, 67, 65])] {
             set(m, &pool, pages);
             assert_eq!(on(), expected);
@@ -310,7 +306,7 @@ fn pages_come_evenly_and_from_where_there_are_some() {
     machine(&Shape { nodes: vec![1, 8, 3], ..Shape::spans(0) }, NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let pool = memory.pool();
-        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).total);
+        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId::new(node)).total);
         set(m, &pool, 600);
         let [first, second, third] = on();
         assert!(first > 40 && first < 64 && third > 150 && third <= 192 && first + second + third == 600, "{:?}", on());
@@ -364,7 +360,7 @@ fn a_pool_of_a_part_of_a_node_grows() {
         machine(&Shape::spans(24), NoFaults, |m| {
             let part = extent(BASE + 16 * SPAN, 8 * SPAN);
             // SAFETY: where the machine has them.
-            let area = unsafe { PoolArena::new(part, NodeId(0)).with_descriptors(descriptor_of(part.base())) };
+            let area = unsafe { PoolArena::new(part, NodeId::new(0)).with_descriptors(descriptor_of(part.base())) };
             let mut memory = m.pool_memory_over(vec![area], size);
             let (pool, cx) = (memory.pool(), m.threads.cx());
             let available = m.frames.available(&cx);
@@ -389,7 +385,7 @@ fn a_pool_of_a_part_of_a_node_grows() {
 #[test]
 fn surplus_is_kept_and_lent_on_every_node() {
     with_pool(&Shape { nodes: vec![3, 3], ..Shape::spans(0) }, NoFaults, |m, pool, mut cx| {
-        let surplus = || [0, 1].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).surplus);
+        let surplus = || [0, 1].map(|node| pool.node_counts(&m.threads.cx(), NodeId::new(node)).surplus);
         pool.set_overcommit(&cx, 6);
         pool.reserve_or_overcommit(&mut cx, &m.optimizer, 6).expect("within the limit");
         assert_eq!(surplus(), [3, 3]);
@@ -570,13 +566,13 @@ proptest! {
             for op in ops {
                 match op {
                     Op::Resize(target) | Op::ResizeNode(0, target) => {
-                        let nodes = if matches!(op, Op::Resize(_)) { Nodes::All } else { Nodes::Only(NodeId(0)) };
+                        let nodes = if matches!(op, Op::Resize(_)) { Nodes::All } else { Nodes::Only(NodeId::new(0)) };
                         pool.resize(&mut cx, &m.optimizer, target, nodes, &Never).expect("idle");
                         oracle.resize(target);
                     }
                     // There is no such node.
                     Op::ResizeNode(node, target) => {
-                        pool.resize(&mut cx, &m.optimizer, target, Nodes::Only(NodeId(node)), &Never).expect("idle");
+                        pool.resize(&mut cx, &m.optimizer, target, Nodes::Only(NodeId::new(node)), &Never).expect("idle");
                     }
                     Op::Take(reserved) => {
                         let may = if reserved { oracle.reserved > 0 } else { oracle.free > oracle.reserved };
@@ -645,7 +641,7 @@ proptest! {
                     Op::VmemmapOptimizer(on) => m.optimizer.set_enabled(on),
                 }
                 let now = pool.counts(&cx);
-                let expected = HugePageCounts { total: oracle.total, free: oracle.free, surplus: oracle.surplus };
+                let expected = HugePageCounts::new(oracle.total, oracle.free, oracle.surplus);
                 prop_assert_eq!((now.counts, now.reserved), (expected, oracle.reserved));
                 prop_assert_eq!(expected.active(), held.len() as u64);
                 prop_assert!(pool.is_consistent(&cx) && now.reserved <= now.counts.free);

@@ -3,7 +3,7 @@
 
 use crate::support::{BASE, CPUS, Faults, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{Cpu, CpuCx, Extent, FrameUse, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Cpu, CpuCx, Extent, FrameUse, Never, NodeId, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen, HwPoisoned, Placement};
 use hugemm_hugetlb::{
     DescriptorMap, HugePage, HugePageCounts, HugePool, Mapped, Nodes, OptimizerPolicy, PoolError, ResizeReport,
@@ -114,7 +114,7 @@ impl World<'_, '_> {
         let (less, more) = (self.below(2 * unit), self.below(2 * unit));
         let persistent = self.total(at).persistent();
         let target = self.one_of(&[0, less, persistent.saturating_sub(less), persistent + more, most / 2, u64::MAX]);
-        let nodes = self.one_of(&[Nodes::All, Nodes::All, Nodes::Only(NodeId(0)), Nodes::Only(NodeId(1))]);
+        let nodes = self.one_of(&[Nodes::All, Nodes::All, Nodes::Only(NodeId::new(0)), Nodes::Only(NodeId::new(1))]);
         let allowed = |world: &Self| match nodes {
             Nodes::All => world.total(at),
             Nodes::Only(node) => pool.node_counts(&world.m.threads.cx(), node),
@@ -132,7 +132,7 @@ impl World<'_, '_> {
             // No page of the size is free there.
             assert!((was.persistent()..target).contains(&is), "{target} of {was:?}: {report:?}");
             self.drain();
-            for node in (0..2).map(NodeId).filter(|node| nodes == Nodes::All || nodes == Nodes::Only(*node)) {
+            for node in (0..2).map(NodeId::new).filter(|node| nodes == Nodes::All || nodes == Nodes::Only(*node)) {
                 let request = AllocRequest::order(SIZES[at].order()).from(Placement::Only(node));
                 assert_eq!(self.m.frames.alloc(&self.m.threads.cx(), request).ok(), None, "{target}: {report:?}");
             }
@@ -148,7 +148,7 @@ impl World<'_, '_> {
 
     fn demote(&mut self) {
         let (pages, [small, large], before) = (self.below(60), self.pools, [0, 1].map(|at| self.total(at).total));
-        let nodes = self.one_of(&[Nodes::All, Nodes::Only(NodeId(1))]);
+        let nodes = self.one_of(&[Nodes::All, Nodes::Only(NodeId::new(1))]);
         let (report, _) = self.act(|cx, m| large.demote(cx, &m.optimizer, small, nodes, pages));
         let report = report.unwrap_or_default();
         let (parts, after) = (512 * report.left, [0, 1].map(|at| self.total(at).total));
@@ -165,7 +165,7 @@ impl World<'_, '_> {
             1 => pool.set_overcommit(&cx, pages),
             2 => _ = pool.unreserve(&cx, pages.min(reserved)).expect("promised"),
             3 => {
-                let (node, pages) = (NodeId(pages as u32 % 2), self.held[at].len() + pages as usize);
+                let (node, pages) = (NodeId::new(pages as u32 % 2), self.held[at].len() + pages as usize);
                 let taken = std::iter::from_fn(|| pool.take(&cx, Nodes::Only(node), reserved > 0).ok());
                 self.held[at].extend(taken.take(pages - self.held[at].len()));
                 let left = pool.counts(&cx);
@@ -348,7 +348,7 @@ impl World<'_, '_> {
 
 /// A world of so many spans on each node, from the middle of one on.
 fn run(seed: u64, nodes: [u64; 2], breaks: bool, steps: u32) -> [u64; 5] {
-    let policy = OptimizerPolicy { swap: seed % 4 != 1, carve: seed % 4 != 2 };
+    let policy = with!(OptimizerPolicy::new(), swap = seed % 4 != 1, carve = seed % 4 != 2);
     let shape = Shape { nodes: nodes.to_vec(), policy, stale: false, breaks, cut: 0x1b4c + seed % 3 * 0x280 };
     machine(&shape, Faults::default(), |m| {
         let (mut small, mut large) = (m.pool_memory(SIZES[0]), m.pool_memory(SIZES[1]));

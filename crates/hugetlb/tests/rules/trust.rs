@@ -4,7 +4,7 @@
 use crate::support::{Machine, Shape, extent, machine, run_as, with_pool};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{Cancel, CancelFlag, CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn};
+use hugemm_base::{Cancel, CancelFlag, CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn, with};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{
     Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError, Tail, VmemmapOptimizer,
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 const POLICIES: [OptimizerPolicy; 2] =
-    [OptimizerPolicy { swap: true, carve: true }, OptimizerPolicy { swap: false, carve: false }];
+    [OptimizerPolicy::new(), with!(OptimizerPolicy::new(), swap = false, carve = false)];
 
 /// How long a flush takes, and how long a worker is held up at most.
 const HELD_UP: Duration = Duration::from_millis(1);
@@ -173,7 +173,7 @@ fn a_resize_that_unwinds_loses_no_page_and_blocks_nobody() {
         assert_eq!(pool.counts(&cx).counts.total, 50);
         assert_eq!(m.set(&pool, 50).left, 0);
         let counts = pool.counts(&cx).counts;
-        assert_eq!(counts, HugePageCounts { total: 200, free: 200, surplus: 150 });
+        assert_eq!(counts, HugePageCounts::new(200, 200, 150));
         assert!(pool.is_consistent(&cx));
         assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 150);
         m.set(&pool, 0);
@@ -251,7 +251,7 @@ fn pools_that_may_share_a_block_are_resized_one_after_the_other() {
 #[test]
 fn a_pool_begins_empty_whatever_its_memory_says() {
     machine(&Shape::spans(3), NoFaults, |m| {
-        let (mut areas, mut nodes) = (m.areas.clone(), [HugePageCounts { total: 7, free: 7, surplus: 0 }]);
+        let (mut areas, mut nodes) = (m.areas.clone(), [HugePageCounts::new(7, 7, 0)]);
         let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
         let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
         let cx = m.threads.cx();
@@ -294,7 +294,7 @@ fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
         m.set(&large, 1);
         let page = large.pages().next().expect("one").0;
         let half = extent(page.get(), 1 << 17);
-        for areas in [vec![PoolArena::new(half, NodeId(0))], vec![PoolArena::new(m.all, NodeId(0))], vec![]] {
+        for areas in [vec![PoolArena::new(half, NodeId::new(0))], vec![PoolArena::new(m.all, NodeId::new(0))], vec![]] {
             let mut areas = areas;
             let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
             let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();

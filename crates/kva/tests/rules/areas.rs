@@ -6,7 +6,7 @@ use hugemm_host::mmu::Fault;
 use hugemm_kva::{AreaKind, KvaError, Limits, Place, Request};
 use hugemm_paging::{Flags, FrameTables, Lookup, PagingError};
 
-pub(crate) const MANY: Limits = Limits { areas: 1000, pages: 1 << 20 };
+pub(crate) const MANY: Limits = Limits::new(1000, 1 << 20);
 const HUGE: u64 = 2 << 20;
 
 on_both! {
@@ -41,7 +41,7 @@ on_both! {
     }
 
     /// Many frees, one flush; until then neither addresses nor pages are anybody's; then both are.
-    fn many_frees_are_one_flush(world: World<F>, Limits { areas: 64, pages: 1 << 20 }) {
+    fn many_frees_are_one_flush(world: World<F>, Limits::new(64, 1 << 20)) {
         // Records and tables that stay are there after the first round.
         for round in 0..3 {
             let free = world.free();
@@ -266,5 +266,5 @@ fn errors_say_what_and_where() {
     ] {
         assert!(error.to_string().contains(word), "{error}");
     }
-    assert_eq!(Limits::of_frames(1 << 20), Limits { areas: 1024, pages: 1 << 19 });
+    assert_eq!(Limits::of_frames(1 << 20), Limits::new(1024, 1 << 19));
 }

@@ -54,7 +54,7 @@ on_both! {
     }
 
     /// Memory and addresses that wait for their flush are given back before anything is refused.
-    fn what_waits_is_given_back_first(world: World<F>, Limits { areas: u64::MAX, pages: u64::MAX }) {
+    fn what_waits_is_given_back_first(world: World<F>, Limits::new(u64::MAX, u64::MAX)) {
         let most = 28 << 20;
         for _ in 0..3 {
             let area = world.on(0, |cx| world.kva.alloc(cx, Request::new(most, "most"))).expect("what waits");

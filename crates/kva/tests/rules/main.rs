@@ -9,15 +9,13 @@ mod waiting;
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr, VirtRange, with};
 use hugemm_clear::Clearer;
 use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::mmu::{Fault, Mmu, Tables};
 use hugemm_kva::{Area, Kva, KvaParts, KvaSetup, Limits};
-use hugemm_paging::{
-    EditLock, FrameTables, KernelSpace, PageFormat, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace,
-};
+use hugemm_paging::{EditLock, FrameTables, KernelSpace, PageFormat, PageTable, TlbCpu, TlbShootdown, TlbSpace};
 use std::cell::Cell;
 use std::marker::PhantomData;
 
@@ -87,10 +85,10 @@ impl<F: PageFormat> World<F> {
         let layout = std::alloc::Layout::from_size_align(FRAMES << 12, 2 << 20).expect("a layout");
         // SAFETY: zeroed memory, for ever, nobody else's.
         let bytes = unsafe { std::slice::from_raw_parts_mut(std::alloc::alloc_zeroed(layout), layout.size()) };
-        let host = leak(Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a host"));
+        let host = leak(Host::new(&[CpuPlace { os_cpu: 0, node: NodeId::new(0) }], bytes).expect("a host"));
         let mmu: &'static Machine = leak(Mmu::new(host, CPUS, 1, seed).walking(walks));
         let extent = host.frames();
-        let spec = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+        let spec = [ArenaSpec::new(extent, NodeId::new(0))];
         let config = FramesConfig::new(&spec, CPUS);
         let layout = Frames::<Faults>::required_bytes(&config).expect("a size");
         // SAFETY: memory of that size, nobody else's, for ever.
@@ -99,7 +97,7 @@ impl<F: PageFormat> World<F> {
             Frames::new(&config, Faults::default(), metadata, layout.size()).expect("frames")
         });
         mmu.allocated(extent);
-        mmu.as_cpu(CpuId(0), |cx| {
+        mmu.as_cpu(CpuId::new(0), |cx| {
             // SAFETY: nobody has them yet.
             unsafe { frames.release(cx, Dirty::assume_owned(extent)) }
         });
@@ -108,7 +106,7 @@ impl<F: PageFormat> World<F> {
         // SAFETY: the model's CPUs, and nobody else's.
         let shootdown = leak(unsafe { TlbShootdown::new(cpus, inboxes, mmu) }.expect("fits"));
         let half = VirtRange::new(VirtAddr::new(HALF), half).expect("a range");
-        let table: &PageTable<F, EditLock> = mmu.as_cpu(CpuId(0), |cx| {
+        let table: &PageTable<F, EditLock> = mmu.as_cpu(CpuId::new(0), |cx| {
             // SAFETY: the host's memory is a direct map; what is detached is flushed by `space`.
             leak(unsafe { PageTable::with_fixed_top(&mut FrameTables::new(frames, cx), half) }.expect("a table"))
         });
@@ -117,24 +115,16 @@ impl<F: PageFormat> World<F> {
         let space: &TlbSpace<KernelSpace> =
             leak(unsafe { TlbSpace::new(shootdown, table.root().start()) }.expect("few CPUs"));
         for cpu in 0..CPUS {
-            mmu.as_cpu(CpuId(cpu), |cx| space.online(shootdown, cx));
+            mmu.as_cpu(CpuId::new(cpu), |cx| space.online(shootdown, cx));
         }
-        let parts = KvaParts {
-            frames,
-            table,
-            space,
-            shootdown,
-            clearer: Clearer::uncalibrated(),
-            shootdown_policy: ShootdownPolicy::BATCHED,
-            limits,
-        };
+        let parts = with!(KvaParts::new(frames, table, space, shootdown, Clearer::uncalibrated()), limits);
         // SAFETY: nobody else maps anything there; every CPU has joined; the host's memory is a direct map.
-        let kva = mmu.as_cpu(CpuId(0), |cx| unsafe { Kva::new(cx, parts, range) }).expect("a manager");
+        let kva = mmu.as_cpu(CpuId::new(0), |cx| unsafe { Kva::new(cx, parts, range) }).expect("a manager");
         World { mmu, frames, table, shootdown, kva }
     }
 
     pub(crate) fn on<R>(&self, cpu: u32, f: impl FnOnce(&mut Task<'_>) -> R) -> R {
-        self.mmu.as_cpu(CpuId(cpu), f)
+        self.mmu.as_cpu(CpuId::new(cpu), f)
     }
 
     /// Runs `f` with allocations that fail as the plan says.
@@ -174,11 +164,11 @@ impl<F: PageFormat> World<F> {
     }
 
     pub(crate) fn load(&self, cpu: u32, at: VirtAddr) -> Result<u64, Fault> {
-        self.on(cpu, |_| self.mmu.load(CpuId(cpu), at))
+        self.on(cpu, |_| self.mmu.load(CpuId::new(cpu), at))
     }
 
     pub(crate) fn store(&self, cpu: u32, at: VirtAddr, word: u64) -> Result<(), Fault> {
-        self.on(cpu, |_| self.mmu.store(CpuId(cpu), at, word))
+        self.on(cpu, |_| self.mmu.store(CpuId::new(cpu), at, word))
     }
 }
 

@@ -3,7 +3,7 @@
 //! alignment, over frames of somebody else.
 
 use crate::{CPUS, HALF, RANGE, START, World, extent, page};
-use hugemm_base::{Extent, Order, PAGE_BYTES, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{Extent, Order, PAGE_BYTES, Pfn, VirtAddr, VirtRange, with};
 use hugemm_host::mmu::{Fault, Tables};
 use hugemm_kva::{Area, AreaKind, KvaError, Limits, Place, Request};
 use hugemm_paging::{Aarch64, Flags, PageFormat, X86_64};
@@ -98,7 +98,7 @@ impl<F: PageFormat> Run<F> {
             true => self.one_of(&[1, 1, 1, 64, MIB2, GIB, 512 * GIB, 1 << 33]),
             false => 1 << self.one_of(&[0, 0, 0, 2, 5, 9]),
         };
-        let request = Request { zeroed, ..Request::new(pages * PAGE_BYTES, "model") }.aligned(align * PAGE_BYTES);
+        let request = with!(Request::new(pages * PAGE_BYTES, "model"), zeroed).aligned(align * PAGE_BYTES);
         let how = self.below(8);
         // The frames lie as the addresses will, or do not.
         let (alike, cut) = match pages > 3 * MIB2 {
@@ -253,7 +253,7 @@ impl<F: PageFormat> Run<F> {
 }
 
 fn run<F: PageFormat>(walks: Tables, wide: bool, seed: u64) {
-    let limits = Limits { areas: 1 + seed * 13 % 50, pages: 3000 };
+    let limits = Limits::new(1 + seed * 13 % 50, 3000);
     let (half, range) = match wide {
         true => (ALL, everywhere()),
         false => (1 << 39, VirtRange::new(VirtAddr::new(START), RANGE).expect("a range")),

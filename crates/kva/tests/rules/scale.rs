@@ -19,7 +19,7 @@ fn points<F: PageFormat>(world: &World<F>, work: impl FnOnce()) -> u64 {
 /// A large area is given back in parts.
 #[test]
 fn others_run_while_a_large_area_is_given_back() {
-    let world = World::<X86_64>::of(Tables::X86_64, Limits { areas: 100, pages: 3000 }, 7, ALL, everywhere());
+    let world = World::<X86_64>::of(Tables::X86_64, Limits::new(100, 3000), 7, ALL, everywhere());
     let (pages, free) = (64 << 18, world.trimmed());
     let runs = [extent(Pfn::new(1 << 30), pages)];
     let area = world.on(0, |cx| world.kva.map_pages(cx, &runs, Request::new(0, "large"))).expect("tables");
@@ -32,7 +32,7 @@ fn others_run_while_a_large_area_is_given_back() {
 /// So is one taken from memory that is in pieces.
 #[test]
 fn others_run_while_a_large_area_is_taken() {
-    let world = World::<X86_64>::of(Tables::X86_64, Limits { areas: 100, pages: 3000 }, 7, ALL, everywhere());
+    let world = World::<X86_64>::of(Tables::X86_64, Limits::new(100, 3000), 7, ALL, everywhere());
     let pieces = world.on(0, |cx| {
         let mut pieces = Vec::new();
         while let Ok(block) = world.frames.alloc(cx, AllocRequest::order(Order::ZERO)) {

@@ -38,7 +38,7 @@ on_both! {
     }
 
     /// Never more waits than is free, but for a sixteenth of the limit: others need not ask for it.
-    fn no_more_waits_than_is_free(world: World<F>, Limits { areas: u64::MAX, pages: 4096 }) {
+    fn no_more_waits_than_is_free(world: World<F>, Limits::new(u64::MAX, 4096)) {
         let areas: Vec<_> = (0..20).map(|_| take(&world, 128 * PAGE_BYTES)).collect();
         let mut others = Vec::new();
         let order = Order::new(6).expect("an order");

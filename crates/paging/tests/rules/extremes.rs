@@ -83,7 +83,7 @@ fn cpus_that_do_not_exist() {
         (0..TlbShootdown::<Counting>::inbox_words(1)).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     // SAFETY: this view only.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }.expect("one CPU");
-    for cpu in [1, 64, u32::MAX].map(CpuId) {
+    for cpu in [1, 64, u32::MAX].map(CpuId::new) {
         assert_eq!(shootdown.counts_of(cpu), Default::default());
     }
     let mut all = RangeSet::default();

@@ -138,13 +138,13 @@ impl<F: PageFormat> World<F> {
     /// On CPUs that walk such tables, which are those of the format.
     pub fn on(walks: Tables, memory: &'static mut [Aligned], seed: u64, plant: Option<Plant>) -> Self {
         let bytes: &'static mut [u8] = frames::bytes(memory);
-        let place = hugemm_host::cpu::CpuPlace { os_cpu: 0, node: hugemm_base::NodeId(0) };
+        let place = hugemm_host::cpu::CpuPlace { os_cpu: 0, node: hugemm_base::NodeId::new(0) };
         let host: &'static Host<'static> = Box::leak(Box::new(Host::new(&[place], bytes).expect("a host")));
         let tags = if seed.is_multiple_of(2) { 1 } else { 2 };
         let mmu: &'static Mmu<'static, 'static> = Box::leak(Box::new(Mmu::new(host, CPUS, tags, seed).walking(walks)));
         let cpus = Box::leak((0..CPUS).map(|_| TlbCpu::default()).collect::<Box<[_]>>());
         let inboxes = Box::leak((0..CPUS).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>());
-        let deaf = (plant == Some(Plant::MissedCpu)).then_some(CpuId(1));
+        let deaf = (plant == Some(Plant::MissedCpu)).then_some(CpuId::new(1));
         let another_level = plant == Some(Plant::AnotherLevel);
         // SAFETY: the model's CPUs and memory of their own.
         let shootdown = unsafe { TlbShootdown::new(cpus, inboxes, Hw { mmu, deaf, another_level }) }.expect("fits");
@@ -198,7 +198,7 @@ impl<F: PageFormat> World<F> {
 
     /// One random step of a random CPU.
     pub fn step(&mut self) -> Result<(), String> {
-        let cpu = CpuId(self.below(u64::from(CPUS)) as u32);
+        let cpu = CpuId::new(self.below(u64::from(CPUS)) as u32);
         let space = self.below(SPACES as u64) as usize;
         let this = &*self;
         this.mmu.as_cpu(cpu, |cx| match this.below(17) {
@@ -218,7 +218,7 @@ impl<F: PageFormat> World<F> {
 
     /// Flushes and frees what is left.
     pub fn finish(&self) -> Result<(), String> {
-        self.mmu.as_cpu(CpuId(0), |cx| self.flush_late(cx))?;
+        self.mmu.as_cpu(CpuId::new(0), |cx| self.flush_late(cx))?;
         self.mmu.meanwhile();
         self.mmu.check().map_err(|violation| violation.to_string())
     }
@@ -234,5 +234,5 @@ fn at(page: u64) -> VirtAddr {
 }
 
 fn number(cx: &CpuCx<'_, Mmu<'_, '_>>) -> usize {
-    cx.platform().current().0 as usize
+    cx.platform().current().get() as usize
 }

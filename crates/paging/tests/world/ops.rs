@@ -20,8 +20,8 @@ fn span(first: u64, pages: u64) -> VirtRange {
 impl<F: PageFormat> World<F> {
     /// Loads or stores at a page of the space that the CPU has.
     pub(super) fn touch(&self, cx: &Cx<'_, '_>) -> Result<(), String> {
-        let cpu = CpuId(number(cx) as u32);
-        let (space, lazy) = self.state.borrow()[cpu.0 as usize];
+        let cpu = CpuId::new(number(cx) as u32);
+        let (space, lazy) = self.state.borrow()[cpu.get() as usize];
         let Some(space) = space else { return self.switch(cx, self.below(SPACES as u64) as usize) };
         if lazy {
             self.wake(cx, space);
@@ -39,24 +39,24 @@ impl<F: PageFormat> World<F> {
 
     fn wake(&self, cx: &Cx<'_, '_>, space: usize) {
         self.spaces[space].tlb.switch_in(&self.shootdown, cx);
-        self.mmu.pause(CpuId(number(cx) as u32), false);
+        self.mmu.pause(CpuId::new(number(cx) as u32), false);
         self.state.borrow_mut()[number(cx)] = (Some(space), false);
     }
 
     /// Loads a space, leaves one, or becomes lazy.
     pub(super) fn switch(&self, cx: &Cx<'_, '_>, to: usize) -> Result<(), String> {
-        let cpu = CpuId(number(cx) as u32);
-        let (from, _) = self.state.borrow()[cpu.0 as usize];
+        let cpu = CpuId::new(number(cx) as u32);
+        let (from, _) = self.state.borrow()[cpu.get() as usize];
         match (from, self.below(4)) {
             (Some(from), 0) => {
                 self.spaces[from].tlb.switch_out(&self.shootdown, cx);
-                self.state.borrow_mut()[cpu.0 as usize] = (None, false);
+                self.state.borrow_mut()[cpu.get() as usize] = (None, false);
             }
             (Some(from), 1 | 2) => {
                 self.mmu.pause(cpu, true);
                 // SAFETY: a paused CPU uses no address.
                 unsafe { self.spaces[from].tlb.enter_lazy(&self.shootdown, cx) };
-                self.state.borrow_mut()[cpu.0 as usize] = (Some(from), true);
+                self.state.borrow_mut()[cpu.get() as usize] = (Some(from), true);
             }
             _ => {
                 self.wake(cx, to);
@@ -259,7 +259,7 @@ impl<F: PageFormat> World<F> {
         for cpu in 0..self.shootdown.cpus() {
             if self.state.borrow()[cpu] == (Some(space), false) {
                 for page in (part.first_page()..part.end_page()).step_by(if by_table { 3 } else { 1 }) {
-                    if self.mmu.store(CpuId(cpu as u32), at(page), 7).is_ok() {
+                    if self.mmu.store(CpuId::new(cpu as u32), at(page), 7).is_ok() {
                         return Err(format!("cpu{cpu} stored to a read-only page"));
                     }
                 }
@@ -280,7 +280,7 @@ impl<F: PageFormat> World<F> {
                 // A CPU writes here: the entry is not what was read.
                 for (cpu, state) in self.state.borrow().iter().enumerate() {
                     if *state == (Some(space), false) {
-                        let _ = self.mmu.store(CpuId(cpu as u32), at(page), page);
+                        let _ = self.mmu.store(CpuId::new(cpu as u32), at(page), page);
                     }
                 }
                 if seen & 1 != 0 {
@@ -308,7 +308,7 @@ impl<F: PageFormat> World<F> {
         let paused: Vec<bool> = self.state.borrow().iter().map(|(_, lazy)| *lazy).collect();
         let stop = !self.planted(Plant::StoreIntoMoved);
         if stop {
-            (0..paused.len()).for_each(|cpu| self.mmu.pause(CpuId(cpu as u32), true));
+            (0..paused.len()).for_each(|cpu| self.mmu.pause(CpuId::new(cpu as u32), true));
         }
         let mut old = None;
         if !self.unfold(cx, space, span(page, 1)) {
@@ -345,7 +345,7 @@ impl<F: PageFormat> World<F> {
             enter()?;
         }
         for (cpu, paused) in paused.into_iter().enumerate().filter(|_| stop) {
-            self.mmu.pause(CpuId(cpu as u32), paused);
+            self.mmu.pause(CpuId::new(cpu as u32), paused);
         }
         let free = match debt {
             Some(debt) => {
@@ -389,7 +389,7 @@ impl<F: PageFormat> World<F> {
         batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
         for cpu in 0..self.shootdown.cpus() {
             let runs = self.state.borrow()[cpu] == (Some(space), false);
-            if runs && (first..first + pages).any(|page| !self.is_hole(CpuId(cpu as u32), page)) {
+            if runs && (first..first + pages).any(|page| !self.is_hole(CpuId::new(cpu as u32), page)) {
                 return Err(format!("cpu{cpu} reaches what has moved away"));
             }
         }
@@ -405,7 +405,7 @@ impl<F: PageFormat> World<F> {
         }
         for (cpu, state) in self.state.borrow().iter().enumerate() {
             if *state == (Some(space), false) {
-                let _ = self.mmu.store(CpuId(cpu as u32), at(first), 1);
+                let _ = self.mmu.store(CpuId::new(cpu as u32), at(first), 1);
             }
         }
         there.store(seen, Ordering::Relaxed);

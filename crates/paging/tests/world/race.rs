@@ -52,7 +52,7 @@ impl<F: PageFormat> Shared<'_, F> {
         let (world, space) = (self.0, &self.0.spaces[0]);
         world.mmu.as_cpu(cpu, |cx| {
             space.tlb.switch_in(&world.shootdown, cx);
-            let mut page = u64::from(cpu.0);
+            let mut page = u64::from(cpu.get());
             while !stop.load(Ordering::SeqCst) {
                 page = (page * 5 + 3) % PAGES;
                 let _ = world.mmu.store(cpu, at(page), page);

@@ -1,7 +1,7 @@
 //! Short scenes with an outcome, on the same machine.
 
 use super::{World, at};
-use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::{
     Editing, Flags, KernelSpace, Lookup, Mapping, PageFormat, PageTable, ShootdownBatch, ShootdownPolicy, TableMemory,
@@ -22,8 +22,8 @@ const SMALL: Mapping = Mapping { flags: Flags::WRITE.with(Flags::USER), largest:
 type Cx<'p> = CpuCx<'p, Mmu<'static, 'static>>;
 
 /// CPU 0 changes things, CPU 1 is in the way.
-const ME: CpuId = CpuId(0);
-const OTHER: CpuId = CpuId(1);
+const ME: CpuId = CpuId::new(0);
+const OTHER: CpuId = CpuId::new(1);
 
 fn span(first: u64, pages: u64) -> VirtRange {
     VirtRange::new(at(first), pages << 12).expect("a span")
@@ -270,7 +270,11 @@ impl<F: PageFormat> World<F> {
         self.mmu.as_cpu(ME, |cx| {
             let mut batch = ShootdownBatch::new(&half);
             batch.stale(stale);
-            batch.flush(&self.shootdown, cx, &ShootdownPolicy { range_limit: u64::MAX, pages_per_batch: u64::MAX });
+            batch.flush(
+                &self.shootdown,
+                cx,
+                &with!(ShootdownPolicy::BATCHED, range_limit = u64::MAX, pages_per_batch = u64::MAX),
+            );
         });
         // SAFETY: every CPU that could walk it has been flushed.
         unsafe { (&self.pool).free(old.expect("a table")) };

@@ -36,6 +36,7 @@ const fn shelf_of(free: u32, pieces: u32) -> Shelf {
 
 /// How well a class's memory is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Usage {
     /// Bytes of a piece.
     pub piece_bytes: u32,

@@ -149,7 +149,7 @@ impl<C: Compressor> Scratch<C> {
         f: impl FnOnce(&mut C::Scratch, &mut [u8]) -> R,
     ) -> Option<R> {
         cx.pinned(|pin| {
-            let cpu = pin.cpu().0;
+            let cpu = pin.cpu().get();
             if cpu >= self.cpus || pin.platform() != self.platform {
                 return None;
             }

@@ -83,7 +83,7 @@ impl<L: RawLock> NewPages<L> {
     }
 
     fn place_of(pin: CpuPin<'_>) -> usize {
-        pin.cpu().0 as usize % PLACES
+        pin.cpu().get() as usize % PLACES
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::support::{Runs, assert_nothing_lost, machine, with_frames};
 use hugemm_base::inject::NoFaults;
+use hugemm_base::with;
 use hugemm_reclaim::{Compressed, Level, ShrinkProgress, StoreError, Swap, Watermarks};
 
 const NUMBERS: [u64; 8] = [0, 1, 31, 1 << 16, 1 << 40, 1 << 63, u64::MAX - 1, u64::MAX];
@@ -14,7 +15,7 @@ fn marks_and_figures() {
         assert_eq!(marks.level(u64::MAX), Level::Ample);
         for b in NUMBERS {
             assert_eq!(Watermarks::new(a, b, u64::MAX).is_some(), a <= b);
-            let one = |n| ShrinkProgress { scanned: n, aged: n, freed: n, flushes: n, ..Default::default() };
+            let one = |n| with!(ShrinkProgress::default(), scanned = n, aged = n, freed = n, flushes = n);
             let both = one(a).plus(one(b));
             assert!(both.freed >= a.max(b) && both.looked_at() >= a.max(b), "{both:?}");
         }

@@ -2,7 +2,7 @@
 
 use crate::rig::{Handle, NODE, Rig, Size, bounds, span, with_cpu};
 use crate::rules::{AT, SIZE, SIZES, filled, size_for};
-use hugemm_base::{Never, PageSize, VirtAddr};
+use hugemm_base::{Never, PageSize, VirtAddr, with};
 use hugemm_paging::{Lookup, ShootdownBatch, ShootdownCounts, ShootdownPolicy};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget};
 use hugemm_vm::{Backing, VmaKind};
@@ -29,7 +29,7 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
             let pager = rig.vm.pager();
             pager.set_ageing(way);
             let flushed = rig.vm.shootdown().counts();
-            let budget = ShrinkBudget { free: u64::MAX, scan: 4 * page.pages() };
+            let budget = ShrinkBudget::new(u64::MAX, 4 * page.pages());
             let progress = pager.shrink(&rig.vm, cx, NODE, budget, &Never);
             assert_eq!(progress.freed, 0, "all are young");
             assert_eq!(pager.counts().young.get(), 12, "3 mappings of 4 pages");
@@ -60,7 +60,7 @@ fn look_around_takes_a_page_with_all_its_mappings() {
             space
         });
         let pager = rig.vm.pager();
-        let look = |cx: &mut _, scan| pager.shrink(&rig.vm, cx, NODE, ShrinkBudget { free: u64::MAX, scan }, &Never);
+        let look = |cx: &mut _, scan| pager.shrink(&rig.vm, cx, NODE, ShrinkBudget::new(u64::MAX, scan), &Never);
         assert_eq!(look(cx, 32).freed, 0, "all are young");
         assert_eq!(pager.counts().young.get(), 3 * 32);
         assert_eq!(pager.counts().around.get(), 32, "the other half, once each");
@@ -81,7 +81,7 @@ fn page_by_page_looks_at_nothing_else() {
         let space = filled(rig, cx, PageSize::Size4K, 64);
         let pager = rig.vm.pager();
         pager.set_ageing(Ageing::NoFlush);
-        let budget = ShrinkBudget { free: u64::MAX, scan: 32 };
+        let budget = ShrinkBudget::new(u64::MAX, 32);
         assert_eq!(pager.shrink(&rig.vm, cx, NODE, budget, &Never).freed, 0, "all are young");
         assert_eq!((pager.counts().young.get(), pager.counts().around.get()), (32, 0));
         rig.end(cx, space);
@@ -102,7 +102,7 @@ fn copies_in_one_batch_are_looked_at_each() {
             rig.leave(cx, space);
         }
         let pager = rig.vm.pager();
-        let budget = ShrinkBudget { free: u64::MAX, scan: 2 * PAGES };
+        let budget = ShrinkBudget::new(u64::MAX, 2 * PAGES);
         let looked = pager.shrink(&rig.vm, cx, NODE, budget, &Never);
         assert_eq!((looked.scanned, looked.young, looked.freed), (2 * PAGES, 2 * PAGES, 0), "all have been used");
         assert_eq!(pager.counts().around.get(), 0, "nothing is beside the batch");
@@ -125,7 +125,7 @@ fn reclaim_is_told_of_bits_that_others_take() {
     with_cpu(Size { policy: LruPolicy::Generations, ..SIZE }, 6, |rig, cx| {
         let space = filled(rig, cx, PageSize::Size4K, 64);
         let shrink = |cx: &mut _, free, scan| {
-            rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget { free, scan }, &Never).freed
+            rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget::new(free, scan), &Never).freed
         };
         assert_eq!(shrink(cx, u64::MAX, 32), 0, "all are young, half by look-around");
         forget(rig, cx, &space);
@@ -151,7 +151,7 @@ fn used_pages_stay_the_youngest() {
         let space = filled(rig, cx, PageSize::Size4K, PAGES);
         let pager = rig.vm.pager();
         for round in 1..=4 {
-            let budget = ShrinkBudget { free: u64::MAX, scan: PAGES };
+            let budget = ShrinkBudget::new(u64::MAX, PAGES);
             assert_eq!(pager.shrink(&rig.vm, cx, NODE, budget, &Never).looked_at(), PAGES, "look {round}");
             let stats = pager.lru(NODE).expect("one").stats(cx);
             assert_eq!((stats.youngest, stats.deactivated), (if round < 2 { 0 } else { PAGES }, 0), "look {round}");
@@ -167,8 +167,8 @@ fn used_pages_stay_the_youngest() {
 fn areas_say_what_counts() {
     with_cpu(SIZE, 6, |rig, cx| {
         let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 8 << 12), VmaKind { locked: true, ..kind });
-        let other = VmaKind { pattern: hugemm_vm::Pattern::Sequential, ..kind };
+        let space = rig.space(cx, span(AT, 8 << 12), with!(kind, locked = true));
+        let other = with!(kind, pattern = hugemm_vm::Pattern::Sequential);
         rig.vm.map(cx, &space, span(2 * AT, 8 << 12), other, Backing::Private).expect("two");
         rig.enter(cx, &space);
         for index in 0..8 {
@@ -199,7 +199,7 @@ fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
                 rig.put(cx, &space, AT + 8, round).expect("memory");
                 assert_eq!(rig.get(cx, &space, AT + 8), Ok(round));
                 // One look; the others are soon gone.
-                let budget = ShrinkBudget { free: u64::MAX, scan: page.pages() };
+                let budget = ShrinkBudget::new(u64::MAX, page.pages());
                 rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
             }
             let refaults = space.counters().refaulted;
@@ -228,7 +228,7 @@ fn translations_kept_under_tags_do_not_hide_use_for_ever() {
                 rig.put(cx, space, AT + 8, turn as u64).expect("memory");
                 if turn % 2 == 1 {
                     // One look at each of those that are used; the others are soon gone.
-                    let budget = ShrinkBudget { free: u64::MAX, scan: 2 * page.pages() };
+                    let budget = ShrinkBudget::new(u64::MAX, 2 * page.pages());
                     rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
                 }
             }

@@ -56,7 +56,7 @@ impl<'h> PageSource<Model<'h>> for File {
             // As whoever allocates and finds nothing does.
             let all = core::iter::from_fn(|| vm.frames().alloc(cx, AllocRequest::order(hugemm_base::Order::ZERO)).ok());
             let held: Vec<_> = all.collect();
-            let got = vm.pager().shrink(vm, cx, NODE, ShrinkBudget { free: 4, scan: 1 << 10 }, &Never);
+            let got = vm.pager().shrink(vm, cx, NODE, ShrinkBudget::new(4, 1 << 10), &Never);
             assert_eq!(got.written, 0, "nothing is written back to write back");
             held.into_iter().for_each(|block| vm.frames().free(cx, block));
         }
@@ -70,7 +70,7 @@ impl<'h> PageSource<Model<'h>> for File {
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
 fn all_of_it<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>) -> ShrinkProgress {
-    rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget { free: u64::MAX, scan: 400 }, &Never)
+    rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget::new(u64::MAX, 400), &Never)
 }
 
 /// Pages that nobody uses any more: those that were only read cost nothing but their flush, and those that were stored to one write for
@@ -252,7 +252,7 @@ fn what_is_not_needed_goes_first() {
                 } else {
                     rig.vm.advise(cx, &space, cold, Advice::Cold).expect("an area");
                 }
-                let budget = ShrinkBudget { free: 20, scan: 64 };
+                let budget = ShrinkBudget::new(20, 64);
                 assert_eq!(rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never).freed, 20);
                 assert_eq!(rig.store.stats(cx).stores, if given_up { 0 } else { 20 }, "{policy:?}");
                 let usage = rig.vm.usage(cx, &space, span(AT, 100 << 12)).expect("in the space");
@@ -300,7 +300,7 @@ fn one_page_that_cannot_be_written_back_keeps_no_other() {
             rig.enter(cx, &space);
             let mut freed = 0;
             for _ in 0..20 {
-                let budget = ShrinkBudget { free: u64::MAX, scan: 4000 };
+                let budget = ShrinkBudget::new(u64::MAX, 4000);
                 freed += rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never).freed;
             }
             let stores = rig.store.stats(cx).stores;

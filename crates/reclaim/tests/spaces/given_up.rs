@@ -12,29 +12,29 @@ fn what_is_stored_during_a_fork_stays_the_childs() {
     let mut met = 0;
     for seed in 0..200 {
         with_rig(Size { cpus: 2, ..SIZE }, seed, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 // Many parts of a fork.
                 let parent = rig.space(cx, span(AT, 1 << 30), VmaKind::private(PageSize::Size4K));
-                rig.mmu.as_cpu(CpuId(1), |cx| {
+                rig.mmu.as_cpu(CpuId::new(1), |cx| {
                     rig.enter(cx, &parent);
                     for page in 1..4 {
                         rig.put(cx, &parent, AT + (page << 12), page).expect("memory");
                     }
                     rig.put(cx, &parent, AT, 7).expect("memory");
                 });
-                rig.mmu.pause(CpuId(1), true);
+                rig.mmu.pause(CpuId::new(1), true);
                 rig.vm.discard(cx, &parent, span(AT, 1 << 12), Discard::WhenShort).expect("an area");
                 (0..20).for_each(|_| rig.mmu.meanwhile());
                 let before = rig.vm.lookup(cx, &parent, VirtAddr::new(AT));
                 assert!(matches!(before, Lookup::Mapped(leaf) if leaf.flags.contains(Flags::OWNER1) && !leaf.flags.contains(Flags::DIRTY)));
-                rig.mmu.pause(CpuId(1), false);
+                rig.mmu.pause(CpuId::new(1), false);
                 let child = rig.vm.fork(cx, &parent).expect("memory");
                 let leaf = |found| match found {
                     Lookup::Mapped(leaf) => leaf,
                     other => panic!("{other:?}"),
                 };
                 let mine = leaf(rig.vm.lookup(cx, &parent, VirtAddr::new(AT)));
-                rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &parent));
+                rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &parent));
                 // CPU 1 has stored there before the fork was over.
                 let stored = mine.flags.contains(Flags::DIRTY);
                 // The parent stores, and has a page of its own from here on.

@@ -34,14 +34,14 @@ fn wrong_on(size: Size, deaf: bool, act: impl Fn(&Rig<'_>, bool) -> u64) -> u64 
 
 /// Written out while a CPU could still store into the page.
 fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
-    let writer = CpuId(rig.cpus() - 1);
-    let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
+    let writer = CpuId::new(rig.cpus() - 1);
+    let space = rig.mmu.as_cpu(CpuId::new(0), |cx| space(rig, cx));
     rig.mmu.as_cpu(writer, |cx| {
         rig.enter(cx, &space);
         (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
     });
     rig.vm.shootdown().hw().deaf.store(deaf, Ordering::Relaxed);
-    rig.mmu.as_cpu(CpuId(0), |cx| (0..3).for_each(|_| _ = rig.evict_all(cx)));
+    rig.mmu.as_cpu(CpuId::new(0), |cx| (0..3).for_each(|_| _ = rig.evict_all(cx)));
     // Whoever has the translation uses it; whoever faults stores to the page that comes back.
     let through_stale = rig.mmu.as_cpu(writer, |_| {
         (0..PAGES).filter(|index| rig.mmu.store(writer, VirtAddr::new(at(*index)), 2).is_ok()).count()
@@ -56,7 +56,7 @@ fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
             rig.leave(cx, &space);
         }
     });
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         rig.enter(cx, &space);
         let lost = (0..PAGES).filter(|index| rig.get(cx, &space, at(*index)) != Ok(2)).count();
         rig.end(cx, space);
@@ -66,12 +66,12 @@ fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
 
 /// Unmapped by its owner while reclaim has unhooked it and not flushed.
 fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
-    let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
-    rig.mmu.as_cpu(CpuId(1), |cx| {
+    let space = rig.mmu.as_cpu(CpuId::new(0), |cx| space(rig, cx));
+    rig.mmu.as_cpu(CpuId::new(1), |cx| {
         rig.enter(cx, &space);
         (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
     });
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         // SAFETY: one machine.
         let deferred = unsafe { hugemm_paging::DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
         let mut unhooked = Vec::new();
@@ -86,9 +86,9 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
         rig.vm.shootdown().hw().deaf.store(deaf, Ordering::Relaxed);
         rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
         rig.vm.shootdown().hw().deaf.store(false, Ordering::Relaxed);
-        let used = (0..PAGES).filter(|index| rig.mmu.load(CpuId(1), VirtAddr::new(at(*index))).is_ok()).count();
+        let used = (0..PAGES).filter(|index| rig.mmu.load(CpuId::new(1), VirtAddr::new(at(*index))).is_ok()).count();
         unhooked.into_iter().for_each(|page| page.put_back(cx));
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
         rig.vm.destroy(cx, space).expect("destroyed");
         used as u64
     })

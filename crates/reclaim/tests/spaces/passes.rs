@@ -3,7 +3,7 @@
 use crate::rig::{Cpus, Cx, Handle, Model, NODE, Rig, Size, span, with_cpu};
 use crate::rules::{AT, SIZE, filled, size_for};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{CancelFlag, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
+use hugemm_base::{CancelFlag, Never, NodeId, Order, PageSize, Shortfall, VirtAddr, with};
 use hugemm_frames::{AllocRequest, FolioRun, Put};
 use hugemm_paging::Lookup;
 use hugemm_reclaim::{
@@ -35,7 +35,7 @@ fn with_pages(
 }
 
 fn pass<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, free: u64, scan: u64) -> ShrinkProgress {
-    rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget { free, scan }, &Never)
+    rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget::new(free, scan), &Never)
 }
 
 fn away<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, index: u64) -> bool {
@@ -79,7 +79,7 @@ fn what_cannot_be_held_is_kept() {
         let memory: Vec<_> = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok()).collect();
         // SAFETY: it is mapped, and nobody else is there to let it go.
         let held: Vec<_> = core::iter::from_fn(|| unsafe { frames.get_at(leaf.frame) }.ok()).collect();
-        let expected = ShrinkProgress { scanned: 10, kept: 10, ..ShrinkProgress::default() };
+        let expected = with!(ShrinkProgress::default(), scanned = 10, kept = 10);
         assert_eq!(pass(rig, cx, u64::MAX, 10), expected, "{policy:?}");
         held.into_iter().for_each(|folio| assert_eq!(frames.put(cx, folio), Ok(Put::Kept)));
         memory.into_iter().for_each(|block| frames.free(cx, block));
@@ -90,7 +90,7 @@ fn what_cannot_be_held_is_kept() {
 #[test]
 fn what_cannot_go_stays() {
     with_pages(150, SIZE, |policy, rig, cx, space| {
-        let kind = VmaKind { locked: true, ..VmaKind::private(PageSize::Size4K) };
+        let kind = with!(VmaKind::private(PageSize::Size4K), locked = true);
         rig.vm.map(cx, space, span(2 * AT, 15 << 12), kind, Backing::Private).expect("an area");
         (0..15).for_each(|index| rig.put(cx, space, 2 * AT + (index << 12), index).expect("memory"));
         let limit = rig.store.stats(cx).limit;
@@ -182,11 +182,11 @@ fn direct_reclaim_frees_what_is_missing() {
     with_pages(240, SIZE, |policy, rig, cx, _| {
         let pager = rig.vm.pager();
         let mut sum = 0;
-        for (calls, (pages, node)) in (1..).zip([(1, None), (40, Some(NODE)), (70, None), (1, Some(NodeId(2)))]) {
+        for (calls, (pages, node)) in (1..).zip([(1, None), (40, Some(NODE)), (70, None), (1, Some(NodeId::new(2)))]) {
             let need = Shortfall::frames(pages).only(node);
             let freed = pager.relieve(&rig.vm, cx, need);
             match node {
-                Some(NodeId(2)) => assert_eq!(freed, 0, "another node"),
+                Some(node) if node == NodeId::new(2) => assert_eq!(freed, 0, "another node"),
                 _ => assert!((pages.max(32)..pages.max(32) + 32).contains(&freed), "{policy:?}: {freed} of {pages}"),
             }
             sum += freed;
@@ -397,7 +397,7 @@ fn a_worker_is_woken_by_who_adds_pages() {
             });
             assert_eq!(bell.0.load(Ordering::Relaxed), wakes);
             assert_eq!(pager.take_wake(NODE), low > 0);
-            assert!(!pager.take_wake(NODE) && !pager.take_wake(NodeId(7)));
+            assert!(!pager.take_wake(NODE) && !pager.take_wake(NodeId::new(7)));
             for page in pages {
                 // SAFETY: the reference that became a number above.
                 unsafe { pager.drop_references(frames, cx, [FolioRun::from_extent(page, Order::ZERO)]) };

@@ -24,7 +24,7 @@ fn two_faults_at_a_page(rig: &Rig<'_>, shared: bool) {
     let first = if shared { 0 } else { AT >> 12 };
     let other = (1..64).find(|index| place(first + index) == place(first)).expect("of 8 places");
     let at = |index: u64| AT + (index << 12);
-    let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+    let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let space = rig.vm.create(cx, bounds()).expect("a space");
         let object = rig.vm.create_shared(cx, 64, page, false).expect("an object");
         let backing = if shared { Backing::Shared(&object, 0) } else { Backing::Private };
@@ -64,7 +64,7 @@ fn two_faults_at_a_page(rig: &Rig<'_>, shared: bool) {
         rig.store.sharing.open();
         rig.store.loading.open();
     });
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         rig.vm.destroy(cx, space).expect("destroyed");
         rig.vm.close(cx, object).expect("its own");
     });

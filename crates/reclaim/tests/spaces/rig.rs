@@ -9,7 +9,7 @@ use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{
     Cpu, CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, Pfn, PhysAddr, TlbHw, TlbScope, VirtAddr,
-    VirtRange,
+    VirtRange, with,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
@@ -139,7 +139,7 @@ pub struct Size {
     pub strange: bool,
 }
 
-pub const NODE: NodeId = NodeId(0);
+pub const NODE: NodeId = NodeId::new(0);
 
 pub fn span(start: u64, bytes: u64) -> VirtRange {
     VirtRange::new(VirtAddr::new(start), bytes).expect("a span")
@@ -168,7 +168,7 @@ pub fn with_rig(size: Size, seed: u64, inject: &FaultPlan, test: impl for<'h> Fn
 
 /// [`with_rig`] where nothing fails, as the first CPU.
 pub fn with_cpu(size: Size, seed: u64, test: impl for<'h> FnOnce(&Rig<'h>, &mut Cx<'_, 'h>)) {
-    with_rig(size, seed, &no_faults(), |rig| rig.mmu.as_cpu(CpuId(0), |cx| test(rig, cx)));
+    with_rig(size, seed, &no_faults(), |rig| rig.mmu.as_cpu(CpuId::new(0), |cx| test(rig, cx)));
 }
 
 fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
@@ -177,10 +177,10 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let each = memory.pages() / u64::from(size.nodes);
     let arena = |node: u32| {
         let first = u64::from(node) * each;
-        ArenaSpec { extent: memory.slice(first, first + each), node: NodeId(node), descriptors: None }
+        ArenaSpec::new(memory.slice(first, first + each), NodeId::new(node))
     };
     let arenas: Vec<ArenaSpec> = (0..size.nodes).map(arena).collect();
-    let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % size.nodes)).collect();
+    let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId::new(cpu % size.nodes)).collect();
     let config = FramesConfig::new(&arenas, cpus).on_nodes(&cpu_nodes);
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata = [(); 2].map(|()| Memory::new(layout));
@@ -188,7 +188,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
         // SAFETY: zeroed, of this size, used once; one platform; of the two only the first is given frames.
         unsafe { Frames::new(&config, Plain(inject), metadata.ptr(), metadata.bytes()) }.expect("room")
     });
-    mmu.as_cpu(CpuId(0), |cx| {
+    mmu.as_cpu(CpuId::new(0), |cx| {
         for arena in &arenas {
             // SAFETY: nobody else's frames, released once.
             unsafe { frames.release(cx, Dirty::assume_owned(arena.extent)) };
@@ -202,14 +202,14 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, hardware) }.expect("enough words");
     let features = Features::detect();
     let model = hugemm_clear::Primitive::Model;
-    let policy = ClearPolicy { force: Some(model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+    let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), force = Some(model));
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
     let whose = |node| if size.strange && node != NODE { &others } else { &frames };
     let lrus: Vec<_> = arenas.iter().map(|arena| Lru::new(whose(arena.node), size.policy)).collect();
     // Fails only where an allocation is made to fail.
-    let Ok(store) = mmu.as_cpu(CpuId(0), |cx| Compressed::new(&frames, cx, Runs, cpus, size.swap)) else { return };
+    let Ok(store) = mmu.as_cpu(CpuId::new(0), |cx| Compressed::new(&frames, cx, Runs, cpus, size.swap)) else { return };
     let store = ManuallyDrop::new(Watched::new(store));
     let marks = size.marks.unwrap_or(Watermarks::for_node(each));
     let start = mmu.host().address(memory.base()).expect("the host's");
@@ -224,7 +224,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let mut counts = vec![HugePageCounts::default(); arenas.len()];
     let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut counts).expect("enough");
     let parts = Parts::with_pager(&frames, &shootdown, clearer, Reclaim::new(&lrus, &*store, marks, ()));
-    let parts = Parts { pools: Pools::default().with(&pool), ..parts };
+    let parts = with!(parts, pools = Pools::default().with(&pool));
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let rig = Rig {
@@ -238,7 +238,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
         crew: Crew::default(),
     };
     test(&rig);
-    mmu.as_cpu(CpuId(0), |cx| {
+    mmu.as_cpu(CpuId::new(0), |cx| {
         rig.fill_pool(cx, 0);
         assert!(pool.is_consistent(cx));
         rig.vm.trim(cx);
@@ -247,7 +247,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     assert_eq!(rig.vm.pages_lost(), 0, "dropped while they were away");
     let kept = rig.kept.load(Ordering::Relaxed);
     drop(rig);
-    mmu.as_cpu(CpuId(0), |cx| {
+    mmu.as_cpu(CpuId::new(0), |cx| {
         let SwapStats { pages, .. } = store.stats(cx);
         assert_eq!(pages, 0, "left in swap");
         assert_eq!(store.strays(), 0, "slots used that nobody held");
@@ -256,9 +256,9 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
         assert!(store.inner.close(cx).is_ok());
     });
     for cpu in 0..cpus {
-        mmu.as_cpu(CpuId(cpu), |cx| frames.drain(cx));
+        mmu.as_cpu(CpuId::new(cpu), |cx| frames.drain(cx));
     }
-    mmu.as_cpu(CpuId(0), |cx| {
+    mmu.as_cpu(CpuId::new(0), |cx| {
         let stats = frames.stats(cx);
         let found = stats.free + stats.refused;
         assert!(found <= frames.managed() && found + kept >= frames.managed(), "frames lost: {stats:?}");
@@ -318,12 +318,12 @@ impl<'h> Rig<'h> {
     pub fn beside_others<R>(&self, cpu: u32, waits: &AtomicBool, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
         let serve = || {
             waits.store(true, Ordering::SeqCst);
-            self.mmu.as_cpu(CpuId(cpu), |cx| {
+            self.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 self.vm.shootdown().handle_ipi(cx);
                 self.vm.frames().serve(cx);
             });
         };
-        self.crew.work(&serve, || self.mmu.as_cpu(CpuId(cpu), f))
+        self.crew.work(&serve, || self.mmu.as_cpu(CpuId::new(cpu), f))
     }
 
     pub fn cpus(&self) -> u32 {
@@ -353,7 +353,7 @@ impl<'h> Rig<'h> {
 
     /// Evicts what can be evicted, whatever it takes; how many pages became free.
     pub fn evict_all(&self, cx: &mut Cx<'_, 'h>) -> u64 {
-        let budget = hugemm_reclaim::ShrinkBudget { free: u64::MAX, scan: 1 << 14 };
+        let budget = hugemm_reclaim::ShrinkBudget::new(u64::MAX, 1 << 14);
         self.vm.pager().shrink(&self.vm, cx, NODE, budget, &hugemm_base::Never).freed
     }
 }

@@ -71,7 +71,7 @@ fn run(policy: LruPolicy) {
                 rig.vm.read(cx, &space, at(*page), &mut found).expect("memory");
                 assert_eq!(u64::from_le_bytes(found), *word);
             }
-            let budget = ShrinkBudget { free: 3000, scan: total / 3 };
+            let budget = ShrinkBudget::new(3000, total / 3);
             let pass = rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
             assert!(pass.freed <= pass.scanned && !pass.full, "{pass:?}");
             freed += pass.freed;

@@ -3,7 +3,7 @@
 use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, span, with_cpu, with_rig};
 use crate::rules::{AT, SIZE, SIZES, expect, filled, size_for};
 use hugemm_base::inject::every_fault;
-use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr};
+use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr, with};
 use hugemm_frames::{AllocRequest, ArenaSpec, FolioRun, Frames, FramesConfig, Frozen, Mobility, Placement, Plain};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_reclaim::{Lru, LruPolicy, Reclaim, ShrinkBudget, Swap, Turn};
@@ -46,7 +46,7 @@ fn every_allocation_may_fail() {
     for page in SIZES {
         let asked = every_fault(|plan| {
             with_rig(size_for(page), 10, plan, |rig| {
-                rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.mmu.as_cpu(CpuId::new(0), |cx| {
                     let Ok(space) = rig.vm.create(cx, bounds()) else { return };
                     let kind = VmaKind::private(page);
                     let _ = rig.vm.map(cx, &space, span(AT, 2 * page.bytes()), kind, Backing::Private);
@@ -171,33 +171,33 @@ fn node_at<'h>(rig: &Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, space: &Handle<'_
 fn each_node_is_reclaimed_by_itself() {
     with_cpu(Size { nodes: 2, ..SIZE }, 14, |rig, cx| {
         let pager = rig.vm.pager();
-        let free = |cx: &crate::rig::Cx<'_, '_>, node| rig.vm.frames().node_stats(cx, NodeId(node)).available();
+        let free = |cx: &crate::rig::Cx<'_, '_>, node| rig.vm.frames().node_stats(cx, NodeId::new(node)).available();
         let space = rig.vm.create(cx, bounds()).expect("a space");
         let at = |node: u32, index: u64| AT * u64::from(node + 1) + (index << 12) + 8;
         rig.enter(cx, &space);
         // Node 1 down to its low mark, node 0 less than half full.
         for (node, pages) in [(0, 500), (1, free(cx, 1) - pager.marks().low() / 2)] {
-            let kind = VmaKind { from: Placement::Only(NodeId(node)), ..VmaKind::private(PageSize::Size4K) };
+            let kind = with!(VmaKind::private(PageSize::Size4K), from = Placement::Only(NodeId::new(node)));
             rig.vm.map(cx, &space, span(at(node, 0) - 8, pages << 12), kind, Backing::Private).expect("an area");
             (0..pages).for_each(|index| rig.put(cx, &space, at(node, index), index).expect("memory"));
         }
         assert!(free(cx, 1) < pager.marks().low() && free(cx, 0) > pager.marks().high());
-        let (turn, done) = pager.balance(&rig.vm, cx, NodeId(0), u64::MAX, &Never);
+        let (turn, done) = pager.balance(&rig.vm, cx, NodeId::new(0), u64::MAX, &Never);
         assert_eq!((turn, done.scanned), (Turn::Balanced, 0));
-        let (turn, done) = pager.balance(&rig.vm, cx, NodeId(1), u64::MAX, &Never);
+        let (turn, done) = pager.balance(&rig.vm, cx, NodeId::new(1), u64::MAX, &Never);
         assert_eq!(turn, Turn::Balanced);
         assert!(done.freed > 0 && free(cx, 1) >= pager.marks().high());
         assert!(
-            (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
+            (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId::new(0))),
             "nothing of node 0 went"
         );
         let away =
             (0..500).find(|index| node_at(rig, cx, &space, at(1, *index)).is_none()).expect("some of node 1 did");
         assert_eq!(rig.get(cx, &space, at(1, away)), Ok(away));
-        assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId(1)), "back where the area wants it");
+        assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId::new(1)), "back where the area wants it");
         // A fault that finds its node empty takes from that node too, and no longer than it needs.
         let (before, pages) = (pager.counts().direct_freed.get(), free(cx, 1) + 256);
-        let kind = VmaKind { from: Placement::Only(NodeId(1)), ..VmaKind::private(PageSize::Size4K) };
+        let kind = with!(VmaKind::private(PageSize::Size4K), from = Placement::Only(NodeId::new(1)));
         rig.vm.map(cx, &space, span(5 * AT, pages << 12), kind, Backing::Private).expect("an area");
         for index in 0..pages {
             // Where all are young, the first looks find nothing.
@@ -206,17 +206,17 @@ fn each_node_is_reclaimed_by_itself() {
         }
         assert!(pager.counts().direct_freed.get() > before, "no fault had to take pages");
         assert!(
-            (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
+            (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId::new(0))),
             "nothing of node 0 went"
         );
         // An object is filled where it is wanted, not where the worker is.
         let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("an object");
-        rig.vm.prefault_shared(&object, 0, 16).from(Placement::Only(NodeId(1))).work(cx, &Never).expect("memory");
+        rig.vm.prefault_shared(&object, 0, 16).from(Placement::Only(NodeId::new(1))).work(cx, &Never).expect("memory");
         let kind = VmaKind::private(PageSize::Size4K);
         rig.vm.map(cx, &space, span(4 * AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
         for index in 0..16 {
             assert_eq!(rig.get(cx, &space, 4 * AT + (index << 12)), Ok(0));
-            assert_eq!(node_at(rig, cx, &space, 4 * AT + (index << 12)), Some(NodeId(1)));
+            assert_eq!(node_at(rig, cx, &space, 4 * AT + (index << 12)), Some(NodeId::new(1)));
         }
         rig.end(cx, space);
         rig.vm.close(cx, object).expect("its own");
@@ -231,7 +231,7 @@ fn look_around_keeps_to_its_own_node() {
         let pager = rig.vm.pager();
         let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
         for index in 0..PAGES {
-            let node = Placement::Only(NodeId((index % 2) as u32));
+            let node = Placement::Only(NodeId::new((index % 2) as u32));
             rig.vm.prefault_shared(&object, index, index + 1).from(node).work(cx, &Never).expect("memory");
         }
         let space = rig.vm.create(cx, bounds()).expect("a space");
@@ -240,11 +240,11 @@ fn look_around_keeps_to_its_own_node() {
         rig.enter(cx, &space);
         for index in 0..PAGES {
             assert_eq!(rig.get(cx, &space, AT + (index << 12)), Ok(0));
-            assert_eq!(node_at(rig, cx, &space, AT + (index << 12)), Some(NodeId((index % 2) as u32)));
+            assert_eq!(node_at(rig, cx, &space, AT + (index << 12)), Some(NodeId::new((index % 2) as u32)));
         }
-        let stats = |cx: &crate::rig::Cx<'_, '_>, node| pager.lru(NodeId(node)).expect("a node").stats(cx);
-        let budget = ShrinkBudget { free: u64::MAX, scan: 8 };
-        let looked = pager.shrink(&rig.vm, cx, NodeId(0), budget, &Never);
+        let stats = |cx: &crate::rig::Cx<'_, '_>, node| pager.lru(NodeId::new(node)).expect("a node").stats(cx);
+        let budget = ShrinkBudget::new(u64::MAX, 8);
+        let looked = pager.shrink(&rig.vm, cx, NodeId::new(0), budget, &Never);
         assert!(looked.young > 0, "{looked:?}");
         assert!(stats(cx, 0).promoted > 0, "there was something to look around at");
         assert_eq!(stats(cx, 1).promoted, 0);
@@ -252,9 +252,9 @@ fn look_around_keeps_to_its_own_node() {
             assert_eq!((stats(cx, node).folios, stats(cx, node).pages()), (PAGES / 2, PAGES / 2), "of node {node}");
         }
         // Each node's are found on its own lists, and go from there.
-        let budget = ShrinkBudget { free: u64::MAX, scan: 4 * PAGES };
+        let budget = ShrinkBudget::new(u64::MAX, 4 * PAGES);
         for node in [0, 1] {
-            assert_eq!(pager.shrink(&rig.vm, cx, NodeId(node), budget, &Never).freed, PAGES / 2, "of node {node}");
+            assert_eq!(pager.shrink(&rig.vm, cx, NodeId::new(node), budget, &Never).freed, PAGES / 2, "of node {node}");
         }
         for index in 0..PAGES {
             assert_eq!(rig.get(cx, &space, AT + (index << 12)), Ok(0));
@@ -276,7 +276,7 @@ fn a_batch_takes_few_lock_rounds() {
         let lru = rig.vm.pager().lru(NODE).expect("a node");
         let rounds = |cx: &crate::rig::Cx<'_, '_>| lru.stats(cx).lock_rounds;
         let before = rounds(cx);
-        let budget = ShrinkBudget { free: u64::MAX, scan: 128 };
+        let budget = ShrinkBudget::new(u64::MAX, 128);
         let kept = rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
         assert!(kept.freed == 0 && kept.batches == 4 && lru.stats(cx).promoted > 0, "{kept:?}");
         // The policy, isolation, neighbours, putting back, and the batch's references.
@@ -318,12 +318,12 @@ fn what_is_reclaimed_is_counted() {
         let need = Shortfall::frames(50);
         assert_eq!(cx.freeing(|cx| cx.relieved_by(&rig.vm, need)), 0);
         assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (0, 0));
-        assert_eq!(pager.relieve(&rig.vm, cx, need.only(Some(NodeId(7)))), 0);
+        assert_eq!(pager.relieve(&rig.vm, cx, need.only(Some(NodeId::new(7)))), 0);
         let freed = pager.relieve(&rig.vm, cx, need);
         assert!((50..114).contains(&freed), "{freed}");
         assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (2, freed));
         assert_eq!(pager.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Balanced);
-        assert_eq!(pager.balance(&rig.vm, cx, NodeId(7), 1000, &Never).0, Turn::Hopeless, "no such node");
+        assert_eq!(pager.balance(&rig.vm, cx, NodeId::new(7), 1000, &Never).0, Turn::Hopeless, "no such node");
         assert_eq!(pager.counts().worker_freed.get(), 0);
         rig.vm.destroy(cx, space).expect("destroyed");
     });
@@ -338,9 +338,8 @@ fn pages_without_an_lru_are_on_none() {
         let all = rig.mmu.host().frames();
         let first = Pfn::new(all.base().get() + all.pages() / 2 - 1);
         let next = Pfn::new(first.get() + 1);
-        assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId(1))]);
-        let nowhere =
-            [ArenaSpec { extent: Extent::block(Pfn::new(1 << 30), Order::ZERO), node: NODE, descriptors: None }];
+        assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId::new(1))]);
+        let nowhere = [ArenaSpec::new(Extent::block(Pfn::new(1 << 30), Order::ZERO), NODE)];
         let config = FramesConfig::new(&nowhere, 1);
         let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, of this size, used once; one platform; nobody else has the frame's number.
@@ -384,10 +383,10 @@ fn pages_without_an_lru_are_on_none() {
 fn references_of_several_nodes_are_dropped_in_one_call() {
     with_cpu(Size { nodes: 2, ..SIZE }, 18, |rig, cx| {
         let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
-        let lrus = [0, 1].map(|node| pager.lru(NodeId(node)).expect("one for each node"));
+        let lrus = [0, 1].map(|node| pager.lru(NodeId::new(node)).expect("one for each node"));
         let mut runs: Vec<FolioRun> = (0..100_u32)
             .map(|turn| {
-                let from = AllocRequest::order(Order::ZERO).movable().from(Placement::Only(NodeId(turn / 3 % 2)));
+                let from = AllocRequest::order(Order::ZERO).movable().from(Placement::Only(NodeId::new(turn / 3 % 2)));
                 let page = frames.alloc(cx, from).expect("memory");
                 let extent = page.extent();
                 let _ = frames.count(page).expect("managed").into_pfn();
@@ -416,7 +415,7 @@ fn a_strangers_lru_is_left_alone() {
         let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
         let (pager, page) = (rig.vm.pager(), Extent::block(leaf.frame, Order::ZERO));
         assert_eq!(rig.others.node_of(leaf.frame), Some(NODE));
-        let theirs = pager.lru(NodeId(1)).expect("one for each node");
+        let theirs = pager.lru(NodeId::new(1)).expect("one for each node");
         let other: Reclaim<'_, '_, Model<'_>, _> =
             Reclaim::new(std::slice::from_ref(theirs), rig.store, pager.marks(), ());
         // SAFETY: it has been given to neither that manager nor anybody in its name; nobody looks at its bytes.
@@ -426,10 +425,10 @@ fn a_strangers_lru_is_left_alone() {
         unsafe { other.lru_add(rig.others, cx, page, Order::ZERO) };
         assert_eq!(theirs.stats(cx).folios, 1);
         let before = rig.vm.frames().stats(cx);
-        let budget = ShrinkBudget { free: 8, scan: 8 };
-        assert_eq!(pager.shrink(&rig.vm, cx, NodeId(1), budget, &Never).scanned, 0);
-        assert!(!pager.compact(&rig.vm, cx, NodeId(1)));
-        let need = Shortfall::frames(8).only(Some(NodeId(1)));
+        let budget = ShrinkBudget::new(8, 8);
+        assert_eq!(pager.shrink(&rig.vm, cx, NodeId::new(1), budget, &Never).scanned, 0);
+        assert!(!pager.compact(&rig.vm, cx, NodeId::new(1)));
+        let need = Shortfall::frames(8).only(Some(NodeId::new(1)));
         assert_eq!(pager.relieve(&rig.vm, cx, need), 0);
         assert_eq!(pager.counts().aged.get(), 0, "looked at");
         assert_eq!((theirs.stats(cx).folios, rig.others.references(page.base())), (1, 1));

@@ -108,12 +108,12 @@ unsafe impl<P: Cpu, W: Swap<P>> Swap<P> for Watched<W> {
     }
 
     fn load(&self, cx: &CpuCx<'_, P>, slot: &SwapSlot, into: &mut Frozen, page: u64) -> Result<(), SlotError> {
-        self.loading.pass(cx.platform().current().0);
+        self.loading.pass(cx.platform().current().get());
         if self.held(slot, 0) { self.inner.load(cx, slot, into, page) } else { Err(SlotError::NotMine) }
     }
 
     fn share(&self, cx: &CpuCx<'_, P>, slot: &SwapSlot) -> Result<SwapSlot, SlotError> {
-        self.sharing.pass(cx.platform().current().0);
+        self.sharing.pass(cx.platform().current().get());
         if !self.held(slot, 0) {
             return Err(SlotError::NotMine);
         }

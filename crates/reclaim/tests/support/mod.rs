@@ -80,7 +80,7 @@ unsafe impl PhysMap for Bytes {
 
 /// A manager of all of a machine's frames, and the machine, for a test.
 pub fn with_frames<I: Inject, R>(machine: &Machine, inject: I, test: impl FnOnce(&Frames<'_, Plain<I>>) -> R) -> R {
-    let arenas = [ArenaSpec { extent: machine.frames(), node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(machine.frames(), NodeId::new(0))];
     let config = FramesConfig::new(&arenas, CPUS);
     let memory = Memory::new(Frames::<Plain<I>>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, of the size asked for, used for this manager only, whose contexts all come from `machine`.

@@ -26,7 +26,7 @@ fn denied(at: VirtAddr) -> VmError {
 
 fn random<F: PageFormat>(seed: u64) {
     with_format::<F, false>(48, 1, seed, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.create_shared(cx, 512, PageSize::Size4K, false).expect("memory");
             let space = rig.space(cx, span(AT, 2 << 20), SMALL);
             let large = VmaKind::private(PageSize::Size2M);
@@ -95,7 +95,7 @@ fn leaf_flags<'h, F: PageFormat>(
 
 fn used<F: PageFormat>(size: PageSize) {
     with_format::<F, false>(16, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let whole = span(AT, 2 * size.bytes());
             let space = rig.space(cx, whole, VmaKind::private(size));
             rig.vm.prefault(&space, whole, None).work(cx, &Never).expect("memory");
@@ -162,7 +162,7 @@ fn what_cannot_be_reached_ends_it() {
 
 /// A page that a fork shares is copied before it is written; zeroes take no page where there is none; memory may run out anywhere.
 fn forked(rig: &Rig<'_>) {
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let Ok(space) = rig.vm.create(cx, bounds()) else { return };
         let area = rig.vm.map(cx, &space, span(AT, 0x8000), SMALL, Backing::Private);
         let zeroed = rig.vm.zero(cx, &space, VirtAddr::new(AT + 7), 0x7000);

@@ -13,7 +13,7 @@ const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 fn read_ahead<F: PageFormat>() {
     for (advice, around) in [(Advice::Normal, 16), (Advice::Sequential, 64), (Advice::Random, 1)] {
         with_format::<F, false>(32, 1, 3, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let file = File::new(200 << 12);
                 let object = rig.vm.open_source(cx, file).expect("memory");
                 let space = rig.vm.create(cx, bounds()).expect("memory");
@@ -76,7 +76,7 @@ fn a_pattern_is_a_word_of_an_area() {
 
 fn needed<F: PageFormat>() {
     with_format::<F, true>(32, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let file = File::new(40 << 12);
             let object = rig.vm.open_source(cx, file).expect("memory");
             let memory = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
@@ -118,7 +118,7 @@ fn what_is_needed_is_brought_and_not_shown() {
 
 fn cold<F: PageFormat>(size: PageSize) {
     with_format::<F, true>(32, 1, 6, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let at = |page: u64| AT + page * size.bytes();
             let space = rig.space(cx, span(AT, 6 * size.bytes()), VmaKind::private(size));
             rig.enter(cx, &space);
@@ -152,7 +152,7 @@ fn cold_pages_are_old_and_stay() {
 fn every_allocation_may_fail() {
     every_fault(|plan| {
         with_format::<Metered, true>(16, 1, 7, plan, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let Ok(space) = rig.vm.create(cx, bounds()) else { return };
                 let Ok(object) = rig.vm.open_source(cx, File::new(40 << 12)) else {
                     return rig.vm.destroy(cx, space).expect("destroyed");

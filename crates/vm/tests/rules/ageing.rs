@@ -2,7 +2,7 @@
 
 use crate::support::{AT, Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_cpu, with_rig};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{AgeRun, Backing, Neighbours, Notifier, Pattern, Recency, SharedRef, VmError, VmaKind};
 use std::cell::RefCell;
@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 const KIND: VmaKind = VmaKind::private(PageSize::Size4K);
 
-const USED: Recency = Recency { young: true, keep: false, users: 1 };
-const OLD: Recency = Recency { young: false, keep: false, users: 0 };
-const KEPT: Recency = Recency { young: false, keep: true, users: 0 };
+const USED: Recency = with!(Recency::UNUSED, young = true, users = 1);
+const OLD: Recency = Recency::UNUSED;
+const KEPT: Recency = with!(Recency::UNUSED, keep = true);
 
 /// A space with `pages` pages at `AT`, all of them written: a private area, or one of an object.
 fn filled<'v, 'h>(
@@ -82,7 +82,7 @@ fn mappings_are_counted() {
     with_cpu(16, 1, 62, |rig, cx| {
         let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
         let spaces = [0, 1, 2].map(|_| filled(rig, cx, KIND, Some(&object), 8));
-        let everywhere = Recency { users: 3, ..USED };
+        let everywhere = with!(USED, users = 3);
         assert_eq!(age(rig, cx, &spaces[0], &[1, 2], None), [everywhere; 2]);
         assert_eq!(age(rig, cx, &spaces[2], &[2, 3], None), [OLD, everywhere]);
         rig.vm.close(cx, object).expect("its own");
@@ -92,7 +92,7 @@ fn mappings_are_counted() {
         use_pages(rig, cx, &child, 0..4);
         // Pages 0 to 3 are copies in the child; both still show 4 to 7, which both have used.
         let found = age(rig, cx, &parent, &[0, 1, 5], None);
-        assert_eq!(found, [USED, USED, Recency { users: 2, ..USED }]);
+        assert_eq!(found, [USED, USED, with!(USED, users = 2)]);
         assert!(is_young(rig, cx, &child, 0), "the copy was not asked for");
         assert_eq!(age(rig, cx, &child, &[1], None), [USED]);
         assert_eq!(age(rig, cx, &child, &[0, 1], None), [USED, OLD]);
@@ -106,8 +106,7 @@ fn mappings_are_counted() {
 #[test]
 fn areas_say_what_their_use_means() {
     with_cpu(16, 1, 63, |rig, cx| {
-        for (kind, expected) in
-            [(VmaKind { locked: true, ..KIND }, KEPT), (VmaKind { pattern: Pattern::Sequential, ..KIND }, OLD)]
+        for (kind, expected) in [(with!(KIND, locked = true), KEPT), (with!(KIND, pattern = Pattern::Sequential), OLD)]
         {
             let space = filled(rig, cx, kind, None, 4);
             assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
@@ -117,8 +116,8 @@ fn areas_say_what_their_use_means() {
         // One locked mapping of two keeps what it shows, and no more.
         let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
         let plain = filled(rig, cx, KIND, Some(&object), 8);
-        let locked = filled(rig, cx, VmaKind { locked: true, ..KIND }, Some(&object), 4);
-        let kept = Recency { keep: true, ..USED };
+        let locked = filled(rig, cx, with!(KIND, locked = true), Some(&object), 4);
+        let kept = with!(USED, keep = true);
         assert_eq!(age(rig, cx, &plain, &[3, 4], None), [kept, USED]);
         for space in [plain, locked] {
             rig.vm.destroy(cx, space).expect("destroyed");
@@ -132,7 +131,7 @@ fn areas_say_what_their_use_means() {
 #[test]
 fn neighbours_are_offered_once() {
     fn check<'h>(rig: &Rig<'h>) {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.create_shared(cx, 192, PageSize::Size4K, false).expect("an object");
             let spaces = [0, 1].map(|_| filled(rig, cx, KIND, Some(&object), 192));
             let frames: Vec<_> = (0..192).map(|page| frame(rig, cx, &spaces[0], page)).collect();
@@ -144,7 +143,7 @@ fn neighbours_are_offered_once() {
             };
             let mut taken: Vec<Vec<u64>> = Vec::new();
             let mut take = |_: &Cx<'_, 'h>, heads: &[Pfn]| taken.push(heads.iter().map(|head| page(*head)).collect());
-            let both = Recency { users: 2, ..USED };
+            let both = with!(USED, users = 2);
             let neighbours = Neighbours { wants: &wants, take: &mut take };
             assert_eq!(age(rig, cx, &spaces[0], &[70, 71], Some(neighbours)), [both; 2]);
             let even: Vec<u64> = (64..128).filter(|page| page % 2 == 0 && *page != 70).collect();
@@ -175,7 +174,7 @@ fn neighbours_are_offered_once() {
 #[test]
 fn random_areas_have_no_neighbours() {
     with_cpu(16, 1, 65, |rig, cx| {
-        let space = filled(rig, cx, VmaKind { pattern: Pattern::Random, ..KIND }, None, 64);
+        let space = filled(rig, cx, with!(KIND, pattern = Pattern::Random), None, 64);
         let mut take = |_: &Cx<'_, '_>, _: &[Pfn]| panic!("nobody's neighbour");
         let neighbours = Neighbours { wants: &|_| true, take: &mut take };
         assert_eq!(age(rig, cx, &space, &[10, 11], Some(neighbours)), [USED; 2]);
@@ -225,7 +224,7 @@ fn followers_are_asked() {
     with_cpu(16, 1, 65, |rig, cx| {
         let space = filled(rig, cx, KIND, None, 8);
         let follower = rig.vm.follow(cx, &space, Follower(Arc::new(Guest(AT + 0x3000)))).expect("memory");
-        let twice = Recency { users: 2, ..USED };
+        let twice = with!(USED, users = 2);
         assert_eq!(age(rig, cx, &space, &[2, 3], None), [twice, USED]);
         assert_eq!(age(rig, cx, &space, &[1, 2, 3], None), [twice, USED, OLD]);
         // SAFETY: the follower is this space's.
@@ -251,12 +250,12 @@ fn spaces_that_end_do_not_count() {
             let number = ends.find_vma(cx, VirtAddr::new(AT)).expect("an area").object;
             let head = frame(rig, cx, &ends, 1);
             // A CPU is still on its tables, and has to be asked.
-            rig.mmu.as_cpu(CpuId(1), |cx| {
+            rig.mmu.as_cpu(CpuId::new(1), |cx| {
                 rig.enter(cx, &ends);
                 rig.lazy(cx, &ends);
             });
             let meanwhile = || {
-                rig.mmu.as_cpu(CpuId(2), |cx| {
+                rig.mmu.as_cpu(CpuId::new(2), |cx| {
                     let mut found = [OLD];
                     rig.vm.age(
                         cx,
@@ -282,10 +281,10 @@ fn spaces_that_end_do_not_count() {
 fn a_space_that_does_not_end_counts() {
     with_cpu(16, 2, 68, |rig, cx| {
         let space = rig.vm.create(cx, bounds()).expect("a space");
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.enter(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.enter(cx, &space));
         let (error, space) = rig.vm.destroy(cx, space).expect_err("in use");
         assert_eq!(error, VmError::InUse);
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
         rig.vm.map(cx, &space, span(AT, 0x1000), KIND, Backing::Private).expect("an area");
         use_pages(rig, cx, &space, 0..1);
         assert_eq!(age(rig, cx, &space, &[0], None), [USED]);
@@ -315,7 +314,7 @@ fn large_pages_are_aged_by_their_place_in_the_object() {
             found => panic!("{found:?}"),
         });
         let object_number = space.find_vma(cx, at(66)).expect("an area").object;
-        for expected in [[Recency { users: 2, ..USED }, USED, USED], [USED, OLD, OLD]] {
+        for expected in [[with!(USED, users = 2), USED, USED], [USED, OLD, OLD]] {
             let mut found = [OLD; 3];
             let wants = |_: Pfn| panic!("of large pages no others are looked at");
             let mut take = |_: &Cx<'_, '_>, _: &[Pfn]| panic!("none are wanted");

@@ -1,7 +1,7 @@
 //! Areas, faults, unmapping, the reverse map: one rule per test, on the model MMU.
 
 use crate::support::{AT, bounds, no_faults, span, with_cpu, with_rig};
-use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Phase, Protection, Served, VmError, VmaKind};
@@ -139,7 +139,7 @@ fn pools_keep_their_promises() {
         rig.vm.unmap(cx, &space, span(AT + (2 << 20), 4 << 20)).expect("unmapped");
         assert_eq!(rig.pool_available(cx), 3, "one page came back, one promise was never used");
         let object = rig.vm.create_shared(cx, 3 * 512, PageSize::Size2M, true).expect("three pages");
-        let shared = VmaKind { shared: true, ..kind };
+        let shared = with!(kind, shared = true);
         rig.vm.map(cx, &space, span(2 * AT, 6 << 20), shared, Backing::Shared(&object, 0)).expect("an area");
         rig.store(cx, &space, 2 * AT, 1).expect("promised");
         rig.vm.close(cx, object).expect("its own");
@@ -280,7 +280,7 @@ fn pinned_pages_stay_where_they_are() {
 fn prefault_fills_what_is_missing() {
     for page in [PageSize::Size4K, PageSize::Size2M] {
         with_rig(64, 4, 11, &no_faults(), |rig| {
-            let space = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let kind = VmaKind::private(page);
                 let space = rig.space(cx, span(AT, 20 << 20), kind);
                 rig.vm.map(cx, &space, span(AT + (20 << 20), 16 << 20), kind, Backing::Private).expect("an area");
@@ -298,7 +298,7 @@ fn prefault_fills_what_is_missing() {
                 }
             });
             assert_eq!(prefault.done(), range.pages());
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 for at in (0..32 << 20).step_by(4096) {
                     let at = VirtAddr::new(range.start().get() + at);
                     assert!(matches!(rig.vm.lookup(cx, &space, at), Lookup::Mapped(_)), "{at}");
@@ -327,10 +327,10 @@ fn objects_are_filled_without_being_mapped() {
         let space = rig.vm.create(cx, bounds()).expect("a space");
         let kind = VmaKind::private(PageSize::Size2M);
         rig.vm.map(cx, &space, span(AT, 16 << 20), kind, Backing::Shared(&object, 0)).expect("an area");
-        let cleared = rig.mmu.as_cpu(CpuId(0), |cx| cx.platform().counters().snapshot());
+        let cleared = rig.mmu.as_cpu(CpuId::new(0), |cx| cx.platform().counters().snapshot());
         rig.enter(cx, &space);
         assert_eq!(rig.load(cx, &space, AT + (4 << 20) + 8), Ok(0));
-        let after = rig.mmu.as_cpu(CpuId(0), |cx| cx.platform().counters().snapshot());
+        let after = rig.mmu.as_cpu(CpuId::new(0), |cx| cx.platform().counters().snapshot());
         assert_eq!(after.since(cleared).units, 0, "nothing was cleared again");
         rig.end(cx, space);
         rig.vm.close(cx, object).expect("its own");
@@ -363,7 +363,7 @@ fn a_fault_looks_again_before_it_maps() {
         let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
         let meanwhile = |phase| {
             if phase == Phase::Map {
-                rig.mmu.as_cpu(CpuId(1), |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
+                rig.mmu.as_cpu(CpuId::new(1), |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
             }
         };
         let at = VirtAddr::new(AT);
@@ -381,25 +381,25 @@ fn a_space_is_used_on_many_cpus() {
     const CPUS: u32 = 150;
     with_rig(16, CPUS, 15, &no_faults(), |rig| {
         let kind = VmaKind::private(PageSize::Size4K);
-        let spaces = rig.mmu.as_cpu(CpuId(0), |cx| [0, 1, 2].map(|_| rig.space(cx, span(AT, 0x1000), kind)));
+        let spaces = rig.mmu.as_cpu(CpuId::new(0), |cx| [0, 1, 2].map(|_| rig.space(cx, span(AT, 0x1000), kind)));
         for cpu in 0..CPUS {
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 let space = &spaces[cpu as usize % 3];
                 rig.enter(cx, space);
                 rig.store(cx, space, AT + u64::from(cpu) * 8, u64::from(cpu) + 1).expect("memory");
             });
         }
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             for space in &spaces {
                 rig.vm.unmap(cx, space, span(AT, 0x1000)).expect("unmapped");
             }
         });
         for cpu in 0..CPUS {
-            let found = rig.mmu.load(CpuId(cpu), VirtAddr::new(AT));
+            let found = rig.mmu.load(CpuId::new(cpu), VirtAddr::new(AT));
             assert!(found.is_err(), "cpu{cpu} has been flushed");
-            rig.mmu.as_cpu(CpuId(cpu), |cx| rig.leave(cx, &spaces[cpu as usize % 3]));
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| rig.leave(cx, &spaces[cpu as usize % 3]));
         }
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             for space in spaces {
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
@@ -452,7 +452,7 @@ fn a_promised_page_whose_area_has_gone_goes_back() {
             rig.vm.map(cx, &space, area, kind, Backing::Private).expect("promised");
             let meanwhile = |phase| {
                 if phase == Phase::Map {
-                    rig.mmu.as_cpu(CpuId(1), |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
+                    rig.mmu.as_cpu(CpuId::new(1), |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
                 }
             };
             let served = rig.vm.fault_observed(cx, &space, VirtAddr::new(AT), Access::Write, &meanwhile);
@@ -508,7 +508,7 @@ fn a_kind_says_what_an_area_is_backed_by() {
     with_cpu(16, 1, 20, |rig, cx| {
         rig.fill_pool(cx, 2);
         let space = rig.vm.create(cx, bounds()).expect("a space");
-        let asked = VmaKind { shared: true, reserved: true, ..VmaKind::private(PageSize::Size2M) };
+        let asked = with!(VmaKind::private(PageSize::Size2M), shared = true, reserved = true);
         let area = span(AT, 2 << 20);
         let private = rig.vm.map(cx, &space, area, asked, Backing::Private).expect("an area").kind;
         assert_eq!((private.shared, private.reserved), (false, false));

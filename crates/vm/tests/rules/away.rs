@@ -1,7 +1,7 @@
 //! What becomes of pages that are away when their addresses go.
 
 use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
-use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, VirtAddr};
+use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_vm::{Access, Backing, Pager, Usage, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::atomic::Ordering;
@@ -21,7 +21,7 @@ fn a_fork_that_unwinds_is_over() {
     let used = std::cell::Cell::new(false);
     let test = std::panic::AssertUnwindSafe(|| {
         with_rig(16, 52, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let kind = VmaKind::private(PageSize::Size4K);
                 let space = rig.space(cx, span(AT, 0x8000), kind);
                 rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
@@ -45,7 +45,7 @@ fn a_fork_that_unwinds_is_over() {
 #[test]
 fn nothing_new_is_made_of_what_is_kept() {
     with_rig(16, 54, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let (vm, kind, page) = (&rig.vm, VmaKind::private(PageSize::Size4K), PageSize::Size4K);
             let space = rig.space(cx, span(AT, 0x8000), kind);
             let object = vm.create_shared(cx, 8, page, false).expect("an object");
@@ -101,7 +101,7 @@ fn nothing_new_is_made_of_what_is_kept() {
 fn content_goes_with_its_address() {
     for (page, pages) in [(PageSize::Size4K, 1200), (PageSize::Size2M, 4)] {
         with_rig(32, 51, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let at = |index: u64| AT + index * page.bytes();
                 let kind = VmaKind::private(page);
@@ -143,7 +143,7 @@ fn giving_up_what_is_away_lets_others_run() {
     const EACH: u64 = 8;
     let page = PageSize::Size2M;
     with_rig(64, 52, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let area = span(AT, GIBS * GIB);
             let space = rig.space(cx, area, VmaKind::private(page));
             for gib in 0..GIBS {
@@ -166,7 +166,7 @@ fn giving_up_what_is_away_lets_others_run() {
 #[test]
 fn an_object_ends_with_what_it_has_away() {
     with_rig(16, 53, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             const PAGES: u64 = 700;
             let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
             let space = rig.vm.create(cx, bounds()).expect("a space");
@@ -178,10 +178,10 @@ fn an_object_ends_with_what_it_has_away() {
                 rig.page_out(cx, &space, AT + (index << 12));
             }
             assert_eq!(rig.vm.pager().used() as u64, PAGES - PAGES / 7);
-            let whole = Usage { present: PAGES / 7, swapped: PAGES - PAGES / 7, ..Usage::default() };
+            let whole = with!(Usage::default(), present = PAGES / 7, swapped = PAGES - PAGES / 7);
             assert_eq!(rig.vm.usage(cx, &space, area), Ok(whole));
             let part = span(AT + (3 << 12), 8 << 12);
-            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 1, swapped: 7, ..Usage::default() }));
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(with!(Usage::default(), present = 1, swapped = 7)));
             // The object keeps it, not the space.
             rig.vm.destroy(cx, space).expect("destroyed");
             assert_eq!(rig.vm.pager().used() as u64, PAGES - PAGES / 7);
@@ -197,7 +197,7 @@ fn a_fork_without_memory_shares_nothing_that_is_away() {
     let mut done = [0, 0];
     for room in 0..12 {
         with_rig(8, 58, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let kind = VmaKind::private(PageSize::Size4K);
                 let space = rig.space(cx, span(AT, 0x1000), kind);
                 rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
@@ -225,11 +225,11 @@ fn a_fork_without_memory_shares_nothing_that_is_away() {
 #[test]
 fn scattered_pages_are_dropped_together() {
     with_rig(32, 91, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let kind = VmaKind::private(PageSize::Size4K);
             let space = rig.space(cx, span(AT, 256 << 12), kind);
             let shared = rig.vm.create_shared(cx, 256, PageSize::Size4K, false).expect("an object");
-            let shared_kind = VmaKind { shared: true, ..kind };
+            let shared_kind = with!(kind, shared = true);
             rig.vm.map(cx, &space, span(2 * AT, 256 << 12), shared_kind, Backing::Shared(&shared, 0)).expect("an area");
             for page in (0..256).map(|n| n * 7 % 256) {
                 for at in [AT, 2 * AT] {
@@ -259,7 +259,7 @@ fn scattered_pages_are_dropped_together() {
 #[test]
 fn the_pager_is_told_of_no_pools_page() {
     with_rig(32, 94, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.fill_pool(cx, 4);
             let page = PageSize::Size2M;
             let kind = VmaKind::private(page).pooled();
@@ -268,7 +268,7 @@ fn the_pager_is_told_of_no_pools_page() {
             rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("promised");
             rig.vm.prefault(&space, span(AT, 2 * page.bytes()), None).work(cx, &Never).expect("promised");
             let object = rig.vm.create_shared(cx, page.pages(), page, true).expect("a page is left");
-            let shared = VmaKind { shared: true, ..kind };
+            let shared = with!(kind, shared = true);
             let area = span(2 * AT, page.bytes());
             rig.vm.map(cx, &space, area, shared, Backing::Shared(&object, 0)).expect("an area");
             rig.vm.fault(cx, &space, area.start(), Access::Write).expect("promised");

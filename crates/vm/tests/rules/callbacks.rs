@@ -1,7 +1,7 @@
 //! What is called back calls the manager, as the traits say that it may, and is answered.
 
 use crate::support::{AT, Cpus, Cx, Follower, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
-use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Lookup};
 use hugemm_vm::{
@@ -91,7 +91,7 @@ type Work = for<'h> fn(&Away<'h>, &mut Cx<'_, 'h>, &Space<'h>);
 /// A space with 32 KiB of which the first page is there, and 256 KiB that are all there.
 fn with_space(test: impl for<'h> Fn(&Away<'h>, &mut Cx<'_, 'h>, &Space<'h>)) {
     with_format(16, 1, 61, &no_faults(), |rig: &Away<'_>| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
             for (at, bytes) in [(AT, 0x8000), (2 * AT, 0x4_0000)] {
                 rig.vm.map(cx, &space, span(at, bytes), KIND, Backing::Private).expect("an area");
@@ -164,7 +164,7 @@ fn what_is_unmapped_while_it_is_read_is_not_shown() {
     with_space(|rig, cx, space| {
         let object = rig.vm.open_source(cx, &Ones).expect("memory");
         let at = |page: u64| VirtAddr::new(3 * AT + (page << 12));
-        let shared = VmaKind { shared: true, ..KIND };
+        let shared = with!(KIND, shared = true);
         rig.vm.map(cx, space, span(3 * AT, 16 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
         rig.calling_back(
             |cx| assert_eq!(rig.vm.unmap(cx, space, span(3 * AT + 0x5000, 0x4000)).expect("memory").pages, 0),
@@ -363,7 +363,7 @@ fn pin_while_copied<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>, 
         copy(cx);
     } else {
         // Relief is not asked for relief; another task is.
-        let other = |_: &mut Cx<'_, 'h>| rig.mmu.as_cpu(CpuId(0), |cx| copy(cx));
+        let other = |_: &mut Cx<'_, 'h>| rig.mmu.as_cpu(CpuId::new(0), |cx| copy(cx));
         with_last_frame_called_back(rig, cx, other, |cx| {
             rig.vm.fault(cx, space, page(neighbour).start(), Access::Write).expect("memory");
         });

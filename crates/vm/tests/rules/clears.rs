@@ -1,10 +1,10 @@
 //! How pages are copied and cleared: in which order, and by the size of the whole request.
 
 use crate::support::{AT, Model, bounds, no_faults, parts, span, with_cpu, with_rig};
-use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Backing, Parts, Vm, VmError, VmaKind};
+use hugemm_vm::{Backing, Vm, VmError, VmaKind};
 use std::cell::Cell;
 
 /// A copy goes right of the touched page, then left of it, then around it, with a reschedule point after each: how far it
@@ -48,10 +48,10 @@ fn the_whole_request_decides_how_pages_are_cleared() {
         let features = Features::detect();
         let clearer =
             Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None))).expect("detected");
-        let parts = Parts { clearer, ..parts(rig.vm.frames(), rig.vm.shootdown()) };
+        let parts = with!(parts(rig.vm.frames(), rig.vm.shootdown()), clearer);
         // SAFETY: as the rig's; the machine has what it detects.
         let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small");
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             for page in [PageSize::Size4K, PageSize::Size2M] {
                 for pin in [false, true] {
                     for total in [None, Some(64 << 30)] {
@@ -86,13 +86,12 @@ fn the_whole_request_decides_how_pages_are_cleared() {
 fn a_request_is_as_large_as_it_is() {
     with_rig(64, 1, 73, &no_faults(), |rig| {
         let features = Features::detect();
-        let policy =
-            ClearPolicy { threshold: Some(4 << 20), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+        let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), threshold = Some(4 << 20));
         let clearer = Clearer::new(features, policy).expect("detected");
-        let parts = Parts { clearer, ..parts(rig.vm.frames(), rig.vm.shootdown()) };
+        let parts = with!(parts(rig.vm.frames(), rig.vm.shootdown()), clearer);
         // SAFETY: as the rig's; the machine has what it detects.
         let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small");
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let size = PageSize::Size2M;
             for pages in [1, 2] {
                 let space = vm.create(cx, bounds()).expect("a space");
@@ -133,7 +132,7 @@ fn a_page_whose_clearing_is_stopped_goes_back() {
             with_cpu(32, 1, 74, |rig, cx| {
                 rig.fill_pool(cx, 3);
                 let space = rig.vm.create(cx, bounds()).expect("a space");
-                let kind = VmaKind { pooled, ..VmaKind::private(page) };
+                let kind = with!(VmaKind::private(page), pooled);
                 let area = span(AT, 4 << 20);
                 rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
                 let used = rig.used(cx);

@@ -2,7 +2,7 @@
 
 use crate::sources::{File, drops, on_both};
 use crate::support::{AT, Cx, Handle, Rig, before_flush, bounds, some_are_stale, span};
-use hugemm_base::{CpuId, Never, VirtAddr};
+use hugemm_base::{CpuId, Never, VirtAddr, with};
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, LENT, Protection, Served, SharedRef, Usage, VmError, VmaKind};
 use std::cell::Cell;
@@ -29,7 +29,7 @@ fn with_file<'h, F: PageFormat>(
     rig: &Rig<'h, F, true>,
     test: impl FnOnce(&mut Cx<'_, 'h>, &'static File, &SharedRef<'_, Model<'h, F>>, &Handle<'_, 'h, F, true>),
 ) {
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let file = File::new((PAGES as usize) << 12);
         let object = rig.vm.open_source(cx, file).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
@@ -66,13 +66,13 @@ fn shown<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.load(cx, space, at(3)), Ok(3 << 12));
         let (used, mapped) = (rig.used(cx), space.counters().mapped);
         // What lies behind it in the same window too.
-        assert!((3..16).all(|page| rig.mmu.load(CpuId(0), VirtAddr::new(at(page))) == Ok(page << 12)));
+        assert!((3..16).all(|page| rig.mmu.load(CpuId::new(0), VirtAddr::new(at(page))) == Ok(page << 12)));
         assert_eq!(rig.load(cx, space, at(1)), Ok(1 << 12));
         assert_eq!((rig.used(cx), space.counters().mapped - mapped), (used, 1), "no page of its own");
         assert_eq!(rig.load(cx, space, THERE + 0x3000), Ok(3 << 12));
         assert!(is_lent(rig, cx, space, 3));
         assert_eq!(rig.leaf(cx, space, at(3)).frame, rig.leaf(cx, space, THERE + 0x3000).frame);
-        let present = Usage { present: 15, ..Usage::default() };
+        let present = with!(Usage::default(), present = 15);
         assert_eq!(rig.vm.usage(cx, space, pages(0, PAGES)), Ok(present));
         // The reverse map finds it.
         let (frame, mut found) = (rig.leaf(cx, space, at(3)).frame, Vec::new());
@@ -137,31 +137,31 @@ fn what_is_stored_to_is_ones_own() {
 fn stale<F: PageFormat>(seed: u64) -> bool {
     let stale = Cell::new(false);
     crate::support::with_format::<F, true>(16, 2, seed, &crate::support::no_faults(), |rig| {
-        let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
             rig.vm.map(cx, &space, pages(0, 4), SMALL, Backing::Copied(&object, 0)).expect("an area");
             (space, object)
         });
         for cpu in [0, 1] {
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 rig.enter(cx, &space);
                 (0..4).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(page << 12)));
             });
         }
-        let old = |page| rig.mmu.load(CpuId(1), VirtAddr::new(at(page))) == Ok(page << 12);
+        let old = |page| rig.mmu.load(CpuId::new(1), VirtAddr::new(at(page))) == Ok(page << 12);
         before_flush(&|| stale.set(old(1)), || {
-            rig.mmu.as_cpu(CpuId(0), |cx| rig.store(cx, &space, at(1), 9).expect("memory"));
+            rig.mmu.as_cpu(CpuId::new(0), |cx| rig.store(cx, &space, at(1), 9).expect("memory"));
         });
-        let found = rig.mmu.load(CpuId(1), VirtAddr::new(at(1)));
+        let found = rig.mmu.load(CpuId::new(1), VirtAddr::new(at(1)));
         assert!(found.is_err() || found == Ok(9), "{found:?}: the file's after a store");
         // And what the file loses nobody reads.
-        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.punch(cx, &object, 2, 3).expect("its own"));
-        assert!(rig.mmu.load(CpuId(1), VirtAddr::new(at(2))).is_err());
-        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.truncate(cx, &object, 0).expect("its own"));
-        assert!((0..4).all(|page| rig.mmu.load(CpuId(1), VirtAddr::new(at(page))).is_err()));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.punch(cx, &object, 2, 3).expect("its own"));
+        assert!(rig.mmu.load(CpuId::new(1), VirtAddr::new(at(2))).is_err());
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.truncate(cx, &object, 0).expect("its own"));
+        assert!((0..4).all(|page| rig.mmu.load(CpuId::new(1), VirtAddr::new(at(page))).is_err()));
         rig.end_for_both(space);
-        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.close(cx, object).expect("its own"));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.close(cx, object).expect("its own"));
     });
     stale.get()
 }
@@ -219,8 +219,8 @@ fn protected<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.store(cx, space, at(2), 1), Err(VmError::Denied { at: VirtAddr::new(at(2)) }));
         assert_eq!([1, 2].map(|page| rig.load(cx, space, at(page))), [Ok(1 << 12), Ok(22)]);
         rig.vm.protect(cx, space, pages(0, PAGES), READ.with(Protection::WRITE)).expect("an area");
-        assert!(rig.mmu.store(CpuId(0), VirtAddr::new(at(1)), 9).is_err(), "the file's page becomes writable");
-        assert!(rig.mmu.store(CpuId(0), VirtAddr::new(at(2)), 23).is_ok(), "its own does at once");
+        assert!(rig.mmu.store(CpuId::new(0), VirtAddr::new(at(1)), 9).is_err(), "the file's page becomes writable");
+        assert!(rig.mmu.store(CpuId::new(0), VirtAddr::new(at(2)), 23).is_ok(), "its own does at once");
         rig.store(cx, space, at(1), 9).expect("memory");
         assert_eq!((rig.load(cx, space, THERE + 0x1000), file.word(1 << 12)), (Ok(1 << 12), 1 << 12));
     });
@@ -268,7 +268,7 @@ fn ends<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>, space: &
     assert_eq!(rig.load(cx, space, at(9) + 8), Ok((9 << 12) + 8), "the rest of its own last page stays");
     for page in [10, 11, 12] {
         let beyond = VmError::OutOfBounds { at: VirtAddr::new(at(page)) };
-        assert!(rig.mmu.load(CpuId(0), VirtAddr::new(at(page))).is_err());
+        assert!(rig.mmu.load(CpuId::new(0), VirtAddr::new(at(page))).is_err());
         assert_eq!(rig.load(cx, space, at(page)), Err(beyond));
         assert_eq!(rig.store(cx, space, at(page), 1), Err(beyond));
     }
@@ -318,7 +318,7 @@ fn punched<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.vm.punch(cx, object, 8, 13).expect("its own");
         assert_eq!(rig.flushes() - flushes, 1);
         for page in [8, 12] {
-            assert!(rig.mmu.load(CpuId(0), VirtAddr::new(at(page))).is_err(), "{page}");
+            assert!(rig.mmu.load(CpuId::new(0), VirtAddr::new(at(page))).is_err(), "{page}");
         }
         let found = [8, 9, 10, 11, 12].map(|page| rig.load(cx, space, at(page)));
         assert_eq!(found, [Ok(0), Ok(9), Ok(10), Ok(11), Ok(0)], "its own stays");
@@ -336,15 +336,15 @@ fn reclaimed<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.store(cx, space, at(3), 33).expect("memory");
         file.fills();
         assert_eq!(drops(rig, cx, space, at(2)), Ok(1), "clean");
-        assert!(rig.mmu.load(CpuId(0), VirtAddr::new(at(2))).is_err(), "it is used");
+        assert!(rig.mmu.load(CpuId::new(0), VirtAddr::new(at(2))).is_err(), "it is used");
         assert_eq!((rig.load(cx, space, at(2)), file.fills()), (Ok(2 << 12), vec![(2, 1 << 12)]));
         // Wherever it is by now.
         rig.vm.move_to(cx, space, pages(0, 8), span(2 * THERE, 8 << 12)).expect("nothing is there");
         let moved = VirtAddr::new(2 * THERE + 0x2000);
-        assert_eq!(rig.mmu.load(CpuId(0), moved).or_else(|_| rig.load(cx, space, moved.get())), Ok(2 << 12));
+        assert_eq!(rig.mmu.load(CpuId::new(0), moved).or_else(|_| rig.load(cx, space, moved.get())), Ok(2 << 12));
         assert_eq!(rig.load(cx, space, 2 * THERE + 0x3000), Ok(33));
         assert_eq!(drops(rig, cx, space, moved.get()), Ok(1));
-        assert!(rig.mmu.load(CpuId(0), moved).is_err());
+        assert!(rig.mmu.load(CpuId::new(0), moved).is_err());
         // Stored to by others: it is dirty there.
         rig.store(cx, space, THERE + 0x2000, 7).expect("memory");
         assert_eq!(rig.load(cx, space, moved.get()), Ok(7));

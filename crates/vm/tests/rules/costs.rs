@@ -127,7 +127,7 @@ fn rows<'h, F: PageFormat, const AWAY: bool>() -> [Row<'h, F, AWAY>; 16] {
 fn cost<F: PageFormat, const AWAY: bool>(row: usize, pages: u64) -> (u64, u64) {
     let mut cost = (0, 0);
     with_format::<F, AWAY>(64, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.space(cx, span(AT, (pages + 32) << 12), VmaKind::private(PageSize::Size4K));
             let part = span(AT + (16 << 12), pages << 12);
             rig.enter(cx, &space);
@@ -178,7 +178,7 @@ fn the_table_is_what_is_counted() {
 fn zero_cost<F: PageFormat>() -> [(u64, u64); 2] {
     let mut costs = [(0, 0); 2];
     with_format::<F, false>(16, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.space(cx, span(AT, 16 << 12), VmaKind::private(PageSize::Size4K));
             rig.enter(cx, &space);
             assert_eq!(rig.load(cx, &space, AT), Ok(0));
@@ -263,7 +263,7 @@ fn of_files<'h, F: PageFormat>() -> [FileRow<'h, F>; 7] {
 fn file_cost<F: PageFormat>(row: usize) -> (u64, u64) {
     let mut cost = (0, 0);
     with_format::<F, false>(16, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.open_source(cx, File::new(16 << 12)).expect("memory");
             let space = rig.vm.create(cx, crate::support::bounds()).expect("memory");
             let kind = VmaKind::private(PageSize::Size4K);

@@ -1,7 +1,7 @@
 //! What is given up: it reads as zeroes, or as its object has it, on every CPU; its memory is back; who shares it keeps it. On both formats.
 
 use crate::support::{AT, Metered, before_flush, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_frames::FolioRef;
 use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, Usage, VmError, VmaKind};
@@ -16,22 +16,22 @@ fn gone<F: PageFormat>(size: PageSize) {
         let at = |page: u64| AT + page * size.bytes();
         let (from, to) = (pages / 3, pages / 2);
         let before = rig.flushes();
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let used = rig.used(cx);
             let part = span(at(from), (to - from) * size.bytes());
             assert_eq!(rig.vm.discard(cx, &space, part, Discard::Now), Ok(part.pages()));
             assert_eq!(rig.flushes() - before, 1);
             assert!(used - rig.used(cx) >= part.pages(), "they are free");
             assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage::default()));
-            let whole = Usage { present: pages * size.pages() - part.pages(), ..Usage::default() };
+            let whole = with!(Usage::default(), present = pages * size.pages() - part.pages());
             let huge = if size == PageSize::Size4K { 0 } else { whole.present };
-            assert_eq!(rig.vm.usage(cx, &space, span(AT, pages * size.bytes())), Ok(Usage { huge, ..whole }));
+            assert_eq!(rig.vm.usage(cx, &space, span(AT, pages * size.bytes())), Ok(with!(whole, huge)));
             assert_eq!(rig.vm.discard(cx, &space, part, Discard::Now), Ok(0));
             assert_eq!(rig.flushes() - before, 1, "nothing was there");
         });
         assert_eq!(space.vmas(bounds()).count(), 1, "areas stay");
         for cpu in [1, 0] {
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 for page in 0..pages {
                     let expected = if (from..to).contains(&page) { 0 } else { page + 1 };
                     assert_eq!(rig.load(cx, &space, at(page)), Ok(expected), "page {page}");
@@ -54,7 +54,7 @@ fn what_is_given_up_reads_as_zeroes_after_one_flush() {
 fn shared<F: PageFormat>() {
     with_format::<F, false>(32, 2, 4, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("memory");
             rig.vm.map(cx, &space, span(AT + 0x8000, 0x8000), SMALL, Backing::Shared(&object, 4)).expect("an area");
             (8..16).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
@@ -97,17 +97,17 @@ fn moving<F: PageFormat>(seed: u64) {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
         // SAFETY: used with this manager's TLBs only.
         let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT));
             let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
             // SAFETY: mapped, and nobody else is there to let it go.
             let folio: FolioRef = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("it has a reference");
             let page = rig.vm.unhook(cx, folio, &deferred).expect("nobody else has it");
-            let there = Usage { present: 4, ..Usage::default() };
+            let there = with!(Usage::default(), present = 4);
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there), "it is in memory");
             assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1000), Discard::Now), Ok(0), "it was not mapped");
             // No CPU has the old translation any more, though its flush was still owed.
-            assert!(rig.mmu.load(CpuId(1), VirtAddr::new(AT)).is_err());
+            assert!(rig.mmu.load(CpuId::new(1), VirtAddr::new(AT)).is_err());
             assert_eq!(rig.load(cx, &space, AT), Ok(0));
             page.put_back(cx);
             assert_eq!(rig.load(cx, &space, AT), Ok(0), "it has gone");
@@ -131,7 +131,7 @@ fn what_cannot_go_is_refused() {
         rig.fill_pool(cx, 1);
         let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("memory");
         let large = VmaKind::private(PageSize::Size2M);
-        let locked = VmaKind { locked: true, ..SMALL };
+        let locked = with!(SMALL, locked = true);
         let kinds = [
             (0, 0x4000, SMALL),
             (0x4000, 0x4000, locked),
@@ -165,9 +165,9 @@ fn given_up<F: PageFormat>(size: PageSize) {
         let space = rig.filled_for_both(size, 6);
         let at = |page: u64| AT + page * size.bytes();
         // Only the test stores.
-        [0, 1].into_iter().for_each(|cpu| rig.mmu.pause(CpuId(cpu), true));
+        [0, 1].into_iter().for_each(|cpu| rig.mmu.pause(CpuId::new(cpu), true));
         let before = rig.flushes();
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let part = span(at(1), 4 * size.bytes());
             assert_eq!(rig.vm.discard(cx, &space, part, Discard::WhenShort), Ok(0));
             assert_eq!(rig.flushes() - before, 1);
@@ -175,8 +175,8 @@ fn given_up<F: PageFormat>(size: PageSize) {
             (0..6).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(page + 1), "until then"));
         });
         // As hardware: no fault says so where it notes stores.
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.store(cx, &space, at(2), 33).expect("memory"));
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.store(cx, &space, at(2), 33).expect("memory"));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             assert_eq!(rig.vm.write(cx, &space, VirtAddr::new(at(3)), &44_u64.to_ne_bytes()), Ok(()));
             (0..6).for_each(|page| rig.page_out(cx, &space, at(page)));
             assert_eq!(rig.vm.pager().used() as u64, 4 * size.pages(), "two have gone");
@@ -199,10 +199,10 @@ fn what_is_given_up_goes_unstored_unless_somebody_stores() {
 fn kept<F: PageFormat>() {
     with_format::<F, true>(32, 2, 13, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 9);
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
         // Only the test stores.
-        rig.mmu.pause(CpuId(0), true);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.pause(CpuId::new(0), true);
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let at = |page: u64| AT + (page << 12);
             let page_of = |page: u64| span(at(page), 0x1000);
             let give_up = |cx: &mut _, page: u64| {
@@ -294,15 +294,15 @@ fn unseen<F: PageFormat>(seed: u64) -> bool {
     let seen = Cell::new(false);
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        let then = || seen.set(rig.mmu.store(CpuId(1), VirtAddr::new(AT), 5).is_ok());
+        let then = || seen.set(rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 5).is_ok());
         before_flush(&then, || {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 rig.vm.discard(cx, &space, span(AT, 0x1000), Discard::WhenShort).expect("an area");
             })
         });
         // After it no store goes unseen.
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.store(cx, &space, AT, 6).expect("memory"));
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.store(cx, &space, AT, 6).expect("memory"));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.page_out(cx, &space, AT);
             assert_eq!(rig.load(cx, &space, AT), Ok(6));
         });
@@ -325,7 +325,7 @@ fn only_private_pages_go_when_memory_is_short() {
         let file = rig.vm.open_source(cx, crate::sources::File::new(0x4000)).expect("memory");
         let pooled = VmaKind::private(PageSize::Size2M).pooled();
         let areas = [
-            (0, 0x4000, VmaKind { locked: true, ..SMALL }, Backing::Private),
+            (0, 0x4000, with!(SMALL, locked = true), Backing::Private),
             (0x4000, 0x4000, SMALL, Backing::Shared(&object, 0)),
             (0x8000, 0x4000, SMALL, Backing::Copied(&file, 0)),
             (2 << 20, 2 << 20, pooled, Backing::Private),

@@ -4,10 +4,10 @@ use crate::support::{
     AT, Cpus, Cx, Handle, Metered, Rig, bounds, no_faults, parts, span, with_cpu, with_format, with_rig,
 };
 use hugemm_base::inject::{FaultPlan, every_fault};
-use hugemm_base::{CpuId, Never, Order, PageSize, Relief, Shortfall, VirtAddr};
+use hugemm_base::{CpuId, Never, Order, PageSize, Relief, Shortfall, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, Backing, Parts, Protection, Served, Vm, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Protection, Served, Vm, VmError, VmaKind};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -40,7 +40,7 @@ fn check<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, known: 
 }
 
 fn scenario(rig: &Rig<'_>) {
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let Ok(space) = rig.vm.create(cx, bounds()) else { return };
         let mut known = BTreeMap::new();
         let small = VmaKind::private(PageSize::Size4K);
@@ -219,7 +219,7 @@ fn exhaustion_asks_for_relief() {
 #[test]
 fn what_the_pager_needs_is_taken_last() {
     with_format::<Metered, true>(8, 1, 23, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let kind = VmaKind::private(PageSize::Size4K);
             let space = rig.space(cx, span(AT, 1 << 20), kind);
             let (pager, frames) = (rig.vm.pager(), rig.vm.frames());
@@ -289,7 +289,7 @@ fn the_last_resort_is_asked_last() {
     with_cpu(8, 1, 29, |rig, cx| {
         let frames = rig.vm.frames();
         let balloon = Balloon(frames, Mutex::default());
-        let parts = Parts { last_resort: Some(&balloon), ..parts::<Metered, false>(frames, rig.vm.shootdown()) };
+        let parts = with!(parts::<Metered, false>(frames, rig.vm.shootdown()), last_resort = Some(&balloon));
         // SAFETY: as the rig's.
         let vm = unsafe { Vm::new(parts) }.expect("small objects");
         let space = vm.create(cx, bounds()).expect("a space");

@@ -2,7 +2,7 @@
 //! over what is not there.
 
 use crate::support::{bounds, span, with_cpu};
-use hugemm_base::{Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, AgeRun, Backing, Neighbours, Recency, VmError, VmaKind};
 
@@ -38,7 +38,7 @@ fn objects_are_as_large_as_they_say() {
                     assert!(matches!(filled, Ok(()) | Err(VmError::Misaligned { .. })), "{filled:?}");
                 }
                 let space = rig.vm.create(cx, bounds()).expect("a space");
-                let kind = VmaKind { pooled, ..VmaKind::private(page) };
+                let kind = with!(VmaKind::private(page), pooled);
                 for offset in [pages, ALL - 512, ALL, 1 << 63, u64::MAX - 511, u64::MAX] {
                     let backing = Backing::Shared(&object, offset);
                     let mapped = rig.vm.map(cx, &space, span(0, 2 << 20), kind, backing);

@@ -181,7 +181,7 @@ fn what_is_pinned_is_the_spaces_own() {
         let child = Cell::new(None);
         // Once, when all are there.
         let forks = Asked(|| {
-            rig.mmu.as_cpu(CpuId(1), |cx| {
+            rig.mmu.as_cpu(CpuId::new(1), |cx| {
                 let last = rig.vm.lookup(cx, &space, VirtAddr::new(AT + 0x3000));
                 let forked = child.take();
                 let forks = forked.is_none() && matches!(last, Lookup::Mapped(_));
@@ -322,7 +322,7 @@ fn an_area_that_has_changed_is_not_filled() {
             let changed = Cell::new(false);
             let meanwhile = |phase| {
                 if phase == Phase::Map && !changed.replace(true) {
-                    rig.mmu.as_cpu(CpuId(1), |cx| {
+                    rig.mmu.as_cpu(CpuId::new(1), |cx| {
                         let gone = if change == 1 { span(AT + 0x8_0000, 0x8_0000) } else { area };
                         rig.vm.unmap(cx, &space, gone).expect("unmapped");
                         if change == 2 {
@@ -351,7 +351,7 @@ fn an_area_whose_rights_change_is_filled() {
         let changed = Cell::new(false);
         let meanwhile = |phase| {
             if phase == Phase::Map && !changed.replace(true) {
-                rig.mmu.as_cpu(CpuId(1), |cx| {
+                rig.mmu.as_cpu(CpuId::new(1), |cx| {
                     let part = span(AT + (8 << 12), 8 << 12);
                     rig.vm.protect(cx, &space, part, Protection::USER).expect("an area");
                 });
@@ -380,7 +380,7 @@ fn an_area_that_has_grown_is_filled() {
         let changed = Cell::new(false);
         let meanwhile = |phase| {
             if phase == Phase::Map && !changed.replace(true) {
-                rig.mmu.as_cpu(CpuId(1), |cx| {
+                rig.mmu.as_cpu(CpuId::new(1), |cx| {
                     rig.vm.unmap(cx, &space, span(AT, 8 << 12)).expect("unmapped");
                     rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("longer");
                 });

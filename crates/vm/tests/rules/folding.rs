@@ -2,7 +2,7 @@
 //! unfolds it first. The model MMU reports a group that is not whole, and two translations of one address that differ.
 
 use crate::support::{AT, Cx, Model, Rig, bounds, no_faults, span, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup};
 use hugemm_vm::{AddressSpace, Backing, Protection, VmaKind};
 
@@ -66,10 +66,10 @@ fn take_away<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
 #[test]
 fn what_is_aged_page_by_page_is_not_folded() {
     with_format::<Aarch64, true>(32, 1, 1, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             for locked in [false, true] {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
-                let (all, kind) = (span(AT, PAGES * 4096), VmaKind { locked, ..VmaKind::private(PageSize::Size4K) });
+                let (all, kind) = (span(AT, PAGES * 4096), with!(VmaKind::private(PageSize::Size4K), locked));
                 rig.vm.map(cx, &space, all, kind, Backing::Private).expect("an area");
                 rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
                 assert_eq!(folded(rig, &space), if locked { PAGES } else { 0 });
@@ -81,8 +81,10 @@ fn what_is_aged_page_by_page_is_not_folded() {
 
 #[test]
 fn single_pages_of_groups() {
-    with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| rig.mmu.as_cpu(CpuId(0), |cx| pin_and_fork(rig, cx)));
-    with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| rig.mmu.as_cpu(CpuId(0), |cx| take_away(rig, cx)));
+    with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| pin_and_fork(rig, cx))
+    });
+    with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| rig.mmu.as_cpu(CpuId::new(0), |cx| take_away(rig, cx)));
 }
 
 #[test]
@@ -92,10 +94,10 @@ fn a_part_that_changes_is_unfolded_first() {
             let at = |page: u64| AT + page * 4096;
             let all = || span(AT, PAGES * 4096);
             let look = |cpu: u32| {
-                (0..PAGES).for_each(|page| _ = rig.mmu.load(CpuId(cpu), VirtAddr::new(at(page))));
+                (0..PAGES).for_each(|page| _ = rig.mmu.load(CpuId::new(cpu), VirtAddr::new(at(page))));
                 assert_eq!(rig.mmu.check(), Ok(()), "seed {seed}");
             };
-            let (parent, child) = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let (parent, child) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let parent = rig.space(cx, all(), VmaKind::private(PageSize::Size4K));
                 rig.vm.prefault(&parent, all(), None).work(cx, &Never).expect("memory");
                 assert_eq!(folded(rig, &parent), PAGES, "in blocks, so in groups");
@@ -104,10 +106,10 @@ fn a_part_that_changes_is_unfolded_first() {
                 let child = rig.vm.fork(cx, &parent).expect("a child");
                 (parent, child)
             });
-            rig.mmu.as_cpu(CpuId(1), |cx| rig.enter(cx, &parent));
+            rig.mmu.as_cpu(CpuId::new(1), |cx| rig.enter(cx, &parent));
             [0, 1].into_iter().for_each(look);
             assert_eq!(folded(rig, &parent), PAGES, "all of it became read-only");
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 // Copied, as the child has it too.
                 rig.store(cx, &parent, at(5), 105).expect("served");
                 look(1);
@@ -126,8 +128,8 @@ fn a_part_that_changes_is_unfolded_first() {
                 let used = rig.vm.test_and_clear_young(cx, &parent, all(), |_| ()).expect("in the space");
                 assert!(used > 0 && folded(rig, &parent) == 16);
             });
-            rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &parent));
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &parent));
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 rig.leave(cx, &parent);
                 rig.vm.destroy(cx, parent).expect("nobody uses it");
             });
@@ -139,7 +141,7 @@ fn a_part_that_changes_is_unfolded_first() {
 #[test]
 fn what_concerns_whole_tables_concerns_their_groups() {
     with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let all = span(AT, 5 << 20);
             let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
             rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");

@@ -2,7 +2,7 @@
 
 use super::support::{AT, span, with_cpu, with_rig};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{CpuId, Extent, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CpuId, Extent, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{Backing, Discard, Protection, Usage, VmError, VmaKind};
 
@@ -33,7 +33,7 @@ fn a_page_of_the_kernels_is_shown_and_stays_the_kernels() {
         };
         assert_eq!(leaf(rig.vm.lookup(cx, &parent, VirtAddr::new(AT + 0x1008))), Pfn::new(first.get() + 2));
         let usage = rig.vm.usage(cx, &parent, span(AT, 3 << 12)).expect("counted");
-        assert_eq!(usage, Usage { given: 1, ..Usage::default() });
+        assert_eq!(usage, with!(Usage::default(), given = 1));
         let mut bytes = [0; 8];
         rig.vm.read(cx, &parent, VirtAddr::new(AT + 0x1008), &mut bytes).expect("reached");
         assert_eq!(u64::from_ne_bytes(bytes), 77);
@@ -80,7 +80,7 @@ fn device_memory_is_mapped_with_its_attributes() {
             assert_eq!(read.map_err(|error| error.cause), Err(VmError::Unreachable));
         }
         let usage = rig.vm.usage(cx, &space, span(AT, 4 << 20)).expect("counted");
-        assert_eq!(usage, Usage { given: 512, ..Usage::default() });
+        assert_eq!(usage, with!(Usage::default(), given = 512));
         rig.vm.unmap(cx, &space, span(AT, 4 << 20)).expect("unmapped");
         rig.end(cx, space);
         rig.vm.close(cx, object).expect("its own");
@@ -108,7 +108,7 @@ fn what_cannot_be_given_is_refused() {
         let plan = FaultPlan::periodic(nth, 1);
         let mut failed = true;
         with_rig(16, 1, 34, &plan, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let frames = Extent::new(Pfn::new(1 << 24), 2048).expect("in range");
                 // SAFETY: as above.
                 match unsafe { rig.vm.create_given(cx, frames, PageSize::Size4K) } {

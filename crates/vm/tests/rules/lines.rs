@@ -44,7 +44,7 @@ fn who_cuts_areas_waits_for_readers_on_all_lines() {
         let other = if reader == 0 { 1 } else { 0 };
         with_format::<Metered, true>(32, 3, 91, &no_faults(), |rig: &Rig<'_, Metered, true>| {
             let looking = Arc::new(Meanwhile::default());
-            let (space, follower) = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let (space, follower) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = rig.space(cx, span(AT, 0x4000), SMALL);
                 let follower = rig.vm.follow(cx, &space, Follower(looking.clone())).expect("memory");
                 (space, follower)
@@ -69,7 +69,7 @@ fn who_cuts_areas_waits_for_readers_on_all_lines() {
                 });
             });
             assert_eq!((looking.seen.load(SeqCst), looking.step.load(SeqCst)), (2, 3), "CPU {reader}");
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 // SAFETY: the follower is this space's.
                 let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
                 rig.vm.destroy(cx, space).expect("destroyed");
@@ -83,11 +83,11 @@ fn who_cuts_areas_waits_for_readers_on_all_lines() {
 fn what_cpus_count_adds_up() {
     const CPUS: u32 = 4;
     with_rig(32, CPUS, 92, &no_faults(), |rig| {
-        let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.space(cx, span(AT, 0x10_0000), SMALL));
-        let used = rig.mmu.as_cpu(CpuId(0), |cx| rig.used(cx));
+        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, span(AT, 0x10_0000), SMALL));
+        let used = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.used(cx));
         let mut pinned = Vec::new();
         for cpu in 0..CPUS {
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 let area = span(AT + (u64::from(cpu) << 14), 0x2000);
                 rig.vm.fault(cx, &space, area.start(), Access::Write).expect("memory");
                 rig.vm.pin(cx, &space, area, None, &Never, |run| pinned.push(run)).expect("memory");
@@ -96,7 +96,7 @@ fn what_cpus_count_adds_up() {
         assert_eq!((space.counters().mapped, space.counters().waited), (u64::from(CPUS), 0));
         let mut space = space;
         for cpu in 0..CPUS {
-            rig.mmu.as_cpu(CpuId((cpu + 1) % CPUS), |cx| {
+            rig.mmu.as_cpu(CpuId::new((cpu + 1) % CPUS), |cx| {
                 let child = rig.vm.fork(cx, &space).expect("memory");
                 assert_eq!(child.counters(), Default::default());
                 let theirs = span(AT + (u64::from(cpu) << 14), 0x1000).start();
@@ -104,7 +104,7 @@ fn what_cpus_count_adds_up() {
                 rig.vm.destroy(cx, child).expect("destroyed");
             });
             for run in pinned.extract_if(.., |run| run.at().get() >> 14 == (AT >> 14) + u64::from(cpu)) {
-                space = rig.mmu.as_cpu(CpuId((cpu + 1) % CPUS), |cx| {
+                space = rig.mmu.as_cpu(CpuId::new((cpu + 1) % CPUS), |cx| {
                     let (error, space) = rig.vm.destroy(cx, space).expect_err("pinned");
                     assert_eq!(error, VmError::InUse);
                     rig.vm.unpin(cx, &space, run).expect("its own");
@@ -112,7 +112,7 @@ fn what_cpus_count_adds_up() {
                 });
             }
         }
-        rig.mmu.as_cpu(CpuId(3), |cx| {
+        rig.mmu.as_cpu(CpuId::new(3), |cx| {
             rig.vm.destroy(cx, space).expect("nothing is pinned");
             rig.vm.trim(cx);
             assert!(rig.used(cx) <= used, "lines come back");
@@ -128,9 +128,9 @@ fn without_memory_for_a_line_everything_goes_on() {
     let fault = |plan: &FaultPlan, at: u64| {
         let mut asked = 0;
         with_rig(16, 2, 93, plan, |rig| {
-            let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.space(cx, span(AT, 0x4000), SMALL));
+            let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, span(AT, 0x4000), SMALL));
             asked = plan.asked();
-            rig.mmu.as_cpu(CpuId(1), |cx: &mut Cx<'_, '_>| {
+            rig.mmu.as_cpu(CpuId::new(1), |cx: &mut Cx<'_, '_>| {
                 assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Write), Ok(Served::Mapped));
                 assert!(plan.asked() > asked);
                 assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(at + 0x1000), Access::Write), Ok(Served::Mapped));

@@ -1,7 +1,7 @@
 //! What is locked: present at once, counted, within a limit, and in memory until it is unlocked. On both formats.
 
 use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_cpu, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
 use hugemm_vm::{AddressSpace, Backing, Discard, Protection, UnhookedPage, Usage, VmError, VmaKind};
@@ -34,19 +34,19 @@ fn pages_out<'h, F: PageFormat>(
 fn stays<F: PageFormat>() {
     with_format::<F, true>(32, 2, 5, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             assert!(pages_out(rig, cx, &space, AT) && pages_out(rig, cx, &space, AT + 0x3000));
             let part = span(AT, 0x4000);
             assert_eq!(rig.vm.lock(cx, &space, part, 3), Err(VmError::LockLimit { locked: 4 }));
-            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 2, swapped: 2, ..Usage::default() }));
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(with!(Usage::default(), present = 2, swapped = 2)));
             let before = rig.flushes();
             assert_eq!(rig.vm.lock(cx, &space, part, 4), Ok(()));
             assert_eq!((rig.flushes() - before, space.locked()), (0, 4));
-            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 4, ..Usage::default() }));
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(with!(Usage::default(), present = 4)));
             let areas: Vec<_> = space.vmas(bounds()).map(|area| (area.range.pages(), area.kind.locked)).collect();
             assert_eq!(areas, [(4, true), (4, false)]);
             assert!(!pages_out(rig, cx, &space, AT + 0x1000) && pages_out(rig, cx, &space, AT + 0x5000));
-            assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 4, ..Usage::default() }));
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(with!(Usage::default(), present = 4)));
             // Again: there is nothing more to lock. A part that is let go.
             assert_eq!(rig.vm.lock(cx, &space, part, 4), Ok(()));
             assert_eq!(rig.vm.lock(cx, &space, span(AT + 0x3000, 0x2000), 4), Err(VmError::LockLimit { locked: 5 }));
@@ -70,7 +70,7 @@ fn what_is_locked_is_there_and_stays() {
 fn shared<F: PageFormat>() {
     with_format::<F, true>(32, 2, 6, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
             let shared = span(AT + 0x8000, 0x4000);
             rig.vm.map(cx, &space, shared, SMALL, Backing::Shared(&object, 0)).expect("an area");

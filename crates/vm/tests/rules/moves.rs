@@ -2,7 +2,7 @@
 //! both formats.
 
 use crate::support::{AT, Metered, Model, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
-use hugemm_base::{Cpu, CpuId, Never, Order, PageSize, VirtAddr};
+use hugemm_base::{Cpu, CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, PageFormat};
 use hugemm_vm::{AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
@@ -28,7 +28,7 @@ fn goes<F: PageFormat>(size: PageSize, distance: u64) {
         let bytes = size.bytes();
         let (from, to) = (pages / 3, pages / 2);
         let (part, there) = (span(AT + from * bytes, (to - from) * bytes), THERE + distance + from * bytes);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let mut leaves = [Vec::new(), Vec::new(), Vec::new()];
             let flushes = rig.flushes();
             for (step, at) in [AT, THERE + distance, AT].into_iter().enumerate() {
@@ -49,8 +49,9 @@ fn goes<F: PageFormat>(size: PageSize, distance: u64) {
         assert_eq!(shape(&space), areas);
         for cpu in [1, 0] {
             // What it has kept leads nowhere.
-            (from..to).for_each(|page| assert!(rig.mmu.load(CpuId(cpu), VirtAddr::new(AT + page * bytes)).is_err()));
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            (from..to)
+                .for_each(|page| assert!(rig.mmu.load(CpuId::new(cpu), VirtAddr::new(AT + page * bytes)).is_err()));
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 for page in 0..pages {
                     let (gone, at) = ((from..to).contains(&page), AT + page * bytes);
                     let expected = if gone { Err(no_area(at)) } else { Ok(page + 1) };
@@ -62,7 +63,7 @@ fn goes<F: PageFormat>(size: PageSize, distance: u64) {
                 }
             });
         }
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             assert_eq!(space.counters().copied + space.counters().reused, 0);
             // Wherever it is, it is found.
             let leaf = rig.leaf(cx, &space, there);
@@ -97,14 +98,14 @@ fn kept<F: PageFormat>(distance: u64) {
     with_format::<F, true>(32, 2, 5, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
         let there = THERE + distance;
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let mut pins = Vec::new();
             rig.page_out(cx, &space, AT);
             let child = rig.vm.fork(cx, &space).expect("memory");
             // Of the parent alone, and under a device.
             rig.store(cx, &space, AT + 0x2000, 30).expect("memory");
             rig.vm.pin(cx, &space, span(AT + 0x2000, 0x1000), None, &Never, |pin| pins.push(pin)).expect("memory");
-            let there_before = Usage { present: 7, swapped: 1, ..Usage::default() };
+            let there_before = with!(Usage::default(), present = 7, swapped = 1);
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x8000)), Ok(there_before));
             rig.vm.move_to(cx, &space, span(AT, 0x8000), span(there, 0x8000)).expect("nothing is there");
             assert_eq!(rig.vm.usage(cx, &space, span(there, 0x8000)), Ok(there_before), "all of it");
@@ -122,7 +123,7 @@ fn kept<F: PageFormat>(distance: u64) {
             rig.page_out(cx, &space, there + 0x5000);
             assert_eq!(rig.load(cx, &space, there + 0x5000), Ok(6));
         });
-        assert!(rig.mmu.store(CpuId(1), VirtAddr::new(AT + 0x5000), 9).is_err());
+        assert!(rig.mmu.store(CpuId::new(1), VirtAddr::new(AT + 0x5000), 9).is_err());
         rig.end_for_both(space);
     });
 }
@@ -141,20 +142,20 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
         let deferred = rig.deferred();
-        let (page, before) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let (page, before) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let before = rig.leaf(cx, &space, AT);
             (rig.vm.unhook(cx, rig.hold(before.frame), &deferred).expect("nobody else has it"), before)
         });
         // The other CPU has the old translation, and nobody has flushed.
-        stale = rig.mmu.store(CpuId(1), VirtAddr::new(AT), 5).is_ok();
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        stale = rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 5).is_ok();
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             // Only what is just moving.
             rig.vm.move_to(cx, &space, span(AT, 0x1000), span(THERE, 0x1000)).expect("nothing is there");
             rig.vm.map(cx, &space, span(AT, 0x1000), SMALL, Backing::Private).expect("nothing is there");
             assert_eq!(rig.store(cx, &space, AT, 77), Ok(()), "another page");
         });
-        assert_ne!(rig.mmu.load(CpuId(1), VirtAddr::new(AT)), Ok(5), "what was owed for the address is paid");
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        assert_ne!(rig.mmu.load(CpuId::new(1), VirtAddr::new(AT)), Ok(5), "what was owed for the address is paid");
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             page.put_back(cx);
             assert_eq!(rig.leaf(cx, &space, THERE), before);
             assert_eq!(rig.load(cx, &space, THERE), Ok(if stale { 5 } else { 1 }));
@@ -208,7 +209,7 @@ fn longer_and_shorter<F: PageFormat>(size: PageSize) {
     with_format::<F, false>(48, 2, 6, &no_faults(), |rig| {
         let space = rig.filled_for_both(size, 4);
         let (bytes, per) = (size.bytes(), size.pages());
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let mut to = |from: (u64, u64), to: (u64, u64)| {
                 let before = rig.flushes();
                 let (from, to) = (span(from.0, from.1 * bytes), span(to.0, to.1 * bytes));
@@ -225,7 +226,7 @@ fn longer_and_shorter<F: PageFormat>(size: PageSize) {
             assert_eq!(to((AT + bytes, 1), (THERE, 3)).1, two);
         });
         for cpu in [1, 0] {
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 let found = [AT, AT + bytes, THERE, THERE + bytes, THERE + 2 * bytes, THERE + 3 * bytes];
                 let found = found.map(|at| rig.load(cx, &space, at).map_err(|_| ()));
                 assert_eq!(found, [Ok(1), Err(()), Ok(2), Ok(0), Ok(0), Err(())]);
@@ -277,7 +278,7 @@ fn promises_and_objects_end_somewhere() {
 fn what_cannot_be_is_refused() {
     with_cpu(32, 1, 11, |rig, cx| {
         let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("memory");
-        let locked = VmaKind { locked: true, ..SMALL };
+        let locked = with!(SMALL, locked = true);
         for (at, bytes, kind) in
             [(0, 0x4000, SMALL), (0x5000, 0x3000, SMALL), (4 << 20, 4 << 20, LARGE), (32 << 20, 0x1000, locked)]
         {
@@ -322,7 +323,7 @@ fn without_memory_nothing_moves() {
     let fails = |nth| {
         let mut failed = false;
         with_format::<Metered, false>(8, 1, 12, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = rig.space(cx, span(AT, 0x8000), SMALL);
                 rig.enter(cx, &space);
                 (0..8).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
@@ -360,7 +361,7 @@ fn without_memory_no_area_of_several_moves() {
     let fails = |nth| {
         let mut failed = false;
         with_format::<Metered, false>(8, 1, 14, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = rig.space(cx, span(AT, 4 << 20), SMALL);
                 let rights = Protection::USER.with(Protection::EXEC);
                 rig.vm.protect(cx, &space, span(AT + (1 << 20), 2 << 20), rights).expect("memory");
@@ -390,7 +391,7 @@ fn at(page: u64) -> VirtAddr {
 
 fn read_only<F: PageFormat>() {
     with_format::<F, false>(32, 1, 13, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let kind = SMALL.allowing(Protection::USER);
             let space = rig.space(cx, span(AT, 0x8000), kind);
             rig.enter(cx, &space);

@@ -2,7 +2,7 @@
 
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuId, Dirty, Never, NodeId, PageSize, PhysMap, VirtAddr, VirtRange};
+use hugemm_base::{CpuId, Dirty, Never, NodeId, PageSize, PhysMap, VirtAddr, VirtRange, with};
 use hugemm_clear::Clearer;
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Placement, Plain};
 use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
@@ -34,11 +34,10 @@ fn span(start: u64, pages: u64) -> VirtRange {
 fn pages_come_from_the_pool_and_its_nodes() {
     let mut region = Mmap::anonymous(32 << 20).expect("memory");
     let os_cpu = allowed_cpus().expect("a CPU")[0];
-    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
+    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId::new(0) }], region.bytes_mut()).expect("a machine");
     let all = host.frames();
     let (lower, upper) = all.split_at(all.pages() / 2);
-    let arenas =
-        [(lower, 0), (upper, 1)].map(|(extent, node)| ArenaSpec { extent, node: NodeId(node), descriptors: None });
+    let arenas = [(lower, 0), (upper, 1)].map(|(extent, node)| ArenaSpec::new(extent, NodeId::new(node)));
     let config = FramesConfig::new(&arenas, 1);
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata: &'static mut [u64] = Vec::leak(vec![0; layout.size().div_ceil(8) + layout.align() / 8]);
@@ -49,7 +48,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
     let frames = frames.expect("large enough");
     for part in [lower, upper] {
         // SAFETY: the only owner of the host's frames, released once.
-        host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(part)) }).expect("a CPU");
+        host.run_on(CpuId::new(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(part)) }).expect("a CPU");
     }
     let start = NonNull::new(host.open(all, None).expect("a direct map").ptr).expect("not null");
     // SAFETY: one mapping of exactly these frames, which outlives the map.
@@ -57,7 +56,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
     // SAFETY: nothing is mapped by it.
     let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &[], Default::default()) };
     optimizer.set_enabled(false);
-    let mut areas = [PoolArena::new(lower, NodeId(0)), PoolArena::new(upper, NodeId(1))];
+    let mut areas = [PoolArena::new(lower, NodeId::new(0)), PoolArena::new(upper, NodeId::new(1))];
     let groups = HugePool::<SpinLock>::groups(&areas, SIZE);
     let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
     let mut nodes = [HugePageCounts::default(); 2];
@@ -71,10 +70,10 @@ fn pages_come_from_the_pool_and_its_nodes() {
     let parts = Parts::new(&frames, &shootdown, Clearer::uncalibrated());
     let gigantic: HugePool<'_> =
         HugePool::new(PageSize::Size1G, &mut none, &mut none_of_it, &mut no_pages).expect("nothing");
-    let parts = Parts { pools: Pools::default().with(&pool).with(&gigantic), ..parts };
+    let parts = with!(parts, pools = Pools::default().with(&pool).with(&gigantic));
     // SAFETY: the host's memory is one mapping; all contexts are the host's.
     let vm: Vm<'_, DefaultSetup<Host<'_>, Counting, Plain>> = unsafe { Vm::new(parts) }.expect("small objects");
-    let tested = host.run_on(CpuId(0), |cx| {
+    let tested = host.run_on(CpuId::new(0), |cx| {
         let grown = pool.resize(cx, &optimizer, 6, Nodes::All, &Never).expect("nobody else resizes");
         assert_eq!(grown.entered, 6, "three of each node");
         let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
@@ -92,8 +91,9 @@ fn pages_come_from_the_pool_and_its_nodes() {
             Backing::Private,
         );
         assert_eq!(none, Err(VmError::NoPool), "there is no such page");
-        vm.map(cx, &space, span(AT, 2), kind.from(Placement::Only(NodeId(1))), Backing::Private).expect("two of six");
-        vm.map(cx, &space, span(2 * AT, 2), kind.from(Placement::Prefer(NodeId(1))), Backing::Private)
+        vm.map(cx, &space, span(AT, 2), kind.from(Placement::Only(NodeId::new(1))), Backing::Private)
+            .expect("two of six");
+        vm.map(cx, &space, span(2 * AT, 2), kind.from(Placement::Prefer(NodeId::new(1))), Backing::Private)
             .expect("two of four");
         vm.map(cx, &space, span(3 * AT, 1), kind, Backing::Private).expect("one of two");
         assert_eq!(vm.map(cx, &space, span(4 * AT, 2), kind, Backing::Private), Err(VmError::NoPool), "one is left");
@@ -124,9 +124,9 @@ fn pages_come_from_the_pool_and_its_nodes() {
         assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 6));
         // And of the area's nodes only, if it says so: whatever others have.
         let parent = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
-        vm.map(cx, &parent, span(AT, 3), kind.from(Placement::Only(NodeId(1))), Backing::Private)
+        vm.map(cx, &parent, span(AT, 3), kind.from(Placement::Only(NodeId::new(1))), Backing::Private)
             .expect("three of six");
-        vm.map(cx, &parent, span(2 * AT, 1), kind.from(Placement::Only(NodeId(1))), Backing::Private)
+        vm.map(cx, &parent, span(2 * AT, 1), kind.from(Placement::Only(NodeId::new(1))), Backing::Private)
             .expect("one of three");
         vm.prefault(&parent, span(AT, 3), None).work(cx, &Never).expect("promised");
         let child = vm.fork(cx, &parent).expect("memory");
@@ -140,7 +140,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
         assert!(vm.destroy(cx, child).is_ok() && vm.destroy(cx, parent).is_ok());
         // Frames as on demand.
         let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
-        let kind = VmaKind::private(PageSize::Size4K).from(Placement::Only(NodeId(1)));
+        let kind = VmaKind::private(PageSize::Size4K).from(Placement::Only(NodeId::new(1)));
         vm.map(cx, &space, VirtRange::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), kind, Backing::Private)
             .expect("an area");
         vm.prefault(&space, VirtRange::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), None)

@@ -1,7 +1,7 @@
 //! Requests that cannot be served say why and where, and leave everything as it was.
 
 use crate::support::{AT, bounds, span, with_cpu};
-use hugemm_base::{Never, PageSize, VirtAddr};
+use hugemm_base::{Never, PageSize, VirtAddr, with};
 use hugemm_vm::{Backing, PinError, VmError, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
@@ -48,7 +48,7 @@ fn areas_are_refused_by_their_place_and_object() {
         assert_eq!(map(at, 2 << 20, LARGE, 1024), Err(beyond(4 << 20)));
         assert_eq!(map(at, 2 << 20, LARGE, 1 << 50), Err(beyond((1 << 50) << 12)));
         let shown = map(at, 2 << 20, LARGE, 512).expect("its last page");
-        assert_eq!(shown, (512, VmaKind { shared: true, ..LARGE }));
+        assert_eq!(shown, (512, with!(LARGE, shared = true)));
         // Nothing is left of those that were refused: not an area, and not a promise.
         let areas = space.vmas(span(AT, 1 << 30)).map(|area| area.range.start().get());
         assert!(areas.eq([AT, at, AT + (1 << 30) - 0x1000]));

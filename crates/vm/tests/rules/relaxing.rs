@@ -13,7 +13,7 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
         with_format::<Metered<false>, false>(32, 2, seed, &no_faults(), |rig| {
             rig.mmu.keep_refusals();
             let at = VirtAddr::new(AT);
-            let (parent, child) = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let (parent, child) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let area = span(AT, size.bytes());
                 let parent = rig.space(cx, area, VmaKind::private(size));
                 rig.enter(cx, &parent);
@@ -21,23 +21,23 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
                 let child = rig.vm.fork(cx, &parent).expect("a child");
                 (parent, child)
             });
-            for cpu in [CpuId(0), CpuId(1)] {
+            for cpu in [CpuId::new(0), CpuId::new(1)] {
                 rig.mmu.as_cpu(cpu, |cx| {
                     rig.enter(cx, &parent);
                     assert_eq!(rig.load(cx, &parent, AT), Ok(1));
                     assert_eq!(rig.mmu.store(cpu, at, 2), Err(Fault::Protection));
                 });
             }
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 rig.vm.destroy(cx, child).expect("nobody uses it");
                 assert_eq!(rig.vm.fault(cx, &parent, at, Access::Write), Ok(Served::Reused));
             });
-            assert_eq!(rig.mmu.store(CpuId(0), at, 3), Ok(()));
-            assert_eq!(rig.mmu.store(CpuId(1), at, 4), Ok(()), "seed {seed}, {size}");
-            for cpu in [CpuId(0), CpuId(1)] {
+            assert_eq!(rig.mmu.store(CpuId::new(0), at, 3), Ok(()));
+            assert_eq!(rig.mmu.store(CpuId::new(1), at, 4), Ok(()), "seed {seed}, {size}");
+            for cpu in [CpuId::new(0), CpuId::new(1)] {
                 rig.mmu.as_cpu(cpu, |cx| rig.leave(cx, &parent));
             }
-            rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, parent).expect("nobody uses it"));
+            rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.destroy(cx, parent).expect("nobody uses it"));
         });
     }
 }
@@ -47,7 +47,7 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
 fn flushes_to_note<const DROPS: bool>(access: Access) -> u64 {
     let mut flushes = 0;
     with_format::<Metered<DROPS>, false>(16, 1, 3, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let kind = VmaKind::private(PageSize::Size4K);
             let space = rig.space(cx, span(AT, 4096), kind);
             rig.vm.prefault(&space, span(AT, 4096), None).work(cx, &Never).expect("memory");

@@ -76,7 +76,7 @@ fn other_rights_let_others_run() {
 fn forks_of_many_areas_let_others_run() {
     const AREAS: u64 = 64;
     with_rig(16, 1, 44, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let object = rig.vm.create_shared(cx, AREAS, PageSize::Size4K, false).expect("an object");
             for page in 0..AREAS {
@@ -180,7 +180,7 @@ impl Cancel for Finished {
 fn who_waits_serves_shootdowns() {
     with_rig(16, 3, 46, &no_faults(), |rig| {
         let finished = Finished { done: AtomicU64::new(0), began: Instant::now() };
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.fill_pool(cx, 2);
             let object = rig.vm.create_shared(cx, 1024, PageSize::Size2M, true).expect("two pages");
             let (area, kind) = (span(AT, 4 << 20), VmaKind::private(PageSize::Size2M).pooled());
@@ -193,13 +193,13 @@ fn who_waits_serves_shootdowns() {
                 if phase != Phase::Map {
                     return;
                 }
-                rig.mmu.as_cpu(CpuId(1), |cx| {
+                rig.mmu.as_cpu(CpuId::new(1), |cx| {
                     rig.enter(cx, &loaded);
                     rig.store(cx, &loaded, AT, 1).expect("memory");
                     let missing = rig.pool.take(cx, Nodes::All, true).expect("promised");
                     std::thread::scope(|scope| {
                         let unmaps = scope.spawn(|| {
-                            rig.mmu.as_cpu(CpuId(2), |cx| rig.vm.unmap(cx, &loaded, small).expect("unmapped"));
+                            rig.mmu.as_cpu(CpuId::new(2), |cx| rig.vm.unmap(cx, &loaded, small).expect("unmapped"));
                             finished.done.store(1, Ordering::Relaxed);
                         });
                         let filled = rig.vm.prefault_shared(&object, 512, 1024).work(cx, &finished);
@@ -235,14 +235,14 @@ fn nothing_is_made_for_a_space_that_is_being_forked() {
     with_cpu(16, 2, 47, |rig, cx| {
         let area = span(AT, 0x4000);
         let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
-        rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 1).expect("memory");
         });
         let made = Making(AtomicU64::new(0));
         // The fork's own, when all has been shared.
         let fill = || {
-            rig.mmu.as_cpu(CpuId(1), |cx| {
+            rig.mmu.as_cpu(CpuId::new(1), |cx| {
                 let filled = rig.vm.prefault(&space, area, None).work_observed(cx, &After(AtomicU64::new(9)), &made);
                 assert_eq!(filled, Err(VmError::Cancelled));
             });
@@ -252,7 +252,7 @@ fn nothing_is_made_for_a_space_that_is_being_forked() {
         assert_eq!(made.0.load(Ordering::Relaxed), 0, "pages were made in vain");
         rig.vm.prefault(&space, area, None).work_observed(cx, &Never, &made).expect("memory");
         assert_ne!(made.0.load(Ordering::Relaxed), 0);
-        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
         for space in child.into_iter().chain([space]) {
             rig.vm.destroy(cx, space).expect("destroyed");
         }
@@ -279,7 +279,7 @@ fn a_fork_is_one_moment_for_each_thread() {
         let (low, high) = (AT, AT + bytes - 0x1000);
         let (before, behind) = (AT - 0x10_0000, AT + 2 * bytes);
         let stop = AtomicU64::new(0);
-        let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.space(cx, span(AT, bytes), kind));
+        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, span(AT, bytes), kind));
         std::thread::scope(|scope| {
             let (space, stop) = (&space, &stop);
             // Stores a number at a place, in a page of its own, and last high up.
@@ -331,7 +331,7 @@ fn a_fork_is_one_moment_for_each_thread() {
                 }
             });
         });
-        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
     });
 }
 
@@ -360,7 +360,7 @@ fn waiting_for_a_promised_page_lets_others_run() {
                 return;
             }
             // The first page is taken and not entered yet; the second is missing for now.
-            rig.mmu.as_cpu(CpuId(1), |cx| {
+            rig.mmu.as_cpu(CpuId::new(1), |cx| {
                 let missing = rig.pool.take(cx, Nodes::All, true).expect("promised");
                 let before = cx.platform().counters().reschedules.get();
                 let filled = rig.vm.prefault_shared(&object, 512, 1024).work(cx, &After(AtomicU64::new(LOOKS)));

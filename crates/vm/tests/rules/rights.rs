@@ -2,7 +2,7 @@
 //! cost; and what is refused. On both formats.
 
 use crate::support::{AT, Metered, Model, Rig, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
-use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
 use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, Usage, VmError, VmaKind};
@@ -37,13 +37,13 @@ fn taken_and_given<F: PageFormat>(size: PageSize) {
         let part = span(at(from), (to - from) * size.bytes());
         let protect = |rights| {
             flushes(rig, || {
-                rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.protect(cx, &space, part, rights).expect("whole pages"));
+                rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.protect(cx, &space, part, rights).expect("whole pages"));
             })
         };
         assert_eq!(protect(READ), 1, "one for all");
         assert_eq!(shape(&space), [(0, WRITE), (at(from) - AT, READ), (at(to) - AT, WRITE)]);
         for cpu in [0, 1] {
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 for page in 0..pages {
                     let expected = if (from..to).contains(&page) { denied(at(page)) } else { Ok(()) };
                     assert_eq!(rig.store(cx, &space, at(page), page + 1), expected, "page {page}");
@@ -60,7 +60,7 @@ fn taken_and_given<F: PageFormat>(size: PageSize) {
         assert_eq!(shape(&space), [(0, WRITE)], "joined again");
         let reused = space.counters().reused;
         for cpu in [0, 1] {
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 (0..pages).for_each(|page| assert_eq!(rig.store(cx, &space, at(page), 7), Ok(()), "page {page}"));
             });
         }
@@ -82,21 +82,21 @@ fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
     with_format::<F, false>(32, 2, 4, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
         let all = span(AT, 0x8000);
-        let child = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let child = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let child = rig.vm.fork(cx, &space).expect("memory");
             rights.into_iter().for_each(|rights| rig.vm.protect(cx, &space, all, rights).expect("an area"));
             assert_eq!(rig.store(cx, &space, AT, 100), Ok(()));
             child
         });
         assert_eq!(space.counters().copied, 1, "the child has it too");
-        rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
             rig.leave(cx, &space);
             rig.enter(cx, &child);
             (0..8).for_each(|page| assert_eq!(rig.load(cx, &child, AT + page * 0x1000), Ok(page + 1)));
             rig.leave(cx, &child);
             rig.enter(cx, &space);
         });
-        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, child).expect("nobody uses it"));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.destroy(cx, child).expect("nobody uses it"));
         rig.end_for_both(space);
     });
 }
@@ -113,10 +113,10 @@ fn what_a_fork_shares_is_still_copied() {
 fn away<F: PageFormat>() {
     with_format::<F, true>(16, 2, 5, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.page_out(cx, &space, AT);
             rig.page_out(cx, &space, AT + 0x1000);
-            let there = Usage { present: 2, swapped: 2, ..Usage::default() };
+            let there = with!(Usage::default(), present = 2, swapped = 2);
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there));
             rig.vm.protect(cx, &space, span(AT, 0x2000), READ).expect("an area");
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x4000)), Ok(there), "it stays where it is");
@@ -142,15 +142,15 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
         let deferred = rig.deferred();
-        let (page, before) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let (page, before) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let before = rig.leaf(cx, &space, AT);
             (rig.vm.unhook(cx, rig.hold(before.frame), &deferred).expect("nobody else has it"), before)
         });
         // The other CPU has the old translation, and nobody has flushed.
-        stale = rig.mmu.store(CpuId(1), VirtAddr::new(AT), 5).is_ok();
-        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.protect(cx, &space, span(AT, 0x1000), READ).expect("an area"));
-        assert!(rig.mmu.store(CpuId(1), VirtAddr::new(AT), 6).is_err(), "no store goes on after that");
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        stale = rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 5).is_ok();
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.protect(cx, &space, span(AT, 0x1000), READ).expect("an area"));
+        assert!(rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 6).is_err(), "no store goes on after that");
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             page.put_back(cx);
             let after = rig.leaf(cx, &space, AT);
             assert_eq!(after, Leaf { flags: before.flags.without(Flags::WRITE), ..before });
@@ -171,7 +171,7 @@ fn a_page_that_moves_comes_back_with_the_rights_of_now() {
 fn pinned<F: PageFormat>(forks: bool) {
     with_format::<F, false>(32, 2, 7, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let first = span(AT, 0x1000);
             let mut pins = Vec::new();
             rig.vm.pin(cx, &space, first, None, &Never, |pin| pins.push(pin)).expect("memory");
@@ -209,7 +209,7 @@ fn a_pinned_page_stays_while_anothers_moves() {
     for moves in [false, true] {
         with_format::<Metered, true>(32, 2, 8, &no_faults(), |rig| {
             let space = rig.filled_for_both(PageSize::Size4K, 1);
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let (first, at) = (span(AT, 0x1000), VirtAddr::new(AT));
                 let child = rig.vm.fork(cx, &space).expect("memory");
                 // From here on each has its own.
@@ -246,7 +246,7 @@ fn a_pinned_page_stays_while_anothers_moves() {
 fn what_others_have_is_copied_beside_pins() {
     with_format::<Metered, true>(32, 2, 8, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let child = rig.vm.fork(cx, &space).expect("memory");
             let mut pins = Vec::new();
             rig.vm.pin(cx, &space, span(AT + 0x3000, 0x1000), None, &Never, |pin| pins.push(pin)).expect("memory");
@@ -265,7 +265,7 @@ fn what_others_have_is_copied_beside_pins() {
 
 fn of_shared_objects<F: PageFormat>() {
     with_format::<F, false>(16, 2, 9, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
             for at in [AT, 2 * AT] {
@@ -391,22 +391,22 @@ fn without_memory_for_a_cut_nothing_changes() {
 fn folded_groups_cost_one_flush_more() {
     with_format::<Aarch64, false>(32, 2, 13, &no_faults(), |rig| {
         let all = span(AT, 64 * 4096);
-        let space = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.space(cx, all, SMALL);
             rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
             space
         });
         let look = || {
             for cpu in [0, 1] {
-                (0..64).for_each(|page| _ = rig.mmu.load(CpuId(cpu), VirtAddr::new(AT + page * 4096)));
+                (0..64).for_each(|page| _ = rig.mmu.load(CpuId::new(cpu), VirtAddr::new(AT + page * 4096)));
                 assert_eq!(rig.mmu.check(), Ok(()));
             }
         };
-        [0, 1].into_iter().for_each(|cpu| rig.mmu.as_cpu(CpuId(cpu), |cx| rig.enter(cx, &space)));
+        [0, 1].into_iter().for_each(|cpu| rig.mmu.as_cpu(CpuId::new(cpu), |cx| rig.enter(cx, &space)));
         look();
         let protect = |range, rights| {
             let flushes = flushes(rig, || {
-                rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.protect(cx, &space, range, rights).expect("an area"));
+                rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.protect(cx, &space, range, rights).expect("an area"));
             });
             look();
             flushes
@@ -414,7 +414,7 @@ fn folded_groups_cost_one_flush_more() {
         assert_eq!((protect(all, READ), protect(all, WRITE)), (1, 1));
         assert_eq!(protect(all, EXEC), 2, "unfolded, then changed");
         assert_eq!(protect(all, WRITE), 1, "they are single now");
-        rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
             assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()), Ok(()))
         });
         rig.end_for_both(space);

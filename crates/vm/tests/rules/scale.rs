@@ -543,7 +543,7 @@ impl<'r, 'h, F: PageFormat, const AWAY: bool> World<'r, 'h, F, AWAY> {
 
 fn run<F: PageFormat, const AWAY: bool>(seed: u64) {
     with_format::<F, AWAY>(128, 2, seed, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let mut world = World::new(rig, cx, seed);
             rig.enter(cx, &world.spaces[0].handle);
             for _ in 0..150 {

@@ -3,7 +3,7 @@
 
 use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_frames::Frozen;
 use hugemm_paging::PageFormat;
 use hugemm_vm::{
@@ -142,7 +142,7 @@ macro_rules! on_both {
 pub(crate) use on_both;
 
 fn read<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         // Forty pages and a part.
         let file = File::new((40 << 12) + 100);
         let object = rig.vm.open_source(cx, file).expect("memory");
@@ -179,19 +179,19 @@ fn pages_are_read_by_windows() {
 
 fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(32 << 12);
-    let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+    let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let object = rig.vm.open_source(cx, file).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
         rig.vm.map(cx, &space, span(AT, 32 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
         (space, object)
     });
     for cpu in [0, 1] {
-        rig.mmu.as_cpu(CpuId(cpu), |cx| {
+        rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
             rig.enter(cx, &space);
             [3, 4, 20].into_iter().for_each(|page| rig.store(cx, &space, AT + (page << 12), page).expect("memory"));
         });
     }
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         assert_eq!(file.word(3 << 12), 3 << 12, "not yet");
         let before = rig.flushes();
         assert_eq!(rig.vm.sync(cx, &object, 0, 16), Ok(2), "of these");
@@ -200,14 +200,14 @@ fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.vm.sync(cx, &object, 0, 16), Ok(0));
         // Nobody stores by what he has of a page that is known as clean.
         for page in [3, 4] {
-            assert!(rig.mmu.store(CpuId(1), VirtAddr::new(AT + (page << 12)), 9).is_err());
+            assert!(rig.mmu.store(CpuId::new(1), VirtAddr::new(AT + (page << 12)), 9).is_err());
         }
-        assert!(rig.mmu.load(CpuId(1), VirtAddr::new(AT + (20 << 12))).is_ok());
+        assert!(rig.mmu.load(CpuId::new(1), VirtAddr::new(AT + (20 << 12))).is_ok());
         assert_eq!(rig.store(cx, &space, AT + (4 << 12), 44), Ok(()));
         // Rights that come do not make a page writable that is clean.
         rig.vm.protect(cx, &space, span(AT, 32 << 12), READ).expect("an area");
         rig.vm.protect(cx, &space, span(AT, 32 << 12), READ.with(Protection::WRITE)).expect("an area");
-        assert!(rig.mmu.store(CpuId(0), VirtAddr::new(AT + (3 << 12)), 9).is_err());
+        assert!(rig.mmu.store(CpuId::new(0), VirtAddr::new(AT + (3 << 12)), 9).is_err());
         rig.vm.write(cx, &space, VirtAddr::new(AT + (7 << 12)), &7_u64.to_le_bytes()).expect("an area");
         assert_eq!(rig.vm.sync(cx, &object, 0, 99), Ok(3));
         assert_eq!([3, 4, 7, 20].map(|page| file.word(page << 12)), [3, 44, 7, 20]);
@@ -215,7 +215,7 @@ fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.store(cx, &space, AT + 8, 1), Ok(()));
     });
     rig.end_for_both(space);
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         assert_eq!(file.word(8), 8);
         rig.vm.close(cx, object).expect("its own");
         assert_eq!(file.word(8), 1);
@@ -229,7 +229,7 @@ fn what_is_stored_is_written_back() {
 }
 
 fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let file = File::new(32 << 12);
         let object = rig.vm.open_source(cx, file).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
@@ -243,7 +243,7 @@ fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
         file.fills();
         assert_eq!(drops(rig, cx, &space, at(2)), Ok(1), "clean: without a word to anybody");
         assert!(file.writes().is_empty());
-        assert!(rig.mmu.load(CpuId(0), VirtAddr::new(THERE + (2 << 12))).is_err(), "wherever it was shown");
+        assert!(rig.mmu.load(CpuId::new(0), VirtAddr::new(THERE + (2 << 12))).is_err(), "wherever it was shown");
         assert_eq!(rig.load(cx, &space, at(2)), Ok(2 << 12));
         assert_eq!(file.fills(), [(2, 1 << 12)], "only what is missing");
         // Dirty, also where its entry has gone.
@@ -276,7 +276,7 @@ fn clean_pages_are_dropped_and_dirty_ones_are_not() {
 
 fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(64 << 12);
-    let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+    let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let object = rig.vm.open_source(cx, file).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
         rig.vm.map(cx, &space, span(AT, 64 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
@@ -285,13 +285,13 @@ fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
     let at = |page: u64| AT + (page << 12);
     for cpu in [0, 1] {
-        rig.mmu.as_cpu(CpuId(cpu), |cx| {
+        rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
             rig.enter(cx, &space);
             (30..50).for_each(|page| rig.store(cx, &space, at(page), page).expect("memory"));
             assert_eq!(rig.load(cx, &space, THERE + (5 << 12)), Ok(41));
         });
     }
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let used = rig.used(cx);
         file.bytes().truncate((40 << 12) + 16);
         let flushes = rig.flushes();
@@ -301,15 +301,15 @@ fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
     for cpu in [1, 0] {
         for at in [at(41), at(49), THERE + (5 << 12)] {
-            assert!(rig.mmu.load(CpuId(cpu), VirtAddr::new(at)).is_err(), "cpu{cpu} at {at:#x}");
+            assert!(rig.mmu.load(CpuId::new(cpu), VirtAddr::new(at)).is_err(), "cpu{cpu} at {at:#x}");
             let beyond = VmError::OutOfBounds { at: VirtAddr::new(at) };
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 assert_eq!(rig.load(cx, &space, at), Err(beyond));
                 assert_eq!(rig.store(cx, &space, at, 1), Err(beyond));
             });
         }
     }
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         assert_eq!((rig.load(cx, &space, at(40)), rig.load(cx, &space, at(40) + 8)), (Ok(40), Ok((40 << 12) + 8)));
         assert_eq!(rig.load(cx, &space, at(40) + 16), Ok(0), "the rest of the last page");
         assert_eq!(rig.vm.sync(cx, &object, 0, 99), Ok(11), "what is left of what was stored");
@@ -330,7 +330,7 @@ fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(object.pages(), 64);
     });
     rig.end_for_both(space);
-    rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.close(cx, object).expect("its own"));
+    rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.close(cx, object).expect("its own"));
 }
 
 /// What a file has no longer is gone from every space, with one flush for each, and its frames are free.
@@ -342,10 +342,10 @@ fn a_file_becomes_shorter_under_its_mappings() {
 /// A page that reclaim has just taken away, and whose flush it still owes, is used by no CPU when it is gone from the file.
 fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
     for shorter in [false, true] {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
-            let shared = VmaKind { shared: true, ..SMALL };
+            let shared = with!(SMALL, shared = true);
             rig.vm.map(cx, &space, span(AT, 4 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
             rig.enter(cx, &space);
             let at = VirtAddr::new(AT + 0x3000);
@@ -354,7 +354,7 @@ fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
             let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
             let gone = if shorter { rig.vm.truncate(cx, &object, 3 << 12) } else { rig.vm.punch(cx, &object, 3, 4) };
             gone.expect("its own");
-            assert!((0..50).all(|_| rig.mmu.load(CpuId(0), at).is_err()), "it is used, {shorter}");
+            assert!((0..50).all(|_| rig.mmu.load(CpuId::new(0), at).is_err()), "it is used, {shorter}");
             page.put_back(cx);
             assert_eq!(rig.load(cx, &space, at.get()).is_err(), shorter);
             rig.end(cx, space);
@@ -371,15 +371,15 @@ fn what_is_away_is_gone_from_a_file_too() {
 /// What a file has no longer of its last page is zero when it grows again, though the page was on its way elsewhere when the file became
 /// shorter.
 fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    let (object, space) = rig.mmu.as_cpu(CpuId(0), |cx| {
+    let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
-        let shared = VmaKind { shared: true, ..SMALL };
+        let shared = with!(SMALL, shared = true);
         rig.vm.map(cx, &space, span(AT, 4 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
         (object, space)
     });
     let (at, bytes) = (AT + 0x3000, (3 << 12) + 16);
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         rig.enter(cx, &space);
         assert_eq!(rig.load(cx, &space, at), Ok(0x3000));
         let (leaf, deferred) = (rig.leaf(cx, &space, at), rig.deferred());
@@ -426,13 +426,13 @@ fn the_rest_of_a_last_page_that_moves_is_zero_too() {
 fn overtaken<F: PageFormat>(rig: &Rig<'_, F, true>) {
     for shorter in [false, true] {
         let file = File::new(4 << 12);
-        let (object, space) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.open_source(cx, file).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
             rig.vm.map(cx, &space, span(AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
             (object, space)
         });
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.enter(cx, &space);
             rig.store(cx, &space, AT + 0x3000, 9).expect("memory");
             file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
@@ -470,7 +470,7 @@ fn what_goes_is_not_written_afterwards() {
 }
 
 fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let file = File::new(32 << 12);
         let object = rig.vm.open_source(cx, file).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
@@ -531,7 +531,7 @@ fn a_source_that_fails_says_why() {
 fn every_allocation_can_fail() {
     let runs = hugemm_base::inject::every_fault(|plan: &FaultPlan| {
         with_format::<Metered, true>(8, 1, 21, plan, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let file = File::new(20 << 12);
                 let Ok(space) = rig.vm.create(cx, bounds()) else { return };
                 if let Ok(object) = rig.vm.open_source(cx, file) {
@@ -565,7 +565,7 @@ fn every_allocation_can_fail() {
 #[test]
 fn an_instruction_is_read_like_a_word() {
     with_format::<Metered, true>(16, 1, 6, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
             let text = SMALL.allowing(READ.with(Protection::EXEC));

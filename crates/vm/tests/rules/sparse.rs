@@ -23,7 +23,7 @@ const TOUCHED: [u64; 3] = [AT, AT + TIB / 2 + 0x5000, AT + TIB - 0x1000];
 #[test]
 fn areas_cost_what_they_have() {
     with_format::<X86_64, true>(16, 1, 301, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let all = span(AT, TIB);
             let space = rig.space(cx, all, SMALL);
             rig.enter(cx, &space);
@@ -71,7 +71,7 @@ fn areas_cost_what_they_have() {
 #[test]
 fn objects_cost_what_they_have() {
     with_format::<X86_64, true>(16, 1, 302, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.create_shared(cx, TIB >> 12, PageSize::Size4K, false).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
             let (all, shown) = (span(AT, TIB), Backing::Shared(&object, 0));
@@ -112,7 +112,7 @@ impl<S: Setup> PageSource<S> for Hole {
 fn files_cost_what_is_read_of_them() {
     let file: &'static Hole = Box::leak(Box::new(Hole(TIB)));
     with_format::<X86_64, true>(16, 1, 303, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let object = rig.vm.open_source(cx, file).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
             rig.vm.map(cx, &space, span(AT, TIB), SMALL, Backing::Shared(&object, 0)).expect("memory");

@@ -2,12 +2,12 @@
 //! pinned pages does not end.
 
 use crate::support::{AT, Follower, Model, PoolMemory, bounds, map, no_faults, parts, span, with_cpu, with_rig};
-use hugemm_base::{CpuId, Dirty, Never, NodeId, Order, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Dirty, Never, NodeId, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_hugetlb::{Nodes, VmemmapOptimizer};
 use hugemm_paging::Lookup;
 use hugemm_threads::Memory;
-use hugemm_vm::{Access, Backing, Parts, Pools, Protection, Vm, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Pools, Protection, Vm, VmError, VmaKind};
 
 /// A second manager over the same frames refuses what is the first one's, and changes nothing.
 #[test]
@@ -15,7 +15,7 @@ fn another_managers_things_are_refused() {
     with_rig(16, 1, 51, &no_faults(), |rig| {
         // SAFETY: as the rig's.
         let other: Vm<'_, Model<'_>> = unsafe { Vm::new(parts(rig.vm.frames(), rig.vm.shootdown())) }.expect("small");
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let (area, at, kind) = (span(AT, 0x4000), VirtAddr::new(AT), VmaKind::private(PageSize::Size4K));
             let space = rig.space(cx, area, kind);
             rig.enter(cx, &space);
@@ -141,7 +141,7 @@ fn a_followed_space_does_not_end() {
 fn a_pool_of_other_frames_is_refused() {
     with_cpu(32, 1, 55, |rig, cx| {
         let block = rig.vm.frames().alloc(cx, AllocRequest::order(Order::new(11).expect("valid"))).expect("8 MiB");
-        let arenas = [ArenaSpec { extent: block.extent(), node: NodeId(0), descriptors: None }];
+        let arenas = [ArenaSpec::new(block.extent(), NodeId::new(0))];
         let config = FramesConfig::new(&arenas, 1);
         let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, of this size, used once; one platform.
@@ -158,7 +158,7 @@ fn a_pool_of_other_frames_is_refused() {
         {
             pool.resize(cx, &optimizer, 3, Nodes::All, &Never).expect("nobody else resizes");
             let parts = parts(rig.vm.frames(), rig.vm.shootdown());
-            let parts = Parts { pools: Pools::default().with(&pool), ..parts };
+            let parts = with!(parts, pools = Pools::default().with(&pool));
             // SAFETY: as the rig's own.
             let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small objects");
             let space = vm.create(cx, bounds()).expect("a space");

@@ -81,7 +81,7 @@ pub(super) fn page_out<'d, 'h>(
 fn a_leaf_comes_back_as_it_was() {
     for size in SIZES {
         with_rig(32, 91, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = filled(rig, cx, size, 4);
                 let at = |index: u64| AT + index * size.bytes();
                 // From here on no CPU looks at any of them.
@@ -146,17 +146,16 @@ fn a_leaf_comes_back_as_it_was() {
 fn a_page_that_comes_back_meanwhile_is_counted() {
     for (size, moves) in [(PageSize::Size4K, false), (PageSize::Size4K, true), (PageSize::Size2M, false)] {
         with_rig(32, 90, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = filled(rig, cx, size, 3);
                 rig.leave(cx, &space);
                 let deferred = rig.deferred();
                 let away = Cell::new(Some(unhook(rig, cx, &space, AT, &deferred)));
                 let back = || {
                     let page = away.take().expect("once");
-                    rig.mmu.as_cpu(
-                        CpuId(1),
-                        |cx| if moves { assert!(page.move_elsewhere(cx)) } else { page.put_back(cx) },
-                    );
+                    rig.mmu.as_cpu(CpuId::new(1), |cx| {
+                        if moves { assert!(page.move_elsewhere(cx)) } else { page.put_back(cx) }
+                    });
                 };
                 let whole = span(AT, 3 * size.bytes());
                 let mut usage = Usage::default();
@@ -175,7 +174,7 @@ fn a_page_comes_back_where_it_is_still_wanted() {
     for size in SIZES {
         for moves in [false, true].into_iter().take(if size == PageSize::Size4K { 2 } else { 1 }) {
             with_rig(32, 92, |rig| {
-                rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.mmu.as_cpu(CpuId::new(0), |cx| {
                     let parent = filled(rig, cx, size, 1);
                     let children = [0, 1].map(|_| rig.vm.fork(cx, &parent).expect("forked"));
                     let deferred = rig.deferred();
@@ -223,7 +222,7 @@ fn a_page_comes_back_where_it_is_still_wanted() {
 fn a_page_that_somebody_holds_stays() {
     for size in SIZES {
         with_rig(32, 93, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let space = filled(rig, cx, size, 1);
                 let deferred = rig.deferred();
                 let object = rig.vm.create_shared(cx, size.pages(), size, false).expect("an object");
@@ -279,7 +278,7 @@ fn a_page_that_somebody_holds_stays() {
 fn a_shared_page_goes_away_once() {
     for (way, size) in (0..3).flat_map(|way| SIZES.map(|size| (way, size))) {
         with_rig(32, 94, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let object = rig.vm.create_shared(cx, 2 * size.pages(), size, false).expect("an object");
                 let spaces = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
                 let area = span(AT, 2 * size.bytes());
@@ -331,7 +330,7 @@ fn a_shared_page_goes_away_once() {
 #[test]
 fn a_large_page_stays_where_it_is() {
     with_rig(32, 98, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, PageSize::Size2M, 1);
             let last = AT + PageSize::Size2M.bytes() - 8;
             rig.store(cx, &space, last, 7).expect("it is there");
@@ -351,7 +350,7 @@ fn a_large_page_stays_where_it_is() {
 #[test]
 fn only_mapped_pages_are_held_for_moving() {
     with_rig(32, 98, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.fill_pool(cx, 1);
             let space = filled(rig, cx, PageSize::Size4K, 4);
             let at = |index: u64| AT + (index << 12);
@@ -412,7 +411,7 @@ fn only_mapped_pages_are_held_for_moving() {
 #[test]
 fn a_page_that_cannot_move_stays() {
     with_rig(8, 99, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 2);
             let before = rig.leaf(cx, &space, AT);
             let deferred = rig.deferred();
@@ -448,7 +447,7 @@ fn a_page_that_cannot_move_stays() {
 #[test]
 fn lost_pages_are_counted() {
     with_rig(8, 100, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 2);
             let deferred = rig.deferred();
             for lost in 1..=2 {

@@ -12,7 +12,7 @@ fn pages_that_are_away_are_inherited() {
     for (size, children) in SIZES.into_iter().flat_map(|size| [1, 14, 15, 20].map(|children| (size, children))) {
         for pinned in [false, true] {
             with_rig(64, 95, |rig| {
-                rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.mmu.as_cpu(CpuId::new(0), |cx| {
                     let parent = filled(rig, cx, size, 2);
                     let deferred = rig.deferred();
                     let page = unhook(rig, cx, &parent, AT, &deferred);
@@ -58,7 +58,7 @@ fn pages_that_are_away_are_inherited() {
 fn pages_of_many_processes_go_away() {
     for (size, places) in SIZES.into_iter().flat_map(|size| [14, 15, 16, 20].map(|places| (size, places))) {
         with_rig(32, 96, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let parent = filled(rig, cx, size, 1);
                 rig.leave(cx, &parent);
                 let mut spaces: Vec<_> = (1..places).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
@@ -103,7 +103,7 @@ fn a_fork_waits_for_a_page_that_is_moving() {
 fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
     with_format::<Metered, AWAY>(48, 2, 97, &no_faults(), |rig| {
         let (away, forks) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (space, pins) = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let (space, pins) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, size, 3);
             let mut pins = Vec::new();
             if pinned {
@@ -150,7 +150,7 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
                 });
             });
         });
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
@@ -163,7 +163,7 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
 fn a_page_of_too_many_places_stays() {
     const MOST: usize = 1 << 12;
     with_rig(128, 107, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 1);
             rig.leave(cx, &space);
             let (head, deferred) = (rig.leaf(cx, &space, AT).frame, rig.deferred());

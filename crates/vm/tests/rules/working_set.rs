@@ -53,7 +53,7 @@ fn frame<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Process<'h>, at: u64) 
 #[test]
 fn what_was_used_is_shown_once() {
     with_rig(16, 81, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let kind = VmaKind::private(PageSize::Size4K);
             let space = rig.space(cx, span(AT, 300 << 12), kind);
             rig.vm.map(cx, &space, span(AT + (400 << 12), 100 << 12), kind, Backing::Private).expect("another");
@@ -84,7 +84,7 @@ fn what_was_used_is_shown_once() {
 #[test]
 fn large_pages_are_used_as_a_whole() {
     with_rig(32, 82, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let page = PageSize::Size2M;
             let space = rig.space(cx, span(AT, 100 << 21), VmaKind::private(page));
             use_pages(rig, cx, &space, page, &[0, 1, 63, 64, 70]);
@@ -118,7 +118,7 @@ impl<P: Cpu> Notifier<P> for Device {
 fn followers_use_pages_too() {
     for size in [PageSize::Size4K, PageSize::Size2M] {
         with_rig(32, 83, |rig| {
-            rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 let area = span(AT, 100 * size.bytes());
                 let space = rig.space(cx, area, VmaKind::private(size));
                 use_pages(rig, cx, &space, size, &[2, 3, 5, 66, 70]);
@@ -153,7 +153,7 @@ fn followers_use_pages_too() {
 #[test]
 fn whoever_takes_pages_away_is_told() {
     with_rig(32, 84, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.fill_pool(cx, 1);
             let kind = VmaKind::private(PageSize::Size4K);
             let space = rig.space(cx, span(AT, 200 << 12), kind);
@@ -189,7 +189,7 @@ fn whoever_takes_pages_away_is_told() {
 #[test]
 fn a_page_is_known_before_it_is_mapped() {
     with_rig(8, 85, |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
             let kind = VmaKind::private(PageSize::Size4K);

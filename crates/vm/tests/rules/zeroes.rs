@@ -5,7 +5,7 @@ use crate::support::{
     AT, Follower, Metered, Rig, before_flush, bounds, no_faults, some_are_stale, span, with_cpu, with_format,
 };
 use hugemm_base::inject::every_fault;
-use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, LENT, Notifier, Protection, Served, Usage, VmError, VmaKind};
 use std::cell::Cell;
@@ -19,8 +19,8 @@ fn shown<F: PageFormat>(size: PageSize) {
     with_format::<F, false>(32, 2, 7, &no_faults(), |rig| {
         const PAGES: u64 = 6;
         let (area, at) = (span(AT, PAGES * size.bytes()), |page: u64| AT + page * size.bytes());
-        let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.space(cx, area, VmaKind::private(size)));
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, area, VmaKind::private(size)));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             rig.enter(cx, &space);
             assert_eq!(rig.load(cx, &space, AT), Ok(0));
             let used = rig.used(cx);
@@ -29,22 +29,22 @@ fn shown<F: PageFormat>(size: PageSize) {
                 assert_eq!(rig.leaf(cx, &space, at(page)).frame, rig.leaf(cx, &space, AT).frame);
             }
             assert_eq!(rig.used(cx), used, "no page more");
-            let none = Usage { zeroes: PAGES * size.pages(), ..Usage::default() };
+            let none = with!(Usage::default(), zeroes = PAGES * size.pages());
             assert_eq!(rig.vm.usage(cx, &space, area), Ok(none));
         });
-        rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
             rig.enter(cx, &space);
             (0..PAGES).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(0)));
         });
         let before = rig.flushes();
-        rig.mmu.as_cpu(CpuId(0), |cx| rig.store(cx, &space, at(1), 5).expect("memory"));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.store(cx, &space, at(1), 5).expect("memory"));
         assert_eq!(rig.flushes() - before, 1, "one for the first store");
-        rig.mmu.as_cpu(CpuId(0), |cx| rig.store(cx, &space, at(1) + 8, 6).expect("memory"));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.store(cx, &space, at(1) + 8, 6).expect("memory"));
         assert_eq!(rig.flushes() - before, 1);
-        rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
             (0..PAGES).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok([0, 5][usize::from(page == 1)])));
             let huge = if size == PageSize::Size4K { 0 } else { size.pages() };
-            let one = Usage { zeroes: (PAGES - 1) * size.pages(), present: size.pages(), huge, ..Usage::default() };
+            let one = with!(Usage::default(), zeroes = (PAGES - 1) * size.pages(), present = size.pages(), huge);
             assert_eq!(rig.vm.usage(cx, &space, area), Ok(one));
             assert_eq!(rig.vm.discard(cx, &space, area, Discard::Now), Ok(PAGES * size.pages()));
             (0..PAGES).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(0)));
@@ -66,18 +66,18 @@ fn reads_show_one_page_until_somebody_stores() {
 fn stale<F: PageFormat>(seed: u64) -> bool {
     let stale = Cell::new(false);
     with_format::<F, false>(16, 2, seed, &no_faults(), |rig| {
-        let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.space(cx, span(AT, 0x4000), SMALL));
+        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, span(AT, 0x4000), SMALL));
         for cpu in [0, 1] {
-            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 rig.enter(cx, &space);
                 (0..4).for_each(|page| assert_eq!(rig.load(cx, &space, AT + (page << 12)), Ok(0)));
             });
         }
         // Nothing is there when others are asked to flush.
-        let then = || stale.set(rig.mmu.load(CpuId(1), VirtAddr::new(AT)) == Ok(0));
-        before_flush(&then, || rig.mmu.as_cpu(CpuId(0), |cx| rig.store(cx, &space, AT, 9).expect("memory")));
+        let then = || stale.set(rig.mmu.load(CpuId::new(1), VirtAddr::new(AT)) == Ok(0));
+        before_flush(&then, || rig.mmu.as_cpu(CpuId::new(0), |cx| rig.store(cx, &space, AT, 9).expect("memory")));
         // Without a fault in between.
-        let found = rig.mmu.load(CpuId(1), VirtAddr::new(AT));
+        let found = rig.mmu.load(CpuId::new(1), VirtAddr::new(AT));
         assert!(found.is_err() || found == Ok(9), "{found:?}: zeroes after a store");
         rig.end_for_both(space);
     });
@@ -91,7 +91,7 @@ fn no_cpu_reads_zeroes_after_a_store() {
 
 fn forked<F: PageFormat>(size: PageSize) {
     with_format::<F, false>(32, 1, 8, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let (at, area) = (|page: u64| AT + page * size.bytes(), span(AT, 4 * size.bytes()));
             let space = rig.space(cx, area, VmaKind::private(size));
             rig.enter(cx, &space);
@@ -164,7 +164,7 @@ fn the_page_stays_while_a_space_shows_it_and_goes_with_the_last() {
 
 fn held<F: PageFormat>() {
     with_format::<F, false>(16, 1, 10, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             for kind in [SMALL, READ] {
                 let space = rig.space(cx, span(AT, 0x8000), kind);
                 rig.enter(cx, &space);
@@ -184,7 +184,7 @@ fn held<F: PageFormat>() {
                 // What is locked is there.
                 let part = span(AT + 0x4000, 0x2000);
                 rig.vm.lock(cx, &space, part, 2).expect("memory");
-                assert_eq!(rig.vm.usage(cx, &space, part), Ok(Usage { present: 2, ..Usage::default() }));
+                assert_eq!(rig.vm.usage(cx, &space, part), Ok(with!(Usage::default(), present = 2)));
                 rig.vm.unlock(cx, &space, part).expect("an area");
                 assert_eq!(rig.load(cx, &space, AT + 0x7000), Ok(0));
                 rig.end(cx, space);
@@ -202,7 +202,7 @@ fn who_needs_a_page_that_stays_gets_one() {
 /// Rights that come make no page of zeroes writable, and what moves stays zeroes.
 fn changed<F: PageFormat>() {
     with_format::<F, false>(16, 1, 11, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.space(cx, span(AT, 0x4000), READ);
             let other = rig.space(cx, span(AT, 0x4000), SMALL);
             rig.enter(cx, &space);
@@ -238,12 +238,12 @@ fn from_outside_it_is_the_same() {
         let (at, mut bytes) = (VirtAddr::new(AT), vec![1; 0x8000]);
         assert_eq!(rig.vm.read(cx, &space, at, &mut bytes), Ok(()));
         assert!(bytes.iter().all(|byte| *byte == 0));
-        let none = Usage { zeroes: 8, ..Usage::default() };
+        let none = with!(Usage::default(), zeroes = 8);
         assert_eq!(rig.vm.usage(cx, &space, area), Ok(none));
         assert_eq!(rig.vm.zero(cx, &space, VirtAddr::new(AT + 0x10), 0x7000), Ok(()));
         assert_eq!(rig.vm.usage(cx, &space, area), Ok(none));
         assert_eq!(rig.vm.write(cx, &space, VirtAddr::new(AT + 0xffc), &[7; 8]), Ok(()));
-        assert_eq!(rig.vm.usage(cx, &space, area), Ok(Usage { zeroes: 6, present: 2, ..Usage::default() }));
+        assert_eq!(rig.vm.usage(cx, &space, area), Ok(with!(Usage::default(), zeroes = 6, present = 2)));
         assert_eq!(rig.vm.zero(cx, &space, at, 0x8000), Ok(()));
         assert_eq!(rig.vm.read(cx, &space, at, &mut bytes), Ok(()));
         assert!(bytes.iter().all(|byte| *byte == 0));
@@ -260,7 +260,7 @@ fn other_areas_have_their_own() {
         let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
         let pooled = VmaKind::private(PageSize::Size2M).pooled();
         let kinds = [
-            (AT, 0x4000, VmaKind { locked: true, ..SMALL }, Backing::Private),
+            (AT, 0x4000, with!(SMALL, locked = true), Backing::Private),
             (2 * AT, 2 << 20, pooled, Backing::Private),
             (3 * AT, 0x4000, SMALL, Backing::Shared(&object, 0)),
         ];
@@ -277,7 +277,7 @@ fn other_areas_have_their_own() {
 
 fn bad<F: PageFormat>(size: PageSize) {
     with_format::<F, false>(32, 1, 14, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let at = |page: u64| AT + page * size.bytes();
             let space = rig.space(cx, span(AT, 4 * size.bytes()), VmaKind::private(size));
             rig.enter(cx, &space);
@@ -340,7 +340,7 @@ fn followers_are_told() {
 }
 
 fn scenario<F: PageFormat>(rig: &Rig<'_, F>) {
-    rig.mmu.as_cpu(CpuId(0), |cx| {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let Ok(space) = rig.vm.create(cx, bounds()) else { return };
         for (at, size) in [(AT, PageSize::Size4K), (2 * AT, PageSize::Size2M)] {
             let _ = rig.vm.map(cx, &space, span(at, 2 * size.bytes()), VmaKind::private(size), Backing::Private);

@@ -17,14 +17,14 @@ use std::sync::atomic::Ordering;
 unsafe impl Cpu for Mmu<'_, '_> {
     fn current(&self) -> CpuId {
         let (model, cpu) = PLAYED.get();
-        if model == self.identity() { cpu } else { CpuId(0) }
+        if model == self.identity() { cpu } else { CpuId::new(0) }
     }
 
     unsafe fn pin(&self) -> usize {
         let cpu = self.current();
         // Relaxed: written by the CPU's player; others take it as a hint.
-        self.cpus[cpu.0 as usize].pins.fetch_add(1, Ordering::Relaxed);
-        cpu.0 as usize
+        self.cpus[cpu.get() as usize].pins.fetch_add(1, Ordering::Relaxed);
+        cpu.get() as usize
     }
 
     unsafe fn unpin(&self, state: usize) {
@@ -32,7 +32,7 @@ unsafe impl Cpu for Mmu<'_, '_> {
     }
 
     fn interrupts_on(&self) -> bool {
-        self.cpus[self.current().0 as usize].pins.load(Ordering::Relaxed) == 0
+        self.cpus[self.current().get() as usize].pins.load(Ordering::Relaxed) == 0
     }
 
     fn cpus(&self) -> u32 {
@@ -63,7 +63,7 @@ unsafe impl Cpu for Mmu<'_, '_> {
     }
 
     fn counters(&self) -> &Counters {
-        &self.cpus[self.current().0 as usize].counters
+        &self.cpus[self.current().get() as usize].counters
     }
 }
 
@@ -81,16 +81,16 @@ unsafe impl TlbHw for Mmu<'_, '_> {
         if self.walks == Tables::X86_64 {
             return None;
         }
-        lock(&self.cpus[cpu.0 as usize].begun).push((scope, *what));
+        lock(&self.cpus[cpu.get() as usize].begun).push((scope, *what));
         self.meanwhile();
         Some(1)
     }
 
     fn sync(&self, cpu: CpuId) {
-        let begun = std::mem::take(&mut *lock(&self.cpus[cpu.0 as usize].begun));
+        let begun = std::mem::take(&mut *lock(&self.cpus[cpu.get() as usize].begun));
         for (scope, what) in begun {
             // SAFETY: a model has no interrupts.
-            (0..self.cpus.len() as u32).for_each(|cpu| unsafe { self.invalidate(CpuId(cpu), scope, &what) });
+            (0..self.cpus.len() as u32).for_each(|cpu| unsafe { self.invalidate(CpuId::new(cpu), scope, &what) });
         }
         self.meanwhile();
     }
@@ -100,7 +100,7 @@ unsafe impl TlbHw for Mmu<'_, '_> {
         while !targets.is_empty() {
             self.meanwhile();
             let next = lock(&self.random).below(targets.len());
-            let target = CpuId(first.0 + targets.swap_remove(next));
+            let target = CpuId::new(first.get() + targets.swap_remove(next));
             // One that another thread plays serves by itself.
             if let Some(_played) = self.try_play(target) {
                 serve(target);
@@ -133,7 +133,7 @@ impl Clock for Mmu<'_, '_> {
 
 impl Topology for Mmu<'_, '_> {
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
-        NodeId(0)
+        NodeId::new(0)
     }
 
     fn node_run(&self, extent: Extent) -> (NodeId, u64) {

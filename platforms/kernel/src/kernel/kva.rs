@@ -11,8 +11,8 @@ use crate::MAX_CPUS;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, Order, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
-use hugemm_kva::{Kva, KvaParts, KvaSetup, Limits, Place, Request};
-use hugemm_paging::{EditLock, ShootdownPolicy};
+use hugemm_kva::{Kva, KvaParts, KvaSetup, Place, Request};
+use hugemm_paging::EditLock;
 
 /// The types of areas here.
 #[derive(Debug)]
@@ -42,15 +42,7 @@ pub fn areas() -> &'static KernelAreas {
 
 /// Brings it up. The boot CPU, once, alone, after it has joined the [kernel's half](kernel_half).
 pub(crate) fn init(cx: &CpuCx<'static, Kernel>) {
-    let parts = KvaParts {
-        frames: frames(),
-        table: tables::kernel(),
-        space: kernel_half(),
-        shootdown: shootdown(),
-        clearer: Clearer::uncalibrated(),
-        shootdown_policy: ShootdownPolicy::BATCHED,
-        limits: Limits::of_frames(frames().managed()),
-    };
+    let parts = KvaParts::new(frames(), tables::kernel(), kernel_half(), shootdown(), Clearer::uncalibrated());
     let range =
         VirtRange::new(VirtAddr::new(layout::AREAS), layout::AREA_BYTES).unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: nobody else maps anything in that part of the layout; every CPU joins the kernel's half as it starts; the direct map has

@@ -9,7 +9,7 @@ use crate::memory_map::{MOST, MemoryMap};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
-use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
+use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn, with};
 #[cfg(feature = "debug")]
 use hugemm_frames::debug::{Finding, Record, Watch};
 use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig};
@@ -104,14 +104,14 @@ pub(crate) fn arenas(map: &MemoryMap) -> impl Iterator<Item = Extent> {
 
 /// Brings the allocator up on the memory of `map`, of which `free` is not yet in use. The boot CPU, once, alone.
 pub(crate) fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
-    let none = ArenaSpec { extent: Default::default(), node: NodeId(0), descriptors: None };
+    let none = ArenaSpec::new(Default::default(), NodeId::new(0));
     let mut specs = [none; MOST];
     let mut count = 0;
     let mut mapped = 0;
     for piece in arenas(map) {
         mapped = tables::map_descriptors(&mut free, piece, mapped);
         let first = layout::DESCRIPTORS + piece.base().get() * layout::DESCRIPTOR_BYTES;
-        specs[count] = ArenaSpec { extent: piece, node: NodeId(0), descriptors: NonNull::new(first as *mut _) };
+        specs[count] = with!(ArenaSpec::new(piece, NodeId::new(0)), descriptors = NonNull::new(first as *mut _));
         count += 1;
         END.store(piece.end().get(), Ordering::Relaxed);
     }

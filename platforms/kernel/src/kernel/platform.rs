@@ -18,7 +18,7 @@ pub static KERNEL: Kernel = Kernel;
 unsafe impl Cpu for Kernel {
     #[inline]
     fn current(&self) -> CpuId {
-        CpuId(percpu::current())
+        CpuId::new(percpu::current())
     }
 
     #[inline]
@@ -66,11 +66,11 @@ unsafe impl Cpu for Kernel {
 
 impl Topology for Kernel {
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
-        NodeId(0)
+        NodeId::new(0)
     }
 
     fn node_run(&self, extent: Extent) -> (NodeId, u64) {
-        (NodeId(0), extent.pages())
+        (NodeId::new(0), extent.pages())
     }
 }
 

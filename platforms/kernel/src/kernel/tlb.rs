@@ -106,7 +106,7 @@ unsafe impl TlbHw for Hardware {
             false if MISS_ONE.load(Ordering::Relaxed) => last,
             false => 0,
         };
-        each(first, missed).for_each(|cpu| serve(CpuId(cpu)));
+        each(first, missed).for_each(|cpu| serve(CpuId::new(cpu)));
         controller::shoot(each(first, cpus & !missed));
     }
 
@@ -127,7 +127,7 @@ unsafe impl TlbHw for Hardware {
 
 /// CPU `first + n` for each set bit `n`.
 fn each(first: CpuId, cpus: u64) -> impl Iterator<Item = u32> {
-    (0..u64::BITS).filter(move |n| cpus >> n & 1 != 0).map(move |n| first.0 + n)
+    (0..u64::BITS).filter(move |n| cpus >> n & 1 != 0).map(move |n| first.get() + n)
 }
 
 /// The TLBs of this machine.

@@ -8,7 +8,7 @@ use super::tlb::{Hardware, shootdown};
 use super::{page_fault, percpu, tables};
 use core::cell::Cell;
 use core::marker::PhantomData;
-use hugemm_base::{CpuCx, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, VirtAddr, VirtRange, with};
 use hugemm_clear::Clearer;
 use hugemm_paging::{EditLock, ShootdownPolicy};
 use hugemm_vm::{Access, AddressSpace, NoPager, Pager, Parts, Phases, Pools, Setup, Vm, VmError};
@@ -57,7 +57,7 @@ pub unsafe fn manager<'m, K: Paging>(
     pager: K::Pager,
     pools: Pools<'m, IrqLock>,
 ) -> Result<KernelVm<'m, K>, VmError> {
-    let parts = Parts { shootdown_policy, pools, ..Parts::with_pager(frames(), shootdown(), clearer, pager) };
+    let parts = with!(Parts::with_pager(frames(), shootdown(), clearer, pager), shootdown_policy, pools);
     // SAFETY: the platform's windows are the direct map, which has every frame; there is one platform, whose TLBs these
     // are; the caller's clearer uses no vector registers. The kernel's half is in
     // frames of the direct map, and edited through its own handle only.

@@ -81,11 +81,11 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>, memory: &MemoryMap) {
     // work. The platform's windows are the direct map. Space and TLBs are the kernel's. Where entries break, the page fault
     // handler calls `arrives`, and uses no descriptor; TLBI needs no interrupts.
     let map = unsafe { KernelMap::new(tables::kernel().root(), &KERNEL, kernel_half(), shootdown(), policy) };
-    let (mut areas, mut count) = ([PoolArena::new(Extent::default(), NodeId(0)); MOST], 0);
+    let (mut areas, mut count) = ([PoolArena::new(Extent::default(), NodeId::new(0)); MOST], 0);
     for arena in memory::arenas(memory) {
         let first = layout::DESCRIPTORS + arena.base().get() * layout::DESCRIPTOR_BYTES;
         // SAFETY: the allocator's descriptors of its arenas are there, in the kernel's half.
-        areas[count] = unsafe { PoolArena::new(arena, NodeId(0)).with_descriptors(VirtAddr::new(first)) };
+        areas[count] = unsafe { PoolArena::new(arena, NodeId::new(0)).with_descriptors(VirtAddr::new(first)) };
         count += 1;
     }
     for block in blocks(&areas[..count]) {
@@ -116,7 +116,7 @@ pub(crate) fn arrives(at: u64) -> bool {
         return false;
     };
     // SAFETY: this CPU; the kernel preempts nobody.
-    let arrives = unsafe { vmemmap.map.help(CpuId(percpu::current()), VirtAddr::new(at)) };
+    let arrives = unsafe { vmemmap.map.help(CpuId::new(percpu::current()), VirtAddr::new(at)) };
     // Relaxed: a statistic.
     FAULTS.fetch_add(u64::from(arrives), Ordering::Relaxed);
     arrives

@@ -227,11 +227,11 @@ fn meet<F: PageFormat>(seed: u64) -> u64 {
         };
         let away: Task<'_> = Box::new(move || {
             let cx = &mut world.machine.cx();
-            let budget = ShrinkBudget { free: u64::MAX, scan: 520 };
+            let budget = ShrinkBudget::new(u64::MAX, 520);
             while storing.get() > 0 {
                 // What has been used is not taken the first time.
                 for turn in 0..8 {
-                    world.vm.pager().shrink(&world.vm, cx, NodeId(turn % 2), budget, &Never);
+                    world.vm.pager().shrink(&world.vm, cx, NodeId::new(turn % 2), budget, &Never);
                     progress();
                 }
                 passes.set(passes.get() + 1);

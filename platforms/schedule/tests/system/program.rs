@@ -700,13 +700,13 @@ impl<'t, 'v, 'h, F: PageFormat> Program<'t, 'v, 'h, F> {
     /// Promises to use no address, and keeps the tables.
     fn idle_over(&self, cx: &Cx<'_, 'h>, process: &Process<'v, 'h, F>) {
         self.test.world.uses_nothing();
-        self.test.world.machine.mmu().pause(CpuId(self.cpu), true);
+        self.test.world.machine.mmu().pause(CpuId::new(self.cpu), true);
         // SAFETY: it enters a space before it uses an address.
         unsafe { process.space.tlb().enter_lazy(self.test.world.vm.shootdown(), cx) };
     }
 
     fn wake_up(&self) {
-        self.test.world.machine.mmu().pause(CpuId(self.cpu), false);
+        self.test.world.machine.mmu().pause(CpuId::new(self.cpu), false);
     }
 
     fn doom(&mut self) {

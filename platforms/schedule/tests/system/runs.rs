@@ -12,7 +12,7 @@ use std::ptr::NonNull;
 /// Runs tasks that a seed's machine gives to.
 fn with_machine<R>(test: impl for<'h> FnOnce(Machine<'h>) -> R) -> R {
     let os_cpu = allowed_cpus().expect("a CPU")[0];
-    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], &mut []).expect("a machine");
+    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId::new(0) }], &mut []).expect("a machine");
     let mmu = Mmu::new(&host, 4, 1, 1);
     test(Machine::new(&mmu))
 }
@@ -29,7 +29,7 @@ fn order(seed: u64) -> Vec<u32> {
             let order = &order;
             Box::new(move || {
                 for _ in 0..50 {
-                    assert_eq!(machine.cx().pinned(|pin| pin.cpu()), CpuId(cpu));
+                    assert_eq!(machine.cx().pinned(|pin| pin.cpu()), CpuId::new(cpu));
                     order.borrow_mut().push(cpu);
                 }
             })

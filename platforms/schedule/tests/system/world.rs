@@ -6,7 +6,7 @@ use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::platform::{Cpu, PhysMap};
 use hugemm_base::{
     CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, Order, PageSize, Pfn, PhysAddr, TlbHw, TlbScope,
-    VirtAddr, VirtRange,
+    VirtAddr, VirtRange, with,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Primitive, Profile};
 use hugemm_frames::{ArenaSpec, Env, FolioRun, Frames, FramesConfig};
@@ -131,7 +131,7 @@ fn with_marks<F: PageFormat>(
     // What is not cleared is seen.
     region.bytes_mut().fill(0xa5);
     let os_cpu = allowed_cpus().expect("a CPU")[0];
-    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
+    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId::new(0) }], region.bytes_mut()).expect("a machine");
     let walks = if F::BREAK_BEFORE_MAKE { Tables::Arm64 { resizes: false } } else { Tables::X86_64 };
     let mmu = Mmu::new(&host, cpus, 2, seed).walking(walks);
     run(&mmu, cpus, seed, inject, marks, test);
@@ -149,12 +149,12 @@ fn run<F: PageFormat>(
     let machine = &Machine::new(mmu);
     let all = mmu.host().frames();
     let part = |first: u64, end: u64| all.slice(first << 8, end << 8);
-    let arena = |extent: Extent, node: u32| ArenaSpec { extent, node: NodeId(node), descriptors: None };
+    let arena = |extent: Extent, node: u32| ArenaSpec::new(extent, NodeId::new(node));
     // What comes and goes lies within the other node's.
     let (at, end) = (NODE / 2, NODE + GUEST);
     let arenas = [arena(part(0, at), 0), arena(part(at + GUEST, end), 0), arena(part(end, end + NODE), 1)];
     let guest = arena(part(at, at + GUEST), 1);
-    let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % 2)).collect();
+    let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId::new(cpu % 2)).collect();
     let config = FramesConfig::new(&arenas, cpus).on_nodes(&cpu_nodes);
     let metadata = Memory::new(Frames::<Surroundings<'_>>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, of this size, used once; one platform.
@@ -169,8 +169,7 @@ fn run<F: PageFormat>(
     // SAFETY: the model's CPUs, and one view of the slices.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, *machine) }.expect("enough words");
     let features = Features::detect();
-    let policy =
-        ClearPolicy { force: Some(Primitive::Model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+    let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), force = Some(Primitive::Model));
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(Primitive::Model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
@@ -189,7 +188,7 @@ fn run<F: PageFormat>(
     let mut counts: [HugePageCounts; 2] = Default::default();
     let pool = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut counts).expect("enough");
     let parts = Parts::with_pager(&frames, &shootdown, clearer, Reclaim::new(&lrus, &*store, marks, ()));
-    let parts = Parts { pools: Pools::default().with(&pool), ..parts };
+    let parts = with!(parts, pools = Pools::default().with(&pool));
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let pool = pool.shortened();
@@ -209,7 +208,7 @@ fn run<F: PageFormat>(
     let store: Store<'_> = unsafe { std::ptr::read(&*store) };
     assert!(store.close(cx).is_ok());
     for cpu in 0..cpus {
-        mmu.as_cpu(CpuId(cpu), |_| frames.drain(&machine.cx()));
+        mmu.as_cpu(CpuId::new(cpu), |_| frames.drain(&machine.cx()));
     }
     let stats = frames.stats(cx);
     assert_eq!(stats.free + stats.refused, frames.managed(), "frames lost: {stats:?}");
@@ -289,11 +288,11 @@ impl<'h, F: PageFormat> World<'h, F> {
     pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<'h, F>) {
         self.uses_nothing();
         space.tlb().switch_in(self.vm.shootdown(), cx);
-        self.inside[self.cpu().0 as usize].set(Some(space.root()));
+        self.inside[self.cpu().get() as usize].set(Some(space.root()));
     }
 
     pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<'h, F>) {
-        if self.inside[self.cpu().0 as usize].get() == Some(space.root()) {
+        if self.inside[self.cpu().get() as usize].get() == Some(space.root()) {
             self.uses_nothing();
         }
         space.tlb().switch_out(self.vm.shootdown(), cx);
@@ -330,12 +329,12 @@ impl<'h, F: PageFormat> World<'h, F> {
 
     /// The CPU uses no address until it enters a space.
     pub fn uses_nothing(&self) {
-        self.inside[self.cpu().0 as usize].set(None);
+        self.inside[self.cpu().get() as usize].set(None);
     }
 
     /// CPUs that use addresses of a space just now.
     pub fn users(&self, space: &Space<'h, F>) -> impl Iterator<Item = CpuId> {
-        let inside = |cpu: &CpuId| self.inside[cpu.0 as usize].get() == Some(space.root());
-        (0..self.inside.len() as u32).map(CpuId).filter(inside)
+        let inside = |cpu: &CpuId| self.inside[cpu.get() as usize].get() == Some(space.root());
+        (0..self.inside.len() as u32).map(CpuId::new).filter(inside)
     }
 }

@@ -90,7 +90,7 @@ impl<'h> Rig<'_, 'h> {
         let (object, spaces) = self.spaces(config)?;
         let line = |way: Ageing| Line::new([("young", way.name().into()), ("procs", config.procs.into())]);
         let (mut lines, mut hidden) = (WAYS.map(line), false);
-        self.as_cpu(CpuId(0), |cx| {
+        self.as_cpu(CpuId::new(0), |cx| {
             by_turns(&mut lines, Repeat::new(runs, 1), &ProgressBar::hidden(), |index| {
                 self.vm.pager().set_ageing(WAYS[index]);
                 let cost = if hidden { None } else { self.cost(cx, &spaces, config)? };
@@ -187,7 +187,7 @@ impl<'h> Rig<'_, 'h> {
             if left == 0 {
                 return;
             }
-            let budget = ShrinkBudget { free: u64::MAX, scan: left.min(config.page.pages() * BATCH as u64) };
+            let budget = ShrinkBudget::new(u64::MAX, left.min(config.page.pages() * BATCH as u64));
             let progress = pager.shrink(self.vm, cx, NODE, budget, &Never);
             *evicted += progress.freed;
             if progress.empty || progress.full {

@@ -73,7 +73,7 @@ impl<'a, 'h> SoftMmu<'a, 'h> {
     fn tlb(&self, cpu: CpuId) -> &mut Tlb {
         // SAFETY: called by the thread that is the CPU (of translations, by the contract of `TlbHw`; of accesses, by
         // `access`), and no reference outlives a call.
-        unsafe { &mut *self.cpus[cpu.0 as usize].0.get() }
+        unsafe { &mut *self.cpus[cpu.get() as usize].0.get() }
     }
 
     /// Where the calling CPU finds the byte at `at`, for an access that happens before the next shootdown is served;

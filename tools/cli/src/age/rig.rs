@@ -20,7 +20,7 @@ use hugemm_workloads::age::{InPlace, Touch, marks, set_up};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 
-pub const NODE: NodeId = NodeId(0);
+pub const NODE: NodeId = NodeId::new(0);
 
 pub struct OnHost<'h>(PhantomData<&'h ()>);
 
@@ -72,7 +72,7 @@ pub fn on_machine<R>(
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, &mmu) }?;
     let lrus = [Lru::new(&frames, config.policy)];
     let store = host
-        .run_on(CpuId(0), |cx| Compressed::new(&frames, cx, WordsOrLz4, cpus, config.swap >> 12))?
+        .run_on(CpuId::new(0), |cx| Compressed::new(&frames, cx, WordsOrLz4, cpus, config.swap >> 12))?
         .context("no memory for the compressor; give --swap more")?;
     let store = ManuallyDrop::new(store);
     let pager: Pages<'_> = Reclaim::new(&lrus, &*store, marks(host.frames().pages(), config.page), Clocked::default());
@@ -82,17 +82,17 @@ pub fn on_machine<R>(
     let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
     let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store, crew: Crew::default() };
     let result = f(&rig)?;
-    host.run_on(CpuId(0), |cx| vm.trim(cx))?;
+    host.run_on(CpuId::new(0), |cx| vm.trim(cx))?;
     drop(vm);
-    host.run_on(CpuId(0), |cx| {
+    host.run_on(CpuId::new(0), |cx| {
         // SAFETY: whoever borrowed it has been dropped, though the types' lifetimes go on; it is not used again.
         let store: Store<'_> = unsafe { std::ptr::read(&*store) };
         store.close(cx).map_err(|_| anyhow!("pages were left in swap"))
     })??;
     for cpu in 0..cpus {
-        host.run_on(CpuId(cpu), |cx| frames.drain(cx))?;
+        host.run_on(CpuId::new(cpu), |cx| frames.drain(cx))?;
     }
-    let stats = host.run_on(CpuId(0), |cx| frames.stats(cx))?;
+    let stats = host.run_on(CpuId::new(0), |cx| frames.stats(cx))?;
     if stats.free != frames.managed() {
         bail!("frames were lost: {stats:?}");
     }
@@ -127,7 +127,7 @@ impl<'h> Rig<'_, 'h> {
         &'v self,
         config: &RunConfig,
     ) -> Result<(SharedRef<'v, OnHost<'h>>, Vec<AddressSpaceRef<'v, OnHost<'h>>>)> {
-        self.as_cpu(CpuId(0), |cx| {
+        self.as_cpu(CpuId::new(0), |cx| {
             let object = self.vm.create_shared(cx, config.shared >> 12, config.page, false)?;
             let mut spaces = Vec::new();
             for _ in 0..config.procs {
@@ -144,7 +144,7 @@ impl<'h> Rig<'_, 'h> {
         object: SharedRef<'v, OnHost<'h>>,
         spaces: Vec<AddressSpaceRef<'v, OnHost<'h>>>,
     ) -> Result<()> {
-        self.as_cpu(CpuId(0), |cx| {
+        self.as_cpu(CpuId::new(0), |cx| {
             for space in spaces {
                 if self.vm.destroy(cx, space).is_err() {
                     bail!("an address space is in use");

@@ -51,7 +51,7 @@ impl<'h> Rig<'_, 'h> {
             // The last CPU, if it has no process.
             let worker = (config.cpus < self.host.cpus()).then(|| {
                 scope.spawn(|| {
-                    self.as_cpu(CpuId(config.cpus), |cx| {
+                    self.as_cpu(CpuId::new(config.cpus), |cx| {
                         pager.steps().work();
                         start.wait();
                         worker::work(cx, self.vm, pager, NODE, || watch.goes_on());
@@ -62,7 +62,7 @@ impl<'h> Rig<'_, 'h> {
                 .map(|cpu| {
                     let (spaces, start, total) = (&spaces, &start, &total);
                     scope.spawn(move || {
-                        let done = self.as_cpu(CpuId(cpu), |cx| {
+                        let done = self.as_cpu(CpuId::new(cpu), |cx| {
                             start.wait();
                             // The worker ends with the first.
                             let _wakes = OnDrop(|| pager.steps().wake(NODE));
@@ -82,7 +82,7 @@ impl<'h> Rig<'_, 'h> {
         });
         results.into_iter().collect::<Result<()>>()?;
         let AgeFigures { seconds, windows, touched, .. } = total.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let reclaimed = self.as_cpu(CpuId(0), |cx| {
+        let reclaimed = self.as_cpu(CpuId::new(0), |cx| {
             AgeFigures::of_reclaim(cx, pager, self.store, NODE, |step| pager.steps().of(step))
         })?;
         let shootdowns = self.vm.shootdown().counts();
@@ -101,13 +101,13 @@ impl<'h> Rig<'_, 'h> {
     ) -> Result<AgeFigures> {
         let cpu = cx.platform().current();
         let touches = Touches(self.mmu);
-        let mine = (0..config.procs).filter(|process| process % config.cpus == cpu.0);
+        let mine = (0..config.procs).filter(|process| process % config.cpus == cpu.get());
         let mut records: Vec<(u32, Vec<u32>)> =
             mine.map(|process| (process, vec![0; (config.shared >> 12) as usize])).collect();
         let mut parts: Vec<Part<'_, '_>> =
             records.iter_mut().map(|(process, shared)| Part::new(*process, shared, &mut [], &mut [])).collect();
-        let mut random = Random(u64::from(cpu.0) + 7);
-        let (pager, is_worker) = (self.vm.pager(), cpu.0 == 0 && config.cpus == self.host.cpus());
+        let mut random = Random(u64::from(cpu.get()) + 7);
+        let (pager, is_worker) = (self.vm.pager(), cpu.get() == 0 && config.cpus == self.host.cpus());
         let mut done = AgeFigures::default();
         let begin = Instant::now();
         let mut turn = 0;
@@ -163,7 +163,7 @@ mod tests {
         let machine = Machine::new(&Common { json: None })?;
         let mut memory = machine.memory(32 << 20, PageSize::Size2M, Kind::Thp)?;
         on_machine(&machine, memory.as_mut_slice(), &machine.places(1)?, None, &config, |rig| {
-            rig.as_cpu(CpuId(0), |cx| f(rig, cx))?
+            rig.as_cpu(CpuId::new(0), |cx| f(rig, cx))?
         })
     }
 

@@ -109,7 +109,7 @@ pub fn run(args: &Alloc) -> Result<()> {
 /// Nanoseconds of pinning and unpinning, which each allocation and each free does once.
 fn pin(area: &Area<'_>) -> Result<f64> {
     const PINS: u64 = 1_000_000;
-    Ok(area.host.run_on(CpuId(0), |cx| {
+    Ok(area.host.run_on(CpuId::new(0), |cx| {
         let start = std::time::Instant::now();
         for _ in 0..PINS {
             cx.pinned(|pin| std::hint::black_box(pin.cpu()));

@@ -62,7 +62,7 @@ impl AreaPlan {
         // SAFETY: the caller's promise.
         let frames = unsafe { Frames::in_slice(&config, Plain::default(), memory) }?;
         // SAFETY: released once, here; the caller's promise.
-        host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(self.extent)) })?;
+        host.run_on(CpuId::new(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(self.extent)) })?;
         Ok(frames)
     }
 
@@ -76,7 +76,7 @@ impl AreaPlan {
 }
 
 fn arena(extent: Extent) -> ArenaSpec {
-    ArenaSpec { extent, node: NodeId(0), descriptors: None }
+    ArenaSpec::new(extent, NodeId::new(0))
 }
 
 pub struct Area<'m> {
@@ -88,7 +88,7 @@ pub struct Area<'m> {
 impl<'m> Area<'m> {
     pub fn lock_rounds(&self) -> Result<u64> {
         // The question itself takes it once.
-        Ok(self.host.run_on(CpuId(0), |cx| self.frames.stats(cx).lock_rounds)?.saturating_sub(1))
+        Ok(self.host.run_on(CpuId::new(0), |cx| self.frames.stats(cx).lock_rounds)?.saturating_sub(1))
     }
 
     /// Runs `f` on the first `threads` CPUs at once, after each has given back what it had cached in `source`. Results
@@ -106,7 +106,7 @@ impl<'m> Area<'m> {
         together(&self.host, threads, |cx, gate| {
             source.settle(cx);
             gate.pass();
-            let cpu = cx.pinned(|pin| pin.cpu().0);
+            let cpu = cx.pinned(|pin| pin.cpu().get());
             f(cx, cpu)
         })
     }
@@ -120,7 +120,7 @@ pub fn together<'s, 'h, R: Send>(
     f: impl Fn(&mut CpuCx<'s, Host<'h>>, &Gate) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
     let gate = Gate { cpus: u64::from(threads), came: AtomicU64::new(0), broken: AtomicBool::new(false) };
-    let results = host.run_on_each((0..threads).map(CpuId), |cx| {
+    let results = host.run_on_each((0..threads).map(CpuId::new), |cx| {
         let broken = Broken(&gate);
         let result = f(cx, &gate);
         if result.is_ok() {

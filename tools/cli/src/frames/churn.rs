@@ -108,7 +108,7 @@ impl<'a> Sides<'a> {
         let places = (pages * self.args.fill / 100 * 1000 / churn::MILLIPAGES).max(8);
         self.bar.set_message(name);
         let host = self.host;
-        let done = host.run_on(CpuId(0), |cx| {
+        let done = host.run_on(CpuId::new(0), |cx| {
             let mut live: Vec<Live<S, Host<'a>>> = (0..places).map(|_| None).collect();
             let mut random = Random(self.args.seed);
             let mut churned = Churned::default();

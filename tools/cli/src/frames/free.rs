@@ -115,7 +115,7 @@ impl<'a> Work<'a> for Blocks<'a> {
             let mut extents = vec![Extent::default(); held as usize];
             // Either way first, by turns.
             first = if first == FreeMethod::Range { FreeMethod::EachPage } else { FreeMethod::Range };
-            let divided = area.host.run_on(CpuId(0), |cx| {
+            let divided = area.host.run_on(CpuId::new(0), |cx| {
                 let rounds = |cx: &CpuCx<'_, Host<'a>>| area.frames.stats(cx).lock_rounds;
                 ranges::divided(cx, &source, (order, n), &mut extents, first, rounds, || ())
             });
@@ -174,7 +174,7 @@ fn claims_and_arrays(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &
         let extents: Vec<Extent> = (0..(pages / CLAIM_PAGES).min(16)).map(step).collect();
         let claims = Side::new("hugemm", move || {
             area.on_cpus(1, &FrozenBlocks(&area.frames), |_, _| Ok(()))?;
-            let claims = area.host.run_on(CpuId(0), |cx| ranges::claims(cx, &area.frames, &extents))?;
+            let claims = area.host.run_on(CpuId::new(0), |cx| ranges::claims(cx, &area.frames, &extents))?;
             claims.context("frames of the claimed range are in use")
         });
         let lines = labelled(alternate(vec![claims], repeat, bar)?, &[("pages", CLAIM_PAGES.into())]);
@@ -196,7 +196,7 @@ fn claims_and_arrays(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &
         way(name, move || {
             let mut array = vec![Pfn::new(0); count as usize];
             area.on_cpus(1, &FrozenBlocks(&area.frames), |_, _| Ok(()))?;
-            Ok(area.host.run_on(CpuId(0), |cx| ranges::array(cx, &area.frames, &mut array, array_way))??.each())
+            Ok(area.host.run_on(CpuId::new(0), |cx| ranges::array(cx, &area.frames, &mut array, array_way))??.each())
         })
     });
     let lines = labelled(alternate(sides.into(), repeat, bar)?, &[("pages", count.into())]);

@@ -101,7 +101,7 @@ impl<P: Cpu> Source<P> for Arrays {
     fn alloc(&self, cx: &CpuCx<'_, P>, _order: Order) -> Option<u64> {
         cx.pinned(|pin| {
             // SAFETY: the calling CPU's own, and no reference outlives the pin.
-            let array = unsafe { &mut *self.0.get(pin.cpu().0 as usize)?.0.get() };
+            let array = unsafe { &mut *self.0.get(pin.cpu().get() as usize)?.0.get() };
             array.len = array.len.checked_sub(1)?;
             array.frames.get(array.len).copied()
         })
@@ -110,7 +110,7 @@ impl<P: Cpu> Source<P> for Arrays {
     #[inline]
     fn free(&self, cx: &CpuCx<'_, P>, block: u64, _order: Order) {
         cx.pinned(|pin| {
-            let Some(array) = self.0.get(pin.cpu().0 as usize) else { return };
+            let Some(array) = self.0.get(pin.cpu().get() as usize) else { return };
             // SAFETY: as above.
             let array = unsafe { &mut *array.0.get() };
             if let Some(place) = array.frames.get_mut(array.len) {

@@ -402,7 +402,7 @@ impl<'a> Bench<'a> {
             nanos as f64 / steps.max(1) as f64
         };
         self.drain()?;
-        host.run_on(CpuId(0), |_| {
+        host.run_on(CpuId::new(0), |_| {
             // Once round, so that it is in the cache.
             step();
             let alone: Samples = (0..10).map(|_| step()).collect();

@@ -166,7 +166,7 @@ impl<'b> Bench<'b, '_> {
     {
         let Bench { host, frames, .. } = self;
         let run = move || {
-            host.run_on(CpuId(0), |cx| {
+            host.run_on(CpuId::new(0), |cx| {
                 // SAFETY: the manager's frames are the host's memory, which stays reachable.
                 let mut memory = unsafe { FrameTables::new(frames, cx) };
                 let half = VirtRange::new(VirtAddr::new(0), LOWER)?;
@@ -189,7 +189,7 @@ impl<'b> Bench<'b, '_> {
         use crate::paging::per_page::{NAME, PerPage};
         let Bench { host, frames, offset, .. } = self;
         let run = move || {
-            host.run_on(CpuId(0), |cx| {
+            host.run_on(CpuId::new(0), |cx| {
                 // SAFETY: the manager's frames are the host's memory, which begins at the offset plus its first frame.
                 let way = unsafe { PerPage::new(frames, cx, offset) };
                 let mut way = way.ok_or_else(|| anyhow!("no frame for a root table"))?;

@@ -142,7 +142,7 @@ fn on_machine<H: TlbHw + Sync>(
     // SAFETY: the host's CPUs are the first of these; the slices are used for nothing else.
     let shootdown = unsafe { TlbShootdown::new(&tlb_cpus, &inboxes, hw) }?;
     let table: PageTable<X86_64, EditLock> = host
-        .run_on(CpuId(0), |cx| {
+        .run_on(CpuId::new(0), |cx| {
             // SAFETY: the host's memory is a direct map.
             let mut memory = unsafe { FrameTables::new(&frames, cx) };
             let bounds = VirtRange::new(VirtAddr::new(0), 1 << 47)?;
@@ -162,7 +162,7 @@ fn on_machine<H: TlbHw + Sync>(
     // CPUs without a thread have the space loaded too; somebody else does their part.
     for cpu in places.len() as u32..cpus {
         let alone = Host::new(&[places[0]], &mut [])?;
-        let standing_in = StandIn::new(&alone, CpuId(cpu));
+        let standing_in = StandIn::new(&alone, CpuId::new(cpu));
         // SAFETY: the only context of this platform on this thread.
         let cx = unsafe { CpuCx::new(&standing_in) };
         space.switch_in(&shootdown, &cx);
@@ -174,7 +174,7 @@ fn on_machine<H: TlbHw + Sync>(
             .map(|cpu| {
                 let (host, shootdown, space, stop, ready) = (&host, &shootdown, &space, &stop, &ready);
                 scope.spawn(move || {
-                    host.run_on(CpuId(cpu), |cx| {
+                    host.run_on(CpuId::new(cpu), |cx| {
                         space.switch_in(shootdown, cx);
                         ready.fetch_add(1, Ordering::Release);
                         while !stop.load(Ordering::Relaxed) {
@@ -186,7 +186,7 @@ fn on_machine<H: TlbHw + Sync>(
                 })
             })
             .collect();
-        let measured = host.run_on(CpuId(0), |cx| {
+        let measured = host.run_on(CpuId::new(0), |cx| {
             space.switch_in(&shootdown, cx);
             while ready.load(Ordering::Acquire) < places.len() as u32 - 1 {
                 if peers.iter().any(|peer| peer.is_finished()) {

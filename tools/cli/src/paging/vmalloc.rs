@@ -20,10 +20,8 @@ use hugemm_clear::Clearer;
 use hugemm_frames::Plain;
 use hugemm_host::cpu::Host;
 use hugemm_inspect::flush_cost::FlushCost;
-use hugemm_kva::{Area, Kva, KvaParts, KvaSetup, Limits};
-use hugemm_paging::{
-    EditLock, FrameTables, KernelSpace, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64,
-};
+use hugemm_kva::{Area, Kva, KvaParts, KvaSetup};
+use hugemm_paging::{EditLock, FrameTables, KernelSpace, PageTable, TlbCpu, TlbShootdown, TlbSpace, X86_64};
 use hugemm_workloads::options::bytes_from;
 use hugemm_workloads::request;
 use hugemm_workloads::vmalloc::{FREED, FREES, Freed, HELD, LOOPED, Looped, Rig, SIZES, Test, Way};
@@ -77,7 +75,7 @@ pub fn run(args: &Vmalloc) -> Result<()> {
     // SAFETY: the host's one CPU; the slices are used for nothing else.
     let shootdown = unsafe { TlbShootdown::new(&cpus, &inboxes, Costly { interrupts: None, cost }) }?;
     let table: PageTable<X86_64, EditLock> = host
-        .run_on(CpuId(0), |cx| {
+        .run_on(CpuId::new(0), |cx| {
             let half = VirtRange::new(VirtAddr::new(HALF), 1 << 39)?;
             // SAFETY: the host's memory is a direct map; no CPU ever translates by the table.
             Ok::<_, anyhow::Error>(unsafe { PageTable::with_fixed_top(&mut FrameTables::new(&frames, cx), half) }?)
@@ -85,16 +83,8 @@ pub fn run(args: &Vmalloc) -> Result<()> {
         .context("an empty page table")?;
     // SAFETY: the only space, and no CPU translates by it.
     let space: TlbSpace<KernelSpace> = unsafe { TlbSpace::new(&shootdown, table.root().start()) }?;
-    let parts = KvaParts {
-        frames: &frames,
-        table: &table,
-        space: &space,
-        shootdown: &shootdown,
-        clearer: Clearer::uncalibrated(),
-        shootdown_policy: ShootdownPolicy::BATCHED,
-        limits: Limits::of_frames(frames.managed()),
-    };
-    let (looped, freed) = host.run_on(CpuId(0), |cx| {
+    let parts = KvaParts::new(&frames, &table, &space, &shootdown, Clearer::uncalibrated());
+    let (looped, freed) = host.run_on(CpuId::new(0), |cx| {
         space.online(&shootdown, cx);
         let range = VirtRange::new(VirtAddr::new(HALF + (1 << 30)), 256 << 30)?;
         // SAFETY: nobody else maps anything there; the host's memory is a direct map.

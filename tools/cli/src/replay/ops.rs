@@ -5,7 +5,7 @@
 //! difference is the allocator's. Memory is not touched.
 
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Order, Pfn};
+use hugemm_base::{CpuCx, Order, Pfn, with};
 use hugemm_frames::{AllocRequest, FolioRef, Frames, Mobility, Put};
 use hugemm_workloads::alloc_free::Source;
 
@@ -100,7 +100,7 @@ pub struct Counted<'a, 'm, 'p, P: Cpu>(pub &'a Frames<'m>, pub &'a CpuCx<'p, P>)
 impl<P: Cpu> Target for Counted<'_, '_, '_, P> {
     #[inline]
     fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, &'static str> {
-        let Ok(block) = self.0.alloc(self.1, AllocRequest { mobility, ..AllocRequest::order(order) }) else {
+        let Ok(block) = self.0.alloc(self.1, with!(AllocRequest::order(order), mobility)) else {
             return Ok(None);
         };
         // The plan keeps numbers.

@@ -83,7 +83,7 @@ pub fn run(
     let places = vec![setup.place; setup.cpus as usize];
     // Binds the thread for good, so that becoming one CPU after the other never moves it.
     let anchor = Host::new(&[setup.place], &mut [])?;
-    anchor.run_on(CpuId(0), |_| {
+    anchor.run_on(CpuId::new(0), |_| {
         let host = Host::new(&places, &mut [])?;
         let memory = RefCell::new((metadata, vec![0; plan.slots as usize]));
         let replayer = &Replayer { plan, setup, host: &host, memory };
@@ -136,13 +136,13 @@ impl<'h> Replayer<'_, 'h> {
         slots: &mut Slots<'_>,
         mut turn: impl FnMut(&mut CpuCx<'_, Host<'h>>, &[Op], &mut Slots<'_>) -> ReplayCounts,
     ) -> Result<(ReplayCounts, u64)> {
-        let mut tally = self.host.run_on(CpuId(0), |cx| turn(cx, &self.plan.before, slots))?;
+        let mut tally = self.host.run_on(CpuId::new(0), |cx| turn(cx, &self.plan.before, slots))?;
         let (mut nanos, mut from) = (0, 0);
         for each in &self.plan.turns {
             // CPUs of the trace in ascending order, dealt out to the virtual ones.
             let index = self.plan.cpus.binary_search(&each.cpu).unwrap_or(0) as u32;
             let ops = &self.plan.ops[from..each.end];
-            tally = tally.plus(self.host.run_on(CpuId(index % self.setup.cpus), |cx| {
+            tally = tally.plus(self.host.run_on(CpuId::new(index % self.setup.cpus), |cx| {
                 let start = Instant::now();
                 let part = turn(cx, ops, slots);
                 nanos += start.elapsed().as_nanos() as u64;
@@ -170,9 +170,9 @@ impl<'h> Replayer<'_, 'h> {
 
     fn drained(&self, frames: &Frames<'_>) -> Result<NodeStats> {
         for cpu in 0..self.setup.cpus {
-            self.host.run_on(CpuId(cpu), |cx| frames.drain(cx))?;
+            self.host.run_on(CpuId::new(cpu), |cx| frames.drain(cx))?;
         }
-        Ok(self.host.run_on(CpuId(0), |cx| frames.stats(cx))?)
+        Ok(self.host.run_on(CpuId::new(0), |cx| frames.stats(cx))?)
     }
 
     /// Checks the accounting: what the trace leaves in use is in use, and all of it can be freed.
@@ -194,7 +194,7 @@ impl<'h> Replayer<'_, 'h> {
         }
         let rest: Vec<Op> =
             self.plan.left.iter().map(|(slot, order)| Op::Free { slot: *slot, order: *order }).collect();
-        let freed = self.host.run_on(CpuId(0), |cx| play(&mut Counted(frames, cx), &rest, slots))?;
+        let freed = self.host.run_on(CpuId::new(0), |cx| play(&mut Counted(frames, cx), &rest, slots))?;
         let (available, managed) = (self.drained(frames)?.available(), frames.managed());
         if freed.refused.is_some() || available != managed {
             bail!(

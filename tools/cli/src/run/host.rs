@@ -7,7 +7,7 @@ use crate::worker::{self, Wakes};
 use anyhow::{Context, Result, bail};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CounterSnapshot, CpuCx, CpuId, Invalidation, NodeId, PageSize, PhysAddr};
+use hugemm_base::{CounterSnapshot, CpuCx, CpuId, Invalidation, NodeId, PageSize, PhysAddr, with};
 use hugemm_base::{TlbHw, TlbScope};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_host::cpu::Host;
@@ -70,8 +70,8 @@ unsafe impl TlbHw for Played {
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         let _one = self.others.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = (0..u64::BITS).filter(|bit| cpus & 1 << bit != 0).map(|bit| CpuId(first.0 + bit));
-        all.filter(|cpu| cpu.0 >= self.played).for_each(serve);
+        let all = (0..u64::BITS).filter(|bit| cpus & 1 << bit != 0).map(|bit| CpuId::new(first.get() + bit));
+        all.filter(|cpu| cpu.get() >= self.played).for_each(serve);
     }
 
     unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
@@ -115,25 +115,26 @@ fn on_ground(
     let lrus = [Lru::new(ground.frames, LruPolicy::TwoList)];
     // What is stored compresses to about a tenth, so that this is enough for the pressure, and not for the greed after it.
     let limit = setting.sizes.greedy / 8;
-    let store = host.run_on(CpuId(0), |cx| Compressed::new(ground.frames, cx, WordsOrLz4, setting.workers, limit))?;
+    let store =
+        host.run_on(CpuId::new(0), |cx| Compressed::new(ground.frames, cx, WordsOrLz4, setting.workers, limit))?;
     let store: Store<'_> = store.context("no memory for the compressor; use a larger --size")?;
     let accounting = ground.with_pool(PageSize::Size2M, |pool| {
         let marks = Watermarks::for_node(setting.sizes.greedy);
         let pager = Reclaim::new(&lrus, &store, marks, Wakes::default());
         pager.set_ageing(ageing);
-        let parts = Parts {
-            pools: Pools::default().with(pool),
-            ..Parts::with_pager(ground.frames, &shootdown, Clearer::new(setting.features, clear)?, pager)
-        };
+        let parts = with!(
+            Parts::with_pager(ground.frames, &shootdown, Clearer::new(setting.features, clear)?, pager),
+            pools = Pools::default().with(pool)
+        );
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
         let vm: Vm<'_, OnHost<'_, '_, '_>> = unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
         let run = HostRun { vm: &vm, pool, optimizer: &optimizer, granularity, sizes: setting.sizes };
         let pins = Vec::new();
         let mut site =
             ThisSite { vm: &vm, store: &store, host, shootdown: &shootdown, optimizer: &optimizer, setting, pins };
-        Ok(host.run_on(CpuId(0), |cx| run.run(cx, &mut site, tell))??)
+        Ok(host.run_on(CpuId::new(0), |cx| run.run(cx, &mut site, tell))??)
     })?;
-    let closed = host.run_on(CpuId(0), |cx| store.close(cx).is_ok())?;
+    let closed = host.run_on(CpuId::new(0), |cx| store.close(cx).is_ok())?;
     if closed { Ok(accounting) } else { bail!("pages were left in swap") }
 }
 
@@ -162,7 +163,7 @@ impl<'c, 'a, 'h, 'm, 'e, 'r> Site<'c, 'a, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'
             let others: Vec<_> = (1..self.setting.workers)
                 .map(|worker| {
                     let (work, host) = (&work, self.host);
-                    scope.spawn(move || host.run_on(CpuId(worker), |cx| work(cx, worker)))
+                    scope.spawn(move || host.run_on(CpuId::new(worker), |cx| work(cx, worker)))
                 })
                 .collect();
             let mine = work(cx, 0);
@@ -202,7 +203,7 @@ impl<'c, 'a, 'h, 'm, 'e, 'r> Site<'c, 'a, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'
     ) {
         let first = self.setting.workers + guest * self.setting.vcpus;
         for cpu in first..first + self.setting.vcpus {
-            let stand_in = StandIn::new(self.host, CpuId(cpu));
+            let stand_in = StandIn::new(self.host, CpuId::new(cpu));
             // SAFETY: the only context of this platform.
             let cx = unsafe { CpuCx::new(&stand_in) };
             match on {
@@ -234,11 +235,11 @@ impl<'c, 'a, 'h, 'm, 'e, 'r> Site<'c, 'a, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'
                     crew.work(&serve, || {
                         pager.steps().begin();
                         start.wait();
-                        worker::work(cx, vm, pager, NodeId(0), goes_on);
+                        worker::work(cx, vm, pager, NodeId::new(0), goes_on);
                     });
                 };
                 // A thread that could not be bound does not work, and the guests reclaim for themselves.
-                if host.run_on(CpuId(1), works).is_err() {
+                if host.run_on(CpuId::new(1), works).is_err() {
                     start.wait();
                 }
             });

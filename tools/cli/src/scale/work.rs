@@ -32,7 +32,7 @@ impl Machinery<'_, '_, '_> {
     pub fn rates(&self, cpus: u32, time: Duration, run: Run) -> Result<Samples> {
         let last = AtomicBool::new(false);
         let each = together(self.host, cpus, |cx, gate| {
-            let cpu = cx.pinned(|pin| pin.cpu().0);
+            let cpu = cx.pinned(|pin| pin.cpu().get());
             let mut on = Ground { cx, cpu, gate, frames: self.frames, vm: self.vm, space: self.space };
             let mut rounds = vec![run(&mut on)?];
             let start = Instant::now();

@@ -38,12 +38,12 @@ pub fn with_pool<R>(
     // SAFETY: nothing is mapped by it.
     let optimizer = unsafe { VmemmapOptimizer::new(frames, &map, &[], OptimizerPolicy::default()) };
     optimizer.set_enabled(false);
-    let mut areas = [PoolArena::new(all, NodeId(0))];
+    let mut areas = [PoolArena::new(all, NodeId::new(0))];
     let mut groups: Vec<Group> =
         (0..HugePool::<hugemm_base::lock::SpinLock>::groups(&areas, size)).map(|_| Group::default()).collect();
     let mut nodes = [HugePageCounts::default()];
     let pool = HugePool::new(size, &mut areas, &mut groups, &mut nodes)?;
-    let resize = |pages| host.run_on(CpuId(0), |cx| pool.resize(cx, &optimizer, pages, Nodes::All, &Never));
+    let resize = |pages| host.run_on(CpuId::new(0), |cx| pool.resize(cx, &optimizer, pages, Nodes::All, &Never));
     let entered = resize(pages)??.entered;
     let result = if entered < pages {
         Err(anyhow!("only {entered} of {pages} pages of {size} fit; use a smaller --size"))

@@ -5,6 +5,7 @@
 use super::{Cx, Failure, vec_of};
 use crate::output::{note, progress, record};
 use hugemm_base::PageSize;
+use hugemm_base::with;
 use hugemm_hugetlb::{Group, HugePageCounts, HugePool, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
@@ -29,7 +30,7 @@ const SIDES: [(Side, Optimization); 4] = [
 ];
 
 const fn side(hvo: bool, swap: bool, flush: FlushEach) -> Side {
-    Side { hvo, flush, policy: OptimizerPolicy { swap, carve: true } }
+    Side { hvo, flush, policy: with!(OptimizerPolicy::new(), swap) }
 }
 
 /// Pages, if nothing is said.

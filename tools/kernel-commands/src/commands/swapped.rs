@@ -33,7 +33,7 @@ pub type OurSpaces<'a> = OnKernel<Swapped<'a>>;
 pub type SwapVm<'a> = KernelVm<'a, Swapped<'a>>;
 
 /// All memory's.
-pub const NODE: NodeId = NodeId(0);
+pub const NODE: NodeId = NodeId::new(0);
 
 /// What one CPU does for reclaim, since when, and what it has spent on what. Its CPU writes.
 #[derive(Debug, Default)]

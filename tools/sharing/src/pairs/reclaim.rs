@@ -45,9 +45,9 @@ impl Pairs<'_> {
             for (nodes, name) in self.on_nodes(name) {
                 let machine = machine(nodes)?;
                 let (vm, spaces) = (machine.roots.vm, [(); 2].map(|()| self.shared(&machine)));
-                let node = |cpu: u64| NodeId(cpu as u32 % nodes);
+                let node = |cpu: u64| NodeId::new(cpu as u32 % nodes);
                 let shrink = |cx: &mut Context, cpu, pages| {
-                    let budget = ShrinkBudget { scan: pages, free: pages };
+                    let budget = ShrinkBudget::new(pages, pages);
                     vm.pager().shrink(vm, cx, node(cpu), budget, &Never)
                 };
                 for cpu in 0..2 {

@@ -292,7 +292,7 @@ impl Plugged {
     /// Bytes that the manager needs to keep about such a piece, aligned to 4096; 0 if it cannot be one.
     pub fn bytes<E: Env>(extent: Extent) -> usize {
         // 4 KiB stay with the manager each time when one more piece is there than ever before, and all of those may be of one piece.
-        Frames::<E>::added_bytes(&Self::spec(extent, NodeId(0))).map_or(0, |layout| layout.size() + PIECES * 4096)
+        Frames::<E>::added_bytes(&Self::spec(extent, NodeId::new(0))).map_or(0, |layout| layout.size() + PIECES * 4096)
     }
 
     /// One of a node that is not there yet: whole 2 MiB, aligned.
@@ -306,7 +306,7 @@ impl Plugged {
     }
 
     fn spec(extent: Extent, node: NodeId) -> ArenaSpec {
-        ArenaSpec { extent, node, descriptors: None }
+        ArenaSpec::new(extent, node)
     }
 }
 

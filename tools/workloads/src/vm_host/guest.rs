@@ -5,7 +5,7 @@
 use super::accounting::{Accounting, Mismatch};
 use super::walk::{Reached, reach};
 use super::{AT, GATHERED, Granularity, HostRunError};
-use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr, with};
 use hugemm_base::{VirtRange, VirtRangeError, platform::Cpu};
 use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, Setup, SharedRef, Vm, VmError, VmaKind};
 
@@ -67,7 +67,7 @@ where
         let space = vm.create(cx, lower()?)?;
         let kind = VmaKind::private(PageSize::Size4K);
         vm.map(cx, &space, pages(AT, spread.own)?, kind, Backing::Private)?;
-        let kind = VmaKind { shared: true, ..kind };
+        let kind = with!(kind, shared = true);
         vm.map(cx, &space, pages(SHARED_AT, spread.shared)?, kind, Backing::Shared(shared, 0))?;
         Ok(Guest { space, number, spread })
     }

@@ -3,6 +3,7 @@
 use crate::request::Clearing;
 use crate::words::named;
 use hugemm_base::PreemptModel;
+use hugemm_base::with;
 use hugemm_clear::ClearPolicy;
 use hugemm_hugetlb::OptimizerPolicy;
 use hugemm_reclaim::Ageing;
@@ -57,7 +58,7 @@ impl HostSide {
         let (optimizer, ageing) = match granularity {
             Granularity::Extent => (OptimizerPolicy::default(), Ageing::Batch),
             // One flush for a batch of pages, and an entry at a time; accessed bits of one page at a time, without a flush.
-            Granularity::Page => (OptimizerPolicy { swap: false, carve: true }, Ageing::NoFlush),
+            Granularity::Page => (with!(OptimizerPolicy::new(), swap = false), Ageing::NoFlush),
         };
         let (clear, preempt) = (clearing.of(calibrated), clearing.preempt_model());
         Ways { granularity, clear, preempt, optimizer, ageing }

@@ -23,6 +23,6 @@ pub(crate) fn cpus() -> Vec<u32> {
 
 /// So many virtual CPUs over the real ones in turn, all on node 0.
 pub(crate) fn places(count: usize) -> Vec<CpuPlace> {
-    let place = |os_cpu| CpuPlace { os_cpu, node: NodeId(0) };
+    let place = |os_cpu| CpuPlace { os_cpu, node: NodeId::new(0) };
     cpus().into_iter().cycle().take(count).map(place).collect()
 }

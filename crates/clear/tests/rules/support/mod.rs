@@ -7,7 +7,7 @@ pub(crate) mod memory;
 
 use hugemm_base::{
     Cancel, Clock, CounterSnapshot, Counters, Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, Pfn, PhysMap, PreemptModel,
-    Topology, VirtAddr, Window,
+    Topology, VirtAddr, Window, with,
 };
 use hugemm_clear::{Best, ClearPolicy, ClearRequest, Clearer, Crossover, Features, Mbps, Primitive, Profile, Unit};
 use memory::Memory;
@@ -43,7 +43,7 @@ pub(crate) fn features() -> Features {
 
 /// A clearer by [`PROFILE`] with units of so many pages under cooperative models.
 pub(crate) fn clearer(unit: u64) -> Clearer {
-    let policy = ClearPolicy { unit: Some(unit * PAGE), ..ClearPolicy::new(PROFILE) };
+    let policy = with!(ClearPolicy::new(PROFILE), unit = Some(unit * PAGE));
     Clearer::new(features(), policy).expect("the profile needs no more than the features")
 }
 
@@ -199,7 +199,7 @@ impl Script {
 // A process's registers are its own, and the operating system saves them.
 unsafe impl Cpu for Script {
     fn current(&self) -> CpuId {
-        CpuId(0)
+        CpuId::new(0)
     }
 
     unsafe fn pin(&self) -> usize {
@@ -262,11 +262,11 @@ impl Clock for Script {
 
 impl Topology for Script {
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
-        NodeId(0)
+        NodeId::new(0)
     }
 
     fn node_run(&self, extent: Extent) -> (NodeId, u64) {
-        (NodeId(0), extent.pages())
+        (NodeId::new(0), extent.pages())
     }
 }
 

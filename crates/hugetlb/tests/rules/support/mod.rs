@@ -4,7 +4,9 @@
 
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject, NoFaults};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{
+    CpuCx, CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, with,
+};
 use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
@@ -202,7 +204,7 @@ fn or_help<T>(map: &Map<'_>, at: VirtAddr, access: impl Fn() -> Option<T>) -> Op
     loop {
         let found = access();
         // SAFETY: threads play the CPUs, and stay them.
-        if found.is_some() || !unsafe { map.help(CpuId(this_cpu() as u32), at) } {
+        if found.is_some() || !unsafe { map.help(CpuId::new(this_cpu() as u32), at) } {
             return found;
         }
         map.hw().helped.fetch_add(1, Ordering::Relaxed);
@@ -356,14 +358,14 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         let part = extent(base, (end - base).min(spans * SPAN));
         let at = VirtAddr::new(ORIGIN + base * 64);
         let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(at.get() as usize));
-        specs.push(ArenaSpec { extent: part, node: NodeId(node as u32), descriptors: array });
+        specs.push(with!(ArenaSpec::new(part, NodeId::new(node as u32)), descriptors = array));
         // SAFETY: that is where the allocator is told its descriptors are.
-        areas.push(unsafe { PoolArena::new(part, NodeId(node as u32)).with_descriptors(at) });
+        areas.push(unsafe { PoolArena::new(part, NodeId::new(node as u32)).with_descriptors(at) });
         base = part.end().get();
     }
     // The last CPU is on the last node.
-    let mut on = [NodeId(0); CPUS];
-    on[CPUS - 1] = NodeId(shape.nodes.len() as u32 - 1);
+    let mut on = [NodeId::new(0); CPUS];
+    on[CPUS - 1] = NodeId::new(shape.nodes.len() as u32 - 1);
     let config = FramesConfig::new(&specs, CPUS as u32).on_nodes(&on);
     let layout = Frames::<Soft<'_, NoFaults>>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);

@@ -11,7 +11,7 @@ use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::{Pause, SpinLock};
 use hugemm_base::{
     CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, PhysAddr, PhysMap, TlbHw, TlbScope, VirtAddr,
-    VirtRange,
+    VirtRange, with,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
@@ -22,7 +22,7 @@ use hugemm_host::mmu::{Fault, Mmu, Tables};
 use hugemm_hugetlb::{
     FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
 };
-use hugemm_paging::{EditLock, Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown};
+use hugemm_paging::{EditLock, Keep, PageFormat, TlbCpu, TlbShootdown};
 use hugemm_threads::{Memory, Watchdog};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaKind};
 pub use metered::Metered;
@@ -206,7 +206,7 @@ pub struct PoolMemory {
 
 impl PoolMemory {
     pub fn new(memory: Extent) -> Self {
-        let areas = [PoolArena::new(memory, NodeId(0))];
+        let areas = [PoolArena::new(memory, NodeId::new(0))];
         let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
         let groups = (0..groups).map(|_| Group::default()).collect();
         PoolMemory { areas, groups, nodes: Default::default() }
@@ -250,7 +250,7 @@ pub fn with_rig(mib: u64, cpus: u32, seed: u64, inject: &FaultPlan, test: impl f
 
 /// [`with_rig`] where nothing fails, as the first CPU.
 pub fn with_cpu(mib: u64, cpus: u32, seed: u64, test: impl for<'h> FnOnce(&Rig<'h>, &mut Cx<'_, 'h>)) {
-    with_rig(mib, cpus, seed, &no_faults(), |rig| rig.mmu.as_cpu(CpuId(0), |cx| test(rig, cx)));
+    with_rig(mib, cpus, seed, &no_faults(), |rig| rig.mmu.as_cpu(CpuId::new(0), |cx| test(rig, cx)));
 }
 
 /// The same for another format: one whose entries are x86-64's all the same, or arm64's.
@@ -265,7 +265,7 @@ pub fn with_format<F: PageFormat, const AWAY: bool>(
     // What is not cleared is seen.
     region.bytes_mut().fill(0xa5);
     let os_cpu = allowed_cpus().expect("a CPU")[0];
-    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
+    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId::new(0) }], region.bytes_mut()).expect("a machine");
     let host: &Host<'_> = &host;
     let walks = if F::BREAK_BEFORE_MAKE { Tables::Arm64 { resizes: false } } else { Tables::X86_64 };
     let mmu = Mmu::new(host, cpus, 2, seed).walking(walks);
@@ -280,19 +280,11 @@ pub fn parts<'m, 'h, F: PageFormat, const AWAY: bool>(
     // Stores of zeroes sit in a buffer until they are fenced.
     let features = Features::detect();
     let model = hugemm_clear::Primitive::Model;
-    let policy = ClearPolicy { force: Some(model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+    let policy = with!(ClearPolicy::new(Profile::uncalibrated(&features, None)), force = Some(model));
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
-    Parts {
-        frames,
-        shootdown,
-        clearer,
-        shootdown_policy: ShootdownPolicy::BATCHED,
-        pager: Slots::default(),
-        last_resort: None,
-        pools: Pools::default(),
-    }
+    Parts::with_pager(frames, shootdown, clearer, Slots::default())
 }
 
 fn run<F: PageFormat, const AWAY: bool>(
@@ -303,7 +295,7 @@ fn run<F: PageFormat, const AWAY: bool>(
     test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>),
 ) {
     let _watched = Watchdog::new();
-    let arenas = [ArenaSpec { extent: memory, node: NodeId(0), descriptors: None }];
+    let arenas = [ArenaSpec::new(memory, NodeId::new(0))];
     let config = FramesConfig::new(&arenas, cpus);
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
@@ -311,7 +303,7 @@ fn run<F: PageFormat, const AWAY: bool>(
     let frames =
         unsafe { Frames::new(&config, Plain(inject), metadata.ptr(), metadata.bytes()) }.expect("large enough");
     // SAFETY: the only owner of the host's frames, released once.
-    mmu.as_cpu(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(memory)) });
+    mmu.as_cpu(CpuId::new(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(memory)) });
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = TlbShootdown::<Watched<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
@@ -323,14 +315,14 @@ fn run<F: PageFormat, const AWAY: bool>(
     optimizer.set_enabled(false);
     let mut pool = PoolMemory::new(memory);
     let pool = pool.pool();
-    let parts = Parts { pools: Pools::default().with(&pool), ..parts(&frames, &shootdown) };
+    let parts = with!(parts(&frames, &shootdown), pools = Pools::default().with(&pool));
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let rig =
         Rig { mmu, vm, pool: pool.shortened(), optimizer: &optimizer, kept: AtomicU64::new(0), crew: Crew::default() };
     test(&rig);
     mmu.check().expect("the oracle");
-    mmu.as_cpu(CpuId(0), |cx| {
+    mmu.as_cpu(CpuId::new(0), |cx| {
         assert_eq!(pool.counts(cx).reserved, 0, "promises left");
         rig.fill_pool(cx, 0);
         assert!(pool.is_consistent(cx));
@@ -338,9 +330,9 @@ fn run<F: PageFormat, const AWAY: bool>(
         rig.vm.trim(cx);
     });
     for cpu in 0..cpus {
-        mmu.as_cpu(CpuId(cpu), |cx| frames.drain(cx));
+        mmu.as_cpu(CpuId::new(cpu), |cx| frames.drain(cx));
     }
-    mmu.as_cpu(CpuId(0), |cx| {
+    mmu.as_cpu(CpuId::new(0), |cx| {
         let stats = frames.stats(cx);
         let kept = rig.kept.load(Ordering::Relaxed);
         assert_eq!(stats.free + stats.refused + kept, frames.managed(), "frames lost: {stats:?}");
@@ -414,8 +406,8 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
 
     /// Plays a CPU beside others, whose shootdowns it serves while it waits and after it has [finished](Crew::work).
     pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
-        let serve = || self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.shootdown().handle_ipi(cx));
-        self.crew.work(&serve, || self.mmu.as_cpu(CpuId(cpu), f))
+        let serve = || self.mmu.as_cpu(CpuId::new(cpu), |cx| self.vm.shootdown().handle_ipi(cx));
+        self.crew.work(&serve, || self.mmu.as_cpu(CpuId::new(cpu), f))
     }
 
     /// So many frames are not expected back at the end.

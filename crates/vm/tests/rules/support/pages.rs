@@ -38,9 +38,9 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
     /// A space that both CPUs use, with so many pages at [`AT`], all written, and known to both TLBs.
     pub fn filled_for_both(&self, size: PageSize, pages: u64) -> Handle<'_, 'h, F, AWAY> {
         let area = span(AT, pages * size.bytes());
-        let space = self.mmu.as_cpu(CpuId(0), |cx| self.space(cx, area, VmaKind::private(size)));
+        let space = self.mmu.as_cpu(CpuId::new(0), |cx| self.space(cx, area, VmaKind::private(size)));
         for cpu in [0, 1] {
-            self.mmu.as_cpu(CpuId(cpu), |cx| {
+            self.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 self.enter(cx, &space);
                 (0..pages).for_each(|page| self.store(cx, &space, AT + page * size.bytes(), page + 1).expect("memory"));
             });
@@ -50,8 +50,8 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
 
     /// Ends a space that both CPUs use.
     pub fn end_for_both(&self, space: Handle<'_, 'h, F, AWAY>) {
-        self.mmu.as_cpu(CpuId(1), |cx| self.leave(cx, &space));
-        self.mmu.as_cpu(CpuId(0), |cx| self.end(cx, space));
+        self.mmu.as_cpu(CpuId::new(1), |cx| self.leave(cx, &space));
+        self.mmu.as_cpu(CpuId::new(0), |cx| self.end(cx, space));
     }
 }
 

@@ -7,7 +7,7 @@ use super::{read, write};
 use core::arch::asm;
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, Ordering};
-use hugemm_base::{Invalidation, PhysAddr, TlbScope};
+use hugemm_base::{Invalidation, PhysAddr, TlbScope, with};
 use hugemm_paging::{Editing, Tlbi, invalidate};
 
 /// What `hugemm_paging::Aarch64` expects: normal write-back, device nGnRE, normal write-through, device nGnRnE.
@@ -58,7 +58,7 @@ static LEVELS: AtomicBool = AtomicBool::new(true);
 /// What every CPU has of TLBI.
 fn tlbi() -> Tlbi {
     // Relaxed: as above.
-    Tlbi { ranges: RANGES.load(Ordering::Relaxed), levels: LEVELS.load(Ordering::Relaxed) }
+    with!(Tlbi::PAGES, ranges = RANGES.load(Ordering::Relaxed), levels = LEVELS.load(Ordering::Relaxed))
 }
 
 /// How leaves that CPUs are using are divided and joined by one store; `None` where they may not be.

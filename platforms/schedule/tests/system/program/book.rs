@@ -1,6 +1,6 @@
 //! Where processes have memory, and what is known of every word of it.
 
-use hugemm_base::PageSize;
+use hugemm_base::{PageSize, with};
 use hugemm_vm::VmaKind;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -44,7 +44,7 @@ pub const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 /// Private ones, one that all processes share, which adjoins the first, and one that copies that.
 pub static AREAS: [Area; 5] = [
     Area { start: 0x4000_0000, pages: 24, kind: SMALL, copies: false },
-    Area { start: 0x4001_8000, pages: SHARED_PAGES, kind: VmaKind { shared: true, ..SMALL }, copies: false },
+    Area { start: 0x4001_8000, pages: SHARED_PAGES, kind: with!(SMALL, shared = true), copies: false },
     Area { start: 0x8000_0000, pages: 1, kind: LARGE, copies: false },
     Area { start: 0xc000_0000, pages: 1, kind: LARGE.pooled(), copies: false },
     Area { start: 0x5000_0000, pages: SHARED_PAGES, kind: SMALL, copies: true },

@@ -185,7 +185,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         for page in pages {
             for cpu in world.users(&process.space) {
                 let found = world.machine.mmu().translate(cpu, VirtAddr::new(page), access);
-                assert!(found.is_err(), "cpu{} uses {page:#x} as before", cpu.0);
+                assert!(found.is_err(), "cpu{} uses {page:#x} as before", cpu.get());
             }
         }
     }
@@ -195,11 +195,11 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let world = self.test.world;
         for at in pages.filter(|at| !area_of(*at).kind.shared && !self.test.is_lent(area_of(*at))) {
             for cpu in world.users(&process.space) {
-                let at = at + u64::from(cpu.0) * 8;
+                let at = at + u64::from(cpu.get()) * 8;
                 let Ok(found) = world.machine.mmu().load(cpu, VirtAddr::new(at)) else { continue };
                 let since = process.book.borrow().fresh.get(&at).is_some_and(|values| values.contains(&found));
-                let in_flight = self.test.in_flight.borrow()[cpu.0 as usize].is_some_and(|store| store.2 == found);
-                assert!(found == 0 || since || in_flight, "cpu{} finds {found} at {at:#x} as before", cpu.0);
+                let in_flight = self.test.in_flight.borrow()[cpu.get() as usize].is_some_and(|store| store.2 == found);
+                assert!(found == 0 || since || in_flight, "cpu{} finds {found} at {at:#x} as before", cpu.get());
             }
         }
     }

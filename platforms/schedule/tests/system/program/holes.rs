@@ -155,7 +155,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             {
                 let Ok(used) = mmu.translate(cpu, at, MmuAccess::Load) else { continue };
                 let frame = Pfn::new(first.get() + ((used.addr().get() - base) >> 12) as u64);
-                assert_ne!(frames.references(frame), 0, "cpu{} uses what {at} had", cpu.0);
+                assert_ne!(frames.references(frame), 0, "cpu{} uses what {at} had", cpu.get());
             }
         }
     }

@@ -9,11 +9,11 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
         let cx = &mut world.machine.cx();
         while self.ended.get() < CPUS {
             let pager = world.vm.pager();
-            let node = NodeId(random.below(2) as u32);
+            let node = NodeId::new(random.below(2) as u32);
             match random.below(16) {
                 3..=5 if self.is_narrow() => self.shrink_all(cx, node),
                 0..=5 => {
-                    let budget = ShrinkBudget { free: 1 << random.below(8), scan: 1 << random.below(9) };
+                    let budget = ShrinkBudget::new(1 << random.below(8), 1 << random.below(9));
                     pager.shrink(&world.vm, cx, node, budget, &Never);
                 }
                 6 => drop(pager.balance(&world.vm, cx, node, 256, &Never)),
@@ -36,7 +36,7 @@ impl<'h, F: PageFormat> Test<'_, 'h, F> {
 
     /// Takes away all that there is, a few times: what has been used meanwhile, too.
     fn shrink_all(&self, cx: &mut Cx<'_, 'h>, node: NodeId) {
-        let budget = ShrinkBudget { free: u64::MAX, scan: 1 << 8 };
+        let budget = ShrinkBudget::new(u64::MAX, 1 << 8);
         for _ in 0..16 {
             self.world.vm.pager().shrink(&self.world.vm, cx, node, budget, &Never);
             progress();

@@ -8,7 +8,7 @@ use super::{Cx, Done, Failure, Finding, on_all};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
-use hugemm_base::{Clock, Order, PAGE_BYTES, VirtAddr};
+use hugemm_base::{Clock, Order, PAGE_BYTES, VirtAddr, with};
 use hugemm_kernel::kva::{AGE_NS, areas};
 use hugemm_kernel::{page_fault, percpu};
 use hugemm_kva::{Area, KvaError, Place, Request};
@@ -38,7 +38,7 @@ impl Marked {
     /// None if there is no memory.
     fn take(cx: Cx<'_>, random: &mut Random) -> Option<Marked> {
         let pages = if random.below(16) == 0 { 500 + random.below(600) } else { 1 + random.below(20) };
-        let request = Request { zeroed: random.below(4) == 0, ..Request::new(pages * PAGE_BYTES, "area") };
+        let request = with!(Request::new(pages * PAGE_BYTES, "area"), zeroed = random.below(4) == 0);
         let area = match random.below(8) {
             0 => areas().alloc_stack(cx, Order::new(random.below(4) as u32).ok()?, "stack").ok()?.into_area(),
             _ => areas().alloc(cx, request).ok()?,

@@ -131,7 +131,7 @@ fn edit<'a>(cx: Cx<'_>, vm: &SwapVm<'a>, space: &AddressSpace<OurSpaces<'a>>, sp
             }
         })
     })?;
-    let budget = ShrinkBudget { free: u64::MAX, scan: 4 * PAGES };
+    let budget = ShrinkBudget::new(u64::MAX, 4 * PAGES);
     let mut left = PAGES;
     for _ in 0..PASSES {
         vm.pager().shrink(vm, cx, NODE, budget, &Never);

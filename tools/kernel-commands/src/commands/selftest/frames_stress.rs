@@ -53,7 +53,7 @@ fn piece(number: u64) -> Result<Lock<SpinLock, Plugged>, Failure> {
     let room = vec_of(Plugged::bytes::<KernelEnv>(extent).div_ceil(size_of::<Page>()), || Page([0; 4096]))?.leak();
     let room = NonNull::slice_from_raw_parts(NonNull::from(&mut *room).cast(), size_of_val(room));
     // SAFETY: no memory is there, so no manager has those frames; the room is never given back.
-    Ok(Lock::new(unsafe { Plugged::new(extent, NodeId(0), room) }))
+    Ok(Lock::new(unsafe { Plugged::new(extent, NodeId::new(0), room) }))
 }
 
 fn broke(broken: Broken) -> Finding {

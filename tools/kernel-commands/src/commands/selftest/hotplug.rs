@@ -38,7 +38,7 @@ fn once(cx: Cx<'_>, leaver: u32, turn: u64, random: &mut Random) -> Result<(), F
     let phase = AtomicU64::new(HERE);
     let seed = random.word();
     on_all(cx, |cx, cpu| match cpu {
-        0 => Ok(beside(cx, CpuId(leaver), &phase)?),
+        0 => Ok(beside(cx, CpuId::new(leaver), &phase)?),
         cpu if cpu == leaver => {
             leave(cx, &phase);
             Ok(stamp(cx, cpu, turn, &mut Random(seed))?)
@@ -92,7 +92,7 @@ fn beside(cx: Cx<'_>, leaver: CpuId, phase: &AtomicU64) -> Result<(), Finding> {
             format_args!(
                 "frame {:#x}, which cpu{} had cached when it went offline, is not free",
                 cached.get(),
-                leaver.0
+                leaver.get()
             ),
         )),
         Some(Ok(frame)) => {

@@ -14,7 +14,7 @@ use core::hint::black_box;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::random::Random;
-use hugemm_base::{Clock, Never, PageSize, Pfn};
+use hugemm_base::{Clock, Never, PageSize, Pfn, with};
 use hugemm_hugetlb::{Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::{self, frames};
@@ -187,7 +187,7 @@ fn overcommit(cx: Cx<'_>, pool: &Pool<'_>, optimizer: &KernelOptimizer, surplus:
 /// Optimization on, in one of its ways, or now and then off.
 fn any_optimizer(random: &mut Random) -> KernelOptimizer {
     // SAFETY: commands run one after the other and have one optimizer each.
-    let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy { swap: random.below(3) != 0, carve: true }) };
+    let optimizer = unsafe { vmemmap::optimizer(with!(OptimizerPolicy::new(), swap = random.below(3) != 0)) };
     optimizer.set_enabled(random.below(8) != 0);
     optimizer
 }
