@@ -241,7 +241,8 @@ impl<'m, E: Env> Heap<'m, E> {
     /// Gives memory back: on its CPU without atomics; from another CPU one compare-and-swap, or two.
     ///
     /// A context of another platform frees nothing, for that platform's map has none of it. Debug builds also look whether the memory was
-    /// allocated, and builds with the feature `hardened` whether a piece of a slab is free already. What is refused is left alone and counted: [`HeapStats::last_misuse`].
+    /// allocated, and builds with the feature `hardened` whether a piece of a slab is free already. What is refused is left alone and
+    /// counted: [`HeapStats::last_misuse`].
     ///
     /// # Safety
     ///

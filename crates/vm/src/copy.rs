@@ -1,7 +1,9 @@
 //! Copying a page, by the extent, without spreading bad memory.
 
+use crate::access;
 use crate::error::VmError;
 use crate::setup::{Cx, Setup};
+use crate::supply::Want;
 use crate::vm::Vm;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Dirty, Extent, PAGE_SHIFT, PhysMap};
@@ -11,20 +13,20 @@ use hugemm_clear::folio;
 const UNIT: u64 = 512;
 
 impl<S: Setup> Vm<'_, S> {
-    /// Copies `from`, which nobody writes to meanwhile, to `to`: right of the touched page, left of it, and its
+    /// Copies `from`, which nobody writes to meanwhile unless `want` says so, to `to`: right of the touched page, left of it, and its
     /// neighbourhood last, as pages are cleared. Stops at the first frame that is known to be bad; the copy is then
     /// incomplete and must not be mapped. Passes a reschedule point after each unit; may sleep.
     ///
     /// The stores are ordinary ones: publishing the copy orders them.
-    pub(crate) fn copy_pages(&self, cx: &mut Cx<'_, S>, from: Extent, to: &Dirty, touched: u64) -> Result<(), VmError> {
+    pub(crate) fn copy_pages(&self, cx: &mut Cx<'_, S>, from: Extent, to: &Dirty, want: &Want) -> Result<(), VmError> {
         let whole = to.extent();
         // SAFETY: the numbers order the copy; nothing is cleared or advanced through this value, and it is given up below.
-        let mut order = folio::begin_around(unsafe { Dirty::assume_owned(whole) }, touched);
+        let mut order = folio::begin_around(unsafe { Dirty::assume_owned(whole) }, want.touched.unwrap_or(0));
         let mut copied = Ok(());
         while let Some((part, _)) = order.next_part() {
             let (unit, _) = part.split_at(UNIT);
             let into = unit.base().get() - whole.base().get();
-            copied = self.copy_unit(cx, from.slice(into, into + unit.pages()), unit);
+            copied = self.copy_unit(cx, from.slice(into, into + unit.pages()), unit, want.of_stored);
             if copied.is_err() {
                 break;
             }
@@ -38,7 +40,7 @@ impl<S: Setup> Vm<'_, S> {
         copied
     }
 
-    fn copy_unit(&self, cx: &Cx<'_, S>, from: Extent, to: Extent) -> Result<(), VmError> {
+    fn copy_unit(&self, cx: &Cx<'_, S>, from: Extent, to: Extent, of_stored: bool) -> Result<(), VmError> {
         if let Some(frame) = self.frames().first_hwpoisoned(from) {
             return Err(VmError::HwPoisoned { frame });
         }
@@ -50,9 +52,13 @@ impl<S: Setup> Vm<'_, S> {
         if bytes as u64 != from.bytes() {
             return Err(VmError::Unreachable);
         }
-        // SAFETY: both windows span the extents; the caller owns `to`, and nobody writes to `from`.
+        // SAFETY: both windows span the extents; the caller owns `to`, and nobody writes to `from`, or by atomics only as `load` reads.
         unsafe {
-            core::ptr::copy_nonoverlapping(source.ptr, target.ptr, bytes);
+            if of_stored {
+                access::load(source.ptr, target.ptr, bytes);
+            } else {
+                core::ptr::copy_nonoverlapping(source.ptr, target.ptr, bytes);
+            }
             map.close(source);
             map.close(target);
         }

@@ -192,7 +192,7 @@ impl<S: Setup> Vm<'_, S> {
         let block = self.block_for_copy(cx, want, alone)?;
         let (head, mobility) = (block.pfn(), block.mobility());
         let dirty = block.into_dirty();
-        match self.copy_pages(cx, from, &dirty, want.touched.unwrap_or(0)) {
+        match self.copy_pages(cx, from, &dirty, want) {
             Ok(()) => {
                 let _ = dirty.into_extent();
                 // SAFETY: the block that was taken apart above.

@@ -88,8 +88,16 @@ impl<S: Setup> Vm<'_, S> {
         let page = PageSize::Size4K;
         let node = self.frames().node_of(from.base()).map_or(Placement::Local, Placement::Prefer);
         let clear = hugemm_clear::ClearRequest::fault(page.bytes());
-        let want =
-            Want { page, pooled: false, reserved: false, from: node, clear, touched: None, pattern: Pattern::Normal };
+        let want = Want {
+            page,
+            pooled: false,
+            reserved: false,
+            from: node,
+            clear,
+            touched: None,
+            pattern: Pattern::Normal,
+            of_stored: false,
+        };
         let copy = self.copy_of(cx, from, &want, owner, true).ok()?;
         for taken in 1..references {
             if self.get_page(cx, copy.base()).is_err() {
