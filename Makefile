@@ -172,9 +172,9 @@ soak-kernel:
 	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
 
 # Races that need a thread to stop between two steps: see crates/base/src/perturb.rs.
+RACES = $(addprefix -p hugemm-,base frames heap paging hugetlb kva vm reclaim)
 races:
-	RUSTFLAGS="--cfg perturb" CARGO_TARGET_DIR=target/perturb \
-	$(CARGO) test --locked --tests $(addprefix -p hugemm-,base frames heap paging hugetlb kva vm reclaim)
+	RUSTFLAGS="--cfg perturb" CARGO_TARGET_DIR=target/perturb $(CARGO) test --locked --tests $(RACES)
 
 lint:
 	$(CARGO) fmt --all --check
@@ -183,6 +183,7 @@ lint:
 	    $(CARGO) clippy --locked --target x86_64-unknown-none -p hugemm-kernel -p hugemm-kernel-commands -p hugemm-example-ring0 -- -D warnings; fi
 	@if scripts/need.sh target $(ARM_KERNEL); then \
 	    $(CARGO) clippy --locked --target $(ARM_KERNEL) -p hugemm-kernel -p hugemm-kernel-commands -- -D warnings; fi
+	RUSTFLAGS="--cfg perturb" CARGO_TARGET_DIR=target/perturb $(CARGO) check --locked $(RACES)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	@if command -v cargo-deny >/dev/null 2>&1; then $(CARGO) deny --locked check bans licenses sources; \
 	else echo "skipped: cargo deny (install it with: cargo install --locked cargo-deny)"; fi

@@ -15,6 +15,18 @@ use std::time::Duration;
 std::thread_local! {
     // Threads and processes start from different places.
     static STATE: Cell<u64> = Cell::new(RandomState::new().hash_one(0));
+    static CHANGES: Cell<u64> = const { Cell::new(0) };
+}
+
+/// How many atomic read-modify-writes this thread has done: what the tables of costs say.
+pub fn atomic_changes() -> u64 {
+    CHANGES.try_with(Cell::get).unwrap_or(0)
+}
+
+/// Before such a one.
+fn perturb_change() {
+    let _ = CHANGES.try_with(|changes| changes.set(changes.get() + 1));
+    perturb();
 }
 
 /// Now and then lets others run.
@@ -82,7 +94,7 @@ macro_rules! perturbed {
                 success: Ordering,
                 failure: Ordering,
             ) -> Result<$value, $value> {
-                perturb();
+                perturb_change();
                 self.0.compare_exchange(current, new, success, failure)
             }
 
@@ -98,17 +110,38 @@ macro_rules! perturbed {
                 success: Ordering,
                 failure: Ordering,
             ) -> Result<$value, $value> {
-                perturb();
+                perturb_change();
                 self.0.compare_exchange_weak(current, new, success, failure)
+            }
+
+            /// As `core`'s.
+            ///
+            /// # Errors
+            ///
+            /// The value for which `change` has no other.
+            pub fn fetch_update(
+                &self,
+                success: Ordering,
+                failure: Ordering,
+                change: impl FnMut($value) -> Option<$value>,
+            ) -> Result<$value, $value> {
+                perturb_change();
+                self.0.fetch_update(success, failure, change)
             }
 
             $(
                 /// As `core`'s.
                 pub fn $rmw(&self, value: $value, order: Ordering) -> $value {
-                    perturb();
+                    perturb_change();
                     self.0.$rmw(value, order)
                 }
             )*
+        }
+
+        impl$(<$generic>)? Default for $name$(<$generic>)? {
+            fn default() -> Self {
+                Self(<$core>::default())
+            }
         }
 
         impl$(<$generic>)? fmt::Debug for $name$(<$generic>)? {
@@ -123,24 +156,6 @@ perturbed!(AtomicU64, u64, [swap, fetch_add, fetch_sub, fetch_and, fetch_or, fet
 perturbed!(AtomicU32, u32, [swap, fetch_add, fetch_sub, fetch_and, fetch_or]);
 perturbed!(AtomicBool, bool, [swap, fetch_and, fetch_or]);
 perturbed!(impl [T] AtomicPtr, *mut T, core::sync::atomic::AtomicPtr<T>, [swap]);
-
-impl Default for AtomicU64 {
-    fn default() -> Self {
-        Self::new(0)
-    }
-}
-
-impl Default for AtomicU32 {
-    fn default() -> Self {
-        Self::new(0)
-    }
-}
-
-impl Default for AtomicBool {
-    fn default() -> Self {
-        Self::new(false)
-    }
-}
 
 impl AtomicU64 {
     /// As `core`'s.

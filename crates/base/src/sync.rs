@@ -4,7 +4,7 @@
 //! and not a copy of it. Every use of an `Ordering` names the use it pairs with.
 
 #[cfg(perturb)]
-pub use crate::perturb::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
+pub use crate::perturb::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, atomic_changes};
 #[cfg(not(loom))]
 pub use core::hint::spin_loop;
 #[cfg(not(any(loom, perturb)))]

@@ -123,9 +123,17 @@ fn rows<'h, F: PageFormat, const AWAY: bool>() -> [Row<'h, F, AWAY>; 16] {
     ]
 }
 
-/// Lock rounds and flushes of a verb for the middle of an area whose pages are all written.
-fn cost<F: PageFormat, const AWAY: bool>(row: usize, pages: u64) -> (u64, u64) {
-    let mut cost = (0, 0);
+/// Atomic read-modify-writes of this thread, in `make races`, which counts them.
+fn atomics() -> u64 {
+    #[cfg(perturb)]
+    return hugemm_base::sync::atomic_changes();
+    #[cfg(not(perturb))]
+    0
+}
+
+/// Lock rounds, flushes and atomics of a verb for the middle of an area whose pages are all written.
+fn cost<F: PageFormat, const AWAY: bool>(row: usize, pages: u64) -> (u64, u64, u64) {
+    let mut cost = (0, 0, 0);
     with_format::<F, AWAY>(64, 1, 5, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let space = rig.space(cx, span(AT, (pages + 32) << 12), VmaKind::private(PageSize::Size4K));
@@ -135,11 +143,11 @@ fn cost<F: PageFormat, const AWAY: bool>(row: usize, pages: u64) -> (u64, u64) {
             (0..pages).for_each(|page| rig.store(cx, &space, AT + ((page + 16) << 12), page).expect("memory"));
             let (_, before, verb) = rows::<F, AWAY>()[row];
             before(rig, cx, &space, part);
-            let counts = || (lock_rounds(), rig.flushes());
-            let (locks, flushes) = counts();
+            let counts = || (lock_rounds(), rig.flushes(), atomics());
+            let before = counts();
             verb(rig, cx, &space, part);
-            let (locks_after, flushes_after) = counts();
-            cost = (locks_after - locks, flushes_after - flushes);
+            let after = counts();
+            cost = (after.0 - before.0, after.1 - before.1, after.2 - before.2);
             rig.vm.prefault(&space, span(AT, 0x1000), None).work(cx, &Never).expect("the space goes on");
             assert!(space.find_vma(cx, VirtAddr::new(AT)).is_ok());
             rig.end(cx, space);
@@ -166,7 +174,10 @@ fn the_table_is_what_is_counted() {
         let [few, many] = LENGTHS.map(|pages| of(false, pages));
         let [arm_few, arm_many] = LENGTHS.map(|pages| of(true, pages));
         assert_eq!((few.1, arm_few.1), (many.1, arm_many.1), "flushes of {name}");
-        let line = format!("| {name} | {} | {} | {} | {} |", few.0, many.0, few.1, arm_few.1);
+        let mut line = format!("| {name} | {} | {} | {} | {} |", few.0, many.0, few.1, arm_few.1);
+        if cfg!(perturb) {
+            line += &format!(" {} | {} |", few.2, many.2);
+        }
         if !page.contains(&line) {
             missing.push(line);
         }
