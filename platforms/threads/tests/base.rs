@@ -27,7 +27,7 @@ fn every_type() {
             Pfn, PhysAddr, VirtAddr, CancelFlag, Never, Extent, ExtentError, Chunks, Order, PageSize, SizeError, VirtRange,
             VirtRangeError, RangeSet, Invalidation, X86Flush, TlbScope, PreemptModel, Sweep, Shortfall,
             FaultPoint, NoFaults, FaultPlan, FencePoint, Owed, Random,
-            BareMetal<2>, DirectMap, Counter, CpuCounter, Counters, CounterSnapshot, FrameUse, FrameUses, FramesInUse,
+            BareMetal<2>, DirectMap, Counter, CpuCounter, Outstanding, Counters, CounterSnapshot, FrameUse, FrameUses, FramesInUse,
             // Frames are anybody's who is given them.
             Dirty, Clearing, Zeroed, Ram, ExtentChain,
             Backoff, Spin, SpinLock, Lock<SpinLock, Cell<u8>>, PinnedLock<SpinLock, Cell<u8>>,
