@@ -145,7 +145,7 @@ SEED ?= $(shell git rev-parse HEAD)
 mutants:
 	@CARGO="$(CARGO)" scripts/mutants.sh "$(CRATE)" "$(SAMPLE)" "$(SEED)"
 
-# Counted on one CPU, under valgrind: see docs/scale.md. Quiet cores need about three minutes.
+# Counted on one CPU, under valgrind: see docs/scale.md. Quiet cores need about six minutes.
 SHARING ?=
 sharing:
 	@if scripts/need.sh program valgrind valgrind; then \
