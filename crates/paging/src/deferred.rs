@@ -203,11 +203,22 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     /// unhooked. Nothing if nothing is stale; one atomic otherwise.
     pub fn owe(&self, stale: Stale) {
         if stale.flush().is_some() {
-            // Release as in `DeferredUnmap::unmapped`. It always succeeds.
-            let _ = AtomicWord::transition(&self.deferred, Ordering::Release, Ordering::Relaxed, |now| {
-                Some(word::unmapped(now))
-            });
+            self.owe_flush();
         }
+    }
+
+    /// The same for what somebody else may have left stale, who has not flushed yet.
+    pub fn owe_flush(&self) {
+        // Release as in `DeferredUnmap::unmapped`. It always succeeds.
+        let _ = AtomicWord::transition(&self.deferred, Ordering::Release, Ordering::Relaxed, |now| {
+            Some(word::unmapped(now))
+        });
+    }
+
+    /// Whether something that is pending has not been flushed yet. Exact under the lock under which it became so; one load.
+    pub fn owes(&self) -> bool {
+        // Acquire: as in `settle`.
+        word::pending(AtomicWord::load(&self.deferred, Ordering::Acquire)).is_some()
     }
 
     /// Makes sure that entries found empty or demoted are so for every CPU: flushes the space if a deferred unmap of its

@@ -274,6 +274,11 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         unsafe { &mut *self.table.edits.outstanding.get() }
     }
 
+    /// Whether something in a span has been detached, and may not have been flushed yet.
+    pub fn is_detached(&mut self, span: VirtRange) -> bool {
+        self.outstanding().meets(span).is_some()
+    }
+
     /// Leaves are about to change their size in place: CPUs may have the old ones beside the new until they have been flushed.
     pub(crate) fn resizes_in_place(&mut self) {
         // Relaxed: ordered by the lock.

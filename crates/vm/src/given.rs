@@ -53,6 +53,7 @@ impl<S: Setup> Vm<'_, S> {
             given: true,
             inflight: InflightFaults::new(),
             source: None,
+            cuts: AtomicU64::new(0),
             writer: AtomicBool::new(false),
         };
         let object = self.new_object(cx, Some(index), None).inspect_err(|_| self.free_root(cx, root))?;

@@ -102,8 +102,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         let made = self.new_table(cx, bounds, None).and_then(|table| {
             let root = table.root();
             let (length, inflight) = (AtomicU64::new(pages), InflightFaults::new());
-            let writer = AtomicBool::new(false);
-            let index = Index { table, length, page, pooled, given: false, inflight, source, writer };
+            let (cuts, writer) = (AtomicU64::new(0), AtomicBool::new(false));
+            let index = Index { table, length, page, pooled, given: false, inflight, source, cuts, writer };
             self.new_object(cx, Some(index), None).inspect_err(|_| self.free_root(cx, root))
         });
         match made {

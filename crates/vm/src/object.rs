@@ -129,6 +129,9 @@ pub(crate) struct Index<S: Setup> {
     /// Pages that are being made.
     pub(crate) inflight: InflightFaults,
     pub(crate) source: Option<Source<S>>,
+    /// How often parts have been taken away; odd while the flush of one is owed. What is read from the source meanwhile is not for the
+    /// index. Changes under the table's lock, taken alone, but for the end.
+    pub(crate) cuts: AtomicU64,
     /// A task is writing pages back: what one has written an older state of the page does not overtake.
     pub(crate) writer: AtomicBool,
 }

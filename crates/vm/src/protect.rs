@@ -159,23 +159,30 @@ impl<S: Setup> Vm<'_, S> {
         let task = RefCell::new(&mut *alone.cx);
         let mut table = space.table().exclusive(self.tables(&task));
         self.unfold(&task, space, &mut table, span)?;
-        if taken == Flags::WRITE && given == Flags::NONE {
-            return table.write_protect(span);
+        let stale = 'changed: {
+            if taken == Flags::WRITE && given == Flags::NONE {
+                break 'changed table.write_protect(span);
+            }
+            if S::Format::CONTIGUOUS != 0 && (taken | given).without(Flags::WRITE) != Flags::NONE {
+                self.unfold_all(&task, space, &mut table, span)?;
+            }
+            // The first store to a source's page says that it is dirty.
+            let given = if area.kind.shared && area.kind.sourced { given.without(Flags::WRITE) } else { given };
+            if area.kind.shared || !given.contains(Flags::WRITE) {
+                break 'changed table.protect(span, Change { set: given, clear: taken }, Editing::LIVE);
+            }
+            let change = Change { set: given.without(Flags::WRITE), clear: taken };
+            // As for a store: who has the only reference may store. No fork gives the page another user meanwhile. That of a page which a file
+            // lends is the file's.
+            let own = |head| !area.kind.sourced || self.owner(head).is_some_and(|owner| owner.object == area.object);
+            let alone = |_, head| self.frames().references(head) == 1 && own(head);
+            table.protect_where(span, change, Flags::WRITE, Editing::LIVE, alone)
+        }?;
+        // Who writes the pages back may not wait for the flush at the end.
+        if area.kind.shared && area.kind.sourced && taken.contains(Flags::WRITE) {
+            space.tlb().owe(stale);
         }
-        if S::Format::CONTIGUOUS != 0 && (taken | given).without(Flags::WRITE) != Flags::NONE {
-            self.unfold_all(&task, space, &mut table, span)?;
-        }
-        // The first store to a source's page says that it is dirty.
-        let given = if area.kind.shared && area.kind.sourced { given.without(Flags::WRITE) } else { given };
-        if area.kind.shared || !given.contains(Flags::WRITE) {
-            return table.protect(span, Change { set: given, clear: taken }, Editing::LIVE);
-        }
-        let change = Change { set: given.without(Flags::WRITE), clear: taken };
-        // As for a store: who has the only reference may store. No fork gives the page another user meanwhile. That of a page which a file
-        // lends is the file's.
-        let own = |head| !area.kind.sourced || self.owner(head).is_some_and(|owner| owner.object == area.object);
-        let alone = |_, head| self.frames().references(head) == 1 && own(head);
-        table.protect_where(span, change, Flags::WRITE, Editing::LIVE, alone)
+        Ok(stale)
     }
 }
 

@@ -178,6 +178,12 @@ impl<'m, S: Setup> Vm<'m, S> {
         offset: u64,
         want: &Want,
     ) -> Result<bool, VmError> {
+        // Acquire: what is read comes after it.
+        let began = index.cuts.load(Ordering::Acquire);
+        if began % 2 == 1 {
+            self.cond_resched(cx);
+            return Ok(false);
+        }
         let Some(_claim) = index.inflight.claim(offset / AROUND, || self.cond_resched(cx)) else { return Ok(false) };
         let Some((first, count, dropped)) = self.missing(cx, index, offset, want.pattern.around())? else {
             return Ok(false);
@@ -206,8 +212,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         let entered = self.try_map(cx, |task| {
             let mut table = index.table.shared(self.tables(task));
             let Some(place) = pages(start, start + good) else { return Ok(()) };
-            // Whoever makes the object shorter says so before he empties the index.
-            if start + good > index.pages() {
+            // Whoever makes the object shorter, or takes a part away, says so before he empties the index. Relaxed: under its lock.
+            if start + good > index.pages() || index.cuts.load(Ordering::Relaxed) != began {
                 return Err(PagingError::Busy { at: place.start() });
             }
             // What is remembered there of pages that were dropped makes room.

@@ -221,8 +221,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         let looked = self.places(object, page.owner, |place| {
             // What is locked of an area that copies the object is its own.
             page.locked |= place.area.kind.locked && place.area.kind.shared;
-            // Where somebody is just unmapping it, he may not have flushed yet, and the page is not his to keep.
-            let owes = |found: &Result<Leaf, Lookup>| matches!(found, Ok(_) | Err(Lookup::Busy));
+            // Where somebody is just unmapping it, or has and owes the flush, the page is not his to keep.
+            let tlb = place.space.tlb();
+            let owes = |found: &Result<Leaf, Lookup>| matches!(found, Ok(_) | Err(Lookup::Busy)) || tlb.owes();
             let _ = self.take_leaf(cx, page, &place, |_| None, owes);
             true
         });

@@ -216,22 +216,24 @@ impl<S: Setup> Vm<'_, S> {
 
     /// After it, nobody stores to some pages of an object by an entry that he has. Those who copy it store to pages of their own.
     fn forbid_stores(&self, cx: &mut Cx<'_, S>, object: &Object<S>, (first, end): (u64, u64)) -> Result<(), VmError> {
-        let (areas, mut owed) = (object.areas.shared(), false);
+        let areas = object.areas.shared();
         for area in areas.showing(first, end) {
             let Some(span) = shown(area, (first, end)) else { continue };
             let space = space_of(area);
             space.changing(cx, span, |cx| {
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table().exclusive(self.tables(&task));
+                // What somebody has just hidden there CPUs may still store by.
+                if table.is_detached(span) {
+                    space.tlb().owe_flush();
+                }
                 let stale = table.protect(span, Change { set: Flags::NONE, clear: Flags::WRITE }, Editing::LIVE)?;
-                owed |= stale.flush().is_some();
                 space.tlb().owe(stale);
                 Ok::<(), VmError>(())
             })?;
         }
-        if owed {
-            areas.showing(first, end).for_each(|area| space_of(area).tlb().settle(self.shootdown(), cx));
-        }
+        // Also what others owe, who took the right to store away.
+        areas.showing(first, end).for_each(|area| space_of(area).tlb().settle(self.shootdown(), cx));
         Ok(())
     }
 
@@ -258,13 +260,22 @@ impl<S: Setup> Vm<'_, S> {
         if now > index.table.bounds().end_page() {
             return Err(VmError::OutOfBounds { at: VirtAddr::new(bytes) });
         }
+        self.wait_for_writer(cx, index);
         // Release: see `pages`.
         let was = index.length.swap(now, Ordering::AcqRel);
         let into = (bytes % PAGE_BYTES) as usize;
+        if into > 0 {
+            let task = RefCell::new(&mut *cx);
+            let _alone = index.table.exclusive(self.tables(&task));
+            // Relaxed: under the lock. What was read of that page before is not entered after it has been zeroed.
+            index.cuts.fetch_add(2, Ordering::Relaxed);
+        }
         while into > 0 && !self.zero_from(cx, index, now - 1, into) {
             self.cond_resched(cx);
         }
-        self.take_away(cx, object, index, (now, was.max(now)), true)
+        let gone = self.take_parts(cx, object, index, (now, was.max(now)), true);
+        index.writer.store(false, Ordering::Release);
+        gone
     }
 
     /// What pages `from..to` of an object were is no longer what the source has: they are unmapped everywhere and dropped, dirty or not,
@@ -278,7 +289,10 @@ impl<S: Setup> Vm<'_, S> {
         self.check_own_object(object)?;
         let object = object.object();
         let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
-        self.take_away(cx, object, index, (from, to.min(index.pages())), false)
+        self.wait_for_writer(cx, index);
+        let gone = self.take_parts(cx, object, index, (from, to.min(index.pages())), false);
+        index.writer.store(false, Ordering::Release);
+        gone
     }
 
     /// Zeroes the rest of a page of a file, if it is there; false while somebody moves it, whose copy has it as it was.
@@ -295,21 +309,7 @@ impl<S: Setup> Vm<'_, S> {
         !matches!(found, Lookup::Owner(word) if matches!(SwapEntry::of(word), SwapEntry::Moving { .. }))
     }
 
-    /// `copies`: what others have copied there goes too.
-    fn take_away(
-        &self,
-        cx: &mut Cx<'_, S>,
-        object: &Object<S>,
-        index: &Index<S>,
-        part: (u64, u64),
-        copies: bool,
-    ) -> Result<u64, VmError> {
-        self.wait_for_writer(cx, index);
-        let gone = self.take_parts(cx, object, index, part, copies);
-        index.writer.store(false, Ordering::Release);
-        gone
-    }
-
+    /// `copies`: what others have copied there goes too. For who keeps others from writing back.
     fn take_parts(
         &self,
         cx: &mut Cx<'_, S>,
@@ -325,17 +325,25 @@ impl<S: Setup> Vm<'_, S> {
             let hidden = {
                 let task = RefCell::new(&mut *cx);
                 let mut table = index.table.exclusive(self.tables(&task));
-                table.detach_owned(span, Editing::LIVE, |_, _, word| {
+                let hidden = table.detach_owned(span, Editing::LIVE, |_, _, word| {
                     moving |= matches!(SwapEntry::of(word), SwapEntry::Moving { .. });
                     self.drop_away(&task.borrow(), word);
-                })
+                });
+                // Relaxed: under the lock.
+                index.cuts.fetch_add(u64::from(hidden.is_ok()), Ordering::Relaxed);
+                hidden
             };
             match hidden {
                 Ok(hidden) => {
                     let shown = hidden.flush().is_some() || core::mem::take(&mut moving);
-                    if shown || copies && object.areas.shared().is_copied() {
-                        gone += self.take_hidden(cx, object, index, (from, end), hidden, copies)?;
-                    }
+                    let taken = if shown || copies && object.areas.shared().is_copied() {
+                        self.take_hidden(cx, object, index, (from, end), hidden, copies)
+                    } else {
+                        Ok(0)
+                    };
+                    // Release: after the flush; pairs with the load of who then reads from the source.
+                    index.cuts.fetch_add(1, Ordering::Release);
+                    gone += taken?;
                     from = end;
                 }
                 Err(PagingError::Busy { .. }) => {}
@@ -359,7 +367,7 @@ impl<S: Setup> Vm<'_, S> {
             match self.unmap_everywhere(cx, object, part, copies) {
                 Ok(false) => break,
                 // Once more, because a fork may have given them to a child that had been looked at.
-                Ok(true) => {}
+                Ok(true) => self.cond_resched(cx),
                 // Another task is between its own detach and harvest there.
                 Err(VmError::Paging(PagingError::Busy { .. })) => self.cond_resched(cx),
                 Err(error) => return Err(error),

@@ -7,8 +7,8 @@ use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_frames::Frozen;
 use hugemm_paging::PageFormat;
 use hugemm_vm::{
-    Access, AddressSpace, Backing, PageSource, Protection, Setup, SourceError, StoredPages, UnhookedPage, VmError,
-    VmaKind,
+    Access, AddressSpace, Backing, Discard, PageSource, Protection, Setup, SourceError, StoredPages, UnhookedPage,
+    VmError, VmaKind,
 };
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -29,7 +29,7 @@ pub(crate) struct File {
     pub(crate) closed: AtomicU64,
     /// Where the manager is that it calls while it writes.
     calls: AtomicUsize,
-    /// 1: the next write says 2, and that nobody says 3 for a while.
+    /// 1: the next write says 2, and that nobody says 3 for a while. 4: the next fill says 5 when it has read, and waits for 6.
     gate: AtomicU32,
 }
 
@@ -67,7 +67,7 @@ impl<S: Setup> PageSource<S> for File {
         File::bytes(self).len() as u64
     }
 
-    fn fill(&self, _: &mut hugemm_vm::Cx<'_, S>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
+    fn fill(&self, cx: &mut hugemm_vm::Cx<'_, S>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
         self.fills.lock().expect("nobody panics").push((first, pages.len()));
         let code = self.fails.load(Ordering::Relaxed);
         if (1..100).contains(&code) {
@@ -75,6 +75,14 @@ impl<S: Setup> PageSource<S> for File {
         }
         let short = pages.len().saturating_sub(code as usize);
         pages[..short].copy_from_slice(&File::bytes(self)[(first << 12) as usize..][..short]);
+        if self.gate.compare_exchange(4, 5, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, S>;
+            while self.gate.load(Ordering::SeqCst) != 6 {
+                // SAFETY: the test's, which goes on.
+                unsafe { &*vm }.shootdown().handle_ipi(cx);
+                std::thread::yield_now();
+            }
+        }
         Ok(short)
     }
 
@@ -415,6 +423,72 @@ fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.end(cx, space);
         rig.vm.close(cx, object).expect("its own");
     });
+}
+
+fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    let file = File::new(4 << 12);
+    let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        rig.vm.map(cx, &space, span(AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        (object, space)
+    });
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.enter(cx, &space);
+        file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
+        file.gate.store(4, Ordering::SeqCst);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while file.gate.load(Ordering::SeqCst) != 5 {
+                    std::thread::yield_now();
+                }
+                file.bytes()[..4096].fill(0);
+                rig.beside_others(1, |cx| assert_eq!(rig.vm.punch(cx, &object, 0, 1), Ok(0)));
+                file.gate.store(6, Ordering::SeqCst);
+            });
+            assert_eq!(rig.load(cx, &space, AT + 8), Ok(0), "as the source has it after the hole");
+        });
+        file.calls.store(0, Ordering::Relaxed);
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
+}
+
+#[test]
+fn what_was_read_before_a_hole_is_not_entered_after_it() {
+    on_both!(read_before);
+}
+
+/// A page that reclaim finds nowhere in a space that owes a flush may be what that flush is of.
+fn owed<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    let file = File::new(4 << 12);
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        rig.vm.map(cx, &space, span(AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        let at = |page: u64| AT + (page << 12);
+        assert_eq!((rig.load(cx, &space, at(0)), rig.load(cx, &space, at(3))), (Ok(0), Ok(3 << 12)));
+        let [first, last] = [at(0), at(3)].map(|at| rig.leaf(cx, &space, at).frame);
+        rig.vm.discard(cx, &space, span(at(3), 1 << 12), Discard::Now).expect("an area");
+        for owes in [false, true] {
+            let [one, other] = [rig.deferred(), rig.deferred()];
+            let away = owes.then(|| rig.vm.unhook(cx, rig.hold(first), &one).expect("nobody else has it"));
+            let flushes = rig.flushes();
+            rig.vm.unhook(cx, rig.hold(last), &other).expect("nobody else has it").put_back(cx);
+            assert_eq!(rig.flushes() - flushes, u64::from(owes));
+            if let Some(away) = away {
+                away.put_back(cx);
+            }
+        }
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
+}
+
+#[test]
+fn a_page_is_nobodys_before_a_flush_that_a_space_owes() {
+    on_both!(owed);
 }
 
 #[test]
