@@ -196,6 +196,10 @@ impl<'m, S: Setup> Vm<'m, S> {
             Ok(good) if offset < start + good => good,
             failed => {
                 self.frames().free(cx, block);
+                // It has become shorter, and who made it so is about to say it here.
+                if offset >= source.bytes().div_ceil(PAGE_BYTES) {
+                    return Err(VmError::OutOfBounds { at: VirtAddr::new(offset << PAGE_SHIFT) });
+                }
                 return Err(failed.err().unwrap_or(VmError::Source { code: SourceError::SHORT.0 }));
             }
         };
