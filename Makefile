@@ -55,6 +55,7 @@ test-host:
 
 # The command, as its users meet it, on a pool that is not empty. Much of it waits, which leaves the CPUs to the other parts.
 test-command:
+	@scripts/need.sh program qemu-system-x86_64 qemu-system-x86 || echo "skipped: leases to QEMU"
 	scripts/with-pool.sh 64 $(CARGO) test --workspace --locked --test commands --test leases
 
 # Programs that a newcomer would start from; each checks what it did.

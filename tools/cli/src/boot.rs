@@ -29,6 +29,7 @@ pub fn run(args: &Boot) -> Result<()> {
     let machine =
         |image, accel| VirtualMachine { image, arch, accel, cpu_model: &args.cpu_model, cpus, memory, timeout };
     machine(Path::new(""), Accel::Tcg).check()?;
+    arch.kernel().check(args.image.as_deref())?;
     args.accel.ready(arch, memory)?;
     let bar = progress::bar(0, host.quiet());
     bar.set_message("finding or building the kernel");

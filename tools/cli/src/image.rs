@@ -22,15 +22,8 @@ impl Image {
     /// The program: the file that was `given`; else the one beside this command; else built by cargo, which takes a moment
     /// the first time.
     pub fn find(&self, given: Option<&Path>) -> Result<PathBuf> {
+        self.check(given)?;
         if let Some(file) = given {
-            if !file.is_file() {
-                bail!("there is no file {}; leave the option out to have it built", file.display());
-            }
-            let mut magic = [0; 4];
-            let read = File::open(file).and_then(|mut file| file.read_exact(&mut magic));
-            if read.is_err() || magic != *b"\x7fELF" {
-                bail!("{} is not {}; leave the option out to have it built", file.display(), self.package);
-            }
             return Ok(file.to_owned());
         }
         let beside = std::env::current_exe().ok().map(|exe| exe.with_file_name(self.beside));
@@ -40,6 +33,20 @@ impl Image {
             }
             _ => self.build(),
         }
+    }
+
+    /// Whether the file that was `given`, if one was, can be the program.
+    pub fn check(&self, given: Option<&Path>) -> Result<()> {
+        let Some(file) = given else { return Ok(()) };
+        if !file.is_file() {
+            bail!("there is no file {}; leave the option out to have it built", file.display());
+        }
+        let mut magic = [0; 4];
+        let read = File::open(file).and_then(|mut file| file.read_exact(&mut magic));
+        if read.is_err() || magic != *b"\x7fELF" {
+            bail!("{} is not {}; leave the option out to have it built", file.display(), self.package);
+        }
+        Ok(())
     }
 
     fn build(&self) -> Result<PathBuf> {

@@ -42,14 +42,16 @@ pub fn run(args: &Linux) -> Result<()> {
     let arch = LinuxImage::common_arch(&images)?;
     let virtual_cpu = VirtualCpu { arch, model: args.cpu_model.as_deref().unwrap_or(arch.linux_cpu_model()) };
     let machine = Machine::new(&args.common)?;
+    arch.linux_init().check(args.init.as_deref())?;
+    let modules = images.iter().map(|image| match &work {
+        Work::Age(_) => modules::of(image, &MODULES),
+        _ => Ok(Vec::new()),
+    });
+    let modules = modules.collect::<Result<Vec<_>>>()?;
     args.accel.ready(arch, args.memory)?;
     let request = work.request();
     let init = arch.linux_init().find(args.init.as_deref())?;
-    let modules = |image: &LinuxImage| match &work {
-        Work::Age(_) => modules::of(image, &MODULES),
-        _ => Ok(Vec::new()),
-    };
-    let initramfs = images.iter().enumerate().map(|(number, image)| Initramfs::new(number, &init, &modules(image)?));
+    let initramfs = modules.iter().enumerate().map(|(number, modules)| Initramfs::new(number, &init, modules));
     let initramfs = initramfs.collect::<Result<Vec<_>>>()?;
     let reference = if args.reference { Some(arch.kernel().find(None)?) } else { None };
     let kernel = reference.as_deref().map(|image| VirtualMachine {
