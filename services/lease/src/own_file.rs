@@ -5,18 +5,21 @@
 //! it gives up the open file's lock (flock(2)). So the program's descriptor is first led to the same file, opened once more, while it
 //! waits in its call; if the lock of the open file that it had then is free, nobody else had that. The same is done again when the
 //! leased file comes: who has duplicated the descriptor meanwhile has the lock, and the program has its own file back. Files that were
-//! opened by a path (`/proc/PID/fd/N`) are open files of their own; these the kernel counts (`F_SETLEASE`, fcntl(2)).
+//! opened by a path (`/proc/PID/fd/N`) are open files of their own; these the kernel counts (`F_SETLEASE`, fcntl(2)). From Linux 7.0 on it
+//! counts none on hugetlbfs (EINVAL), so there every process that this user may look at is asked what it has open and mapped; one that is
+//! on its way in a socket is not seen then.
 //!
 //! What is left: a thread that duplicates the descriptor between the two, and another one that does so after the second, have two
 //! memories; both during a call on that very number. A descriptor opened with `O_PATH` counts as nothing.
 
 use crate::memory_file::{Page, copy_seals, page_of, page_of_system};
 use crate::seccomp::last_error;
-use rustix::fs::{FileType, FlockOperation, Mode, OFlags, fcntl_setfl, flock, fstat, stat, statfs};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, fcntl_setfl, flock, fstat, major, minor, stat, statfs};
 use rustix::io::Errno;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 
 /// A descriptor of a process that leads to a file which has no name, no length and no pages.
 #[derive(Debug)]
@@ -132,7 +135,8 @@ impl OwnFile {
         })?;
         // The last way to it, if the program had the only one.
         drop(same);
-        if is_alone(self.file.as_fd()) { Ok(AloneFile(self)) } else { Err(NotReplaced::Shared) }
+        // The program's descriptor, and the one here.
+        if is_alone(self.file.as_fd(), 2) { Ok(AloneFile(self)) } else { Err(NotReplaced::Shared) }
     }
 
     /// The last thing before is a look: another thread may have closed the descriptor, and its number may be another file's by now. A
@@ -168,7 +172,7 @@ impl AloneFile {
         own.put(leased, &put)?;
         // The lock of the one before is free if that was the last way to it.
         own.file = again;
-        if is_alone(own.file.as_fd()) {
+        if is_alone(own.file.as_fd(), 1) {
             return Ok(());
         }
         put(own.file.as_fd()).map_err(|_| NotReplaced::Gone)?;
@@ -187,8 +191,9 @@ fn open(path: &str) -> Result<OwnedFd, Errno> {
     rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY, Mode::empty())
 }
 
-/// Whether no open file of this file is locked, and no other one was opened by a path. If so it is locked by this one.
-fn is_alone(file: BorrowedFd<'_>) -> bool {
+/// Whether no open file of this file is locked, and no other one was opened by a path. If so it is locked by this one. So many descriptors
+/// are known to lead to it.
+fn is_alone(file: BorrowedFd<'_>, known: usize) -> bool {
     if flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
         return false;
     }
@@ -196,11 +201,84 @@ fn is_alone(file: BorrowedFd<'_>) -> bool {
         // SAFETY: asks the kernel about open files; no memory is involved.
         if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, kind) } == 0 { Ok(()) } else { Err(last_error()) }
     };
-    // Any other error: the kernel has no such leases on this file system, or gives this user none.
-    let is_opened_elsewhere = lease(libc::F_WRLCK) == Err(Errno::AGAIN);
-    let _ = lease(libc::F_UNLCK);
-    if is_opened_elsewhere {
+    let is_alone = !is_opened_elsewhere(file, known, lease);
+    if !is_alone {
         let _ = flock(file, FlockOperation::Unlock);
     }
-    !is_opened_elsewhere
+    is_alone
+}
+
+fn is_opened_elsewhere(file: BorrowedFd<'_>, known: usize, lease: impl Fn(libc::c_int) -> Result<(), Errno>) -> bool {
+    match lease(libc::F_WRLCK) {
+        Ok(()) => lease(libc::F_UNLCK).is_err(),
+        Err(Errno::AGAIN) => true,
+        // The kernel has no such leases on this file system, or gives this user none.
+        Err(_) => is_found_elsewhere(file, known).unwrap_or(true),
+    }
+}
+
+/// Whether more descriptors than are known lead to a file, or a mapping does, as `/proc` has it. Processes that this user may not look at are
+/// left out. Grows with what all of them have open and mapped.
+fn is_found_elsewhere(file: BorrowedFd<'_>, known: usize) -> io::Result<bool> {
+    let (at, link) = (fstat(file)?, fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?);
+    let is_it = |path: &Path| stat(path).is_ok_and(|found| (found.st_dev, found.st_ino) == (at.st_dev, at.st_ino));
+    let mapped = format!("{:02x}:{:02x} {}", major(at.st_dev), minor(at.st_dev), at.st_ino);
+    let mut found = 0;
+    for process in fs::read_dir("/proc")?.flatten() {
+        let process = process.path();
+        // Not `self`, which is among the numbers.
+        if process.file_name().is_none_or(|name| !name.as_encoded_bytes().iter().all(u8::is_ascii_digit)) {
+            continue;
+        }
+        let Ok(descriptors) = fs::read_dir(process.join("fd")) else { continue };
+        let descriptors = descriptors.flatten().map(|descriptor| descriptor.path());
+        // Others are not looked at closer: to ask a file system that does not answer takes for ever.
+        found += descriptors.filter(|it| fs::read_link(it).is_ok_and(|to| to == link) && is_it(it)).count();
+        let maps = fs::read(process.join("maps")).unwrap_or_default();
+        if String::from_utf8_lossy(&maps).lines().any(|line| {
+            let mut words = line.split_ascii_whitespace().skip(3);
+            words.next().zip(words.next()).is_some_and(|(device, inode)| format!("{device} {inode}") == mapped)
+        }) {
+            return Ok(true);
+        }
+    }
+    Ok(found > known)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+    use std::process::{Command, Stdio};
+
+    /// As on hugetlbfs from Linux 7.0 on.
+    #[test]
+    fn what_opened_a_file_by_its_path_is_found_where_the_kernel_counts_none() {
+        let file = memfd_create("own-file", MemfdFlags::CLOEXEC).expect("a file");
+        let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+        let is_elsewhere = || is_opened_elsewhere(file.as_fd(), 1, |_| Err(Errno::INVAL));
+        assert!(!is_elsewhere(), "only this one");
+        let again = open(&path).expect("opened");
+        assert!(is_elsewhere(), "opened here");
+        ftruncate(&file, 4096).expect("longer");
+        let (rights, flags) = (ProtFlags::READ, MapFlags::SHARED);
+        // SAFETY: at an address of the kernel's choice; nothing is touched there.
+        let mapping = unsafe { mmap(std::ptr::null_mut(), 4096, rights, flags, &again, 0) }.expect("mapped");
+        drop(again);
+        assert!(is_elsewhere(), "mapped, and closed");
+        // SAFETY: mapped above, and nobody uses it.
+        unsafe { munmap(mapping, 4096) }.expect("unmapped");
+        assert!(!is_elsewhere(), "only this one again");
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("exec 5<{path}; echo; read end")]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut other = command.spawn().expect("a shell");
+        let said = other.stdout.as_mut().map(|it| io::Read::read(it, &mut [0]));
+        assert!(matches!(said, Some(Ok(1))), "it has opened it");
+        assert!(is_elsewhere(), "opened by another process");
+        drop(other.stdin.take());
+        other.wait().expect("ended");
+        assert!(!is_elsewhere(), "its end");
+        assert!(!is_opened_elsewhere(file.as_fd(), 0, |_| Ok(())), "whom the kernel tells is not looked for");
+    }
 }
