@@ -365,6 +365,25 @@ mod tests {
         assert!(waited < PATIENCE * 3 / 2, "{waited:?}");
     }
 
+    /// A stopped daemon at which as many wait as its socket lets. Linux keeps one more than it was told.
+    #[test]
+    fn a_full_daemon_is_not_waited_for() {
+        let path = std::env::temp_dir().join(format!("hugemm-client-full-{}", std::process::id()));
+        let full = wire::socket(SocketType::SEQPACKET).expect("a socket");
+        let address = SocketAddrUnix::new(&path).expect("a short path");
+        rustix::net::bind(&full, &address).expect("a new path");
+        rustix::net::listen(&full, 0).expect("a bound socket");
+        let _waits = Connection::open(&path).expect("there is room for one");
+        let (said, hears) = std::sync::mpsc::channel();
+        let end = Instant::now() + Duration::from_millis(300);
+        let there = path.clone();
+        thread::spawn(move || said.send(Connection::open_until(end, &there).map(drop)));
+        let answer = hears.recv_timeout(6 * PATIENCE).expect("a connection ends in time, whatever the daemon does");
+        let error = answer.expect_err("nobody takes it").to_string();
+        assert!(error.contains("no lease daemon at"), "{error}");
+        std::fs::remove_file(&path).expect("its own");
+    }
+
     /// A daemon one of whose threads does not come back from the kernel answers others.
     #[test]
     fn a_lease_that_is_never_filled_is_not_waited_for() {
