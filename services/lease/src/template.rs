@@ -205,6 +205,41 @@ mod tests {
         source.read(&memory, BYTES / 2, BYTES)
     }
 
+    /// How many pages of a file the page cache has.
+    fn cached(file: &File) -> usize {
+        let (rights, flags) = (rustix::mm::ProtFlags::READ, rustix::mm::MapFlags::SHARED);
+        let mut pages = [0; (BYTES / BLOCK) as usize];
+        // SAFETY: at an address of the kernel's choice; nothing is touched there, and `pages` has a byte for each page.
+        let said = unsafe {
+            let at = rustix::mm::mmap(std::ptr::null_mut(), BYTES as usize, rights, flags, file, 0).expect("mapped");
+            let said = libc::mincore(at, BYTES as usize, pages.as_mut_ptr());
+            rustix::mm::munmap(at, BYTES as usize).expect("unmapped");
+            said
+        };
+        assert_eq!(said, 0);
+        pages.iter().filter(|page| **page & 1 == 1).count()
+    }
+
+    /// What a machine is filled with once takes no room from what is read again and again.
+    #[test]
+    fn a_template_leaves_the_page_cache_alone() {
+        let (path, file) = source("cache");
+        file.sync_all().expect("on the disk");
+        fadvise(&file, 0, None, Advice::DontNeed).expect("a file");
+        if cached(&file) > 0 {
+            return eprintln!("skipped: {} is memory", path.display());
+        }
+        let mut opened = Source::open(&path).expect("opened");
+        read(&mut opened).expect("read");
+        assert_eq!(cached(&file), 0, "direct: {}", opened.is_direct);
+        // As where the file system cannot.
+        rustix::fs::fcntl_setfl(&opened.file, OFlags::empty()).expect("its own");
+        opened.is_direct = false;
+        read(&mut opened).expect("read");
+        assert_eq!(cached(&file), 0, "through it, and out");
+        fs::remove_file(&path).expect("its own");
+    }
+
     /// However it changes while it is read: it is no good.
     #[test]
     fn a_file_that_changes_while_it_is_read_is_noticed() {

@@ -13,6 +13,7 @@ struct Recorder {
     counters: Counters,
     vector: bool,
     states: Cell<usize>,
+    pins: Cell<usize>,
 }
 
 impl Recorder {
@@ -46,15 +47,21 @@ unsafe impl Cpu for Recorder {
     }
 
     unsafe fn pin(&self) -> usize {
+        self.pins.set(self.pins.get() + 1);
         self.state("pin")
     }
 
     unsafe fn unpin(&self, state: usize) {
+        self.pins.set(self.pins.get() - 1);
         self.note(format!("unpin {state}"));
     }
 
     fn cpus(&self) -> u32 {
         4
+    }
+
+    fn interrupts_on(&self) -> bool {
+        self.pins.get() == 0
     }
 
     unsafe fn stay(&self) -> usize {
@@ -111,6 +118,18 @@ fn scopes_end_in_reverse_order_and_give_their_own_state_back() {
     let cpu = cx.pinned(|outer| cx.staying(|| cx.pinned(|inner| (outer.cpu(), inner.cpu()))));
     assert_eq!(cpu, (CpuId::new(3), CpuId::new(3)));
     assert_eq!(platform.asked(), ["pin 1", "stay 2", "pin 3", "unpin 3", "unstay 2", "unpin 1"]);
+}
+
+/// A fault of the kernel's own where it may be interrupted has a context, after a fence for what streamed; a pinned one has none.
+#[test]
+fn a_fault_under_a_pin_has_no_context() {
+    let platform = Recorder::default();
+    // SAFETY: the test waits for it, and its interrupts are as the recorder says.
+    let of_fault = || unsafe { CpuCx::of_fault(&platform) }.is_some();
+    assert!(of_fault());
+    assert_eq!(platform.asked(), ["fence"]);
+    assert!(!platform.cx().pinned(|_| of_fault()));
+    assert_eq!(platform.asked(), ["pin 1", "unpin 1"]);
 }
 
 #[test]

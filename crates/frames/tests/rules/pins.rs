@@ -9,7 +9,7 @@ use super::words::{all_free, free, take};
 use crate::support::arena;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::platform::{PhysMap, Window};
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PageSize, Pfn, VirtAddr, Zeroed, with};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, FrameUse, NodeId, Order, PageSize, Pfn, VirtAddr, Zeroed, with};
 use hugemm_frames::{
     AllocContigError, AllocError, AllocRequest, Frames, Frozen, NoMigration, NodeStats, Put, ROUNDS_PER_PIN, Slab,
 };
@@ -23,7 +23,7 @@ const BLOCK: Order = PageSize::Size2M.order();
 type Step = fn(&Frames<'_, Counted>, &mut CpuCx<'_, Threads>, &mut Vec<Frozen>);
 
 /// Every call that may give back what its CPU has cached.
-const STEPS: [(&str, Step); 18] = [
+const STEPS: [(&str, Step); 22] = [
     ("a refill", |frames, cx, held| held.extend(frames.alloc(cx, request(0).movable()).ok())),
     ("a block of 32 pages", |frames, cx, held| held.extend(frames.alloc(cx, request(5)).ok())),
     ("a block that there is not", |frames, cx, held| held.extend(frames.alloc(cx, request(18)).ok())),
@@ -53,6 +53,30 @@ const STEPS: [(&str, Step); 18] = [
             let run = counted_pages(frames, block);
             assert_eq!(frames.free_range(cx, pages(run)).freed, 512);
         }
+    }),
+    ("references to a range", |frames, cx, held| {
+        for block in held.extract_if(.., |block| block.order() == BLOCK).take(100) {
+            let run = counted_pages(frames, block);
+            let put = frames.put_range(cx, pages(run), |cx, owned| _ = frames.free_extent(cx, owned));
+            assert_eq!(put.freed, 512);
+        }
+    }),
+    ("an array of pages", |frames, cx, held| {
+        let array: Vec<_> = held.drain(..1000).map(|block| frames.count(block).expect("managed")).collect();
+        // One of them may be poisoned.
+        assert!(frames.free_array(cx, array).freed >= 999);
+    }),
+    ("without waiting", |frames, cx, held| {
+        held.drain(..1000).for_each(|block| frames.free_nowait(cx, block));
+        held.extend((0..1000).filter_map(|_| frames.alloc_nowait(cx, request(0)).ok()));
+    }),
+    ("a use", |frames, cx, held| {
+        held.drain(..1000).for_each(|block| {
+            cx.count_frames(FrameUse::HEAP, 1);
+            frames.free_for(cx, FrameUse::HEAP, block);
+        });
+        let block = frames.alloc_for(cx, FrameUse::HEAP, request(9)).expect("memory");
+        frames.free_for(cx, FrameUse::HEAP, block);
     }),
     ("a claim", |frames, cx, _| {
         // In use, and free.

@@ -3,6 +3,7 @@
 use crate::support::lease::{Daemon, with_pool};
 use crate::support::{Scratch, document, hugemm, misused, refused, rows};
 use hugemm_lease::wire::{self, Answer, Refused, RefusedKind};
+use rustix::fs::OFlags;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept, bind, connect, listen, socket_with};
 use std::fs::File;
 use std::io::{Read, Write};
@@ -225,6 +226,30 @@ fn a_stopped_daemon_is_not_waited_for() {
         signal(libc::SIGCONT);
         daemon.wait_for("\"leases\":[]");
         daemon.wait_for("\"ready\":[8388608]");
+    });
+}
+
+/// Whoever reads what a daemon says may stop doing so: it lends and ends as before.
+#[test]
+fn nobody_waits_for_who_reads_the_daemons_log() {
+    with_pool(8, || {
+        let scratch = Scratch::new("leased-unread");
+        let socket = scratch.path("socket");
+        let (unread, mut log) = std::io::pipe().expect("a pipe");
+        rustix::fs::fcntl_setfl(&log, OFlags::NONBLOCK).expect("its own");
+        while std::io::Write::write(&mut log, &[b' '; 4096]).is_ok() {}
+        rustix::fs::fcntl_setfl(&log, OFlags::empty()).expect("its own");
+        let mut daemon = Command::new(env!("CARGO_BIN_EXE_hugemm"));
+        daemon.args(["pool", "serve", "--size", "8MB", "--socket", &socket]).stderr(log);
+        let mut daemon = daemon.spawn().expect("it starts");
+        let wait = hugemm(&["pool", "status", "--wait", "60", "--socket", &socket]);
+        assert!(wait.status.success(), "{}", String::from_utf8_lossy(&wait.stderr));
+        let leased = hugemm(&["lease", "8MB", "--require", "--socket", &socket, "--", "true"]);
+        assert!(leased.status.success(), "{}", String::from_utf8_lossy(&leased.stderr));
+        // SAFETY: a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(daemon.id() as i32, libc::SIGTERM) }, 0);
+        assert!(daemon.wait().expect("it ends").success());
+        drop(unread);
     });
 }
 
