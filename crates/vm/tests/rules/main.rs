@@ -17,6 +17,7 @@ mod extremes;
 mod filling;
 mod folding;
 mod given;
+mod holes;
 mod lines;
 mod locks;
 mod moves;
