@@ -120,7 +120,7 @@ impl<S: Setup> AreaTree<S> {
 /// A shared object's pages: from offset to frame, in a page table that no hardware walks.
 pub(crate) struct Index<S: Setup> {
     pub(crate) table: PageTable<S::Format, S::Lock>,
-    /// In 4 KiB pages; changes only where there is a source.
+    /// In bytes; changes only where there is a source.
     pub(crate) length: AtomicU64,
     pub(crate) page: PageSize,
     pub(crate) pooled: bool,

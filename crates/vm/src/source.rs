@@ -54,9 +54,11 @@ impl SourceError {
 /// All methods may be called by several tasks at once, `fill` for different pages; one at a time writes back. None is called with anything locked, so they may sleep where
 /// the platform says so, allocate, fault, and use the manager, but for what waits for the very page that they are about: faults at it, and
 /// [`Vm::sync`], [`Vm::truncate`] and [`Vm::punch`] of it. What is written back beyond its end, or to a hole of which [`Vm::punch`] has not
-/// returned yet, is what was there before, and is left alone. While one of them writes back, reclaim writes nothing back: it drops clean pages only.
+/// returned yet, is what was there before, and is left alone. While one of them writes back, reclaim begins to write nothing back: it drops clean pages
+/// only. But it may find itself the last to have an object that has just been closed, and write what is dirty of that.
 pub trait PageSource<S: Setup>: Send + Sync {
-    /// Length in bytes. When it changes, [`Vm::truncate`] is told.
+    /// Length in bytes. When it changes, [`Vm::truncate`] is told: the rest of what was the last page reads as zeroes then. Who stores
+    /// something else there than by an area has that page [written](Vm::sync) before, and [taken away](Vm::punch) afterwards.
     fn bytes(&self) -> u64;
 
     /// Fills `pages` with what there is from page number `first` on: whole pages, the last of which may end with the source. How many
@@ -138,9 +140,12 @@ impl<S: Setup> Source<S> {
 }
 
 impl<S: Setup> Index<S> {
-    /// What `offset..end` has of the source, in bytes, if the source has it.
+    /// How many bytes so many pages from `offset` on have of the source: of what it has become longer by, none before
+    /// [`Vm::truncate`] is told.
     pub(crate) fn bytes_from(&self, source: &dyn PageSource<S>, offset: u64, pages: u64) -> usize {
-        let have = source.bytes().saturating_sub(offset.saturating_mul(PAGE_BYTES));
+        // Relaxed: who writes back is alone with who changes it, and what is read meanwhile is not entered.
+        let bytes = source.bytes().min(self.length.load(Ordering::Relaxed));
+        let have = bytes.saturating_sub(offset.saturating_mul(PAGE_BYTES));
         have.min(pages * PAGE_BYTES) as usize
     }
 }
@@ -160,12 +165,12 @@ impl<'m, S: Setup> Vm<'m, S> {
         cx: &mut Cx<'_, S>,
         source: &'m (dyn PageSource<S> + 'm),
     ) -> Result<SharedRef<'v, S>, VmError> {
-        let pages = source.bytes().div_ceil(PAGE_BYTES);
+        let bytes = source.bytes();
         // SAFETY: only the lifetime changes; it is used as long as the object lives, which the manager outlives, and that borrows it.
         let source = unsafe {
             core::mem::transmute::<NonNull<dyn PageSource<S> + 'm>, NonNull<dyn PageSource<S>>>(NonNull::from(source))
         };
-        self.create_object(cx, pages, PageSize::Size4K, false, Some(Source(source)))
+        self.create_object(cx, bytes, PageSize::Size4K, false, Some(Source(source)))
     }
 
     /// Reads the page at `offset` of an object, and what is missing around it; false if somebody else is at it.
@@ -416,6 +421,6 @@ impl<S: Setup> Index<S> {
     /// Length in 4 KiB pages.
     pub(crate) fn pages(&self) -> u64 {
         // Acquire pairs with the Release of whoever makes it shorter; entries are under the index's lock besides.
-        self.length.load(Ordering::Acquire)
+        self.length.load(Ordering::Acquire).div_ceil(PAGE_BYTES)
     }
 }

@@ -1,10 +1,13 @@
 //! What becomes of what a file has no longer, or not yet, while others read it, write it back or take its pages away. On both formats.
 
 use crate::sources::{File, end, enter, on_both};
-use crate::support::{AT, Rig};
-use hugemm_base::{CpuId, VirtAddr};
+use crate::support::{AT, Rig, span};
+use hugemm_base::{CpuId, PageSize, VirtAddr};
 use hugemm_paging::PageFormat;
+use hugemm_vm::{Backing, VmaKind};
 use std::sync::atomic::{AtomicU32, Ordering};
+
+const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
 /// A page that reclaim has just taken away, and whose flush it still owes, is used by no CPU when it is gone from the file.
 fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -141,4 +144,41 @@ fn overtaken<F: PageFormat>(rig: &Rig<'_, F, true>) {
 #[test]
 fn what_goes_is_not_written_afterwards() {
     on_both!(overtaken);
+}
+
+/// What programs have stored behind a file's end is not what the file has there when it grows.
+fn longer<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let file = File::new(104);
+        let (object, space) = enter(rig, cx, file);
+        assert_eq!(object.pages(), 1);
+        rig.store(cx, &space, AT + 96, 1).expect("memory");
+        rig.store(cx, &space, AT + 200, 7).expect("memory");
+        assert_eq!(rig.vm.sync(cx, &object, 0, 1), Ok(1));
+        rig.store(cx, &space, AT + 96, 2).expect("memory");
+        file.bytes().resize(8192, 0);
+        // Also before anybody says so.
+        assert_eq!(rig.vm.sync(cx, &object, 0, 1), Ok(1));
+        assert_eq!((file.writes(), file.word(96), file.word(200)), (vec![(0, 104); 2], 2, 0));
+        assert_eq!((rig.vm.truncate(cx, &object, 8192), object.pages()), (Ok(0), 2));
+        assert_eq!([96, 104, 200, 4088].map(|at| rig.load(cx, &space, AT + at)), [Ok(2), Ok(0), Ok(0), Ok(0)]);
+        rig.store(cx, &space, AT + 4088, 3).expect("memory");
+        assert_eq!(rig.vm.sync(cx, &object, 0, 2), Ok(1));
+        assert_eq!([96, 200, 4088].map(|at| file.word(at)), [2, 0, 3]);
+        // What another task appends to the file is read, once the page that it was appended to is.
+        rig.vm.truncate(cx, &object, 8192).expect("as long");
+        file.bytes().truncate(6000);
+        rig.vm.truncate(cx, &object, 6000).expect("shorter");
+        file.bytes().resize(8192, 0xff);
+        rig.vm.truncate(cx, &object, 8192).expect("longer");
+        rig.vm.punch(cx, &object, 1, 2).expect("its own");
+        rig.vm.map(cx, &space, span(2 * AT, 0x1000), SMALL, Backing::Shared(&object, 1)).expect("an area");
+        assert_eq!(rig.load(cx, &space, 2 * AT + 4088), Ok(u64::MAX));
+        end(rig, cx, (object, space));
+    });
+}
+
+#[test]
+fn what_is_stored_behind_the_end_of_a_file_is_not_its_when_it_grows() {
+    on_both!(longer);
 }

@@ -3,13 +3,14 @@
 
 use crate::support::{AT, Cx, Handle, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, PageSize, PhysMap, VirtAddr};
 use hugemm_frames::Frozen;
 use hugemm_paging::PageFormat;
 use hugemm_vm::{
-    Access, AddressSpace, Backing, Discard, PageSource, Protection, SharedRef, SourceError, StoredPages, UnhookedPage,
-    VmError, VmaKind,
+    Access, AddressSpace, Backing, Discard, Owner, PageSource, Pinned, Protection, SharedRef, SourceError, StoredPages,
+    UnhookedPage, VmError, VmaKind,
 };
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
@@ -27,10 +28,12 @@ pub(crate) struct File {
     /// What it fails with; 0: it does not. More than a hundred: it fills so many bytes less.
     fails: AtomicU32,
     pub(crate) closed: AtomicU64,
-    /// Where the manager is that it calls while it writes.
+    /// Where the manager is that it calls.
     pub(crate) calls: AtomicUsize,
     /// 1: the next write says 2, and that nobody says 3 for a while. 4: the next fill says 5 when it has read, and waits for 6.
     pub(crate) gate: AtomicU32,
+    /// A dirty page of another file, which reclaim is asked to write while this one is written.
+    beside: Mutex<Option<Owner>>,
 }
 
 impl File {
@@ -88,17 +91,16 @@ impl<'h, F: PageFormat, const AWAY: bool> PageSource<Model<'h, F, AWAY>> for Fil
 
     fn write_back(&self, cx: &mut Cx<'_, 'h>, first: u64, pages: &StoredPages<'_>) -> Result<(), SourceError> {
         let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, Model<'h, F, AWAY>>;
-        if !vm.is_null() {
-            let owner = hugemm_vm::Owner { object: 1, offset: first };
+        if let Some(owner) = self.beside.lock().expect("nobody panics").take() {
             // SAFETY: the test's, which goes on.
             assert_eq!(unsafe { &*vm }.write_back(cx, owner), 0, "somebody writes back already");
-            if self.gate.compare_exchange(1, 2, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-                for _ in 0..1000 {
-                    // SAFETY: as above.
-                    unsafe { &*vm }.shootdown().handle_ipi(cx);
-                    std::thread::yield_now();
-                    assert_ne!(self.gate.load(Ordering::SeqCst), 3, "what is to be a hole is just written");
-                }
+        }
+        if self.gate.compare_exchange(1, 2, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            for _ in 0..1000 {
+                // SAFETY: as above.
+                unsafe { &*vm }.shootdown().handle_ipi(cx);
+                std::thread::yield_now();
+                assert_ne!(self.gate.load(Ordering::SeqCst), 3, "what is to be a hole is just written");
             }
         }
         let code = self.fails.load(Ordering::Relaxed);
@@ -275,9 +277,7 @@ fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(drops(rig, cx, &space, there), Err(VmError::NotWritten));
         assert_eq!(rig.load(cx, &space, there), Ok(22));
         let owner = rig.vm.owner(rig.leaf(cx, &space, there).frame).expect("the object");
-        file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
         assert_eq!(rig.vm.write_back(cx, owner), 1);
-        file.calls.store(0, Ordering::Relaxed);
         assert_eq!(rig.load(cx, &space, there), Ok(22));
         assert_eq!(drops(rig, cx, &space, there), Ok(1));
         assert_eq!((rig.load(cx, &space, there), file.word(2 << 12)), (Ok(22), 22));
@@ -287,8 +287,7 @@ fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-/// What is clean goes without being written, what is dirty not before it has been; nobody writes back for memory that he needs to write
-/// back.
+/// What is clean goes without being written, what is dirty not before it has been.
 #[test]
 fn clean_pages_are_dropped_and_dirty_ones_are_not() {
     on_both!(dropped);
@@ -385,6 +384,112 @@ fn a_page_is_nobodys_before_a_flush_that_a_space_owes() {
     on_both!(owed);
 }
 
+fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    for way in ["sync", "reclaim", "close"] {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let (file, other) = (File::new(4 << 12), File::new(4 << 12));
+            let (object, space) = enter(rig, cx, file);
+            let unwritten = rig.vm.open_source(cx, other).expect("memory");
+            rig.vm.map(cx, &space, span(THERE, 4 << 12), SMALL, Backing::Shared(&unwritten, 0)).expect("an area");
+            let [owner, beside] = [AT, THERE].map(|at| {
+                rig.store(cx, &space, at + 0x1000, 7).expect("memory");
+                rig.vm.owner(rig.leaf(cx, &space, at + 0x1000).frame).expect("the object")
+            });
+            file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
+            *file.beside.lock().expect("nobody panics") = Some(beside);
+            match way {
+                "sync" => assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1)),
+                "reclaim" => assert_eq!(rig.vm.write_back(cx, owner), 1),
+                _ => (),
+            }
+            end(rig, cx, (object, space));
+            assert!(file.beside.lock().expect("nobody panics").is_none() && file.word(0x1000) == 7, "{way}");
+            assert_eq!(rig.vm.write_back(cx, beside), 1, "nobody writes any more");
+            rig.vm.close(cx, unwritten).expect("its own");
+            assert_eq!(other.word(0x1000), 7);
+        });
+    }
+}
+
+/// Nobody writes back for memory that he needs to write back.
+#[test]
+fn reclaim_writes_nothing_while_others_write() {
+    on_both!(beside);
+}
+
+fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let file = File::new(4 << 12);
+        let (object, space) = enter(rig, cx, file);
+        let at = AT + 0x1000;
+        rig.store(cx, &space, at, 1).expect("memory");
+        let pinned: Cell<Option<Pinned<'_>>> = Cell::new(None);
+        rig.vm.pin(cx, &space, span(at, 0x1000), None, &Never, |pin| pinned.set(Some(pin))).expect("memory");
+        let device = |cx: &mut Cx<'_, 'h>| {
+            let pin = pinned.take().expect("once");
+            let window = rig.mmu.open(pin.extent(), None).expect("memory");
+            // SAFETY: the page stays until it is unpinned, and nobody else uses it.
+            unsafe { window.ptr.cast::<u64>().write(2) };
+            rig.vm.unpin(cx, &space, pin).expect("its own");
+        };
+        rig.calling_back(device, || assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1)));
+        assert_eq!(file.word(0x1000), 1, "before the device");
+        assert_eq!(drops(rig, cx, &space, at), Err(VmError::NotWritten), "the device has stored since");
+        assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1));
+        assert_eq!((file.word(0x1000), rig.load(cx, &space, at)), (2, Ok(2)));
+        assert_eq!(drops(rig, cx, &space, at), Ok(1));
+        // One that begins while it is written makes it dirty.
+        rig.store(cx, &space, at, 3).expect("memory");
+        let pin = |cx: &mut Cx<'_, 'h>| {
+            rig.vm.pin(cx, &space, span(at, 0x1000), None, &Never, |pin| pinned.set(Some(pin))).expect("memory");
+            device(cx);
+        };
+        rig.calling_back(pin, || assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1)));
+        assert_eq!(drops(rig, cx, &space, at), Err(VmError::NotWritten), "the device has stored since");
+        assert_eq!((rig.vm.sync(cx, &object, 0, 4), file.word(0x1000)), (Ok(1), 2));
+        end(rig, cx, (object, space));
+    });
+}
+
+#[test]
+fn what_a_device_stores_while_its_page_is_written_is_written_too() {
+    on_both!(unpinned);
+}
+
+/// Pages that do not adjoin are made read-only together.
+fn scattered<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let file = File::new(600 << 12);
+        let (object, space) = enter(rig, cx, file);
+        let at = |page: u64| AT + (page << 12);
+        let pages: Vec<u64> = (0..80).step_by(2).chain([511, 512, 599]).collect();
+        for page in &pages {
+            rig.store(cx, &space, at(*page), page + 1).expect("memory");
+        }
+        let before = rig.flushes();
+        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(43));
+        assert_eq!(rig.flushes() - before, 3, "32 runs of 512 pages at a time");
+        assert_eq!(file.writes(), pages.iter().map(|page| (*page, 1 << 12)).collect::<Vec<_>>());
+        for page in &pages {
+            assert!(rig.mmu.store(CpuId::new(0), VirtAddr::new(at(*page)), 9).is_err());
+            assert_eq!(file.word(page << 12), page + 1);
+        }
+        // What the source refuses is dirty, each of them.
+        rig.store(cx, &space, at(2), 9).expect("memory");
+        rig.store(cx, &space, at(4), 9).expect("memory");
+        file.fails(3);
+        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Err(VmError::Source { code: 3 }));
+        file.fails(0);
+        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(2));
+        end(rig, cx, (object, space));
+    });
+}
+
+#[test]
+fn runs_that_lie_near_each_other_cost_one_flush() {
+    on_both!(scattered);
+}
+
 fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let file = File::new(32 << 12);
@@ -419,6 +524,12 @@ fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.vm.sync(cx, &plain, 0, 4), Err(VmError::OtherKind));
         assert_eq!(rig.vm.truncate(cx, &plain, 0), Err(VmError::OtherKind));
         assert_eq!(rig.vm.punch(cx, &plain, 0, 4), Err(VmError::OtherKind));
+        let beyond = |page: u64| Err(VmError::OutOfBounds { at: VirtAddr::new(page << 12) });
+        for (from, to, done) in [(5, 3, beyond(5)), (99, 98, beyond(99)), (5, 5, Ok(0)), (98, 99, Ok(0))] {
+            assert_eq!(rig.vm.sync(cx, &object, from, to), done);
+            assert_eq!(rig.vm.punch(cx, &object, from, to), done);
+            assert_eq!(rig.vm.prefault_shared(&object, from, to).work(cx, &Never).map(|()| 0), done);
+        }
         let no_copy = rig.vm.map(cx, &space, span(2 * AT, 0x1000), SMALL, Backing::Copied(&plain, 0));
         assert_eq!(no_copy, Err(VmError::OtherKind));
         let large = VmaKind::private(PageSize::Size2M);
