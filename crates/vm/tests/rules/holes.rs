@@ -1,10 +1,12 @@
-//! What becomes of what a file has no longer, or not yet, while others read it, write it back or take its pages away. On both formats.
+//! Files while others hide, read, write back or take away what they lose or get. On both formats.
 
-use crate::sources::{File, end, enter, on_both};
-use crate::support::{AT, Rig, span};
+use crate::sources::{File, end, enter, on_both, show};
+use crate::support::{AT, Metered, Rig, before_flush, no_faults, some_are_stale, span, with_format};
 use hugemm_base::{CpuId, PageSize, VirtAddr};
-use hugemm_paging::PageFormat;
-use hugemm_vm::{Backing, VmaKind};
+use hugemm_paging::{Aarch64, Lookup, PageFormat};
+use hugemm_vm::{Access, Backing, Discard, Protection, Served, VmaKind};
+use std::cell::Cell;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
@@ -181,4 +183,154 @@ fn longer<F: PageFormat>(rig: &Rig<'_, F, true>) {
 #[test]
 fn what_is_stored_behind_the_end_of_a_file_is_not_its_when_it_grows() {
     on_both!(longer);
+}
+
+/// Another CPU writes a page back that one is just hiding, or making read-only, and has not flushed yet: nobody stores to it any more by
+/// what he has of it. Whether somebody could have.
+fn not_flushed<F: PageFormat>(seed: u64, hides: bool) -> bool {
+    let stale = Cell::new(false);
+    with_format::<F, true>(16, 3, seed, &no_faults(), |rig| {
+        let (file, other) =
+            (File::new(4 << 12), |value| rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), value).is_ok());
+        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, file));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 1).expect("memory");
+        });
+        let step = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while step.load(Ordering::SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                let through = rig.beside_others(2, |cx| {
+                    assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1));
+                    other(3)
+                });
+                step.store(2, Ordering::SeqCst);
+                assert!(!through, "it is clean, and stored to");
+            });
+            let meanwhile = || {
+                stale.set(other(2));
+                step.store(1, Ordering::SeqCst);
+                // Who writes back may have to wait until this has been flushed.
+                (0..20_000).take_while(|_| step.load(Ordering::SeqCst) == 1).for_each(|_| std::thread::yield_now());
+            };
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+                before_flush(&meanwhile, || {
+                    if hides {
+                        assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1000), Discard::Now), Ok(1));
+                    } else {
+                        rig.vm.protect(cx, &space, span(AT, 0x1000), Protection::USER).expect("an area");
+                    }
+                });
+            });
+        });
+        assert_eq!(file.word(0), if stale.get() { 2 } else { 1 });
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.vm.destroy(cx, space).expect("nobody uses it");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+    stale.get()
+}
+
+#[test]
+fn nobody_stores_to_what_is_written_while_another_hides_it() {
+    some_are_stale([|seed| not_flushed::<Metered>(seed, true), |seed| not_flushed::<Aarch64>(seed, true)]);
+}
+
+#[test]
+fn nobody_stores_to_what_is_written_while_another_takes_the_right() {
+    some_are_stale([|seed| not_flushed::<Metered>(seed, false), |seed| not_flushed::<Aarch64>(seed, false)]);
+}
+
+/// A page that reclaim has just taken away is punched; until its flush nobody is shown what the file has there now, because others may still
+/// use what it had. Whether one does.
+fn not_read_before<F: PageFormat>(seed: u64) -> bool {
+    let stale = Cell::new(false);
+    with_format::<F, true>(16, 3, seed, &no_faults(), |rig| {
+        let (file, at) = (File::new(4 << 12), VirtAddr::new(AT + 8));
+        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, file));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+            rig.enter(cx, &space);
+            assert_eq!(rig.load(cx, &space, at.get()), Ok(8));
+        });
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let (leaf, deferred) = (rig.leaf(cx, &space, AT), rig.deferred());
+            let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+            file.bytes()[..4096].fill(0);
+            let meanwhile = || {
+                let fault = || {
+                    rig.beside_others(2, |cx| {
+                        (rig.vm.fault(cx, &space, at, Access::Read), rig.vm.lookup(cx, &space, at))
+                    })
+                };
+                let served = std::thread::scope(|scope| scope.spawn(fault).join().expect("it ended"));
+                assert_eq!(served, (Ok(Served::Meanwhile), Lookup::Absent), "shown beside what it was");
+                stale.set(rig.mmu.load(CpuId::new(1), at) == Ok(8));
+            };
+            before_flush(&meanwhile, || assert_eq!(rig.vm.punch(cx, &object, 0, 1), Ok(0)));
+            assert_ne!(rig.mmu.load(CpuId::new(1), at), Ok(8));
+            page.put_back(cx);
+            rig.enter(cx, &space);
+            assert_eq!(rig.load(cx, &space, at.get()), Ok(0));
+        });
+        rig.end_for_both(space);
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.close(cx, object).expect("its own"));
+    });
+    stale.get()
+}
+
+#[test]
+fn a_hole_is_shown_to_nobody_while_others_use_what_it_was() {
+    some_are_stale([not_read_before::<Metered>, not_read_before::<Aarch64>]);
+}
+
+/// Who waits for somebody who writes back has not made the file shorter yet.
+fn waits<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let file = File::new(40 << 12);
+        let (object, space) = enter(rig, cx, file);
+        rig.store(cx, &space, AT + 0x3000, 9).expect("memory");
+        file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
+        file.gate.store(7, Ordering::SeqCst);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while file.gate.load(Ordering::SeqCst) != 8 {
+                    std::thread::yield_now();
+                }
+                let begun = Barrier::new(2);
+                std::thread::scope(|scope| {
+                    let shorter = scope.spawn(|| {
+                        rig.beside_others(1, |cx| {
+                            begun.wait();
+                            rig.vm.truncate(cx, &object, 10 << 12)
+                        })
+                    });
+                    begun.wait();
+                    let stays = (0..1000).all(|_| {
+                        std::thread::yield_now();
+                        object.pages() == 40
+                    });
+                    file.gate.store(9, Ordering::SeqCst);
+                    let shorter = shorter.join().expect("it ended");
+                    file.gate.store(0, Ordering::SeqCst);
+                    assert_eq!((stays, shorter), (true, Ok(6)));
+                });
+            });
+            assert_eq!(rig.vm.sync(cx, &object, 0, 40), Ok(1));
+            while file.gate.load(Ordering::SeqCst) != 0 {
+                rig.vm.shootdown().handle_ipi(cx);
+            }
+        });
+        assert_eq!(object.pages(), 10);
+        end(rig, cx, (object, space));
+    });
+}
+
+#[test]
+fn a_file_is_not_shorter_while_it_is_written() {
+    on_both!(waits);
 }

@@ -30,7 +30,8 @@ pub(crate) struct File {
     pub(crate) closed: AtomicU64,
     /// Where the manager is that it calls.
     pub(crate) calls: AtomicUsize,
-    /// 1: the next write says 2, and that nobody says 3 for a while. 4: the next fill says 5 when it has read, and waits for 6.
+    /// 1: the next write says 2, and that nobody says 3 for a while. 4: the next fill says 5 when it has read, and waits for 6. 7: the
+    /// next write says 8, and waits for 9.
     pub(crate) gate: AtomicU32,
     /// A dirty page of another file, which reclaim is asked to write while this one is written.
     beside: Mutex<Option<Owner>>,
@@ -60,6 +61,18 @@ impl File {
         std::mem::take(&mut *self.writes.lock().expect("nobody panics"))
     }
 
+    /// If the gate says so, says the next number, and waits for the one after it.
+    fn stop_at<'h, F: PageFormat, const AWAY: bool>(&self, gate: u32, cx: &Cx<'_, 'h>) {
+        if self.gate.compare_exchange(gate, gate + 1, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, Model<'h, F, AWAY>>;
+            while self.gate.load(Ordering::SeqCst) != gate + 2 {
+                // SAFETY: the test's, which goes on.
+                unsafe { &*vm }.shootdown().handle_ipi(cx);
+                std::thread::yield_now();
+            }
+        }
+    }
+
     fn fails(&self, code: u32) {
         self.fails.store(code, Ordering::Relaxed);
     }
@@ -78,14 +91,7 @@ impl<'h, F: PageFormat, const AWAY: bool> PageSource<Model<'h, F, AWAY>> for Fil
         }
         let short = pages.len().saturating_sub(code as usize);
         pages[..short].copy_from_slice(&File::bytes(self)[(first << 12) as usize..][..short]);
-        if self.gate.compare_exchange(4, 5, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-            let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, Model<'h, F, AWAY>>;
-            while self.gate.load(Ordering::SeqCst) != 6 {
-                // SAFETY: the test's, which goes on.
-                unsafe { &*vm }.shootdown().handle_ipi(cx);
-                std::thread::yield_now();
-            }
-        }
+        self.stop_at::<F, AWAY>(4, cx);
         Ok(short)
     }
 
@@ -103,6 +109,7 @@ impl<'h, F: PageFormat, const AWAY: bool> PageSource<Model<'h, F, AWAY>> for Fil
                 assert_ne!(self.gate.load(Ordering::SeqCst), 3, "what is to be a hole is just written");
             }
         }
+        self.stop_at::<F, AWAY>(7, cx);
         let code = self.fails.load(Ordering::Relaxed);
         if code > 0 {
             return Err(SourceError(code));
