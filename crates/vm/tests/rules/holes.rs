@@ -261,17 +261,18 @@ fn not_read_before<F: PageFormat>(seed: u64) -> bool {
             let (leaf, deferred) = (rig.leaf(cx, &space, AT), rig.deferred());
             let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
             file.bytes()[..4096].fill(0);
+            let served = Cell::new(None);
             let meanwhile = || {
                 let fault = || {
                     rig.beside_others(2, |cx| {
                         (rig.vm.fault(cx, &space, at, Access::Read), rig.vm.lookup(cx, &space, at))
                     })
                 };
-                let served = std::thread::scope(|scope| scope.spawn(fault).join().expect("it ended"));
-                assert_eq!(served, (Ok(Served::Meanwhile), Lookup::Absent), "shown beside what it was");
+                served.set(std::thread::scope(|scope| scope.spawn(fault).join().ok()));
                 stale.set(rig.mmu.load(CpuId::new(1), at) == Ok(8));
             };
             before_flush(&meanwhile, || assert_eq!(rig.vm.punch(cx, &object, 0, 1), Ok(0)));
+            assert_eq!(served.take(), Some((Ok(Served::Meanwhile), Lookup::Absent)), "shown beside what it was");
             assert_ne!(rig.mmu.load(CpuId::new(1), at), Ok(8));
             page.put_back(cx);
             rig.enter(cx, &space);
