@@ -8,6 +8,7 @@ use hugemm_vm::{Access, Backing, Discard, Protection, Served, VmaKind};
 use std::cell::Cell;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
@@ -214,7 +215,10 @@ fn not_flushed<F: PageFormat>(seed: u64, hides: bool) -> bool {
                 stale.set(other(2));
                 step.store(1, Ordering::SeqCst);
                 // Who writes back may have to wait until this has been flushed.
-                (0..20_000).take_while(|_| step.load(Ordering::SeqCst) == 1).for_each(|_| std::thread::yield_now());
+                let until = Instant::now() + Duration::from_millis(20);
+                while step.load(Ordering::SeqCst) == 1 && Instant::now() < until {
+                    std::thread::yield_now();
+                }
             };
             rig.mmu.as_cpu(CpuId::new(0), |cx| {
                 before_flush(&meanwhile, || {
