@@ -196,11 +196,12 @@ impl<'m, S: Setup> Vm<'m, S> {
             Ok(good) if offset < start + good => good,
             failed => {
                 self.frames().free(cx, block);
+                let at = VirtAddr::new(offset << PAGE_SHIFT);
                 // It has become shorter, and who made it so is about to say it here.
                 if offset >= source.bytes().div_ceil(PAGE_BYTES) {
-                    return Err(VmError::OutOfBounds { at: VirtAddr::new(offset << PAGE_SHIFT) });
+                    return Err(VmError::OutOfBounds { at });
                 }
-                return Err(failed.err().unwrap_or(VmError::Source { code: SourceError::SHORT.0 }));
+                return Err(failed.err().unwrap_or(VmError::Source { at, code: SourceError::SHORT.0 }));
             }
         };
         let owner = Owner { object: object.id, offset: start };
@@ -294,7 +295,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         // SAFETY: the window spans so much of the block, which is the caller's alone.
         let bytes = unsafe { core::slice::from_raw_parts_mut(window.ptr, whole) };
         let wanted = index.bytes_from(source, start, extent.pages()).min(whole);
-        let filled = source.fill(cx, start, &mut bytes[..wanted]).map_err(|error| VmError::Source { code: error.0 })?;
+        let at = VirtAddr::new(start << PAGE_SHIFT);
+        let filled =
+            source.fill(cx, start, &mut bytes[..wanted]).map_err(|error| VmError::Source { at, code: error.0 })?;
         let page = PAGE_BYTES as usize;
         let good = if filled >= wanted { wanted.div_ceil(page) } else { filled / page };
         bytes[filled.min(wanted).min(good * page)..good * page].fill(0);
@@ -326,7 +329,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             // Acquire as in `make_own`.
             let kept = space.kept().load(Ordering::Acquire);
             let Some(from) = self.hold_in_index(cx, index, offset)? else {
-                self.supply_index(cx, over, offset, &want, phases)?;
+                self.supply_shown(cx, over, area, at, &want, phases)?;
                 continue;
             };
             let owner = Owner { object: area.object, offset };

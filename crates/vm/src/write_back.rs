@@ -197,7 +197,10 @@ impl<S: Setup> Vm<'_, S> {
             if bytes == 0 {
                 return Ok(());
             }
-            source.write_back(cx, first, &stored).map_err(|error| VmError::Source { code: error.0 })
+            source.write_back(cx, first, &stored).map_err(|error| {
+                let at = VirtAddr::new(first << PAGE_SHIFT);
+                VmError::Source { at, code: error.0 }
+            })
         });
         // A device may be storing to what is pinned: the index's reference and this one are all otherwise.
         let pinned = |extent: Extent| {

@@ -1,0 +1,82 @@
+//! Reading files: what is read beside each other, and errors, which say where whoever faulted was.
+
+use crate::sources::on_both;
+use crate::support::{AT, Model, Rig, bounds, span};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_paging::PageFormat;
+use hugemm_vm::{Access, Backing, PageSource, SourceError, StoredPages, VmError, VmaKind};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
+const COPIED: u64 = 0x70_0000_0000;
+
+/// A file of ones.
+struct Ones {
+    pages: AtomicU64,
+    /// What it fails with; 0: it does not.
+    fails: AtomicU32,
+}
+
+impl<'h, F: PageFormat> PageSource<Model<'h, F, true>> for Ones {
+    fn bytes(&self) -> u64 {
+        self.pages.load(Ordering::Relaxed) << 12
+    }
+
+    fn fill(
+        &self,
+        _: &mut hugemm_vm::Cx<'_, Model<'h, F, true>>,
+        _: u64,
+        pages: &mut [u8],
+    ) -> Result<usize, SourceError> {
+        pages.fill(1);
+        match self.fails.load(Ordering::Relaxed) {
+            0 => Ok(pages.len()),
+            code => Err(SourceError(code)),
+        }
+    }
+
+    fn write_back(
+        &self,
+        _: &mut hugemm_vm::Cx<'_, Model<'h, F, true>>,
+        _: u64,
+        _: &StoredPages<'_>,
+    ) -> Result<(), SourceError> {
+        Ok(())
+    }
+}
+
+fn named<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let file = &*Box::leak(Box::new(Ones { pages: AtomicU64::new(32), fails: AtomicU32::new(0) }));
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        for (at, backing) in [(AT, Backing::Shared(&object, 8)), (COPIED, Backing::Copied(&object, 8))] {
+            rig.vm.map(cx, &space, span(at, 16 << 12), SMALL, backing).expect("an area");
+        }
+        for (start, access) in
+            [AT, COPIED].into_iter().flat_map(|at| [Access::Read, Access::Write].map(|how| (at, how)))
+        {
+            let at = VirtAddr::new(start + 0x7008);
+            file.fails.store(7, Ordering::Relaxed);
+            assert_eq!(rig.vm.fault(cx, &space, at, access), Err(VmError::Source { at, code: 7 }), "{access:?}");
+            let page = at.align_down(0x1000);
+            let filled = rig.vm.prefault(&space, span(page.get(), 0x1000), None).work(cx, &Never);
+            assert_eq!(filled, Err(VmError::Source { at: page, code: 7 }));
+            // Shorter, of which nobody has told the object yet.
+            file.fails.store(0, Ordering::Relaxed);
+            file.pages.store(4, Ordering::Relaxed);
+            let beyond = VmError::OutOfBounds { at };
+            assert_eq!(rig.vm.fault(cx, &space, at, access), Err(beyond), "{access:?}");
+            let read = rig.vm.read(cx, &space, at, &mut [0; 8]);
+            assert_eq!(read.map_err(|error| (error.at, error.cause)), Err((at, beyond)));
+            file.pages.store(32, Ordering::Relaxed);
+        }
+        rig.vm.destroy(cx, space).expect("nobody uses it");
+        rig.vm.close(cx, object).expect("its own");
+    });
+}
+
+#[test]
+fn errors_name_the_address_that_was_touched() {
+    on_both!(named);
+}
