@@ -27,7 +27,7 @@ use crate::setup::{Cx, Setup};
 use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
-use crate::vma::pages;
+use crate::vma::{Pattern, pages};
 use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
@@ -51,8 +51,8 @@ impl SourceError {
 
 /// Where the pages of an object come from: a file, a block device, another machine.
 ///
-/// All methods may be called by several tasks at once, `fill` for different pages; one at a time writes back. None is called with anything locked, so they may sleep where
-/// the platform says so, allocate, fault, and use the manager, but for what waits for the very page that they are about: faults at it, and
+/// All methods may be called by several tasks at once, `fill` mostly for different pages; one at a time writes back. None is called with anything locked, so they may sleep where
+/// the platform says so, allocate, fault, and use the manager, but for what waits for the pages that they are about: faults in the same 64 of the file, and
 /// [`Vm::sync`], [`Vm::truncate`] and [`Vm::punch`] of it. What is written back beyond its end, or to a hole of which [`Vm::punch`] has not
 /// returned yet, is what was there before, and is left alone. While one of them writes back, reclaim writes nothing back: it drops clean pages only.
 pub trait PageSource<S: Setup>: Send + Sync {
@@ -184,7 +184,9 @@ impl<'m, S: Setup> Vm<'m, S> {
             self.cond_resched(cx);
             return Ok(false);
         }
-        let Some(_claim) = index.inflight.claim(offset / AROUND, || self.cond_resched(cx)) else { return Ok(false) };
+        // However much is read around a page, it is within this.
+        let widest = Pattern::Sequential.around();
+        let Some(_claim) = index.inflight.claim(offset / widest, || self.cond_resched(cx)) else { return Ok(false) };
         let Some((first, count, dropped)) = self.missing(cx, index, offset, want.pattern.around())? else {
             return Ok(false);
         };

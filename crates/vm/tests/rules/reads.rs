@@ -4,7 +4,8 @@ use crate::sources::on_both;
 use crate::support::{AT, Model, Rig, bounds, span};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::PageFormat;
-use hugemm_vm::{Access, Backing, PageSource, SourceError, StoredPages, VmError, VmaKind};
+use hugemm_vm::{Access, Advice, Backing, PageSource, Pattern, SourceError, StoredPages, VmError, VmaKind};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
@@ -15,6 +16,27 @@ struct Ones {
     pages: AtomicU64,
     /// What it fails with; 0: it does not.
     fails: AtomicU32,
+    /// What was asked for: from which page on, and how many.
+    fills: Mutex<Vec<(u64, u64)>>,
+    /// 1: the next fill says 2, and waits for 3.
+    gate: AtomicU32,
+}
+
+impl Ones {
+    fn new(pages: u64) -> &'static Self {
+        Box::leak(Box::new(Ones {
+            pages: AtomicU64::new(pages),
+            fails: AtomicU32::new(0),
+            fills: Mutex::default(),
+            gate: AtomicU32::new(0),
+        }))
+    }
+
+    fn wait_for(&self, gate: u32) {
+        while self.gate.load(Ordering::SeqCst) != gate {
+            std::thread::yield_now();
+        }
+    }
 }
 
 impl<'h, F: PageFormat> PageSource<Model<'h, F, true>> for Ones {
@@ -25,10 +47,14 @@ impl<'h, F: PageFormat> PageSource<Model<'h, F, true>> for Ones {
     fn fill(
         &self,
         _: &mut hugemm_vm::Cx<'_, Model<'h, F, true>>,
-        _: u64,
+        first: u64,
         pages: &mut [u8],
     ) -> Result<usize, SourceError> {
         pages.fill(1);
+        self.fills.lock().expect("nobody panics").push((first, pages.len() as u64 >> 12));
+        if self.gate.compare_exchange(1, 2, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            self.wait_for(3);
+        }
         match self.fails.load(Ordering::Relaxed) {
             0 => Ok(pages.len()),
             code => Err(SourceError(code)),
@@ -47,7 +73,7 @@ impl<'h, F: PageFormat> PageSource<Model<'h, F, true>> for Ones {
 
 fn named<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let file = &*Box::leak(Box::new(Ones { pages: AtomicU64::new(32), fails: AtomicU32::new(0) }));
+        let file = Ones::new(32);
         let object = rig.vm.open_source(cx, file).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
         for (at, backing) in [(AT, Backing::Shared(&object, 8)), (COPIED, Backing::Copied(&object, 8))] {
@@ -79,4 +105,50 @@ fn named<F: PageFormat>(rig: &Rig<'_, F, true>) {
 #[test]
 fn errors_name_the_address_that_was_touched() {
     on_both!(named);
+}
+
+fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    for second in [Pattern::Normal, Pattern::Sequential] {
+        let file = Ones::new(128);
+        let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let object = rig.vm.open_source(cx, file).expect("memory");
+            let space = rig.vm.create(cx, bounds()).expect("memory");
+            for at in [AT, 2 * AT] {
+                rig.vm.map(cx, &space, span(at, 128 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+            }
+            rig.vm.advise(cx, &space, span(AT, 128 << 12), Advice::Sequential).expect("an area");
+            let other = if second == Pattern::Normal { Advice::Normal } else { Advice::Sequential };
+            rig.vm.advise(cx, &space, span(2 * AT, 128 << 12), other).expect("an area");
+            (space, object)
+        });
+        let touch = |cpu, at| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+                rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Read).expect("memory");
+            });
+        };
+        file.gate.store(1, Ordering::SeqCst);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                file.wait_for(2);
+                touch(1, 2 * AT + (16 << 12));
+                file.gate.store(3, Ordering::SeqCst);
+            });
+            touch(0, AT);
+        });
+        touch(0, 2 * AT + (16 << 12));
+        let mut read = vec![0; 128];
+        for (first, pages) in file.fills.lock().expect("nobody panics").iter() {
+            (*first..first + pages).for_each(|page| read[page as usize] += 1);
+        }
+        assert!(read[0] == 1 && read[16] == 1 && read.iter().all(|times| *times < 2), "{second:?}: {read:?}");
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.vm.destroy(cx, space).expect("nobody uses it");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    }
+}
+
+#[test]
+fn a_window_is_read_by_one_at_a_time() {
+    on_both!(beside);
 }
