@@ -93,16 +93,8 @@ impl<S: Setup> Vm<'_, S> {
         let page = PageSize::Size4K;
         let node = self.frames().node_of(from.base()).map_or(Placement::Local, Placement::Prefer);
         let clear = hugemm_clear::ClearRequest::fault(page.bytes());
-        let want = Want {
-            page,
-            pooled: false,
-            reserved: false,
-            from: node,
-            clear,
-            touched: None,
-            pattern: Pattern::Normal,
-            of_stored: false,
-        };
+        let want =
+            Want { page, pooled: false, reserved: false, from: node, clear, touched: None, pattern: Pattern::Normal };
         let block = self.copied_block(cx, from, &want, true).ok()?;
         let adopted = self.adopt_pages_with(cx, block, moving.owner, |frames, cx, extent| {
             // SAFETY: counted just now, as `adopt_pages_with` says.

@@ -320,7 +320,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let page = area.page_at(at);
         let offset = area.offset_of(page.first_page());
         let index = over.index.as_ref().ok_or(VmError::OtherKind)?;
-        let want = Want { of_stored: true, ..Want::of_fault(area, at) };
+        let want = Want::of_fault(area, at);
         let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
