@@ -191,6 +191,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             return Ok(false);
         };
         let block = self.block_to_fill(cx, want, count)?;
+        let length = source.bytes();
         let count = block.extent().pages();
         // With the page that is wanted.
         let start = if offset < first + count { first } else { offset + 1 - count };
@@ -203,7 +204,10 @@ impl<'m, S: Setup> Vm<'m, S> {
                 if offset >= source.bytes().div_ceil(PAGE_BYTES) {
                     return Err(VmError::OutOfBounds { at });
                 }
-                return Err(failed.err().unwrap_or(VmError::Source { at, code: SourceError::SHORT.0 }));
+                failed?;
+                // What it has less may be what it no longer has. Acquire: after the read.
+                let changed = source.bytes() != length || index.cuts.load(Ordering::Acquire) != began;
+                return if changed { Ok(false) } else { Err(VmError::Source { at, code: SourceError::SHORT.0 }) };
             }
         };
         let owner = Owner { object: object.id, offset: start };

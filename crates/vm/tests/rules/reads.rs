@@ -13,7 +13,9 @@ const COPIED: u64 = 0x70_0000_0000;
 
 /// A file of ones.
 struct Ones {
-    pages: AtomicU64,
+    bytes: AtomicU64,
+    /// How long it becomes while it is read next; 0: it stays.
+    becomes: AtomicU64,
     /// What it fails with; 0: it does not.
     fails: AtomicU32,
     /// What was asked for: from which page on, and how many.
@@ -25,7 +27,8 @@ struct Ones {
 impl Ones {
     fn new(pages: u64) -> &'static Self {
         Box::leak(Box::new(Ones {
-            pages: AtomicU64::new(pages),
+            bytes: AtomicU64::new(pages << 12),
+            becomes: AtomicU64::new(0),
             fails: AtomicU32::new(0),
             fills: Mutex::default(),
             gate: AtomicU32::new(0),
@@ -41,7 +44,7 @@ impl Ones {
 
 impl<'h, F: PageFormat> PageSource<Model<'h, F, true>> for Ones {
     fn bytes(&self) -> u64 {
-        self.pages.load(Ordering::Relaxed) << 12
+        self.bytes.load(Ordering::Relaxed)
     }
 
     fn fill(
@@ -51,12 +54,16 @@ impl<'h, F: PageFormat> PageSource<Model<'h, F, true>> for Ones {
         pages: &mut [u8],
     ) -> Result<usize, SourceError> {
         pages.fill(1);
+        match self.becomes.swap(0, Ordering::Relaxed) {
+            0 => {}
+            bytes => self.bytes.store(bytes, Ordering::Relaxed),
+        }
         self.fills.lock().expect("nobody panics").push((first, pages.len() as u64 >> 12));
         if self.gate.compare_exchange(1, 2, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
             self.wait_for(3);
         }
         match self.fails.load(Ordering::Relaxed) {
-            0 => Ok(pages.len()),
+            0 => Ok(pages.len().min((self.bytes.load(Ordering::Relaxed).saturating_sub(first << 12)) as usize)),
             code => Err(SourceError(code)),
         }
     }
@@ -90,12 +97,12 @@ fn named<F: PageFormat>(rig: &Rig<'_, F, true>) {
             assert_eq!(filled, Err(VmError::Source { at: page, code: 7 }));
             // Shorter, of which nobody has told the object yet.
             file.fails.store(0, Ordering::Relaxed);
-            file.pages.store(4, Ordering::Relaxed);
+            file.bytes.store(4 << 12, Ordering::Relaxed);
             let beyond = VmError::OutOfBounds { at };
             assert_eq!(rig.vm.fault(cx, &space, at, access), Err(beyond), "{access:?}");
             let read = rig.vm.read(cx, &space, at, &mut [0; 8]);
             assert_eq!(read.map_err(|error| (error.at, error.cause)), Err((at, beyond)));
-            file.pages.store(32, Ordering::Relaxed);
+            file.bytes.store(32 << 12, Ordering::Relaxed);
         }
         rig.vm.destroy(cx, space).expect("nobody uses it");
         rig.vm.close(cx, object).expect("its own");
@@ -151,4 +158,30 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
 #[test]
 fn a_window_is_read_by_one_at_a_time() {
     on_both!(beside);
+}
+
+fn ending<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let file = Ones::new(16);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        rig.vm.map(cx, &space, span(AT, 16 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        file.becomes.store((8 << 12) + 16, Ordering::Relaxed);
+        assert_eq!(
+            rig.load(cx, &space, AT + 0x8008),
+            Ok(u64::from_ne_bytes([1; 8])),
+            "its last page, of which it has this"
+        );
+        assert_eq!(rig.vm.truncate(cx, &object, (8 << 12) + 16), Ok(0));
+        assert_eq!(rig.load(cx, &space, AT + 0x8010), Ok(0));
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
+}
+
+/// A file that ends within a page while that is read has the page.
+#[test]
+fn a_file_that_becomes_shorter_while_it_is_read_is_read_again() {
+    on_both!(ending);
 }
