@@ -205,16 +205,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         let clear = ClearRequest::bulk(self.total);
         let pooled = index.pooled;
         let pattern = Pattern::Normal;
-        let want = Want {
-            page: size,
-            pooled,
-            reserved: pooled,
-            from: self.from,
-            clear,
-            touched: None,
-            pattern,
-            of_stored: false,
-        };
+        let want = Want { page: size, pooled, reserved: pooled, from: self.from, clear, touched: None, pattern };
         while next < end {
             if cancel.requested() {
                 return Err(VmError::Cancelled);

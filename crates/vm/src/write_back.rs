@@ -245,7 +245,10 @@ impl<S: Setup> Vm<'_, S> {
             if bytes == 0 {
                 return Ok(());
             }
-            source.write_back(cx, run.first, &stored).map_err(|error| VmError::Source { code: error.0 })
+            source.write_back(cx, run.first, &stored).map_err(|error| {
+                let at = VirtAddr::new(run.first << PAGE_SHIFT);
+                VmError::Source { at, code: error.0 }
+            })
         });
         if kept.is_err() || pinned {
             let task = RefCell::new(cx);

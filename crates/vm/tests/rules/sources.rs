@@ -504,14 +504,15 @@ fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.vm.map(cx, &space, span(THERE, 16 << 12), SMALL, Backing::Copied(&object, 16)).expect("an area");
         let used = rig.used(cx);
         file.fails(5);
+        let failed = |at, code| VmError::Source { at: VirtAddr::new(at), code };
         for at in [AT, THERE] {
-            assert_eq!(rig.load(cx, &space, at), Err(VmError::Source { code: 5 }));
+            assert_eq!(rig.load(cx, &space, at), Err(failed(at, 5)));
         }
-        assert_eq!(rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never), Err(VmError::Source { code: 5 }));
+        assert_eq!(rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never), Err(failed(0, 5)));
         // Short by a page and a bit: what is whole is there.
         file.fails(4096 + 200);
-        let short = VmError::Source { code: SourceError::SHORT.0 };
-        assert_eq!(rig.load(cx, &space, AT + (15 << 12)), Err(short));
+        let last = AT + (15 << 12);
+        assert_eq!(rig.load(cx, &space, last), Err(failed(last, SourceError::SHORT.0)));
         assert_eq!(rig.load(cx, &space, AT + (13 << 12)), Ok(13 << 12));
         file.fails(0);
         file.fills();
@@ -520,7 +521,7 @@ fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.store(cx, &space, AT, 1).expect("memory");
         rig.store(cx, &space, AT + (9 << 12), 9).expect("memory");
         file.fails(6);
-        assert_eq!(rig.vm.sync(cx, &object, 0, 32), Err(VmError::Source { code: 6 }));
+        assert_eq!(rig.vm.sync(cx, &object, 0, 32), Err(failed(0, 6)));
         let owner = rig.vm.owner(rig.leaf(cx, &space, AT).frame).expect("the object");
         assert_eq!(rig.vm.write_back(cx, owner), 0);
         assert_eq!(drops(rig, cx, &space, AT), Err(VmError::NotWritten), "it is dirty, still");
