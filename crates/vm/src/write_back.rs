@@ -51,6 +51,7 @@ impl DirtyRun {
 }
 
 /// What comes next in a part of an index.
+#[allow(clippy::large_enum_variant, reason = "there is one, on the stack, and no heap")]
 enum Next {
     /// In ascending order, one at least.
     Runs([Option<DirtyRun>; RUNS]),
@@ -406,9 +407,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<u64, VmError> {
         loop {
             match self.unmap_everywhere(cx, object, part, copies) {
-                Ok(false) => break,
-                // Once more, because a fork may have given them to a child that had been looked at.
-                Ok(true) => self.cond_resched(cx),
+                Ok(()) => break,
                 // Another task is between its own detach and harvest there.
                 Err(VmError::Paging(PagingError::Busy { .. })) => self.cond_resched(cx),
                 Err(error) => return Err(error),
@@ -430,62 +429,58 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// After it, no entry shows some pages of an object; flushes are owed. `copies`: nor one that has been made of them, which is flushed
-    /// and dropped; whether there was any.
+    /// and dropped. A fork that is under way gives its child nothing any more: the parent's area is visited before the child's, which comes
+    /// behind it among [those of one size and offset](crate::object::AreaTree), and a child gets what its parent has while that is locked.
     fn unmap_everywhere(
         &self,
         cx: &mut Cx<'_, S>,
         object: &Object<S>,
         part: (u64, u64),
         copies: bool,
-    ) -> Result<bool, VmError> {
-        let mut done = Ok(false);
+    ) -> Result<(), VmError> {
+        let mut done = Ok(());
         object.each_area(part.0, part.1, |area| {
             let Some(span) = shown(area, part) else { return true };
             let (space, shared) = (space_of(area), area.info.kind.shared);
-            let taken = space.changing(cx, span, |cx| {
+            done = space.changing(cx, span, |cx| {
                 if copies && !shared {
                     return self.take_copies(cx, space, span);
                 }
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table().exclusive(self.tables(&task));
                 space.tlb().owe(table.take_leaves(span, |flags, _| shared || flags.contains(LENT))?);
-                Ok(false)
+                Ok(())
             });
-            done = done.and_then(|before| taken.map(|taken| before | taken));
             done.is_ok()
         });
         done
     }
 
-    /// Takes away what an area that copies a file has, and is lent, in a span; whether any was its own.
-    fn take_copies(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<bool, VmError> {
-        let (mut own, mut dropping, mut batch) = (false, Dropping::new(), ShootdownBatch::new(space.tlb()));
+    /// Takes away what an area that copies a file has, and is lent, in a span.
+    fn take_copies(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<(), VmError> {
+        let (mut dropping, mut batch) = (Dropping::new(), ShootdownBatch::new(space.tlb()));
         let unhooked = {
             let task = RefCell::new(&mut *cx);
             let mut table = space.table().exclusive(self.tables(&task));
-            let away = |_, _, word| {
-                own = true;
-                self.drop_away(&task.borrow(), word);
-            };
-            let unhooked = table.detach_owned(span, Editing::LIVE, away)?;
+            let unhooked =
+                table.detach_owned(span, Editing::LIVE, |_, _, word| self.drop_away(&task.borrow(), word))?;
             // What reclaim has unhooked there is used by no CPU any more.
             space.tlb().settle(self.shootdown(), &task.borrow());
             unhooked
         };
-        let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok(own) };
+        let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok(()) };
         batch.changed(space.bounds(), PageSize::Size4K);
         let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
         // The receipt is of this batch, so it pays. A part is less than what is read off without a reschedule point.
         if let Ok(detached) = debt.release(&receipt) {
             self.harvest_by_parts(cx, space.table(), detached, |task, run| {
                 if !run.flags.contains(LENT) {
-                    own = true;
                     dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, run.size, false);
                 }
             });
         }
         dropping.drop_all(self, cx);
-        Ok(own)
+        Ok(())
     }
 }
 

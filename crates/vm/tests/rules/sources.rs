@@ -97,7 +97,8 @@ impl<'h, F: PageFormat, const AWAY: bool> PageSource<Model<'h, F, AWAY>> for Fil
 
     fn write_back(&self, cx: &mut Cx<'_, 'h>, first: u64, pages: &StoredPages<'_>) -> Result<(), SourceError> {
         let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, Model<'h, F, AWAY>>;
-        if let Some(owner) = self.beside.lock().expect("nobody panics").take() {
+        let beside = self.beside.lock().expect("nobody panics").take();
+        if let Some(owner) = beside {
             // SAFETY: the test's, which goes on.
             assert_eq!(unsafe { &*vm }.write_back(cx, owner), 0, "somebody writes back already");
         }
@@ -485,7 +486,7 @@ fn scattered<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.store(cx, &space, at(2), 9).expect("memory");
         rig.store(cx, &space, at(4), 9).expect("memory");
         file.fails(3);
-        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Err(VmError::Source { code: 3 }));
+        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Err(VmError::Source { at: VirtAddr::new(2 << 12), code: 3 }));
         file.fails(0);
         assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(2));
         end(rig, cx, (object, space));
