@@ -41,7 +41,7 @@ pub struct KvaCounts {
     pub freed: u64,
     /// Batches that were given back.
     pub batches: u64,
-    /// Areas that wait.
+    /// Areas that wait, but for those that interrupts have freed since a task did.
     pub waiting: u64,
     /// 4 KiB pages of their own that they have.
     pub waiting_pages: u64,
@@ -110,8 +110,8 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         Ok(())
     }
 
-    /// The same from an interrupt handler, or under a lock that one may want: it stays mapped until the next free of a task, or
-    /// [`flush`](Kva::flush). Any context but NMI; two lock rounds.
+    /// The same from an interrupt handler, or under a lock that one may want: it stays mapped, and is not counted, until the next free of
+    /// a task, or [`flush`](Kva::flush), however many there are. Any context but NMI; two lock rounds.
     ///
     /// # Errors
     ///

@@ -137,7 +137,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         spare: &mut Spare<Debt<'m>>,
     ) -> Result<Area, KvaError> {
         let shape = request.shape(kind, self.range)?;
-        let home = match shape.pages <= SMALL && shape.align <= SMALL {
+        let mut home = match shape.pages <= SMALL && shape.align <= SMALL {
             true => cx.pinned(|pin| pin.cpu().get() as usize % SHARES),
             false => Self::ALL,
         };
@@ -148,7 +148,11 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             match taken {
                 Ok(record) => return Ok(Area::new(record, home as u8, &shape)),
                 Err(Short::Nodes(count)) => self.bring(cx, spare, count)?,
-                Err(Short::Space) if home != Self::ALL => self.widen(cx, home as u8, spare)?,
+                Err(Short::Space) if home != Self::ALL => match self.widen(cx, home as u8, spare) {
+                    // There is no block left, but there may be room between those that others have.
+                    Err(KvaError::NoSpace { .. }) => home = Self::ALL,
+                    widened => widened?,
+                },
                 Err(Short::Space) => return Err(KvaError::NoSpace { pages: shape.pages }),
             }
         }

@@ -13,8 +13,8 @@ use hugemm_clear::folio;
 const UNIT: u64 = 512;
 
 impl<S: Setup> Vm<'_, S> {
-    /// Copies `from`, which nobody writes to meanwhile unless `want` says so, to `to`: right of the touched page, left of it, and its
-    /// neighbourhood last, as pages are cleared. Stops at the first frame that is known to be bad; the copy is then
+    /// Copies `from` to `to`: right of the touched page, left of it, and its neighbourhood last, as pages are cleared. A device, or whoever
+    /// has the page where it is, may be storing to `from` meanwhile. Stops at the first frame that is known to be bad; the copy is then
     /// incomplete and must not be mapped. Passes a reschedule point after each unit; may sleep.
     ///
     /// The stores are ordinary ones: publishing the copy orders them.
@@ -26,7 +26,7 @@ impl<S: Setup> Vm<'_, S> {
         while let Some((part, _)) = order.next_part() {
             let (unit, _) = part.split_at(UNIT);
             let into = unit.base().get() - whole.base().get();
-            copied = self.copy_unit(cx, from.slice(into, into + unit.pages()), unit, want.of_stored);
+            copied = self.copy_unit(cx, from.slice(into, into + unit.pages()), unit);
             if copied.is_err() {
                 break;
             }
@@ -40,7 +40,7 @@ impl<S: Setup> Vm<'_, S> {
         copied
     }
 
-    fn copy_unit(&self, cx: &Cx<'_, S>, from: Extent, to: Extent, of_stored: bool) -> Result<(), VmError> {
+    fn copy_unit(&self, cx: &Cx<'_, S>, from: Extent, to: Extent) -> Result<(), VmError> {
         if let Some(frame) = self.frames().first_hwpoisoned(from) {
             return Err(VmError::HwPoisoned { frame });
         }
@@ -52,13 +52,9 @@ impl<S: Setup> Vm<'_, S> {
         if bytes as u64 != from.bytes() {
             return Err(VmError::Unreachable);
         }
-        // SAFETY: both windows span the extents; the caller owns `to`, and nobody writes to `from`, or by atomics only as `load` reads.
+        // SAFETY: both windows span the extents; the caller owns `to`.
         unsafe {
-            if of_stored {
-                access::load(source.ptr, target.ptr, bytes);
-            } else {
-                core::ptr::copy_nonoverlapping(source.ptr, target.ptr, bytes);
-            }
+            access::load(source.ptr, target.ptr, bytes);
             map.close(source);
             map.close(target);
         }

@@ -21,6 +21,7 @@ use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
+use hugemm_frames::Frozen;
 use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch};
 
 /// A page that is to be copied, and what [`AddressSpace::kept`] was before it was found.
@@ -189,6 +190,18 @@ impl<S: Setup> Vm<'_, S> {
         owner: Owner,
         alone: bool,
     ) -> Result<Extent, VmError> {
+        let block = self.copied_block(cx, from, want, alone)?;
+        self.adopt(cx, block, want, owner)
+    }
+
+    /// The same, not counted yet.
+    pub(crate) fn copied_block(
+        &self,
+        cx: &mut Cx<'_, S>,
+        from: Extent,
+        want: &Want,
+        alone: bool,
+    ) -> Result<Frozen, VmError> {
         let block = self.block_for_copy(cx, want, alone)?;
         let (head, mobility) = (block.pfn(), block.mobility());
         let dirty = block.into_dirty();
@@ -196,8 +209,7 @@ impl<S: Setup> Vm<'_, S> {
             Ok(()) => {
                 let _ = dirty.into_extent();
                 // SAFETY: the block that was taken apart above.
-                let block = unsafe { hugemm_frames::Frozen::assume_owned(head, want.page.order(), mobility) };
-                self.adopt(cx, block, want, owner)
+                Ok(unsafe { Frozen::assume_owned(head, want.page.order(), mobility) })
             }
             Err(error) => {
                 if want.pooled {

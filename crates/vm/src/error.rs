@@ -33,7 +33,7 @@ pub enum VmError {
     },
     /// Outside the address space, or beyond the object's end.
     OutOfBounds {
-        /// Where.
+        /// Where: an address, or of an object that is filled the offset in bytes.
         at: VirtAddr,
     },
     /// More pages would be locked than the caller allows.
@@ -48,6 +48,8 @@ pub enum VmError {
     OtherKind,
     /// The source of the page has failed: with which of its numbers.
     Source {
+        /// The address that was touched; of an object that is filled or written back, the offset in bytes.
+        at: VirtAddr,
         /// As the source has said, or [`SourceError::SHORT`](crate::SourceError::SHORT).
         code: u32,
     },
@@ -84,7 +86,7 @@ impl fmt::Display for VmError {
             VmError::Foreign => f.write_str("it belongs to another manager or space"),
             VmError::OtherKind => f.write_str("the object or the pool has other pages than the area asks for"),
             VmError::HwPoisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
-            VmError::Source { code } => write!(f, "the page's source has failed: {code}"),
+            VmError::Source { at, code } => write!(f, "the source of the page at {at} has failed: {code}"),
             VmError::NotWritten => f.write_str("the page has been stored to: write it back first"),
             VmError::Lost => f.write_str("the page's stored copy is damaged; its content is lost"),
             VmError::Cancelled => f.write_str("cancelled; what was done stays done"),
@@ -126,7 +128,7 @@ mod tests {
             (VmError::Misaligned { at }, format!("{at} is not aligned to the area's pages")),
             (VmError::OutOfBounds { at }, format!("{at} lies outside the address space or the object")),
             (VmError::LockLimit { locked: 7 }, "7 pages would be locked: unlock some or allow more".into()),
-            (VmError::Source { code: 5 }, "the page's source has failed: 5".into()),
+            (VmError::Source { at, code: 5 }, format!("the source of the page at {at} has failed: 5")),
             (VmError::NotWritten, "the page has been stored to: write it back first".into()),
             (VmError::InUse, "still in use: switch the CPUs out and unmap it first".into()),
             (VmError::HwPoisoned { frame }, format!("the memory of frame {frame} is bad")),

@@ -46,7 +46,7 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
         if self.locked {
             return Err((VmError::InUse.into(), self));
         }
-        if self.object().index.as_ref().is_some_and(|index| index.source.is_some()) {
+        if self.is_sourced() {
             return self.drop_clean(cx).map_err(|(error, page)| (error.into(), page));
         }
         let Some(block) = vm.freeze_unhooked(cx, &mut self) else { return Err((VmError::InUse.into(), self)) };

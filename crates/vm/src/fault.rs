@@ -142,7 +142,8 @@ impl<S: Setup> Vm<'_, S> {
     /// This one access cannot be served; nothing has changed.
     /// [`NoArea`](VmError::NoArea) and [`Denied`](VmError::Denied) are the task's mistakes.
     /// [`NoMemory`](VmError::NoMemory), [`NoPool`](VmError::NoPool): no page can be had.
-    /// [`HwPoisoned`](VmError::HwPoisoned), [`Lost`](VmError::Lost): the content cannot.
+    /// [`HwPoisoned`](VmError::HwPoisoned), [`Lost`](VmError::Lost), [`Source`](VmError::Source): the content cannot.
+    /// [`OutOfBounds`](VmError::OutOfBounds): the area's file ends before the page.
     /// [`Foreign`](VmError::Foreign): the space is another manager's.
     pub fn fault(
         &self,
@@ -395,9 +396,27 @@ impl<S: Setup> Vm<'_, S> {
             if let Some(served) = self.enter_from_index(cx, space, area, page, object, fresh_flags(area, access))? {
                 return Ok(served);
             }
-            self.supply_index(cx, object, area.offset_of(page.first_page()), &want, phases)?;
+            self.supply_shown(cx, object, area, at, &want, phases)?;
         }
         Ok(Served::Meanwhile)
+    }
+
+    /// [`supply_index`](Vm::supply_index) of the page that an area shows, or copies, at an address; its errors name that.
+    pub(crate) fn supply_shown(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        area: &VmaInfo,
+        at: VirtAddr,
+        want: &Want,
+        phases: &impl Phases,
+    ) -> Result<bool, VmError> {
+        let offset = area.offset_of(area.page_at(at).first_page());
+        self.supply_index(cx, object, offset, want, phases).map_err(|error| match error {
+            VmError::OutOfBounds { .. } => VmError::OutOfBounds { at },
+            VmError::Source { code, .. } => VmError::Source { at, code },
+            error => error,
+        })
     }
 
     /// Makes the page at `offset` of a shared object present: new, or brought back. False if somebody else is at it.

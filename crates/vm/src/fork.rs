@@ -301,10 +301,10 @@ impl<S: Setup> Vm<'_, S> {
                     }
                 }
                 One::Pinned(extent) => {
-                    let copied = self.copy_for_child(task, child, area, span, extent);
+                    let copied = self.copy_for_child(task, parent, child, area, span, extent);
                     self.drop_pages(&mut task.borrow_mut(), extent, kind.page, kind.pooled);
-                    copied?;
-                    page += size;
+                    // Otherwise it is looked at again: it has gone with the end of its file, or is just moving.
+                    page += if copied? { size } else { 0 };
                 }
             }
         }
@@ -352,23 +352,32 @@ impl<S: Setup> Vm<'_, S> {
         Ok(One::Shared)
     }
 
-    /// Gives the child a copy of a page of the parent, to which the caller has a reference.
+    /// Gives the child a copy of a page of the parent, to which the caller has a reference; false if it is no longer there when the copy
+    /// is ready.
     fn copy_for_child(
         &self,
         task: &Task<'_, '_, S>,
+        parent: &AddressSpace<S>,
         child: &AddressSpace<S>,
         area: &VmaInfo,
         span: VirtRange,
         from: Extent,
-    ) -> Result<(), VmError> {
+    ) -> Result<bool, VmError> {
         let kind = area.kind;
         let request = ClearRequest::fault(kind.page.bytes());
         let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
         let owner = Owner { object: area.object, offset: area.offset_of(span.first_page()) };
         let copy = self.copy_of(&mut task.borrow_mut(), from, &want, owner, true)?;
         let how = Mapping { flags: kind.flags(), largest: kind.page };
-        let entered = self.enter_in_child(task, child, span.first_page(), copy, how);
-        if entered.is_err() {
+        let entered = {
+            // Held until the copy is entered: whoever takes what a file has no longer comes to the parent first, whose area is before the
+            // child's in the lineage, and then finds the copy.
+            let table = parent.table().shared(self.tables(task));
+            let stays = matches!(table.lookup(span.start()), Lookup::Mapped(leaf) if leaf.frame == from.base());
+            let enter = || self.enter_in_child(task, child, span.first_page(), copy, how);
+            if stays { enter().map(|()| true) } else { Ok(false) }
+        };
+        if entered != Ok(true) {
             self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);
         }
         entered

@@ -47,7 +47,7 @@ impl<S: Setup> Vm<'_, S> {
         let root = table.root();
         let index = Index {
             table,
-            length: AtomicU64::new(frames.pages()),
+            length: AtomicU64::new(span.bytes()),
             page,
             pooled: false,
             given: true,

@@ -14,7 +14,7 @@ use core::fmt;
 use core::marker::PhantomData;
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicBool, AtomicU64};
-use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{Editing, Flags, PagingError};
 use intrusive_collections::UnsafeRef;
 
@@ -78,30 +78,30 @@ impl<'m, S: Setup> Vm<'m, S> {
         page: PageSize,
         pooled: bool,
     ) -> Result<SharedRef<'v, S>, VmError> {
-        self.create_object(cx, pages, page, pooled, None)
+        let bytes = pages.checked_mul(PAGE_BYTES).ok_or(VmError::OutOfBounds { at: VirtAddr::new(u64::MAX) })?;
+        self.create_object(cx, bytes, page, pooled, None)
     }
 
-    /// The same, over a source or not.
+    /// The same of so many bytes, over a source or not.
     pub(crate) fn create_object<'v>(
         &'v self,
         cx: &mut Cx<'_, S>,
-        pages: u64,
+        bytes: u64,
         page: PageSize,
         pooled: bool,
         source: Option<Source<S>>,
     ) -> Result<SharedRef<'v, S>, VmError> {
-        let misaligned = VmError::Misaligned { at: VirtAddr::new(pages << PAGE_SHIFT) };
+        let (pages, misaligned) = (bytes.div_ceil(PAGE_BYTES), VmError::Misaligned { at: VirtAddr::new(bytes) });
         if !pages.is_multiple_of(page.pages()) {
             return Err(misaligned);
         }
-        // In pages: the bytes may be more than 64 bits can say.
         let bounds = VirtRange::from_pages(0, pages).map_err(|_| misaligned)?;
         if pooled {
             self.pools().reserve(cx, page, pages / page.pages())?;
         }
         let made = self.new_table(cx, bounds, None).and_then(|table| {
             let root = table.root();
-            let (length, inflight) = (AtomicU64::new(pages), InflightFaults::new());
+            let (length, inflight) = (AtomicU64::new(bytes), InflightFaults::new());
             let (cuts, writer) = (AtomicU64::new(0), AtomicBool::new(false));
             let index = Index { table, length, page, pooled, given: false, inflight, source, cuts, writer };
             self.new_object(cx, Some(index), None).inspect_err(|_| self.free_root(cx, root))

@@ -4,7 +4,7 @@
 //! what says that it is moving becomes the page again, elsewhere. It stays in memory throughout, and whoever touches it
 //! meanwhile waits. Pages of 4 KiB move.
 
-use crate::object::Owner;
+use crate::pager::Pager;
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
 use crate::unhook::{UnhookedPage, offset_at};
@@ -27,7 +27,7 @@ impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, '_, S, M> {
             self.put_back(cx);
             return false;
         };
-        let copy = vm.copy_elsewhere(cx, block.extent(), self.owner, self.places);
+        let copy = vm.copy_elsewhere(cx, block.extent(), &self);
         let Some(copy) = copy else {
             vm.thaw(cx, &mut self, block);
             self.put_back(cx);
@@ -83,23 +83,31 @@ impl<S: Setup> Vm<'_, S> {
         held.then(|| unsafe { FolioRef::from_pfn(frame) })
     }
 
-    /// A copy, with so many references, that belongs where the page does.
-    fn copy_elsewhere(&self, cx: &mut Cx<'_, S>, from: Extent, owner: Owner, references: u64) -> Option<Extent> {
+    /// A copy, with as many references as the page has places, that belongs where the page does.
+    fn copy_elsewhere<M: AsRef<[AtomicU64]>>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        from: Extent,
+        moving: &UnhookedPage<'_, '_, S, M>,
+    ) -> Option<Extent> {
         let page = PageSize::Size4K;
         let node = self.frames().node_of(from.base()).map_or(Placement::Local, Placement::Prefer);
         let clear = hugemm_clear::ClearRequest::fault(page.bytes());
-        let want = Want {
-            page,
-            pooled: false,
-            reserved: false,
-            from: node,
-            clear,
-            touched: None,
-            pattern: Pattern::Normal,
-            of_stored: false,
-        };
-        let copy = self.copy_of(cx, from, &want, owner, true).ok()?;
-        for taken in 1..references {
+        let want =
+            Want { page, pooled: false, reserved: false, from: node, clear, touched: None, pattern: Pattern::Normal };
+        let block = self.copied_block(cx, from, &want, true).ok()?;
+        let adopted = self.adopt_pages_with(cx, block, moving.owner, |frames, cx, extent| {
+            // SAFETY: counted just now, as `adopt_pages_with` says.
+            unsafe {
+                // It is where it was, so nothing is remembered of it there.
+                match moving.is_sourced() {
+                    true => self.pager().lru_add_sourced(frames, cx, extent, None),
+                    false => self.pager().lru_add(frames, cx, extent, Order::ZERO),
+                }
+            }
+        });
+        let copy = adopted.ok()?;
+        for taken in 1..moving.places {
             if self.get_page(cx, copy.base()).is_err() {
                 (0..taken).for_each(|_| self.drop_pages(cx, copy, page, false));
                 return None;

@@ -63,7 +63,8 @@ impl Owner {
 /// The areas of an object: which of them show a page is found without looking at the others.
 ///
 /// Those of one size, to a power of two, lie together, by offset. A page can be shown only by areas that begin less than twice that
-/// size before it; of areas that do not overlap there are three at most.
+/// size before it; of areas that do not overlap there are three at most. Of one size and offset, those that were added later come later: a
+/// fork's child behind its parent.
 pub(crate) struct AreaTree<S: Setup> {
     own: RBTree<ByOffset<S>>,
     /// Lineages [over](Object::over) the object, whose areas may show its pages too.
@@ -120,7 +121,7 @@ impl<S: Setup> AreaTree<S> {
 /// A shared object's pages: from offset to frame, in a page table that no hardware walks.
 pub(crate) struct Index<S: Setup> {
     pub(crate) table: PageTable<S::Format, S::Lock>,
-    /// In 4 KiB pages; changes only where there is a source.
+    /// In bytes; changes only where there is a source.
     pub(crate) length: AtomicU64,
     pub(crate) page: PageSize,
     pub(crate) pooled: bool,
@@ -324,6 +325,39 @@ mod tests {
         }
         let first = areas[0].info.offset;
         assert_eq!((tree.showing(first, first + 1).count(), tree.near(0, u64::MAX).count()), (1, 1));
+    }
+
+    /// Those of one size and offset come in the order in which they were added, whatever else comes and goes.
+    #[test]
+    fn equal_areas_come_in_the_order_of_their_coming() {
+        let mut random = hugemm_threads::Random(11);
+        let area = |number: u64, offset: u64| {
+            let range = crate::vma::pages(1 << 20, (1 << 20) + 4).expect("a range");
+            let kind = crate::VmaKind::private(PageSize::Size4K);
+            let info = crate::VmaInfo { range, kind, object: number, offset };
+            Box::new(Vma::<Here>::new(NonNull::dangling(), NonNull::dangling(), info))
+        };
+        let object: Object<Here> = Object::new(1, None, None);
+        let mut tree = object.areas.exclusive();
+        let mut areas: Vec<Box<Vma<Here>>> = Vec::new();
+        for number in 0..2000 {
+            if areas.len() > 100 {
+                let old = areas.swap_remove(random.below(100) as usize);
+                // SAFETY: it is in the tree.
+                unsafe { tree.remove(&UnsafeRef::from_raw(core::ptr::from_ref(&*old))) };
+            }
+            areas.push(area(number, [8, 16, 24][random.below(3) as usize]));
+            // SAFETY: the boxes leave the tree before they go, and do not move.
+            tree.add(unsafe { UnsafeRef::from_raw(core::ptr::from_ref(&**areas.last().expect("one"))) });
+            for offset in [8, 16, 24] {
+                let shown = tree.showing(offset, offset + 1).map(|area| area.info.object);
+                assert!(shown.is_sorted(), "{number}");
+            }
+        }
+        while let Some(old) = areas.pop() {
+            // SAFETY: it is in the tree.
+            unsafe { tree.remove(&UnsafeRef::from_raw(core::ptr::from_ref(&*old))) };
+        }
     }
 
     /// Whoever finds an object in the registry may have it for as long as somebody has it, and not after.

@@ -20,7 +20,7 @@ use core::cell::RefCell;
 use core::fmt;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Cancel, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Cancel, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
 use hugemm_frames::Placement;
 use hugemm_paging::Lookup;
@@ -73,14 +73,14 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// A request to make pages `from` to `to` (in 4 KiB pages, aligned to the object's) of a shared object exist, mapped or
-    /// not.
+    /// not; of what it has.
     pub fn prefault_shared<'a, 'v>(
         &'v self,
         object: &'a SharedRef<'v, S>,
         from: u64,
         to: u64,
     ) -> Prefault<'a, 'v, 'm, S> {
-        self.filling(Target::Object(object), from, to.min(object.pages()), None)
+        self.filling(Target::Object(object), from, to.min(object.pages().max(from)), None)
     }
 
     fn filling<'a, 'v>(
@@ -131,7 +131,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
     /// # Errors
     ///
     /// [`Cancelled`](VmError::Cancelled), and whatever a [fault](Vm::fault) at one of the pages may meet. What was
-    /// entered stays.
+    /// entered stays. [`OutOfBounds`](VmError::OutOfBounds) if an object's pages end before they begin.
     pub fn work(&self, cx: &mut Cx<'_, S>, cancel: &impl Cancel) -> Result<(), VmError> {
         self.work_observed(cx, cancel, &())
     }
@@ -145,6 +145,9 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         match &self.target {
             Target::AddressSpace(space) => self.vm.check_own(space)?,
             Target::Object(object) => self.vm.check_own_object(object)?,
+        }
+        if self.end < self.first {
+            return Err(VmError::OutOfBounds { at: VirtAddr::new(self.first.saturating_mul(PAGE_BYTES)) });
         }
         loop {
             if cancel.requested() {
@@ -202,16 +205,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         let clear = ClearRequest::bulk(self.total);
         let pooled = index.pooled;
         let pattern = Pattern::Normal;
-        let want = Want {
-            page: size,
-            pooled,
-            reserved: pooled,
-            from: self.from,
-            clear,
-            touched: None,
-            pattern,
-            of_stored: false,
-        };
+        let want = Want { page: size, pooled, reserved: pooled, from: self.from, clear, touched: None, pattern };
         while next < end {
             if cancel.requested() {
                 return Err(VmError::Cancelled);

@@ -27,7 +27,7 @@ use crate::setup::{Cx, Setup};
 use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
-use crate::vma::pages;
+use crate::vma::{Pattern, pages};
 use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
@@ -51,12 +51,14 @@ impl SourceError {
 
 /// Where the pages of an object come from: a file, a block device, another machine.
 ///
-/// All methods may be called by several tasks at once, `fill` for different pages; one at a time writes back. None is called with anything locked, so they may sleep where
-/// the platform says so, allocate, fault, and use the manager, but for what waits for the very page that they are about: faults at it, and
+/// All methods may be called by several tasks at once, `fill` mostly for different pages; one at a time writes back. None is called with anything locked, so they may sleep where
+/// the platform says so, allocate, fault, and use the manager, but for what waits for the pages that they are about: faults in the same 64 of the file, and
 /// [`Vm::sync`], [`Vm::truncate`] and [`Vm::punch`] of it. What is written back beyond its end, or to a hole of which [`Vm::punch`] has not
-/// returned yet, is what was there before, and is left alone. While one of them writes back, reclaim writes nothing back: it drops clean pages only.
+/// returned yet, is what was there before, and is left alone. While one of them writes back, reclaim begins to write nothing back: it drops clean pages
+/// only. But it may find itself the last to have an object that has just been closed, and write what is dirty of that.
 pub trait PageSource<S: Setup>: Send + Sync {
-    /// Length in bytes. When it changes, [`Vm::truncate`] is told.
+    /// Length in bytes. When it changes, [`Vm::truncate`] is told: the rest of what was the last page reads as zeroes then. Who stores
+    /// something else there than by an area has that page [written](Vm::sync) before, and [taken away](Vm::punch) afterwards.
     fn bytes(&self) -> u64;
 
     /// Fills `pages` with what there is from page number `first` on: whole pages, the last of which may end with the source. How many
@@ -138,9 +140,12 @@ impl<S: Setup> Source<S> {
 }
 
 impl<S: Setup> Index<S> {
-    /// What `offset..end` has of the source, in bytes, if the source has it.
+    /// How many bytes so many pages from `offset` on have of the source: of what it has become longer by, none before
+    /// [`Vm::truncate`] is told.
     pub(crate) fn bytes_from(&self, source: &dyn PageSource<S>, offset: u64, pages: u64) -> usize {
-        let have = source.bytes().saturating_sub(offset.saturating_mul(PAGE_BYTES));
+        // Relaxed: who writes back is alone with who changes it, and what is read meanwhile is not entered.
+        let bytes = source.bytes().min(self.length.load(Ordering::Relaxed));
+        let have = bytes.saturating_sub(offset.saturating_mul(PAGE_BYTES));
         have.min(pages * PAGE_BYTES) as usize
     }
 }
@@ -160,12 +165,12 @@ impl<'m, S: Setup> Vm<'m, S> {
         cx: &mut Cx<'_, S>,
         source: &'m (dyn PageSource<S> + 'm),
     ) -> Result<SharedRef<'v, S>, VmError> {
-        let pages = source.bytes().div_ceil(PAGE_BYTES);
+        let bytes = source.bytes();
         // SAFETY: only the lifetime changes; it is used as long as the object lives, which the manager outlives, and that borrows it.
         let source = unsafe {
             core::mem::transmute::<NonNull<dyn PageSource<S> + 'm>, NonNull<dyn PageSource<S>>>(NonNull::from(source))
         };
-        self.create_object(cx, pages, PageSize::Size4K, false, Some(Source(source)))
+        self.create_object(cx, bytes, PageSize::Size4K, false, Some(Source(source)))
     }
 
     /// Reads the page at `offset` of an object, and what is missing around it; false if somebody else is at it.
@@ -184,11 +189,14 @@ impl<'m, S: Setup> Vm<'m, S> {
             self.cond_resched(cx);
             return Ok(false);
         }
-        let Some(_claim) = index.inflight.claim(offset / AROUND, || self.cond_resched(cx)) else { return Ok(false) };
+        // However much is read around a page, it is within this.
+        let widest = Pattern::Sequential.around();
+        let Some(_claim) = index.inflight.claim(offset / widest, || self.cond_resched(cx)) else { return Ok(false) };
         let Some((first, count, dropped)) = self.missing(cx, index, offset, want.pattern.around())? else {
             return Ok(false);
         };
         let block = self.block_to_fill(cx, want, count)?;
+        let length = source.bytes();
         let count = block.extent().pages();
         // With the page that is wanted.
         let start = if offset < first + count { first } else { offset + 1 - count };
@@ -196,11 +204,15 @@ impl<'m, S: Setup> Vm<'m, S> {
             Ok(good) if offset < start + good => good,
             failed => {
                 self.frames().free(cx, block);
+                let at = VirtAddr::new(offset << PAGE_SHIFT);
                 // It has become shorter, and who made it so is about to say it here.
                 if offset >= source.bytes().div_ceil(PAGE_BYTES) {
-                    return Err(VmError::OutOfBounds { at: VirtAddr::new(offset << PAGE_SHIFT) });
+                    return Err(VmError::OutOfBounds { at });
                 }
-                return Err(failed.err().unwrap_or(VmError::Source { code: SourceError::SHORT.0 }));
+                failed?;
+                // What it has less may be what it no longer has. Acquire: after the read.
+                let changed = source.bytes() != length || index.cuts.load(Ordering::Acquire) != began;
+                return if changed { Ok(false) } else { Err(VmError::Source { at, code: SourceError::SHORT.0 }) };
             }
         };
         let owner = Owner { object: object.id, offset: start };
@@ -294,7 +306,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         // SAFETY: the window spans so much of the block, which is the caller's alone.
         let bytes = unsafe { core::slice::from_raw_parts_mut(window.ptr, whole) };
         let wanted = index.bytes_from(source, start, extent.pages()).min(whole);
-        let filled = source.fill(cx, start, &mut bytes[..wanted]).map_err(|error| VmError::Source { code: error.0 })?;
+        let at = VirtAddr::new(start << PAGE_SHIFT);
+        let filled =
+            source.fill(cx, start, &mut bytes[..wanted]).map_err(|error| VmError::Source { at, code: error.0 })?;
         let page = PAGE_BYTES as usize;
         let good = if filled >= wanted { wanted.div_ceil(page) } else { filled / page };
         bytes[filled.min(wanted).min(good * page)..good * page].fill(0);
@@ -315,7 +329,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let page = area.page_at(at);
         let offset = area.offset_of(page.first_page());
         let index = over.index.as_ref().ok_or(VmError::OtherKind)?;
-        let want = Want { of_stored: true, ..Want::of_fault(area, at) };
+        let want = Want::of_fault(area, at);
         let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
             return Ok(Served::Meanwhile);
         };
@@ -326,7 +340,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             // Acquire as in `make_own`.
             let kept = space.kept().load(Ordering::Acquire);
             let Some(from) = self.hold_in_index(cx, index, offset)? else {
-                self.supply_index(cx, over, offset, &want, phases)?;
+                self.supply_shown(cx, over, area, at, &want, phases)?;
                 continue;
             };
             let owner = Owner { object: area.object, offset };
@@ -416,6 +430,6 @@ impl<S: Setup> Index<S> {
     /// Length in 4 KiB pages.
     pub(crate) fn pages(&self) -> u64 {
         // Acquire pairs with the Release of whoever makes it shorter; entries are under the index's lock besides.
-        self.length.load(Ordering::Acquire)
+        self.length.load(Ordering::Acquire).div_ceil(PAGE_BYTES)
     }
 }

@@ -36,8 +36,6 @@ pub(crate) struct Want {
     pub(crate) touched: Option<u64>,
     /// How it is read, if it comes from a source.
     pub(crate) pattern: Pattern,
-    /// It becomes a copy of what others may be storing to.
-    pub(crate) of_stored: bool,
 }
 
 impl Want {
@@ -46,7 +44,7 @@ impl Want {
         let VmaKind { page, pooled, reserved, from, pattern, .. } = area.kind;
         let clear = request.seen_at(at.align_down(page.bytes()));
         let touched = touched.map(|at| folio::touched_page(at, page.pages()));
-        Want { page, pooled, reserved, from, clear, touched, pattern, of_stored: false }
+        Want { page, pooled, reserved, from, clear, touched, pattern }
     }
 
     /// Where a block of `order` for it is to come from.

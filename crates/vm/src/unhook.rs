@@ -92,6 +92,11 @@ impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, '_, S, M> {
         unsafe { self.object.as_ref() }
     }
 
+    /// Whether a source has the page too.
+    pub(crate) fn is_sourced(&self) -> bool {
+        self.object().index.as_ref().is_some_and(|index| index.source.is_some())
+    }
+
     pub(crate) fn size(&self) -> PageSize {
         PageSize::largest_within(self.order)
     }

@@ -1,9 +1,9 @@
 //! Giving a source back what has been stored, and taking away what it has no longer.
 //!
-//! A run of dirty pages is written back in this order: under the index's lock it is known as clean, and the pages get a reference, so that
-//! reclaim cannot drop what has not been written yet; then, in every space that shows it, nobody may store there, which is flushed; then
-//! the source gets it, with nothing locked. Who stores meanwhile faults, and makes the page dirty again. If the source fails it is dirty
-//! again too. One task at a time writes pages of an object back.
+//! Runs of dirty pages that lie near each other are written back in this order: under the index's lock they are known as clean, and the pages
+//! get a reference, so that reclaim cannot drop what has not been written yet; then, in every space that shows them, nobody may store there,
+//! which is flushed; then the source gets one after the other, with nothing locked. Who stores meanwhile faults, and makes the page dirty
+//! again. If the source fails it is dirty again too. One task at a time writes pages of an object back.
 //!
 //! What goes is hidden in the index first, so that it is shown nowhere anew, then unmapped in every space, then each space is flushed once,
 //! then it is dropped. Of a file that has become shorter, what has been copied beyond its end goes too.
@@ -30,20 +30,31 @@ use hugemm_paging::{Change, Editing, Flags, Lookup, PagingError, ShootdownBatch,
 
 /// Pages of an index that are looked at together: those of one table.
 const LOOK: u64 = 512;
+/// Runs of these that are written back together.
+const RUNS: usize = 32;
 /// Pages that reclaim has written back around one that it met.
 const NEAR: u64 = 64;
 /// Pages that are taken away between two reschedule points.
 const PART: u64 = 1 << 14;
 
 /// Adjoining pages, from an offset on, that were dirty: with a reference to each.
+#[derive(Clone, Copy)]
 struct DirtyRun {
     first: u64,
     extent: Extent,
 }
 
+impl DirtyRun {
+    fn end(&self) -> u64 {
+        self.first + self.extent.pages()
+    }
+}
+
 /// What comes next in a part of an index.
+#[allow(clippy::large_enum_variant, reason = "there is one, on the stack, and no heap")]
 enum Next {
-    Run(DirtyRun),
+    /// In ascending order, one at least.
+    Runs([Option<DirtyRun>; RUNS]),
     /// A page on its way, which may be dirty.
     Moving(u64),
     /// Nothing up to a page.
@@ -54,37 +65,43 @@ impl<S: Setup> Vm<'_, S> {
     /// Writes back what is dirty of pages `from..to` of an object over a source: `msync`. How many 4 KiB pages. What is stored while it
     /// runs may be written or stay dirty; a page that is pinned is written and stays dirty.
     ///
-    /// By runs of pages that adjoin in memory. One flush for each run and space that shows it for stores. Nothing locked; passes reschedule
-    /// points; may sleep.
+    /// By runs of pages that adjoin in memory. One flush for each space that shows some for stores, of 2 MiB and 32 runs at a time. Nothing
+    /// locked; passes reschedule points; may sleep.
     ///
     /// # Errors
     ///
     /// The first that was met: [`Source`](VmError::Source), and what it is about stays dirty; the rest is written nevertheless.
-    /// [`NoMemory`](VmError::NoMemory), [`OtherKind`](VmError::OtherKind) an object without a source, [`Foreign`](VmError::Foreign).
+    /// [`NoMemory`](VmError::NoMemory), [`OtherKind`](VmError::OtherKind) an object without a source,
+    /// [`OutOfBounds`](VmError::OutOfBounds) if `to` is less than `from`, [`Foreign`](VmError::Foreign).
     pub fn sync(&self, cx: &mut Cx<'_, S>, object: &SharedRef<'_, S>, from: u64, to: u64) -> Result<u64, VmError> {
+        self.as_writer(cx, object, |cx, object, index| {
+            self.clean(cx, object, index, (from, end_of(from, to, index)?), true)
+        })
+    }
+
+    /// Does `work` while nobody else writes pages of an object over a source back.
+    fn as_writer(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &SharedRef<'_, S>,
+        work: impl FnOnce(&mut Cx<'_, S>, &Object<S>, &Index<S>) -> Result<u64, VmError>,
+    ) -> Result<u64, VmError> {
         self.check_own_object(object)?;
         let object = object.object();
         let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
-        // AcqRel, here and below: pairs with the compare-exchange of `write_back`, which only looks at the number.
-        self.writing().fetch_add(1, Ordering::AcqRel);
-        self.wait_for_writer(cx, index);
-        let done = self.clean(cx, object, index, (from, to.min(index.pages())), true);
-        index.writer.store(false, Ordering::Release);
-        self.writing().fetch_sub(1, Ordering::AcqRel);
-        done
-    }
-
-    /// Waits until nobody writes pages of an object back, and keeps others from it until the word is stored to.
-    fn wait_for_writer(&self, cx: &mut Cx<'_, S>, index: &Index<S>) {
         // Acquire pairs with the Release of who wrote before.
         while index.writer.swap(true, Ordering::Acquire) {
             self.cond_resched(cx);
         }
+        let done = work(cx, object, index);
+        index.writer.store(false, Ordering::Release);
+        done
     }
 
     /// The same for what is dirty near a page that reclaim has met, unless somebody is writing back already: then reclaim may have been
     /// asked for memory by him. How many 4 KiB pages. Nothing locked; may sleep.
     pub fn write_back(&self, cx: &mut Cx<'_, S>, owner: Owner) -> u64 {
+        // AcqRel, here and in `clean`, which counts too.
         if self.writing().compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return 0;
         }
@@ -93,7 +110,7 @@ impl<S: Setup> Vm<'_, S> {
             // SAFETY: with a reference, which goes below.
             let object = unsafe { handle.as_ref() };
             let index = object.index.as_ref().filter(|index| index.source.is_some());
-            // As above; but who reclaims may have what the writer waits for.
+            // As in `as_writer`; but who reclaims may have what the writer waits for.
             if let Some(index) = index.filter(|index| !index.writer.swap(true, Ordering::Acquire)) {
                 let from = owner.offset / NEAR * NEAR;
                 // What fails stays dirty, and is met again.
@@ -106,29 +123,49 @@ impl<S: Setup> Vm<'_, S> {
         written
     }
 
-    /// Writes back what is dirty of `from..to`. `waits`: for pages that are on their way.
+    /// Writes back what is dirty of `from..to`, while reclaim begins to write nothing back. `waits`: for pages that are on their way. For who
+    /// keeps others from writing pages of the object back.
     pub(crate) fn clean(
         &self,
         cx: &mut Cx<'_, S>,
         object: &Object<S>,
         index: &Index<S>,
-        (from, to): (u64, u64),
+        part: (u64, u64),
         waits: bool,
     ) -> Result<u64, VmError> {
         let Some(source) = index.source.as_ref().map(|source| source.get()) else { return Ok(0) };
+        self.writing().fetch_add(1, Ordering::AcqRel);
+        let written = self.clean_by_runs(cx, object, index, source, part, waits);
+        self.writing().fetch_sub(1, Ordering::AcqRel);
+        written
+    }
+
+    fn clean_by_runs(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        index: &Index<S>,
+        source: &dyn PageSource<S>,
+        (from, to): (u64, u64),
+        waits: bool,
+    ) -> Result<u64, VmError> {
         let (mut at, mut written, mut failed) = (from, 0, Ok(()));
         while at < to {
             match self.next_dirty(cx, index, (at, to))? {
                 Next::Nothing(page) => at = page,
-                Next::Moving(page) if waits => at = page,
-                Next::Moving(page) => at = page + 1,
-                Next::Run(run) => {
-                    at = run.first + run.extent.pages();
-                    match self.write_run(cx, object, index, source, &run) {
-                        Ok(()) => written += run.extent.pages(),
-                        Err(error) => failed = failed.and(Err(error)),
+                Next::Moving(page) => at = page + u64::from(!waits),
+                Next::Runs(runs) => {
+                    let first = runs.iter().flatten().next().map_or(at, |run| run.first);
+                    at = runs.iter().flatten().next_back().map_or(at, DirtyRun::end);
+                    let forbidden = self.forbid_stores(cx, object, (first, at));
+                    for run in runs.iter().flatten() {
+                        match self.write_run(cx, index, source, run, forbidden) {
+                            Ok(()) => written += run.extent.pages(),
+                            Err(error) => failed = failed.and(Err(error)),
+                        }
+                        self.drop_pages(cx, run.extent, PageSize::Size4K, false);
+                        self.cond_resched(cx);
                     }
-                    self.drop_pages(cx, run.extent, PageSize::Size4K, false);
                 }
             }
             self.cond_resched(cx);
@@ -136,77 +173,88 @@ impl<S: Setup> Vm<'_, S> {
         failed.map(|()| written)
     }
 
-    /// The first run of dirty pages in the part of an index that begins with what it has first: known as clean from here on.
+    /// The first runs of dirty pages in the part of an index that begins with what it has first: known as clean from here on.
     fn next_dirty(&self, cx: &mut Cx<'_, S>, index: &Index<S>, (from, to): (u64, u64)) -> Result<Next, VmError> {
         let task = RefCell::new(cx);
         let mut table = index.table.exclusive(self.tables(&task));
         let nothing = pages(from, to).map_or(Ok(0), |whole| table.absent(whole))?;
         let end = to.min(((from + nothing) / LOOK + 1) * LOOK);
         let Some(span) = pages(from + nothing, end) else { return Ok(Next::Nothing(to)) };
-        let mut found = None;
+        let (mut runs, mut count, first) = ([None; RUNS], 0, |at: VirtAddr| at.get() >> PAGE_SHIFT);
         table.walk(span, Flags::ACCESSED, |run| {
-            if found.is_none() && run.flags.contains(Flags::DIRTY) {
-                found = Some(run);
+            if run.flags.contains(Flags::DIRTY)
+                && let Some(place) = runs.get_mut(count)
+            {
+                *place = Some(DirtyRun { first: first(run.at), extent: run.extent });
+                count += 1;
             }
         })?;
-        let (mut moving, first) = (None, |at: VirtAddr| at.get() >> PAGE_SHIFT);
+        let mut moving = None;
         table.walk_owners(span, |at, _, word| {
             if moving.is_none() && matches!(SwapEntry::of(word), SwapEntry::Moving { .. }) {
                 moving = Some(first(at));
             }
         })?;
-        let Some(run) = found.filter(|run| moving.is_none_or(|page| first(run.at) < page)) else {
-            return Ok(moving.map_or(Next::Nothing(end), Next::Moving));
-        };
-        let mut held = 0;
-        for (head, _) in run.extent.chunks(PageSize::Size4K.order()) {
-            if let Err(error) = self.get_page(&mut task.borrow_mut(), head) {
-                if held == 0 {
-                    return Err(error);
+        let mut failed = None;
+        // No reference, no run, nor any behind it.
+        let runs = runs.map(|run| {
+            let run = run.filter(|run| failed.is_none() && moving.is_none_or(|page| run.first < page))?;
+            let mut held = 0;
+            for (head, _) in run.extent.chunks(PageSize::Size4K.order()) {
+                failed = self.get_page(&mut task.borrow_mut(), head).err();
+                if failed.is_some() {
+                    break;
                 }
-                break;
+                held += 1;
             }
-            held += 1;
-        }
-        let (extent, first) = (run.extent.split_at(held).0, first(run.at));
+            (held > 0).then(|| DirtyRun { extent: run.extent.split_at(held).0, ..run })
+        });
         let change = Change { set: Flags::NONE, clear: Flags::DIRTY };
-        if let Some(part) = pages(first, first + held) {
-            // No hardware walks an index.
-            let _ = table.protect(part, change, Editing::LIVE)?;
+        for run in runs.iter().flatten() {
+            if let Some(part) = pages(run.first, run.end()) {
+                // No hardware walks an index.
+                let _ = table.protect(part, change, Editing::LIVE)?;
+            }
         }
-        Ok(Next::Run(DirtyRun { first, extent }))
+        match (runs[0], failed) {
+            (Some(_), _) => Ok(Next::Runs(runs)),
+            (None, Some(error)) => Err(error),
+            (None, None) => Ok(moving.map_or(Next::Nothing(end), Next::Moving)),
+        }
     }
 
+    /// Has the source write a run, unless stores could not be `forbidden`.
     fn write_run(
         &self,
         cx: &mut Cx<'_, S>,
-        object: &Object<S>,
         index: &Index<S>,
         source: &dyn PageSource<S>,
         run: &DirtyRun,
+        forbidden: Result<(), VmError>,
     ) -> Result<(), VmError> {
         let count = run.extent.pages();
-        let (first, end) = (run.first, run.first + count);
-        let kept = self.forbid_stores(cx, object, (first, end)).and_then(|()| {
+        // A device may be storing to what is pinned: the index's reference and this one are all otherwise. Before it is written, for a pin
+        // may end meanwhile; one that begins makes the page dirty, as a store does.
+        let pinned = run.extent.chunks(PageSize::Size4K.order()).any(|(head, _)| self.frames().references(head) > 2);
+        let kept = forbidden.and_then(|()| {
             let window = cx.platform().open(run.extent, None).filter(|window| window.pages >= count);
             let start = window.and_then(|window| NonNull::new(window.ptr)).ok_or(VmError::Unreachable)?;
             // What the source has no longer, nobody wants.
-            let bytes = index.bytes_from(source, first, count);
+            let bytes = index.bytes_from(source, run.first, count);
             // SAFETY: the window has as many; the references keep the pages.
             let stored = unsafe { StoredPages::new(start, bytes) };
             if bytes == 0 {
                 return Ok(());
             }
-            source.write_back(cx, first, &stored).map_err(|error| VmError::Source { code: error.0 })
+            source.write_back(cx, run.first, &stored).map_err(|error| {
+                let at = VirtAddr::new(run.first << PAGE_SHIFT);
+                VmError::Source { at, code: error.0 }
+            })
         });
-        // A device may be storing to what is pinned: the index's reference and this one are all otherwise.
-        let pinned = |extent: Extent| {
-            extent.chunks(PageSize::Size4K.order()).any(|(head, _)| self.frames().references(head) > 2)
-        };
-        if kept.is_err() || pinned(run.extent) {
+        if kept.is_err() || pinned {
             let task = RefCell::new(cx);
             let mut table = index.table.shared(self.tables(&task));
-            if let Some(span) = pages(first, end) {
+            if let Some(span) = pages(run.first, run.end()) {
                 // Those that are still there: each page has one reference of this run, so it is no other's.
                 let _ = table.protect(span, Change { set: Flags::DIRTY, clear: Flags::NONE })?;
             }
@@ -237,9 +285,9 @@ impl<S: Setup> Vm<'_, S> {
         Ok(())
     }
 
-    /// The source has another length: pages beyond are unmapped everywhere and dropped, dirty or not, what is left of the last one is
-    /// zeroed, and who touches what is beyond is told [`OutOfBounds`](VmError::OutOfBounds) from here on; areas stay. Called after the
-    /// source has become shorter, or longer. How many 4 KiB pages have gone.
+    /// The source has another length: pages beyond are unmapped everywhere and dropped, dirty or not, what lies behind the shorter of both
+    /// ends in its page is zeroed, and who touches what is beyond is told [`OutOfBounds`](VmError::OutOfBounds) from here on; areas stay.
+    /// Called after the source has become shorter, or longer. How many 4 KiB pages have gone.
     ///
     /// Of areas that [copy](crate::Backing::Copied) the object, pages of their own beyond its end go too; the rest of its last page is
     /// zeroed in the object, not in copies of it.
@@ -253,29 +301,26 @@ impl<S: Setup> Vm<'_, S> {
     /// [`OutOfBounds`](VmError::OutOfBounds) if the object's index cannot be as long, [`OtherKind`](VmError::OtherKind) an object without
     /// a source, [`Foreign`](VmError::Foreign). Nothing has changed.
     pub fn truncate(&self, cx: &mut Cx<'_, S>, object: &SharedRef<'_, S>, bytes: u64) -> Result<u64, VmError> {
-        self.check_own_object(object)?;
-        let object = object.object();
-        let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
-        let now = bytes.div_ceil(PAGE_BYTES);
-        if now > index.table.bounds().end_page() {
-            return Err(VmError::OutOfBounds { at: VirtAddr::new(bytes) });
-        }
-        self.wait_for_writer(cx, index);
-        // Release: see `pages`.
-        let was = index.length.swap(now, Ordering::AcqRel);
-        let into = (bytes % PAGE_BYTES) as usize;
-        if into > 0 {
-            let task = RefCell::new(&mut *cx);
-            let _alone = index.table.exclusive(self.tables(&task));
-            // Relaxed: under the lock. What was read of that page before is not entered after it has been zeroed.
-            index.cuts.fetch_add(2, Ordering::Relaxed);
-        }
-        while into > 0 && !self.zero_from(cx, index, now - 1, into) {
-            self.cond_resched(cx);
-        }
-        let gone = self.take_parts(cx, object, index, (now, was.max(now)), true);
-        index.writer.store(false, Ordering::Release);
-        gone
+        self.as_writer(cx, object, |cx, object, index| {
+            let now = bytes.div_ceil(PAGE_BYTES);
+            if now > index.table.bounds().end_page() {
+                return Err(VmError::OutOfBounds { at: VirtAddr::new(bytes) });
+            }
+            // Release: see `pages`.
+            let before = index.length.swap(bytes, Ordering::AcqRel);
+            let end = before.min(bytes);
+            let (page, into) = (end / PAGE_BYTES, (end % PAGE_BYTES) as usize);
+            if into > 0 {
+                let task = RefCell::new(&mut *cx);
+                let _alone = index.table.exclusive(self.tables(&task));
+                // Relaxed: under the lock. What was read of that page before is not entered after it has been zeroed.
+                index.cuts.fetch_add(2, Ordering::Relaxed);
+            }
+            while into > 0 && !self.zero_from(cx, index, page, into) {
+                self.cond_resched(cx);
+            }
+            self.take_parts(cx, object, index, (now, now.max(before.div_ceil(PAGE_BYTES))), true)
+        })
     }
 
     /// What pages `from..to` of an object were is no longer what the source has: they are unmapped everywhere and dropped, dirty or not,
@@ -284,15 +329,12 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// # Errors
     ///
-    /// [`OtherKind`](VmError::OtherKind) an object without a source, [`Foreign`](VmError::Foreign). Nothing has changed.
+    /// [`OtherKind`](VmError::OtherKind) an object without a source, [`OutOfBounds`](VmError::OutOfBounds) if `to` is less than `from`,
+    /// [`Foreign`](VmError::Foreign). Nothing has changed.
     pub fn punch(&self, cx: &mut Cx<'_, S>, object: &SharedRef<'_, S>, from: u64, to: u64) -> Result<u64, VmError> {
-        self.check_own_object(object)?;
-        let object = object.object();
-        let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
-        self.wait_for_writer(cx, index);
-        let gone = self.take_parts(cx, object, index, (from, to.min(index.pages())), false);
-        index.writer.store(false, Ordering::Release);
-        gone
+        self.as_writer(cx, object, |cx, object, index| {
+            self.take_parts(cx, object, index, (from, end_of(from, to, index)?), false)
+        })
     }
 
     /// Zeroes the rest of a page of a file, if it is there; false while somebody moves it, whose copy has it as it was.
@@ -365,9 +407,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<u64, VmError> {
         loop {
             match self.unmap_everywhere(cx, object, part, copies) {
-                Ok(false) => break,
-                // Once more, because a fork may have given them to a child that had been looked at.
-                Ok(true) => self.cond_resched(cx),
+                Ok(()) => break,
                 // Another task is between its own detach and harvest there.
                 Err(VmError::Paging(PagingError::Busy { .. })) => self.cond_resched(cx),
                 Err(error) => return Err(error),
@@ -389,62 +429,67 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// After it, no entry shows some pages of an object; flushes are owed. `copies`: nor one that has been made of them, which is flushed
-    /// and dropped; whether there was any.
+    /// and dropped. A fork that is under way gives its child nothing any more: the parent's area is visited before the child's, which comes
+    /// behind it among [those of one size and offset](crate::object::AreaTree), and a child gets what its parent has while that is locked.
     fn unmap_everywhere(
         &self,
         cx: &mut Cx<'_, S>,
         object: &Object<S>,
         part: (u64, u64),
         copies: bool,
-    ) -> Result<bool, VmError> {
-        let mut done = Ok(false);
+    ) -> Result<(), VmError> {
+        let mut done = Ok(());
         object.each_area(part.0, part.1, |area| {
             let Some(span) = shown(area, part) else { return true };
             let (space, shared) = (space_of(area), area.info.kind.shared);
-            let taken = space.changing(cx, span, |cx| {
+            done = space.changing(cx, span, |cx| {
                 if copies && !shared {
                     return self.take_copies(cx, space, span);
                 }
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table().exclusive(self.tables(&task));
                 space.tlb().owe(table.take_leaves(span, |flags, _| shared || flags.contains(LENT))?);
-                Ok(false)
+                Ok(())
             });
-            done = done.and_then(|before| taken.map(|taken| before | taken));
             done.is_ok()
         });
         done
     }
 
-    /// Takes away what an area that copies a file has, and is lent, in a span; whether any was its own.
-    fn take_copies(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<bool, VmError> {
-        let (mut own, mut dropping, mut batch) = (false, Dropping::new(), ShootdownBatch::new(space.tlb()));
+    /// Takes away what an area that copies a file has, and is lent, in a span.
+    fn take_copies(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<(), VmError> {
+        let (mut dropping, mut batch) = (Dropping::new(), ShootdownBatch::new(space.tlb()));
         let unhooked = {
             let task = RefCell::new(&mut *cx);
             let mut table = space.table().exclusive(self.tables(&task));
-            let away = |_, _, word| {
-                own = true;
-                self.drop_away(&task.borrow(), word);
-            };
-            let unhooked = table.detach_owned(span, Editing::LIVE, away)?;
+            let unhooked =
+                table.detach_owned(span, Editing::LIVE, |_, _, word| self.drop_away(&task.borrow(), word))?;
             // What reclaim has unhooked there is used by no CPU any more.
             space.tlb().settle(self.shootdown(), &task.borrow());
             unhooked
         };
-        let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok(own) };
+        let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok(()) };
         batch.changed(space.bounds(), PageSize::Size4K);
         let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
         // The receipt is of this batch, so it pays. A part is less than what is read off without a reschedule point.
         if let Ok(detached) = debt.release(&receipt) {
             self.harvest_by_parts(cx, space.table(), detached, |task, run| {
                 if !run.flags.contains(LENT) {
-                    own = true;
                     dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, run.size, false);
                 }
             });
         }
         dropping.drop_all(self, cx);
-        Ok(own)
+        Ok(())
+    }
+}
+
+/// Where pages `from..to` of an object end: beyond its end nothing is.
+fn end_of<S: Setup>(from: u64, to: u64, index: &Index<S>) -> Result<u64, VmError> {
+    if to < from {
+        Err(VmError::OutOfBounds { at: VirtAddr::new(from.saturating_mul(PAGE_BYTES)) })
+    } else {
+        Ok(to.min(index.pages()))
     }
 }
 

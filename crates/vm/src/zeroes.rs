@@ -171,7 +171,7 @@ impl<S: Setup> Vm<'_, S> {
         let at = SIZES.iter().position(|known| *known == size)?;
         let (page, order, clear) = (size, size.order(), ClearRequest::bulk(size.bytes()));
         let (from, pattern) = (Placement::Local, Pattern::Normal);
-        let want = Want { page, pooled: false, reserved: false, from, clear, touched: None, pattern, of_stored: false };
+        let want = Want { page, pooled: false, reserved: false, from, clear, touched: None, pattern };
         let block = self.new_block(cx, hugemm_frames::AllocRequest::order(order).prefer_zeroed()).ok()?;
         let mut block = self.clear_block(cx, block.into_content(), order, &want, &Never, &()).ok()?;
         let extent = block.extent();

@@ -1,6 +1,6 @@
 //! What Miri can interpret: one thread, one allocation, and every operation on a few small pages.
 
-use hugemm_base::sync::AtomicU64;
+use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, Extent, Never, Order, PageSize, Pfn, PhysMap, Shortfall, SingleCpu, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_frames::{AllocRequest, Carved, FolioRun, Frames};
@@ -145,8 +145,13 @@ fn operate(cx: &mut Cx<'_>, frames: &Frames<'_, Carved>, shootdown: &TlbShootdow
     let mut pinned = Vec::new();
     vm.pin(cx, &space, span(AT + 8 * PAGE, 2), None, &Never, |run| pinned.push(run)).expect("pinned");
 
-    // Pinned pages are copied for a child, the others shared until somebody stores.
-    let child = vm.fork(cx, &space).expect("a child");
+    // Pinned pages are copied for a child, while their device stores to them; the others are shared until somebody stores.
+    // SAFETY: the pin keeps the page, and it is aligned.
+    let device = unsafe { AtomicU64::from_ptr(word(&vm, cx, &space, AT + 8 * PAGE, Access::Read)) };
+    let child = std::thread::scope(|scope| {
+        scope.spawn(|| device.store(0, Ordering::Relaxed));
+        vm.fork(cx, &space).expect("a child")
+    });
     store(&vm, cx, &child, AT, 10);
     store(&vm, cx, &space, AT + 5 * PAGE + 8, 20);
     store(&vm, cx, &space, AT + 8 * PAGE, 30);

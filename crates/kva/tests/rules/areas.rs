@@ -2,9 +2,9 @@
 
 use crate::{CPUS, RANGE, START, World, extent, on_both, page};
 use hugemm_base::{Extent, FrameUse, Order, PAGE_BYTES, Pfn, VirtAddr, VirtRange};
-use hugemm_host::mmu::Fault;
+use hugemm_host::mmu::{Fault, Tables};
 use hugemm_kva::{AreaKind, KvaError, Limits, Place, Request};
-use hugemm_paging::{Flags, FrameTables, Lookup, PagingError};
+use hugemm_paging::{Flags, FrameTables, Lookup, PagingError, X86_64};
 
 pub(crate) const MANY: Limits = Limits::new(1000, 1 << 20);
 const HUGE: u64 = 2 << 20;
@@ -267,4 +267,29 @@ fn errors_say_what_and_where() {
         assert!(error.to_string().contains(word), "{error}");
     }
     assert_eq!(Limits::of_frames(1 << 20), Limits::new(1024, 1 << 19));
+}
+
+/// Where no CPU can have a block to itself, of a small range, or of one that others have shared out, there is room for small areas as long
+/// as there are addresses.
+#[test]
+fn a_range_without_a_block_is_used_up() {
+    const MIB: u64 = 1 << 20;
+    for pages in [3, 1000, 16 * MIB / PAGE_BYTES] {
+        let range = VirtRange::from_pages(START >> 12, pages).expect("a range");
+        let world = World::<X86_64>::of(Tables::X86_64, MANY, 7, 1 << 39, range);
+        for _ in 0..2 {
+            let mut areas = Vec::new();
+            let refused = loop {
+                match world.on(areas.len() as u32 % CPUS, |cx| world.kva.alloc(cx, Request::new(PAGE_BYTES, "small"))) {
+                    Ok(area) => areas.push(area),
+                    Err(error) => break error,
+                }
+            };
+            assert_eq!(refused, KvaError::NoSpace { pages: 2 }, "what was asked for");
+            // Each has a guard page behind it.
+            assert!(areas.len() as u64 + 5 > pages / 2, "{} areas in {pages} pages", areas.len());
+            areas.into_iter().for_each(|area| world.on(0, |cx| world.kva.free(cx, area)).expect("its own"));
+            world.on(0, |cx| world.kva.flush(cx));
+        }
+    }
 }

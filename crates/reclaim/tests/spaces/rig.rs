@@ -168,7 +168,12 @@ pub fn with_rig(size: Size, seed: u64, inject: &FaultPlan, test: impl for<'h> Fn
 
 /// [`with_rig`] where nothing fails, as the first CPU.
 pub fn with_cpu(size: Size, seed: u64, test: impl for<'h> FnOnce(&Rig<'h>, &mut Cx<'_, 'h>)) {
-    with_rig(size, seed, &no_faults(), |rig| rig.mmu.as_cpu(CpuId::new(0), |cx| test(rig, cx)));
+    let mut began = false;
+    with_rig(size, seed, &no_faults(), |rig| {
+        began = true;
+        rig.mmu.as_cpu(CpuId::new(0), |cx| test(rig, cx));
+    });
+    assert!(began, "what swap may use is too little for it to begin");
 }
 
 fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {

@@ -142,7 +142,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let filled = match self.vm.enter_from_index(cx, space, area, page, filled, flags) {
             Ok(Some(Served::Mapped)) => Ok(size),
             Ok(Some(_)) => Ok(0),
-            Ok(None) => self.vm.supply_index(cx, filled, area.offset_of(from), &want, phases).map(|_| 0),
+            Ok(None) => self.vm.supply_shown(cx, filled, area, page.start(), &want, phases).map(|_| 0),
             Err(error) => Err(error),
         };
         self.vm.put_object(cx, object);

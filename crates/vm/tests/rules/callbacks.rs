@@ -1,5 +1,6 @@
 //! What is called back calls the manager, as the traits say that it may, and is answered.
 
+use crate::sources::File;
 use crate::support::{AT, Cpus, Cx, Follower, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
 use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange, with};
 use hugemm_frames::{AllocRequest, Frozen};
@@ -374,4 +375,32 @@ fn pin_while_copied<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>, 
         pinned.set(true);
     }
     pins.take().into_iter().for_each(|pin| rig.vm.unpin(cx, space, pin).expect("its own"));
+}
+
+/// A page of a file is copied for a store while the file becomes shorter: the copy is not entered beyond its end.
+#[test]
+fn a_page_that_is_copied_while_its_file_loses_it_is_not_entered() {
+    with_space(|rig, cx, space| {
+        let file = File::new(4 << 12);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        rig.vm.map(cx, space, span(3 * AT, 4 << 12), KIND, Backing::Copied(&object, 0)).expect("an area");
+        rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never).expect("memory");
+        // The page tables.
+        rig.vm.fault(cx, space, VirtAddr::new(3 * AT), Access::Write).expect("memory");
+        rig.vm.pager().helps.store(true, Ordering::Relaxed);
+        let at = VirtAddr::new(3 * AT + 0x3000);
+        with_last_frame_called_back(
+            rig,
+            cx,
+            |cx| {
+                file.bytes().truncate(0x2000);
+                rig.vm.truncate(cx, &object, 0x2000).expect("its own");
+            },
+            |cx| assert_eq!(rig.vm.fault(cx, space, at, Access::Write), Ok(Served::Meanwhile)),
+        );
+        assert_eq!(rig.vm.lookup(cx, space, at), Lookup::Absent);
+        assert_eq!(rig.vm.fault(cx, space, at, Access::Write), Err(VmError::OutOfBounds { at }));
+        rig.vm.unmap(cx, space, span(3 * AT, 4 << 12)).expect("unmapped");
+        rig.vm.close(cx, object).expect("its own");
+    });
 }

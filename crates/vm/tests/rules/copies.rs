@@ -1,12 +1,12 @@
 //! Private mappings of files: what is read is the file's page, shown to all; what is stored to is one's own from then on. On both formats.
 
 use crate::sources::{File, drops, on_both};
-use crate::support::{AT, Cx, Handle, Rig, before_flush, bounds, some_are_stale, span};
+use crate::support::{AT, Cx, Handle, Rig, at_supply, before_flush, before_flushes, bounds, some_are_stale, span};
 use hugemm_base::{CpuId, Never, VirtAddr, with};
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, LENT, Protection, Served, SharedRef, Usage, VmError, VmaKind};
 use std::cell::Cell;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 const SMALL: VmaKind = VmaKind::private(hugemm_base::PageSize::Size4K);
 const READ: Protection = Protection::USER;
@@ -305,6 +305,91 @@ fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
 #[test]
 fn what_is_beyond_the_end_of_a_file_goes() {
     on_both!(shorter);
+}
+
+/// While a fork has a page in hand of which the child is to get a copy, because it is pinned, the file ends before that page. `held`: the
+/// page is gone from the parent, and what the child has got there is just being taken away, when the copy is ready.
+fn shorter_beside<F: PageFormat>(rig: &Rig<'_, F, true>, held: bool) {
+    // Of the second table, which goes as a whole.
+    const LONG: u64 = 1024;
+    let [first, pinned] = [600, 601];
+    const HELD: u32 = 200_000;
+    let (space, object, pin) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let object = rig.vm.open_source(cx, File::new((LONG as usize) << 12)).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        rig.vm.map(cx, &space, pages(0, LONG), SMALL, Backing::Copied(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        [first, pinned].into_iter().for_each(|page| rig.store(cx, &space, at(page), page).expect("memory"));
+        let mut pin = None;
+        rig.vm.pin(cx, &space, pages(pinned, 1), None, &Never, |made| pin = Some(made)).expect("memory");
+        (space, object, pin.expect("one page"))
+    });
+    let frame = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.leaf(cx, &space, at(pinned)).frame);
+    // 1: the fork has the page in hand, 2: it may go on, 3: it is over.
+    let step = AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while step.load(Ordering::SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+            rig.beside_others(1, |cx| {
+                let flushes = Cell::new(0);
+                let second = || {
+                    flushes.set(flushes.get() + 1);
+                    if flushes.get() == 2 && held {
+                        step.store(2, Ordering::SeqCst);
+                        // A fork that fails gives the child up, for which it waits for this.
+                        let goes_on = |_: &u32| step.load(Ordering::SeqCst) < 3;
+                        (0..HELD).take_while(goes_on).for_each(|_| std::thread::yield_now());
+                    }
+                    flushes.get() == 2
+                };
+                before_flushes(&second, || _ = rig.vm.truncate(cx, &object, 1 << 12).expect("shorter"));
+                step.fetch_max(2, Ordering::SeqCst);
+            });
+        });
+        let child = rig.beside_others(0, |cx| {
+            rig.leave(cx, &space);
+            let mut child = None;
+            let in_hand = || {
+                // The entry's, the pin's, and the fork's.
+                let there = rig.vm.frames().references(frame) == 3;
+                if there {
+                    step.store(1, Ordering::SeqCst);
+                    while step.load(Ordering::SeqCst) == 1 {
+                        std::thread::yield_now();
+                    }
+                }
+                there
+            };
+            at_supply(&in_hand, || child = Some(rig.vm.fork(cx, &space)));
+            step.store(3, Ordering::SeqCst);
+            child.expect("forked")
+        });
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let child = child.expect("memory");
+            rig.enter(cx, &child);
+            for page in [first, pinned] {
+                let beyond = VmError::OutOfBounds { at: VirtAddr::new(at(page)) };
+                assert_eq!(rig.load(cx, &child, at(page)), Err(beyond), "{held}");
+            }
+            rig.end(cx, child);
+        });
+    });
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.vm.unpin(cx, &space, pin).expect("its own");
+        rig.vm.destroy(cx, space).expect("nobody uses it");
+        rig.vm.close(cx, object).expect("its own");
+    });
+}
+
+fn shorter_beside_forks<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    [true, false].into_iter().for_each(|held| shorter_beside(rig, held));
+}
+
+#[test]
+fn a_child_gets_no_copy_of_what_a_file_loses_meanwhile() {
+    on_both!(shorter_beside_forks);
 }
 
 fn punched<F: PageFormat>(rig: &Rig<'_, F, true>) {

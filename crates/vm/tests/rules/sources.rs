@@ -1,15 +1,16 @@
 //! Files: what is read, and how often; what is dirty, and what of that is written back; what goes when a file becomes shorter; copies of it;
 //! and sources that fail. On both formats.
 
-use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
+use crate::support::{AT, Cx, Handle, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
+use hugemm_base::{CpuId, Never, PageSize, PhysMap, VirtAddr};
 use hugemm_frames::Frozen;
 use hugemm_paging::PageFormat;
 use hugemm_vm::{
-    Access, AddressSpace, Backing, Discard, PageSource, Protection, Setup, SourceError, StoredPages, UnhookedPage,
-    VmError, VmaKind,
+    Access, AddressSpace, Backing, Discard, Owner, PageSource, Pinned, Protection, SharedRef, SourceError, StoredPages,
+    UnhookedPage, VmError, VmaKind,
 };
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
@@ -27,10 +28,13 @@ pub(crate) struct File {
     /// What it fails with; 0: it does not. More than a hundred: it fills so many bytes less.
     fails: AtomicU32,
     pub(crate) closed: AtomicU64,
-    /// Where the manager is that it calls while it writes.
-    calls: AtomicUsize,
-    /// 1: the next write says 2, and that nobody says 3 for a while. 4: the next fill says 5 when it has read, and waits for 6.
-    gate: AtomicU32,
+    /// Where the manager is that it calls.
+    pub(crate) calls: AtomicUsize,
+    /// 1: the next write says 2, and that nobody says 3 for a while. 4: the next fill says 5 when it has read, and waits for 6. 7: the
+    /// next write says 8, and waits for 9.
+    pub(crate) gate: AtomicU32,
+    /// A dirty page of another file, which reclaim is asked to write while this one is written.
+    beside: Mutex<Option<Owner>>,
 }
 
 impl File {
@@ -57,17 +61,29 @@ impl File {
         std::mem::take(&mut *self.writes.lock().expect("nobody panics"))
     }
 
+    /// If the gate says so, says the next number, and waits for the one after it.
+    fn stop_at<'h, F: PageFormat, const AWAY: bool>(&self, gate: u32, cx: &Cx<'_, 'h>) {
+        if self.gate.compare_exchange(gate, gate + 1, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, Model<'h, F, AWAY>>;
+            while self.gate.load(Ordering::SeqCst) != gate + 2 {
+                // SAFETY: the test's, which goes on.
+                unsafe { &*vm }.shootdown().handle_ipi(cx);
+                std::thread::yield_now();
+            }
+        }
+    }
+
     fn fails(&self, code: u32) {
         self.fails.store(code, Ordering::Relaxed);
     }
 }
 
-impl<S: Setup> PageSource<S> for File {
+impl<'h, F: PageFormat, const AWAY: bool> PageSource<Model<'h, F, AWAY>> for File {
     fn bytes(&self) -> u64 {
         File::bytes(self).len() as u64
     }
 
-    fn fill(&self, cx: &mut hugemm_vm::Cx<'_, S>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
+    fn fill(&self, cx: &mut Cx<'_, 'h>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
         self.fills.lock().expect("nobody panics").push((first, pages.len()));
         let code = self.fails.load(Ordering::Relaxed);
         if (1..100).contains(&code) {
@@ -75,49 +91,71 @@ impl<S: Setup> PageSource<S> for File {
         }
         let short = pages.len().saturating_sub(code as usize);
         pages[..short].copy_from_slice(&File::bytes(self)[(first << 12) as usize..][..short]);
-        if self.gate.compare_exchange(4, 5, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-            let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, S>;
-            while self.gate.load(Ordering::SeqCst) != 6 {
-                // SAFETY: the test's, which goes on.
-                unsafe { &*vm }.shootdown().handle_ipi(cx);
-                std::thread::yield_now();
-            }
-        }
+        self.stop_at::<F, AWAY>(4, cx);
         Ok(short)
     }
 
-    fn write_back(
-        &self,
-        cx: &mut hugemm_vm::Cx<'_, S>,
-        first: u64,
-        pages: &StoredPages<'_>,
-    ) -> Result<(), SourceError> {
-        let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, S>;
-        if !vm.is_null() {
-            let owner = hugemm_vm::Owner { object: 1, offset: first };
+    fn write_back(&self, cx: &mut Cx<'_, 'h>, first: u64, pages: &StoredPages<'_>) -> Result<(), SourceError> {
+        let vm = self.calls.load(Ordering::Relaxed) as *const hugemm_vm::Vm<'_, Model<'h, F, AWAY>>;
+        let beside = self.beside.lock().expect("nobody panics").take();
+        if let Some(owner) = beside {
             // SAFETY: the test's, which goes on.
             assert_eq!(unsafe { &*vm }.write_back(cx, owner), 0, "somebody writes back already");
-            if self.gate.compare_exchange(1, 2, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-                for _ in 0..1000 {
-                    // SAFETY: as above.
-                    unsafe { &*vm }.shootdown().handle_ipi(cx);
-                    std::thread::yield_now();
-                    assert_ne!(self.gate.load(Ordering::SeqCst), 3, "what is to be a hole is just written");
-                }
+        }
+        if self.gate.compare_exchange(1, 2, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            for _ in 0..1000 {
+                // SAFETY: as above.
+                unsafe { &*vm }.shootdown().handle_ipi(cx);
+                std::thread::yield_now();
+                assert_ne!(self.gate.load(Ordering::SeqCst), 3, "what is to be a hole is just written");
             }
         }
+        self.stop_at::<F, AWAY>(7, cx);
         let code = self.fails.load(Ordering::Relaxed);
         if code > 0 {
             return Err(SourceError(code));
         }
         self.writes.lock().expect("nobody panics").push((first, pages.bytes()));
         pages.copy_to(0, &mut File::bytes(self)[(first << 12) as usize..][..pages.bytes()]);
+        called_back(cx);
         Ok(())
     }
 
-    fn closed(&self, _: &mut hugemm_vm::Cx<'_, S>) {
+    fn closed(&self, _: &mut Cx<'_, 'h>) {
         self.closed.fetch_add(1, Ordering::Relaxed);
     }
+}
+
+/// An object over a file, and a space that shows all of it at [`AT`].
+pub(crate) type Shown<'v, 'h, F> = (SharedRef<'v, Model<'h, F, true>>, Handle<'v, 'h, F, true>);
+
+pub(crate) fn show<'v, 'h, F: PageFormat>(
+    rig: &'v Rig<'h, F, true>,
+    cx: &mut Cx<'_, 'h>,
+    file: &'static File,
+) -> Shown<'v, 'h, F> {
+    let object = rig.vm.open_source(cx, file).expect("memory");
+    let space = rig.vm.create(cx, bounds()).expect("memory");
+    let area = span(AT, object.pages() << 12);
+    let kind = rig.vm.map(cx, &space, area, SMALL, Backing::Shared(&object, 0)).expect("an area").kind;
+    assert!(kind.sourced && kind.shared);
+    (object, space)
+}
+
+/// The same in use by the first CPU.
+pub(crate) fn enter<'v, 'h, F: PageFormat>(
+    rig: &'v Rig<'h, F, true>,
+    cx: &mut Cx<'_, 'h>,
+    file: &'static File,
+) -> Shown<'v, 'h, F> {
+    let shown = show(rig, cx, file);
+    rig.enter(cx, &shown.1);
+    shown
+}
+
+pub(crate) fn end<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>, (object, space): Shown<'_, 'h, F>) {
+    rig.end(cx, space);
+    rig.vm.close(cx, object).expect("its own");
 }
 
 /// Pages that were dropped, or why not.
@@ -153,13 +191,8 @@ fn read<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
         // Forty pages and a part.
         let file = File::new((40 << 12) + 100);
-        let object = rig.vm.open_source(cx, file).expect("memory");
+        let (object, space) = enter(rig, cx, file);
         assert_eq!(object.pages(), 41);
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        let area = span(AT, 41 << 12);
-        let kind = rig.vm.map(cx, &space, area, SMALL, Backing::Shared(&object, 0)).expect("an area").kind;
-        assert!(kind.sourced && kind.shared);
-        rig.enter(cx, &space);
         let word = |page: u64| AT + (page << 12) + 8 * (page % 10);
         (0..41).for_each(|page| assert_eq!(rig.load(cx, &space, word(page)), Ok(word(page) - AT)));
         let fills = [(0, 1 << 16), (16, 1 << 16), (32, 8 << 12), (40, 100)];
@@ -174,8 +207,7 @@ fn read<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(file.fills(), [(0, 1 << 16)]);
         (0..16).for_each(|page| assert_eq!(rig.load(cx, &space, word(page)), Ok(word(page) - AT)));
         assert!(file.fills().is_empty() && file.writes().is_empty());
-        rig.end(cx, space);
-        rig.vm.close(cx, object).expect("its own");
+        end(rig, cx, (object, space));
         assert_eq!((file.closed.load(Ordering::Relaxed), file.writes().len()), (1, 0), "nobody has stored");
     });
 }
@@ -187,12 +219,7 @@ fn pages_are_read_by_windows() {
 
 fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(32 << 12);
-    let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let object = rig.vm.open_source(cx, file).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        rig.vm.map(cx, &space, span(AT, 32 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-        (space, object)
-    });
+    let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, file));
     for cpu in [0, 1] {
         rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
             rig.enter(cx, &space);
@@ -239,12 +266,8 @@ fn what_is_stored_is_written_back() {
 fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let file = File::new(32 << 12);
-        let object = rig.vm.open_source(cx, file).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        for at in [AT, THERE] {
-            rig.vm.map(cx, &space, span(at, 32 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-        }
-        rig.enter(cx, &space);
+        let (object, space) = enter(rig, cx, file);
+        rig.vm.map(cx, &space, span(THERE, 32 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
         let at = |page: u64| AT + (page << 12);
         assert_eq!(rig.load(cx, &space, at(2)), Ok(2 << 12));
         assert_eq!(rig.load(cx, &space, THERE + (2 << 12)), Ok(2 << 12));
@@ -262,21 +285,17 @@ fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(drops(rig, cx, &space, there), Err(VmError::NotWritten));
         assert_eq!(rig.load(cx, &space, there), Ok(22));
         let owner = rig.vm.owner(rig.leaf(cx, &space, there).frame).expect("the object");
-        file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
         assert_eq!(rig.vm.write_back(cx, owner), 1);
-        file.calls.store(0, Ordering::Relaxed);
         assert_eq!(rig.load(cx, &space, there), Ok(22));
         assert_eq!(drops(rig, cx, &space, there), Ok(1));
         assert_eq!((rig.load(cx, &space, there), file.word(2 << 12)), (Ok(22), 22));
         rig.vm.lock(cx, &space, span(there, 1 << 12), 9).expect("an area");
         assert_eq!(drops(rig, cx, &space, there), Err(VmError::InUse), "locked");
-        rig.end(cx, space);
-        rig.vm.close(cx, object).expect("its own");
+        end(rig, cx, (object, space));
     });
 }
 
-/// What is clean goes without being written, what is dirty not before it has been; nobody writes back for memory that he needs to write
-/// back.
+/// What is clean goes without being written, what is dirty not before it has been.
 #[test]
 fn clean_pages_are_dropped_and_dirty_ones_are_not() {
     on_both!(dropped);
@@ -284,12 +303,10 @@ fn clean_pages_are_dropped_and_dirty_ones_are_not() {
 
 fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(64 << 12);
-    let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let object = rig.vm.open_source(cx, file).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        rig.vm.map(cx, &space, span(AT, 64 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+    let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let (object, space) = show(rig, cx, file);
         rig.vm.map(cx, &space, span(THERE, 8 << 12), SMALL, Backing::Shared(&object, 36)).expect("an area");
-        (space, object)
+        (object, space)
     });
     let at = |page: u64| AT + (page << 12);
     for cpu in [0, 1] {
@@ -347,126 +364,11 @@ fn a_file_becomes_shorter_under_its_mappings() {
     on_both!(shorter);
 }
 
-/// A page that reclaim has just taken away, and whose flush it still owes, is used by no CPU when it is gone from the file.
-fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    for shorter in [false, true] {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
-            let space = rig.vm.create(cx, bounds()).expect("memory");
-            let shared = with!(SMALL, shared = true);
-            rig.vm.map(cx, &space, span(AT, 4 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            let at = VirtAddr::new(AT + 0x3000);
-            assert_eq!(rig.load(cx, &space, at.get()), Ok(0x3000));
-            let (leaf, deferred) = (rig.leaf(cx, &space, at.get()), rig.deferred());
-            let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
-            let gone = if shorter { rig.vm.truncate(cx, &object, 3 << 12) } else { rig.vm.punch(cx, &object, 3, 4) };
-            gone.expect("its own");
-            assert!((0..50).all(|_| rig.mmu.load(CpuId::new(0), at).is_err()), "it is used, {shorter}");
-            page.put_back(cx);
-            assert_eq!(rig.load(cx, &space, at.get()).is_err(), shorter);
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-        });
-    }
-}
-
-#[test]
-fn what_is_away_is_gone_from_a_file_too() {
-    on_both!(away);
-}
-
-/// What a file has no longer of its last page is zero when it grows again, though the page was on its way elsewhere when the file became
-/// shorter.
-fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        let shared = with!(SMALL, shared = true);
-        rig.vm.map(cx, &space, span(AT, 4 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
-        (object, space)
-    });
-    let (at, bytes) = (AT + 0x3000, (3 << 12) + 16);
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        rig.enter(cx, &space);
-        assert_eq!(rig.load(cx, &space, at), Ok(0x3000));
-        let (leaf, deferred) = (rig.leaf(cx, &space, at), rig.deferred());
-        let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
-        let begun = AtomicU32::new(0);
-        std::thread::scope(|scope| {
-            let shorter = scope.spawn(|| {
-                rig.beside_others(1, |cx| {
-                    begun.store(1, Ordering::SeqCst);
-                    rig.vm.truncate(cx, &object, bytes).expect("its own");
-                });
-                begun.store(2, Ordering::SeqCst);
-            });
-            // Enough for one that does not wait to be over.
-            for _ in 0..1000 {
-                rig.vm.shootdown().handle_ipi(cx);
-                std::thread::yield_now();
-            }
-            while begun.load(Ordering::SeqCst) == 0 {
-                std::thread::yield_now();
-            }
-            page.put_back(cx);
-            while begun.load(Ordering::SeqCst) < 2 {
-                rig.vm.shootdown().handle_ipi(cx);
-            }
-            shorter.join().expect("it ended");
-        });
-        rig.vm.truncate(cx, &object, 4 << 12).expect("longer");
-        assert_eq!(
-            [0, 8, 16, 4088].map(|word| rig.load(cx, &space, at + word)),
-            [Ok(0x3000), Ok(0x3008), Ok(0), Ok(0)]
-        );
-        rig.end(cx, space);
-        rig.vm.close(cx, object).expect("its own");
-    });
-}
-
-fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    let file = File::new(4 << 12);
-    let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let object = rig.vm.open_source(cx, file).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        rig.vm.map(cx, &space, span(AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-        (object, space)
-    });
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        rig.enter(cx, &space);
-        file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
-        file.gate.store(4, Ordering::SeqCst);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while file.gate.load(Ordering::SeqCst) != 5 {
-                    std::thread::yield_now();
-                }
-                file.bytes()[..4096].fill(0);
-                rig.beside_others(1, |cx| assert_eq!(rig.vm.punch(cx, &object, 0, 1), Ok(0)));
-                file.gate.store(6, Ordering::SeqCst);
-            });
-            assert_eq!(rig.load(cx, &space, AT + 8), Ok(0), "as the source has it after the hole");
-        });
-        file.calls.store(0, Ordering::Relaxed);
-        rig.end(cx, space);
-        rig.vm.close(cx, object).expect("its own");
-    });
-}
-
-#[test]
-fn what_was_read_before_a_hole_is_not_entered_after_it() {
-    on_both!(read_before);
-}
-
 /// A page that reclaim finds nowhere in a space that owes a flush may be what that flush is of.
 fn owed<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(4 << 12);
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let object = rig.vm.open_source(cx, file).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        rig.vm.map(cx, &space, span(AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-        rig.enter(cx, &space);
+        let (object, space) = enter(rig, cx, file);
         let at = |page: u64| AT + (page << 12);
         assert_eq!((rig.load(cx, &space, at(0)), rig.load(cx, &space, at(3))), (Ok(0), Ok(3 << 12)));
         let [first, last] = [at(0), at(3)].map(|at| rig.leaf(cx, &space, at).frame);
@@ -481,8 +383,7 @@ fn owed<F: PageFormat>(rig: &Rig<'_, F, true>) {
                 away.put_back(cx);
             }
         }
-        rig.end(cx, space);
-        rig.vm.close(cx, object).expect("its own");
+        end(rig, cx, (object, space));
     });
 }
 
@@ -491,76 +392,128 @@ fn a_page_is_nobodys_before_a_flush_that_a_space_owes() {
     on_both!(owed);
 }
 
-#[test]
-fn the_rest_of_a_last_page_that_moves_is_zero_too() {
-    on_both!(moving);
-}
-
-/// Who makes a hole, or a file shorter, goes on when nobody is about to write there what was there before.
-fn overtaken<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    for shorter in [false, true] {
-        let file = File::new(4 << 12);
-        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let object = rig.vm.open_source(cx, file).expect("memory");
-            let space = rig.vm.create(cx, bounds()).expect("memory");
-            rig.vm.map(cx, &space, span(AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            (object, space)
-        });
+fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    for way in ["sync", "reclaim", "close"] {
         rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            rig.enter(cx, &space);
-            rig.store(cx, &space, AT + 0x3000, 9).expect("memory");
-            file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
-            file.gate.store(1, Ordering::SeqCst);
-            std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    while file.gate.load(Ordering::SeqCst) != 2 {
-                        std::thread::yield_now();
-                    }
-                    rig.beside_others(1, |cx| {
-                        let done = if shorter {
-                            rig.vm.truncate(cx, &object, 0x3000)
-                        } else {
-                            rig.vm.punch(cx, &object, 3, 4)
-                        };
-                        assert_eq!(done, Ok(1));
-                    });
-                    file.gate.store(3, Ordering::SeqCst);
-                });
-                assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1));
-                while file.gate.load(Ordering::SeqCst) != 3 {
-                    rig.vm.shootdown().handle_ipi(cx);
-                }
+            let (file, other) = (File::new(4 << 12), File::new(4 << 12));
+            let (object, space) = enter(rig, cx, file);
+            let unwritten = rig.vm.open_source(cx, other).expect("memory");
+            rig.vm.map(cx, &space, span(THERE, 4 << 12), SMALL, Backing::Shared(&unwritten, 0)).expect("an area");
+            let [owner, beside] = [AT, THERE].map(|at| {
+                rig.store(cx, &space, at + 0x1000, 7).expect("memory");
+                rig.vm.owner(rig.leaf(cx, &space, at + 0x1000).frame).expect("the object")
             });
-            file.calls.store(0, Ordering::Relaxed);
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
+            file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
+            *file.beside.lock().expect("nobody panics") = Some(beside);
+            match way {
+                "sync" => assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1)),
+                "reclaim" => assert_eq!(rig.vm.write_back(cx, owner), 1),
+                _ => (),
+            }
+            end(rig, cx, (object, space));
+            assert!(file.beside.lock().expect("nobody panics").is_none() && file.word(0x1000) == 7, "{way}");
+            assert_eq!(rig.vm.write_back(cx, beside), 1, "nobody writes any more");
+            rig.vm.close(cx, unwritten).expect("its own");
+            assert_eq!(other.word(0x1000), 7);
         });
     }
 }
 
+/// Nobody writes back for memory that he needs to write back.
 #[test]
-fn what_goes_is_not_written_afterwards() {
-    on_both!(overtaken);
+fn reclaim_writes_nothing_while_others_write() {
+    on_both!(beside);
+}
+
+fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let file = File::new(4 << 12);
+        let (object, space) = enter(rig, cx, file);
+        let at = AT + 0x1000;
+        rig.store(cx, &space, at, 1).expect("memory");
+        let pinned: Cell<Option<Pinned<'_>>> = Cell::new(None);
+        rig.vm.pin(cx, &space, span(at, 0x1000), None, &Never, |pin| pinned.set(Some(pin))).expect("memory");
+        let device = |cx: &mut Cx<'_, 'h>| {
+            let pin = pinned.take().expect("once");
+            let window = rig.mmu.open(pin.extent(), None).expect("memory");
+            // SAFETY: the page stays until it is unpinned, and nobody else uses it.
+            unsafe { window.ptr.cast::<u64>().write(2) };
+            rig.vm.unpin(cx, &space, pin).expect("its own");
+        };
+        rig.calling_back(device, || assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1)));
+        assert_eq!(file.word(0x1000), 1, "before the device");
+        assert_eq!(drops(rig, cx, &space, at), Err(VmError::NotWritten), "the device has stored since");
+        assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1));
+        assert_eq!((file.word(0x1000), rig.load(cx, &space, at)), (2, Ok(2)));
+        assert_eq!(drops(rig, cx, &space, at), Ok(1));
+        // One that begins while it is written makes it dirty.
+        rig.store(cx, &space, at, 3).expect("memory");
+        let pin = |cx: &mut Cx<'_, 'h>| {
+            rig.vm.pin(cx, &space, span(at, 0x1000), None, &Never, |pin| pinned.set(Some(pin))).expect("memory");
+            device(cx);
+        };
+        rig.calling_back(pin, || assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1)));
+        assert_eq!(drops(rig, cx, &space, at), Err(VmError::NotWritten), "the device has stored since");
+        assert_eq!((rig.vm.sync(cx, &object, 0, 4), file.word(0x1000)), (Ok(1), 2));
+        end(rig, cx, (object, space));
+    });
+}
+
+#[test]
+fn what_a_device_stores_while_its_page_is_written_is_written_too() {
+    on_both!(unpinned);
+}
+
+/// Pages that do not adjoin are made read-only together.
+fn scattered<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let file = File::new(600 << 12);
+        let (object, space) = enter(rig, cx, file);
+        let at = |page: u64| AT + (page << 12);
+        let pages: Vec<u64> = (0..80).step_by(2).chain([511, 512, 599]).collect();
+        for page in &pages {
+            rig.store(cx, &space, at(*page), page + 1).expect("memory");
+        }
+        let before = rig.flushes();
+        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(43));
+        assert_eq!(rig.flushes() - before, 3, "32 runs of 512 pages at a time");
+        assert_eq!(file.writes(), pages.iter().map(|page| (*page, 1 << 12)).collect::<Vec<_>>());
+        for page in &pages {
+            assert!(rig.mmu.store(CpuId::new(0), VirtAddr::new(at(*page)), 9).is_err());
+            assert_eq!(file.word(page << 12), page + 1);
+        }
+        // What the source refuses is dirty, each of them.
+        rig.store(cx, &space, at(2), 9).expect("memory");
+        rig.store(cx, &space, at(4), 9).expect("memory");
+        file.fails(3);
+        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Err(VmError::Source { at: VirtAddr::new(2 << 12), code: 3 }));
+        file.fails(0);
+        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(2));
+        end(rig, cx, (object, space));
+    });
+}
+
+#[test]
+fn runs_that_lie_near_each_other_cost_one_flush() {
+    on_both!(scattered);
 }
 
 fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let file = File::new(32 << 12);
-        let object = rig.vm.open_source(cx, file).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        rig.vm.map(cx, &space, span(AT, 16 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        let (object, space) = enter(rig, cx, file);
         rig.vm.map(cx, &space, span(THERE, 16 << 12), SMALL, Backing::Copied(&object, 16)).expect("an area");
-        rig.enter(cx, &space);
         let used = rig.used(cx);
         file.fails(5);
+        let failed = |at, code| VmError::Source { at: VirtAddr::new(at), code };
         for at in [AT, THERE] {
-            assert_eq!(rig.load(cx, &space, at), Err(VmError::Source { code: 5 }));
+            assert_eq!(rig.load(cx, &space, at), Err(failed(at, 5)));
         }
-        assert_eq!(rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never), Err(VmError::Source { code: 5 }));
+        assert_eq!(rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never), Err(failed(0, 5)));
         // Short by a page and a bit: what is whole is there.
         file.fails(4096 + 200);
-        let short = VmError::Source { code: SourceError::SHORT.0 };
-        assert_eq!(rig.load(cx, &space, AT + (15 << 12)), Err(short));
+        let last = AT + (15 << 12);
+        assert_eq!(rig.load(cx, &space, last), Err(failed(last, SourceError::SHORT.0)));
         assert_eq!(rig.load(cx, &space, AT + (13 << 12)), Ok(13 << 12));
         file.fails(0);
         file.fills();
@@ -569,7 +522,7 @@ fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.store(cx, &space, AT, 1).expect("memory");
         rig.store(cx, &space, AT + (9 << 12), 9).expect("memory");
         file.fails(6);
-        assert_eq!(rig.vm.sync(cx, &object, 0, 32), Err(VmError::Source { code: 6 }));
+        assert_eq!(rig.vm.sync(cx, &object, 0, 32), Err(failed(0, 6)));
         let owner = rig.vm.owner(rig.leaf(cx, &space, AT).frame).expect("the object");
         assert_eq!(rig.vm.write_back(cx, owner), 0);
         assert_eq!(drops(rig, cx, &space, AT), Err(VmError::NotWritten), "it is dirty, still");
@@ -580,6 +533,12 @@ fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.vm.sync(cx, &plain, 0, 4), Err(VmError::OtherKind));
         assert_eq!(rig.vm.truncate(cx, &plain, 0), Err(VmError::OtherKind));
         assert_eq!(rig.vm.punch(cx, &plain, 0, 4), Err(VmError::OtherKind));
+        let beyond = |page: u64| Err(VmError::OutOfBounds { at: VirtAddr::new(page << 12) });
+        for (from, to, done) in [(5, 3, beyond(5)), (99, 98, beyond(99)), (5, 5, Ok(0)), (98, 99, Ok(0))] {
+            assert_eq!(rig.vm.sync(cx, &object, from, to), done);
+            assert_eq!(rig.vm.punch(cx, &object, from, to), done);
+            assert_eq!(rig.vm.prefault_shared(&object, from, to).work(cx, &Never).map(|()| 0), done);
+        }
         let no_copy = rig.vm.map(cx, &space, span(2 * AT, 0x1000), SMALL, Backing::Copied(&plain, 0));
         assert_eq!(no_copy, Err(VmError::OtherKind));
         let large = VmaKind::private(PageSize::Size2M);
@@ -647,8 +606,7 @@ fn an_instruction_is_read_like_a_word() {
             rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Exec).expect("memory");
             rig.enter(cx, &space);
             assert_eq!(rig.load(cx, &space, AT + 8), Ok(8));
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
+            end(rig, cx, (object, space));
         });
     });
 }

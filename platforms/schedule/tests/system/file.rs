@@ -29,9 +29,9 @@ impl File {
         u64::from_le_bytes(self.content().bytes[at as usize..][..8].try_into().expect("eight"))
     }
 
-    /// It has so many pages from here on.
-    pub fn resize(&self, pages: u64) {
-        self.content().bytes.resize((pages << 12) as usize, 0);
+    /// It has so many bytes from here on.
+    pub fn resize(&self, bytes: u64) {
+        self.content().bytes.resize(bytes as usize, 0);
     }
 
     /// Makes a hole, until `done`, which tells the object.

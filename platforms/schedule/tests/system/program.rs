@@ -76,7 +76,7 @@ struct Process<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 33] = [
+pub const ALL_DEEDS: [&str; 34] = [
     "punched",
     "shortened",
     "lent",
@@ -102,6 +102,7 @@ pub const ALL_DEEDS: [&str; 33] = [
     "ended",
     "ended beside idle CPUs",
     "pinned",
+    "pinned of a file",
     "poisoned",
     "stored by guests",
     "arenas removed",
@@ -137,10 +138,9 @@ pub struct Test<'v, 'h, F: PageFormat> {
     object: &'v SharedRef<'v, Model<'h, F>>,
     /// What the object is over, if it is.
     file: Option<&'static File>,
-    /// Somebody changes it; by making it shorter, for which no process is just being made.
+    /// Somebody changes it; by making it shorter: which of its pages are gone, and whose copies of them go.
     file_changes: Cell<bool>,
-    truncating: Cell<bool>,
-    making: Cell<u32>,
+    shortened: RefCell<Option<(Range<u64>, Vec<Weak<Process<'v, 'h, F>>>)>>,
     /// Those that are being made, too.
     all: RefCell<Vec<Weak<Process<'v, 'h, F>>>>,
     processes: RefCell<Vec<Rc<Process<'v, 'h, F>>>>,
@@ -180,8 +180,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
             object,
             file,
             file_changes: Cell::new(false),
-            truncating: Cell::new(false),
-            making: Cell::new(0),
+            shortened: RefCell::default(),
             all: RefCell::default(),
             processes: RefCell::default(),
             shared: RefCell::default(),

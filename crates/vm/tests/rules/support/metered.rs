@@ -36,7 +36,7 @@ pub fn most_between_reschedules(counters: &Counters, work: impl FnOnce()) -> u64
 
 thread_local! {
     /// What happens when this thread first looks at a leaf.
-    pub static AT_LEAF: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+    pub static AT_LEAF: super::Hook = const { super::Hook::new(None) };
 }
 
 fn note(entries: u64) {
@@ -83,10 +83,8 @@ unsafe impl<const DROPS: bool> PageFormat for Metered<DROPS> {
     }
 
     fn flags(entry: u64) -> Flags {
-        if entry & 1 != 0
-            && let Some(then) = AT_LEAF.take()
-        {
-            then();
+        if entry & 1 != 0 {
+            super::come_to(&AT_LEAF);
         }
         X86_64::flags(entry)
     }

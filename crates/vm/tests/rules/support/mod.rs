@@ -96,11 +96,24 @@ impl<'h> Notifier<Cpus<'h>> for Follower<'h> {
     }
 }
 
+/// What happens in one place on a thread, until it says that this was the time that it waited for.
+pub type Hook = Cell<Option<&'static dyn Fn() -> bool>>;
+
+pub fn come_to(hook: &'static LocalKey<Hook>) {
+    if let Some(then) = hook.take()
+        && !then()
+    {
+        hook.set(Some(then));
+    }
+}
+
 thread_local! {
     /// What happens when this thread interrupts CPUs to flush them.
-    static AT_FLUSH: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+    static AT_FLUSH: Hook = const { Hook::new(None) };
     /// What happens before it asks any for a flush.
-    static BEFORE_FLUSH: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+    static BEFORE_FLUSH: Hook = const { Hook::new(None) };
+    /// What happens when the pager is asked whether it holds memory back: for a page, or a table.
+    static AT_SUPPLY: Hook = const { Hook::new(None) };
 }
 
 /// The model's TLBs.
@@ -114,16 +127,12 @@ unsafe impl TlbHw for Watched<'_> {
     }
 
     fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
-        if let Some(then) = BEFORE_FLUSH.take() {
-            then();
-        }
+        come_to(&BEFORE_FLUSH);
         None
     }
 
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
-        if let Some(then) = AT_FLUSH.take() {
-            then();
-        }
+        come_to(&AT_FLUSH);
         TlbHw::interrupt(self.0, cpu, first, cpus, serve);
     }
 
@@ -144,22 +153,37 @@ unsafe impl TlbHw for Watched<'_> {
 
 /// Does `work`, and `then` when it first sees what a leaf says, of a [`Metered`] table.
 pub fn at_leaf(then: &dyn Fn(), work: impl FnOnce()) {
-    hooked(&metered::AT_LEAF, then, work);
+    hooked(&metered::AT_LEAF, &|| once(then), work);
 }
 
 /// Does `work`, and `then` when it first interrupts other CPUs for a flush.
 pub fn at_flush(then: &dyn Fn(), work: impl FnOnce()) {
-    hooked(&AT_FLUSH, then, work);
+    hooked(&AT_FLUSH, &|| once(then), work);
 }
 
 /// The same before it asks any CPU for its first flush: others may flush meanwhile.
 pub fn before_flush(then: &dyn Fn(), work: impl FnOnce()) {
+    before_flushes(&|| once(then), work);
+}
+
+/// The same before each flush, until `then` says that this was it.
+pub fn before_flushes(then: &dyn Fn() -> bool, work: impl FnOnce()) {
     hooked(&BEFORE_FLUSH, then, work);
 }
 
-fn hooked(hook: &'static LocalKey<Cell<Option<&'static dyn Fn()>>>, then: &dyn Fn(), work: impl FnOnce()) {
+/// The same where it asks for memory for a page or a table, of a rig with a pager.
+pub fn at_supply(then: &dyn Fn() -> bool, work: impl FnOnce()) {
+    hooked(&AT_SUPPLY, then, work);
+}
+
+fn once(then: &dyn Fn()) -> bool {
+    then();
+    true
+}
+
+fn hooked(hook: &'static LocalKey<Hook>, then: &dyn Fn() -> bool, work: impl FnOnce()) {
     // SAFETY: taken out again before `then` ends.
-    hook.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(then) }));
+    hook.set(Some(unsafe { std::mem::transmute::<&dyn Fn() -> bool, &'static dyn Fn() -> bool>(then) }));
     work();
     assert!(hook.take().is_none(), "it did not come to that");
 }

@@ -168,6 +168,7 @@ unsafe impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for S
     }
 
     fn holds_back(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: NodeId, _: Order) -> bool {
+        super::come_to(&super::AT_SUPPLY);
         self.holds_back.load(Ordering::Relaxed)
     }
 

@@ -91,20 +91,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
                 && !all().any(|page| book.gone.contains(&page));
             drop(book);
             self.test.begin_changes(process, all());
-            let book = process.book.borrow();
-            // A device keeps the page as it is.
-            for device in self.test.devices.borrow_mut().iter_mut() {
-                let at = device.pinned.at().get();
-                if std::ptr::eq(&*device.process, process) && range.contains(&at) && device.apart.is_none() {
-                    let at = at + u64::from(device.of) * 8;
-                    let mut apart = book.may_be(at);
-                    let in_flight = self.test.in_flight.borrow()[device.of as usize];
-                    apart.extend(
-                        in_flight.filter(|(of, to, _)| std::ptr::eq(*of, &process.book) && *to == at).map(|of| of.2),
-                    );
-                    device.apart = Some(apart);
-                }
-            }
+            self.test.leave_to_devices(process, &range);
         }
         let whole = span_of(&range);
         if stays {

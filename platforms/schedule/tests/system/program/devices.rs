@@ -11,11 +11,31 @@ pub(super) struct Device<'v, 'h, F: PageFormat> {
     pub(super) apart: Option<BTreeSet<u64>>,
 }
 
+impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
+    /// Pages of a process go, but a device that has one keeps it as it is.
+    pub(super) fn leave_to_devices(&self, process: &Process<'v, 'h, F>, range: &Range<u64>) {
+        let book = process.book.borrow();
+        for device in self.devices.borrow_mut().iter_mut() {
+            let at = device.pinned.at().get();
+            if std::ptr::eq(&*device.process, process) && range.contains(&at) && device.apart.is_none() {
+                let at = at + u64::from(device.of) * 8;
+                let mut apart = book.may_be(at);
+                let in_flight = self.in_flight.borrow()[device.of as usize];
+                apart.extend(
+                    in_flight.filter(|(of, to, _)| std::ptr::eq(*of, &process.book) && *to == at).map(|of| of.2),
+                );
+                device.apart = Some(apart);
+            }
+        }
+    }
+}
+
 impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
     /// A device gets a private page.
     pub(super) fn pin(&mut self, cx: &mut Cx<'_, 'h>) {
         let (test, process) = (self.test, self.process.clone());
-        let at = self.any_page(PRIVATE);
+        let area = if self.random.below(3) == 0 { COPIED } else { PRIVATE };
+        let at = self.any_page(area);
         let rights = process.book.borrow().rights(at);
         if test.devices.borrow().len() >= DEVICES || rights.read_only || process.protecting.get() > 0 {
             return;
@@ -44,7 +64,10 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
                 // Nobody knows which page it is.
                 test.unpin(cx, &process, pinned);
             } else {
-                test.did("pinned", 1);
+                test.did(if test.is_lent(area) { "pinned of a file" } else { "pinned" }, 1);
+                if test.is_lent(area) {
+                    process.book.borrow_mut().copied(at);
+                }
                 test.devices.borrow_mut().push(Device { of: self.cpu, process: process.clone(), pinned, apart: None });
             }
         }

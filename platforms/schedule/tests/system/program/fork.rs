@@ -6,16 +6,9 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
     /// A child has the private words as they are at one moment, whatever others do.
     pub(super) fn fork(&mut self, cx: &mut Cx<'_, 'h>) {
         let (test, parent) = (self.test, self.process.clone());
-        if test.processes.borrow().len() >= PROCESSES || test.truncating.get() {
+        if test.processes.borrow().len() >= PROCESSES {
             return;
         }
-        test.making.set(test.making.get() + 1);
-        self.make_child(cx, parent);
-        test.making.set(test.making.get() - 1);
-    }
-
-    fn make_child(&mut self, cx: &mut Cx<'_, 'h>, parent: Rc<Process<'v, 'h, F>>) {
-        let test = self.test;
         let (id, pins, begun) = (test.next_value(), parent.pins.get(), parent.pins_begun.get());
         let (before, mut words, gone, given_up, lent, own) = {
             let mut book = parent.book.borrow_mut();
@@ -26,7 +19,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         parent.forks.set(parent.forks.get() + 1);
         let forked = test.world.vm.fork(cx, &parent.space);
         parent.forks.set(parent.forks.get() + 1);
-        let (stores, torn) = {
+        let stores = {
             let mut book = parent.book.borrow_mut();
             let at = book.forks.iter().position(|fork| fork.id == id).expect("its own");
             let mut stores = book.forks.swap_remove(at).stores;
@@ -35,11 +28,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
                 let of_this = store.filter(|(of, ..)| std::ptr::eq(*of, &parent.book));
                 stores.extend(of_this.map(|(_, at, value)| (Some(cpu as u32), at, value)));
             }
-            let unlike = |(page, now): (&u64, &Changes)| {
-                (now.under_way || before.get(page).copied().unwrap_or_default() != *now).then_some(*page)
-            };
-            let torn: BTreeSet<u64> = book.changes.iter().filter_map(unlike).collect();
-            (stores, torn)
+            stores
         };
         let child = match forked {
             Ok(child) => child,
@@ -63,12 +52,24 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         for (at, values) in &parent.book.borrow().lent {
             child.book.borrow_mut().lent.entry(*at).or_default().extend(values);
         }
+        // From here on it is one of those whose copies go when the file becomes shorter.
+        let goes = test.goes_for(&child);
+        let unlike = |(page, now): (&u64, &Changes)| {
+            let changed = now.under_way || before.get(page).copied().unwrap_or_default() != *now;
+            (changed && !goes.contains(page)).then_some(*page)
+        };
+        let torn: BTreeSet<u64> = parent.book.borrow().changes.iter().filter_map(unlike).collect();
         child.users.set(1);
         test.world.enter(cx, &child.space);
         test.world.leave(cx, &parent.space);
         // What came or went meanwhile is there or not.
         for page in torn {
             self.change_pages(cx, &child, page..page + area_of(page).kind.page.bytes(), false);
+        }
+        for page in goes {
+            if child.space.find_vma(cx, VirtAddr::new(page)).is_err() {
+                test.map(cx, &child, COPIED, page..page + 4096);
+            }
         }
         self.process = child.clone();
         // What may be pinned is copied for the child, each page at its own moment.

@@ -17,36 +17,36 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         test.end_file_changes(from..to);
     }
 
-    /// The file ends early for a while. Copies of what is beyond go, too.
+    /// The file ends early for a while, at a page or within one. Copies of what is beyond go, too; a page of a process's own in which it
+    /// ends stays as it is.
     pub(super) fn truncate(&mut self, cx: &mut Cx<'_, 'h>) {
         let (test, vm) = (self.test, &self.test.world.vm);
         let Some(file) = test.file else { return };
         let end = self.random.below(SHARED_PAGES);
-        let copies = || pages_of(COPIED, end..SHARED_PAGES);
+        // Between two CPUs' words.
+        let into = self.random.below(2) * self.random.below(u64::from(CPUS)) * 8;
+        let (bytes, gone) = ((end << 12) + into, end + u64::from(into > 0)..SHARED_PAGES);
         {
-            let processes = test.processes.borrow();
-            let busy = |process: &Rc<Process<'v, 'h, F>>| {
-                let book = process.book.borrow();
-                !book.forks.is_empty() || book.is_busy(copies())
-            };
-            if test.making.get() > 0 || processes.iter().any(busy) || test.file_changes.replace(true) {
+            let all: Vec<_> = test.all.borrow().iter().filter_map(Weak::upgrade).collect();
+            let busy = |process: &Rc<Process<'v, 'h, F>>| process.book.borrow().is_busy(pages_of(COPIED, gone.clone()));
+            if all.iter().any(busy) || test.file_changes.replace(true) {
                 return;
             }
-            test.truncating.set(true);
-            processes.iter().for_each(|process| test.begin_changes(process, copies()));
+            *test.shortened.borrow_mut() = Some((gone.clone(), Vec::new()));
+            all.iter().for_each(|process| _ = test.goes_for(process));
         }
         test.begin_file_changes(end..SHARED_PAGES);
-        file.resize(end);
-        test.did("shortened", vm.truncate(cx, test.object, end << 12).expect("its own"));
-        test.is_nowhere_else(&(end..SHARED_PAGES));
+        file.resize(bytes);
+        test.did("shortened", vm.truncate(cx, test.object, bytes).expect("its own"));
+        test.is_nowhere_else(&gone);
         (0..self.random.below(300)).for_each(|_| point());
-        file.resize(SHARED_PAGES);
+        file.resize(SHARED_PAGES << 12);
         assert_eq!(vm.truncate(cx, test.object, SHARED_PAGES << 12), Ok(0));
-        test.end_file_changes(end..SHARED_PAGES);
-        for process in test.processes.borrow().iter() {
-            test.end_changes(process, copies());
+        test.end_file_changes_from(end..SHARED_PAGES, into);
+        let (gone, whose) = test.shortened.take().expect("said above");
+        for process in whose.iter().filter_map(Weak::upgrade) {
+            test.end_changes(&process, pages_of(COPIED, gone.clone()));
         }
-        test.truncating.set(false);
     }
 
     /// Reads from a page on, over the pages behind it, as far as there are areas: what others do not store to is as it was stored.
@@ -138,10 +138,26 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
     }
 
     fn end_file_changes(&self, pages: Range<u64>) {
-        let mut book = self.shared.borrow_mut();
-        book.end_changes(pages_of(&AREAS[1], pages.clone()));
-        book.empty(&AREAS[1].part(&pages));
+        self.end_file_changes_from(pages, 0);
+    }
+
+    /// The same; of the first page so many bytes have stayed.
+    fn end_file_changes_from(&self, pages: Range<u64>, into: u64) {
+        let (mut book, part) = (self.shared.borrow_mut(), AREAS[1].part(&pages));
+        book.end_changes(pages_of(&AREAS[1], pages));
+        book.empty(&(part.start + into..part.end));
         self.file_changes.set(false);
+    }
+
+    /// If the file is shorter just now, the pages of a process that go with what it has no longer.
+    pub(super) fn goes_for(&self, process: &Rc<Process<'v, 'h, F>>) -> BTreeSet<u64> {
+        let mut shortened = self.shortened.borrow_mut();
+        let Some((gone, whose)) = &mut *shortened else { return BTreeSet::new() };
+        let copies = pages_of(COPIED, gone.clone());
+        self.begin_changes(process, copies.clone());
+        self.leave_to_devices(process, &COPIED.part(gone));
+        whose.push(Rc::downgrade(process));
+        copies.collect()
     }
 
     /// No CPU uses a frame that is free where pages of the file are shown, or have been: looked at without letting anybody run.
