@@ -63,10 +63,11 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         test.world.enter(cx, &child.space);
         test.world.leave(cx, &parent.space);
         // What came or went meanwhile is there or not.
-        for page in torn {
-            self.change_pages(cx, &child, page..page + area_of(page).kind.page.bytes(), false);
+        for page in &torn {
+            self.change_pages(cx, &child, *page..page + area_of(*page).kind.page.bytes(), false);
         }
-        for page in goes {
+        // Nothing is changed where the file is, or has just become, shorter, though the parent may have had no area there.
+        for page in torn.into_iter().chain(goes).filter(|page| COPIED.holds(*page)) {
             if child.space.find_vma(cx, VirtAddr::new(page)).is_err() {
                 test.map(cx, &child, COPIED, page..page + 4096);
             }

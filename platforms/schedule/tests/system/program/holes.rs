@@ -32,7 +32,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             if all.iter().any(busy) || test.file_changes.replace(true) {
                 return;
             }
-            *test.shortened.borrow_mut() = Some((gone.clone(), Vec::new()));
+            *test.shortened.borrow_mut() = Some(Shortened { gone: gone.clone(), whose: Vec::new() });
             all.iter().for_each(|process| _ = test.goes_for(process));
         }
         test.begin_file_changes(end..SHARED_PAGES);
@@ -43,7 +43,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         file.resize(SHARED_PAGES << 12);
         assert_eq!(vm.truncate(cx, test.object, SHARED_PAGES << 12), Ok(0));
         test.end_file_changes_from(end..SHARED_PAGES, into);
-        let (gone, whose) = test.shortened.take().expect("said above");
+        let Shortened { gone, whose } = test.shortened.take().expect("said above");
         for process in whose.iter().filter_map(Weak::upgrade) {
             test.end_changes(&process, pages_of(COPIED, gone.clone()));
         }
@@ -152,7 +152,7 @@ impl<'v, 'h, F: PageFormat> Test<'v, 'h, F> {
     /// If the file is shorter just now, the pages of a process that go with what it has no longer.
     pub(super) fn goes_for(&self, process: &Rc<Process<'v, 'h, F>>) -> BTreeSet<u64> {
         let mut shortened = self.shortened.borrow_mut();
-        let Some((gone, whose)) = &mut *shortened else { return BTreeSet::new() };
+        let Some(Shortened { gone, whose }) = &mut *shortened else { return BTreeSet::new() };
         let copies = pages_of(COPIED, gone.clone());
         self.begin_changes(process, copies.clone());
         self.leave_to_devices(process, &COPIED.part(gone));
