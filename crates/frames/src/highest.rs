@@ -1,5 +1,5 @@
 //! Which of some words are the highest, and the others in order: what a cache that is drained asks. The core library's selection and sorting
-//! are as fast, and twelve times as much code.
+//! are as fast, and ten times as much code.
 //!
 //! Words part by the highest bit in which they differ, on the side that matters, until there are only a few: O(n) to select, and a pass per
 //! bit at most, whatever the words are. Nothing branches on what is compared, because nobody could predict it.

@@ -124,11 +124,17 @@ impl<'m> Carver<'m> {
 
     /// Where the next array of `T` goes, in bytes; room for it is taken.
     pub(crate) fn place<T>(&mut self, count: u64) -> Result<usize, FramesConfigError> {
-        let count = usize::try_from(count).map_err(|_| FramesConfigError::TooLarge)?;
-        let layout = Layout::array::<T>(count).map_err(|_| FramesConfigError::TooLarge)?;
-        let at = self.used.checked_next_multiple_of(layout.align()).ok_or(FramesConfigError::TooLarge)?;
-        self.used = at.checked_add(layout.size()).ok_or(FramesConfigError::TooLarge)?;
-        Ok(at)
+        self.place_layout(count, Layout::new::<T>()).ok_or(FramesConfigError::TooLarge)
+    }
+
+    /// One copy of it, for all types.
+    #[inline(never)]
+    fn place_layout(&mut self, count: u64, one: Layout) -> Option<usize> {
+        let bytes =
+            usize::try_from(count).ok()?.checked_mul(one.size()).filter(|bytes| *bytes <= isize::MAX as usize)?;
+        let at = self.used.checked_next_multiple_of(one.align())?;
+        self.used = at.checked_add(bytes)?;
+        Some(at)
     }
 
     /// Places and fills an array.
