@@ -192,6 +192,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The first frame of the extent that is not free.
+    #[inline(never)]
     fn all_free(&self, arena: &Arena<'m>, extent: Extent) -> Result<(), AllocContigError> {
         for part in not_whole(arena, extent) {
             let pfn = part.base();
@@ -216,6 +217,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Takes an extent that is free throughout; what its first and last blocks have beyond it goes back.
+    #[inline(never)]
     fn take_free(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent) {
         for inside in not_whole(arena, extent) {
             let pfn = inside.base();

@@ -189,6 +189,38 @@ impl Slot {
     }
 }
 
+/// Arenas that were added and are on a node, whose lock is held.
+struct AddedOn<'m> {
+    node: NodeId,
+    /// The slot that comes next.
+    slot: Option<&'m Slot>,
+}
+
+impl<'m> Iterator for AddedOn<'m> {
+    type Item = &'m Arena<'m>;
+
+    fn next(&mut self) -> Option<&'m Arena<'m>> {
+        // Few managers have any.
+        if self.slot.is_some() { self.later() } else { None }
+    }
+}
+
+impl<'m> AddedOn<'m> {
+    #[cold]
+    #[inline(never)]
+    fn later(&mut self) -> Option<&'m Arena<'m>> {
+        while let Some(slot) = self.slot {
+            // SAFETY: a link in the manager's list.
+            self.slot = unsafe { slot.next.next() };
+            if let Some(seen) = slot.seen().filter(|seen| seen.node == self.node) {
+                // SAFETY: the node's lock is held, under which alone an arena of it goes.
+                return Some(&unsafe { seen.kept() }.arena);
+            }
+        }
+        None
+    }
+}
+
 /// Where the slot goes, and the rest.
 fn place(spec: &ArenaSpec) -> Result<Layout, FramesConfigError> {
     if spec.extent.is_empty() {
@@ -238,16 +270,16 @@ impl<'m> Arenas<'m> {
     }
 
     /// Those of them that are on a node, whose lock the caller holds.
-    fn added_on(&self, lists: &FreeLists) -> impl Iterator<Item = &'m Arena<'m>> + use<'m> {
-        let node = lists.node;
-        // SAFETY: the node's lock is held, under which alone an arena of it goes.
-        self.added().filter(move |seen| seen.node == node).map(|seen| &unsafe { seen.kept() }.arena)
+    fn added_on(&self, lists: &FreeLists) -> AddedOn<'m> {
+        // SAFETY: the manager's own link.
+        AddedOn { node: lists.node, slot: unsafe { self.added.next() } }
     }
 
     /// All of a node, whose lock the caller holds.
     pub(crate) fn on(&self, lists: &FreeLists) -> impl Iterator<Item = &'m Arena<'m>> + use<'m> {
+        let (mut given, mut added) = (self.given.iter(), self.added_on(lists));
         let node = lists.node;
-        self.given.iter().filter(move |arena| arena.node == node).chain(self.added_on(lists))
+        core::iter::from_fn(move || given.find(|arena| arena.node == node).or_else(|| added.next()))
     }
 
     /// Whether an arena that the manager was made with is on a node: only then there is such a node.
@@ -333,9 +365,9 @@ impl<'m> Arenas<'m> {
         rows: Option<Rows<'m>>,
     ) -> impl Iterator<Item = Places<'m>> + use<'m> {
         let arenas = self.given;
-        let first = rows.map(|rows| Places { rows, arenas });
-        let added = self.added_on(lists);
-        first.into_iter().chain(added.map(|arena| Places { rows: arena.rows, arenas: core::slice::from_ref(arena) }))
+        let (mut first, mut added) = (rows.map(|rows| Places { rows, arenas }), self.added_on(lists));
+        let own = |arena: &'m Arena<'m>| Places { rows: arena.rows, arenas: core::slice::from_ref(arena) };
+        core::iter::from_fn(move || first.take().or_else(|| added.next().map(own)))
     }
 
     /// Size and alignment of the metadata that [`add`](Arenas::add) needs for an arena.

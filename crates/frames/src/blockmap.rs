@@ -27,7 +27,7 @@ mod position;
 mod runs;
 
 pub(crate) use position::{Blocks, Pages, Position};
-pub(crate) use runs::{count_runs, every, first_run, runs_in, spans};
+pub(crate) use runs::{add, count_runs, every, first_run, runs_in, spans};
 
 use core::marker::PhantomData;
 use hugemm_base::sync::{AtomicU64, Ordering};
@@ -169,39 +169,24 @@ impl<L: position::Level> Bits512<L> {
     }
 
     /// Whether a block of order 0 starts at `index`, and the next one right after it in the same word: for every other
-    /// case, and for every 64th position, [`block_at`](Bits512::block_at) knows.
+    /// case, and for every 64th position, [`block_at`] knows.
     #[inline]
     pub(crate) fn is_single(&self, index: Position<L>) -> bool {
         // The top position's neighbour is in the next word: the shift brings a 0 in.
         self.word(index).load(Ordering::Relaxed) >> index.bit() & 3 == 3
     }
 
-    /// The block that holds `index`: where it starts and its size as log2. A racing reader can see a length that no
-    /// block has; it is rounded down.
-    #[inline]
+    /// [`block_at`].
+    #[cfg(all(test, not(loom)))]
     pub(crate) fn block_at(&self, index: Position<L>) -> (Position<L>, u32) {
-        let (at, bit) = (index.word(), index.bit());
-        let here = self.words[at].load(Ordering::Relaxed);
-        let upto = here & (u64::MAX >> (WORD_BITS - 1 - bit));
-        let start = if upto != 0 {
-            at * WORD_BITS + upto.ilog2() as usize
-        } else {
-            let below = self.words[..at].iter().enumerate().rev();
-            below
-                .map(|(i, w)| (i, w.load(Ordering::Relaxed)))
-                .find(|(_, w)| *w != 0)
-                .map_or(0, |(i, w)| i * WORD_BITS + w.ilog2() as usize)
-        };
-        let beyond = if bit == WORD_BITS - 1 { 0 } else { here & (u64::MAX << (bit + 1)) };
-        let next = if beyond != 0 {
-            at * WORD_BITS + beyond.trailing_zeros() as usize
-        } else {
-            // What starts in a word starts at its beginning too: blocks are aligned.
-            let mut above = self.words.iter().skip(at + 1);
-            let whole = above.position(|word| word.load(Ordering::Relaxed) != 0);
-            whole.map_or(SPAN, |words| (at + 1 + words) * WORD_BITS)
-        };
-        (Position::new(start), (next - start).ilog2())
+        let (start, log) = block_at(&self.words, index.get());
+        (Position::new(start), log)
+    }
+
+    /// The words.
+    #[inline]
+    pub(crate) fn words(&self) -> &[AtomicU64; WORDS] {
+        &self.words
     }
 
     /// Makes `[index, index + 2^order)` one block. The caller owns all of it and a block starts at `index`. One atomic
@@ -218,14 +203,8 @@ impl<L: position::Level> Bits512<L> {
             return;
         }
         // From 64 positions on, the words belong to the caller as a whole.
-        let mut first = true;
-        self.for_words(index, order, |word, _| {
-            // Often it is one block already; a load is cheaper than a store that the next lock would have to wait for.
-            if word.load(Ordering::Relaxed) != u64::from(first) {
-                word.store(u64::from(first), Ordering::Relaxed);
-            }
-            first = false;
-        });
+        let count = (1_usize << order.min(SPAN_SHIFT)) / WORD_BITS;
+        merge_words(self.words.get(index.word()..index.word() + count).unwrap_or(&[]));
     }
 
     /// Splits `[index, index + 2^from)` evenly into blocks of order `to`. One atomic below order 6, at most 8 plain
@@ -248,14 +227,7 @@ impl<L: position::Level> Bits512<L> {
 
     /// Makes a block start at `index`, by halving the block that holds it until one does. The caller owns that block.
     pub(crate) fn cut(&self, index: Position<L>) {
-        loop {
-            let (start, order) = self.block_at(index);
-            if start == index || order == 0 {
-                return;
-            }
-            let middle = Position::new(start.get() + (1 << (order - 1)));
-            self.word(middle).fetch_or(1 << middle.bit(), Ordering::Relaxed);
-        }
+        cut(&self.words, index.get());
     }
 
     /// The first set bit of the words that `pick` makes of these.
@@ -266,19 +238,73 @@ impl<L: position::Level> Bits512<L> {
 
     /// Every set bit, ascending.
     pub(crate) fn positions(&self) -> impl Iterator<Item = Position<L>> {
-        (0..WORDS).flat_map(|at| {
-            let mut left = self.load(at);
-            core::iter::from_fn(move || {
-                let bit = (left != 0).then(|| left.trailing_zeros())?;
-                left &= left - 1;
-                Some(Position::in_word(at, bit))
-            })
+        let (mut at, mut left) = (0, self.load(0));
+        core::iter::from_fn(move || {
+            while left == 0 {
+                at += 1;
+                left = self.words.get(at)?.load(Ordering::Relaxed);
+            }
+            let bit = left.trailing_zeros();
+            left &= left - 1;
+            Some(Position::in_word(at, bit))
         })
     }
 
     /// The words, for scans.
     pub(crate) fn snapshot(&self) -> [u64; WORDS] {
         core::array::from_fn(|i| self.words[i].load(Ordering::Relaxed))
+    }
+}
+
+/// The block that holds position `index` of a map of either level: where it starts and its size as log2. A racing reader can see a length
+/// that no block has; it is rounded down.
+#[inline]
+pub(crate) fn block_at(words: &[AtomicU64; WORDS], index: usize) -> (usize, u32) {
+    let (at, bit) = (index / WORD_BITS % WORDS, index % WORD_BITS);
+    let here = words[at].load(Ordering::Relaxed);
+    let upto = here & (u64::MAX >> (WORD_BITS - 1 - bit));
+    let start = if upto != 0 {
+        at * WORD_BITS + upto.ilog2() as usize
+    } else {
+        let below = words[..at].iter().enumerate().rev();
+        below
+            .map(|(i, w)| (i, w.load(Ordering::Relaxed)))
+            .find(|(_, w)| *w != 0)
+            .map_or(0, |(i, w)| i * WORD_BITS + w.ilog2() as usize)
+    };
+    let beyond = if bit == WORD_BITS - 1 { 0 } else { here & (u64::MAX << (bit + 1)) };
+    let next = if beyond != 0 {
+        at * WORD_BITS + beyond.trailing_zeros() as usize
+    } else {
+        // What starts in a word starts at its beginning too: blocks are aligned.
+        let mut above = words.iter().skip(at + 1);
+        let whole = above.position(|word| word.load(Ordering::Relaxed) != 0);
+        whole.map_or(SPAN, |words| (at + 1 + words) * WORD_BITS)
+    };
+    (start, (next - start).ilog2())
+}
+
+/// [`Bits512::cut`], of a map of either level.
+#[inline(never)]
+fn cut(words: &[AtomicU64; WORDS], index: usize) {
+    loop {
+        let (start, order) = block_at(words, index);
+        if start == index || order == 0 {
+            return;
+        }
+        let middle = start + (1 << (order - 1));
+        words[middle / WORD_BITS % WORDS].fetch_or(1 << (middle % WORD_BITS), Ordering::Relaxed);
+    }
+}
+
+/// Makes whole words, which are the caller's, one block.
+#[inline(never)]
+fn merge_words(words: &[AtomicU64]) {
+    for (word, block) in words.iter().zip(core::iter::once(1).chain(core::iter::repeat(0))) {
+        // Often it is one block already; a load is cheaper than a store that the next lock would have to wait for.
+        if word.load(Ordering::Relaxed) != block {
+            word.store(block, Ordering::Relaxed);
+        }
     }
 }
 

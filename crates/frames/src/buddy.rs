@@ -108,6 +108,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// Looks under the lock whether frames must be looked at: what the caller has seen before may be out of date, and
     /// only from here on nobody isolates or refuses any.
+    #[inline(never)]
     pub(crate) fn free_chunks(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, content: Content) {
         if self.has_suspects() {
             return self.free_suspects_locked(lists, arena, extent, content);

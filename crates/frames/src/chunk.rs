@@ -33,6 +33,7 @@ pub(crate) const fn is_worth_it(blocks: u64) -> bool {
 }
 
 /// Bits of a 2 MiB block without those of one chunk.
+#[inline(never)]
 fn without(mut bits: [u64; WORDS], half: usize) -> [u64; WORDS] {
     let words = WORDS / HALVES;
     bits[half % HALVES * words..][..words].fill(0);
@@ -48,6 +49,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Whether a frame is in the chunk of a CPU other than `own`.
+    #[inline(never)]
     pub(crate) fn is_anothers(&self, own: &PerCpu<'m>, arena: &Arena<'m>, pfn: Pfn) -> bool {
         let block = arena.block(pfn);
         let taker = block.takers.of(half_of(pfn)).filter(|taker| *taker != own.number);
@@ -64,30 +66,51 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         sought: Sought,
     ) -> Option<Place<'m>> {
-        self.in_own_chunk(lists, own, order, mobility, sought).or_else(|| {
-            let in_places = |places: Places<'m>| {
-                let found = (order..BLOCK_ORDER).filter_map(|larger| {
-                    let kind = kind(mobility, sought, larger);
-                    let (arena, region, base) = places.at(places.rows.first(kind)?)?;
-                    region.has[kind].positions().filter(|at| !region.isolated.get(*at)).take(TRIES).find_map(|at| {
-                        let near = at.pfn(base).max(arena.extent.base());
-                        let block = arena.block(near);
-                        // What has room has bits of its own mobility only.
-                        let mut room = block.room(sought);
-                        for half in 0..HALVES {
-                            let pfn = Position::<Pages>::new(half << CHUNK_SHIFT).pfn(near);
-                            if self.is_anothers(own, arena, pfn.max(arena.extent.base())) {
-                                room = without(room, half);
-                            }
-                        }
-                        let index = first_run(order, &room)?;
-                        Some(Place { arena, near, index, room })
-                    })
-                });
-                found.min_by_key(Place::pfn)
-            };
-            self.places(lists).find_map(in_places)
-        })
+        if let Some(place) = self.in_own_chunk(lists, own, order, mobility, sought) {
+            return Some(place);
+        }
+        for places in self.places(lists) {
+            let mut lowest: Option<Place<'m>> = None;
+            for larger in order..BLOCK_ORDER {
+                if let Some(place) = self.in_nobodys(&places, own, order, sought, kind(mobility, sought, larger))
+                    && lowest.as_ref().is_none_or(|lowest| place.pfn() < lowest.pfn())
+                {
+                    lowest = Some(place);
+                }
+            }
+            if lowest.is_some() {
+                return lowest;
+            }
+        }
+        None
+    }
+
+    /// The lowest in nobody's chunk, of the first few 2 MiB that may have some of a kind.
+    #[inline(never)]
+    fn in_nobodys(
+        &self,
+        places: &Places<'m>,
+        own: &PerCpu<'m>,
+        order: u32,
+        sought: Sought,
+        kind: usize,
+    ) -> Option<Place<'m>> {
+        let (arena, region, base) = places.at(places.rows.first(kind)?)?;
+        for at in region.has[kind].positions().filter(|at| !region.isolated.get(*at)).take(TRIES) {
+            let near = at.pfn(base).max(arena.extent.base());
+            // What has room has bits of its own mobility only.
+            let mut room = arena.block(near).room(sought);
+            for half in 0..HALVES {
+                let pfn = Position::<Pages>::new(half << CHUNK_SHIFT).pfn(near);
+                if self.is_anothers(own, arena, pfn.max(arena.extent.base())) {
+                    room = without(room, half);
+                }
+            }
+            if let Some(index) = first_run(order, &room) {
+                return Some(Place { arena, near, index, room });
+            }
+        }
+        None
     }
 
     /// The lowest in the CPU's own chunk.

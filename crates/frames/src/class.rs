@@ -3,6 +3,7 @@
 //! Only its owner touches it, pinned, with relaxed loads and stores (see [`pcp`](crate::pcp)); others read the length.
 
 use crate::frozen::Frozen;
+use crate::highest::highest_first;
 use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, Ordering};
 
@@ -93,7 +94,7 @@ impl<'m> Class<'m> {
 
     /// The lowest block comes last.
     fn sort(&self) {
-        self.drain_highest(0, |_| ());
+        let _ = self.in_order(0);
     }
 
     /// Whether the block that `pop` would return is known to be zero.
@@ -191,26 +192,22 @@ impl<'m> Class<'m> {
     /// Hands up to `count` entries over, those that lie highest, in any order, and keeps the lowest, the lowest of all on top.
     /// They are counted until `f` returns, so that nobody takes a cache that is being drained for an empty one. O(len).
     pub(crate) fn drain_highest(&self, count: u64, f: impl FnOnce(&mut [u64])) {
-        let len = self.len();
-        let count = count.min(len) as usize;
-        // SAFETY: there are at least `len` entries (see `entry`), and `f` knows nothing of this class.
-        let words = unsafe { plain(self.entries, len as usize) };
-        highest_first(words, count);
+        let (count, words) = self.in_order(count);
         f(&mut words[..count]);
         words.copy_within(count.., 0);
-        self.len.store(len - count as u64, Ordering::Relaxed);
+        self.len.store((words.len() - count) as u64, Ordering::Relaxed);
     }
-}
 
-/// Brings the `count` highest words to the front, the others behind them in descending order. One copy of it for all who drain.
-#[inline(never)]
-fn highest_first(words: &mut [u64], count: usize) {
-    // By frame: the frame's number is the word's highest part. What lies in order stays so, and neighbours together.
-    if words.is_sorted() {
-        words.reverse();
-    } else if count < words.len() && !words.is_sorted_by(|a, b| a >= b) {
-        words.select_nth_unstable_by(count, |a, b| b.cmp(a));
-        words[count..].sort_unstable_by(|a, b| b.cmp(a));
+    /// How many of `count` there are, and all entries, so many of the highest first. One copy of it for all who drain.
+    #[inline(never)]
+    #[allow(clippy::mut_from_ref, reason = "as `plain`, for the owner, who has no other way to them meanwhile")]
+    fn in_order(&self, count: u64) -> (usize, &mut [u64]) {
+        let len = self.len();
+        let count = count.min(len) as usize;
+        // SAFETY: there are at least `len` entries (see `entry`), and what gets them knows nothing of this class.
+        let words = unsafe { plain(self.entries, len as usize) };
+        highest_first(words, count);
+        (count, words)
     }
 }
 

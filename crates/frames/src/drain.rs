@@ -146,7 +146,7 @@ impl<'m, E: Env> Frames<'m, E> {
             return false;
         }
         if due == Due::All
-            && let Some((class, order)) = own.all().find(|(class, _)| class.len() != 0)
+            && let Some((class, order)) = own.first_filled(0)
         {
             self.drain_class(pin, own, class, order, PART);
         } else if own.out.pages() != 0 {
@@ -203,10 +203,13 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Under the node's lock: gives back the blocks of orders that are only gathered, which need no lock round of their own.
     pub(crate) fn return_gathered(&self, lists: &mut FreeLists, own: &PerCpu<'m>) {
         if lists.node == own.node {
-            own.gathered().for_each(|class| {
-                class.drain_highest(class.len(), |words| self.free_few(lists, words));
-            });
+            own.gathered().for_each(|class| self.return_class(lists, class));
         }
+    }
+
+    #[inline(never)]
+    fn return_class(&self, lists: &mut FreeLists, class: &Class<'m>) {
+        class.drain_highest(class.len(), |words| self.free_few(lists, words));
     }
 
     /// Serves what others have asked this CPU for, if it has given back all that it had: what it still has goes before the next call.

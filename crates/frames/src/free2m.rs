@@ -19,7 +19,7 @@
 
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, Region, in_region};
 use crate::bits::{descending, lowest};
-use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, count_runs, first_run, spans};
+use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, add, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
 use crate::freelist::{FreeLists, Places};
 use crate::node::{Content, Taken};
@@ -319,9 +319,7 @@ impl<'m, E: Env> Frames<'m, E> {
 /// Adds up the free blocks of 2 MiB and more of a region by order. Isolated ones are single.
 pub(crate) fn count_2m(region: &Region, blocks: &mut [u64; ORDERS]) {
     let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
-    for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
-        *sum += count;
-    }
+    add(&mut blocks[BLOCK_ORDER as usize..], &counts);
     let isolated = |at| u64::from((region.free.load(at) & region.isolated.load(at)).count_ones());
     blocks[BLOCK_ORDER as usize] += (0..WORDS).map(isolated).sum::<u64>();
 }
@@ -337,6 +335,7 @@ const fn rows_of(content: Content) -> u64 {
 }
 
 /// Says that a region has none of the runs that some rows stand for.
+#[inline(never)]
 fn clear_rows(arena: &Arena<'_>, region: &Region, number: usize, rows: u64) {
     // Relaxed: under the lock, like all of this.
     let hints = region.hints.load(Ordering::Relaxed);

@@ -21,7 +21,7 @@
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
 use crate::bits::{RUNS, descending, lowest};
 use crate::blockmap::{
-    Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans,
+    Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, add, count_runs, every, first_run, runs_in, spans,
 };
 use crate::frames::{Env, Frames};
 use crate::free2m::{DIRTY_FIRST, Sought, Way, ZERO};
@@ -162,7 +162,8 @@ impl Run {
 }
 
 impl Block {
-    /// Which pages are free with some content.
+    /// Which pages are free with some content. One copy of it, for all who look for a place.
+    #[inline(never)]
     pub(crate) fn room(&self, sought: Sought) -> [u64; WORDS] {
         let free = self.free.snapshot();
         match sought {
@@ -199,7 +200,10 @@ impl<'m, E: Env> Frames<'m, E> {
                 block.zero.set_locked(at, bits, true);
             }
         }
-        let end = spans(in_block(pfn), count).map(|(at, _)| end_at(&block.free, at)).max();
+        let mut end = 0;
+        for (at, _) in spans(in_block(pfn), count) {
+            end = end.max(end_at(&block.free, at));
+        }
         lists.pages += count as u64;
         if zero {
             note_zero(lists, block, count as u64);
@@ -207,7 +211,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.is_isolating() && arena.region(pfn).isolated.get(in_region(pfn)) {
             lists.isolated += count as u64;
         }
-        self.note_run(lists, arena, pfn, zero, end.unwrap_or(0));
+        self.note_run(lists, arena, pfn, zero, end);
     }
 
     /// Frees pages of a word of an arena, of which `near` is a frame; the caller counts them. Nothing is isolated.
@@ -500,13 +504,13 @@ fn lowest_of(lists: &FreeLists, places: &Places<'_>, kind: usize) -> Option<(usi
     None
 }
 
-/// Adds up the free blocks of less than 2 MiB by order.
-pub(crate) fn count_4k(block: &Block, blocks: &mut [u64]) {
+/// Adds up the free blocks of less than 2 MiB by order, in each of the sums.
+pub(crate) fn count_4k(block: &Block, blocks: &mut [u64], movable: Option<&mut [u64]>) {
     let free = block.free.snapshot();
     if free != [0; WORDS] {
-        for (sum, count) in blocks.iter_mut().zip(count_runs(free)) {
-            *sum += count;
-        }
+        let counts = count_runs(free);
+        add(blocks, &counts);
+        movable.into_iter().for_each(|movable| add(movable, &counts));
     }
 }
 

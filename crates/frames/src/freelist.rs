@@ -95,7 +95,7 @@ impl<'m> Places<'m> {
     fn arena(&self, number: usize) -> Option<&'m Arena<'m>> {
         match self.arenas {
             [only] => Some(only),
-            all => all.get(all.partition_point(|arena| arena.first_region <= number).checked_sub(1)?),
+            all => all.get(after(all, number).checked_sub(1)?),
         }
     }
 
@@ -106,6 +106,12 @@ impl<'m> Places<'m> {
         let base = ((arena.extent.base().get() >> REGION_ORDER) + index as u64) << REGION_ORDER;
         Some((arena, arena.regions.get(index)?, Pfn::new(base)))
     }
+}
+
+/// How many of several arenas begin with a region of a number up to this one.
+#[inline(never)]
+fn after(arenas: &[Arena<'_>], number: usize) -> usize {
+    arenas.partition_point(|arena| arena.first_region <= number)
 }
 
 #[cfg(all(test, not(loom)))]

@@ -124,11 +124,17 @@ impl<'m> Carver<'m> {
 
     /// Where the next array of `T` goes, in bytes; room for it is taken.
     pub(crate) fn place<T>(&mut self, count: u64) -> Result<usize, FramesConfigError> {
-        let count = usize::try_from(count).map_err(|_| FramesConfigError::TooLarge)?;
-        let layout = Layout::array::<T>(count).map_err(|_| FramesConfigError::TooLarge)?;
-        let at = self.used.checked_next_multiple_of(layout.align()).ok_or(FramesConfigError::TooLarge)?;
-        self.used = at.checked_add(layout.size()).ok_or(FramesConfigError::TooLarge)?;
-        Ok(at)
+        self.place_layout(count, Layout::new::<T>()).ok_or(FramesConfigError::TooLarge)
+    }
+
+    /// One copy of it, for all types.
+    #[inline(never)]
+    fn place_layout(&mut self, count: u64, one: Layout) -> Option<usize> {
+        let bytes =
+            usize::try_from(count).ok()?.checked_mul(one.size()).filter(|bytes| *bytes <= isize::MAX as usize)?;
+        let at = self.used.checked_next_multiple_of(one.align())?;
+        self.used = at.checked_add(bytes)?;
+        Some(at)
     }
 
     /// Places and fills an array.
@@ -262,7 +268,8 @@ pub(crate) fn required<L: RawLock>(config: &FramesConfig<'_>) -> Result<Layout, 
 struct Nearest<'a> {
     config: &'a FramesConfig<'a>,
     nodes: u64,
-    last: (bool, u8, u64),
+    /// What [`next`](Nearest::next) found last: its place.
+    last: u64,
 }
 
 impl Nearest<'_> {
@@ -270,10 +277,19 @@ impl Nearest<'_> {
     fn next(&mut self, index: u64) -> NodeId {
         let (node, step) = (index / self.nodes, index % self.nodes);
         let other = |step: u64| NodeId::new(((node + step) % self.nodes) as u32);
-        let place = |step| (step != 0, self.config.distance(NodeId::new(node as u32), other(step)), step);
-        let nearest = (0..self.nodes).map(place).filter(|place| step == 0 || *place > self.last).min();
-        self.last = nearest.unwrap_or_default();
-        other(self.last.2)
+        // Ordered by distance, then by step: node numbers have 32 bits.
+        let place = |step| match step {
+            0 => 0,
+            _ => 1 << 40 | u64::from(self.config.distance(NodeId::new(node as u32), other(step))) << 32 | step,
+        };
+        let mut nearest = u64::MAX;
+        for place in (0..self.nodes).map(place) {
+            if (step == 0 || place > self.last) && place < nearest {
+                nearest = place;
+            }
+        }
+        self.last = nearest;
+        other(nearest & u64::from(u32::MAX))
     }
 }
 
@@ -310,7 +326,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         let nodes_at = carver.place::<Node<'_, L>>(count)?;
         let all_rows = carver.fill(count * words, |_| AtomicU64::new(0))?;
         let rows = |node: usize| Rows::new(&all_rows[node * words as usize..(node + 1) * words as usize], 0);
-        let mut nearest = Nearest { config, nodes: count, last: (false, 0, 0) };
+        let mut nearest = Nearest { config, nodes: count, last: 0 };
         let fallbacks = carver.fill(config.fallbacks()?, |index| nearest.next(index as u64))?;
         let fallback = |node: usize| fallbacks.get(node * count as usize..(node + 1) * count as usize).unwrap_or(&[]);
         let nodes = carver.base.add(nodes_at).cast::<Node<'m, L>>();

@@ -53,6 +53,7 @@
 //! | `buddy.rs` | blocks and extents of any size freed and taken, under the lock |
 //! | `takers.rs`, `chunk.rs` | CPUs fill their caches from places whose references share no line |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
+//! | `highest.rs` | which blocks of a cache lie highest |
 //! | `page_alloc.rs` | allocating and freeing blocks, below an address too; known-zero memory first for those who ask |
 //! | `refill.rs` | how a cache is filled from its node |
 //! | `drain.rs` | what a cache gives back, when and how |
@@ -105,6 +106,7 @@ mod free2m;
 mod free4k;
 mod freelist;
 mod frozen;
+mod highest;
 mod hwpoison;
 mod layout;
 mod mobility;

@@ -426,7 +426,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// which one may be made.
     fn request_drains(&self, wanted: &Wanted, asked: Asked<'m>) {
         let cpus = || self.caches().iter().filter(|cpu| asked.contains(cpu.node) && cpu.pages() != 0);
-        let has = |cpu: &&PerCpu<'m>| wanted.is_anywhere() && cpu.has_block(wanted.order.get());
+        let has = |cpu: &&PerCpu<'m>| wanted.is_anywhere() && cpu.first_filled(wanted.order.get()).is_some();
         let any = cpus().any(|cpu| has(&cpu));
         cpus().filter(|cpu| !any || has(cpu)).for_each(|cpu| cpu.mailbox.post());
     }

@@ -342,22 +342,25 @@ impl<'m> PerCpu<'m> {
         classes.iter().filter(|class| class.len() != 0)
     }
 
-    /// Every class is as small as it was at first.
+    /// Every class is as small as it was at first. One copy of it, and of the others that look at all classes.
+    #[inline(never)]
     pub(crate) fn shrink(&self) {
         self.classes.iter().for_each(Class::shrink);
     }
 
     /// Every class with its order.
-    pub(crate) fn all(&self) -> impl Iterator<Item = (&Class<'m>, u32)> {
+    fn all(&self) -> impl Iterator<Item = (&Class<'m>, u32)> {
         self.classes.iter().enumerate().map(|(index, class)| (class, index as u32 / 2))
     }
 
-    /// Whether it has a block of an order or more to hand out.
-    pub(crate) fn has_block(&self, order: u32) -> bool {
-        self.all().any(|(class, log)| log >= order && class.len() != 0)
+    /// The first class of an order or more that has a block, with its order.
+    #[inline(never)]
+    pub(crate) fn first_filled(&self, order: u32) -> Option<(&Class<'m>, u32)> {
+        self.all().skip(2 * order as usize).find(|(class, _)| class.len() != 0)
     }
 
     /// Frames in the cache: exact for the owner, a snapshot for others.
+    #[inline(never)]
     pub(crate) fn pages(&self) -> u64 {
         self.all().map(|(class, order)| class.len() << order).sum::<u64>() + self.out.pages()
     }

@@ -355,6 +355,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Makes both ends of an extent block borders in the map. The caller owns the blocks that hold them.
+    #[inline(never)]
     pub(crate) fn cut_ends(&self, arena: &Arena<'m>, part: Extent) {
         arena.map_cut(part.base());
         // Only if the last frame's block goes on after it: what begins there is somebody else's.

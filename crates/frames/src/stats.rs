@@ -128,10 +128,8 @@ impl<E: Env> Frames<'_, E> {
                     if at == first {
                         count_2m(region, &mut stats.blocks);
                     }
-                    count_4k(block, &mut stats.blocks);
-                    if block.mobility() == Mobility::Movable {
-                        count_4k(block, &mut stats.movable);
-                    }
+                    let is_movable = block.mobility() == Mobility::Movable;
+                    count_4k(block, &mut stats.blocks, is_movable.then_some(&mut stats.movable));
                 }
             }
         }

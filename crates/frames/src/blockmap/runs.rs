@@ -38,8 +38,11 @@ fn first_in(order: u32, words: &[u64; WORDS]) -> Option<usize> {
         let whole = |run: &[u64]| run.iter().all(|word| *word == u64::MAX);
         return words.chunks_exact(each).position(whole).map(|run| run * each * WORD_BITS);
     }
-    let runs = words.iter().map(|word| runs_in(*word, order));
-    runs.enumerate().find(|(_, runs)| *runs != 0).map(|(at, runs)| at * WORD_BITS + runs.trailing_zeros() as usize)
+    // From the first word that has anything.
+    let first = words.iter().position(|word| *word != 0)?;
+    let runs = words.iter().map(|word| runs_in(*word, order)).enumerate().skip(first);
+    let mut found = runs.filter(|(_, runs)| *runs != 0);
+    found.next().map(|(at, runs)| at * WORD_BITS + runs.trailing_zeros() as usize)
 }
 
 /// How many naturally aligned runs of each order the words consist of, each as large as can be.
@@ -54,6 +57,12 @@ pub(crate) fn count_runs(words: [u64; WORDS]) -> [u64; SPAN_SHIFT as usize + 1] 
         }
     }
     counts
+}
+
+/// Adds such numbers to sums, of which there may be fewer.
+#[inline(never)]
+pub(crate) fn add(sums: &mut [u64], counts: &[u64]) {
+    sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
 }
 
 /// Every `2^order`th bit of a word, order at most 6 (bit 0 only).
