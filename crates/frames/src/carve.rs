@@ -163,7 +163,7 @@ impl<'m> Frames<'m, Carved> {
 
     /// A manager of all RAM of a machine's memory map, in any order: what [`carve`](Frames::carve) is for one piece. The metadata is at
     /// the end of the largest piece, or at another end where that leaves a whole GiB more. Holes cost nothing: pieces that adjoin are one
-    /// arena, the others one each, in one node. Frame 0 is left out where it is mapped at address 0.
+    /// arena, the others one each, in one node. Empty pieces are passed over; so is frame 0 where it is mapped at address 0.
     ///
     /// ```
     /// # use hugemm_base::{Extent, PageSize, Pfn, SingleCpu};

@@ -28,7 +28,7 @@ impl BareMetalTlbs {
     ///
     /// # Safety
     ///
-    /// * Contexts are passed to its shootdown in ring 0 only, on CPUs that have CR4.PGE set and CR4.PCIDE clear.
+    /// * Contexts are passed to its shootdown in ring 0 only, on CPUs that have CR0.WP and CR4.PGE set, CR4.PCIDE clear.
     /// * The kernel's table stays, and has what the kernel uses; so has the table of every space that is loaded.
     /// * A CPU that `interrupt` was called for runs, once it has interrupts on, a handler that calls
     ///   [`handle_ipi`](crate::TlbShootdown::handle_ipi). Neither unwinds.

@@ -95,7 +95,7 @@ pub enum Served {
     Reused,
     /// A page that reclaim had taken away is back.
     Refaulted,
-    /// Somebody else is or was at the page: repeating the access tells.
+    /// Somebody else is or was at the page, or has the space alone, as a fork: repeating the access tells.
     Meanwhile,
 }
 

@@ -39,8 +39,8 @@ const PART: u64 = 1 << 14;
 
 impl<S: Setup> Vm<'_, S> {
     /// A space with the areas and the content of `parent`, as it was at one moment. Waits for other CPUs once, however much there is.
-    /// Meanwhile the parent's areas neither come nor go, and its faults wait. When memory runs out, the parent is as it was, apart from
-    /// write-protection that its next stores undo. Passes reschedule points; may sleep.
+    /// Meanwhile the parent's areas neither come nor go, and its faults are [`Meanwhile`](crate::Served::Meanwhile). When memory runs out,
+    /// the parent is as it was, apart from write-protection that its next stores undo. Passes reschedule points; may sleep.
     ///
     /// Pages that may be pinned are no part of that moment: while anything of the parent is [pinned](Vm::pin), each page with more
     /// than one reference stays writable there and is copied by itself, in ascending order. Of two stores to such pages, or to one and any

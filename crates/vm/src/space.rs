@@ -20,7 +20,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// # Errors
     ///
     /// [`NoMemory`](VmError::NoMemory); [`OutOfBounds`](VmError::OutOfBounds) if the format does not translate all of
-    /// `bounds`.
+    /// `bounds`; [`Paging`](VmError::Paging) if they share a root entry (512 GiB) with [the kernel's](Vm::beside).
     pub fn create<'v>(&'v self, cx: &mut Cx<'_, S>, bounds: VirtRange) -> Result<AddressSpaceRef<'v, S>, VmError> {
         let table = self.new_table(cx, bounds, self.common())?;
         let root = table.root();
