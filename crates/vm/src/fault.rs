@@ -42,14 +42,17 @@ pub enum Access {
 }
 
 impl Access {
-    /// What the error code of an x86 page fault says (Intel SDM, volume 3, 5.7).
-    pub const fn from_x86_error(code: u64) -> Self {
+    /// What the error code of an x86 page fault says (Intel SDM, volume 3, 5.7). `None` if the CPU met a reserved bit: EFER.NXE is off, or a
+    /// table has been overwritten, and nothing that a fault's handler does cures that.
+    pub const fn from_x86_error(code: u64) -> Option<Self> {
         const WRITTEN: u64 = 1 << 1;
+        const RESERVED: u64 = 1 << 3;
         const FETCHED: u64 = 1 << 4;
         match (code & FETCHED != 0, code & WRITTEN != 0) {
-            (true, _) => Access::Exec,
-            (false, true) => Access::Write,
-            (false, false) => Access::Read,
+            _ if code & RESERVED != 0 => None,
+            (true, _) => Some(Access::Exec),
+            (false, true) => Some(Access::Write),
+            (false, false) => Some(Access::Read),
         }
     }
 
@@ -575,8 +578,10 @@ mod tests {
     fn what_hardware_reports_says_what_was_tried() {
         // Absent or denied, by the kernel or a program, of a page that a key guards, or of a shadow stack.
         for more in [0, 1, 4, 5, 0x25, 0x45, 0x8005] {
-            assert_eq!([0, 2, 0x10, 0x12].map(|code| Access::from_x86_error(more | code)), [Read, Write, Exec, Exec]);
+            let tried = [0, 2, 0x10, 0x12].map(|code| Access::from_x86_error(more | code));
+            assert_eq!(tried, [Read, Write, Exec, Exec].map(Some));
         }
+        assert_eq!(Access::from_x86_error(0xb), None, "a store met a reserved bit");
         for (esr, expected) in [
             (0x9200_0007, Some(Read)),  // a program's load, no entry at level 3
             (0x9200_0047, Some(Write)), // its store

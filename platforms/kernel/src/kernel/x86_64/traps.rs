@@ -218,13 +218,8 @@ extern "C" fn trap_entry(frame: &mut Frame) {
 /// A page fault, read from its error code (Intel SDM, volume 3, 5.7).
 fn page_fault(frame: &mut Frame) {
     const INTERRUPTS: u64 = 1 << 9;
-    let has = |bit: u32| frame.error & 1 << bit != 0;
-    let access = Access::from_x86_error(frame.error);
-    let cause = match (has(3), has(0)) {
-        (true, _) => "an entry has reserved bits set",
-        (false, true) => fault::DENIED,
-        (false, false) => fault::ABSENT,
-    };
+    let Some(access) = Access::from_x86_error(frame.error) else { exception(frame) };
+    let cause = if frame.error & 1 != 0 { fault::DENIED } else { fault::ABSENT };
     let fault = PageFault { at: Cr2::read_raw(), access, cause, interrupts: frame.rflags & INTERRUPTS != 0 };
     page_fault::handle(frame, &fault);
 }
@@ -237,6 +232,7 @@ fn exception(frame: &Frame) -> ! {
         6 => "invalid instruction",
         8 => "double fault",
         13 => "general protection fault",
+        14 => "page fault: an entry has reserved bits set",
         16 | 19 => "floating point exception",
         17 => "misaligned access",
         18 => "machine check: the hardware reports an error",
