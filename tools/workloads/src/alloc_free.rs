@@ -9,7 +9,7 @@
 //! |---|---|
 //! | [`pairs`] | one block, taken and given back at once |
 //! | [`bulk`] | many blocks taken, then given back in one order or another |
-//! | [`ranges`] | blocks split into pages and freed as ranges or page by page, arrays, contiguous claims |
+//! | [`ranges`] | blocks split into pages and freed as ranges or page by page, contiguous claims |
 //! | [`churn`] | mixed sizes with random lifetimes; which extents are left afterwards |
 //! | [`stress`] | whether anything is ever handed out twice |
 
