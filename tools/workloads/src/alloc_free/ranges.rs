@@ -117,7 +117,7 @@ fn take<P: Cpu + Clock, S: Source<P>>(
     let (result, spent) = timed(cx, held.len() as u64, |cx| {
         for place in held.iter_mut() {
             let Some(block) = source.alloc(cx, order) else { return Err(Exhausted(order)) };
-            match source.divide(block, order) {
+            match source.divide(block, order, Order::ZERO) {
                 Ok(pages) => *place = pages,
                 Err(block) => {
                     source.free(cx, block, order);
