@@ -1,5 +1,6 @@
 //! A client's side: ask a daemon, get a descriptor.
 
+use crate::status::Status;
 use crate::wire::{self, Answer, Forget, KeepAs, Leased, Refused, Request, Seen, Wish};
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::net::addr::SocketAddrArg;
@@ -223,6 +224,18 @@ impl Connection {
     /// [`ClientError::Refused`], [`ClientError::Connection`].
     pub fn ask(&self, request: &Request) -> Result<(Answer, Option<OwnedFd>), ClientError> {
         self.ask_for(MOST_FILLING, request)
+    }
+
+    /// How things stand with the daemon.
+    ///
+    /// # Errors
+    ///
+    /// As [`ask`](Connection::ask); [`ClientError::Connection`]: the daemon is of another version.
+    pub fn status(&self) -> Result<Status, ClientError> {
+        match self.ask(&Request::Status {})? {
+            (Answer::Status(status), _) => Ok(*status),
+            _ => Err(io::Error::other("it answers something else; use a command and a daemon of one version").into()),
+        }
     }
 
     fn ask_for(&self, most: Duration, request: &Request) -> Result<(Answer, Option<OwnedFd>), ClientError> {

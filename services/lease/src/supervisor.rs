@@ -13,7 +13,7 @@ use crate::memory_file::Page;
 pub use crate::own_file::check_proc;
 use crate::own_file::{NotReplaced, OwnFile};
 use crate::seccomp::{self, Call, CallAnswer, FilterError, Lengths};
-use crate::wire::{Answer, Leased, Refused, RefusedKind, Request, Seen, Wish};
+use crate::wire::{Leased, Refused, RefusedKind, Request, Seen, Wish};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
@@ -84,9 +84,7 @@ impl Lending {
     ///
     /// As [`Connection::ask`]; [`ClientError::Refused`]: no file could be lent.
     pub fn up_to(daemon: Connection, budget: u64, page: Option<Page>, node: Option<u32>) -> Result<Self, ClientError> {
-        let (Answer::Status(status), _) = daemon.ask(&Request::Status {})? else {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "an answer to something else").into());
-        };
+        let status = daemon.status()?;
         let page = page.unwrap_or(status.page);
         let shortest = status.wanted.iter().min().copied().unwrap_or(0);
         let least = (shortest / LEAST_PART / page.bytes() * page.bytes()).max(page.bytes());

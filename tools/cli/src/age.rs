@@ -14,10 +14,9 @@ pub mod steps;
 pub mod watch;
 
 use crate::age::config::RunConfig;
-use crate::age::costs::{COSTS, Cost, FREE, WHOLE, ageing_costs};
+use crate::age::costs::{COSTS, Cost, ageing_costs};
 use crate::age::run::run as run_one;
 use crate::boot::transcript::{Transcript, of_guest as lines_of};
-use crate::document::Row;
 use crate::machine::Machine;
 use crate::options::Common;
 use crate::options::Kind;
@@ -162,18 +161,8 @@ pub fn run(args: &Age) -> Result<()> {
 
 /// What ageing takes alone.
 fn alone([ours, theirs]: &[Line<Cost>; 2], results: &mut Results) {
-    let (whole, rates) = (theirs.samples(&WHOLE), [ours, theirs].map(|line| line.samples(&COSTS[0]).median() / 1e6));
-    let ratios = [("speedup", ours.samples(&WHOLE)), ("ceiling", theirs.samples(&FREE))];
-    let [speedup, ceiling] = ratios.map(|(name, samples)| {
-        let ratio = samples.per_run_ratio(&whole);
-        let row = Row::median(format!("bench.age.reclaim_{name}"), &ratio, "ratio");
-        results.rows.push(ours.labelled(row).without("young"));
-        ratio.median()
-    });
+    let rates = [ours, theirs].map(|line| line.samples(&COSTS[0]).median() / 1e6);
     results.rows.extend([ours, theirs].iter().flat_map(|line| line.rows(&COSTS)));
-    results.remarks.push(format!(
-        "Ageing by runs: {speedup:.2} × over all of reclaim's time, of at most {ceiling:.2} × if ageing cost nothing"
-    ));
     results.remarks.push(format!(
         "Ageing with all that it causes, {} mappings of 4 KiB: {:.1} pages/µs by the run, {:.1} page by page",
         ours.number("procs"),

@@ -104,7 +104,7 @@ fn source_tree() -> Option<PathBuf> {
     tree.join("Cargo.lock").is_file().then(|| tree.to_owned())
 }
 
-pub fn has_target(target: &str) -> bool {
+fn has_target(target: &str) -> bool {
     sysroot().is_some_and(|sysroot| sysroot.join("lib/rustlib").join(target).join("lib").is_dir())
 }
 

@@ -6,16 +6,16 @@ use crate::ground::{Ground, GroundPlan};
 use crate::machine::Machine;
 use crate::measure::Repeat;
 use crate::options::Common;
+use crate::progress;
 use crate::results::{Line, Results};
-use crate::sides::cell;
-use crate::{progress, table};
+use crate::sides::{by_turns, sheet};
 use anyhow::{Result, bail};
 use clap::Args;
 use hugemm_base::{CpuId, PageSize, with};
 use hugemm_host::cpu::Host;
 use hugemm_hugetlb::OptimizerPolicy;
-use hugemm_inspect::interrupt;
 use hugemm_workloads::pool::{self, Cycle, INTERRUPTS, METRICS};
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::request::{self, FlushEach, Optimization, Pool as Resizes};
 use hugemm_workloads::words::{List, Named};
 
@@ -25,32 +25,29 @@ use hugemm_workloads::words::{List, Named};
 pub struct Pool {
     #[command(flatten)]
     pub resizes: request::Pool,
-    /// CPUs of the machine whose interrupts are counted (modelled: each flush interrupts all the others).
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16", value_parser = clap::value_parser!(u32).range(1..=8192))]
-    pub cpus: Vec<u32>,
     #[command(flatten)]
     pub common: Common,
 }
 
-/// One way to resize, and what was measured of it.
+/// One way to resize.
+#[derive(Clone, Copy)]
 struct Way {
     hvo: Optimization,
     flush: FlushEach,
     n: u64,
-    line: Line<Cycle>,
 }
 
 impl Way {
-    fn new(hvo: Optimization, flush: FlushEach, n: u64, page: PageSize) -> Self {
-        let line = Line::new([
+    fn line(self, page: PageSize) -> Line<Cycle> {
+        let Way { hvo, flush, n } = self;
+        Line::new([
             ("hvo", (hvo != Optimization::Off).into()),
             ("swap", (hvo == Optimization::On && flush == FlushEach::Batch).into()),
             ("flush", flush.name().into()),
             ("page", page.to_string().into()),
             ("n", n.into()),
             ("threads", 1_u32.into()),
-        ]);
-        Way { hvo, flush, n, line }
+        ])
     }
 }
 
@@ -75,65 +72,44 @@ pub fn run(args: &Pool) -> Result<()> {
     let mut metadata = machine.memory(bytes, PageSize::Size2M, crate::options::Kind::Thp)?;
     machine.note_region("metadata", &metadata);
     let host = Host::new(&machine.places(1)?, &mut [])?;
-    let mut sides = Vec::new();
+    let mut ways = Vec::new();
     for n in &counts {
         for hvo in hvo.iter() {
             // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
-            let ways = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
-            for flush in ways.iter() {
-                sides.push(Way::new(hvo, flush, *n, size));
-            }
+            let each = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
+            ways.extend(each.iter().map(|flush| Way { hvo, flush, n: *n }));
         }
     }
-    let bar = progress::bar(sides.len() as u64 * u64::from(runs), machine.quiet());
-    for (index, _) in Repeat::new(runs, 0).turns(sides.len()) {
-        interrupt::check()?;
-        let side = &mut sides[index];
-        bar.inc(1);
-        // Each side has a machine of its own, so that none finds what another left of the tables.
-        plan.build(&host, 1, &mut metadata, |ground| measure(&host, ground, size, side))?;
-    }
+    let mut lines: Vec<Line<Cycle>> = ways.iter().map(|way| way.line(size)).collect();
+    let bar = progress::bar(ways.len() as u64 * u64::from(runs), machine.quiet());
+    // Each run has a machine of its own, so that none finds what another left of the tables.
+    by_turns(&mut lines, Repeat::new(runs, 0), &bar, |index| {
+        plan.build(&host, 1, &mut metadata, |ground| measure(&host, ground, size, ways[index]))
+    })?;
     bar.finish_and_clear();
-    let lines: Vec<Line<Cycle>> = sides.into_iter().map(|side| side.line).collect();
-    let modelled = |line: &Line<Cycle>, cpus: &u32| {
-        let flushes = |metric| line.samples(metric).median() * f64::from(*cpus - 1);
-        [flushes(&METRICS[2]), flushes(&METRICS[3])]
-    };
-    let heads: Vec<String> = args.cpus.iter().map(|cpus| format!("IPIs on {cpus}")).collect();
-    let mut results = results_of(&lines, &heads, |line| {
-        let cells = args.cpus.iter().map(|cpus| modelled(line, cpus)).map(|[up, down]| format!("{up:.0} / {down:.0}"));
-        cells.collect()
-    });
-    for line in &lines {
-        for cpus in &args.cpus {
-            for (metric, count) in INTERRUPTS.iter().zip(modelled(line, cpus)) {
-                let row = Row::single(metric.name, count, "modelled IPIs").label("cpus", *cpus);
-                results.rows.push(line.labelled(row));
-            }
-        }
-    }
+    let mut results = results_of(&lines, &METRICS);
     summarise(&lines, size, &plan, &mut results);
     results.intro = format!(
         "Frames are only numbers here, and descriptors are reached through page tables in software; nothing is cleared. Median of \
-         {runs} runs.\nInterrupts are modelled: a flush interrupts every other CPU."
+         {runs} runs."
     );
     machine.show(results)
 }
 
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
-fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Way) -> Result<()> {
-    let swap = side.hvo != Optimization::InPlace && side.flush == FlushEach::Batch;
+fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, way: Way) -> Result<Cycle> {
+    let swap = way.hvo != Optimization::InPlace && way.flush == FlushEach::Batch;
     let policy = with!(OptimizerPolicy::default(), swap);
     let optimizer = ground.optimizer(policy);
-    optimizer.set_enabled(side.hvo != Optimization::Off);
+    optimizer.set_enabled(way.hvo != Optimization::Off);
     let mut run = Cycle::default();
     for counted in [false, true] {
         let cycle = ground.with_pool(size, |pool| {
-            Ok(host.run_on(CpuId::new(0), |cx| pool::cycle(cx, pool, &optimizer, side.n, side.flush))??)
+            Ok(host.run_on(CpuId::new(0), |cx| pool::cycle(cx, pool, &optimizer, way.n, way.flush))??)
         })?;
         let (entered, left) = (cycle.up.report.entered, cycle.down.report.left);
-        if (entered, left) != (side.n, side.n) {
-            bail!("{entered} of {} pages entered and {left} left; use a smaller -n", side.n);
+        if (entered, left) != (way.n, way.n) {
+            bail!("{entered} of {} pages entered and {left} left; use a smaller -n", way.n);
         }
         // Tables are made the first time: what most flushes are about. The time is that of the second.
         if counted {
@@ -142,41 +118,33 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Way)
             run = cycle;
         }
     }
-    side.line.runs.push(run);
-    Ok(())
+    Ok(run)
 }
 
 pub fn of_guest(transcript: &Transcript) -> Results {
-    let lines = lines_of(transcript);
-    let heads = INTERRUPTS.map(|metric| metric.head.to_owned());
-    let counts = |line: &Line<Cycle>| INTERRUPTS.map(|metric| format!("{:.0}", line.samples(&metric).median())).into();
-    let mut results = results_of(&lines, &heads, counts);
-    results.record(&lines, &INTERRUPTS);
-    results
+    results_of(&lines_of(transcript), &[&METRICS[..], &INTERRUPTS].concat())
 }
 
 /// The rows of a way to resize. One that did not have its pages did not do the work: its rows say so, and decide no goal.
-fn rows(line: &Line<Cycle>) -> Vec<Row> {
+fn rows(line: &Line<Cycle>, metrics: &[Metric<Cycle>]) -> Vec<Row> {
     let had = |run: &Cycle| [run.up.report.entered, run.down.report.left] == [line.number("n"); 2];
     let short = !line.runs.iter().all(had);
-    line.rows(&METRICS).into_iter().map(|row| if short { row.label("short", true) } else { row }).collect()
+    line.rows(metrics).into_iter().map(|row| if short { row.label("short", true) } else { row }).collect()
 }
 
-/// The table, with more cells at the end of each line, and the rows.
-fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle>) -> Vec<String>) -> Results {
-    let mut results = Results { rows: lines.iter().flat_map(rows).collect(), ..Results::default() };
-    let columns = || METRICS.iter().filter(|metric| !metric.head.is_empty());
-    let heads = ["hvo", "pages", "threads"].into_iter().chain(columns().map(|metric| metric.head)).map(str::to_owned);
-    let mut out = table::new(heads.chain(more.iter().cloned()));
-    for line in lines {
-        let mut all = vec![name(line).to_owned(), line.label("n"), line.label("threads")];
-        all.extend(columns().map(|metric| cell(&line.samples(metric), metric.unit)));
-        all.extend(cells(line));
-        out.add_row(all);
-    }
+/// The table and the rows.
+fn results_of(lines: &[Line<Cycle>], metrics: &[Metric<Cycle>]) -> Results {
+    let rows = lines.iter().flat_map(|line| rows(line, metrics)).collect();
+    let named = |line: &Line<Cycle>| {
+        let mut line = Line { labels: line.labels.clone(), runs: line.runs.clone() };
+        line.labels.insert("way".to_owned(), name(&line).into());
+        line
+    };
+    let named: Vec<_> = lines.iter().map(named).collect();
+    let table = sheet(&named, &[("way", "hvo"), ("n", "pages"), ("threads", "threads")], metrics);
     let page = lines.first().map(|line| line.label("page")).unwrap_or_default();
-    results.tables.push((format!("Pools of {page} pages, grown from nothing and shrunk to nothing"), out));
-    results
+    let tables = vec![(format!("Pools of {page} pages, grown from nothing and shrunk to nothing"), table)];
+    Results { tables, rows, ..Results::default() }
 }
 
 /// The line of a way to resize, of the largest number of pages on one thread.

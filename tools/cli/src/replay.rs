@@ -18,7 +18,7 @@ use comfy_table::{CellAlignment, Table};
 use hugemm_base::{Order, PAGE_BYTES, PageSize};
 use hugemm_workloads::size::Size;
 use plan::Plan;
-use run::{Outcome, Setup};
+use run::{Outcome, Played, Setup};
 use trace::Trace;
 
 pub fn run(args: &Replay) -> Result<()> {
@@ -43,10 +43,8 @@ pub fn run(args: &Replay) -> Result<()> {
     bar.finish_and_clear();
 
     let (counted, played) = (events(&trace), figures(plan, &setup, &outcome));
-    let (kinds, each) = kinds(&outcome);
     let tables = vec![
         ("In the trace".to_owned(), explained(&counted)),
-        ("Each operation timed by itself (one run; the timer's own time subtracted)".to_owned(), kinds),
         (
             format!(
                 "Replayed by one thread as {} virtual CPUs, for the trace's {}, in {} turns; {} managed: frame numbers only",
@@ -66,7 +64,7 @@ pub fn run(args: &Replay) -> Result<()> {
     }
     let left_out = "What cannot do what the trace asks for, or would take too long, is left out.";
     remarks.extend(peers::note(args.no_peers).map(|note| format!("{note} {left_out}")));
-    let rows = played.into_iter().chain(counted).map(|(row, _)| row).chain(each).collect();
+    let rows = played.into_iter().chain(counted).map(|(row, _)| row).collect();
     machine.show(Results { tables, remarks, rows, ..Results::default() })
 }
 
@@ -134,28 +132,6 @@ fn events(trace: &Trace) -> Vec<Explained> {
     all
 }
 
-/// A table and rows of the time of operations of each kind.
-fn kinds(outcome: &Outcome) -> (Table, Vec<Row>) {
-    let mut lines = table::new(["operation", "order", "count", "median ns", "99 % ns", "longest ns"]);
-    let mut rows = Vec::new();
-    for ((what, orders), nanos) in &outcome.kinds {
-        // What so many of a thousand do not exceed.
-        let [median, p99, longest] =
-            [500, 990, 1000].map(|permille| nanos[nanos.len().saturating_sub(1) * permille / 1000]);
-        let numbers = [nanos.len() as u32, median, p99, longest].map(|number| number.to_string());
-        lines.add_row([*what, *orders].map(str::to_owned).into_iter().chain(numbers));
-        rows.push(
-            Row::single("replay.kind_ns", f64::from(median), "ns")
-                .label("operation", *what)
-                .label("orders", *orders)
-                .label("count", nanos.len())
-                .label("p99_ns", p99)
-                .label("longest_ns", longest),
-        );
-    }
-    (lines, rows)
-}
-
 /// What replaying it came to.
 fn figures(plan: &Plan, setup: &Setup, outcome: &Outcome) -> Vec<Explained> {
     let idle = Row::median("replay.loop_ns", &outcome.loop_ns, "ns");
@@ -177,13 +153,13 @@ fn figures(plan: &Plan, setup: &Setup, outcome: &Outcome) -> Vec<Explained> {
     }));
     let peak = Size(plan.peak_pages * PAGE_BYTES).rounded();
     all.push(number("peak_pages", plan.peak_pages, "pages", &format!("in use at once: {peak}")));
-    let live = "in use at the end = adopted + allocated − freed − supplied (checked)";
-    all.push(number("live_pages", outcome.done.live_pages, "pages", live));
-    let failures = outcome.done.tally.failed;
-    all.push(number("failures", failures, "allocations", "for which there was no memory here"));
+    let Played { failed, at_peak, at_end, .. } = outcome.last;
+    let live = "in use at the end; all came back when that was freed";
+    all.push(number("live_pages", setup.pages - at_end.available(), "pages", live));
+    all.push(number("failures", failed, "allocations", "for which there was no memory here"));
     // 32 KiB, 2 MiB.
     for order in [3, 9] {
-        for (when, stats) in [("peak", outcome.at_peak), ("end", outcome.done.at_end)] {
+        for (when, stats) in [("peak", at_peak), ("end", at_end)] {
             let share = stats.fragmentation_permille(Order::new(order).unwrap_or(Order::ZERO)) as f64 / 10.0;
             let row = Row::single("replay.fragmentation", share, "%").label("order", order).label("when", when);
             all.push((row, format!("percent of free memory in pieces smaller than order {order}")));

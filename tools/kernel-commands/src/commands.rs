@@ -18,11 +18,12 @@ mod vmalloc;
 use crate::output;
 use ::alloc::vec::Vec;
 use core::fmt;
+use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_clear::{CalibrateError, ProfileError};
 use hugemm_frames::{AllocError, Frozen};
 use hugemm_hugetlb::PoolError;
 use hugemm_kernel::memory::frames;
-use hugemm_kernel::{BootInfo, Cx, ExitCode};
+use hugemm_kernel::{BootInfo, Cx, ExitCode, smp};
 use hugemm_paging::PagingError;
 use hugemm_vm::VmError;
 use hugemm_workloads::Reason;
@@ -112,6 +113,26 @@ fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Dump(args) => dump::run(cx, args.what),
         Request::CrashTest(args) => crash::run(cx, args.how),
     }
+}
+
+/// Runs `f` on the first `cpus` CPUs at once; what they come to together, or the first failure.
+fn on_cpus<T: Default + Send, E: Send>(
+    cx: Cx<'_>,
+    cpus: u32,
+    f: impl Fn(Cx<'_>, u32) -> Result<T, E> + Sync,
+    add: impl Fn(&mut T, T) + Sync,
+) -> Result<T, E> {
+    let all: Lock<SpinLock, _> = Lock::new(Ok(T::default()));
+    smp::on_cpus(cx, cpus, &|cx, cpu| {
+        let done = f(cx, cpu);
+        let mut all = all.lock();
+        match (&mut *all, done) {
+            (Ok(all), Ok(done)) => add(all, done),
+            (Ok(_), Err(error)) => *all = Err(error),
+            (Err(_), _) => {}
+        }
+    });
+    core::mem::replace(&mut *all.lock(), Ok(T::default()))
 }
 
 /// `count` values, each made by `make`.

@@ -9,7 +9,7 @@
 //! |---|---|
 //! | [`pairs`] | one block, taken and given back at once |
 //! | [`bulk`] | many blocks taken, then given back in one order or another |
-//! | [`ranges`] | blocks split into pages and freed as ranges or page by page, arrays, contiguous claims |
+//! | [`ranges`] | blocks split into pages and freed as ranges or page by page, contiguous claims |
 //! | [`churn`] | mixed sizes with random lifetimes; which extents are left afterwards |
 //! | [`stress`] | whether anything is ever handed out twice |
 
@@ -21,7 +21,7 @@ pub mod stress;
 
 use hugemm_base::platform::Cpu;
 use hugemm_base::random::Random;
-use hugemm_base::{Clock, CpuCx, Dirty, Extent, Order, Pfn};
+use hugemm_base::{Clock, CpuCx, Dirty, Extent, Order, Pfn, with};
 
 use hugemm_frames::{AllocRequest, Env, FolioRef, FolioRun, Frames, Frozen, Mobility};
 
@@ -72,15 +72,25 @@ pub trait Source<P: Cpu> {
     /// First frame of a block.
     fn head(&self, block: &Self::Block) -> Pfn;
 
-    /// Turns a block of `order` into single pages, or gives it back if there is no such operation.
-    fn divide(&self, block: Self::Block, order: Order) -> Result<Extent, Self::Block> {
-        let _ = order;
+    /// Takes a block of `order` whose content can be moved, or cannot; the same as any to whoever makes no difference.
+    fn alloc_for(&self, cx: &CpuCx<'_, P>, order: Order, mobility: Mobility) -> Option<Self::Block> {
+        let _ = mobility;
+        self.alloc(cx, order)
+    }
+
+    /// Turns a block of `order` into blocks of order `to`, or gives it back if there is no such operation.
+    fn divide(&self, block: Self::Block, order: Order, to: Order) -> Result<Extent, Self::Block> {
+        let _ = (order, to);
         Err(block)
     }
 
-    /// Frees one of those pages.
+    /// One of those blocks, by its first frame. The caller asks for each once.
+    fn part(&self, head: Pfn, order: Order) -> Self::Block;
+
+    /// Frees one of those blocks that is a page.
+    #[inline]
     fn free_page(&self, cx: &CpuCx<'_, P>, page: Pfn) {
-        let _ = (cx, page);
+        self.free(cx, self.part(page, Order::ZERO), Order::ZERO);
     }
 
     /// Frees many of those pages in one call.
@@ -114,15 +124,14 @@ impl<P: Cpu, E: Env> Source<P> for FrozenBlocks<'_, '_, E> {
         block.pfn()
     }
 
-    fn divide(&self, block: Frozen, _order: Order) -> Result<Extent, Frozen> {
-        Ok(self.0.split(block, Order::ZERO)?.into_dirty().into_extent())
+    fn divide(&self, block: Frozen, _order: Order, to: Order) -> Result<Extent, Frozen> {
+        Ok(self.0.split(block, to)?.into_dirty().into_extent())
     }
 
     #[inline]
-    fn free_page(&self, cx: &CpuCx<'_, P>, page: Pfn) {
-        // SAFETY: `divide` made the page a frozen block of order 0 of its own and gave it to the loop, which frees each
-        // page once.
-        self.0.free(cx, unsafe { Frozen::assume_owned(page, Order::ZERO, Mobility::Unmovable) });
+    fn part(&self, head: Pfn, order: Order) -> Frozen {
+        // SAFETY: `divide` made it a frozen block of its own and gave it to the loop, which asks for each once.
+        unsafe { Frozen::assume_owned(head, order, Mobility::Unmovable) }
     }
 
     #[inline]
@@ -146,7 +155,12 @@ impl<P: Cpu, E: Env> Source<P> for CountedPages<'_, '_, E> {
     // Part of the loop, as in any caller that is hot.
     #[inline(always)]
     fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<FolioRef> {
-        let block = self.0.alloc(cx, AllocRequest::order(order)).ok()?;
+        self.alloc_for(cx, order, Mobility::Unmovable)
+    }
+
+    #[inline(always)]
+    fn alloc_for(&self, cx: &CpuCx<'_, P>, order: Order, mobility: Mobility) -> Option<FolioRef> {
+        let block = self.0.alloc(cx, with!(AllocRequest::order(order), mobility)).ok()?;
         self.0.count(block).ok()
     }
 
@@ -159,14 +173,14 @@ impl<P: Cpu, E: Env> Source<P> for CountedPages<'_, '_, E> {
         block.pfn()
     }
 
-    fn divide(&self, block: FolioRef, _order: Order) -> Result<Extent, FolioRef> {
-        self.0.split_counted(block, Order::ZERO).map(FolioRun::into_extent)
+    fn divide(&self, block: FolioRef, _order: Order, to: Order) -> Result<Extent, FolioRef> {
+        self.0.split_counted(block, to).map(FolioRun::into_extent)
     }
 
     #[inline]
-    fn free_page(&self, cx: &CpuCx<'_, P>, page: Pfn) {
-        // SAFETY: `divide` gave the loop a reference to each page, which it frees once.
-        let _ = self.0.put(cx, unsafe { FolioRef::from_pfn(page) });
+    fn part(&self, head: Pfn, _order: Order) -> FolioRef {
+        // SAFETY: `divide` gave the loop a reference to each, which it asks for once.
+        unsafe { FolioRef::from_pfn(head) }
     }
 
     #[inline]

@@ -25,10 +25,6 @@ pub const COSTS: [Metric<Cost>; 2] = [
     Metric::new("bench.age.wrongly_old", "pages", |it| it.refaults as f64),
 ];
 
-/// Of all of reclaim, and the same if ageing cost nothing.
-pub const WHOLE: Metric<Cost> = Metric::new("", "1/s", Cost::whole_rate);
-pub const FREE: Metric<Cost> = Metric::new("", "1/s", Cost::free_rate);
-
 /// What ageing of the same pages has cost in one way.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
@@ -42,31 +38,12 @@ pub struct Cost {
     pub refault_ns: u64,
     /// How many did.
     pub refaults: u64,
-    /// Of the part in which nothing is evicted: the pages, nanoseconds of all that reclaim did, and of ageing in it.
-    pub kept: Kept,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Kept {
-    pub pages: u64,
-    pub whole_ns: u64,
-    pub age_ns: u64,
 }
 
 impl Cost {
     /// Pages per second of ageing, all that it causes included.
     pub fn rate(&self) -> f64 {
         self.pages as f64 * 1e9 / (self.age_ns + self.lists_ns + self.refault_ns).max(1) as f64
-    }
-
-    /// Pages per second of reclaim, with pages that came back because of ageing.
-    pub fn whole_rate(&self) -> f64 {
-        self.kept.pages as f64 * 1e9 / (self.kept.whole_ns + self.refault_ns).max(1) as f64
-    }
-
-    /// The same if ageing cost nothing.
-    pub fn free_rate(&self) -> f64 {
-        self.kept.pages as f64 * 1e9 / self.kept.whole_ns.saturating_sub(self.kept.age_ns).max(1) as f64
     }
 }
 
@@ -122,11 +99,6 @@ impl<'h> Rig<'_, 'h> {
         if evicted > 0 || after.pages - before.pages < pages {
             return Ok(None);
         }
-        let kept = Kept {
-            pages: after.pages - before.pages,
-            whole_ns: after.whole_ns - before.whole_ns,
-            age_ns: after.age_ns + after.lists_ns - before.age_ns - before.lists_ns,
-        };
         // Every other page on average, and no two spaces forget what they used but the one that runs.
         let used = || (0..pages).filter(|page| (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 63 == 0);
         let (last, others) = spaces.split_last().context("a process")?;
@@ -154,7 +126,6 @@ impl<'h> Rig<'_, 'h> {
             lists_ns: done.lists_ns - before.lists_ns,
             refault_ns,
             refaults,
-            kept,
         }))
     }
 
@@ -199,12 +170,7 @@ impl<'h> Rig<'_, 'h> {
     fn seen(&self) -> Seen {
         let pager = self.vm.pager();
         let (counts, of) = (pager.counts(), |step| pager.steps().of(step));
-        Seen {
-            pages: counts.aged.get() + counts.around.get(),
-            age_ns: of(Step::Age),
-            lists_ns: of(Step::Around),
-            whole_ns: pager.steps().whole(),
-        }
+        Seen { pages: counts.aged.get() + counts.around.get(), age_ns: of(Step::Age), lists_ns: of(Step::Around) }
     }
 }
 
@@ -213,7 +179,6 @@ struct Seen {
     pages: u64,
     age_ns: u64,
     lists_ns: u64,
-    whole_ns: u64,
 }
 
 #[cfg(test)]
@@ -222,17 +187,11 @@ mod tests {
 
     #[test]
     fn everything_that_ageing_causes_is_charged() {
-        let kept = Kept { pages: 1000, whole_ns: 4000, age_ns: 1000 };
-        let cost = Cost { pages: 2000, age_ns: 1000, lists_ns: 500, refault_ns: 500, refaults: 1, kept };
-        assert_eq!((cost.rate(), cost.whole_rate()), (1e9, 1000.0 * 1e9 / 4500.0));
+        let cost = Cost { pages: 2000, age_ns: 1000, lists_ns: 500, refault_ns: 500, refaults: 1 };
+        assert_eq!(cost.rate(), 1e9);
         for dearer in [Cost { age_ns: 1001, ..cost }, Cost { lists_ns: 501, ..cost }, Cost { refault_ns: 501, ..cost }]
         {
             assert!(dearer.rate() < cost.rate(), "{dearer:?}");
         }
-        assert!(Cost { refault_ns: 501, ..cost }.whole_rate() < cost.whole_rate());
-        // Ageing that costs nothing is the most that there can be.
-        assert_eq!(cost.free_rate(), 1000.0 * 1e9 / 3000.0);
-        let free = Cost { refault_ns: 0, kept: Kept { whole_ns: 3000, age_ns: 0, ..kept }, ..cost };
-        assert_eq!(free.whole_rate(), cost.free_rate());
     }
 }

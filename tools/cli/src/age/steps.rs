@@ -40,11 +40,6 @@ impl Clocked {
         self.worker.begin();
     }
 
-    /// Nanoseconds in all steps of reclaim.
-    pub fn whole(&self) -> u64 {
-        self.nanos[..Step::Outside as usize].iter().map(|nanos| nanos.load(Ordering::Relaxed)).sum()
-    }
-
     /// Nanoseconds in one step.
     pub fn of(&self, step: Step) -> u64 {
         self.nanos[step as usize].load(Ordering::Relaxed)

@@ -72,8 +72,7 @@ fn blocks(name: &'static str, fact: impl Into<String>, remedy: impl AsRef<str>) 
 
 /// Every check: of what every command notes before it measures, and of the rest.
 pub fn all(facts: &Facts) -> Vec<Finding> {
-    const CHECKS: [fn(&Facts) -> Finding; 10] =
-        [features, memory, locked, pool_2m, pool_1g, permissions, building, targets, qemu, kvm];
+    const CHECKS: [fn(&Facts) -> Finding; 8] = [features, memory, locked, pool_2m, pool_1g, permissions, qemu, kvm];
     let of_facts = CHECKS.iter().map(|check| check(facts));
     of_environment(&facts.environment).into_iter().chain(of_facts).collect()
 }
@@ -298,26 +297,6 @@ fn balancing(environment: &Environment) -> Finding {
     row("NUMA", fact, on.then_some((": pages move during a run", "sudo sysctl kernel.numa_balancing=0")))
 }
 
-fn building(facts: &Facts) -> Finding {
-    match (&facts.cargo, &facts.cc) {
-        (None, _) => blocks("Rust", "no cargo: nothing can be built", "install Rust from https://rustup.rs"),
-        (Some(_), None) => blocks("Rust", "no C compiler, whose linker Rust uses", "sudo apt-get install gcc"),
-        (Some(cargo), Some(_)) => ok("Rust", cargo.clone()),
-    }
-}
-
-fn targets(facts: &Facts) -> Finding {
-    let missing = &facts.targets_missing;
-    if missing.is_empty() {
-        return ok("Rust targets", "all that tests and guests need");
-    }
-    let mut needed: Vec<&str> =
-        super::facts::TARGETS.into_iter().filter(|(name, _)| missing.contains(name)).map(|(_, what)| what).collect();
-    needed.dedup();
-    let fact = format!("{} missing, for {}", missing.join(" "), needed.join(", "));
-    limits("Rust targets", fact, format!("rustup target add {}", missing.join(" ")))
-}
-
 fn qemu(facts: &Facts) -> Finding {
     match &facts.qemu {
         Some(version) => ok("QEMU", version.clone()),
@@ -377,9 +356,6 @@ mod tests {
             primitives: vec![("rep-stosb", false), ("movnti", true)],
             qemu: Some("QEMU".to_owned()),
             kvm: Ok(()),
-            cargo: Some("cargo".to_owned()),
-            cc: Some("cc".to_owned()),
-            targets_missing: Vec::new(),
         }
     }
 
@@ -416,8 +392,6 @@ mod tests {
         thp(|thp| thp.enabled_2m = Some("never".to_owned()), "hugepages-2048kB/enabled");
         thp(|thp| thp.enabled = None, "--kind hugetlb");
         thp(|thp| thp.off_for_process = true, "another shell");
-        found(|f| f.cargo = None, "Rust", State::Blocks, "https://rustup.rs");
-        found(|f| f.cc = None, "Rust", State::Blocks, "apt-get install gcc");
     }
 
     #[test]
@@ -444,12 +418,6 @@ mod tests {
             (f.environment.numa_nodes, f.environment.kernel.numa_balancing) = (vec![node.clone(), node], Some(true));
         };
         found(two_nodes, "NUMA", State::Limits, "numa_balancing=0");
-        found(
-            |f| f.targets_missing = vec!["x86_64-unknown-none"],
-            "Rust targets",
-            State::Limits,
-            "rustup target add x86_64-unknown-none",
-        );
         found(|f| f.qemu = None, "QEMU", State::Limits, "apt-get install qemu-system-x86");
         let missing = "this machine has no /dev/kvm; use --accel tcg".to_owned();
         found(|f| f.kvm = Err(missing.clone()), "KVM", State::Limits, "--accel tcg");

@@ -1,7 +1,7 @@
 //! All that is looked at, gathered once: the judging is in `checks` and needs no machine.
 
 use crate::arch::Arch;
-use crate::{image, qemu};
+use crate::qemu;
 use anyhow::Result;
 use hugemm_clear::{Features, PrimitiveClass};
 use hugemm_inspect::environment::Environment;
@@ -9,14 +9,6 @@ use hugemm_inspect::limits::{Bound, Limits};
 use hugemm_inspect::roots::Roots;
 use rustix::fs::{Access, access};
 use std::process::Command;
-
-/// Rust targets, and what needs them.
-pub const TARGETS: [(&str, &str); 4] = [
-    ("x86_64-unknown-none", "bare-metal builds in 'make test'"),
-    ("aarch64-unknown-none", "bare-metal builds in 'make test'"),
-    ("x86_64-unknown-linux-musl", "'hugemm linux'"),
-    ("aarch64-unknown-linux-musl", "arm64 tests in 'make test'"),
-];
 
 pub struct Facts {
     pub environment: Environment,
@@ -31,15 +23,10 @@ pub struct Facts {
     pub qemu: Option<String>,
     /// Whether /dev/kvm can be opened, or why not.
     pub kvm: Result<(), String>,
-    /// The first lines of `cargo --version` and `cc --version`.
-    pub cargo: Option<String>,
-    pub cc: Option<String>,
-    /// The missing ones of [`TARGETS`].
-    pub targets_missing: Vec<&'static str>,
 }
 
 impl Facts {
-    /// Looks at the running machine. Starts five small programs; takes a fraction of a second.
+    /// Looks at the running machine. Starts a small program; takes a fraction of a second.
     pub fn read() -> Result<Self> {
         let environment = Environment::read()?;
         let roots = Roots::default();
@@ -57,13 +44,6 @@ impl Facts {
             primitives: Features::detect().iter().map(|p| (p.name(), streaming(p.class()))).collect(),
             qemu: first_line(Arch::NATIVE.qemu().0),
             kvm: qemu::kvm_usable().map_err(|error| error.to_string()),
-            cargo: first_line("cargo"),
-            cc: first_line("cc"),
-            targets_missing: TARGETS
-                .into_iter()
-                .map(|(name, _)| name)
-                .filter(|name| !image::has_target(name))
-                .collect(),
             environment,
         })
     }

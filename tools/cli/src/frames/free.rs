@@ -1,5 +1,5 @@
 //! `hugemm bench free`: blocks split into pages and freed as a range or page by page (the loop of
-//! "Optimize free_contig_range()"), whole frozen blocks; contiguous claims, and arrays.
+//! "Optimize free_contig_range()"), whole frozen blocks; and contiguous claims.
 
 use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
@@ -13,13 +13,12 @@ use crate::progress;
 use crate::results::{Line, Results};
 use crate::sides::{Run, Side, alternate, labelled, sheet};
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{CpuCx, CpuId, Extent, Order, PAGE_SHIFT, Pfn};
+use hugemm_base::{CpuCx, CpuId, Extent, Order};
 use hugemm_host::cpu::Host;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
-use hugemm_workloads::alloc_free::ranges::{self, ArrayWay, DividedBlocks, FreeMethod, METRICS};
+use hugemm_workloads::alloc_free::ranges::{self, DividedBlocks, FreeMethod, METRICS};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
 use hugemm_workloads::record::Metric;
-use hugemm_workloads::size::Size;
 use indicatif::ProgressBar;
 
 /// Pages that the default number of blocks makes.
@@ -31,9 +30,8 @@ const WHOLE_NANOS: u64 = 2_000_000;
 /// Most pages that a run may take: what is beyond would take days.
 const MOST_PAGES: u64 = 1 << 40;
 
-/// Pages of a contiguous claim, as in the series' second benchmark (64 MiB), and of an array (256 MiB).
+/// Pages of a contiguous claim, as in the series' second benchmark (64 MiB).
 const CLAIM_PAGES: u64 = 16_384;
-const ARRAY_PAGES: u64 = 65_536;
 
 pub fn run(args: &Free) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
@@ -47,7 +45,7 @@ pub fn run(args: &Free) -> Result<()> {
     let area = plan.area(&machine, &mut memory)?;
 
     let sides = 2 + peers::count(args.measured.no_peers);
-    let turns = (args.blocks.order.iter().count() * sides + 1 + 4) * args.measured.repeat(args.blocks.runs).all();
+    let turns = (args.blocks.order.iter().count() * sides + 1) * args.measured.repeat(args.blocks.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let intro = format!("{} of numbered frames; median of {} runs", args.size, args.blocks.runs);
     let mut results = Results { intro, ..Results::default() };
@@ -61,7 +59,7 @@ pub fn run(args: &Free) -> Result<()> {
         let held = format!(", {} at a time", held(args, plan.extent.pages(), order));
         add(&mut results, &labelled(lines, &labels), &held);
     }
-    claims_and_arrays(&area, args, &bar, &mut results)?;
+    claims(&area, args, &bar, &mut results)?;
     bar.finish_and_clear();
     let percent = plan.metadata.size() as f64 * 100.0 / plan.extent.bytes() as f64;
     results.rows.push(Row::single("bench.free.metadata", percent, "percent"));
@@ -163,45 +161,26 @@ fn add(results: &mut Results, lines: &[Line<DividedBlocks>], held: &str) {
     results.add(title, sheet(lines, &[("side", "")], &METRICS), lines, &METRICS);
 }
 
-fn way<'a, R>(name: &str, run: impl FnMut() -> Result<R> + 'a) -> Side<'a, R> {
-    Side { line: Line::new([("way", name.into())]), run: Box::new(run) }
-}
-
-fn claims_and_arrays(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &mut Results) -> Result<()> {
-    let (pages, repeat) = (area.extent.pages(), args.measured.repeat(args.blocks.runs));
-    if pages >= CLAIM_PAGES {
-        let step = |i: u64| area.extent.slice(i * CLAIM_PAGES, (i + 1) * CLAIM_PAGES);
-        let extents: Vec<Extent> = (0..(pages / CLAIM_PAGES).min(16)).map(step).collect();
-        let claims = Side::new("hugemm", move || {
-            area.on_cpus(1, &FrozenBlocks(&area.frames), |_, _| Ok(()))?;
-            let claims = area.host.run_on(CpuId::new(0), |cx| ranges::claims(cx, &area.frames, &extents))?;
-            claims.context("frames of the claimed range are in use")
-        });
-        let lines = labelled(alternate(vec![claims], repeat, bar)?, &[("pages", CLAIM_PAGES.into())]);
-        let metrics = [
-            Metric::new("bench.free.claim", "ns", |it: &(Spent, Spent)| it.0.each()).column("claim, ns"),
-            Metric::new("bench.free.claim_free", "ns", |it: &(Spent, Spent)| it.1.each()).column("free, ns"),
-        ];
-        let title = format!("{CLAIM_PAGES} particular frames claimed, and freed");
-        results.add(title, sheet(&lines, &[("side", "")], &metrics), &lines, &metrics);
+/// Claims of particular frames, where there are as many.
+fn claims(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &mut Results) -> Result<()> {
+    let extents: Vec<Extent> = (0..(area.extent.pages() / CLAIM_PAGES).min(16))
+        .map(|i| area.extent.slice(i * CLAIM_PAGES, (i + 1) * CLAIM_PAGES))
+        .collect();
+    if extents.is_empty() {
+        return Ok(());
     }
-    let count = ARRAY_PAGES.min(pages / 2);
-    let ways = [
-        ("sorted, by runs", ArrayWay::Sorted),
-        ("unsorted, sorted first", ArrayWay::Unsorted),
-        ("unsorted, as it is", ArrayWay::AsIs),
-        ("sorted, page by page", ArrayWay::EachPage),
-    ];
-    let sides = ways.map(|(name, array_way)| {
-        way(name, move || {
-            let mut array = vec![Pfn::new(0); count as usize];
-            area.on_cpus(1, &FrozenBlocks(&area.frames), |_, _| Ok(()))?;
-            Ok(area.host.run_on(CpuId::new(0), |cx| ranges::array(cx, &area.frames, &mut array, array_way))??.each())
-        })
+    let claims = Side::new("hugemm", move || {
+        area.on_cpus(1, &FrozenBlocks(&area.frames), |_, _| Ok(()))?;
+        let claims = area.host.run_on(CpuId::new(0), |cx| ranges::claims(cx, &area.frames, &extents))?;
+        claims.context("frames of the claimed range are in use")
     });
-    let lines = labelled(alternate(sides.into(), repeat, bar)?, &[("pages", count.into())]);
-    let metrics = [Metric::new("bench.free.array", "ns per page", |it: &f64| *it).column("ns per page")];
-    let title = format!("An array of {count} counted pages ({}), freed as vfree does", Size(count << PAGE_SHIFT));
-    results.add(title, sheet(&lines, &[("way", "")], &metrics), &lines, &metrics);
+    let lines = alternate(vec![claims], args.measured.repeat(args.blocks.runs), bar)?;
+    let lines = labelled(lines, &[("pages", CLAIM_PAGES.into())]);
+    let metrics = [
+        Metric::new("bench.free.claim", "ns", |it: &(Spent, Spent)| it.0.each()).column("claim, ns"),
+        Metric::new("bench.free.claim_free", "ns", |it: &(Spent, Spent)| it.1.each()).column("free, ns"),
+    ];
+    let title = format!("{CLAIM_PAGES} particular frames claimed, and freed");
+    results.add(title, sheet(&lines, &[("side", "")], &metrics), &lines, &metrics);
     Ok(())
 }

@@ -55,7 +55,7 @@ impl<P: Cpu, T: Peer> Source<P> for Managed<T> {
         Pfn::new(self.base + block)
     }
 
-    fn divide(&self, block: u64, order: Order) -> Result<Extent, u64> {
+    fn divide(&self, block: u64, order: Order, _to: Order) -> Result<Extent, u64> {
         if !T::DIVISIBLE {
             return Err(block);
         }
@@ -63,8 +63,8 @@ impl<P: Cpu, T: Peer> Source<P> for Managed<T> {
     }
 
     #[inline]
-    fn free_page(&self, _cx: &CpuCx<'_, P>, page: Pfn) {
-        self.peer.free(page.get() - self.base, Order::ZERO);
+    fn part(&self, head: Pfn, _order: Order) -> u64 {
+        head.get() - self.base
     }
 
     #[inline]
@@ -122,6 +122,10 @@ impl<P: Cpu> Source<P> for Arrays {
 
     fn head(&self, block: &u64) -> Pfn {
         Pfn::new(*block)
+    }
+
+    fn part(&self, head: Pfn, _order: Order) -> u64 {
+        head.get()
     }
 }
 

@@ -14,7 +14,6 @@ use hugemm_lease::client::{Connection, default_socket};
 use hugemm_lease::memory_file::page_of;
 use hugemm_lease::seccomp::{FilterError, Lengths, report_lengths};
 use hugemm_lease::status::Status;
-use hugemm_lease::wire::{Answer, Request};
 use hugemm_workloads::size::Size;
 use rustix::fs::{Mode, OFlags};
 use rustix::net::sockopt::socket_peercred;
@@ -72,18 +71,12 @@ impl Facts {
         // Whoever listens, which a service manager may do for the daemon.
         let peer = connection.as_ref().ok().and_then(|connection| socket_peercred(connection).ok());
         let daemon_pid = peer.map(|peer| peer.pid.as_raw_nonzero().get()).filter(|pid| *pid > 1);
-        let daemon = match connection.and_then(|daemon| daemon.ask(&Request::Status {})) {
-            Ok((Answer::Status(status), _)) => Ok(*status),
-            Ok(_) => {
-                Err(("it answers something else".to_owned(), "use a command and a daemon of one version".to_owned()))
-            }
-            // As the message is made: what is so; what to do.
-            Err(error) => {
-                let said = error.to_string();
-                let (fact, remedy) = said.split_once("; ").unwrap_or((&said, "hugemm pool serve --size SIZE"));
-                Err((fact.to_owned(), remedy.to_owned()))
-            }
-        };
+        // As the message is made: what is so; what to do.
+        let daemon = connection.and_then(|daemon| daemon.status()).map_err(|error| {
+            let said = error.to_string();
+            let (fact, remedy) = said.split_once("; ").unwrap_or((&said, "hugemm pool serve --size SIZE"));
+            (fact.to_owned(), remedy.to_owned())
+        });
         let (pool, size) = (HugetlbPool::new(), PageSize::Size2M);
         let pool = pool.status(size, None).ok().zip(pool.command_to_add(size, GIB / size.bytes(), None).ok());
         let process = match (&daemon, daemon_pid) {

@@ -10,7 +10,7 @@ use hugemm_inspect::interrupt;
 use hugemm_inspect::limits::Limits;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_inspect::roots::Roots;
-use hugemm_lease::client::{Connection, default_socket, read_secret};
+use hugemm_lease::client::{ClientError, Connection, default_socket, read_secret};
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{self, Manners, fill};
 use hugemm_lease::listener::Listener;
@@ -190,13 +190,12 @@ fn listen(path: &Path, open: bool) -> Result<Listener> {
     Listener::bind(path, open).with_context(no_listener)
 }
 
-fn ask(socket: Option<&Path>, request: &Request) -> Result<Answer> {
-    let socket = socket.map_or_else(default_socket, Path::to_owned);
-    Ok(Connection::open(&socket)?.ask(request)?.0)
+fn connect(socket: Option<&Path>) -> Result<Connection, ClientError> {
+    Connection::open(&socket.map_or_else(default_socket, Path::to_owned))
 }
 
 fn tell(socket: Option<&Path>, request: &Request) -> Result<()> {
-    match ask(socket, request)? {
+    match connect(socket)?.ask(request)?.0 {
         Answer::Done {} => Ok(()),
         _ => bail!("the daemon answered something else; are daemon and command of one version?"),
     }
@@ -216,17 +215,13 @@ fn say_status(args: &Ask) -> Result<()> {
 
 fn status(args: &Ask, wait: Option<u64>) -> Result<()> {
     let end = wait.map(|seconds| Instant::now() + Duration::from_secs(seconds));
-    let found = loop {
-        let found = ask(args.socket.as_deref(), &Request::Status {});
-        let full = matches!(&found, Ok(Answer::Status(status)) if is_full(status));
-        if full || end.is_none_or(|end| Instant::now() >= end) {
+    let status = loop {
+        let found = connect(args.socket.as_deref()).and_then(|daemon| daemon.status());
+        if found.as_ref().is_ok_and(is_full) || end.is_none_or(|end| Instant::now() >= end) {
             break found?;
         }
         interrupt::check()?;
         thread::sleep(Duration::from_millis(50));
-    };
-    let Answer::Status(status) = found else {
-        bail!("the daemon answered something else; are daemon and command of one version?");
     };
     match &args.common.json {
         Some(path) if path.as_os_str() == "-" => println!("{}", serde_json::to_string(&status)?),

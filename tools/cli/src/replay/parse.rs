@@ -7,7 +7,6 @@
 //! … -F comm,tid,cpu,…    cc  2301 [001]        kmem:mm_page_alloc: page=… pfn=… order=…
 //! trace-cmd report       cc-2301  [001]  6012.721314: mm_page_alloc:        page=… pfn=… order=…
 //! … and ftrace itself    cc-2301  [001] d..1. 6012.721314: mm_page_alloc: page=… pfn=… order=…
-//! trace-cmd report -l    cc-2301     1d..1.  6012.721314: mm_page_alloc:        page=… pfn=… order=…
 //! ```
 //!
 //! A process's name may hold anything, blanks and brackets too, so a line is read from the first `[CPU]` behind which an event's name
@@ -69,7 +68,7 @@ pub fn line(text: &str) -> Result<Line<'_>, String> {
         |(before, ..): &(&str, &str, &str)| before.ends_with(|c: char| c.is_ascii_digit() || c == ')' || c == '-');
     let found = cpus(trimmed).filter(of_process).chain(cpus(trimmed));
     let found = found.into_iter().find_map(|(_, cpu, rest)| Some((cpu, event_name(rest)?, rest)));
-    match found.or_else(|| latency(trimmed)) {
+    match found {
         Some((cpu, name, fields)) => {
             let cpu = cpu.parse().ok().filter(|cpu| *cpu < MOST_CPUS);
             let cpu = cpu.ok_or_else(|| format!("expected a CPU below {MOST_CPUS} in brackets"))?;
@@ -126,21 +125,6 @@ fn event_name(rest: &str) -> Option<&str> {
         let name = word.strip_suffix(':').or(word.starts_with("PERF_RECORD_").then_some(word))?;
         name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_').then_some(name)
     })
-}
-
-/// The latency layout: digits and flags in one word, such as `1d..1.`, before a time.
-fn latency(text: &str) -> Option<(&str, &str, &str)> {
-    let (_, mut rest) = text.split_once(char::is_whitespace)?;
-    loop {
-        let (word, after) = rest.trim_start().split_once(char::is_whitespace)?;
-        let flags = word.trim_start_matches(|c: char| c.is_ascii_digit());
-        let is_cpu = (4..word.len()).contains(&flags.len())
-            && flags.bytes().all(|b| b.is_ascii_alphanumeric() || b".#".contains(&b));
-        if is_cpu && after.trim_start().starts_with(|c: char| c.is_ascii_digit()) {
-            return Some((word.strip_suffix(flags)?, event_name(after)?, after));
-        }
-        rest = after;
-    }
 }
 
 fn event<'t>(name: &'t str, fields: &str) -> Result<Event<'t>, String> {

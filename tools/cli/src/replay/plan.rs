@@ -39,20 +39,9 @@ pub struct Counts {
     pub supplied: u64,
     pub folio_splits: u64,
     pub block_splits: u64,
-    pub alloc_pages: u64,
-    pub free_pages: u64,
     pub adopted_pages: u64,
-    pub supplied_pages: u64,
     /// Every other event, by name.
     pub others: BTreeMap<String, u64>,
-}
-
-impl Counts {
-    /// Pages in use after the last event.
-    pub fn live_pages(&self) -> i128 {
-        let all = |part: u64| i128::from(part);
-        all(self.adopted_pages) + all(self.alloc_pages) - all(self.free_pages) - all(self.supplied_pages)
-    }
 }
 
 /// Operations that follow each other on one CPU.
@@ -80,8 +69,8 @@ pub struct Planner {
     /// Blocks that are freed without having been allocated, by their first frame: slot and order.
     adopted: Vec<(u64, u32, Order)>,
     /// Pages in use beyond those at the start, and the most there were.
-    net: i128,
-    peak: i128,
+    net: i64,
+    peak: i64,
 }
 
 /// What to replay.
@@ -96,8 +85,6 @@ pub struct Plan {
     pub cpus: Vec<u32>,
     /// Slots of all operations.
     pub slots: u32,
-    /// What is in use after the last operation: slot and order.
-    pub left: Vec<(u32, Order)>,
     /// The most pages in use at once, and after how many operations that was.
     pub peak_pages: u64,
     pub peak_at: usize,
@@ -112,23 +99,21 @@ impl Planner {
             Event::Alloc { pfn: Some(pfn), order, mobility, compound } => {
                 if self.first_in(pfn, order).is_some() {
                     self.plan.counts.supplied += 1;
-                    self.plan.counts.supplied_pages += self.release(cpu, pfn, order)?.0;
+                    self.release(cpu, pfn, order)?;
                 }
                 let slot = self.new_slots(1)?;
                 self.push(cpu, Op::Alloc { slot, order, mobility });
                 self.live.insert(pfn, Block { order, slot, compound });
                 self.plan.counts.allocs += 1;
                 self.plan.counts.compound += u64::from(compound);
-                self.plan.counts.alloc_pages += order.pages();
-                self.net += i128::from(order.pages());
+                self.net += order.pages() as i64;
                 if self.net > self.peak {
                     (self.peak, self.plan.peak_at) = (self.net, self.plan.ops.len());
                 }
             }
             Event::Free { pfn, order } => {
                 self.plan.counts.frees += 1;
-                self.plan.counts.free_pages += order.pages();
-                let (_, gaps) = self.release(cpu, pfn, order)?;
+                let gaps = self.release(cpu, pfn, order)?;
                 self.plan.counts.adopted += u64::from(!gaps.is_empty());
                 for gap in gaps {
                     self.adopt(cpu, gap)?;
@@ -160,9 +145,8 @@ impl Planner {
         Plan {
             before: self.adopted.into_iter().map(before).collect(),
             cpus: cpus.into_iter().collect(),
-            left: self.live.values().map(|block| (block.slot, block.order)).collect(),
             // Adopted pages are in use from the start.
-            peak_pages: (self.peak + i128::from(self.plan.counts.adopted_pages)) as u64,
+            peak_pages: self.peak as u64 + self.plan.counts.adopted_pages,
             ..self.plan
         }
     }
@@ -179,14 +163,14 @@ impl Planner {
         self.covering(pfn).or_else(inside)
     }
 
-    /// Frees what is in use of a range; returns how many pages that were, and the gaps between them.
-    fn release(&mut self, cpu: u32, pfn: u64, order: Order) -> Result<(u64, Vec<Extent>), String> {
+    /// Frees what is in use of a range; returns the gaps between.
+    fn release(&mut self, cpu: u32, pfn: u64, order: Order) -> Result<Vec<Extent>, String> {
         if let Some((head, block)) = self.covering(pfn)
             && block.order > order
         {
             self.split(cpu, head, block, order)?;
         }
-        let (mut pages, mut at, mut gaps) = (0, pfn, Vec::new());
+        let (mut at, mut gaps) = (pfn, Vec::new());
         let end = pfn + order.pages();
         let mut gap =
             |from: u64, to: u64| gaps.extend(Extent::new(Pfn::new(from), to - from).ok().filter(|e| !e.is_empty()));
@@ -195,18 +179,17 @@ impl Planner {
             self.live.remove(&head);
             self.push(cpu, Op::Free { slot: block.slot, order: block.order });
             gap(at, head);
-            pages += block.order.pages();
+            self.net -= block.order.pages() as i64;
             at = head + block.order.pages();
         }
         gap(at, end);
-        self.net -= i128::from(pages);
-        Ok((pages, gaps))
+        Ok(gaps)
     }
 
     fn split(&mut self, cpu: u32, head: u64, block: Block, to: Order) -> Result<(), String> {
         let pieces = 1_u32 << (block.order.get() - to.get());
         let first = self.new_slots(pieces)?;
-        self.push(cpu, Op::Split { slot: block.slot, pieces, to, first });
+        self.push(cpu, Op::Split { slot: block.slot, order: block.order, to, first });
         // From now on these are blocks of their own.
         let kind = if block.compound { &mut self.plan.counts.folio_splits } else { &mut self.plan.counts.block_splits };
         *kind += 1;
@@ -225,7 +208,7 @@ impl Planner {
             self.push(cpu, Op::Free { slot, order });
         }
         self.plan.counts.adopted_pages += gap.pages();
-        self.net -= i128::from(gap.pages());
+        self.net -= gap.pages() as i64;
         Ok(())
     }
 

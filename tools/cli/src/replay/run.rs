@@ -1,19 +1,21 @@
 //! Running a plan: a fresh allocator each time, each operation as the CPU it happened on, one thread.
 
-use super::ops::{Counted, Nobody, Op, Other, ReplayCounts, Slots, run as play};
+use super::ops::{Nobody, Op, Slots, free_rest, run as play};
 use super::plan::Plan;
 use crate::frames::area::AreaPlan;
 use crate::frames::peers::{self, Managed, Peer, Visit};
 use crate::measure::Repeat;
+use crate::results::Line;
 use crate::sides::{Side, alternate};
 use crate::stats::Samples;
-use anyhow::{Result, bail};
-use hugemm_base::{CpuCx, CpuId, Extent, Order, Pfn};
+use anyhow::{Context, Result, bail};
+use hugemm_base::{CpuId, Extent, Pfn};
 use hugemm_frames::{Frames, NodeStats};
 use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_workloads::alloc_free::{CountedPages, Source};
 use indicatif::ProgressBar;
-use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::cell::Cell;
+use std::ops::Range;
 use std::time::Instant;
 
 /// The first managed frame: 1 GiB, so that alignment in the arena is alignment in memory.
@@ -39,9 +41,6 @@ impl Setup {
     }
 }
 
-/// Nanoseconds of each operation of a kind, the timer's own subtracted, ascending. A kind is `alloc`, `free` or `split`, and orders.
-pub type Kinds = BTreeMap<(&'static str, &'static str), Vec<u32>>;
-
 /// What the runs showed.
 #[derive(Debug)]
 pub struct Outcome {
@@ -49,29 +48,26 @@ pub struct Outcome {
     pub op_ns: Vec<(String, Samples)>,
     /// What was subtracted for the loop, the slots and the timer, in nanoseconds per operation.
     pub loop_ns: Samples,
-    pub kinds: Kinds,
-    /// The same in every run.
-    pub done: Done,
-    /// The allocator when most was in use.
-    pub at_peak: NodeStats,
+    /// What came of hugemm's last run.
+    pub last: Played,
 }
 
 /// What came of a run.
-#[derive(Clone, Copy, Debug)]
-pub struct Done {
-    /// With what was in use before the first operation.
-    pub tally: ReplayCounts,
-    /// The allocator at the end, with all caches drained.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Played {
+    nanos: u64,
+    /// Allocations for which there was no memory.
+    pub failed: u64,
+    /// This allocator when most was in use.
+    pub at_peak: NodeStats,
+    /// And at the end, with all caches drained.
     pub at_end: NodeStats,
-    /// Frames in use at the end.
-    pub live_pages: u64,
 }
 
 /// Blocks of a trace at most that an allocator replays whose time grows with the number of holes.
 const MOST_SCANNED: u32 = 65_536;
 
-/// Runs a plan `runs` times for the time of the whole and once more for each operation's. `metadata` is as large as
-/// [`Setup::metadata_bytes`] says.
+/// Runs a plan `runs` times. `metadata` is as large as [`Setup::metadata_bytes`] says.
 pub fn run(
     plan: &Plan,
     setup: &Setup,
@@ -85,31 +81,26 @@ pub fn run(
     let anchor = Host::new(&[setup.place], &mut [])?;
     anchor.run_on(CpuId::new(0), |_| {
         let host = Host::new(&places, &mut [])?;
-        let memory = RefCell::new((metadata, vec![0; plan.slots as usize]));
-        let replayer = &Replayer { plan, setup, host: &host, memory };
-        // The first run only warms up.
-        replayer.each()?;
-        let (kinds, done, at_peak) = replayer.each()?;
+        let replayer = &Replayer { plan, setup, host: &host };
         let mut sides = vec![
-            Side::new("loop", move || replayer.turns(|_, ops, slots| play(&mut Nobody(1), ops, slots))),
-            Side::new("hugemm", move || replayer.whole(&done)),
+            Side::new("loop", move || replayer.whole(&Nobody(Cell::new(1)))),
+            Side::new("hugemm", move || replayer.own(metadata)),
         ];
         peers::each(no_peers, &mut Others { replayer, sides: &mut sides })?;
-        bar.set_length(sides.len() as u64 * u64::from(runs));
-        let lines = alternate(sides, Repeat::new(runs, 0), bar)?;
-        let operations = plan.ops.len().max(1) as f64;
-        let nanos = |(_, nanos): &(ReplayCounts, u64)| *nanos as f64 / operations;
-        let idle: Vec<f64> = lines[0].runs.iter().map(nanos).collect();
-        let own = |((tally, taken), idle): (&(ReplayCounts, u64), &f64)| {
-            // One for which there was less memory did less.
-            (tally.failed <= done.tally.failed).then_some((*taken as f64 / operations - idle).max(0.0))
-        };
-        let of = |line: &crate::results::Line<_>| {
-            (line.label("side"), line.runs.iter().zip(&idle).filter_map(&own).collect())
-        };
+        // The first only warms up.
+        let repeat = Repeat::new(runs, 1);
+        bar.set_length((sides.len() * repeat.all()) as u64);
+        let lines = alternate(sides, repeat, bar)?;
+        let last = lines[1].runs.last().copied().context("no run")?;
+        let each = |played: &Played| played.nanos as f64 / plan.ops.len().max(1) as f64;
+        let idle: Vec<f64> = lines[0].runs.iter().map(each).collect();
+        // One for which there was less memory did less.
+        let own =
+            |(played, idle): (&Played, &f64)| (played.failed <= last.failed).then(|| (each(played) - idle).max(0.0));
+        let of = |line: &Line<_>| (line.label("side"), line.runs.iter().zip(&idle).filter_map(own).collect());
         let mut op_ns: Vec<(String, Samples)> = lines[1..].iter().map(of).collect();
         op_ns.retain(|(_, samples)| samples.runs() > 0);
-        Ok(Outcome { op_ns, loop_ns: idle.iter().copied().collect(), kinds, done, at_peak })
+        Ok(Outcome { op_ns, loop_ns: idle.iter().copied().collect(), last })
     })?
 }
 
@@ -117,55 +108,77 @@ struct Replayer<'a, 'h> {
     plan: &'a Plan,
     setup: &'a Setup,
     host: &'a Host<'h>,
-    /// For the allocator's data, and for the slots.
-    memory: RefCell<(&'a mut [u8], Vec<u64>)>,
 }
 
 impl<'h> Replayer<'_, 'h> {
-    /// Runs what was in use before the trace, and then each turn as its CPU: what came of all, and nanoseconds of the turns.
-    fn turns(
-        &self,
-        turn: impl FnMut(&mut CpuCx<'_, Host<'h>>, &[Op], &mut Slots<'_>) -> ReplayCounts,
-    ) -> Result<(ReplayCounts, u64)> {
-        let mut memory = self.memory.borrow_mut();
-        self.turns_in(&mut Slots::new(&mut memory.1), turn)
+    fn slots<B>(&self) -> Vec<Option<B>> {
+        (0..self.plan.slots).map(|_| None).collect()
     }
 
-    fn turns_in(
+    /// Allocates what was in use before the trace.
+    fn begin<S: Source<Host<'h>>>(&self, source: &S, slots: &mut Slots<S::Block>) -> Result<Played> {
+        let failed = self.host.run_on(CpuId::new(0), |cx| play(source, cx, &self.plan.before, slots))?;
+        Ok(Played { failed, ..Played::default() })
+    }
+
+    /// Runs some of the operations, each turn as its CPU.
+    fn turns<S: Source<Host<'h>>>(
         &self,
-        slots: &mut Slots<'_>,
-        mut turn: impl FnMut(&mut CpuCx<'_, Host<'h>>, &[Op], &mut Slots<'_>) -> ReplayCounts,
-    ) -> Result<(ReplayCounts, u64)> {
-        let mut tally = self.host.run_on(CpuId::new(0), |cx| turn(cx, &self.plan.before, slots))?;
-        let (mut nanos, mut from) = (0, 0);
-        for each in &self.plan.turns {
+        source: &S,
+        slots: &mut Slots<S::Block>,
+        ops: Range<usize>,
+        played: &mut Played,
+    ) -> Result<()> {
+        let mut from = ops.start;
+        for turn in &self.plan.turns {
+            let to = turn.end.min(ops.end);
+            if to <= from {
+                continue;
+            }
             // CPUs of the trace in ascending order, dealt out to the virtual ones.
-            let index = self.plan.cpus.binary_search(&each.cpu).unwrap_or(0) as u32;
-            let ops = &self.plan.ops[from..each.end];
-            tally = tally.plus(self.host.run_on(CpuId::new(index % self.setup.cpus), |cx| {
+            let index = self.plan.cpus.binary_search(&turn.cpu).unwrap_or(0) as u32;
+            self.host.run_on(CpuId::new(index % self.setup.cpus), |cx| {
                 let start = Instant::now();
-                let part = turn(cx, ops, slots);
-                nanos += start.elapsed().as_nanos() as u64;
-                part
-            })?);
-            from = each.end;
+                played.failed += play(source, cx, &self.plan.ops[from..to], slots);
+                played.nanos += start.elapsed().as_nanos() as u64;
+            })?;
+            from = to;
         }
-        Ok((tally, nanos))
+        Ok(())
     }
 
-    /// The same with an allocator of this one's, and what it came to.
-    fn on_frames(
-        &self,
-        mut turn: impl FnMut(&mut CpuCx<'_, Host<'h>>, &Frames<'_>, &[Op], &mut Slots<'_>) -> ReplayCounts,
-    ) -> Result<(Done, u64)> {
-        let plan = self.setup.plan()?;
-        let (metadata, words) = &mut *self.memory.borrow_mut();
-        let offset = metadata.as_ptr().align_offset(plan.metadata.align()).min(metadata.len());
+    /// A run of the whole.
+    fn whole<S: Source<Host<'h>>>(&self, source: &S) -> Result<Played> {
+        let slots = &mut self.slots();
+        let mut played = self.begin(source, slots)?;
+        self.turns(source, slots, 0..self.plan.ops.len(), &mut played)?;
+        Ok(played)
+    }
+
+    /// The same with a new allocator of this one's, which is looked at when most is in use and at the end. Whatever went wrong before,
+    /// it has all of its pages back once everything is freed, or that is an error.
+    fn own(&self, metadata: &mut [u8]) -> Result<Played> {
+        let area = self.setup.plan()?;
+        let offset = metadata.as_ptr().align_offset(area.metadata.align()).min(metadata.len());
         // SAFETY: frame numbers with nothing behind them; all contexts are of one host.
-        let frames = &unsafe { plan.frames(self.host, &mut metadata[offset..]) }?;
-        let slots = &mut Slots::new(words);
-        let (tally, nanos) = self.turns_in(slots, |cx, ops, slots| turn(cx, frames, ops, slots))?;
-        Ok((self.settle(frames, slots, tally)?, nanos))
+        let frames = &unsafe { area.frames(self.host, &mut metadata[offset..]) }?;
+        let (source, slots, plan) = (&CountedPages(frames), &mut self.slots(), self.plan);
+        let mut played = self.begin(source, slots)?;
+        self.turns(source, slots, 0..plan.peak_at, &mut played)?;
+        played.at_peak = self.host.run_on(CpuId::new(0), |cx| frames.stats(cx))?;
+        self.turns(source, slots, plan.peak_at..plan.ops.len(), &mut played)?;
+        played.at_end = self.drained(frames)?;
+        self.host.run_on(CpuId::new(0), |cx| {
+            free_rest(source, cx, &plan.before, slots);
+            free_rest(source, cx, &plan.ops, slots);
+        })?;
+        let (available, managed) = (self.drained(frames)?.available(), frames.managed());
+        if available != managed {
+            bail!(
+                "{available} of {managed} pages are free after everything was freed; please report this with the trace"
+            );
+        }
+        Ok(played)
     }
 
     fn drained(&self, frames: &Frames<'_>) -> Result<NodeStats> {
@@ -174,76 +187,12 @@ impl<'h> Replayer<'_, 'h> {
         }
         Ok(self.host.run_on(CpuId::new(0), |cx| frames.stats(cx))?)
     }
-
-    /// Checks the accounting: what the trace leaves in use is in use, and all of it can be freed.
-    fn settle(&self, frames: &Frames<'_>, slots: &mut Slots<'_>, tally: ReplayCounts) -> Result<Done> {
-        if let Some(why) = tally.refused {
-            bail!("the allocator refused a block that it had handed out: {why}; please report this with the trace");
-        }
-        let at_end = self.drained(frames)?;
-        let live_pages = frames.managed() - at_end.available();
-        let there = |(slot, order): &(u32, Order)| if slots.holds(*slot) { order.pages() } else { 0 };
-        let (kept, all) =
-            self.plan.left.iter().fold((0, 0), |(kept, all), left| (kept + there(left), all + left.1.pages()));
-        if live_pages != kept || i128::from(all) != self.plan.counts.live_pages() {
-            bail!(
-                "{live_pages} pages are in use at the end, {kept} by the blocks that are left, {} by allocations less frees; \
-                 please report this with the trace",
-                self.plan.counts.live_pages()
-            );
-        }
-        let rest: Vec<Op> =
-            self.plan.left.iter().map(|(slot, order)| Op::Free { slot: *slot, order: *order }).collect();
-        let freed = self.host.run_on(CpuId::new(0), |cx| play(&mut Counted(frames, cx), &rest, slots))?;
-        let (available, managed) = (self.drained(frames)?.available(), frames.managed());
-        if freed.refused.is_some() || available != managed {
-            bail!(
-                "{available} of {managed} pages are free after everything was freed; please report this with the trace"
-            );
-        }
-        Ok(Done { tally, at_end, live_pages })
-    }
-
-    /// A run of the whole.
-    fn whole(&self, expected: &Done) -> Result<(ReplayCounts, u64)> {
-        let (done, nanos) = self.on_frames(|cx, frames, ops, slots| play(&mut Counted(frames, cx), ops, slots))?;
-        if done.tally != expected.tally {
-            bail!("two runs of one trace differ: {:?} and {:?}; please report this", done.tally, expected.tally);
-        }
-        Ok((done.tally, nanos))
-    }
-
-    /// A run in which each operation is timed by itself, and the allocator looked at when most is in use.
-    fn each(&self) -> Result<(Kinds, Done, NodeStats)> {
-        let (timer, mut kinds) = (timer_ns(), Kinds::new());
-        let (mut ops_done, mut at_peak) = (0, None);
-        let (before, peak) = (self.plan.before.len(), self.plan.before.len() + self.plan.peak_at);
-        let (done, _) = self.on_frames(|cx, frames, ops, slots| {
-            let mut tally = ReplayCounts::default();
-            for op in ops {
-                let start = Instant::now();
-                tally = tally.plus(play(&mut Counted(frames, cx), std::slice::from_ref(op), slots));
-                let nanos = (start.elapsed().as_nanos() as u64).saturating_sub(timer);
-                if ops_done >= before {
-                    kinds.entry(kind(op)).or_default().push(u32::try_from(nanos).unwrap_or(u32::MAX));
-                }
-                ops_done += 1;
-                if ops_done == peak {
-                    at_peak = Some(frames.stats(cx));
-                }
-            }
-            tally
-        })?;
-        kinds.values_mut().for_each(|nanos| nanos.sort_unstable());
-        let at_peak = at_peak.unwrap_or(done.at_end);
-        Ok((kinds, done, at_peak))
-    }
 }
 
 /// Replays a plan through other allocators too.
 struct Others<'a, 'h, 's> {
     replayer: &'a Replayer<'a, 'h>,
-    sides: &'s mut Vec<Side<'a, (ReplayCounts, u64)>>,
+    sides: &'s mut Vec<Side<'a, Played>>,
 }
 
 impl Visit for Others<'_, '_, '_> {
@@ -256,41 +205,7 @@ impl Visit for Others<'_, '_, '_> {
         if divided && !T::DIVISIBLE || T::SCANS_HOLES && plan.slots > MOST_SCANNED || Managed::<T>::new(area).is_err() {
             return Ok(());
         }
-        self.sides.push(Side::new(T::NAME, move || {
-            let peer = Managed::<T>::new(area)?;
-            let (tally, nanos) = replayer.turns(|cx, ops, slots| play(&mut Other(&peer, cx), ops, slots))?;
-            match tally.refused {
-                Some(why) => bail!(
-                    "{} refused a block that it had handed out: {why}; please report this with the trace",
-                    T::NAME
-                ),
-                None => Ok((tally, nanos)),
-            }
-        }));
+        self.sides.push(Side::new(T::NAME, move || replayer.whole(&Managed::<T>::new(area)?)));
         Ok(())
     }
-}
-
-/// Orders are treated alike that are cached, lie between, are 2 MiB, or larger.
-fn kind(op: &Op) -> (&'static str, &'static str) {
-    let (what, order) = match *op {
-        Op::Alloc { order, .. } => ("alloc", order.get()),
-        Op::Free { order, .. } => ("free", order.get()),
-        Op::Split { pieces, to, .. } => ("split", to.get() + pieces.ilog2()),
-    };
-    let orders = match order {
-        0 => "0",
-        1..=3 => "1–3",
-        4..=8 => "4–8",
-        9 => "9",
-        _ => "10–18",
-    };
-    (what, orders)
-}
-
-/// What timing nothing takes: the median of many, in nanoseconds.
-fn timer_ns() -> u64 {
-    let mut all: Vec<u64> = (0..10_000).map(|_| Instant::now().elapsed().as_nanos() as u64).collect();
-    all.sort_unstable();
-    all[all.len() / 2]
 }

@@ -4,7 +4,7 @@
 
 use super::selftest::in_swap;
 use super::swapped::{Clocked, Store, Swapped};
-use super::{Cx, Failure, pool, region, vec_of};
+use super::{Cx, Failure, on_cpus, pool, region, vec_of};
 use crate::output::note;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Never, PageSize, VirtAddr, VirtRange};
@@ -130,34 +130,30 @@ fn run<'m, 'a>(
     let each = (fill.bytes / fill.page.bytes()).div_ceil(workers.into()) as usize;
     let each = if fill.how == CreateMethod::Pin { each } else { 1 };
     let mut pins = vec_of(each * workers as usize, || None::<Pinned<'_>>)?;
-    let (took, start) = (
-        Lock::<SpinLock, _>::new(Ok(Created { bytes: fill.bytes, ..Created::default() })),
-        smp::Rendezvous::new(workers),
-    );
+    let start = smp::Rendezvous::new(workers);
     let lists: Lock<SpinLock, _> = Lock::new(pins.chunks_mut(each));
-    smp::on_cpus(cx, workers, &|cx, cpu| {
+    let work = |cx: Cx<'_>, cpu: u32| {
         let mut places = lists.lock().next().unwrap_or_default().iter_mut();
         start.wait();
-        let split = creation.work(
+        creation.work(
             cx,
             cpu.into(),
             &Never,
             |run| *places.next().unwrap_or_else(|| panic!("more pinned runs than pages")) = Some(run),
             |cx, addresses, watch| vm::touch(cx, manager, space, addresses, watch),
-        );
-        let mut took = took.lock();
-        match (&mut *took, split) {
-            (Ok(took), Ok(split)) => {
-                took.split = took.split.plus(split);
-                took.nanos = took.nanos.max(split.total());
-            }
-            (took, Err(error)) => *took = Err(error),
-            (Err(_), Ok(_)) => {}
-        }
-    });
+        )
+    };
+    let took = on_cpus(
+        cx,
+        workers,
+        |cx, cpu| work(cx, cpu).map(|split| Created { split, nanos: split.total(), ..Created::default() }),
+        |took, more| {
+            took.split = took.split.plus(more.split);
+            took.nanos = took.nanos.max(more.nanos);
+        },
+    );
     for run in pins.iter_mut().filter_map(Option::take) {
         manager.unpin(cx, space, run).map_err(|(error, _)| error)?;
     }
-    let took = *took.lock();
-    Ok(took?)
+    Ok(Created { bytes: fill.bytes, ..took? })
 }

@@ -4,7 +4,7 @@
 //! accesses are loads and stores by the MMU; what they find is checked.
 
 use super::swapped::{self, NODE, OurSpaces, Store, SwapVm, Terms};
-use super::{Cx, Failure, vec_of};
+use super::{Cx, Failure, on_cpus, vec_of};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
@@ -132,9 +132,8 @@ fn play_all<'a>(
         Some(Part::new(number as u32, shared, own, spare))
     };
     let (stop, start) = (AtomicBool::new(false), smp::Rendezvous::new(cpus));
-    let total: Lock<SpinLock, Result<AgeFigures, Failure>> = Lock::new(Ok(AgeFigures::default()));
     let begin = cx.platform().now_ns();
-    smp::on_cpus(cx, cpus, &|cx, cpu| {
+    let play = |cx: Cx<'_>, cpu: u32| {
         let mine = (0..plan.procs).filter(|process| process % cpus == cpu).count();
         let mut parts: [Option<Part<'_, '_>>; MOST] =
             core::array::from_fn(|index| if index < mine { next_part() } else { None });
@@ -156,21 +155,14 @@ fn play_all<'a>(
                 windows = part.unpin(cx, vm, space).and(windows);
             }
         }
-        let mut total = total.lock();
-        match (&mut *total, windows) {
-            (Ok(total), Ok(windows)) => {
-                total.windows += windows;
-                total.touched = total.touched.plus(task.touched);
-            }
-            (Ok(_), Err(failed)) => {
-                // Relaxed: only to end the others.
-                stop.store(true, Ordering::Relaxed);
-                *total = Err(failed.into());
-            }
-            (Err(_), _) => {}
-        }
-    });
-    let AgeFigures { windows, touched, .. } = core::mem::replace(&mut *total.lock(), Ok(AgeFigures::default()))?;
+        // Relaxed: only to end the others.
+        let windows = windows.inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
+        Ok::<_, Failed>((windows, task.touched))
+    };
+    let (windows, touched) = on_cpus(cx, cpus, play, |(windows, touched), more: (u64, Touched)| {
+        *windows += more.0;
+        *touched = touched.plus(more.1);
+    })?;
     let seconds = (cx.platform().now_ns() - begin) as f64 / 1e9;
     let pager = vm.pager();
     let reclaimed = AgeFigures::of_reclaim(cx, pager, store, NODE, |step| pager.steps().of(step));

@@ -6,10 +6,9 @@
 use super::populate::calibrated;
 use super::selftest::in_swap;
 use super::swapped::{self, Clocked, OurSpaces, Store, Swapped};
-use super::{Cx, Failure, vec_of};
+use super::{Cx, Failure, on_cpus, vec_of};
 use crate::output::{progress, record};
 use core::sync::atomic::{AtomicBool, Ordering};
-use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{CounterSnapshot, CpuCx, Never, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_hugetlb::{Group, HugePageCounts, HugePool};
@@ -110,17 +109,12 @@ impl<'v, 'a, 'm> Site<'static, 'v, 'm, OurSpaces<'a>> for Here<'_, 'v, 'a, 'm> {
         creation: &Creation<'_, '_, 'm, OurSpaces<'a>>,
     ) -> Result<u64, VmError> {
         let workers = percpu::count();
-        let (took, start) = (Lock::<SpinLock, _>::new(Ok(0)), smp::Rendezvous::new(workers));
-        smp::on_cpus(cx, workers, &|cx, cpu| {
+        let start = smp::Rendezvous::new(workers);
+        let work = |cx: Cx<'_>, cpu: u32| {
             start.wait();
-            let split = creation.work(cx, cpu.into(), &Never, |_| (), |_, _, _| Ok(()));
-            let mut took = took.lock();
-            *took = match (*took, split) {
-                (Ok(longest), Ok(split)) => Ok(split.total().max(longest)),
-                (Err(error), _) | (_, Err(error)) => Err(error),
-            };
-        });
-        *took.lock()
+            creation.work(cx, cpu.into(), &Never, |_| (), |_, _, _| Ok(())).map(|split| split.total())
+        };
+        on_cpus(cx, workers, work, |longest, nanos| *longest = nanos.max(*longest))
     }
 
     fn workers(&self) -> u64 {

@@ -18,13 +18,12 @@ mod rights;
 mod translations;
 
 use super::swapped::HELD_BACK;
-use super::{Cx, Failure, free_all, vec_for, vec_of};
+use super::{Cx, Failure, free_all, on_cpus, vec_for, vec_of};
 use crate::output::{note, progress, sample};
 use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
-use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, FrameUse, FramesInUse};
-use hugemm_kernel::{percpu, smp, stack, tables, tlb, vmemmap};
+use hugemm_kernel::{percpu, stack, tables, tlb, vmemmap};
 use hugemm_workloads::request::{Part, Plant, Selftest};
 
 /// Nanoseconds of each part of a round.
@@ -130,15 +129,37 @@ impl Done {
 
 /// Runs `f` on all CPUs; the first failure of any.
 fn on_all(cx: Cx<'_>, f: impl Fn(Cx<'_>, u32) -> Result<(), Failure> + Sync) -> Result<(), Failure> {
-    let first: Lock<SpinLock, _> = Lock::new(Ok(()));
-    smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
-        let done = f(cx, cpu);
-        let mut first = first.lock();
-        if first.is_ok() {
-            *first = done;
+    on_cpus(cx, percpu::count(), f, |(), ()| ())
+}
+
+/// When the steps of a round end on all CPUs: at a time, or once something is wrong on any.
+struct Steps {
+    until: u64,
+    stop: AtomicBool,
+}
+
+impl Steps {
+    fn until(until: u64) -> Self {
+        Steps { until, stop: AtomicBool::new(false) }
+    }
+
+    /// A CPU's steps, `most` at most.
+    fn each(
+        &self,
+        cx: Cx<'_>,
+        most: u64,
+        mut step: impl FnMut(Cx<'_>, u64) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        for number in 0..most {
+            // Relaxed: only to end sooner.
+            if self.stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= self.until {
+                break;
+            }
+            percpu::beat();
+            step(cx, number).inspect_err(|_| self.stop.store(true, Ordering::Relaxed))?;
         }
-    });
-    core::mem::replace(&mut *first.lock(), Ok(()))
+        Ok(())
+    }
 }
 
 /// Pages of spaces that have ended are in swap.

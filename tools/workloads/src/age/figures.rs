@@ -27,8 +27,6 @@ pub struct AgeFigures {
     pub aged: u64,
     /// Pages of which neighbours' looks were made.
     pub around: u64,
-    /// Mappings that had been used.
-    pub young: u64,
     /// Flushes caused by ageing.
     pub age_flushes: u64,
     /// Flushes caused by unmapping.
@@ -60,7 +58,6 @@ impl AgeFigures {
             swap: swap.stats(cx),
             aged: counts.aged.get(),
             around: counts.around.get(),
-            young: counts.young.get(),
             age_flushes: counts.age_flushes.get(),
             unmap_flushes: counts.unmap_flushes.get(),
             stolen: counts.direct_freed.get() + counts.worker_freed.get(),
@@ -95,14 +92,11 @@ record! {
         touched.faults: u64,
         touched.refused: u64,
         lru.scanned: u64,
-        lru.rotated: u64,
-        lru.activated: u64,
         swap.loads: u64,
         shootdowns.interrupts: u64,
         shootdowns.instructions: u64,
         aged: u64,
         around: u64,
-        young: u64,
         age_flushes: u64,
         unmap_flushes: u64,
         stolen: u64,
@@ -118,18 +112,14 @@ const fn count(name: &'static str, of: fn(&AgeFigures) -> f64) -> Metric<AgeFigu
 }
 
 /// All metrics of `hugemm bench age`.
-pub const METRICS: [Metric<AgeFigures>; 17] = [
+pub const METRICS: [Metric<AgeFigures>; 13] = [
     Metric::new("bench.age.loops", "1/s", AgeFigures::loops).column("loops/s").better(Better::Higher),
     count("bench.age.touched", |it| it.touched.pages as f64),
     count("bench.age.faults", |it| it.touched.faults as f64),
     count("bench.age.refused", |it| it.touched.refused as f64),
     count("bench.age.scanned", |it| it.lru.scanned as f64).column("scanned"),
-    count("bench.age.rotated", |it| it.lru.rotated as f64),
-    count("bench.age.activated", |it| it.lru.activated as f64),
     count("bench.age.stolen", |it| it.stolen as f64).column("stolen"),
     count("bench.age.refaults", |it| it.swap.loads as f64).column("refaults"),
-    count("bench.age.refaults_per_loop", |it| it.swap.loads as f64 / it.windows.max(1) as f64),
-    count("bench.age.young_mappings", |it| it.young as f64),
     count("bench.age.flushes_by_ageing", |it| it.age_flushes as f64).column("flush: age"),
     count("bench.age.flushes_by_unmapping", |it| it.unmap_flushes as f64).column("unmap"),
     count("bench.age.ipis", |it| it.shootdowns.interrupts as f64).column("IPIs"),

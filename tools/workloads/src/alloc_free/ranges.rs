@@ -1,12 +1,11 @@
-//! Blocks divided into single pages and freed again: the loop of "Optimize free_contig_range()"; arrays, claims.
+//! Blocks divided into single pages and freed again: the loop of "Optimize free_contig_range()"; claims.
 
-use super::{Exhausted, Source, Spent, shuffle, timed};
+use super::{Exhausted, Source, Spent, timed};
 use crate::record::{Metric, record};
 use hugemm_base::platform::Cpu;
-use hugemm_base::random::Random;
 use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
 
-use hugemm_frames::{AllocRequest, Env, FolioRef, Frames, NoMigration};
+use hugemm_frames::{Env, Frames, NoMigration};
 
 /// How divided blocks are freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,7 +117,7 @@ fn take<P: Cpu + Clock, S: Source<P>>(
     let (result, spent) = timed(cx, held.len() as u64, |cx| {
         for place in held.iter_mut() {
             let Some(block) = source.alloc(cx, order) else { return Err(Exhausted(order)) };
-            match source.divide(block, order) {
+            match source.divide(block, order, Order::ZERO) {
                 Ok(pages) => *place = pages,
                 Err(block) => {
                     source.free(cx, block, order);
@@ -151,64 +150,6 @@ fn give<P: Cpu + Clock, S: Source<P>>(cx: &mut CpuCx<'_, P>, source: &S, held: &
         }
     });
     spent
-}
-
-/// In which order an array of pages is freed, and with which call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ArrayWay {
-    /// Ascending, by runs.
-    Sorted,
-    /// Shuffled; sorted in place and freed by runs. The sorting is timed.
-    Unsorted,
-    /// Shuffled, freed by runs as they come.
-    AsIs,
-    /// Ascending, page by page.
-    EachPage,
-}
-
-/// Fills `pages` with single counted pages and frees them as an array, as `vfree` does with an area's pages. Returns
-/// what freeing cost; an operation is one page.
-pub fn array<P: Cpu + Clock, E: Env>(
-    cx: &mut CpuCx<'_, P>,
-    frames: &Frames<'_, E>,
-    pages: &mut [Pfn],
-    way: ArrayWay,
-) -> Result<Spent, Exhausted> {
-    for index in 0..pages.len() {
-        let block = frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok();
-        match block.and_then(|block| frames.count(block).ok()) {
-            Some(page) => pages[index] = page.into_pfn(),
-            None => {
-                frames.free_array(cx, references(&pages[..index]));
-                return Err(Exhausted(Order::ZERO));
-            }
-        }
-    }
-    pages.sort_unstable();
-    if matches!(way, ArrayWay::Unsorted | ArrayWay::AsIs) {
-        shuffle(pages, Random(pages.len() as u64));
-    }
-    let ((), spent) = timed(cx, pages.len() as u64, |cx| match way {
-        ArrayWay::Sorted | ArrayWay::AsIs => {
-            frames.free_array(cx, references(pages));
-        }
-        ArrayWay::Unsorted => {
-            pages.sort_unstable();
-            frames.free_array(cx, references(pages));
-        }
-        ArrayWay::EachPage => {
-            for page in references(pages) {
-                let _ = frames.put(cx, page);
-            }
-        }
-    });
-    Ok(spent)
-}
-
-/// What the numbers of [`array`] stand for, once.
-fn references(pages: &[Pfn]) -> impl Iterator<Item = FolioRef> {
-    // SAFETY: each was counted, and its reference made a number; every way frees the array once.
-    pages.iter().map(|page| unsafe { FolioRef::from_pfn(*page) })
 }
 
 /// Claims each of `extents` (2 MiB-aligned), which must be free, and frees it as one range. Returns what claiming and what

@@ -6,11 +6,11 @@
 //! own in every page; what it has stored there is in the file when that has been written back. A third area can be read, and nobody may store there. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
 
 use super::file::{self, FILE, WORDS};
-use super::{Cx, Done, Failure, Finding, on_all, stored, vec_of};
-use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use super::{Cx, Done, Failure, Finding, Steps, on_all, stored, vec_of};
+use core::sync::atomic::{AtomicU32, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
-use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{Never, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_kernel::page_fault::{load, store};
 use hugemm_kernel::percpu;
@@ -58,8 +58,7 @@ struct Round<'v> {
     vm: &'v Manager,
     common: &'v SharedRef<'v, Own>,
     space: &'v AddressSpace<Own>,
-    until: u64,
-    stop: AtomicBool,
+    steps: Steps,
     forks: AtomicU32,
     zeroes: ZeroWorker,
 }
@@ -94,8 +93,7 @@ fn in_common(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
                 vm: &manager,
                 common: &common,
                 space: &space,
-                until,
-                stop: AtomicBool::new(false),
+                steps: Steps::until(until),
                 forks: AtomicU32::new(0),
                 zeroes: ZeroWorker::new(&clearer, PageSize::Size2M, 100),
             };
@@ -104,8 +102,7 @@ fn in_common(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
                 let Some(known) = parts.lock().next() else { return Ok(()) };
                 let random = Random(seed ^ u64::from(cpu) << 40);
                 let mut task = Task { round: &round, cpu, known, random };
-                // Relaxed: only to end the others.
-                task.run(cx).inspect_err(|_| round.stop.store(true, Ordering::Relaxed))
+                task.run(cx)
             });
             manager.close(cx, common).map_err(|(error, _)| error)?;
             found
@@ -180,12 +177,7 @@ impl Task<'_> {
         if self.cpu == 0 {
             self.zero_ahead(cx);
         }
-        for step in 0..STEPS {
-            // Relaxed: only to end.
-            if self.round.stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= self.round.until {
-                return Ok(());
-            }
-            percpu::beat();
+        self.round.steps.each(cx, STEPS, |cx, step| {
             match self.random.below(19) {
                 0 => self.fork(cx)?,
                 1..=3 => self.renew(cx)?,
@@ -200,8 +192,8 @@ impl Task<'_> {
                 _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
             }
             Done::Accesses.add(1);
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Any page of the plot or of the common area: where this CPU's word of it is, and what is known of it.

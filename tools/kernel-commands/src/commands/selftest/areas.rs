@@ -4,8 +4,8 @@
 //! there before finds something else. Guard pages fault, and say whose they are; so does a store to what has become read-only. What is
 //! freed is nobody's before its flush.
 
-use super::{Cx, Done, Failure, Finding, on_all};
-use core::sync::atomic::{AtomicBool, Ordering};
+use super::{Cx, Done, Failure, Finding, Steps, on_all};
+use core::sync::atomic::Ordering;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
 use hugemm_base::{Clock, Order, PAGE_BYTES, VirtAddr, with};
@@ -118,24 +118,18 @@ impl Marked {
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, alone: bool, until: u64) -> Result<(), Failure> {
     cpus_have_theirs(cx)?;
     let shelf: [Lock<SpinLock, Option<Marked>>; SHELF] = core::array::from_fn(|_| Lock::new(None));
-    let stop = AtomicBool::new(false);
+    let steps = Steps::until(until);
     let ran = on_all(cx, |cx, cpu| {
         let mut random = Random(seed ^ u64::from(cpu) << 32);
-        for step in 0..STEPS {
-            // Relaxed: only to end sooner.
-            if stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= until {
-                break;
-            }
-            percpu::beat();
+        steps.each(cx, STEPS, |cx, step| {
             if plant == Plant::UnflushedArea {
                 // What this CPU flushes, stays: here and on all others.
                 percpu::own().unflushed.store(true, Ordering::Relaxed);
             }
             let stepped = one(cx, cpu, step, &mut random, &shelf);
             percpu::own().unflushed.store(false, Ordering::Relaxed);
-            stepped.inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
-        }
-        Ok(())
+            stepped
+        })
     });
     for place in &shelf {
         let old = place.lock().take();

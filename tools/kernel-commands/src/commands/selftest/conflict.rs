@@ -33,7 +33,7 @@ pub fn round(cx: Cx<'_>) -> Result<(), Failure> {
     frames().free(cx, block);
     let (kept, found) = seen?;
     Done::Conflicts.add(kept.into());
-    stale(AT.get(), NEW, found, false).map_or(Ok(()), |finding| Err(finding.into()))
+    Ok(stale(AT.get(), NEW, found, false)?)
 }
 
 /// Whether the CPU kept the old translation after the page had its other frame, and what it read after the abort.

@@ -1,12 +1,12 @@
 //! All CPUs take, pass on and free blocks of all orders; a bitmap beside the allocator knows every frame's owner.
 
-use super::{Cx, Done, Failure, Finding, on_all, vec_of};
+use super::{Cx, Done, Failure, Finding, Steps, on_all, vec_of};
 use ::alloc::vec::Vec;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use core::sync::atomic::AtomicU64;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
-use hugemm_base::{Clock, Extent, NodeId, Order, PageSize, Pfn};
+use hugemm_base::{Extent, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::AllocRequest;
 use hugemm_kernel::heap::heap;
 use hugemm_kernel::memory::{self, KernelEnv, frames};
@@ -73,22 +73,14 @@ pub fn round(
     let area = Extent::new(Pfn::new(0), wide).unwrap_or_default();
     let words = vec_of((area.pages() / 64) as usize, || AtomicU64::new(0))?;
     let exchange = vec_of(EXCHANGE, || AtomicU64::new(0))?;
-    let stop = AtomicBool::new(false);
+    let rounds = Steps::until(until);
     if let Some(ownership) = Ownership::new(area, &words) {
         let ownership = ownership.with_plugged(beyond()).with_poison(bad);
         on_all(cx, |cx, cpu| {
             let mut random = Random(seed ^ u64::from(cpu) << 32);
             let mut own = [0; HELD];
             let steps = 200;
-            for turn in 0..STEPS / steps {
-                // Relaxed: only to end sooner.
-                if stop.load(Ordering::Relaxed) {
-                    return Ok(());
-                }
-                if cx.platform().now_ns() >= until {
-                    break;
-                }
-                percpu::beat();
+            rounds.each(cx, STEPS / steps, |cx, turn| {
                 match plant {
                     _ if cpu != 0 => {}
                     Plant::DoubleFree => free_twice(cx, &ownership),
@@ -100,8 +92,8 @@ pub fn round(
                 }
                 let done = stress::run(cx, frames(), &ownership, &exchange, &mut own, steps, &mut random).map(|_| ());
                 let done = done.and_then(|()| stress::replug(cx, frames(), &ownership, pieces, &mut random));
-                done.inspect_err(|_| stop.store(true, Ordering::Relaxed)).map_err(broke)?;
-            }
+                Ok(done.map_err(broke)?)
+            })?;
             frames().drain(cx);
             Ok(())
         })?;

@@ -1,12 +1,9 @@
 //! All CPUs use the global allocator, interrupts on: what one takes another frees, every word is known.
 
-use super::{Cx, Failure, Finding, on_all};
+use super::{Cx, Failure, Finding, Steps, on_all};
 use ::alloc::vec::Vec;
-use core::sync::atomic::{AtomicBool, Ordering};
-use hugemm_base::Clock;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
-use hugemm_kernel::percpu;
 use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
@@ -59,22 +56,16 @@ impl Words {
 /// One round on all CPUs, until `until` at the latest.
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Failure> {
     let exchange: [Lock<SpinLock, Words>; EXCHANGE] = core::array::from_fn(|_| Lock::new(Words::default()));
-    let stop = AtomicBool::new(false);
+    let steps = Steps::until(until);
     on_all(cx, |cx, cpu| {
         let mut random = Random(seed ^ u64::from(cpu) << 32);
-        for _ in 0..STEPS {
-            // Relaxed: only to end sooner.
-            if stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= until {
-                break;
-            }
-            percpu::beat();
+        steps.each(cx, STEPS, |_, _| {
             let mut new = Words::new(&mut random);
             if plant == Plant::DoubleAlloc && cpu == 0 {
                 new.hand_out_again(&mut random);
             }
             let old = core::mem::replace(&mut *exchange[random.below(EXCHANGE as u64) as usize].lock(), new);
-            old.check(cpu).inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
-        }
-        Ok(())
+            Ok(old.check(cpu)?)
+        })
     })
 }

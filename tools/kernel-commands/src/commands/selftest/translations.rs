@@ -6,16 +6,15 @@
 //! there when it is looked at again; then they are freed and come back under other addresses. So a read through a
 //! translation that is gone finds the wrong words, and a write through one breaks the pattern.
 
-use super::{Cx, Done, Failure, Finding, vec_of};
+use super::{Cx, Done, Failure, Finding, Steps, on_all, vec_of};
 use crate::space::{BareSpace, Pages};
 use core::cell::RefCell;
 use core::ptr;
-use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
-use hugemm_base::{Clock, CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::frames;
-use hugemm_kernel::{layout, percpu, platform::Kernel, smp, tlb};
+use hugemm_kernel::{layout, percpu, platform::Kernel, tlb};
 use hugemm_paging::{PagingError, Run};
 use hugemm_workloads::request::Plant;
 
@@ -46,12 +45,12 @@ fn pattern(frame: u64) -> u64 {
 }
 
 /// A word is not what it should be: somebody wrote to a frame after its flush, or read through what was gone. `at` is an address, or a
-/// frame's in the direct map. `None` if it is right.
-pub fn stale(at: u64, expected: u64, found: u64, written: bool) -> Option<Finding> {
+/// frame's in the direct map. Nothing if it is right.
+pub fn stale(at: u64, expected: u64, found: u64, written: bool) -> Result<(), Finding> {
     let what = if written { "was written to after its flush" } else { "was read through what is gone" };
     let cpu = percpu::current();
     let words = format_args!("{at:#x} {what}: {found:#x} instead of {expected:#x}, seen by cpu{cpu}");
-    (found != expected).then(|| Finding::new("translations", words))
+    if found == expected { Ok(()) } else { Err(Finding::new("translations", words)) }
 }
 
 struct Checked;
@@ -73,45 +72,28 @@ impl Pages for Checked {
 struct Round<'a> {
     space: BareSpace<'a>,
     plant: Plant,
-    until: u64,
-    stop: AtomicBool,
-    found: Lock<SpinLock, Option<Finding>>,
-}
-
-impl Round<'_> {
-    fn report(&self, stale: Finding) {
-        self.stop.store(true, Ordering::Relaxed);
-        self.found.lock().get_or_insert(stale);
-    }
+    steps: Steps,
 }
 
 /// One round on all CPUs, until `until` at the latest.
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Failure> {
     let cpus = percpu::count();
     let mut runs = vec_of(RUNS * cpus as usize, Extent::default)?;
-    let round = Round {
-        space: BareSpace::new(cx, Some(&Checked))?,
-        plant,
-        until,
-        stop: AtomicBool::new(false),
-        found: Lock::new(None),
-    };
+    let round = Round { space: BareSpace::new(cx, Some(&Checked))?, plant, steps: Steps::until(until) };
     // Each CPU gets its part of the list.
     let lists: Lock<SpinLock, _> = Lock::new(runs.chunks_exact_mut(RUNS));
     // SAFETY: none: this is the planted bug, which the self-test must find.
     unsafe { tlb::miss_one(plant == Plant::MissedCpu) };
-    smp::on_cpus(cx, cpus, &|cx, cpu| {
-        let Some(list) = lists.lock().next() else { return };
+    let done = on_all(cx, |cx, cpu| {
+        let Some(list) = lists.lock().next() else { return Ok(()) };
         let list = RefCell::new(List { runs: list, count: 0 });
-        round.space.with(cx, |cx| stress(cx, &round, &list, &mut Random(seed ^ u64::from(cpu) << 40)));
+        let random = &mut Random(seed ^ u64::from(cpu) << 40);
+        round.space.with(cx, |cx| round.steps.each(cx, STEPS, |cx, _| stress(cx, &round, &list, random)))
     });
     // SAFETY: none: this is the planted bug, which the self-test must find.
     unsafe { tlb::miss_one(false) };
-    let Round { space, found, .. } = round;
-    let found = found.lock().take();
-    if let Some(stale) = found {
-        return Err(stale.into());
-    }
+    done?;
+    let space = round.space;
     let flushes = space.flushes();
     debug_assert!(flushes > 0);
     let list = RefCell::new(List { runs: &mut runs[..], count: 0 });
@@ -157,9 +139,9 @@ impl List<'_> {
     }
 
     /// Looks at the word that CPUs write to, and at one more of every frame.
-    fn check(&self, random: &mut Random) -> Option<Finding> {
-        self.frames().find_map(|frame| {
-            [WRITTEN, random.below(WORDS)].into_iter().find_map(|index| {
+    fn check(&self, random: &mut Random) -> Result<(), Finding> {
+        self.frames().try_for_each(|frame| {
+            [WRITTEN, random.below(WORDS)].into_iter().try_for_each(|index| {
                 let at = layout::direct(frame * PAGE_BYTES).cast::<u64>().wrapping_add(index as usize);
                 // SAFETY: as in `overwrite`.
                 let found = unsafe { at.read_volatile() };
@@ -177,84 +159,71 @@ impl List<'_> {
     }
 }
 
-fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut Random) {
-    for _ in 0..STEPS {
-        // Relaxed: only to end sooner.
-        if round.stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= round.until {
-            return;
+/// One step of a CPU.
+fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut Random) -> Result<(), Failure> {
+    if random.below(8) == 0 {
+        // Left out of flushes for a while, except of those that free tables.
+        match round.plant {
+            Plant::LazyCpu => round.space.lazily_for_ever(cx),
+            // SAFETY: spinning uses no address.
+            _ => unsafe {
+                round.space.lazily(cx, || (0..random.below(LAZY)).for_each(|_| core::hint::spin_loop()));
+            },
         }
-        percpu::beat();
-        if random.below(8) == 0 {
-            // Left out of flushes for a while, except of those that free tables.
-            match round.plant {
-                Plant::LazyCpu => round.space.lazily_for_ever(cx),
-                // SAFETY: spinning uses no address.
-                _ => unsafe {
-                    round.space.lazily(cx, || (0..random.below(LAZY)).for_each(|_| core::hint::spin_loop()));
-                },
-            }
-        }
-        if random.below(4) != 0 {
-            if let Some(stale) = touch(random) {
-                return round.report(stale);
-            }
-            continue;
-        }
-        // Mostly small ranges of 4 KiB leaves: their flushes leave the rest of a TLB, and what is wrong in it, alone.
-        let number = if random.below(4) == 0 { random.below(PIECES) } else { random.below(PIECES) | 1 };
-        let piece = START + number * PageSize::Size2M.bytes();
-        if round.plant == Plant::None && random.below(4) == 0 {
-            let size = if random.below(2) == 0 { PageSize::Size4K } else { PageSize::Size2M };
-            match round.space.resize(cx, span(piece, PageSize::Size2M.bytes()), size) {
-                // With no memory for a table it is as it was.
-                Ok(()) | Err(PagingError::NoTable | PagingError::Busy { .. }) => {}
-                Err(error) => panic!("the self-test's own change of size was refused: {error}"),
-            }
-            Done::Resized.add(1);
-            continue;
-        }
-        // A whole piece of 4 KiB leaves is unhooked with its table.
-        let whole = Checked.size(VirtAddr::new(piece)) == Some(PageSize::Size2M) || random.below(8) == 0;
-        let pages = if whole { 512 } else { 1 + random.below(32) };
-        let first = if whole { 0 } else { random.below(512 - pages) };
-        let range = span(piece + first * PAGE_BYTES, pages * PAGE_BYTES);
-        let visit = |run| list.borrow_mut().push(run);
-        let result = if round.plant == Plant::FreeBeforeFlush {
-            round.space.unmap_before_flush(cx, range, PageSize::Size4K, visit, |cx| {
-                let mut list = list.borrow_mut();
-                list.overwrite();
-                // Long enough for somebody to notice.
-                for _ in 0..64 {
-                    if let Some(stale) = touch(random) {
-                        round.report(stale);
-                    }
-                }
-                list.give_back(cx);
-            })
-        } else {
-            round.space.unmap(cx, range, visit)
-        };
-        match result {
-            Ok(_) => {}
-            // Somebody else is unmapping there, or a huge leaf stands where none was left for a small range.
-            Err(PagingError::Busy { .. } | PagingError::NeedsSplit { .. }) => continue,
-            Err(error) => panic!("the self-test's own unmap was refused: {error}"),
-        }
-        Done::Unmaps.add(1);
-        let mut list = list.borrow_mut();
-        list.overwrite();
-        for _ in 0..2 {
-            if let Some(stale) = list.check(random) {
-                return round.report(stale);
-            }
-        }
-        list.give_back(cx);
     }
+    if random.below(4) != 0 {
+        return Ok(touch(random)?);
+    }
+    // Mostly small ranges of 4 KiB leaves: their flushes leave the rest of a TLB, and what is wrong in it, alone.
+    let number = if random.below(4) == 0 { random.below(PIECES) } else { random.below(PIECES) | 1 };
+    let piece = START + number * PageSize::Size2M.bytes();
+    if round.plant == Plant::None && random.below(4) == 0 {
+        let size = if random.below(2) == 0 { PageSize::Size4K } else { PageSize::Size2M };
+        match round.space.resize(cx, span(piece, PageSize::Size2M.bytes()), size) {
+            // With no memory for a table it is as it was.
+            Ok(()) | Err(PagingError::NoTable | PagingError::Busy { .. }) => {}
+            Err(error) => panic!("the self-test's own change of size was refused: {error}"),
+        }
+        Done::Resized.add(1);
+        return Ok(());
+    }
+    // A whole piece of 4 KiB leaves is unhooked with its table.
+    let whole = Checked.size(VirtAddr::new(piece)) == Some(PageSize::Size2M) || random.below(8) == 0;
+    let pages = if whole { 512 } else { 1 + random.below(32) };
+    let first = if whole { 0 } else { random.below(512 - pages) };
+    let range = span(piece + first * PAGE_BYTES, pages * PAGE_BYTES);
+    let mut early = Ok(());
+    let visit = |run| list.borrow_mut().push(run);
+    let result = if round.plant == Plant::FreeBeforeFlush {
+        round.space.unmap_before_flush(cx, range, PageSize::Size4K, visit, |cx| {
+            let mut list = list.borrow_mut();
+            list.overwrite();
+            // Long enough for somebody to notice.
+            early = (0..64).try_for_each(|_| touch(random));
+            list.give_back(cx);
+        })
+    } else {
+        round.space.unmap(cx, range, visit)
+    };
+    match result {
+        Ok(_) => {}
+        // Somebody else is unmapping there, or a huge leaf stands where none was left for a small range.
+        Err(PagingError::Busy { .. } | PagingError::NeedsSplit { .. }) => return Ok(early?),
+        Err(error) => panic!("the self-test's own unmap was refused: {error}"),
+    }
+    Done::Unmaps.add(1);
+    let mut list = list.borrow_mut();
+    list.overwrite();
+    for _ in 0..2 {
+        list.check(random)?;
+    }
+    list.give_back(cx);
+    Ok(early?)
 }
 
 /// Reads and writes words of pages of the space; pages that are not there come.
-fn touch(random: &mut Random) -> Option<Finding> {
-    (0..TOUCHES).find_map(|_| {
+fn touch(random: &mut Random) -> Result<(), Finding> {
+    (0..TOUCHES).try_for_each(|_| {
         let page = START + random.below(PIECES * 512) * PAGE_BYTES;
         let index = random.below(WORDS);
         let at = |index: u64| ptr::without_provenance_mut::<u64>((page + 8 * index) as usize);
