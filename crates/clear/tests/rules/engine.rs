@@ -55,14 +55,6 @@ fn a_gib_is_cut_into_units_of_32_mib_under_a_cooperative_model() {
     }
 }
 
-/// Units tile the extent in ascending order, and no unit is longer than the bound.
-#[test]
-fn units_tile_the_extent() {
-    assert_eq!(units(&script(10), 4, &BULK), [(0, 4), (4, 8), (8, 10)]);
-    assert_eq!(units(&script(8), 4, &CACHED), [(0, 4), (4, 8)]);
-    assert_eq!(units(&script(1), 4, &CACHED), [(0, 1)]);
-}
-
 /// Where only plain stores exist and nothing was measured, a unit is one page.
 #[test]
 fn a_slow_architecture_reschedules_at_every_page() {
@@ -72,15 +64,18 @@ fn a_slow_architecture_reschedules_at_every_page() {
     assert_eq!(script.count(Event::Reschedule), 16);
 }
 
-/// A reschedule point stands before each unit, the first included, and each unit's barrier before
-/// the next one; a fence for streaming stores, none for cached ones.
+/// Units tile the extent in ascending order, none longer than the bound. A reschedule point stands before each, the first included, and each
+/// unit's barrier before the next one; a fence for streaming stores, none for cached ones.
 #[test]
 fn a_reschedule_point_comes_before_every_unit_and_a_barrier_after() {
-    for (request, barrier) in [(BULK, Event::Fence), (CACHED, Event::Publish)] {
-        let script = script(10);
-        units(&script, 4, &request);
-        let unit = |from, to| [Event::Reschedule, open(from, to - from), Event::Close(from), barrier];
-        assert_eq!(script.events(), [unit(0, 4), unit(4, 8), unit(8, 10)].concat());
+    let cases: [&[(u64, u64)]; 3] = [&[(0, 4), (4, 8), (8, 10)], &[(0, 4), (4, 8)], &[(0, 1)]];
+    for (expected, (request, barrier)) in
+        cases.into_iter().flat_map(|case| [(case, (BULK, Event::Fence)), (case, (CACHED, Event::Publish))])
+    {
+        let script = script(expected.last().map_or(0, |unit| unit.1));
+        assert_eq!(units(&script, 4, &request), expected);
+        let unit = |(from, to)| [Event::Reschedule, open(from, to - from), Event::Close(from), barrier];
+        assert!(script.events().into_iter().eq(expected.iter().copied().flat_map(unit)));
     }
 }
 
@@ -117,33 +112,28 @@ fn clearing_now_never_reschedules() {
     assert_eq!(script.counted(), expected);
 }
 
-/// From cooperative to preemptible: the rest becomes one unit.
+/// From cooperative to preemptible the rest of a part becomes one unit; back, the next part is cut into units.
 #[test]
-fn becoming_preemptible_is_honoured_at_the_next_unit() {
-    let script = script(20);
-    script.on_reschedule(|script, number| {
-        if number == 3 {
-            script.model.set(PreemptModel::Full);
-        }
-    });
-    assert_eq!(units(&script, 4, &BULK), [(0, 4), (4, 8), (8, 20)]);
-}
-
-/// From preemptible to cooperative: the next part is cut into units.
-#[test]
-fn becoming_cooperative_is_honoured_at_the_next_unit() {
-    let script = script(20);
-    script.model.set(PreemptModel::Lazy);
-    script.on_reschedule(|script, number| {
-        if number == 2 {
-            script.model.set(PreemptModel::Voluntary);
-        }
-    });
-    let mut seen = Vec::new();
-    let around = begin_around(script.dirty(), 12);
-    let mut observer = |unit: &Unit| seen.push(span(unit));
-    assert!(script.run(|cx| clearer(4).clear_observed(cx, around, &BULK, &Never, &mut observer)).is_ok());
-    assert_eq!(seen, [(15, 20), (0, 4), (4, 8), (8, 10), (10, 14), (14, 15)]);
+fn a_model_that_changes_is_honoured_at_the_next_unit() {
+    use PreemptModel::{Full, Lazy, None, Voluntary};
+    let (ascending, around) =
+        (&[(0, 4), (4, 8), (8, 20)][..], &[(15, 20), (0, 4), (4, 8), (8, 10), (10, 14), (14, 15)][..]);
+    for (first, at, next, touched, expected) in
+        [(None, 3, Full, Option::None, ascending), (Lazy, 2, Voluntary, Some(12), around)]
+    {
+        let script = script(20);
+        script.model.set(first);
+        script.on_reschedule(move |script, number| {
+            if number == at {
+                script.model.set(next);
+            }
+        });
+        let mut seen = Vec::new();
+        let clearing = touched.map_or_else(|| script.dirty().begin(), |touched| begin_around(script.dirty(), touched));
+        let mut observer = |unit: &Unit| seen.push(span(unit));
+        assert!(script.run(|cx| clearer(4).clear_observed(cx, clearing, &BULK, &Never, &mut observer)).is_ok());
+        assert_eq!(seen, expected);
+    }
 }
 
 /// What is known to be zero is not written again.
@@ -183,13 +173,6 @@ fn a_cancelled_clear_goes_on_where_it_stopped() {
         assert!(script.memory.untouched(0..8) && script.memory.zero(8..20), "{model:?}");
         assert_eq!(script.counted().bytes_bulk, 20 * PAGE, "{model:?}");
     }
-}
-
-#[test]
-fn a_clear_that_is_done_is_not_cancelled() {
-    let script = script(8);
-    assert!(script.run(|cx| clearer(4).clear(cx, script.dirty(), &BULK, &StopAt::new(3))).is_ok());
-    assert_eq!(script.counted().cancellations, 0);
 }
 
 /// The frame that cannot be reached is named, and what was reached stays done.

@@ -17,6 +17,11 @@ fn trace(script: &Script, touched: u64, unit: u64, request: &ClearRequest) -> Ve
     seen
 }
 
+/// The same, but only which pages.
+fn parts(script: &Script, touched: u64, unit: u64, request: &ClearRequest) -> Vec<(u64, u64)> {
+    trace(script, touched, unit, request).into_iter().map(|(part, ..)| part).collect()
+}
+
 /// The rule: right part, left part, and last the neighbourhood, two pages on each side.
 fn rule(pages: u64, touched: u64) -> Vec<(u64, u64)> {
     let (from, to) = (touched.saturating_sub(2), (touched + 3).min(pages));
@@ -29,35 +34,22 @@ fn preemptible(memory: Memory) -> Script {
     script
 }
 
+/// And the platform's windows are opened in the same order.
 #[test]
 #[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn a_huge_page_is_cleared_right_left_and_around_the_touch() {
     let script = preemptible(Memory::heap(512));
+    assert_eq!(rule(512, 100), [(103, 512), (0, 98), (98, 103)]);
     for touched in [0, 1, 2, 3, 100, 508, 509, 510, 511] {
         script.memory.dirty(0..512);
-        let parts = trace(&script, touched, 512, &BULK);
-        assert!(parts.iter().map(|(part, ..)| *part).eq(rule(512, touched)), "touched {touched}: {parts:?}");
+        assert_eq!(parts(&script, touched, 512, &BULK), rule(512, touched), "touched {touched}");
         assert!(script.memory.zero(0..512));
-    }
-    let hundred: Vec<_> = trace(&script, 100, 512, &BULK).into_iter().map(|(part, ..)| part).collect();
-    assert_eq!(hundred, [(103, 512), (0, 98), (98, 103)]);
-}
-
-/// The order in which the platform's windows are opened is the same.
-#[test]
-#[cfg_attr(miri, ignore = "2 MiB take minutes")]
-fn the_windows_come_in_the_same_order() {
-    let script = preemptible(Memory::heap(512));
-    let parts: Vec<_> = trace(&script, 100, 512, &BULK).into_iter().map(|(part, ..)| part).collect();
-    let opened: Vec<_> = script
-        .events()
-        .into_iter()
-        .filter_map(|event| match event {
+        let opened = script.events().into_iter().filter_map(|event| match event {
             Event::Open { page, pages, .. } => Some((page, page + pages)),
             _ => None,
-        })
-        .collect();
-    assert_eq!(opened, parts);
+        });
+        assert!(opened.eq(rule(512, touched)), "touched {touched}");
+    }
 }
 
 /// Every first touch of every small folio, with units smaller than the parts, and every byte checked.
@@ -88,8 +80,7 @@ fn fault_addresses_need_not_be_aligned() {
     let folio = 0x7f12_3460_0000;
     for (hint, touched) in [(folio + 0x64_000, 100), (folio + 0x64_fff, 100), (folio, 0), (0, 0)] {
         let page = touched_page(VirtAddr::new(hint), 512);
-        let parts: Vec<_> = trace(&script, page, 512, &CACHED).into_iter().map(|(part, ..)| part).collect();
-        assert_eq!(parts, rule(512, touched), "{hint:#x}");
+        assert_eq!(parts(&script, page, 512, &CACHED), rule(512, touched), "{hint:#x}");
     }
 }
 
@@ -98,7 +89,7 @@ fn fault_addresses_need_not_be_aligned() {
 #[cfg(not(miri))]
 fn a_gib_is_cleared_in_the_same_order() {
     let script = preemptible(Memory::repeated(1 << 18, 512));
-    let parts: Vec<_> = trace(&script, 100_000, 1, &BULK).into_iter().map(|(part, ..)| part).collect();
+    let parts = parts(&script, 100_000, 1, &BULK);
     assert_eq!(parts, [(100_003, 1 << 18), (0, 99_998), (99_998, 100_003)]);
     assert!(script.memory.zero(0..512));
     assert_eq!(script.counted().units, 3);

@@ -1,6 +1,6 @@
 //! `hugemm bench age`, as a user meets it.
 
-use crate::support::{document, misused, rows};
+use crate::support::{document, rows};
 
 const SMALL: [&str; 10] = ["bench", "age", "--memory", "48M", "--seconds", "0.1", "--cpus", "1", "--procs", "3"];
 
@@ -24,11 +24,6 @@ fn pages_come_back_and_ageing_flushes_nothing() {
         (1, &"met".into())
     );
     assert_eq!(rows(&document, "age.speedup_4k").len(), 1);
-}
-
-#[test]
-fn what_cannot_be_done_names_the_way_out() {
-    misused(&["bench", "age", "--memory", "4M"], "'--memory <MEMORY>': that is too little; give at least 48MB");
 }
 
 /// One process has a rate too: what was used a moment ago is not evicted for it.

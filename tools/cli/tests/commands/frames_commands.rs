@@ -1,7 +1,7 @@
 //! The commands that measure the frame allocator, as a user meets them. Small sizes: what is checked is what they say,
 //! not how fast anything is.
 
-use crate::support::{document, misused, refused, rows};
+use crate::support::{document, rows};
 use serde_json::Value;
 
 /// A row that states a goal and what it came to.
@@ -15,27 +15,6 @@ fn goal(document: &Value, metric: &str) {
 
 fn cpus() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
-}
-
-#[test]
-fn orders_and_counts_that_are_none_are_named() {
-    misused(&["bench", "free", "--order", "19"], "there is no order 19; orders are 0 (4 KiB) to 18 (1 GiB)");
-    misused(&["bench", "free", "--order", "9,x"], "'x' is no order");
-    misused(&["bench", "free", "-n", "99999999999"], "99999999999 is not in 1..=4294967296");
-    misused(&["bench", "alloc", "--pattern", "twice"], "twice");
-}
-
-#[test]
-fn what_does_not_fit_names_the_way_out() {
-    refused(&["bench", "free", "-s", "3000KB"], &["3000KB is not a multiple", "2MB", "next size up is 4MB"]);
-    refused(&["bench", "free", "-s", "512MB"], &["order 18 is 1GB", "512MB", "--size 1GB"]);
-    refused(&["bench", "free", "-s", "1GB", "-o", "9", "--held", "600", "-n", "600"], &["600 blocks", "--held 512"]);
-    refused(&["bench", "free", "-n", "4294967296", "-o", "9"], &["days", "-n 2147483648"]);
-    refused(&["bench", "free", "-s", "16000000TB"], &["physical addresses", "--size"]);
-    refused(&["bench", "alloc", "-s", "4000TB"], &["data for 4000TB", "ask for less"]);
-    refused(&["bench", "alloc", "-s", "4MB", "-t", "1", "-o", "9,10"], &["4MB", "order 10", "--size"]);
-    refused(&["bench", "alloc", "-t", "4000", "-s", "64MB"], &["4000 threads", "CPUs"]);
-    refused(&["bench", "churn", "-s", "512MB"], &["order 18", "--size 1GB"]);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! `hugemm bench heap`, as a user meets it. What is checked is what it says, not how fast anything is.
 
-use crate::support::{document, refused, rows};
+use crate::support::{document, rows};
 use std::collections::HashSet;
 
 #[test]
@@ -25,10 +25,4 @@ fn every_heap_does_every_work_and_hugemm_gives_all_memory_back() {
     assert!((400.0..1000.0).contains(&own("a quarter live")));
     // One block of the 1024 has the heap's own data.
     assert_eq!(own("all freed"), 1023.0, "memory that nobody uses cannot be had");
-}
-
-#[test]
-fn what_cannot_be_done_names_the_way_out() {
-    refused(&["bench", "heap", "-s", "16MB"], &["16MB is too little", "--size 32MB"]);
-    refused(&["bench", "heap", "-t", "4000"], &["4000", "CPUs"]);
 }

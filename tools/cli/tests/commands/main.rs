@@ -9,6 +9,7 @@ mod kernel;
 mod linux_guests;
 mod paging_commands;
 mod pool_command;
+mod refusals;
 mod replay;
 mod run_command;
 mod saved_results;

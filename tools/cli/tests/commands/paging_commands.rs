@@ -1,13 +1,6 @@
 //! The commands that measure page tables, as a user meets them. Small sizes: what is checked is what they say.
 
-use crate::support::{document, misused, refused, rows};
-
-#[test]
-fn sizes_that_cannot_be_name_the_way_out() {
-    refused(&["bench", "map", "-s", "3KB"], &["3KB is not a multiple", "next size up is 4KB"]);
-    refused(&["bench", "map", "-s", "200TB"], &["lower half", "64TB"]);
-    refused(&["bench", "map", "-s", "4MB", "--extent", "12KB"], &["12KB does not divide 4MB"]);
-}
+use crate::support::{document, rows};
 
 #[test]
 fn map_measures_both_ways_at_every_size() {
@@ -33,7 +26,6 @@ fn map_takes_scattered_frames_and_leaves_peers_out() {
 /// otherwise; page by page it is one each.
 #[test]
 fn vmalloc_counts_its_flushes() {
-    misused(&["bench", "vmalloc", "--size", "1MB"], "128MB");
     let document = document(&["bench", "vmalloc", "-s", "512MB", "-n", "2048", "-r", "1", "--json"]);
     let flushes = rows(&document, "bench.vmalloc.flushes");
     assert_eq!((flushes.len(), rows(&document, "bench.vmalloc.pair").len()), (10, 10));

@@ -1,6 +1,6 @@
 //! `hugemm bench shootdown`, as a user meets it.
 
-use crate::support::{document, misused, refused, rows};
+use crate::support::{document, rows};
 
 #[test]
 fn a_batch_asks_each_cpu_once_whatever_the_number_of_pages() {
@@ -31,10 +31,4 @@ fn real_interrupts_are_timed_on_the_cpus_there_are() {
         let counted = rows(&document, "bench.shootdown.flushes");
         assert_eq!(counted.iter().filter(|row| row["interrupts"] == "counted").count(), times.len());
     }
-}
-
-#[test]
-fn what_cannot_be_done_names_the_way_out() {
-    refused(&["bench", "shootdown", "-c", "4000"], &["4000 CPUs need as many real ones", "ask for at most"]);
-    misused(&["bench", "shootdown", "--limit", "0"], "give a number above 0");
 }
