@@ -57,8 +57,9 @@ impl SourceError {
 /// returned yet, is what was there before, and is left alone. While one of them writes back, reclaim begins to write nothing back: it drops clean pages
 /// only. But it may find itself the last to have an object that has just been closed, and write what is dirty of that.
 pub trait PageSource<S: Setup>: Send + Sync {
-    /// Length in bytes. When it changes, [`Vm::truncate`] is told: the rest of what was the last page reads as zeroes then. Who stores
-    /// something else there than by an area has that page [written](Vm::sync) before, and [taken away](Vm::punch) afterwards.
+    /// Length in bytes. When it changes, [`Vm::truncate`] is told, before it becomes longer or after it has become shorter: the rest of what
+    /// was the last page reads as zeroes then. Who stores something else there than by an area has that page [written](Vm::sync) before, and
+    /// [taken away](Vm::punch) afterwards.
     fn bytes(&self) -> u64;
 
     /// Fills `pages` with what there is from page number `first` on: whole pages, the last of which may end with the source. How many
@@ -189,10 +190,11 @@ impl<'m, S: Setup> Vm<'m, S> {
             self.cond_resched(cx);
             return Ok(false);
         }
-        // However much is read around a page, it is within this.
-        let widest = Pattern::Sequential.around();
-        let Some(_claim) = index.inflight.claim(offset / widest, || self.cond_resched(cx)) else { return Ok(false) };
-        let Some((first, count, dropped)) = self.missing(cx, index, offset, want.pattern.around())? else {
+        // However much is read around a page, it is within this; one that is read alone keeps nobody from others.
+        let (around, widest) = (want.pattern.around(), Pattern::Sequential.around());
+        let claimed = if around == 1 { offset | 1 << 62 } else { offset / widest };
+        let Some(_claim) = index.inflight.claim(claimed, || self.cond_resched(cx)) else { return Ok(false) };
+        let Some((first, count, dropped)) = self.missing(cx, index, offset, around)? else {
             return Ok(false);
         };
         let block = self.block_to_fill(cx, want, count)?;
@@ -206,7 +208,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                 self.frames().free(cx, block);
                 let at = VirtAddr::new(offset << PAGE_SHIFT);
                 // It has become shorter, and who made it so is about to say it here.
-                if offset >= source.bytes().div_ceil(PAGE_BYTES) {
+                if offset >= source.bytes().div_ceil(PAGE_BYTES).min(index.pages()) {
                     return Err(VmError::OutOfBounds { at });
                 }
                 failed?;

@@ -287,7 +287,8 @@ impl<S: Setup> Vm<'_, S> {
 
     /// The source has another length: pages beyond are unmapped everywhere and dropped, dirty or not, what lies behind the shorter of both
     /// ends in its page is zeroed, and who touches what is beyond is told [`OutOfBounds`](VmError::OutOfBounds) from here on; areas stay.
-    /// Called after the source has become shorter, or longer. How many 4 KiB pages have gone.
+    /// Called after the source has become shorter, or before it becomes longer: what is stored behind the old end from then on stays. How
+    /// many 4 KiB pages have gone.
     ///
     /// Of areas that [copy](crate::Backing::Copied) the object, pages of their own beyond its end go too; the rest of its last page is
     /// zeroed in the object, not in copies of it.

@@ -7,19 +7,24 @@
 //! leased file comes: who has duplicated the descriptor meanwhile has the lock, and the program has its own file back. Files that were
 //! opened by a path (`/proc/PID/fd/N`) are open files of their own; these the kernel counts (`F_SETLEASE`, fcntl(2)). From Linux 7.0 on it
 //! counts none on hugetlbfs (EINVAL), so there every process that this user may look at is asked what it has open and mapped; one that is
-//! on its way in a socket is not seen then.
+//! in a socket, in a ring or in a thread's own table is not seen then, and processes that share a table count as two.
 //!
 //! What is left: a thread that duplicates the descriptor between the two, and another one that does so after the second, have two
 //! memories; both during a call on that very number. A descriptor opened with `O_PATH` counts as nothing.
 
 use crate::memory_file::{Page, copy_seals, page_of, page_of_system};
 use crate::seccomp::last_error;
-use rustix::fs::{FileType, FlockOperation, Mode, OFlags, fcntl_setfl, flock, fstat, major, minor, stat, statfs};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, fcntl_setfl, flock, fstat, major, minor, stat, statfs};
 use rustix::io::Errno;
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+/// For how long it is looked at what all processes have open.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A descriptor of a process that leads to a file which has no name, no length and no pages.
 #[derive(Debug)]
@@ -213,15 +218,23 @@ fn is_opened_elsewhere(file: BorrowedFd<'_>, known: usize, lease: impl Fn(libc::
         Ok(()) => lease(libc::F_UNLCK).is_err(),
         Err(Errno::AGAIN) => true,
         // The kernel has no such leases on this file system, or gives this user none.
-        Err(_) => is_found_elsewhere(file, known).unwrap_or(true),
+        Err(_) => is_found_elsewhere(file, known),
     }
 }
 
-/// Whether more descriptors than are known lead to a file, or a mapping does, as `/proc` has it. Processes that this user may not look at are
-/// left out. Grows with what all of them have open and mapped.
-fn is_found_elsewhere(file: BorrowedFd<'_>, known: usize) -> io::Result<bool> {
-    let (at, link) = (fstat(file)?, fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?);
-    let is_it = |path: &Path| stat(path).is_ok_and(|found| (found.st_dev, found.st_ino) == (at.st_dev, at.st_ino));
+/// Whether more descriptors than are known lead to a file, or a mapping does, as `/proc` has it; also if that is not known in time, for to
+/// look at a process that is stuck in the kernel takes for ever. Processes that this user may not look at are left out.
+fn is_found_elsewhere(file: BorrowedFd<'_>, known: usize) -> bool {
+    let place = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let (Ok(link), Ok(at)) = (place, fstat(file)) else { return true };
+    let (says, hears) = std::sync::mpsc::channel();
+    let look = move || says.send(look_for(&link, &at, known).unwrap_or(true));
+    thread::Builder::new().spawn(look).is_err() || hears.recv_timeout(PATIENCE).unwrap_or(true)
+}
+
+/// Grows with what all processes have open and mapped. File systems are not asked: one may not answer.
+fn look_for(link: &Path, at: &Stat, known: usize) -> io::Result<bool> {
+    let inode = format!("ino:\t{}", at.st_ino);
     let mapped = format!("{:02x}:{:02x} {}", major(at.st_dev), minor(at.st_dev), at.st_ino);
     let mut found = 0;
     for process in fs::read_dir("/proc")?.flatten() {
@@ -231,15 +244,17 @@ fn is_found_elsewhere(file: BorrowedFd<'_>, known: usize) -> io::Result<bool> {
             continue;
         }
         let Ok(descriptors) = fs::read_dir(process.join("fd")) else { continue };
-        let descriptors = descriptors.flatten().map(|descriptor| descriptor.path());
-        // Others are not looked at closer: to ask a file system that does not answer takes for ever.
-        found += descriptors.filter(|it| fs::read_link(it).is_ok_and(|to| to == link) && is_it(it)).count();
-        let maps = fs::read(process.join("maps")).unwrap_or_default();
-        if String::from_utf8_lossy(&maps).lines().any(|line| {
+        for descriptor in descriptors.flatten().filter(|it| fs::read_link(it.path()).is_ok_and(|to| to == link)) {
+            let info = fs::read_to_string(process.join("fdinfo").join(descriptor.file_name())).unwrap_or_default();
+            found += usize::from(info.lines().any(|line| line == inode));
+        }
+        let Ok(maps) = File::open(process.join("maps")) else { continue };
+        for line in BufReader::new(maps).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line);
             let mut words = line.split_ascii_whitespace().skip(3);
-            words.next().zip(words.next()).is_some_and(|(device, inode)| format!("{device} {inode}") == mapped)
-        }) {
-            return Ok(true);
+            if words.next().zip(words.next()).is_some_and(|(device, inode)| format!("{device} {inode}") == mapped) {
+                return Ok(true);
+            }
         }
     }
     Ok(found > known)
@@ -248,6 +263,7 @@ fn is_found_elsewhere(file: BorrowedFd<'_>, known: usize) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::preload::tests::turn;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     use std::process::{Command, Stdio};
@@ -255,6 +271,7 @@ mod tests {
     /// As on hugetlbfs from Linux 7.0 on.
     #[test]
     fn what_opened_a_file_by_its_path_is_found_where_the_kernel_counts_none() {
+        let _turn = turn();
         let file = memfd_create("own-file", MemfdFlags::CLOEXEC).expect("a file");
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
         let is_elsewhere = || is_opened_elsewhere(file.as_fd(), 1, |_| Err(Errno::INVAL));

@@ -117,7 +117,7 @@ fn copy_of(fd: RawFd) -> Option<OwnedFd> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::memory_file::MemoryFile;
     use rustix::fs::MemfdFlags;
@@ -126,10 +126,13 @@ mod tests {
     use std::fs::File;
     use std::mem::ManuallyDrop;
     use std::process::{Command, Stdio};
-    use std::sync::{Mutex, PoisonError};
+    use std::sync::{Mutex, MutexGuard, PoisonError};
 
     /// A process that one test starts has, for a moment, the files of all.
-    static TURN: Mutex<()> = Mutex::new(());
+    pub(crate) fn turn() -> MutexGuard<'static, ()> {
+        static TURN: Mutex<()> = Mutex::new(());
+        TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 
     const PAGE: Page = Page::Transparent;
     const BYTES: u64 = 4 << 20;
@@ -151,7 +154,7 @@ mod tests {
 
     #[test]
     fn one_fresh_file_of_the_length_is_replaced() {
-        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = turn();
         let (file, inode_of_leased) = leased();
         let (offer, socket) = Offer::new(file, BYTES, PAGE, false).expect("offered");
         assert!(!rustix::io::fcntl_getfd(&socket).expect("open").contains(FdFlags::CLOEXEC), "it is inherited");
@@ -172,7 +175,7 @@ mod tests {
     /// lease is there for another.
     #[test]
     fn a_program_without_proc_is_not_lent_in_silence() {
-        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = turn();
         if !rustix::process::geteuid().is_root() {
             eprintln!("skipped: only root has another root");
             return;
@@ -204,7 +207,7 @@ mod tests {
     /// A file that can be reached in a second way, from here or elsewhere, stays what it is: there would be two memories.
     #[test]
     fn a_file_that_somebody_else_can_reach_is_left_alone() {
-        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = turn();
         let map = |fd: &OwnedFd| {
             let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
             // SAFETY: at an address of the kernel's choice; nothing is touched there.
@@ -251,7 +254,7 @@ mod tests {
     /// One that somebody duplicates between the look and the exchange: the program has its own file back.
     #[test]
     fn a_file_that_is_duplicated_meanwhile_is_left_alone() {
-        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = turn();
         let ((leased, _), own_file) = (leased(), own());
         let (fd, before) = (own_file.as_raw_fd(), inode(&own_file));
         // SAFETY: the same number, which stays this test's.

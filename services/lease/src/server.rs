@@ -315,7 +315,10 @@ mod tests {
         }
         let (page, user) = (Page::Transparent, 61_010);
         let daemon = Arc::new(Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, user)));
-        let mut program = Command::new("sleep").arg("600").spawn().expect("a program");
+        let mut program = {
+            let _turn = crate::preload::tests::turn();
+            Command::new("sleep").arg("600").spawn().expect("a program")
+        };
         let memory = MemoryFile::new(page, page.bytes()).expect("a file").into_fd();
         let (name, secret) = ("cache".to_owned(), "secret".to_owned());
         let keep = KeepAs { name: name.clone(), secret: Some(secret.clone()) };

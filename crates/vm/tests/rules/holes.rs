@@ -168,6 +168,15 @@ fn longer<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.store(cx, &space, AT + 4088, 3).expect("memory");
         assert_eq!(rig.vm.sync(cx, &object, 0, 2), Ok(1));
         assert_eq!([96, 200, 4088].map(|at| file.word(at)), [2, 0, 3]);
+        // The other way round, nothing that is stored meanwhile is lost.
+        file.bytes().truncate(6000);
+        rig.vm.truncate(cx, &object, 6000).expect("shorter");
+        rig.vm.truncate(cx, &object, 8192).expect("longer");
+        rig.vm.map(cx, &space, span(3 * AT, 0x1000), SMALL, Backing::Shared(&object, 1)).expect("an area");
+        rig.store(cx, &space, 3 * AT + 4080, 9).expect("memory");
+        file.bytes().resize(8192, 0);
+        assert_eq!(rig.vm.sync(cx, &object, 1, 2), Ok(1));
+        assert_eq!((file.word(8176), rig.load(cx, &space, 3 * AT + 4080)), (9, Ok(9)));
         // What another task appends to the file is read, once the page that it was appended to is.
         rig.vm.truncate(cx, &object, 8192).expect("as long");
         file.bytes().truncate(6000);

@@ -40,8 +40,8 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         test.did("shortened", vm.truncate(cx, test.object, bytes).expect("its own"));
         test.is_nowhere_else(&gone);
         (0..self.random.below(300)).for_each(|_| point());
-        file.resize(SHARED_PAGES << 12);
         assert_eq!(vm.truncate(cx, test.object, SHARED_PAGES << 12), Ok(0));
+        file.resize(SHARED_PAGES << 12);
         test.end_file_changes_from(end..SHARED_PAGES, into);
         let Shortened { gone, whose } = test.shortened.take().expect("said above");
         for process in whose.iter().filter_map(Weak::upgrade) {
