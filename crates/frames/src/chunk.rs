@@ -1,8 +1,8 @@
 //! Chunks: 256 frames whose references share a cache line. CPUs fill their caches from different ones.
 //!
-//! Taking and dropping a reference writes the line that the references of a chunk share. If two CPUs' pages lie in one
-//! chunk, each pair costs a transfer of that line: 102 to 126 ns on each of two CPUs that hold up to 8 pages, instead of 22. So the node remembers for each chunk which CPU took from it last, and
-//! each CPU which chunk it took from last: a chunk is a CPU's while both agree.
+//! Taking and dropping a reference writes the line that the references of a chunk share. If two CPUs' pages lie in one chunk, each pair
+//! costs a transfer of that line: 102 to 126 ns on each of two CPUs that hold up to 8 pages, instead of 22. So the node remembers for each
+//! chunk which CPU took from it last, and each CPU which chunk it took from last: a chunk is a CPU's while both agree.
 //!
 //! * A refill takes the lowest place that will do, as everybody does, unless that is in another CPU's chunk; a large one does
 //!   not ask.

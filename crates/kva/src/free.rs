@@ -2,8 +2,9 @@
 //!
 //! From the call on, whoever reads the tables finds nothing there; a CPU that has read them before may go on until the flush. So neither
 //! pages nor addresses are anybody's until then. What was detached waits in the area's own record, behind its debt; the batch that the
-//! debts are of is flushed when more waits than the [`Limits`](crate::Limits) allow, when something runs out, when it
-//! [has waited](Kva::flush_old), and when somebody [asks](Kva::flush). Then pages are read off the tables and freed as ranges, those of neighbouring areas together.
+//! debts are of is flushed when more waits than the [`Limits`](crate::Limits) allow, when something runs out, when it [has
+//! waited](Kva::flush_old), and when somebody [asks](Kva::flush). Then pages are read off the tables and freed as ranges, those of
+//! neighbouring areas together.
 
 use crate::addresses::{Node, Taken, Use};
 use crate::area::Area;

@@ -56,8 +56,9 @@ impl Access {
         }
     }
 
-    /// What the syndrome of an arm64 abort says, of data or of a fetch, whatever its status: ESR_EL1, or ESR_EL2 (Arm ARM, "ISS encoding for an
-    /// exception from a Data Abort"). `None` if it is another exception's. Cache maintenance reads: a page that may be read is all that it needs.
+    /// What the syndrome of an arm64 abort says, of data or of a fetch, whatever its status: ESR_EL1, or ESR_EL2 (Arm ARM, "ISS encoding
+    /// for an exception from a Data Abort"). `None` if it is another exception's. Cache maintenance reads: a page that may be read is all
+    /// that it needs.
     pub const fn from_arm64_syndrome(esr: u64) -> Option<Self> {
         const MAINTENANCE: u64 = 1 << 8;
         const WRITTEN: u64 = 1 << 6;

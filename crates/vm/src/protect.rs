@@ -172,8 +172,8 @@ impl<S: Setup> Vm<'_, S> {
                 break 'changed table.protect(span, Change { set: given, clear: taken }, Editing::LIVE);
             }
             let change = Change { set: given.without(Flags::WRITE), clear: taken };
-            // As for a store: who has the only reference may store. No fork gives the page another user meanwhile. That of a page which a file
-            // lends is the file's.
+            // As for a store: who has the only reference may store. No fork gives the page another user meanwhile. That of a page which a
+            // file lends is the file's.
             let own = |head| !area.kind.sourced || self.owner(head).is_some_and(|owner| owner.object == area.object);
             let alone = |_, head| self.frames().references(head) == 1 && own(head);
             table.protect_where(span, change, Flags::WRITE, Editing::LIVE, alone)

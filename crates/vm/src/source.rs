@@ -51,11 +51,12 @@ impl SourceError {
 
 /// Where the pages of an object come from: a file, a block device, another machine.
 ///
-/// All methods may be called by several tasks at once, `fill` mostly for different pages; one at a time writes back. None is called with anything locked, so they may sleep where
-/// the platform says so, allocate, fault, and use the manager, but for what waits for the pages that they are about: faults in the same 64 of the file, and
-/// [`Vm::sync`], [`Vm::truncate`] and [`Vm::punch`] of it. What is written back beyond its end, or to a hole of which [`Vm::punch`] has not
-/// returned yet, is what was there before, and is left alone. While one of them writes back, reclaim begins to write nothing back: it drops clean pages
-/// only. But it may find itself the last to have an object that has just been closed, and write what is dirty of that.
+/// All methods may be called by several tasks at once, `fill` mostly for different pages; one at a time writes back. None is called with
+/// anything locked, so they may sleep where the platform says so, allocate, fault, and use the manager, but for what waits for the pages
+/// that they are about: faults in the same 64 of the file, and [`Vm::sync`], [`Vm::truncate`] and [`Vm::punch`] of it. What is written back
+/// beyond its end, or to a hole of which [`Vm::punch`] has not returned yet, is what was there before, and is left alone. While one of them
+/// writes back, reclaim begins to write nothing back: it drops clean pages only. But it may find itself the last to have an object that has
+/// just been closed, and write what is dirty of that.
 pub trait PageSource<S: Setup>: Send + Sync {
     /// Length in bytes. When it changes, [`Vm::truncate`] is told, before it becomes longer or after it has become shorter: the rest of what
     /// was the last page reads as zeroes then. Who stores something else there than by an area has that page [written](Vm::sync) before, and
@@ -251,8 +252,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         Ok(entered? == Served::Mapped)
     }
 
-    /// What the index has not of the pages around `offset`, which is one of them: from where on, how many, and what is remembered of it if reclaim has
-    /// dropped it.
+    /// What the index has not of the pages around `offset`, which is one of them: from where on, how many, and what is remembered of it if
+    /// reclaim has dropped it.
     fn missing(
         &self,
         cx: &mut Cx<'_, S>,

@@ -1,10 +1,10 @@
 //! Taking a page out of every page table, as one value, and putting it back.
 //!
-//! A page is found through its object's areas. While it is away an [`UnhookedPage`] owns what was taken: the object, the
-//! references that the places had, and the flush that is owed. Only [paging out](UnhookedPage::page_out),
-//! [moving](UnhookedPage::move_elsewhere) and [putting back](UnhookedPage::put_back) consume it, in the manager that it came from, and each of them pays the flush before it does anything else: CPUs that have
-//! the page's old translation go on storing to it until then. What each leaf was (its rights, its accessed and dirty bits)
-//! stands in the word that took its place, so that a place which goes away meanwhile takes it along, and is skipped.
+//! A page is found through its object's areas. While it is away an [`UnhookedPage`] owns what was taken: the object, the references that
+//! the places had, and the flush that is owed. Only [paging out](UnhookedPage::page_out), [moving](UnhookedPage::move_elsewhere) and
+//! [putting back](UnhookedPage::put_back) consume it, in the manager that it came from, and each of them pays the flush before it does
+//! anything else: CPUs that have the page's old translation go on storing to it until then. What each leaf was (its rights, its accessed
+//! and dirty bits) stands in the word that took its place, so that a place which goes away meanwhile takes it along, and is skipped.
 //!
 //! | page | what takes the place of its leaves | of its index entry |
 //! |---|---|---|

@@ -38,6 +38,7 @@
 //! | file | the rule it owns |
 //! |---|---|
 //! | `across.rs` | which types may go from thread to thread |
+//! | `choices.rs` | what a test by random operations does: by bytes, or by a seed |
 //! | `cpu.rs` | one task at a time on a CPU that is pinned; an interrupt wherever one could come |
 //! | `lock.rs` | a lock that finds who would wait for itself |
 //! | `memory.rs` | memory as frames whose numbers nobody else has |
@@ -45,11 +46,13 @@
 #![warn(missing_debug_implementations)]
 
 pub mod across;
+mod choices;
 mod cpu;
 mod lock;
 mod memory;
 mod watchdog;
 
+pub use choices::Choices;
 pub use cpu::{CPUS, Threads, interrupt_point, run_as, this_cpu};
 pub use hugemm_base::random::Random;
 pub use lock::TestLock;

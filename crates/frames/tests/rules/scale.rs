@@ -1,8 +1,8 @@
 //! Gibibytes in pieces of every size and alignment, by every way in and out, beside the model: see `ops`.
 
 use super::GIB;
-use super::support::ops::{Choices, play};
-use hugemm_threads::{Random, Watchdog};
+use super::support::ops::play;
+use hugemm_threads::{Choices, Random, Watchdog};
 
 const BASE: u64 = GIB;
 

@@ -9,34 +9,11 @@ use hugemm_frames::{
     AllocContigError, AllocError, AllocRequest, FolioRef, FolioRun, Frames, FramesConfig, Frozen, HwPoisoned, Mobility,
     ORDERS, Placement, Plain, Put, RangeReport, RefError,
 };
-use hugemm_threads::Random;
+use hugemm_threads::Choices;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter::from_fn;
 use std::mem::take;
-
-/// What decides.
-pub enum Choices<'a> {
-    /// Bytes; zeroes when they have run out.
-    Bytes(std::slice::Iter<'a, u8>),
-    Random(Random),
-}
-
-impl Choices<'_> {
-    fn below(&mut self, limit: u64) -> u64 {
-        match self {
-            Choices::Bytes(bytes) => {
-                let mut next = || u64::from(bytes.next().copied().unwrap_or(0));
-                (next() << 8 | next()) % limit.max(1)
-            }
-            Choices::Random(random) => random.below(limit.max(1)),
-        }
-    }
-
-    fn are_over(&self) -> bool {
-        matches!(self, Choices::Bytes(bytes) if bytes.len() == 0)
-    }
-}
 
 /// Base, frames and node of each arena, and extents of them that are in nobody's hands.
 type Shape<'a> = (&'a [(u64, u64, u32)], &'a [(u64, u64)]);

@@ -3,14 +3,14 @@
 #[path = "../support/ops.rs"]
 pub(super) mod ops;
 
-use hugemm_threads::Random;
+use hugemm_threads::{Choices, Random};
 
 #[test]
 fn random_operations_agree_with_the_model() {
     let (seeds, steps) = if cfg!(miri) { (2, 60) } else { (60, 500) };
     let mut all = [0; 3];
     for seed in 0..seeds {
-        let seen = ops::play(ops::Choices::Random(Random(seed)), steps);
+        let seen = ops::play(Choices::Random(Random(seed)), steps);
         all.iter_mut().zip(seen).for_each(|(all, seen)| *all += seen);
     }
     assert!(cfg!(miri) || all.iter().all(|seen| *seen > 0), "{all:?}");

@@ -1,13 +1,13 @@
 //! Gibibytes in blocks of every size and alignment and thousands of slabs, on two nodes whose memory begins and ends anywhere, some of which
 //! comes and goes, beside the model: see `ops`.
 
-use super::model::ops::{Choices, Live, World};
+use super::model::ops::{Live, World};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Extent, LinearMap, NodeId, Order, Pfn, PhysMap, VirtAddr, Window};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Placement, Plain};
 use hugemm_heap::Heap;
 use hugemm_host::sparse::Sparse;
-use hugemm_threads::{Memory, Random, Threads, Watchdog, run_as};
+use hugemm_threads::{Choices, Memory, Random, Threads, Watchdog, run_as};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const GIB: u64 = 1 << 18;

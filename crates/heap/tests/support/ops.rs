@@ -6,7 +6,7 @@
 use hugemm_base::{CpuCx, Dirty, Extent, LinearMap, Order, PhysMap};
 use hugemm_frames::{Carved, Env, Frames, Frozen};
 use hugemm_heap::{Heap, HeapError, usable_size};
-use hugemm_threads::{Memory, Random, Threads, run_as};
+use hugemm_threads::{Choices, Memory, Threads, run_as};
 use std::alloc::Layout;
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -19,29 +19,6 @@ const EDGE: usize = if cfg!(miri) { 64 } else { 4096 };
 
 /// Of what is smaller every byte is written.
 const LARGE: usize = 1 << 16;
-
-/// What decides.
-pub(crate) enum Choices<'a> {
-    /// Bytes; zeroes when they have run out.
-    Bytes(std::slice::Iter<'a, u8>),
-    Random(Random),
-}
-
-impl Choices<'_> {
-    fn below(&mut self, limit: u64) -> u64 {
-        match self {
-            Choices::Bytes(bytes) => {
-                let mut next = || u64::from(bytes.next().copied().unwrap_or(0));
-                (next() << 8 | next()) % limit.max(1)
-            }
-            Choices::Random(random) => random.below(limit.max(1)),
-        }
-    }
-
-    fn are_over(&self) -> bool {
-        matches!(self, Choices::Bytes(bytes) if bytes.len() == 0)
-    }
-}
 
 pub(crate) struct Live {
     pub(crate) memory: NonNull<u8>,

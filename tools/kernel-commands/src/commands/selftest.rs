@@ -302,7 +302,8 @@ fn record_frames(cx: Cx<'_>) -> u64 {
     hugemm_kernel::kva::areas().counts(cx).record_frames
 }
 
-/// Each use has as many frames as before the round, but for so many more records of areas; descriptors may have more or fewer, and as many as they are seen to have.
+/// Each use has as many frames as before the round, but for so many more records of areas; descriptors may have more or fewer, and as many
+/// as they are seen to have.
 fn check_uses(before: FramesInUse, descriptors: u64, records: i64) -> Result<(), Finding> {
     let now = percpu::counters().frames;
     let uses = [

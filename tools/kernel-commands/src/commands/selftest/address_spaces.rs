@@ -1,9 +1,10 @@
 //! Address spaces keep what is stored in them: all CPUs fault, prefault, unmap, discard, protect, fork and write in one space at once,
 //! read and write it from outside, and clear free memory ahead of need.
 //!
-//! Each CPU has a plot of its own, an area of 4 KiB pages and one of 2 MiB pages: it knows what it stored in every page, and
-//! that a page which it has unmapped is zero again. In the common area, which maps a file in memory, each CPU has a word of its
-//! own in every page; what it has stored there is in the file when that has been written back. A third area can be read, and nobody may store there. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
+//! Each CPU has a plot of its own, an area of 4 KiB pages and one of 2 MiB pages: it knows what it stored in every page, and that a page
+//! which it has unmapped is zero again. In the common area, which maps a file in memory, each CPU has a word of its own in every page; what
+//! it has stored there is in the file when that has been written back. A third area can be read, and nobody may store there. A child of a
+//! fork has to show its maker's plot as it was, and must not be seen by the parent.
 
 use super::file::{self, FILE, WORDS};
 use super::{Cx, Done, Failure, Finding, Steps, on_all, stored, vec_of};
