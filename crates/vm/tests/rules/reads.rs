@@ -4,7 +4,7 @@ use crate::sources::on_both;
 use crate::support::{AT, Model, Rig, bounds, span};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::PageFormat;
-use hugemm_vm::{Access, Advice, Backing, PageSource, Pattern, SourceError, StoredPages, VmError, VmaKind};
+use hugemm_vm::{Access, Advice, Backing, PageSource, Pattern, Served, SourceError, StoredPages, VmError, VmaKind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -158,6 +158,40 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
 #[test]
 fn a_window_is_read_by_one_at_a_time() {
     on_both!(beside);
+}
+
+/// Who reads one page at a time does not wait for who reads another near it.
+fn alone<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    let file = Ones::new(64);
+    let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        rig.vm.map(cx, &space, span(AT, 64 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.vm.advise(cx, &space, span(AT, 64 << 12), Advice::Random).expect("an area");
+        (space, object)
+    });
+    let touch =
+        |cpu, at| rig.mmu.as_cpu(CpuId::new(cpu), |cx| rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Read));
+    file.gate.store(1, Ordering::SeqCst);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            file.wait_for(2);
+            let served = touch(1, AT + (16 << 12));
+            file.gate.store(3, Ordering::SeqCst);
+            assert_eq!(served, Ok(Served::Mapped));
+        });
+        assert_eq!(touch(0, AT), Ok(Served::Mapped));
+    });
+    assert_eq!(*file.fills.lock().expect("nobody panics"), [(0, 1), (16, 1)]);
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.vm.destroy(cx, space).expect("nobody uses it");
+        rig.vm.close(cx, object).expect("its own");
+    });
+}
+
+#[test]
+fn pages_read_alone_do_not_wait_for_each_other() {
+    on_both!(alone);
 }
 
 fn ending<F: PageFormat>(rig: &Rig<'_, F, true>) {
