@@ -90,9 +90,7 @@ fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
         file.gate.store(4, Ordering::SeqCst);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                while file.gate.load(Ordering::SeqCst) != 5 {
-                    std::thread::yield_now();
-                }
+                file.wait_for(5);
                 file.bytes()[..4096].fill(0);
                 rig.beside_others(1, |cx| assert_eq!(rig.vm.punch(cx, &object, 0, 1), Ok(0)));
                 file.gate.store(6, Ordering::SeqCst);
@@ -120,9 +118,7 @@ fn overtaken<F: PageFormat>(rig: &Rig<'_, F, true>) {
             file.gate.store(1, Ordering::SeqCst);
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    while file.gate.load(Ordering::SeqCst) != 2 {
-                        std::thread::yield_now();
-                    }
+                    file.wait_for(2);
                     rig.beside_others(1, |cx| {
                         let done = if shorter {
                             rig.vm.truncate(cx, &object, 0x3000)
@@ -312,9 +308,7 @@ fn waits<F: PageFormat>(rig: &Rig<'_, F, true>) {
         file.gate.store(7, Ordering::SeqCst);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                while file.gate.load(Ordering::SeqCst) != 8 {
-                    std::thread::yield_now();
-                }
+                file.wait_for(8);
                 let begun = Barrier::new(2);
                 std::thread::scope(|scope| {
                     let shorter = scope.spawn(|| {

@@ -61,6 +61,12 @@ impl File {
         std::mem::take(&mut *self.writes.lock().expect("nobody panics"))
     }
 
+    pub(crate) fn wait_for(&self, gate: u32) {
+        while self.gate.load(Ordering::SeqCst) != gate {
+            std::thread::yield_now();
+        }
+    }
+
     /// If the gate says so, says the next number, and waits for the one after it.
     fn stop_at<'h, F: PageFormat, const AWAY: bool>(&self, gate: u32, cx: &Cx<'_, 'h>) {
         if self.gate.compare_exchange(gate, gate + 1, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
