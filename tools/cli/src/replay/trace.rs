@@ -35,6 +35,10 @@ pub fn read(path: &Path, progress: impl FnMut(u64)) -> Result<Trace> {
 
 /// Reads a trace; `name` is for messages.
 pub fn from(mut input: impl BufRead, name: &str, mut progress: impl FnMut(u64)) -> Result<Trace> {
+    let start = input.fill_buf().with_context(|| format!("cannot read {name}"))?;
+    if let Some(remedy) = binary(start, name) {
+        bail!(remedy);
+    }
     let mut planner = Planner::default();
     let (mut lost, mut bytes, mut buffer) = ((0, 0), 0, Vec::new());
     for number in 1_u64.. {
@@ -90,6 +94,23 @@ fn nothing(planner: &Planner, name: &str, bytes: u64) -> String {
             "{name} has no mm_page_alloc or mm_page_free event to replay, but {count} of {event}; perf {RECORD}"
         ),
         None => format!("{name} has no event in it; record a trace (perf {RECORD}) and print it with perf script"),
+    }
+}
+
+/// What to do with a recording that has not been printed yet.
+fn binary(start: &[u8], name: &str) -> Option<String> {
+    let remedy = |what: &str, command: &str| {
+        Some(format!("{name} is {what}, a binary recording; print it first: {command} -i {name} > trace.txt"))
+    };
+    if start.starts_with(b"PERFILE2") || start.starts_with(b"2ELIFREP") || start.starts_with(b"PERFFILE") {
+        remedy("perf.data", "perf script")
+    } else if start.starts_with(b"\x17\x08\x44tracing") {
+        remedy("trace.dat of trace-cmd", "trace-cmd report")
+    } else if start.starts_with(b"\x1f\x8b") || start.starts_with(b"\x28\xb5\x2f\xfd") || start.starts_with(b"\xfd7zXZ")
+    {
+        Some(format!("{name} is compressed; decompress it first (gunzip, unzstd or unxz)"))
+    } else {
+        None
     }
 }
 

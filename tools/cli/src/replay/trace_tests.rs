@@ -40,10 +40,12 @@ fn batched_frees_accompany_frees() {
 #[test]
 fn refusals_name_the_line_and_the_remedy() {
     let good = "cc 1 [000] 1.0: kmem:mm_page_free: page=0x1 pfn=0x1 order=0\n";
-    let cases: [(Vec<u8>, &[&str]); 8] = [
+    let cases: [(Vec<u8>, &[&str]); 10] = [
         (b"".to_vec(), &["t.txt is empty", "perf record"]),
         (b"# only a comment\n".to_vec(), &["no event"]),
-        (b"PERFILE2\x68\0\0".to_vec(), &["binary data", "perf script or trace-cmd report"]),
+        (b"PERFILE2\x68\0\0".to_vec(), &["perf.data", "perf script -i t.txt > trace.txt"]),
+        (b"\x17\x08\x44tracing6\0".to_vec(), &["trace.dat", "trace-cmd report -i t.txt > trace.txt"]),
+        (b"\x1f\x8b\x08\0".to_vec(), &["compressed"]),
         (format!("{good}{good}nonsense\n").into_bytes(), &["line 3", "expected '[CPU]'"]),
         (format!("{good}{}", &good[..40]).into_bytes(), &["line 2", "truncated"]),
         (format!("{good}\0\0\n").into_bytes(), &["line 2", "binary"]),
