@@ -191,10 +191,7 @@ lint:
 
 # Below 1.0 a minor version may break; CHANGELOG.md says what.
 semver:
-	@if ! command -v cargo-semver-checks >/dev/null 2>&1; then \
-	    echo "missing: cargo semver-checks; install it with: cargo install --locked cargo-semver-checks" >&2; exit 1; fi
-	@if [ -z "$(BASE)" ]; then echo "say against what: make semver BASE=TAG" >&2; exit 2; fi
-	$(CARGO) semver-checks --workspace --baseline-rev "$(BASE)"
+	@CARGO="$(CARGO)" scripts/semver.sh "$(BASE)"
 
 size:
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program nm binutils; then \
