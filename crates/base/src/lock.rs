@@ -150,6 +150,26 @@ pub unsafe trait RawLock {
 #[derive(Debug)]
 pub struct SpinLock(AtomicBool);
 
+impl SpinLock {
+    /// Until the lock is the caller's. One copy of it, for all who find that it is somebody else's.
+    #[cold]
+    #[inline(never)]
+    fn wait(&self) {
+        let mut backoff = Backoff::default();
+        loop {
+            backoff.pause::<Spin>();
+            // loom may answer a plain load with an old value for ever; an exchange always sees the latest.
+            #[cfg(not(loom))]
+            while self.0.load(Ordering::Relaxed) {
+                backoff.pause::<Spin>();
+            }
+            if self.try_lock() {
+                return;
+            }
+        }
+    }
+}
+
 // SAFETY: the flag goes from false to true by an atomic exchange that only one caller can win. Acquire of that exchange
 // pairs with the Release of the store in `unlock`.
 unsafe impl RawLock for SpinLock {
@@ -159,14 +179,8 @@ unsafe impl RawLock for SpinLock {
 
     #[inline]
     fn lock(&self) {
-        let mut backoff = Backoff::default();
-        while !self.try_lock() {
-            backoff.pause::<Spin>();
-            // loom may answer a plain load with an old value for ever; an exchange always sees the latest.
-            #[cfg(not(loom))]
-            while self.0.load(Ordering::Relaxed) {
-                backoff.pause::<Spin>();
-            }
+        if !self.try_lock() {
+            self.wait();
         }
     }
 

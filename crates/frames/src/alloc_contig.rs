@@ -17,6 +17,7 @@
 //! Two claims never overlap: the second finds the marks and fails.
 
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
+use crate::bits::{one_copy, ones};
 use crate::blockmap::{Pages, Position, SPAN, spans};
 use crate::drain::Due;
 use crate::frames::{Env, Frames};
@@ -27,7 +28,7 @@ use core::cell::Cell;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, Order, Pfn};
 
 /// Where every claim can be made to fail.
 pub const FAULT_CLAIM: FaultPoint = FaultPoint("frames.claim");
@@ -103,7 +104,7 @@ impl<E: Env, P: Cpu> Claim<'_, '_, '_, E, P> {
     /// Step 1.
     fn isolate(&self) -> Result<(), AllocContigError> {
         let result = self.locked(|lists| {
-            let mut words = self.arena.words_2m(self.extent);
+            let mut words = self.arena.whole_2m(self.extent);
             if words.any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0) {
                 return Err(AllocContigError::Contended);
             }
@@ -132,19 +133,22 @@ impl<E: Env, P: Cpu> Drop for Claim<'_, '_, '_, E, P> {
 }
 
 /// The parts of an extent that are not whole free 2 MiB, each inside 2 MiB: what lies at its ends, and between them what is divided or in use.
+/// One step for all free ones of a word.
 fn not_whole(arena: &Arena<'_>, extent: Extent) -> impl Iterator<Item = Extent> {
-    let (first, rest) = extent.split_at((in_block(extent.base()).left() % SPAN) as u64);
-    let last = rest.slice(rest.pages() >> BLOCK_ORDER << BLOCK_ORDER, rest.pages());
-    let between = arena.words_2m(rest).flat_map(|(region, first, at, bits)| {
-        let mut left = bits & !region.free.load(at);
-        core::iter::from_fn(move || {
-            let next = left.checked_sub(1)?;
-            let pfn = Pfn::new(first.get() + (u64::from(left.trailing_zeros()) << BLOCK_ORDER));
-            left &= next;
-            Some(Extent::block(pfn, BLOCK))
-        })
-    });
-    [first].into_iter().chain(between).chain([last]).filter(|part| !part.is_empty())
+    let mut rest = extent;
+    one_copy(core::iter::from_fn(move || {
+        while !rest.is_empty() {
+            let (first, at, left) = (rest.base(), in_region(rest.base()), in_block(rest.base()).left());
+            let free = (arena.region(first).free.load(at.word()) >> at.bit()).trailing_ones();
+            let whole = if left == SPAN { (rest.pages() >> BLOCK_ORDER).min(free.into()) } else { 0 };
+            let (now, later) = rest.split_at(if whole == 0 { left as u64 } else { whole << BLOCK_ORDER });
+            rest = later;
+            if whole == 0 {
+                return Some(now);
+            }
+        }
+        None
+    }))
 }
 
 impl<'m, E: Env> Frames<'m, E> {
@@ -169,26 +173,24 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
-        let result = self.after_giving_back(
-            cx,
-            |pin| self.own(pin),
-            Due::Leaving,
-            |pin| {
-                self.with_node(pin, arena.node, |lists| {
-                    self.all_free(arena, extent)?;
-                    if self.any_isolated(arena, extent) {
-                        return Err(AllocContigError::Contended);
-                    }
-                    self.take_free(lists, arena, extent);
-                    Ok(())
-                })
-            },
-        );
-        result.unwrap_or(Err(AllocContigError::NotManaged))?;
+        self.after_giving_back(cx, |pin| self.own(pin), Due::Leaving, |pin| self.take_pinned(pin, arena, extent))?;
         #[cfg(feature = "debug")]
         self.note_taken(extent, Order::ZERO, core::panic::Location::caller());
         // SAFETY: the frames were free and have just been taken out, so they are the caller's.
         Ok(unsafe { Dirty::assume_owned(extent) })
+    }
+
+    /// The same in one lock round.
+    fn take_pinned(&self, pin: CpuPin<'_>, arena: &Arena<'m>, extent: Extent) -> Result<(), AllocContigError> {
+        let taken = self.with_node(pin, arena.node, |lists| {
+            self.all_free(arena, extent)?;
+            if self.any_isolated(arena, extent) {
+                return Err(AllocContigError::Contended);
+            }
+            self.take_free(lists, arena, extent);
+            Ok(())
+        });
+        taken.unwrap_or(Err(AllocContigError::NotManaged))
     }
 
     /// The first frame of the extent that is not free.
@@ -211,9 +213,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Whether a claim is at work in any of the 2 MiB that an extent, which is not empty, touches.
     fn any_isolated(&self, arena: &Arena<'m>, extent: Extent) -> bool {
-        let ends = [extent.base(), Pfn::new(extent.end().get() - 1)];
-        ends.iter().any(|pfn| arena.region(*pfn).isolated.get(in_region(*pfn)))
-            || arena.words_2m(extent).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0)
+        let (first, end) = (extent.base().get() >> BLOCK_ORDER, ((extent.end().get() - 1) >> BLOCK_ORDER) + 1);
+        arena.words_2m(first, end).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0)
     }
 
     /// Takes an extent that is free throughout; what its first and last blocks have beyond it goes back.
@@ -234,7 +235,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 self.take_particular(lists, arena, pfn, inside.pages() as usize);
             }
         }
-        for (region, first, at, bits) in arena.words_2m(extent) {
+        for (region, first, at, bits) in arena.whole_2m(extent) {
             let free = region.free.load(at) & bits;
             take_word(lists, arena, first.max(extent.base()), free, true);
             lists.pages -= pages(free);
@@ -286,9 +287,9 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Marks the 2 MiB blocks of an aligned extent, or takes the marks off. What is free of them stays free.
     fn mark(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, isolated: bool) {
-        for (region, first, at, bits) in arena.words_2m(extent) {
+        for (region, first, at, bits) in arena.whole_2m(extent) {
             let mut groups = region.split.load(at) & bits;
-            let changed = u64::from((bits & !groups).count_ones());
+            let changed = ones(bits & !groups);
             region.isolated.set_locked(at, bits & !groups, isolated);
             let free = pages(region.free.load(at) & bits);
             if isolated {

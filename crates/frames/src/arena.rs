@@ -12,7 +12,8 @@
 //! 33 480 bytes per 2 MiB of whole regions: 1.596 % of memory, of which references take 0.76 bytes per frame. An arena that is smaller than
 //! a region keeps all of that region's all the same.
 
-use crate::blockmap::{Bits512, Blocks, Pages, Position, SPAN, SPAN_SHIFT, WORDS, block_at, spans};
+use crate::bits::ones;
+use crate::blockmap::{Bits512, Blocks, Pages, Position, SPAN, SPAN_SHIFT, block_at, spans};
 use crate::descriptor::Descriptor;
 use crate::mobility::Mobility;
 use crate::refs::{BlockRefs, WideCounts};
@@ -103,17 +104,17 @@ impl Block {
 
     /// All of it is free, or nothing. Node's lock.
     pub(crate) fn set_free(&self, free: bool) {
-        (0..WORDS).for_each(|at| self.free.fill(at, free));
+        self.free.fill_all(free);
     }
 
     /// How many pages inside are free, while it is a group. Node's lock.
     pub(crate) fn count(&self) -> u64 {
-        self.free.snapshot().iter().map(|word| u64::from(word.count_ones())).sum()
+        self.free.count()
     }
 
     /// All of it is known to be zero, or nothing. Node's lock.
     pub(crate) fn set_zero(&self, zero: bool) {
-        (0..WORDS).for_each(|at| self.zero.fill(at, zero));
+        self.zero.fill_all(zero);
         self.zeroes.store(if zero { SPAN as u64 } else { 0 }, Ordering::Relaxed);
     }
 
@@ -124,6 +125,7 @@ impl Block {
     }
 
     /// As found in a new arena: 512 single frames that nobody may have.
+    #[inline(never)]
     pub(crate) fn new() -> Self {
         let block = Block {
             mobility: AtomicU64::new(Mobility::Unmovable.index() as u64),
@@ -166,6 +168,7 @@ pub(crate) struct Region {
 }
 
 impl Region {
+    #[inline(never)]
     pub(crate) fn new() -> Self {
         let region = Region {
             starts: Bits512::default(),
@@ -237,6 +240,22 @@ pub(crate) const fn touched(extent: Extent, order: u32) -> u64 {
     ((extent.end().get() - 1) >> order) - (extent.base().get() >> order) + 1
 }
 
+/// What an arena keeps under a number.
+#[inline]
+fn within<T>(kept: &[T], number: u64) -> &T {
+    match kept.get(number as usize) {
+        Some(kept) => kept,
+        None => outside(),
+    }
+}
+
+/// Without the number: it is in many places that all call this, and none of them is to be longer for that.
+#[cold]
+#[inline(never)]
+fn outside() -> ! {
+    panic!("a frame that is looked for in an arena is not in there")
+}
+
 /// Position of a frame in its 2 MiB block.
 #[inline]
 pub(crate) const fn in_block(pfn: Pfn) -> Position<Pages> {
@@ -254,22 +273,19 @@ impl<'m> Arena<'m> {
     #[inline]
     pub(crate) fn block(&self, pfn: Pfn) -> &'m Block {
         let first = self.extent.base().get() >> BLOCK_ORDER;
-        &self.blocks[((pfn.get() >> BLOCK_ORDER) - first) as usize]
+        within(self.blocks, (pfn.get() >> BLOCK_ORDER) - first)
     }
 
-    /// What is kept for the 2 MiB of a region, by the region's place in the arena.
-    pub(crate) fn blocks_of(&self, region: usize) -> &'m [Block] {
-        // The arena may begin inside its first region.
-        let before = (self.extent.base().get() >> BLOCK_ORDER) as usize % SPAN;
-        let (first, end) = ((region * SPAN).saturating_sub(before), (region + 1) * SPAN - before);
-        self.blocks.get(first..end.min(self.blocks.len())).unwrap_or(&[])
+    /// How many blocks of its first region lie before it.
+    pub(crate) fn blocks_before(&self) -> usize {
+        (self.extent.base().get() >> BLOCK_ORDER) as usize % SPAN
     }
 
     /// The region of a frame of this arena.
     #[inline]
     pub(crate) fn region(&self, pfn: Pfn) -> &'m Region {
         let first = self.extent.base().get() >> REGION_ORDER;
-        &self.regions[((pfn.get() >> REGION_ORDER) - first) as usize]
+        within(self.regions, (pfn.get() >> REGION_ORDER) - first)
     }
 
     /// Its regions have the numbers from this one on. For one with rows of its own that nobody has seen yet.
@@ -324,14 +340,14 @@ impl<'m> Arena<'m> {
         if order < BLOCK_ORDER {
             self.block(pfn).starts.merge(in_block(pfn), order);
         } else {
-            self.region(pfn).split.fill_shared(in_region(pfn), 0, false);
+            self.region(pfn).split.set_one(in_region(pfn), false);
         }
     }
 
     /// Makes a block of order 9, the caller's, a group.
     fn open(&self, pfn: Pfn, mobility: Mobility) {
         self.block(pfn).open(mobility);
-        self.region(pfn).split.fill_shared(in_region(pfn), 0, true);
+        self.region(pfn).split.set_one(in_region(pfn), true);
     }
 
     /// Makes a block of order 9, the caller's, a group of single pages.
@@ -339,7 +355,7 @@ impl<'m> Arena<'m> {
         let block = self.block(pfn);
         block.starts.reset(false);
         block.set_mobility(mobility);
-        self.region(pfn).split.fill_shared(in_region(pfn), 0, true);
+        self.region(pfn).split.set_one(in_region(pfn), true);
     }
 
     /// Splits the block of order `from` at `pfn`, the caller's, evenly into blocks of order `to`. At most 8 words down to
@@ -365,40 +381,92 @@ impl<'m> Arena<'m> {
 
     /// Makes a block start at `pfn` by halving the one that holds it, which the caller owns. O(log), at most 18 atomics.
     pub(crate) fn map_cut(&self, pfn: Pfn) {
-        let region = self.region(pfn);
-        if !region.split.get(in_region(pfn)) {
-            region.starts.cut(in_region(pfn));
-            if in_block(pfn) == Position::FIRST {
-                return;
+        let (mut head, mut order) = self.larger_block_of(pfn);
+        while head != pfn && order != 0 {
+            order -= 1;
+            let middle = Pfn::new(head.get() + (1 << order));
+            if order >= BLOCK_ORDER {
+                self.region(pfn).starts.set_one(in_region(middle), true);
+            } else {
+                if order == BLOCK_ORDER - 1 {
+                    self.open(head, Mobility::Unmovable);
+                }
+                self.block(pfn).starts.set_one(in_block(middle), true);
             }
-            let (head, order) = self.block_of(pfn);
-            if order > BLOCK_ORDER {
-                // The 2 MiB that holds `pfn` begins its block; what comes after it goes its own way. Past the last it is the
-                // region's first block, which starts there.
-                region.starts.cut(Position::new(in_region(pfn).get() + 1));
+            if middle <= pfn {
+                head = middle;
             }
-            self.open(head, Mobility::Unmovable);
         }
-        self.block(pfn).starts.cut(in_block(pfn));
     }
 
     /// The whole 2 MiB of an extent, word by word of its regions: each with the first frame that the word stands for.
-    pub(crate) fn words_2m(&self, extent: Extent) -> impl Iterator<Item = (&'m Region, Pfn, usize, u64)> {
+    pub(crate) fn whole_2m(&self, extent: Extent) -> impl Iterator<Item = (&'m Region, Pfn, usize, u64)> {
         let first = extent.base().get().div_ceil(SPAN as u64);
-        let (mut next, end) = (first, (extent.end().get() >> BLOCK_ORDER).max(first));
-        core::iter::from_fn(move || {
-            let pfn = Pfn::new(next << BLOCK_ORDER);
-            let (base, at, bits) = word_2m(next, end)?;
-            next += u64::from(bits.count_ones());
-            Some((self.region(pfn), base, at, bits))
-        })
+        self.words_2m(first, (extent.end().get() >> BLOCK_ORDER).max(first))
+    }
+
+    /// The same of 2 MiB by number, from one up to another.
+    pub(crate) fn words_2m(&self, first: u64, end: u64) -> impl Iterator<Item = (&'m Region, Pfn, usize, u64)> {
+        let mut next = first;
+        core::iter::from_fn(move || self.next_word_2m(&mut next, end))
+    }
+
+    /// The word of a region that 2 MiB block `next` is in, if that is before `end`: its region, the first frame that it stands for, its
+    /// number, and the bits of those before `end`, behind which `next` is then.
+    #[inline(never)]
+    fn next_word_2m(&self, next: &mut u64, end: u64) -> Option<(&'m Region, Pfn, usize, u64)> {
+        let pfn = Pfn::new(*next << BLOCK_ORDER);
+        let (at, bits) = spans(in_region(pfn), (end - *next).min(SPAN as u64) as usize).next()?;
+        *next += ones(bits);
+        Some((self.region(pfn), Position::<Blocks>::in_word(at, 0).pfn(pfn), at, bits))
     }
 }
 
-/// The word of a region that 2 MiB block `next` is in: the first frame that it stands for, its number, and the bits of those before `end`.
-#[inline(never)]
-fn word_2m(next: u64, end: u64) -> Option<(Pfn, usize, u64)> {
-    let pfn = Pfn::new(next << BLOCK_ORDER);
-    let (at, bits) = spans(in_region(pfn), (end - next).min(SPAN as u64) as usize).next()?;
-    Some((Position::<Blocks>::in_word(at, 0).pfn(pfn), at, bits))
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// log2 of the 2 MiB of the arena: one block at first.
+    const LOG: u32 = 2;
+
+    /// An arena of one block, behind as much of its region that is another's.
+    fn with_arena(test: impl FnOnce(&Arena<'_>)) {
+        let (blocks, regions) = ([(); 1 << LOG].map(|()| Block::new()), [Region::new()]);
+        let base = Pfn::new(1 << (BLOCK_ORDER + LOG));
+        let extent = Extent::block(base, Order::new(BLOCK_ORDER + LOG).expect("valid"));
+        regions[0].split.fill_all(false);
+        regions[0].starts.merge(in_region(base), LOG);
+        test(&Arena { blocks: &blocks, regions: &regions, ..Arena::bare(extent) });
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig {
+            cases: if cfg!(miri) { 3 } else { 256 },
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        })]
+
+        #[test]
+        fn cuts_make_the_canonical_partition(
+            cuts in proptest::collection::vec((0_u64..1 << LOG, prop_oneof![Just(0), 0_u64..SPAN as u64]), 0..12),
+        ) {
+            with_arena(|arena| {
+                let (base, end) = (arena.extent.base().get(), arena.extent.end().get());
+                let cuts: Vec<u64> = cuts.iter().map(|(block, page)| base + block * SPAN as u64 + page).collect();
+                cuts.iter().for_each(|cut| arena.map_cut(Pfn::new(*cut)));
+                let mut next = base;
+                while next < end {
+                    let (head, order) = arena.block_of(Pfn::new(next));
+                    assert_eq!((head.get(), next % (1 << order)), (next, 0));
+                    assert_eq!(arena.block_of(Pfn::new(next + (1 << order) - 1)), (head, order));
+                    let inside = |first: u64, log: u32| cuts.iter().any(|cut| first < *cut && *cut < first + (1 << log));
+                    assert!(!inside(next, order), "{cuts:?} in {next} of order {order}");
+                    // No finer than needed: the sibling pair holds a cut inside.
+                    assert!(order == BLOCK_ORDER + LOG || inside(next >> (order + 1) << (order + 1), order + 1));
+                    next += 1 << order;
+                }
+            });
+        }
+    }
 }

@@ -18,6 +18,7 @@
 //! arena that comes or goes meanwhile is not the one in which somebody has a frame.
 
 use crate::arena::{Arena, ArenaSpec, REGION_ORDER, touched};
+use crate::bits::one_copy;
 use crate::freelist::{FreeLists, Places};
 use crate::layout::{Carver, FramesConfigError, fill_arena, place_arena};
 use crate::refs::WideCounts;
@@ -227,11 +228,14 @@ fn place(spec: &ArenaSpec) -> Result<Layout, FramesConfigError> {
         return Err(FramesConfigError::Empty);
     }
     let mut carver = Carver::at(core::ptr::null_mut());
-    carver.place::<Slot>(1)?;
-    carver.place::<Kept<'_>>(1)?;
-    carver.place::<AtomicU64>(Rows::words(touched(spec.extent, REGION_ORDER)))?;
-    place_arena(&mut carver, spec)?;
-    carver.layout()
+    let mut place = || {
+        carver.place::<Slot>(1)?;
+        carver.place::<Kept<'_>>(1)?;
+        carver.place::<AtomicU64>(Rows::words(touched(spec.extent, REGION_ORDER)))?;
+        place_arena(&mut carver, spec)?;
+        carver.layout()
+    };
+    place().ok_or(FramesConfigError::TooLarge)
 }
 
 /// All arenas of a manager.
@@ -279,7 +283,7 @@ impl<'m> Arenas<'m> {
     pub(crate) fn on(&self, lists: &FreeLists) -> impl Iterator<Item = &'m Arena<'m>> + use<'m> {
         let (mut given, mut added) = (self.given.iter(), self.added_on(lists));
         let node = lists.node;
-        core::iter::from_fn(move || given.find(|arena| arena.node == node).or_else(|| added.next()))
+        one_copy(core::iter::from_fn(move || given.find(|arena| arena.node == node).or_else(|| added.next())))
     }
 
     /// Whether an arena that the manager was made with is on a node: only then there is such a node.
@@ -313,6 +317,7 @@ impl<'m> Arenas<'m> {
     }
 
     /// Of those that the manager was made with.
+    #[inline(never)]
     fn given(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
         let after = self.given.partition_point(|arena| arena.extent.base() <= pfn);
         after.checked_sub(1).and_then(|at| self.given.get(at)).filter(|arena| arena.contains(pfn))
@@ -362,12 +367,14 @@ impl<'m> Arenas<'m> {
     pub(crate) fn places(
         &self,
         lists: &FreeLists,
-        rows: Option<Rows<'m>>,
+        rows: Option<&'m Rows<'m>>,
     ) -> impl Iterator<Item = Places<'m>> + use<'m> {
-        let arenas = self.given;
-        let (mut first, mut added) = (rows.map(|rows| Places { rows, arenas }), self.added_on(lists));
-        let own = |arena: &'m Arena<'m>| Places { rows: arena.rows, arenas: core::slice::from_ref(arena) };
-        core::iter::from_fn(move || first.take().or_else(|| added.next().map(own)))
+        let (mut first, mut added) = (rows.map(|rows| (rows, self.given)), self.added_on(lists));
+        one_copy(core::iter::from_fn(move || {
+            let added = || added.next().map(|arena| (&arena.rows, core::slice::from_ref(arena)));
+            let (rows, arenas) = first.take().or_else(added)?;
+            Some(Places { rows: *rows, arenas })
+        }))
     }
 
     /// Size and alignment of the metadata that [`add`](Arenas::add) needs for an arena.
@@ -390,17 +397,20 @@ impl<'m> Arenas<'m> {
             NonNull::new(memory).filter(|at| bytes >= need.size() && at.addr().get().is_multiple_of(need.align()));
         let whole = whole.ok_or(FramesConfigError::Memory { bytes: need.size(), align: need.align() })?;
         let mut carver = Carver::at(memory);
-        carver.place::<Slot>(1)?;
-        let kept = carver.place::<Kept<'m>>(1)?;
-        let words = Rows::words(touched(spec.extent, REGION_ORDER));
-        // SAFETY: the memory is as large as `place` says, which placed the same in the same order, and the caller gave it away.
-        unsafe {
-            let rows = Rows::new(carver.fill(words, |_| AtomicU64::new(0))?, 0);
-            let arena = fill_arena(&mut carver, spec, rows, 0)?;
-            let kept = whole.add(kept).cast::<Kept<'m>>();
-            kept.write(Kept { arena, memory: NonNull::slice_from_raw_parts(whole, bytes) });
-            Ok(kept)
-        }
+        let mut fill = || {
+            carver.place::<Slot>(1)?;
+            let kept = carver.place::<Kept<'m>>(1)?;
+            let words = Rows::words(touched(spec.extent, REGION_ORDER));
+            // SAFETY: the memory is as large as `place` says, which placed the same in the same order, and the caller gave it away.
+            unsafe {
+                let rows = Rows::new(carver.fill(words, |_| AtomicU64::new(0))?, 0);
+                let arena = fill_arena(&mut carver, spec, rows, 0)?;
+                let kept = whole.add(kept).cast::<Kept<'m>>();
+                kept.write(Kept { arena, memory: NonNull::slice_from_raw_parts(whole, bytes) });
+                Some(kept)
+            }
+        };
+        fill().ok_or(FramesConfigError::TooLarge)
     }
 
     /// Adds an arena. O(arenas).

@@ -3,7 +3,29 @@
 /// The lowest run of each order in a word.
 pub(crate) const RUNS: [u64; 7] = [1, 3, 0xf, 0xff, 0xffff, 0xffff_ffff, u64::MAX];
 
+/// The same items, by one copy of the code that finds the next: for iterators that consist of much, and are used in several places.
+pub(crate) fn one_copy<I: Iterator>(mut items: I) -> impl Iterator<Item = I::Item> {
+    #[inline(never)]
+    fn next<I: Iterator>(items: &mut I) -> Option<I::Item> {
+        items.next()
+    }
+    core::iter::from_fn(move || next(&mut items))
+}
+
+/// How many bits of a word are set. One copy of it: without an instruction for it, it is fifteen others.
+#[inline(never)]
+pub(crate) fn ones(word: u64) -> u64 {
+    word.count_ones().into()
+}
+
+/// How many bits of some words are set.
+#[inline(never)]
+pub(crate) fn count(words: &[u64]) -> u64 {
+    words.iter().copied().map(ones).sum()
+}
+
 /// The lowest `count` bits of a word.
+#[inline(never)]
 pub(crate) fn lowest(word: u64, count: u64) -> u64 {
     // The common case: all of them lie side by side.
     let (first, wanted) = (word.trailing_zeros(), u64::MAX.unbounded_shr(64 - count.min(64) as u32));

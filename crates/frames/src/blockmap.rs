@@ -29,6 +29,7 @@ mod runs;
 pub(crate) use position::{Blocks, Pages, Position};
 pub(crate) use runs::{add, count_runs, every, first_run, runs_in, spans};
 
+use crate::bits::count;
 use core::marker::PhantomData;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use runs::mask;
@@ -93,6 +94,12 @@ impl<L: position::Level> Bits512<L> {
         self.words[at % WORDS].store(if value { u64::MAX } else { 0 }, Ordering::Relaxed);
     }
 
+    /// Replaces all words. One copy of it.
+    #[inline(never)]
+    pub(crate) fn fill_all(&self, value: bool) {
+        (0..WORDS).for_each(|at| self.fill(at, value));
+    }
+
     /// Asks for the line, to write to it.
     #[inline]
     pub(crate) fn prefetch(&self) {
@@ -132,6 +139,12 @@ impl<L: position::Level> Bits512<L> {
         }
     }
 
+    /// [`set_shared`](Bits512::set_shared) for one position.
+    #[inline]
+    pub(crate) fn set_one(&self, index: Position<L>, value: bool) {
+        self.set_shared(index.word(), 1 << index.bit(), value);
+    }
+
     /// [`set_shared`](Bits512::set_shared) for `[index, index + 2^order)`.
     #[inline]
     pub(crate) fn fill_shared(&self, index: Position<L>, order: u32, value: bool) {
@@ -157,6 +170,7 @@ impl<L: position::Level> Bits512<L> {
     }
 
     /// Sets every word: when a map comes into use. `first_only` sets bit 0 alone (one block), otherwise all bits.
+    #[inline(never)]
     pub(crate) fn reset(&self, first_only: bool) {
         for (index, word) in self.words.iter().enumerate() {
             let value = match (first_only, index) {
@@ -225,15 +239,10 @@ impl<L: position::Level> Bits512<L> {
         }
     }
 
-    /// Makes a block start at `index`, by halving the block that holds it until one does. The caller owns that block.
-    pub(crate) fn cut(&self, index: Position<L>) {
-        cut(&self.words, index.get());
-    }
-
-    /// The first set bit of the words that `pick` makes of these.
-    pub(crate) fn first(&self, pick: impl Fn(u64) -> u64) -> Option<Position<L>> {
-        let words = self.words.iter().map(|word| pick(word.load(Ordering::Relaxed))).enumerate();
-        words.into_iter().find(|(_, word)| *word != 0).map(|(at, word)| Position::in_word(at, word.trailing_zeros()))
+    /// Whether all bits are set.
+    #[inline(never)]
+    pub(crate) fn is_full(&self) -> bool {
+        (0..WORDS).all(|at| self.load(at) == u64::MAX)
     }
 
     /// Every set bit, ascending.
@@ -250,7 +259,13 @@ impl<L: position::Level> Bits512<L> {
         })
     }
 
-    /// The words, for scans.
+    /// How many bits are set.
+    pub(crate) fn count(&self) -> u64 {
+        count(&self.snapshot())
+    }
+
+    /// The words, for scans. One copy of it.
+    #[inline(never)]
     pub(crate) fn snapshot(&self) -> [u64; WORDS] {
         core::array::from_fn(|i| self.words[i].load(Ordering::Relaxed))
     }
@@ -282,19 +297,6 @@ pub(crate) fn block_at(words: &[AtomicU64; WORDS], index: usize) -> (usize, u32)
         whole.map_or(SPAN, |words| (at + 1 + words) * WORD_BITS)
     };
     (start, (next - start).ilog2())
-}
-
-/// [`Bits512::cut`], of a map of either level.
-#[inline(never)]
-fn cut(words: &[AtomicU64; WORDS], index: usize) {
-    loop {
-        let (start, order) = block_at(words, index);
-        if start == index || order == 0 {
-            return;
-        }
-        let middle = start + (1 << (order - 1));
-        words[middle / WORD_BITS % WORDS].fetch_or(1 << (middle % WORD_BITS), Ordering::Relaxed);
-    }
 }
 
 /// Makes whole words, which are the caller's, one block.

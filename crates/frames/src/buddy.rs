@@ -44,14 +44,20 @@ impl<'m, E: Env> Frames<'m, E> {
         Some((owner, lists))
     }
 
-    fn round<R>(&self, (owner, mut lists): Round<'_, 'm, E>, f: impl FnOnce(&mut FreeLists) -> R) -> R {
-        let result = f(&mut lists);
+    fn round<R>(&self, mut round: Round<'_, 'm, E>, f: impl FnOnce(&mut FreeLists) -> R) -> R {
+        let result = f(&mut round.1);
+        Self::end(round);
+        result
+    }
+
+    /// Ends one.
+    #[inline(never)]
+    fn end((owner, lists): Round<'_, 'm, E>) {
         // Relaxed: a hint.
         let zero = lists.has_zero().into();
         if owner.zero_hint.load(Ordering::Relaxed) != zero {
             owner.zero_hint.store(zero, Ordering::Relaxed);
         }
-        result
     }
 
     /// Frees one block that the map has as such. At most 8 words.
@@ -99,8 +105,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Where the node's free blocks are: those of arenas that were added come last.
     pub(crate) fn places(&self, lists: &FreeLists) -> impl Iterator<Item = Places<'m>> {
-        let rows = self.node(lists.node).map(|node| node.rows);
-        self.arena_table().places(lists, rows)
+        self.arena_table().places(lists, self.node(lists.node).map(|node| &node.rows))
     }
 
     /// Frees an extent of one arena whose ends are block borders in the map: the small chunks at its ends, and what whole

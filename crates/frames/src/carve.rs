@@ -58,8 +58,8 @@ pub struct CarveError {
     pub reason: CarveReason,
 }
 
-/// Why no manager can be carved out of some memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Why no manager can be carved out of some memory. Its `Debug`, which `expect` shows, is the same sentence as its `Display`.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub enum CarveReason {
     /// The metadata would leave no frame to manage, or cannot be sized.
     Size(FramesConfigError),
@@ -91,6 +91,12 @@ impl fmt::Display for CarveReason {
                 write!(f, "the memory map has more than {MOST_PIECES} pieces; leave out the smallest")
             }
         }
+    }
+}
+
+impl fmt::Debug for CarveReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 

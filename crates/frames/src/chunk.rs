@@ -32,12 +32,11 @@ pub(crate) const fn is_worth_it(blocks: u64) -> bool {
     blocks < 1 << (CHUNK_SHIFT - 3)
 }
 
-/// Bits of a 2 MiB block without those of one chunk.
+/// Clears those of the bits of a 2 MiB block that are in one chunk.
 #[inline(never)]
-fn without(mut bits: [u64; WORDS], half: usize) -> [u64; WORDS] {
+fn clear(bits: &mut [u64; WORDS], half: usize) {
     let words = WORDS / HALVES;
     bits[half % HALVES * words..][..words].fill(0);
-    bits
 }
 
 impl<'m, E: Env> Frames<'m, E> {
@@ -103,7 +102,7 @@ impl<'m, E: Env> Frames<'m, E> {
             for half in 0..HALVES {
                 let pfn = Position::<Pages>::new(half << CHUNK_SHIFT).pfn(near);
                 if self.is_anothers(own, arena, pfn.max(arena.extent.base())) {
-                    room = without(room, half);
+                    clear(&mut room, half);
                 }
             }
             if let Some(index) = first_run(order, &room) {
@@ -129,7 +128,8 @@ impl<'m, E: Env> Frames<'m, E> {
         let ours = !region.isolated.get(in_region(near))
             && block.mobility() == mobility
             && block.takers.of(half) == Some(own.number);
-        let room = (0..HALVES).filter(|other| *other != half).fold(block.room(sought), without);
+        let mut room = block.room(sought);
+        (0..HALVES).filter(|other| *other != half).for_each(|other| clear(&mut room, other));
         let index = first_run(order, &room).filter(|_| ours)?;
         Some(Place { arena, near, index, room })
     }
@@ -145,8 +145,11 @@ mod tests {
         let places = [0, 0xff, 0x100, 0x1ff, 0x200, 0x300].map(place);
         assert_eq!(places, [(0, 0), (0, 0), (1, 1), (1, 1), (2, 0), (3, 1)]);
         let [all, none] = [[u64::MAX; WORDS / 2], [0; WORDS / 2]];
-        assert_eq!(without([u64::MAX; WORDS], 0), [none, all].as_flattened());
-        assert_eq!(without([u64::MAX; WORDS], 1), [all, none].as_flattened());
+        for (half, left) in [(0, [none, all]), (1, [all, none])] {
+            let mut bits = [u64::MAX; WORDS];
+            clear(&mut bits, half);
+            assert_eq!(bits, left.as_flattened());
+        }
     }
 
     /// A refill that fetches an eighth of a chunk or more does not ask whose it is.

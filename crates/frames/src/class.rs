@@ -170,6 +170,7 @@ impl<'m> Class<'m> {
     }
 
     /// Back to the smallest size.
+    #[inline(never)]
     pub(crate) fn shrink(&self) {
         self.high.store(self.least, Ordering::Relaxed);
         self.last.store(NEITHER, Ordering::Relaxed);

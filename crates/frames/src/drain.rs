@@ -4,6 +4,7 @@
 //! the orders that are only gathered: their blocks are few, and share the lock round of whoever needs one.
 
 use crate::arena::{Arena, in_region};
+use crate::bits::one_copy;
 use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
@@ -74,7 +75,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// A word is to be freed soon: its lines are asked for.
-    #[inline]
+    #[inline(never)]
     fn make_ready(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, word: Word) {
         let first = word.ends().0;
         if let Some(arena) = self.arena(first).filter(|_| !word.is_huge()) {
@@ -131,8 +132,10 @@ impl<'m, E: Env> Frames<'m, E> {
     #[cold]
     #[inline(never)]
     fn free_runs(&self, lists: &mut FreeLists, word: Word) -> u64 {
-        for (arena, part) in word.runs().flat_map(|run| self.parts(run)) {
-            self.free_chunks(lists, arena, part, word.content());
+        for run in word.runs() {
+            for (arena, part) in one_copy(self.parts(run)) {
+                self.free_chunks(lists, arena, part, word.content());
+            }
         }
         word.pages()
     }
@@ -213,6 +216,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Serves what others have asked this CPU for, if it has given back all that it had: what it still has goes before the next call.
+    #[inline(never)]
     pub(crate) fn serve_own(&self, own: &PerCpu<'m>) {
         let asked = own.mailbox.wants_service(self.suspects().is_watching());
         if asked {
@@ -229,6 +233,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// How many frames CPUs have cached of a node.
+    #[inline(never)]
     pub(crate) fn cached_on(&self, node: NodeId) -> u64 {
         self.caches().iter().filter(|cpu| cpu.node == node).map(PerCpu::pages).sum()
     }

@@ -3,7 +3,7 @@
 use crate::frames::{Env, Frames};
 use crate::page_alloc::{AllocError, AllocRequest};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Dirty, Extent, Order};
+use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
 
 /// How many blocks of each size are tried that do not begin a row which is long enough.
 const PASSED: usize = 32;
@@ -73,16 +73,15 @@ impl<E: Env> Frames<'_, E> {
         request: AllocRequest,
         mut fits: impl FnMut(Extent) -> bool,
     ) -> Result<Dirty, AllocError> {
-        let orders = (request.order.get()..=pages.saturating_sub(1).max(1).ilog2())
-            .rev()
-            .filter_map(|order| Order::new(order).ok());
-        let mut taken = Err(AllocError::OutOfMemory);
-        for order in orders {
+        let (mut taken, mut log) = (Err(AllocError::OutOfMemory), pages.saturating_sub(1).max(1).ilog2() + 1);
+        while taken == Err(AllocError::OutOfMemory) && log > request.order.get() {
+            log -= 1;
+            let Ok(order) = Order::new(log) else { continue };
             // What is cached comes in another order than the lowest first: of a row, a part would be passed by that another adjoins.
             self.drain(cx);
             let mut passed = [const { None }; PASSED];
             for place in &mut passed {
-                let block = match self.alloc(cx, AllocRequest { order, ..request }) {
+                let block = match self.alloc_below(cx, Pfn::LIMIT, AllocRequest { order, ..request }) {
                     Ok(block) => block,
                     Err(error) => {
                         taken = Err(error);
@@ -99,9 +98,8 @@ impl<E: Env> Frames<'_, E> {
                     }
                 }
             }
-            passed.into_iter().flatten().for_each(|block| self.free(cx, block));
-            if taken != Err(AllocError::OutOfMemory) {
-                break;
+            for block in passed.iter_mut().filter_map(Option::take) {
+                self.free_extent(cx, block.into_dirty());
             }
         }
         taken

@@ -2,6 +2,7 @@
 
 use crate::arena::{Arena, ArenaSpec};
 use crate::arenas::{Arenas, RemoveError, RemovedArena};
+use crate::bits::one_copy;
 use crate::descriptor::{DescMut, DescRef, Descriptor};
 use crate::freelist::FreeLists;
 use crate::frozen::{Frozen, FrozenRun};
@@ -297,8 +298,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     fn free_new<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> u64 {
         let mut sum = 0;
-        let parts = self.parts(extent).flat_map(|(arena, part)| per_pin(part).map(move |part| (arena, part)));
-        for (arena, part) in parts {
+        let parts = one_copy(self.parts(extent));
+        for (arena, part) in parts.flat_map(|(arena, part)| per_pin(part).map(move |part| (arena, part))) {
             cx.pinned(|pin| {
                 self.with_node(pin, arena.node, |lists| {
                     self.free_chunks(lists, arena, part, Content::Dirty);

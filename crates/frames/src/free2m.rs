@@ -18,7 +18,7 @@
 //! nothing per 2 MiB or per frame.
 
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, Region, in_region};
-use crate::bits::{descending, lowest};
+use crate::bits::{RUNS, count, descending, lowest, ones};
 use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, add, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
 use crate::freelist::{FreeLists, Places};
@@ -44,6 +44,13 @@ impl Sought {
     /// The number of the row for runs of 2^`log` times 2 MiB among those of 2 MiB.
     const fn row(self, log: u32) -> usize {
         self as usize * BIG + log as usize
+    }
+
+    /// Which zero bits are turned before they say what can be had, and which do not matter: no branch in what is done for each word.
+    #[inline]
+    pub(crate) fn masks(self) -> (u64, u64) {
+        const MASKS: [(u64, u64); 3] = [(u64::MAX, 0), (0, 0), (0, u64::MAX)];
+        MASKS[self as usize]
     }
 
     /// All of its rows, as bits.
@@ -72,12 +79,21 @@ impl Region {
     /// Which 2 MiB blocks of word `at` can be had.
     #[inline]
     fn available(&self, at: usize, sought: Sought) -> u64 {
-        let free = self.free.load(at) & !self.isolated.load(at);
-        match sought {
-            Sought::Dirty => free & !self.zero.load(at),
-            Sought::Zero => free & self.zero.load(at),
-            Sought::Any => free,
-        }
+        let (turned, any) = sought.masks();
+        self.free.load(at) & !self.isolated.load(at) & (self.zero.load(at) ^ turned | any)
+    }
+
+    /// How many frames of so many 2 MiB in a row are in use: a page of each group at least.
+    #[inline(never)]
+    fn least_in_use(&self, first: Position<Blocks>, count: usize) -> u64 {
+        let words = spans(first, count).map(|(at, bits)| (bits & !self.free.load(at), self.split.load(at)));
+        words.map(|(used, split)| pages(used & !split) + ones(used & split)).sum()
+    }
+
+    /// The same as `available` of all words. One copy of it, for all who look for a run.
+    #[inline(never)]
+    fn room(&self, sought: Sought) -> [u64; WORDS] {
+        core::array::from_fn(|at| self.available(at, sought))
     }
 }
 
@@ -89,9 +105,6 @@ pub(crate) struct Batch {
     blocks: u64,
     zero: u64,
 }
-
-/// Batches that are taken in one lock round.
-const BATCHES: usize = 4;
 
 impl Batch {
     /// Each of them, the highest first.
@@ -153,19 +166,14 @@ impl<'m, E: Env> Frames<'m, E> {
         let careful = self.has_suspects();
         let whole_words = in_region(pfn).bit() == 0 && count.is_multiple_of(WORD_BITS);
         if whole_words && content == Content::Dirty && !careful {
-            let whole = |at: usize| {
+            let first = in_region(pfn).word();
+            for at in first..(first + count / WORD_BITS).min(WORDS) {
                 region.starts.fill(at, true);
                 if divided {
                     region.split.set_shared(at, u64::MAX, false);
                 }
                 region.zero.set_locked(at, u64::MAX, false);
                 region.free.fill(at, true);
-            };
-            let first = in_region(pfn).word();
-            match count {
-                // 1 GiB: a loop of a length that is known is unrolled.
-                SPAN => (0..WORDS).for_each(whole),
-                _ => (first..(first + count / WORD_BITS).min(WORDS)).for_each(whole),
             }
         } else {
             for (at, bits) in spans(in_region(pfn), count) {
@@ -194,8 +202,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Says that a frame's region may have runs of every order: something of a content has become free in the frame's word.
     pub(crate) fn hint(&self, arena: &Arena<'m>, pfn: Pfn, content: Content) {
         let region = arena.region(pfn);
-        let full = |at| region.free.load(at) == u64::MAX;
-        let whole = full(in_region(pfn).word()) && (0..WORDS).all(full);
+        let whole = region.free.load(in_region(pfn).word()) == u64::MAX && region.free.is_full();
         self.raise_rows(arena, pfn, rows_of(content) | if whole { WHOLE } else { 0 });
     }
 
@@ -230,7 +237,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 false => places.rows.first(row)?,
             };
             let (arena, region, base) = places.at(number)?;
-            if let Some(index) = first_run(log, &core::array::from_fn(|at| region.available(at, sought))) {
+            if let Some(index) = first_run(log, &region.room(sought)) {
                 return Some(FreeRun { arena, region, base, index, sought });
             }
             // No run of this order, so none of a larger one.
@@ -257,12 +264,6 @@ impl<'m, E: Env> Frames<'m, E> {
         used: u64,
     ) -> ControlFlow<bool, usize> {
         let log = order.get().saturating_sub(BLOCK_ORDER);
-        let in_use = |region: &Region, first| {
-            let words = spans(Position::<Blocks>::new(first), 1 << log)
-                .map(|(at, bits)| (bits & !region.free.load(at), region.split.load(at)));
-            // A page of each group at least.
-            words.map(|(used, split)| pages(used & !split) + u64::from((used & split).count_ones())).sum::<u64>()
-        };
         for arena in self.arena_table().on(lists) {
             let first = arena.extent.base().get() >> REGION_ORDER;
             for (at, region) in arena.regions.iter().enumerate().skip(from.saturating_sub(arena.first_region)) {
@@ -270,13 +271,16 @@ impl<'m, E: Env> Frames<'m, E> {
                     return ControlFlow::Continue(arena.first_region + at);
                 }
                 lists.looked_in_vain();
-                let may_become = |index: &usize| {
-                    let base = Position::<Blocks>::new(*index).pfn(Pfn::new((first + at as u64) << REGION_ORDER));
-                    let run = Extent::block(base, order);
-                    arena.extent.covers(run) && run.end() <= limit && in_use(region, *index) <= used
-                };
-                if (0..SPAN).step_by(1 << log).any(|index| may_become(&index)) {
-                    return ControlFlow::Break(true);
+                let base = Pfn::new((first + at as u64) << REGION_ORDER);
+                let mut index = 0;
+                while index < SPAN {
+                    let first = Position::<Blocks>::new(index);
+                    let run = Extent::block(first.pfn(base), order);
+                    let may_become = arena.extent.covers(run) && run.end() <= limit;
+                    if may_become && region.least_in_use(first, 1 << log) <= used {
+                        return ControlFlow::Break(true);
+                    }
+                    index += 1 << log;
                 }
             }
         }
@@ -286,9 +290,9 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Takes the lowest run of 2^`log` times 2 MiB below a frame: the first that one of several ways to look finds.
     pub(crate) fn take_2m(&self, lists: &mut FreeLists, log: u32, ways: &[Way], limit: Pfn) -> Option<Taken> {
         let FreeRun { arena, region, base, index, .. } = self.seek(lists, log, ways, limit)?;
-        let mut zero = true;
-        for (at, bits) in spans(index, 1 << log) {
-            zero &= take_word(lists, arena, Position::<Blocks>::in_word(at, 0).pfn(base), bits, false) == bits;
+        let (mut zero, bits) = (true, RUNS[log.min(6) as usize] << index.bit());
+        for at in (index.get()..index.get() + (1 << log)).step_by(WORD_BITS) {
+            zero &= take_word(lists, arena, Position::<Blocks>::new(at).pfn(base), bits, false) == bits;
         }
         lists.pages -= 1 << (BLOCK_ORDER + log);
         if log != 0 {
@@ -297,31 +301,35 @@ impl<'m, E: Env> Frames<'m, E> {
         Some(Taken { pfn: index.pfn(base), zero })
     }
 
-    /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of [`BATCHES`] words at most, so that a round ends
+    /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of as many words at most as there is room for, so that a round ends
     /// soon. Known-zero ones come last.
-    pub(crate) fn take_many_2m(&self, lists: &mut FreeLists, want: u64) -> [Batch; BATCHES] {
-        let mut batches = [Batch::default(); BATCHES];
+    pub(crate) fn take_many_2m(&self, lists: &mut FreeLists, want: u64, batches: &mut [Batch]) {
         let mut left = want;
-        for batch in &mut batches {
-            let found = if left == 0 { None } else { self.seek(lists, 0, &DIRTY_FIRST, Pfn::LIMIT) };
-            let Some(FreeRun { arena, region, base, index, sought }) = found else { break };
-            let blocks = lowest(region.available(index.word(), sought), left);
-            let base = Position::<Blocks>::in_word(index.word(), 0).pfn(base);
-            let count = u64::from(blocks.count_ones());
-            *batch = Batch { base, blocks, zero: take_word(lists, arena, base, blocks, false) };
-            lists.pages -= count << BLOCK_ORDER;
-            left -= count;
+        for batch in batches {
+            if left != 0 {
+                self.take_batch(lists, left, batch);
+                left = if batch.blocks == 0 { 0 } else { left - ones(batch.blocks) };
+            }
         }
-        batches
+    }
+
+    /// Takes those of one word.
+    #[inline(never)]
+    fn take_batch(&self, lists: &mut FreeLists, want: u64, batch: &mut Batch) {
+        let found = self.seek(lists, 0, &DIRTY_FIRST, Pfn::LIMIT);
+        let Some(FreeRun { arena, region, base, index, sought }) = found else { return };
+        let blocks = lowest(region.available(index.word(), sought), want);
+        let base = Position::<Blocks>::in_word(index.word(), 0).pfn(base);
+        lists.pages -= pages(blocks);
+        *batch = Batch { base, blocks, zero: take_word(lists, arena, base, blocks, false) };
     }
 }
 
 /// Adds up the free blocks of 2 MiB and more of a region by order. Isolated ones are single.
 pub(crate) fn count_2m(region: &Region, blocks: &mut [u64; ORDERS]) {
-    let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
-    add(&mut blocks[BLOCK_ORDER as usize..], &counts);
-    let isolated = |at| u64::from((region.free.load(at) & region.isolated.load(at)).count_ones());
-    blocks[BLOCK_ORDER as usize] += (0..WORDS).map(isolated).sum::<u64>();
+    let room = region.room(Sought::Any);
+    add(&mut blocks[BLOCK_ORDER as usize..], &count_runs(room));
+    blocks[BLOCK_ORDER as usize] += region.free.count() - count(&room);
 }
 
 /// The rows that freeing memory of some content belongs to, but for [`WHOLE`].
@@ -347,7 +355,7 @@ fn clear_rows(arena: &Arena<'_>, region: &Region, number: usize, rows: u64) {
 
 /// Sets what freeing undivided blocks of one word sets there. The frames, and the rows, are counted by the caller. `careful`: some
 /// may be isolated.
-#[inline]
+#[inline(never)]
 fn free_word(lists: &mut FreeLists, region: &Region, at: usize, bits: u64, content: Content, careful: bool) {
     region.starts.set_shared(at, bits, true);
     match content {
@@ -357,7 +365,7 @@ fn free_word(lists: &mut FreeLists, region: &Region, at: usize, bits: u64, conte
     }
     region.free.set_locked(at, bits, true);
     if content != Content::Dirty {
-        lists.zero_2m += u64::from((region.zero.load(at) & bits).count_ones());
+        lists.zero_2m += ones(region.zero.load(at) & bits);
     }
     if careful {
         lists.isolated += pages(region.isolated.load(at) & bits);
@@ -366,7 +374,7 @@ fn free_word(lists: &mut FreeLists, region: &Region, at: usize, bits: u64, conte
 
 /// Takes free 2 MiB blocks of the word of a frame, and says which of them are zero. In the map each stays a block by itself. The
 /// frames are counted by the caller. `careful`: some may be isolated.
-#[inline]
+#[inline(never)]
 pub(crate) fn take_word(lists: &mut FreeLists, arena: &Arena<'_>, pfn: Pfn, bits: u64, careful: bool) -> u64 {
     let (region, at) = (arena.region(pfn), in_region(pfn).word());
     if region.free.load(at) == u64::MAX {
@@ -376,7 +384,7 @@ pub(crate) fn take_word(lists: &mut FreeLists, arena: &Arena<'_>, pfn: Pfn, bits
     region.free.set_locked(at, bits, false);
     let zero = region.zero.load(at) & bits;
     if zero != 0 {
-        lists.zero_2m -= u64::from(zero.count_ones());
+        lists.zero_2m -= ones(zero);
     }
     if careful {
         lists.isolated -= pages(region.isolated.load(at) & bits);
@@ -387,7 +395,7 @@ pub(crate) fn take_word(lists: &mut FreeLists, arena: &Arena<'_>, pfn: Pfn, bits
 /// Frames in the 2 MiB blocks of a word.
 #[inline]
 pub(crate) fn pages(bits: u64) -> u64 {
-    u64::from(bits.count_ones()) << BLOCK_ORDER
+    ones(bits) << BLOCK_ORDER
 }
 
 #[cfg(all(test, not(loom)))]

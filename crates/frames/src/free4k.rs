@@ -19,7 +19,7 @@
 //! Taking: the same, and a scan of the row and of the region's bits.
 
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
-use crate::bits::{RUNS, descending, lowest};
+use crate::bits::{RUNS, descending, lowest, ones};
 use crate::blockmap::{
     Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, add, count_runs, every, first_run, runs_in, spans,
 };
@@ -62,6 +62,13 @@ impl Hints {
         Hints(self.0 & !(15 << shift) | (end as u64) << shift)
     }
 
+    /// The contents of which the bits are others than those of other hints.
+    fn changes(self, other: Hints) -> impl Iterator<Item = Sought> {
+        let changed = if self.mobility() == other.mobility() { self.0 ^ other.0 } else { u64::MAX };
+        let all = [Sought::Dirty, Sought::Zero, Sought::Any];
+        all.into_iter().filter(move |sought| Hints(changed).end(*sought) != 0)
+    }
+
     /// No orders of any content.
     const fn none(mobility: Mobility) -> Self {
         Hints((mobility.index() as u64) << 12)
@@ -89,14 +96,12 @@ fn end_in(word: u64) -> u32 {
 /// The largest order of runs in 2 MiB plus 1, 0 if there is none.
 fn end_of(room: &[u64; WORDS]) -> u32 {
     let whole = |order: u32| first_run::<Pages>(order, room).is_some();
-    match room.iter().map(|word| end_in(*word)).max() {
-        Some(7) => 7 + u32::from(whole(7)) + u32::from(whole(8)),
-        end => end.unwrap_or(0),
-    }
+    let end = room.iter().fold(0, |end, word| end.max(end_in(*word)));
+    if end < 7 { end } else { 7 + u32::from(whole(7)) + u32::from(whole(8)) }
 }
 
 /// The largest order of which there may be a run that touches word `at`, plus 1.
-#[inline]
+#[inline(never)]
 fn end_at(free: &Bits512<Pages>, at: usize) -> u32 {
     let end = end_in(free.load(at));
     if end < 7 {
@@ -151,7 +156,7 @@ pub(crate) struct Run {
 impl Run {
     /// How many.
     pub(crate) fn count(&self) -> u64 {
-        self.starts.count_ones().into()
+        ones(self.starts)
     }
 
     /// Each, the highest first.
@@ -166,12 +171,11 @@ impl Block {
     #[inline(never)]
     pub(crate) fn room(&self, sought: Sought) -> [u64; WORDS] {
         let free = self.free.snapshot();
-        match sought {
-            Sought::Any => free,
-            Sought::Dirty if self.zeroes.load(Ordering::Relaxed) == 0 => free,
-            Sought::Dirty => core::array::from_fn(|at| free[at] & !self.zero.load(at)),
-            Sought::Zero => core::array::from_fn(|at| free[at] & self.zero.load(at)),
+        if sought == Sought::Any || sought == Sought::Dirty && self.zeroes.load(Ordering::Relaxed) == 0 {
+            return free;
         }
+        let (turned, _) = sought.masks();
+        core::array::from_fn(|at| free[at] & (self.zero.load(at) ^ turned))
     }
 }
 
@@ -248,7 +252,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Pages of one 2 MiB have become free, and are in runs of orders below `end`, or of all if that is all there are.
     fn note_run(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn, zero: bool, end: u32) {
         let block = arena.block(near);
-        if end == SMALL as u32 && (0..WORDS).all(|at| block.free.load(at) == u64::MAX) {
+        if end == SMALL as u32 && block.free.is_full() {
             return self.make_2m(lists, arena, near);
         }
         // Relaxed: the lock orders, here and below.
@@ -285,11 +289,8 @@ impl<'m, E: Env> Frames<'m, E> {
     fn set_hints(&self, arena: &Arena<'m>, near: Pfn, hints: Hints) {
         let (block, region, number) = (arena.block(near), arena.region(near), arena.region_number(near));
         let old = Hints(block.hints.load(Ordering::Relaxed));
-        for sought in [Sought::Dirty, Sought::Zero, Sought::Any] {
+        for sought in old.changes(hints) {
             let (was, is) = (old.end(sought).checked_sub(1), hints.end(sought).checked_sub(1));
-            if was == is && old.mobility() == hints.mobility() {
-                continue;
-            }
             if let Some(order) = was {
                 region.has[kind(old.mobility(), sought, order)].put_locked(in_region(near), false);
             }
@@ -345,10 +346,17 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         sought: Sought,
     ) -> Option<(usize, Position<Blocks>)> {
-        (order..BLOCK_ORDER).filter_map(|order| lowest_of(lists, places, kind(mobility, sought, order))).min()
+        let mut lowest = None;
+        for order in order..BLOCK_ORDER {
+            let found = lowest_of(lists, places, kind(mobility, sought, order));
+            if found.is_some() && (lowest.is_none() || found < lowest) {
+                lowest = found;
+            }
+        }
+        lowest
     }
 
-    /// The lowest run of an order below a frame, and the number of its region.
+    /// The lowest run of an order below a frame.
     fn seek_4k(
         &self,
         lists: &FreeLists,
@@ -356,8 +364,8 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         sought: Sought,
         limit: Pfn,
-    ) -> Option<(usize, Place<'m>)> {
-        let fits = |(_, place): &(_, Place<'_>)| place.pfn().get() + (1 << order) <= limit.get();
+    ) -> Option<Place<'m>> {
+        let fits = |place: &Place<'_>| place.pfn().get() + (1 << order) <= limit.get();
         self.places(lists).find_map(|places| self.seek_4k_in(lists, &places, order, mobility, sought).filter(fits))
     }
 
@@ -368,7 +376,7 @@ impl<'m, E: Env> Frames<'m, E> {
         order: u32,
         mobility: Mobility,
         sought: Sought,
-    ) -> Option<(usize, Place<'m>)> {
+    ) -> Option<Place<'m>> {
         loop {
             let (number, at) = self.lowest_4k(lists, places, order, mobility, sought)?;
             // It may be the lowest of some orders only.
@@ -382,7 +390,7 @@ impl<'m, E: Env> Frames<'m, E> {
             if !region.isolated.get(at) && block.mobility() == mobility {
                 let room = block.room(sought);
                 if let Some(index) = first_run(order, &room) {
-                    return Some((number, Place { arena, near, index, room }));
+                    return Some(Place { arena, near, index, room });
                 }
                 end = end_of(&room);
             }
@@ -410,7 +418,7 @@ impl<'m, E: Env> Frames<'m, E> {
         // Fresh 2 MiB may end above the limit.
         let end = Pfn::new(limit.get() + SPAN as u64 - wanted.order.pages());
         if wanted.zero {
-            let zero = self.seek_4k(lists, order, mobility, Sought::Zero, limit).map(|(_, place)| place);
+            let zero = self.seek_4k(lists, order, mobility, Sought::Zero, limit);
             if let Some(place) = zero.or_else(|| self.fresh(lists, mobility, &ZERO, end)) {
                 return Some(place);
             }
@@ -423,14 +431,14 @@ impl<'m, E: Env> Frames<'m, E> {
         };
         let mut found =
             contents.iter().filter_map(|sought| Some((*sought, self.seek_4k(lists, order, mobility, *sought, limit)?)));
-        let Some((sought, (number, place))) = found.next() else {
+        let Some((sought, place)) = found.next() else {
             return self.fresh(lists, mobility, &DIRTY_FIRST, end).or_else(|| {
                 let others = |order| self.seek_4k(lists, order, mobility.other(), Sought::Any, limit);
-                (order..BLOCK_ORDER).rev().find_map(others).map(|(_, place)| place)
+                (order..BLOCK_ORDER).rev().find_map(others)
             });
         };
         let exact = !pcp::is_stocked(order) && place.is_exact(order);
-        if !exact && self.lowest_broken(lists).is_some_and(|region| region < number) {
+        if !exact && self.lowest_broken(lists).is_some_and(|region| region < place.arena.region_number(place.pfn())) {
             return self.fresh(lists, mobility, &DIRTY_FIRST[..1], end).or(Some(place));
         }
         if lists.is_spent() {
@@ -495,7 +503,7 @@ impl<'m, E: Env> Frames<'m, E> {
 fn lowest_of(lists: &FreeLists, places: &Places<'_>, kind: usize) -> Option<(usize, Position<Blocks>)> {
     while !lists.is_spent() {
         let number = places.rows.first(kind)?;
-        if let Some(at) = places.at(number)?.1.has[kind].first(|word| word) {
+        if let Some(at) = places.at(number)?.1.has[kind].positions().next() {
             return Some((number, at));
         }
         places.rows.put(kind, number, false);
@@ -521,6 +529,7 @@ fn note_zero(lists: &mut FreeLists, block: &Block, count: u64) {
 }
 
 /// Takes free pages of 2 MiB from a position on; says whether all were zero.
+#[inline(never)]
 fn take_words(lists: &mut FreeLists, block: &Block, index: Position<Pages>, count: usize) -> bool {
     let words = spans(index, count);
     words.fold(true, |zero, (at, bits)| (take_bits(lists, block, at, bits) == bits) & zero)
@@ -528,7 +537,7 @@ fn take_words(lists: &mut FreeLists, block: &Block, index: Position<Pages>, coun
 
 /// Takes free pages of one word, and says which of them are zero. Isolated ones are counted by the caller.
 fn take_bits(lists: &mut FreeLists, block: &Block, at: usize, bits: u64) -> u64 {
-    let taken = u64::from(bits.count_ones());
+    let taken = ones(bits);
     block.free.set_locked(at, bits, false);
     lists.pages -= taken;
     let zeroes = block.zeroes.load(Ordering::Relaxed);
@@ -536,7 +545,7 @@ fn take_bits(lists: &mut FreeLists, block: &Block, at: usize, bits: u64) -> u64 
         return 0;
     }
     let zero = block.zero.load(at) & bits;
-    let known = u64::from(zero.count_ones());
+    let known = ones(zero);
     block.zero.set_locked(at, zero, false);
     block.zeroes.store(zeroes - known, Ordering::Relaxed);
     lists.zero_4k -= known;

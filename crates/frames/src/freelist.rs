@@ -99,7 +99,8 @@ impl<'m> Places<'m> {
         }
     }
 
-    /// A region by its number: its arena, what is kept about it, and its first frame.
+    /// A region by its number: its arena, what is kept about it, and its first frame. One copy of it, for all who look for a place.
+    #[inline(never)]
     pub(crate) fn at(&self, number: usize) -> Option<(&'m Arena<'m>, &'m Region, Pfn)> {
         let arena = self.arena(number)?;
         let index = number - arena.first_region;

@@ -115,17 +115,16 @@ impl<'m, E: Env> Frames<'m, E> {
     /// A cached block if it may be handed out; if not, what can be kept of it has been freed.
     pub(crate) fn admit(&self, pin: CpuPin<'_>, block: Frozen) -> Option<Frozen> {
         let arena = self.arena(block.pfn())?;
-        let extent = block.extent();
-        let isolated = arena.region(block.pfn()).isolated.get(in_region(block.pfn()));
-        if !isolated && self.next_refused(arena, extent).is_none() {
+        if !self.is_suspect(arena, &block) {
             return Some(block);
         }
-        self.free_suspects(pin, arena, extent, Content::of(block.is_zero()));
+        self.free_suspects(pin, arena, block.extent(), Content::of(block.is_zero()));
         None
     }
 
     /// Whether a block has refused frames, or is isolated, and must not be cached. One line of its region, and one of its
     /// 2 MiB if something there is refused. Larger blocks, which are never cached, are looked at under the lock.
+    #[inline(never)]
     pub(crate) fn is_suspect(&self, arena: &Arena<'m>, block: &Frozen) -> bool {
         let (region, index) = (arena.region(block.pfn()), in_region(block.pfn()));
         let refused = || region.refused.get(index) && self.next_refused(arena, block.extent()).is_some();

@@ -51,18 +51,10 @@ impl<'a> FramesConfig<'a> {
         let [from, to] = [from, to].map(|node| node.get() as usize);
         if from.max(to) < row { self.distances[from * row + to] } else { u8::MAX }
     }
-
-    /// Entries of all nodes' [`fallback`](Node::fallback) lists: none where all nodes are as far.
-    fn fallbacks(&self) -> Result<u64, FramesConfigError> {
-        if self.distances.is_empty() {
-            return Ok(0);
-        }
-        nodes(self).checked_mul(nodes(self)).ok_or(FramesConfigError::TooLarge)
-    }
 }
 
-/// Why a manager cannot be made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Why a manager cannot be made. Its `Debug`, which `expect` shows, is the same sentence as its `Display`.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub enum FramesConfigError {
     /// There is no arena, or one is empty.
     Empty,
@@ -102,6 +94,12 @@ impl fmt::Display for FramesConfigError {
     }
 }
 
+impl fmt::Debug for FramesConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl core::error::Error for FramesConfigError {}
 
 /// Places one array after another; with no memory it only adds up.
@@ -118,13 +116,13 @@ impl<'m> Carver<'m> {
     }
 
     /// Size and alignment of what was placed.
-    pub(crate) fn layout(&self) -> Result<Layout, FramesConfigError> {
-        Layout::from_size_align(self.used, 4096).map_err(|_| FramesConfigError::TooLarge)
+    pub(crate) fn layout(&self) -> Option<Layout> {
+        Layout::from_size_align(self.used, 4096).ok()
     }
 
-    /// Where the next array of `T` goes, in bytes; room for it is taken.
-    pub(crate) fn place<T>(&mut self, count: u64) -> Result<usize, FramesConfigError> {
-        self.place_layout(count, Layout::new::<T>()).ok_or(FramesConfigError::TooLarge)
+    /// Where the next array of `T` goes, in bytes; room for it is taken. None, here and below: it is [too large](FramesConfigError::TooLarge).
+    pub(crate) fn place<T>(&mut self, count: u64) -> Option<usize> {
+        self.place_layout(count, Layout::new::<T>())
     }
 
     /// One copy of it, for all types.
@@ -142,11 +140,7 @@ impl<'m> Carver<'m> {
     /// # Safety
     ///
     /// `base` points to memory that is large enough for everything placed, writable and the manager's alone for `'m`.
-    pub(crate) unsafe fn fill<T>(
-        &mut self,
-        count: u64,
-        mut make: impl FnMut(usize) -> T,
-    ) -> Result<&'m [T], FramesConfigError> {
+    pub(crate) unsafe fn fill<T>(&mut self, count: u64, mut make: impl FnMut(usize) -> T) -> Option<&'m [T]> {
         let at = self.place::<T>(count)?;
         // SAFETY: in bounds by the contract, aligned by `place`; every element is written before the slice is made, and
         // nothing else overlaps it.
@@ -155,19 +149,19 @@ impl<'m> Carver<'m> {
             for index in 0..count as usize {
                 first.add(index).write(make(index));
             }
-            Ok(core::slice::from_raw_parts(first, count as usize))
+            Some(core::slice::from_raw_parts(first, count as usize))
         }
     }
 }
 
 /// Places what an arena needs.
-pub(crate) fn place_arena(carver: &mut Carver<'_>, spec: &ArenaSpec) -> Result<(), FramesConfigError> {
+pub(crate) fn place_arena(carver: &mut Carver<'_>, spec: &ArenaSpec) -> Option<()> {
     carver.place::<Region>(touched(spec.extent, REGION_ORDER))?;
     carver.place::<Block>(touched(spec.extent, BLOCK_ORDER))?;
     if spec.descriptors.is_none() {
         carver.place::<Descriptor>(spec.extent.pages())?;
     }
-    Ok(())
+    Some(())
 }
 
 /// An arena, with what [`place_arena`] placed.
@@ -180,7 +174,7 @@ pub(crate) unsafe fn fill_arena<'m>(
     spec: &ArenaSpec,
     rows: Rows<'m>,
     first_region: usize,
-) -> Result<Arena<'m>, FramesConfigError> {
+) -> Option<Arena<'m>> {
     // SAFETY: the caller's promise, passed on.
     unsafe {
         let regions = carver.fill(touched(spec.extent, REGION_ORDER), |_| Region::new())?;
@@ -193,23 +187,36 @@ pub(crate) unsafe fn fill_arena<'m>(
             }
         };
         let released = AtomicU64::new(0);
-        Ok(Arena { extent: spec.extent, node: spec.node, descriptors, blocks, regions, first_region, rows, released })
+        Some(Arena { extent: spec.extent, node: spec.node, descriptors, blocks, regions, first_region, rows, released })
     }
 }
 
-/// How many nodes, from the highest number used.
-#[inline(never)]
-pub(crate) fn nodes(config: &FramesConfig<'_>) -> u64 {
-    config.arenas.iter().map(|a| u64::from(a.node.get()) + 1).max().unwrap_or(0)
+/// What all arenas come to.
+#[derive(Default)]
+struct Totals {
+    /// How many nodes, from the highest number used.
+    nodes: u64,
+    /// How many regions they touch; a region that two share counts for each.
+    regions: u64,
+    frames: u64,
 }
 
-/// How many regions all arenas touch; a region that two share counts for each.
-fn regions(config: &FramesConfig<'_>) -> u64 {
-    config.arenas.iter().map(|arena| touched(arena.extent, REGION_ORDER)).sum()
-}
+impl Totals {
+    #[inline(never)]
+    fn of(config: &FramesConfig<'_>) -> Self {
+        let mut totals = Totals::default();
+        for arena in config.arenas {
+            totals.nodes = totals.nodes.max(u64::from(arena.node.get()) + 1);
+            totals.regions += touched(arena.extent, REGION_ORDER);
+            totals.frames += arena.extent.pages();
+        }
+        totals
+    }
 
-fn frames(config: &FramesConfig<'_>) -> u64 {
-    config.arenas.iter().map(|arena| arena.extent.pages()).sum()
+    /// Entries of all nodes' [`fallback`](Node::fallback) lists: none where all nodes are as far.
+    fn fallbacks(&self, config: &FramesConfig<'_>) -> Option<u64> {
+        if config.distances.is_empty() { Some(0) } else { self.nodes.checked_mul(self.nodes) }
+    }
 }
 
 /// The largest extent of arenas of a node that adjoin: all of it is this manager's and on the node, for good. What lies in a hole between
@@ -249,15 +256,19 @@ fn check(config: &FramesConfig<'_>) -> Result<(), FramesConfigError> {
 #[inline(never)]
 pub(crate) fn required<L: RawLock>(config: &FramesConfig<'_>) -> Result<Layout, FramesConfigError> {
     check(config)?;
+    sized::<L>(config).ok_or(FramesConfigError::TooLarge)
+}
+
+fn sized<L: RawLock>(config: &FramesConfig<'_>) -> Option<Layout> {
     let mut carver = Carver::at(core::ptr::null_mut());
     carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
-    carver.place::<Node<'_, L>>(nodes(config))?;
-    let rows = nodes(config).checked_mul(Rows::words(regions(config))).ok_or(FramesConfigError::TooLarge)?;
-    carver.place::<AtomicU64>(rows)?;
-    carver.place::<NodeId>(config.fallbacks()?)?;
+    let totals = Totals::of(config);
+    carver.place::<Node<'_, L>>(totals.nodes)?;
+    carver.place::<AtomicU64>(totals.nodes.checked_mul(Rows::words(totals.regions))?)?;
+    carver.place::<NodeId>(totals.fallbacks(config)?)?;
     carver.place::<PerCpu<'_>>(config.cpus.into())?;
-    let entries = PerCpu::entries(&PerCpu::capacities(frames(config), config.cpus));
-    carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into()).ok_or(FramesConfigError::TooLarge)?)?;
+    let entries = PerCpu::entries(&PerCpu::capacities(totals.frames, config.cpus));
+    carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into())?)?;
     for arena in config.arenas {
         place_arena(&mut carver, arena)?;
     }
@@ -267,29 +278,40 @@ pub(crate) fn required<L: RawLock>(config: &FramesConfig<'_>) -> Result<Layout, 
 /// Makes the lists of [`Node::fallback`], one after another.
 struct Nearest<'a> {
     config: &'a FramesConfig<'a>,
-    nodes: u64,
+    nodes: u32,
+    /// Of which list the next entry is, and how many there are of that.
+    node: u32,
+    step: u32,
     /// What [`next`](Nearest::next) found last: its place.
     last: u64,
 }
 
 impl Nearest<'_> {
+    /// The node so many numbers further on.
+    fn other(&self, step: u32) -> NodeId {
+        let left = self.nodes - step;
+        NodeId::new(if self.node < left { self.node + step } else { self.node - left })
+    }
+
     /// The entry that comes next: itself, then by distance, then in ascending order from there on. O(nodes).
-    fn next(&mut self, index: u64) -> NodeId {
-        let (node, step) = (index / self.nodes, index % self.nodes);
-        let other = |step: u64| NodeId::new(((node + step) % self.nodes) as u32);
-        // Ordered by distance, then by step: node numbers have 32 bits.
-        let place = |step| match step {
-            0 => 0,
-            _ => 1 << 40 | u64::from(self.config.distance(NodeId::new(node as u32), other(step))) << 32 | step,
-        };
+    fn next(&mut self) -> NodeId {
         let mut nearest = u64::MAX;
-        for place in (0..self.nodes).map(place) {
-            if (step == 0 || place > self.last) && place < nearest {
-                nearest = place;
+        for step in 0..self.nodes {
+            let other = self.other(step);
+            // Ordered by distance, then by step.
+            let further = u64::from(self.config.distance(self.other(0), other)) + 1;
+            let place = (if step == 0 { 0 } else { further << 32 }) | u64::from(step);
+            if self.step == 0 || place > self.last {
+                nearest = nearest.min(place);
             }
         }
+        let found = self.other(nearest as u32);
         self.last = nearest;
-        other(nearest & u64::from(u32::MAX))
+        self.step += 1;
+        if self.step == self.nodes {
+            (self.node, self.step) = (self.node + 1, 0);
+        }
+        found
     }
 }
 
@@ -315,19 +337,29 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
     if bytes < need.size() || !memory.addr().is_multiple_of(need.align()) || memory.is_null() {
         return Err(FramesConfigError::Memory { bytes: need.size(), align: need.align() });
     }
-    let total = frames(config);
+    // SAFETY: the memory is as large as `required` says; the rest is the caller's promise.
+    unsafe { fill_parts(config, memory) }.ok_or(FramesConfigError::TooLarge)
+}
+
+/// The same.
+///
+/// # Safety
+///
+/// As [`build`], and the memory is as large as [`required`] says.
+unsafe fn fill_parts<'m, L: RawLock + 'm>(config: &FramesConfig<'_>, memory: *mut u8) -> Option<Parts<'m, L>> {
+    let totals = Totals::of(config);
     let mut carver = Carver::at(memory);
     // The arenas' table comes first and is filled last: it refers to the rest.
     let table = carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
     // SAFETY: the memory is at least as large as `required` says, which placed the same arrays in the same order, and
     // the caller gave it away.
     unsafe {
-        let (count, words) = (nodes(config), Rows::words(regions(config)));
+        let (count, words) = (totals.nodes, Rows::words(totals.regions));
         let nodes_at = carver.place::<Node<'_, L>>(count)?;
         let all_rows = carver.fill(count * words, |_| AtomicU64::new(0))?;
         let rows = |node: usize| Rows::new(&all_rows[node * words as usize..(node + 1) * words as usize], 0);
-        let mut nearest = Nearest { config, nodes: count, last: 0 };
-        let fallbacks = carver.fill(config.fallbacks()?, |index| nearest.next(index as u64))?;
+        let mut nearest = Nearest { config, nodes: count as u32, node: 0, step: 0, last: 0 };
+        let fallbacks = carver.fill(totals.fallbacks(config)?, |_| nearest.next())?;
         let fallback = |node: usize| fallbacks.get(node * count as usize..(node + 1) * count as usize).unwrap_or(&[]);
         let nodes = carver.base.add(nodes_at).cast::<Node<'m, L>>();
         for node in 0..count as usize {
@@ -335,7 +367,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         }
         let nodes = core::slice::from_raw_parts(nodes, count as usize);
         let cpus_at = carver.place::<PerCpu<'_>>(config.cpus.into())?;
-        let capacities = PerCpu::capacities(total, config.cpus);
+        let capacities = PerCpu::capacities(totals.frames, config.cpus);
         let per_cpu = PerCpu::entries(&capacities);
         let entries = carver.fill(per_cpu * u64::from(config.cpus), |_| AtomicU64::new(0))?;
         let cpus = carver.base.add(cpus_at).cast::<PerCpu<'m>>();
@@ -353,11 +385,11 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
             first_region += arena.regions.len();
             arenas.add(index).write(arena);
         }
-        Ok(Parts {
+        Some(Parts {
             arenas: core::slice::from_raw_parts(arenas, config.arenas.len()),
             nodes,
             cpus: core::slice::from_raw_parts(cpus, config.cpus as usize),
-            frames: total,
+            frames: totals.frames,
         })
     }
 }

@@ -14,7 +14,7 @@
 //! Expected of a page: one line of the table, 5 loads and a store; a 64th of an edit under the lock where all pages of a word are freed.
 
 use crate::arena::BLOCK_ORDER;
-use crate::bits::{RUNS, descending};
+use crate::bits::{RUNS, descending, ones};
 use crate::blockmap::WORD_BITS;
 use crate::frozen::Frozen;
 use crate::node::Content;
@@ -91,8 +91,8 @@ impl Word {
 
     /// How many frames.
     #[inline]
-    pub(crate) const fn pages(&self) -> u64 {
-        (self.bits.count_ones() as u64) << self.bit_order()
+    pub(crate) fn pages(&self) -> u64 {
+        ones(self.bits) << self.bit_order()
     }
 
     /// Each run of them.
@@ -181,17 +181,17 @@ impl<'m> Outgoing<'m> {
     #[inline(always)]
     pub(crate) fn add(&self, order: u32, blocks: &[u64], mut leaves: impl FnMut(Word)) {
         self.pages.store(self.pages() + ((blocks.len() as u64) << order), Ordering::Relaxed);
-        if self.rests() {
-            return words_of(order, blocks).for_each(leaves);
-        }
+        let rests = self.rests();
         let (mut displaced, mut displaced_bits) = (0, 0);
         for word in words_of(order, blocks) {
-            if !extend(self.slots, word)
+            if rests {
+                leaves(word);
+            } else if !extend(self.slots, word)
                 && let Some(word) = self.replace(word)
             {
                 let makes_room = u64::from(word.bits != u64::MAX);
                 displaced += makes_room;
-                displaced_bits += makes_room * u64::from(word.bits.count_ones());
+                displaced_bits += makes_room * ones(word.bits);
                 leaves(word);
             }
         }

@@ -23,7 +23,6 @@ use crate::arena::BLOCK_ORDER;
 use crate::class::Class;
 use crate::drain::{Due, PARTS};
 use crate::frames::{Env, Frames};
-use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
@@ -309,6 +308,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// From the nodes: the CPU's, through the cache if that holds the order, the others, and all of them once more with what this CPU has
     /// cached. The others are asked for what they have, for the next time.
+    #[inline(never)]
     fn alloc_slowly<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted) -> Result<Frozen, AllocError> {
         let found = self.search(cx, None, Due::Leaving, wanted);
         if !matches!(found, Err(AllocError::OutOfMemory)) {
@@ -345,6 +345,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The nodes of a request; none if there is no such node.
+    #[inline(never)]
     pub(crate) fn asked(&self, own: Option<&PerCpu<'m>>, from: Placement) -> Option<Asked<'m>> {
         let (first, fallback) = match from {
             Placement::Local => (self.node_of_cache(own), true),
@@ -399,20 +400,8 @@ impl<'m, E: Env> Frames<'m, E> {
     fn could_be_made<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted, asked: Asked<'m>) -> bool {
         asked.iter().any(|node| {
             let (queued, mut from) = (self.queued_on(node) != 0, 0);
-            let look = |lists: &mut FreeLists, part, from| {
-                if self.queued_on(node) != 0 && part < PARTS {
-                    return ControlFlow::Continue(from);
-                }
-                match self.cached_on(node) {
-                    0 => ControlFlow::Break(false),
-                    cached if wanted.order.get() > BLOCK_ORDER => {
-                        self.is_nearly_free(lists, from, wanted.order, wanted.limit, cached)
-                    }
-                    cached => ControlFlow::Break(lists.pages + cached >= wanted.order.pages()),
-                }
-            };
             for part in 0.. {
-                match cx.pinned(|pin| self.with_node(pin, node, |lists| look(lists, part, from))) {
+                match cx.pinned(|pin| self.look(pin, node, wanted, part, from)) {
                     Some(ControlFlow::Continue(next)) => from = next,
                     Some(ControlFlow::Break(could)) => return could || queued,
                     None => break,
@@ -422,13 +411,49 @@ impl<'m, E: Env> Frames<'m, E> {
         })
     }
 
+    /// One lock round of that on one node, from a region on: whether there could be such a block, or with which region the next begins.
+    #[inline(never)]
+    fn look(
+        &self,
+        pin: CpuPin<'_>,
+        node: NodeId,
+        wanted: &Wanted,
+        part: u64,
+        from: usize,
+    ) -> Option<ControlFlow<bool, usize>> {
+        self.with_node(pin, node, |lists| {
+            if self.queued_on(node) != 0 && part < PARTS {
+                return ControlFlow::Continue(from);
+            }
+            match self.cached_on(node) {
+                0 => ControlFlow::Break(false),
+                cached if wanted.order.get() > BLOCK_ORDER => {
+                    self.is_nearly_free(lists, from, wanted.order, wanted.limit, cached)
+                }
+                cached => ControlFlow::Break(lists.pages + cached >= wanted.order.pages()),
+            }
+        })
+    }
+
     /// Asks the CPUs of the nodes that were asked for what they have cached: those that have such a block, or else all that have something, of
     /// which one may be made.
     fn request_drains(&self, wanted: &Wanted, asked: Asked<'m>) {
-        let cpus = || self.caches().iter().filter(|cpu| asked.contains(cpu.node) && cpu.pages() != 0);
-        let has = |cpu: &&PerCpu<'m>| wanted.is_anywhere() && cpu.first_filled(wanted.order.get()).is_some();
-        let any = cpus().any(|cpu| has(&cpu));
-        cpus().filter(|cpu| !any || has(cpu)).for_each(|cpu| cpu.mailbox.post());
+        if !wanted.is_anywhere() || !self.request_drains_of(Some(wanted.order.get()), asked) {
+            self.request_drains_of(None, asked);
+        }
+    }
+
+    /// Asks those that have a block of an order or more, or anything; whether there are any.
+    #[inline(never)]
+    fn request_drains_of(&self, order: Option<u32>, asked: Asked<'m>) -> bool {
+        let mut any = false;
+        for cpu in self.caches().iter().filter(|cpu| asked.contains(cpu.node)) {
+            if cpu.has(order) {
+                cpu.mailbox.post();
+                any = true;
+            }
+        }
+        any
     }
 
     /// A block from this CPU's cache, which is filled from its node if it is empty.

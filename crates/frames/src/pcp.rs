@@ -198,6 +198,15 @@ pub(crate) struct Capacities {
     words: u64,
 }
 
+/// Entries of each of an order's two classes, for a CPU whose share of memory is so many frames: see [`PerCpu::capacities`].
+#[inline(never)]
+fn capacity(share: u64, order: usize) -> u64 {
+    let large = order as u32 == BLOCK_ORDER && share >> REGION_ORDER != 0;
+    let most = if order == 0 { WIDEST } else { MOST[order] };
+    let most = most.min((if large { share / 16 } else { share / 64 }) >> order);
+    if is_stocked(order as u32) { most } else { most.min(((share / 256) >> order).max(1)) }
+}
+
 /// One CPU's cache. On lines of its own.
 #[repr(align(128))]
 #[derive(Debug)]
@@ -225,13 +234,7 @@ impl<'m> PerCpu<'m> {
     /// who does that ever has so many. What is only gathered is one block, or 1/256.
     pub(crate) fn capacities(frames: u64, cpus: u32) -> Capacities {
         let share = frames / u64::from(cpus.max(1));
-        let blocks = core::array::from_fn(|order| {
-            let large = order as u32 == BLOCK_ORDER && share >> REGION_ORDER != 0;
-            let most = if order == 0 { WIDEST } else { MOST[order] };
-            let most = most.min((if large { share / 16 } else { share / 64 }) >> order);
-            if is_stocked(order as u32) { most } else { most.min(((share / 256) >> order).max(1)) }
-        });
-        Capacities { blocks, words: Outgoing::slots(share) }
+        Capacities { blocks: core::array::from_fn(|order| capacity(share, order)), words: Outgoing::slots(share) }
     }
 
     /// How many entries those are.
@@ -345,7 +348,8 @@ impl<'m> PerCpu<'m> {
     /// Every class is as small as it was at first. One copy of it, and of the others that look at all classes.
     #[inline(never)]
     pub(crate) fn shrink(&self) {
-        self.classes.iter().for_each(Class::shrink);
+        // Of a length that the compiler does not know: a loop stays one.
+        core::hint::black_box(&self.classes[..]).iter().for_each(Class::shrink);
     }
 
     /// Every class with its order.
@@ -357,6 +361,15 @@ impl<'m> PerCpu<'m> {
     #[inline(never)]
     pub(crate) fn first_filled(&self, order: u32) -> Option<(&Class<'m>, u32)> {
         self.all().skip(2 * order as usize).find(|(class, _)| class.len() != 0)
+    }
+
+    /// Whether there is a block of an order or more, or anything.
+    #[inline(never)]
+    pub(crate) fn has(&self, order: Option<u32>) -> bool {
+        match order {
+            Some(order) => self.first_filled(order).is_some(),
+            None => self.pages() != 0,
+        }
     }
 
     /// Frames in the cache: exact for the owner, a snapshot for others.

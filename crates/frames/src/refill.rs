@@ -2,6 +2,7 @@
 //! [`pcp`](crate::pcp).
 
 use crate::arena::BLOCK_ORDER;
+use crate::bits::one_copy;
 use crate::chunk;
 use crate::class::Class;
 use crate::frames::{Env, Frames};
@@ -16,13 +17,17 @@ use hugemm_base::CpuPin;
 /// Words of a 2 MiB that a refill takes blocks of in one lock round: 1024 pages at most.
 const RUNS: usize = 16;
 
+/// Words of 2 MiB blocks that a refill takes of in one lock round.
+const BATCHES: usize = 4;
+
 impl<'m, E: Env> Frames<'m, E> {
     /// Moves blocks from the node into a cache: one lock round, in pieces as large as are free.
     pub(crate) fn refill(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, wanted: &Wanted) {
         let (want, node, order) = (class.want(), own.node, wanted.order.get());
         if order == BLOCK_ORDER {
-            let batches = self.with_node(pin, node, |lists| self.take_many_2m(lists, want));
-            for taken in batches.iter().flatten().rev().flat_map(Batch::descending) {
+            let mut batches = [Batch::default(); BATCHES];
+            let _ = self.with_node(pin, node, |lists| self.take_many_2m(lists, want, &mut batches));
+            for taken in one_copy(batches.iter().rev().flat_map(Batch::descending)) {
                 own.found(class, order, taken.pfn);
                 // At most half of what the watermark allows.
                 let _ = class.push(wanted.block(taken));

@@ -1,6 +1,7 @@
 //! Whether frames that are freed have to be looked at: while some are isolated, or refused and still in use.
 
 use crate::arena::BLOCK_ORDER;
+use crate::bits::descending;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::pcp::{self, Watch};
@@ -71,9 +72,8 @@ impl Suspects {
 
     fn change(&self, pfn: Pfn, by: u64) {
         self.frames.fetch_add(by, Ordering::Relaxed);
-        let places = Self::places_of(pfn);
-        for (_, count) in self.counts.iter().enumerate().filter(|(place, _)| places >> place & 1 != 0) {
-            count.fetch_add(by, Ordering::Relaxed);
+        for place in descending(Self::places_of(pfn)) {
+            self.counts[place % 64].fetch_add(by, Ordering::Relaxed);
         }
     }
 

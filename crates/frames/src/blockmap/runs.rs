@@ -12,17 +12,23 @@ pub(super) const fn mask(from: usize, count: usize) -> u64 {
 pub(crate) fn spans<L: Copy>(first: Position<L>, count: usize) -> impl Iterator<Item = (usize, u64)> {
     let (mut next, end) = (first.get(), (first.get() + count).min(SPAN));
     core::iter::from_fn(move || {
+        if next >= end {
+            return None;
+        }
         let (at, bit) = (next / WORD_BITS, next % WORD_BITS);
-        let count = (WORD_BITS - bit).min(end.checked_sub(next).filter(|left| *left != 0)?);
-        next += count;
-        Some((at, mask(bit, count)))
+        next = ((at + 1) * WORD_BITS).min(end);
+        Some((at, u64::MAX << bit & u64::MAX >> (next.wrapping_neg() % WORD_BITS)))
     })
 }
 
 /// Where naturally aligned runs of `2^order` set bits begin, order at most 6.
-#[inline]
+#[inline(never)]
 pub(crate) fn runs_in(word: u64, order: u32) -> u64 {
-    let runs = (0..order).fold(word, |runs, step| runs & runs >> (1 << step));
+    let (mut runs, mut length) = (word, 1);
+    while length >> order == 0 {
+        runs &= runs >> length;
+        length *= 2;
+    }
     runs & every(order)
 }
 
@@ -33,16 +39,15 @@ pub(crate) fn first_run<L>(order: u32, words: &[u64; WORDS]) -> Option<Position<
 
 #[inline(never)]
 fn first_in(order: u32, words: &[u64; WORDS]) -> Option<usize> {
-    if order >= WORD_BITS.ilog2() {
-        let each = 1_usize << (order.min(SPAN_SHIFT) - WORD_BITS.ilog2());
-        let whole = |run: &[u64]| run.iter().all(|word| *word == u64::MAX);
-        return words.chunks_exact(each).position(whole).map(|run| run * each * WORD_BITS);
-    }
-    // From the first word that has anything.
-    let first = words.iter().position(|word| *word != 0)?;
-    let runs = words.iter().map(|word| runs_in(*word, order)).enumerate().skip(first);
-    let mut found = runs.filter(|(_, runs)| *runs != 0);
-    found.next().map(|(at, runs)| at * WORD_BITS + runs.trailing_zeros() as usize)
+    let each = 1_usize << (order.clamp(WORD_BITS.ilog2(), SPAN_SHIFT) - WORD_BITS.ilog2());
+    words.chunks_exact(each).enumerate().find_map(|(at, run)| {
+        let runs = match run {
+            [0] => 0,
+            [word] => runs_in(*word, order),
+            _ => run.iter().all(|word| *word == u64::MAX).into(),
+        };
+        (runs != 0).then(|| at * each * WORD_BITS + runs.trailing_zeros() as usize)
+    })
 }
 
 /// How many naturally aligned runs of each order the words consist of, each as large as can be.
@@ -62,7 +67,7 @@ pub(crate) fn count_runs(words: [u64; WORDS]) -> [u64; SPAN_SHIFT as usize + 1] 
 /// Adds such numbers to sums, of which there may be fewer.
 #[inline(never)]
 pub(crate) fn add(sums: &mut [u64], counts: &[u64]) {
-    sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+    sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum = sum.saturating_add(*count));
 }
 
 /// Every `2^order`th bit of a word, order at most 6 (bit 0 only).

@@ -46,8 +46,7 @@ fn every_even_split_and_merge_back() {
             for index in (0..SPAN).step_by(1 << from) {
                 let bits = Bits::default();
                 bits.reset(true);
-                bits.cut(at(index));
-                bits.cut(at(index + (1 << from)));
+                bits.split_even(at(0), SPAN_SHIFT, from);
                 assert_eq!(bits.block_at(at(index)), (at(index), from));
                 bits.split_even(at(index), from, to);
                 for piece in (index..index + (1 << from)).step_by(1 << to) {
@@ -68,25 +67,6 @@ proptest! {
         failure_persistence: None,
         ..ProptestConfig::default()
     })]
-
-    #[test]
-    fn cuts_make_the_canonical_partition(cuts in proptest::collection::vec(0_usize..SPAN, 0..20)) {
-        let bits = Bits::default();
-        bits.reset(true);
-        for &cut in &cuts {
-            bits.cut(at(cut));
-        }
-        let list = blocks(&bits);
-        for (start, order) in list {
-            prop_assert_eq!(start % (1 << order), 0);
-            prop_assert!(!cuts.iter().any(|&c| c > start && c < start + (1 << order)));
-            // No finer than needed: the sibling pair holds a cut inside.
-            if order < 9 {
-                let pair = start & !((2 << order) - 1);
-                prop_assert!(cuts.iter().any(|&c| c > pair && c < pair + (2 << order)));
-            }
-        }
-    }
 
     #[test]
     fn spans_are_the_range(first in 0_usize..SPAN, count in 0_usize..SPAN) {

@@ -182,6 +182,7 @@ impl<E: Env> Heap<'_, E> {
     }
 
     /// Opens an extent, and counts it: where it is, if that is where the heap can use it.
+    #[inline(never)]
     fn open<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> Result<Option<NonNull<u8>>, HeapError> {
         let start = self.address(extent.base());
         cx.pinned(|pin| {
