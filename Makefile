@@ -85,7 +85,7 @@ test-loom:
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --profile loom --locked -p hugemm-paging --test loom_shootdown
 
 # The crates build without std, without vector registers, on both architectures; the facade also with any one feature alone, and where
-# hugemm has no page tables.
+# hugemm has no page tables. There a program that names no format of its own is refused.
 test-bare:
 	@targets=; for target in x86_64-unknown-none aarch64-unknown-none; do \
 	    if scripts/need.sh target $$target; then targets="$$targets --target $$target"; else echo "skipped: $$target"; fi; \
@@ -99,6 +99,9 @@ test-bare:
 	    $(CARGO) check --locked --target x86_64-unknown-none -p hugemm-x86_64; fi
 	@if scripts/need.sh target riscv64gc-unknown-none-elf; then \
 	    $(CARGO) check --locked --target riscv64gc-unknown-none-elf -p hugemm; fi
+	@for target in x86_64-unknown-none riscv64gc-unknown-none-elf; do \
+	    if scripts/need.sh target $$target; then CARGO="$(CARGO)" scripts/refused.sh $$target || exit 1; fi; \
+	done
 
 # The arm64 primitives, bit for bit, under user-mode emulation; the reference kernel on arm64.
 test-arm:
