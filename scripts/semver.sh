@@ -17,4 +17,4 @@ for crate in $("${CARGO:-cargo}" tree --workspace --locked --depth 0 --prefix no
         without+=(--exclude "$crate")
     fi
 done
-"${CARGO:-cargo}" semver-checks --workspace --baseline-rev "$base" ${without[@]+"${without[@]}"}
+"${CARGO:-cargo}" semver-checks --workspace --baseline-rev "$base" ${without[@]+"${without[@]}"} </dev/null

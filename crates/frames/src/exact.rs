@@ -3,7 +3,7 @@
 use crate::frames::{Env, Frames};
 use crate::page_alloc::{AllocError, AllocRequest};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, Dirty, Extent, Order};
 
 /// How many blocks of each size are tried that do not begin a row which is long enough.
 const PASSED: usize = 32;
@@ -81,7 +81,7 @@ impl<E: Env> Frames<'_, E> {
             self.drain(cx);
             let mut passed = [const { None }; PASSED];
             for place in &mut passed {
-                let block = match self.alloc_below(cx, Pfn::LIMIT, AllocRequest { order, ..request }) {
+                let block = match self.alloc_unexpected(cx, AllocRequest { order, ..request }) {
                     Ok(block) => block,
                     Err(error) => {
                         taken = Err(error);

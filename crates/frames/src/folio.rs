@@ -104,14 +104,6 @@ impl FolioRun {
         (FolioRun { extent: first, ..self }, FolioRun { extent: rest, ..self })
     }
 
-    /// The two as one, if `next` begins where this ends and its folios are of the same order.
-    pub(crate) fn join(self, next: FolioRun) -> Result<FolioRun, (FolioRun, FolioRun)> {
-        match self.extent.join(next.extent).filter(|_| self.order == next.order) {
-            Some(extent) => Ok(FolioRun { extent, ..self }),
-            None => Err((self, next)),
-        }
-    }
-
     /// The numbers alone, which stand for the references from here on.
     pub const fn into_extent(self) -> Extent {
         self.extent

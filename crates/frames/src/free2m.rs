@@ -290,9 +290,14 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Takes the lowest run of 2^`log` times 2 MiB below a frame: the first that one of several ways to look finds.
     pub(crate) fn take_2m(&self, lists: &mut FreeLists, log: u32, ways: &[Way], limit: Pfn) -> Option<Taken> {
         let FreeRun { arena, region, base, index, .. } = self.seek(lists, log, ways, limit)?;
-        let (mut zero, bits) = (true, RUNS[log.min(6) as usize] << index.bit());
-        for at in (index.get()..index.get() + (1 << log)).step_by(WORD_BITS) {
-            zero &= take_word(lists, arena, Position::<Blocks>::new(at).pfn(base), bits, false) == bits;
+        let bits = RUNS[log.min(6) as usize] << index.bit();
+        let mut zero = take_word(lists, arena, index.pfn(base), bits, false) == bits;
+        // The others are whole, and what is to be said of the region has been.
+        for at in (index.word()..index.word() + (1 << log) / WORD_BITS).skip(1) {
+            let known = region.zero.load(at);
+            region.free.fill(at, false);
+            zero &= known == u64::MAX;
+            lists.zero_2m -= ones(known);
         }
         lists.pages -= 1 << (BLOCK_ORDER + log);
         if log != 0 {

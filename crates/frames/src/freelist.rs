@@ -91,7 +91,8 @@ pub(crate) struct Places<'m> {
 }
 
 impl<'m> Places<'m> {
-    /// The arena of a region, by the region's number among all.
+    /// The arena of a region, by the region's number among all. One copy of it, for all who look for a place.
+    #[inline(never)]
     fn arena(&self, number: usize) -> Option<&'m Arena<'m>> {
         match self.arenas {
             [only] => Some(only),
@@ -99,8 +100,8 @@ impl<'m> Places<'m> {
         }
     }
 
-    /// A region by its number: its arena, what is kept about it, and its first frame. One copy of it, for all who look for a place.
-    #[inline(never)]
+    /// A region by its number: its arena, what is kept about it, and its first frame.
+    #[inline]
     pub(crate) fn at(&self, number: usize) -> Option<(&'m Arena<'m>, &'m Region, Pfn)> {
         let arena = self.arena(number)?;
         let index = number - arena.first_region;

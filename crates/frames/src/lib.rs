@@ -60,7 +60,7 @@
 //! | `outgoing.rs` | what a CPU has freed and will not allocate again |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
-//! | `range.rs` | freeing ranges, parts and arrays |
+//! | `range.rs` | freeing ranges and parts |
 //! | `alloc_contig.rs` | particular frames; isolation and migration |
 //! | `exact.rs` | pages in a row that are no power of two |
 //! | `suspects.rs` | whether frames that are freed have to be looked at |

@@ -91,8 +91,8 @@ impl Word {
 
     /// How many frames.
     #[inline]
-    pub(crate) fn pages(&self) -> u64 {
-        ones(self.bits) << self.bit_order()
+    pub(crate) const fn pages(&self) -> u64 {
+        (self.bits.count_ones() as u64) << self.bit_order()
     }
 
     /// Each run of them.

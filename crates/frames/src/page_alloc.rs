@@ -257,6 +257,25 @@ impl<'m, E: Env> Frames<'m, E> {
         block
     }
 
+    /// As [`alloc`](Frames::alloc), without a look for a hit at first: for those who expect none, and need no copy of it.
+    #[cfg_attr(feature = "debug", track_caller)]
+    pub(crate) fn alloc_unexpected<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        request: AllocRequest,
+    ) -> Result<Frozen, AllocError> {
+        if self.env().fault(FAULT_ALLOC) {
+            return Err(AllocError::OutOfMemory);
+        }
+        let AllocRequest { order, mobility, from, prefer_zeroed } = request;
+        let block = self.alloc_missed(cx, order, mobility, from, prefer_zeroed);
+        #[cfg(feature = "debug")]
+        if let Ok(block) = &block {
+            self.note_taken(block.extent(), block.order(), Location::caller());
+        }
+        block
+    }
+
     /// Where the cache has nothing: what this CPU has freed and would get again, or the nodes. The parts of a request, so that they travel in
     /// registers.
     #[cold]
@@ -308,7 +327,6 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// From the nodes: the CPU's, through the cache if that holds the order, the others, and all of them once more with what this CPU has
     /// cached. The others are asked for what they have, for the next time.
-    #[inline(never)]
     fn alloc_slowly<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted) -> Result<Frozen, AllocError> {
         let found = self.search(cx, None, Due::Leaving, wanted);
         if !matches!(found, Err(AllocError::OutOfMemory)) {

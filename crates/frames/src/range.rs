@@ -20,7 +20,7 @@
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, in_block, in_region};
 use crate::blockmap::{Pages, Position, WORDS};
 use crate::drain::Due;
-use crate::folio::{FolioRef, FolioRun};
+use crate::folio::FolioRun;
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::node::Content;
@@ -42,18 +42,6 @@ pub struct RangeReport {
     pub invalid: u64,
     /// In how many runs the freed ones were.
     pub runs: u64,
-}
-
-impl RangeReport {
-    fn plus(self, other: RangeReport) -> RangeReport {
-        RangeReport {
-            freed: self.freed + other.freed,
-            kept: self.kept + other.kept,
-            refused: self.refused + other.refused,
-            invalid: self.invalid + other.invalid,
-            runs: self.runs + other.runs,
-        }
-    }
 }
 
 /// Frames that are freed in one pin: 64 GiB, at 3 cache lines a GiB.
@@ -192,31 +180,6 @@ impl<'m, E: Env> Frames<'m, E> {
             }
         }
         report
-    }
-
-    /// Frees many references, such as those to a vmalloc area's pages, by runs: pages that follow one another, neighbours in
-    /// ascending order, are freed together. Any order is correct; it pays to sort them first.
-    /// Context as for [`free_range`](Frames::free_range).
-    pub fn free_array<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, folios: impl IntoIterator<Item = FolioRef>) -> RangeReport {
-        let mut report = RangeReport::default();
-        let mut run = FolioRun::make(Extent::default(), Order::ZERO);
-        for folio in folios {
-            let pfn = folio.into_pfn();
-            // Its reference holds it together. A frame outside every arena is left alone like any other.
-            let order = self.head_of(pfn).map_or(Order::ZERO, |(_, order)| order);
-            let Ok(extent) = Extent::new(pfn, order.pages()) else {
-                report.invalid += 1;
-                continue;
-            };
-            run = match run.join(FolioRun::make(extent, order)) {
-                Ok(both) => both,
-                Err((whole, next)) => {
-                    report = report.plus(self.free_range(cx, whole));
-                    next
-                }
-            };
-        }
-        report.plus(self.free_range(cx, run))
     }
 
     /// Drops the references of a part of one 2 MiB block.
@@ -373,16 +336,4 @@ fn single_pages(starts: &[u64; WORDS], at: Position<Pages>) -> u32 {
     let beyond = if upper { starts.get(at.word() + 1).copied().unwrap_or(1) } else { 0 };
     let next = here >> 1 | (beyond & 1) << (LANES - 1);
     (here & next) as u32
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reports_add_up() {
-        let one = RangeReport { freed: 1, kept: 2, refused: 3, invalid: 4, runs: 5 };
-        let two = RangeReport { freed: 10, kept: 20, refused: 30, invalid: 40, runs: 50 };
-        assert_eq!(one.plus(two), RangeReport { freed: 11, kept: 22, refused: 33, invalid: 44, runs: 55 });
-    }
 }

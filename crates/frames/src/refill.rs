@@ -2,7 +2,6 @@
 //! [`pcp`](crate::pcp).
 
 use crate::arena::BLOCK_ORDER;
-use crate::bits::one_copy;
 use crate::chunk;
 use crate::class::Class;
 use crate::frames::{Env, Frames};
@@ -27,10 +26,8 @@ impl<'m, E: Env> Frames<'m, E> {
         if order == BLOCK_ORDER {
             let mut batches = [Batch::default(); BATCHES];
             let _ = self.with_node(pin, node, |lists| self.take_many_2m(lists, want, &mut batches));
-            for taken in one_copy(batches.iter().rev().flat_map(Batch::descending)) {
-                own.found(class, order, taken.pfn);
-                // At most half of what the watermark allows.
-                let _ = class.push(wanted.block(taken));
+            for batch in batches.iter().rev() {
+                self.cache_batch(own, class, wanted, batch);
             }
             return;
         }
@@ -66,6 +63,16 @@ impl<'m, E: Env> Frames<'m, E> {
         // Last first, so that they come out in ascending order.
         for run in runs.iter().rev() {
             class.extend(run.descending().map(|taken| wanted.block(taken)));
+        }
+    }
+
+    /// Blocks of 2 MiB go to the cache.
+    #[inline(never)]
+    fn cache_batch(&self, own: &PerCpu<'m>, class: &Class<'m>, wanted: &Wanted, batch: &Batch) {
+        for taken in batch.descending() {
+            own.found(class, BLOCK_ORDER, taken.pfn);
+            // At most half of what the watermark allows.
+            let _ = class.push(wanted.block(taken));
         }
     }
 }

@@ -53,27 +53,25 @@ impl<'m> Rows<'m> {
     }
 
     /// The lowest region that may have blocks of the kind.
+    #[inline(never)]
     pub(crate) fn first(&self, kind: usize) -> Option<usize> {
-        self.lowest(kind, None)
+        self.lowest(self.row(kind)?)
     }
 
     /// The same of those that have none of another kind.
+    #[inline(never)]
     pub(crate) fn first_without(&self, kind: usize, other: usize) -> Option<usize> {
-        self.lowest(kind, Some(other))
+        self.lowest(self.row(kind)?.zip(self.row(other)?).map(|(kind, other)| kind & !other))
     }
 
-    #[inline(never)]
-    fn lowest(&self, kind: usize, without: Option<usize>) -> Option<usize> {
-        let row = |kind: usize| self.words.get(kind * self.width..(kind + 1) * self.width);
-        let (row, without) = (row(kind)?, without.and_then(row).unwrap_or(&[]));
-        for (at, word) in row.iter().enumerate() {
-            let without = without.get(at).map_or(0, |word| word.load(Ordering::Relaxed));
-            let word = word.load(Ordering::Relaxed) & !without;
-            if word != 0 {
-                return Some(self.base + at * 64 + word.trailing_zeros() as usize);
-            }
-        }
-        None
+    fn row(&self, kind: usize) -> Option<impl Iterator<Item = u64> + use<'m>> {
+        let row = self.words.get(kind * self.width..(kind + 1) * self.width)?;
+        Some(row.iter().map(|word| word.load(Ordering::Relaxed)))
+    }
+
+    fn lowest(&self, row: impl Iterator<Item = u64>) -> Option<usize> {
+        let found = row.enumerate().find(|(_, word)| *word != 0);
+        found.map(|(at, word)| self.base + at * 64 + word.trailing_zeros() as usize)
     }
 }
 

@@ -101,7 +101,7 @@ fn an_interrupt_may_want_memory_anywhere() {
                     let alone = first.pop().expect("one");
                     let _ = frames.put(cx, alone);
                     assert_eq!(frames.free_range(cx, first).refused, 1);
-                    frames.free_array(cx, core::iter::successors(Some(second), |_| None).flat_map(pages));
+                    frames.free_range(cx, second);
                     let free = Pfn::new(PAGES + 4000 + round);
                     let _ = frames.hwpoison(cx, free);
                     // Particular frames, with and without the help of who has them.
@@ -133,10 +133,6 @@ fn an_interrupt_may_want_memory_anywhere() {
         let after = frames.stats(&cx);
         assert_eq!(after.free + after.refused, frames.managed(), "{before:?} {after:?}");
     });
-}
-
-fn pages(mut run: FolioRun) -> impl Iterator<Item = hugemm_frames::FolioRef> {
-    core::iter::from_fn(move || run.pop())
 }
 
 thread_local! {

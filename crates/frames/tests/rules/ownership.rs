@@ -1,7 +1,7 @@
 //! Handles that reach a manager they are not of come back, and make no second owner.
 
 use super::request;
-use super::support::{Memory, Threads, arena, counted_pages, extent, folio, pages, release};
+use super::support::{Memory, Threads, arena, counted_pages, extent, pages, release};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Order, Pfn, with};
 use hugemm_frames::{FolioRun, Frames, FramesConfig, Plain, RangeReport, RefError};
@@ -58,7 +58,6 @@ fn a_reference_is_dropped_by_its_manager_alone() {
         // What cannot come back is left alone.
         let strange = counted_pages(one, one.alloc(&cx, request(0)).expect("memory"));
         assert_eq!(other.free_range(&mut cx, pages(strange)), with!(RangeReport::default(), invalid = 1));
-        assert_eq!(other.free_array(&mut cx, [folio(strange.base())]).invalid, 1);
         assert_eq!(one.free_range(&mut cx, pages(strange)).freed, 1);
         let stranger = one.alloc(&cx, request(0)).expect("memory");
         let lost = stranger.extent();

@@ -3,7 +3,7 @@
 use super::support::{arena, busy, counted_pages, extent, pages, run_as, with_counted, with_one_arena};
 use super::{GIB, order, request};
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
-use hugemm_frames::{AllocContigError, Frames, Frozen, HwPoisoned, NoMigration, Plain, Put};
+use hugemm_frames::{AllocContigError, FolioRun, Frames, Frozen, HwPoisoned, NoMigration, Plain, Put};
 
 type Manager<'m> = Frames<'m, Plain<hugemm_base::inject::NoFaults>>;
 
@@ -171,7 +171,9 @@ fn a_folio_says_how_many_of_its_frames_are_poisoned() {
         for at in [1, 2, 7] {
             assert_eq!(frames.hwpoison(&cx, Pfn::new(head + at)), HwPoisoned::InUse);
         }
-        let report = frames.free_array(&mut cx, [folio]);
+        // SAFETY: the reference that was had a line above.
+        let run = unsafe { FolioRun::from_extent(extent(folio.into_pfn().get(), 8), order(3)) };
+        let report = frames.free_range(&mut cx, run);
         assert_eq!((report.refused, report.freed, frames.stats(&cx).refused), (3, 5, 3));
         frames.free(&cx, below);
     });

@@ -1,8 +1,8 @@
 //! Freeing ranges and arrays of pages.
 
-use super::support::{Threads, arena, counted_pages, extent, folio, pages, with_arenas, with_one_arena};
+use super::support::{Threads, arena, counted_pages, extent, pages, with_arenas, with_one_arena};
 use super::{GIB, counters, order, request};
-use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn, with};
+use hugemm_base::{CpuCx, Dirty, NodeId, Order, with};
 use hugemm_frames::{AllocContigError, FolioRef, Placement, RangeReport};
 
 /// One lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
@@ -51,32 +51,6 @@ fn folios_are_freed_with_a_reschedule_point_per_512_mib() {
         // None where nobody may sleep.
         threads.atomic.store(true, std::sync::atomic::Ordering::Relaxed);
         assert_eq!(free_all(), 2);
-    });
-}
-
-/// Arrays, sorted or not, with folios and strangers among them.
-#[test]
-fn arrays_are_freed_by_runs() {
-    with_one_arena(4096, 4096, 1, |frames, threads| {
-        let mut cx = threads.cx();
-        let block = frames.alloc(&cx, request(10)).expect("memory");
-        let whole = counted_pages(frames, block);
-        let large =
-            [2, 9].map(|order| frames.count(frames.alloc(&cx, request(order)).expect("memory")).expect("managed"));
-        let mut all: Vec<FolioRef> = (whole.base().get()..whole.end().get()).map(|pfn| folio(Pfn::new(pfn))).collect();
-        let report = frames.free_array(&mut cx, all.drain(..100));
-        assert_eq!((report.freed, report.runs), (100, 1));
-        // A stranger, and two that no frame can be: nothing overflows.
-        all.extend(large.into_iter().chain([1 << 30, u64::MAX, u64::MAX - 1].map(|pfn| folio(Pfn::new(pfn)))));
-        all.reverse();
-        all.sort_unstable();
-        let report = frames.free_array(&mut cx, all);
-        assert_eq!((report.freed, report.runs, report.invalid), (924 + 4 + 512, 3, 3));
-        frames.drain(&cx);
-        assert_eq!(frames.stats(&cx).blocks[12], 1);
-        // The largest number there is followed by the smallest.
-        let ends = [u64::MAX, 0].map(|pfn| folio(Pfn::new(pfn)));
-        assert_eq!(frames.free_array(&mut cx, ends).invalid, 2);
     });
 }
 
