@@ -323,6 +323,26 @@ impl<'m> Arenas<'m> {
         after.checked_sub(1).and_then(|at| self.given.get(at)).filter(|arena| arena.contains(pfn))
     }
 
+    /// Those that adjoin, the first of a node.
+    pub(crate) fn first_on(&self, node: NodeId) -> Option<Extent> {
+        self.around(self.given.iter().find(|arena| arena.node == node)?.extent.base())
+    }
+
+    /// The arenas around a frame that adjoin on a node, of those that the manager was made with: all of it is the manager's and on the node,
+    /// for good. What lies in a hole between two arenas is somebody else's, or that of an arena which comes later, on any node. O(arenas).
+    #[inline(never)]
+    pub(crate) fn around(&self, pfn: Pfn) -> Option<Extent> {
+        let (mut run, mut node) = (Extent::default(), None);
+        for arena in self.given {
+            let both = run.join(arena.extent).filter(|_| node == Some(arena.node));
+            if both.is_none() && run.contains(pfn) {
+                break;
+            }
+            (run, node) = (both.unwrap_or(arena.extent), Some(arena.node));
+        }
+        run.contains(pfn).then_some(run)
+    }
+
     /// The arena of any frame, if it is on a node whose lock the caller holds.
     pub(crate) fn of_any(&self, pfn: Pfn, lists: &FreeLists) -> Option<&'m Arena<'m>> {
         let given = self.given(pfn).filter(|arena| arena.node == lists.node);

@@ -52,6 +52,7 @@ impl<'m> Class<'m> {
     }
 
     /// From now on, `frames` are near.
+    #[inline(never)]
     pub(crate) fn set_near(&self, frames: u64) {
         self.near.store(frames, Ordering::Relaxed);
     }

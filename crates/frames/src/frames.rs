@@ -139,8 +139,13 @@ impl<'m, E: Env> Frames<'m, E> {
     {
         // SAFETY: the caller's promise, passed on.
         let Parts { arenas, nodes, cpus, frames } = unsafe { layout::build::<E::Lock>(config, memory, bytes) }?;
+        let arenas = Arenas::new(arenas, frames);
+        // Where each will take first.
+        for own in cpus {
+            arenas.first_on(own.node).into_iter().for_each(|frames| own.settle(frames));
+        }
         Ok(Frames {
-            arenas: Arenas::new(arenas, frames),
+            arenas,
             nodes,
             caches: cpus,
             managed: AtomicU64::new(0),

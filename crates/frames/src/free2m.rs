@@ -107,6 +107,12 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
+    /// The lowest.
+    pub(crate) fn lowest(&self) -> Option<Pfn> {
+        let first = u64::from(self.blocks.trailing_zeros()) << BLOCK_ORDER;
+        (self.blocks != 0).then(|| Pfn::new(self.base.get() + first))
+    }
+
     /// Each of them, the highest first.
     pub(crate) fn descending(&self) -> impl Iterator<Item = Taken> {
         let Batch { base, blocks, zero } = *self;

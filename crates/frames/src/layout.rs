@@ -10,7 +10,7 @@ use core::fmt;
 use core::marker::PhantomData;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Extent, NodeId, Pfn};
+use hugemm_base::{NodeId, Pfn};
 
 /// What a manager is made for.
 #[derive(Clone, Copy, Debug)]
@@ -219,24 +219,6 @@ impl Totals {
     }
 }
 
-/// The largest extent of arenas of a node that adjoin: all of it is this manager's and on the node, for good. What lies in a hole between
-/// two arenas is somebody else's, or that of an arena which comes later, on any node. O(arenas).
-fn largest_run(config: &FramesConfig<'_>, node: NodeId) -> Extent {
-    let mut largest = Extent::default();
-    let adjoin = |a: &ArenaSpec, b: &ArenaSpec| a.node == b.node && a.extent.end() == b.extent.base();
-    for arenas in config.arenas.chunk_by(adjoin) {
-        if let ([first, ..], [.., last]) = (arenas, arenas)
-            && first.node == node
-            && let base = first.extent.base()
-            && let Ok(run) = Extent::new(base, last.extent.end().get() - base.get())
-            && run.pages() > largest.pages()
-        {
-            largest = run;
-        }
-    }
-    largest
-}
-
 fn check(config: &FramesConfig<'_>) -> Result<(), FramesConfigError> {
     if config.arenas.is_empty() || config.arenas.iter().any(|arena| arena.extent.is_empty()) {
         return Err(FramesConfigError::Empty);
@@ -376,7 +358,7 @@ unsafe fn fill_parts<'m, L: RawLock + 'm>(config: &FramesConfig<'_>, memory: *mu
             let node = config.cpu_nodes.get(cpu).copied().unwrap_or(default);
             let node = if u64::from(node.get()) < nodes.len() as u64 { node } else { default };
             let own = &entries[cpu * per_cpu as usize..(cpu + 1) * per_cpu as usize];
-            cpus.add(cpu).write(PerCpu::new(cpu as u32, node, largest_run(config, node), &capacities, own));
+            cpus.add(cpu).write(PerCpu::new(cpu as u32, node, &capacities, own));
         }
         let arenas = carver.base.add(table).cast::<Arena<'m>>();
         let mut first_region = 0;

@@ -216,9 +216,9 @@ pub(crate) struct PerCpu<'m> {
     pub(crate) node: NodeId,
     /// Where it was filled from last.
     pub(crate) chunks: Chunks,
-    /// Frames that are this manager's and on the node for as long as it lives: adjoining arenas that it was made with. Of any other frame
-    /// both are looked up.
-    local: Extent,
+    /// The first of the frames that are known to be this manager's and on the node for as long as it lives, and how many: adjoining arenas
+    /// that it was made with, those where the last refill found room. Of any other frame both are looked up.
+    local: [AtomicU64; 2],
     /// What this CPU took at its last visit to a node, if its own had no lower block of an order that is only gathered: its first
     /// frame plus 1 from bit [`LOWEST_SHIFT`] on, and its class; 0 otherwise.
     lowest: AtomicU64,
@@ -242,29 +242,22 @@ impl<'m> PerCpu<'m> {
         2 * capacities.blocks.iter().sum::<u64>() + Outgoing::entries(capacities.words)
     }
 
-    /// A CPU's empty cache over `entries`, as many as [`entries`](PerCpu::entries) says. `local` are frames of the node:
-    /// others are recognised too, but not at once.
-    pub(crate) fn new(
-        number: u32,
-        node: NodeId,
-        local: Extent,
-        capacities: &Capacities,
-        entries: &'m [AtomicU64],
-    ) -> Self {
+    /// A CPU's empty cache over `entries`, as many as [`entries`](PerCpu::entries) says. No frames are local yet.
+    pub(crate) fn new(number: u32, node: NodeId, capacities: &Capacities, entries: &'m [AtomicU64]) -> Self {
         let mut rest = entries;
         let classes = core::array::from_fn(|class| {
             let most = capacities.blocks[class / 2];
             let (own, others) = rest.split_at_checked(most as usize).unwrap_or((&[], rest));
             rest = others;
             let least = if class / 2 == BLOCK_ORDER as usize { LEAST_2M } else { LEAST };
-            Class::new(own, least, MOST[class / 2], local.pages())
+            Class::new(own, least, MOST[class / 2], 0)
         });
         PerCpu {
             mailbox: Mailbox::new(AtomicU64::new(0), AtomicU64::new(0)),
             number,
             node,
             chunks: Chunks::default(),
-            local,
+            local: [AtomicU64::new(0), AtomicU64::new(0)],
             lowest: AtomicU64::new(0),
             out: Outgoing::new(rest, capacities.words),
             classes,
@@ -277,20 +270,36 @@ impl<'m> PerCpu<'m> {
     #[inline]
     pub(crate) fn is_near(&self, class: &Class<'m>, pfn: Pfn) -> bool {
         // One comparison: what is below the base wraps.
-        pfn.get().wrapping_sub(self.local.base().get()) < class.near()
+        pfn.get().wrapping_sub(self.local[0].load(Ordering::Relaxed)) < class.near()
     }
 
     /// Whether a freed block is of an order that is allocated from here and lies higher than near, as far as that is known at the first look.
     pub(crate) fn is_far(&self, class: &Class<'m>, block: &Frozen) -> bool {
-        is_stocked(block.log()) && self.local.contains(block.pfn()) && !self.is_near(class, block.pfn())
+        is_stocked(block.log()) && self.is_local(block.pfn()) && !self.is_near(class, block.pfn())
+    }
+
+    /// Whether a frame is known to be on the node at the first look.
+    #[inline]
+    pub(crate) fn is_local(&self, pfn: Pfn) -> bool {
+        let [base, pages] = &self.local;
+        pfn.get().wrapping_sub(base.load(Ordering::Relaxed)) < pages.load(Ordering::Relaxed)
+    }
+
+    /// From now on these frames are, and near to all classes: some of this manager's that are on the node for good.
+    #[inline(never)]
+    pub(crate) fn settle(&self, frames: Extent) {
+        self.local[0].store(frames.base().get(), Ordering::Relaxed);
+        self.local[1].store(frames.pages(), Ordering::Relaxed);
+        core::hint::black_box(&self.classes[..]).iter().for_each(|class| class.set_near(frames.pages()));
     }
 
     /// A refill of a class of blocks of `order` found room at a frame: that is as far as near is.
     pub(crate) fn found(&self, class: &Class<'m>, order: u32, pfn: Pfn) {
-        if self.local.contains(pfn) {
+        if self.is_local(pfn) {
+            let [base, pages] = self.local.each_ref().map(|word| word.load(Ordering::Relaxed));
             let shift = near_shift(order);
             let end = ((pfn.get() >> shift) + 1) << shift;
-            class.set_near((end - self.local.base().get()).min(self.local.pages()));
+            class.set_near((end - base).min(pages));
         }
     }
 
@@ -418,7 +427,9 @@ mod tests {
         let capacities = Capacities { blocks: [8; CLASSES / 2], words: 8 };
         let entries: Vec<AtomicU64> = (0..PerCpu::entries(&capacities)).map(|_| AtomicU64::new(0)).collect();
         assert_eq!(entries.len(), CLASSES * 8 + 2 * 8 + 1 + 2 * READY);
-        test(&PerCpu::new(0, NodeId::new(0), local, &capacities, &entries));
+        let own = PerCpu::new(0, NodeId::new(0), &capacities, &entries);
+        own.settle(local);
+        test(&own);
     }
 
     fn block(pfn: u64, order: u32) -> Frozen {

@@ -5,9 +5,7 @@ use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::{RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, Pfn};
-use hugemm_frames::{
-    AllocContigError, AllocRequest, ArenaSpec, Env, FolioRun, Frames, FramesConfig, Frozen, HwPoisoned,
-};
+use hugemm_frames::{AllocContigError, AllocRequest, ArenaSpec, Env, Frames, FramesConfig, Frozen, HwPoisoned};
 use hugemm_threads::{Memory, TestLock, Threads, run_as};
 use std::cell::RefCell;
 
