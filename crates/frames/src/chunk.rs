@@ -57,6 +57,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// A run of one kind in no other CPU's chunk.
+    #[inline(never)]
     pub(crate) fn apart(
         &self,
         lists: &FreeLists,
