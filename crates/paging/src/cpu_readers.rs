@@ -320,6 +320,24 @@ mod tests {
         }
     }
 
+    /// Whoever is inside by a line stands there once, in the lock's half, and is gone afterwards.
+    #[test]
+    fn a_reader_is_counted_in_the_half_of_its_lock() {
+        for (half, word) in [(Half::Low, 1), (Half::High, 1 << 32)] {
+            let (readers, line): (_, ReaderLine) = (Readers::default(), ReaderLine::default());
+            let mut lock = CountedLock::<Impatient>::new();
+            // SAFETY: both stay; there is no other lock.
+            unsafe { lock.count_on(NonNull::from(&readers), half) };
+            // SAFETY: it stays, and is added once.
+            unsafe { readers.add(NonNull::from(&line)) };
+            // SAFETY: the line is one of the lock's.
+            let inside = unsafe { Inside::enter(&line, [&lock]) };
+            assert_eq!((line.inside.load(Ordering::Relaxed), word & half.mask()), (word, word));
+            drop(inside);
+            assert_eq!(line.inside.load(Ordering::Relaxed), 0);
+        }
+    }
+
     /// Eight lines: closed for two readers more, and nobody is visited meanwhile.
     #[test]
     fn a_lock_that_has_been_alone_stays_closed_for_a_few_readers() {

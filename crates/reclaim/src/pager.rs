@@ -173,7 +173,8 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
     }
 
     fn drops_sourced(&self) -> u64 {
-        self.dropped().fetch_add(1, Ordering::Relaxed) & STAMP
+        // AcqRel: who sees a number sees what came before all smaller ones, write-back for one.
+        self.dropped().fetch_add(1, Ordering::AcqRel) & STAMP
     }
 
     unsafe fn drop_references(

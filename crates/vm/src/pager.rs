@@ -82,7 +82,8 @@ pub unsafe trait Pager<S: Setup> {
         unsafe { self.lru_add(frames, cx, pages, Order::ZERO) }
     }
 
-    /// A page that its source has too is dropped: what is to be remembered of it where it was, below `1 << 50`.
+    /// A page that its source has too is dropped: what is to be remembered of it where it was, below `1 << 50`. Each call says more than
+    /// those before it, and what these callers did has happened before; a pager that drops no such page is never asked.
     fn drops_sourced(&self) -> u64 {
         0
     }

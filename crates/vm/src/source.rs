@@ -35,7 +35,7 @@ use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, Order, PAGE_BYTES, PAGE_SHIFT, PageSize, PhysMap, VirtAddr, VirtRange};
 use hugemm_frames::Frozen;
-use hugemm_paging::{Flags, Lookup, Mapping, OwnerNext, PagingError};
+use hugemm_paging::{Flags, Leaf, Lookup, Mapping, OwnerNext, PagingError, Shared, TableMemory};
 
 /// 4 KiB pages that are read at a time, and shown around a fault: aligned to as many.
 pub(crate) const AROUND: u64 = 16;
@@ -141,6 +141,44 @@ impl<S: Setup> Source<S> {
     }
 }
 
+/// Enters the first pages of `extent`, which were read for an index's from `first` on, and says how many; of those that were dropped none
+/// after `latest`. Claims do not keep two tasks from one page: one that another has read too and that went since may have been stored to
+/// and written back in between, and then what was read here is old. No place is ever empty in between, which would say nothing of that.
+fn enter_read<S: Setup>(
+    table: &mut Shared<'_, S::Format, S::Lock, impl TableMemory>,
+    first: u64,
+    extent: Extent,
+    latest: Option<u64>,
+) -> Result<u64, PagingError> {
+    let at = VirtAddr::new(first << PAGE_SHIFT);
+    let changed = PagingError::Busy { at };
+    match table.lookup(at) {
+        Lookup::Absent => {
+            let is_absent = |page: &u64| table.lookup(VirtAddr::new(page << PAGE_SHIFT)) == Lookup::Absent;
+            let count = (first..first + extent.pages()).take_while(is_absent).count() as u64;
+            let place = pages(first, first + count).ok_or(changed)?;
+            table.map(place, [extent.slice(0, count)], Mapping { flags: Flags::NONE, largest: PageSize::Size4K })?;
+            Ok(count)
+        }
+        Lookup::Owner(word) if matches!(SwapEntry::of(word), SwapEntry::Dropped(when) if Some(when) <= latest) => {
+            let leaf = Leaf { frame: extent.base(), size: PageSize::Size4K, flags: Flags::NONE };
+            table.replace_owner(at, word, OwnerNext::Leaf(leaf)).map_err(|_| changed)?;
+            Ok(1)
+        }
+        _ => Err(changed),
+    }
+}
+
+/// Pages that an index has not.
+struct Missing {
+    first: u64,
+    pages: u64,
+    /// What is remembered of the page that is wanted, if reclaim has dropped it.
+    dropped: Option<u64>,
+    /// The last time that one of those that were looked at was dropped: whatever is dropped after that has a larger number.
+    latest: Option<u64>,
+}
+
 impl<S: Setup> Index<S> {
     /// How many bytes so many pages from `offset` on have of the source: of what it has become longer by, none before
     /// [`Vm::truncate`] is told.
@@ -195,7 +233,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let (around, widest) = (want.pattern.around(), Pattern::Sequential.around());
         let claimed = if around == 1 { offset | 1 << 62 } else { offset / widest };
         let Some(_claim) = index.inflight.claim(claimed, || self.cond_resched(cx)) else { return Ok(false) };
-        let Some((first, count, dropped)) = self.missing(cx, index, offset, around)? else {
+        let Some(Missing { first, pages: count, dropped, latest }) = self.missing(cx, index, offset, around)? else {
             return Ok(false);
         };
         let block = self.block_to_fill(cx, want, count)?;
@@ -227,59 +265,56 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !rest.is_empty() {
             self.drop_pages(cx, rest, PageSize::Size4K, false);
         }
-        let how = Mapping { flags: Flags::NONE, largest: PageSize::Size4K };
+        let mut done = 0;
         let entered = self.try_map(cx, |task| {
             let mut table = index.table.shared(self.tables(task));
-            let Some(place) = pages(start, start + good) else { return Ok(()) };
             // Whoever makes the object shorter, or takes a part away, says so before he empties the index. Relaxed: under its lock.
             if start + good > index.pages() || index.cuts.load(Ordering::Relaxed) != began {
-                return Err(PagingError::Busy { at: place.start() });
+                return Err(PagingError::Busy { at: VirtAddr::new(start << PAGE_SHIFT) });
             }
-            // What is remembered there of pages that were dropped makes room.
-            for page in start..start + good {
-                let at = VirtAddr::new(page << PAGE_SHIFT);
-                if let Lookup::Owner(word) = table.lookup(at)
-                    && matches!(SwapEntry::of(word), SwapEntry::Dropped(_))
-                {
-                    let _ = table.replace_owner(at, word, OwnerNext::Empty);
-                }
+            while done < good {
+                done += enter_read::<S>(&mut table, start + done, extent.slice(done, good), latest)?;
             }
-            table.map(place, [extent], how)
+            Ok(())
         });
-        if entered != Ok(Served::Mapped) {
-            self.drop_pages(cx, extent, PageSize::Size4K, false);
+        let (_, rest) = extent.split_at(done);
+        if !rest.is_empty() {
+            self.drop_pages(cx, rest, PageSize::Size4K, false);
         }
-        Ok(entered? == Served::Mapped)
+        Ok(offset < start + done || entered? == Served::Mapped)
     }
 
-    /// What the index has not of the pages around `offset`, which is one of them: from where on, how many, and what is remembered of it if
-    /// reclaim has dropped it.
+    /// What the index has not of the pages around `offset`, which is one of them; none if it has that.
     fn missing(
         &self,
         cx: &mut Cx<'_, S>,
         index: &Index<S>,
         offset: u64,
         around: u64,
-    ) -> Result<Option<(u64, u64, Option<u64>)>, VmError> {
+    ) -> Result<Option<Missing>, VmError> {
         let (first, end) = (offset / around * around, index.pages().min((offset / around + 1) * around));
         if offset >= end {
             return Err(VmError::OutOfBounds { at: VirtAddr::new(offset << PAGE_SHIFT) });
         }
         let task = RefCell::new(cx);
         let table = index.table.shared(self.tables(&task));
-        let looked_at = |page: u64| match table.lookup(VirtAddr::new(page << PAGE_SHIFT)) {
-            Lookup::Absent => Some(None),
-            Lookup::Owner(word) => match SwapEntry::of(word) {
-                SwapEntry::Dropped(when) => Some(Some(when)),
-                _ => None,
-            },
-            Lookup::Mapped(_) | Lookup::Busy => None,
+        let mut latest = None;
+        let mut looked_at = |page: u64| {
+            let dropped = match table.lookup(VirtAddr::new(page << PAGE_SHIFT)) {
+                Lookup::Absent => None,
+                Lookup::Owner(word) => match SwapEntry::of(word) {
+                    SwapEntry::Dropped(when) => Some(when),
+                    _ => return None,
+                },
+                Lookup::Mapped(_) | Lookup::Busy => return None,
+            };
+            latest = latest.max(dropped);
+            Some(dropped)
         };
         let Some(dropped) = looked_at(offset) else { return Ok(None) };
-        let lacks = |page| looked_at(page).is_some();
-        let before = if (first..offset).all(lacks) { offset - first } else { 0 };
-        let behind = (offset + 1..end).take_while(|page| lacks(*page)).count() as u64;
-        Ok(Some((offset - before, before + 1 + behind, dropped)))
+        let before = if (first..offset).all(|page| looked_at(page).is_some()) { offset - first } else { 0 };
+        let behind = (offset + 1..end).take_while(|page| looked_at(*page).is_some()).count() as u64;
+        Ok(Some(Missing { first: offset - before, pages: before + 1 + behind, dropped, latest }))
     }
 
     /// A block of at most so many pages: of one if there are no larger ones.

@@ -7,7 +7,7 @@ use hugemm_base::{Never, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::Lookup;
 use hugemm_reclaim::{LruPolicy, ShrinkBudget, ShrinkProgress, Swap};
-use hugemm_vm::{AddressSpace, Advice, Backing, Discard, PageSource, SourceError, StoredPages, Vm, VmaKind};
+use hugemm_vm::{AddressSpace, Advice, Backing, Discard, PageSource, SharedRef, SourceError, StoredPages, Vm, VmaKind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -112,6 +112,88 @@ fn clean_pages_go_first_and_dirty_ones_by_runs() {
             rig.vm.close(cx, object).expect("its own");
         });
     }
+}
+
+/// A file whose reader is slow: between what it has read and its end, others use the page.
+struct Slow {
+    file: &'static File,
+    /// A [`Scene`], for the next read only.
+    scene: AtomicUsize,
+}
+
+/// Where others use it.
+struct Scene<'s, 'h> {
+    rig: &'s Rig<'h>,
+    space: &'s AddressSpace<Model<'h>>,
+    object: &'s SharedRef<'s, Model<'h>>,
+    value: u64,
+}
+
+/// Shows the same file at another place, for readers who read each page alone.
+const ALONE: u64 = AT + (1 << 30);
+
+impl<'h> Scene<'_, 'h> {
+    /// Somebody stores to the page, it is written back, and goes.
+    fn run(&self, cx: &mut Cx<'_, 'h>) {
+        let Scene { rig, space, object, value } = *self;
+        rig.put(cx, space, ALONE + (3 << 12), value).expect("memory");
+        rig.vm.sync(cx, object, 0, 8).expect("it takes all");
+        rig.leave(cx, space);
+        for _ in 0..40 {
+            all_of_it(rig, cx);
+        }
+        assert_eq!(rig.vm.lookup(cx, space, VirtAddr::new(ALONE + (3 << 12))), Lookup::Absent);
+        rig.enter(cx, space);
+    }
+}
+
+impl<'h> PageSource<Model<'h>> for Slow {
+    fn bytes(&self) -> u64 {
+        PageSource::<Model<'h>>::bytes(self.file)
+    }
+
+    fn fill(&self, cx: &mut Cx<'_, 'h>, first: u64, pages: &mut [u8]) -> Result<usize, SourceError> {
+        let filled = self.file.fill(cx, first, pages);
+        let scene = self.scene.swap(0, Ordering::Relaxed) as *const Scene<'_, 'h>;
+        // SAFETY: the test's, which waits for this.
+        if let Some(scene) = unsafe { scene.as_ref() } {
+            scene.run(cx);
+        }
+        filled
+    }
+
+    fn write_back(&self, cx: &mut Cx<'_, 'h>, first: u64, pages: &StoredPages<'_>) -> Result<(), SourceError> {
+        self.file.write_back(cx, first, pages)
+    }
+}
+
+/// Claims save work and keep nobody out: whoever reads a page that others read meanwhile, stored to, wrote back and lost has old bytes, and
+/// enters none of them; where it was never read before, and where it was.
+#[test]
+fn what_was_read_before_a_page_went_is_not_entered() {
+    let slow = Box::leak(Box::new(Slow { file: File::new(8), scene: AtomicUsize::new(0) }));
+    with_cpu(SIZE, 23, |rig, cx| {
+        let object = rig.vm.open_source(cx, &*slow).expect("memory");
+        let space = rig.vm.create(cx, span(0, 1 << 47)).expect("memory");
+        for (at, advice) in [(AT, Advice::Normal), (ALONE, Advice::Random)] {
+            rig.vm.map(cx, &space, span(at, 8 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+            rig.vm.advise(cx, &space, span(at, 8 << 12), advice).expect("an area");
+        }
+        rig.enter(cx, &space);
+        for value in [1000, 1001] {
+            let scene = Scene { rig, space: &space, object: &object, value };
+            slow.scene.store(std::ptr::from_ref(&scene).addr(), Ordering::Relaxed);
+            assert_eq!(rig.get(cx, &space, AT + (3 << 12)), Ok(value));
+            assert_eq!(slow.scene.load(Ordering::Relaxed), 0, "it was read");
+            rig.leave(cx, &space);
+            for _ in 0..40 {
+                all_of_it(rig, cx);
+            }
+            rig.enter(cx, &space);
+        }
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
 }
 
 /// A file that does not fit into memory, all of it stored to; writing back needs memory itself.

@@ -1,6 +1,6 @@
 //! Too little memory: full swap, failing allocations, overcommitment, pieces, nodes.
 
-use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, span, with_cpu, with_rig};
+use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_cpu, with_rig};
 use crate::rules::{AT, SIZE, SIZES, expect, filled, size_for};
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr, with};
@@ -326,6 +326,26 @@ fn what_is_reclaimed_is_counted() {
         assert_eq!(pager.balance(&rig.vm, cx, NodeId::new(7), 1000, &Never).0, Turn::Hopeless, "no such node");
         assert_eq!(pager.counts().worker_freed.get(), 0);
         rig.vm.destroy(cx, space).expect("destroyed");
+    });
+}
+
+/// What the first node gives is no longer asked of the next.
+#[test]
+fn nodes_give_together_what_was_asked() {
+    with_rig(Size { nodes: 2, cpus: 2, ..SIZE }, 19, &no_faults(), |rig| {
+        let spaces = [(0, 40), (1, 200)].map(|(cpu, pages)| {
+            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+                let space = filled(rig, cx, PageSize::Size4K, pages);
+                rig.leave(cx, &space);
+                assert!(rig.vm.pager().lru(NodeId::new(cpu)).expect("its node's").stats(cx).folios >= pages);
+                space
+            })
+        });
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let freed = rig.vm.pager().relieve(&rig.vm, cx, Shortfall::frames(60));
+            assert!((60..40 + 64).contains(&freed), "{freed}");
+            spaces.into_iter().for_each(|space| rig.vm.destroy(cx, space).expect("destroyed"));
+        });
     });
 }
 

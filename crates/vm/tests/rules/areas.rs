@@ -61,6 +61,8 @@ fn a_hole_leaves_both_ends() {
         assert_eq!(rig.flushes() - before, 1);
         let areas = space.vmas(span(0, 4 << 30)).map(|area| (area.range, area.offset));
         assert!(areas.eq([(span(AT, 0x10_0000), 0), (span(AT + 0x30_0000, 0x10_0000), 768)]));
+        let hole = span(AT + 0x10_0000, 0x20_0000);
+        assert_eq!(space.vmas(hole).count(), 0, "one ends where it begins, one begins where it ends");
         for page in 0..1024 {
             let found = rig.load(cx, &space, AT + page * 4096);
             match page {
