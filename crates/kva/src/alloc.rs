@@ -93,16 +93,23 @@ impl<S: KvaSetup> Kva<'_, S> {
         })
     }
 
-    /// Does it again if it failed for want of what waits for a flush.
+    /// Does it again if it failed for want of what waits for a flush, or was being given back meanwhile.
     fn after_flush(
         &self,
         cx: &mut Cx<'_, S>,
         mut f: impl FnMut(&mut Cx<'_, S>) -> Result<Area, KvaError>,
     ) -> Result<Area, KvaError> {
+        let before = self.given_back();
         match f(cx) {
-            Err(KvaError::NoMemory | KvaError::NoSpace { .. }) if self.flush(cx) > 0 => f(cx),
+            Err(KvaError::NoMemory | KvaError::NoSpace { .. }) if self.flushed_since(cx, before) => f(cx),
             other => other,
         }
+    }
+
+    /// Flushes what waits; whether anything has been given back since, by whomever.
+    fn flushed_since(&self, cx: &mut Cx<'_, S>, before: u64) -> bool {
+        self.flush(cx);
+        self.given_back() != before
     }
 
     fn alloc_as(&self, cx: &mut Cx<'_, S>, request: &Request, kind: AreaKind) -> Result<Area, KvaError> {
@@ -157,14 +164,14 @@ impl<S: KvaSetup> Kva<'_, S> {
         zeroed: bool,
         blocks: &mut ExtentChain,
     ) -> Result<(), KvaError> {
-        let frames = self.parts.frames;
+        let (frames, before) = (self.parts.frames, self.given_back());
         let (mut left, mut most, mut short) = (pages, PageSize::Size2M.order(), false);
         while let Some(fits) = Order::largest_within(left) {
             let order = fits.min(most);
             let request = with!(AllocRequest::order(order), prefer_zeroed = zeroed);
             let Ok(block) = frames.alloc(cx, request) else {
                 // What waits may be as large as that.
-                if !replace(&mut short, true) && self.flush(cx) > 0 {
+                if !replace(&mut short, true) && self.flushed_since(cx, before) {
                     continue;
                 }
                 most = order.get().checked_sub(1).and_then(|less| Order::new(less).ok()).ok_or(KvaError::NoMemory)?;

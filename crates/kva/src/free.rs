@@ -15,6 +15,7 @@ use crate::setup::{Cx, KvaSetup};
 use core::mem::replace;
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
+use hugemm_base::sync::Ordering;
 use hugemm_base::{Dirty, Extent, Flushed, FrameUse};
 use hugemm_paging::shootdown::DetachedBehind;
 use hugemm_paging::{Detached, Editing, Flags, Keep, KernelSpace, Run, ShootdownBatch, TlbSpace};
@@ -69,6 +70,10 @@ pub(crate) struct Waiting<'m, S: KvaSetup> {
     counts: KvaCounts,
     /// The batch that waited when [`flush_old`](Kva::flush_old) came by.
     seen: Option<u64>,
+    /// Flushes under way that began in this turn, and in the one before.
+    under_way: [u64; 2],
+    /// Turns so far. One ends when nothing of the one before it is under way.
+    turns: u64,
 }
 
 // SAFETY: a record is reached by whoever takes it out of here, and by nobody else.
@@ -82,7 +87,18 @@ impl<'m, S: KvaSetup> Waiting<'m, S> {
             later: None,
             counts: KvaCounts::default(),
             seen: None,
+            under_way: [0; 2],
+            turns: 0,
         }
+    }
+
+    /// Ends the turn if it may; which one it is now.
+    fn turn(&mut self) -> u64 {
+        if self.under_way[1] == 0 {
+            self.under_way.swap(0, 1);
+            self.turns += 1;
+        }
+        self.turns
     }
 }
 
@@ -106,7 +122,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
     pub fn free(&self, cx: &mut Cx<'_, S>, area: Area) -> Result<(), (KvaError, Area)> {
         let (record, taken) = self.begin(cx, area)?;
         if self.detach(cx, record, taken) {
-            self.flush(cx);
+            self.flush_batch(cx);
         }
         Ok(())
     }
@@ -186,23 +202,54 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             let now = (waiting.first.is_some() || waiting.later.is_some()).then_some(waiting.counts.batches);
             now.is_some() && replace(&mut waiting.seen, now) == now
         });
-        if old { self.flush(cx) } else { 0 }
+        if old { self.flush_batch(cx) } else { 0 }
     }
 
-    /// Flushes what waits and gives it back: how many areas. For whoever needs memory. Nothing is flushed if nothing waits.
+    /// Flushes what waits and gives it back: how many areas. For whoever needs memory. Nothing is flushed if nothing waits. What others
+    /// were flushing when this was called has been given back too when it returns, unless it may not sleep: then it does not wait.
     ///
     /// A task, with interrupts on and no lock that is taken with them off. One flush; for each area two lock rounds, and the page table
-    /// alone once for 32 of them, or for 1 GiB of pages of 4 KiB or 8 GiB of 2 MiB. Reschedules between those.
+    /// alone once for 32 of them, or for 1 GiB of pages of 4 KiB or 8 GiB of 2 MiB. Reschedules between those, and while it waits.
     pub fn flush(&self, cx: &mut Cx<'_, S>) -> u64 {
+        let areas = self.flush_batch(cx);
+        self.wait_for_flushes(cx);
+        areas
+    }
+
+    /// How many batches have been given back.
+    pub(crate) fn given_back(&self) -> u64 {
+        // Acquire pairs with the Release in `flush_batch`.
+        self.given_back.load(Ordering::Acquire)
+    }
+
+    /// Waits until what others are flushing has been given back, if the caller may sleep: one of them may be a task of this CPU.
+    fn wait_for_flushes(&self, cx: &mut Cx<'_, S>) {
+        let mut until = None;
+        while cx.platform().may_sleep() {
+            let done = cx.pinned(|pin| {
+                let mut waiting = self.waiting.0.lock(pin);
+                let until = *until.get_or_insert(waiting.turns + 2);
+                waiting.under_way == [0; 2] || waiting.turn() >= until
+            });
+            if done {
+                return;
+            }
+            cx.cond_resched();
+        }
+    }
+
+    /// Flushes what waits, and waits for nobody.
+    fn flush_batch(&self, cx: &mut Cx<'_, S>) -> u64 {
         self.detach_later(cx);
         let taken = cx.pinned(|pin| {
             let mut waiting = self.waiting.0.lock(pin);
             let first = waiting.first.take()?;
             waiting.counts =
                 KvaCounts { batches: waiting.counts.batches + 1, freed: waiting.counts.freed, ..KvaCounts::default() };
-            Some((first, replace(&mut waiting.batch, ShootdownBatch::new(self.parts.space))))
+            waiting.under_way[0] += 1;
+            Some((first, replace(&mut waiting.batch, ShootdownBatch::new(self.parts.space)), waiting.turns))
         });
-        let Some((first, batch)) = taken else { return 0 };
+        let Some((first, batch, turn)) = taken else { return 0 };
         let receipt = batch.flush(self.parts.shootdown, cx, &self.parts.shootdown_policy);
         let (mut next, mut begun, mut areas) = (Some(first), None, 0);
         while next.is_some() || begun.is_some() {
@@ -244,6 +291,14 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
                 cx.cond_resched();
             }
         }
+        // Before it is said to be over. Release pairs with the Acquire in `given_back`.
+        self.given_back.fetch_add(1, Ordering::Release);
+        cx.pinned(|pin| {
+            let mut waiting = self.waiting.0.lock(pin);
+            // No turn ends before the one before it, so it is this one or that.
+            let which = usize::from(waiting.turns != turn);
+            waiting.under_way[which] -= 1;
+        });
         areas
     }
 

@@ -14,6 +14,7 @@ use crate::setup::{Cx, KvaParts, KvaSetup};
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::lock::PinnedLock;
+use hugemm_base::sync::AtomicU64;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtRange};
 use hugemm_frames::{Env, Slab};
 use hugemm_paging::{Editing, Flags, FrameTables, ShootdownBatch};
@@ -40,6 +41,8 @@ pub struct Kva<'m, S: KvaSetup> {
     pub(crate) records: Slab<LockOf<S>>,
     pub(crate) homes: [Home<LockOf<S>, Addresses<Debt<'m>>>; SHARES + 1],
     pub(crate) waiting: Home<LockOf<S>, Waiting<'m, S>>,
+    /// Batches that have been given back.
+    pub(crate) given_back: AtomicU64,
 }
 
 impl<S: KvaSetup> fmt::Debug for Kva<'_, S> {
@@ -83,7 +86,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             Home(PinnedLock::new(Addresses::new(if home == Self::ALL { 0 } else { BLOCK })))
         });
         let waiting = Home(PinnedLock::new(Waiting::new(parts.space)));
-        let kva = Kva { parts, range, records, homes, waiting };
+        let kva = Kva { parts, range, records, homes, waiting, given_back: AtomicU64::new(0) };
         let all = kva.record(cx)?;
         // SAFETY: memory for a record, which nobody else has.
         unsafe {

@@ -186,3 +186,34 @@ fn interrupts_free_and_ask() {
         assert!(asked > steps);
     });
 }
+
+/// Whoever finds no memory while another CPU is giving some back waits for that one.
+#[test]
+fn a_flush_under_way_is_waited_for() {
+    let _watched = hugemm_threads::Watchdog::new();
+    let bytes = 8 << 20;
+    with_world(bytes, Limits::new(u64::MAX, u64::MAX), |world| {
+        let (request, reached) = (Request::new(4 << 20, "most"), std::sync::Barrier::new(2));
+        let mut cx = world.threads.cx();
+        let area = world.kva.alloc(&mut cx, request).expect("memory");
+        world.kva.free(&mut cx, area).expect("its own");
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                run_as(1);
+                let mut met = false;
+                // An interrupt of the flusher: what waits is in its hands.
+                let handler = |cx: &mut CpuCx<'_, Machine>| {
+                    if !met && world.kva.counts(cx).waiting == 0 {
+                        met = true;
+                        reached.wait();
+                        std::thread::sleep(std::time::Duration::from_millis(if cfg!(miri) { 1 } else { 50 }));
+                    }
+                };
+                world.threads.interrupted(handler, |cx| world.kva.flush(cx));
+            });
+            reached.wait();
+            let area = world.kva.alloc(&mut cx, request).expect("what the other gives back");
+            world.kva.free(&mut cx, area).expect("its own");
+        });
+    });
+}

@@ -30,7 +30,7 @@ impl KvaSetup for OnKernel {
 /// The manager of this kernel's areas.
 pub type KernelAreas = Kva<'static, OnKernel>;
 
-/// How often an idle CPU looks at what waits for its flush: none waits for longer than twice that.
+/// How often the keeper looks at what waits for its flush while it idles: none waits for longer than twice that then.
 pub const AGE_NS: u64 = 1_000_000_000;
 
 static AREAS: Once<KernelAreas> = Once::new();
