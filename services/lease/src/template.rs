@@ -79,17 +79,34 @@ impl Version {
         })
     }
 
-    /// Whether the file's own mode lets that user read it.
-    pub(crate) fn is_readable_by(&self, asker: &Asker) -> bool {
-        let (uid, gid) = self.owner;
-        let bit = match asker {
-            Asker { uid: 0, .. } => return true,
-            asker if asker.uid == uid => Mode::RUSR,
-            asker if asker.gid == gid || asker.groups.contains(&gid) => Mode::RGRP,
-            _ => Mode::ROTH,
-        };
-        Mode::from_raw_mode(self.mode).contains(bit)
+    /// Whether that user may read it where it lies at `path`: the modes of the file and of each directory that it is in say so. Where there
+    /// is a list of access besides, only its owner may. Asks the file system: with nothing locked.
+    pub(crate) fn is_readable_by(&self, path: &Path, asker: &Asker) -> bool {
+        let read = [Mode::RUSR, Mode::RGRP, Mode::ROTH];
+        if asker.uid == 0 {
+            return true;
+        }
+        let Ok(path) = std::fs::canonicalize(path) else { return false };
+        allows(&path, self.owner, self.mode, asker, read)
+            && path.ancestors().skip(1).all(|directory| {
+                stat(directory).is_ok_and(|of| {
+                    let search = [Mode::XUSR, Mode::XGRP, Mode::XOTH];
+                    allows(directory, (of.st_uid, of.st_gid), of.st_mode, asker, search)
+                })
+            })
     }
+}
+
+/// Whether a mode gives that user its owner's, its group's or everybody's bit.
+fn allows(path: &Path, (uid, gid): (u32, u32), mode: u32, asker: &Asker, [owners, groups, others]: [Mode; 3]) -> bool {
+    let bit = match asker {
+        asker if asker.uid == uid => owners,
+        // The group's bits are then the list's mask.
+        _ if rustix::fs::getxattr(path, "system.posix_acl_access", &mut [0_u8; 0]).is_ok() => return false,
+        asker if asker.gid == gid || asker.groups.contains(&gid) => groups,
+        _ => others,
+    };
+    Mode::from_raw_mode(mode).contains(bit)
 }
 
 fn unreadable(path: &Path, at: u64) -> impl Fn(Errno) -> TemplateError {

@@ -1,5 +1,6 @@
 //! Lending: which file becomes whose, cut or grown to the length that is asked for.
 
+use super::templates::Asked;
 use super::{Daemon, PoolConfig, REST, State, refused};
 use crate::background::memory_from;
 use crate::kept::MOST_NAME;
@@ -89,7 +90,7 @@ impl Daemon {
         }
         let template = wish.template.as_ref().map(|name| self.template(asker, name).map(|found| (name, found)));
         let template = match template.transpose()? {
-            Some((name, (_, bytes))) if wish.bytes != 0 && wish.bytes != bytes => {
+            Some((name, Asked { bytes, .. })) if wish.bytes != 0 && wish.bytes != bytes => {
                 return invalid(format!("template `{name}` has {bytes} bytes, not {}; ask without SIZE", wish.bytes));
             }
             Some(_) if wish.keep.is_some() => {
@@ -97,7 +98,7 @@ impl Daemon {
             }
             found => found.map(|(_, found)| found),
         };
-        let bytes = template.map_or(wish.bytes, |(_, bytes)| bytes);
+        let bytes = template.map_or(wish.bytes, |asked| asked.bytes);
         if bytes == 0 || !bytes.is_multiple_of(page.bytes()) {
             return invalid(format!("{bytes} bytes are not a multiple of the page size, {}", page.bytes()));
         }
@@ -128,7 +129,7 @@ impl Daemon {
             let keep = wish.keep.as_ref().map(|keep| keep.name.clone());
             Entered { daemon: self, lease: state.enter((asker.uid, account), pid, bytes, keep, None) }
         };
-        let (file, filled_late, watch) = self.take(asker, bytes, template.map(|(index, _)| index))?;
+        let (file, filled_late, watch) = self.take(asker, bytes, template)?;
         if let Some(entered) = self.state().leases.get_mut(&entered.lease) {
             entered.watch = watch;
         }
@@ -158,11 +159,11 @@ impl Daemon {
         &self,
         asker: &Asker,
         bytes: u64,
-        template: Option<usize>,
+        template: Option<Asked>,
     ) -> Result<(MemoryFile, u64, Option<Watch>), Refused> {
         loop {
             let began = Instant::now();
-            let mut file = template.map_or_else(|| self.take_ready(bytes), |index| self.take_filled(index))?;
+            let mut file = template.map_or_else(|| self.take_ready(bytes), |asked| self.take_filled(&asked))?;
             service::let_go(&file);
             let had = file.bytes();
             // Whoever fills is told when it is certain that something is missing, and whether a program starts.

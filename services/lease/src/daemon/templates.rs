@@ -79,19 +79,23 @@ impl Daemon {
     /// # Errors
     ///
     /// [`Refused`]: there is none of that name for that user.
-    pub(super) fn template(&self, asker: &Asker, name: &str) -> Result<(usize, u64), Refused> {
+    pub(super) fn template(&self, asker: &Asker, name: &str) -> Result<Asked, Refused> {
         let index = self.config.templates.iter().position(|template| template.name == name);
         let found = index.and_then(|index| {
             self.look_at_template(index);
-            let state = self.state();
-            let filled = &state.templates[index];
-            let version = filled.version.as_ref();
-            let may = self.may_command(asker) || version.is_some_and(|version| version.is_readable_by(asker));
-            may.then(|| (index, version.map(|version| version.bytes), filled.why.clone()))
+            let filled = &self.state().templates[index];
+            Some((index, filled.version, filled.why.clone()))
+        });
+        // With nothing locked: the file may be far.
+        let found = found.filter(|(index, version, _)| {
+            let path = &self.config.templates[*index].path;
+            self.may_command(asker) || version.is_some_and(|version| version.is_readable_by(path, asker))
         });
         let page = self.config.page.bytes();
         match found {
-            Some((index, Some(bytes), _)) => Ok((index, bytes.next_multiple_of(page))),
+            Some((index, Some(version), _)) => {
+                Ok(Asked { index, version, bytes: version.bytes.next_multiple_of(page) })
+            }
             Some((_, None, why)) => {
                 let why = why.map_or("its file is not there".to_owned(), |(why, _)| why);
                 Err(refused(RefusedKind::Empty, format!("template `{name}`: {why}")))
@@ -104,11 +108,12 @@ impl Daemon {
         }
     }
 
-    /// Memory that has a template's bytes.
-    pub(super) fn take_filled(&self, index: usize) -> Result<MemoryFile, Refused> {
+    /// Memory that has the bytes of the file that was asked for, which may have been replaced since.
+    pub(super) fn take_filled(&self, asked: &Asked) -> Result<MemoryFile, Refused> {
         let mut state = self.state();
-        let filled = &mut state.templates[index];
-        filled.ready.take().ok_or_else(|| {
+        let filled = &mut state.templates[asked.index];
+        let ready = if filled.version == Some(asked.version) { filled.ready.take() } else { None };
+        ready.ok_or_else(|| {
             let why = filled.why.as_ref().map_or("it is being filled".to_owned(), |(why, _)| why.clone());
             refused(RefusedKind::Empty, format!("template `{}`: {why}", filled.of.name))
         })
@@ -151,6 +156,16 @@ impl Daemon {
     }
 }
 
+/// A template that somebody asked for and may have.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked {
+    index: usize,
+    /// Of its file, when he was seen to be allowed to read it.
+    version: Version,
+    /// Its length, of whole pages of the pool.
+    pub(super) bytes: u64,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -175,17 +190,19 @@ mod tests {
             let file = MemoryFile::new(page, page.bytes()).expect("a file");
             daemon.template_ended(0, Ok((file, version, digest.to_owned())));
         };
-        let refusal = || daemon.take_filled(0).expect_err("nothing good was read").message;
+        let asked = Asked { index: 0, version, bytes: page.bytes() };
+        let refusal = || daemon.take_filled(&asked).expect_err("nothing good was read").message;
         daemon.template_ended(0, Err(TemplateError::Unreadable { path: path.clone(), at: 4096, cause: Errno::IO }));
         assert!(refusal().contains("cannot be read at byte 4096: "));
         read(of_other, "first");
         assert!(refusal().contains("was changed, or replaced, while it was read"));
         read(version, "first");
-        assert!(daemon.take_filled(0).is_ok());
+        assert!(daemon.take_filled(&asked).is_ok());
         read(version, "second");
         assert!(refusal().contains("has other bytes than when it was read first"));
         read(version, "first");
-        assert!(daemon.take_filled(0).is_ok());
+        assert!(daemon.take_filled(&Asked { version: of_other, ..asked }).is_err(), "another file was asked for");
+        assert!(daemon.take_filled(&asked).is_ok());
         [path, other].iter().for_each(|path| std::fs::remove_file(path).expect("removed"));
     }
 }

@@ -129,6 +129,17 @@ fn a_template_is_for_whoever_may_read_its_file() {
         fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("its mode");
         daemon.wait_until_filled();
         assert!(!ask().contains("no template"), "{}", ask());
+        // Nor who may not search the directory that it is in.
+        let directory = scratch.path("private");
+        let inside = format!("{directory}/ram");
+        fs::create_dir(&directory).expect("made");
+        snapshot(&inside, b'b');
+        fs::remove_file(&file).expect("removed");
+        std::os::unix::fs::symlink(&inside, &file).expect("linked");
+        for (mode, may) in [(0o700, false), (0o711, true)] {
+            fs::set_permissions(&directory, std::os::unix::fs::PermissionsExt::from_mode(mode)).expect("its mode");
+            assert_eq!(!ask().contains("no template"), may, "{mode:o}: {}", ask());
+        }
         assert_eq!(fs::metadata(&file).expect("there").mode() & 0o777, 0o644);
     });
 }
