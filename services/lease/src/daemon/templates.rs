@@ -81,10 +81,10 @@ impl Daemon {
     /// [`Refused`]: there is none of that name for that user.
     pub(super) fn template(&self, asker: &Asker, name: &str) -> Result<Asked, Refused> {
         let index = self.config.templates.iter().position(|template| template.name == name);
-        let found = index.and_then(|index| {
+        let found = index.map(|index| {
             self.look_at_template(index);
             let filled = &self.state().templates[index];
-            Some((index, filled.version, filled.why.clone()))
+            (index, filled.version, filled.why.clone())
         });
         // With nothing locked: the file may be far.
         let found = found.filter(|(index, version, _)| {
