@@ -87,7 +87,9 @@ impl Version {
             return true;
         }
         let Ok(path) = std::fs::canonicalize(path) else { return false };
-        allows(&path, self.owner, self.mode, asker, read)
+        // What is judged lies there.
+        Version::of(&path).is_ok_and(|version| version == *self)
+            && allows(&path, self.owner, self.mode, asker, read)
             && path.ancestors().skip(1).all(|directory| {
                 stat(directory).is_ok_and(|of| {
                     let search = [Mode::XUSR, Mode::XGRP, Mode::XOTH];
@@ -102,11 +104,18 @@ fn allows(path: &Path, (uid, gid): (u32, u32), mode: u32, asker: &Asker, [owners
     let bit = match asker {
         asker if asker.uid == uid => owners,
         // The group's bits are then the list's mask.
-        _ if rustix::fs::getxattr(path, "system.posix_acl_access", &mut [0_u8; 0]).is_ok() => return false,
+        _ if has_list(path) => return false,
         asker if asker.gid == gid || asker.groups.contains(&gid) => groups,
         _ => others,
     };
     Mode::from_raw_mode(mode).contains(bit)
+}
+
+/// Whether a list of access says who may; where that is not known, one may.
+fn has_list(path: &Path) -> bool {
+    ["system.posix_acl_access", "system.nfs4_acl"]
+        .into_iter()
+        .any(|name| !matches!(rustix::fs::getxattr(path, name, &mut [0_u8; 0]), Err(Errno::NODATA | Errno::OPNOTSUPP)))
 }
 
 fn unreadable(path: &Path, at: u64) -> impl Fn(Errno) -> TemplateError {
@@ -207,6 +216,30 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     const BYTES: u64 = 4 << 20;
+
+    /// The bits of a file's group are a list's mask, where there is a list, and say nothing of its group.
+    #[test]
+    fn a_list_of_access_is_not_taken_for_a_mode() {
+        let (path, _file) = source("list");
+        fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o640)).expect("its mode");
+        let (uid, gid) = Version::of(&path).expect("a file").owner;
+        let asker = Asker { uid: uid + 1, gid, groups: Vec::new() };
+        let may = || Version::of(&path).expect("a file").is_readable_by(&path, &asker);
+        let before = may();
+        // The format of Linux's posix_acl_xattr.h: its owner rw, user 1234 r, its group nothing, mask r, others nothing.
+        let entries = [(1, 6, u32::MAX), (2, 4, 1234), (4, 0, u32::MAX), (0x10, 4, u32::MAX), (0x20, 0, u32::MAX)];
+        let entry = |(tag, may, id): (u16, u16, u32)| {
+            [&tag.to_le_bytes()[..], &may.to_le_bytes()[..], &id.to_le_bytes()[..]].concat()
+        };
+        let list = [2_u32.to_le_bytes().to_vec(), entries.map(entry).concat()].concat();
+        let set = rustix::fs::setxattr(&path, "system.posix_acl_access", &list, rustix::fs::XattrFlags::empty());
+        let after = may();
+        fs::remove_file(&path).expect("removed");
+        match set {
+            Ok(()) => assert_eq!((before, after), (true, false)),
+            Err(why) => eprintln!("skipped: no lists of access here: {why}"),
+        }
+    }
 
     fn source(name: &str) -> (PathBuf, File) {
         let path = std::env::temp_dir().join(format!("hugemm-template-{name}-{}", std::process::id()));

@@ -161,6 +161,8 @@ named! {
         UnflushedSwap = "unflushed-swap",
         /// Pages and addresses of kernel areas are given back, and areas made read-only, without the flush before.
         UnflushedArea = "unflushed-area",
+        /// A guard page of a kernel area is mapped.
+        MappedGuard = "mapped-guard",
     }
 }
 
@@ -174,7 +176,7 @@ impl Plant {
             Plant::DoubleFree | Plant::ForgottenPoison => Part::Frames,
             Plant::DoubleAlloc => Part::Heap,
             Plant::UnflushedSwap => Part::Pressure,
-            Plant::UnflushedArea => Part::Areas,
+            Plant::UnflushedArea | Plant::MappedGuard => Part::Areas,
         }
     }
 }

@@ -210,7 +210,10 @@ mod x86 {
     #[ignore = "needs QEMU: make test-kernel"]
     fn the_selftest_finds_planted_bugs() {
         finds(X86, &BUGS);
-        finds(X86, &[("lazy-cpu", "translations"), ("unflushed-area", "areas")]);
+        finds(
+            X86,
+            &[("lazy-cpu", "translations"), ("unflushed-area", "areas"), ("mapped-guard", "a guard page is mapped")],
+        );
     }
 
     #[test]

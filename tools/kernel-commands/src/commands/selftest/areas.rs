@@ -5,14 +5,15 @@
 //! freed is nobody's before its flush.
 
 use super::{Cx, Done, Failure, Finding, Steps, on_all};
+use crate::space;
 use core::sync::atomic::Ordering;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
-use hugemm_base::{Clock, Order, PAGE_BYTES, VirtAddr, with};
+use hugemm_base::{Clock, Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_kernel::kva::{AGE_NS, areas};
-use hugemm_kernel::{page_fault, percpu};
+use hugemm_kernel::{page_fault, percpu, tables};
 use hugemm_kva::{Area, KvaError, Place, Request};
-use hugemm_paging::Flags;
+use hugemm_paging::{Flags, Mapping};
 use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
@@ -64,6 +65,18 @@ impl Marked {
             }
         }
         Ok(())
+    }
+
+    /// The planted bug: the page after it shows its first one.
+    fn map_guard(&self, cx: Cx<'_>) -> Result<(), Failure> {
+        let mut table = tables::kernel().shared(space::memory(cx));
+        let first = table.translate(self.area.range().start()).map(Pfn::containing);
+        let frame = first.and_then(|first| Extent::new(first, 1).ok());
+        let (Ok(guard), Some(frame)) = (VirtRange::new(self.area.end(), PAGE_BYTES), frame) else {
+            return Err(found(format_args!("an area is not mapped")).into());
+        };
+        let how = Mapping { flags: Flags::WRITE | Flags::GLOBAL | Flags::HARDWARE, largest: PageSize::Size4K };
+        Ok(table.map(guard, [frame], how)?)
     }
 
     /// The pages on both sides fault, and say whose they are.
@@ -126,7 +139,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, alone: bool, until: u64) -> Re
                 // What this CPU flushes, stays: here and on all others.
                 percpu::own().unflushed.store(true, Ordering::Relaxed);
             }
-            let stepped = one(cx, cpu, step, &mut random, &shelf);
+            let stepped = one(cx, (cpu, step), plant, &mut random, &shelf);
             percpu::own().unflushed.store(false, Ordering::Relaxed);
             stepped
         })
@@ -148,8 +161,8 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, alone: bool, until: u64) -> Re
 
 fn one(
     cx: Cx<'_>,
-    cpu: u32,
-    step: u64,
+    (cpu, step): (u32, u64),
+    plant: Plant,
     random: &mut Random,
     shelf: &[Lock<SpinLock, Option<Marked>>; SHELF],
 ) -> Result<(), Failure> {
@@ -158,7 +171,12 @@ fn one(
     let Some(mut old) = core::mem::replace(&mut *place.lock(), new) else { return Ok(()) };
     old.check(cpu)?;
     match step % 4 {
-        0 => old.check_guards(cx)?,
+        0 => {
+            if plant == Plant::MappedGuard {
+                old.map_guard(cx)?;
+            }
+            old.check_guards(cx)?;
+        }
         // Stacks are as good as others.
         1 => old.check_rights(cx)?,
         _ => {}
