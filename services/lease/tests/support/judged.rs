@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -18,17 +18,17 @@ pub(crate) fn turn() -> File {
 }
 
 /// Runs a test. Where it fails while somebody else changes the pool or takes from it, who may have taken its pages, that is said, and is no
-/// failure; then no other test of this program is tried.
+/// failure; then no other test of this program is tried. How many that were is said each time.
 pub(crate) fn judged(test: impl FnOnce()) {
-    static MOVES: AtomicBool = AtomicBool::new(false);
-    if !MOVES.load(Ordering::Relaxed) {
+    static SKIPPED: AtomicUsize = AtomicUsize::new(0);
+    if SKIPPED.load(Ordering::Relaxed) == 0 {
         let Err(cause) = catch_unwind(AssertUnwindSafe(test)) else { return };
         if !moves() {
             resume_unwind(cause);
         }
-        MOVES.store(true, Ordering::Relaxed);
     }
-    eprintln!("skipped: somebody else changes the kernel's pool of huge pages, or takes from it");
+    let skipped = SKIPPED.fetch_add(1, Ordering::Relaxed) + 1;
+    eprintln!("skipped: somebody else changes the kernel's pool of huge pages, or takes from it ({skipped} by now)");
 }
 
 /// Whether the pool, or what is free of it, changes again and again, though it is the turn of nothing that takes from it.

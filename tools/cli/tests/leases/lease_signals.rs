@@ -285,6 +285,20 @@ fn a_killed_bench_leaves_the_pool_as_it_was() {
     }
 }
 
+/// The end of somebody else's child is no end of what is traced, and stays to be waited for.
+#[test]
+fn a_tracer_waits_for_what_it_has_started() {
+    let mut other = Command::new("false").spawn().expect("started");
+    let stat = format!("/proc/{}/stat", other.id());
+    while !std::fs::read_to_string(&stat).expect("not waited for").contains(") Z ") {
+        thread::yield_now();
+    }
+    let mut said = String::new();
+    let output = trace(Command::new("echo").arg("traced").stdout(Stdio::piped()), |_| Then::Go);
+    output.expect("a pipe").read_to_string(&mut said).expect("it ends");
+    assert_eq!((said.as_str(), other.wait().expect("nobody else has").code()), ("traced\n", Some(1)));
+}
+
 /// Run by the next.
 #[test]
 #[ignore = "a program for another test to run"]
@@ -328,6 +342,10 @@ fn a_test_fails_unless_somebody_else_changes_the_pool() {
             output
         });
         resize(size).expect("as before");
-        is_judged(&output, true, "skipped: somebody else changes the kernel's pool");
+        is_judged(
+            &output,
+            true,
+            "skipped: somebody else changes the kernel's pool of huge pages, or takes from it (1 by now)",
+        );
     });
 }
