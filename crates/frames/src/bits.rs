@@ -49,17 +49,20 @@ pub(crate) fn descending(mut word: u64) -> impl Iterator<Item = usize> {
     })
 }
 
+/// How often a property of maps and words is tried.
+#[cfg(all(test, not(loom)))]
+pub(crate) fn cases() -> proptest::test_runner::Config {
+    let cases = if cfg!(miri) { 3 } else { 256 };
+    proptest::test_runner::Config { cases, failure_persistence: None, ..Default::default() }
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
     proptest! {
-        #![proptest_config(ProptestConfig {
-            cases: if cfg!(miri) { 3 } else { 256 },
-            failure_persistence: None,
-            ..ProptestConfig::default()
-        })]
+        #![proptest_config(crate::bits::cases())]
 
         #[test]
         fn the_lowest_bits_are_found_as_by_counting(word: u64, run in 0_u32..64, count in 0_u64..80) {

@@ -580,11 +580,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig {
-            cases: if cfg!(miri) { 3 } else { 256 },
-            failure_persistence: None,
-            ..ProptestConfig::default()
-        })]
+        #![proptest_config(crate::bits::cases())]
 
         /// In all 2 MiB exactly; of those that touch a word no less.
         #[test]

@@ -322,11 +322,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig {
-            cases: if cfg!(miri) { 3 } else { 256 },
-            failure_persistence: None,
-            ..ProptestConfig::default()
-        })]
+        #![proptest_config(crate::bits::cases())]
 
         /// Against plain counters: any sequence of gets and puts on neighbouring lanes, far past the four bits.
         #[test]

@@ -62,11 +62,7 @@ fn every_even_split_and_merge_back() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: if cfg!(miri) { 3 } else { 256 },
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(crate::bits::cases())]
 
     #[test]
     fn spans_are_the_range(first in 0_usize..SPAN, count in 0_usize..SPAN) {
