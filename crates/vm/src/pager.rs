@@ -83,10 +83,8 @@ pub unsafe trait Pager<S: Setup> {
     }
 
     /// A page that its source has too is dropped: what is to be remembered of it where it was, below `1 << 50`. Each call says more than
-    /// those before it, and what these callers did has happened before; a pager that drops no such page is never asked.
-    fn drops_sourced(&self) -> u64 {
-        0
-    }
+    /// those before it, and what these callers did has happened before: who reads a source knows by it that a page went meanwhile.
+    fn drops_sourced(&self) -> u64;
 
     /// Drops references, frees the pages that lose their last, and forgets them before anybody can get them anew. The runs come
     /// together because they go together, whether they adjoin or not. May be called under a page table's lock; passes no reschedule
@@ -167,6 +165,11 @@ unsafe impl<S: Setup> Pager<S> for NoPager {
     const ACTIVE: bool = false;
 
     unsafe fn lru_add(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _pages: Extent, _order: Order) {}
+
+    fn drops_sourced(&self) -> u64 {
+        // It drops none.
+        0
+    }
 
     unsafe fn drop_references(
         &self,

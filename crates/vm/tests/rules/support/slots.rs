@@ -109,6 +109,12 @@ unsafe impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for S
         }
     }
 
+    fn drops_sourced(&self) -> u64 {
+        let mut state = self.state();
+        state.next += 1;
+        state.next
+    }
+
     unsafe fn drop_references(
         &self,
         frames: &Frames<'_, Plain<&'h FaultPlan>>,
