@@ -241,6 +241,20 @@ mod tests {
         }
     }
 
+    /// What may be read where a link leads now says nothing of the file that was seen behind it before.
+    #[test]
+    fn another_file_that_may_be_read_is_not_the_one_that_was_seen() {
+        let [(seen, _one), (other, _two)] = ["seen", "other"].map(source);
+        let asker = Asker { uid: u32::MAX - 1, gid: u32::MAX - 1, groups: Vec::new() };
+        [&seen, &other].iter().for_each(|path| {
+            fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("its mode");
+        });
+        let version = Version::of(&seen).expect("a file");
+        let may = [&seen, &other].map(|path| version.is_readable_by(path, &asker));
+        [seen, other].iter().for_each(|path| fs::remove_file(path).expect("removed"));
+        assert_eq!(may, [true, false]);
+    }
+
     fn source(name: &str) -> (PathBuf, File) {
         let path = std::env::temp_dir().join(format!("hugemm-template-{name}-{}", std::process::id()));
         let file = File::options().create(true).truncate(true).read(true).write(true).open(&path).expect("a file");
