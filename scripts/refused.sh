@@ -4,6 +4,7 @@
 #   scripts/refused.sh TARGET      a Rust target, without std
 set -euo pipefail
 cd "$(dirname "$0")/.."
+[ "${1-}" ] || { echo "which target? scripts/refused.sh riscv64gc-unknown-none-elf" >&2; exit 2; }
 sentence="hugemm has page tables for x86-64 and arm64 only"
 case $1 in x86_64-* | aarch64-*) expected=accepted ;; *) expected=refused ;; esac
 

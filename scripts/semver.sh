@@ -5,7 +5,8 @@
 #   scripts/semver.sh BASE
 set -euo pipefail
 cd "$(dirname "$0")/.."
-base=$(git rev-parse --verify --quiet "${1-}^{commit}") || { echo "say against what: make semver BASE=TAG" >&2; exit 2; }
+[ "${1-}" ] || { echo "say against what: make semver BASE=TAG" >&2; exit 2; }
+base=$(git rev-parse --verify --quiet "$1^{commit}") || { echo "no tag or commit '$1' here; git tag lists tags" >&2; exit 2; }
 if ! command -v cargo-semver-checks >/dev/null 2>&1; then
     echo "missing: cargo semver-checks; install it with: cargo install --locked cargo-semver-checks" >&2
     exit 1
