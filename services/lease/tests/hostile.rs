@@ -19,7 +19,7 @@ use std::io::{BufRead, ErrorKind, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::process::Stdio;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use support::{PAGE, Pool, judged, wait_for};
 
 /// Users that the policy names, with two pages each, and one that it does not.
@@ -34,9 +34,11 @@ const FILES: u64 = 5;
 
 /// Runs `attack` beside a daemon with all files ready; skips, with a line, where there are no pages or no other users can be had.
 fn with_daemon(name: &str, attack: impl FnOnce(&Path)) {
+    // First: whoever waits for the pool has its file open.
+    let alone = alone();
     judged(|| {
         let Some(pool) = Pool::with_free(FILES) else { return };
-        serving(name, FILES, |socket| {
+        serving(&alone, name, FILES, |socket| {
             wait_for("all is ready", || status(socket).ready.len() as u64 == FILES);
             attack(socket);
         });
@@ -44,15 +46,18 @@ fn with_daemon(name: &str, attack: impl FnOnce(&Path)) {
     });
 }
 
+/// What one does with this process's descriptors is not for the others.
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Runs `attack` beside a daemon that is to have so many files.
-fn serving(name: &str, files: u64, attack: impl FnOnce(&Path)) {
+fn serving(_alone: &MutexGuard<'_, ()>, name: &str, files: u64, attack: impl FnOnce(&Path)) {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: only root can be other users");
         return;
     }
-    // What one does with this process's descriptors is not for the others.
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let socket = std::env::temp_dir().join(format!("hugemm-hostile-{name}-{}", std::process::id()));
     let shapes = Shapes::new(&[(PAGE, files)], files * PAGE, PAGE).expect("shapes");
     let lines = format!("uid {} 4\nuid {} 4\ngid {GROUP} 4\n", NAMED[0], NAMED[1]);
@@ -388,13 +393,13 @@ fn a_starter_does_not_wait_for_a_stopped_daemon() {
 #[test]
 fn a_long_status_is_answered() {
     const MANY: u64 = 20_000;
-    serving("long", MANY, |socket| assert_eq!(status(socket).wanted.len() as u64, MANY));
+    serving(&alone(), "long", MANY, |socket| assert_eq!(status(socket).wanted.len() as u64, MANY));
 }
 
 /// A user is who it is in its other groups, too.
 #[test]
 fn a_policy_names_every_group_of_a_user() {
-    serving("groups", 1, |socket| {
+    serving(&alone(), "groups", 1, |socket| {
         let ask = || Connection::open(socket)?.ask(&Request::Status {});
         assert!(as_member(STRANGER, GROUP, &[], ask).is_ok());
         assert!(as_member(STRANGER, STRANGER, &[STRANGER, GROUP], ask).is_ok());
@@ -446,7 +451,7 @@ impl Drop for Reset {
 /// Whatever users take, there are descriptors for root.
 #[test]
 fn few_descriptors_are_kept_back() {
-    serving("descriptors", 1, |socket| {
+    serving(&alone(), "descriptors", 1, |socket| {
         let all = getrlimit(Resource::Nofile);
         let most = 100 + descriptors() as u64;
         setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..all }).expect("less than before");
