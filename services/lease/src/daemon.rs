@@ -15,7 +15,7 @@ mod templates;
 use crate::kept::Kept;
 use crate::left::{Watch, Watches};
 use crate::log::Log;
-use crate::memory_file::{MemoryFile, Page};
+use crate::memory_file::{MemoryFile, Page, node_of};
 use crate::policy::{Asker, LendingPolicy, Who};
 use crate::service;
 use crate::status::{Counts, Filling, KeptMemory, LeaseTimes, Left, Lent, Status};
@@ -27,6 +27,7 @@ use serde::Serialize;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 use templates::Filled;
@@ -127,6 +128,13 @@ struct KeptEntry {
     watch: Option<Watch>,
 }
 
+impl KeptEntry {
+    /// Whether a lease has it, or a program whose lease is over.
+    fn is_in_use(&self) -> bool {
+        self.lease.is_some() || self.memory.is_lent()
+    }
+}
+
 impl Lease {
     fn about(&self, lease: u64) -> Lent {
         let seconds = self.since.elapsed().as_secs();
@@ -219,7 +227,8 @@ impl Daemon {
         for file in files {
             let of_its_length = |lengths: &[u64]| lengths.iter().filter(|&&bytes| bytes == file.bytes()).count();
             let wanted = of_its_length(&self.config.shapes.0) > of_its_length(&state.lengths());
-            if wanted && file.page() == self.config.page {
+            let is_there = self.config.node.is_none() || self.config.node == node_of(file.as_fd());
+            if wanted && is_there && file.page() == self.config.page {
                 state.ready.push(file);
             } else {
                 service::let_go(&file);
@@ -340,6 +349,7 @@ impl Daemon {
                     name: name.clone(),
                     bytes: k.memory.bytes(),
                     lease: k.lease,
+                    in_use: k.is_in_use(),
                 })
                 .collect(),
             left: state.left.iter().map(|(_, _, left)| *left).collect(),
@@ -355,6 +365,33 @@ mod tests {
     use super::*;
     use crate::wire::{Forget, KeepAs, Wish};
     use std::os::fd::OwnedFd;
+
+    /// A daemon that is started for another node than its predecessor was says of no memory that it is from there.
+    #[test]
+    fn memory_from_elsewhere_is_not_lent_as_from_a_node() {
+        let page = Page::Transparent;
+        let on = |node| MemoryFile::on(node, page, page.bytes()).expect("a file");
+        let config = |node| PoolConfig { node, ..PoolConfig::new(page, Shapes(vec![page.bytes(); 3]), u64::MAX, 0) };
+        let wish = |node, secret| {
+            let keep = Some(KeepAs { name: "cache".to_owned(), secret });
+            Wish { keep, node, ..Wish::of(page.bytes()) }
+        };
+        let lease = |daemon: &Daemon, wish| daemon.lease(&Asker::user(0), 7, &wish);
+        let (anywhere, there) = (Daemon::new(config(None)), Daemon::new(config(Some(1))));
+        [&anywhere, &there].iter().for_each(|daemon| daemon.adopt(vec![on(None), on(Some(1)), on(Some(12))]));
+        assert_eq!([&anywhere, &there].map(|daemon| daemon.status().ready.len()), [3, 1]);
+        let kept_from = |node: Option<u32>| {
+            let daemon = Daemon::new(config(Some(1)));
+            let secret = Some("secret".to_owned());
+            let kept = Kept::new(on(node).into_fd(), (0, Who::User(0)), "cache".to_owned(), "secret".to_owned());
+            daemon.adopt_kept(kept.expect("a record"));
+            let at_home = lease(&daemon, wish(Some(1), secret.clone())).map(|(leased, _)| leased.node);
+            at_home.or_else(|_| lease(&daemon, wish(None, secret)).map(|(leased, _)| leased.node))
+        };
+        assert_eq!([None, Some(1), Some(12)].map(|node| kept_from(node).expect("lent")), [None, Some(1), Some(12)]);
+        let (leased, _) = lease(&there, wish(Some(1), None)).expect("ready");
+        assert_eq!(leased.node, Some(1));
+    }
 
     /// Programs read it: every line is an object, and nobody's secret is in it.
     #[test]

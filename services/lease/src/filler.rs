@@ -3,7 +3,8 @@
 use crate::background;
 use crate::daemon::{Daemon, Missing, PoolConfig};
 use crate::memory_file::{FileError, MemoryFile, Page};
-use crate::template::{Source, TemplateError};
+use crate::reader::Reader;
+use crate::template::TemplateError;
 use crate::throttle::{Throttle, machine_is_busy};
 use rustix::io::Errno;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,6 +41,7 @@ fn fill_on(machine: &impl Machine, daemon: &Daemon, manners: &Manners) {
     // More than any machine does.
     let mut throttle = Throttle::new(manners.cap.unwrap_or(64 << 30));
     let (mut looked, mut failures) = (None, 0);
+    let mut readers: Vec<_> = daemon.config().templates.iter().map(|template| Reader::of(&template.path)).collect();
     while let Some(missing) = daemon.wait_for_missing() {
         let (room, all) = (daemon.config().room(), missing.iter().map(|file| file.bytes).sum());
         let Some(Missing { bytes, template }) = missing.into_iter().find(|file| file.bytes <= room) else {
@@ -56,7 +58,7 @@ fn fill_on(machine: &impl Machine, daemon: &Daemon, manners: &Manners) {
                 daemon.fill_ended(file);
                 is_full
             }
-            Some(index) => filler.template(index, bytes, all),
+            Some(index) => filler.template(index, bytes, all, &mut readers[index]),
         });
         let is_full = catch_unwind(filled).unwrap_or_else(|_| {
             daemon.fill_ended(None);
@@ -167,11 +169,10 @@ struct Filler<'a, M> {
 
 impl<M: Machine> Filler<'_, M> {
     /// Fills a file with a template's bytes. False if there is no going on for want of pages, or because the daemon is told something else.
-    fn template(&mut self, index: usize, bytes: u64, all: u64) -> bool {
-        let read = self.daemon.open_template(index).and_then(|mut source| {
-            let file = self.file(bytes, all, Some(&mut source))?;
-            let version = source.version;
-            file.map(|file| Ok((file, version, source.end()?))).transpose()
+    fn template(&mut self, index: usize, bytes: u64, all: u64, reader: &mut Reader) -> bool {
+        let read = reader.open().and_then(|version| {
+            let file = self.file(bytes, all, Some(reader))?;
+            file.map(|file| Ok((file, version, reader.end()?))).transpose()
         });
         match read.transpose() {
             Some(result) => self.daemon.template_ended(index, result),
@@ -188,11 +189,11 @@ impl<M: Machine> Filler<'_, M> {
         &mut self,
         bytes: u64,
         all: u64,
-        mut source: Option<&mut Source>,
+        mut source: Option<&mut Reader>,
     ) -> Result<Option<MemoryFile>, TemplateError> {
         let (machine, daemon) = (self.machine, self.daemon);
         let config = daemon.config();
-        let file = match MemoryFile::new(config.page, bytes) {
+        let file = match MemoryFile::on(config.node, config.page, bytes) {
             Ok(file) => file,
             Err(error) => {
                 daemon.waits(no_file(config.page, error));
@@ -224,9 +225,13 @@ impl<M: Machine> Filler<'_, M> {
             let (time, cpu) = (machine.now(), background::cpu_time());
             match machine.fill(&file, done, done + chunk) {
                 Ok(()) => {
-                    source.as_mut().map_or(Ok(()), |source| source.read(&file, done, done + chunk))?;
-                    done += chunk;
                     daemon.filled(chunk, machine.now() - time, background::cpu_time() - cpu);
+                    if let Some(source) = &mut source {
+                        let time = machine.now();
+                        let cpu = source.read(&file, done, done + chunk)?;
+                        daemon.filled(0, machine.now() - time, cpu);
+                    }
+                    done += chunk;
                 }
                 Err(FileError::NoPages) => {
                     daemon.waits(match (config.free)(config.page, config.node) {

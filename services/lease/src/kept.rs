@@ -1,14 +1,18 @@
 //! Memory that outlives its program, and what is written beside it: a service manager holds both, so that a daemon that is started
-//! anew knows whose the memory is, and whether its program still runs.
+//! anew knows whose the memory is.
+//!
+//! Whether anybody has the memory, the kernel says: it is lent as an open file of its own, which is locked (flock(2)), and the kernel
+//! gives that lock up when the last descriptor and mapping of that open file is gone, whoever had asked for it.
 
+use crate::left::while_ours;
 use crate::memory_file::{Page, page_of};
 use crate::policy::Who;
-use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::fs::{FlockOperation, MemfdFlags, Mode, OFlags, flock, memfd_create};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
 /// A record's length: it is written by one call, so that a daemon that is killed leaves the old one or the new one.
@@ -26,37 +30,6 @@ struct Record {
     secret: String,
     /// Of the file that it is about.
     inode: u64,
-    owner: Option<OwnerProcess>,
-}
-
-/// The process that has the memory, or had it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OwnerProcess {
-    pid: u32,
-    /// In ticks since the machine's start: no two processes of one number have the same.
-    started: u64,
-}
-
-impl OwnerProcess {
-    /// The process of that number, if there is one.
-    pub fn of(pid: u32) -> Option<Self> {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // Behind the name, which may have anything in it; field 22 of all (proc_pid_stat(5)).
-        let started = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
-        Some(OwnerProcess { pid, started })
-    }
-
-    /// Its number.
-    pub fn pid(self) -> u32 {
-        self.pid
-    }
-
-    /// The process, if it is there still.
-    pub fn process(self) -> Option<OwnedFd> {
-        let process = pidfd_open(Pid::from_raw(i32::try_from(self.pid).ok()?)?, PidfdFlags::empty()).ok()?;
-        // After it was opened: this is the process that is open.
-        (Self::of(self.pid) == Some(self)).then_some(process)
-    }
 }
 
 /// Memory that is kept, with its record.
@@ -75,17 +48,11 @@ impl Kept {
     /// # Errors
     ///
     /// The system's: no descriptor, no memory.
-    pub fn new(
-        memory: OwnedFd,
-        (uid, account): (u32, Who),
-        name: String,
-        secret: String,
-        owner: Option<OwnerProcess>,
-    ) -> io::Result<Self> {
+    pub fn new(memory: OwnedFd, (uid, account): (u32, Who), name: String, secret: String) -> io::Result<Self> {
         let stat = rustix::fs::fstat(&memory)?;
         let page = page_of(memory.as_fd()).ok_or(io::ErrorKind::InvalidInput)?;
         let written = File::from(memfd_create(c"hugemm-lease-record", MemfdFlags::CLOEXEC)?);
-        let record = Record { uid, account, name, secret, inode: stat.st_ino, owner };
+        let record = Record { uid, account, name, secret, inode: stat.st_ino };
         let kept = Kept { memory, page, bytes: stat.st_size as u64, record, written };
         kept.write(&serde_json::to_vec(&kept.record)?)?;
         Ok(kept)
@@ -141,21 +108,6 @@ impl Kept {
         &self.record.secret
     }
 
-    /// Who has it, or had it.
-    pub fn owner(&self) -> Option<OwnerProcess> {
-        self.record.owner
-    }
-
-    /// Writes that it has an owner again, before that gets it.
-    ///
-    /// # Errors
-    ///
-    /// The system's.
-    pub fn set_owner(&mut self, owner: Option<OwnerProcess>) -> io::Result<()> {
-        self.record.owner = owner;
-        self.write(&serde_json::to_vec(&self.record)?)
-    }
-
     /// Writes that it is no longer kept, for a manager may let go of it later than it was told.
     pub fn forget(&self) {
         // A record that is not to be written is one that is not to be read.
@@ -178,13 +130,32 @@ impl Kept {
         self.record.inode
     }
 
-    /// One more descriptor of the memory.
+    /// The memory itself.
+    pub(crate) fn memory(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+
+    /// The memory for one program, and what that gives it to. `None`: somebody has it still. A program that unlocks it (flock(2)) can be
+    /// given it twice.
     ///
     /// # Errors
     ///
-    /// The system's: none is left.
-    pub fn memory(&self) -> io::Result<OwnedFd> {
-        self.memory.try_clone()
+    /// The system's: no descriptor is left, no /proc.
+    pub(crate) fn lend(&self) -> io::Result<Option<OwnedFd>> {
+        let path = format!("/proc/self/fd/{}", self.memory.as_raw_fd());
+        let lent = while_ours(&self.memory, || rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()))??;
+        match flock(&lent, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(lent)),
+            Err(Errno::WOULDBLOCK) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether anybody has it. Not beside a [`lend`](Self::lend).
+    pub(crate) fn is_lent(&self) -> bool {
+        let is_free = flock(&self.memory, FlockOperation::NonBlockingLockShared).is_ok();
+        let _ = flock(&self.memory, FlockOperation::Unlock);
+        !is_free
     }
 }
 
@@ -216,7 +187,7 @@ mod tests {
         }
         let kept = |uid, name: &str| {
             let memory = MemoryFile::new(Page::Transparent, Page::Transparent.bytes()).expect("a file").into_fd();
-            Kept::new(memory, (uid, Who::User(uid)), name.to_owned(), name.to_owned(), None).expect("a record")
+            Kept::new(memory, (uid, Who::User(uid)), name.to_owned(), name.to_owned()).expect("a record")
         };
         let (owner, forged) = (kept(1000, "owner"), kept(1000, "forged"));
         let text = Record { uid: 2000, inode: owner.inode(), ..forged.record };

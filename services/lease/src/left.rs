@@ -29,14 +29,9 @@ impl Watches {
         inotify::add_watch(watches, path, WatchFlags::DELETE_SELF).map(Watch)
     }
 
-    /// Watches a file that is another user's: for that moment it is this process's.
+    /// Watches a file that is another user's.
     pub(crate) fn add_lent(&self, file: impl AsFd) -> Result<Watch, Errno> {
-        let stat = fstat(&file)?;
-        // Where it may not be, it may be read as it is, or not at all.
-        let _ = fchown(&file, Some(geteuid()), None);
-        let watch = self.add(&file);
-        fchown(&file, Some(Uid::from_raw(stat.st_uid)), Some(Gid::from_raw(stat.st_gid)))?;
-        watch
+        while_ours(&file, || self.add(&file))?
     }
 
     /// Those whose files somebody has open or mapped. A page alone, in a pipe or pinned by a device, is not seen. Costs a line of text
@@ -49,6 +44,16 @@ impl Watches {
         let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).unwrap_or_default();
         text.lines().filter_map(watch).collect()
     }
+}
+
+/// Does something with a file of another user's, which for that moment is this process's own. Where it may not be, it may be opened as it
+/// is, or not at all.
+pub(crate) fn while_ours<R>(file: impl AsFd, what: impl FnOnce() -> R) -> Result<R, Errno> {
+    let stat = fstat(&file)?;
+    let _ = fchown(&file, Some(geteuid()), None);
+    let done = what();
+    fchown(&file, Some(Uid::from_raw(stat.st_uid)), Some(Gid::from_raw(stat.st_gid)))?;
+    Ok(done)
 }
 
 fn watch(line: &str) -> Option<Watch> {

@@ -8,6 +8,7 @@
 //! | [`memory_file`] | a file of huge pages; that it has been lent is written on itself |
 //! | [`kept`] | memory that outlives its program and the daemon; whose it is, written beside it |
 //! | [`template`] | a snapshot's file whose bytes memory is filled with |
+//! | `reader` | reading it, from a disk that may not answer |
 //! | [`stock`] | which file serves a request, what to fill next |
 //! | [`throttle`] | how fast filling may go |
 //! | [`filler`], [`background`] | the thread that fills, and how it gives way |
@@ -36,6 +37,7 @@ pub mod metrics;
 mod own_file;
 pub mod policy;
 pub mod preload;
+mod reader;
 pub mod seccomp;
 pub mod server;
 pub mod service;

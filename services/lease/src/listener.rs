@@ -5,7 +5,7 @@ use rustix::net::{SocketAddrUnix, SocketType};
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -91,20 +91,52 @@ fn is_listened_at(address: &SocketAddrUnix) -> io::Result<bool> {
     Ok(rustix::net::connect(&fd, address) != Err(Errno::CONNREFUSED))
 }
 
-/// How long others may have the directory.
+/// How long another daemon may take or leave its place.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The directory of a socket, locked: as long as it is, nobody else takes a place there, or leaves it.
-fn lock(path: &Path) -> io::Result<File> {
-    let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let (directory, end) = (File::open(directory)?, Instant::now() + PATIENCE);
+/// A file beside a socket, locked: as long as it is, nobody else takes that place, or leaves it. Nobody but its owner can open it.
+struct Lock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // While it is locked: who waits for it finds that it is nowhere, and makes another.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn lock_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".lock");
+    name.into()
+}
+
+fn lock(path: &Path) -> io::Result<Lock> {
+    let (path, end) = (lock_of(path), Instant::now() + PATIENCE);
     loop {
-        match directory.try_lock() {
+        let open = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&path);
+        let file = open.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
+        match file.try_lock() {
+            Ok(()) if file.metadata().ok().map(|meta| (meta.dev(), meta.ino())) == identity(&path) => {
+                return Ok(Lock { path, _file: file });
+            }
+            Ok(()) => {}
             Err(TryLockError::WouldBlock) if Instant::now() < end => thread::sleep(Duration::from_millis(1)),
             Err(TryLockError::WouldBlock) => {
-                return Err(io::Error::new(ErrorKind::TimedOut, "somebody has its directory locked"));
+                return Err(io::Error::new(
+                    ErrorKind::TimedOut,
+                    format!("another daemon has {} locked", path.display()),
+                ));
             }
-            other => return Ok(other.map(|()| directory)?),
+            Err(TryLockError::Error(error)) => return Err(error),
         }
     }
 }

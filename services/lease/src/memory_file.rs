@@ -11,7 +11,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
 use std::ffi::c_void;
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
 /// What a file consists of.
@@ -94,6 +94,10 @@ fn refused(call: &'static str) -> impl Fn(Errno) -> FileError {
     }
 }
 
+/// What memory is called, and what follows if all of it is from one node.
+const NAME: &str = "hugemm-lease";
+const ON_NODE: &str = "-node-";
+
 const READY: Mode = Mode::empty();
 const LENT: Mode = Mode::RUSR.union(Mode::WUSR);
 
@@ -108,19 +112,26 @@ pub struct MemoryFile {
 }
 
 impl MemoryFile {
-    /// A file of `bytes`, a multiple of the page, without pages yet.
+    /// A file of `bytes`, a multiple of the page, without pages yet, which may come from anywhere.
     ///
     /// # Errors
     ///
     /// [`FileError::Refused`]: no such page size on this machine, no memory for a file.
     pub fn new(page: Page, bytes: u64) -> Result<Self, FileError> {
+        Self::on(None, page, bytes)
+    }
+
+    /// The same, for pages from one node: whoever fills it sees to that ([`memory_from`](crate::background::memory_from)). The file's name
+    /// says so to the next daemon.
+    pub(crate) fn on(node: Option<u32>, page: Page, bytes: u64) -> Result<Self, FileError> {
         let huge = match page {
             Page::Huge2M => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
             Page::Huge1G => MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
             Page::Transparent => MemfdFlags::empty(),
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | huge;
-        let fd = rustix::fs::memfd_create(c"hugemm-lease", flags).map_err(refused("memfd_create"))?;
+        let name = node.map_or(NAME.to_owned(), |node| format!("{NAME}{ON_NODE}{node}"));
+        let fd = rustix::fs::memfd_create(name, flags).map_err(refused("memfd_create"))?;
         rustix::fs::fchmod(&fd, READY).map_err(refused("fchmod"))?;
         rustix::fs::ftruncate(&fd, bytes).map_err(refused("ftruncate"))?;
         // Before it has pages, and the kernel gives nobody a broken one.
@@ -248,6 +259,12 @@ impl MemoryFile {
         Ok(found)
     }
 
+    /// The same file, for another thread.
+    pub(crate) fn try_clone(&self) -> Result<Self, FileError> {
+        let fd = rustix::io::fcntl_dupfd_cloexec(&self.fd, 3).map_err(refused("fcntl"))?;
+        Ok(MemoryFile { fd, ..*self })
+    }
+
     /// Gives the descriptor up.
     pub fn into_fd(self) -> OwnedFd {
         self.fd
@@ -271,6 +288,13 @@ fn hardware_corrupted() -> Option<u64> {
 /// Whether it is known that no memory has broken between two readings.
 fn is_as_it_was(before: Option<u64>, now: Option<u64>) -> bool {
     now.is_some() && before == now
+}
+
+/// From which node alone a file's pages were taken.
+pub(crate) fn node_of(fd: BorrowedFd<'_>) -> Option<u32> {
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).ok()?;
+    let node = name.to_str()?.split_once(NAME)?.1.strip_prefix(ON_NODE)?;
+    node.split(' ').next()?.parse().ok()
 }
 
 /// Of which pages a file is: `None` unless it is one of a huge page file system, or one in memory that may be sealed or has

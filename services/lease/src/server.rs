@@ -1,7 +1,6 @@
 //! The daemon's side of its socket: one thread takes connections, one serves each, for as long as its lease lasts.
 
 use crate::daemon::Daemon;
-use crate::kept::Kept;
 use crate::listener::Listener;
 use crate::policy::Asker;
 use crate::wire::{self, Answer, Packet, Refused, RefusedKind, Request};
@@ -15,52 +14,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// A program that has kept memory since before this daemon, and so no connection to it.
-#[derive(Debug)]
-pub struct Adopted {
-    lease: u64,
-    process: OwnedFd,
-}
-
-/// Takes memory that a predecessor kept. Programs that have some of it still are for [`serve`] to wait for.
-pub fn adopt(daemon: &Daemon, kept: Vec<Kept>) -> Vec<Adopted> {
-    let mut adopted = Vec::new();
-    for memory in kept {
-        let running = memory.owner().and_then(|owner| Some((owner, owner.process()?)));
-        let lease = daemon.adopt_kept(memory, running.as_ref().map(|(owner, _)| *owner));
-        adopted.extend(lease.zip(running).map(|(lease, (_, process))| Adopted { lease, process }));
-    }
-    adopted
-}
-
 /// Serves until `stop` becomes readable. Leases that are out stay with their owners.
 ///
 /// # Errors
 ///
 /// The socket's.
-pub fn serve(
-    daemon: &Arc<Daemon>,
-    listener: &Listener,
-    stop: BorrowedFd<'_>,
-    mut adopted: Vec<Adopted>,
-) -> io::Result<()> {
+pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) -> io::Result<()> {
     let mut users = BTreeMap::new();
     loop {
-        let mut wait = vec![PollFd::new(listener, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
-        wait.extend(adopted.iter().map(|program| PollFd::new(&program.process, PollFlags::IN)));
+        let mut wait = [PollFd::new(listener, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
         match poll(&mut wait, None) {
             Err(rustix::io::Errno::INTR) => continue,
             other => other?,
         };
-        let mut is_ready = wait.iter().map(|fd| !fd.revents().is_empty()).collect::<Vec<_>>().into_iter();
-        let (asked, stopped) = (is_ready.next() == Some(true), is_ready.next() == Some(true));
-        adopted.retain(|program| {
-            let ended = is_ready.next() == Some(true);
-            if ended {
-                daemon.end(program.lease);
-            }
-            !ended
-        });
+        let [asked, stopped] = wait.map(|fd| !fd.revents().is_empty());
         if stopped {
             daemon.stop();
             return Ok(());
@@ -145,6 +112,8 @@ struct User {
     answer: Mutex<()>,
     /// To be given memory, which may have to be filled.
     lease: Mutex<()>,
+    /// To be given a template's, whose file may be far.
+    template: Mutex<()>,
 }
 
 fn turn(of: &Mutex<()>) -> MutexGuard<'_, ()> {
@@ -201,6 +170,7 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User)
         };
         let packet = {
             let of = match &request {
+                Ok(Request::Lease(wish)) if wish.template.is_some() => Some(&user.template),
                 Ok(Request::Lease(_)) => Some(&user.lease),
                 // It takes a while, and none but who may have all of the daemon's time does it.
                 Ok(Request::Drain {} | Request::Fill {}) => None,
@@ -294,62 +264,11 @@ fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::background::may_make_no_thread;
     use crate::daemon::PoolConfig;
-    use crate::kept::OwnerProcess;
     use crate::memory_file::{MemoryFile, Page};
-    use crate::policy::Who;
     use crate::stock::Shapes;
-    use crate::wire::{KeepAs, Seen, Wish};
+    use crate::wire::{Seen, Wish};
     use rustix::net::{AddressFamily, SocketType, socketpair};
-    use std::process::Command;
-    use std::time::Instant;
-
-    /// A program that has kept memory since before this daemon is seen to end where the daemon may make no thread: its user has the
-    /// memory again.
-    #[test]
-    fn kept_memory_is_free_again_where_no_thread_can_be_had() {
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root can be another user, whom alone the limit holds for");
-            return;
-        }
-        let (page, user) = (Page::Transparent, 61_010);
-        let daemon = Arc::new(Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, user)));
-        let mut program = {
-            let _turn = crate::preload::tests::turn();
-            Command::new("sleep").arg("600").spawn().expect("a program")
-        };
-        let memory = MemoryFile::new(page, page.bytes()).expect("a file").into_fd();
-        let (name, secret) = ("cache".to_owned(), "secret".to_owned());
-        let keep = KeepAs { name: name.clone(), secret: Some(secret.clone()) };
-        let kept = Kept::new(memory, (user, Who::User(user)), name, secret, OwnerProcess::of(program.id()));
-        let socket = std::env::temp_dir().join(format!("hugemm-server-kept-{}", std::process::id()));
-        let listener = Listener::bind(&socket, false).expect("a socket");
-        let (told, stop) = io::pipe().expect("a pipe");
-        let lease =
-            || daemon.lease(&Asker::user(user), 7, &Wish { keep: Some(keep.clone()), ..Wish::of(page.bytes()) });
-        let alone = || {
-            may_make_no_thread(user);
-            let kept = vec![kept.expect("a record")];
-            serve(&daemon, &listener, told.as_fd(), adopt(&daemon, kept))
-        };
-        let leased = thread::scope(|scope| {
-            let served = scope.spawn(alone);
-            let end = Instant::now() + Duration::from_secs(20);
-            while daemon.status().leases.is_empty() && !served.is_finished() {
-                thread::yield_now();
-            }
-            assert!(lease().is_err(), "in use");
-            program.kill().and_then(|()| program.wait()).expect("ended");
-            while !daemon.status().leases.is_empty() && Instant::now() < end {
-                thread::sleep(Duration::from_millis(10));
-            }
-            drop(stop);
-            served.join().expect("no panic").expect("served");
-            lease()
-        });
-        assert!(leased.is_ok_and(|(leased, _)| leased.resumed), "it is still in use");
-    }
 
     /// A client may say what it likes as often as it likes: of its own leases each thing counts, and is logged, once; of others' nothing.
     #[test]

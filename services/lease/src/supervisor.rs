@@ -204,19 +204,30 @@ impl Ears {
         Ok(Ears { process, stderr: fcntl_dupfd_cloexec(rustix::stdio::stderr(), 3).ok() })
     }
 
-    /// A line, if there is room for it: a reader who stands still keeps no program waiting.
+    /// A line, if there is room for it.
     fn say(&self, line: &str) {
         self.write(&format!("hugemm lease: {line}\n"));
     }
 
+    /// A reader who stands still keeps no program waiting: nothing is begun without room, which a pipe has for so many bytes at once
+    /// (pipe(7)), and what follows is left out unless there is room for it soon.
     fn write(&self, line: &str) {
         let Some(stderr) = &self.stderr else { return };
-        let mut room = [PollFd::new(stderr, PollFlags::OUT)];
-        if poll(&mut room, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
-            let _ = rustix::io::write(stderr, line.as_bytes());
+        let mut patience = Timespec::default();
+        for part in line.as_bytes().chunks(libc::PIPE_BUF) {
+            let mut room = [PollFd::new(stderr, PollFlags::OUT)];
+            if !poll(&mut room, Some(&patience)).is_ok_and(|ready| ready > 0)
+                || rustix::io::write(stderr, part).is_err()
+            {
+                return;
+            }
+            patience.tv_nsec = SOON.as_nanos() as i64;
         }
     }
 }
+
+/// For so long the rest of a line waits for its reader.
+const SOON: Duration = Duration::from_millis(100);
 
 /// Says that the supervisor may have this process's descriptors: where Yama restricts that (`kernel.yama.ptrace_scope` 1) it is not a
 /// parent's right, for the supervisor is nobody's parent. Kept over `exec`, not by what the program starts (PR_SET_PTRACER(2const)).
@@ -636,6 +647,29 @@ fn is_private_memory(argument: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Whoever starts a program and reads nothing of what it says has it run all the same; whoever reads has all of it.
+    #[test]
+    fn a_reader_who_stands_still_keeps_nobody_waiting() {
+        let (mut read, write) = io::pipe().expect("a pipe");
+        let process = pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).expect("this process");
+        let ears = Ears { process, stderr: Some(write.into()) };
+        let line = "x".repeat(100_000);
+        let began = Instant::now();
+        let (says, hears) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                (0..3).for_each(|_| ears.say(&line));
+                says.send(()).expect("heard");
+                ears.say(&line);
+                drop(ears);
+            });
+            let in_time = hears.recv_timeout(Duration::from_secs(20));
+            let mut text = String::new();
+            io::Read::read_to_string(&mut read, &mut text).expect("UTF-8");
+            in_time.unwrap_or_else(|_| panic!("it waits for {:?}", began.elapsed()));
+        });
+    }
 
     #[test]
     fn mappings_are_read_as_the_kernel_writes_them() {

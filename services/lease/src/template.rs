@@ -42,6 +42,14 @@ pub enum TemplateError {
     /// It says that it was not written since the first reading.
     #[error("{} has other bytes than when it was read first, and its times are the same; put a good one in its place", .0.display())]
     Differs(PathBuf),
+    /// Its disk, or who serves that.
+    #[error("{} does not answer: nothing was read in {} s; it is tried again when it does", path.display(), seconds)]
+    Silent {
+        /// The file.
+        path: PathBuf,
+        /// For how long nothing was.
+        seconds: u64,
+    },
     /// The memory that they are read into.
     #[error(transparent)]
     Memory(#[from] FileError),

@@ -69,7 +69,7 @@ fn serving(_alone: &MutexGuard<'_, ()>, name: &str, files: u64, attack: impl FnO
     let (stop, told) = std::io::pipe().expect("a pipe");
     std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default()));
-        scope.spawn(|| serve(&daemon, &listener, stop.as_fd(), Vec::new()));
+        scope.spawn(|| serve(&daemon, &listener, stop.as_fd()));
         // Ends the daemon even if the attack succeeds.
         let attacked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             attack(&socket);
@@ -358,7 +358,7 @@ fn one_of_many_starters_has_the_socket() {
 }
 
 /// A daemon that is stopped has its place, however many wait for it to answer: whoever starts another one is told so. Nor does anybody wait
-/// for ever for a directory that somebody keeps locked.
+/// for ever for a place that another daemon does not leave, or at all for who has the directory locked, as whoever may read it can.
 #[test]
 fn a_starter_does_not_wait_for_a_stopped_daemon() {
     let directory = std::env::temp_dir().join(format!("hugemm-stopped-{}", std::process::id()));
@@ -381,10 +381,13 @@ fn a_starter_does_not_wait_for_a_stopped_daemon() {
         }
     };
     assert_eq!((full, refusal()), (rustix::io::Errno::AGAIN, ErrorKind::AddrInUse), "{} wait", waiting.len());
-    let locked = std::fs::File::open(&directory).expect("a directory");
+    let others = std::fs::File::open(&directory).expect("a directory");
+    others.lock().expect("nobody has it locked");
+    drop(Listener::bind(&directory.join("other"), false).expect("a socket"));
+    let locked = std::fs::File::create(directory.join("socket.lock")).expect("a file");
     locked.lock().expect("nobody has it locked");
     assert_eq!(refusal(), ErrorKind::TimedOut);
-    drop(locked);
+    drop((others, locked));
     drop(stopped);
     std::fs::remove_dir(&directory).expect("empty");
 }

@@ -115,7 +115,7 @@ impl Daemon {
         if wish.keep.as_ref().is_some_and(|keep| !is_name(&keep.name)) {
             return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes, and no control characters"));
         }
-        if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, bytes, keep)) {
+        if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, (bytes, wish.node), keep)) {
             return resumed;
         }
         let entered = {
@@ -135,7 +135,7 @@ impl Daemon {
         }
         let (lease, page, node) = (entered.lease, *page, *node);
         let leased = Leased { lease, bytes, page, node, filled_late, secret: None, resumed: false };
-        let given = self.keep(asker, pid, leased, file, wish.keep.as_ref())?;
+        let given = self.keep(asker, leased, file, wish.keep.as_ref())?;
         std::mem::forget(entered);
         Ok(given)
     }

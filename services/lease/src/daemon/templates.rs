@@ -4,7 +4,7 @@ use super::{Daemon, refused};
 use crate::memory_file::MemoryFile;
 use crate::policy::Asker;
 use crate::status::TemplateMemory;
-use crate::template::{Source, Template, TemplateError, Version};
+use crate::template::{Template, TemplateError, Version};
 use crate::wire::{Refused, RefusedKind};
 use serde_json::json;
 use std::time::{Duration, Instant};
@@ -117,10 +117,6 @@ impl Daemon {
             let why = filled.why.as_ref().map_or("it is being filled".to_owned(), |(why, _)| why.clone());
             refused(RefusedKind::Empty, format!("template `{}`: {why}", filled.of.name))
         })
-    }
-
-    pub(crate) fn open_template(&self, index: usize) -> Result<Source, TemplateError> {
-        Source::open(&self.config.templates[index].path)
     }
 
     /// All of a template's bytes are in `file`, or why not.

@@ -8,7 +8,7 @@ use hugemm_lease::filler::{Manners, fill};
 use hugemm_lease::listener::Listener;
 use hugemm_lease::memory_file::Page;
 use hugemm_lease::seccomp::{FilterError, Lengths, report_lengths};
-use hugemm_lease::server::{adopt, serve};
+use hugemm_lease::server::serve;
 use hugemm_lease::service;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::supervisor::{AttachError, Lending, Say, attach};
@@ -43,11 +43,11 @@ pub(crate) fn daemon(path: &Path) {
     let daemon = Arc::new(Daemon::new(PoolConfig::new(Page::Huge2M, shapes, LEASE, owner)));
     let (never, _open) = std::io::pipe().expect("a pipe");
     daemon.adopt(inherited.files);
-    let adopted = adopt(&daemon, inherited.kept);
+    inherited.kept.into_iter().for_each(|kept| daemon.adopt_kept(kept));
     service::ready();
     std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default()));
-        let _ = serve(&daemon, &listener, never.as_fd(), adopted);
+        let _ = serve(&daemon, &listener, never.as_fd());
     });
 }
 

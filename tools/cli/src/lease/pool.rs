@@ -17,7 +17,7 @@ use hugemm_lease::listener::Listener;
 use hugemm_lease::memory_file::Page;
 use hugemm_lease::metrics;
 use hugemm_lease::policy::LendingPolicy;
-use hugemm_lease::server::{adopt, serve as serve_socket};
+use hugemm_lease::server::serve as serve_socket;
 use hugemm_lease::service;
 use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
@@ -57,6 +57,9 @@ fn forget(args: &ForgetKept) -> Result<()> {
     }
     say_status(&args.ask)
 }
+
+/// How often it is looked whether something is different.
+const LOOK: Duration = Duration::from_millis(100);
 
 fn serve(args: &Serve) -> Result<()> {
     let machine = Limits::read()?.total;
@@ -111,8 +114,7 @@ fn serve(args: &Serve) -> Result<()> {
     let log = std::io::stderr().as_fd().try_clone_to_owned().context("no descriptor for the log")?;
     let daemon = Arc::new(Daemon::with_log(config, log.into()));
     daemon.adopt(inherited.files);
-    daemon.look_at_templates();
-    let adopted = adopt(&daemon, inherited.kept);
+    inherited.kept.into_iter().for_each(|kept| daemon.adopt_kept(kept));
     if let Some(metrics) = metrics {
         let daemon = Arc::clone(&daemon);
         // Ends with the process.
@@ -120,24 +122,31 @@ fn serve(args: &Serve) -> Result<()> {
     }
     let (stop, told) = std::io::pipe()?;
     let watched = Arc::clone(&daemon);
+    let files = Arc::clone(&daemon);
+    // Ends with the process: a file may be on a disk that does not answer.
+    thread::spawn(move || {
+        loop {
+            files.look_at_templates();
+            thread::sleep(LOOK);
+            let Some(path) = policy_file.as_deref() else { continue };
+            let before = std::mem::replace(&mut policy_is_of, changed(path));
+            if policy_is_of != before {
+                let read = read_policy(owner, path).map(|policy| files.set_policy(policy));
+                files.log("policy", json!({ "error": read.err().map(|error| format!("{error:#}")) }));
+            }
+        }
+    });
     let waiter = thread::spawn(move || {
         // The handler sets a flag; the socket's thread waits for a descriptor.
         let mut said = false;
         while !interrupt::requested() {
-            thread::sleep(Duration::from_millis(100));
-            watched.look_at_templates();
+            thread::sleep(LOOK);
             let (waiting, filling) = watched.waiting();
             if let Some(why) = waiting.as_ref().filter(|_| !said) {
                 watched.log("waiting", json!({ "why": why }));
             }
             // Once for each file, however often some of its pages come.
             said = waiting.is_some() || said && filling;
-            let Some(path) = policy_file.as_deref() else { continue };
-            let before = std::mem::replace(&mut policy_is_of, changed(path));
-            if policy_is_of != before {
-                let read = read_policy(owner, path).map(|policy| watched.set_policy(policy));
-                watched.log("policy", json!({ "error": read.err().map(|error| format!("{error:#}")) }));
-            }
         }
         service::stopping();
         watched.log("stopping", json!({}));
@@ -148,7 +157,7 @@ fn serve(args: &Serve) -> Result<()> {
         println!("leases at {}", path.display());
         daemon.log("serving", daemon.status());
         service::ready();
-        serve_socket(&daemon, &listener, stop.as_fd(), adopted)
+        serve_socket(&daemon, &listener, stop.as_fd())
     })?;
     let _ = waiter.join();
     daemon.flush_log(Duration::from_secs(1));
@@ -283,7 +292,11 @@ fn print(status: &Status) {
         println!("  template {} {bytes}: {why}", template.name);
     }
     for kept in &status.kept {
-        let lease = kept.lease.map_or("nobody has it".to_owned(), |lease| format!("lease {lease}"));
+        let lease = match kept.lease {
+            Some(lease) => format!("lease {lease}"),
+            None if kept.in_use => "a program whose lease is over has it".to_owned(),
+            None => "nobody has it".to_owned(),
+        };
         println!("  kept     {} as {} for user {}, {lease}", Size(kept.bytes).rounded(), kept.name, kept.uid);
     }
     if status.leases.is_empty() {

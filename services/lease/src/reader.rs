@@ -1,0 +1,117 @@
+//! Reading a template's file by threads of its own: its disk, or whoever serves that, may not answer, and everything else is filled
+//! meanwhile.
+
+use crate::background::cpu_time;
+use crate::memory_file::{FileError, MemoryFile};
+use crate::template::{Source, TemplateError, Version};
+use rustix::io::Errno;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// A template's file.
+#[derive(Debug)]
+pub(crate) struct Reader {
+    path: PathBuf,
+    open: Option<Source>,
+    /// Who asked last, and may still wait.
+    asks: Option<JoinHandle<()>>,
+    patience: Duration,
+}
+
+/// For how long nothing may be read; a slow disk reads a chunk in that time.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+impl Reader {
+    pub(crate) fn of(path: &Path) -> Self {
+        Reader { path: path.to_owned(), open: None, asks: None, patience: PATIENCE }
+    }
+
+    /// What `ask` comes to, if it does so in time. No second thread is made as long as the last one waits.
+    fn in_time<T: Send + 'static>(&mut self, ask: impl FnOnce() -> T + Send + 'static) -> Result<T, TemplateError> {
+        let silent = || TemplateError::Silent { path: self.path.clone(), seconds: self.patience.as_secs() };
+        if self.asks.as_ref().is_some_and(|asks| !asks.is_finished()) {
+            return Err(silent());
+        }
+        let (says, hears) = mpsc::channel();
+        let asks = thread::Builder::new().name("reader".to_owned()).spawn(move || drop(says.send(ask())));
+        let asks = asks.map_err(|_| FileError::Refused { call: "clone", errno: Errno::AGAIN })?;
+        match hears.recv_timeout(self.patience) {
+            Ok(answer) => {
+                // What it has open it has no more.
+                let _ = asks.join();
+                Ok(answer)
+            }
+            Err(_) => {
+                self.asks = Some(asks);
+                Err(silent())
+            }
+        }
+    }
+
+    /// Opens it, and says which one it is.
+    pub(crate) fn open(&mut self) -> Result<Version, TemplateError> {
+        let path = self.path.clone();
+        let source = self.in_time(move || Source::open(&path))??;
+        let version = source.version;
+        self.open = Some(source);
+        Ok(version)
+    }
+
+    /// Reads a part of it, at the cost of so much CPU time.
+    pub(crate) fn read(&mut self, into: &MemoryFile, from: u64, to: u64) -> Result<Duration, TemplateError> {
+        let (Some(mut source), into) = (self.open.take(), into.try_clone()?) else { return Err(self.closed()) };
+        let (source, read, cpu) = self.in_time(move || {
+            let read = source.read(&into, from, to);
+            (source, read, cpu_time())
+        })?;
+        self.open = Some(source);
+        read.map(|()| cpu)
+    }
+
+    /// Its digest.
+    pub(crate) fn end(&mut self) -> Result<String, TemplateError> {
+        let Some(source) = self.open.take() else { return Err(self.closed()) };
+        self.in_time(move || source.end())?
+    }
+
+    /// Of one that is not open.
+    fn closed(&self) -> TemplateError {
+        TemplateError::Changed(self.path.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A disk that does not answer has one thread that waits for it, however often it is tried; when it answers, it is read again.
+    #[test]
+    fn a_file_that_does_not_answer_is_left() {
+        let path = std::env::temp_dir().join(format!("hugemm-reader-{}", std::process::id()));
+        std::fs::write(&path, "snapshot").expect("written");
+        let mut reader = Reader { patience: Duration::from_millis(20), ..Reader::of(&path) };
+        let (answers, answered) = mpsc::channel::<()>();
+        let silent = |result: Result<(), TemplateError>| {
+            assert!(matches!(result, Err(TemplateError::Silent { .. })), "{result:?}");
+        };
+        silent(reader.in_time(move || answered.recv().map_or((), |()| ())));
+        let (asked, asks) = mpsc::channel();
+        (0..3).for_each(|_| {
+            silent(reader.in_time({
+                let asked = asked.clone();
+                move || asked.send(()).expect("heard")
+            }))
+        });
+        drop((answers, asked));
+        assert!(asks.recv().is_err(), "no second thread");
+        reader.patience = PATIENCE;
+        while reader.asks.as_ref().is_some_and(|asks| !asks.is_finished()) {
+            thread::yield_now();
+        }
+        let version = reader.open();
+        std::fs::remove_file(&path).expect("removed");
+        assert_eq!(version.expect("it answers again").bytes, 8);
+    }
+}
