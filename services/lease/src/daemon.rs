@@ -385,8 +385,9 @@ mod tests {
             let secret = Some("secret".to_owned());
             let kept = Kept::new(on(node).into_fd(), (0, Who::User(0)), "cache".to_owned(), "secret".to_owned());
             daemon.adopt_kept(kept.expect("a record"));
-            let at_home = lease(&daemon, wish(Some(1), secret.clone())).map(|(leased, _)| leased.node);
-            at_home.or_else(|_| lease(&daemon, wish(None, secret)).map(|(leased, _)| leased.node))
+            let at_home = lease(&daemon, wish(Some(1), secret.clone()));
+            assert_eq!(at_home.is_ok(), node == Some(1));
+            at_home.or_else(|_| lease(&daemon, wish(None, secret))).map(|(leased, _)| leased.node)
         };
         assert_eq!([None, Some(1), Some(12)].map(|node| kept_from(node).expect("lent")), [None, Some(1), Some(12)]);
         let (leased, _) = lease(&there, wish(Some(1), None)).expect("ready");
