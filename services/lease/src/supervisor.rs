@@ -11,7 +11,7 @@
 use crate::client::{ClientError, Connection, Lease};
 use crate::memory_file::Page;
 pub use crate::own_file::check_proc;
-use crate::own_file::{NotReplaced, OwnFile};
+use crate::own_file::{AloneFile, NotReplaced, OwnFile};
 use crate::seccomp::{self, Call, CallAnswer, FilterError, Lengths};
 use crate::wire::{Leased, Refused, RefusedKind, Request, Seen, Wish};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -20,12 +20,16 @@ use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde::Serialize;
+use std::collections::VecDeque;
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
-use std::io;
+use std::io::{self, PipeReader, Read, Write};
 use std::mem;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// Why a program cannot be started on a lease.
@@ -56,7 +60,9 @@ pub struct Attached {
 #[derive(Debug)]
 pub struct Lending {
     /// The daemon, until it is gone.
-    connection: Option<Connection>,
+    connection: Option<Arc<Connection>>,
+    /// From the first file on that is asked for.
+    asker: Option<Asker>,
     /// Leased already, and in no file's place.
     ready: Vec<(Leased, OwnedFd)>,
     lengths: Lengths,
@@ -74,7 +80,8 @@ impl Lending {
         let Lease { about, file, connection } = lease;
         let lengths = Lengths { page: about.page.bytes(), bounds: about.bytes..=about.bytes };
         let (page, node, ready) = (about.page, about.node, vec![(about, file)]);
-        Lending { connection: Some(connection), ready, lengths, page, node, budget: 0, is_one: true }
+        let connection = Some(Arc::new(connection));
+        Lending { connection, asker: None, ready, lengths, page, node, budget: 0, is_one: true }
     }
 
     /// Every file is leased when it is made, as long as they are no more than `budget` together; none for which a ready one would be cut
@@ -95,13 +102,15 @@ impl Lending {
         }
         // The longest length that a file has.
         let lengths = Lengths { page: page.bytes(), bounds: least..=i64::MAX as u64 };
-        Ok(Lending { connection: Some(daemon), ready: Vec::new(), lengths, page, node, budget, is_one: false })
+        let connection = Some(Arc::new(daemon));
+        Ok(Lending { connection, asker: None, ready: Vec::new(), lengths, page, node, budget, is_one: false })
     }
 
-    /// A file of that length.
-    fn take(&mut self, bytes: u64) -> Result<(Leased, OwnedFd), NotReplaced> {
+    /// A file of that length, if one is leased already; else one is asked for, and comes [later](Self::asked). Whoever has a large file
+    /// meanwhile does not wait for the daemon.
+    fn take(&mut self, bytes: u64) -> Result<Option<(Leased, OwnedFd)>, NotReplaced> {
         if let Some(index) = self.ready.iter().position(|(about, _)| about.bytes == bytes) {
-            return Ok(self.ready.swap_remove(index));
+            return Ok(Some(self.ready.swap_remove(index)));
         }
         if bytes > self.budget {
             return Err(NotReplaced::NotLent(format!(
@@ -109,21 +118,32 @@ impl Lending {
                 self.budget
             )));
         }
-        let no_daemon =
-            || NotReplaced::NotLent("the lease daemon is gone; programs that are started anew have leases".to_owned());
+        let Some(connection) = &self.connection else { return Err(no_daemon()) };
+        let asker = match &mut self.asker {
+            Some(asker) => asker,
+            none => none.insert(Asker::of(connection).map_err(|error| NotReplaced::NotLent(error.to_string()))?),
+        };
         let wish = Wish { page: Some(self.page), node: self.node, ..Wish::of(bytes) };
-        match self.connection.as_ref().ok_or_else(no_daemon)?.another(wish) {
-            Ok(leased) => {
-                self.budget -= bytes;
-                Ok(leased)
-            }
-            Err(ClientError::Refused(refused)) => Err(NotReplaced::NotLent(refused.message)),
-            Err(error) => {
+        asker.wishes.send(wish).map_err(|_| no_daemon())?;
+        self.budget -= bytes;
+        Ok(None)
+    }
+
+    /// What has come of the next file of that length that was asked for.
+    fn asked(&mut self, bytes: u64) -> Result<(Leased, OwnedFd), NotReplaced> {
+        let answer = self.asker.as_mut().and_then(|asker| asker.answer());
+        let error = match answer {
+            Some(Ok(leased)) => return Ok(leased),
+            Some(Err(ClientError::Refused(refused))) => NotReplaced::NotLent(refused.message),
+            Some(Err(error)) => {
                 // What comes later would be the answer to something else.
                 self.connection = None;
-                Err(NotReplaced::NotLent(error.to_string()))
+                NotReplaced::NotLent(error.to_string())
             }
-        }
+            None => no_daemon(),
+        };
+        self.budget += bytes;
+        Err(error)
     }
 
     fn tell(&self, lease: u64, seen: Seen) {
@@ -132,6 +152,38 @@ impl Lending {
 
     fn tell_of_ready(&self, seen: Seen) {
         self.ready.iter().for_each(|(about, _)| self.tell(about.lease, seen));
+    }
+}
+
+fn no_daemon() -> NotReplaced {
+    NotReplaced::NotLent("the lease daemon is gone; programs that are started anew have leases".to_owned())
+}
+
+/// A thread that asks the daemon for leases, one after the other.
+#[derive(Debug)]
+struct Asker {
+    wishes: Sender<Wish>,
+    answers: Receiver<Result<(Leased, OwnedFd), ClientError>>,
+    /// Has a byte for each answer.
+    there: PipeReader,
+}
+
+impl Asker {
+    fn of(connection: &Arc<Connection>) -> io::Result<Self> {
+        let ((wishes, wished), (says, answers), (there, mut tell)) = (channel::<Wish>(), channel(), io::pipe()?);
+        let connection = Arc::clone(connection);
+        thread::Builder::new().name("asker".to_owned()).spawn(move || {
+            for wish in wished {
+                // Whoever would hear it ends with this process.
+                let _ = says.send(connection.another(wish)).map(|()| tell.write_all(&[0]));
+            }
+        })?;
+        Ok(Asker { wishes, answers, there })
+    }
+
+    fn answer(&mut self) -> Option<Result<(Leased, OwnedFd), ClientError>> {
+        self.there.read_exact(&mut [0]).ok()?;
+        self.answers.try_recv().ok()
     }
 }
 
@@ -312,7 +364,11 @@ fn exit(code: i32) -> ! {
 /// The supervisor's life.
 fn run(from_program: OwnedFd, lending: Lending, ears: Ears, require: bool, say: Say) -> io::Result<()> {
     let keep = [from_program.as_fd(), ears.process.as_fd()].into_iter().chain(ears.stderr.as_ref().map(AsFd::as_fd));
-    let leased = lending.ready.iter().map(|(_, file)| file.as_fd()).chain(lending.connection.as_ref().map(AsFd::as_fd));
+    let leased = lending
+        .ready
+        .iter()
+        .map(|(_, file)| file.as_fd())
+        .chain(lending.connection.iter().map(|daemon| daemon.as_fd()));
     keep_only(keep.chain(leased).map(|fd| fd.as_raw_fd()).collect())?;
     // Somebody who opens a file while it is looked at has the kernel send this, and nothing is to be done.
     // SAFETY: no handler.
@@ -321,8 +377,9 @@ fn run(from_program: OwnedFd, lending: Lending, ears: Ears, require: bool, say: 
     let Some(((), Some(listener))) = crate::wire::receive::<()>(from_program.as_fd())? else { return Ok(()) };
     drop(from_program);
     seccomp::switch_at_once(listener.as_fd());
-    let (ears, untaken) = (Some(ears), Some(Instant::now() + UNTAKEN));
-    Supervisor { listener, lending, require, say, ears, untaken, done: Done::default(), watches: Vec::new() }.serve()
+    let (ears, untaken, waiting) = (Some(ears), Some(Instant::now() + UNTAKEN), VecDeque::new());
+    Supervisor { listener, lending, require, say, ears, untaken, done: Done::default(), watches: Vec::new(), waiting }
+        .serve()
 }
 
 /// Closes everything else: a program waits for the end of pipes that its starter had open. Standard streams go nowhere.
@@ -428,6 +485,14 @@ struct Supervisor {
     done: Done,
     /// How programs map what they were given is looked at for a while.
     watches: Vec<Watch>,
+    /// Calls that wait for what was asked for, in that order.
+    waiting: VecDeque<(Call, Found)>,
+}
+
+/// A program's file that is to be replaced.
+struct Found {
+    file: AloneFile,
+    close_on_exec: bool,
 }
 
 struct Watch {
@@ -451,16 +516,24 @@ impl Supervisor {
                 self.untaken.filter(|_| self.ears.is_some()).map(|at| at.saturating_duration_since(Instant::now()));
             let pause = if self.watches.is_empty() { until } else { Some(LOOK) };
             let pause = pause.map(Timespec::try_from).transpose().map_err(io::Error::other)?;
+            let asker = self.lending.asker.as_ref().map(|asker| PollFd::new(&asker.there, PollFlags::IN));
             let ears = self.ears.as_ref().map(|ears| PollFd::new(&ears.process, PollFlags::IN));
-            let mut wait: Vec<_> = [PollFd::new(&self.listener, PollFlags::IN)].into_iter().chain(ears).collect();
+            let (asks, hears) = (usize::from(asker.is_some()), ears.is_some());
+            let mut wait = vec![PollFd::new(&self.listener, PollFlags::IN)];
+            wait.extend(asker.into_iter().chain(ears));
             match poll(&mut wait, pause.as_ref()) {
                 Err(Errno::INTR) => continue,
                 other => other?,
             };
-            let (events, ended) = (wait[0].revents(), wait.get(1).is_some_and(|ears| !ears.revents().is_empty()));
+            let is_ready = |index: usize| !wait[index].revents().is_empty();
+            let (events, came, ended) = (wait[0].revents(), asks > 0 && is_ready(1), hears && is_ready(1 + asks));
+            if came && let Some((call, found)) = self.waiting.pop_front() {
+                let lent = self.lending.asked(call.length);
+                self.give(&call, found, lent);
+            }
             if events.contains(PollFlags::IN) {
                 if let Some(call) = seccomp::receive(self.listener.as_fd())? {
-                    self.answer(&call);
+                    self.hear(call);
                 }
             } else if ended || !events.is_empty() {
                 self.say_at_end();
@@ -504,44 +577,58 @@ impl Supervisor {
         self.ears = None;
     }
 
-    /// Answers a call. An error of an answer means that nobody waits for it any more.
-    fn answer(&mut self, call: &Call) {
-        let placed = self.place(call);
+    /// Hears of a call, which is answered at once unless the daemon is to be asked.
+    fn hear(&mut self, call: Call) {
+        match self.find(&call) {
+            Ok(None) => self.answer(&call, CallAnswer::Continue),
+            Err(why) => self.judge(&call, Err(why)),
+            Ok(Some(found)) => match self.lending.take(call.length) {
+                Ok(None) => self.waiting.push_back((call, found)),
+                Ok(Some(lent)) => self.give(&call, found, Ok(lent)),
+                Err(why) => self.judge(&call, Err(why)),
+            },
+        }
+    }
+
+    /// An error means that nobody waits for it any more.
+    fn answer(&self, call: &Call, answer: CallAnswer) {
+        let _ = seccomp::answer(self.listener.as_fd(), call, answer);
+    }
+
+    /// Says by which lease a call's descriptor was replaced, or why it was not.
+    fn judge(&mut self, call: &Call, placed: Result<u64, NotReplaced>) {
         let answer = match &placed {
-            Ok(Some(_)) => CallAnswer::Done,
+            Ok(_) => CallAnswer::Done,
             Err(why) if *why != NotReplaced::Gone && self.require => CallAnswer::NoMemory,
-            _ => CallAnswer::Continue,
+            Err(_) => CallAnswer::Continue,
         };
         let (is_one, then) = (self.lending.is_one, if self.require { "it fails" } else { "it has its own" });
-        match &placed {
-            Ok(None) | Err(NotReplaced::Gone) => {}
-            placed => {
-                self.untaken = None;
-                let why_not = placed.as_ref().err().map(ToString::to_string);
-                let (bytes, program, thread, descriptor) = (call.length, name_of(call.thread), call.thread, call.fd);
-                let line = match &why_not {
-                    None => format!("{program} ({thread}) has {bytes} bytes, lent, as descriptor {descriptor}"),
-                    Some(why) => format!("{program} ({thread}) asks for {bytes} bytes, and {then}: {why}"),
-                };
-                // Of one lease one line, and none if all is well.
-                if self.say == Say::Each || is_one && why_not.is_some() {
-                    self.ears.iter().for_each(|ears| ears.say(&line));
-                }
-                if is_one {
-                    self.ears = None;
-                }
-                self.done.add(SizedFile { bytes, program, thread, descriptor, why_not });
+        if placed != Err(NotReplaced::Gone) {
+            self.untaken = None;
+            let why_not = placed.as_ref().err().map(ToString::to_string);
+            let (bytes, program, thread, descriptor) = (call.length, name_of(call.thread), call.thread, call.fd);
+            let line = match &why_not {
+                None => format!("{program} ({thread}) has {bytes} bytes, lent, as descriptor {descriptor}"),
+                Some(why) => format!("{program} ({thread}) asks for {bytes} bytes, and {then}: {why}"),
+            };
+            // Of one lease one line, and none if all is well.
+            if self.say == Say::Each || is_one && why_not.is_some() {
+                self.ears.iter().for_each(|ears| ears.say(&line));
             }
+            if is_one {
+                self.ears = None;
+            }
+            self.done.add(SizedFile { bytes, program, thread, descriptor, why_not });
         }
-        let _ = seccomp::answer(self.listener.as_fd(), call, answer);
-        if let Ok(Some(lease)) = placed {
+        self.answer(call, answer);
+        if let Ok(lease) = placed {
             self.lending.tell(lease, Seen::Placed);
         }
     }
 
-    /// Replaces the call's descriptor, if it is of the kind that is waited for, and says by which lease.
-    fn place(&mut self, call: &Call) -> Result<Option<u64>, NotReplaced> {
-        let lending = &mut self.lending;
+    /// The file that a call is about, if it is of the kind that is waited for.
+    fn find(&self, call: &Call) -> Result<Option<Found>, NotReplaced> {
+        let lending = &self.lending;
         if !lending.lengths.contain(call.length) || lending.is_one && lending.ready.is_empty() {
             return Ok(None);
         }
@@ -558,18 +645,32 @@ impl Supervisor {
             _ => NotReplaced::Refused("its descriptor cannot be had (kernel.yama.ptrace_scope, CAP_SYS_PTRACE)", errno),
         })?;
         let close_on_exec = found.close_on_exec;
-        let put = |file: BorrowedFd<'_>| seccomp::replace_descriptor(self.listener.as_fd(), call, file, close_on_exec);
-        let alone = found.alone(same, put)?;
-        let (about, file) = lending.take(call.length)?;
+        let file = found.alone(same, |file| self.put(call, file, close_on_exec))?;
+        Ok(Some(Found { file, close_on_exec }))
+    }
+
+    fn put(&self, call: &Call, file: BorrowedFd<'_>, close_on_exec: bool) -> Result<(), Errno> {
+        seccomp::replace_descriptor(self.listener.as_fd(), call, file, close_on_exec)
+    }
+
+    /// Gives a call's program what was lent for its file.
+    fn give(&mut self, call: &Call, found: Found, lent: Result<(Leased, OwnedFd), NotReplaced>) {
+        let placed = lent.and_then(|lent| self.replace(call, found, lent));
+        self.judge(call, placed);
+    }
+
+    /// Replaces a call's descriptor, and says by which lease.
+    fn replace(&mut self, call: &Call, found: Found, (about, file): (Leased, OwnedFd)) -> Result<u64, NotReplaced> {
         let lease = about.lease;
-        if let Err(why) = alone.replace(file.as_fd(), put) {
+        let Found { file: own, close_on_exec } = found;
+        if let Err(why) = own.replace(file.as_fd(), |file| self.put(call, file, close_on_exec)) {
             // Nobody has had it.
-            lending.ready.push((about, file));
+            self.lending.ready.push((about, file));
             return Err(why);
         }
         let inode = rustix::fs::fstat(&file).map_or(0, |stat| stat.st_ino);
         self.watches.push(Watch { thread: call.thread, lease, inode, until: Instant::now() + LOOKS_FOR });
-        Ok(Some(lease))
+        Ok(lease)
     }
 
     /// Looks whether programs map their memory privately, and says so once.

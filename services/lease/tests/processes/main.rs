@@ -17,8 +17,8 @@ mod served;
 use killed::{clients_are_killed, the_daemon_is_killed};
 use manager::{a_manager_holds_what_is_filled, kept_memory_survives_the_daemon};
 use programs::{
-    a_daemon_of_another_process_namespace, a_descriptor_changes, a_lease_without_a_filter_is_over,
-    programs_of_all_kinds, programs_of_all_kinds_at_once,
+    a_daemon_of_another_process_namespace, a_descriptor_changes, a_file_is_sized_while_another_is_leased,
+    a_lease_without_a_filter_is_over, programs_of_all_kinds, programs_of_all_kinds_at_once,
 };
 use roles::{client, daemon, keeper, program};
 use std::path::Path;
@@ -54,7 +54,7 @@ fn goes_on() {
 type Test = (&'static str, fn(&Pool));
 
 fn tests(part: &str) {
-    let tests: [Test; 14] = [
+    let tests: [Test; 15] = [
         ("a daemon of another process namespace", a_daemon_of_another_process_namespace),
         ("clients and supervisors are killed before every call", |pool| clients_are_killed(pool, "plain")),
         ("the same while they lease", |pool| clients_are_killed(pool, "up-to-plain")),
@@ -68,6 +68,7 @@ fn tests(part: &str) {
         ("kept memory survives its program and the daemon", kept_memory_survives_the_daemon),
         ("programs with filters, children and old calls", programs_of_all_kinds),
         ("programs of all kinds at once", programs_of_all_kinds_at_once),
+        ("a file is sized while another is leased", a_file_is_sized_while_another_is_leased),
         ("a lease without a filter is over", a_lease_without_a_filter_is_over),
     ];
     for (name, test) in tests.into_iter().filter(|(name, _)| name.contains(part)) {

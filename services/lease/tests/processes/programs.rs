@@ -8,6 +8,7 @@ use crate::{LEASE, goes_on};
 use hugemm_lease::client::Connection;
 use hugemm_lease::wire::Request;
 use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
@@ -177,6 +178,22 @@ pub(crate) fn programs_of_all_kinds_at_once(pool: &Pool) {
     pool.wait_until_lacks(LEASE / PAGE);
     let [runs, killed] = [ran.iter().map(|(runs, _)| runs).sum::<u32>(), ran.iter().map(|(_, killed)| killed).sum()];
     println!("{runs} programs, {killed} of them killed; {} leases taken", seen.lock().expect("no panic").len());
+}
+
+/// Whoever makes a large file on a disk does not wait for a daemon that another one's memory is asked from.
+pub(crate) fn a_file_is_sized_while_another_is_leased(_: &Pool) {
+    let daemon = Served::start();
+    let mut program = daemon.client("up-to-beside").stdin(Stdio::piped()).spawn().expect("started");
+    let mut said = BufReader::new(program.stdout.take().expect("piped")).lines();
+    let mut says = || said.next().expect("it says something").expect("text");
+    assert_eq!(says(), "started");
+    let pid = Pid::from_child(&daemon.child);
+    kill_process(pid, Signal::STOP).expect("a child");
+    drop(program.stdin.take());
+    let beside = says();
+    kill_process(pid, Signal::CONT).expect("a child");
+    program.wait().expect("ended");
+    assert_eq!(beside, "the other waits");
 }
 
 /// Where no filter can be had the daemon has its memory back, however long the program runs without it.

@@ -24,6 +24,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 pub(crate) fn me(words: &[&str]) -> Command {
@@ -143,6 +144,9 @@ pub(crate) fn program(role: &str) {
         assert!(child.wait().expect("ended").success());
         return;
     }
+    if role == "beside" {
+        return beside();
+    }
     let file = own_file();
     if ["dup", "fork", "reopen", "send"].contains(&role) {
         return share(&file, role);
@@ -186,6 +190,26 @@ pub(crate) fn program(role: &str) {
 fn own_file() -> OwnedFd {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
     memfd_create(c"program", flags).expect("a file")
+}
+
+/// Gives a file on a disk a length while another thread's memory is asked for, and says whether that waits still.
+fn beside() {
+    println!("started");
+    let _ = std::io::stdin().read(&mut [0]);
+    let has_memory = &AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let _ = rustix::fs::ftruncate(own_file(), LEASE);
+            has_memory.store(true, Ordering::Release);
+        });
+        // Long enough for the supervisor to begin; whoever does not is not seen.
+        std::thread::sleep(Duration::from_millis(500));
+        let path = std::env::temp_dir().join(format!("hugemm-lease-{}.beside", std::process::id()));
+        let file = std::fs::File::create(&path).and_then(|file| file.set_len(LEASE));
+        let waits = !has_memory.load(Ordering::Acquire);
+        file.and_then(|()| std::fs::remove_file(&path)).expect("a file with a name");
+        println!("{}", if waits { "the other waits" } else { "both have waited" });
+    });
 }
 
 /// A file that can be reached in a second way when it gets its length: says whether both ways lead to one memory.
