@@ -1,14 +1,16 @@
 //! Memory that outlives its program, and what is written beside it: a service manager holds both, so that a daemon that is started
 //! anew knows whose the memory is.
 //!
-//! Whether anybody has the memory, the kernel says: it is lent as an open file of its own, which is locked (flock(2)), and the kernel
-//! gives that lock up when the last descriptor and mapping of that open file is gone, whoever had asked for it.
+//! Whether anybody has the memory, the kernel says. It is lent as an open file of its own, which is locked (flock(2)): the kernel gives
+//! that lock up when the last descriptor and mapping of that open file is gone, whoever had asked for it. What a program has opened by a
+//! path (`/proc/PID/fd/N`) is another open file; those the kernel counts, but from Linux 7.0 on not on hugetlbfs. A program that opens it
+//! so there, and closes the descriptor that it was given, has memory that is given again.
 
 use crate::left::while_ours;
 use crate::memory_file::{Page, page_of};
+use crate::own_file::{is_only_one, open};
 use crate::policy::Who;
-use rustix::fs::{FlockOperation, MemfdFlags, Mode, OFlags, flock, memfd_create};
-use rustix::io::Errno;
+use rustix::fs::{FlockOperation, MemfdFlags, flock, memfd_create};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io;
@@ -49,6 +51,8 @@ impl Kept {
     ///
     /// The system's: no descriptor, no memory.
     pub fn new(memory: OwnedFd, (uid, account): (u32, Who), name: String, secret: String) -> io::Result<Self> {
+        // By a path: the kernel counts only those.
+        let memory = opened_again(&memory)?;
         let stat = rustix::fs::fstat(&memory)?;
         let page = page_of(memory.as_fd()).ok_or(io::ErrorKind::InvalidInput)?;
         let written = File::from(memfd_create(c"hugemm-lease-record", MemfdFlags::CLOEXEC)?);
@@ -142,21 +146,26 @@ impl Kept {
     ///
     /// The system's: no descriptor is left, no /proc.
     pub(crate) fn lend(&self) -> io::Result<Option<OwnedFd>> {
-        let path = format!("/proc/self/fd/{}", self.memory.as_raw_fd());
-        let lent = while_ours(&self.memory, || rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()))??;
-        match flock(&lent, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(lent)),
-            Err(Errno::WOULDBLOCK) => Ok(None),
-            Err(error) => Err(error.into()),
+        if self.is_lent() {
+            return Ok(None);
         }
+        let lent = opened_again(&self.memory)?;
+        flock(&lent, FlockOperation::NonBlockingLockExclusive)?;
+        Ok(Some(lent))
     }
 
     /// Whether anybody has it. Not beside a [`lend`](Self::lend).
     pub(crate) fn is_lent(&self) -> bool {
         let is_free = flock(&self.memory, FlockOperation::NonBlockingLockShared).is_ok();
         let _ = flock(&self.memory, FlockOperation::Unlock);
-        !is_free
+        // Whoever has a descriptor may be opening it by its path, for which it must stay that user's.
+        !is_free || while_ours(&self.memory, || is_only_one(self.memory.as_fd())) == Ok(Some(false))
     }
+}
+
+/// A file of this process's or of one of its users', opened once more.
+fn opened_again(file: &OwnedFd) -> io::Result<OwnedFd> {
+    Ok(while_ours(file, || open(&format!("/proc/self/fd/{}", file.as_raw_fd())))??)
 }
 
 impl Record {

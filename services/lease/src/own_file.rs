@@ -192,7 +192,7 @@ impl Drop for AloneFile {
     }
 }
 
-fn open(path: &str) -> Result<OwnedFd, Errno> {
+pub(crate) fn open(path: &str) -> Result<OwnedFd, Errno> {
     rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY, Mode::empty())
 }
 
@@ -202,23 +202,29 @@ fn is_alone(file: BorrowedFd<'_>, known: usize) -> bool {
     if flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
         return false;
     }
-    let lease = |kind: libc::c_int| {
-        // SAFETY: asks the kernel about open files; no memory is involved.
-        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, kind) } == 0 { Ok(()) } else { Err(last_error()) }
-    };
-    let is_alone = !is_opened_elsewhere(file, known, lease);
+    let is_alone = !is_opened_elsewhere(file, known, is_only_one(file));
     if !is_alone {
         let _ = flock(file, FlockOperation::Unlock);
     }
     is_alone
 }
 
-fn is_opened_elsewhere(file: BorrowedFd<'_>, known: usize, lease: impl Fn(libc::c_int) -> Result<(), Errno>) -> bool {
+fn is_opened_elsewhere(file: BorrowedFd<'_>, known: usize, is_only_one: Option<bool>) -> bool {
+    is_only_one.map_or_else(|| is_found_elsewhere(file, known), |is_only_one| !is_only_one)
+}
+
+/// Whether no other open file leads to a file of this user's that was opened by a path for writing, as the kernel counts them (`F_SETLEASE`,
+/// fcntl(2)). `None`: it does so on no such file system, or not for this user. For a process that ignores SIGIO: who opens it meanwhile has
+/// that sent.
+pub(crate) fn is_only_one(file: BorrowedFd<'_>) -> Option<bool> {
+    let lease = |kind: libc::c_int| {
+        // SAFETY: asks the kernel about open files; no memory is involved.
+        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, kind) } == 0 { Ok(()) } else { Err(last_error()) }
+    };
     match lease(libc::F_WRLCK) {
-        Ok(()) => lease(libc::F_UNLCK).is_err(),
-        Err(Errno::AGAIN) => true,
-        // The kernel has no such leases on this file system, or gives this user none.
-        Err(_) => is_found_elsewhere(file, known),
+        Ok(()) => Some(lease(libc::F_UNLCK).is_ok()),
+        Err(Errno::AGAIN) => Some(false),
+        Err(_) => None,
     }
 }
 
@@ -274,7 +280,7 @@ mod tests {
         let _turn = turn();
         let file = memfd_create("own-file", MemfdFlags::CLOEXEC).expect("a file");
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-        let is_elsewhere = || is_opened_elsewhere(file.as_fd(), 1, |_| Err(Errno::INVAL));
+        let is_elsewhere = || is_opened_elsewhere(file.as_fd(), 1, None);
         assert!(!is_elsewhere(), "only this one");
         let again = open(&path).expect("opened");
         assert!(is_elsewhere(), "opened here");
@@ -296,6 +302,6 @@ mod tests {
         drop(other.stdin.take());
         other.wait().expect("ended");
         assert!(!is_elsewhere(), "its end");
-        assert!(!is_opened_elsewhere(file.as_fd(), 0, |_| Ok(())), "whom the kernel tells is not looked for");
+        assert!(!is_opened_elsewhere(file.as_fd(), 0, Some(true)), "whom the kernel tells is not looked for");
     }
 }

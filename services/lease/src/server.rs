@@ -20,6 +20,9 @@ use std::time::Duration;
 ///
 /// The socket's.
 pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) -> io::Result<()> {
+    // Somebody who opens kept memory while it is looked at has the kernel send this, and nothing is to be done.
+    // SAFETY: no handler.
+    unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
     let mut users = BTreeMap::new();
     loop {
         let mut wait = [PollFd::new(listener, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];

@@ -154,7 +154,8 @@ mod tests {
     use crate::stock::Shapes;
     use crate::wire::Wish;
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
-    use std::os::fd::AsFd;
+    use std::fs::File;
+    use std::os::fd::{AsFd, AsRawFd};
 
     /// The packaged unit leaves the daemon no capability but CAP_CHOWN: it may not read what is its users'.
     #[test]
@@ -208,8 +209,13 @@ mod tests {
         refused(&first);
         first.end(leased.lease);
         refused(&first);
-        let copy = file.try_clone().expect("a descriptor");
+        let given = file.try_clone().expect("a descriptor");
         drop(file);
+        refused(&first);
+        // As what `@LEASE@` names is opened, and what was inherited closed.
+        let by_path = File::options().read(true).write(true).open(format!("/proc/self/fd/{}", given.as_raw_fd()));
+        let copy = by_path.expect("its own");
+        drop(given);
         refused(&first);
         let left = {
             let state = first.state();
