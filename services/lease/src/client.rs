@@ -313,6 +313,11 @@ impl Connection {
         let _ = wire::send(self.socket.as_fd(), &Request::Seen { lease, seen }, None);
     }
 
+    /// Gives a lease back whose memory nobody has.
+    pub(crate) fn give_back(&self, lease: u64) {
+        let _ = wire::send(self.socket.as_fd(), &Request::Return { lease }, None);
+    }
+
     /// Leases memory.
     ///
     /// # Errors
@@ -328,8 +333,9 @@ impl Connection {
     ///
     /// As [`ask`](Connection::ask).
     pub fn another(&self, wish: Wish) -> Result<(Leased, OwnedFd), ClientError> {
+        let wanted = wish.bytes;
         match self.ask(&Request::Lease(wish))? {
-            (Answer::Leased(about), Some(file)) => Ok((about, file)),
+            (Answer::Leased(about), Some(file)) if [0, about.bytes].contains(&wanted) => Ok((about, file)),
             _ => Err(io::Error::new(io::ErrorKind::InvalidData, "an answer to something else").into()),
         }
     }

@@ -28,7 +28,7 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 use templates::Filled;
 
@@ -81,6 +81,8 @@ pub struct Daemon {
     watches: Watches,
     /// Where a line is written for each event.
     log: Option<Log>,
+    /// Turns to look at the file of each template, which may be far.
+    looks: Vec<Mutex<()>>,
 }
 
 #[derive(Debug, Default)]
@@ -123,7 +125,7 @@ struct Lease {
 
 #[derive(Debug)]
 struct KeptEntry {
-    memory: Kept,
+    memory: Arc<Kept>,
     lease: Option<u64>,
     watch: Option<Watch>,
 }
@@ -180,9 +182,10 @@ impl Daemon {
     /// With nothing ready.
     pub fn new(config: PoolConfig) -> Self {
         let policy = RwLock::new(config.policy.clone());
+        let looks = config.templates.iter().map(|_| Mutex::new(())).collect();
         let templates = config.templates.iter().cloned().map(Filled::new).collect();
         let state = Mutex::new(State { templates, ..State::default() });
-        Daemon { config, policy, state, changed: Condvar::new(), watches: Watches::new(), log: None }
+        Daemon { config, policy, state, changed: Condvar::new(), watches: Watches::new(), log: None, looks }
     }
 
     /// The same, with a line in `log` for each event.
@@ -227,7 +230,7 @@ impl Daemon {
         for file in files {
             let of_its_length = |lengths: &[u64]| lengths.iter().filter(|&&bytes| bytes == file.bytes()).count();
             let wanted = of_its_length(&self.config.shapes.0) > of_its_length(&state.lengths());
-            let is_there = self.config.node.is_none() || self.config.node == node_of(file.as_fd());
+            let is_there = self.config.node == node_of(file.as_fd());
             if wanted && is_there && file.page() == self.config.page {
                 state.ready.push(file);
             } else {
@@ -286,8 +289,9 @@ impl Daemon {
             let mut state = self.state();
             state.drained = drained;
             self.changed.notify_all();
-            let templates: Vec<_> = state.templates.iter_mut().filter_map(|template| template.ready.take()).collect();
-            if drained { std::mem::take(&mut state.ready).into_iter().chain(templates).collect() } else { Vec::new() }
+            let all = if drained { std::mem::take(&mut state.ready) } else { Vec::new() };
+            let templates = state.templates.iter_mut().filter(|_| drained).filter_map(|template| template.ready.take());
+            all.into_iter().chain(templates).collect::<Vec<_>>()
         };
         // With nothing locked: it takes a while.
         files.iter().for_each(service::let_go);
@@ -379,12 +383,13 @@ mod tests {
         let lease = |daemon: &Daemon, wish| daemon.lease(&Asker::user(0), 7, &wish);
         let (anywhere, there) = (Daemon::new(config(None)), Daemon::new(config(Some(1))));
         [&anywhere, &there].iter().for_each(|daemon| daemon.adopt(vec![on(None), on(Some(1)), on(Some(12))]));
-        assert_eq!([&anywhere, &there].map(|daemon| daemon.status().ready.len()), [3, 1]);
+        assert_eq!([&anywhere, &there].map(|daemon| daemon.status().ready.len()), [1, 1]);
         let kept_from = |node: Option<u32>| {
             let daemon = Daemon::new(config(Some(1)));
             let secret = Some("secret".to_owned());
-            let kept = Kept::new(on(node).into_fd(), (0, Who::User(0)), "cache".to_owned(), "secret".to_owned());
-            daemon.adopt_kept(kept.expect("a record"));
+            let kept =
+                Kept::new(on(node).into_fd(), (&Asker::user(0), Who::User(0)), "cache".to_owned(), "secret".to_owned());
+            daemon.adopt_kept(vec![kept.expect("a record")]);
             let at_home = lease(&daemon, wish(Some(1), secret.clone()));
             assert_eq!(at_home.is_ok(), node == Some(1));
             at_home.or_else(|_| lease(&daemon, wish(None, secret))).map(|(leased, _)| leased.node)

@@ -170,9 +170,9 @@ struct Filler<'a, M> {
 impl<M: Machine> Filler<'_, M> {
     /// Fills a file with a template's bytes. False if there is no going on for want of pages, or because the daemon is told something else.
     fn template(&mut self, index: usize, bytes: u64, all: u64, reader: &mut Reader) -> bool {
-        let read = reader.open().and_then(|version| {
+        let read = reader.open(self.daemon).and_then(|version| {
             let file = self.file(bytes, all, Some(reader))?;
-            file.map(|file| Ok((file, version, reader.end()?))).transpose()
+            file.map(|file| Ok((file, version, reader.end(self.daemon)?))).transpose()
         });
         match read.transpose() {
             Some(result) => self.daemon.template_ended(index, result),
@@ -182,6 +182,20 @@ impl<M: Machine> Filler<'_, M> {
             }
         }
         true
+    }
+
+    /// What others may want at any moment comes before more of a template, which takes as long as its disk does.
+    fn clear_first(&mut self, template: u64, done: u64) {
+        while let Some(bytes) = self.daemon.missing_clear().filter(|bytes| *bytes <= self.daemon.config().room()) {
+            self.daemon.begins(bytes);
+            let file = self.file(bytes, bytes, None).unwrap_or_default();
+            let is_full = file.is_some();
+            self.daemon.fill_ended(file);
+            self.daemon.goes_on(template, done);
+            if !is_full {
+                return;
+            }
+        }
     }
 
     /// A full file, or nothing if there is no going on with it. With it, `all` bytes are missing.
@@ -202,6 +216,9 @@ impl<M: Machine> Filler<'_, M> {
         };
         let mut done = 0;
         while done < bytes {
+            if source.is_some() {
+                self.clear_first(bytes, done);
+            }
             if self.looked.is_none_or(|looked| machine.now() - looked >= LOOK) {
                 self.throttle.observe(machine.is_busy());
                 *self.looked = Some(machine.now());
@@ -228,7 +245,7 @@ impl<M: Machine> Filler<'_, M> {
                     daemon.filled(chunk, machine.now() - time, background::cpu_time() - cpu);
                     if let Some(source) = &mut source {
                         let time = machine.now();
-                        let cpu = source.read(&file, done, done + chunk)?;
+                        let cpu = source.read(daemon, &file, done, done + chunk)?;
                         daemon.filled(0, machine.now() - time, cpu);
                     }
                     done += chunk;
@@ -516,6 +533,49 @@ mod tests {
             why.starts_with(&format!("{} bytes missing", bytes)) && why.contains("raise the group's limit"),
             "{why}"
         );
+    }
+
+    /// Whose memory is leased when a template is filled for the first time.
+    struct Leased<'a> {
+        daemon: &'a Daemon,
+        filled: RefCell<Vec<u64>>,
+    }
+
+    impl Machine for Leased<'_> {
+        fn now(&self) -> Duration {
+            Duration::from_secs(self.filled.borrow().len() as u64)
+        }
+        fn wait(&self, daemon: &Daemon, _: Duration) -> bool {
+            daemon.may_go_on(Duration::ZERO)
+        }
+        fn fill(&self, file: &MemoryFile, from: u64, _: u64) -> Result<(), FileError> {
+            let page = file.page().bytes();
+            self.filled.borrow_mut().push(file.bytes() / page);
+            if file.bytes() > page && from == 0 {
+                self.daemon.lease(&Asker::user(0), 7, &Wish::of(page)).expect("it is ready");
+            }
+            if self.filled.borrow().len() == 5 {
+                self.daemon.stop();
+            }
+            Ok(())
+        }
+    }
+
+    /// A template takes as long as its disk does; what others may want at any moment does not wait for that.
+    #[test]
+    fn clear_memory_is_filled_beside_a_template() {
+        let (page, bytes) = (Page::Transparent, Page::Transparent.bytes());
+        let path = std::env::temp_dir().join(format!("hugemm-filler-{}", std::process::id()));
+        let file = std::fs::File::create(&path).expect("a file");
+        file.set_len(3 * bytes).expect("a length");
+        let templates = vec![crate::template::Template { name: "snap".to_owned(), path: path.clone() }];
+        let config = PoolConfig { templates, ..PoolConfig::new(page, Shapes(vec![bytes]), u64::MAX, 0) };
+        let daemon = Daemon::new(config);
+        daemon.look_at_template(0);
+        let machine = Leased { daemon: &daemon, filled: RefCell::default() };
+        fill_on(&machine, &daemon, &Manners { cap: Some(bytes), ..Manners::default() });
+        std::fs::remove_file(&path).expect("removed");
+        assert_eq!(machine.filled.into_inner(), [1, 3, 1, 3, 3]);
     }
 
     /// A machine on which the first try to fill ends in a fault of ours.

@@ -6,16 +6,23 @@
 //! path (`/proc/PID/fd/N`) is another open file; those the kernel counts, but from Linux 7.0 on not on hugetlbfs. A program that opens it
 //! so there, and closes the descriptor that it was given, has memory that is given again.
 
-use crate::left::while_ours;
+use crate::left::{Watch, Watches};
 use crate::memory_file::{Page, page_of};
-use crate::own_file::{is_only_one, open};
-use crate::policy::Who;
-use rustix::fs::{FlockOperation, MemfdFlags, flock, memfd_create};
+use crate::own_file::is_only_one;
+use crate::policy::{Asker, Who};
+use rustix::fs::{FlockOperation, Gid, MemfdFlags, Mode, OFlags, Uid, fchown, fcntl_setfl, flock, memfd_create};
+use rustix::io::Errno;
+use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+
+/// What memory and record are called where a service manager holds them: this, and the number of the memory's file.
+const NAME: &str = "kept-";
 
 /// A record's length: it is written by one call, so that a daemon that is killed leaves the old one or the new one.
 const RECORD: usize = 4096;
@@ -26,22 +33,24 @@ pub const MOST_NAME: usize = 200;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
     uid: u32,
+    gid: u32,
     /// By which line of the policy it was leased.
     account: Who,
     name: String,
     secret: String,
-    /// Of the file that it is about.
-    inode: u64,
 }
 
 /// Memory that is kept, with its record.
 #[derive(Debug)]
 pub struct Kept {
     memory: OwnedFd,
+    inode: u64,
     page: Page,
     bytes: u64,
     record: Record,
     written: File,
+    /// Of who asks the kernel about the memory.
+    turn: Mutex<()>,
 }
 
 impl Kept {
@@ -50,41 +59,50 @@ impl Kept {
     /// # Errors
     ///
     /// The system's: no descriptor, no memory.
-    pub fn new(memory: OwnedFd, (uid, account): (u32, Who), name: String, secret: String) -> io::Result<Self> {
-        // By a path: the kernel counts only those.
-        let memory = opened_again(&memory)?;
-        let stat = rustix::fs::fstat(&memory)?;
+    pub fn new(memory: OwnedFd, whose: (&Asker, Who), name: String, secret: String) -> io::Result<Self> {
+        let (Asker { uid, gid, .. }, account) = whose;
         let page = page_of(memory.as_fd()).ok_or(io::ErrorKind::InvalidInput)?;
         let written = File::from(memfd_create(c"hugemm-lease-record", MemfdFlags::CLOEXEC)?);
-        let record = Record { uid, account, name, secret, inode: stat.st_ino };
-        let kept = Kept { memory, page, bytes: stat.st_size as u64, record, written };
+        let record = Record { uid: *uid, gid: *gid, account, name, secret };
+        let mut kept = Self::of(memory, page, record, written)?;
+        // By a path: the kernel counts only those.
+        kept.memory = kept.while_ours(|| kept.open())??;
         kept.write(&serde_json::to_vec(&kept.record)?)?;
         Ok(kept)
     }
 
-    /// What a predecessor kept, of all that it left; and the rest.
-    pub fn find(left: Vec<OwnedFd>) -> (Vec<Self>, Vec<OwnedFd>) {
-        let (mut records, mut files, mut found) = (Vec::new(), Vec::new(), Vec::new());
-        for fd in left {
-            let file = File::from(fd);
-            match Record::read(&file) {
-                Some(record) => records.push((record, file)),
-                None => files.push(OwnedFd::from(file)),
-            }
+    fn of(memory: OwnedFd, page: Page, record: Record, written: File) -> io::Result<Self> {
+        let stat = rustix::fs::fstat(&memory)?;
+        let (inode, bytes) = (stat.st_ino, stat.st_size as u64);
+        Ok(Kept { memory, inode, page, bytes, record, written, turn: Mutex::new(()) })
+    }
+
+    /// What a predecessor kept, of all that it left under their names; and the rest. What an owner can write is memory, and no record.
+    pub fn find(left: Vec<(String, OwnedFd)>) -> (Vec<Self>, Vec<OwnedFd>) {
+        let (mut memories, mut records, mut rest, mut found) =
+            (BTreeMap::new(), BTreeMap::new(), Vec::new(), Vec::new());
+        for (name, fd) in left {
+            let inode = rustix::fs::fstat(&fd).map(|stat| stat.st_ino);
+            let other = match name.strip_prefix(NAME).and_then(|of| of.parse().ok()) {
+                Some(of) if inode == Ok(of) => memories.insert(of, fd),
+                Some(of) => records.insert(of, fd),
+                None => Some(fd),
+            };
+            rest.extend(other);
         }
-        for (record, written) in records {
-            let stats = || files.iter().map(|file| rustix::fs::fstat(file).ok());
-            let index = stats().position(|stat| stat.is_some_and(|stat| stat.st_ino == record.inode));
-            let known = index.map(|index| (page_of(files[index].as_fd()), rustix::fs::fstat(&files[index])));
-            match (index, known) {
-                (Some(index), Some((Some(page), Ok(stat)))) => {
-                    let memory = files.swap_remove(index);
-                    found.push(Kept { memory, page, bytes: stat.st_size as u64, record, written });
-                }
-                _ => files.push(written.into()),
-            }
+        for (inode, memory) in memories {
+            let written = records.remove(&inode).map(File::from);
+            let record = written.and_then(|file| Some((Record::read(&file)?, file)));
+            let Some((page, (record, written))) = page_of(memory.as_fd()).zip(record) else {
+                rest.push(memory);
+                continue;
+            };
+            // A predecessor may have ended while it asked.
+            let _ = flock(&memory, FlockOperation::Unlock);
+            found.extend(Self::of(memory, page, record, written).ok());
         }
-        (found, files)
+        rest.extend(records.into_values());
+        (found, rest)
     }
 
     /// Whose it is, and its name.
@@ -129,9 +147,9 @@ impl Kept {
         [self.memory.as_fd(), self.written.as_fd()]
     }
 
-    /// The file's number, which its name with the manager is made of.
-    pub(crate) fn inode(&self) -> u64 {
-        self.record.inode
+    /// Their name with the manager.
+    pub(crate) fn name_in_store(&self) -> String {
+        kept_name(self.inode)
     }
 
     /// The memory itself.
@@ -139,33 +157,74 @@ impl Kept {
         self.memory.as_fd()
     }
 
-    /// The memory for one program, and what that gives it to. `None`: somebody has it still. A program that unlocks it (flock(2)) can be
-    /// given it twice.
+    /// The memory for one program, and what that gives it to. `None`: somebody has it still. May wait for its owner, who can keep the
+    /// kernel busy with the file: with nothing locked that others want.
     ///
     /// # Errors
     ///
     /// The system's: no descriptor is left, no /proc.
     pub(crate) fn lend(&self) -> io::Result<Option<OwnedFd>> {
-        if self.is_lent() {
+        let _turn = self.has_turn();
+        // First: whoever has a descriptor may be opening it by its path, for which it must stay that user's.
+        if self.is_locked() {
             return Ok(None);
         }
-        let lent = opened_again(&self.memory)?;
-        flock(&lent, FlockOperation::NonBlockingLockExclusive)?;
-        Ok(Some(lent))
+        let lent = self.while_ours(|| match is_only_one(self.memory.as_fd()) {
+            Some(false) => Err(Errno::WOULDBLOCK),
+            _ => self.open(),
+        })?;
+        match lent.and_then(|lent| flock(&lent, FlockOperation::NonBlockingLockExclusive).map(|()| lent)) {
+            // Its owner has a lease of the kernel's on it (F_SETLEASE).
+            Err(Errno::WOULDBLOCK) => Ok(None),
+            lent => Ok(Some(lent?)),
+        }
     }
 
-    /// Whether anybody has it. Not beside a [`lend`](Self::lend).
+    /// For who asks the kernel about it.
+    pub(crate) fn has_turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether somebody has what was lent, as far as the lock says, or is given it just now. Waits for nobody.
     pub(crate) fn is_lent(&self) -> bool {
-        let is_free = flock(&self.memory, FlockOperation::NonBlockingLockShared).is_ok();
+        let turn = self.turn.try_lock();
+        matches!(turn, Err(TryLockError::WouldBlock)) || self.is_locked()
+    }
+
+    fn is_locked(&self) -> bool {
+        let is_free = flock(&self.memory, FlockOperation::NonBlockingLockExclusive).is_ok();
         let _ = flock(&self.memory, FlockOperation::Unlock);
-        // Whoever has a descriptor may be opening it by its path, for which it must stay that user's.
-        !is_free || while_ours(&self.memory, || is_only_one(self.memory.as_fd())) == Ok(Some(false))
+        !is_free
+    }
+
+    /// Has it watched whether anybody has the memory. May wait, as [`lend`](Self::lend).
+    pub(crate) fn watch(&self, watches: &Watches) -> Result<Watch, Errno> {
+        let _turn = self.has_turn();
+        self.while_ours(|| watches.add(&self.memory))?
+    }
+
+    /// Another open file of the memory, for as long as this process may open it.
+    fn open(&self) -> Result<OwnedFd, Errno> {
+        let path = format!("/proc/self/fd/{}", self.memory.as_raw_fd());
+        // Not waiting for who has a lease on it.
+        let file = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
+        fcntl_setfl(&file, OFlags::empty())?;
+        Ok(file)
+    }
+
+    /// Does something with the memory while it is this process's own. Where it may not be, it may be opened as it is, or not at all.
+    fn while_ours<R>(&self, what: impl FnOnce() -> R) -> Result<R, Errno> {
+        let Record { uid, gid, .. } = self.record;
+        let _ = fchown(&self.memory, Some(geteuid()), None);
+        let done = what();
+        fchown(&self.memory, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
+        Ok(done)
     }
 }
 
-/// A file of this process's or of one of its users', opened once more.
-fn opened_again(file: &OwnedFd) -> io::Result<OwnedFd> {
-    Ok(while_ours(file, || open(&format!("/proc/self/fd/{}", file.as_raw_fd())))??)
+/// What the file of that number and its record are called in a manager's store.
+pub(crate) fn kept_name(inode: u64) -> String {
+    format!("{NAME}{inode}")
 }
 
 impl Record {
@@ -185,29 +244,36 @@ impl Record {
 mod tests {
     use super::*;
     use crate::memory_file::MemoryFile;
-    use rustix::fs::{Uid, fchown};
 
     /// An owner of transparent pages can cut its memory to a record's length, and write into it that others' memory is its own.
     #[test]
     fn a_record_that_an_owner_has_written_is_none() {
-        if !rustix::process::geteuid().is_root() {
+        if !geteuid().is_root() {
             eprintln!("skipped: only root has other users");
             return;
         }
         let kept = |uid, name: &str| {
             let memory = MemoryFile::new(Page::Transparent, Page::Transparent.bytes()).expect("a file").into_fd();
-            Kept::new(memory, (uid, Who::User(uid)), name.to_owned(), name.to_owned()).expect("a record")
+            let whose = (&Asker::user(uid), Who::User(uid));
+            Kept::new(memory, whose, name.to_owned(), name.to_owned()).expect("a record")
         };
-        let (owner, forged) = (kept(1000, "owner"), kept(1000, "forged"));
-        let text = Record { uid: 2000, inode: owner.inode(), ..forged.record };
-        forged.written.write_all_at(&serde_json::to_vec(&text).expect("text"), 0).expect("written");
-        let find = || {
-            let copies = [forged.written.as_fd(), owner.memory.as_fd(), owner.written.as_fd()];
-            let (found, _) = Kept::find(copies.map(|fd| fd.try_clone_to_owned().expect("a descriptor")).into());
-            found.iter().map(|kept| kept.record.uid).collect::<Vec<_>>()
+        let (owner, forger) = (kept(1000, "owner"), kept(2000, "forger"));
+        let forged = serde_json::to_vec(&Record { uid: 2000, ..owner.record.clone() }).expect("text");
+        rustix::fs::ftruncate(&forger.memory, RECORD as u64).expect("its own");
+        let mut text = [b' '; RECORD];
+        text[..forged.len()].copy_from_slice(&forged);
+        rustix::io::pwrite(&forger.memory, &text, 0).expect("written");
+        // As if the daemon had ended while it asked about it.
+        fchown(&forger.memory, Some(geteuid()), None).expect("root may");
+        let find = |order: [&Kept; 2]| {
+            let stored =
+                |kept: &Kept| kept.both().map(|fd| (kept.name_in_store(), fd.try_clone_to_owned().expect("one")));
+            let (found, rest) = Kept::find(order.into_iter().flat_map(stored).rev().collect());
+            assert!(rest.is_empty());
+            found.iter().map(|kept| (kept.record.uid, kept.inode)).collect::<Vec<_>>()
         };
-        assert_eq!(find(), [2000], "the first that names it");
-        fchown(&forged.written, Some(Uid::from_raw(2000)), None).expect("root may");
-        assert_eq!(find(), [1000]);
+        let mut both = [(1000, owner.inode), (2000, forger.inode)];
+        both.sort_by_key(|(_, inode)| *inode);
+        assert_eq!([find([&owner, &forger]), find([&forger, &owner])], [both, both]);
     }
 }

@@ -2,9 +2,7 @@
 //! (inotify(7), IN_DELETE_SELF of a file without a name).
 
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
-use rustix::fs::{Gid, Uid, fchown, fstat};
 use rustix::io::Errno;
-use rustix::process::geteuid;
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -29,11 +27,6 @@ impl Watches {
         inotify::add_watch(watches, path, WatchFlags::DELETE_SELF).map(Watch)
     }
 
-    /// Watches a file that is another user's.
-    pub(crate) fn add_lent(&self, file: impl AsFd) -> Result<Watch, Errno> {
-        while_ours(&file, || self.add(&file))?
-    }
-
     /// Those whose files somebody has open or mapped. A page alone, in a pipe or pinned by a device, is not seen. Costs a line of text
     /// for each.
     ///
@@ -44,16 +37,6 @@ impl Watches {
         let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).unwrap_or_default();
         text.lines().filter_map(watch).collect()
     }
-}
-
-/// Does something with a file of another user's, which for that moment is this process's own. Where it may not be, it may be opened as it
-/// is, or not at all.
-pub(crate) fn while_ours<R>(file: impl AsFd, what: impl FnOnce() -> R) -> Result<R, Errno> {
-    let stat = fstat(&file)?;
-    let _ = fchown(&file, Some(geteuid()), None);
-    let done = what();
-    fchown(&file, Some(Uid::from_raw(stat.st_uid)), Some(Gid::from_raw(stat.st_gid)))?;
-    Ok(done)
 }
 
 fn watch(line: &str) -> Option<Watch> {

@@ -121,7 +121,7 @@ fn lock(path: &Path) -> io::Result<Lock> {
             .truncate(false)
             .write(true)
             .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
             .open(&path);
         let file = open.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
         match file.try_lock() {

@@ -147,7 +147,9 @@ impl OwnFile {
     /// The last thing before is a look: another thread may have closed the descriptor, and its number may be another file's by now. A
     /// thread that does so between these two calls loses what it opened; it did so during a call on that very number.
     fn put(&self, file: BorrowedFd<'_>, put: impl Fn(BorrowedFd<'_>) -> Result<(), Errno>) -> Result<(), NotReplaced> {
-        let is_there = stat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity);
+        let is_same =
+            |stat: Stat| (stat.st_dev, stat.st_ino) == self.identity && stat.st_size == 0 && stat.st_blocks == 0;
+        let is_there = stat(&self.path).is_ok_and(is_same);
         if !is_there {
             return Err(NotReplaced::Gone);
         }
@@ -164,7 +166,8 @@ impl AloneFile {
     ///
     /// # Errors
     ///
-    /// [`NotReplaced`]: it leads to its own file. The leased one may have some of its seals.
+    /// [`NotReplaced`]: it leads to its own file. The leased one may have some of its seals; after [`NotReplaced::Shared`] somebody may
+    /// have it.
     pub(crate) fn replace(
         mut self,
         leased: BorrowedFd<'_>,
@@ -180,7 +183,8 @@ impl AloneFile {
         if is_alone(own.file.as_fd(), 1) {
             return Ok(());
         }
-        put(own.file.as_fd()).map_err(|_| NotReplaced::Gone)?;
+        // Whoever that is has the leased file now, too, or has not.
+        let _ = put(own.file.as_fd());
         Err(NotReplaced::Shared)
     }
 }

@@ -2,13 +2,14 @@
 //! meanwhile.
 
 use crate::background::cpu_time;
+use crate::daemon::Daemon;
 use crate::memory_file::{FileError, MemoryFile};
 use crate::template::{Source, TemplateError, Version};
 use rustix::io::Errno;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A template's file.
 #[derive(Debug)]
@@ -20,6 +21,8 @@ pub(crate) struct Reader {
     patience: Duration,
 }
 
+const STEP: Duration = Duration::from_millis(20);
+
 /// For how long nothing may be read; a slow disk reads a chunk in that time.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -29,7 +32,11 @@ impl Reader {
     }
 
     /// What `ask` comes to, if it does so in time. No second thread is made as long as the last one waits.
-    fn in_time<T: Send + 'static>(&mut self, ask: impl FnOnce() -> T + Send + 'static) -> Result<T, TemplateError> {
+    fn in_time<T: Send + 'static>(
+        &mut self,
+        daemon: &Daemon,
+        ask: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, TemplateError> {
         let silent = || TemplateError::Silent { path: self.path.clone(), seconds: self.patience.as_secs() };
         if self.asks.as_ref().is_some_and(|asks| !asks.is_finished()) {
             return Err(silent());
@@ -37,7 +44,15 @@ impl Reader {
         let (says, hears) = mpsc::channel();
         let asks = thread::Builder::new().name("reader".to_owned()).spawn(move || drop(says.send(ask())));
         let asks = asks.map_err(|_| FileError::Refused { call: "clone", errno: Errno::AGAIN })?;
-        match hears.recv_timeout(self.patience) {
+        let end = Instant::now() + self.patience;
+        let answer = loop {
+            match hears.recv_timeout(STEP) {
+                // Who is told to stop does not wait for a disk.
+                Err(RecvTimeoutError::Timeout) if Instant::now() < end && daemon.may_go_on(Duration::ZERO) => {}
+                answer => break answer,
+            }
+        };
+        match answer {
             Ok(answer) => {
                 // What it has open it has no more.
                 let _ = asks.join();
@@ -51,18 +66,24 @@ impl Reader {
     }
 
     /// Opens it, and says which one it is.
-    pub(crate) fn open(&mut self) -> Result<Version, TemplateError> {
+    pub(crate) fn open(&mut self, daemon: &Daemon) -> Result<Version, TemplateError> {
         let path = self.path.clone();
-        let source = self.in_time(move || Source::open(&path))??;
+        let source = self.in_time(daemon, move || Source::open(&path))??;
         let version = source.version;
         self.open = Some(source);
         Ok(version)
     }
 
     /// Reads a part of it, at the cost of so much CPU time.
-    pub(crate) fn read(&mut self, into: &MemoryFile, from: u64, to: u64) -> Result<Duration, TemplateError> {
+    pub(crate) fn read(
+        &mut self,
+        daemon: &Daemon,
+        into: &MemoryFile,
+        from: u64,
+        to: u64,
+    ) -> Result<Duration, TemplateError> {
         let (Some(mut source), into) = (self.open.take(), into.try_clone()?) else { return Err(self.closed()) };
-        let (source, read, cpu) = self.in_time(move || {
+        let (source, read, cpu) = self.in_time(daemon, move || {
             let read = source.read(&into, from, to);
             (source, read, cpu_time())
         })?;
@@ -71,9 +92,9 @@ impl Reader {
     }
 
     /// Its digest.
-    pub(crate) fn end(&mut self) -> Result<String, TemplateError> {
+    pub(crate) fn end(&mut self, daemon: &Daemon) -> Result<String, TemplateError> {
         let Some(source) = self.open.take() else { return Err(self.closed()) };
-        self.in_time(move || source.end())?
+        self.in_time(daemon, move || source.end())?
     }
 
     /// Of one that is not open.
@@ -85,6 +106,9 @@ impl Reader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::daemon::PoolConfig;
+    use crate::memory_file::Page;
+    use crate::stock::Shapes;
 
     /// A disk that does not answer has one thread that waits for it, however often it is tried; when it answers, it is read again.
     #[test]
@@ -92,14 +116,16 @@ mod tests {
         let path = std::env::temp_dir().join(format!("hugemm-reader-{}", std::process::id()));
         std::fs::write(&path, "snapshot").expect("written");
         let mut reader = Reader { patience: Duration::from_millis(20), ..Reader::of(&path) };
+        let page = Page::Transparent;
+        let daemon = &Daemon::new(PoolConfig::new(page, Shapes(Vec::new()), page.bytes(), 0));
         let (answers, answered) = mpsc::channel::<()>();
         let silent = |result: Result<(), TemplateError>| {
             assert!(matches!(result, Err(TemplateError::Silent { .. })), "{result:?}");
         };
-        silent(reader.in_time(move || answered.recv().map_or((), |()| ())));
+        silent(reader.in_time(daemon, move || answered.recv().map_or((), |()| ())));
         let (asked, asks) = mpsc::channel();
         (0..3).for_each(|_| {
-            silent(reader.in_time({
+            silent(reader.in_time(daemon, {
                 let asked = asked.clone();
                 move || asked.send(()).expect("heard")
             }))
@@ -110,7 +136,7 @@ mod tests {
         while reader.asks.as_ref().is_some_and(|asks| !asks.is_finished()) {
             thread::yield_now();
         }
-        let version = reader.open();
+        let version = reader.open(daemon);
         std::fs::remove_file(&path).expect("removed");
         assert_eq!(version.expect("it answers again").bytes, 8);
     }

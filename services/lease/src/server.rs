@@ -115,8 +115,6 @@ struct User {
     answer: Mutex<()>,
     /// To be given memory, which may have to be filled.
     lease: Mutex<()>,
-    /// To be given a template's, whose file may be far.
-    template: Mutex<()>,
 }
 
 fn turn(of: &Mutex<()>) -> MutexGuard<'_, ()> {
@@ -173,7 +171,8 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User)
         };
         let packet = {
             let of = match &request {
-                Ok(Request::Lease(wish)) if wish.template.is_some() => Some(&user.template),
+                // Which waits for its file, and is filled already.
+                Ok(Request::Lease(wish)) if wish.template.is_some() => None,
                 Ok(Request::Lease(_)) => Some(&user.lease),
                 // It takes a while, and none but who may have all of the daemon's time does it.
                 Ok(Request::Drain {} | Request::Fill {}) => None,
@@ -213,6 +212,13 @@ fn answer(daemon: &Daemon, peer: &Peer, request: Request, held: &mut Held<'_>) -
         Request::Seen { lease, seen } => {
             if held.leases.contains(&lease) {
                 daemon.seen(lease, seen);
+            }
+            return None;
+        }
+        Request::Return { lease } => {
+            if held.leases.contains(&lease) {
+                held.leases.retain(|other| *other != lease);
+                daemon.end(lease);
             }
             return None;
         }

@@ -1,7 +1,7 @@
 //! What a service manager and the daemon tell each other: sockets and files that the manager holds, that the daemon serves, that it
 //! stops (sd_notify(3), sd_listen_fds(3)). Without a manager nothing is said.
 
-use crate::kept::Kept;
+use crate::kept::{Kept, kept_name};
 use crate::listener::Listener;
 use crate::memory_file::MemoryFile;
 use rustix::net::sockopt::socket_acceptconn;
@@ -31,16 +31,18 @@ pub struct Inherited {
 /// Once per process, and before anything else has made descriptors of the numbers that the manager names.
 pub unsafe fn inherited() -> io::Result<Inherited> {
     let (mut inherited, mut others) = (Inherited::default(), Vec::new());
-    for fd in sd_notify::listen_fds()? {
+    for (fd, called) in sd_notify::listen_fds_with_names()? {
         // SAFETY: passed to this process, and nobody else takes it, by the contract.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         if socket_acceptconn(&fd) == Ok(true) {
             inherited.listener = Some(Listener::from(fd));
             continue;
         }
-        match MemoryFile::adopt(fd) {
+        // Kept memory can be made to look like a file that nobody has had.
+        let file = if called.starts_with(NAME) { MemoryFile::adopt(fd) } else { Err(fd) };
+        match file {
             Ok(file) => inherited.files.push(file),
-            Err(other) => others.push(other),
+            Err(other) => others.push((called, other)),
         }
     }
     let (kept, others) = Kept::find(others);
@@ -76,18 +78,14 @@ pub(crate) fn let_go(file: &MemoryFile) {
 
 /// Has the manager hold kept memory with what is written beside it.
 pub(crate) fn store_kept(kept: &Kept) {
-    let name = kept_name(kept.inode());
+    let name = kept.name_in_store();
     let _ = sd_notify::notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(&name)], &kept.both());
 }
 
 /// Has the manager let go of both. Until it gets to it, the record says that nobody keeps it.
 pub(crate) fn let_go_of_kept(kept: &Kept) {
     kept.forget();
-    give_up(&kept_name(kept.inode()));
-}
-
-fn kept_name(inode: u64) -> String {
-    format!("kept-{inode}")
+    give_up(&kept.name_in_store());
 }
 
 fn give_up(name: &str) {
@@ -99,9 +97,12 @@ fn tell(what: &[NotifyState<'_>]) {
     let _ = sd_notify::notify(what);
 }
 
+/// How the names of files begin that are ready.
+const NAME: &str = "memory-";
+
 /// A file's name in the store: no two files have one at the same time.
 fn name(inode: u64) -> String {
-    format!("memory-{inode}")
+    format!("{NAME}{inode}")
 }
 
 fn name_of(file: &MemoryFile) -> Option<String> {

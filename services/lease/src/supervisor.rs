@@ -136,7 +136,6 @@ impl Lending {
             Some(Ok(leased)) => return Ok(leased),
             Some(Err(ClientError::Refused(refused))) => NotReplaced::NotLent(refused.message),
             Some(Err(error)) => {
-                // What comes later would be the answer to something else.
                 self.connection = None;
                 NotReplaced::NotLent(error.to_string())
             }
@@ -144,6 +143,16 @@ impl Lending {
         };
         self.budget += bytes;
         Err(error)
+    }
+
+    /// What nobody has had: one lease is for the next file, others go back to the daemon.
+    fn give_back(&mut self, (about, file): (Leased, OwnedFd)) {
+        if self.is_one {
+            return self.ready.push((about, file));
+        }
+        drop(file);
+        self.budget += about.bytes;
+        self.connection.iter().for_each(|daemon| daemon.give_back(about.lease));
     }
 
     fn tell(&self, lease: u64, seen: Seen) {
@@ -164,7 +173,7 @@ fn no_daemon() -> NotReplaced {
 struct Asker {
     wishes: Sender<Wish>,
     answers: Receiver<Result<(Leased, OwnedFd), ClientError>>,
-    /// Has a byte for each answer.
+    /// Has a byte for each answer, and ends with the thread.
     there: PipeReader,
 }
 
@@ -174,8 +183,14 @@ impl Asker {
         let connection = Arc::clone(connection);
         thread::Builder::new().name("asker".to_owned()).spawn(move || {
             for wish in wished {
+                let answer = connection.another(wish);
+                // What comes later would be the answer to something else.
+                let is_over = answer.as_ref().is_err_and(|error| !matches!(error, ClientError::Refused(_)));
                 // Whoever would hear it ends with this process.
-                let _ = says.send(connection.another(wish)).map(|()| tell.write_all(&[0]));
+                let _ = says.send(answer).map(|()| tell.write_all(&[0]));
+                if is_over {
+                    break;
+                }
             }
         })?;
         Ok(Asker { wishes, answers, there })
@@ -485,8 +500,8 @@ struct Supervisor {
     done: Done,
     /// How programs map what they were given is looked at for a while.
     watches: Vec<Watch>,
-    /// Calls that wait for what was asked for, in that order.
-    waiting: VecDeque<(Call, Found)>,
+    /// Calls that wait for what was asked for, in that order; nobody waits for one without a file any more.
+    waiting: VecDeque<(Call, Option<Found>)>,
 }
 
 /// A program's file that is to be replaced.
@@ -512,11 +527,14 @@ const UNTAKEN: Duration = Duration::from_secs(10);
 impl Supervisor {
     fn serve(&mut self) -> io::Result<()> {
         loop {
-            let until =
-                self.untaken.filter(|_| self.ears.is_some()).map(|at| at.saturating_duration_since(Instant::now()));
+            let until = self
+                .untaken
+                .filter(|_| self.ears.is_some() && self.waiting.is_empty())
+                .map(|at| at.saturating_duration_since(Instant::now()));
             let pause = if self.watches.is_empty() { until } else { Some(LOOK) };
             let pause = pause.map(Timespec::try_from).transpose().map_err(io::Error::other)?;
-            let asker = self.lending.asker.as_ref().map(|asker| PollFd::new(&asker.there, PollFlags::IN));
+            let asker = self.lending.asker.as_ref().filter(|_| !self.waiting.is_empty());
+            let asker = asker.map(|asker| PollFd::new(&asker.there, PollFlags::IN));
             let ears = self.ears.as_ref().map(|ears| PollFd::new(&ears.process, PollFlags::IN));
             let (asks, hears) = (usize::from(asker.is_some()), ears.is_some());
             let mut wait = vec![PollFd::new(&self.listener, PollFlags::IN)];
@@ -529,7 +547,10 @@ impl Supervisor {
             let (events, came, ended) = (wait[0].revents(), asks > 0 && is_ready(1), hears && is_ready(1 + asks));
             if came && let Some((call, found)) = self.waiting.pop_front() {
                 let lent = self.lending.asked(call.length);
-                self.give(&call, found, lent);
+                match found {
+                    Some(found) => self.give(&call, found, lent),
+                    None => lent.into_iter().for_each(|lent| self.lending.give_back(lent)),
+                }
             }
             if events.contains(PollFlags::IN) {
                 if let Some(call) = seccomp::receive(self.listener.as_fd())? {
@@ -579,11 +600,14 @@ impl Supervisor {
 
     /// Hears of a call, which is answered at once unless the daemon is to be asked.
     fn hear(&mut self, call: Call) {
+        let listener = self.listener.as_fd();
+        // A signal has ended a call, which comes again, or its thread.
+        self.waiting.iter_mut().filter(|(waits, _)| !seccomp::is_valid(listener, waits)).for_each(|(_, it)| *it = None);
         match self.find(&call) {
             Ok(None) => self.answer(&call, CallAnswer::Continue),
             Err(why) => self.judge(&call, Err(why)),
             Ok(Some(found)) => match self.lending.take(call.length) {
-                Ok(None) => self.waiting.push_back((call, found)),
+                Ok(None) => self.waiting.push_back((call, Some(found))),
                 Ok(Some(lent)) => self.give(&call, found, Ok(lent)),
                 Err(why) => self.judge(&call, Err(why)),
             },
@@ -664,8 +688,9 @@ impl Supervisor {
         let lease = about.lease;
         let Found { file: own, close_on_exec } = found;
         if let Err(why) = own.replace(file.as_fd(), |file| self.put(call, file, close_on_exec)) {
-            // Nobody has had it.
-            self.lending.ready.push((about, file));
+            if why != NotReplaced::Shared {
+                self.lending.give_back((about, file));
+            }
             return Err(why);
         }
         let inode = rustix::fs::fstat(&file).map_or(0, |stat| stat.st_ino);
@@ -748,6 +773,27 @@ fn is_private_memory(argument: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// An answer that is none to what was asked is the last: the next would be one to something else, and a file of another length.
+    #[test]
+    fn nothing_is_asked_after_a_wrong_answer() {
+        let path = std::env::temp_dir().join(format!("hugemm-asker-{}", std::process::id()));
+        let listener = crate::listener::Listener::bind(&path, false).expect("a socket");
+        let connection = Arc::new(Connection::open(&path).expect("there is room"));
+        let served = rustix::net::accept(&listener).expect("a client");
+        let mut asker = Asker::of(&connection).expect("a thread");
+        drop(connection);
+        let page = Page::Transparent;
+        [2, 4].iter().for_each(|pages| asker.wishes.send(Wish::of(pages * page.bytes())).expect("it hears"));
+        let hear = || crate::wire::receive::<Request>(served.as_fd()).expect("open").map(|(request, _)| request);
+        assert_eq!(hear(), Some(Request::Lease(Wish::of(2 * page.bytes()))));
+        let file = crate::memory_file::MemoryFile::new(page, page.bytes()).expect("a file");
+        let (lease, bytes) = (1, page.bytes());
+        let about = Leased { lease, bytes, page, node: None, filled_late: 0, secret: None, resumed: false };
+        crate::wire::send(served.as_fd(), &crate::wire::Answer::Leased(about), Some(file.as_fd())).expect("sent");
+        assert!(asker.answer().is_some_and(|answer| answer.is_err()), "of another length");
+        assert!(asker.answer().is_none() && hear().is_none(), "it asks no more");
+    }
 
     /// Whoever starts a program and reads nothing of what it says has it run all the same; whoever reads has all of it.
     #[test]

@@ -34,6 +34,11 @@ pub enum Request {
         /// What.
         seen: Seen,
     },
+    /// Ends one of this connection's leases, whose memory nobody has. Nothing is answered.
+    Return {
+        /// Which.
+        lease: u64,
+    },
     /// Ends this connection's leases, whose memory the client has let go of, before its process ends.
     End {},
     /// Keeps memory no more: it goes back to the kernel, from a program that has it now when that ends.

@@ -109,7 +109,7 @@ fn with_daemon<R>(kind: Kind, use_it: impl FnOnce(Fresh<'_>) -> R) -> R {
     };
     let config = PoolConfig::new(Page::Huge2M, Shapes(shapes), u64::MAX, 0);
     let daemon = Daemon::new(PoolConfig { templates, ..config });
-    daemon.look_at_templates();
+    (0..daemon.config().templates.len()).for_each(|index| daemon.look_at_template(index));
     let result = std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default()));
         let result = use_it(Fresh { daemon: &daemon, kind, lease: None });

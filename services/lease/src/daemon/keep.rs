@@ -1,51 +1,77 @@
 //! Keeping: memory that its owner leases again, by a name and a secret.
 
+use super::lend::Entered;
 use super::{Daemon, KeptEntry, refused};
 use crate::kept::Kept;
 use crate::memory_file::{MemoryFile, node_of};
-use crate::policy::Asker;
+use crate::policy::{Asker, Who};
 use crate::service;
 use crate::status::Left;
-use crate::wire::{Forget, KeepAs, Leased, Refused, RefusedKind};
+use crate::wire::{Forget, KeepAs, Leased, Refused, RefusedKind, Wish};
 use rustix::rand::GetRandomFlags;
 use serde_json::json;
 use std::collections::btree_map::Entry;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 impl Daemon {
     /// Takes memory that a predecessor kept. Whether somebody has it, [`Kept`] knows.
-    pub fn adopt_kept(&self, memory: Kept) {
-        // Without a watch it counts for as long as it is kept.
-        let watch = self.watches.add_lent(memory.memory()).ok();
-        self.state().kept.insert(memory.key(), KeptEntry { memory, lease: None, watch });
+    pub fn adopt_kept(&self, kept: Vec<Kept>) {
+        let entry = |memory: Kept| (memory.key(), KeptEntry { memory: Arc::new(memory), lease: None, watch: None });
+        self.state().kept.extend(kept.into_iter().map(entry));
+    }
+
+    /// Has it watched who has that. Without a watch it counts for as long as it is kept. May wait for its owners.
+    pub fn watch_kept(&self) {
+        let kept: Vec<_> = self.state().kept.values().map(|kept| Arc::clone(&kept.memory)).collect();
+        for memory in kept {
+            let watch = memory.watch(&self.watches).ok();
+            let mut state = self.state();
+            let entry = state.kept.get_mut(&memory.key()).filter(|kept| Arc::ptr_eq(&kept.memory, &memory));
+            if let Some(entry) = entry.filter(|kept| kept.watch.is_none()) {
+                entry.watch = watch;
+            }
+        }
     }
 
     /// Enters a new lease among those that are kept, if its client wants that.
     pub(super) fn keep(
         &self,
-        asker: &Asker,
+        whose: (&Asker, Who),
         mut leased: Leased,
         file: MemoryFile,
         keep: Option<&KeepAs>,
     ) -> Result<(Leased, OwnedFd), Refused> {
         let Some(keep) = keep else { return Ok((leased, file.into_fd())) };
+        let uid = whose.0.uid;
         let new = |secret: String| {
-            let whose = (asker.uid, self.policy().account(asker));
             let memory = Kept::new(file.into_fd(), whose, keep.name.clone(), secret)?;
             Ok(memory.lend()?.map(|lent| (memory, lent)))
         };
         let refusal = match secret().map(new) {
             Some(Ok(Some((memory, lent)))) => {
+                // With nothing locked: the manager may be slow.
+                service::store_kept(&memory);
                 let mut state = self.state();
                 let watch = state.leases.get(&leased.lease).and_then(|lease| lease.watch);
-                if let Entry::Vacant(entry) = state.kept.entry(memory.key()) {
-                    service::store_kept(&memory);
-                    leased.secret = Some(memory.secret().to_owned());
-                    entry.insert(KeptEntry { memory, lease: Some(leased.lease), watch });
-                    return Ok((leased, lent));
+                let has = state.kept.keys().filter(|(user, _)| *user == uid).count();
+                match state.kept.entry(memory.key()) {
+                    Entry::Vacant(entry) if has < MOST_KEPT => {
+                        leased.secret = Some(memory.secret().to_owned());
+                        entry.insert(KeptEntry { memory: Arc::new(memory), lease: Some(leased.lease), watch });
+                        return Ok((leased, lent));
+                    }
+                    entry => {
+                        let is_new = matches!(entry, Entry::Vacant(_));
+                        drop(state);
+                        service::let_go_of_kept(&memory);
+                        match is_new {
+                            true => format!("this user has {has} names already; forget one (hugemm pool forget)"),
+                            false => "another program has just taken that name".to_owned(),
+                        }
+                    }
                 }
-                "another program has just taken that name".to_owned()
             }
             Some(Err(error)) => {
                 let error: io::Error = error;
@@ -61,41 +87,51 @@ impl Daemon {
         &self,
         asker: &Asker,
         pid: u32,
-        (bytes, wanted): (u64, Option<u32>),
+        wish: &Wish,
         keep: &KeepAs,
     ) -> Option<Result<(Leased, OwnedFd), Refused>> {
-        let mut state = self.state();
         let key = (asker.uid, keep.name.clone());
-        let kept = state.kept.get_mut(&key)?;
         let no = |message: &str| Some(Err(refused(RefusedKind::Kept, message)));
-        if keep.secret.as_deref() != Some(kept.memory.secret()) {
-            return no("memory is kept under this name, and the secret is not the one that its first lease was given");
-        }
-        if kept.lease.is_some() {
-            return no("the kept memory is in use");
-        }
-        if kept.memory.bytes() != bytes {
-            return no(&format!("the kept memory has {} bytes", kept.memory.bytes()));
-        }
-        let node = node_of(kept.memory.memory());
-        if wanted.is_some() && wanted != node {
-            return no("the kept memory is not from that node alone; ask without --node, or forget it");
-        }
-        // Its lease ends with whoever asked for it, and the program may go on: in the background, started by another, before a restart.
-        let file = match kept.memory.lend() {
+        let (entered, memory) = {
+            let mut state = self.state();
+            let kept = state.kept.get_mut(&key)?;
+            let (memory, node) = (Arc::clone(&kept.memory), node_of(kept.memory.memory()));
+            if keep.secret.as_deref() != Some(memory.secret()) {
+                return no(
+                    "memory is kept under this name, and the secret is not the one that its first lease was given",
+                );
+            }
+            if kept.lease.is_some() {
+                return no("the kept memory is in use");
+            }
+            if memory.bytes() != wish.bytes {
+                return no(&format!("the kept memory has {} bytes", memory.bytes()));
+            }
+            if wish.page.is_some_and(|page| page != memory.page()) || wish.node.is_some() && wish.node != node {
+                return no("the kept memory has other pages, or is not from that node alone; ask without --page and \
+                     --node, or forget it");
+            }
+            let (whose, watch) = ((asker.uid, memory.account()), kept.watch);
+            let lease = state.enter(whose, pid, wish.bytes, Some(keep.name.clone()), watch);
+            if let Some(kept) = state.kept.get_mut(&key) {
+                kept.lease = Some(lease);
+            }
+            (Entered { daemon: self, lease }, memory)
+        };
+        // With nothing locked: its owner can have this wait. A lease ends with whoever asked for it, and the program may go on: in the
+        // background, started by another, before a restart.
+        let file = match memory.lend() {
             Ok(Some(file)) => file,
             Ok(None) => return no("the kept memory is in use: a program has it open or mapped"),
             Err(error) => return no(&format!("the kept memory cannot be opened: {error}")),
         };
-        let (page, secret) = (kept.memory.page(), kept.memory.secret().to_owned());
-        let watch = kept.watch;
-        let whose = (asker.uid, kept.memory.account());
-        let lease = state.enter(whose, pid, bytes, Some(keep.name.clone()), watch);
-        if let Some(kept) = state.kept.get_mut(&key) {
-            kept.lease = Some(lease);
+        if rustix::fs::fstat(&file).map(|stat| stat.st_size as u64) != Ok(wish.bytes) {
+            return no("its owner has made the kept memory longer or shorter; forget it");
         }
-        let secret = Some(secret);
-        Some(Ok((Leased { lease, bytes, page, node, filled_late: 0, secret, resumed: true }, file)))
+        let lease = entered.lease;
+        std::mem::forget(entered);
+        let (page, node, secret) = (memory.page(), node_of(memory.memory()), Some(memory.secret().to_owned()));
+        Some(Ok((Leased { lease, bytes: wish.bytes, page, node, filled_late: 0, secret, resumed: true }, file)))
     }
 
     /// Keeps memory no more.
@@ -138,6 +174,9 @@ impl Daemon {
     }
 }
 
+/// Most names of one user: a service manager holds two files for each.
+const MOST_KEPT: usize = 32;
+
 /// 128 random bits, in hexadecimal.
 fn secret() -> Option<String> {
     let mut bytes = [0u8; 16];
@@ -150,9 +189,7 @@ mod tests {
     use super::*;
     use crate::daemon::PoolConfig;
     use crate::memory_file::Page;
-    use crate::policy::Who;
     use crate::stock::Shapes;
-    use crate::wire::Wish;
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     use std::fs::File;
     use std::os::fd::{AsFd, AsRawFd};
@@ -168,7 +205,8 @@ mod tests {
         let file = MemoryFile::new(page, page.bytes()).expect("a file");
         file.make_lent(1000, 1000).expect("root may");
         let copy = file.as_fd().try_clone_to_owned().expect("a descriptor");
-        let whose = (1000, Who::User(1000));
+        let owner = Asker { gid: 1000, ..Asker::user(1000) };
+        let whose = (&owner, Who::User(1000));
         let kept = Kept::new(file.into_fd(), whose, "cache".to_owned(), "secret".to_owned()).expect("a record");
         let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
         let left = || {
@@ -176,7 +214,8 @@ mod tests {
             let (head, sets) = ([0x2008_0522_u32, 0], [CHOWN, CHOWN, 0, 0, 0, 0]);
             // SAFETY: the capabilities of this thread alone; both outlive the call (capset(2), version 3).
             assert_eq!(unsafe { libc::syscall(libc::SYS_capset, head.as_ptr(), sets.as_ptr()) }, 0);
-            daemon.adopt_kept(kept);
+            daemon.adopt_kept(vec![kept]);
+            daemon.watch_kept();
             let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
             let wish = Wish { keep: Some(keep.clone()), ..Wish::of(page.bytes()) };
             let (leased, _) = daemon.lease(&Asker::user(1000), 7, &wish).expect("nobody has asked for it");
@@ -188,6 +227,51 @@ mod tests {
         assert_eq!(left, [Left { uid: 1000, bytes: page.bytes() }], "somebody has it open");
         let owner = rustix::fs::fstat(&copy).expect("a file");
         assert_eq!((owner.st_uid, owner.st_gid), (1000, 1000), "and it is whose it was");
+    }
+
+    /// Whose memory it is can have the kernel wait with that file, and nobody but itself with the daemon.
+    #[test]
+    fn nobody_waits_for_an_owner_but_itself() {
+        let page = Page::Transparent;
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
+        let keep = |secret| Wish { keep: Some(KeepAs { name: "cache".to_owned(), secret }), ..Wish::of(page.bytes()) };
+        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let root = &Asker::user(0);
+        let (leased, file) = daemon.lease(root, 7, &keep(None)).expect("ready");
+        daemon.end(leased.lease);
+        drop(file);
+        let memory = daemon.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept");
+        let resumed = std::thread::scope(|scope| {
+            let waits = memory.has_turn();
+            let resumed = scope.spawn(|| daemon.lease(root, 8, &keep(leased.secret.clone())));
+            let watched = scope.spawn(|| daemon.watch_kept());
+            while daemon.status().leases.is_empty() {
+                std::thread::yield_now();
+            }
+            assert!(daemon.status().kept[0].in_use, "it is being given");
+            let second = daemon.lease(root, 9, &keep(leased.secret.clone()));
+            assert_eq!(second.expect_err("in use").message, "the kept memory is in use");
+            drop(waits);
+            watched.join().expect("no panic");
+            resumed.join().expect("no panic")
+        });
+        assert!(resumed.is_ok_and(|(resumed, _)| resumed.resumed));
+    }
+
+    /// A manager holds two files for each name, and has room for so many.
+    #[test]
+    fn a_user_has_few_names() {
+        let page = Page::Transparent;
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
+        let keep = |n: usize| {
+            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+            let keep = Some(KeepAs { name: n.to_string(), secret: None });
+            daemon.lease(&Asker::user(0), 7, &Wish { keep, ..Wish::of(page.bytes()) })
+        };
+        assert!((0..MOST_KEPT).all(|n| keep(n).is_ok()));
+        let refused = keep(MOST_KEPT).expect_err("too many");
+        assert!(refused.message.contains("hugemm pool forget"), "{refused:?}");
+        assert_eq!((daemon.status().kept.len(), daemon.status().leases.len()), (MOST_KEPT, MOST_KEPT));
     }
 
     /// A program may go on when whoever leased for it has ended (it went to the background, it was given the descriptor), and when the
@@ -204,11 +288,12 @@ mod tests {
         let again = |daemon: &Daemon| daemon.lease(root, 8, &keep(leased.secret.clone()));
         let refused = |daemon: &Daemon| {
             let message = again(daemon).expect_err("somebody has it").message;
-            assert!(message.contains("in use") && daemon.status().kept[0].in_use, "{message}");
+            assert!(message.contains("in use"), "{message}");
         };
         refused(&first);
         first.end(leased.lease);
         refused(&first);
+        assert!(first.status().kept[0].in_use);
         let given = file.try_clone().expect("a descriptor");
         drop(file);
         refused(&first);
@@ -217,14 +302,13 @@ mod tests {
         let copy = by_path.expect("its own");
         drop(given);
         refused(&first);
-        let left = {
-            let state = first.state();
-            state.kept.values().flat_map(|kept| kept.memory.both().map(|fd| fd.try_clone_to_owned())).collect()
+        let stored = |kept: &KeptEntry| {
+            kept.memory.both().map(|fd| (kept.memory.name_in_store(), fd.try_clone_to_owned().expect("a descriptor")))
         };
-        let left: io::Result<_> = left;
+        let left = first.state().kept.values().flat_map(stored).collect();
         drop(first);
         let next = daemon();
-        Kept::find(left.expect("descriptors")).0.into_iter().for_each(|kept| next.adopt_kept(kept));
+        next.adopt_kept(Kept::find(left).0);
         refused(&next);
         let (rights, flags) = (ProtFlags::READ, MapFlags::SHARED);
         // SAFETY: at an address of the kernel's choice; nothing is touched there.
@@ -233,10 +317,10 @@ mod tests {
         refused(&next);
         // SAFETY: mapped above, and nobody uses it.
         unsafe { munmap(mapping, 4096) }.expect("unmapped");
-        assert!(!next.status().kept[0].in_use);
         let (resumed, file) = again(&next).expect("nobody has it");
         assert!(resumed.resumed && next.status().kept[0].in_use);
+        next.end(resumed.lease);
         drop(file);
-        refused(&next);
+        assert!(!next.status().kept[0].in_use);
     }
 }

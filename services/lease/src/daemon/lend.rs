@@ -29,9 +29,9 @@ impl State {
 }
 
 /// A lease that is counted and not given yet. Dropped, on whatever way out, it was none.
-struct Entered<'a> {
-    daemon: &'a Daemon,
-    lease: u64,
+pub(super) struct Entered<'a> {
+    pub(super) daemon: &'a Daemon,
+    pub(super) lease: u64,
 }
 
 impl Drop for Entered<'_> {
@@ -85,6 +85,13 @@ impl Daemon {
     fn lease_or_refuse(&self, asker: &Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
         let PoolConfig { page, node, .. } = &self.config;
         let invalid = |message: String| Err(refused(RefusedKind::Invalid, message));
+        let is_name = |name: &str| (1..=MOST_NAME).contains(&name.len()) && !name.contains(char::is_control);
+        if wish.keep.as_ref().is_some_and(|keep| !is_name(&keep.name)) {
+            return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes, and no control characters"));
+        }
+        if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, wish, keep)) {
+            return resumed;
+        }
         if wish.page.is_some_and(|wanted| wanted != *page) {
             return invalid(format!("this daemon has pages of {page}; ask without --page, or ask another daemon"));
         }
@@ -111,14 +118,7 @@ impl Daemon {
                 None => "this daemon's memory may be on any node; serve one pool per node with --node".to_owned(),
             });
         }
-        let is_name = |name: &str| (1..=MOST_NAME).contains(&name.len()) && !name.contains(char::is_control);
-        if wish.keep.as_ref().is_some_and(|keep| !is_name(&keep.name)) {
-            return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes, and no control characters"));
-        }
-        if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, (bytes, wish.node), keep)) {
-            return resumed;
-        }
-        let entered = {
+        let (entered, account) = {
             let mut state = self.state();
             state.forget_returned(&self.watches);
             let policy = self.policy();
@@ -127,7 +127,7 @@ impl Daemon {
             allowed.map_err(|why: Refusal| refused(RefusedKind::LendingPolicy, why.to_string()))?;
             // Entered before anything is taken, so that two requests at once do not pass the quota together.
             let keep = wish.keep.as_ref().map(|keep| keep.name.clone());
-            Entered { daemon: self, lease: state.enter((asker.uid, account), pid, bytes, keep, None) }
+            (Entered { daemon: self, lease: state.enter((asker.uid, account), pid, bytes, keep, None) }, account)
         };
         let (file, filled_late, watch) = self.take(asker, bytes, template)?;
         if let Some(entered) = self.state().leases.get_mut(&entered.lease) {
@@ -135,7 +135,7 @@ impl Daemon {
         }
         let (lease, page, node) = (entered.lease, *page, *node);
         let leased = Leased { lease, bytes, page, node, filled_late, secret: None, resumed: false };
-        let given = self.keep(asker, leased, file, wish.keep.as_ref())?;
+        let given = self.keep((asker, account), leased, file, wish.keep.as_ref())?;
         std::mem::forget(entered);
         Ok(given)
     }

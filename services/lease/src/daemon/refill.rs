@@ -55,9 +55,19 @@ impl Daemon {
         }
     }
 
+    /// How long the next file is that is missing and clear.
+    pub(crate) fn missing_clear(&self) -> Option<u64> {
+        missing(&self.config.shapes.0, &self.state().lengths()).into_iter().next()
+    }
+
     /// A file of that length is begun.
     pub(crate) fn begins(&self, bytes: u64) {
-        self.state().filling = Some(Filling { bytes, done: 0, halvings: 0 });
+        self.goes_on(bytes, 0);
+    }
+
+    /// It is gone on with one of which so much is filled.
+    pub(crate) fn goes_on(&self, bytes: u64, done: u64) {
+        self.state().filling = Some(Filling { bytes, done, halvings: 0 });
     }
 
     /// How often the rate at which it grows was halved, because the machine is busy.

@@ -7,6 +7,7 @@ use crate::status::TemplateMemory;
 use crate::template::{Template, TemplateError, Version};
 use crate::wire::{Refused, RefusedKind};
 use serde_json::json;
+use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How things stand with a template.
@@ -44,14 +45,21 @@ impl Filled {
 }
 
 impl Daemon {
-    /// Looks whether the files of the templates are those that memory was filled with. To be called now and then; before each lease it
-    /// is looked anyway.
-    pub fn look_at_templates(&self) {
-        (0..self.config.templates.len()).for_each(|index| self.look_at_template(index));
+    /// Looks whether the file of that template is the one that memory was filled with. To be called now and then; before each lease it is
+    /// looked anyway. Waits as long as its disk does. Of a number that no template has, nothing.
+    pub fn look_at_template(&self, index: usize) {
+        if index < self.looks.len() {
+            let _look = self.look(index);
+            self.look_at(index);
+        }
     }
 
-    fn look_at_template(&self, index: usize) {
-        // With nothing locked: the file may be far.
+    fn look(&self, index: usize) -> MutexGuard<'_, ()> {
+        self.looks[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn look_at(&self, index: usize) {
+        // With nothing locked that others want: the file may be far.
         let found = Version::of(&self.config.templates[index].path);
         let mut state = self.state();
         let filled = &mut state.templates[index];
@@ -81,12 +89,12 @@ impl Daemon {
     /// [`Refused`]: there is none of that name for that user.
     pub(super) fn template(&self, asker: &Asker, name: &str) -> Result<Asked, Refused> {
         let index = self.config.templates.iter().position(|template| template.name == name);
+        let _look = index.map(|index| self.look(index));
         let found = index.map(|index| {
-            self.look_at_template(index);
+            self.look_at(index);
             let filled = &self.state().templates[index];
             (index, filled.version, filled.why.clone())
         });
-        // With nothing locked: the file may be far.
         let found = found.filter(|(index, version, _)| {
             let path = &self.config.templates[*index].path;
             self.may_command(asker) || version.is_some_and(|version| version.is_readable_by(path, asker))
@@ -181,7 +189,7 @@ mod tests {
         let template = Template { name: "snap".to_owned(), path: path.clone() };
         let config = PoolConfig::new(page, Shapes(Vec::new()), u64::MAX, 0);
         let daemon = Daemon::new(PoolConfig { templates: vec![template], ..config });
-        daemon.look_at_templates();
+        daemon.look_at_template(0);
         let read = |version, digest: &str| {
             let file = MemoryFile::new(page, page.bytes()).expect("a file");
             daemon.template_ended(0, Ok((file, version, digest.to_owned())));
@@ -199,6 +207,11 @@ mod tests {
         read(version, "first");
         assert!(daemon.take_filled(&Asked { version: of_other, ..asked }).is_err(), "another file was asked for");
         assert!(daemon.take_filled(&asked).is_ok());
+        read(version, "first");
+        daemon.drain(false);
+        assert!(daemon.status().templates[0].ready, "filling it again would take its time");
+        daemon.drain(true);
+        assert!(!daemon.status().templates[0].ready);
         [path, other].iter().for_each(|path| std::fs::remove_file(path).expect("removed"));
     }
 }

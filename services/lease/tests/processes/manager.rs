@@ -44,7 +44,10 @@ impl Manager {
         let me = std::env::current_exe().expect("a path");
         let mut command = Command::new("sh");
         command.args(["-c", "LISTEN_PID=$$ exec \"$0\" daemon /nowhere/socket"]).arg(me);
+        let names: Vec<_> =
+            std::iter::once("socket").chain(self.stored.iter().map(|(name, _)| name.as_str())).collect();
         command.env("NOTIFY_SOCKET", &self.path).env("LISTEN_FDS", numbers.len().to_string());
+        command.env("LISTEN_FDNAMES", names.join(":"));
         // SAFETY: system calls between fork and exec, with descriptors that are open until after it.
         unsafe {
             command.pre_exec(move || {

@@ -44,7 +44,8 @@ pub(crate) fn daemon(path: &Path) {
     let daemon = Arc::new(Daemon::new(PoolConfig::new(Page::Huge2M, shapes, LEASE, owner)));
     let (never, _open) = std::io::pipe().expect("a pipe");
     daemon.adopt(inherited.files);
-    inherited.kept.into_iter().for_each(|kept| daemon.adopt_kept(kept));
+    daemon.adopt_kept(inherited.kept);
+    daemon.watch_kept();
     service::ready();
     std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default()));

@@ -114,7 +114,7 @@ fn serve(args: &Serve) -> Result<()> {
     let log = std::io::stderr().as_fd().try_clone_to_owned().context("no descriptor for the log")?;
     let daemon = Arc::new(Daemon::with_log(config, log.into()));
     daemon.adopt(inherited.files);
-    inherited.kept.into_iter().for_each(|kept| daemon.adopt_kept(kept));
+    daemon.adopt_kept(inherited.kept);
     if let Some(metrics) = metrics {
         let daemon = Arc::clone(&daemon);
         // Ends with the process.
@@ -122,19 +122,30 @@ fn serve(args: &Serve) -> Result<()> {
     }
     let (stop, told) = std::io::pipe()?;
     let watched = Arc::clone(&daemon);
-    let files = Arc::clone(&daemon);
-    // Ends with the process: a file may be on a disk that does not answer.
-    thread::spawn(move || {
-        loop {
-            files.look_at_templates();
-            thread::sleep(LOOK);
-            let Some(path) = policy_file.as_deref() else { continue };
-            let before = std::mem::replace(&mut policy_is_of, changed(path));
-            if policy_is_of != before {
-                let read = read_policy(owner, path).map(|policy| files.set_policy(policy));
-                files.log("policy", json!({ "error": read.err().map(|error| format!("{error:#}")) }));
+    // These end with the process, each alone: an owner, or a disk, may not answer.
+    let kept = Arc::clone(&daemon);
+    thread::spawn(move || kept.watch_kept());
+    for index in 0..daemon.config().templates.len() {
+        let looks = Arc::clone(&daemon);
+        thread::spawn(move || {
+            loop {
+                looks.look_at_template(index);
+                thread::sleep(LOOK);
             }
-        }
+        });
+    }
+    let told_again = Arc::clone(&daemon);
+    policy_file.map(|path| {
+        thread::spawn(move || {
+            loop {
+                thread::sleep(LOOK);
+                let before = std::mem::replace(&mut policy_is_of, changed(&path));
+                if policy_is_of != before {
+                    let read = read_policy(owner, &path).map(|policy| told_again.set_policy(policy));
+                    told_again.log("policy", json!({ "error": read.err().map(|error| format!("{error:#}")) }));
+                }
+            }
+        })
     });
     let waiter = thread::spawn(move || {
         // The handler sets a flag; the socket's thread waits for a descriptor.
