@@ -191,8 +191,8 @@ impl Tree {
                 // SAFETY: as above.
                 at = unsafe { slot.sides[tree][if ends { ABOVE } else { BELOW }].next() };
             }
-            // Acquire pairs with the Release fences in `fill` and in `prepare`: whoever has read any of what stands there for a later
-            // change sees that the trees have been exchanged.
+            // Acquire pairs with the Release fence in `fill`: whoever has read any of what stands there next sees that the trees have been
+            // exchanged. Who has read a link of what is made next sees that by the link.
             fence(Ordering::Acquire);
             if self.changes.load(Ordering::Relaxed) == changes {
                 return found;
@@ -209,8 +209,6 @@ impl Tree {
         // Relaxed: one at a time.
         let old = (self.changes.load(Ordering::Relaxed) % 2) as usize;
         let new = 1 - old;
-        // Release, with the Acquire fence in `from`: whoever sees what is stored here sees that this tree has not been in use for a change.
-        fence(Ordering::Release);
         let (mut first, mut last, mut count) = (None, None, 0);
         let mut append = |slot: &'m Slot| {
             match last.replace(slot) {
