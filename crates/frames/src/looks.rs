@@ -23,7 +23,7 @@ pub(crate) mod tests {
     }
 
     /// The most that are looked at in one pin of `body`: an interrupt handler looks wherever one could come.
-    pub(crate) fn most_in_a_pin(threads: &Threads, body: impl FnOnce(&mut CpuCx<'_, Threads>)) -> u64 {
+    pub(crate) fn most_in_a_pin<M: Sync>(threads: &Threads<M>, body: impl FnOnce(&mut CpuCx<'_, Threads<M>>)) -> u64 {
         let (mut last, mut most) = (LOOKS.get(), 0);
         let mut look = || {
             most = most.max(LOOKS.get() - last);
