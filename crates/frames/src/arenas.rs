@@ -546,8 +546,8 @@ mod loom_tests {
         builder.check(model);
     }
 
-    /// Whoever finds an arena, by a frame or as a place to allocate from, finds all that is kept about it. Fails with the Acquire of
-    /// `next` and that of `seen` relaxed; either is enough for the first arena of a slot.
+    /// Whoever finds an arena, by a frame or as a place to allocate from, finds all that is kept about it. Fails with the Acquires of the
+    /// links and of the tree's number relaxed, and without the fence in the tree's search; any of them is enough for the first arena.
     #[test]
     fn an_arena_is_found_whole_or_not_at_all() {
         explore(|| {
@@ -582,7 +582,8 @@ mod loom_tests {
     }
 
     /// One arena goes and another comes in its slot, while a CPU looks for frames of a third that stays behind them, and of the one
-    /// that comes. Neither is taken for another. Fails without the second look at the turn, and without either fence.
+    /// that comes. Neither is taken for another. Fails without the second look at the tree's number, without either fence, and with any
+    /// Acquire or Release of the tree and its links relaxed.
     #[test]
     fn an_arena_is_not_taken_for_the_one_before_it_in_its_slot() {
         explore(|| {
@@ -615,8 +616,7 @@ mod loom_tests {
         });
     }
 
-    /// Nor has anybody one that goes from another node, when one of his own comes in its slot. Fails without the second look at the turn,
-    /// and without either fence.
+    /// Nor has anybody one that goes from another node, when one of his own comes in its slot. Fails without either fence of the turn.
     #[test]
     fn an_arena_of_another_node_is_not_taken_for_the_next_in_its_slot() {
         explore(|| {
