@@ -42,6 +42,7 @@
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
 //! | `arenas.rs` | which arena a frame is in; arenas that come and go while the manager runs |
 //! | `slots.rs` | where those are, and how the one of a frame is found |
+//! | `looks.rs` | for tests: how much a loop looks at under one pin |
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | `mobility.rs` | which allocations share 2 MiB blocks |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
