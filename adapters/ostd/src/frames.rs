@@ -85,6 +85,14 @@ impl OstdFrames {
         self.refused.load(Ordering::Relaxed)
     }
 
+    /// Gives what this CPU has cached back, for all to have: for an idle loop, before [`halt_cpu`](ostd::task::halt_cpu), which has no hook.
+    /// Cheap if there is nothing.
+    pub fn serve(&self) {
+        if let Some(manager) = self.manager() {
+            self.platform.with_cx(|cx| manager.serve(cx));
+        }
+    }
+
     #[inline]
     pub(crate) fn manager(&self) -> Option<&'static Manager> {
         // Acquire pairs with the Release in `start`.

@@ -15,7 +15,7 @@
 //! * those who hold its node's lock. It leaves the slot under that lock.
 //!
 //! A slot is used again, so what stands in it is read between two looks at its turn. Where that has changed the slot counts as empty: an
-//! arena that comes or goes meanwhile is not the one in which somebody has a frame.
+//! arena that comes or goes meanwhile is not the one in which somebody has a frame. That one is found by a [tree](crate::slots).
 
 use crate::arena::{Arena, ArenaSpec, REGION_ORDER, touched};
 use crate::bits::one_copy;
@@ -23,10 +23,11 @@ use crate::freelist::{FreeLists, Places};
 use crate::layout::{Carver, FramesConfigError, fill_arena, place_arena};
 use crate::refs::WideCounts;
 use crate::rows::Rows;
+use crate::slots::{Link, Seen, Slot, Tree};
 use core::alloc::Layout;
 use core::fmt;
 use core::ptr::NonNull;
-use hugemm_base::sync::{AtomicPtr, AtomicU64, Ordering, fence};
+use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Dirty, Extent, NodeId, Pfn};
 
 /// What is left of an arena that was [removed](crate::Frames::remove).
@@ -61,48 +62,9 @@ impl fmt::Display for RemoveError {
 
 impl core::error::Error for RemoveError {}
 
-/// A link of the list: the next slot, or none. Without a type, so that a manager's lifetime can be shortened as before; it points
-/// to a [`Slot`].
-#[derive(Debug)]
-struct Link(AtomicPtr<u8>);
-
-impl Link {
-    fn new() -> Self {
-        Link(AtomicPtr::new(core::ptr::null_mut()))
-    }
-
-    /// The slot behind it.
-    ///
-    /// # Safety
-    ///
-    /// The link is one of a manager that may be used for `'m`.
-    unsafe fn next<'m>(&self) -> Option<&'m Slot> {
-        // Acquire pairs with the Release of whoever has linked it.
-        // SAFETY: null, or what `Arenas::add` has written, which stays as long as the manager.
-        unsafe { self.0.load(Ordering::Acquire).cast::<Slot>().as_ref() }
-    }
-}
-
-/// A place for an arena that comes, and may go again. A page of its own: the rest of the memory goes with the arena.
-#[derive(Debug)]
-#[cfg_attr(not(loom), repr(align(4096)))]
-struct Slot {
-    /// Odd while an arena is here. Written, as all of this, by who changes the list, one at a time.
-    turn: AtomicU64,
-    base: AtomicU64,
-    pages: AtomicU64,
-    node: AtomicU64,
-    /// A [`Kept`].
-    kept: AtomicPtr<u8>,
-    next: Link,
-}
-
 /// The regions of the arena in the first slot have the numbers from this one on, those in the second from twice this on, and so on: a
 /// node looks at places in that order.
 const REGIONS: usize = 1 << (usize::BITS / 2);
-
-#[cfg(not(loom))]
-const _: () = assert!(size_of::<Slot>() == hugemm_base::PAGE_BYTES as usize);
 
 /// What is kept about an arena that was added.
 #[derive(Debug)]
@@ -122,71 +84,6 @@ impl Kept<'_> {
     pub(crate) fn wide(&self) -> impl Iterator<Item = NonNull<WideCounts>> {
         // Acquire pairs with the Release in `install_wide`.
         self.arena.blocks.iter().filter_map(|block| NonNull::new(block.wide.load(Ordering::Acquire)))
-    }
-}
-
-/// An arena that was added, as its slot has it.
-#[derive(Clone, Copy, Debug)]
-struct Seen {
-    extent: Extent,
-    node: NodeId,
-    kept: *const u8,
-}
-
-impl Seen {
-    /// What is kept about it.
-    ///
-    /// # Safety
-    ///
-    /// The arena does not go for `'m`, or until the caller is done.
-    unsafe fn kept<'m>(self) -> &'m Kept<'m> {
-        // SAFETY: `Slot::fill` was given it, and it is there until the arena goes.
-        unsafe { &*self.kept.cast() }
-    }
-}
-
-impl Slot {
-    fn new() -> Self {
-        let zero = || AtomicU64::new(0);
-        let kept = AtomicPtr::new(core::ptr::null_mut());
-        Slot { turn: zero(), base: zero(), pages: zero(), node: zero(), kept, next: Link::new() }
-    }
-
-    /// The arena that is here; none if one comes or goes at this moment.
-    fn seen(&self) -> Option<Seen> {
-        // Acquire pairs with the Release at the end of `fill`.
-        let turn = self.turn.load(Ordering::Acquire);
-        let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
-        let (base, pages, node) = (word(&self.base), word(&self.pages), word(&self.node));
-        let kept = self.kept.load(Ordering::Relaxed);
-        // Acquire pairs with the Release fence in `fill`: whoever has read any of what stands there next sees that the turn is over.
-        fence(Ordering::Acquire);
-        if turn.is_multiple_of(2) || word(&self.turn) != turn {
-            return None;
-        }
-        Some(Seen { extent: Extent::new(Pfn::new(base), pages).ok()?, node: NodeId::new(node as u32), kept })
-    }
-
-    /// An arena comes. The slot is empty.
-    fn fill(&self, arena: &Arena<'_>, kept: *mut u8) {
-        // Release, with the Acquire fence in `seen`: the turn is over before anything of the next is seen.
-        fence(Ordering::Release);
-        self.base.store(arena.extent.base().get(), Ordering::Relaxed);
-        self.pages.store(arena.extent.pages(), Ordering::Relaxed);
-        self.node.store(arena.node.get().into(), Ordering::Relaxed);
-        self.kept.store(kept, Ordering::Relaxed);
-        self.take_turn(Ordering::Release);
-    }
-
-    /// One goes.
-    fn vacate(&self) {
-        // Relaxed: `fill` orders what comes after.
-        self.take_turn(Ordering::Relaxed);
-    }
-
-    fn take_turn(&self, order: Ordering) {
-        // Relaxed: one at a time.
-        self.turn.store(self.turn.load(Ordering::Relaxed) + 1, order);
     }
 }
 
@@ -244,6 +141,7 @@ pub(crate) struct Arenas<'m> {
     /// Those that it was made with, in ascending order.
     given: &'m [Arena<'m>],
     added: Link,
+    tree: Tree,
     /// Frames in those that it was made with.
     frames: u64,
 }
@@ -251,7 +149,7 @@ pub(crate) struct Arenas<'m> {
 impl<'m> Arenas<'m> {
     /// These, of so many frames.
     pub(crate) fn new(given: &'m [Arena<'m>], frames: u64) -> Self {
-        Arenas { given, added: Link::new(), frames }
+        Arenas { given, added: Link::new(), tree: Tree::new(), frames }
     }
 
     /// The first of those that the manager was made with.
@@ -301,7 +199,7 @@ impl<'m> Arenas<'m> {
         self.frames + self.added().map(|seen| seen.extent.pages()).sum::<u64>()
     }
 
-    /// The arena of a frame that somebody may have. O(log arenas), one comparison for the first; O(slots) for those that were added.
+    /// The arena of a frame that somebody may have. O(log arenas), one comparison for the first.
     #[inline]
     pub(crate) fn of(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
         let first = self.given.first()?;
@@ -311,9 +209,17 @@ impl<'m> Arenas<'m> {
     #[cold]
     #[inline(never)]
     fn later(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
-        let added = || self.added().find(|seen| seen.extent.contains(pfn));
-        // SAFETY: by the contract of `Frames::remove` nobody looks for a frame of an arena that goes.
-        self.given(pfn).or_else(|| added().map(|seen| &unsafe { seen.kept() }.arena))
+        self.given(pfn).or_else(|| {
+            let (_, seen) = self.added_from(pfn).filter(|(_, seen)| seen.extent.contains(pfn))?;
+            // SAFETY: by the contract of `Frames::remove` nobody looks for a frame of an arena that goes.
+            Some(&unsafe { seen.kept() }.arena)
+        })
+    }
+
+    /// The lowest of those that were added which has a frame from this one on, and its slot. O(log arenas).
+    fn added_from(&self, pfn: Pfn) -> Option<(&'m Slot, Seen)> {
+        // SAFETY: the manager's own tree.
+        unsafe { self.tree.from(pfn) }
     }
 
     /// Of those that the manager was made with.
@@ -346,11 +252,14 @@ impl<'m> Arenas<'m> {
     /// The arena of any frame, if it is on a node whose lock the caller holds.
     pub(crate) fn of_any(&self, pfn: Pfn, lists: &FreeLists) -> Option<&'m Arena<'m>> {
         let given = self.given(pfn).filter(|arena| arena.node == lists.node);
-        given.or_else(|| self.added_on(lists).find(|arena| arena.contains(pfn)))
+        given.or_else(|| {
+            let added = self.added_from(pfn).filter(|(_, seen)| seen.node == lists.node && seen.extent.contains(pfn));
+            // SAFETY: the node's lock is held, under which alone an arena of it goes.
+            added.map(|(_, seen)| &unsafe { seen.kept() }.arena)
+        })
     }
 
-    /// Their parts of an extent of which somebody may have frames, in ascending order. O(slots) each, but where the first frame that is left
-    /// is in an arena that the manager was made with.
+    /// Their parts of an extent of which somebody may have frames, in ascending order. O(log arenas) each.
     ///
     /// Each is looked for behind the one before. So whoever frees a part does not come to its frames again: their arena may go
     /// meanwhile, and come again in any slot.
@@ -378,9 +287,9 @@ impl<'m> Arenas<'m> {
         if before.is_empty() {
             return given;
         }
-        let added = self.added().filter(|seen| !seen.extent.intersection(before).is_empty());
+        let added = self.added_from(before.base()).filter(|(_, seen)| !seen.extent.intersection(before).is_empty());
         // SAFETY: as in `later`.
-        added.min_by_key(|seen| seen.extent.base()).map(|seen| &unsafe { seen.kept() }.arena).or(given)
+        added.map(|(_, seen)| &unsafe { seen.kept() }.arena).or(given)
     }
 
     /// Where a node's free blocks are, by its own rows and by those of arenas that were added, which come last.
@@ -450,47 +359,56 @@ impl<'m> Arenas<'m> {
         let vacant = self.slots().enumerate().find(|(_, slot)| slot.seen().is_none());
         let number = vacant.map_or_else(|| self.slots().count(), |(number, _)| number);
         kept.arena.number_regions((number + 1) * REGIONS);
-        if let Some((_, vacant)) = vacant {
-            vacant.fill(&kept.arena, at.cast());
-            return Ok(());
+        let slot = match vacant {
+            Some((_, vacant)) => vacant,
+            None => {
+                // The slot does not go with the arena.
+                let slot = kept.memory.cast::<Slot>();
+                let rest = kept.memory.len().saturating_sub(size_of::<Slot>());
+                // SAFETY: `fill` placed a slot at the beginning of the memory, where it stays as long as the manager.
+                unsafe {
+                    kept.memory = NonNull::slice_from_raw_parts(slot.add(1).cast(), rest);
+                    slot.write(Slot::new());
+                    &*slot.as_ptr()
+                }
+            }
+        };
+        slot.fill(&kept.arena, at.cast());
+        if vacant.is_none() {
+            self.slots().last().map_or(&self.added, |slot| &slot.next).set(Some(slot));
         }
-        // The slot does not go with the arena.
-        let slot = kept.memory.cast::<Slot>();
-        // SAFETY: `fill` placed a slot at the beginning of the memory.
-        unsafe {
-            kept.memory =
-                NonNull::slice_from_raw_parts(slot.add(1).cast(), kept.memory.len().saturating_sub(size_of::<Slot>()));
-            slot.write(Slot::new());
-            slot.as_ref().fill(&kept.arena, at.cast());
-        }
-        let last = self.slots().last().map_or(&self.added, |slot| &slot.next);
-        // Release: whoever finds the slot finds what is in it.
-        last.0.store(slot.as_ptr().cast(), Ordering::Release);
+        // SAFETY: the caller's promise.
+        unsafe { self.tree.prepare(Some(slot), None) };
+        self.tree.exchange();
         Ok(())
     }
 
-    /// The arena that was added with exactly this extent.
+    /// The arena that was added with exactly this extent; it can go then. O(arenas).
     ///
     /// # Safety
     ///
-    /// Nobody else changes the list.
-    pub(crate) unsafe fn exactly(&self, extent: Extent) -> Option<Leaver<'m>> {
-        self.slots().find_map(|slot| {
-            let seen = slot.seen().filter(|seen| seen.extent == extent)?;
-            // SAFETY: by the contract it stays.
-            Some(Leaver { slot, kept: unsafe { seen.kept() } })
-        })
+    /// Nobody else changes the list before it has gone, if it goes.
+    pub(crate) unsafe fn exactly(&self, extent: Extent) -> Option<Leaver<'_, 'm>> {
+        let (slot, seen) = self.added_from(extent.base()).filter(|(_, seen)| seen.extent == extent)?;
+        // SAFETY: the caller's promise, also that it stays.
+        let kept = unsafe {
+            self.tree.prepare(None, Some(slot));
+            seen.kept()
+        };
+        Some(Leaver { tree: &self.tree, slot, kept })
     }
 }
 
 /// An arena that may go.
 #[derive(Debug)]
-pub(crate) struct Leaver<'m> {
+pub(crate) struct Leaver<'a, 'm> {
+    /// What comes of it when the arena goes has been prepared.
+    tree: &'a Tree,
     slot: &'m Slot,
     kept: &'m Kept<'m>,
 }
 
-impl<'m> Leaver<'m> {
+impl<'m> Leaver<'_, 'm> {
     /// It.
     pub(crate) fn arena(&self) -> &'m Arena<'m> {
         &self.kept.arena
@@ -504,6 +422,7 @@ impl<'m> Leaver<'m> {
     pub(crate) unsafe fn leave(self, lists: &mut FreeLists) -> &'m Kept<'m> {
         debug_assert_eq!(lists.node, self.arena().node);
         self.slot.vacate();
+        self.tree.exchange();
         self.kept
     }
 }
@@ -518,12 +437,12 @@ mod loom_tests {
     use std::alloc::{alloc_zeroed, dealloc};
 
     /// A manager's arenas, one of them there from the start, and memory for some that come. `changes` is the lock of who changes the
-    /// list, `node` that of the node.
+    /// list, `nodes` those of the nodes.
     struct World {
         arenas: Arenas<'static>,
         memory: Vec<Piece>,
         changes: Mutex<()>,
-        node: Mutex<FreeLists>,
+        nodes: [Mutex<FreeLists>; 2],
     }
 
     /// Memory for what is kept about an arena. Loom sees accesses to the cell only, which stands for all of it.
@@ -552,12 +471,12 @@ mod loom_tests {
         }
     }
 
-    /// Arenas from frame 64 on are larger.
+    /// Arenas from frame 64 on are larger, that at 32 is on another node.
     fn spec(base: u64) -> ArenaSpec {
         let pages = if base < 64 { 4 } else { 16 };
         ArenaSpec {
             extent: Extent::new(Pfn::new(base), pages).expect("in range"),
-            node: NodeId::new(0),
+            node: NodeId::new((base == 32).into()),
             descriptors: None,
         }
     }
@@ -568,8 +487,8 @@ mod loom_tests {
             let given = std::slice::from_ref(Box::leak(Box::new(first)));
             let layout = Arenas::added_bytes(&spec(64)).expect("valid");
             let memory = (0..pieces).map(|_| Piece::new(layout)).collect();
-            let (changes, node) = (Mutex::new(()), Mutex::new(FreeLists::new(NodeId::new(0))));
-            Arc::new(World { arenas: Arenas::new(given, 1), memory, changes, node })
+            let nodes = [0, 1].map(|node| Mutex::new(FreeLists::new(NodeId::new(node))));
+            Arc::new(World { arenas: Arenas::new(given, 1), memory, changes: Mutex::new(()), nodes })
         }
 
         fn add(&self, piece: usize, base: u64) -> bool {
@@ -585,7 +504,7 @@ mod loom_tests {
         /// What was kept about the arena is somebody else's at once.
         fn remove(&self, base: u64) {
             let _one = self.changes.lock().unwrap();
-            let mut lists = self.node.lock().unwrap();
+            let mut lists = self.nodes[spec(base).node.get() as usize].lock().unwrap();
             // SAFETY: the models look for no frame of it; both locks are held.
             let kept = unsafe { self.arenas.exactly(spec(base).extent).expect("there").leave(&mut lists) };
             self.piece_at(kept.memory().as_ptr().cast()).all.with_mut(|_| ());
@@ -610,9 +529,9 @@ mod loom_tests {
             assert!(arena.region(pfn).split.get(in_region(pfn)), "as in a new region");
         }
 
-        /// How many arenas an allocation looks at.
+        /// How many arenas an allocation from node 0 looks at.
         fn allocate(&self) -> usize {
-            let lists: MutexGuard<'_, FreeLists> = self.node.lock().unwrap();
+            let lists: MutexGuard<'_, FreeLists> = self.nodes[0].lock().unwrap();
             let looked = self.arenas.places(&lists, None).map(|places| {
                 let arena = &places.arenas[0];
                 self.look_at(arena, arena.extent.base().get());
@@ -627,8 +546,8 @@ mod loom_tests {
         builder.check(model);
     }
 
-    /// Whoever finds an arena, by a frame or as a place to allocate from, finds all that is kept about it. Fails with the Acquire of
-    /// `next` and that of `seen` relaxed; either is enough for the first arena of a slot.
+    /// Whoever finds an arena, by a frame or as a place to allocate from, finds all that is kept about it. Fails with the Acquires of the
+    /// links and of the tree's number relaxed, and without the fence in the tree's search; any of them is enough for the first arena.
     #[test]
     fn an_arena_is_found_whole_or_not_at_all() {
         explore(|| {
@@ -663,7 +582,8 @@ mod loom_tests {
     }
 
     /// One arena goes and another comes in its slot, while a CPU looks for frames of a third that stays behind them, and of the one
-    /// that comes. Neither is taken for another. Fails without the second look at the turn, and without either fence.
+    /// that comes. Neither is taken for another. Fails without the second look at the tree's number, without either fence, and with any
+    /// Acquire or Release of the tree and its links relaxed.
     #[test]
     fn an_arena_is_not_taken_for_the_one_before_it_in_its_slot() {
         explore(|| {
@@ -693,6 +613,21 @@ mod loom_tests {
             world.remove(8);
             allocator.join().unwrap();
             assert_eq!((world.allocate(), world.arenas.count()), (0, 1));
+        });
+    }
+
+    /// Nor has anybody one that goes from another node, when one of his own comes in its slot. Fails without either fence of the turn.
+    #[test]
+    fn an_arena_of_another_node_is_not_taken_for_the_next_in_its_slot() {
+        explore(|| {
+            let world = World::new(2);
+            assert!(world.add(0, 32));
+            let other = Arc::clone(&world);
+            let allocator = thread::spawn(move || assert!(other.allocate() <= 1));
+            world.remove(32);
+            assert!(world.add(1, 64));
+            allocator.join().unwrap();
+            assert_eq!((world.allocate(), world.arenas.count()), (1, 2));
         });
     }
 }

@@ -107,7 +107,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 }
             }
             if let Some(index) = first_run(order, &room) {
-                return Some(Place { arena, near, index, room });
+                return Some(Place { arena, near, index, sought });
             }
         }
         None
@@ -132,7 +132,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut room = block.room(sought);
         (0..HALVES).filter(|other| *other != half).for_each(|other| clear(&mut room, other));
         let index = first_run(order, &room).filter(|_| ours)?;
-        Some(Place { arena, near, index, room })
+        Some(Place { arena, near, index, sought })
     }
 }
 

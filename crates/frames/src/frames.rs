@@ -229,7 +229,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Removes an arena that was [added](Frames::add): the owner of all its frames, `frames`, says which. What was kept about it comes
-    /// back. O(slots), and a word per 128 MiB, with the node's lock held; then, without a lock, a line per 2 MiB. Any context but NMI.
+    /// back. O(arenas); then a word per 128 MiB, with the node's lock held; then, without a lock, a line per 2 MiB. Any context but NMI.
     ///
     /// The counters with which frames of the arena were [widened](Frames::widen) go to `wide`, one after another: they are the caller's again.
     ///

@@ -228,8 +228,10 @@ impl<'m, E: Env> Frames<'m, E> {
     /// ways to look finds.
     fn seek(&self, lists: &FreeLists, log: u32, ways: &[Way], limit: Pfn) -> Option<FreeRun<'m>> {
         let fits = |run: &FreeRun<'_>| run.pfn().get() + (1 << (BLOCK_ORDER + log)) <= limit.get();
+        // Where nothing is known to be zero, whatever is free is dirty.
+        let ways = || ways.iter().filter(|(sought, _)| *sought != Sought::Any || lists.zero_2m != 0);
         self.places(lists)
-            .find_map(|places| ways.iter().find_map(|way| self.seek_in(lists, &places, log, *way).filter(fits)))
+            .find_map(|places| ways().find_map(|way| self.seek_in(lists, &places, log, *way).filter(fits)))
     }
 
     /// The same in one place. That a region has no run is remembered. One copy of it, for all who look.

@@ -120,7 +120,7 @@ fn may_be_in_run(free: u64, bits: u64, order: u32) -> bool {
     (bits & !run != 0) | (free & run == run)
 }
 
-/// A run of free pages inside 2 MiB, and what else there can be had.
+/// A run of free pages inside 2 MiB. What else can be had there is [looked up](Block::room) again by the few who need it, and not carried.
 #[derive(Clone, Copy)]
 pub(crate) struct Place<'m> {
     pub(crate) arena: &'m Arena<'m>,
@@ -128,8 +128,8 @@ pub(crate) struct Place<'m> {
     pub(crate) near: Pfn,
     /// Where the run is among its 512.
     pub(crate) index: Position<Pages>,
-    /// Which pages can be had.
-    pub(crate) room: [u64; WORDS],
+    /// With which content.
+    pub(crate) sought: Sought,
 }
 
 impl Place<'_> {
@@ -138,10 +138,10 @@ impl Place<'_> {
         self.index.pfn(self.near)
     }
 
-    /// Whether what can be had is no larger than the order.
-    fn is_exact(&self, order: u32) -> bool {
+    /// Whether what can be had, of this room, is no larger than the order.
+    fn is_exact(&self, order: u32, room: &[u64; WORDS]) -> bool {
         let pair = Position::<Pages>::new(self.index.get() & !((2 << order) - 1));
-        !spans(pair, 2 << order).all(|(at, bits)| self.room[at] & bits == bits)
+        !spans(pair, 2 << order).all(|(at, bits)| room[at] & bits == bits)
     }
 }
 
@@ -334,7 +334,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         lists.pages += SPAN as u64;
         self.raise(arena, taken.pfn, freed_as(taken.zero), SMALL as u32);
-        Some(Place { arena, near: taken.pfn, index: Position::FIRST, room: [u64::MAX; WORDS] })
+        Some(Place { arena, near: taken.pfn, index: Position::FIRST, sought: Sought::Any })
     }
 
     /// The lowest 2 MiB that may have a run of an order: its region, and its number in there.
@@ -390,7 +390,7 @@ impl<'m, E: Env> Frames<'m, E> {
             if !region.isolated.get(at) && block.mobility() == mobility {
                 let room = block.room(sought);
                 if let Some(index) = first_run(order, &room) {
-                    return Some(Place { arena, near, index, room });
+                    return Some(Place { arena, near, index, sought });
                 }
                 end = end_of(&room);
             }
@@ -437,7 +437,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 (order..BLOCK_ORDER).rev().find_map(others)
             });
         };
-        let exact = !pcp::is_stocked(order) && place.is_exact(order);
+        let exact = !pcp::is_stocked(order) && place.is_exact(order, &place.arena.block(place.near).room(place.sought));
         if !exact && self.lowest_broken(lists).is_some_and(|region| region < place.arena.region_number(place.pfn())) {
             return self.fresh(lists, mobility, &DIRTY_FIRST[..1], end).or(Some(place));
         }
@@ -468,7 +468,7 @@ impl<'m, E: Env> Frames<'m, E> {
         order: u32,
         want: u64,
     ) -> (Run, Option<Place<'m>>) {
-        let Place { arena, near, index, mut room } = place;
+        let Place { arena, near, index, sought } = place;
         let block = arena.block(near);
         if order >= WORD_BITS.ilog2() {
             let zero = take_words(lists, block, index, 1 << order);
@@ -476,6 +476,7 @@ impl<'m, E: Env> Frames<'m, E> {
             return (Run { base: index.pfn(near), starts: 1, zero: zero.into() }, None);
         }
         let (at, bit) = (index.word(), index.bit());
+        let mut room = block.room(sought);
         let starts = lowest(runs_in(room[at] & u64::MAX << bit, order), want);
         // Every bit of each: they do not overlap.
         let bits = starts.wrapping_mul((1 << (1_u64 << order)) - 1);
@@ -485,7 +486,7 @@ impl<'m, E: Env> Frames<'m, E> {
             zero = runs_in(zero, order);
         }
         room[at] &= !bits;
-        let next = first_run(order, &room).map(|index| Place { arena, near, index, room });
+        let next = first_run(order, &room).map(|index| Place { index, ..place });
         (Run { base: Position::<Pages>::in_word(at, 0).pfn(near), starts, zero }, next)
     }
 
@@ -635,9 +636,10 @@ mod tests {
         let arena = Arena::bare(hugemm_base::Extent::new(Pfn::new(1 << 9), 1 << 9).expect("in range"));
         let mut room = [0; WORDS];
         (room[0], room[1], room[2], room[3]) = (0xffff_0000, u64::MAX, u64::MAX, u64::MAX);
-        let place = |index| Place { arena: &arena, near: Pfn::new(512 + 7), index: Position::new(index), room };
+        let place =
+            |index| Place { arena: &arena, near: Pfn::new(512 + 7), index: Position::new(index), sought: Sought::Any };
         assert_eq!(place(16).pfn(), Pfn::new(512 + 16));
-        assert!(place(16).is_exact(4) && !place(16).is_exact(3) && !place(24).is_exact(3));
-        assert!(place(64).is_exact(6) && !place(128).is_exact(6) && place(128).is_exact(7));
+        assert!(place(16).is_exact(4, &room) && !place(16).is_exact(3, &room) && !place(24).is_exact(3, &room));
+        assert!(place(64).is_exact(6, &room) && !place(128).is_exact(6, &room) && place(128).is_exact(7, &room));
     }
 }

@@ -41,6 +41,8 @@
 //! | `arena.rs` | arenas; what is kept per frame, per 2 MiB and per 1 GiB |
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
 //! | `arenas.rs` | which arena a frame is in; arenas that come and go while the manager runs |
+//! | `slots.rs` | where those are, and how the one of a frame is found |
+//! | `looks.rs` | for tests: how much a loop looks at under one pin |
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | `mobility.rs` | which allocations share 2 MiB blocks |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
@@ -109,6 +111,7 @@ mod frozen;
 mod highest;
 mod hwpoison;
 mod layout;
+mod looks;
 mod mobility;
 mod node;
 mod nowait;
@@ -121,6 +124,7 @@ pub mod refs;
 mod relief;
 mod rows;
 mod slab;
+mod slots;
 mod stats;
 mod suspects;
 mod takers;

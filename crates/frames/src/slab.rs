@@ -14,6 +14,7 @@
 
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
+use crate::looks;
 use crate::page_alloc::{AllocError, AllocRequest};
 use core::mem::{align_of, size_of};
 use core::ptr::{NonNull, null_mut};
@@ -46,11 +47,10 @@ const _: () = assert!(size_of::<Header>() <= HEADER);
 
 /// Frames with free pieces.
 struct State {
+    /// The first of those, in a ring. Those that have no piece in use come last: 1 at most, unless several were taken at once.
     partial: *mut Header,
     frames: u64,
     objects: u64,
-    /// How many of the frames have no piece in use: 1 at most, unless several were taken at once.
-    empty: u64,
 }
 
 // SAFETY: the headers are in frames that the slab owns, and are reached under its lock only.
@@ -97,7 +97,7 @@ impl<L: RawLock> Slab<L> {
         if per_frame == 0 {
             return None;
         }
-        let share = |_| Share(PinnedLock::new(State { partial: null_mut(), frames: 0, objects: 0, empty: 0 }));
+        let share = |_| Share(PinnedLock::new(State { partial: null_mut(), frames: 0, objects: 0 }));
         Some(Slab { size, per_frame: per_frame as u32, first, shares: core::array::from_fn(share) })
     }
 
@@ -172,11 +172,10 @@ impl<L: RawLock> Slab<L> {
             // The header keeps the frame from here on.
             let _ = spare.block.take().map(|block| block.into_dirty().into_extent());
             state.frames += 1;
-            state.empty += 1;
             // SAFETY: just initialised, on no list.
             unsafe {
                 (*header).share = share;
-                state.link(header);
+                state.link_last(header);
             }
         });
         Ok(())
@@ -194,9 +193,6 @@ impl<L: RawLock> Slab<L> {
             let index = (*header).free;
             let piece = self.piece(header, index);
             (*header).free = piece.cast::<u32>().read();
-            if (*header).used == 0 {
-                state.empty -= 1;
-            }
             (*header).used += 1;
             if (*header).free == NONE {
                 state.unlink(header);
@@ -229,23 +225,25 @@ impl<L: RawLock> Slab<L> {
             let mut state = self.shares[share].0.lock(pin);
             // SAFETY: as above; the lock is held.
             unsafe {
-                object.cast::<u32>().write((*header).free);
-                if (*header).free == NONE {
-                    state.link(header);
-                }
+                let (free, used) = ((*header).free, (*header).used - 1);
+                object.cast::<u32>().write(free);
                 (*header).free = index;
-                (*header).used -= 1;
+                (*header).used = used;
                 state.objects -= 1;
-                let empty = (*header).used == 0;
-                // More than one if two took a frame at once.
-                if empty && state.empty != 0 {
-                    state.unlink(header);
-                    state.frames -= 1;
-                    Some((*header).pfn)
-                } else {
-                    state.empty += u64::from(empty);
-                    None
+                match (free == NONE, used == 0) {
+                    (false, true) => state.unlink(header),
+                    (true, false) => state.link_first(header),
+                    _ => {}
                 }
+                // More than one if two took a frame at once.
+                if used == 0 && state.empty().is_some() {
+                    state.frames -= 1;
+                    return Some((*header).pfn);
+                }
+                if used == 0 {
+                    state.link_last(header);
+                }
+                None
             }
         });
         if let Some(pfn) = gone {
@@ -263,23 +261,13 @@ impl<L: RawLock> Slab<L> {
         let kept = |share: &Share<L>| {
             cx.pinned(|pin| {
                 let mut state = share.0.lock(pin);
-                if state.empty == 0 {
-                    return None;
-                }
-                let mut header = state.partial;
                 // SAFETY: headers on the list are the slab's; the lock is held.
                 unsafe {
-                    while !header.is_null() && (*header).used != 0 {
-                        header = (*header).next;
-                    }
-                    if header.is_null() {
-                        return None;
-                    }
+                    let header = state.empty()?;
                     state.unlink(header);
+                    state.frames -= 1;
+                    Some(header)
                 }
-                state.frames -= 1;
-                state.empty -= 1;
-                Some(header)
             })
         };
         for share in &self.shares {
@@ -341,36 +329,96 @@ impl<E: Env, P: Cpu> Drop for Spare<'_, '_, '_, E, P> {
 }
 
 impl State {
+    /// A frame with no piece in use, if there is one.
+    ///
+    /// # Safety
+    ///
+    /// The lock is held.
+    unsafe fn empty(&self) -> Option<*mut Header> {
+        looks::count();
+        // SAFETY: all headers on the list are valid while the lock is held.
+        unsafe {
+            let last = self.partial.as_ref()?.prev;
+            ((*last).used == 0).then_some(last)
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`link_last`](State::link_last).
+    unsafe fn link_first(&mut self, header: *mut Header) {
+        // SAFETY: passed on. What comes last in a ring comes before the first.
+        unsafe { self.link_last(header) };
+        self.partial = header;
+    }
+
     /// # Safety
     ///
     /// `header` is a frame of the slab, on no list, and the lock is held.
-    unsafe fn link(&mut self, header: *mut Header) {
+    unsafe fn link_last(&mut self, header: *mut Header) {
+        let first = self.partial;
         // SAFETY: all headers on the list are valid while the lock is held.
         unsafe {
-            (*header).prev = null_mut();
-            (*header).next = self.partial;
-            if !self.partial.is_null() {
-                (*self.partial).prev = header;
+            if first.is_null() {
+                ((*header).next, (*header).prev) = (header, header);
+                self.partial = header;
+                return;
             }
+            let last = (*first).prev;
+            ((*header).next, (*header).prev) = (first, last);
+            (*last).next = header;
+            (*first).prev = header;
         }
-        self.partial = header;
     }
 
     /// # Safety
     ///
     /// `header` is on the list, and the lock is held.
     unsafe fn unlink(&mut self, header: *mut Header) {
-        // SAFETY: as for `link`.
+        // SAFETY: as for `link_last`.
         unsafe {
             let (next, prev) = ((*header).next, (*header).prev);
-            if prev.is_null() {
-                self.partial = next;
-            } else {
-                (*prev).next = next;
-            }
-            if !next.is_null() {
-                (*next).prev = prev;
+            (*prev).next = next;
+            (*next).prev = prev;
+            if self.partial == header {
+                self.partial = if next == header { null_mut() } else { next };
             }
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::looks::tests::most_in_a_pin;
+    use hugemm_base::Ram;
+    use hugemm_threads::{Memory, Threads, run_as};
+    use std::alloc::Layout;
+
+    /// However many frames have free pieces, those of which nothing is used are found at once, where ever they were linked.
+    #[test]
+    #[cfg_attr(miri, ignore = "a thousand frames")]
+    fn trimming_looks_at_few_frames() {
+        let layout = Layout::from_size_align(8 << 20, 2 << 20).expect("valid");
+        let threads: Threads<Memory> = Threads::new(Memory::new(layout));
+        run_as(0);
+        // SAFETY: the memory is the test's; frame numbers are its own.
+        let (cx, ram) = (threads.cx(), unsafe { Ram::assume_unmanaged(threads.frames()) });
+        let frames = Frames::carve(&cx, ram).expect("enough memory");
+        let slab: Slab = Slab::new(2000, 16).expect("fits");
+        assert_eq!(slab.per_frame(), 2);
+        let pairs: Vec<[NonNull<u8>; 2]> =
+            (0..1000).map(|_| [(); 2].map(|()| slab.alloc(&frames, &cx, &*threads).expect("memory"))).collect();
+        // SAFETY: the slab's, once.
+        let free = |object| unsafe { slab.free(&frames, &cx, &*threads, object) };
+        let (first, others) = pairs.split_at(1);
+        first.as_flattened().iter().for_each(|object| free(*object));
+        others.iter().for_each(|[object, _]| free(*object));
+        assert_eq!(slab.stats(&cx), SlabStats { frames: 1000, objects: 999 });
+        // SAFETY: the slab's frames and map.
+        let most = most_in_a_pin(&threads, |cx| unsafe { slab.trim(&frames, cx, &*threads) });
+        assert_eq!((slab.stats(&cx), most), (SlabStats { frames: 999, objects: 999 }, 1), "frames looked at in a pin");
+        others.iter().for_each(|[_, object]| free(*object));
+        assert_eq!(slab.stats(&cx), SlabStats { frames: 1, objects: 0 });
     }
 }

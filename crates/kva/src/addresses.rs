@@ -6,6 +6,7 @@
 //! giving them back needs none and returns those that are left over.
 //!
 //! Cost: O(log nodes) each; where an alignment is asked for, a few free nodes are looked at before one that is large enough in any case.
+//! Where there is none, all of the others are, 64 at most in one call.
 
 use crate::place::AreaInfo;
 use core::cell::Cell;
@@ -68,6 +69,10 @@ impl<D> Node<D> {
         self.first.get() + self.pages.get()
     }
 
+    fn size(&self) -> Size {
+        (self.pages.get(), self.first.get())
+    }
+
     pub(crate) fn usage(&self) -> Use {
         self.usage.get()
     }
@@ -93,12 +98,15 @@ impl<'a, D> KeyAdapter<'a> for ByPlace<D> {
 }
 
 impl<'a, D> KeyAdapter<'a> for BySize<D> {
-    type Key = (u64, u64);
+    type Key = Size;
 
-    fn get_key(&self, node: &'a Node<D>) -> (u64, u64) {
-        (node.pages.get(), node.first())
+    fn get_key(&self, node: &'a Node<D>) -> Size {
+        node.size()
     }
 }
+
+/// A node's place in the tree by size: its pages, and its first.
+pub(crate) type Size = (u64, u64);
 
 /// Why addresses could not be taken.
 pub(crate) enum Short {
@@ -106,6 +114,8 @@ pub(crate) enum Short {
     Space,
     /// So many nodes are needed.
     Nodes(usize),
+    /// None up to this one fits, and there are more: whoever asks again goes on behind it, in another pin.
+    Behind(Size),
 }
 
 /// Nodes that the caller brings, and takes back.
@@ -113,6 +123,9 @@ pub(crate) type Spare<D> = [Option<NonNull<Node<D>>>; 2];
 
 /// Free nodes that are looked at, one by one, for one that fits aligned, before one is taken that is sure to.
 const LOOKS: usize = 4;
+
+/// The same where none is sure to, in one call.
+const MOST_LOOKS: usize = 64;
 
 /// The nodes of one range, or of one home's blocks.
 pub(crate) struct Addresses<D> {
@@ -153,35 +166,47 @@ impl<D> Addresses<D> {
     }
 
     fn fits(&self, node: &Node<D>, pages: u64, align: u64) -> Option<u64> {
+        #[cfg(test)]
+        tests::LOOKS.set(tests::LOOKS.get() + 1);
         let start = node.first().checked_next_multiple_of(align)?;
         (start.checked_add(pages)? <= node.end()).then_some(start)
     }
 
     /// The free node to take `pages` aligned to `align` pages from, and where.
-    fn find(&self, pages: u64, align: u64) -> Option<(NonNull<Node<D>>, u64)> {
-        let from = |least: u64, looks: usize| {
-            let mut cursor = self.sizes.lower_bound(Bound::Included(&(least, 0)));
+    fn find(&self, pages: u64, align: u64, behind: Option<Size>) -> Result<(NonNull<Node<D>>, u64), Short> {
+        // The node before which the search has ended, if it found none.
+        let from = |least: Bound<&Size>, looks: usize| {
+            let mut cursor = self.sizes.lower_bound(least);
+            let mut last = None;
             for _ in 0..looks {
-                let node = cursor.get()?;
+                let node = cursor.get().ok_or(Short::Space)?;
                 if let Some(start) = self.fits(node, pages, align) {
-                    return Some((NonNull::from(node), start));
+                    return Ok((NonNull::from(node), start));
                 }
+                last = Some(node.size());
                 cursor.move_next();
             }
-            None
+            Err(last.map_or(Short::Space, Short::Behind))
         };
-        from(pages, LOOKS).or_else(|| from(pages.checked_add(align - 1)?, 1)).or_else(|| from(pages, usize::MAX))
+        let Some(behind) = behind else {
+            let sure = pages.checked_add(align - 1).ok_or(Short::Space);
+            return from(Bound::Included(&(pages, 0)), LOOKS).or_else(|failed| match failed {
+                Short::Behind(_) => from(Bound::Included(&(sure?, 0)), 1).map_err(|_| failed),
+                none => Err(none),
+            });
+        };
+        from(Bound::Excluded(&behind), MOST_LOOKS)
     }
 
-    /// Takes `pages` from a multiple of `align` on.
+    /// Takes `pages` from a multiple of `align` on; from no free node up to the one that an earlier call was [`Behind`](Short::Behind).
     pub(crate) fn take(
         &mut self,
-        pages: u64,
-        align: u64,
+        (pages, align): (u64, u64),
+        behind: Option<Size>,
         spare: &mut Spare<D>,
         usage: impl FnOnce(u64) -> Use,
     ) -> Result<NonNull<Node<D>>, Short> {
-        let (found, start) = self.find(pages, align).ok_or(Short::Space)?;
+        let (found, start) = self.find(pages, align, behind)?;
         // SAFETY: nodes on the trees are valid.
         let node = unsafe { found.as_ref() };
         let (front, back) = (start - node.first(), node.end() - (start + pages));
@@ -278,12 +303,63 @@ impl<D> Addresses<D> {
     }
 
     /// Holds the largest free node that comes before one of so many pages, and of that first page.
-    pub(crate) fn hold(&mut self, before: (u64, u64)) -> Option<NonNull<Node<D>>> {
+    pub(crate) fn hold(&mut self, before: Size) -> Option<NonNull<Node<D>>> {
         let mut cursor = self.sizes.upper_bound_mut(Bound::Excluded(&before));
         let node = NonNull::from(cursor.get()?);
         cursor.remove();
         // SAFETY: nodes on the trees are valid.
         unsafe { node.as_ref() }.set(Use::Held);
         Some(node)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    std::thread_local! {
+        pub(super) static LOOKS: Cell<u64> = const { Cell::new(0) };
+    }
+
+    /// A thousand free nodes of 1024 pages, none of which has so many from a multiple of 1024 on: each call looks at a few. What fits is found
+    /// all the same, as soon as there is one, wherever among them.
+    #[test]
+    fn a_call_looks_at_a_few_free_nodes_and_all_of_them_do_at_all() {
+        const NODES: u64 = 1000;
+        let mut all: Addresses<()> = Addresses::new(0);
+        let node = |first| NonNull::from(Box::leak(Box::new(Node::new(first, 1024))));
+        // SAFETY: nobody else's, and never freed.
+        let add = |all: &mut Addresses<()>, first| unsafe { all.add(node(first)) };
+        (1..=NODES).for_each(|at| add(&mut all, at * 4096 + 1));
+        let take = |all: &mut Addresses<()>| {
+            let (mut behind, mut calls, mut spare) = (None, 0, [None, None]);
+            loop {
+                let before = LOOKS.get();
+                let taken = all.take((1024, 1024), behind, &mut spare, |_| Use::Held);
+                let looks = LOOKS.get() - before;
+                assert!(looks <= 64, "{looks} free nodes looked at in one call");
+                calls += 1;
+                match taken {
+                    Err(Short::Behind(last)) => behind = Some(last),
+                    // SAFETY: nodes are never freed.
+                    Ok(node) => return (Some(unsafe { node.as_ref() }.first()), calls),
+                    Err(_) => return (None, calls),
+                }
+            }
+        };
+        let calls = NODES.div_ceil(64);
+        assert_eq!(take(&mut all), (None, 1 + calls));
+        for first in [(NODES + 1) * 4096, 500 << 12 | 2048, 2048] {
+            add(&mut all, first);
+            let (found, most) = take(&mut all);
+            assert_eq!(found, Some(first));
+            assert!(most <= 1 + calls, "{most} calls");
+        }
+        // One that is sure to have so many is taken at once.
+        let sure = NonNull::from(Box::leak(Box::new(Node::new(1 << 30, 1024 + 1023))));
+        // SAFETY: as above.
+        unsafe { all.add(sure) };
+        let mut spare = [node(0), node(0)].map(Some);
+        assert!(all.take((1024, 1024), None, &mut spare, |_| Use::Held).is_ok_and(|node| node == sure));
     }
 }

@@ -144,13 +144,16 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             true => cx.pinned(|pin| pin.cpu().get() as usize % SHARES),
             false => Self::ALL,
         };
+        let mut behind = None;
         loop {
             let taken = cx.pinned(|pin| {
-                self.homes[home].0.lock(pin).take(shape.pages, shape.align, spare, |first| shape.usage(first))
+                let (size, usage) = ((shape.pages, shape.align), |first| shape.usage(first));
+                self.homes[home].0.lock(pin).take(size, behind.take(), spare, usage)
             });
             match taken {
                 Ok(record) => return Ok(Area::new(record, home as u8, &shape)),
                 Err(Short::Nodes(count)) => self.bring(cx, spare, count)?,
+                Err(Short::Behind(node)) => behind = Some(node),
                 Err(Short::Space) if home != Self::ALL => match self.widen(cx, home as u8, spare) {
                     // There is no block left, but there may be room between those that others have.
                     Err(KvaError::NoSpace { .. }) => home = Self::ALL,
@@ -171,13 +174,13 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
     /// Gives a home one more block.
     fn widen(&self, cx: &Cx<'_, S>, home: u8, spare: &mut Spare<Debt<'m>>) -> Result<(), KvaError> {
         let own = self.record(cx)?;
+        let mut behind = None;
         let block = loop {
-            let all = |spare: &mut _| {
-                cx.pinned(|pin| self.homes[Self::ALL].0.lock(pin).take(BLOCK, BLOCK, spare, |_| Use::Block(home)))
-            };
-            match all(spare) {
+            let (size, usage) = ((BLOCK, BLOCK), |_| Use::Block(home));
+            match cx.pinned(|pin| self.homes[Self::ALL].0.lock(pin).take(size, behind.take(), spare, usage)) {
                 Ok(block) => break Ok(block),
                 Err(Short::Space) => break Err(KvaError::NoSpace { pages: BLOCK }),
+                Err(Short::Behind(node)) => behind = Some(node),
                 Err(Short::Nodes(count)) => {
                     if let Err(error) = self.bring(cx, spare, count) {
                         break Err(error);

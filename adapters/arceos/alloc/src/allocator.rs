@@ -214,6 +214,21 @@ impl GlobalAllocator {
         });
     }
 
+    /// Gives what this CPU has cached, and what its heap keeps for the next time, back for all to have: for a CPU that has nothing to do, or
+    /// in a timer's interrupt. `ax-alloc` has no such call. Cheap if there is nothing.
+    pub fn serve(&self) {
+        let (Some(frames), Some(heap)) = (FRAMES.get(), HEAP.get()) else { return };
+        ARCEOS.with_cx(|cx| {
+            heap.trim(cx);
+            frames.serve(cx);
+        });
+    }
+
+    /// Pages that CPUs have cached, of those that are free. Takes a lock.
+    pub fn cached_pages(&self) -> usize {
+        FRAMES.get().map_or(0, |frames| ARCEOS.with_cx(|cx| frames.stats(cx).cached)) as usize
+    }
+
     /// Bytes in use: pages, and what the heap has taken for itself.
     pub fn used_bytes(&self) -> usize {
         let managed = FRAMES.get().map_or(0, |frames| frames.managed()) as usize;

@@ -94,6 +94,11 @@ fn memory_is_handed_over_allocated_counted_and_given_back() {
     allocator.dealloc_pages(high, 8, UsageKind::Global);
     low.drain().for_each(|at| allocator.dealloc_pages(at, 1, UsageKind::Dma));
 
+    // What this CPU has cached goes back when it has nothing to do.
+    assert!(allocator.cached_pages() > 100, "{}", allocator.cached_pages());
+    allocator.serve();
+    assert_eq!((allocator.cached_pages(), allocator.available_pages()), (0, all));
+
     // Particular ones.
     let at = memory + 9 * MIB;
     assert_eq!(allocator.alloc_pages_at(at, 7, PAGE_SIZE, UsageKind::Global), Ok(at));

@@ -22,6 +22,7 @@ pub(crate) fn run() {
         ("below 4 GiB", below_4_gib),
         ("all of it", all_of_it),
         ("across CPUs", across_cpus),
+        ("idle CPUs", idle_cpus),
         ("threads", threads),
         ("files", files),
         ("nothing is lost", nothing_is_lost),
@@ -188,6 +189,21 @@ fn files() {
     }
     fs::remove_file("/hugemm/huge").expect("removed");
     fs::remove_dir("/hugemm").expect("removed");
+}
+
+/// What CPUs have cached others get when these CPUs serve, but for what their threads free as they end.
+fn idle_cpus() {
+    let allocator = global_allocator();
+    cpus::on_each(cpus::count(), |_| {
+        let pages: Vec<_> =
+            (0..2000).map(|_| allocator.alloc_pages(1, PAGE, UsageKind::Global).expect("some")).collect();
+        pages.into_iter().for_each(|at| allocator.dealloc_pages(at, 1, UsageKind::Global));
+    });
+    let before = allocator.cached_pages();
+    cpus::on_each(cpus::count(), |_| allocator.serve());
+    let after = allocator.cached_pages();
+    println!("  {before} pages cached, then {after}");
+    assert!(before >= 100 * cpus::count() && after * 2 < before);
 }
 
 /// The same work twice takes as much as once.

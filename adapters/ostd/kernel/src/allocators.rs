@@ -26,6 +26,11 @@ mod chosen {
         INNER.available()
     }
 
+    /// This CPU has nothing to do.
+    pub(crate) fn idle() {
+        INNER.serve();
+    }
+
     /// Gives back what the heap keeps on this CPU.
     pub(crate) fn trim() {
         HEAP.trim();
@@ -54,10 +59,12 @@ mod chosen {
         (osdk_frame_allocator::load_total_free_size() / ostd::mm::PAGE_SIZE) as u64
     }
 
+    pub(crate) fn idle() {}
+
     pub(crate) fn trim() {}
 }
 
-pub(crate) use chosen::{INNER, NAME, free_pages, trim};
+pub(crate) use chosen::{INNER, NAME, free_pages, idle, trim};
 
 #[ostd::global_frame_allocator]
 pub(crate) static FRAMES: Planted = Planted;

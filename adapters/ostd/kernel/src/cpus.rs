@@ -24,6 +24,7 @@ pub(crate) fn start() {
         loop {
             let turn = TURN.load(Ordering::Acquire);
             if turn == seen {
+                crate::allocators::idle();
                 ostd::task::halt_cpu();
                 continue;
             }

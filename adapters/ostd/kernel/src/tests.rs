@@ -185,6 +185,24 @@ fn cpus_share_frames() {
     loses_nothing(|| cpus::on(num_cpus(), use_frames));
 }
 
+/// A CPU that idles has nothing cached that others could use: what all of them have freed is soon in the node.
+#[cfg(not(feature = "defaults"))]
+#[ktest]
+fn idle_cpus_give_back_what_they_cached() {
+    use crate::allocators::INNER;
+    cpus::on(num_cpus(), |_| {
+        let held: Vec<_> = (0..2000).map(|_| raw(1).alloc_frame().expect("memory")).collect();
+        drop(held);
+        assert!(INNER.stats().cached >= 100, "this CPU has kept some");
+    });
+    INNER.serve();
+    let given_back = (0..1 << 20).any(|_| {
+        core::hint::spin_loop();
+        INNER.stats().cached == 0
+    });
+    assert!(given_back, "{} frames are still cached", INNER.stats().cached);
+}
+
 /// What CPUs pass to each other: an address and a size, or 0.
 static PASSED: [AtomicUsize; 64] = [const { AtomicUsize::new(0) }; 64];
 

@@ -43,17 +43,21 @@ unsafe impl PhysMap for Counting {
 // SAFETY: the memory's windows.
 unsafe impl LinearMap for Counting {}
 
-/// A platform that keeps account of who has which frames sees each block of the heap come and go.
+/// A platform that keeps account of who has which frames sees each block of the heap come and go, and counts it as the heap's meanwhile.
 #[test]
 fn what_is_given_back_is_closed_first() {
     let threads = Counting::threads();
     // SAFETY: the memory is the test's; frame numbers are its own.
     let (cx, ram) = (threads.cx(), unsafe { Ram::assume_unmanaged(threads.memory.frames()) });
     let frames = Frames::carve(&cx, ram).expect("enough memory");
-    let open = || threads.windows.load(Ordering::Relaxed);
-    let metadata = open();
+    let windows = || threads.windows.load(Ordering::Relaxed);
+    let metadata = windows();
     let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
-    let own = open() - metadata;
+    let own = windows() - metadata;
+    let open = || {
+        assert_eq!(threads.counters().snapshot().frames.of(FrameUse::HEAP), (windows() - metadata) as i64);
+        windows()
+    };
     for layout in [layout(100, 8), layout(4096, 8), layout(20_000, 8), layout(37_000, 8)] {
         let held: Vec<_> = (0..50).map(|_| heap.alloc(&cx, layout).expect("memory")).collect();
         assert_eq!(open(), metadata + own + heap.stats().pages);
@@ -98,6 +102,8 @@ fn a_context_of_another_platform_frees_nothing() {
         .chain([(pair, whole)])
         .collect();
     let pages = heap.stats().pages;
+    let counted = || threads.counters().snapshot().frames.of(FrameUse::HEAP);
+    assert_eq!(counted(), 1 + pages as i64, "the heap's own block, and what is in use");
     for (memory, layout) in &held {
         fill(*memory, *layout, 5);
         let misused = heap.stats().misused;
@@ -108,6 +114,7 @@ fn a_context_of_another_platform_frees_nothing() {
         // SAFETY: refused.
         let less = unsafe { heap.realloc(&other, *memory, *layout, layout.size() / 2) };
         assert_eq!(less, Err(HeapError::OtherCpu), "{layout:?}");
+        assert_eq!(counted(), 1 + pages as i64, "{layout:?}");
     }
     heap.trim(&other);
     assert_eq!(stranger.windows.load(Ordering::Relaxed), 0, "the other platform's map was used");
@@ -119,6 +126,5 @@ fn a_context_of_another_platform_frees_nothing() {
     }
     heap.trim(&cx);
     assert_eq!((heap.stats().pages, frames.available(&cx)), (0, before));
-    let own = threads.counters().snapshot().frames.of(FrameUse::HEAP);
-    assert_eq!(own, 1, "the heap's own block is all that counts as in use");
+    assert_eq!(counted(), 1, "the heap's own block is all that counts as in use");
 }
