@@ -33,11 +33,17 @@ impl<S: Setup> AreaTree<S> {
         near(&self.own, first, end).filter(move |area| shows(area, first))
     }
 
-    /// Shows every area that shows one of them, those that copy the object too, until `visit` has seen enough. How many were looked at,
-    /// those that show none of them included.
-    pub(crate) fn each<'a>(&'a self, first: u64, end: u64, mut visit: impl FnMut(&'a Vma<S>) -> bool) -> u64 {
+    /// Shows every area that shows one of them, those that copy the object too, until `visit` has seen enough or so many were looked at,
+    /// those that show none of them included. How many were.
+    pub(crate) fn each<'a>(
+        &'a self,
+        first: u64,
+        end: u64,
+        most: usize,
+        mut visit: impl FnMut(&'a Vma<S>) -> bool,
+    ) -> u64 {
         let mut looked = 0;
-        let _ = near(&self.own, first, end).chain(near(&self.copies, first, end)).all(|area| {
+        let _ = near(&self.own, first, end).chain(near(&self.copies, first, end)).take(most).all(|area| {
             looked += 1;
             !shows(area, first) || visit(area)
         });

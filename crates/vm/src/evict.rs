@@ -148,11 +148,13 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Empties the places that say that a page is moving: they read as zeroes.
     fn forget<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &UnhookedPage<'_, '_, S, M>) {
+        let mut left = page.places;
         let looked = self.places(page.object(), page.owner, |place| {
             if let Some((moving, _)) = self.moving_at(cx, place.space.table(), place.at, page.head) {
                 self.exchange(cx, place.space.table(), place.at, moving, OwnerNext::Empty);
+                left -= 1;
             }
-            true
+            left > 0
         });
         self.resched_after(cx, looked);
     }
@@ -160,7 +162,7 @@ impl<S: Setup> Vm<'_, S> {
     /// Replaces what says that a page is moving by where it is. The word's holder is whoever comes last; all others get
     /// shares.
     fn say_where<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &UnhookedPage<'_, '_, S, M>, word: u64) {
-        let mut looked = 0;
+        let (mut left, mut looked) = (page.places, 0);
         let said = match &page.object().index {
             Some(index) => match self.moving_at(cx, &index.table, offset_at(page.owner), page.head) {
                 Some((moving, _)) => {
@@ -171,19 +173,20 @@ impl<S: Setup> Vm<'_, S> {
             None => {
                 let mut last: Option<(&AddressSpace<S>, VirtAddr, u64)> = None;
                 let areas = page.object().areas.shared();
-                looked = places_of(&areas, page.owner, |Place { space, at, .. }| {
+                looked = places_of(&areas, page.owner, usize::MAX, |Place { space, at, .. }| {
                     let Some((moving, _)) = self.moving_at(cx, space.table(), at, page.head) else { return true };
+                    left -= 1;
                     if let Some((space, at, moving)) = last.replace((space, at, moving)) {
                         // There are fewer places than shares, so one more is to be had.
                         let Ok(share) = self.share_away(cx, word) else {
                             debug_assert!(false, "unhooked from more places than can share a slot");
-                            return true;
+                            return left > 0;
                         };
                         if !self.exchange(cx, space.table(), at, moving, OwnerNext::Owner(share)) {
                             self.drop_away(cx, share);
                         }
                     }
-                    true
+                    left > 0
                 });
                 last.is_some_and(|(space, at, moving)| {
                     self.exchange(cx, space.table(), at, moving, OwnerNext::Owner(word))

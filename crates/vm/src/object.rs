@@ -112,7 +112,7 @@ impl<S: Setup> Object<S> {
     /// Shows every area that shows one of the pages from `first` to `end`, those that copy the object too, until `visit` has seen enough.
     /// Under the lock of the areas. How many were looked at, those that show none of them included.
     pub(crate) fn each_area(&self, first: u64, end: u64, visit: impl FnMut(&Vma<S>) -> bool) -> u64 {
-        self.areas.shared().each(first, end, visit)
+        self.areas.shared().each(first, end, usize::MAX, visit)
     }
 
     /// Its areas, alone; a lineage's are among those of what it is over too.

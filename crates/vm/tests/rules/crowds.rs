@@ -3,7 +3,7 @@
 
 use crate::sources::File;
 use crate::support::{AT, Cx, Handle, Metered, Model, Rig, bounds, lock_rounds, span};
-use crate::unhooked::{page_out, unhook, with_rig};
+use crate::unhooked::{let_go, page_out, unhook, with_rig};
 use hugemm_base::{Cpu, CpuId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_vm::{Access, AgeRun, Backing, Recency, SharedRef, VmaKind};
 
@@ -105,6 +105,46 @@ fn looks_in_vain_let_others_run() {
             let before = points(cx);
             rig.vm.unhook(cx, rig.hold(head), &deferred).expect("nobody else has it").put_back(cx);
             assert_eq!(points(cx) - before, 1, "taken, and put back in one place");
+        });
+    });
+}
+
+/// More relatives than one page has places for. A page is looked for until all who have it are found, and not in all of thousands; one
+/// that only a late relative has stays.
+#[test]
+fn a_page_of_a_crowd_is_looked_for_in_some() {
+    const PLACES: u64 = 4096;
+    with_rig(256, 63, |rig| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let deferred = rig.deferred();
+            let (space, at) = (rig.space(cx, span(AT, 0x1000), SMALL), VirtAddr::new(AT));
+            let children: Vec<_> = (0..PLACES + 8).map(|_| rig.vm.fork(cx, &space).expect("forked")).collect();
+            // The parent has it alone, and is the first.
+            rig.vm.fault(cx, &space, at, Access::Write).expect("memory");
+            let counted = [
+                locks(|| unhook(rig, cx, &space, AT, &deferred).put_back(cx)),
+                locks(|| {
+                    let page = unhook(rig, cx, &space, AT, &deferred);
+                    page_out(rig, cx, page, 1).expect("room");
+                }),
+            ];
+            assert!(counted.iter().all(|locks| *locks < 32), "{counted:?}");
+            // The last that is looked at is the parent's area or a child's.
+            for (child, stays) in [(PLACES - 2, false), (PLACES - 1, true)] {
+                let child = &children[child as usize];
+                rig.vm.fault(cx, child, at, Access::Write).expect("memory");
+                let head = rig.leaf(cx, child, AT).frame;
+                let mut refused = None;
+                let counted = locks(|| match rig.vm.unhook(cx, rig.hold(head), &deferred) {
+                    Ok(page) => page.put_back(cx),
+                    Err(folio) => refused = Some(folio),
+                });
+                assert_eq!(refused.is_some(), stays);
+                // Followers twice and the table to take it, and the table to put it back.
+                assert!(counted <= 4 * PLACES + 8, "{counted}");
+                refused.into_iter().for_each(|folio| let_go(rig, cx, folio));
+            }
+            children.into_iter().chain([space]).for_each(|space| rig.vm.destroy(cx, space).expect("destroyed"));
         });
     });
 }
