@@ -156,7 +156,7 @@ pub use cpu_masks::{CpuMasks, SpaceTlb};
 pub use default_setup::DefaultSetup;
 pub use discard::Discard;
 pub use error::VmError;
-pub use fault::{Access, Served};
+pub use fault::{Access, FaultAccess, Served};
 pub use followers::Follower;
 pub use mapping::{Backing, SharedRef};
 pub use notifier::{Following, Notifier};
