@@ -191,9 +191,10 @@ impl<'m, S: Setup> Vm<'m, S> {
         kind: VmaKind,
         backing: Backing<'_, '_, S>,
     ) -> Result<(NonNull<Object<S>>, u64, VmaKind), VmError> {
+        let kind = VmaKind { given: false, locked: false, ..kind };
         match backing {
             Backing::Private => {
-                let kind = VmaKind { shared: false, reserved: kind.pooled, sourced: false, given: false, ..kind };
+                let kind = VmaKind { shared: false, reserved: kind.pooled, sourced: false, ..kind };
                 if kind.pooled {
                     let pages = span.pages() / kind.page.pages();
                     self.pools().reserve(cx, kind.page, pages)?;

@@ -26,7 +26,8 @@ pub struct VmaKind {
     pub page: PageSize,
     /// What its mappings allow.
     pub protection: Protection,
-    /// Writes are seen through every area of the same object; otherwise only here, and fork copies on write.
+    /// Writes are seen through every area of the same object, which [`map`](crate::Vm::map) decides; otherwise only here, and fork copies
+    /// on write.
     pub shared: bool,
     /// It shows [given](crate::Vm::create_given) frames, which [`map`](crate::Vm::map) decides.
     pub given: bool,
@@ -36,7 +37,7 @@ pub struct VmaKind {
     pub reserved: bool,
     /// Which node its pages come from.
     pub from: Placement,
-    /// Its pages are not to be reclaimed. [`lock`](crate::Vm::lock) says so with a limit, and fills it.
+    /// Its pages are not to be reclaimed, which [`lock`](crate::Vm::lock) decides, with a limit; [`map`](crate::Vm::map) locks nothing.
     pub locked: bool,
     /// What it shows, or copies where it is not shared, is over a [source](crate::source), which [`map`](crate::Vm::map) decides.
     pub sourced: bool,
