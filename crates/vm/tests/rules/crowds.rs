@@ -5,7 +5,7 @@ use crate::sources::File;
 use crate::support::{AT, Cx, Handle, Metered, Model, Rig, bounds, lock_rounds, span};
 use crate::unhooked::{let_go, page_out, unhook, with_rig};
 use hugemm_base::{Cpu, CpuId, Order, PageSize, Pfn, VirtAddr};
-use hugemm_vm::{Access, AgeRun, Backing, Recency, SharedRef, VmaKind};
+use hugemm_vm::{Access, AgeRun, Backing, Discard, Recency, SharedRef, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 /// Private mappings of one file.
@@ -91,6 +91,11 @@ fn what_does_not_show_a_page_is_not_visited() {
     });
 }
 
+/// Reschedule points that were passed.
+fn points(cx: &Cx<'_, '_>) -> u64 {
+    cx.platform().counters().reschedules.get()
+}
+
 /// Areas of which none shows a page, but all lie near it, are looked at in vain: others run then too.
 #[test]
 fn looks_in_vain_let_others_run() {
@@ -98,7 +103,6 @@ fn looks_in_vain_let_others_run() {
         with_copies(rig, (4, |_| 0), |cx, _, space| {
             let deferred = rig.deferred();
             let head = show(rig, cx, space, THERE + 0x5000);
-            let points = |cx: &Cx<'_, '_>| cx.platform().counters().reschedules.get();
             let before = points(cx);
             assert_eq!(age(rig, cx, head).users, 1);
             assert_eq!(points(cx) - before, 1, "aged");
@@ -143,6 +147,32 @@ fn a_page_of_a_crowd_is_looked_for_in_some() {
                 // Followers twice and the table to take it, and the table to put it back.
                 assert!(counted <= 4 * PLACES + 8, "{counted}");
                 refused.into_iter().for_each(|folio| let_go(rig, cx, folio));
+            }
+            children.into_iter().chain([space]).for_each(|space| rig.vm.destroy(cx, space).expect("destroyed"));
+        });
+    });
+}
+
+/// A page that only the last of many relatives has goes away: others run after each time that it is looked for.
+#[test]
+fn a_page_that_one_of_many_has_lets_others_run() {
+    with_rig(64, 64, |rig| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let deferred = rig.deferred();
+            let (space, at) = (rig.space(cx, span(AT, 0x1000), SMALL), VirtAddr::new(AT));
+            let children: Vec<_> = (0..200).map(|_| rig.vm.fork(cx, &space).expect("forked")).collect();
+            let last = &children[199];
+            rig.vm.fault(cx, last, at, Access::Write).expect("memory");
+            for given_up in [false, true] {
+                rig.vm.fault(cx, last, at, Access::Write).expect("memory");
+                if given_up {
+                    rig.vm.discard(cx, last, span(AT, 0x1000), Discard::WhenShort).expect("private");
+                }
+                let before = points(cx);
+                let page = unhook(rig, cx, last, AT, &deferred);
+                assert_eq!(points(cx) - before, 1, "taken");
+                page_out(rig, cx, page, 1).expect("room");
+                assert_eq!(points(cx) - before, 2, "said where it is");
             }
             children.into_iter().chain([space]).for_each(|space| rig.vm.destroy(cx, space).expect("destroyed"));
         });
