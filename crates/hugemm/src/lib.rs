@@ -120,5 +120,7 @@ pub mod prelude {
     #[cfg(feature = "reclaim")]
     pub use hugemm_reclaim::{Compressed, Lru, Watermarks};
     #[cfg(feature = "vm")]
-    pub use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, DefaultSetup, Parts, Served, Setup, Vm, VmaKind};
+    pub use hugemm_vm::{
+        Access, AddressSpaceRef, Backing, Cx, DefaultSetup, FaultAccess, Parts, Served, Setup, Vm, VmaKind,
+    };
 }

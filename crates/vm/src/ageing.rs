@@ -215,13 +215,12 @@ impl<S: Setup> Vm<'_, S> {
         shown: impl Fn(&Vma<S>) -> Option<T>,
         mut each: impl FnMut(&mut Cx<'p, S>, &Vma<S>, T, Option<&AddressSpace<S>>),
     ) -> bool {
-        let (mut mapped, mut going, mut looked) = (false, false, 0);
+        let (mut mapped, mut going) = (false, false);
         let Some(object) = self.object(object) else { return false };
-        {
+        let looked = {
             // SAFETY: `Registry::get` took a reference.
             let object = unsafe { object.as_ref() };
             object.each_area(first, end, |area| {
-                looked += 1;
                 let Some(part) = shown(area) else { return true };
                 if area.info.kind.locked {
                     // What copies the object has its own there.
@@ -241,8 +240,8 @@ impl<S: Setup> Vm<'_, S> {
                     each(cx, area, part, Some(space));
                 }
                 true
-            });
-        }
+            })
+        };
         self.put_object(cx, object);
         self.resched_after(cx, looked);
         going && !mapped

@@ -3,8 +3,8 @@
 //! Whoever changes areas has the space's list alone; what is changed about an area that stays in its object's tree is changed with that
 //! tree alone too, so that whoever walks the places of a page finds an area as it was or as it is.
 
+use crate::area_tree::Peers;
 use crate::error::VmError;
-use crate::object::AreaTree;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::{Areas, Vma, VmaInfo, pages};
@@ -83,19 +83,16 @@ impl<S: Setup> Areas<S> {
 }
 
 /// Changes what an area of the tree says.
-pub(crate) fn change_area<S: Setup>(peers: &mut AreaTree<S>, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
-    // SAFETY: an area is in its object's tree until it has left the space's.
-    unsafe { peers.remove(area) };
-    // SAFETY: the caller has the space's list alone and the object's, so nobody looks at it.
-    unsafe { (*UnsafeRef::into_raw(area.clone())).info = info };
-    peers.add(area.clone());
+pub(crate) fn change_area<S: Setup>(peers: &mut Peers<'_, S>, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
+    // SAFETY: an area is in its object's tree until it has left the space's, whose list the caller has alone.
+    unsafe { peers.change(area, info) };
 }
 
 impl<S: Setup> Vm<'_, S> {
     /// Changes what an area says that stays where it is in its space's tree.
     pub(crate) fn change_area(&self, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
         // SAFETY: the area holds a reference to its object.
-        change_area(&mut unsafe { area.object.as_ref() }.areas.exclusive(), area, info);
+        change_area(&mut unsafe { area.object.as_ref() }.peers(), area, info);
     }
 
     /// Cuts the area that `page` is in the middle of in two. There is memory for one.
@@ -117,9 +114,9 @@ impl<S: Setup> Vm<'_, S> {
             UnsafeRef::from_raw(memory.as_ptr())
         };
         // At once: a page that no area shows is thought to be mapped nowhere.
-        let mut peers = object.areas.exclusive();
+        let mut peers = object.peers();
         change_area(&mut peers, &old, VmaInfo { range: before, ..info });
-        peers.add(new.clone());
+        peers.add(&new);
         areas.insert(new);
     }
 
@@ -147,7 +144,7 @@ impl<S: Setup> Vm<'_, S> {
             {
                 // SAFETY: the area holds a reference to its object; the left one has another.
                 let object = unsafe { right.object.as_ref() };
-                let mut peers = object.areas.exclusive();
+                let mut peers = object.peers();
                 // SAFETY: it is in that tree until here.
                 unsafe { peers.remove(&right) };
                 change_area(&mut peers, &left, VmaInfo { range: whole, ..before });

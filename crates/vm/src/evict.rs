@@ -10,7 +10,7 @@ use crate::error::VmError;
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup};
 use crate::swap_entry::{FEW_REFERENCES, SLOTS, SwapEntry};
-use crate::unhook::{UnhookedPage, offset_at};
+use crate::unhook::{Place, UnhookedPage, offset_at, places_of};
 use crate::vm::Vm;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{FrameUse, Order, VirtAddr};
@@ -52,7 +52,6 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
         let Some(block) = vm.freeze_unhooked(cx, &mut self) else { return Err((VmError::InUse.into(), self)) };
         if self.given_up {
             vm.forget(cx, &self);
-            vm.resched_after(cx, self.places);
             let pages = self.order.pages();
             vm.frames().free(cx, block);
             vm.consume(cx, self);
@@ -73,7 +72,6 @@ impl<'d, 'm, S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'d, 'm, S, M> {
             }
         };
         vm.say_where(cx, &self, word);
-        vm.resched_after(cx, self.places);
         let pages = freed.as_ref().map_or(0, |block| block.extent().pages());
         if let Some(block) = freed {
             vm.frames().free(cx, block);
@@ -150,17 +148,21 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Empties the places that say that a page is moving: they read as zeroes.
     fn forget<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &UnhookedPage<'_, '_, S, M>) {
-        self.places(page.object(), page.owner, |place| {
+        let mut left = page.places;
+        let looked = self.places(page.object(), page.owner, |place| {
             if let Some((moving, _)) = self.moving_at(cx, place.space.table(), place.at, page.head) {
                 self.exchange(cx, place.space.table(), place.at, moving, OwnerNext::Empty);
+                left -= 1;
             }
-            true
+            left > 0
         });
+        self.resched_after(cx, looked);
     }
 
     /// Replaces what says that a page is moving by where it is. The word's holder is whoever comes last; all others get
     /// shares.
     fn say_where<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &UnhookedPage<'_, '_, S, M>, word: u64) {
+        let (mut left, mut looked) = (page.places, 0);
         let said = match &page.object().index {
             Some(index) => match self.moving_at(cx, &index.table, offset_at(page.owner), page.head) {
                 Some((moving, _)) => {
@@ -171,27 +173,27 @@ impl<S: Setup> Vm<'_, S> {
             None => {
                 let mut last: Option<(&AddressSpace<S>, VirtAddr, u64)> = None;
                 let areas = page.object().areas.shared();
-                for area in areas.showing(page.owner.offset, page.owner.offset + 1) {
-                    let Some(at) = area.address_of(page.owner.offset) else { continue };
-                    // SAFETY: a space outlives its areas, and this one is in the tree, which is locked.
-                    let space = unsafe { area.space.as_ref() };
-                    let Some((moving, _)) = self.moving_at(cx, space.table(), at, page.head) else { continue };
+                looked = places_of(&areas, page.owner, usize::MAX, |Place { space, at, .. }| {
+                    let Some((moving, _)) = self.moving_at(cx, space.table(), at, page.head) else { return true };
+                    left -= 1;
                     if let Some((space, at, moving)) = last.replace((space, at, moving)) {
                         // There are fewer places than shares, so one more is to be had.
                         let Ok(share) = self.share_away(cx, word) else {
                             debug_assert!(false, "unhooked from more places than can share a slot");
-                            continue;
+                            return left > 0;
                         };
                         if !self.exchange(cx, space.table(), at, moving, OwnerNext::Owner(share)) {
                             self.drop_away(cx, share);
                         }
                     }
-                }
+                    left > 0
+                });
                 last.is_some_and(|(space, at, moving)| {
                     self.exchange(cx, space.table(), at, moving, OwnerNext::Owner(word))
                 })
             }
         };
+        self.resched_after(cx, looked);
         if !said {
             self.drop_away(cx, word);
         }

@@ -41,35 +41,63 @@ pub enum Access {
     Exec,
 }
 
-impl Access {
+/// What the access was, and whose. An [`Access`] alone is the kernel's, which may use what user mode may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FaultAccess {
+    /// What was tried.
+    pub access: Access,
+    /// User mode tried it: an area that does not allow [`USER`](crate::Protection::USER) refuses it.
+    pub user: bool,
+}
+
+impl From<Access> for FaultAccess {
+    fn from(access: Access) -> Self {
+        FaultAccess { access, user: false }
+    }
+}
+
+impl FaultAccess {
     /// What the error code of an x86 page fault says (Intel SDM, volume 3, 5.7). `None` if the CPU met a reserved bit: EFER.NXE is off, or a
     /// table has been overwritten, and nothing that a fault's handler does cures that.
     pub const fn from_x86_error(code: u64) -> Option<Self> {
         const WRITTEN: u64 = 1 << 1;
+        const USER: u64 = 1 << 2;
         const RESERVED: u64 = 1 << 3;
         const FETCHED: u64 = 1 << 4;
-        match (code & FETCHED != 0, code & WRITTEN != 0) {
-            _ if code & RESERVED != 0 => None,
-            (true, _) => Some(Access::Exec),
-            (false, true) => Some(Access::Write),
-            (false, false) => Some(Access::Read),
-        }
+        let access = match (code & FETCHED != 0, code & WRITTEN != 0) {
+            _ if code & RESERVED != 0 => return None,
+            (true, _) => Access::Exec,
+            (false, true) => Access::Write,
+            (false, false) => Access::Read,
+        };
+        Some(FaultAccess { access, user: code & USER != 0 })
     }
 
     /// What the syndrome of an arm64 abort says, of data or of a fetch, whatever its status: ESR_EL1, or ESR_EL2 (Arm ARM, "ISS encoding
     /// for an exception from a Data Abort"). `None` if it is another exception's. Cache maintenance reads: a page that may be read is all
-    /// that it needs.
+    /// that it needs. A lower exception level is user mode: of a guest's abort, whose mode a second stage does not know, only what was
+    /// tried counts.
     pub const fn from_arm64_syndrome(esr: u64) -> Option<Self> {
         const MAINTENANCE: u64 = 1 << 8;
         const WRITTEN: u64 = 1 << 6;
-        match esr >> 26 & 0x3f {
-            0x20 | 0x21 => Some(Access::Exec),
-            0x24 | 0x25 if esr & (WRITTEN | MAINTENANCE) == WRITTEN => Some(Access::Write),
-            0x24 | 0x25 => Some(Access::Read),
-            _ => None,
-        }
+        const SAME_LEVEL: u64 = 1;
+        let class = esr >> 26 & 0x3f;
+        let access = match class {
+            0x20 | 0x21 => Access::Exec,
+            0x24 | 0x25 if esr & (WRITTEN | MAINTENANCE) == WRITTEN => Access::Write,
+            0x24 | 0x25 => Access::Read,
+            _ => return None,
+        };
+        Some(FaultAccess { access, user: class & SAME_LEVEL == 0 })
     }
 
+    /// What an area has to allow for it.
+    const fn needs(self) -> Flags {
+        self.access.needs().with(if self.user { Flags::USER } else { Flags::NONE })
+    }
+}
+
+impl Access {
     /// What an area has to allow for it.
     pub(crate) const fn needs(self) -> Flags {
         match self {
@@ -154,7 +182,7 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         at: VirtAddr,
-        access: Access,
+        access: impl Into<FaultAccess>,
     ) -> Result<Served, VmError> {
         self.fault_observed(cx, space, at, access, &())
     }
@@ -169,12 +197,12 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         at: VirtAddr,
-        access: Access,
+        access: impl Into<FaultAccess>,
         phases: &impl Phases,
     ) -> Result<Served, VmError> {
         self.check_own(space)?;
         let here = self.here(cx, space);
-        let served = self.serve(cx, here, at, access, phases);
+        let served = self.serve(cx, here, at, access.into(), phases);
         here.count(&served);
         served
     }
@@ -184,10 +212,11 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         here: Here<'_, S>,
         at: VirtAddr,
-        access: Access,
+        tried: FaultAccess,
         phases: &impl Phases,
     ) -> Result<Served, VmError> {
-        let (space, (area, found)) = (here.space(), self.find_for_fault(cx, here, at, access)?);
+        let (space, (area, found)) = (here.space(), self.find_for_fault(cx, here, at, tried)?);
+        let access = tried.access;
         let site = Site { space, area: &area, phases };
         match found {
             Found::Absent(None)
@@ -237,15 +266,16 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         here: Here<'_, S>,
         at: VirtAddr,
-        access: Access,
+        tried: FaultAccess,
     ) -> Result<(VmaInfo, Found<S>), VmError> {
         let both = here.both();
         let areas = both.areas();
         let area = areas.find(at.get() >> PAGE_SHIFT).ok_or(VmError::NoArea { at })?;
         let info = area.info;
-        if !info.kind.flags().contains(access.needs()) {
+        if !info.kind.flags().contains(tried.needs()) {
             return Err(VmError::Denied { at });
         }
+        let access = tried.access;
         if areas.alone {
             return Ok((info, Found::Busy));
         }
@@ -573,26 +603,30 @@ pub(crate) fn fresh_flags(area: &VmaInfo, access: Access) -> Flags {
 
 #[cfg(test)]
 mod tests {
-    use super::Access::{self, Exec, Read, Write};
+    use super::Access::{Exec, Read, Write};
+    use super::FaultAccess;
 
     #[test]
-    fn what_hardware_reports_says_what_was_tried() {
+    fn what_hardware_reports_says_what_was_tried_and_by_whom() {
         // Absent or denied, by the kernel or a program, of a page that a key guards, or of a shadow stack.
         for more in [0, 1, 4, 5, 0x25, 0x45, 0x8005] {
-            let tried = [0, 2, 0x10, 0x12].map(|code| Access::from_x86_error(more | code));
-            assert_eq!(tried, [Read, Write, Exec, Exec].map(Some));
+            let tried = [0, 2, 0x10, 0x12].map(|code| FaultAccess::from_x86_error(more | code));
+            let user = more & 4 != 0;
+            assert_eq!(tried, [Read, Write, Exec, Exec].map(|access| Some(FaultAccess { access, user })));
         }
-        assert_eq!(Access::from_x86_error(0xb), None, "a store met a reserved bit");
+        assert_eq!(FaultAccess::from_x86_error(0xb), None, "a store met a reserved bit");
+        let program = |access| Some(FaultAccess { access, user: true });
         for (esr, expected) in [
-            (0x9200_0007, Some(Read)),  // a program's load, no entry at level 3
-            (0x9200_0047, Some(Write)), // its store
-            (0x9200_0147, Some(Read)),  // its DC CIVAC
-            (0x9600_004f, Some(Write)), // the kernel's store, denied at level 3
-            (0x8200_0006, Some(Exec)),  // a program's fetch
-            (0x8600_000f, Some(Exec)),  // the kernel's
-            (0x5600_0000, None),        // SVC
+            (0x9200_0007, program(Read)),      // a program's load, no entry at level 3
+            (0x9200_0047, program(Write)),     // its store
+            (0x9200_0147, program(Read)),      // its DC CIVAC
+            (0x9600_004f, Some(Write.into())), // the kernel's store, denied at level 3
+            (0x9600_0007, Some(Read.into())),  // its load
+            (0x8200_0006, program(Exec)),      // a program's fetch
+            (0x8600_000f, Some(Exec.into())),  // the kernel's
+            (0x5600_0000, None),               // SVC
         ] {
-            assert_eq!(Access::from_arm64_syndrome(esr), expected, "{esr:#x}");
+            assert_eq!(FaultAccess::from_arm64_syndrome(esr), expected, "{esr:#x}");
         }
     }
 }

@@ -48,6 +48,7 @@
 //! | `protection.rs` | what an area may be asked to allow |
 //! | `cpu_masks.rs` | which CPUs use a space: as many words as there are CPUs for |
 //! | `cpu_lines.rs` | a line of a space for each CPU: who reads its areas and its table; counts |
+//! | `area_tree.rs` | which areas show a page |
 //! | [`object`] | what a page belongs to; the reverse map; who holds references |
 //! | `rmap.rs` | reverse-map walks |
 //! | `address_space.rs` | what an address space is |
@@ -97,6 +98,7 @@ mod address_space;
 mod advise;
 pub mod ageing;
 mod alone;
+mod area_tree;
 mod copy;
 mod cow;
 mod cpu_lines;
@@ -154,7 +156,7 @@ pub use cpu_masks::{CpuMasks, SpaceTlb};
 pub use default_setup::DefaultSetup;
 pub use discard::Discard;
 pub use error::VmError;
-pub use fault::{Access, Served};
+pub use fault::{Access, FaultAccess, Served};
 pub use followers::Follower;
 pub use mapping::{Backing, SharedRef};
 pub use notifier::{Following, Notifier};

@@ -191,9 +191,10 @@ impl<'m, S: Setup> Vm<'m, S> {
         kind: VmaKind,
         backing: Backing<'_, '_, S>,
     ) -> Result<(NonNull<Object<S>>, u64, VmaKind), VmError> {
+        let kind = VmaKind { given: false, locked: false, ..kind };
         match backing {
             Backing::Private => {
-                let kind = VmaKind { shared: false, reserved: kind.pooled, sourced: false, given: false, ..kind };
+                let kind = VmaKind { shared: false, reserved: kind.pooled, sourced: false, ..kind };
                 if kind.pooled {
                     let pages = span.pages() / kind.page.pages();
                     self.pools().reserve(cx, kind.page, pages)?;
@@ -224,11 +225,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Ok((shared.object, offset, VmaKind { given: index.given, ..kind }));
                 }
                 match self.new_object(cx, None, Some(shared.object)) {
-                    Ok(lineage) => {
-                        // SAFETY: over it, new, and a copy until `put_object` frees it.
-                        unsafe { object.copied_by(lineage) };
-                        Ok((lineage, offset, kind))
-                    }
+                    Ok(lineage) => Ok((lineage, offset, kind)),
                     Err(error) => {
                         self.put_object(cx, shared.object);
                         Err(error)
@@ -311,7 +308,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// Puts an area among its object's.
     pub(crate) fn link_area(&self, area: &UnsafeRef<Vma<S>>) {
         // SAFETY: the area holds a reference to its object.
-        unsafe { area.object.as_ref() }.areas.exclusive().add(area.clone());
+        unsafe { area.object.as_ref() }.peers().add(area);
     }
 
     /// A registered object with one reference.
@@ -337,10 +334,6 @@ impl<'m, S: Setup> Vm<'m, S> {
         self.registry_of(id).exclusive().remove(id);
         // SAFETY: nobody else has a reference.
         let over = unsafe { object.as_ref() }.over;
-        if let Some(over) = over {
-            // SAFETY: it holds a reference to what it is over, and has been a copy of that since it was made.
-            unsafe { over.as_ref().uncopied(object) };
-        }
         // SAFETY: nobody has a reference, and nobody can find it any more.
         let object = unsafe { self.take_back(cx, object) };
         if let Some(over) = over {

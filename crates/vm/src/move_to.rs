@@ -255,7 +255,7 @@ impl<S: Setup> Vm<'_, S> {
         };
         // SAFETY: the area holds a reference.
         let object = unsafe { area.object.as_ref() };
-        let mut peers = object.areas.exclusive();
+        let mut peers = object.peers();
         let stale = {
             let task = RefCell::new(&mut *alone.cx);
             let mut table = space.table().exclusive(self.tables(&task));
@@ -292,7 +292,7 @@ impl<S: Setup> Vm<'_, S> {
                 memory.write(Vma::new(area.space, area.object, VmaInfo { range: there, ..info }));
                 UnsafeRef::from_raw(memory.as_ptr())
             };
-            peers.add(new.clone());
+            peers.add(&new);
             areas.insert(new.clone());
             Some(new)
         });

@@ -67,7 +67,7 @@ impl<S: Setup> Vm<'_, S> {
                 if leaf.frame == frame && leaf.size == PageSize::Size4K);
             here && self.get_page(&mut task.borrow_mut(), frame).is_ok()
         };
-        let (mut held, mut looked) = (false, 1);
+        let (mut held, mut looked) = (false, 0);
         match &object.index {
             Some(index) => held = !index.pooled && hold(&index.table, offset_at(owner)),
             None => {

@@ -8,8 +8,8 @@
 //! The descriptor of a page's head says the object's number and the page's offset in it, in words
 //! [`OWNER_WORD`] and [`OFFSET_WORD`]. That, and the object's areas, is the whole reverse map: mapping and
 //! unmapping cost nothing per page. A walk looks, in each area of the object that shows the offset, whether the entry at the offset's address
-//! refers to the page. A lineage may be *over* a shared object, whose pages its areas show where nobody has stored: a walk for such a page
-//! looks in the areas of every lineage over the object as well.
+//! refers to the page. A lineage may be *over* a shared object, whose pages its areas show where nobody has stored: they are among the
+//! areas of that object too, apart from its own.
 //!
 //! Numbers are never used twice, so a descriptor that is read without a lock finds its object or none.
 //!
@@ -18,19 +18,18 @@
 //! | lineage | every entry that maps it; not those that show what the lineage is over, which say [`LENT`](crate::LENT) |
 //! | shared | the index; entries hold none, so whoever takes a page out of the index unmaps and flushes it first |
 
+use crate::area_tree::{AreaTree, Peers};
 use crate::guarded::Guarded;
 use crate::inflight_faults::InflightFaults;
 use crate::setup::Setup;
 use crate::source::Source;
-use crate::vma::{ByOffset, Vma};
+use crate::vma::Vma;
 use core::ptr::NonNull;
 use hugemm_base::PageSize;
 use hugemm_base::sync::{AtomicBool, AtomicU64, AtomicWord, Ordering};
 use hugemm_frames::{DescMut, DescRef};
 use hugemm_paging::PageTable;
-use intrusive_collections::{
-    Bound, KeyAdapter, LinkedList, LinkedListAtomicLink, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter,
-};
+use intrusive_collections::{KeyAdapter, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter};
 
 /// The word of a page's descriptor that holds its object's number; 0 is none.
 pub const OWNER_WORD: usize = 6;
@@ -60,64 +59,6 @@ impl Owner {
     }
 }
 
-/// The areas of an object: which of them show a page is found without looking at the others.
-///
-/// Those of one size, to a power of two, lie together, by offset. A page can be shown only by areas that begin less than twice that
-/// size before it; of areas that do not overlap there are three at most. Of one size and offset, those that were added later come later: a
-/// fork's child behind its parent.
-pub(crate) struct AreaTree<S: Setup> {
-    own: RBTree<ByOffset<S>>,
-    /// Lineages [over](Object::over) the object, whose areas may show its pages too.
-    copies: LinkedList<Copies<S>>,
-}
-
-// SAFETY: the tree refers to areas, which may be sent and shared.
-unsafe impl<S: Setup> Send for AreaTree<S> {}
-// SAFETY: as above; links are changed through `&mut` only.
-unsafe impl<S: Setup> Sync for AreaTree<S> {}
-
-impl<S: Setup> AreaTree<S> {
-    /// The areas that show one of the pages from `first` to `end`, which is not before it. O(sizes × log areas + those areas).
-    pub(crate) fn showing(&self, first: u64, end: u64) -> impl Iterator<Item = &Vma<S>> {
-        self.near(first, end).filter(move |area| area.info.offset + area.info.range.pages() > first)
-    }
-
-    /// Those of them that are looked at: of each size those that may reach `first`.
-    fn near(&self, first: u64, end: u64) -> impl Iterator<Item = &Vma<S>> {
-        let mut next = 0;
-        let sizes = core::iter::from_fn(move || {
-            let larger = self.own.lower_bound(Bound::Included(&(next, 0))).get()?;
-            let size = larger.info.range.pages().max(1).ilog2();
-            next = size + 1;
-            Some(size)
-        });
-        sizes.flat_map(move |size| {
-            let from = first.saturating_sub((2 << size) - 1);
-            self.own.range(Bound::Included(&(size, from)), Bound::Excluded(&(size, end)))
-        })
-    }
-
-    /// O(log areas).
-    pub(crate) fn add(&mut self, area: UnsafeRef<Vma<S>>) {
-        self.own.insert(area);
-    }
-
-    /// O(log areas).
-    ///
-    /// # Safety
-    ///
-    /// The area is in this tree.
-    pub(crate) unsafe fn remove(&mut self, area: &UnsafeRef<Vma<S>>) {
-        // SAFETY: the caller's promise.
-        unsafe { self.own.cursor_mut_from_ptr(UnsafeRef::into_raw(area.clone())) }.remove();
-    }
-
-    /// Whether anybody copies the object.
-    pub(crate) fn is_copied(&self) -> bool {
-        !self.copies.is_empty()
-    }
-}
-
 /// A shared object's pages: from offset to frame, in a page table that no hardware walks.
 pub(crate) struct Index<S: Setup> {
     pub(crate) table: PageTable<S::Format, S::Lock>,
@@ -140,8 +81,6 @@ pub(crate) struct Index<S: Setup> {
 /// See the [module](self).
 pub(crate) struct Object<S: Setup> {
     link: RBTreeAtomicLink,
-    /// Among those that copy what it is over.
-    copy: LinkedListAtomicLink,
     pub(crate) id: u64,
     /// Areas, handles, and walks under way.
     refs: AtomicU64,
@@ -162,42 +101,25 @@ impl<S: Setup> Object<S> {
     pub(crate) fn new(id: u64, index: Option<Index<S>>, over: Option<NonNull<Object<S>>>) -> Self {
         Object {
             link: RBTreeAtomicLink::new(),
-            copy: LinkedListAtomicLink::new(),
             id,
             refs: AtomicU64::new(1),
-            areas: Guarded::new(AreaTree { own: RBTree::new(ByOffset::NEW), copies: LinkedList::new(Copies::NEW) }),
+            areas: Guarded::new(AreaTree::new()),
             index,
             over,
         }
     }
 
-    /// Shows every area that may show one of the pages from `first` to `end`, those that copy the object too, until `visit` has seen
-    /// enough. Under the lock of the areas, and under that of each lineage's.
-    pub(crate) fn each_area(&self, first: u64, end: u64, mut visit: impl FnMut(&Vma<S>) -> bool) {
-        let areas = self.areas.shared();
-        let _ = areas.showing(first, end).all(&mut visit)
-            && areas.copies.iter().all(|copy| copy.areas.shared().showing(first, end).all(&mut visit));
+    /// Shows every area that shows one of the pages from `first` to `end`, those that copy the object too, until `visit` has seen enough.
+    /// Under the lock of the areas. How many were looked at, those that show none of them included.
+    pub(crate) fn each_area(&self, first: u64, end: u64, visit: impl FnMut(&Vma<S>) -> bool) -> u64 {
+        self.areas.shared().each(first, end, usize::MAX, visit)
     }
 
-    /// From here on a lineage is among those that copy the object.
-    ///
-    /// # Safety
-    ///
-    /// It is over this one, on no list, and [ends](Self::uncopied) as a copy before it is freed.
-    pub(crate) unsafe fn copied_by(&self, lineage: NonNull<Object<S>>) {
-        // SAFETY: the caller's promise.
-        self.areas.exclusive().copies.push_back(unsafe { UnsafeRef::from_raw(lineage.as_ptr()) });
-    }
-
-    /// Ends that.
-    ///
-    /// # Safety
-    ///
-    /// It is one of those.
-    pub(crate) unsafe fn uncopied(&self, lineage: NonNull<Object<S>>) {
-        let mut areas = self.areas.exclusive();
-        // SAFETY: the caller's promise.
-        unsafe { areas.copies.cursor_mut_from_ptr(lineage.as_ptr()) }.remove();
+    /// Its areas, alone; a lineage's are among those of what it is over too.
+    pub(crate) fn peers(&self) -> Peers<'_, S> {
+        // SAFETY: it holds a reference to what it is over.
+        let over = self.over.map(|over| unsafe { over.as_ref() }.areas.exclusive());
+        Peers { over, own: self.areas.exclusive() }
     }
 
     /// Another reference, for whoever has one.
@@ -220,7 +142,6 @@ impl<S: Setup> Object<S> {
     }
 }
 
-intrusive_adapter!(Copies<S> = UnsafeRef<Object<S>>: Object<S> { copy => LinkedListAtomicLink } where S: Setup);
 intrusive_adapter!(pub(crate) ById<S> = UnsafeRef<Object<S>>: Object<S> { link => RBTreeAtomicLink } where S: Setup);
 
 impl<'a, S: Setup> KeyAdapter<'a> for ById<S> {
@@ -283,82 +204,6 @@ mod tests {
     use super::*;
     use crate::DefaultSetup;
     use hugemm_threads::{Memory, Threads};
-
-    type Here = DefaultSetup<Threads<Memory>>;
-
-    /// Those that show a page are found, and few others are looked at: three of each size and space at most.
-    #[test]
-    fn few_areas_are_looked_at_besides_those_that_show_a_page() {
-        const SPACES: u64 = 3;
-        let mut random = hugemm_threads::Random(7);
-        let mut areas = Vec::new();
-        for space in 0..SPACES {
-            let mut offset = random.below(100);
-            for _ in 0..1000 {
-                let pages = [1, 1, 1, 2, 3, 64, 1000][random.below(7) as usize] + space;
-                let range = crate::vma::pages(1 << 20 | offset, 1 << 20 | (offset + pages)).expect("a range");
-                let kind = crate::VmaKind::private(PageSize::Size4K);
-                let info = crate::VmaInfo { range, kind, object: 1, offset };
-                areas.push(Box::new(Vma::<Here>::new(NonNull::dangling(), NonNull::dangling(), info)));
-                offset += pages + random.below(2);
-            }
-        }
-        let object: Object<Here> = Object::new(1, None, None);
-        let mut tree = object.areas.exclusive();
-        // SAFETY: the boxes outlive the tree and do not move.
-        areas.iter().for_each(|area| tree.add(unsafe { UnsafeRef::from_raw(core::ptr::from_ref(&**area)) }));
-        for first in (0..60_000).step_by(17) {
-            for pages in [1, 70] {
-                let shows =
-                    |info: &crate::VmaInfo| first < info.offset + info.range.pages() && info.offset < first + pages;
-                let shown = areas.iter().filter(|area| shows(&area.info)).count();
-                assert_eq!(tree.showing(first, first + pages).count(), shown, "{first}, {pages}");
-                assert!(tree.showing(first, first + pages).all(|area| shows(&area.info)));
-                let sizes = 11;
-                let looked_at = tree.near(first, first + pages).count();
-                assert!(looked_at <= shown + sizes * 3 * SPACES as usize, "{looked_at} for {shown}");
-            }
-        }
-        for area in &areas[1..] {
-            // SAFETY: it is in the tree.
-            unsafe { tree.remove(&UnsafeRef::from_raw(core::ptr::from_ref(&**area))) };
-        }
-        let first = areas[0].info.offset;
-        assert_eq!((tree.showing(first, first + 1).count(), tree.near(0, u64::MAX).count()), (1, 1));
-    }
-
-    /// Those of one size and offset come in the order in which they were added, whatever else comes and goes.
-    #[test]
-    fn equal_areas_come_in_the_order_of_their_coming() {
-        let mut random = hugemm_threads::Random(11);
-        let area = |number: u64, offset: u64| {
-            let range = crate::vma::pages(1 << 20, (1 << 20) + 4).expect("a range");
-            let kind = crate::VmaKind::private(PageSize::Size4K);
-            let info = crate::VmaInfo { range, kind, object: number, offset };
-            Box::new(Vma::<Here>::new(NonNull::dangling(), NonNull::dangling(), info))
-        };
-        let object: Object<Here> = Object::new(1, None, None);
-        let mut tree = object.areas.exclusive();
-        let mut areas: Vec<Box<Vma<Here>>> = Vec::new();
-        for number in 0..2000 {
-            if areas.len() > 100 {
-                let old = areas.swap_remove(random.below(100) as usize);
-                // SAFETY: it is in the tree.
-                unsafe { tree.remove(&UnsafeRef::from_raw(core::ptr::from_ref(&*old))) };
-            }
-            areas.push(area(number, [8, 16, 24][random.below(3) as usize]));
-            // SAFETY: the boxes leave the tree before they go, and do not move.
-            tree.add(unsafe { UnsafeRef::from_raw(core::ptr::from_ref(&**areas.last().expect("one"))) });
-            for offset in [8, 16, 24] {
-                let shown = tree.showing(offset, offset + 1).map(|area| area.info.object);
-                assert!(shown.is_sorted(), "{number}");
-            }
-        }
-        while let Some(old) = areas.pop() {
-            // SAFETY: it is in the tree.
-            unsafe { tree.remove(&UnsafeRef::from_raw(core::ptr::from_ref(&*old))) };
-        }
-    }
 
     /// Whoever finds an object in the registry may have it for as long as somebody has it, and not after.
     #[test]

@@ -28,8 +28,7 @@ use hugemm_paging::Flags;
 pub struct Protection(Flags);
 
 impl Protection {
-    /// Read-only data that only the kernel reaches. A fault of user mode there is not the manager's to serve, which is not told of modes:
-    /// the handler ends the program, or the access repeats for ever.
+    /// Read-only data that only the kernel reaches.
     pub const READ: Protection = Protection(Flags::NONE);
 
     /// Stores are allowed.

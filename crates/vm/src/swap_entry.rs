@@ -22,8 +22,9 @@ use hugemm_paging::Flags;
 /// Pages in a 2 MiB page, hence slots in a frame.
 pub(crate) const SLOTS: u64 = 512;
 
-/// Places at which one stored page may be missing: more than that many slots cannot be shared out for certain.
-pub(crate) const MOST_PLACES: u64 = 1 << 12;
+/// Places at which one stored page may be missing: more than that many slots cannot be shared out for certain. Nor are more areas looked at
+/// for the places of a private page.
+pub(crate) const MOST_PLACES: usize = 1 << 12;
 
 /// References that a frame can have without counters of their own: see [`RefError::Saturated`](hugemm_frames::RefError).
 pub(crate) const FEW_REFERENCES: u64 = 15;

@@ -20,12 +20,13 @@
 //! somebody else, too: whoever takes it has the object's areas alone, so no two have places of one page.
 
 use crate::address_space::AddressSpace;
+use crate::area_tree::AreaTree;
 use crate::discard::{GIVEN_UP, may_go_unstored};
-use crate::object::{AreaTree, Object, Owner};
+use crate::object::{Object, Owner};
 use crate::setup::{Cx, Setup};
 use crate::swap_entry::{MOST_PLACES, SwapEntry};
 use crate::vm::Vm;
-use crate::vma::{Vma, VmaInfo};
+use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use core::fmt;
 use core::mem::ManuallyDrop;
@@ -72,8 +73,8 @@ pub struct UnhookedPage<'d, 'm, S: Setup, M: AsRef<[AtomicU64]> = [AtomicU64; 2]
     deferred: &'d DeferredUnmap<Keep, M>,
 }
 
-/// Places of one page that are a reason to let others run: some 0.1 ms.
-const MANY_PLACES: u64 = 128;
+/// Areas looked at for one page that are a reason to let others run: some 0.1 ms.
+const MANY_AREAS: u64 = 128;
 
 /// The flush of one page in all its spaces.
 type Debt<'d> = Pending<(), TlbFlush<'d, Deferred, Keep>>;
@@ -153,12 +154,12 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// [`flush`](DeferredUnmap::flush) after the last of them.
     ///
     /// O(log areas of the object + those that show the page), one lock round of the page table for each of these; a second look at
-    /// each if the page has more than one place. The caller holds no lock. After a page with many places a reschedule point is
-    /// passed where the caller may sleep.
+    /// each if the page has more than one place. Of a private page's areas 4096 are looked at, and no more than until all its places are
+    /// found. The caller holds no lock. After a page with many areas a reschedule point is passed where the caller may sleep.
     ///
     /// # Errors
     ///
-    /// The reference: the page is pinned, moving, or has other holders. It may be the last by now, and goes as whoever
+    /// The reference: the page is pinned, moving, in more places than are looked at, or has other holders. It may be the last by now, and goes as whoever
     /// made it has promised ([`hold_mapped`](Vm::hold_mapped), [`Frames::try_get`](hugemm_frames::Frames::try_get)).
     pub fn unhook<'d, M: AsRef<[AtomicU64]>>(
         &'d self,
@@ -247,7 +248,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let references = self.frames().references(head);
         let (mut mapped, mut away) = (0, false);
         if references > 2 {
-            let looked = places_of(&areas, page.owner, |place| {
+            let looked = places_of(&areas, page.owner, MOST_PLACES, |place| {
                 match self.lookup(cx, place.space, place.at) {
                     Lookup::Mapped(leaf) => mapped += u64::from(leaf.frame == head),
                     Lookup::Owner(word) => {
@@ -255,21 +256,21 @@ impl<'m, S: Setup> Vm<'m, S> {
                     }
                     _ => {}
                 }
-                true
+                mapped + 1 < references
             });
             // Each place's, and the caller's.
-            if away || references > mapped + 1 || mapped > MOST_PLACES {
+            if away || references > mapped + 1 {
                 drop(areas);
                 return self.resched_after(cx, looked);
             }
         }
-        let looked = places_of(&areas, page.owner, |place| {
+        let looked = places_of(&areas, page.owner, MOST_PLACES, |place| {
             // Where somebody is just unmapping it, he keeps its reference until he has flushed.
             let taken = self.take_leaf(cx, page, &place, |leaf| Some(moving(head, leaf)), Result::is_ok);
             page.places += u64::from(taken.is_ok());
             page.given_up &= taken.is_ok_and(|leaf| may_go_unstored(leaf.flags)) || taken.is_err();
             page.locked |= taken.is_ok() && place.area.kind.locked;
-            true
+            page.places + 1 < references
         });
         drop(areas);
         self.resched_after(cx, looked);
@@ -393,6 +394,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                 let leaf = Leaf { frame: to, size, flags };
                 entered += u64::from(self.exchange(cx, table, at, word, OwnerNext::Leaf(leaf)));
             }
+            entered < page.places
         };
         let looked = match &page.object().index {
             Some(index) => {
@@ -400,8 +402,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                 1
             }
             None => self.places(page.object(), page.owner, |place| {
-                back(cx, place.space.table(), place.at, place.area.kind.flags());
-                true
+                back(cx, place.space.table(), place.at, place.area.kind.flags())
             }),
         };
         self.resched_after(cx, looked);
@@ -451,35 +452,32 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// Shows every place of a page, whatever is there, until `visit` says that it has seen enough. Under the lock of the
-    /// object's areas. How many it has shown.
-    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
-        let mut shown = 0;
-        object.each_area(owner.offset, owner.offset + 1, |area| show(area, owner, &mut shown, &mut visit));
-        shown
+    /// object's areas. How many areas were looked at.
+    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
+        places_of(&object.areas.shared(), owner, usize::MAX, visit)
     }
 
-    /// Passes a reschedule point if a page with many places has been looked at: whoever has a batch of such pages in hand passes none
+    /// Passes a reschedule point if many areas have been looked at for a page: whoever has a batch of such pages in hand passes none
     /// between them. Called with nothing locked.
-    pub(crate) fn resched_after(&self, cx: &mut Cx<'_, S>, places: u64) {
-        if places >= MANY_PLACES {
+    pub(crate) fn resched_after(&self, cx: &mut Cx<'_, S>, looked: u64) {
+        if looked >= MANY_AREAS {
             self.cond_resched(cx);
         }
     }
 }
 
-/// [`places`](Vm::places) for whoever has the areas of a lineage locked.
-fn places_of<S: Setup>(areas: &AreaTree<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) -> u64 {
-    let mut shown = 0;
-    let _ = areas.showing(owner.offset, owner.offset + 1).all(|area| show(area, owner, &mut shown, &mut visit));
-    shown
-}
-
-/// Shows the place of a page in an area whose tree is locked; whether the visitor wants more.
-fn show<S: Setup>(area: &Vma<S>, owner: Owner, shown: &mut u64, visit: &mut impl FnMut(Place<'_, S>) -> bool) -> bool {
-    let Some(at) = area.address_of(owner.offset) else { return true };
-    *shown += 1;
-    // SAFETY: a space outlives its areas, and this one is in a tree, which is locked.
-    visit(Place { space: unsafe { area.space.as_ref() }, at, area: &area.info })
+/// [`places`](Vm::places) for whoever has the areas locked, of which so many are looked at.
+pub(crate) fn places_of<'a, S: Setup>(
+    areas: &'a AreaTree<S>,
+    owner: Owner,
+    most: usize,
+    mut visit: impl FnMut(Place<'a, S>) -> bool,
+) -> u64 {
+    areas.each(owner.offset, owner.offset + 1, most, |area| {
+        let Some(at) = area.address_of(owner.offset) else { return true };
+        // SAFETY: a space outlives its areas, and this one is in a tree, which is locked.
+        visit(Place { space: unsafe { area.space.as_ref() }, at, area: &area.info })
+    })
 }
 
 /// What stands for a leaf of a page that is moving.

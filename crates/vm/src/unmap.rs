@@ -83,7 +83,7 @@ impl<S: Setup> Vm<'_, S> {
             // SAFETY: the area holds a reference to its object, in whose tree it is until here.
             unsafe {
                 let area = UnsafeRef::from_raw(area);
-                area.object.as_ref().areas.exclusive().remove(&area);
+                area.object.as_ref().peers().remove(&area);
             }
         }
         if let Some(detached) = flushed {

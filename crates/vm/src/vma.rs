@@ -1,8 +1,8 @@
 //! Areas: what an address space promises about a range of addresses.
 //!
-//! An area is in two trees: the space's, by address, under the space's lock, and its object's, by offset, under the object's lock.
-//! It exists until it has been taken out of both. Who holds either lock may read it; what it says changes under both
-//! (`cutting.rs`). Others work with a copy of what it said ([`VmaInfo`]) and ask, before they enter anything, whether it still says
+//! An area is in two trees: the space's, by address, under the space's lock, and its object's, by offset, under the object's lock; if the
+//! object is over another, in that one's too. It exists until it has been taken out of all. Who holds any of the locks may read it; what it
+//! says changes under all (`area_tree.rs`). Others work with a copy of what it said ([`VmaInfo`]) and ask, before they enter anything, whether it still says
 //! that.
 
 use crate::address_space::AddressSpace;
@@ -26,7 +26,8 @@ pub struct VmaKind {
     pub page: PageSize,
     /// What its mappings allow.
     pub protection: Protection,
-    /// Writes are seen through every area of the same object; otherwise only here, and fork copies on write.
+    /// Writes are seen through every area of the same object, which [`map`](crate::Vm::map) decides; otherwise only here, and fork copies
+    /// on write.
     pub shared: bool,
     /// It shows [given](crate::Vm::create_given) frames, which [`map`](crate::Vm::map) decides.
     pub given: bool,
@@ -36,7 +37,7 @@ pub struct VmaKind {
     pub reserved: bool,
     /// Which node its pages come from.
     pub from: Placement,
-    /// Its pages are not to be reclaimed. [`lock`](crate::Vm::lock) says so with a limit, and fills it.
+    /// Its pages are not to be reclaimed, which [`lock`](crate::Vm::lock) decides, with a limit; [`map`](crate::Vm::map) locks nothing.
     pub locked: bool,
     /// What it shows, or copies where it is not shared, is over a [source](crate::source), which [`map`](crate::Vm::map) decides.
     pub sourced: bool,
@@ -159,6 +160,7 @@ impl VmaInfo {
 pub(crate) struct Vma<S: Setup> {
     tree: RBTreeAtomicLink,
     peer: RBTreeAtomicLink,
+    copy: RBTreeAtomicLink,
     pub(crate) space: NonNull<AddressSpace<S>>,
     pub(crate) object: NonNull<Object<S>>,
     pub(crate) info: VmaInfo,
@@ -174,8 +176,8 @@ unsafe impl<S: Setup> Sync for Vma<S> {}
 
 impl<S: Setup> Vma<S> {
     pub(crate) fn new(space: NonNull<AddressSpace<S>>, object: NonNull<Object<S>>, info: VmaInfo) -> Self {
-        let (tree, peer) = (RBTreeAtomicLink::new(), RBTreeAtomicLink::new());
-        Vma { tree, peer, space, object, info, harvested: AtomicU64::new(0) }
+        let [tree, peer, copy] = [(); 3].map(|()| RBTreeAtomicLink::new());
+        Vma { tree, peer, copy, space, object, info, harvested: AtomicU64::new(0) }
     }
 
     /// The address at which the area shows a page of its object, if it does.
@@ -187,6 +189,7 @@ impl<S: Setup> Vma<S> {
 
 intrusive_adapter!(pub(crate) ByAddress<S> = UnsafeRef<Vma<S>>: Vma<S> { tree => RBTreeAtomicLink } where S: Setup);
 intrusive_adapter!(pub(crate) ByOffset<S> = UnsafeRef<Vma<S>>: Vma<S> { peer => RBTreeAtomicLink } where S: Setup);
+intrusive_adapter!(pub(crate) CopiesByOffset<S> = UnsafeRef<Vma<S>>: Vma<S> { copy => RBTreeAtomicLink } where S: Setup);
 
 impl<'a, S: Setup> KeyAdapter<'a> for ByAddress<S> {
     type Key = u64;
@@ -197,12 +200,24 @@ impl<'a, S: Setup> KeyAdapter<'a> for ByAddress<S> {
 }
 
 impl<'a, S: Setup> KeyAdapter<'a> for ByOffset<S> {
-    /// By size first, as a power of two, then by offset: see [`AreaTree`](crate::object::AreaTree).
     type Key = (u32, u64);
 
     fn get_key(&self, area: &'a Vma<S>) -> (u32, u64) {
-        (area.info.range.pages().max(1).ilog2(), area.info.offset)
+        by_offset(&area.info)
     }
+}
+
+impl<'a, S: Setup> KeyAdapter<'a> for CopiesByOffset<S> {
+    type Key = (u32, u64);
+
+    fn get_key(&self, area: &'a Vma<S>) -> (u32, u64) {
+        by_offset(&area.info)
+    }
+}
+
+/// By size first, as a power of two, then by offset: see [`AreaTree`](crate::area_tree::AreaTree).
+fn by_offset(info: &VmaInfo) -> (u32, u64) {
+    (info.range.pages().max(1).ilog2(), info.offset)
 }
 
 /// The areas of a space, by address.

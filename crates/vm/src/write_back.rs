@@ -431,7 +431,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// After it, no entry shows some pages of an object; flushes are owed. `copies`: nor one that has been made of them, which is flushed
     /// and dropped. A fork that is under way gives its child nothing any more: the parent's area is visited before the child's, which comes
-    /// behind it among [those of one size and offset](crate::object::AreaTree), and a child gets what its parent has while that is locked.
+    /// behind it among [those of one size and offset](crate::area_tree::AreaTree), and a child gets what its parent has while that is locked.
     fn unmap_everywhere(
         &self,
         cx: &mut Cx<'_, S>,

@@ -13,7 +13,7 @@ fn every_type() {
         both {
             Vm<'static, Here>, Parts<'static, Here>, Here, AddressSpace<Here>, AddressSpaceRef<'static, Here>,
             AddressSpaceCounters, SharedRef<'static, Here>, Backing<'static, 'static, Here>, Prefault<'static, 'static, 'static, Here>,
-            Pinned, PinError, Pools<'static>, Usage, AccessError, VmaInfo, VmaKind, Protection, Access, Served, VmError, Phase, LostPage, NoPager,
+            Pinned, PinError, Pools<'static>, Usage, AccessError, VmaInfo, VmaKind, Protection, Access, FaultAccess, Served, VmError, Phase, LostPage, NoPager,
             Following, Recency, Unmapped, ZeroTurn, ZeroWorker, AgeRun<'static>,
             SourceError, StoredPages<'static>, Advice, Discard, Pattern,
         }

@@ -124,9 +124,9 @@ mod kernel {
         }
         // SAFETY: the interrupted task waits; there are no vector registers.
         let served = space.zip(unsafe { CpuCx::of_fault(&MACHINE) });
-        let (at, served) = (VirtAddr::new(at), served.zip(Access::from_x86_error(error)));
+        let (at, served) = (VirtAddr::new(at), served.zip(FaultAccess::from_x86_error(error)));
         let served =
-            served.is_some_and(|((space, mut cx), access)| kernel().vm.fault(&mut cx, space, at, access).is_ok());
+            served.is_some_and(|((space, mut cx), tried)| kernel().vm.fault(&mut cx, space, at, tried).is_ok());
         x86_64::instructions::interrupts::disable();
         assert!(served, "page fault at {at:?}, error code {error}");
     }

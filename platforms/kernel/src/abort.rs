@@ -2,7 +2,7 @@
 //!
 //! Source: Arm ARM, ESR_EL1, "ISS encoding for an exception from a Data Abort" and "… from an Instruction Abort".
 
-use hugemm_vm::Access;
+use hugemm_vm::FaultAccess;
 
 /// Why translation tables did not allow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub enum Cause {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Abort {
     /// A page fault.
-    Fault(Access, Cause),
+    Fault(FaultAccess, Cause),
     /// The CPU has two translations of the address, as it may where leaves change their size in place (FEAT_BBM level 2): both go, and it
     /// tries again.
     Conflict,
@@ -37,7 +37,7 @@ impl Abort {
     pub fn of(syndrome: u64) -> Option<Self> {
         const CONFLICT: u64 = 0x30;
         let tried = match syndrome >> 26 & 63 {
-            FETCH | DATA => Access::from_arm64_syndrome(syndrome)?,
+            FETCH | DATA => FaultAccess::from_arm64_syndrome(syndrome)?,
             _ => return None,
         };
         // The status' low two bits are the level, in those that have one.
@@ -54,11 +54,12 @@ impl Abort {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hugemm_vm::Access;
 
     #[test]
     fn every_syndrome_has_one_answer() {
         let tries = [(FETCH, 0, Access::Exec), (DATA, 0, Access::Read), (DATA, 1 << 6, Access::Write)];
-        for (class, bits, tried) in tries {
+        for (class, bits, tried) in tries.map(|(class, bits, access)| (class, bits, access.into())) {
             for status in 0..64 {
                 let expected = match status {
                     4..=7 => Abort::Fault(tried, Cause::Absent),

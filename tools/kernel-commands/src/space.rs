@@ -58,7 +58,7 @@ impl<'a> BareSpace<'a> {
     /// Runs `f` with the space loaded on the calling CPU.
     pub fn with<R>(&self, cx: &mut CpuCx<'static, Kernel>, f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> R) -> R {
         // What is mapped allows everything.
-        page_fault::with(cx, &self.tlb, &|cx, at, access| self.serve(cx, at, access), f)
+        page_fault::with(cx, &self.tlb, &|cx, at, tried| self.serve(cx, at, tried.access), f)
     }
 
     /// Runs `f` while the calling CPU, in [`with`](BareSpace::with), is lazy.

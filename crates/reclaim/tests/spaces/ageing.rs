@@ -167,7 +167,8 @@ fn used_pages_stay_the_youngest() {
 fn areas_say_what_counts() {
     with_cpu(SIZE, 6, |rig, cx| {
         let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 8 << 12), with!(kind, locked = true));
+        let space = rig.space(cx, span(AT, 8 << 12), kind);
+        rig.vm.lock(cx, &space, span(AT, 8 << 12), 8).expect("within the limit");
         let other = with!(kind, pattern = hugemm_vm::Pattern::Sequential);
         rig.vm.map(cx, &space, span(2 * AT, 8 << 12), other, Backing::Private).expect("two");
         rig.enter(cx, &space);

@@ -90,8 +90,9 @@ fn what_cannot_be_held_is_kept() {
 #[test]
 fn what_cannot_go_stays() {
     with_pages(150, SIZE, |policy, rig, cx, space| {
-        let kind = with!(VmaKind::private(PageSize::Size4K), locked = true);
-        rig.vm.map(cx, space, span(2 * AT, 15 << 12), kind, Backing::Private).expect("an area");
+        let (kind, locked) = (VmaKind::private(PageSize::Size4K), span(2 * AT, 15 << 12));
+        rig.vm.map(cx, space, locked, kind, Backing::Private).expect("an area");
+        rig.vm.lock(cx, space, locked, 15).expect("within the limit");
         (0..15).for_each(|index| rig.put(cx, space, 2 * AT + (index << 12), index).expect("memory"));
         let limit = rig.store.stats(cx).limit;
         // Random words, of which swap can keep none without a frame.

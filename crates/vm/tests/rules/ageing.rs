@@ -106,9 +106,11 @@ fn mappings_are_counted() {
 #[test]
 fn areas_say_what_their_use_means() {
     with_cpu(16, 1, 63, |rig, cx| {
-        for (kind, expected) in [(with!(KIND, locked = true), KEPT), (with!(KIND, pattern = Pattern::Sequential), OLD)]
-        {
+        for (kind, expected) in [(KIND, KEPT), (with!(KIND, pattern = Pattern::Sequential), OLD)] {
             let space = filled(rig, cx, kind, None, 4);
+            if expected == KEPT {
+                rig.vm.lock(cx, &space, span(AT, 0x4000), 4).expect("within the limit");
+            }
             assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
             assert!((0..4).all(|page| is_young(rig, cx, &space, page)));
             rig.vm.destroy(cx, space).expect("destroyed");
@@ -116,7 +118,8 @@ fn areas_say_what_their_use_means() {
         // One locked mapping of two keeps what it shows, and no more.
         let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
         let plain = filled(rig, cx, KIND, Some(&object), 8);
-        let locked = filled(rig, cx, with!(KIND, locked = true), Some(&object), 4);
+        let locked = filled(rig, cx, KIND, Some(&object), 4);
+        rig.vm.lock(cx, &locked, span(AT, 0x4000), 4).expect("within the limit");
         let kept = with!(USED, keep = true);
         assert_eq!(age(rig, cx, &plain, &[3, 4], None), [kept, USED]);
         for space in [plain, locked] {

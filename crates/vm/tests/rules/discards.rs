@@ -131,17 +131,12 @@ fn what_cannot_go_is_refused() {
         rig.fill_pool(cx, 1);
         let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("memory");
         let large = VmaKind::private(PageSize::Size2M);
-        let locked = with!(SMALL, locked = true);
-        let kinds = [
-            (0, 0x4000, SMALL),
-            (0x4000, 0x4000, locked),
-            (4 << 20, 2 << 20, large),
-            (6 << 20, 2 << 20, large.pooled()),
-        ];
+        let kinds = [(0, 0x8000, SMALL), (4 << 20, 2 << 20, large), (6 << 20, 2 << 20, large.pooled())];
         for (at, bytes, kind) in kinds {
             rig.vm.map(cx, &space, span(AT + at, bytes), kind, Backing::Private).expect("an area");
         }
         rig.enter(cx, &space);
+        rig.vm.lock(cx, &space, span(AT + 0x4000, 0x4000), 4).expect("within the limit");
         let stored = [0, 0x4000, 4 << 20, 6 << 20];
         stored.into_iter().for_each(|at| rig.store(cx, &space, AT + at, 5).expect("memory"));
         let mut refused = |at: u64, bytes, error| {
@@ -325,13 +320,16 @@ fn only_private_pages_go_when_memory_is_short() {
         let file = rig.vm.open_source(cx, crate::sources::File::new(0x4000)).expect("memory");
         let pooled = VmaKind::private(PageSize::Size2M).pooled();
         let areas = [
-            (0, 0x4000, with!(SMALL, locked = true), Backing::Private),
+            (0, 0x4000, SMALL, Backing::Private),
             (0x4000, 0x4000, SMALL, Backing::Shared(&object, 0)),
             (0x8000, 0x4000, SMALL, Backing::Copied(&file, 0)),
             (2 << 20, 2 << 20, pooled, Backing::Private),
         ];
         for (from, bytes, kind, backing) in areas {
             rig.vm.map(cx, &space, span(AT + from, bytes), kind, backing).expect("an area");
+            if from == 0 {
+                rig.vm.lock(cx, &space, span(AT, bytes), 4).expect("within the limit");
+            }
             let refused = rig.vm.discard(cx, &space, span(AT + from, bytes), Discard::WhenShort);
             assert_eq!(refused, Err(VmError::Denied { at: VirtAddr::new(AT + from) }));
         }

@@ -1,10 +1,10 @@
 //! Folded groups of leaves (arm64's contiguous bit): areas that nobody ages page by page have them, and whoever changes a part
 //! unfolds it first. The model MMU reports a group that is not whole, and two translations of one address that differ.
 
-use crate::support::{AT, Cx, Model, Rig, bounds, no_faults, span, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
+use crate::support::{AT, Cx, Model, Rig, at_supply, no_faults, span, with_format};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup};
-use hugemm_vm::{AddressSpace, Backing, Protection, VmaKind};
+use hugemm_vm::{AddressSpace, Discard, Protection, VmaKind};
 
 /// 64 KiB-aligned; four groups.
 const PAGES: u64 = 64;
@@ -62,20 +62,28 @@ fn take_away<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
     rig.vm.destroy(cx, space).expect("nobody uses it");
 }
 
-/// A pager ages pages one by one, so what it may take is not folded; a locked area is.
+/// A pager ages pages one by one, so what it may take is not folded. What comes to an area when that is locked already is: others have
+/// taken away what it was filled with before.
 #[test]
 fn what_is_aged_page_by_page_is_not_folded() {
-    with_format::<Aarch64, true>(32, 1, 1, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            for locked in [false, true] {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                let (all, kind) = (span(AT, PAGES * 4096), with!(VmaKind::private(PageSize::Size4K), locked));
-                rig.vm.map(cx, &space, all, kind, Backing::Private).expect("an area");
-                rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
-                assert_eq!(folded(rig, &space), if locked { PAGES } else { 0 });
-                rig.vm.destroy(cx, space).expect("nobody uses it");
-            }
+    with_format::<Aarch64, true>(32, 2, 1, &no_faults(), |rig| {
+        let (all, first) = (span(AT, 4 << 20), span(AT, PAGES * 4096));
+        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
+            rig.vm.prefault(&space, first, None).work(cx, &Never).expect("memory");
+            assert_eq!(folded(rig, &space), 0);
+            space
         });
+        let take_away = || {
+            rig.mmu
+                .as_cpu(CpuId::new(1), |cx| rig.vm.discard(cx, &space, first, Discard::Now).expect("not locked yet"));
+            true
+        };
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            at_supply(&take_away, || rig.vm.lock(cx, &space, all, 1024).expect("within the limit"));
+            assert_eq!(folded(rig, &space), PAGES);
+        });
+        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.destroy(cx, space).expect("nobody uses it"));
     });
 }
 

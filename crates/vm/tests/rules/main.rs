@@ -11,6 +11,7 @@ mod callbacks;
 mod clears;
 mod copies;
 mod costs;
+mod crowds;
 mod discards;
 mod exhaustion;
 mod extremes;

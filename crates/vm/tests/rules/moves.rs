@@ -278,12 +278,12 @@ fn promises_and_objects_end_somewhere() {
 fn what_cannot_be_is_refused() {
     with_cpu(32, 1, 11, |rig, cx| {
         let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("memory");
-        let locked = with!(SMALL, locked = true);
         for (at, bytes, kind) in
-            [(0, 0x4000, SMALL), (0x5000, 0x3000, SMALL), (4 << 20, 4 << 20, LARGE), (32 << 20, 0x1000, locked)]
+            [(0, 0x4000, SMALL), (0x5000, 0x3000, SMALL), (4 << 20, 4 << 20, LARGE), (32 << 20, 0x1000, SMALL)]
         {
             rig.vm.map(cx, &space, span(AT + at, bytes), kind, Backing::Private).expect("an area");
         }
+        rig.vm.lock(cx, &space, span(AT + (32 << 20), 0x1000), 1).expect("within the limit");
         rig.enter(cx, &space);
         let words = [0, 0x7000, 4 << 20];
         words.into_iter().for_each(|at| rig.store(cx, &space, AT + at, 5).expect("memory"));

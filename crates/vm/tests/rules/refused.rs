@@ -60,6 +60,31 @@ fn areas_are_refused_by_their_place_and_object() {
     });
 }
 
+/// What an area has by its backing, or by a limit, is not said by whoever maps it.
+#[test]
+fn what_map_decides_is_not_asked_for() {
+    with_cpu(16, 1, 64, |rig, cx| {
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        let asked = with!(SMALL, shared = true, given = true, reserved = true, locked = true, sourced = true);
+        let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
+        let file = rig.vm.open_source(cx, crate::sources::File::new(0x4000)).expect("memory");
+        let areas = [
+            (Backing::Private, SMALL),
+            (Backing::Shared(&object, 0), with!(SMALL, shared = true)),
+            (Backing::Shared(&file, 0), with!(SMALL, shared = true, sourced = true)),
+            (Backing::Copied(&file, 0), with!(SMALL, sourced = true)),
+        ];
+        for (number, (backing, expected)) in (0..).zip(areas) {
+            let mapped = rig.vm.map(cx, &space, span(AT + (number << 20), 0x4000), asked, backing);
+            assert_eq!(mapped.map(|area| area.kind), Ok(expected), "{number}");
+        }
+        assert_eq!(space.locked(), 0);
+        rig.vm.destroy(cx, space).expect("destroyed");
+        rig.vm.close(cx, object).expect("its own");
+        rig.vm.close(cx, file).expect("its own");
+    });
+}
+
 /// An object has whole pages, and the pool promises each of them or none.
 #[test]
 fn objects_are_refused_by_their_size() {

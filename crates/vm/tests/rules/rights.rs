@@ -5,7 +5,7 @@ use crate::support::{AT, Metered, Model, Rig, bounds, no_faults, some_are_stale,
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
-use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, Usage, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, FaultAccess, Protection, Served, Usage, VmError, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const READ: Protection = Protection::USER;
@@ -313,6 +313,25 @@ fn neighbours_that_say_the_same_are_one() {
         assert_eq!(protect(5, 5, WRITE), [(0, READ), (0x5000, WRITE), (0x8000, WRITE), (0xa000, READ)]);
         assert_eq!(protect(0, 12, WRITE), [(0, WRITE), (0x8000, WRITE)]);
         rig.end(cx, space);
+    });
+}
+
+/// What user mode may not reach is refused it, mapped or not, and served to the kernel.
+#[test]
+fn user_mode_is_denied_what_is_the_kernels() {
+    const ALL: Protection = Protection::WRITE.with(Protection::EXEC);
+    with_cpu(16, 1, 12, |rig, cx| {
+        let space = rig.space(cx, span(AT, 0x4000), SMALL.allowing(ALL));
+        for (page, access) in [Access::Read, Access::Write, Access::Exec].into_iter().enumerate() {
+            let at = VirtAddr::new(AT + ((page as u64) << 12));
+            let user = FaultAccess { access, user: true };
+            assert_eq!(rig.vm.fault(cx, &space, at, user), Err(VmError::Denied { at }), "{access:?}");
+            assert!(rig.vm.fault(cx, &space, at, access).is_ok(), "{access:?}");
+            assert_eq!(rig.vm.fault(cx, &space, at, user), Err(VmError::Denied { at }), "{access:?} of what is there");
+            rig.vm.protect(cx, &space, span(at.get(), 0x1000), ALL.with(Protection::USER)).expect("an area");
+            assert_eq!(rig.vm.fault(cx, &space, at, user), Ok(Served::Meanwhile), "{access:?}");
+        }
+        rig.vm.destroy(cx, space).expect("destroyed");
     });
 }
 

@@ -260,13 +260,16 @@ fn other_areas_have_their_own() {
         let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
         let pooled = VmaKind::private(PageSize::Size2M).pooled();
         let kinds = [
-            (AT, 0x4000, with!(SMALL, locked = true), Backing::Private),
+            (AT, 0x4000, SMALL, Backing::Private),
             (2 * AT, 2 << 20, pooled, Backing::Private),
             (3 * AT, 0x4000, SMALL, Backing::Shared(&object, 0)),
         ];
         rig.enter(cx, &space);
         for (at, bytes, kind, backing) in kinds {
             rig.vm.map(cx, &space, span(at, bytes), kind, backing).expect("an area");
+            if at == AT {
+                rig.vm.lock(cx, &space, span(at, bytes), 4).expect("within the limit");
+            }
             assert_eq!(rig.load(cx, &space, at), Ok(0));
             assert_eq!(rig.leaf(cx, &space, at).flags & LENT, Flags::NONE, "{at:#x}");
         }

@@ -88,7 +88,7 @@ pub(super) const DENIED: &str = "the mapping does not allow it";
 pub(super) fn page_fault(frame: &Frame, fault: &PageFault) -> ! {
     begin();
     let (cpu, at) = (percpu::current(), fault.at);
-    let access = match fault.access {
+    let access = match fault.tried.access {
         Access::Exec => "execution",
         Access::Write => "write",
         Access::Read => "read",

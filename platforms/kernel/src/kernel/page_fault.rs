@@ -14,10 +14,10 @@ use core::ptr;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, VirtAddr};
 use hugemm_paging::{Keep, TlbSpace, UserSpace};
-use hugemm_vm::Access;
+use hugemm_vm::FaultAccess;
 
 /// Serves a fault of the calling CPU; whether the access can be tried again.
-pub type Serve<'a> = dyn Fn(&mut CpuCx<'static, Kernel>, VirtAddr, Access) -> bool + 'a;
+pub type Serve<'a> = dyn Fn(&mut CpuCx<'static, Kernel>, VirtAddr, FaultAccess) -> bool + 'a;
 
 /// Who serves a CPU's faults.
 pub(crate) struct Server<'a>(&'a Serve<'a>);
@@ -45,8 +45,8 @@ pub fn with<'p, R, M: AsRef<[AtomicU64]>>(
 pub(crate) struct PageFault {
     /// The address.
     pub at: u64,
-    /// What was tried there.
-    pub access: Access,
+    /// What was tried there, and by whom.
+    pub tried: FaultAccess,
     /// Why it was refused, where tables say so.
     pub cause: &'static str,
     /// Whether interrupts were on.
@@ -82,7 +82,7 @@ fn served(frame: &mut Frame, fault: &PageFault) -> bool {
     let Some(server) = (unsafe { server.as_ref() }) else { return false };
     // SAFETY: the interrupted task waits for this handler. There are no vector registers here, and tasks always stay on their CPU.
     let Some(mut cx) = (unsafe { CpuCx::of_fault(&KERNEL) }) else { return false };
-    if (server.0)(&mut cx, VirtAddr::new(fault.at), fault.access) {
+    if (server.0)(&mut cx, VirtAddr::new(fault.at), fault.tried) {
         return true;
     }
     may_fail(frame)

@@ -11,7 +11,7 @@ use core::marker::PhantomData;
 use hugemm_base::{CpuCx, VirtAddr, VirtRange, with};
 use hugemm_clear::Clearer;
 use hugemm_paging::{EditLock, ShootdownPolicy};
-use hugemm_vm::{Access, AddressSpace, NoPager, Pager, Parts, Phases, Pools, Setup, Vm, VmError};
+use hugemm_vm::{AddressSpace, FaultAccess, NoPager, Pager, Parts, Phases, Pools, Setup, Vm, VmError};
 
 /// The types of address spaces here. Whether pages may go away is whoever makes the manager's choice.
 pub struct OnKernel<K = Resident>(PhantomData<K>);
@@ -83,7 +83,8 @@ pub fn with<K: Paging, T>(
     space: &KernelAddressSpace<K>,
     f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> T,
 ) -> T {
-    let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| vm.fault(cx, space, at, access).is_ok();
+    let serve =
+        |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, tried: FaultAccess| vm.fault(cx, space, at, tried).is_ok();
     page_fault::with(cx, space.tlb(), &serve, f)
 }
 
@@ -98,8 +99,8 @@ pub fn touch<K: Paging>(
 ) -> Result<(), VmError> {
     let refused = Cell::new(None);
     let phases = |phase| phases.enter(phase);
-    let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| {
-        let served = vm.fault_observed(cx, space, at, access, &phases);
+    let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, tried: FaultAccess| {
+        let served = vm.fault_observed(cx, space, at, tried, &phases);
         refused.set(served.err());
         served.is_ok()
     };

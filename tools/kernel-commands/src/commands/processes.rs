@@ -16,7 +16,7 @@ use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{percpu, smp, vm};
 use hugemm_kernel_commands::patience::Patience;
 use hugemm_reclaim::{Ageing, LruPolicy, Swap};
-use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Vm, VmError};
+use hugemm_vm::{AddressSpace, AddressSpaceRef, FaultAccess, Vm, VmError};
 use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Part, Touch, Touched, Turn, Words, marks, set_up};
 
 const MOST: usize = MOST_PROCESSES as usize;
@@ -271,9 +271,9 @@ impl<'a> Touch<OurSpaces<'a>> for ByHardware {
         space: &AddressSpace<OurSpaces<'a>>,
         f: &mut dyn FnMut(&mut CpuCx<'_, Kernel>),
     ) {
-        let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| {
+        let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, tried: FaultAccess| {
             self.faults.set(self.faults.get() + 1);
-            let error = match vm.fault(cx, space, at, access) {
+            let error = match vm.fault(cx, space, at, tried) {
                 Ok(_) => return true,
                 Err(error) => error,
             };

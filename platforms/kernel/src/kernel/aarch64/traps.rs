@@ -237,8 +237,8 @@ mod class {
 
 fn synchronous(frame: &mut Frame, syndrome: u64, address: u64) {
     const IRQ_OFF: u64 = 1 << 7;
-    let (access, cause) = match Abort::of(syndrome) {
-        Some(Abort::Fault(access, cause)) => (access, cause),
+    let (tried, cause) = match Abort::of(syndrome) {
+        Some(Abort::Fault(tried, cause)) => (tried, cause),
         Some(Abort::Conflict) => return mmu::drop_everything(),
         Some(Abort::Fatal) | None => return fatal(frame, syndrome, address),
     };
@@ -247,7 +247,7 @@ fn synchronous(frame: &mut Frame, syndrome: u64, address: u64) {
         Cause::NotAccessed => "the entry is not marked as accessed",
         Cause::Denied => fault::DENIED,
     };
-    page_fault::handle(frame, &PageFault { at: address, access, cause: why, interrupts: frame.state & IRQ_OFF == 0 });
+    page_fault::handle(frame, &PageFault { at: address, tried, cause: why, interrupts: frame.state & IRQ_OFF == 0 });
     if cause == Cause::Denied {
         // This CPU may keep the translation that refused, whatever the entry says now.
         mmu::drop_translation(address);

@@ -5,7 +5,7 @@ use super::super::{fault, percpu, stack, tlb, watchdog};
 use super::{controller, segments};
 use core::arch::global_asm;
 use core::cell::UnsafeCell;
-use hugemm_vm::Access;
+use hugemm_vm::FaultAccess;
 use x86_64::registers::control::Cr2;
 
 /// Vectors of this kernel's interrupts.
@@ -218,9 +218,9 @@ extern "C" fn trap_entry(frame: &mut Frame) {
 /// A page fault, read from its error code (Intel SDM, volume 3, 5.7).
 fn page_fault(frame: &mut Frame) {
     const INTERRUPTS: u64 = 1 << 9;
-    let Some(access) = Access::from_x86_error(frame.error) else { exception(frame) };
+    let Some(tried) = FaultAccess::from_x86_error(frame.error) else { exception(frame) };
     let cause = if frame.error & 1 != 0 { fault::DENIED } else { fault::ABSENT };
-    let fault = PageFault { at: Cr2::read_raw(), access, cause, interrupts: frame.rflags & INTERRUPTS != 0 };
+    let fault = PageFault { at: Cr2::read_raw(), tried, cause, interrupts: frame.rflags & INTERRUPTS != 0 };
     page_fault::handle(frame, &fault);
 }
 
