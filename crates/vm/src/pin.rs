@@ -185,7 +185,10 @@ impl<S: Setup> Vm<'_, S> {
             let (found, error) = self.take_references(cx, space, area, span);
             let runs = found.runs.into_iter();
             let mut taken = Taken { vm: self, cx: &mut *cx, space, kind, runs, pages: span.pages() };
-            if error.is_none() && found.pages == span.pages() && self.are_own(taken.cx, space, area, span)? {
+            if error.is_none()
+                && found.pages == span.pages()
+                && self.are_own(taken.cx, space, area, taken.runs.as_slice())?
+            {
                 while let Some(run) = taken.next() {
                     visit(Pinned {
                         space: space.identity(),
@@ -252,19 +255,24 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Whether pages are the space's own, to which the caller has taken references for pins; makes those so that are not. No fork
-    /// gives them to others from then on.
+    /// gives them to others from then on. Another pin may have put a copy in the place of one since: then that is the space's own.
     fn are_own(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         area: &VmaInfo,
-        span: VirtRange,
+        runs: &[Option<Run>],
     ) -> Result<bool, VmError> {
         let mut own = true;
         // What can be stored to is.
-        if !area.kind.shared && !area.kind.flags().contains(Flags::WRITE) {
-            for page in (span.first_page()..span.end_page()).step_by(area.kind.page.pages() as usize) {
-                own &= self.make_own(cx, space, area, VirtAddr::new(page << PAGE_SHIFT))? == Served::Reused;
+        if area.kind.shared || area.kind.flags().contains(Flags::WRITE) {
+            return Ok(true);
+        }
+        for run in runs.iter().flatten() {
+            for (head, _) in run.extent.chunks(area.kind.page.order()) {
+                let into = (head.get() - run.extent.base().get()) << PAGE_SHIFT;
+                let at = VirtAddr::new(run.at.get() + into);
+                own &= self.make_own(cx, space, area, at, Some(head))? == Served::Reused;
             }
         }
         Ok(own)
