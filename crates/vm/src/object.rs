@@ -20,6 +20,7 @@
 
 use crate::guarded::Guarded;
 use crate::inflight_faults::InflightFaults;
+use crate::protection::Protection;
 use crate::setup::Setup;
 use crate::source::Source;
 use crate::vma::{ByOffset, Vma};
@@ -177,6 +178,12 @@ impl<S: Setup> Object<S> {
         let areas = self.areas.shared();
         let _ = areas.showing(first, end).all(&mut visit)
             && areas.copies.iter().all(|copy| copy.areas.shared().showing(first, end).all(&mut visit));
+    }
+
+    /// Whether no area that shows the object may allow this: stores, where its source takes nothing back. What copies it is a lineage.
+    pub(crate) fn refuses(&self, rights: Protection) -> bool {
+        let source = self.index.as_ref().and_then(|index| index.source.as_ref());
+        rights.contains(Protection::WRITE) && source.is_some_and(|source| source.read_only)
     }
 
     /// From here on a lineage is among those that copy the object.
