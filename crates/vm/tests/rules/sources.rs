@@ -449,7 +449,9 @@ fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
         let at = AT + 0x1000;
         rig.store(cx, &space, at, 1).expect("memory");
         let pinned: Cell<Option<Pinned<'_>>> = Cell::new(None);
-        rig.vm.pin(cx, &space, span(at, 0x1000), None, &Never, |pin| pinned.set(Some(pin))).expect("memory");
+        rig.vm
+            .pin(cx, &space, span(at, 0x1000), Access::Write, None, &Never, |pin| pinned.set(Some(pin)))
+            .expect("memory");
         let device = |cx: &mut Cx<'_, 'h>| {
             let pin = pinned.take().expect("once");
             let window = rig.mmu.open(pin.extent(), None).expect("memory");
@@ -466,7 +468,9 @@ fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
         // One that begins while it is written makes it dirty.
         rig.store(cx, &space, at, 3).expect("memory");
         let pin = |cx: &mut Cx<'_, 'h>| {
-            rig.vm.pin(cx, &space, span(at, 0x1000), None, &Never, |pin| pinned.set(Some(pin))).expect("memory");
+            rig.vm
+                .pin(cx, &space, span(at, 0x1000), Access::Write, None, &Never, |pin| pinned.set(Some(pin)))
+                .expect("memory");
             device(cx);
         };
         rig.calling_back(pin, || assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1)));

@@ -5,7 +5,7 @@ use crate::{AT, FEW, no_faults};
 use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, Lookup, PageFormat, X86_64};
 use hugemm_schedule::{Task, explore, seeds};
-use hugemm_vm::{Backing, Protection, VmaKind};
+use hugemm_vm::{Access, Backing, Protection, VmaKind};
 
 /// Pages that are pinned one after the other, and how many CPUs do so.
 const PAGES: u64 = 8;
@@ -28,7 +28,8 @@ fn pins_meet<F: PageFormat>(seed: u64) {
             Box::new(move || {
                 let (cx, mut pins) = (&mut world.machine.cx(), Vec::new());
                 for number in 0..PAGES {
-                    vm.pin(cx, shared, page(number), None, &Never, |pinned| pins.push(pinned)).expect("memory");
+                    vm.pin(cx, shared, page(number), Access::Read, None, &Never, |pinned| pins.push(pinned))
+                        .expect("memory");
                 }
                 for pinned in pins {
                     let found = vm.lookup(cx, shared, VirtAddr::new(pinned.at().get()));

@@ -45,7 +45,10 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         process.pins_begun.set(process.pins_begun.get() + 1);
         process.pinning.set(process.pinning.get() + 1);
         let mut pins = Vec::new();
-        let done = test.world.vm.pin(cx, &process.space, span(at, 4096), None, &Never, |pinned| pins.push(pinned));
+        let done = test
+            .world
+            .vm
+            .pin(cx, &process.space, span(at, 4096), Access::Write, None, &Never, |pinned| pins.push(pinned));
         process.pinning.set(process.pinning.get() - 1);
         let after = process.book.borrow().changes(at);
         if let Err(error) = done {
