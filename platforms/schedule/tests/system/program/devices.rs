@@ -41,7 +41,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
     /// A device gets a private page, or one that all share.
     pub(super) fn pin(&mut self, cx: &mut Cx<'_, 'h>) {
         let (test, process) = (self.test, self.process.clone());
-        let area = [COPIED, COPIED, SHARED, PRIVATE, PRIVATE, PRIVATE][self.random.below(6) as usize];
+        let area = [COPIED, COPIED, SHARED, SHARED, PRIVATE, PRIVATE][self.random.below(6) as usize];
         let at = self.any_page(area);
         let rights = process.book.borrow().rights(at);
         let stores = self.random.below(3) > 0;
