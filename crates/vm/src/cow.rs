@@ -32,13 +32,14 @@ pub(crate) struct Old {
 
 impl<S: Setup> Vm<'_, S> {
     /// Makes a page that is mapped read-only the space's own, and writable if the area allows stores.
-    /// [`Reused`](Served::Reused): it is, where it was.
+    /// [`Reused`](Served::Reused): it is, where it was, and it was `only` if that is one.
     pub(crate) fn make_own(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         area: &VmaInfo,
         at: VirtAddr,
+        only: Option<Pfn>,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
         let Some(_claim) = space.claim(area, page, || self.cond_resched(cx)) else {
@@ -62,6 +63,7 @@ impl<S: Setup> Vm<'_, S> {
             // Acquire: before the look at the entry; pairs with the Release below.
             let kept = space.kept().load(Ordering::Acquire);
             let old = read_only(table.lookup(page.start())).filter(|leaf| !is_lent(leaf));
+            let old = old.filter(|leaf| only.is_none_or(|head| head == leaf.frame));
             let Some(old) = old else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
             // same page.

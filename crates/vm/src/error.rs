@@ -53,6 +53,11 @@ pub enum VmError {
         /// As the source has said, or [`SourceError::SHORT`](crate::SourceError::SHORT).
         code: u32,
     },
+    /// The [source](crate::PageSource::is_read_only) of an area that would allow stores takes nothing back.
+    ReadOnly {
+        /// Where.
+        at: VirtAddr,
+    },
     /// The page has been stored to, and its source has not got that yet.
     NotWritten,
     /// The page's memory is bad.
@@ -87,6 +92,9 @@ impl fmt::Display for VmError {
             VmError::OtherKind => f.write_str("the object or the pool has other pages than the area asks for"),
             VmError::HwPoisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
             VmError::Source { at, code } => write!(f, "the source of the page at {at} has failed: {code}"),
+            VmError::ReadOnly { at } => {
+                write!(f, "what is mapped at {at} cannot be stored to: copy it, or allow no stores")
+            }
             VmError::NotWritten => f.write_str("the page has been stored to: write it back first"),
             VmError::Lost => f.write_str("the page's stored copy is damaged; its content is lost"),
             VmError::Cancelled => f.write_str("cancelled; what was done stays done"),
@@ -129,6 +137,10 @@ mod tests {
             (VmError::OutOfBounds { at }, format!("{at} lies outside the address space or the object")),
             (VmError::LockLimit { locked: 7 }, "7 pages would be locked: unlock some or allow more".into()),
             (VmError::Source { at, code: 5 }, format!("the source of the page at {at} has failed: 5")),
+            (
+                VmError::ReadOnly { at },
+                format!("what is mapped at {at} cannot be stored to: copy it, or allow no stores"),
+            ),
             (VmError::NotWritten, "the page has been stored to: write it back first".into()),
             (VmError::InUse, "still in use: switch the CPUs out and unmap it first".into()),
             (VmError::HwPoisoned { frame }, format!("the memory of frame {frame} is bad")),

@@ -251,7 +251,7 @@ impl<S: Setup> Vm<'_, S> {
             }
             Found::SwapEntry(word) => self.refault_private(cx, site, at, word),
             Found::Zeroes => self.replace_zeroes(cx, site, at),
-            Found::ReadOnly => self.make_own(cx, space, &area, at),
+            Found::ReadOnly => self.make_own(cx, space, &area, at, None),
             Found::Meanwhile => Ok(Served::Meanwhile),
             Found::Busy => {
                 self.cond_resched(cx);

@@ -95,7 +95,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !pages.is_multiple_of(page.pages()) {
             return Err(misaligned);
         }
-        let bounds = VirtRange::from_pages(0, pages).map_err(|_| misaligned)?;
+        // What is empty may become longer if it has a source.
+        let bounds = VirtRange::from_pages(0, pages.max(u64::from(source.is_some()))).map_err(|_| misaligned)?;
         if pooled {
             self.pools().reserve(cx, page, pages / page.pages())?;
         }
@@ -148,8 +149,8 @@ impl<'m, S: Setup> Vm<'m, S> {
     ///
     /// [`Overlap`](VmError::Overlap) names the area that is there, [`Misaligned`](VmError::Misaligned) and
     /// [`OutOfBounds`](VmError::OutOfBounds) what does not fit, [`OtherKind`](VmError::OtherKind) an object with
-    /// other pages. [`NoMemory`](VmError::NoMemory), [`NoPool`](VmError::NoPool), [`Foreign`](VmError::Foreign).
-    /// Nothing has changed.
+    /// other pages, [`ReadOnly`](VmError::ReadOnly) stores to what takes nothing back. [`NoMemory`](VmError::NoMemory),
+    /// [`NoPool`](VmError::NoPool), [`Foreign`](VmError::Foreign). Nothing has changed.
     pub fn map(
         &self,
         cx: &mut Cx<'_, S>,
@@ -220,6 +221,9 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Err(VmError::OutOfBounds { at });
                 }
                 let kind = VmaKind { shared: !copied, reserved: false, sourced, ..kind };
+                if kind.shared && object.refuses(kind.protection) {
+                    return Err(VmError::ReadOnly { at: span.start() });
+                }
                 object.get();
                 if !copied {
                     return Ok((shared.object, offset, VmaKind { given: index.given, ..kind }));

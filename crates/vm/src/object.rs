@@ -21,6 +21,7 @@
 use crate::area_tree::{AreaTree, Peers};
 use crate::guarded::Guarded;
 use crate::inflight_faults::InflightFaults;
+use crate::protection::Protection;
 use crate::setup::Setup;
 use crate::source::Source;
 use crate::vma::Vma;
@@ -113,6 +114,12 @@ impl<S: Setup> Object<S> {
     /// Under the lock of the areas. How many were looked at, those that show none of them included.
     pub(crate) fn each_area(&self, first: u64, end: u64, visit: impl FnMut(&Vma<S>) -> bool) -> u64 {
         self.areas.shared().each(first, end, usize::MAX, visit)
+    }
+
+    /// Whether no area that shows the object may allow this: stores, where its source takes nothing back. What copies it is a lineage.
+    pub(crate) fn refuses(&self, rights: Protection) -> bool {
+        let source = self.index.as_ref().and_then(|index| index.source.as_ref());
+        rights.contains(Protection::WRITE) && source.is_some_and(|source| source.read_only)
     }
 
     /// Its areas, alone; a lineage's are among those of what it is over too.

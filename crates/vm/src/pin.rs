@@ -7,7 +7,7 @@
 
 use crate::address_space::{AddressSpace, Site, SpaceId};
 use crate::error::VmError;
-use crate::fault::Served;
+use crate::fault::{Access, Served};
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::pages;
@@ -116,22 +116,27 @@ impl<S: Setup> Drop for Taken<'_, '_, '_, S> {
 }
 
 impl<S: Setup> Vm<'_, S> {
-    /// Fills `span`, which lies in areas throughout and at whole pages of them, and pins every page. `total` is as for
-    /// [`prefault`](Vm::prefault), on which several CPUs may have worked before. `visit` is given each run, in ascending
+    /// Fills `span`, which lies in areas throughout and at whole pages of them, and pins every page for a device's `access`. `total` is as
+    /// for [`prefault`](Vm::prefault), on which several CPUs may have worked before. `visit` is given each run, in ascending
     /// order, with nothing locked; if it unwinds, what it has not been given is not pinned. Returns how many 4 KiB pages there
     /// are. Passes reschedule points; may sleep.
     ///
-    /// A private area's pages that others have by a fork are copied, also where the area allows no stores.
+    /// A private area's pages that others have by a fork are copied, also where the area allows no stores. A page of a
+    /// [file](crate::source) that is pinned for [`Write`](Access::Write) is dirty, and written back stays so; one that is pinned for
+    /// anything else is not made so, and what a device stores there all the same is lost with the page.
     ///
     /// # Errors
     ///
     /// The [`PinError`] says how many pages are pinned, which stay so, and why not more: as of
-    /// [`Prefault::work`](crate::Prefault::work), and of a copy [`HwPoisoned`](VmError::HwPoisoned); [`Denied`](VmError::Denied) for areas of [given](Vm::create_given) frames.
+    /// [`Prefault::work`](crate::Prefault::work), and of a copy [`HwPoisoned`](VmError::HwPoisoned); [`Denied`](VmError::Denied) for areas
+    /// that do not allow the access, and for those of [given](Vm::create_given) frames.
+    #[allow(clippy::too_many_arguments, reason = "what is pinned, for what, and how")]
     pub fn pin<'v>(
         &'v self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         span: VirtRange,
+        access: Access,
         total: Option<u64>,
         cancel: &impl Cancel,
         mut visit: impl FnMut(Pinned<'v>),
@@ -144,7 +149,7 @@ impl<S: Setup> Vm<'_, S> {
             self.check_own(space).map_err(stopped)?;
             let at = VirtAddr::new(next << PAGE_SHIFT);
             let area = space.find_vma(cx, at).map_err(stopped)?;
-            if area.kind.given {
+            if area.kind.given || !area.kind.flags().contains(access.needs()) {
                 return Err(stopped(VmError::Denied { at }));
             }
             let size = area.kind.page.pages();
@@ -155,7 +160,9 @@ impl<S: Setup> Vm<'_, S> {
             let to = ends.min(next + BATCH as u64 * size);
             let batch = pages(next, to).ok_or(VmError::NoArea { at }).map_err(stopped)?;
             let site = Site { space, area: &area, phases: &() };
-            match self.pin_batch(cx, site, batch, total, cancel, &mut visit) {
+            // What is private is stored to by the space, too, which has to be seen by whoever has the pin.
+            let needs = if area.kind.shared { access.needs() } else { area.kind.flags() } & Flags::WRITE;
+            match self.pin_batch(cx, site, (batch, needs), total, cancel, &mut visit) {
                 Ok(()) => next = to,
                 // The area says something else meanwhile.
                 Err(VmError::NoArea { .. }) if !space.find_vma(cx, at).is_ok_and(|now| now.admits(&area, batch)) => {
@@ -167,12 +174,12 @@ impl<S: Setup> Vm<'_, S> {
         Ok(end - first)
     }
 
-    /// Pins a span of at most [`BATCH`] pages of one area: all or none.
+    /// Pins a span of at most [`BATCH`] pages of one area, whose entries have to allow what it `needs`: all or none.
     fn pin_batch<'v>(
         &'v self,
         cx: &mut Cx<'_, S>,
         site: Site<'_, S, ()>,
-        span: VirtRange,
+        (span, needs): (VirtRange, Flags),
         total: Option<u64>,
         cancel: &impl Cancel,
         visit: &mut impl FnMut(Pinned<'v>),
@@ -180,12 +187,17 @@ impl<S: Setup> Vm<'_, S> {
         let Site { space, area, .. } = site;
         let kind = area.kind;
         for _ in 0..ATTEMPTS {
-            self.prefault(space, span, total).writable().work(cx, cancel)?;
+            let filling = self.prefault(space, span, total);
+            let filling = if kind.shared && needs == Flags::NONE { filling } else { filling.writable() };
+            filling.work(cx, cancel)?;
             self.here(cx, space).line().pinned.begin(span.pages());
-            let (found, error) = self.take_references(cx, space, area, span);
+            let (found, error) = self.take_references(cx, space, area, (span, needs));
             let runs = found.runs.into_iter();
             let mut taken = Taken { vm: self, cx: &mut *cx, space, kind, runs, pages: span.pages() };
-            if error.is_none() && found.pages == span.pages() && self.are_own(taken.cx, space, area, span)? {
+            if error.is_none()
+                && found.pages == span.pages()
+                && self.are_own(taken.cx, space, area, taken.runs.as_slice())?
+            {
                 while let Some(run) = taken.next() {
                     visit(Pinned {
                         space: space.identity(),
@@ -212,7 +224,7 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         area: &VmaInfo,
-        span: VirtRange,
+        (span, needs): (VirtRange, Flags),
     ) -> (Found, Option<VmError>) {
         let mut found = Found { runs: [None; BATCH], count: 0, pages: 0 };
         let mut error = None;
@@ -226,7 +238,6 @@ impl<S: Setup> Vm<'_, S> {
         if areas.admit(area, span).is_none() {
             return (found, Some(VmError::NoArea { at: span.start() }));
         }
-        let needs = area.kind.flags() & Flags::WRITE;
         let table = both.table(self.tables(&task));
         let walked = table.walk(span, Flags::ACCESSED, |run| {
             // A span has no more runs than there is room for.
@@ -252,19 +263,24 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Whether pages are the space's own, to which the caller has taken references for pins; makes those so that are not. No fork
-    /// gives them to others from then on.
+    /// gives them to others from then on. Another pin may have put a copy in the place of one since: then that is the space's own.
     fn are_own(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         area: &VmaInfo,
-        span: VirtRange,
+        runs: &[Option<Run>],
     ) -> Result<bool, VmError> {
         let mut own = true;
         // What can be stored to is.
-        if !area.kind.shared && !area.kind.flags().contains(Flags::WRITE) {
-            for page in (span.first_page()..span.end_page()).step_by(area.kind.page.pages() as usize) {
-                own &= self.make_own(cx, space, area, VirtAddr::new(page << PAGE_SHIFT))? == Served::Reused;
+        if area.kind.shared || area.kind.flags().contains(Flags::WRITE) {
+            return Ok(true);
+        }
+        for run in runs.iter().flatten() {
+            for (head, _) in run.extent.chunks(area.kind.page.order()) {
+                let into = (head.get() - run.extent.base().get()) << PAGE_SHIFT;
+                let at = VirtAddr::new(run.at.get() + into);
+                own &= self.make_own(cx, space, area, at, Some(head))? == Served::Reused;
             }
         }
         Ok(own)

@@ -42,8 +42,8 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// [`OutOfBounds`](VmError::OutOfBounds) if the space does not have all of `span`, [`NoArea`](VmError::NoArea) names the first page
     /// that is in no area, [`Misaligned`](VmError::Misaligned) an end that lies within a page of an area, [`Denied`](VmError::Denied) an
-    /// area that has not the cache attributes that `rights` asks for. [`NoMemory`](VmError::NoMemory),
-    /// [`Foreign`](VmError::Foreign). Nothing has changed.
+    /// area that has not the cache attributes that `rights` asks for, [`ReadOnly`](VmError::ReadOnly) one that shows what cannot be stored
+    /// to. [`NoMemory`](VmError::NoMemory), [`Foreign`](VmError::Foreign). Nothing has changed.
     pub fn protect(
         &self,
         cx: &mut Cx<'_, S>,
@@ -190,9 +190,13 @@ impl<S: Setup> Vm<'_, S> {
 fn may_allow<S: Setup>(areas: &Areas<S>, span: VirtRange, rights: Protection) -> Result<usize, VmError> {
     areas.check_no_hole(span)?;
     for area in areas.meeting(span.first_page(), span.end_page()) {
-        let (range, kind) = (area.info.range, area.info.kind);
-        if !kind.protection.contains(rights.attributes()) {
-            return Err(VmError::Denied { at: range.start().max(span.start()) });
+        let at = area.info.range.start().max(span.start());
+        if !area.info.kind.protection.contains(rights.attributes()) {
+            return Err(VmError::Denied { at });
+        }
+        // SAFETY: the area holds a reference, and stays while its list is locked.
+        if unsafe { area.object.as_ref() }.refuses(rights) {
+            return Err(VmError::ReadOnly { at });
         }
     }
     areas.cuts(span, |area| area.kind.allowing_rights(rights) != area.kind)

@@ -79,6 +79,12 @@ pub trait PageSource<S: Setup>: Send + Sync {
     /// A number, which reaches whoever asked for it. The pages stay dirty.
     fn write_back(&self, cx: &mut Cx<'_, S>, first: u64, pages: &StoredPages<'_>) -> Result<(), SourceError>;
 
+    /// Whether it takes nothing back: then no area that shows it allows stores ([`VmError::ReadOnly`]), those that copy it may, and
+    /// [`write_back`](PageSource::write_back) is not called. Asked once, when it is opened.
+    fn is_read_only(&self) -> bool {
+        false
+    }
+
     /// No object is over it any more: it will not be called again.
     fn closed(&self, cx: &mut Cx<'_, S>) {
         let _ = cx;
@@ -127,7 +133,11 @@ impl StoredPages<'_> {
 }
 
 /// A source that outlives the manager.
-pub(crate) struct Source<S: Setup>(NonNull<dyn PageSource<S>>);
+pub(crate) struct Source<S: Setup> {
+    source: NonNull<dyn PageSource<S>>,
+    /// As it has said: nobody asks it under a lock.
+    pub(crate) read_only: bool,
+}
 
 // SAFETY: sources are shared by all tasks.
 unsafe impl<S: Setup> Send for Source<S> {}
@@ -137,7 +147,7 @@ unsafe impl<S: Setup> Sync for Source<S> {}
 impl<S: Setup> Source<S> {
     pub(crate) fn get(&self) -> &dyn PageSource<S> {
         // SAFETY: `open_source` borrows it for as long as the manager, whose objects end before.
-        unsafe { self.0.as_ref() }
+        unsafe { self.source.as_ref() }
     }
 }
 
@@ -191,26 +201,25 @@ impl<S: Setup> Index<S> {
 }
 
 impl<'m, S: Setup> Vm<'m, S> {
-    /// A shared object over a source, the only one, as long as that is now, of 4 KiB pages; none has been read yet. Areas that show it
+    /// A shared object over a source, the only one, as long as that is now, which may be empty, of 4 KiB pages; none has been read yet. Areas that show it
     /// ([`Shared`](crate::Backing::Shared)) are the source's pages; those that [copy](crate::Backing::Copied) it have their own. When the
     /// last of them and the handle are gone, what is dirty is written back; what fails then is lost, so [`sync`](Vm::sync) before. Two
     /// allocations.
     ///
     /// # Errors
     ///
-    /// [`NoMemory`](VmError::NoMemory); [`Misaligned`](VmError::Misaligned) if the source is empty,
-    /// [`OutOfBounds`](VmError::OutOfBounds) if the format cannot count its pages.
+    /// [`NoMemory`](VmError::NoMemory); [`OutOfBounds`](VmError::OutOfBounds) if the format cannot count its pages.
     pub fn open_source<'v>(
         &'v self,
         cx: &mut Cx<'_, S>,
         source: &'m (dyn PageSource<S> + 'm),
     ) -> Result<SharedRef<'v, S>, VmError> {
-        let bytes = source.bytes();
+        let (bytes, read_only) = (source.bytes(), source.is_read_only());
         // SAFETY: only the lifetime changes; it is used as long as the object lives, which the manager outlives, and that borrows it.
         let source = unsafe {
             core::mem::transmute::<NonNull<dyn PageSource<S> + 'm>, NonNull<dyn PageSource<S>>>(NonNull::from(source))
         };
-        self.create_object(cx, bytes, PageSize::Size4K, false, Some(Source(source)))
+        self.create_object(cx, bytes, PageSize::Size4K, false, Some(Source { source, read_only }))
     }
 
     /// Reads the page at `offset` of an object, and what is missing around it; false if somebody else is at it.

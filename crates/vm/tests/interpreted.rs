@@ -143,7 +143,7 @@ fn operate(cx: &mut Cx<'_>, frames: &Frames<'_, Carved>, shootdown: &TlbShootdow
     vm.prefault(&space, span(AT + 8 * PAGE, 4), None).work(cx, &Never).expect("memory");
     assert_eq!(load(&vm, cx, &space, AT + 9 * PAGE), 0);
     let mut pinned = Vec::new();
-    vm.pin(cx, &space, span(AT + 8 * PAGE, 2), None, &Never, |run| pinned.push(run)).expect("pinned");
+    vm.pin(cx, &space, span(AT + 8 * PAGE, 2), Access::Write, None, &Never, |run| pinned.push(run)).expect("pinned");
 
     // Pinned pages are copied for a child, while their device stores to them; the others are shared until somebody stores.
     // SAFETY: the pin keeps the page, and it is aligned.

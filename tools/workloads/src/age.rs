@@ -438,7 +438,7 @@ impl Process<'_> {
         let at = VirtAddr::new(self.at.get() + first * PAGE_BYTES);
         let span = VirtRange::new(at, page.bytes()).map_err(|_| VmError::OutOfBounds { at })?;
         let mut pinned = None;
-        match vm.pin(cx, space, span, None, &Never, |page| pinned = Some(page)) {
+        match vm.pin(cx, space, span, Access::Write, None, &Never, |page| pinned = Some(page)) {
             Ok(_) => {}
             Err(error) if error.cause == VmError::NoMemory => touched.refused += 1,
             Err(error) => return Err(error.cause.into()),

@@ -175,7 +175,9 @@ where
                 // References, once everything is there; those who come early find less to do in their share.
                 if let Ok(share) = span(from, to) {
                     let total = Some(self.area.range.bytes());
-                    self.vm.pin(cx, self.space, share, total, cancel, &mut pinned).map_err(|error| error.cause)?;
+                    self.vm
+                        .pin(cx, self.space, share, Access::Write, total, cancel, &mut pinned)
+                        .map_err(|error| error.cause)?;
                 }
             }
         }

@@ -21,7 +21,7 @@ use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, Virt
 use hugemm_frames::{Env, HwPoisoned};
 use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, PoolError, VmemmapOptimizer};
 use hugemm_paging::Lookup;
-use hugemm_vm::{AddressSpaceRef, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
 pub use sides::{Granularity, HostSide, Ways};
 
 /// Small guests.
@@ -300,7 +300,8 @@ where
             figures.nanos = site.create(cx, &creation)?;
             if phase == RunPhase::Pin {
                 let start = cx.platform().now_ns();
-                let pinned = self.vm.pin(cx, &space, span, Some(figures.bytes), &Never, |run| site.keep(run));
+                let pinned =
+                    self.vm.pin(cx, &space, span, Access::Write, Some(figures.bytes), &Never, |run| site.keep(run));
                 pinned.map_err(|error| error.cause)?;
                 figures.nanos += cx.platform().now_ns().saturating_sub(start);
             }

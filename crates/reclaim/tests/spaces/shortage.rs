@@ -8,7 +8,7 @@ use hugemm_frames::{AllocRequest, ArenaSpec, FolioRun, Frames, FramesConfig, Fro
 use hugemm_paging::{Flags, Lookup};
 use hugemm_reclaim::{Lru, LruPolicy, Reclaim, ShrinkBudget, Swap, Turn};
 use hugemm_threads::Memory;
-use hugemm_vm::{Backing, Pager, VmaKind};
+use hugemm_vm::{Access, Backing, Pager, VmaKind};
 
 /// Swap that is full is an error to nobody: pages stay and keep what is in them.
 #[test]
@@ -123,7 +123,9 @@ fn a_large_page_comes_back_where_memory_is_in_pieces() {
             let whole = AllocRequest::order(PageSize::Size2M.order());
             let others: Vec<Frozen> = std::iter::from_fn(|| rig.vm.frames().alloc(cx, whole).ok()).collect();
             let mut pins = Vec::new();
-            rig.vm.pin(cx, &small, span(at(7), 4096), None, &Never, |pin| pins.push(pin)).expect("pinned");
+            rig.vm
+                .pin(cx, &small, span(at(7), 4096), Access::Write, None, &Never, |pin| pins.push(pin))
+                .expect("pinned");
             rig.vm.destroy(cx, gone).expect("destroyed");
             rig.vm.frames().drain(cx);
             let stored = rig.store.stats(cx).stores;

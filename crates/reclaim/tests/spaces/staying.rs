@@ -5,7 +5,7 @@ use crate::rules::{AT, SIZE, SIZES, expect, filled, size_for};
 use hugemm_base::{Never, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::HwPoisoned;
 use hugemm_paging::Lookup;
-use hugemm_vm::{Backing, Notifier, VmaKind};
+use hugemm_vm::{Access, Backing, Notifier, VmaKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,7 +16,9 @@ fn pinned_pages_stay() {
         with_cpu(size_for(page), 7, |rig, cx| {
             let space = filled(rig, cx, page, 2);
             let mut pins = Vec::new();
-            rig.vm.pin(cx, &space, span(AT, page.bytes()), None, &Never, |pin| pins.push(pin)).expect("pinned");
+            rig.vm
+                .pin(cx, &space, span(AT, page.bytes()), Access::Write, None, &Never, |pin| pins.push(pin))
+                .expect("pinned");
             (0..4).for_each(|_| _ = rig.evict_all(cx));
             let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("gone") };
             assert_eq!(leaf.frame, pins[0].extent().base());

@@ -242,7 +242,7 @@ fn pinned_pages_stay_where_they_are() {
             // Shared by a fork before: the pin makes it the parent's own.
             let early = rig.vm.fork(cx, &parent).expect("forked");
             let mut pinned = Vec::new();
-            let count = rig.vm.pin(cx, &parent, span(AT, 4 << 20), None, &Never, |run| pinned.push(run));
+            let count = rig.vm.pin(cx, &parent, span(AT, 4 << 20), Access::Write, None, &Never, |run| pinned.push(run));
             assert_eq!(count, Ok(1024));
             assert_eq!(pinned.iter().map(|run| run.extent().pages()).sum::<u64>(), 1024);
             rig.store(cx, &parent, AT + (6 << 20), 5).expect("a page");

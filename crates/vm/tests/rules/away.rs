@@ -79,7 +79,8 @@ fn nothing_new_is_made_of_what_is_kept() {
             // More references than there is room for without a frame of counters.
             let mut pins = Vec::new();
             let error = (0..16).find_map(|_| {
-                let pinned = vm.pin(cx, &space, span(AT + 0x1000, 0x1000), None, &Never, |pin| pins.push(pin));
+                let pinned =
+                    vm.pin(cx, &space, span(AT + 0x1000, 0x1000), Access::Write, None, &Never, |pin| pins.push(pin));
                 pinned.err().map(|error| error.cause)
             });
             refused(rig.used(cx), error, "counters");

@@ -253,7 +253,7 @@ fn what_no_visitor_was_given_is_not_pinned() {
             pins.push(pin);
             assert!(pins.len() < 3, "no more");
         };
-        let pin = || rig.vm.pin(cx, space, span(AT, 0x8000), None, &Never, visit);
+        let pin = || rig.vm.pin(cx, space, span(AT, 0x8000), Access::Write, None, &Never, visit);
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(pin)).is_err());
         assert_eq!(pins.len(), 3);
         for pin in pins {
@@ -339,7 +339,7 @@ fn pin_while_copied<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>, 
     let page = |index: u64| span(area.start().get() + (index << 12), 0x1000);
     let pins = RefCell::new(Vec::new());
     let pin = |cx: &mut Cx<'_, 'h>, span| {
-        rig.vm.pin(cx, space, span, None, &Never, |pin| pins.borrow_mut().push(pin)).expect("memory")
+        rig.vm.pin(cx, space, span, Access::Write, None, &Never, |pin| pins.borrow_mut().push(pin)).expect("memory")
     };
     pin(cx, span(AT, 0x1000));
     let child = Cell::new(Some(rig.vm.fork(cx, space).expect("forked")));

@@ -4,7 +4,7 @@ use crate::support::{AT, Model, bounds, no_faults, parts, span, with_cpu, with_r
 use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Backing, Vm, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Vm, VmError, VmaKind};
 use std::cell::Cell;
 
 /// A copy goes right of the touched page, then left of it, then around it, with a reschedule point after each: how far it
@@ -61,7 +61,8 @@ fn the_whole_request_decides_how_pages_are_cleared() {
                         let before = cx.platform().counters().snapshot();
                         let mut pins = Vec::new();
                         if pin {
-                            vm.pin(cx, &space, area, total, &Never, |run| pins.push(run)).expect("memory");
+                            vm.pin(cx, &space, area, Access::Write, total, &Never, |run| pins.push(run))
+                                .expect("memory");
                         } else {
                             vm.prefault(&space, area, total).work(cx, &Never).expect("memory");
                         }

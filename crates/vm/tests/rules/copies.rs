@@ -176,7 +176,7 @@ fn forked<F: PageFormat>(rig: &Rig<'_, F, true>) {
         for pinned in [false, true] {
             let mut pins = Vec::new();
             if pinned {
-                rig.vm.pin(cx, space, pages(20, 1), None, &Never, |pin| pins.push(pin)).expect("memory");
+                rig.vm.pin(cx, space, pages(20, 1), Access::Write, None, &Never, |pin| pins.push(pin)).expect("memory");
             }
             assert_eq!(rig.load(cx, space, at(1)), Ok(1 << 12));
             rig.store(cx, space, at(2), 22).expect("memory");
@@ -321,7 +321,7 @@ fn shorter_beside<F: PageFormat>(rig: &Rig<'_, F, true>, held: bool) {
         rig.enter(cx, &space);
         [first, pinned].into_iter().for_each(|page| rig.store(cx, &space, at(page), page).expect("memory"));
         let mut pin = None;
-        rig.vm.pin(cx, &space, pages(pinned, 1), None, &Never, |made| pin = Some(made)).expect("memory");
+        rig.vm.pin(cx, &space, pages(pinned, 1), Access::Write, None, &Never, |made| pin = Some(made)).expect("memory");
         (space, object, pin.expect("one page"))
     });
     let frame = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.leaf(cx, &space, at(pinned)).frame);
@@ -460,7 +460,7 @@ fn own<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.vm.protect(cx, space, pages(16, 16), READ).expect("an area");
         let mut pins = Vec::new();
         for page in [3, 20, 21] {
-            rig.vm.pin(cx, space, pages(page, 1), None, &Never, |pin| pins.push(pin)).expect("memory");
+            rig.vm.pin(cx, space, pages(page, 1), Access::Read, None, &Never, |pin| pins.push(pin)).expect("memory");
             assert!(!is_lent(rig, cx, space, page), "{page}");
         }
         for page in [4, 22, 23] {

@@ -60,7 +60,8 @@ fn shared<F: PageFormat>() {
             (8..16).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
             let child = rig.vm.fork(cx, &space).expect("memory");
             let mut pins = Vec::new();
-            let pinned = rig.vm.pin(cx, &space, span(AT + 0x1000, 0x1000), None, &Never, |pin| pins.push(pin));
+            let pinned =
+                rig.vm.pin(cx, &space, span(AT + 0x1000, 0x1000), Access::Write, None, &Never, |pin| pins.push(pin));
             assert_eq!(pinned, Ok(1));
             let before = rig.flushes();
             assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1_0000), Discard::Now), Ok(16));
@@ -238,7 +239,9 @@ fn kept<F: PageFormat>() {
                     give_up(cx, page);
                 }
                 let mut pins = Vec::new();
-                rig.vm.pin(cx, &space, page_of(page), None, &Never, |run| pins.push(run)).expect("memory");
+                rig.vm
+                    .pin(cx, &space, page_of(page), Access::Write, None, &Never, |run| pins.push(run))
+                    .expect("memory");
                 if first {
                     give_up(cx, page);
                 }

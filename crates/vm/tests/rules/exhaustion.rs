@@ -63,7 +63,7 @@ fn scenario(rig: &Rig<'_>) {
         }
         let _ = rig.vm.prefault(&space, span(AT + 0x1_0000, 0x2_0000), None).work(cx, &Never);
         let mut pinned = Vec::new();
-        let _ = rig.vm.pin(cx, &space, span(AT, 0x4000), None, &Never, |run| pinned.push(run));
+        let _ = rig.vm.pin(cx, &space, span(AT, 0x4000), Access::Write, None, &Never, |run| pinned.push(run));
         check(rig, cx, &space, &known);
         let child = rig.vm.fork(cx, &space);
         if let Ok(child) = &child {
@@ -254,11 +254,14 @@ fn a_run_is_pinned_as_a_whole_or_not_at_all() {
         let mut pins = Vec::new();
         let second = span(AT + 0x1000, 0x1000);
         for _ in 0..14 {
-            rig.vm.pin(cx, &space, second, None, &Never, |pin| pins.push(pin)).expect("few references");
+            rig.vm.pin(cx, &space, second, Access::Write, None, &Never, |pin| pins.push(pin)).expect("few references");
         }
         let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
         let held: Vec<_> = all.collect();
-        let error = rig.vm.pin(cx, &space, area, None, &Never, |_| panic!("not all of them")).expect_err("no memory");
+        let error = rig
+            .vm
+            .pin(cx, &space, area, Access::Write, None, &Never, |_| panic!("not all of them"))
+            .expect_err("no memory");
         assert_eq!((error.pinned, error.cause), (0, VmError::NoMemory));
         let references = [0, 1, 2].map(|page| {
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12)));

@@ -90,7 +90,7 @@ fn spaces_take_any_range() {
                 assert_eq!(rig.vm.prefault(&space, range, total).work(cx, &Never).is_ok(), there, "{range}");
                 let mut pins = Vec::new();
                 assert_eq!(
-                    rig.vm.pin(cx, &space, range, total, &Never, |pin| pins.push(pin)).is_ok(),
+                    rig.vm.pin(cx, &space, range, Access::Write, total, &Never, |pin| pins.push(pin)).is_ok(),
                     there,
                     "{range}"
                 );

@@ -4,7 +4,7 @@ use crate::support::{AT, Cx, Handle, Rig, bounds, span, with_cpu};
 use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{Backing, Owner, Phase, Pinned, Protection, VmError, VmaKind, ZeroTurn, ZeroWorker};
+use hugemm_vm::{Access, Backing, Owner, Phase, Pinned, Protection, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::cell::Cell;
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
@@ -93,7 +93,8 @@ fn pins_say_what_they_hold() {
             rig.store(cx, &space, AT + (page << 12), 1).expect("memory");
         }
         let mut pins: Vec<Pinned<'_>> = Vec::new();
-        let pinned = rig.vm.pin(cx, &space, span(AT + 0x3000, (1533) << 12), None, &Never, |pin| pins.push(pin));
+        let pinned =
+            rig.vm.pin(cx, &space, span(AT + 0x3000, (1533) << 12), Access::Write, None, &Never, |pin| pins.push(pin));
         assert_eq!(pinned, Ok(1533));
         let mut next = AT + 0x3000;
         let references = |rig: &Rig<'_>, head: Pfn| rig.vm.frames().references(head);
@@ -189,7 +190,7 @@ fn what_is_pinned_is_the_spaces_own() {
             });
         });
         let mut pins = Vec::new();
-        assert_eq!(rig.vm.pin(cx, &space, area, None, &forks, |pin| pins.push(pin)), Ok(4));
+        assert_eq!(rig.vm.pin(cx, &space, area, Access::Write, None, &forks, |pin| pins.push(pin)), Ok(4));
         let child = child.take().expect("forked");
         for pin in pins {
             for (page, (frame, _)) in (0..).zip(pin.extent().chunks(SMALL.page.order())) {
@@ -249,8 +250,10 @@ fn a_page_that_is_pinned_to_be_read_stays_when_it_is_stored_to() {
             let mut children = vec![rig.vm.fork(cx, &space).expect("forked")];
             rig.vm.protect(cx, &space, area, Protection::USER).expect("memory");
             let mut pins = Vec::new();
-            rig.vm.pin(cx, &space, area, None, &Never, |pin| pins.push(pin)).expect("memory");
-            rig.vm.pin(cx, &space, area, None, &Never, |pin| pins.push(pin)).expect("they are its own already");
+            rig.vm.pin(cx, &space, area, Access::Read, None, &Never, |pin| pins.push(pin)).expect("memory");
+            rig.vm
+                .pin(cx, &space, area, Access::Read, None, &Never, |pin| pins.push(pin))
+                .expect("they are its own already");
             if forks_again {
                 children.push(rig.vm.fork(cx, &space).expect("forked"));
             }

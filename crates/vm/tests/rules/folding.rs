@@ -4,7 +4,7 @@
 use crate::support::{AT, Cx, Model, Rig, at_supply, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup};
-use hugemm_vm::{AddressSpace, Discard, Protection, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Discard, Protection, VmaKind};
 
 /// 64 KiB-aligned; four groups.
 const PAGES: u64 = 64;
@@ -36,7 +36,7 @@ fn pin_and_fork<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
     assert_eq!(folded(rig, &space), PAGES);
     // A fork of an area with a pinned page goes page by page.
     let mut pinned = Vec::new();
-    let count = rig.vm.pin(cx, &space, span(AT + 9 * 4096, 4096), None, &Never, |run| pinned.push(run));
+    let count = rig.vm.pin(cx, &space, span(AT + 9 * 4096, 4096), Access::Write, None, &Never, |run| pinned.push(run));
     assert_eq!((count, folded(rig, &space)), (Ok(1), PAGES));
     let child = rig.vm.fork(cx, &space).expect("a child");
     assert_eq!(folded(rig, &space), 0);

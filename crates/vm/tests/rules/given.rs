@@ -4,7 +4,7 @@ use super::support::{AT, span, with_cpu, with_rig};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{CpuId, Extent, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{Backing, Discard, Protection, Usage, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Discard, Protection, Usage, VmError, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
@@ -37,7 +37,8 @@ fn a_page_of_the_kernels_is_shown_and_stays_the_kernels() {
         let mut bytes = [0; 8];
         rig.vm.read(cx, &parent, VirtAddr::new(AT + 0x1008), &mut bytes).expect("reached");
         assert_eq!(u64::from_ne_bytes(bytes), 77);
-        let refused = rig.vm.pin(cx, &parent, span(AT, 3 << 12), None, &hugemm_base::Never, |_| unreachable!());
+        let refused =
+            rig.vm.pin(cx, &parent, span(AT, 3 << 12), Access::Write, None, &hugemm_base::Never, |_| unreachable!());
         assert_eq!(refused.map_err(|error| error.cause), Err(VmError::Denied { at: VirtAddr::new(AT) }));
         let child = rig.vm.fork(cx, &parent).expect("forked");
         rig.leave(cx, &parent);

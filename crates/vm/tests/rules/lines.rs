@@ -90,7 +90,7 @@ fn what_cpus_count_adds_up() {
             rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
                 let area = span(AT + (u64::from(cpu) << 14), 0x2000);
                 rig.vm.fault(cx, &space, area.start(), Access::Write).expect("memory");
-                rig.vm.pin(cx, &space, area, None, &Never, |run| pinned.push(run)).expect("memory");
+                rig.vm.pin(cx, &space, area, Access::Write, None, &Never, |run| pinned.push(run)).expect("memory");
             });
         }
         assert_eq!((space.counters().mapped, space.counters().waited), (u64::from(CPUS), 0));

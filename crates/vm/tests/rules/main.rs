@@ -25,6 +25,7 @@ mod moves;
 mod oracle;
 mod pools;
 mod races;
+mod read_only;
 mod reads;
 mod refused;
 mod relaxing;

@@ -5,7 +5,7 @@ use crate::support::{AT, Metered, Model, bounds, no_faults, some_are_stale, span
 use hugemm_base::{Cpu, CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, PageFormat};
-use hugemm_vm::{AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
@@ -104,7 +104,9 @@ fn kept<F: PageFormat>(distance: u64) {
             let child = rig.vm.fork(cx, &space).expect("memory");
             // Of the parent alone, and under a device.
             rig.store(cx, &space, AT + 0x2000, 30).expect("memory");
-            rig.vm.pin(cx, &space, span(AT + 0x2000, 0x1000), None, &Never, |pin| pins.push(pin)).expect("memory");
+            rig.vm
+                .pin(cx, &space, span(AT + 0x2000, 0x1000), Access::Write, None, &Never, |pin| pins.push(pin))
+                .expect("memory");
             let there_before = with!(Usage::default(), present = 7, swapped = 1);
             assert_eq!(rig.vm.usage(cx, &space, span(AT, 0x8000)), Ok(there_before));
             rig.vm.move_to(cx, &space, span(AT, 0x8000), span(there, 0x8000)).expect("nothing is there");

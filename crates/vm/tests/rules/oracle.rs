@@ -3,7 +3,7 @@
 use crate::support::{AT, Handle, Model, Rig, bounds, no_faults, span, with_format, with_rig};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, PageFormat};
-use hugemm_vm::{Backing, Protection, SharedRef, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Protection, SharedRef, VmError, VmaKind};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -221,7 +221,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
                 let pinned = &mut self.pinned;
                 let handle = self.spaces[space].as_ref().expect("a space");
                 let _ = self.rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                    self.rig.vm.pin(cx, handle, range, None, &Never, |run| pinned.push((space, run)))
+                    self.rig.vm.pin(cx, handle, range, Access::Write, None, &Never, |run| pinned.push((space, run)))
                 });
             }
             Op::Unpin => self.unpin(|_| true),

@@ -78,7 +78,7 @@ fn a_promise_is_kept_whoever_meets_at_a_page() {
                                 1 => {
                                     let mut pinned = Vec::new();
                                     rig.vm
-                                        .pin(cx, space, area, None, &Never, |run| pinned.push(run))
+                                        .pin(cx, space, area, Access::Write, None, &Never, |run| pinned.push(run))
                                         .expect("promised");
                                     for run in pinned {
                                         rig.vm.unpin(cx, space, run).expect("its own");

@@ -2,7 +2,7 @@
 
 use crate::support::{AT, bounds, span, with_cpu};
 use hugemm_base::{Never, PageSize, VirtAddr, with};
-use hugemm_vm::{Backing, PinError, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, PinError, VmError, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
@@ -122,7 +122,7 @@ fn filling_ends_where_there_is_nothing_to_fill() {
         let mut pins = Vec::new();
         let mut pin = |cx: &mut _, start, bytes| {
             let before = pins.len();
-            let done = rig.vm.pin(cx, &space, span(start, bytes), None, &Never, |pin| pins.push(pin));
+            let done = rig.vm.pin(cx, &space, span(start, bytes), Access::Write, None, &Never, |pin| pins.push(pin));
             done.map_err(|error| (error, pins[before..].iter().map(|pin| pin.extent().pages()).sum::<u64>()))
         };
         let error = |pinned, cause| Err((PinError { pinned, cause }, pinned));

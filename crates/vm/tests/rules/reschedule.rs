@@ -26,7 +26,7 @@ fn forks_let_others_run() {
             let mut pins = Vec::new();
             if pinned {
                 let first = span(area.start().get(), 0x1000);
-                rig.vm.pin(cx, &space, first, None, &Never, |run| pins.push(run)).expect("pinned");
+                rig.vm.pin(cx, &space, first, Access::Write, None, &Never, |run| pins.push(run)).expect("pinned");
             }
             let counters: *const _ = cx.platform().counters();
             let mut child = None;

@@ -174,7 +174,7 @@ fn pinned<F: PageFormat>(forks: bool) {
         rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let first = span(AT, 0x1000);
             let mut pins = Vec::new();
-            rig.vm.pin(cx, &space, first, None, &Never, |pin| pins.push(pin)).expect("memory");
+            rig.vm.pin(cx, &space, first, Access::Write, None, &Never, |pin| pins.push(pin)).expect("memory");
             rig.vm.protect(cx, &space, first, READ).expect("an area");
             let child = forks.then(|| rig.vm.fork(cx, &space).expect("memory"));
             rig.vm.protect(cx, &space, first, WRITE).expect("an area");
@@ -214,7 +214,7 @@ fn a_pinned_page_stays_while_anothers_moves() {
                 let child = rig.vm.fork(cx, &space).expect("memory");
                 // From here on each has its own.
                 let mut pins = Vec::new();
-                rig.vm.pin(cx, &space, first, None, &Never, |pin| pins.push(pin)).expect("memory");
+                rig.vm.pin(cx, &space, first, Access::Write, None, &Never, |pin| pins.push(pin)).expect("memory");
                 rig.vm.protect(cx, &space, first, READ).expect("an area");
                 rig.vm.protect(cx, &space, first, WRITE).expect("an area");
                 let pinned = rig.leaf(cx, &space, AT);
@@ -249,7 +249,9 @@ fn what_others_have_is_copied_beside_pins() {
         rig.mmu.as_cpu(CpuId::new(0), |cx| {
             let child = rig.vm.fork(cx, &space).expect("memory");
             let mut pins = Vec::new();
-            rig.vm.pin(cx, &space, span(AT + 0x3000, 0x1000), None, &Never, |pin| pins.push(pin)).expect("memory");
+            rig.vm
+                .pin(cx, &space, span(AT + 0x3000, 0x1000), Access::Write, None, &Never, |pin| pins.push(pin))
+                .expect("memory");
             assert_eq!(rig.store(cx, &space, AT, 50), Ok(()));
             rig.enter(cx, &child);
             rig.leave(cx, &space);

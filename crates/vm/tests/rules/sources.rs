@@ -35,6 +35,7 @@ pub(crate) struct File {
     pub(crate) gate: AtomicU32,
     /// A dirty page of another file, which reclaim is asked to write while this one is written.
     beside: Mutex<Option<Owner>>,
+    pub(crate) read_only: bool,
 }
 
 impl File {
@@ -42,6 +43,12 @@ impl File {
     pub(crate) fn new(bytes: usize) -> &'static File {
         let words = (0..bytes as u64).step_by(8).flat_map(u64::to_le_bytes).take(bytes).collect();
         Box::leak(Box::new(File { bytes: Mutex::new(words), ..File::default() }))
+    }
+
+    /// The same, for nobody to store to.
+    pub(crate) fn read_only(bytes: usize) -> &'static File {
+        let bytes = Mutex::new(Self::new(bytes).bytes().clone());
+        Box::leak(Box::new(File { bytes, read_only: true, ..File::default() }))
     }
 
     pub(crate) fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
@@ -125,6 +132,10 @@ impl<'h, F: PageFormat, const AWAY: bool> PageSource<Model<'h, F, AWAY>> for Fil
         pages.copy_to(0, &mut File::bytes(self)[(first << 12) as usize..][..pages.bytes()]);
         called_back(cx);
         Ok(())
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.read_only
     }
 
     fn closed(&self, _: &mut Cx<'_, 'h>) {
@@ -438,7 +449,9 @@ fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
         let at = AT + 0x1000;
         rig.store(cx, &space, at, 1).expect("memory");
         let pinned: Cell<Option<Pinned<'_>>> = Cell::new(None);
-        rig.vm.pin(cx, &space, span(at, 0x1000), None, &Never, |pin| pinned.set(Some(pin))).expect("memory");
+        rig.vm
+            .pin(cx, &space, span(at, 0x1000), Access::Write, None, &Never, |pin| pinned.set(Some(pin)))
+            .expect("memory");
         let device = |cx: &mut Cx<'_, 'h>| {
             let pin = pinned.take().expect("once");
             let window = rig.mmu.open(pin.extent(), None).expect("memory");
@@ -455,7 +468,9 @@ fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
         // One that begins while it is written makes it dirty.
         rig.store(cx, &space, at, 3).expect("memory");
         let pin = |cx: &mut Cx<'_, 'h>| {
-            rig.vm.pin(cx, &space, span(at, 0x1000), None, &Never, |pin| pinned.set(Some(pin))).expect("memory");
+            rig.vm
+                .pin(cx, &space, span(at, 0x1000), Access::Write, None, &Never, |pin| pinned.set(Some(pin)))
+                .expect("memory");
             device(cx);
         };
         rig.calling_back(pin, || assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1)));
@@ -550,7 +565,6 @@ fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
         let large = VmaKind::private(PageSize::Size2M);
         let no_large = rig.vm.map(cx, &space, span(2 * AT, 2 << 20), large, Backing::Shared(&object, 0));
         assert_eq!(no_large, Err(VmError::OtherKind));
-        assert!(rig.vm.open_source(cx, File::new(0)).is_err(), "an empty one");
         assert!(rig.used(cx) > used);
         rig.end(cx, space);
         for object in [object, plain] {
@@ -563,6 +577,42 @@ fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
 #[test]
 fn a_source_that_fails_says_why() {
     on_both!(failing);
+}
+
+fn empty<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let file = File::new(0);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        rig.enter(cx, &space);
+        let map = |cx: &mut Cx<'_, 'h>| rig.vm.map(cx, &space, span(AT, 2 << 12), SMALL, Backing::Shared(&object, 0));
+        let beyond = |at: u64| VmError::OutOfBounds { at: VirtAddr::new(at) };
+        for _ in 0..2 {
+            assert_eq!(object.pages(), 0);
+            assert_eq!(map(cx), Err(beyond(0)));
+            assert_eq!((rig.vm.sync(cx, &object, 0, 9), rig.vm.punch(cx, &object, 0, 9)), (Ok(0), Ok(0)));
+            // It becomes longer.
+            assert_eq!(rig.vm.truncate(cx, &object, 0x1800), Ok(0));
+            file.bytes().resize(0x1800, 0);
+            map(cx).expect("an area");
+            assert_eq!(rig.load(cx, &space, AT + 0x1000), Ok(0));
+            rig.store(cx, &space, AT + 0x1000, 7).expect("memory");
+            assert_eq!((rig.vm.sync(cx, &object, 0, 9), file.word(0x1000)), (Ok(1), 7));
+            // And empty again.
+            file.bytes().clear();
+            assert_eq!(rig.vm.truncate(cx, &object, 0), Ok(2));
+            assert_eq!(rig.load(cx, &space, AT), Err(beyond(AT)));
+            rig.vm.unmap(cx, &space, span(AT, 2 << 12)).expect("in the space");
+        }
+        end(rig, cx, (object, space));
+        assert_eq!(file.closed.load(Ordering::Relaxed), 1);
+    });
+}
+
+/// A file begins with nothing, as most do.
+#[test]
+fn an_empty_file_becomes_longer() {
+    on_both!(empty);
 }
 
 /// Whatever allocation fails: what was stored is in the file, or the object says that it is not.

@@ -3,7 +3,7 @@
 use crate::support::{AT, bounds, lock_rounds, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::{Lookup, X86_64};
-use hugemm_vm::{Advice, Backing, PageSource, Setup, SourceError, StoredPages, VmaKind};
+use hugemm_vm::{Access, Advice, Backing, PageSource, Setup, SourceError, StoredPages, VmaKind};
 
 const TIB: u64 = 1 << 40;
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
@@ -32,7 +32,7 @@ fn areas_cost_what_they_have() {
             };
             store(cx);
             let mut pins = Vec::new();
-            let pinned = rig.vm.pin(cx, &space, span(AT, 0x1000), None, &Never, |pin| pins.push(pin));
+            let pinned = rig.vm.pin(cx, &space, span(AT, 0x1000), Access::Write, None, &Never, |pin| pins.push(pin));
             assert_eq!(pinned, Ok(1));
             let mut child = None;
             let forked = rounds(|| child = rig.vm.fork(cx, &space).ok());

@@ -21,7 +21,9 @@ fn another_managers_things_are_refused() {
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 7).expect("a page");
             let mut pins = Vec::new();
-            rig.vm.pin(cx, &space, span(AT, 0x1000), None, &Never, |run| pins.push(run)).expect("pinned");
+            rig.vm
+                .pin(cx, &space, span(AT, 0x1000), Access::Write, None, &Never, |run| pins.push(run))
+                .expect("pinned");
             let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
             let own = other.create(cx, bounds()).expect("a space");
 
@@ -36,7 +38,7 @@ fn another_managers_things_are_refused() {
             assert_eq!(other.fork(cx, &space).map(|_| ()), foreign);
             assert_eq!(other.prefault(&space, area, None).work(cx, &Never), foreign);
             assert_eq!(other.prefault_shared(&object, 0, 4).work(cx, &Never), foreign);
-            let pinned = other.pin(cx, &space, area, None, &Never, |_| ());
+            let pinned = other.pin(cx, &space, area, Access::Write, None, &Never, |_| ());
             assert_eq!(pinned.map_err(|error| (error.pinned, error.cause)), Err((0, VmError::Foreign)));
             assert_eq!(other.test_and_clear_young(cx, &space, area, |_| ()).map(|_| ()), foreign);
             let follower = Follower(std::sync::Arc::new(()));
@@ -72,7 +74,7 @@ fn another_spaces_pins_are_refused() {
             rig.vm.map(cx, space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
         }
         let mut pins = Vec::new();
-        rig.vm.pin(cx, &first, span(AT, 0x1000), None, &Never, |run| pins.push(run)).expect("pinned");
+        rig.vm.pin(cx, &first, span(AT, 0x1000), Access::Write, None, &Never, |run| pins.push(run)).expect("pinned");
         let (error, pin) = rig.vm.unpin(cx, &second, pins.remove(0)).expect_err("another's");
         assert_eq!(error, VmError::Foreign);
         let copied = second.counters().copied;
@@ -96,7 +98,9 @@ fn a_space_with_pins_does_not_end() {
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 7).expect("a page");
             let mut pins = Vec::new();
-            rig.vm.pin(cx, &space, span(AT, page.bytes()), None, &Never, |run| pins.push(run)).expect("pinned");
+            rig.vm
+                .pin(cx, &space, span(AT, page.bytes()), Access::Write, None, &Never, |run| pins.push(run))
+                .expect("pinned");
             rig.leave(cx, &space);
             let (error, space) = rig.vm.destroy(cx, space).expect_err("pinned");
             assert_eq!(error, VmError::InUse);

@@ -21,7 +21,9 @@ fn pages_that_are_away_are_inherited() {
                     if pinned {
                         let second = span(AT + size.bytes(), size.bytes());
                         rig.vm
-                            .pin(cx, &parent, second, None, &hugemm_base::Never, |pin| pins.push(pin))
+                            .pin(cx, &parent, second, hugemm_vm::Access::Write, None, &hugemm_base::Never, |pin| {
+                                pins.push(pin)
+                            })
                             .expect("there");
                     }
                     rig.leave(cx, &parent);
@@ -108,7 +110,9 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
             let mut pins = Vec::new();
             if pinned {
                 let last = span(AT + 2 * size.bytes(), size.bytes());
-                rig.vm.pin(cx, &space, last, None, &hugemm_base::Never, |pin| pins.push(pin)).expect("there");
+                rig.vm
+                    .pin(cx, &space, last, hugemm_vm::Access::Write, None, &hugemm_base::Never, |pin| pins.push(pin))
+                    .expect("there");
             }
             (space, pins)
         });

@@ -102,7 +102,7 @@ fn forked<F: PageFormat>(size: PageSize) {
                 let mut pins = Vec::new();
                 if pinned {
                     rig.vm
-                        .pin(cx, &space, span(at(3), size.bytes()), None, &Never, |run| pins.push(run))
+                        .pin(cx, &space, span(at(3), size.bytes()), Access::Write, None, &Never, |run| pins.push(run))
                         .expect("memory");
                 }
                 let child = rig.vm.fork(cx, &space).expect("memory");
@@ -171,7 +171,9 @@ fn held<F: PageFormat>() {
                 (0..8).for_each(|page| assert_eq!(rig.load(cx, &space, AT + (page << 12)), Ok(0)));
                 let zeroes = rig.leaf(cx, &space, AT).frame;
                 let mut pins = Vec::new();
-                rig.vm.pin(cx, &space, span(AT, 0x4000), None, &Never, |run| pins.push(run)).expect("memory");
+                rig.vm
+                    .pin(cx, &space, span(AT, 0x4000), Access::Read, None, &Never, |run| pins.push(run))
+                    .expect("memory");
                 assert!(pins.iter().all(|pin| !pin.extent().contains(zeroes)), "a device was given everybody's page");
                 assert_eq!(pins.iter().map(|pin| pin.extent().pages()).sum::<u64>(), 4);
                 // What a device stores is what the space reads.
@@ -362,7 +364,7 @@ fn scenario<F: PageFormat>(rig: &Rig<'_, F>) {
             }
         }
         let pinned = |cx: &mut _, pins: &mut Vec<_>| {
-            rig.vm.pin(cx, &space, span(AT + 0x1000, 0x1000), None, &Never, |run| pins.push(run))
+            rig.vm.pin(cx, &space, span(AT + 0x1000, 0x1000), Access::Write, None, &Never, |run| pins.push(run))
         };
         let mut pins = Vec::new();
         let _ = pinned(cx, &mut pins);

@@ -1,6 +1,7 @@
 //! The whole system on CPUs that take turns as a seed says: every word read is the word written last.
 
 mod file;
+mod pins;
 mod program;
 mod runs;
 mod world;

@@ -35,7 +35,7 @@ use std::ops::Range;
 use std::rc::{Rc, Weak};
 use std::sync::{Arc, Mutex};
 
-use book::{AREAS, Area, Book, COPIED, Changes, Fork, PRIVATE, Rights, area_of};
+use book::{AREAS, Area, Book, COPIED, Changes, Fork, PRIVATE, Rights, SHARED, area_of};
 use devices::Device;
 use guests::Guest;
 
@@ -77,7 +77,7 @@ struct Process<'v, 'h, F: PageFormat> {
 pub type Deeds = RefCell<BTreeMap<&'static str, u64>>;
 
 /// What has to happen in some run, for a test to say anything.
-pub const ALL_DEEDS: [&str; 34] = [
+pub const ALL_DEEDS: [&str; 35] = [
     "punched",
     "shortened",
     "lent",
@@ -104,6 +104,7 @@ pub const ALL_DEEDS: [&str; 34] = [
     "ended beside idle CPUs",
     "pinned",
     "pinned of a file",
+    "pinned and shared",
     "poisoned",
     "stored by guests",
     "arenas removed",

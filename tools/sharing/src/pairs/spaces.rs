@@ -61,7 +61,7 @@ const CASES: [Case; 12] = [
         on.vm.read(cx, on.space(cpu), at.start(), &mut [0; 64]).expect("it is mapped");
     }),
     ("64 pages pinned each in one space, far apart", 1, some_pages, nothing, |on, cx, cpu, at| {
-        let pinned = on.vm.pin(cx, on.space(cpu), at, None, &Never, std::mem::forget);
+        let pinned = on.vm.pin(cx, on.space(cpu), at, Access::Write, None, &Never, std::mem::forget);
         assert_eq!(pinned.ok(), Some(64));
     }),
     (
@@ -203,7 +203,9 @@ impl Pairs<'_> {
             1,
             |on, cx, cpu, round| {
                 let (at, mut pins) = (some_pages(cpu, round), Vec::new());
-                on.vm.pin(cx, on.space(cpu), at, None, &Never, |pinned| pins.push(pinned)).expect("memory");
+                on.vm
+                    .pin(cx, on.space(cpu), at, Access::Write, None, &Never, |pinned| pins.push(pinned))
+                    .expect("memory");
                 pins
             },
             |on, cx, cpu, pins| {

@@ -50,6 +50,7 @@ pub static AREAS: [Area; 5] = [
     Area { start: 0x5000_0000, pages: SHARED_PAGES, kind: SMALL, copies: true },
 ];
 pub const PRIVATE: &Area = &AREAS[0];
+pub const SHARED: &Area = &AREAS[1];
 pub const COPIED: &Area = &AREAS[4];
 pub const SHARED_PAGES: u64 = 10;
 

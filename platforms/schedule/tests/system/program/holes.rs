@@ -10,6 +10,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
         let Some(file) = test.file.filter(|_| !test.file_changes.replace(true)) else { return };
         let from = self.random.below(SHARED_PAGES);
         let to = SHARED_PAGES.min(from + 1 + self.random.below(4));
+        test.leave_shared_to_devices(&(from..to));
         test.begin_file_changes(from..to);
         let done = file.punch(from..to, || test.world.vm.punch(cx, test.object, from, to));
         test.did("punched", done.expect("its own"));
@@ -35,6 +36,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
             *test.shortened.borrow_mut() = Some(Shortened { gone: gone.clone(), whose: Vec::new() });
             all.iter().for_each(|process| _ = test.goes_for(process));
         }
+        test.leave_shared_to_devices(&gone);
         test.begin_file_changes(end..SHARED_PAGES);
         file.resize(bytes);
         test.did("shortened", vm.truncate(cx, test.object, bytes).expect("its own"));

@@ -55,7 +55,7 @@ impl<'v, 'h, F: PageFormat> Program<'_, 'v, 'h, F> {
                 // A page that leaves may have got it.
                 for device in test.devices.borrow_mut().iter_mut().filter(|device| torn && device.of == self.cpu) {
                     if device.pinned.at().get() == page
-                        && std::ptr::eq(&*device.process, process)
+                        && (area.kind.shared || std::ptr::eq(&*device.process, process))
                         && let Some(apart) = &mut device.apart
                     {
                         apart.insert(value);
