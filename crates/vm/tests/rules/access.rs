@@ -1,10 +1,10 @@
 //! A space's memory from outside of it: any address and length, what is missing, shared, away and denied. On both formats.
 
-use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_cpu, with_format};
+use crate::support::{AT, Cx, Model, Rig, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_frames::HwPoisoned;
-use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
+use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_threads::Random;
 use hugemm_vm::{AccessError, AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
 
@@ -73,14 +73,6 @@ fn random<F: PageFormat>(seed: u64) {
     });
 }
 
-#[test]
-fn bytes_are_those_that_were_written_last() {
-    for seed in 0..3 {
-        random::<Metered>(seed);
-        random::<Aarch64>(seed);
-    }
-}
-
 fn leaf_flags<'h, F: PageFormat>(
     rig: &Rig<'h, F>,
     cx: &mut Cx<'_, 'h>,
@@ -119,15 +111,6 @@ fn used<F: PageFormat>(size: PageSize) {
             rig.end(cx, space);
         });
     });
-}
-
-/// What was read is known as accessed, what was written as written.
-#[test]
-fn uses_are_noted() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        used::<Metered>(size);
-        used::<Aarch64>(size);
-    }
 }
 
 /// It ends where there is no area, or one that does not allow it, and says so; what comes before is done.
@@ -203,4 +186,10 @@ fn forked(rig: &Rig<'_>) {
 fn forks_and_exhaustion() {
     let runs = every_fault(|plan: &FaultPlan| crate::support::with_rig(8, 1, 21, plan, forked));
     assert!(runs > 10, "{runs} allocations");
+}
+
+on_both_formats! {
+    bytes_are_those_that_were_written_last: random (each 0..3);
+    /// What was read is known as accessed, what was written as written.
+    uses_are_noted: used (each [PageSize::Size4K, PageSize::Size2M]);
 }

@@ -1,10 +1,10 @@
 //! What somebody knows of a range is heeded where it costs or saves something, and changes no content. On both formats.
 
 use crate::sources::File;
-use crate::support::{AT, Metered, bounds, no_faults, span, with_cpu, with_format};
+use crate::support::{AT, Metered, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuId, PageSize, VirtAddr};
-use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
+use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Advice, Backing, Pattern, Usage, VmError, VmaKind};
 use std::sync::atomic::Ordering;
 
@@ -33,12 +33,6 @@ fn read_ahead<F: PageFormat>() {
             });
         });
     }
-}
-
-#[test]
-fn readahead_is_as_the_area_is_read() {
-    read_ahead::<Metered>();
-    read_ahead::<Aarch64>();
 }
 
 /// Areas are cut where it is said, and are one again when it is not so any more; nothing is said of a range with a hole.
@@ -110,12 +104,6 @@ fn needed<F: PageFormat>() {
     });
 }
 
-#[test]
-fn what_is_needed_is_brought_and_not_shown() {
-    needed::<Metered>();
-    needed::<Aarch64>();
-}
-
 fn cold<F: PageFormat>(size: PageSize) {
     with_format::<F, true>(32, 1, 6, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId::new(0), |cx| {
@@ -137,14 +125,6 @@ fn cold<F: PageFormat>(size: PageSize) {
             rig.end(cx, space);
         });
     });
-}
-
-#[test]
-fn cold_pages_are_old_and_stay() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        cold::<Metered>(size);
-        cold::<Aarch64>(size);
-    }
 }
 
 /// Memory may be lacking everywhere: advice is taken or it is not.
@@ -170,4 +150,10 @@ fn every_allocation_may_fail() {
             });
         });
     });
+}
+
+on_both_formats! {
+    readahead_is_as_the_area_is_read: read_ahead ();
+    what_is_needed_is_brought_and_not_shown: needed ();
+    cold_pages_are_old_and_stay: cold (each [PageSize::Size4K, PageSize::Size2M]);
 }

@@ -1,7 +1,7 @@
 //! Files while others hide, read, write back or take away what they lose or get. On both formats.
 
-use crate::sources::{File, end, enter, on_both, show};
-use crate::support::{AT, Metered, Rig, before_flush, no_faults, some_are_stale, span, with_format};
+use crate::sources::{File, end, enter, show};
+use crate::support::{AT, Metered, Rig, before_flush, no_faults, on_both_formats, some_are_stale, span, with_format};
 use hugemm_base::{CpuId, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, Protection, Served, VmaKind};
@@ -29,11 +29,6 @@ fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
             end(rig, cx, (object, space));
         });
     }
-}
-
-#[test]
-fn what_is_away_is_gone_from_a_file_too() {
-    on_both!(away);
 }
 
 /// What a file has no longer of its last page is zero when it grows again, though the page was on its way elsewhere when the file became
@@ -77,11 +72,6 @@ fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn the_rest_of_a_last_page_that_moves_is_zero_too() {
-    on_both!(moving);
-}
-
 fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(4 << 12);
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
@@ -100,11 +90,6 @@ fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
         file.calls.store(0, Ordering::Relaxed);
         end(rig, cx, (object, space));
     });
-}
-
-#[test]
-fn what_was_read_before_a_hole_is_not_entered_after_it() {
-    on_both!(read_before);
 }
 
 /// Who makes a hole, or a file shorter, goes on when nobody is about to write there what was there before.
@@ -138,11 +123,6 @@ fn overtaken<F: PageFormat>(rig: &Rig<'_, F, true>) {
             end(rig, cx, (object, space));
         });
     }
-}
-
-#[test]
-fn what_goes_is_not_written_afterwards() {
-    on_both!(overtaken);
 }
 
 /// What programs have stored behind a file's end is not what the file has there when it grows.
@@ -184,11 +164,6 @@ fn longer<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.load(cx, &space, 2 * AT + 4088), Ok(u64::MAX));
         end(rig, cx, (object, space));
     });
-}
-
-#[test]
-fn what_is_stored_behind_the_end_of_a_file_is_not_its_when_it_grows() {
-    on_both!(longer);
 }
 
 /// Another CPU writes a page back that one is just hiding, or making read-only, and has not flushed yet: nobody stores to it any more by
@@ -293,11 +268,6 @@ fn not_read_before<F: PageFormat>(seed: u64) -> bool {
     stale.get()
 }
 
-#[test]
-fn a_hole_is_shown_to_nobody_while_others_use_what_it_was() {
-    some_are_stale([not_read_before::<Metered>, not_read_before::<Aarch64>]);
-}
-
 /// Who waits for somebody who writes back has not made the file shorter yet.
 fn waits<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
@@ -338,7 +308,12 @@ fn waits<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn a_file_is_not_shorter_while_it_is_written() {
-    on_both!(waits);
+on_both_formats! {
+    what_is_away_is_gone_from_a_file_too: away (rig);
+    the_rest_of_a_last_page_that_moves_is_zero_too: moving (rig);
+    what_was_read_before_a_hole_is_not_entered_after_it: read_before (rig);
+    what_goes_is_not_written_afterwards: overtaken (rig);
+    what_is_stored_behind_the_end_of_a_file_is_not_its_when_it_grows: longer (rig);
+    a_hole_is_shown_to_nobody_while_others_use_what_it_was: not_read_before (stale);
+    a_file_is_not_shorter_while_it_is_written: waits (rig);
 }

@@ -1,7 +1,7 @@
 //! A range at other addresses: what it has goes along, on every CPU; it becomes longer and shorter; what it costs, and what is refused. On
 //! both formats.
 
-use crate::support::{AT, Metered, Model, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
+use crate::support::{AT, Metered, Model, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::{Cpu, CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, PageFormat};
@@ -128,15 +128,6 @@ fn kept<F: PageFormat>(distance: u64) {
     });
 }
 
-/// Pages in swap, pages that a fork shares and pages that are pinned stay what they are.
-#[test]
-fn what_is_known_of_pages_goes_along() {
-    for distance in [0, 0x3000] {
-        kept::<Metered>(distance);
-        kept::<Aarch64>(distance);
-    }
-}
-
 fn moving<F: PageFormat>(seed: u64) -> bool {
     let mut stale = false;
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
@@ -164,12 +155,6 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
         rig.end_for_both(space);
     });
     stale
-}
-
-/// A page that reclaim is just taking comes back where it would be now, and nobody reaches it where it was.
-#[test]
-fn a_page_that_moves_is_found_at_the_new_place() {
-    some_are_stale([moving::<Metered>, moving::<Aarch64>]);
 }
 
 /// Two areas, one of more pages than a part has and one of a shared object, entry by entry: what is there of them is found at one of the
@@ -234,14 +219,6 @@ fn longer_and_shorter<F: PageFormat>(size: PageSize) {
         }
         rig.end_for_both(space);
     });
-}
-
-#[test]
-fn ranges_become_longer_and_shorter() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        longer_and_shorter::<Metered>(size);
-        longer_and_shorter::<Aarch64>(size);
-    }
 }
 
 /// A pool's pages and promises go along, and what a longer area needs is promised or the move refused; an object's pages end somewhere.
@@ -408,9 +385,12 @@ fn read_only<F: PageFormat>() {
     });
 }
 
-/// An area keeps its rights.
-#[test]
-fn rights_go_along() {
-    read_only::<Metered>();
-    read_only::<Aarch64>();
+on_both_formats! {
+    /// Pages in swap, pages that a fork shares and pages that are pinned stay what they are.
+    what_is_known_of_pages_goes_along: kept (each [0, 0x3000]);
+    /// A page that reclaim is just taking comes back where it would be now, and nobody reaches it where it was.
+    a_page_that_moves_is_found_at_the_new_place: moving (stale);
+    ranges_become_longer_and_shorter: longer_and_shorter (each [PageSize::Size4K, PageSize::Size2M]);
+    /// An area keeps its rights.
+    rights_go_along: read_only ();
 }

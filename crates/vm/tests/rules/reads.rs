@@ -1,7 +1,6 @@
 //! Reading files: what is read beside each other, and errors, which say where whoever faulted was.
 
-use crate::sources::on_both;
-use crate::support::{AT, Model, Rig, bounds, span};
+use crate::support::{AT, Model, Rig, bounds, on_both_formats, span};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::PageFormat;
 use hugemm_vm::{Access, Advice, Backing, PageSource, Pattern, Served, SourceError, StoredPages, VmError, VmaKind};
@@ -109,11 +108,6 @@ fn named<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn errors_name_the_address_that_was_touched() {
-    on_both!(named);
-}
-
 fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
     for second in [Pattern::Normal, Pattern::Sequential] {
         let file = Ones::new(128);
@@ -155,11 +149,6 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
     }
 }
 
-#[test]
-fn a_window_is_read_by_one_at_a_time() {
-    on_both!(beside);
-}
-
 /// Who reads one page at a time does not wait for who reads another near it.
 fn alone<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = Ones::new(64);
@@ -189,11 +178,6 @@ fn alone<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn pages_read_alone_do_not_wait_for_each_other() {
-    on_both!(alone);
-}
-
 fn ending<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let file = Ones::new(16);
@@ -214,8 +198,10 @@ fn ending<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-/// A file that ends within a page while that is read has the page.
-#[test]
-fn a_file_that_becomes_shorter_while_it_is_read_is_read_again() {
-    on_both!(ending);
+on_both_formats! {
+    errors_name_the_address_that_was_touched: named (rig);
+    a_window_is_read_by_one_at_a_time: beside (rig);
+    pages_read_alone_do_not_wait_for_each_other: alone (rig);
+    /// A file that ends within a page while that is read has the page.
+    a_file_that_becomes_shorter_while_it_is_read_is_read_again: ending (rig);
 }

@@ -1,7 +1,7 @@
 //! Other rights for a range: what they mean for what is mapped, what is shared, what is away, what moves and what is pinned; what they
 //! cost; and what is refused. On both formats.
 
-use crate::support::{AT, Metered, Model, Rig, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
+use crate::support::{AT, Metered, Model, Rig, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
@@ -70,14 +70,6 @@ fn taken_and_given<F: PageFormat>(size: PageSize) {
     });
 }
 
-#[test]
-fn rights_are_taken_by_one_flush_and_given_by_none() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        taken_and_given::<Metered>(size);
-        taken_and_given::<Aarch64>(size);
-    }
-}
-
 fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
     with_format::<F, false>(32, 2, 4, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
@@ -101,15 +93,6 @@ fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
     });
 }
 
-/// What fork has made read-only in an area that allows stores is copied by the next one, whatever rights there were meanwhile.
-#[test]
-fn what_a_fork_shares_is_still_copied() {
-    for rights in [[READ, WRITE], [EXEC, WRITE], [READ, WRITE.with(Protection::EXEC)]] {
-        shared_by_fork::<Metered>(rights);
-        shared_by_fork::<Aarch64>(rights);
-    }
-}
-
 fn away<F: PageFormat>() {
     with_format::<F, true>(16, 2, 5, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
@@ -128,12 +111,6 @@ fn away<F: PageFormat>() {
         });
         rig.end_for_both(space);
     });
-}
-
-#[test]
-fn pages_in_swap_stay_there() {
-    away::<Metered>();
-    away::<Aarch64>();
 }
 
 /// Whether the other CPU still had the old translation.
@@ -162,12 +139,6 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
     stale
 }
 
-/// A page that is just moving comes back with what its area still allows, and what its flush is owed for is paid.
-#[test]
-fn a_page_that_moves_comes_back_with_the_rights_of_now() {
-    some_are_stale([moving::<Metered>, moving::<Aarch64>]);
-}
-
 fn pinned<F: PageFormat>(forks: bool) {
     with_format::<F, false>(32, 2, 7, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
@@ -193,14 +164,6 @@ fn pinned<F: PageFormat>(forks: bool) {
         assert_eq!(space.counters().copied, 0);
         rig.end_for_both(space);
     });
-}
-
-#[test]
-fn a_pinned_page_stays_under_its_device() {
-    for forks in [false, true] {
-        pinned::<Metered>(forks);
-        pinned::<Aarch64>(forks);
-    }
 }
 
 /// Also while another process's page of the same place is just moving, which may be any page: whoever stores waits until that is over.
@@ -285,12 +248,6 @@ fn of_shared_objects<F: PageFormat>() {
             rig.vm.close(cx, object).expect("its own");
         });
     });
-}
-
-#[test]
-fn areas_of_one_object_have_rights_of_their_own() {
-    of_shared_objects::<Metered>();
-    of_shared_objects::<Aarch64>();
 }
 
 /// Several areas, some with the rights already, of several objects: those that show adjoining pages of one object become one.
@@ -419,4 +376,15 @@ fn folded_groups_cost_one_flush_more() {
         });
         rig.end_for_both(space);
     });
+}
+
+on_both_formats! {
+    rights_are_taken_by_one_flush_and_given_by_none: taken_and_given (each [PageSize::Size4K, PageSize::Size2M]);
+    /// What fork has made read-only in an area that allows stores is copied by the next one, whatever rights there were meanwhile.
+    what_a_fork_shares_is_still_copied: shared_by_fork (each [[READ, WRITE], [EXEC, WRITE], [READ, WRITE.with(Protection::EXEC)]]);
+    pages_in_swap_stay_there: away ();
+    /// A page that is just moving comes back with what its area still allows, and what its flush is owed for is paid.
+    a_page_that_moves_comes_back_with_the_rights_of_now: moving (stale);
+    a_pinned_page_stays_under_its_device: pinned (each [false, true]);
+    areas_of_one_object_have_rights_of_their_own: of_shared_objects ();
 }

@@ -1,7 +1,9 @@
 //! Files: what is read, and how often; what is dirty, and what of that is written back; what goes when a file becomes shorter; copies of it;
 //! and sources that fail. On both formats.
 
-use crate::support::{AT, Cx, Handle, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
+use crate::support::{
+    AT, Cx, Handle, Metered, Model, Rig, bounds, called_back, no_faults, on_both_formats, span, with_format,
+};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{CpuId, Never, PageSize, PhysMap, VirtAddr};
 use hugemm_frames::Frozen;
@@ -183,16 +185,6 @@ pub(crate) fn drops<'h, F: PageFormat>(
     })
 }
 
-/// Runs `test` on both formats.
-macro_rules! on_both {
-    ($test:ident) => {
-        use crate::support::{Metered, no_faults, with_format};
-        with_format::<Metered, true>(16, 2, 5, &no_faults(), |rig| $test(rig));
-        with_format::<hugemm_paging::Aarch64, true>(16, 2, 5, &no_faults(), |rig| $test(rig));
-    };
-}
-pub(crate) use on_both;
-
 fn read<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
         // Forty pages and a part.
@@ -216,11 +208,6 @@ fn read<F: PageFormat>(rig: &Rig<'_, F, true>) {
         end(rig, cx, (object, space));
         assert_eq!((file.closed.load(Ordering::Relaxed), file.writes().len()), (1, 0), "nobody has stored");
     });
-}
-
-#[test]
-fn pages_are_read_by_windows() {
-    on_both!(read);
 }
 
 fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -263,12 +250,6 @@ fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-/// A page is dirty from the first store on, and what is dirty is written, once.
-#[test]
-fn what_is_stored_is_written_back() {
-    on_both!(stored);
-}
-
 fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let file = File::new(32 << 12);
@@ -299,12 +280,6 @@ fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(drops(rig, cx, &space, there), Err(VmError::InUse), "locked");
         end(rig, cx, (object, space));
     });
-}
-
-/// What is clean goes without being written, what is dirty not before it has been.
-#[test]
-fn clean_pages_are_dropped_and_dirty_ones_are_not() {
-    on_both!(dropped);
 }
 
 fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -364,12 +339,6 @@ fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.close(cx, object).expect("its own"));
 }
 
-/// What a file has no longer is gone from every space, with one flush for each, and its frames are free.
-#[test]
-fn a_file_becomes_shorter_under_its_mappings() {
-    on_both!(shorter);
-}
-
 /// A page that reclaim finds nowhere in a space that owes a flush may be what that flush is of.
 fn owed<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(4 << 12);
@@ -391,11 +360,6 @@ fn owed<F: PageFormat>(rig: &Rig<'_, F, true>) {
         }
         end(rig, cx, (object, space));
     });
-}
-
-#[test]
-fn a_page_is_nobodys_before_a_flush_that_a_space_owes() {
-    on_both!(owed);
 }
 
 fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -423,12 +387,6 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
             assert_eq!(other.word(0x1000), 7);
         });
     }
-}
-
-/// Nobody writes back for memory that he needs to write back.
-#[test]
-fn reclaim_writes_nothing_while_others_write() {
-    on_both!(beside);
 }
 
 fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
@@ -465,11 +423,6 @@ fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
     });
 }
 
-#[test]
-fn what_a_device_stores_while_its_page_is_written_is_written_too() {
-    on_both!(unpinned);
-}
-
 /// Pages that do not adjoin are made read-only together.
 fn scattered<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
@@ -497,11 +450,6 @@ fn scattered<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(2));
         end(rig, cx, (object, space));
     });
-}
-
-#[test]
-fn runs_that_lie_near_each_other_cost_one_flush() {
-    on_both!(scattered);
 }
 
 fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -559,12 +507,6 @@ fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-/// What a source fails with reaches whoever wanted something of it, and nothing is different after it.
-#[test]
-fn a_source_that_fails_says_why() {
-    on_both!(failing);
-}
-
 /// Whatever allocation fails: what was stored is in the file, or the object says that it is not.
 #[test]
 fn every_allocation_can_fail() {
@@ -615,4 +557,21 @@ fn an_instruction_is_read_like_a_word() {
             end(rig, cx, (object, space));
         });
     });
+}
+
+on_both_formats! {
+    pages_are_read_by_windows: read (rig);
+    /// A page is dirty from the first store on, and what is dirty is written, once.
+    what_is_stored_is_written_back: stored (rig);
+    /// What is clean goes without being written, what is dirty not before it has been.
+    clean_pages_are_dropped_and_dirty_ones_are_not: dropped (rig);
+    /// What a file has no longer is gone from every space, with one flush for each, and its frames are free.
+    a_file_becomes_shorter_under_its_mappings: shorter (rig);
+    a_page_is_nobodys_before_a_flush_that_a_space_owes: owed (rig);
+    /// Nobody writes back for memory that he needs to write back.
+    reclaim_writes_nothing_while_others_write: beside (rig);
+    what_a_device_stores_while_its_page_is_written_is_written_too: unpinned (rig);
+    runs_that_lie_near_each_other_cost_one_flush: scattered (rig);
+    /// What a source fails with reaches whoever wanted something of it, and nothing is different after it.
+    a_source_that_fails_says_why: failing (rig);
 }

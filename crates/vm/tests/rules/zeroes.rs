@@ -2,7 +2,7 @@
 //! and is nobody's to pin, age or give back. On both formats.
 
 use crate::support::{
-    AT, Follower, Metered, Rig, before_flush, bounds, no_faults, some_are_stale, span, with_cpu, with_format,
+    AT, Follower, Metered, Rig, before_flush, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
 };
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange, with};
@@ -54,14 +54,6 @@ fn shown<F: PageFormat>(size: PageSize) {
     });
 }
 
-#[test]
-fn reads_show_one_page_until_somebody_stores() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        shown::<Metered>(size);
-        shown::<Aarch64>(size);
-    }
-}
-
 /// Whether the other CPU had an old translation of a page that is stored to.
 fn stale<F: PageFormat>(seed: u64) -> bool {
     let stale = Cell::new(false);
@@ -82,11 +74,6 @@ fn stale<F: PageFormat>(seed: u64) -> bool {
         rig.end_for_both(space);
     });
     stale.get()
-}
-
-#[test]
-fn no_cpu_reads_zeroes_after_a_store() {
-    some_are_stale([stale::<Metered>, stale::<Aarch64>]);
 }
 
 fn forked<F: PageFormat>(size: PageSize) {
@@ -123,14 +110,6 @@ fn forked<F: PageFormat>(size: PageSize) {
             rig.end(cx, space);
         });
     });
-}
-
-#[test]
-fn a_fork_shows_zeroes_too() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        forked::<Metered>(size);
-        forked::<Aarch64>(size);
-    }
 }
 
 /// The child that shows it, and nobody else, keeps it.
@@ -193,12 +172,6 @@ fn held<F: PageFormat>() {
     });
 }
 
-#[test]
-fn who_needs_a_page_that_stays_gets_one() {
-    held::<Metered>();
-    held::<Aarch64>();
-}
-
 /// Rights that come make no page of zeroes writable, and what moves stays zeroes.
 fn changed<F: PageFormat>() {
     with_format::<F, false>(16, 1, 11, &no_faults(), |rig| {
@@ -222,12 +195,6 @@ fn changed<F: PageFormat>() {
             rig.vm.destroy(cx, space).expect("destroyed");
         });
     });
-}
-
-#[test]
-fn rights_and_places_change_and_it_stays_zeroes() {
-    changed::<Metered>();
-    changed::<Aarch64>();
 }
 
 /// From outside, too: reading makes none, nor does zeroing; writing does.
@@ -297,15 +264,6 @@ fn bad<F: PageFormat>(size: PageSize) {
             rig.end(cx, space);
         });
     });
-}
-
-/// Nobody reads it any more, and it does not come back to anybody.
-#[test]
-fn bad_memory_of_it_is_nobodys_loss() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        bad::<Metered>(size);
-        bad::<Aarch64>(size);
-    }
 }
 
 /// Counts what a follower is told of a page.
@@ -403,4 +361,14 @@ fn it_has_no_owner() {
         assert_eq!(rig.vm.walk_mappings(cx, leaf.frame, |_, _| panic!("nobody's")), 0);
         rig.end(cx, space);
     });
+}
+
+on_both_formats! {
+    reads_show_one_page_until_somebody_stores: shown (each [PageSize::Size4K, PageSize::Size2M]);
+    no_cpu_reads_zeroes_after_a_store: stale (stale);
+    a_fork_shows_zeroes_too: forked (each [PageSize::Size4K, PageSize::Size2M]);
+    who_needs_a_page_that_stays_gets_one: held ();
+    rights_and_places_change_and_it_stays_zeroes: changed ();
+    /// Nobody reads it any more, and it does not come back to anybody.
+    bad_memory_of_it_is_nobodys_loss: bad (each [PageSize::Size4K, PageSize::Size2M]);
 }

@@ -3,10 +3,13 @@
 
 #![allow(unreachable_pub)]
 
+mod formats;
 pub mod metered;
 mod pages;
 pub mod slots;
 
+pub(crate) use formats::on_both_formats;
+pub use formats::some_are_stale;
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::{Pause, SpinLock};
 use hugemm_base::{
@@ -26,7 +29,7 @@ use hugemm_paging::{EditLock, Keep, PageFormat, TlbCpu, TlbShootdown};
 use hugemm_threads::{Memory, Watchdog};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaKind};
 pub use metered::Metered;
-pub use pages::{AT, some_are_stale};
+pub use pages::AT;
 pub use slots::Slots;
 use std::cell::Cell;
 use std::marker::PhantomData;
