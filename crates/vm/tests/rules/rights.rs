@@ -1,7 +1,9 @@
 //! Other rights for a range: what they mean for what is mapped, what is shared, what is away, what moves and what is pinned; what they
 //! cost; and what is refused. On both formats.
 
-use crate::support::{AT, Metered, Model, Rig, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
+use crate::support::{
+    AT, Metered, Model, Rig, as_first, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
+};
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
@@ -227,26 +229,24 @@ fn what_others_have_is_copied_beside_pins() {
 }
 
 fn of_shared_objects<F: PageFormat>() {
-    with_format::<F, false>(16, 2, 9, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("memory");
-            let space = rig.vm.create(cx, bounds()).expect("memory");
-            for at in [AT, 2 * AT] {
-                rig.vm.map(cx, &space, span(at, 0x1_0000), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            }
-            rig.enter(cx, &space);
-            (0..16).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
-            rig.vm.protect(cx, &space, span(AT, 0x1_0000), READ).expect("an area");
-            assert_eq!(rig.store(cx, &space, AT, 9), denied(AT));
-            assert_eq!(rig.store(cx, &space, 2 * AT, 9), Ok(()), "the other area is as it was");
-            assert_eq!(rig.load(cx, &space, AT), Ok(9));
-            rig.vm.protect(cx, &space, span(AT, 0x1_0000), WRITE).expect("an area");
-            let reused = space.counters().reused;
-            assert_eq!(rig.store(cx, &space, AT + 0x5000, 10), Ok(()));
-            assert_eq!(space.counters().reused, reused, "writable at once");
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-        });
+    as_first::<F, false>(16, 2, 9, |rig, cx| {
+        let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        for at in [AT, 2 * AT] {
+            rig.vm.map(cx, &space, span(at, 0x1_0000), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        }
+        rig.enter(cx, &space);
+        (0..16).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
+        rig.vm.protect(cx, &space, span(AT, 0x1_0000), READ).expect("an area");
+        assert_eq!(rig.store(cx, &space, AT, 9), denied(AT));
+        assert_eq!(rig.store(cx, &space, 2 * AT, 9), Ok(()), "the other area is as it was");
+        assert_eq!(rig.load(cx, &space, AT), Ok(9));
+        rig.vm.protect(cx, &space, span(AT, 0x1_0000), WRITE).expect("an area");
+        let reused = space.counters().reused;
+        assert_eq!(rig.store(cx, &space, AT + 0x5000, 10), Ok(()));
+        assert_eq!(space.counters().reused, reused, "writable at once");
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
     });
 }
 

@@ -2,7 +2,7 @@
 //! and sources that fail. On both formats.
 
 use crate::support::{
-    AT, Cx, Handle, Metered, Model, Rig, bounds, called_back, no_faults, on_both_formats, span, with_format,
+    AT, Cx, Handle, Metered, Model, Rig, as_first, bounds, called_back, on_both_formats, span, with_format,
 };
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{CpuId, Never, PageSize, PhysMap, VirtAddr};
@@ -545,17 +545,15 @@ fn every_allocation_can_fail() {
 /// A page that is read only by what faults.
 #[test]
 fn an_instruction_is_read_like_a_word() {
-    with_format::<Metered, true>(16, 1, 6, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
-            let space = rig.vm.create(cx, bounds()).expect("memory");
-            let text = SMALL.allowing(READ.with(Protection::EXEC));
-            rig.vm.map(cx, &space, span(AT, 4 << 12), text, Backing::Shared(&object, 0)).expect("an area");
-            rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Exec).expect("memory");
-            rig.enter(cx, &space);
-            assert_eq!(rig.load(cx, &space, AT + 8), Ok(8));
-            end(rig, cx, (object, space));
-        });
+    as_first::<Metered, true>(16, 1, 6, |rig, cx| {
+        let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        let text = SMALL.allowing(READ.with(Protection::EXEC));
+        rig.vm.map(cx, &space, span(AT, 4 << 12), text, Backing::Shared(&object, 0)).expect("an area");
+        rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Exec).expect("memory");
+        rig.enter(cx, &space);
+        assert_eq!(rig.load(cx, &space, AT + 8), Ok(8));
+        end(rig, cx, (object, space));
     });
 }
 

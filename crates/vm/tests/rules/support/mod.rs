@@ -277,10 +277,22 @@ pub fn with_rig(mib: u64, cpus: u32, seed: u64, inject: &FaultPlan, test: impl f
 
 /// [`with_rig`] where nothing fails, as the first CPU.
 pub fn with_cpu(mib: u64, cpus: u32, seed: u64, test: impl for<'h> FnOnce(&Rig<'h>, &mut Cx<'_, 'h>)) {
-    with_rig(mib, cpus, seed, &no_faults(), |rig| rig.mmu.as_cpu(CpuId::new(0), |cx| test(rig, cx)));
+    as_first(mib, cpus, seed, test);
 }
 
-/// The same for another format: one whose entries are x86-64's all the same, or arm64's.
+/// The same for another format, and a pager that pages out or not.
+pub fn as_first<F: PageFormat, const AWAY: bool>(
+    mib: u64,
+    cpus: u32,
+    seed: u64,
+    test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>, &mut Cx<'_, 'h>),
+) {
+    with_format(mib, cpus, seed, &no_faults(), |rig: &Rig<'_, F, AWAY>| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| test(rig, cx));
+    });
+}
+
+/// [`with_rig`] for another format: one whose entries are x86-64's all the same, or arm64's.
 pub fn with_format<F: PageFormat, const AWAY: bool>(
     mib: u64,
     cpus: u32,
