@@ -1,13 +1,12 @@
 //! What becomes of pages that are away when their addresses go.
 
-use crate::support::{AT, Cx, Metered, Model, Rig, as_first, bounds, span};
+use crate::support::{AT, Cx, Metered, Model, as_first, bounds, span};
 use hugemm_base::{Cpu, FrameUse, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_vm::{Access, Backing, Pager, Usage, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::atomic::Ordering;
 
 const GIB: u64 = 1 << 30;
-
 
 /// A fork that ends by unwinding leaves a parent that others can use: nobody waits for its mark. Here the pager fails, which
 /// has lost a slot.

@@ -4,7 +4,7 @@
 ///
 /// - `()`: the rule is run;
 /// - `(each SOME)`: it is told each of those;
-/// - `(rig)`: it is given a rig whose pages can be paged out;
+/// - `(rig)`: it is given a rig whose pages can be paged out; `(first)`: and the first CPU of it;
 /// - `(stale)`: it is told a seed, and says whether another CPU still had an old translation: some had.
 macro_rules! on_both_formats {
     ($($(#[$about:meta])* $name:ident: $rule:ident $how:tt;)+) => {$(
@@ -22,6 +22,9 @@ macro_rules! on_both_formats {
     (@ (rig) $rule:ident, $($format:ty),+) => {
         let none = $crate::support::no_faults();
         $($crate::support::with_format::<$format, true>(16, 2, 5, &none, |rig| $rule(rig));)+
+    };
+    (@ (first) $rule:ident, $($format:ty),+) => {
+        $($crate::support::as_first::<$format, true>(16, 2, 5, |rig, cx| $rule(rig, cx));)+
     };
     (@ (stale) $rule:ident, $($format:ty),+) => { $crate::support::some_are_stale([$($rule::<$format>),+]) };
     (@ () $rule:ident, $($format:ty),+) => { $($rule::<$format>();)+ };
