@@ -143,9 +143,9 @@ fn a_split_without_memory_changes_nothing() {
         let before = heap.live();
         // Two of 1 GiB, and two of 2 MiB on each side of the border.
         let done = table.exclusive(&heap).split(span(GIB - 600, 1200), PageSize::Size4K, Editing::LIVE);
-        let sizes = |page| match table.shared(&heap).lookup(at(page)) {
-            Lookup::Mapped(leaf) => leaf.size,
-            other => panic!("{other:?}"),
+        let sizes = |page| {
+            let found = table.shared(&heap).lookup(at(page));
+            if let Lookup::Mapped(leaf) = found { leaf.size } else { panic!("{found:?}") }
         };
         match done {
             Ok(stale) => {
