@@ -78,7 +78,7 @@ fn pages_in_use_change_their_size() {
 
 /// A bug that is planted is noticed within a few runs, and as one of those.
 macro_rules! noticed {
-    ($($(#[$about:meta])* $name:ident: $run:ident, $plant:ident, $as_what:expr;)+) => {$(
+    ($($(#[$about:meta])* fn $name:ident: $run:ident, $plant:ident, $as_what:expr;)+) => {$(
         $(#[$about])*
         #[test]
         fn $name() {
@@ -89,30 +89,30 @@ macro_rules! noticed {
 }
 
 noticed! {
-    frames_freed_before_the_flush: run, FreeBeforeFlush, ["stale translation", "freed table"];
-    a_cpu_that_is_not_asked: run, MissedCpu, ["stale translation", "freed table"];
-    a_lazy_cpu_that_walks_a_freed_table: run, LazyCpuSkipped, ["freed table"];
-    a_late_comer_that_skips_too_much: run, LateComer, ["stale translation", "freed table"];
-    a_store_into_a_moved_page_before_the_flush: run, StoreIntoMoved, ["store is lost"];
-    a_dirty_bit_lost_to_a_plain_store: run, LostDirty, ["dirty bit lost"];
-    a_missing_store_fence: run, MissingFence, ["before it was published"];
-    a_write_protection_that_is_not_flushed: run, ProtectWithoutFlush, ["stored to a read-only page"];
-    a_table_made_read_only_whose_upper_levels_are_not_flushed: run, UpperLevelsKept, ["stored to a read-only page"];
-    what_moves_without_a_flush: run, RelocateWithoutFlush, ["moved away", "stale translation", "freed table"];
-    a_dirty_bit_lost_on_the_way: run, RelocateLosesDirty, ["dirty bit lost"];
-    a_deferred_unmap_that_nobody_flushes: run, FreeBeforeDeferredFlush, ["stale translation"];
+    fn frames_freed_before_the_flush: run, FreeBeforeFlush, ["stale translation", "freed table"];
+    fn a_cpu_that_is_not_asked: run, MissedCpu, ["stale translation", "freed table"];
+    fn a_lazy_cpu_that_walks_a_freed_table: run, LazyCpuSkipped, ["freed table"];
+    fn a_late_comer_that_skips_too_much: run, LateComer, ["stale translation", "freed table"];
+    fn a_store_into_a_moved_page_before_the_flush: run, StoreIntoMoved, ["store is lost"];
+    fn a_dirty_bit_lost_to_a_plain_store: run, LostDirty, ["dirty bit lost"];
+    fn a_missing_store_fence: run, MissingFence, ["before it was published"];
+    fn a_write_protection_that_is_not_flushed: run, ProtectWithoutFlush, ["stored to a read-only page"];
+    fn a_table_made_read_only_whose_upper_levels_are_not_flushed: run, UpperLevelsKept, ["stored to a read-only page"];
+    fn what_moves_without_a_flush: run, RelocateWithoutFlush, ["moved away", "stale translation", "freed table"];
+    fn a_dirty_bit_lost_on_the_way: run, RelocateLosesDirty, ["dirty bit lost"];
+    fn a_deferred_unmap_that_nobody_flushes: run, FreeBeforeDeferredFlush, ["stale translation"];
     /// A page that gets another frame before the old translation is flushed.
-    a_frame_that_is_made_before_it_is_broken: run_on_arm64, MapBeforeFlush, ["two translations"];
-    a_group_that_is_unfolded_and_not_flushed: run_on_arm64, UnfoldWithoutFlush, ["two translations"];
-    a_group_of_which_a_part_is_changed: run_on_arm64, PartOfAGroup, ["folded group"];
+    fn a_frame_that_is_made_before_it_is_broken: run_on_arm64, MapBeforeFlush, ["two translations"];
+    fn a_group_that_is_unfolded_and_not_flushed: run_on_arm64, UnfoldWithoutFlush, ["two translations"];
+    fn a_group_of_which_a_part_is_changed: run_on_arm64, PartOfAGroup, ["folded group"];
     /// Hardware that is told of another size of leaves keeps those that are there.
-    a_flush_of_another_level: run_on_arm64, AnotherLevel,
+    fn a_flush_of_another_level: run_on_arm64, AnotherLevel,
         ["stale translation", "two translations", "stored to a read-only page"];
 }
 
 /// Scenes of the world that end well, whatever the seed; odd ones have two tags.
 macro_rules! scenes {
-    ($($(#[$about:meta])* $name:ident: $format:ty, $walks:expr, $seeds:expr, $scene:ident;)+) => {$(
+    ($($(#[$about:meta])* fn $name:ident: $format:ty, $walks:expr, $seeds:expr, $scene:ident;)+) => {$(
         $(#[$about])*
         #[test]
         fn $name() {
@@ -126,15 +126,15 @@ macro_rules! scenes {
 
 scenes! {
     /// Where sizes have changed in place, a flush reaches leaves of all of them.
-    a_part_of_a_page_that_was_divided_in_place: Aarch64, ARM64_RESIZES, 0..20, unmap_part_of_a_split;
+    fn a_part_of_a_page_that_was_divided_in_place: Aarch64, ARM64_RESIZES, 0..20, unmap_part_of_a_split;
     /// A CPU that loads another space over one in which it was lazy, and comes back, is no longer lazy there: a flush asks it.
-    a_cpu_that_comes_back_is_no_longer_lazy: X86_64, Tables::X86_64, 0..20, come_back;
+    fn a_cpu_that_comes_back_is_no_longer_lazy: X86_64, Tables::X86_64, 0..20, come_back;
     /// A CPU that comes back to a space has missed the flush of a deferred unmap there, and catches up by the space's generation.
-    a_cpu_that_comes_back_catches_up_with_a_deferred_unmap: X86_64, Tables::X86_64, (1..40).step_by(2), come_back_after_a_deferred_unmap;
+    fn a_cpu_that_comes_back_catches_up_with_a_deferred_unmap: X86_64, Tables::X86_64, (1..40).step_by(2), come_back_after_a_deferred_unmap;
     /// The table that a larger page has replaced is freed after every CPU that may walk it has let go of it, lazy ones included.
-    a_collapsed_table_is_walked_by_nobody: X86_64, Tables::X86_64, 0..20, collapse_beside_a_lazy_cpu;
+    fn a_collapsed_table_is_walked_by_nobody: X86_64, Tables::X86_64, 0..20, collapse_beside_a_lazy_cpu;
     /// A table of the kernel's half is let go of under the tags of all spaces, not only of the one that is loaded.
-    the_kernels_tables_go_from_every_tag: X86_64, Tables::X86_64, (1..40).step_by(2), collapse_in_the_kernels_half;
+    fn the_kernels_tables_go_from_every_tag: X86_64, Tables::X86_64, (1..40).step_by(2), collapse_in_the_kernels_half;
 }
 
 /// What folding is for: a TLB of 64 translations reads fewer from the tables. By random loads over 1 MiB, of which one that keeps

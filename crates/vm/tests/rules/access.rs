@@ -185,7 +185,7 @@ fn forks_and_exhaustion() {
 }
 
 on_both_formats! {
-    bytes_are_those_that_were_written_last: random (each 0..3);
+    fn bytes_are_those_that_were_written_last: random (each 0..3);
     /// What was read is known as accessed, what was written as written.
-    uses_are_noted: used (each [PageSize::Size4K, PageSize::Size2M]);
+    fn uses_are_noted: used (each [PageSize::Size4K, PageSize::Size2M]);
 }

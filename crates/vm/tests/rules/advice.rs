@@ -147,7 +147,7 @@ fn every_allocation_may_fail() {
 }
 
 on_both_formats! {
-    readahead_is_as_the_area_is_read: read_ahead ();
-    what_is_needed_is_brought_and_not_shown: needed ();
-    cold_pages_are_old_and_stay: cold (each [PageSize::Size4K, PageSize::Size2M]);
+    fn readahead_is_as_the_area_is_read: read_ahead ();
+    fn what_is_needed_is_brought_and_not_shown: needed ();
+    fn cold_pages_are_old_and_stay: cold (each [PageSize::Size4K, PageSize::Size2M]);
 }

@@ -443,17 +443,17 @@ fn poisoned<F: PageFormat>(rig: &Rig<'_, F, true>) {
 }
 
 on_both_formats! {
-    what_is_read_is_the_files_page: shown (rig);
-    what_is_stored_to_is_ones_own: stored (rig);
-    no_cpu_reads_the_files_page_after_a_store: stale (stale);
-    a_fork_shares_ones_own_and_the_file: forked (rig);
-    rights_that_come_do_not_make_the_files_page_writable: protected (rig);
-    what_is_given_up_is_the_files_again: given_up (rig);
+    fn what_is_read_is_the_files_page: shown (rig);
+    fn what_is_stored_to_is_ones_own: stored (rig);
+    fn no_cpu_reads_the_files_page_after_a_store: stale (stale);
+    fn a_fork_shares_ones_own_and_the_file: forked (rig);
+    fn rights_that_come_do_not_make_the_files_page_writable: protected (rig);
+    fn what_is_given_up_is_the_files_again: given_up (rig);
     /// Ones own too, as everywhere.
-    what_is_beyond_the_end_of_a_file_goes: shorter (rig);
-    a_child_gets_no_copy_of_what_a_file_loses_meanwhile: shorter_beside_forks (rig);
-    a_hole_takes_what_is_lent_and_nothing_else: punched (rig);
-    reclaim_takes_the_files_page_from_those_who_copy_it: reclaimed (rig);
-    who_needs_a_page_that_stays_has_its_own: own (rig);
-    bad_memory_of_a_file_is_not_copied: poisoned (rig);
+    fn what_is_beyond_the_end_of_a_file_goes: shorter (rig);
+    fn a_child_gets_no_copy_of_what_a_file_loses_meanwhile: shorter_beside_forks (rig);
+    fn a_hole_takes_what_is_lent_and_nothing_else: punched (rig);
+    fn reclaim_takes_the_files_page_from_those_who_copy_it: reclaimed (rig);
+    fn who_needs_a_page_that_stays_has_its_own: own (rig);
+    fn bad_memory_of_a_file_is_not_copied: poisoned (rig);
 }

@@ -302,11 +302,11 @@ fn only_private_pages_go_when_memory_is_short() {
 }
 
 on_both_formats! {
-    what_is_given_up_reads_as_zeroes_after_one_flush: gone (each [PageSize::Size4K, PageSize::Size2M]);
+    fn what_is_given_up_reads_as_zeroes_after_one_flush: gone (each [PageSize::Size4K, PageSize::Size2M]);
     /// A fork's child, a device and an object keep what they have.
-    who_else_has_it_keeps_it: shared ();
-    a_page_that_moves_does_not_come_back: moving (each 0..8);
-    what_is_given_up_goes_unstored_unless_somebody_stores: given_up (each [PageSize::Size4K, PageSize::Size2M]);
-    what_others_have_or_may_store_to_stays: kept ();
-    no_store_after_it_is_unseen: unseen (stale);
+    fn who_else_has_it_keeps_it: shared ();
+    fn a_page_that_moves_does_not_come_back: moving (each 0..8);
+    fn what_is_given_up_goes_unstored_unless_somebody_stores: given_up (each [PageSize::Size4K, PageSize::Size2M]);
+    fn what_others_have_or_may_store_to_stays: kept ();
+    fn no_store_after_it_is_unseen: unseen (stale);
 }

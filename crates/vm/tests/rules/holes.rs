@@ -307,11 +307,11 @@ fn waits<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
 }
 
 on_both_formats! {
-    what_is_away_is_gone_from_a_file_too: away (rig);
-    the_rest_of_a_last_page_that_moves_is_zero_too: moving (rig);
-    what_was_read_before_a_hole_is_not_entered_after_it: read_before (rig);
-    what_goes_is_not_written_afterwards: overtaken (rig);
-    what_is_stored_behind_the_end_of_a_file_is_not_its_when_it_grows: longer (first);
-    a_hole_is_shown_to_nobody_while_others_use_what_it_was: not_read_before (stale);
-    a_file_is_not_shorter_while_it_is_written: waits (first);
+    fn what_is_away_is_gone_from_a_file_too: away (rig);
+    fn the_rest_of_a_last_page_that_moves_is_zero_too: moving (rig);
+    fn what_was_read_before_a_hole_is_not_entered_after_it: read_before (rig);
+    fn what_goes_is_not_written_afterwards: overtaken (rig);
+    fn what_is_stored_behind_the_end_of_a_file_is_not_its_when_it_grows: longer (first);
+    fn a_hole_is_shown_to_nobody_while_others_use_what_it_was: not_read_before (stale);
+    fn a_file_is_not_shorter_while_it_is_written: waits (first);
 }

@@ -122,7 +122,7 @@ fn what_cannot_be_is_refused() {
 }
 
 on_both_formats! {
-    what_is_locked_is_there_and_stays: stays ();
+    fn what_is_locked_is_there_and_stays: stays ();
     /// What a fork shares is copied at once; what an object shows stays for all; a child's areas are not locked.
-    what_others_have_too_is_locked: shared ();
+    fn what_others_have_too_is_locked: shared ();
 }

@@ -381,10 +381,10 @@ fn read_only<F: PageFormat>() {
 
 on_both_formats! {
     /// Pages in swap, pages that a fork shares and pages that are pinned stay what they are.
-    what_is_known_of_pages_goes_along: kept (each [0, 0x3000]);
+    fn what_is_known_of_pages_goes_along: kept (each [0, 0x3000]);
     /// A page that reclaim is just taking comes back where it would be now, and nobody reaches it where it was.
-    a_page_that_moves_is_found_at_the_new_place: moving (stale);
-    ranges_become_longer_and_shorter: longer_and_shorter (each [PageSize::Size4K, PageSize::Size2M]);
+    fn a_page_that_moves_is_found_at_the_new_place: moving (stale);
+    fn ranges_become_longer_and_shorter: longer_and_shorter (each [PageSize::Size4K, PageSize::Size2M]);
     /// An area keeps its rights.
-    rights_go_along: read_only ();
+    fn rights_go_along: read_only ();
 }

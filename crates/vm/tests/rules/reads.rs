@@ -193,9 +193,9 @@ fn ending<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
 }
 
 on_both_formats! {
-    errors_name_the_address_that_was_touched: named (first);
-    a_window_is_read_by_one_at_a_time: beside (rig);
-    pages_read_alone_do_not_wait_for_each_other: alone (rig);
+    fn errors_name_the_address_that_was_touched: named (first);
+    fn a_window_is_read_by_one_at_a_time: beside (rig);
+    fn pages_read_alone_do_not_wait_for_each_other: alone (rig);
     /// A file that ends within a page while that is read has the page.
-    a_file_that_becomes_shorter_while_it_is_read_is_read_again: ending (first);
+    fn a_file_that_becomes_shorter_while_it_is_read_is_read_again: ending (first);
 }

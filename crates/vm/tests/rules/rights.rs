@@ -379,12 +379,12 @@ fn folded_groups_cost_one_flush_more() {
 }
 
 on_both_formats! {
-    rights_are_taken_by_one_flush_and_given_by_none: taken_and_given (each [PageSize::Size4K, PageSize::Size2M]);
+    fn rights_are_taken_by_one_flush_and_given_by_none: taken_and_given (each [PageSize::Size4K, PageSize::Size2M]);
     /// What fork has made read-only in an area that allows stores is copied by the next one, whatever rights there were meanwhile.
-    what_a_fork_shares_is_still_copied: shared_by_fork (each [[READ, WRITE], [EXEC, WRITE], [READ, WRITE.with(Protection::EXEC)]]);
-    pages_in_swap_stay_there: away ();
+    fn what_a_fork_shares_is_still_copied: shared_by_fork (each [[READ, WRITE], [EXEC, WRITE], [READ, WRITE.with(Protection::EXEC)]]);
+    fn pages_in_swap_stay_there: away ();
     /// A page that is just moving comes back with what its area still allows, and what its flush is owed for is paid.
-    a_page_that_moves_comes_back_with_the_rights_of_now: moving (stale);
-    a_pinned_page_stays_under_its_device: pinned (each [false, true]);
-    areas_of_one_object_have_rights_of_their_own: of_shared_objects ();
+    fn a_page_that_moves_comes_back_with_the_rights_of_now: moving (stale);
+    fn a_pinned_page_stays_under_its_device: pinned (each [false, true]);
+    fn areas_of_one_object_have_rights_of_their_own: of_shared_objects ();
 }

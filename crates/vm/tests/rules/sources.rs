@@ -550,18 +550,18 @@ fn an_instruction_is_read_like_a_word() {
 }
 
 on_both_formats! {
-    pages_are_read_by_windows: read (first);
+    fn pages_are_read_by_windows: read (first);
     /// A page is dirty from the first store on, and what is dirty is written, once.
-    what_is_stored_is_written_back: stored (rig);
+    fn what_is_stored_is_written_back: stored (rig);
     /// What is clean goes without being written, what is dirty not before it has been.
-    clean_pages_are_dropped_and_dirty_ones_are_not: dropped (first);
+    fn clean_pages_are_dropped_and_dirty_ones_are_not: dropped (first);
     /// What a file has no longer is gone from every space, with one flush for each, and its frames are free.
-    a_file_becomes_shorter_under_its_mappings: shorter (rig);
-    a_page_is_nobodys_before_a_flush_that_a_space_owes: owed (rig);
+    fn a_file_becomes_shorter_under_its_mappings: shorter (rig);
+    fn a_page_is_nobodys_before_a_flush_that_a_space_owes: owed (rig);
     /// Nobody writes back for memory that he needs to write back.
-    reclaim_writes_nothing_while_others_write: beside (rig);
-    what_a_device_stores_while_its_page_is_written_is_written_too: unpinned (rig);
-    runs_that_lie_near_each_other_cost_one_flush: scattered (first);
+    fn reclaim_writes_nothing_while_others_write: beside (rig);
+    fn what_a_device_stores_while_its_page_is_written_is_written_too: unpinned (rig);
+    fn runs_that_lie_near_each_other_cost_one_flush: scattered (first);
     /// What a source fails with reaches whoever wanted something of it, and nothing is different after it.
-    a_source_that_fails_says_why: failing (first);
+    fn a_source_that_fails_says_why: failing (first);
 }

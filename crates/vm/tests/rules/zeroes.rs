@@ -354,11 +354,11 @@ fn it_has_no_owner() {
 }
 
 on_both_formats! {
-    reads_show_one_page_until_somebody_stores: shown (each [PageSize::Size4K, PageSize::Size2M]);
-    no_cpu_reads_zeroes_after_a_store: stale (stale);
-    a_fork_shows_zeroes_too: forked (each [PageSize::Size4K, PageSize::Size2M]);
-    who_needs_a_page_that_stays_gets_one: held ();
-    rights_and_places_change_and_it_stays_zeroes: changed ();
+    fn reads_show_one_page_until_somebody_stores: shown (each [PageSize::Size4K, PageSize::Size2M]);
+    fn no_cpu_reads_zeroes_after_a_store: stale (stale);
+    fn a_fork_shows_zeroes_too: forked (each [PageSize::Size4K, PageSize::Size2M]);
+    fn who_needs_a_page_that_stays_gets_one: held ();
+    fn rights_and_places_change_and_it_stays_zeroes: changed ();
     /// Nobody reads it any more, and it does not come back to anybody.
-    bad_memory_of_it_is_nobodys_loss: bad (each [PageSize::Size4K, PageSize::Size2M]);
+    fn bad_memory_of_it_is_nobodys_loss: bad (each [PageSize::Size4K, PageSize::Size2M]);
 }

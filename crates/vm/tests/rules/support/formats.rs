@@ -1,13 +1,13 @@
 //! Rules that hold on both formats: one whose entries are x86-64's all the same, and arm64's.
 
-/// A test of each: `name: rule how;`, where how is
+/// A test of each: `fn name: rule how;`, where how is
 ///
 /// - `()`: the rule is run;
 /// - `(each SOME)`: it is told each of those;
 /// - `(rig)`: it is given a rig whose pages can be paged out; `(first)`: and the first CPU of it;
 /// - `(stale)`: it is told a seed, and says whether another CPU still had an old translation: some had.
 macro_rules! on_both_formats {
-    ($($(#[$about:meta])* $name:ident: $rule:ident $how:tt;)+) => {$(
+    ($($(#[$about:meta])* fn $name:ident: $rule:ident $how:tt;)+) => {$(
         $(#[$about])*
         #[test]
         fn $name() {
