@@ -357,30 +357,31 @@ unsafe fn read_lines(ptr: *const u8, bytes: usize) {
 mod tests {
     use super::*;
 
-    fn rungs(times: [[u64; 2]; 5]) -> [Rung; 5] {
-        let mut bytes = 4096;
-        times.map(|times| {
-            bytes *= 2;
-            Rung { bytes: bytes / 2, times }
-        })
-    }
-
+    /// Where bulk begins to win, counted by how much slower a choice is at a size, not by how long the size takes.
     #[test]
     fn the_threshold_is_where_bulk_begins_to_win() {
-        let clean = rungs([[10, 20], [20, 30], [40, 41], [90, 80], [200, 160]]);
-        assert_eq!(threshold(COLD_TIE, clean), Some(4096 << 3));
-        assert_eq!(threshold(COLD_TIE, rungs([[10, 5]; 5])), Some(4096));
-        assert_eq!(threshold(COLD_TIE, rungs([[10, 20]; 5])), None);
-    }
-
-    /// What a choice loses counts by how much slower it is at a size, not by how long the size takes: twice the time
-    /// for 4 KiB outweighs 1 % at each larger size.
-    #[test]
-    fn every_size_counts_as_much() {
-        let large = [10_000, 10_100];
-        assert_eq!(threshold(100, rungs([[20, 10], large, large, large, large])), Some(4096));
-        let large = [10_000, 15_000];
-        assert_eq!(threshold(100, rungs([[20, 10], large, large, large, large])), None);
+        let beside = |large| [[20, 10], large, large, large, large];
+        for (tie, times, expected) in [
+            (COLD_TIE, [[10, 20], [20, 30], [40, 41], [90, 80], [200, 160]], Some(4096 << 3)),
+            (COLD_TIE, [[10, 5]; 5], Some(4096)),
+            (COLD_TIE, [[10, 20]; 5], None),
+            // Twice the time for 4 KiB outweighs 1 % at each larger size, and not half more.
+            (100, beside([10_000, 10_100]), Some(4096)),
+            (100, beside([10_000, 15_000]), None),
+            // Bulk lost the CPU at the second largest size, cached at the smallest.
+            (COLD_TIE, [[30, 20], [20, 30], [40, 60], [90, 95], [200, 100]], Some(4096 << 4)),
+            // A tie goes to bulk on cold memory, and unmeasured sizes count for nothing.
+            (HOT_TIE, [[103, 100]; 5], None),
+            (COLD_TIE, [[100, 101]; 5], Some(4096)),
+            (COLD_TIE, [[10, 20], [10, 20], [0, 0], [0, 0], [0, 0]], None),
+        ] {
+            let mut bytes = 2048;
+            let rungs = times.map(|times| {
+                bytes *= 2;
+                Rung { bytes, times }
+            });
+            assert_eq!(threshold(tie, rungs), expected, "{times:?}");
+        }
     }
 
     #[test]
@@ -396,19 +397,5 @@ mod tests {
         let mut runs = Runs { bytes: 100, end: 0 };
         let offsets = [40, 40, 20, 40, 61, 39, 100, 1].map(|bytes| runs.next(bytes));
         assert_eq!(offsets, [0, 40, 80, 0, 0, 61, 0, 0]);
-    }
-
-    #[test]
-    fn one_disturbed_measurement_does_not_move_it_far() {
-        // Bulk lost the CPU at the second largest size, cached at the smallest.
-        let noisy = rungs([[30, 20], [20, 30], [40, 60], [90, 95], [200, 100]]);
-        assert_eq!(threshold(COLD_TIE, noisy), Some(4096 << 4));
-    }
-
-    #[test]
-    fn a_tie_goes_to_bulk_on_cold_memory_and_unmeasured_sizes_count_for_nothing() {
-        assert_eq!(threshold(HOT_TIE, rungs([[103, 100]; 5])), None);
-        assert_eq!(threshold(COLD_TIE, rungs([[100, 101]; 5])), Some(4096));
-        assert_eq!(threshold(COLD_TIE, rungs([[10, 20], [10, 20], [0, 0], [0, 0], [0, 0]])), None);
     }
 }

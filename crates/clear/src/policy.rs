@@ -148,23 +148,23 @@ mod tests {
         }
     }
 
-    /// A 2 MiB fault inside a hinted 64 GiB request is bulk, a single one is not.
+    /// A 2 MiB fault inside a hinted 64 GiB request is bulk, a single one is not; the neighbourhood of the first touch is cached even then,
+    /// and so is all without a bulk primitive.
     #[test]
     fn the_whole_request_decides() {
-        let policy = ClearPolicy::new(profile());
-        let far = |request| policy.primitives(&request, Sweep::Far).any;
-        assert_eq!(far(ClearRequest::fault(2 << 20)), Primitive::RepStosb);
-        assert_eq!(far(ClearRequest { total: 64 << 30, ..ClearRequest::fault(2 << 20) }), Primitive::Clzero);
-        assert_eq!(far(ClearRequest::bulk(2 << 20)), Primitive::Clzero);
-        assert_eq!(far(ClearRequest::bulk(2 << 20).with_warmth(Warmth::Hot)), Primitive::RepStosb);
-    }
-
-    /// The neighbourhood of the first touch is cached even in bulk requests.
-    #[test]
-    fn the_neighbourhood_is_always_cached() {
-        let policy = ClearPolicy::new(profile());
-        let near = policy.primitives(&ClearRequest::bulk(64 << 30), Sweep::Near);
-        assert_eq!(near.any, Primitive::RepStosb);
+        let hinted = ClearRequest { total: 64 << 30, ..ClearRequest::fault(2 << 20) };
+        let hot = ClearRequest::bulk(2 << 20).with_warmth(Warmth::Hot);
+        let (policy, cached) = (ClearPolicy::new(profile()), ClearPolicy::new(Profile { bulk: None, ..profile() }));
+        for (policy, request, sweep, expected) in [
+            (policy, ClearRequest::fault(2 << 20), Sweep::Far, Primitive::RepStosb),
+            (policy, hinted, Sweep::Far, Primitive::Clzero),
+            (policy, hinted, Sweep::Near, Primitive::RepStosb),
+            (policy, ClearRequest::bulk(2 << 20), Sweep::Far, Primitive::Clzero),
+            (policy, hot, Sweep::Far, Primitive::RepStosb),
+            (cached, ClearRequest::bulk(1 << 40), Sweep::Far, Primitive::RepStosb),
+        ] {
+            assert_eq!(policy.primitives(&request, sweep).any, expected, "{request:?} {sweep:?}");
+        }
     }
 
     #[test]
@@ -203,12 +203,6 @@ mod tests {
             let policy = ClearPolicy::new(Profile { cached_mbps: Mbps::only(mbps), ..profile() });
             assert_eq!(policy.unit_bytes(Primitive::RepStosb, PreemptModel::None, false), bytes, "{mbps}");
         }
-    }
-
-    #[test]
-    fn without_a_bulk_primitive_nothing_is_bulk() {
-        let policy = ClearPolicy::new(Profile { bulk: None, ..profile() });
-        assert_eq!(policy.primitives(&ClearRequest::bulk(1 << 40), Sweep::Far).any, Primitive::RepStosb);
     }
 
     #[test]

@@ -168,29 +168,13 @@ mod tests {
     }
 
     #[test]
-    fn classes() {
-        use Primitive::*;
-        let streaming = [Movnti, Clzero, Avx2Stream, Avx512Stream, Movdir64b, Stnp, Model];
-        for p in Primitive::ALL {
-            assert_eq!(p.class() == PrimitiveClass::Streaming, streaming.contains(&p), "{p}");
-        }
-    }
-
-    #[test]
-    fn granules_are_powers_of_two_up_to_a_line() {
-        for p in Primitive::ALL {
-            assert!(p.granule().is_power_of_two() && p.granule() <= 64, "{p}");
-        }
-        use Primitive::*;
-        let granules =
-            [RepStosb, Portable, RepStosq, Model, Unrolled, Avx2Store, Movnti, Clzero].map(Primitive::granule);
-        assert_eq!(granules, [1, 8, 8, 8, 64, 64, 64, 64]);
-    }
-
-    #[test]
-    fn primitives_are_told_apart_by_registers_and_stores() {
+    fn primitives_are_told_apart() {
         use Primitive::*;
         let those = |which: fn(Primitive) -> bool| Primitive::ALL.into_iter().filter(move |p| which(*p));
+        let streaming = [Movnti, Clzero, Avx2Stream, Avx512Stream, Movdir64b, Stnp, Model];
+        assert!(those(|p| p.class() == PrimitiveClass::Streaming).eq(streaming));
+        assert!(those(|p| p.granule() == 1).eq([RepStosb]) && those(|p| p.granule() == 64).count() == 9);
+        assert!(those(|p| p.granule() == 8).eq([Portable, RepStosq, Model]));
         assert!(those(Primitive::needs_vector).eq([Avx2Store, Avx2Stream, Avx512Stream]));
         assert!(those(Primitive::is_movnt).eq([Movnti, Avx2Stream, Avx512Stream]));
         assert_eq!(format!("{Movnti:>8}|{RepStosb:<10}|"), "  movnti|rep-stosb |");

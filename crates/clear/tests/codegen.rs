@@ -132,19 +132,9 @@ fn bytes_of(i: &Instruction) -> &'static [u8] {
     &text[(i.ip() - base) as usize..][..i.len()]
 }
 
-/// False, with a message, in a build that this file cannot judge.
-fn optimised() -> bool {
-    if cfg!(debug_assertions) {
-        println!("not judged: build with --release");
-    }
-    !cfg!(debug_assertions)
-}
-
 #[test]
+#[cfg_attr(debug_assertions, ignore = "judged with --release")]
 fn no_indirect_jump_or_call() {
-    if !optimised() {
-        return;
-    }
     let probes = FIXED.iter().map(|&(p, f)| (p.name(), f as *const () as usize));
     for (name, entry) in probes.chain([("choose", choose as *const () as usize)]) {
         let reached = reach(entry);
@@ -164,10 +154,8 @@ fn no_indirect_jump_or_call() {
 }
 
 #[test]
+#[cfg_attr(debug_assertions, ignore = "judged with --release")]
 fn every_leaf_is_there_within_the_bound() {
-    if !optimised() {
-        return;
-    }
     let reached = reach(choose as *const () as usize);
     for p in Primitive::ALL {
         let Some((code, encoding)) = signature(p) else { continue };
@@ -183,10 +171,8 @@ fn every_leaf_is_there_within_the_bound() {
 }
 
 #[test]
+#[cfg_attr(debug_assertions, ignore = "judged with --release")]
 fn a_fixed_primitive_costs_no_choice() {
-    if !optimised() {
-        return;
-    }
     for &(p, f) in FIXED {
         let reached = reach(f as *const () as usize);
         let branches =
@@ -206,10 +192,8 @@ fn a_fixed_primitive_costs_no_choice() {
 /// Every loop stores zeros to each byte of a line once, at a register that then moves on by a line, until it is at the end. The machine that
 /// runs this has not all of these instructions, so their operands are read.
 #[test]
+#[cfg_attr(debug_assertions, ignore = "judged with --release")]
 fn loops_store_whole_lines_of_zeros() {
-    if !optimised() {
-        return;
-    }
     for &(p, f) in FIXED.iter().filter(|(p, _)| p.granule() == 64) {
         let reached = reach(f as *const () as usize);
         let all = || reached.values().map(|r| &r.instruction);
@@ -263,10 +247,8 @@ fn loops_store_whole_lines_of_zeros() {
 }
 
 #[test]
+#[cfg_attr(debug_assertions, ignore = "judged with --release")]
 fn only_vector_primitives_touch_vector_registers() {
-    if !optimised() {
-        return;
-    }
     for &(p, f) in FIXED {
         let reached = reach(f as *const () as usize);
         let touches = reached.values().any(|r| {
@@ -279,10 +261,8 @@ fn only_vector_primitives_touch_vector_registers() {
 
 /// The optimiser leaves the fence that a platform is given where it belongs: on the only way to the store that publishes.
 #[test]
+#[cfg_attr(debug_assertions, ignore = "judged with --release")]
 fn the_provided_store_fence_comes_before_what_publishes() {
-    if !optimised() {
-        return;
-    }
     let reached = reach(publish as *const () as usize);
     let of = |is: &dyn Fn(&Instruction) -> bool| reached.values().find(|r| is(&r.instruction));
     let store = of(&|i| {

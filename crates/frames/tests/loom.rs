@@ -44,58 +44,40 @@ impl Page {
     }
 }
 
-/// Whoever drops the last reference is told so, exactly once, whatever a speculative getter does meanwhile.
-#[test]
-fn a_drop_against_a_speculative_get() {
-    loom::model(|| {
-        let page = Page::new(1, 0);
-        let other = Arc::clone(&page);
-        let visitor = thread::spawn(move || other.visit());
-        let last = page.put() + visitor.join().unwrap();
-        assert_eq!(last, 1);
-        page.assert_frozen();
-    });
-}
-
-/// Two holders and a speculative getter: the state in which a put has to decide while the count changes under it.
-#[test]
-fn two_drops_against_a_speculative_get() {
+/// A model that more threads than two do not make too large.
+fn bounded() -> loom::model::Builder {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = model.preemption_bound.or(Some(3));
-    model.check(|| {
-        let page = Page::new(3, 1);
-        let (a, b) = (Arc::clone(&page), Arc::clone(&page));
-        let holder = thread::spawn(move || a.put());
-        let visitor = thread::spawn(move || b.visit());
-        let last = page.put() + holder.join().unwrap() + visitor.join().unwrap();
-        assert_eq!(last, 1);
-        page.assert_frozen();
-    });
+    model
 }
 
-/// Two speculative getters while the only holder drops.
+/// Whoever drops the last reference is told so, exactly once, whatever a speculative getter does meanwhile; or one and another holder, where a
+/// put has to decide while the count changes under it; or two getters.
 #[test]
-fn a_drop_against_two_speculative_gets() {
-    let mut model = loom::model::Builder::new();
-    model.preemption_bound = model.preemption_bound.or(Some(3));
-    model.check(|| {
-        let page = Page::new(1, 0);
-        let (a, b) = (Arc::clone(&page), Arc::clone(&page));
-        let first = thread::spawn(move || a.visit());
-        let second = thread::spawn(move || b.visit());
-        let last = page.put() + first.join().unwrap() + second.join().unwrap();
-        assert_eq!(last, 1);
-        page.assert_frozen();
-    });
+fn a_drop_against_speculative_gets() {
+    let cases: [(u64, u64, &[fn(&Page) -> u32]); 3] =
+        [(1, 0, &[Page::visit]), (3, 1, &[Page::put, Page::visit]), (1, 0, &[Page::visit, Page::visit])];
+    for (state, side, others) in cases {
+        let model = if others.len() > 1 { bounded() } else { loom::model::Builder::new() };
+        model.check(move || {
+            let page = Page::new(state, side);
+            let beside = |does: &fn(&Page) -> u32| {
+                let (page, does) = (Arc::clone(&page), *does);
+                thread::spawn(move || does(&page))
+            };
+            let others: Vec<_> = others.iter().map(beside).collect();
+            let last = page.put() + others.into_iter().map(|other| other.join().unwrap()).sum::<u32>();
+            assert_eq!(last, 1);
+            page.assert_frozen();
+        });
+    }
 }
 
 /// The frame is frozen by its last put, used again and dropped again, while a getter that saw the first life acts in the
 /// second.
 #[test]
 fn a_late_get_in_the_next_life() {
-    let mut model = loom::model::Builder::new();
-    model.preemption_bound = model.preemption_bound.or(Some(3));
-    model.check(|| {
+    bounded().check(|| {
         let page = Page::new(1, 0);
         let other = Arc::clone(&page);
         let visitor = thread::spawn(move || other.visit());
@@ -387,9 +369,7 @@ fn a_freeze_of_what_others_share_changes_nothing() {
 /// Frames whose states share a word, and whose side counts do: what happens to one leaves the others as they are.
 #[test]
 fn neighbours_in_a_word() {
-    let mut model = loom::model::Builder::new();
-    model.preemption_bound = model.preemption_bound.or(Some(3));
-    model.check(|| {
+    bounded().check(|| {
         // Lane 0 is shared no longer, lane 1 is held once, lane 2 is frozen; lane 3 is shared by two.
         let page = Page::new(0b11_00_01_11, 0x1000);
         let other = Arc::clone(&page);

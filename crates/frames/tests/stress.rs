@@ -129,7 +129,7 @@ fn mixed(frames: &Manager<'_>, threads: &Threads, shadow: &Shadow, orders: u64, 
 fn no_block_of_orders_0_to_10_is_handed_out_twice() {
     // Each keeping one block is the case in which another allocator hands out orders 7 and 8 twice.
     for (keep, pages) in [(1, 4096), (8, 4096), (64, 8192)] {
-        with_one_arena(1024, pages, THREADS, |frames, threads| {
+        with_one_arena(1024, pages, THREADS, |frames, threads, _| {
             let shadow = Shadow::new(1024, pages);
             mixed(frames, threads, &shadow, 11, keep, rounds(100_000));
             all_free(frames, threads);
@@ -142,7 +142,7 @@ fn no_block_of_orders_0_to_10_is_handed_out_twice() {
 
 #[test]
 fn exhaustion_on_several_threads_loses_nothing() {
-    with_one_arena(0, 700, THREADS, |frames, threads| {
+    with_one_arena(0, 700, THREADS, |frames, threads, _| {
         let shadow = Shadow::new(0, 700);
         mixed(frames, threads, &shadow, 5, 100, rounds(50_000));
         all_free(frames, threads);
@@ -153,7 +153,7 @@ fn exhaustion_on_several_threads_loses_nothing() {
 #[test]
 fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
     let memory = 4096;
-    with_one_arena(0, memory, THREADS, |frames, threads| {
+    with_one_arena(0, memory, THREADS, |frames, threads, _| {
         let freed = AtomicU64::new(0);
         for round in 0..rounds(2000) {
             hugemm_threads::run_as(0);
@@ -216,7 +216,7 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
 #[test]
 fn claims_race_with_frees() {
     let pages = 4096;
-    with_one_arena(0, pages, THREADS, |frames, threads| {
+    with_one_arena(0, pages, THREADS, |frames, threads, _| {
         let shadow = Shadow::new(0, pages);
         let (stop, claimed) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
@@ -279,7 +279,7 @@ fn claims_race_with_frees() {
 /// Exhaustion asks the other CPUs for what they cache: an idle one that serves gives it up.
 #[test]
 fn a_remote_cache_is_drained_by_request() {
-    with_one_arena(0, 4096, 2, |frames, threads| {
+    with_one_arena(0, 4096, 2, |frames, threads, _| {
         hugemm_threads::run_as(1);
         let cx = threads.cx();
         let request = AllocRequest::order(Order::ZERO);
@@ -304,7 +304,7 @@ fn a_remote_cache_is_drained_by_request() {
 /// Several managers live side by side and know nothing of each other.
 #[test]
 fn two_managers_in_one_process() {
-    with_one_arena(0, 1024, 1, |one, threads| {
+    with_one_arena(0, 1024, 1, |one, threads, _| {
         let arenas = [arena(0, 512, 0)];
         let config = FramesConfig::new(&arenas, 1);
         let memory = Memory::for_config(&config);

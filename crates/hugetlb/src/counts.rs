@@ -277,36 +277,6 @@ mod tests {
         });
     }
 
-    #[test]
-    fn events_keep_the_counts_consistent() {
-        every_state(|counts| {
-            assert_eq!(counts.take().is_some(), counts.free > 0);
-            assert_eq!(counts.give().is_some(), counts.active() > 0);
-            for pages in 0..=MOST + 1 {
-                assert_eq!(counts.leave(pages).is_some(), pages <= counts.free);
-                let results = [counts.leave(pages), counts.leave_persistent(pages), counts.take(), counts.give()];
-                for next in results.into_iter().flatten() {
-                    assert!(next.is_consistent());
-                }
-                for surplus in [false, true] {
-                    let entered = counts.enter(pages, surplus);
-                    assert!(entered.is_consistent());
-                    assert_eq!(entered.active(), counts.active());
-                }
-                let (kept, n) = counts.keep(pages);
-                assert!(kept.is_consistent() && kept.persistent() == counts.persistent() + n && n <= pages);
-                let (lent, n) = counts.lend(pages);
-                assert!(lent.is_consistent() && lent.persistent() == counts.persistent() - n && n <= pages);
-            }
-            for available in 0..=counts.free {
-                let trim = counts.trimmable(available);
-                let after = counts.leave(trim).expect("free");
-                assert_eq!(after.persistent(), counts.persistent());
-                assert!(after.surplus == 0 || after.free == 0 || trim == available);
-            }
-        });
-    }
-
     /// What cannot be a pool's is said to be none, and asking about it ends in a number.
     #[test]
     fn inconsistent_counts_are_told() {

@@ -5,7 +5,7 @@ mod world;
 
 use hugemm_base::{CpuId, Extent};
 use hugemm_host::mmu::Tables;
-use hugemm_paging::{Aarch64, PageFormat};
+use hugemm_paging::{Aarch64, PageFormat, X86_64};
 use world::{Plant, Resizing, World};
 
 /// arm64 CPUs, whose entries have to be broken before they change size, and such as let them change.
@@ -16,7 +16,11 @@ const ARM64_RESIZES: Tables = Tables::Arm64 { resizes: true };
 const STEPS: usize = 400;
 
 fn run(seed: u64, plant: Option<Plant>) -> Result<(), String> {
-    run_on::<hugemm_paging::X86_64>(Tables::X86_64, seed, plant)
+    run_on::<X86_64>(Tables::X86_64, seed, plant)
+}
+
+fn run_on_arm64(seed: u64, plant: Option<Plant>) -> Result<(), String> {
+    run_on::<Aarch64>(ARM64, seed, plant)
 }
 
 fn run_on<F: PageFormat>(walks: Tables, seed: u64, plant: Option<Plant>) -> Result<(), String> {
@@ -43,44 +47,9 @@ fn a_random_workload_meets_nothing_stale() {
 #[test]
 fn a_random_workload_breaks_before_it_makes() {
     for seed in 0..20 {
-        if let Err(error) = run_on::<Aarch64>(ARM64, seed, None) {
+        if let Err(error) = run_on_arm64(seed, None) {
             panic!("seed {seed}: {error}");
         }
-    }
-}
-
-/// A page that gets another frame before the old translation is flushed.
-#[test]
-fn a_frame_that_is_made_before_it_is_broken() {
-    let error = (0..40).find_map(|seed| run_on::<Aarch64>(ARM64, seed, Some(Plant::MapBeforeFlush)).err());
-    assert!(error.as_ref().is_some_and(|error| error.contains("two translations")), "{error:?}");
-}
-
-/// A group that is unfolded and not flushed, and one of which a part is changed.
-#[test]
-fn groups_that_are_changed_in_part() {
-    for (plant, what) in [(Plant::UnfoldWithoutFlush, "two translations"), (Plant::PartOfAGroup, "folded group")] {
-        let error = (0..40).find_map(|seed| run_on::<Aarch64>(ARM64, seed, Some(plant)).err());
-        assert!(error.as_ref().is_some_and(|error| error.contains(what)), "{plant:?}: {error:?}");
-    }
-}
-
-/// Hardware that is told of another size of leaves keeps those that are there.
-#[test]
-fn a_flush_of_another_level() {
-    let error = (0..40).find_map(|seed| run_on::<Aarch64>(ARM64, seed, Some(Plant::AnotherLevel)).err());
-    let stale = ["stale translation", "two translations", "stored to a read-only page"];
-    assert!(error.as_ref().is_some_and(|error| stale.iter().any(|what| error.contains(what))), "{error:?}");
-}
-
-/// Where sizes have changed in place, a flush reaches leaves of all of them.
-#[test]
-fn a_part_of_a_page_that_was_divided_in_place() {
-    for seed in 0..20 {
-        let done = world::with_memory(|memory| {
-            World::<Aarch64>::on(ARM64_RESIZES, memory, seed, None).unmap_part_of_a_split()
-        });
-        assert_eq!(done, Ok(()), "seed {seed}");
     }
 }
 
@@ -91,7 +60,6 @@ fn resizes<F: PageFormat>(walks: Tables, how: Resizing) -> Result<(), String> {
 
 #[test]
 fn pages_in_use_change_their_size() {
-    use hugemm_paging::X86_64;
     let (in_place, broken) = (Resizing::InPlace, Resizing::Broken { flushed: true });
     for (done, what) in [
         (resizes::<X86_64>(Tables::X86_64, in_place), "x86-64, in place"),
@@ -108,71 +76,65 @@ fn pages_in_use_change_their_size() {
     }
 }
 
-/// The bug is noticed within a few runs, and as what it is.
-fn caught(plant: Plant, as_what: &[&str]) {
-    let error = (0..120).find_map(|seed| run(seed, Some(plant)).err());
-    let error = error.unwrap_or_else(|| panic!("{plant:?} was not noticed"));
-    assert!(as_what.iter().any(|what| error.contains(what)), "{plant:?} was noticed as: {error}");
+/// A bug that is planted is noticed within a few runs, and as one of those.
+macro_rules! noticed {
+    ($($(#[$about:meta])* fn $name:ident: $run:ident, $plant:ident, $as_what:expr;)+) => {$(
+        $(#[$about])*
+        #[test]
+        fn $name() {
+            let error = (0..120).find_map(|seed| $run(seed, Some(Plant::$plant)).err()).expect("it was not noticed");
+            assert!($as_what.iter().any(|what| error.contains(what)), "it was noticed as: {error}");
+        }
+    )+};
 }
 
-#[test]
-fn frames_freed_before_the_flush() {
-    caught(Plant::FreeBeforeFlush, &["stale translation", "freed table"]);
+noticed! {
+    fn frames_freed_before_the_flush: run, FreeBeforeFlush, ["stale translation", "freed table"];
+    fn a_cpu_that_is_not_asked: run, MissedCpu, ["stale translation", "freed table"];
+    fn a_lazy_cpu_that_walks_a_freed_table: run, LazyCpuSkipped, ["freed table"];
+    fn a_late_comer_that_skips_too_much: run, LateComer, ["stale translation", "freed table"];
+    fn a_store_into_a_moved_page_before_the_flush: run, StoreIntoMoved, ["store is lost"];
+    fn a_dirty_bit_lost_to_a_plain_store: run, LostDirty, ["dirty bit lost"];
+    fn a_missing_store_fence: run, MissingFence, ["before it was published"];
+    fn a_write_protection_that_is_not_flushed: run, ProtectWithoutFlush, ["stored to a read-only page"];
+    fn a_table_made_read_only_whose_upper_levels_are_not_flushed: run, UpperLevelsKept, ["stored to a read-only page"];
+    fn what_moves_without_a_flush: run, RelocateWithoutFlush, ["moved away", "stale translation", "freed table"];
+    fn a_dirty_bit_lost_on_the_way: run, RelocateLosesDirty, ["dirty bit lost"];
+    fn a_deferred_unmap_that_nobody_flushes: run, FreeBeforeDeferredFlush, ["stale translation"];
+    /// A page that gets another frame before the old translation is flushed.
+    fn a_frame_that_is_made_before_it_is_broken: run_on_arm64, MapBeforeFlush, ["two translations"];
+    fn a_group_that_is_unfolded_and_not_flushed: run_on_arm64, UnfoldWithoutFlush, ["two translations"];
+    fn a_group_of_which_a_part_is_changed: run_on_arm64, PartOfAGroup, ["folded group"];
+    /// Hardware that is told of another size of leaves keeps those that are there.
+    fn a_flush_of_another_level: run_on_arm64, AnotherLevel,
+        ["stale translation", "two translations", "stored to a read-only page"];
 }
 
-#[test]
-fn a_cpu_that_is_not_asked() {
-    caught(Plant::MissedCpu, &["stale translation", "freed table"]);
+/// Scenes of the world that end well, whatever the seed; odd ones have two tags.
+macro_rules! scenes {
+    ($($(#[$about:meta])* fn $name:ident: $format:ty, $walks:expr, $seeds:expr, $scene:ident;)+) => {$(
+        $(#[$about])*
+        #[test]
+        fn $name() {
+            for seed in $seeds {
+                let done = world::with_memory(|memory| World::<$format>::on($walks, memory, seed, None).$scene());
+                assert_eq!(done, Ok(()), "seed {seed}");
+            }
+        }
+    )+};
 }
 
-#[test]
-fn a_lazy_cpu_that_walks_a_freed_table() {
-    caught(Plant::LazyCpuSkipped, &["freed table"]);
-}
-
-#[test]
-fn a_late_comer_that_skips_too_much() {
-    caught(Plant::LateComer, &["stale translation", "freed table"]);
-}
-
-#[test]
-fn a_store_into_a_moved_page_before_the_flush() {
-    caught(Plant::StoreIntoMoved, &["store is lost"]);
-}
-
-#[test]
-fn a_dirty_bit_lost_to_a_plain_store() {
-    caught(Plant::LostDirty, &["dirty bit lost"]);
-}
-
-#[test]
-fn a_missing_store_fence() {
-    caught(Plant::MissingFence, &["before it was published"]);
-}
-
-#[test]
-fn a_write_protection_that_is_not_flushed() {
-    caught(Plant::ProtectWithoutFlush, &["stored to a read-only page"]);
-}
-
-#[test]
-fn a_table_made_read_only_whose_upper_levels_are_not_flushed() {
-    caught(Plant::UpperLevelsKept, &["stored to a read-only page"]);
-}
-
-#[test]
-fn what_moves_without_a_flush() {
-    caught(Plant::RelocateWithoutFlush, &["moved away", "stale translation", "freed table"]);
-}
-
-#[test]
-fn a_dirty_bit_lost_on_the_way() {
-    caught(Plant::RelocateLosesDirty, &["dirty bit lost"]);
-}
-
-#[test]
-fn a_deferred_unmap_that_nobody_flushes() {
-    caught(Plant::FreeBeforeDeferredFlush, &["stale translation"]);
+scenes! {
+    /// Where sizes have changed in place, a flush reaches leaves of all of them.
+    fn a_part_of_a_page_that_was_divided_in_place: Aarch64, ARM64_RESIZES, 0..20, unmap_part_of_a_split;
+    /// A CPU that loads another space over one in which it was lazy, and comes back, is no longer lazy there: a flush asks it.
+    fn a_cpu_that_comes_back_is_no_longer_lazy: X86_64, Tables::X86_64, 0..20, come_back;
+    /// A CPU that comes back to a space has missed the flush of a deferred unmap there, and catches up by the space's generation.
+    fn a_cpu_that_comes_back_catches_up_with_a_deferred_unmap: X86_64, Tables::X86_64, (1..40).step_by(2), come_back_after_a_deferred_unmap;
+    /// The table that a larger page has replaced is freed after every CPU that may walk it has let go of it, lazy ones included.
+    fn a_collapsed_table_is_walked_by_nobody: X86_64, Tables::X86_64, 0..20, collapse_beside_a_lazy_cpu;
+    /// A table of the kernel's half is let go of under the tags of all spaces, not only of the one that is loaded.
+    fn the_kernels_tables_go_from_every_tag: X86_64, Tables::X86_64, (1..40).step_by(2), collapse_in_the_kernels_half;
 }
 
 /// What folding is for: a TLB of 64 translations reads fewer from the tables. By random loads over 1 MiB, of which one that keeps
@@ -196,46 +158,8 @@ fn threads_race_with_the_hardware() {
             assert_eq!(world.mmu().check(), Ok(()));
         });
     }
-    race::<hugemm_paging::X86_64>(Tables::X86_64);
+    race::<X86_64>(Tables::X86_64);
     race::<Aarch64>(ARM64);
-}
-
-/// A CPU that loads another space over one in which it was lazy, and comes back, is no longer lazy there: a flush asks it.
-#[test]
-fn a_cpu_that_comes_back_is_no_longer_lazy() {
-    for seed in 0..20 {
-        let done = world::with_memory(|memory| World::new(memory, seed, None).come_back());
-        assert_eq!(done, Ok(()), "seed {seed}");
-    }
-}
-
-/// A CPU that comes back to a space has missed the flush of a deferred unmap there, and catches up by the space's generation.
-#[test]
-fn a_cpu_that_comes_back_catches_up_with_a_deferred_unmap() {
-    // Odd seeds have two tags.
-    for seed in (1..40).step_by(2) {
-        let done = world::with_memory(|memory| World::new(memory, seed, None).come_back_after_a_deferred_unmap());
-        assert_eq!(done, Ok(()), "seed {seed}");
-    }
-}
-
-/// The table that a larger page has replaced is freed after every CPU that may walk it has let go of it, lazy ones included.
-#[test]
-fn a_collapsed_table_is_walked_by_nobody() {
-    for seed in 0..20 {
-        let done = world::with_memory(|memory| World::new(memory, seed, None).collapse_beside_a_lazy_cpu());
-        assert_eq!(done, Ok(()), "seed {seed}");
-    }
-}
-
-/// A table of the kernel's half is let go of under the tags of all spaces, not only of the one that is loaded.
-#[test]
-fn the_kernels_tables_go_from_every_tag() {
-    // Odd seeds have two tags.
-    for seed in (1..40).step_by(2) {
-        let done = world::with_memory(|memory| World::new(memory, seed, None).collapse_in_the_kernels_half());
-        assert_eq!(done, Ok(()), "seed {seed}");
-    }
 }
 
 /// What the model promises about itself: a run is repeatable, and frames are known.

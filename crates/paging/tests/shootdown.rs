@@ -30,6 +30,14 @@ impl Player {
         Player { number: Cell::new(number), interrupts: Cell::new(true), counters: Counters::default() }
     }
 
+    /// The same as another CPU, for the time of it.
+    fn on<R>(&self, number: u32, f: impl FnOnce(&CpuCx<'_, Player>) -> R) -> R {
+        let before = self.number.replace(number);
+        let result = self.run(f);
+        self.number.set(before);
+        result
+    }
+
     /// Runs `f` with a context of the CPU.
     fn run<R>(&self, f: impl FnOnce(&CpuCx<'_, Player>) -> R) -> R {
         // SAFETY: the only context in use on this thread.
@@ -126,8 +134,7 @@ fn a_batch_costs_the_same_for_any_number_of_pages_and_any_number_of_cpus_is_reac
         let space = parts.space(&shootdown);
         let cpu = Player::new(0);
         for number in (0..cpus).rev() {
-            cpu.number.set(number as u32);
-            cpu.run(|cx| space.switch_in(&shootdown, cx));
+            cpu.on(number as u32, |cx| space.switch_in(&shootdown, cx));
         }
         let others = cpus as u64 - 1;
         for pages in [1, 33, 34, 512, 1 << 18] {
@@ -147,17 +154,12 @@ fn lazy_cpus_and_those_that_left_are_not_asked_and_catch_up() {
     let shootdown = parts.shootdown(Counting);
     let (space, other) = (parts.space::<UserSpace, _>(&shootdown), parts.space::<UserSpace, _>(&shootdown));
     let cpu = Player::new(0);
-    let on = |number: u32, f: &dyn Fn(&CpuCx<'_, Player>)| {
-        cpu.number.set(number);
-        cpu.run(|cx| f(cx));
-        cpu.number.set(0);
-    };
     for number in [0, 1, 64, 129] {
-        on(number, &|cx| space.switch_in(&shootdown, cx));
+        cpu.on(number, |cx| space.switch_in(&shootdown, cx));
     }
     // SAFETY: it uses nothing at all.
-    on(64, &|cx| unsafe { space.enter_lazy(&shootdown, cx) });
-    on(129, &|cx| {
+    cpu.on(64, |cx| unsafe { space.enter_lazy(&shootdown, cx) });
+    cpu.on(129, |cx| {
         other.switch_in(&shootdown, cx);
         space.switch_out(&shootdown, cx);
     });
@@ -174,13 +176,13 @@ fn lazy_cpus_and_those_that_left_are_not_asked_and_catch_up() {
     assert_eq!((counts.targets, counts.skipped_lazy, counts.caught_up), (2, 0, 1));
     // Up to date, it wakes for nothing; after another flush it does not.
     let before = shootdown.counts();
-    on(64, &|cx| space.switch_in(&shootdown, cx));
+    cpu.on(64, |cx| space.switch_in(&shootdown, cx));
     assert_eq!(shootdown.counts().since(before).caught_up, 0);
     // SAFETY: it uses nothing at all.
-    on(64, &|cx| unsafe { space.enter_lazy(&shootdown, cx) });
+    cpu.on(64, |cx| unsafe { space.enter_lazy(&shootdown, cx) });
     cpu.run(|cx| change(&shootdown, cx, &space, 1, &ShootdownPolicy::BATCHED));
     let before = shootdown.counts();
-    on(64, &|cx| space.switch_in(&shootdown, cx));
+    cpu.on(64, |cx| space.switch_in(&shootdown, cx));
     assert_eq!(shootdown.counts().since(before).caught_up, 1);
 }
 
@@ -251,11 +253,9 @@ fn a_space_is_retired_when_only_lazy_cpus_are_left() {
     let space = parts.space::<UserSpace, _>(&shootdown);
     let cpu = Player::new(1);
     cpu.run(|cx| space.switch_in(&shootdown, cx));
-    cpu.number.set(0);
-    let space = cpu.run(|cx| space.retire(&shootdown, cx)).expect_err("CPU 1 uses it");
-    cpu.number.set(1);
+    let space = cpu.on(0, |cx| space.retire(&shootdown, cx)).expect_err("CPU 1 uses it");
     // SAFETY: it uses nothing at all.
-    cpu.run(|cx| unsafe { space.enter_lazy(&shootdown, cx) });
+    cpu.on(1, |cx| unsafe { space.enter_lazy(&shootdown, cx) });
     cpu.number.set(0);
     let before = shootdown.counts();
     cpu.run(|cx| space.retire(&shootdown, cx)).expect("nobody uses it");
@@ -291,11 +291,9 @@ fn a_deferred_batch_asks_each_cpu_once_for_all_spaces() {
     let deferred = unsafe { DeferredUnmap::new(&shootdown) }.expect("fits");
     let cpu = Player::new(0);
     for number in [1, 2] {
-        cpu.number.set(number);
-        cpu.run(|cx| spaces[number as usize - 1].switch_in(&shootdown, cx));
+        cpu.on(number, |cx| spaces[number as usize - 1].switch_in(&shootdown, cx));
     }
-    cpu.number.set(0);
-    cpu.run(|cx| {
+    cpu.on(0, |cx| {
         let debts: Vec<_> =
             (0..100).map(|page| deferred.unmapped(&spaces[page as usize % 2], page, range(page, 1))).collect();
         let before = shootdown.counts();
@@ -379,8 +377,7 @@ fn a_broadcast_interrupts_nobody() {
     let shootdown = parts.shootdown(Everywhere::default());
     let (space, cpu) = (parts.space(&shootdown), Player::new(0));
     for number in (0..4).rev() {
-        cpu.number.set(number);
-        cpu.run(|cx| space.switch_in(&shootdown, cx));
+        cpu.on(number, |cx| space.switch_in(&shootdown, cx));
     }
     let counts = cpu.run(|cx| change(&shootdown, cx, &space, 5, &ShootdownPolicy::BATCHED));
     assert_eq!((counts.broadcasts, counts.instructions, counts.targets), (1, 3, 0));
@@ -393,14 +390,11 @@ fn the_kernels_half_reaches_every_cpu_that_is_online() {
     let shootdown = parts.shootdown(Counting);
     let (kernel, cpu) = (parts.space::<KernelSpace, _>(&shootdown), Player::new(0));
     for number in (0..70).rev() {
-        cpu.number.set(number);
-        cpu.run(|cx| kernel.online(&shootdown, cx));
+        cpu.on(number, |cx| kernel.online(&shootdown, cx));
     }
-    cpu.number.set(69);
     // SAFETY: the CPU is this test's, and has no TLB.
-    cpu.run(|cx| unsafe { kernel.offline(cx) });
-    cpu.number.set(0);
-    cpu.run(|cx| {
+    cpu.on(69, |cx| unsafe { kernel.offline(cx) });
+    cpu.on(0, |cx| {
         let before = shootdown.counts();
         let mut batch = ShootdownBatch::new(&kernel);
         batch.changed(range(1 << 36, 8), PageSize::Size4K);
@@ -416,8 +410,7 @@ fn the_kernels_halves_are_seen_apart() {
     let shootdown = parts.shootdown(Counting);
     let (halves, cpu) = ([(); 2].map(|()| parts.space::<KernelSpace, _>(&shootdown)), Player::new(0));
     for number in [1, 0] {
-        cpu.number.set(number);
-        cpu.run(|cx| halves.each_ref().map(|half| half.online(&shootdown, cx)));
+        cpu.on(number, |cx| halves.each_ref().map(|half| half.online(&shootdown, cx)));
     }
     // Each is asked for the first time after the other has been flushed more often.
     for half in [0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 0] {
@@ -676,8 +669,7 @@ fn a_shootdown_that_unwinds_is_the_end() {
         let shootdown = parts.shootdown(Failing(interrupts == "true"));
         let (space, cpu) = (parts.space(&shootdown), Player::new(1));
         cpu.run(|cx| space.switch_in(&shootdown, cx));
-        cpu.number.set(0);
-        let flush = || cpu.run(|cx| change(&shootdown, cx, &space, 1, &ShootdownPolicy::BATCHED));
+        let flush = || cpu.on(0, |cx| change(&shootdown, cx, &space, 1, &ShootdownPolicy::BATCHED));
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(flush));
         std::process::exit(0);
     }

@@ -40,7 +40,7 @@ fn serving(name: &str, client: impl FnOnce(&Path, &Path)) {
     let (told, stop) = std::io::pipe().expect("a pipe");
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default()));
-        scope.spawn(|| serve(&daemon, &listener, told.as_fd(), Vec::new()));
+        scope.spawn(|| serve(&daemon, &listener, told.as_fd()));
         // The threads end before a panic goes on.
         let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             wait_for("memory is ready", || {

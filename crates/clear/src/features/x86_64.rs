@@ -183,24 +183,15 @@ mod tests {
         assert_eq!(guess(Fake { capacity: 0, ..MILAN }), Some(best));
     }
 
+    /// A guest that does not see CLZERO; CLZERO for lines of 64 bytes only; MOVDIR64B by its bit.
     #[test]
-    fn guest_without_clzero() {
-        let f = from_cpuid(Fake { capacity: 0, ..MILAN }, || XCR0_AVX);
-        assert!(!f.contains(Primitive::Clzero));
-    }
-
-    #[test]
-    fn clzero_needs_64_byte_lines() {
-        let f = from_cpuid(Fake { line: 16, ..MILAN }, || XCR0_AVX);
-        assert!(!f.contains(Primitive::Clzero));
-    }
-
-    #[test]
-    fn movdir64b_is_bit_28() {
-        let f = from_cpuid(Fake { ecx7: 1 << 28, ..CASCADE_LAKE }, || 0);
-        assert!(f.contains(Primitive::Movdir64b));
-        let f = from_cpuid(Fake { ecx7: !(1 << 28), ..CASCADE_LAKE }, || 0);
-        assert!(!f.contains(Primitive::Movdir64b));
+    fn whole_lines_are_found_by_their_bits() {
+        let (movdir64b, others) = (Fake { ecx7: 1 << 28, ..CASCADE_LAKE }, Fake { ecx7: !(1 << 28), ..CASCADE_LAKE });
+        let found = |cpu, p| from_cpuid(cpu, || XCR0_AVX).contains(p);
+        assert!(found(MILAN, Primitive::Clzero) && found(movdir64b, Primitive::Movdir64b));
+        let without = [Fake { capacity: 0, ..MILAN }, Fake { line: 16, ..MILAN }];
+        assert!(!without.map(|cpu| found(cpu, Primitive::Clzero)).contains(&true));
+        assert!(!found(others, Primitive::Movdir64b));
     }
 
     #[test]

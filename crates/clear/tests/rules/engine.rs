@@ -55,15 +55,6 @@ fn a_gib_is_cut_into_units_of_32_mib_under_a_cooperative_model() {
     }
 }
 
-/// Where only plain stores exist and nothing was measured, a unit is one page.
-#[test]
-fn a_slow_architecture_reschedules_at_every_page() {
-    let script = script(16);
-    let clearer = Clearer::new(features(), ClearPolicy::new(PROFILE)).expect("valid");
-    assert!(script.run(|cx| clearer.clear(cx, script.dirty(), &CACHED, &Never)).is_ok());
-    assert_eq!(script.count(Event::Reschedule), 16);
-}
-
 /// Units tile the extent in ascending order, none longer than the bound. A reschedule point stands before each, the first included, and each
 /// unit's barrier before the next one; a fence for streaming stores, none for cached ones.
 #[test]
@@ -216,38 +207,6 @@ fn counters_are_exact() {
     let expected =
         with!(CounterSnapshot::default(), clears_cached = 1, bytes_cached = PAGE, units = 1, reschedules = 1);
     assert_eq!(script.counted().since(before), expected);
-}
-
-/// The size of the whole request decides, and the neighbourhood is cached in any case.
-#[test]
-#[cfg_attr(miri, ignore = "2 MiB take minutes")]
-fn the_whole_request_decides_and_the_neighbourhood_is_cached() {
-    let script = script(512);
-    script.model.set(PreemptModel::Full);
-    let fault = ClearRequest::fault(2 << 20);
-    let inside = with!(fault, total = 64 << 30);
-    use Primitive::{Model, Portable};
-    for (request, expected) in [(fault, [Portable; 3]), (inside, [Model, Model, Portable])] {
-        let mut seen = Vec::new();
-        let mut observer = |unit: &Unit| seen.push(unit.primitive);
-        let around = begin_around(script.dirty(), 100);
-        assert!(script.run(|cx| clearer(512).clear_observed(cx, around, &request, &Never, &mut observer)).is_ok());
-        assert_eq!(seen, expected);
-    }
-}
-
-/// Where windows are small, each is asked for with the address at which user space will see its first frame.
-#[test]
-fn user_addresses_ascend_with_the_frames() {
-    let script = script(6);
-    script.window.set(1);
-    let request = BULK.seen_at(hugemm_base::VirtAddr::new(0x7f00_0000_0000));
-    assert!(script.run(|cx| clearer(4).clear(cx, script.dirty(), &request, &Never)).is_ok());
-    let asked = script.events().into_iter().filter_map(|event| match event {
-        Event::Open { page, user, .. } => Some((user, page)),
-        _ => None,
-    });
-    assert!(asked.eq((0..6).map(|page| (Some(0x7f00_0000_0000 + page * PAGE), page))));
 }
 
 /// Without a direct map each page goes through a window of its own, at addresses that are gone afterwards; the

@@ -25,19 +25,6 @@ fn all_fenced(events: &[Event]) -> bool {
     }) && !owed
 }
 
-/// One fence for a unit of many windows, after the last and before the reschedule point; none for cached ones.
-#[test]
-fn a_streaming_unit_is_fenced_exactly_once() {
-    let script = script(12);
-    script.window.set(1);
-    assert!(script.run(|cx| clearer(4).clear(cx, script.dirty(), &BULK, &Never)).is_ok());
-    assert_eq!((script.count(Event::Fence), script.counted().fences), (3, 3));
-    assert!(all_fenced(&script.events()));
-    assert!(script.run(|cx| clearer(4).clear(cx, script.dirty(), &CACHED, &Never)).is_ok());
-    assert_eq!((script.count(Event::Fence), script.count(Event::Publish)), (0, 3));
-    assert_eq!(script.counted().fences, 3);
-}
-
 #[test]
 fn a_cancelled_clear_is_fenced() {
     for n in 1..=4 {

@@ -40,9 +40,11 @@ fn preemptible(memory: Memory) -> Script {
 fn a_huge_page_is_cleared_right_left_and_around_the_touch() {
     let script = preemptible(Memory::heap(512));
     assert_eq!(rule(512, 100), [(103, 512), (0, 98), (98, 103)]);
-    for touched in [0, 1, 2, 3, 100, 508, 509, 510, 511] {
+    for (hint, touched) in
+        [0, 1, 2, 3, 100, 508, 509, 510, 511].map(|page| (page, page)).into_iter().chain([(9999, 511)])
+    {
         script.memory.dirty(0..512);
-        assert_eq!(parts(&script, touched, 512, &BULK), rule(512, touched), "touched {touched}");
+        assert_eq!(parts(&script, hint, 512, &BULK), rule(512, touched), "touched {hint}");
         assert!(script.memory.zero(0..512));
         let opened = script.events().into_iter().filter_map(|event| match event {
             Event::Open { page, pages, .. } => Some((page, page + pages)),
@@ -82,6 +84,8 @@ fn fault_addresses_need_not_be_aligned() {
         let page = touched_page(VirtAddr::new(hint), 512);
         assert_eq!(parts(&script, page, 512, &CACHED), rule(512, touched), "{hint:#x}");
     }
+    assert_eq!(touched_page(VirtAddr::new((1 << 30) + (700 << 12) + 1), 1 << 18), 700, "of 1 GiB");
+    assert!(begin_around(script.own(0, 0), 0).finish().is_ok());
 }
 
 /// The rule has no size limit.

@@ -3,7 +3,7 @@
 use super::support::{Memory, Threads, arena, extent, release, with_arenas};
 use super::{order, request};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{Dirty, NodeId, Pfn};
+use hugemm_base::{CpuCx, Dirty, NodeId, Pfn};
 use hugemm_frames::{
     AllocError, AllocRequest, ArenaSpec, Env, FolioRef, Frames, FramesConfig, FramesConfigError, Frozen, HwPoisoned,
     Mobility, NoMigration, Placement, Plain, Put, RemoveError, WideCounts,
@@ -44,19 +44,19 @@ fn hand_over(frames: &Manager<'_>, threads: &Threads, base: u64, pages: u64) -> 
 }
 
 /// A manager of two nodes, each 2 MiB, none of them free; and a context.
-fn with_two_nodes(test: impl FnOnce(&Manager<'_>, &Threads)) {
+fn with_two_nodes(test: impl FnOnce(&Manager<'_>, &Threads, CpuCx<'_, Threads>)) {
     let arenas = [arena(512, 512, 0), arena(4096, 512, 1)];
     let config = FramesConfig::new(&arenas, 2).on_nodes(&const { [NodeId::new(0), NodeId::new(1)] });
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     hugemm_threads::run_as(0);
-    test(&frames, &Threads::default());
+    let threads = Threads::default();
+    test(&frames, &threads, threads.cx());
 }
 
 #[test]
 fn what_is_added_is_used_and_comes_back_whole() {
-    with_two_nodes(|frames, threads| {
-        let cx = threads.cx();
+    with_two_nodes(|frames, threads, cx| {
         assert_eq!(frames.alloc(&cx, request(0)), Err(AllocError::OutOfMemory));
         // Behind, before and between what there is, in that order; the second is not aligned, the third adjoins.
         let added = [(10_000, 1024, 0), (3, 300, 0), (4608, 512, 1)];
@@ -97,8 +97,7 @@ fn what_is_added_is_used_and_comes_back_whole() {
 
 #[test]
 fn ranges_and_claims_reach_added_arenas() {
-    with_two_nodes(|frames, threads| {
-        let mut cx = threads.cx();
+    with_two_nodes(|frames, threads, mut cx| {
         add(frames, &arena(0, 512, 0)).expect("room");
         add(frames, &arena(1024, 1024, 0)).expect("room");
         // One extent over an added arena, one that was there, and another added one.
@@ -119,7 +118,7 @@ fn ranges_and_claims_reach_added_arenas() {
 /// In a hole, before one that was there and one that came behind it.
 #[test]
 fn an_extent_that_begins_in_a_hole_reaches_all_that_lie_behind() {
-    with_two_nodes(|frames, threads| {
+    with_two_nodes(|frames, threads, _| {
         add(frames, &arena(4608, 512, 1)).expect("room");
         assert_eq!(hand_over(frames, threads, 2048, 3072), 1024);
         let cx = threads.cx();
@@ -129,8 +128,7 @@ fn an_extent_that_begins_in_a_hole_reaches_all_that_lie_behind() {
 
 #[test]
 fn bad_arenas_are_refused_and_change_nothing() {
-    with_two_nodes(|frames, threads| {
-        let cx = threads.cx();
+    with_two_nodes(|frames, threads, cx| {
         add(frames, &arena(8192, 512, 0)).expect("room");
         for (spec, error) in [
             (arena(8192, 1, 0), FramesConfigError::Overlap(Pfn::new(8192))),
@@ -205,8 +203,7 @@ fn arenas_come_while_others_allocate() {
 /// A hole in what there was is filled before an arena that came later is broken into.
 #[test]
 fn what_was_there_first_is_used_first() {
-    with_two_nodes(|frames, threads| {
-        let cx = threads.cx();
+    with_two_nodes(|frames, threads, cx| {
         let wanted = request(4).from(Placement::Only(NodeId::new(1)));
         hand_over(frames, threads, 4096, 512);
         let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, wanted).ok()).collect();
@@ -231,8 +228,7 @@ fn what_was_there_first_is_used_first() {
 #[cfg_attr(miri, ignore = "two gibibytes of descriptors")]
 fn what_came_later_is_filled_last() {
     const GIB: u64 = 1 << 18;
-    with_arenas(&[arena(0, 2 * GIB, 0)], 1, &[], |frames, threads| {
-        let cx = threads.cx();
+    with_arenas(&[arena(0, 2 * GIB, 0)], 1, &[], |frames, threads, cx| {
         let (base, pages) = (8 * GIB, 1 << 15);
         add(frames, &arena(base, pages, 0)).expect("room");
         hand_over(frames, threads, base, pages);
@@ -269,8 +265,7 @@ fn remove(frames: &Manager<'_>, threads: &Threads, base: u64, pages: u64) -> &'s
 
 #[test]
 fn an_arena_goes_and_leaves_nothing_behind() {
-    with_two_nodes(|frames, threads| {
-        let cx = threads.cx();
+    with_two_nodes(|frames, threads, cx| {
         hand_over(frames, threads, 512, 512);
         let before = frames.stats(&cx);
         for turn in 0..if cfg!(miri) { 1 } else { 3 } {
@@ -303,8 +298,7 @@ fn an_arena_goes_and_leaves_nothing_behind() {
 /// Other frames in the slots of those that were there before, on the other node.
 #[test]
 fn what_comes_into_a_slot_is_a_new_arena() {
-    with_two_nodes(|frames, threads| {
-        let cx = threads.cx();
+    with_two_nodes(|frames, threads, cx| {
         add(frames, &arena(8192, 512, 0)).expect("room");
         add(frames, &arena(9216, 512, 0)).expect("room");
         hand_over(frames, threads, 8192, 512);
@@ -330,8 +324,7 @@ fn what_comes_into_a_slot_is_a_new_arena() {
 
 #[test]
 fn only_what_was_added_goes_and_only_all_of_it() {
-    with_two_nodes(|frames, threads| {
-        let mut cx = threads.cx();
+    with_two_nodes(|frames, threads, mut cx| {
         add(frames, &arena(8192, 1024, 0)).expect("room");
         add(frames, &arena(9216, 512, 0)).expect("room");
         hand_over(frames, threads, 512, 512);
@@ -372,8 +365,7 @@ fn only_what_was_added_goes_and_only_all_of_it() {
 /// The counters of frames that had many references, in two of four 2 MiB, come back once the arena goes.
 #[test]
 fn wide_counters_come_back_with_their_arena() {
-    with_two_nodes(|frames, threads| {
-        let cx = threads.cx();
+    with_two_nodes(|frames, threads, cx| {
         add(frames, &arena(8192, 2048, 0)).expect("room");
         hand_over(frames, threads, 8192, 2048);
         let mut wide = [8192 + 600, 8192 + 1100].map(|pfn| (Pfn::new(pfn), Box::new(WideCounts::new())));
@@ -479,7 +471,7 @@ fn arenas_come_and_go_while_others_allocate() {
 }
 
 /// Two arenas of node 0 with a hole between them, and node 1 elsewhere.
-fn with_a_hole(test: impl FnOnce(&Manager<'_>, &Threads)) {
+fn with_a_hole(test: impl FnOnce(&Manager<'_>, &Threads, CpuCx<'_, Threads>)) {
     let arenas = [arena(0, 4096, 0), arena(12_288, 4096, 0), arena(1 << 20, 512, 1)];
     with_arenas(&arenas, 2, &[NodeId::new(0), NodeId::new(1)], test);
 }
@@ -487,8 +479,7 @@ fn with_a_hole(test: impl FnOnce(&Manager<'_>, &Threads)) {
 /// What comes into a hole between two arenas of a node may be on another: a cache believes nothing about it.
 #[test]
 fn an_arena_in_a_hole_keeps_its_node() {
-    with_a_hole(|frames, threads| {
-        let cx = threads.cx();
+    with_a_hole(|frames, threads, cx| {
         add(frames, &arena(4096, 8192, 1)).expect("room");
         hand_over(frames, threads, 4096, 8192);
         for log in [0, 1, 3, 4, 8, 9] {
@@ -516,9 +507,8 @@ fn an_arena_in_a_hole_keeps_its_node() {
 /// What lies in a hole may be another manager's: it is left alone there, too.
 #[test]
 fn a_block_of_another_manager_in_a_hole_is_left_alone() {
-    with_a_hole(|frames, threads| {
-        with_arenas(&[arena(4096, 8192, 0)], 1, &[], |other, _| {
-            let cx = threads.cx();
+    with_a_hole(|frames, _, cx| {
+        with_arenas(&[arena(4096, 8192, 0)], 1, &[], |other, _, _| {
             let before = frames.stats(&cx);
             for log in [0, 3, 6, 9, 10] {
                 let foreign = other.alloc(&cx, request(log)).expect("memory");
@@ -534,7 +524,7 @@ fn a_block_of_another_manager_in_a_hole_is_left_alone() {
 /// A node that no arena was on is none, whether its number is between those of others or beyond.
 #[test]
 fn nothing_is_added_to_a_node_that_there_is_not() {
-    with_arenas(&[arena(0, 512, 0), arena(512, 512, 2)], 1, &[], |frames, threads| {
+    with_arenas(&[arena(0, 512, 0), arena(512, 512, 2)], 1, &[], |frames, threads, _| {
         for node in [1, 3] {
             assert_eq!(add(frames, &arena(1024, 512, node)), Err(FramesConfigError::NoSuchNode(NodeId::new(node))));
         }
@@ -546,8 +536,7 @@ fn nothing_is_added_to_a_node_that_there_is_not() {
 /// An arena is what merges: pieces of 1 MiB that are plugged in one by one give blocks of 1 MiB.
 #[test]
 fn pieces_that_adjoin_stay_apart() {
-    with_two_nodes(|frames, threads| {
-        let cx = threads.cx();
+    with_two_nodes(|frames, threads, cx| {
         for piece in 0..8 {
             let base = 8192 + piece * 256;
             add(frames, &arena(base, 256, 0)).expect("room");
@@ -564,8 +553,7 @@ fn pieces_that_adjoin_stay_apart() {
 /// The same pieces are one block where they are released to an arena of all of them, in any order; one goes and comes again.
 #[test]
 fn pieces_of_one_arena_become_one_block() {
-    with_two_nodes(|frames, threads| {
-        let cx = threads.cx();
+    with_two_nodes(|frames, threads, cx| {
         let all = arena(16_384, 2048, 0);
         add(frames, &all).expect("room");
         // The largest block that there is after each.
@@ -589,8 +577,7 @@ fn pieces_of_one_arena_become_one_block() {
 /// An arena of any size and alignment goes again.
 #[test]
 fn odd_arenas_come_and_go() {
-    with_two_nodes(|frames, threads| {
-        let cx = threads.cx();
+    with_two_nodes(|frames, threads, cx| {
         for (base, pages) in [(8193, 1), (8200, 63), (8191, 2), (8192 + 511, 514), (8192, 700), ((1 << 18) - 3, 1029)] {
             for _ in 0..2 {
                 let spec = arena(base, pages, 0);

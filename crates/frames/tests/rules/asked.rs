@@ -9,8 +9,7 @@ use hugemm_frames::{AllocError, Frozen, Placement};
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn a_request_that_cannot_be_served_empties_no_caches() {
-    with_one_arena(0, GIB, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, GIB, 2, |frames, _, cx| {
         let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).take(300).collect();
         let page = frames.alloc(&cx, request(0)).expect("memory");
         let cached = frames.stats(&cx).cached;
@@ -41,8 +40,7 @@ fn a_request_that_cannot_be_served_empties_no_caches() {
 /// Nor for 2 MiB where all that is free and cached is less.
 #[test]
 fn a_request_for_more_than_there_is_empties_no_caches() {
-    with_one_arena(0, 1024, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1024, 2, |frames, _, cx| {
         let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
         assert_eq!(held.len(), 1024);
         held.drain(..5).for_each(|page| frames.free(&cx, page));
@@ -65,8 +63,7 @@ fn a_large_request_empties_caches_if_it_may_help() {
     for (pages, used, cached, apart, asks) in
         [(2048, 4, 2, 512, false), (2048, 0, 2, 512, true), (1536, 0, 2, 2, false)]
     {
-        with_one_arena(0, pages, 2, |frames, threads| {
-            let cx = threads.cx();
+        with_one_arena(0, pages, 2, |frames, _, cx| {
             let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
             let keeps = |page: &Frozen| page.pfn().get().is_multiple_of(512) && page.pfn().get() / 512 < used;
             let caches = |page: &Frozen| (0..cached).any(|at| page.pfn().get() == at * apart + 1);
@@ -91,8 +88,7 @@ fn a_large_request_empties_caches_if_it_may_help() {
 #[test]
 fn a_request_that_fails_asks_those_who_can_help() {
     let nodes = [0, 0, 0, 1].map(NodeId::new);
-    with_arenas(&[arena(0, 1 << 16, 0), arena(1 << 16, 1 << 16, 1)], 4, &nodes, |frames, threads| {
-        let cx = threads.cx();
+    with_arenas(&[arena(0, 1 << 16, 0), arena(1 << 16, 1 << 16, 1)], 4, &nodes, |frames, _, cx| {
         let on = |cpu, request| {
             run_as(cpu);
             frames.alloc(&cx, request)
@@ -134,8 +130,7 @@ fn a_request_that_fails_asks_those_who_can_help() {
 #[test]
 fn a_request_for_another_node_leaves_its_own_cache_alone() {
     let arenas = [arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)];
-    with_arenas(&arenas, 2, &[NodeId::new(0), NodeId::new(1)], |frames, threads| {
-        let cx = threads.cx();
+    with_arenas(&arenas, 2, &[NodeId::new(0), NodeId::new(1)], |frames, _, cx| {
         for cpu in [1, 0] {
             run_as(cpu);
             frames.free(&cx, frames.alloc(&cx, request(0)).expect("memory"));

@@ -21,8 +21,7 @@ fn free_all(frames: &Frames<'_>, threads: &Threads, held: Vec<Frozen>) {
 /// What this CPU has cached is found at once, what others have when they have given it back.
 #[test]
 fn what_is_cached_comes_back_for_it() {
-    with_one_arena(0, 2048, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 2048, 2, |frames, threads, cx| {
         let cache = || {
             let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
             assert_eq!(held.len(), 2048);
@@ -55,8 +54,7 @@ fn what_is_cached_comes_back_for_it() {
 /// Single pages of one mobility in the low 2 MiB: the other mobility's are taken there when nothing else is left below.
 #[test]
 fn the_other_mobilitys_places_are_the_last() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, threads, cx| {
         let movable = frames.alloc_below(&cx, Pfn::new(512), request(0).movable()).expect("free");
         let page = frames.alloc_below(&cx, Pfn::new(1024), request(0)).expect("fresh 2 MiB");
         assert_eq!((movable.pfn(), page.pfn()), (Pfn::new(0), Pfn::new(512)));
@@ -70,8 +68,7 @@ fn the_other_mobilitys_places_are_the_last() {
 /// Known-zero memory for those who ask for it, and dirty memory for the others, if both lie below.
 #[test]
 fn zeroes_go_to_those_who_want_them() {
-    with_one_arena(0, 2048, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 2048, 1, |frames, _, cx| {
         let range = frames.take_range(&cx, extent(0, 512)).expect("free").into_extent();
         // SAFETY: just taken; there is no memory behind the numbers.
         frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(range) });
@@ -99,8 +96,7 @@ fn zeroes_go_to_those_who_want_them() {
 /// Low memory as a node that no CPU is on is what everybody else comes to last.
 #[test]
 fn low_memory_can_be_kept_for_those_who_need_it() {
-    with_arenas(&[arena(0, 1024, 1), arena(4096, 1024, 0)], 1, &[NodeId::new(0)], |frames, threads| {
-        let cx = threads.cx();
+    with_arenas(&[arena(0, 1024, 1), arena(4096, 1024, 0)], 1, &[NodeId::new(0)], |frames, threads, cx| {
         let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(3)).ok()).collect();
         let at = held.iter().position(|block| block.pfn().get() < 4096).expect("all of it in the end");
         assert_eq!(at, 128, "high memory first");
@@ -124,7 +120,7 @@ fn low_memory_can_be_kept_for_those_who_need_it() {
 /// Nodes are asked in the order of every allocation: the CPU's own first, or the one that is preferred, whatever lies lowest.
 #[test]
 fn what_lies_below_comes_from_the_nearest_node() {
-    with_arenas(&[arena(0, 1024, 0), arena(4096, 1024, 1)], 1, &[NodeId::new(1)], |frames, threads| {
+    with_arenas(&[arena(0, 1024, 0), arena(4096, 1024, 1)], 1, &[NodeId::new(1)], |frames, threads, _| {
         let get = |kind: AllocRequest| frames.alloc_below(&threads.cx(), Pfn::new(8192), kind).expect("free");
         let mut held = vec![
             get(request(9)),
@@ -143,8 +139,7 @@ fn what_lies_below_comes_from_the_nearest_node() {
 /// An arena that came later may lie below those that were there.
 #[test]
 fn added_arenas_are_looked_at_too() {
-    with_one_arena(8192, 1024, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(8192, 1024, 1, |frames, threads, cx| {
         for (base, pages) in [(4096, 512), (1024, 600)] {
             add(frames, &arena(base, pages, 0)).expect("room");
             release(frames, extent(base, pages));

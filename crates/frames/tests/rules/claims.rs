@@ -10,8 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// C17 in small, and what a claim does with what is in the way.
 #[test]
 fn claims_take_migrate_or_roll_back() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 4096, 1, |frames, threads, mut cx| {
         let range = extent(1024, 1024);
         let taken = frames.alloc_contig_range(&mut cx, range, &mut NoMigration).expect("free").into_extent();
         assert_eq!(
@@ -51,8 +50,7 @@ fn claims_take_migrate_or_roll_back() {
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn a_large_block_is_freed_into_a_claim() {
-    with_one_arena(0, GIB, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, GIB, 1, |frames, _, mut cx| {
         for log in [15, 17] {
             let mut held = Some(frames.alloc(&cx, request(log)).expect("memory"));
             let range = Extent::block(held.as_ref().map(Frozen::pfn).expect("held"), order(log));
@@ -72,8 +70,7 @@ fn a_large_block_is_freed_into_a_claim() {
 /// What others have queued for the node is free: a claim finds all of it, however much that is.
 #[test]
 fn a_claim_takes_what_is_queued() {
-    with_counted(&[arena(0, 1024, 0)], 1, &[], |frames, threads| {
-        let mut cx = threads.cx();
+    with_counted(&[arena(0, 1024, 0)], 1, &[], |frames, _, mut cx| {
         let blocks: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
         assert_eq!(blocks.len(), 1024);
         busy(|| blocks.into_iter().for_each(|block| frames.free_nowait(&cx, block)));
@@ -85,8 +82,7 @@ fn a_claim_takes_what_is_queued() {
 /// However many are in the way: a claim gives up on a block, and not on a range.
 #[test]
 fn a_claim_moves_as_many_blocks_as_there_are() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, _, mut cx| {
         let mut held: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(&cx, request(5)).ok()).collect();
         assert_eq!(held.len(), 32);
         let mut migrate = |cx: &mut CpuCx<'_, Threads>, block: Extent| {
@@ -102,8 +98,7 @@ fn a_claim_moves_as_many_blocks_as_there_are() {
 /// What is said to be empty, and is not, is offered so often and no more; what is poisoned once, as it never comes back.
 #[test]
 fn a_claim_gives_up_on_a_block_that_stays() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, threads, mut cx| {
         let held = frames.alloc(&cx, request(3)).expect("memory");
         let mut offered = || {
             let mut times = 0;
@@ -126,8 +121,7 @@ fn a_claim_gives_up_on_a_block_that_stays() {
 /// A claim that unwinds, out of the caller's `migrate` or any call of the platform, leaves nothing isolated and takes nothing.
 #[test]
 fn a_claim_that_unwinds_isolates_nothing() {
-    with_one_arena(0, 2048, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 2048, 1, |frames, threads, mut cx| {
         let held = frames.alloc(&cx, request(0)).expect("memory");
         let around = Extent::block(held.pfn(), order(9));
         let mut unwinds = |_: &mut CpuCx<'_, Threads>, _: Extent| -> bool { panic!("planned") };
@@ -163,8 +157,7 @@ fn a_claim_that_unwinds_isolates_nothing() {
 /// What a claim has isolated is free and yet not to be had, though it lies lowest and other blocks of its kind are free.
 #[test]
 fn isolated_blocks_are_not_allocated() {
-    with_one_arena(0, 2048, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 2048, 1, |frames, threads, cx| {
         let held: Vec<Frozen> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
         // The first of the two that are claimed is free, the second in use until it is migrated.
         let mut left: Vec<Option<Frozen>> = held.into_iter().map(Some).collect();
@@ -195,8 +188,7 @@ fn isolated_blocks_are_not_allocated() {
 /// Where a CPU that keeps apart from others would go on is isolated: it goes elsewhere.
 #[test]
 fn isolated_chunks_are_nobodys() {
-    with_one_arena(0, 1 << 14, 3, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 1 << 14, 3, |frames, _, mut cx| {
         let [low, high, mine] = [1, 2, 0].map(|cpu| {
             run_as(cpu);
             frames.alloc(&cx, request(0)).expect("memory")
@@ -220,8 +212,7 @@ fn isolated_chunks_are_nobodys() {
 /// Where one claim is at work no other takes anything, free though it is.
 #[test]
 fn claims_keep_out_of_each_others_way() {
-    with_one_arena(0, 2048, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 2048, 1, |frames, _, mut cx| {
         let mut held = Some(frames.take_range(&cx, extent(900, 1)).expect("free"));
         let mut migrate = |cx: &mut CpuCx<'_, Threads>, _: Extent| {
             for taken in [extent(600, 8), extent(1000, 48), extent(500, 24)] {
@@ -242,8 +233,7 @@ fn claims_keep_out_of_each_others_way() {
 /// 2 MiB, and pages of divided ones.
 #[test]
 fn what_a_failed_claim_isolated_is_found_again() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, _, mut cx| {
         let page = frames.alloc(&cx, request(0)).expect("memory");
         frames.drain(&cx);
         let mut asked = 0;
@@ -267,8 +257,7 @@ fn what_a_failed_claim_isolated_is_found_again() {
 /// A frame that is poisoned while it is isolated is counted as neither free nor isolated: of a group, and of whole 2 MiB.
 #[test]
 fn poison_leaves_what_is_isolated() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, _, mut cx| {
         let page = frames.alloc(&cx, request(0)).expect("memory");
         frames.drain(&cx);
         let mut migrate = |cx: &mut CpuCx<'_, Threads>, _: Extent| {
@@ -287,7 +276,7 @@ fn poison_leaves_what_is_isolated() {
 /// A claim does not wait for a CPU that has nothing to give.
 #[test]
 fn nobody_waits_for_an_empty_cache() {
-    with_one_arena(0, 1024, 2, |frames, threads| {
+    with_one_arena(0, 1024, 2, |frames, threads, _| {
         let calls = Cell::new(0);
         let claimed = threads.interrupted(
             |_| calls.set(calls.get() + 1),

@@ -7,8 +7,7 @@ use std::ptr::NonNull;
 
 #[test]
 fn counts_grow_without_limit_once_widened() {
-    with_one_arena(0, 512, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 512, 1, |frames, _, cx| {
         let page = frames.count(frames.alloc(&cx, request(0)).expect("memory")).expect("fresh");
         let mut held: Vec<FolioRef> = (0..14).map(|_| frames.get(&page).expect("fits")).collect();
         assert_eq!(frames.get(&page), Err(RefError::Saturated));
@@ -36,8 +35,7 @@ fn counts_grow_without_limit_once_widened() {
 /// A folio that becomes frozen again is what it was allocated for, however large it is.
 #[test]
 fn a_count_keeps_the_mobility() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 4096, 1, |frames, _, cx| {
         for order in [0, 3, 9, 10] {
             for wanted in [request(order), request(order).movable()] {
                 let block = frames.alloc(&cx, wanted).expect("memory");
@@ -53,8 +51,7 @@ fn a_count_keeps_the_mobility() {
 /// So do those of a run, which nobody allocated one by one.
 #[test]
 fn a_run_of_counts_keeps_the_mobility() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 4096, 1, |frames, _, mut cx| {
         for (order, to) in [(4, 2), (10, 9), (11, 10), (9, 9)] {
             for wanted in [request(order), request(order).movable(), request(order)] {
                 let block = frames.alloc(&cx, wanted).expect("memory");
@@ -72,8 +69,7 @@ fn a_run_of_counts_keeps_the_mobility() {
 /// What is left of a run when some of it was taken off is counted from there on to its end, across words of references.
 #[test]
 fn the_rest_of_a_run_is_counted() {
-    with_one_arena(0, 512, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 512, 1, |frames, _, mut cx| {
         for taken in [1, 31, 32, 33, 100] {
             let block = frames.alloc(&cx, request(7)).expect("memory");
             let base = block.pfn().get();

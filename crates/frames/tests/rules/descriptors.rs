@@ -53,8 +53,7 @@ fn tails_are_dont_care() {
 
 #[test]
 fn chains_of_extents_live_in_descriptors() {
-    with_one_arena(0, 2048, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 2048, 1, |frames, _, cx| {
         let mut chain = ExtentChain::new();
         for _ in 0..100 {
             let block = frames.alloc(&cx, request(2)).expect("memory");

@@ -6,8 +6,7 @@ use hugemm_base::NodeId;
 
 #[test]
 fn what_is_free_is_told_by_node_order_and_mobility() {
-    with_arenas(&[arena(0, 2048, 0), arena(2048, 512, 1)], 1, &[NodeId::new(0)], |frames, threads| {
-        let cx = threads.cx();
+    with_arenas(&[arena(0, 2048, 0), arena(2048, 512, 1)], 1, &[NodeId::new(0)], |frames, _, cx| {
         let unmovable = frames.alloc(&cx, request(5)).expect("memory");
         let movable = frames.alloc(&cx, request(7).movable()).expect("memory");
         let mut text = String::new();

@@ -8,8 +8,7 @@ use hugemm_frames::{AllocError, AllocRequest, Placement};
 /// Of a power of two the rest is free at once, and everything is whole again when the pages come back, in parts too.
 #[test]
 fn no_more_is_taken_than_is_asked_for() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, _, cx| {
         for pages in [1, 3, 19, 500, 513, 1000, 1024] {
             let row = frames.alloc_exact(&cx, pages, Order::ZERO).expect("memory");
             assert_eq!((row.extent().pages(), frames.available(&cx)), (pages, 1024 - pages));
@@ -30,8 +29,7 @@ fn no_more_is_taken_than_is_asked_for() {
 /// Where no power of two is left, what adjoins a smaller block is added to it: at the alignment asked for, and only if it will do.
 #[test]
 fn a_row_is_put_together_where_no_power_of_two_is_free() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 4096, 1, |frames, _, cx| {
         let taken = [extent(0, 512), extent(2048, 2048)].map(|used| frames.take_range(&cx, used).expect("free"));
         let row = frames.alloc_exact(&cx, 1200, Order::ZERO).expect("512 to 1712");
         assert_eq!(row.extent(), extent(512, 1200));
@@ -55,8 +53,7 @@ fn a_row_is_put_together_where_no_power_of_two_is_free() {
 
 #[test]
 fn more_than_the_largest_block_can_be_had_in_a_row() {
-    with_one_arena(0, 3 * GIB, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 3 * GIB, 1, |frames, _, cx| {
         let row = frames.alloc_exact(&cx, 2 * GIB + 7, Order::ZERO).expect("all is free");
         assert_eq!((row.extent().pages(), frames.available(&cx)), (2 * GIB + 7, GIB - 7));
         frames.free_extent(&cx, row);
@@ -67,8 +64,7 @@ fn more_than_the_largest_block_can_be_had_in_a_row() {
 /// Also if the CPU's cache has its parts: those come in another order, and adjoin nothing.
 #[test]
 fn a_row_is_found_though_its_parts_are_cached() {
-    with_one_arena(0, 2 * GIB, 4, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 2 * GIB, 4, |frames, _, cx| {
         let mut blocks: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
         blocks.sort_by_key(|block| block.pfn());
         let given: Vec<_> = blocks.drain(3..5).collect();

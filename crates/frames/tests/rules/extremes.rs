@@ -9,8 +9,7 @@ const NUMBERS: [u64; 9] = [0, 1, 4095, 4096, 1 << 39, (1 << 40) - 1, 1 << 40, 1 
 
 #[test]
 fn frames_that_do_not_exist() {
-    with_one_arena(4096, 4096, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(4096, 4096, 1, |frames, _, mut cx| {
         for a in NUMBERS {
             let pfn = Pfn::new(a);
             let managed = (4096..8192).contains(&a);

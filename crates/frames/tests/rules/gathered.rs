@@ -8,8 +8,7 @@ use hugemm_frames::{AllocError, Frozen, Placement};
 /// A block that is gathered on its way to the node, and what it makes there, is found by the next allocation.
 #[test]
 fn what_is_gathered_merges_before_anything_is_taken() {
-    with_one_arena(0, 1 << 14, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 14, 1, |frames, _, cx| {
         let first = frames.alloc(&cx, request(4)).expect("memory");
         let place = first.pfn();
         frames.free(&cx, first);
@@ -23,8 +22,7 @@ fn what_is_gathered_merges_before_anything_is_taken() {
 /// A block that was just freed is taken again without a lock round where the node would give the same one, and only there.
 #[test]
 fn a_gathered_block_is_taken_again_where_it_is_the_lowest() {
-    with_one_arena(0, 1 << 14, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 14, 1, |frames, _, cx| {
         let take = |order| frames.alloc(&cx, request(order)).expect("memory");
         let rounds = || frames.stats(&cx).lock_rounds;
         // Two of order 8 make 2 MiB, which are taken last.
@@ -89,8 +87,7 @@ fn a_gathered_block_is_taken_again_where_it_is_the_lowest() {
 /// Where something else is asked for, or lower memory is on its way back, it is not.
 #[test]
 fn a_gathered_block_is_not_taken_for_another() {
-    with_arenas(&[arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)], 1, &[NodeId::new(0)], |frames, threads| {
-        let cx = threads.cx();
+    with_arenas(&[arena(0, 1 << 14, 0), arena(1 << 14, 1 << 14, 1)], 1, &[NodeId::new(0)], |frames, _, cx| {
         let block = frames.alloc(&cx, request(6)).expect("memory");
         let place = block.pfn();
         let again = |request, expected: &dyn Fn(&Frozen) -> bool, what: &str| {
@@ -119,8 +116,7 @@ fn a_gathered_block_is_not_taken_for_another() {
         again(request(6), &same, "of any content");
         again(request(6).prefer_zeroed(), &Frozen::is_zero, "zeroes");
     });
-    with_one_arena(0, 1 << 14, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 14, 1, |frames, _, cx| {
         let pages: Vec<Frozen> = (0..1024).map(|_| frames.alloc(&cx, request(0)).expect("memory")).collect();
         let (low, high): (Vec<_>, Vec<_>) = pages.into_iter().partition(|page| page.pfn() < Pfn::new(512));
         let (holes, kept): (Vec<_>, Vec<_>) = low.into_iter().partition(|page| page.pfn().get() % 2 == 0);
@@ -142,8 +138,7 @@ fn a_gathered_block_is_not_taken_for_another() {
 /// Nor while another CPU asks for what is cached: that goes before.
 #[test]
 fn a_request_is_served_before_a_gathered_block_is_taken() {
-    with_one_arena(0, 1 << 14, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 14, 2, |frames, _, cx| {
         let page = frames.alloc(&cx, request(0)).expect("memory");
         let block = frames.alloc(&cx, request(6)).expect("memory");
         frames.free(&cx, block);
@@ -163,8 +158,7 @@ fn a_request_is_served_before_a_gathered_block_is_taken() {
 /// whichever CPU says so.
 #[test]
 fn a_gathered_block_with_poison_is_not_taken_again() {
-    with_one_arena(0, 1 << 14, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 14, 2, |frames, _, cx| {
         let mut refused = 0;
         for (gathered, teller) in [(false, 0), (false, 1), (true, 0), (true, 1)] {
             for order in 4..9 {
@@ -195,8 +189,7 @@ fn a_gathered_block_with_poison_is_not_taken_again() {
 /// What is freed without waiting may be lower than what this CPU has gathered.
 #[test]
 fn a_gathered_block_is_not_taken_after_a_lower_one_was_freed_without_waiting() {
-    with_one_arena(0, 1 << 14, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 14, 1, |frames, _, cx| {
         // Two of order 8 make 2 MiB, which are taken last.
         for order in 4..8 {
             let [low, high] = [(); 2].map(|()| frames.alloc(&cx, request(order)).expect("memory"));

@@ -35,7 +35,7 @@ unsafe impl<L: RawLock + Send + Sync> Env for With<L> {
 }
 
 /// A manager on two nodes, all but the last 512 frames of each released.
-fn with_manager<L: RawLock + Send + Sync>(test: impl FnOnce(&Frames<'_, With<L>>, &Threads)) {
+fn with_manager<L: RawLock + Send + Sync>(test: impl FnOnce(&Frames<'_, With<L>>, &Threads, CpuCx<'_, Threads>)) {
     let arena = |n: u64| ArenaSpec::new(extent(n * PAGES, PAGES), NodeId::new(n as u32));
     let arenas = [arena(0), arena(1)];
     let config = FramesConfig::new(&arenas, 2);
@@ -50,7 +50,7 @@ fn with_manager<L: RawLock + Send + Sync>(test: impl FnOnce(&Frames<'_, With<L>>
         // SAFETY: once; there is no memory behind the numbers.
         unsafe { frames.release(&threads.cx(), Dirty::assume_owned(extent(n * PAGES, PAGES - 512))) };
     }
-    test(&frames, &threads);
+    test(&frames, &threads, threads.cx());
 }
 
 /// What an interrupt handler may do: all that says "any context".
@@ -71,7 +71,7 @@ fn handle<P: Cpu, E: Env>(frames: &Frames<'_, E>, cx: &mut CpuCx<'_, P>, count: 
 /// An interrupt may come wherever no pin holds it off, and it wants memory: nobody waits for himself, and nothing is lost.
 #[test]
 fn an_interrupt_may_want_memory_anywhere() {
-    with_manager::<TestLock>(|frames, threads| {
+    with_manager::<TestLock>(|frames, threads, _| {
         let before = frames.stats(&threads.cx());
         let (mut count, mut kept) = (0, Vec::new());
         threads.interrupted(
@@ -207,8 +207,7 @@ fn poison_strikes_between_the_look_and_the_lock() {
         }),
     ];
     for (name, log, way) in ways {
-        with_manager::<Struck>(|frames, threads| {
-            let cx = threads.cx();
+        with_manager::<Struck>(|frames, threads, cx| {
             let block = frames.alloc(&cx, AllocRequest::order(order(log))).expect("memory");
             let bad = Pfn::new(block.pfn().get() + (1 << log) - 1);
             let strike: Box<dyn FnOnce() + '_> = Box::new(move || {

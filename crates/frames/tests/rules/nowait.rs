@@ -97,8 +97,7 @@ fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
 /// Nothing waits: what cannot be freed at once is queued and counted, and freed by whoever has the lock next.
 #[test]
 fn nothing_is_lost_by_not_waiting() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, _, cx| {
         let block = frames
             .alloc_nowait(&cx, AllocRequest::order(Order::new(3).expect("valid")))
             .expect("nobody holds the lock");

@@ -3,11 +3,11 @@
 use super::request;
 use super::support::{Memory, Threads, arena, counted_pages, extent, pages, release};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{Order, Pfn, with};
+use hugemm_base::{CpuCx, Order, Pfn, with};
 use hugemm_frames::{FolioRun, Frames, FramesConfig, Plain, RangeReport, RefError};
 
 /// One manager of the first 1024 frames and another of the next.
-fn with_two(f: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Frames<'_, Plain<NoFaults>>, &Threads)) {
+fn with_two(f: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Frames<'_, Plain<NoFaults>>, &Threads, CpuCx<'_, Threads>)) {
     let specs = [[arena(0, 1024, 0)], [arena(1024, 1024, 0)]];
     let configs = [0, 1].map(|n: usize| FramesConfig::new(&specs[n], 1));
     let memories = configs.each_ref().map(Memory::for_config);
@@ -17,15 +17,14 @@ fn with_two(f: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Frames<'_, Plain<NoFau
     release(&other, extent(1024, 1024));
     let threads: Threads = Threads::default();
     hugemm_threads::run_as(0);
-    f(&one, &other, &threads);
+    f(&one, &other, &threads, threads.cx());
 }
 
 /// Pages that another manager had split would be freed one by one into a map that knows the whole block: the block would
 /// be handed out beside its pages.
 #[test]
 fn a_block_is_split_by_its_manager_alone() {
-    with_two(|one, other, threads| {
-        let cx = threads.cx();
+    with_two(|one, other, _, cx| {
         let block = one.alloc(&cx, request(9)).expect("memory");
         let back = other.split(block, Order::ZERO).expect_err("not its own");
         let mut run = one.split(back, Order::ZERO).expect("its own");
@@ -40,8 +39,7 @@ fn a_block_is_split_by_its_manager_alone() {
 
 #[test]
 fn a_reference_is_dropped_by_its_manager_alone() {
-    with_two(|one, other, threads| {
-        let mut cx = threads.cx();
+    with_two(|one, other, _, mut cx| {
         let mut block = one.alloc(&cx, request(2)).expect("memory");
         assert!(other.descriptor_mut(&mut block).is_none() && one.descriptor_mut(&mut block).is_some());
         let block = other.count(block).expect_err("not its own");
@@ -71,8 +69,7 @@ fn a_reference_is_dropped_by_its_manager_alone() {
 /// A run of folios is freed as such, whatever their order, and poisoned frames in them stay out.
 #[test]
 fn runs_of_folios_are_freed_one_by_one() {
-    with_two(|one, _, threads| {
-        let mut cx = threads.cx();
+    with_two(|one, _, _, mut cx| {
         let block = one.alloc(&cx, request(9)).expect("memory");
         let run = one.count_run(one.split(block, super::order(3)).expect("managed")).expect("managed");
         let base = run.extent().base().get();

@@ -170,7 +170,7 @@ fn no_call_takes_more_rounds_in_one_pin_than_is_said() {
     for ((name, step), (nodes, asked)) in STEPS.iter().flat_map(|step| [(1, false), (3, true)].map(|case| (step, case)))
     {
         let arenas: Vec<_> = (0..nodes).map(|node| arena(u64::from(node) << 21, 1 << 21, node)).collect();
-        with_counted(&arenas, 2, &[], |frames, threads| {
+        with_counted(&arenas, 2, &[], |frames, threads, _| {
             let mut kept = fill(frames, threads);
             let cx = threads.cx();
             assert!(frames.stats(&cx).cached > 64 << 10, "{:?}", frames.stats(&cx));
@@ -193,8 +193,7 @@ fn no_call_takes_more_rounds_in_one_pin_than_is_said() {
 #[cfg_attr(miri, ignore = "many gibibytes of descriptors")]
 fn a_pin_frees_64_gib() {
     const GIB: u64 = 1 << 18;
-    with_counted(&[arena(GIB, 130 * GIB, 0)], 1, &[], |frames, threads| {
-        let cx = threads.cx();
+    with_counted(&[arena(GIB, 130 * GIB, 0)], 1, &[], |frames, threads, cx| {
         let (all, taken) = (extent(GIB, 130 * GIB), extent(GIB + 700, 130 * GIB - 1000));
         assert_eq!(frames.stats(&cx).lock_rounds, 3 + 1, "1 to 64 GiB, to 128 and to 131; and the look");
         for wanted in [all, taken] {
@@ -214,8 +213,7 @@ fn a_pin_frees_64_gib() {
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn words_that_displace_each_other_take_no_more_rounds() {
-    with_counted(&[arena(0, 1 << 18, 0)], 1, &[], |frames, threads| {
-        let cx = threads.cx();
+    with_counted(&[arena(0, 1 << 18, 0)], 1, &[], |frames, threads, cx| {
         let mut pages: Vec<Option<Frozen>> = take(frames, &cx, 0, 1 << 18).into_iter().map(Some).collect();
         assert_eq!(pages.len(), 1 << 18);
         pages.sort_by_key(|page| page.as_ref().map(|page| page.pfn().get()));
@@ -234,8 +232,7 @@ fn words_that_displace_each_other_take_no_more_rounds() {
         assert_eq!(all_free(frames, &cx, 1), 1 << 18);
     });
     // 2 MiB: 128 words of 128 MiB, zero and dirty ones by turns.
-    with_counted(&[arena(0, 1 << 22, 0)], 1, &[], |frames, threads| {
-        let cx = threads.cx();
+    with_counted(&[arena(0, 1 << 22, 0)], 1, &[], |frames, threads, cx| {
         // 128 times 128 MiB are counted, a pin for each.
         let (before, rounds, mut after) = (frames.stats(&cx), lock_rounds(), NodeStats::default());
         let most = most_rounds(threads, |cx| after = frames.stats(cx));
@@ -286,8 +283,7 @@ fn rounds_of(
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn a_search_passes_by_a_few_in_a_round() {
     const GROUPS: u64 = 500;
-    with_counted(&[arena(0, GROUPS << 9, 0)], 1, &[], |frames, threads| {
-        let cx = threads.cx();
+    with_counted(&[arena(0, GROUPS << 9, 0)], 1, &[], |frames, threads, cx| {
         let all = frames.take_range(&cx, extent(0, GROUPS << 9)).expect("free").into_extent();
         // Room for 16 pages each, of which 8 are taken again: that says nothing to whoever seeks 16, until he looks.
         let groups = || all.chunks(Order::new(9).expect("valid")).map(|(base, _)| base.get());
@@ -332,8 +328,7 @@ fn a_search_passes_by_a_few_in_a_round() {
 fn a_search_passes_by_a_few_regions_in_a_round() {
     const REGIONS: u64 = 300;
     let arenas: Vec<_> = (0..REGIONS).map(|at| arena(at << 18, 1024, 0)).collect();
-    with_counted(&arenas, 1, &[], |frames, threads| {
-        let cx = threads.cx();
+    with_counted(&arenas, 1, &[], |frames, threads, cx| {
         // What is cached could make it, as far as one knows before all of them have been looked at.
         let page = frames.alloc(&cx, request(0)).expect("memory");
         free(frames, &cx, [page]);
@@ -358,8 +353,7 @@ fn a_search_passes_by_a_few_regions_in_a_round() {
 /// What others have queued is freed a part at a time, by whoever takes the lock; nothing of it is overlooked.
 #[test]
 fn a_lock_round_frees_a_part_of_what_is_queued() {
-    with_counted(&[arena(0, 4096, 0)], 1, &[NodeId::new(0)], |frames, threads| {
-        let cx = threads.cx();
+    with_counted(&[arena(0, 4096, 0)], 1, &[NodeId::new(0)], |frames, _, cx| {
         let blocks = take(frames, &cx, 0, 4096);
         assert_eq!(blocks.len(), 4096);
         busy(|| blocks.into_iter().for_each(|block| frames.free_nowait(&cx, block)));
@@ -382,8 +376,7 @@ fn what_is_queued_meanwhile_holds_nobody_up_for_ever() {
         |frames, cx| frames.drain(cx),
     ];
     for call in calls {
-        with_counted(&[arena(0, 1 << 16, 0)], 1, &[], |frames, threads| {
-            let cx = threads.cx();
+        with_counted(&[arena(0, 1 << 16, 0)], 1, &[], |frames, threads, cx| {
             let mut blocks = take(frames, &cx, 0, 1 << 16);
             let kept = blocks.pop();
             // More than a round frees, before and after each pin.
@@ -403,7 +396,7 @@ fn what_is_queued_meanwhile_holds_nobody_up_for_ever() {
 /// A block of an order that is only gathered is taken and freed in a pin each, without a lock round.
 #[test]
 fn a_pair_takes_two_pins() {
-    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+    with_one_arena(0, 1 << 14, 1, |frames, threads, _| {
         for order in [0, 4, 6, 8] {
             let block = frames.alloc(&threads.cx(), request(order)).expect("memory");
             frames.free(&threads.cx(), block);
@@ -432,8 +425,7 @@ fn a_pair_takes_two_pins() {
 fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
     // Before the first pin, and between two.
     for moved in 0..3 {
-        with_one_arena(0, 1 << 16, 2, |frames, threads| {
-            let cx = threads.cx();
+        with_one_arena(0, 1 << 16, 2, |frames, threads, cx| {
             let wanted = extent(0, 32);
             run_as(1);
             let (low, rest): (Vec<_>, Vec<_>) =
@@ -468,7 +460,7 @@ fn what_another_cpu_has_gathered_is_found_by_a_task_that_comes_there() {
 /// Who finds another CPU at the node each time fetches twice as much, and comes half as often.
 #[test]
 fn who_meets_others_at_the_node_comes_less_often() {
-    with_counted(&[arena(0, 1 << 18, 0)], 1, &[], |frames, threads| {
+    with_counted(&[arena(0, 1 << 18, 0)], 1, &[], |frames, threads, _| {
         let cx = &threads.cx();
         let take = || drop(take(frames, cx, 0, 1 << 14));
         // The cache is as large as it gets.

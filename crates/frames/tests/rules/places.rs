@@ -9,8 +9,7 @@ use hugemm_frames::{
 
 #[test]
 fn nodes_are_preferred_and_fallen_back_from() {
-    with_arenas(&[arena(0, 512, 0), arena(512, 512, 1)], 2, &[NodeId::new(1), NodeId::new(0)], |frames, threads| {
-        let cx = threads.cx();
+    with_arenas(&[arena(0, 512, 0), arena(512, 512, 1)], 2, &[NodeId::new(1), NodeId::new(0)], |frames, _, cx| {
         assert_eq!((frames.nodes(), frames.frames(), frames.managed()), (2, 1024, 1024));
         let node = |block: &Frozen| frames.node_of(block.pfn()).expect("managed").get();
         let local = frames.alloc(&cx, request(0)).expect("memory");
@@ -35,8 +34,7 @@ fn nodes_are_preferred_and_fallen_back_from() {
 /// A CPU that is said to be on a node that there is not is on the first arena's.
 #[test]
 fn a_cpu_of_no_node_is_on_the_first() {
-    with_arenas(&[arena(0, 512, 1)], 1, &[NodeId::new(7)], |frames, threads| {
-        let cx = threads.cx();
+    with_arenas(&[arena(0, 512, 1)], 1, &[NodeId::new(7)], |frames, _, cx| {
         let page = frames.alloc(&cx, request(0)).expect("memory");
         assert_eq!((frames.local_node(&cx), frames.node_of(page.pfn())), (NodeId::new(1), Some(NodeId::new(1))));
         frames.free(&cx, page);
@@ -53,8 +51,7 @@ fn the_nearest_node_is_fallen_back_to() {
         let mut found = Vec::new();
         with_config(
             FramesConfig::new(&arenas, 1).on_nodes(&[NodeId::new(node)]).with_distances(distances),
-            |frames, threads| {
-                let cx = threads.cx();
+            |frames, _, cx| {
                 let blocks: Vec<_> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
                 found.extend(blocks.iter().map(|block| frames.node_of(block.pfn()).expect("managed").get()));
                 assert_eq!(frames.nodes_from(NodeId::new(node)).map(|node| node.get()).collect::<Vec<_>>(), found);
@@ -82,8 +79,7 @@ fn the_nearest_node_is_fallen_back_to() {
 
 #[test]
 fn mobility_groups_by_2_mib() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 4096, 1, |frames, _, cx| {
         let mut held: Vec<Frozen> = Vec::new();
         for round in 0..600 {
             let request = if round % 2 == 0 { request(0) } else { request(0).movable() };
@@ -111,8 +107,7 @@ fn mobility_groups_by_2_mib() {
 #[test]
 #[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
 fn low_memory_is_used_first() {
-    with_one_arena(GIB, GIB + 4096, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(GIB, GIB + 4096, 1, |frames, _, cx| {
         let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
         blocks.sort_by_key(|block| block.pfn());
         let (high, low) = (blocks.pop().expect("some"), blocks.remove(0));
@@ -158,8 +153,7 @@ fn low_memory_is_used_first() {
 #[test]
 #[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
 fn cached_2_mib_blocks_come_back_whole() {
-    with_one_arena(GIB, 2 * GIB, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(GIB, 2 * GIB, 1, |frames, _, cx| {
         let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
         assert_eq!(blocks.len(), 1024);
         assert!(blocks.is_sorted_by_key(Frozen::pfn), "the lowest first, however many are fetched at once");
@@ -188,8 +182,7 @@ fn cached_2_mib_blocks_come_back_whole() {
 /// nothing else is left, they share.
 #[test]
 fn two_cpus_fill_their_caches_from_different_chunks() {
-    with_one_arena(0, 4096, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 4096, 2, |frames, _, cx| {
         let mut held: [Vec<Frozen>; 2] = [Vec::new(), Vec::new()];
         let chunks = |held: &[Vec<Frozen>; 2]| -> [std::collections::BTreeSet<u64>; 2] {
             [0, 1].map(|cpu| held[cpu].iter().map(|block| block.pfn().get() >> 8).collect())
@@ -224,8 +217,7 @@ fn two_cpus_fill_their_caches_from_different_chunks() {
 #[test]
 #[cfg_attr(miri, ignore = "two gibibytes of descriptors")]
 fn cpus_share_a_chunk_before_a_gibibyte_is_broken() {
-    with_one_arena(0, 2 * GIB, 3, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 2 * GIB, 3, |frames, _, cx| {
         let whole = frames.alloc(&cx, request(18)).expect("whole");
         let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
         assert_eq!(held.len(), 512);
@@ -248,8 +240,7 @@ fn cpus_share_a_chunk_before_a_gibibyte_is_broken() {
 /// Where only the other mobility has room, its largest run is taken, so that the next comes from there too.
 #[test]
 fn the_other_mobilitys_largest_run_is_taken() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, _, cx| {
         let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0).movable()).ok()).collect();
         assert_eq!(held.len(), 1024);
         let run = extent(640, 64);
@@ -267,8 +258,7 @@ fn the_other_mobilitys_largest_run_is_taken() {
 /// close it is; and another class that finds room higher makes no difference.
 #[test]
 fn a_cache_keeps_to_the_lowest_2_mib_with_room() {
-    with_one_arena(0, 1 << 16, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 16, 1, |frames, _, cx| {
         let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
         blocks.sort_by_key(|block| block.pfn());
         let (low, next) = (blocks.remove(0), blocks.remove(0));
@@ -309,8 +299,7 @@ fn cached_2_mib_blocks_go_back_to_where_they_were() {
         &[arena(0, border, 0), arena(border, 70 * HUGE, 0), arena(far, 70 * HUGE, 0)],
         1,
         &[],
-        |frames, threads| {
-            let mut cx = threads.cx();
+        |frames, _, mut cx| {
             let all = |cx: &_| -> Vec<Frozen> { core::iter::from_fn(|| frames.alloc(cx, request(9)).ok()).collect() };
             let mut held = all(&cx);
             assert_eq!(held.len(), 270);
@@ -360,8 +349,7 @@ fn the_only_whole_gibibyte_is_broken_last() {
 
 fn broken_last(zero: bool) {
     // Broken by the end of memory, and by a page in use.
-    with_one_arena(0, 2 * GIB - 512, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 2 * GIB - 512, 1, |frames, _, cx| {
         if zero {
             let range = frames.take_range(&cx, extent(GIB, GIB - 512)).expect("free").into_extent();
             // SAFETY: the test's own; there is no memory behind the numbers.
@@ -394,8 +382,7 @@ fn broken_last(zero: bool) {
 #[test]
 #[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
 fn a_broken_gibibyte_is_used_up_before_a_lower_one() {
-    with_one_arena(0, 2 * GIB, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 2 * GIB, 1, |frames, _, cx| {
         let low = frames.alloc(&cx, request(18)).expect("whole");
         let mut held: Vec<Frozen> = vec![frames.alloc(&cx, request(10)).expect("of the other")];
         frames.free(&cx, low);
@@ -409,8 +396,7 @@ fn a_broken_gibibyte_is_used_up_before_a_lower_one() {
 /// A CPU's chunk may have become one of the other mobility since: nothing is taken there then.
 #[test]
 fn a_chunk_of_another_mobility_is_no_ones_own() {
-    with_one_arena(0, 4096, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 4096, 2, |frames, _, cx| {
         let first = frames.alloc(&cx, request(0).movable()).expect("memory");
         frames.free(&cx, first);
         frames.drain(&cx);
@@ -431,8 +417,7 @@ fn a_chunk_of_another_mobility_is_no_ones_own() {
 /// next, and by that of a block whose parts go back.
 #[test]
 fn pages_are_found_by_the_mobility_that_divided_them_last() {
-    with_one_arena(0, 512, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 512, 1, |frames, _, cx| {
         let halves = |kind: AllocRequest| {
             let _ = [(); 2].map(|()| frames.alloc(&cx, kind).expect("a half").into_dirty().into_extent());
         };

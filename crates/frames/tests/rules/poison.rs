@@ -23,8 +23,7 @@ fn all_but(frames: &Manager<'_>, cx: &CpuCx<'_, super::support::Threads>, bad: P
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn a_poisoned_block_leaves_its_word() {
     for at in [0, 5, 15] {
-        with_one_arena(0, GIB, 1, |frames, threads| {
-            let cx = threads.cx();
+        with_one_arena(0, GIB, 1, |frames, _, cx| {
             let blocks: Vec<Frozen> = (0..16).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
             blocks.into_iter().for_each(|block| frames.free(&cx, block));
             let bad = Pfn::new(at * 512 + 7);
@@ -41,8 +40,7 @@ fn a_poisoned_block_leaves_its_word() {
 #[test]
 fn a_poisoned_block_that_was_gathered_is_not_taken_again() {
     for log in 4..=8 {
-        with_one_arena(0, 1 << 16, 2, |frames, threads| {
-            let cx = threads.cx();
+        with_one_arena(0, 1 << 16, 2, |frames, _, cx| {
             let first = frames.alloc(&cx, request(log)).expect("memory");
             // The lowest there is, as far as this CPU knows until it is at the node again: another CPU poisons it. Not at
             // its beginning, which may be that of a block whose path is closed.
@@ -68,8 +66,7 @@ fn a_poisoned_block_that_was_gathered_is_not_taken_again() {
 /// A drain takes as many lock rounds as without a poisoned frame somewhere.
 #[test]
 fn drains_are_one_lock_round_per_batch_beside_a_poisoned_frame() {
-    with_one_arena(0, 1 << 17, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 17, 1, |frames, _, cx| {
         let bad = frames.alloc(&cx, request(0)).expect("memory");
         let rounds = || {
             let held: Vec<Frozen> = (0..512).map(|_| frames.alloc(&cx, request(0)).expect("memory")).collect();
@@ -94,7 +91,7 @@ fn drains_are_one_lock_round_per_batch_beside_a_poisoned_frame() {
 /// What is freed into an isolated block goes to it at once and into no cache; claims find it there.
 #[test]
 fn isolated_blocks_bypass_caches() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
+    with_one_arena(0, 4096, 1, |frames, threads, _| {
         for log in [0, 2, 5, 9] {
             let mut cx = threads.cx();
             let block = frames.alloc(&cx, request(log)).expect("memory");
@@ -138,8 +135,7 @@ fn isolated_blocks_bypass_caches() {
 /// A page that others share leaves with its last reference.
 #[test]
 fn a_poisoned_page_leaves_with_its_last_reference() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, _, mut cx| {
         let page = frames.count(frames.alloc(&cx, request(0)).expect("memory")).expect("managed");
         let (other, bad) = (frames.get(&page).expect("fits"), page.pfn());
         assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
@@ -162,8 +158,7 @@ fn a_poisoned_page_leaves_with_its_last_reference() {
 /// A folio that is freed says how many of its frames stay out, wherever it lies.
 #[test]
 fn a_folio_says_how_many_of_its_frames_are_poisoned() {
-    with_one_arena(0, 1024, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 1024, 1, |frames, _, mut cx| {
         let below = frames.alloc(&cx, request(3)).expect("memory");
         let folio = frames.count(frames.alloc(&cx, request(3)).expect("memory")).expect("managed");
         let head = folio.pfn().get();
@@ -182,8 +177,7 @@ fn a_folio_says_how_many_of_its_frames_are_poisoned() {
 /// The first poisoned frame of an extent, wherever the extent begins and ends.
 #[test]
 fn the_first_poisoned_frame_is_found_from_anywhere() {
-    with_one_arena(0, 1 << 16, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 16, 1, |frames, _, cx| {
         let bad = [3, 700, 0x7fff, 0x8200, 0xfffe];
         for pfn in bad {
             assert_eq!(frames.hwpoison(&cx, Pfn::new(pfn)), HwPoisoned::Free);
@@ -213,8 +207,7 @@ fn pairs_take_no_lock(frames: &Manager<'_>, cx: &CpuCx<'_, super::support::Threa
 /// One poisoned frame that stays in use takes nobody's way without a lock.
 #[test]
 fn a_pair_beside_a_poisoned_frame_takes_no_lock() {
-    with_one_arena(0, 1 << 16, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 16, 2, |frames, _, cx| {
         let bad = frames.take_range(&cx, extent((1 << 16) - 5, 1)).expect("free");
         assert_eq!(frames.hwpoison(&cx, bad.extent().base()), HwPoisoned::InUse);
         frames.serve(&cx);
@@ -229,8 +222,7 @@ fn a_pair_beside_a_poisoned_frame_takes_no_lock() {
 /// and on every CPU.
 #[test]
 fn a_pair_beside_leaked_poisoned_frames_takes_no_lock() {
-    with_one_arena(0, 1 << 16, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 16, 2, |frames, _, cx| {
         let mut leaked = 0;
         for upto in [1, 200] {
             while leaked < upto {
@@ -257,8 +249,7 @@ fn a_pair_beside_leaked_poisoned_frames_takes_no_lock() {
 /// A machine check's handler may have interrupted whoever holds the lock: it says that it would wait, and has changed nothing.
 #[test]
 fn a_frame_is_poisoned_without_waiting() {
-    with_counted(&[arena(0, 4096, 0)], 1, &[], |frames, threads| {
-        let cx = threads.cx();
+    with_counted(&[arena(0, 4096, 0)], 1, &[], |frames, _, cx| {
         let held = frames.alloc(&cx, request(0)).expect("memory");
         let (used, free) = (held.pfn(), Pfn::new(4000));
         assert_eq!(busy(|| [used, free].map(|pfn| frames.hwpoison_nowait(&cx, pfn))), [None; 2]);

@@ -9,8 +9,7 @@ use hugemm_frames::{AllocContigError, FolioRef, Placement, RangeReport};
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn a_gibibyte_is_freed_in_one_lock_round() {
-    with_one_arena(GIB, GIB, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(GIB, GIB, 1, |frames, threads, mut cx| {
         let rounds = |cx: &CpuCx<'_, Threads>| frames.stats(cx).lock_rounds;
         let block = frames.alloc(&cx, request(18)).expect("memory");
         let before = rounds(&cx);
@@ -39,8 +38,7 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn folios_are_freed_with_a_reschedule_point_per_512_mib() {
-    with_one_arena(GIB, GIB, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(GIB, GIB, 1, |frames, threads, mut cx| {
         let mut free_all = || {
             let block = frames.alloc(&cx, request(18)).expect("memory");
             let folios = frames.count_run(frames.split(block, order(9)).expect("managed")).expect("managed");
@@ -57,8 +55,7 @@ fn folios_are_freed_with_a_reschedule_point_per_512_mib() {
 /// 2 MiB that were divided are one block in a cache, and what is divided beside them stays so.
 #[test]
 fn extents_become_cached_blocks_by_themselves() {
-    with_one_arena(0, 1 << 16, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 16, 1, |frames, _, cx| {
         let blocks = [9, 3].map(|log| frames.alloc(&cx, request(log)).expect("memory"));
         let beside = frames.alloc(&cx, request(0)).expect("memory");
         assert!(blocks[0].pfn() < beside.pfn());
@@ -79,8 +76,7 @@ fn extents_become_cached_blocks_by_themselves() {
 /// Arenas that adjoin share nothing.
 #[test]
 fn ranges_split_at_the_border_of_arenas() {
-    with_arenas(&[arena(0, 768, 0), arena(768, 768, 1)], 1, &[NodeId::new(0)], |frames, threads| {
-        let mut cx = threads.cx();
+    with_arenas(&[arena(0, 768, 0), arena(768, 768, 1)], 1, &[NodeId::new(0)], |frames, _, mut cx| {
         let left = frames.take_range(&cx, extent(512, 256)).expect("free").into_extent();
         let right = frames.take_range(&cx, extent(768, 256)).expect("free").into_extent();
         assert_eq!(frames.take_range(&cx, extent(400, 512)), Err(AllocContigError::NotManaged));

@@ -32,7 +32,7 @@ unsafe impl PhysMap for Bytes {
 /// Where two make a frame the slab's at once, there is one more than is needed; one empty one is kept all the same.
 #[test]
 fn one_empty_frame_is_kept_however_many_there_have_been() {
-    with_one_arena(0, 64, 1, |frames, threads| {
+    with_one_arena(0, 64, 1, |frames, threads, _| {
         let (cx, map) = (threads.cx(), Bytes::new(64));
         let slab: Slab = Slab::new(4032, 64).expect("fits");
         assert_eq!(slab.per_frame(), 1);
@@ -65,7 +65,7 @@ fn one_empty_frame_is_kept_however_many_there_have_been() {
 /// Those that two have taken at once go back, both of them.
 #[test]
 fn all_empty_frames_are_trimmed() {
-    with_one_arena(0, 64, 1, |frames, threads| {
+    with_one_arena(0, 64, 1, |frames, threads, _| {
         let (cx, map) = (threads.cx(), Bytes::new(64));
         let slab: Slab = Slab::new(4032, 64).expect("fits");
         let (mut points, mut trimmed, mut object) = (0, 0, None);
@@ -97,8 +97,7 @@ fn all_empty_frames_are_trimmed() {
 
 #[test]
 fn slabs_take_and_give_frames_and_never_overlap() {
-    with_one_arena(0, 64, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 64, 1, |frames, _, cx| {
         let map = Bytes::new(64);
         assert!(Slab::<hugemm_base::lock::SpinLock>::new(4096, 8).is_none());
         assert!(Slab::<hugemm_base::lock::SpinLock>::new(8, 3).is_none());
@@ -153,7 +152,7 @@ fn slabs_take_and_give_frames_and_never_overlap() {
 /// A CPU takes from frames of its own, and from another's only when there is no memory; what another frees goes back there.
 #[test]
 fn cpus_have_frames_of_their_own() {
-    with_one_arena(0, 64, 2, |frames, threads| {
+    with_one_arena(0, 64, 2, |frames, threads, _| {
         let map = Bytes::new(64);
         let slab: Slab = Slab::new(1000, 8).expect("fits");
         let frame = |object: &NonNull<u8>| object.as_ptr().addr() >> 12;
@@ -191,8 +190,7 @@ unsafe impl PhysMap for Unwinds {
 
 #[test]
 fn a_platform_that_unwinds_costs_a_slab_no_frame() {
-    with_one_arena(0, 64, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 64, 1, |frames, _, cx| {
         let map = Unwinds(Bytes::new(64), AtomicBool::new(false));
         let slab: Slab = Slab::new(100, 4).expect("fits");
         let ended = catch_unwind(AssertUnwindSafe(|| slab.alloc(frames, &cx, &map)));

@@ -21,7 +21,7 @@ fn in_use(cx: &CpuCx<'_, Threads>) -> FramesInUse {
 #[test]
 fn what_one_cpu_takes_another_gives_back() {
     assert_eq!(FrameUse::own(8), None);
-    with_one_arena(0, 1024, 2, |frames, threads| {
+    with_one_arena(0, 1024, 2, |frames, threads, _| {
         hugemm_threads::run_as(0);
         let cx = threads.cx();
         let before = in_use(&cx);
@@ -42,7 +42,7 @@ fn what_one_cpu_takes_another_gives_back() {
 /// Both uses are wrong then, and say so; the frames are free all the same.
 #[test]
 fn a_wrong_name_shows() {
-    with_one_arena(0, 1024, 2, |frames, threads| {
+    with_one_arena(0, 1024, 2, |frames, threads, _| {
         hugemm_threads::run_as(0);
         let cx = threads.cx();
         let (before, free) = (in_use(&cx), frames.available(&cx));
@@ -56,7 +56,7 @@ fn a_wrong_name_shows() {
 
 #[test]
 fn slabs_say_what_they_have() {
-    with_one_arena(0, 64, 2, |frames, threads| {
+    with_one_arena(0, 64, 2, |frames, threads, _| {
         hugemm_threads::run_as(0);
         let (cx, map) = (threads.cx(), Bytes::new(64));
         let slab: Slab = Slab::of::<[u64; 100]>().expect("fits");

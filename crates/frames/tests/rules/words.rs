@@ -36,8 +36,7 @@ pub(super) fn all_free(frames: &Frames<'_, impl Env>, cx: &CpuCx<'_, Threads>, c
 /// Who gives back as much as it takes needs no larger cache, though what it gives back lies too high to be taken again.
 #[test]
 fn a_cache_stays_small_for_who_frees_as_much_elsewhere() {
-    with_one_arena(0, 1 << 14, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 14, 1, |frames, _, cx| {
         let (low, mut high): (Vec<_>, Vec<_>) =
             take(frames, &cx, 0, 4096).into_iter().partition(|page| page.pfn() < Pfn::new(512));
         assert_eq!(low.len(), 512);
@@ -62,8 +61,7 @@ fn a_cache_stays_small_for_who_frees_as_much_elsewhere() {
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn pages_freed_at_random_go_back_by_word() {
     for log in 0..=3 {
-        with_one_arena(0, 1 << 16, 1, |frames, threads| {
-            let cx = threads.cx();
+        with_one_arena(0, 1 << 16, 1, |frames, _, cx| {
             let blocks = take(frames, &cx, log, 4096 >> log);
             frames.drain(&cx);
             let before = frames.stats(&cx);
@@ -88,8 +86,7 @@ fn pages_freed_at_random_go_back_by_word() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn a_cpu_keeps_a_sixteenth_of_its_share_by_word_at_most() {
-    with_one_arena(0, 1 << 16, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 16, 1, |frames, _, cx| {
         let blocks = take(frames, &cx, 0, 8192);
         // None of the words becomes full.
         for block in blocks.into_iter().filter(|block| block.pfn().get() % 64 != 63) {
@@ -105,8 +102,7 @@ fn a_cpu_keeps_a_sixteenth_of_its_share_by_word_at_most() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn first_fit_finds_what_was_freed_by_word() {
-    with_one_arena(0, 1 << 16, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 16, 1, |frames, _, cx| {
         let mut blocks = take(frames, &cx, 0, 4096);
         let kept = blocks.split_off(3072);
         let lowest = kept.iter().map(Frozen::pfn).min();
@@ -123,8 +119,7 @@ fn first_fit_finds_what_was_freed_by_word() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn a_range_that_was_freed_by_word_can_be_taken() {
-    with_one_arena(0, 1 << 16, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 16, 1, |frames, _, cx| {
         let (low, high): (Vec<_>, Vec<_>) = take(frames, &cx, 0, 4096).into_iter().partition(|b| b.pfn().get() < 1024);
         let (range, rest): (Vec<_>, Vec<_>) = low.into_iter().partition(|block| block.pfn().get() % 64 < 32);
         free(frames, &cx, range);
@@ -140,8 +135,7 @@ fn a_range_that_was_freed_by_word_can_be_taken() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn what_a_cpu_has_by_word_is_found_when_nothing_else_is_left() {
-    with_one_arena(0, 1 << 14, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 14, 2, |frames, _, cx| {
         let blocks = take(frames, &cx, 0, usize::MAX);
         assert_eq!(blocks.len(), 1 << 14);
         let (mut blocks, mut kept): (Vec<_>, Vec<_>) = blocks.into_iter().partition(|block| block.pfn().get() < 1024);
@@ -169,8 +163,7 @@ fn what_a_cpu_has_by_word_is_found_when_nothing_else_is_left() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn an_idle_cpu_keeps_nothing() {
-    with_one_arena(0, 1 << 16, 2, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 16, 2, |frames, _, cx| {
         let mut blocks = take(frames, &cx, 0, 4096);
         let kept = blocks.split_off(2048);
         free(frames, &cx, blocks);
@@ -194,8 +187,7 @@ fn an_idle_cpu_keeps_nothing() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn claims_find_what_a_cpu_has_by_word() {
-    with_one_arena(0, 1 << 14, 2, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 1 << 14, 2, |frames, _, mut cx| {
         let claimed = extent(1024, 512);
         let (inside, rest): (Vec<_>, Vec<_>) =
             take(frames, &cx, 0, usize::MAX).into_iter().partition(|block| claimed.contains(block.pfn()));
@@ -221,8 +213,7 @@ fn claims_find_what_a_cpu_has_by_word() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes; what blocks become goes the same ways")]
 fn pages_freed_as_zero_stay_known() {
-    with_one_arena(0, 1 << 14, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 1 << 14, 1, |frames, _, cx| {
         // Not all of any 2 MiB, which would be dirty as a whole.
         for block in take(frames, &cx, 0, 4096).into_iter().filter(|block| block.pfn().get() % 512 != 511) {
             if block.pfn().get() % 2 == 0 {

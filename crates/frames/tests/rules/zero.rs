@@ -15,8 +15,7 @@ fn cleared(dirty: Dirty) -> Zeroed {
 /// merged block, and what somebody had is dirty again.
 #[test]
 fn zero_is_remembered() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 4096, 1, |frames, _, cx| {
         let zero = |order| request(order).prefer_zeroed();
         let a = frames.alloc(&cx, zero(9)).expect("memory");
         assert!(!a.is_zero(), "nothing is known to be zero yet");
@@ -47,8 +46,7 @@ fn zero_is_remembered() {
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn zero_is_remembered_of_large_blocks() {
-    with_one_arena(0, GIB, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, GIB, 1, |frames, _, cx| {
         for log in [15, 16, 18] {
             let take = |log| frames.alloc(&cx, request(log).prefer_zeroed()).expect("memory");
             let dirty = take(log);
@@ -69,8 +67,7 @@ fn zero_is_remembered_of_large_blocks() {
 /// would not ask.
 #[test]
 fn caches_know_what_they_hold() {
-    with_one_arena(0, 512, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 512, 1, |frames, _, cx| {
         let block = frames.alloc(&cx, request(0)).expect("memory");
         let place = block.pfn();
         frames.free_zeroed(&cx, cleared(block.into_dirty()));
@@ -82,8 +79,7 @@ fn caches_know_what_they_hold() {
         frames.free(&cx, block);
     });
     // A dirty block on top of a cache is left there if the node knows zeroes.
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 4096, 1, |frames, _, cx| {
         let large = frames.alloc(&cx, request(9)).expect("memory");
         frames.free_zeroed(&cx, cleared(large.into_dirty()));
         frames.drain(&cx);
@@ -98,8 +94,7 @@ fn caches_know_what_they_hold() {
 /// Whoever clears on free does so by run, not by page, before the run is free.
 #[test]
 fn what_lost_its_last_reference_is_handed_over_by_run() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let mut cx = threads.cx();
+    with_one_arena(0, 4096, 1, |frames, _, mut cx| {
         let whole = counted_pages(frames, frames.alloc(&cx, request(9)).expect("memory"));
         // SAFETY: the block's references are numbers now, and none is dropped yet.
         let extra = unsafe { frames.get_at(Pfn::new(whole.base().get() + 300)) }.expect("held");
@@ -136,8 +131,7 @@ fn what_lost_its_last_reference_is_handed_over_by_run() {
 /// Who does not ask for zeroes leaves them, in blocks of every size, also where they lie lower.
 #[test]
 fn dirty_memory_is_handed_out_before_zeroes() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
-        let cx = threads.cx();
+    with_one_arena(0, 4096, 1, |frames, _, cx| {
         let mut parts = frames.split(frames.alloc(&cx, request(9)).expect("memory"), order(7)).expect("managed");
         let [low, high] = [(); 2].map(|()| parts.pop().expect("a quarter"));
         // All else is in use, the other two quarters too: what becomes free as a whole is dirty as a whole.

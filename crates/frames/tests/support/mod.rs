@@ -76,19 +76,23 @@ pub fn with_arenas(
     arenas: &[ArenaSpec],
     cpus: u32,
     cpu_nodes: &[NodeId],
-    test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads),
+    test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads, CpuCx<'_, Threads>),
 ) {
     with_config(FramesConfig::new(arenas, cpus).on_nodes(cpu_nodes), test);
 }
 
 /// The same by a configuration.
-pub fn with_config(config: FramesConfig<'_>, test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads)) {
+pub fn with_config(
+    config: FramesConfig<'_>,
+    test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads, CpuCx<'_, Threads>),
+) {
     let _watched = hugemm_threads::Watchdog::new();
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     config.arenas.iter().for_each(|arena| release(&frames, arena.extent));
     run_as(0);
-    test(&frames, &Threads::default());
+    let threads = Threads::default();
+    test(&frames, &threads, threads.cx());
 }
 
 thread_local! {
@@ -178,7 +182,7 @@ pub fn with_counted(
     arenas: &[ArenaSpec],
     cpus: u32,
     cpu_nodes: &[NodeId],
-    test: impl FnOnce(&Frames<'_, Counted>, &Threads),
+    test: impl FnOnce(&Frames<'_, Counted>, &Threads, CpuCx<'_, Threads>),
 ) {
     let _watched = hugemm_threads::Watchdog::new();
     let config = FramesConfig::new(arenas, cpus).on_nodes(cpu_nodes);
@@ -191,10 +195,15 @@ pub fn with_counted(
         // SAFETY: once; there is no memory behind the numbers.
         unsafe { frames.release_extent(&threads.cx(), arena.extent) };
     }
-    test(&frames, &threads);
+    test(&frames, &threads, threads.cx());
 }
 
 /// One arena, on node 0.
-pub fn with_one_arena(base: u64, pages: u64, cpus: u32, test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads)) {
+pub fn with_one_arena(
+    base: u64,
+    pages: u64,
+    cpus: u32,
+    test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads, CpuCx<'_, Threads>),
+) {
     with_arenas(&[arena(base, pages, 0)], cpus, &[], test);
 }

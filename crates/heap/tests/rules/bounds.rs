@@ -1,9 +1,9 @@
 //! Nothing that others did makes a call take long with interrupts off, or keeps their memory for good.
 
-use super::{Cx, free, layout};
-use hugemm_frames::{Carved, Frames, ROUNDS_PER_PIN};
+use super::{Cx, free, layout, realloc, with_heap};
+use hugemm_frames::{Carved, ROUNDS_PER_PIN};
 use hugemm_heap::Heap;
-use hugemm_threads::{Memory, Random, Threads, run_as};
+use hugemm_threads::{Random, run_as};
 use std::alloc::Layout;
 use std::ptr::NonNull;
 
@@ -11,16 +11,6 @@ const KIB: usize = 1024;
 /// Pieces of 1 KiB in a slab, and its pages.
 const PIECES: usize = 31;
 const PAGES: u64 = 8;
-
-/// Two CPUs with a heap on so much memory.
-fn with_much(mib: u64, test: impl FnOnce(&Threads<Memory>, &Frames<'_, Carved>, &Heap<'_, Carved>)) {
-    let (threads, ram) = Threads::with_memory(mib << 20);
-    run_as(0);
-    let cx = threads.cx();
-    let frames = Frames::carve(&cx, ram).expect("enough memory");
-    let heap = Heap::new(&frames, &cx, 2).expect("enough memory");
-    test(&threads, &frames, &heap);
-}
 
 /// So many slabs of 1 KiB pieces, all in use.
 fn full(heap: &Heap<'_, Carved>, cx: &Cx<'_>, slabs: usize) -> Vec<NonNull<u8>> {
@@ -33,7 +23,7 @@ fn full(heap: &Heap<'_, Carved>, cx: &Cx<'_>, slabs: usize) -> Vec<NonNull<u8>> 
 /// all goes back all the same.
 #[test]
 fn an_allocation_does_not_serve_all_that_others_have_freed() {
-    with_much(64, |threads, _, heap| {
+    with_heap(64, |threads, _, heap, _| {
         let (cx, slabs) = (threads.cx(), if cfg!(miri) { 20 } else { 1000 });
         let all = full(heap, &cx, slabs);
         run_as(1);
@@ -58,7 +48,7 @@ fn an_allocation_does_not_serve_all_that_others_have_freed() {
 #[test]
 fn listed_slabs_that_others_empty_go_back() {
     for (other, told) in [(false, false), (true, false), (false, true), (true, true)] {
-        with_much(64, |threads, _, heap| {
+        with_heap(64, |threads, _, heap, _| {
             let (cx, slabs) = (threads.cx(), if cfg!(miri) { 10 } else { 200 });
             let all = full(heap, &cx, slabs);
             // One of each makes the owner list them: one of its own, or another CPU's, of which it has been told then. Another CPU frees
@@ -100,7 +90,7 @@ fn listed_slabs_that_others_empty_go_back() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes")]
 fn a_pin_holds_few_lock_rounds() {
-    with_much(64, |threads, frames, heap| {
+    with_heap(64, |threads, frames, heap, _| {
         let small = [KIB, 6144, 64, 300];
         let mut rng = Random(7);
         let mut worst = 0;
@@ -141,8 +131,7 @@ fn a_pin_holds_few_lock_rounds() {
                     _ => {
                         let wanted = layout(500_000, 8);
                         let memory = heap.alloc(cx, wanted).expect("memory");
-                        // SAFETY: the test's memory.
-                        let less = unsafe { heap.realloc(cx, memory, wanted, 70_000) }.expect("less");
+                        let less = realloc(heap, cx, memory, wanted, 70_000).expect("less");
                         free(heap, cx, less, layout(70_000, 8));
                     }
                 }

@@ -25,8 +25,7 @@ fn errors_say_what_to_do() {
 
 #[test]
 fn what_cannot_be_had_is_an_error() {
-    with_heap(8, |threads, frames, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, frames, heap, cx| {
         for refused in [layout((1 << 30) + 1, 8), layout(8, 1 << 31), layout(isize::MAX as usize, 1)] {
             assert_eq!(heap.alloc(&cx, refused), Err(HeapError::TooLarge));
             assert_eq!(heap.alloc_zeroed(&cx, refused), Err(HeapError::TooLarge));
@@ -87,8 +86,7 @@ fn failures_leave_a_heap_that_works() {
 /// A task that may sleep gets what the hook has freed, of the order that was missing; one that may not asks nobody.
 #[test]
 fn a_heap_asks_for_relief() {
-    with_heap(8, |threads, frames, heap| {
-        let mut cx = threads.cx();
+    with_heap(8, |threads, frames, heap, mut cx| {
         struct Hoard<'a, 'm>(
             &'a Frames<'m, hugemm_frames::Carved>,
             RefCell<Vec<hugemm_frames::Frozen>>,

@@ -11,7 +11,7 @@ fn what_is_freed_twice_is_refused() {
     for (cpu, size, between) in
         (0..2).flat_map(|cpu| [8, 100, 6000].into_iter().map(move |size| (cpu, size, size != 100)))
     {
-        with_heap(8, |threads, _, heap| {
+        with_heap(8, |threads, _, heap, _| {
             let (cx, layout) = (threads.cx(), layout(size, 8));
             let take = || {
                 let memory = heap.alloc(&cx, layout).expect("memory");

@@ -1,6 +1,6 @@
 //! Memory that becomes less: never for want of memory an error. Blocks are as large as was asked for.
 
-use super::{fill, free, holds, layout, with_heap};
+use super::{fill, free, holds, layout, realloc, with_heap};
 use hugemm_heap::{HeapError, usable_size};
 use hugemm_threads::run_as;
 use std::ptr::NonNull;
@@ -8,8 +8,7 @@ use std::ptr::NonNull;
 /// A block that becomes a smaller one stays where it is, and gives its upper part back.
 #[test]
 fn a_block_gives_its_upper_part_back() {
-    with_heap(24, |threads, frames, heap| {
-        let cx = threads.cx();
+    with_heap(24, |_, frames, heap, cx| {
         let mib = 1 << 20;
         let cases =
             [(8 * mib, 4 * mib), (8 * mib, 5 * mib), (mib, 6200), (64 << 10, 20_000), (8192, 4096), (40_000, 36_000)];
@@ -20,8 +19,7 @@ fn a_block_gives_its_upper_part_back() {
             // There is nothing else.
             let rest: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
             let before = frames.available(&cx);
-            // SAFETY: the test's memory.
-            let less = unsafe { heap.realloc(&cx, memory, layout(from, 8), to) };
+            let less = realloc(heap, &cx, memory, layout(from, 8), to);
             assert_eq!(less, Ok(memory), "{from} to {to}");
             assert!(holds(memory, layout(to, 8), 3));
             let kept = (usable_size(layout(to, 8)).expect("some") >> 12) as u64;
@@ -43,26 +41,22 @@ fn a_block_gives_its_upper_part_back() {
 fn what_finds_no_smaller_piece_stays() {
     let sizes = [64 << 10, 20_000, 8192, 4096, 6000, 5000, 2048, 1000, 300];
     for freer in [0, 1] {
-        with_heap(8, |threads, frames, heap| {
-            let cx = threads.cx();
+        with_heap(8, |_, frames, heap, cx| {
             for from in sizes {
                 for to in [6000, 4096, 3000, 2048, 1000, 24].into_iter().filter(|to| *to < from) {
                     let memory = heap.alloc(&cx, layout(from, 8)).expect("memory");
                     fill(memory, layout(from, 8), 9);
                     let rest: Vec<_> =
                         std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
-                    // SAFETY: the test's memory.
-                    let less = unsafe { heap.realloc(&cx, memory, layout(from, 8), to) };
+                    let less = realloc(heap, &cx, memory, layout(from, 8), to);
                     let less = less.unwrap_or_else(|error| panic!("{from} to {to}: {error}"));
                     assert!(holds(less, layout(to, 8), 9), "{from} to {to}");
                     // And less once more, where it is.
-                    // SAFETY: as above.
-                    let least = unsafe { heap.realloc(&cx, less, layout(to, 8), 16) }.expect("less");
+                    let least = realloc(heap, &cx, less, layout(to, 8), 16).expect("less");
                     assert!(holds(least, layout(16, 8), 9), "{from} to {to}");
                     rest.into_iter().for_each(|block| frames.free(&cx, block));
                     // More is elsewhere, if there is memory.
-                    // SAFETY: as above.
-                    let more = unsafe { heap.realloc(&cx, least, layout(16, 8), 200) }.expect("memory");
+                    let more = realloc(heap, &cx, least, layout(16, 8), 200).expect("memory");
                     assert!(holds(more, layout(16, 8), 9), "{from} to {to}");
                     run_as(freer);
                     free(heap, &cx, more, layout(200, 8));
@@ -78,8 +72,7 @@ fn what_finds_no_smaller_piece_stays() {
 /// The same, freed while it stays, among much else that does not; so do two pieces that are a pair.
 #[test]
 fn what_stays_is_freed_as_what_it_is() {
-    with_heap(8, |threads, frames, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, frames, heap, cx| {
         for pair in [false, true] {
             let others: Vec<NonNull<u8>> =
                 (0..40).map(|at| heap.alloc(&cx, layout([24, 2048][at % 2], 8)).expect("memory")).collect();
@@ -89,15 +82,13 @@ fn what_stays_is_freed_as_what_it_is() {
             }
             for _ in 0..if pair { 5 } else { 0 } {
                 let memory = heap.alloc(&cx, layout(2048, 8)).expect("memory");
-                // SAFETY: the test's memory.
-                stays.push((unsafe { heap.realloc(&cx, memory, layout(2048, 8), 4096) }.expect("memory"), 4096));
+                stays.push((realloc(heap, &cx, memory, layout(2048, 8), 4096).expect("memory"), 4096));
             }
             stays.iter().enumerate().for_each(|(at, (memory, size))| fill(*memory, layout(*size, 8), at as u8));
             let rest: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
             for (at, (memory, size)) in stays.iter_mut().enumerate() {
                 let to = [700, 2560, 2000, 3072][at % 4];
-                // SAFETY: the test's memory.
-                *memory = unsafe { heap.realloc(&cx, *memory, layout(*size, 8), to) }.expect("less");
+                *memory = realloc(heap, &cx, *memory, layout(*size, 8), to).expect("less");
                 *size = to;
             }
             for (cpu, (at, (memory, size))) in stays.into_iter().enumerate().enumerate() {
@@ -120,8 +111,7 @@ fn what_stays_is_freed_as_what_it_is() {
 #[test]
 fn a_block_is_no_slab_for_what_was_said_of_its_frame() {
     const WORD: usize = 7;
-    with_heap(8, |threads, frames, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, frames, heap, cx| {
         let available = frames.available(&cx);
         let piece = heap.alloc(&cx, layout(6000, 8)).expect("memory");
         let one = frames.alloc(&cx, hugemm_base::Order::ZERO).expect("memory");
@@ -136,8 +126,7 @@ fn a_block_is_no_slab_for_what_was_said_of_its_frame() {
         // Something stays, so frees ask what memory is.
         let large = heap.alloc(&cx, layout(64 << 10, 8)).expect("memory");
         let rest: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, hugemm_base::Order::ZERO).ok()).collect();
-        // SAFETY: the test's memory.
-        let stays = unsafe { heap.realloc(&cx, large, layout(64 << 10, 8), 1000) }.expect("less");
+        let stays = realloc(heap, &cx, large, layout(64 << 10, 8), 1000).expect("less");
         rest.into_iter().for_each(|block| frames.free(&cx, block));
         let before = heap.stats().pages;
         let memory: Vec<_> = (0..20).map(|_| heap.alloc(&cx, layout(4096, 8)).expect("memory")).collect();
@@ -157,8 +146,7 @@ fn a_block_is_no_slab_for_what_was_said_of_its_frame() {
 /// A block takes the pages that it needs, also where no power of two of them is free.
 #[test]
 fn large_blocks_are_rows_of_pages() {
-    with_heap(16, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(16, |_, _, heap, cx| {
         for pages in [9, 10, 33, 100, 513, 700, 1025] {
             let wanted = layout(pages * 4096 - 5, 8);
             let memory = heap.alloc(&cx, wanted).expect("memory");
@@ -172,11 +160,9 @@ fn large_blocks_are_rows_of_pages() {
             let memory = heap.alloc(&cx, wanted).expect("that much in a row");
             assert!(memory.addr().get().is_multiple_of(wanted.align()));
             fill(memory, wanted, 2);
-            // SAFETY: the test's memory.
-            let less = unsafe { heap.realloc(&cx, memory, wanted, 8 << 20) }.expect("less");
+            let less = realloc(heap, &cx, memory, wanted, 8 << 20).expect("less");
             assert!(less == memory && holds(less, layout(8 << 20, 8), 2));
-            // SAFETY: as above.
-            let less = unsafe { heap.realloc(&cx, less, layout(8 << 20, wanted.align()), 30_000) }.expect("less");
+            let less = realloc(heap, &cx, less, layout(8 << 20, wanted.align()), 30_000).expect("less");
             free(heap, &cx, less, layout(30_000, wanted.align()));
             let zeroed = heap.alloc_zeroed(&cx, wanted).expect("that much in a row");
             assert!(holds(zeroed, wanted, 0));
@@ -188,8 +174,7 @@ fn large_blocks_are_rows_of_pages() {
 /// A row begins where its alignment says: what is long enough from elsewhere on is none.
 #[test]
 fn a_row_is_aligned() {
-    with_heap(8, |threads, frames, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, frames, heap, cx| {
         let order = |order| hugemm_base::Order::new(order).expect("valid");
         let all: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, order(0)).ok()).collect();
         // A hole of 256 KiB, 64 KiB after a multiple of 2 MiB.
@@ -211,8 +196,7 @@ fn a_row_is_aligned() {
 /// A row that is no power of two is found though it is not where the lowest block that could begin one lies.
 #[test]
 fn a_row_is_looked_for_in_several_places() {
-    with_heap(8, |threads, frames, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, frames, heap, cx| {
         let order = |order| hugemm_base::Order::new(order).expect("valid");
         let all: Vec<_> = std::iter::from_fn(|| frames.alloc(&cx, order(0)).ok()).collect();
         // Seven holes of 64 KiB, with 4 KiB between them, and then one of 96 KiB.

@@ -18,7 +18,7 @@ mod slabs;
 mod stress;
 
 use hugemm_frames::{Carved, Frames};
-use hugemm_heap::Heap;
+use hugemm_heap::{Heap, HeapError};
 use hugemm_threads::{Memory, Threads, run_as};
 use std::alloc::Layout;
 use std::ptr::NonNull;
@@ -31,13 +31,13 @@ fn layout(size: usize, align: usize) -> Layout {
 }
 
 /// Runs a test on a heap of two CPUs over `mib` MiB, and looks whether every frame is back when both have trimmed.
-fn with_heap(mib: u64, test: impl FnOnce(&Threads<Memory>, &Frames<'_, Carved>, &TestHeap<'_>)) {
+fn with_heap(mib: u64, test: impl FnOnce(&Threads<Memory>, &Frames<'_, Carved>, &TestHeap<'_>, Cx<'_>)) {
     let (threads, ram) = Threads::with_memory(mib << 20);
     let cx = threads.cx();
     let frames = Frames::carve(&cx, ram).expect("enough memory");
     let heap = Heap::new(&frames, &cx, 2).expect("enough memory");
     let before = frames.available(&cx);
-    test(&threads, &frames, &heap);
+    test(&threads, &frames, &heap, threads.cx());
     for cpu in [1, 0] {
         run_as(cpu);
         heap.trim(&cx);
@@ -49,6 +49,18 @@ fn with_heap(mib: u64, test: impl FnOnce(&Threads<Memory>, &Frames<'_, Carved>, 
 fn free(heap: &TestHeap<'_>, cx: &Cx<'_>, memory: NonNull<u8>, layout: Layout) {
     // SAFETY: the tests free what they were given, with its layout; what they free wrongly is left alone.
     unsafe { heap.free(cx, memory, layout) }
+}
+
+/// Changes the size of what the heap has handed out.
+fn realloc(
+    heap: &TestHeap<'_>,
+    cx: &Cx<'_>,
+    memory: NonNull<u8>,
+    from: Layout,
+    to: usize,
+) -> Result<NonNull<u8>, HeapError> {
+    // SAFETY: as in `free`.
+    unsafe { heap.realloc(cx, memory, from, to) }
 }
 
 fn fill(memory: NonNull<u8>, layout: Layout, with: u8) {

@@ -1,6 +1,6 @@
 //! Wrong frees are named, and leave everything as it was.
 
-use super::{free, layout, with_heap};
+use super::{free, layout, realloc, with_heap};
 use hugemm_base::{Extent, Order, Pfn, SingleCpu};
 use hugemm_frames::{AllocRequest, Frames};
 use hugemm_heap::{Heap, Misuse};
@@ -10,8 +10,7 @@ use std::ptr::NonNull;
 /// Each wrong free is named, and leaves everything as it was.
 #[test]
 fn wrong_frees_are_named_and_left_alone() {
-    with_heap(8, |threads, frames, heap| {
-        let cx = threads.cx();
+    with_heap(8, |threads, frames, heap, cx| {
         let (small, large) = (layout(100, 8), layout(10_000, 8));
         let (piece, block) = (heap.alloc(&cx, small).expect("memory"), heap.alloc(&cx, large).expect("memory"));
         let (spare, twice) = (heap.alloc(&cx, small).expect("memory"), heap.alloc(&cx, small).expect("memory"));
@@ -55,8 +54,7 @@ fn wrong_frees_are_named_and_left_alone() {
         assert_eq!((heap.stats().misused, heap.stats().last_misuse), (14, Some(Misuse::FreedTwice)));
         run_as(0);
         // So is a wrong change of size, which gives memory of its own all the same.
-        // SAFETY: of the test's memory, with another size, which is left alone.
-        let moved = unsafe { heap.realloc(&cx, piece, layout(200, 8), 300) }.expect("memory");
+        let moved = realloc(heap, &cx, piece, layout(200, 8), 300).expect("memory");
         assert_eq!((heap.stats().misused, heap.stats().last_misuse), (15, Some(Misuse::NotAllocated)));
         free(heap, &cx, moved, layout(300, 8));
         free(heap, &cx, piece, small);

@@ -1,6 +1,6 @@
 //! 2 KiB that grow over the piece behind them.
 
-use super::{Cx, TestHeap, fill, free, holds, layout, with_heap};
+use super::{Cx, TestHeap, fill, free, holds, layout, realloc, with_heap};
 use hugemm_threads::run_as;
 use std::alloc::Layout;
 use std::collections::HashSet;
@@ -13,8 +13,7 @@ pub(super) const HALF: Layout = Layout::new::<[u64; 256]>();
 /// A frame's worth of memory that was half of that; whether it stayed where it was.
 fn grown(heap: &TestHeap<'_>, cx: &Cx<'_>, memory: NonNull<u8>, with: u8) -> (NonNull<u8>, bool) {
     fill(memory, HALF, with);
-    // SAFETY: the test's memory.
-    let whole = unsafe { heap.realloc(cx, memory, HALF, WHOLE.size()) }.expect("enough memory");
+    let whole = realloc(heap, cx, memory, HALF, WHOLE.size()).expect("enough memory");
     assert!(holds(whole, HALF, with));
     fill(whole, WHOLE, with);
     (whole, whole == memory)
@@ -24,8 +23,7 @@ fn grown(heap: &TestHeap<'_>, cx: &Cx<'_>, memory: NonNull<u8>, with: u8) -> (No
 /// whoever frees them.
 #[test]
 fn two_kib_grow_over_the_next_piece() {
-    with_heap(8, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, _, heap, cx| {
         let take = |count| (0..count).map(|_| heap.alloc(&cx, HALF).expect("memory")).collect::<Vec<_>>();
         for freer in [0, 1] {
             let first = take(1)[0];
@@ -57,8 +55,7 @@ fn two_kib_grow_over_the_next_piece() {
 /// They move if the piece behind is in use, is not the next, is another CPU's to hand back, or if they lie where a frame could.
 #[test]
 fn two_kib_move_if_the_next_piece_is_not_at_hand() {
-    with_heap(8, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, _, heap, cx| {
         let take = || heap.alloc(&cx, HALF).expect("memory");
         let give = |memory| free(heap, &cx, memory, HALF);
         let moves = |memory| {
@@ -110,15 +107,13 @@ fn two_kib_move_if_the_next_piece_is_not_at_hand() {
 /// What has grown may change its size again, and keeps its content; all of it comes back.
 #[test]
 fn what_has_grown_may_shrink_or_grow_more() {
-    with_heap(8, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, _, heap, cx| {
         for size in [10, 2048, 3000, 3600, 4096, 5000, 20_000] {
             for cpu in [0, 1] {
                 let (whole, stayed) = grown(heap, &cx, heap.alloc(&cx, HALF).expect("memory"), 6);
                 assert!(stayed);
                 run_as(cpu);
-                // SAFETY: the test's memory.
-                let other = unsafe { heap.realloc(&cx, whole, WHOLE, size) }.expect("memory");
+                let other = realloc(heap, &cx, whole, WHOLE, size).expect("memory");
                 assert!(holds(other, layout(size.min(4096), 8), 6));
                 free(heap, &cx, other, layout(size, 8));
                 run_as(0);
@@ -133,8 +128,7 @@ fn what_has_grown_may_shrink_or_grow_more() {
 #[cfg(all(any(debug_assertions, feature = "debug"), not(miri)))]
 fn what_has_grown_is_freed_as_a_whole() {
     use hugemm_heap::Misuse;
-    with_heap(8, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, _, heap, cx| {
         let take = || heap.alloc(&cx, HALF).expect("memory");
         let (whole, stayed) = grown(heap, &cx, take(), 7);
         assert!(stayed);

@@ -1,6 +1,6 @@
 //! What is handed out has the right content, all of it comes back, and interrupts take and give as well; the rest is in `model`.
 
-use super::{Cx, fill, free, holds, layout, with_heap};
+use super::{Cx, fill, free, holds, layout, realloc, with_heap};
 use hugemm_base::{Order, Zeroed};
 use hugemm_frames::AllocRequest;
 use hugemm_heap::HeapError;
@@ -10,8 +10,7 @@ use std::ptr::NonNull;
 
 #[test]
 fn zeroed_memory_is_zero_and_a_change_of_size_keeps_the_content() {
-    with_heap(24, |threads, frames, heap| {
-        let cx = threads.cx();
+    with_heap(24, |threads, frames, heap, cx| {
         for size in [24, 5000, 70_000, 2 << 20] {
             let layout = layout(size, 8);
             for _ in 0..2 {
@@ -47,8 +46,7 @@ fn zeroed_memory_is_zero_and_a_change_of_size_keeps_the_content() {
         fill(memory, layout(10, 8), 9);
         let mut size = 10;
         for next in [12, 100, 4000, 8192, 100_000, 30] {
-            // SAFETY: the test's memory.
-            let moved = unsafe { heap.realloc(&cx, memory, layout(size, 8), next) }.expect("enough memory");
+            let moved = realloc(heap, &cx, memory, layout(size, 8), next).expect("enough memory");
             assert!(holds(moved, layout(10, 8), 9));
             assert_eq!(moved == memory, (size, next) == (10, 12), "{size} to {next}");
             (memory, size) = (moved, next);
@@ -61,8 +59,7 @@ fn zeroed_memory_is_zero_and_a_change_of_size_keeps_the_content() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes")]
 fn exhaustion_is_an_error_and_what_is_freed_serves_other_sizes() {
-    with_heap(4, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(4, |_, _, heap, cx| {
         for size in [16, 3000, 4096, 60_000, 200] {
             let layout = layout(size, 8);
             let held: Vec<_> = std::iter::from_fn(|| heap.alloc(&cx, layout).ok()).collect();
@@ -77,7 +74,7 @@ fn exhaustion_is_an_error_and_what_is_freed_serves_other_sizes() {
 /// Interrupts come wherever they can, and allocate and free of the same sizes.
 #[test]
 fn interrupts_may_allocate_and_free() {
-    with_heap(8, |threads, _, heap| {
+    with_heap(8, |threads, _, heap, _| {
         let mut mine: Vec<(NonNull<u8>, Layout)> = Vec::new();
         let mut rng = Random(5);
         let handler = |cx: &mut Cx<'_>| {

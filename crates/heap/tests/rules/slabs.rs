@@ -7,8 +7,7 @@ use std::ptr::NonNull;
 /// One empty slab of a size is kept, others go back as soon as they are empty. What was freed is used before more is taken.
 #[test]
 fn empty_slabs_go_back_but_for_one() {
-    with_heap(8, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, _, heap, cx| {
         let layout = layout(96, 8);
         for _ in 0..2 {
             let mut held: Vec<_> = (0..1000).map(|_| heap.alloc(&cx, layout).expect("enough memory")).collect();
@@ -31,7 +30,7 @@ fn empty_slabs_go_back_but_for_one() {
 /// A trim leaves the slab in use where it is: what comes next is from there, not from one that has waited.
 #[test]
 fn a_trim_leaves_the_slab_in_use() {
-    with_heap(8, |threads, _, heap| {
+    with_heap(8, |threads, _, heap, _| {
         let (cx, wanted) = (threads.cx(), layout(6144, 8));
         let slab = |memory: NonNull<u8>| memory.addr().get() >> 15;
         // One slab of five pieces, and two of another.
@@ -49,8 +48,7 @@ fn a_trim_leaves_the_slab_in_use() {
 #[test]
 #[cfg_attr(miri, ignore = "takes minutes")]
 fn what_is_kept_is_given_back_when_memory_is_out() {
-    with_heap(4, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(4, |_, _, heap, cx| {
         for wanted in [layout(32 << 10, 8), layout(6144, 8)] {
             let most = |heap: &TestHeap<'_>| {
                 let held: Vec<_> = std::iter::from_fn(|| heap.alloc(&cx, wanted).ok()).collect();
@@ -73,8 +71,7 @@ fn what_is_kept_is_given_back_when_memory_is_out() {
 /// A slab that is on its way to its owner, though its owner has found the pieces already, does not go back before.
 #[test]
 fn a_slab_on_its_way_to_the_list_is_not_given_back() {
-    with_heap(8, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, _, heap, cx| {
         let layout = layout(6144, 8);
         let take = |count: usize| (0..count).map(|_| heap.alloc(&cx, layout).expect("memory")).collect::<Vec<_>>();
         let give = |memory: NonNull<u8>| free(heap, &cx, memory, layout);
@@ -105,8 +102,7 @@ fn a_slab_on_its_way_to_the_list_is_not_given_back() {
 /// What another CPU frees is found by the owner, before it takes more from the manager, and empty slabs go back then.
 #[test]
 fn the_owner_finds_what_others_free() {
-    with_heap(8, |threads, _, heap| {
-        let cx = threads.cx();
+    with_heap(8, |_, _, heap, cx| {
         let layout = layout(256, 8);
         for owner in [0, 1] {
             run_as(owner);
@@ -128,7 +124,7 @@ fn the_owner_finds_what_others_free() {
 /// The owner looks at what others have emptied of any size when it runs out of one, and keeps one slab of each.
 #[test]
 fn what_others_empty_goes_back_but_for_one() {
-    with_heap(8, |threads, _, heap| {
+    with_heap(8, |threads, _, heap, _| {
         let (cx, wanted) = (threads.cx(), layout(6144, 8));
         // Four slabs of five pieces each; of the last one all are in use.
         let mut held: Vec<_> = (0..20).map(|_| heap.alloc(&cx, wanted).expect("memory")).collect();

@@ -1,6 +1,8 @@
 //! Memory that runs out at every place where it can, and resizes at random while others look.
 
-use crate::support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as, with_pool};
+use crate::support::{
+    BASE, CPUS, Faults, Machine, Others, SPAN, Shape, Stop, descriptor_of, machine, run_as, with_pool, with_pools,
+};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{Cpu, CpuCx, FrameUse, Never, PageSize, Pfn, with};
 use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError};
@@ -14,10 +16,6 @@ const POLICIES: [OptimizerPolicy; 4] = [
     with!(OptimizerPolicy::new(), swap = false, carve = false),
     with!(OptimizerPolicy::new(), swap = false),
 ];
-
-fn everything_is_somewhere(m: &Machine<'_, Faults>, used: u64) {
-    assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames() + used, m.all.pages());
-}
 
 /// Whoever takes a page of the pool can write the descriptor of its head, lean or not.
 fn heads_can_be_written(m: &Machine<'_, Faults>, pool: &HugePool<'_>) {
@@ -62,9 +60,7 @@ fn every_allocation_of_a_resize_can_fail() {
             for target in 0..steps.len() {
                 let mut n = 0;
                 loop {
-                    let failed = machine(&Shape { policy, ..Shape::spans(5) }, Faults::default(), |m| {
-                        let mut memory = m.pool_memory(PageSize::Size2M);
-                        let (pool, cx) = (memory.pool(), m.threads.cx());
+                    let failed = with_pool(&Shape { policy, ..Shape::spans(5) }, Faults::default(), |m, pool, cx| {
                         let others = Others::new(m, 60);
                         let used: u64 = others.0.iter().map(|(block, _)| block.extent().pages()).sum();
                         let faults = &m.frames.env().inject;
@@ -84,13 +80,13 @@ fn every_allocation_of_a_resize_can_fail() {
                                 }
                                 others.check(m);
                                 assert!(pool.is_consistent(&cx));
-                                everything_is_somewhere(m, used + pool.counts(&cx).counts.total * 512);
+                                m.nothing_is_lost(used + pool.counts(&cx).counts.total * 512);
                             },
                         );
                         pool.tidy(&mut m.threads.cx(), &m.optimizer).expect("idle");
                         assert_eq!(pool.counts(&cx).counts.total, 0);
                         others.free(m);
-                        everything_is_somewhere(m, 0);
+                        m.nothing_is_lost(0);
                         failed.get()
                     });
                     if failed == 0 {
@@ -130,12 +126,12 @@ fn memory_runs_out_and_comes_back_at_random() {
                 pool.tidy(&mut m.threads.cx(), &m.optimizer).expect("idle");
                 others.check(m);
                 assert!(pool.is_consistent(&cx));
-                everything_is_somewhere(m, used + pool.counts(&cx).counts.total * 512);
+                m.nothing_is_lost(used + pool.counts(&cx).counts.total * 512);
             }
             assert!(failed > 1000, "{failed}");
             m.set(&pool, 0);
             others.free(m);
-            everything_is_somewhere(m, 0);
+            m.nothing_is_lost(0);
         });
     }
 }
@@ -145,40 +141,42 @@ fn every_allocation_of_1_gib_pages_demoting_and_dissolving_can_fail() {
     for (policy, breaks) in POLICIES.into_iter().flat_map(|policy| [(policy, false), (policy, true)]) {
         let mut n = 0;
         loop {
-            let failed = machine(&Shape { policy, breaks, ..Shape::spans(24) }, Faults::default(), |m| {
-                let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-                let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
-                let others = Others::new(m, 40);
-                let used: u64 = others.0.iter().map(|(block, _)| block.extent().pages()).sum();
-                let faults = &m.frames.env().inject;
-                let check = || {
-                    others.check(m);
-                    let cx = m.threads.cx();
-                    assert!(large.is_consistent(&cx) && small.is_consistent(&cx));
-                    let (huge, gigantic) = (small.counts(&cx).counts.total, large.counts(&cx).counts.total);
-                    everything_is_somewhere(m, used + huge * 512 + (gigantic << 18));
-                };
-                m.set(&large, 1);
-                faults.arm(FaultPlan::nth(n));
-                m.set(&large, 2);
-                check();
-                let _ = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1);
-                check();
-                if let Some((victim, _)) = small.pages().nth(100) {
-                    let _ = small.dissolve(&mut cx, &m.optimizer, victim);
+            let failed = with_pools(
+                &Shape { policy, breaks, ..Shape::spans(24) },
+                Faults::default(),
+                |m, large, small, mut cx| {
+                    let others = Others::new(m, 40);
+                    let used: u64 = others.0.iter().map(|(block, _)| block.extent().pages()).sum();
+                    let faults = &m.frames.env().inject;
+                    let check = || {
+                        others.check(m);
+                        let cx = m.threads.cx();
+                        assert!(large.is_consistent(&cx) && small.is_consistent(&cx));
+                        let (huge, gigantic) = (small.counts(&cx).counts.total, large.counts(&cx).counts.total);
+                        m.nothing_is_lost(used + huge * 512 + (gigantic << 18));
+                    };
+                    m.set(&large, 1);
+                    faults.arm(FaultPlan::nth(n));
+                    m.set(&large, 2);
                     check();
-                }
-                m.set(&large, 0);
-                check();
-                let failed = faults.disarm();
-                m.set(&small, 0);
-                small.tidy(&mut cx, &m.optimizer).expect("idle");
-                large.tidy(&mut cx, &m.optimizer).expect("idle");
-                assert_eq!((small.counts(&cx).counts.total, large.counts(&cx).counts.total), (0, 0));
-                others.free(m);
-                everything_is_somewhere(m, 0);
-                failed
-            });
+                    let _ = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1);
+                    check();
+                    if let Some((victim, _)) = small.pages().nth(100) {
+                        let _ = small.dissolve(&mut cx, &m.optimizer, victim);
+                        check();
+                    }
+                    m.set(&large, 0);
+                    check();
+                    let failed = faults.disarm();
+                    m.set(&small, 0);
+                    small.tidy(&mut cx, &m.optimizer).expect("idle");
+                    large.tidy(&mut cx, &m.optimizer).expect("idle");
+                    assert_eq!((small.counts(&cx).counts.total, large.counts(&cx).counts.total), (0, 0));
+                    others.free(m);
+                    m.nothing_is_lost(0);
+                    failed
+                },
+            );
             if failed == 0 {
                 break;
             }
@@ -230,7 +228,7 @@ fn a_poisoned_page_gives_no_frames_for_descriptors() {
             pool.tidy(&mut cx, &m.optimizer).expect("idle");
             assert_eq!(pool.counts(&cx).counts.total, 0);
             assert_eq!(m.frames.stats(&cx).refused, 1);
-            everything_is_somewhere(m, 1);
+            m.nothing_is_lost(1);
         });
     }
 }
@@ -240,9 +238,7 @@ fn a_poisoned_page_gives_no_frames_for_descriptors() {
 #[test]
 fn a_page_that_is_struck_gives_no_frames_for_descriptors() {
     let strike = |at: u64| {
-        machine(&Shape::spans(4), Faults::default(), |m| {
-            let mut memory = m.pool_memory(PageSize::Size2M);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        with_pool(&Shape::spans(4), Faults::default(), |m, pool, mut cx| {
             assert_eq!(m.set(&pool, 2).entered, 2);
             // Of the first donor, whose last frames are the first to go.
             let bad = Pfn::new(pool.pages().next().expect("two").0.get() + PageSize::Size2M.pages() - 2);
@@ -291,7 +287,7 @@ fn descriptors_from_a_donor_are_mended() {
             for frame in (m.all.base().get()..m.all.end().get()).step_by(64).map(Pfn::new) {
                 assert!(m.map.walk(descriptor_of(frame)).is_some_and(|leaf| leaf.writable), "{frame}");
             }
-            everything_is_somewhere(m, 0);
+            m.nothing_is_lost(0);
         });
     }
 }
@@ -299,21 +295,17 @@ fn descriptors_from_a_donor_are_mended() {
 /// Parts of a page whose descriptors cannot be had have no heads: it stays what it was.
 #[test]
 fn a_page_is_not_demoted_without_its_descriptors() {
-    machine(&Shape::spans(32), Faults::default(), |m| {
-        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+    with_pools(&Shape::spans(32), Faults::default(), |m, large, small, mut cx| {
         assert_eq!(m.set(&large, 1).lean, 1);
         for on in [false, true] {
             m.optimizer.set_enabled(on);
-            let faults = &m.frames.env().inject;
-            faults.arm(FaultPlan::periodic(0, 1));
-            let report = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one is free");
-            faults.disarm();
+            let report =
+                m.out_of_memory(|| large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one is free"));
             assert_eq!((report.entered, report.left), (0, 0), "optimizing: {on}");
             assert_eq!((large.lean_pages(), large.counts(&cx).counts.free, small.counts(&cx).counts.total), (1, 1, 0));
         }
         m.set(&large, 0);
-        everything_is_somewhere(m, 0);
+        m.nothing_is_lost(0);
     });
 }
 
@@ -346,7 +338,7 @@ fn a_fat_page_can_always_be_demoted() {
             assert_eq!((small.lean_pages(), large.lean_pages()), (lean, 0), "swap {swap}, described {described}");
             assert_eq!(before - m.descriptor_frames(), lean / 64 * (512 - 65));
             m.set(&small, 0);
-            everything_is_somewhere(m, 0);
+            m.nothing_is_lost(0);
         });
     }
 }
@@ -355,9 +347,7 @@ fn a_fat_page_can_always_be_demoted() {
 #[test]
 fn parts_of_a_page_are_lean_that_gave_something_back() {
     for blocks in 0..8 {
-        machine(&Shape::spans(32), Faults::default(), |m| {
-            let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-            let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+        with_pools(&Shape::spans(32), Faults::default(), |m, large, small, mut cx| {
             m.optimizer.set_enabled(false);
             assert_eq!(m.set(&large, 1).entered, 1);
             m.optimizer.set_enabled(true);
@@ -372,7 +362,7 @@ fn parts_of_a_page_are_lean_that_gave_something_back() {
                 assert_eq!(tail.writable, !lean, "{page}");
             }
             m.set(&small, 0);
-            everything_is_somewhere(m, 0);
+            m.nothing_is_lost(0);
         });
     }
 }
@@ -489,16 +479,7 @@ fn walkers_look_on(m: &Machine<'_, Faults>) {
             run_as(cpu);
             m.frames.drain(&m.threads.cx());
         }
-        everything_is_somewhere(m, 0);
+        m.nothing_is_lost(0);
         assert!(SPAN > 0 && looked.load(Ordering::Relaxed) > 10_000 && got.load(Ordering::Relaxed) > 0);
-    }
-}
-
-/// Lets the walkers go, also when a cycle fails.
-struct Stop<'a>(&'a AtomicBool);
-
-impl Drop for Stop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
     }
 }

@@ -1,17 +1,11 @@
 //! What growing and shrinking do to descriptors, counted.
 
-use crate::support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as, with_pool};
+use crate::support::{BASE, Machine, ORIGIN, SPAN, Shape, Stop, extent, machine, run_as, with_pool, with_pools};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CancelFlag, Cpu, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{DescriptorMap, Mapped, Nodes, OptimizerPolicy};
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Every frame is free, a descriptor's, or shared; `used` are somewhere else.
-fn assert_nothing_is_lost(m: &Machine<'_, NoFaults>, used: u64) {
-    let sum = m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames() + used;
-    assert_eq!(sum, m.all.pages());
-}
 
 /// Takes what is free of the span that holds the descriptors, so that pools begin at the next.
 fn occupy_the_first_span(m: &Machine<'_, NoFaults>) -> u64 {
@@ -24,16 +18,16 @@ fn occupy_the_first_span(m: &Machine<'_, NoFaults>) -> u64 {
 fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
     let whole_blocks = |m: &Machine<'_, NoFaults>| {
         let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let (pool, cx) = (memory.pool(), m.threads.cx());
         let used = occupy_the_first_span(m);
         let before = m.free_frames();
-        let up = pool.resize(&mut cx, &m.optimizer, 256, Nodes::All, &Never).expect("idle");
+        let up = m.set(&pool, 256);
         assert_eq!((up.entered, up.lean, up.flushes, up.batches), (256, 256, 1, 1));
         assert_eq!((up.freed_frames, up.taken_frames), (4 * 512, 4 * 65));
         assert_eq!(before - m.free_frames(), 256 * 512 - 4 * (512 - 65) + 1);
         assert_eq!(pool.lean_pages(), 256);
-        assert_nothing_is_lost(m, used + 256 * 512);
-        let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        m.nothing_is_lost(used + 256 * 512);
+        let down = m.set(&pool, 0);
         assert_eq!((down.left, down.flushes, down.batches, down.lent), (256, 1, 1, 0));
         assert_eq!(m.free_frames(), before - 1, "all but the shared page");
         assert!(pool.is_consistent(&cx));
@@ -46,16 +40,16 @@ fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
 /// Heads go where there is room, a frame at a time if need be.
 #[test]
 fn a_whole_block_is_swapped_when_free_memory_is_in_single_frames() {
-    with_pool(&Shape::spans(2), NoFaults, |m, pool, mut cx| {
+    with_pool(&Shape::spans(2), NoFaults, |m, pool, cx| {
         let used = occupy_the_first_span(m);
         for frame in (0..80).map(|index| m.descriptors.end().get() + 2 * index) {
             // SAFETY: of the first span, which was occupied just now.
             m.frames.free_extent(&cx, unsafe { Dirty::assume_owned(extent(frame, 1)) });
         }
-        let up = pool.resize(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
+        let up = m.set(&pool, 64);
         assert_eq!((up.entered, up.lean, up.flushes, up.batches), (64, 64, 1, 1), "{up:?}");
         assert_eq!((up.freed_frames, up.taken_frames), (512, 65));
-        assert_nothing_is_lost(m, used - 80 + 64 * 512);
+        m.nothing_is_lost(used - 80 + 64 * 512);
     });
 }
 
@@ -63,13 +57,13 @@ fn a_whole_block_is_swapped_when_free_memory_is_in_single_frames() {
 #[test]
 fn of_two_whole_blocks_one_pays_when_no_frame_is_free() {
     for (blocks, pays) in [(1, false), (2, true)] {
-        with_pool(&Shape::spans(1 + blocks), NoFaults, |m, pool, mut cx| {
+        with_pool(&Shape::spans(1 + blocks), NoFaults, |m, pool, _| {
             let used = occupy_the_first_span(m);
-            let up = pool.resize(&mut cx, &m.optimizer, 64 * blocks, Nodes::All, &Never).expect("idle");
+            let up = m.set(&pool, 64 * blocks);
             assert_eq!((up.entered, up.lean >= 64, up.lean > 0), (64 * blocks, pays, pays), "{up:?}");
-            assert_nothing_is_lost(m, used + 64 * blocks * 512);
-            assert_eq!(pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 64 * blocks);
-            assert_nothing_is_lost(m, used);
+            m.nothing_is_lost(used + 64 * blocks * 512);
+            assert_eq!(m.set(&pool, 0).left, 64 * blocks);
+            m.nothing_is_lost(used);
         });
     }
 }
@@ -78,19 +72,19 @@ fn of_two_whole_blocks_one_pays_when_no_frame_is_free() {
 #[test]
 fn parts_of_blocks_take_two_flushes_and_keep_one_of_eight_frames() {
     for breaks in [false, true] {
-        with_pool(&Shape { breaks, ..Shape::spans(3) }, NoFaults, |m, pool, mut cx| {
+        with_pool(&Shape { breaks, ..Shape::spans(3) }, NoFaults, |m, pool, _| {
             let used = occupy_the_first_span(m);
-            let up = pool.resize(&mut cx, &m.optimizer, 40, Nodes::All, &Never).expect("idle");
+            let up = m.set(&pool, 40);
             assert_eq!((up.entered, up.lean, up.flushes, up.batches), (40, 40, 2, 1));
             assert_eq!((up.freed_frames, up.taken_frames), (40 * 8, 1 + 40));
             // The same block again: its table is there.
-            let more = pool.resize(&mut cx, &m.optimizer, 60, Nodes::All, &Never).expect("idle");
+            let more = m.set(&pool, 60);
             assert_eq!((more.entered, more.lean, more.flushes, more.taken_frames), (20, 20, 1, 20));
-            assert_nothing_is_lost(m, used + 60 * 512);
-            let down = pool.resize(&mut cx, &m.optimizer, 1, Nodes::All, &Never).expect("idle");
+            m.nothing_is_lost(used + 60 * 512);
+            let down = m.set(&pool, 1);
             assert_eq!((down.left, down.flushes), (59, 1));
             assert_eq!(down.taken_frames, 59 * 7);
-            assert_nothing_is_lost(m, used + 512);
+            m.nothing_is_lost(used + 512);
         });
     }
 }
@@ -101,14 +95,14 @@ fn a_1_gib_page_keeps_one_head_and_one_table() {
     for breaks in [false, true] {
         machine(&Shape { breaks, ..Shape::spans(24) }, NoFaults, |m| {
             let mut memory = m.pool_memory(PageSize::Size1G);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            let pool = memory.pool();
             let before = m.free_frames();
-            let up = pool.resize(&mut cx, &m.optimizer, 2, Nodes::All, &Never).expect("idle");
+            let up = m.set(&pool, 2);
             assert_eq!((up.entered, up.lean, up.flushes), (2, 2, 1));
             assert_eq!((up.freed_frames, up.taken_frames), (2 * 4096, 2 * 2));
             assert_eq!(m.optimizer.shared_frames(), 2, "a page and a table of it");
-            assert_nothing_is_lost(m, 2 << 18);
-            let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+            m.nothing_is_lost(2 << 18);
+            let down = m.set(&pool, 0);
             assert_eq!((down.left, down.flushes, down.taken_frames), (2, 1, 2 * 4096));
             assert_eq!(m.free_frames(), before - 2);
         });
@@ -119,10 +113,10 @@ fn a_1_gib_page_keeps_one_head_and_one_table() {
 fn flushes_do_not_grow_with_the_number_of_pages() {
     for policy in [OptimizerPolicy::default(), with!(OptimizerPolicy::default(), swap = false)] {
         for pages in [1, 7, 64, 100, 300] {
-            with_pool(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m, pool, mut cx| {
-                let up = pool.resize(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle");
+            with_pool(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m, pool, _| {
+                let up = m.set(&pool, pages);
                 assert!(up.entered == pages && up.batches == 1 && up.flushes <= 2, "{up:?}");
-                let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+                let down = m.set(&pool, 0);
                 assert!(down.left == pages && down.batches == 1 && down.flushes == 1, "{down:?}");
             });
         }
@@ -133,9 +127,7 @@ fn flushes_do_not_grow_with_the_number_of_pages() {
 #[test]
 fn no_step_is_longer_for_more_pages() {
     let reschedules = |breaks, pages| {
-        machine(&Shape { breaks, ..Shape::spans(80) }, NoFaults, |m| {
-            let (mut memory, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-            let (pool, small, mut cx) = (memory.pool(), small.pool(), m.threads.cx());
+        with_pools(&Shape { breaks, ..Shape::spans(80) }, NoFaults, |m, pool, small, mut cx| {
             let now = || m.threads.counters().snapshot().reschedules;
             assert_eq!(m.set(&pool, pages).entered, pages);
             let (begun, demoted) = (now(), pool.demote(&mut cx, &m.optimizer, &small, Nodes::All, pages));
@@ -156,33 +148,33 @@ fn no_step_is_longer_for_more_pages() {
 
 #[test]
 fn the_optimization_can_be_switched_while_pages_are_in_the_pool() {
-    with_pool(&Shape::spans(4), NoFaults, |m, pool, mut cx| {
+    with_pool(&Shape::spans(4), NoFaults, |m, pool, _| {
         let used = occupy_the_first_span(m);
         m.optimizer.set_enabled(false);
-        let up = pool.resize(&mut cx, &m.optimizer, 30, Nodes::All, &Never).expect("idle");
+        let up = m.set(&pool, 30);
         assert_eq!((up.entered, up.lean, up.flushes, up.freed_frames), (30, 0, 0, 0));
         m.optimizer.set_enabled(true);
-        let up = pool.resize(&mut cx, &m.optimizer, 100, Nodes::All, &Never).expect("idle");
+        let up = m.set(&pool, 100);
         assert_eq!((up.entered, up.lean, up.flushes), (70, 70, 2));
         m.optimizer.set_enabled(false);
         assert_eq!(pool.lean_pages(), 70);
         assert_eq!(pool.pages().filter(|(_, lean)| *lean).count(), 70);
-        let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        let down = m.set(&pool, 0);
         assert_eq!((down.left, down.flushes), (100, 1));
-        assert_nothing_is_lost(m, used);
+        m.nothing_is_lost(used);
     });
 }
 
 #[test]
 fn a_block_is_whole_again_after_all_of_it_has_left() {
-    with_pool(&Shape::spans(4), NoFaults, |m, pool, mut cx| {
+    with_pool(&Shape::spans(4), NoFaults, |m, pool, _| {
         occupy_the_first_span(m);
         let block = VirtAddr::new(ORIGIN + (BASE + SPAN) * 64);
         let before = m.map.mapped(block);
         assert!(matches!(before, Mapped::Whole(_)));
-        pool.resize(&mut cx, &m.optimizer, 128, Nodes::All, &Never).expect("idle");
+        m.set(&pool, 128);
         assert!(matches!(m.map.mapped(block), Mapped::Table(_)));
-        pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        m.set(&pool, 0);
         assert!(matches!(m.map.mapped(block), Mapped::Whole(_)));
         // Heads can be written again, each of them.
         for frame in (BASE + SPAN..BASE + 2 * SPAN).step_by(512) {
@@ -202,10 +194,10 @@ fn an_area_without_descriptors_is_never_optimized() {
         let mut nodes = [hugemm_hugetlb::HugePageCounts::default()];
         let pool: hugemm_hugetlb::HugePool<'_> =
             hugemm_hugetlb::HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
-        let mut cx = m.threads.cx();
-        let up = pool.resize(&mut cx, &m.optimizer, 70, Nodes::All, &Never).expect("idle");
+        let _ = m.threads.cx();
+        let up = m.set(&pool, 70);
         assert_eq!((up.entered, up.lean, up.flushes, up.freed_frames), (70, 0, 0, 0));
-        assert_eq!(pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 70);
+        assert_eq!(m.set(&pool, 0).left, 70);
     });
 }
 
@@ -213,19 +205,17 @@ fn an_area_without_descriptors_is_never_optimized() {
 #[test]
 fn a_request_that_fits_only_with_the_savings_succeeds() {
     let spans = 40;
-    let fat = machine(&Shape::spans(spans), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    let fat = with_pool(&Shape::spans(spans), NoFaults, |m, pool, _| {
         m.optimizer.set_enabled(false);
-        pool.resize(&mut cx, &m.optimizer, u64::MAX >> 20, Nodes::All, &Never).expect("idle").entered
+        m.set(&pool, u64::MAX >> 20).entered
     });
-    with_pool(&Shape::spans(spans), NoFaults, |m, pool, mut cx| {
-        let up = pool.resize(&mut cx, &m.optimizer, fat + 30, Nodes::All, &Never).expect("idle");
+    with_pool(&Shape::spans(spans), NoFaults, |m, pool, cx| {
+        let up = m.set(&pool, fat + 30);
         assert_eq!(up.entered, fat + 30, "{up:?}");
         assert!(pool.is_consistent(&cx));
-        let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        let down = m.set(&pool, 0);
         assert_eq!(down.left, fat + 30, "{down:?}");
-        assert_nothing_is_lost(m, 0);
+        m.nothing_is_lost(0);
     });
 }
 
@@ -235,8 +225,8 @@ fn shrinking_never_fails() {
     for (size, spans) in [(PageSize::Size2M, 6), (PageSize::Size1G, 20)] {
         machine(&Shape { stale: spans == 6, ..Shape::spans(spans) }, NoFaults, |m| {
             let mut memory = m.pool_memory(size);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
-            let up = pool.resize(&mut cx, &m.optimizer, u64::MAX >> 20, Nodes::All, &Never).expect("idle");
+            let (pool, cx) = (memory.pool(), m.threads.cx());
+            let up = m.set(&pool, u64::MAX >> 20);
             let mut used = Vec::new();
             for order in (0..=18).rev() {
                 while let Ok(block) = m.frames.alloc(&cx, AllocRequest::order(Order::new(order).expect("valid"))) {
@@ -244,15 +234,15 @@ fn shrinking_never_fails() {
                 }
             }
             assert_eq!(m.free_frames(), 0);
-            let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+            let down = m.set(&pool, 0);
             assert_eq!((down.left, down.lent), (up.entered, 0), "{down:?}");
             assert!(down.carved >= 1 && down.flushes <= 1 + 2 * down.carved, "{down:?}");
             for block in used {
                 m.frames.free(&cx, block);
             }
-            assert_nothing_is_lost(m, 0);
+            m.nothing_is_lost(0);
             // What was carved is given back when the optimizer comes again.
-            let again = pool.resize(&mut cx, &m.optimizer, up.entered / 2, Nodes::All, &Never).expect("idle");
+            let again = m.set(&pool, up.entered / 2);
             assert_eq!(again.entered, up.entered / 2);
             assert!(pool.is_consistent(&cx));
         });
@@ -263,18 +253,16 @@ fn shrinking_never_fails() {
 #[test]
 fn without_carving_pages_that_cannot_be_restored_become_surplus() {
     let policy = with!(OptimizerPolicy::default(), carve = false);
-    machine(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m, pool, mut cx| {
         occupy_the_first_span(m);
-        let up = pool.resize(&mut cx, &m.optimizer, 320, Nodes::All, &Never).expect("idle");
+        let up = m.set(&pool, 320);
         let mut used = Vec::new();
         for order in (0..=9).rev() {
             while let Ok(block) = m.frames.alloc(&cx, AllocRequest::order(Order::new(order).expect("valid"))) {
                 used.push(block);
             }
         }
-        let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        let down = m.set(&pool, 0);
         assert_eq!((down.left, down.lent), (0, up.entered));
         let counts = pool.counts(&cx).counts;
         assert_eq!((counts.total, counts.surplus, counts.free), (up.entered, up.entered, up.entered));
@@ -311,16 +299,16 @@ fn a_cancelled_resize_keeps_what_it_has() {
         let down = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &flag).expect("idle");
         assert!(down.cancelled && down.left == 0);
         assert_eq!(pool.counts(&cx).counts.persistent(), up.entered);
-        assert_eq!(pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, up.entered);
+        assert_eq!(m.set(&pool, 0).left, up.entered);
     });
 }
 
 /// A stray store into a tail traps; the report names the tail and its page.
 #[test]
 fn a_tail_is_read_only_and_explained() {
-    with_pool(&Shape::spans(3), NoFaults, |m, pool, mut cx| {
+    with_pool(&Shape::spans(3), NoFaults, |m, pool, _| {
         occupy_the_first_span(m);
-        pool.resize(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
+        m.set(&pool, 64);
         let head = pool.pages().next().expect("64").0;
         let at = |frame: u64| VirtAddr::new(ORIGIN + frame * 64);
         assert_eq!(m.optimizer.explain(at(0), at(head.get())), None, "heads are writable");
@@ -336,7 +324,7 @@ fn a_tail_is_read_only_and_explained() {
 #[test]
 fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
     with_pool(&Shape { nodes: vec![4, 4], ..Shape::spans(0) }, NoFaults, |m, pool, mut cx| {
-        let up = pool.resize(&mut cx, &m.optimizer, 201, Nodes::All, &Never).expect("idle");
+        let up = m.set(&pool, 201);
         assert_eq!((up.entered, up.lean), (201, 201));
         let on = |cx: &_, node| pool.node_counts(cx, NodeId::new(node)).total;
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 100));
@@ -347,11 +335,11 @@ fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
         pool.resize(&mut cx, &m.optimizer, 150, Nodes::Only(NodeId::new(1)), &Never).expect("idle");
         assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 150));
         // A node that runs dry does not stop the other.
-        let more = pool.resize(&mut cx, &m.optimizer, 450, Nodes::All, &Never).expect("idle");
+        let more = m.set(&pool, 450);
         assert!(more.entered == 199 && on(&cx, 1) > 200, "{more:?} {} {}", on(&cx, 0), on(&cx, 1));
         assert!(pool.is_consistent(&cx));
-        assert_eq!(pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 450);
-        assert_nothing_is_lost(m, 0);
+        assert_eq!(m.set(&pool, 0).left, 450);
+        m.nothing_is_lost(0);
     });
 }
 
@@ -378,14 +366,6 @@ fn beside_a_looker<R>(m: &Machine<'_, NoFaults>, operation: impl FnOnce() -> R) 
     (result, hw.helped.load(Ordering::Relaxed))
 }
 
-struct Stop<'a>(&'a AtomicBool);
-
-impl Drop for Stop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 /// One frame of each page of descriptors.
 fn descriptors(m: &Machine<'_, NoFaults>) -> impl Iterator<Item = Pfn> {
     (0..m.all.pages()).step_by(64).map(|frame| Pfn::new(BASE + frame))
@@ -398,11 +378,9 @@ fn descriptors(m: &Machine<'_, NoFaults>) -> impl Iterator<Item = Pfn> {
 fn entries_that_break_first_are_made_by_whoever_needs_them() {
     let policies = [OptimizerPolicy::default(), with!(OptimizerPolicy::default(), swap = false)];
     for policy in policies {
-        with_pool(&Shape { breaks: true, policy, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
+        with_pool(&Shape { breaks: true, policy, ..Shape::spans(4) }, NoFaults, |m, pool, _| {
             occupy_the_first_span(m);
-            let mut resize = |pages| {
-                beside_a_looker(m, || pool.resize(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle"))
-            };
+            let resize = |pages| beside_a_looker(m, || m.set(&pool, pages));
             let (up, helped) = resize(100);
             assert_eq!((up.entered, up.lean, helped.min(1)), (100, 100, 1));
             let (down, helped) = resize(0);
@@ -415,14 +393,12 @@ fn entries_that_break_first_are_made_by_whoever_needs_them() {
 
 #[test]
 fn pages_are_demoted_beside_who_helps() {
-    machine(&Shape { breaks: true, ..Shape::spans(28) }, NoFaults, |m| {
-        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+    with_pools(&Shape { breaks: true, ..Shape::spans(28) }, NoFaults, |m, large, small, mut cx| {
         assert_eq!(m.set(&large, 1).entered, 1);
         let demote = || large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one");
         let (report, helped) = beside_a_looker(m, demote);
         assert_eq!((report.entered, helped.min(1)), (512, 1));
         m.set(&small, 0);
-        assert_nothing_is_lost(m, 0);
+        m.nothing_is_lost(0);
     });
 }

@@ -1,6 +1,8 @@
 //! What a pool does beyond its size: handing out, reservations, surplus, poison, dissolving, demoting.
 
-use crate::support::{BASE, CPUS, Faults, Machine, SPAN, Shape, descriptor_of, extent, machine, run_as, with_pool};
+use crate::support::{
+    BASE, CPUS, Faults, Machine, SPAN, Shape, descriptor_of, extent, machine, run_as, with_pool, with_pools,
+};
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
 use hugemm_base::{Cpu, CpuCx, Extent, Never, NodeId, Order, PageSize, Pfn, with};
 use hugemm_frames::HwPoisoned;
@@ -17,15 +19,11 @@ fn take_more<P: Cpu, I: Inject>(
     pool.take(cx, Nodes::All, true)
 }
 
-fn set<I: Inject>(m: &Machine<'_, I>, pool: &HugePool<'_>, pages: u64) {
-    pool.resize(&mut m.threads.cx(), &m.optimizer, pages, Nodes::All, &Never).expect("idle");
-}
-
 #[test]
 fn a_page_belongs_to_whoever_took_it() {
     with_pool(&Shape::spans(3), NoFaults, |m, pool, cx| {
         assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
-        set(m, &pool, 5);
+        m.set(&pool, 5);
         let mut held: Vec<HugePage> = (0..5).map(|_| pool.take(&cx, Nodes::All, false).expect("five")).collect();
         assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
         for pair in held.windows(2) {
@@ -44,7 +42,7 @@ fn a_page_belongs_to_whoever_took_it() {
         let twice = unsafe { HugePage::assume_owned(again, PageSize::Size2M) };
         assert_eq!(pool.put(&cx, twice, false).map_err(|(_, error)| error), Err(PoolError::NotInPool));
         // Pages in use become surplus when the pool shrinks, and go when they come back.
-        set(m, &pool, 0);
+        m.set(&pool, 0);
         assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(4, 0, 4));
         for page in held {
             assert_eq!(pool.put(&cx, page, false).map_err(|(_, error)| error), Ok(true));
@@ -60,7 +58,7 @@ fn a_page_belongs_to_whoever_took_it() {
 #[test]
 fn poison_survives_the_optimization() {
     with_pool(&Shape::spans(3), NoFaults, |m, pool, mut cx| {
-        set(m, &pool, 64);
+        m.set(&pool, 64);
         let (head, lean) = pool.pages().next().expect("64");
         assert!(lean);
         // A tail, whose descriptor is the shared page.
@@ -76,11 +74,11 @@ fn poison_survives_the_optimization() {
         assert!(pool.is_consistent(&cx));
         assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 1);
         assert_eq!(pool.counts(&cx).counts.total, 63);
-        set(m, &pool, 0);
+        m.set(&pool, 0);
         assert!(m.frames.is_hwpoisoned(bad));
         assert_eq!(m.frames.stats(&cx).refused, 1);
         // One of the 64 that never becomes a page again.
-        set(m, &pool, 64);
+        m.set(&pool, 64);
         assert!(pool.pages().all(|(pfn, _)| pfn != head));
     });
 }
@@ -89,7 +87,7 @@ fn poison_survives_the_optimization() {
 #[test]
 fn a_poisoned_page_backs_no_promise() {
     with_pool(&Shape::spans(4), NoFaults, |m, pool, mut cx| {
-        set(m, &pool, 3);
+        m.set(&pool, 3);
         let (first, _) = pool.pages().next().expect("three");
         // Outside every area, and in the area but no page of the pool.
         for other in [Pfn::new(3), Pfn::new(first.get() + 3 * 512)] {
@@ -134,10 +132,8 @@ fn a_poisoned_page_backs_no_promise() {
 #[test]
 fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
     let policy = with!(hugemm_hugetlb::OptimizerPolicy::default(), carve = false);
-    machine(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        set(m, &pool, 70);
+    with_pool(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m, pool, mut cx| {
+        m.set(&pool, 70);
         let free = |free| {
             assert_eq!(pool.counts(&m.threads.cx()).counts.free, free);
             assert!(pool.is_consistent(&m.threads.cx()));
@@ -147,10 +143,7 @@ fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
         pool.put(&cx, page, false).expect("its own");
         free(69);
         // No memory for its descriptors: it stays, and still is not free.
-        let faults = &m.frames.env().inject;
-        faults.arm(FaultPlan::periodic(0, 1));
-        let report = pool.tidy(&mut cx, &m.optimizer).expect("idle");
-        faults.disarm();
+        let report = m.out_of_memory(|| pool.tidy(&mut cx, &m.optimizer).expect("idle"));
         assert_eq!((report.left, report.lent), (0, 1));
         assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(70, 69, 1));
         free(69);
@@ -163,7 +156,7 @@ fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
         // Shrinking takes good ones, as many as it counts.
         let last = pool.pages().map(|(pfn, _)| pfn).max().expect("69");
         pool.note_hwpoison(&cx, last).expect("a page of the pool");
-        set(m, &pool, 0);
+        m.set(&pool, 0);
         assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(1, 0, 1));
         assert!(pool.pages().map(|(pfn, _)| pfn).eq([last]) && pool.is_consistent(&cx));
         assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 1);
@@ -174,11 +167,9 @@ fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
 /// One page, or an error and everything as it was.
 #[test]
 fn a_page_dissolves_or_stays() {
-    machine(&Shape::spans(4), Faults::default(), |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        set(m, &pool, 70);
-        let faults = &m.frames.env().inject;
+    with_pool(&Shape::spans(4), Faults::default(), |m, pool, mut cx| {
+        m.set(&pool, 70);
+        let _ = &m.frames.env().inject;
         let (victim, _) = pool.pages().nth(5).expect("70");
         let taken = pool.take(&cx, Nodes::All, false).expect("free");
         assert_eq!(pool.dissolve(&mut cx, &m.optimizer, taken.extent().base()), Err(PoolError::Busy));
@@ -193,24 +184,18 @@ fn a_page_dissolves_or_stays() {
         assert_eq!(pool.dissolve(&mut cx, &m.optimizer, victim), Err(PoolError::Busy));
         pool.unreserve(&cx, 69).expect("69");
         // No allocation succeeds: the frames come from the page itself.
-        faults.arm(FaultPlan::periodic(0, 1));
-        let report = pool.dissolve(&mut cx, &m.optimizer, Pfn::new(victim.get() + 77)).expect("carved");
-        faults.disarm();
+        let report =
+            m.out_of_memory(|| pool.dissolve(&mut cx, &m.optimizer, Pfn::new(victim.get() + 77)).expect("carved"));
         assert_eq!((report.left, report.carved), (1, 1));
         assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(69, 68, 0));
         assert!(pool.is_consistent(&cx) && pool.pages().all(|(pfn, _)| pfn != victim));
         pool.put(&cx, taken, false).expect("its own");
     });
     let policy = with!(hugemm_hugetlb::OptimizerPolicy::default(), carve = false);
-    machine(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        set(m, &pool, 70);
+    with_pool(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m, pool, mut cx| {
+        m.set(&pool, 70);
         let before: Vec<_> = pool.pages().collect();
-        let faults = &m.frames.env().inject;
-        faults.arm(FaultPlan::periodic(0, 1));
-        let refused = pool.dissolve(&mut cx, &m.optimizer, before[5].0);
-        faults.disarm();
+        let refused = m.out_of_memory(|| pool.dissolve(&mut cx, &m.optimizer, before[5].0));
         assert_eq!(refused, Err(PoolError::OutOfMemory));
         assert_eq!(pool.pages().collect::<Vec<_>>(), before);
         assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(70, 70, 0));
@@ -223,7 +208,7 @@ fn a_page_dissolves_or_stays() {
 #[test]
 fn overcommitting_without_memory_is_told_apart_from_the_limit() {
     with_pool(&Shape::spans(3), Faults::default(), |m, pool, mut cx| {
-        set(m, &pool, 2);
+        m.set(&pool, 2);
         assert_eq!(pool.unreserve(&cx, 0), Ok(false), "nothing is surplus");
         pool.set_overcommit(&cx, 8);
         pool.reserve(&cx, 2).expect("two");
@@ -250,14 +235,12 @@ fn overcommitting_without_memory_is_told_apart_from_the_limit() {
 /// Pages leave from the nodes evenly; of a node that has none, none is demoted.
 #[test]
 fn pages_leave_evenly_and_only_where_they_are() {
-    machine(&Shape { nodes: vec![16, 16], ..Shape::spans(0) }, NoFaults, |m| {
-        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
-        set(m, &small, 201);
-        set(m, &small, 50);
+    with_pools(&Shape { nodes: vec![16, 16], ..Shape::spans(0) }, NoFaults, |m, large, small, mut cx| {
+        m.set(&small, 201);
+        m.set(&small, 50);
         let on = |node| small.node_counts(&m.threads.cx(), NodeId::new(node)).total;
         assert_eq!((on(0) + on(1), on(0).abs_diff(on(1))), (50, 0));
-        set(m, &small, 0);
+        m.set(&small, 0);
         let one = Nodes::Only(NodeId::new(1));
         large.resize(&mut cx, &m.optimizer, 1, one, &Never).expect("idle");
         let other = Nodes::Only(NodeId::new(0));
@@ -277,14 +260,12 @@ fn pages_leave_evenly_and_only_where_they_are() {
 /// Of a node's pages those of the highest addresses leave first.
 #[test]
 fn the_highest_leave_first() {
-    machine(&Shape::spans(3), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let pool = memory.pool();
-        set(m, &pool, 9);
+    with_pool(&Shape::spans(3), NoFaults, |m, pool, _| {
+        m.set(&pool, 9);
         let pages: Vec<_> = pool.pages().map(|(pfn, _)| pfn).collect();
         assert!(pages.is_sorted());
         for left in [8, 5, 4, 1, 0] {
-            set(m, &pool, left);
+            m.set(&pool, left);
             assert!(pool.pages().map(|(pfn, _)| pfn).eq(pages[..left as usize].iter().copied()), "{left} left");
         }
     });
@@ -293,27 +274,23 @@ fn the_highest_leave_first() {
 /// As many from each node as from the others, the lowest numbers first; and where one has no more, the others give them.
 #[test]
 fn pages_come_evenly_and_from_where_there_are_some() {
-    machine(&Shape { nodes: vec![4, 4, 4], ..Shape::spans(0) }, NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let pool = memory.pool();
+    with_pool(&Shape { nodes: vec![4, 4, 4], ..Shape::spans(0) }, NoFaults, |m, pool, _| {
         let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId::new(node)).total);
         for (pages, expected) in [(1, [1, 0, 0]), (6, [3, 2, 1]), (200, [68, 67, 65])] {
-            set(m, &pool, pages);
+            m.set(&pool, pages);
             assert_eq!(on(), expected);
         }
-        set(m, &pool, 0);
+        m.set(&pool, 0);
     });
-    machine(&Shape { nodes: vec![1, 8, 3], ..Shape::spans(0) }, NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let pool = memory.pool();
+    with_pool(&Shape { nodes: vec![1, 8, 3], ..Shape::spans(0) }, NoFaults, |m, pool, _| {
         let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId::new(node)).total);
-        set(m, &pool, 600);
+        m.set(&pool, 600);
         let [first, second, third] = on();
         assert!(first > 40 && first < 64 && third > 150 && third <= 192 && first + second + third == 600, "{:?}", on());
         // More than there is: what there is, and an end.
         let all = m.set(&pool, 100_000).entered + 600;
         assert!((640..12 * 64).contains(&all) && m.free_frames() < 3 * 512, "{all}");
-        set(m, &pool, 0);
+        m.set(&pool, 0);
     });
 }
 
@@ -322,15 +299,13 @@ fn pages_come_evenly_and_from_where_there_are_some() {
 fn a_node_gives_what_a_hundred_others_have_not() {
     let mut nodes = vec![1; 102];
     (nodes[0], nodes[70], nodes[101]) = (3, 4, 3);
-    machine(&Shape { nodes, ..Shape::spans(0) }, NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let pool = memory.pool();
+    with_pool(&Shape { nodes, ..Shape::spans(0) }, NoFaults, |m, pool, _| {
         // Nothing comes back on the way, whereupon all would be asked anew.
         m.optimizer.set_enabled(false);
-        set(m, &pool, 100 * 64);
-        set(m, &pool, 200 * 64);
+        m.set(&pool, 100 * 64);
+        m.set(&pool, 200 * 64);
         assert!(m.frames.alloc(&m.threads.cx(), PageSize::Size2M).is_err(), "all are in the pool");
-        set(m, &pool, 0);
+        m.set(&pool, 0);
     });
 }
 
@@ -344,9 +319,9 @@ fn a_pool_of_one_of_two_nodes_grows() {
         let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
         for cpu in [0, CPUS as u32 - 1] {
             run_as(cpu);
-            set(m, &pool, 50);
+            m.set(&pool, 50);
             assert_eq!(pool.counts(&m.threads.cx()).counts.total, 50, "by cpu{cpu}");
-            set(m, &pool, 0);
+            m.set(&pool, 0);
         }
         run_as(0);
     });
@@ -404,9 +379,7 @@ fn surplus_is_kept_and_lent_on_every_node() {
 /// What is known of a page that is demoted is known of its parts, and no more.
 #[test]
 fn parts_are_zero_if_the_page_was() {
-    machine(&Shape::spans(32), NoFaults, |m| {
-        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+    with_pools(&Shape::spans(32), NoFaults, |m, large, small, mut cx| {
         let request = hugemm_frames::AllocRequest::order(PageSize::Size1G.order());
         let mut whole: Vec<_> = core::iter::from_fn(|| m.frames.alloc(&cx, request).ok()).collect();
         let count = whole.len() as u64;
@@ -415,7 +388,7 @@ fn parts_are_zero_if_the_page_was() {
         // SAFETY: sparse memory that nobody has touched is zero, and its handle has just been given up.
         m.frames.free_zeroed(&cx, unsafe { hugemm_base::Zeroed::assume_owned(known) });
         whole.into_iter().for_each(|block| m.frames.free(&cx, block));
-        set(m, &large, count);
+        m.set(&large, count);
         let entered = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, count).expect("all").entered;
         assert_eq!(entered, 512 * count);
         for _ in 0..entered {
@@ -432,11 +405,9 @@ fn parts_are_zero_if_the_page_was() {
 #[test]
 fn a_1_gib_page_becomes_512_pages() {
     for (lean, on) in [(true, true), (true, false), (false, true), (false, false)] {
-        machine(&Shape::spans(32), NoFaults, |m| {
-            let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-            let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+        with_pools(&Shape::spans(32), NoFaults, |m, large, small, mut cx| {
             m.optimizer.set_enabled(lean);
-            set(m, &large, 2);
+            m.set(&large, 2);
             let kept = large.take(&cx, Nodes::All, false).expect("two");
             m.optimizer.set_enabled(on);
             let report = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 2).expect("one is free");
@@ -459,10 +430,10 @@ fn a_1_gib_page_becomes_512_pages() {
             }
             assert_eq!(large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1), Err(PoolError::NothingToDemote));
             assert_eq!(large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 0), Ok(ResizeReport::default()));
-            set(m, &small, 0);
+            m.set(&small, 0);
             large.put(&cx, kept, false).expect("its own");
-            set(m, &large, 0);
-            assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
+            m.set(&large, 0);
+            m.nothing_is_lost(0);
         });
     }
 }
@@ -470,16 +441,14 @@ fn a_1_gib_page_becomes_512_pages() {
 /// What was allocated zero is handed out as zero, once, and freed as zero.
 #[test]
 fn what_is_known_to_be_zero_stays_known() {
-    machine(&Shape::spans(4), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, cx) = (memory.pool(), m.threads.cx());
+    with_pool(&Shape::spans(4), NoFaults, |m, pool, cx| {
         // The upper half of memory is known to be zero.
         let half = crate::support::extent(BASE + 2 * SPAN, 2 * SPAN);
         let claimed = m.frames.take_range(&cx, half).expect("free");
         // SAFETY: sparse memory that nobody has touched is zero, and it was claimed.
         let zeroed = unsafe { hugemm_base::Zeroed::assume_owned(claimed.into_extent()) };
         m.frames.free_zeroed(&cx, zeroed);
-        set(m, &pool, 240);
+        m.set(&pool, 240);
         let held: Vec<_> = (0..240).map(|_| pool.take(&cx, Nodes::All, false).expect("240")).collect();
         let known = held.iter().filter(|page| page.is_zero()).count();
         assert!(known >= 110, "{known}");
@@ -490,7 +459,7 @@ fn what_is_known_to_be_zero_stays_known() {
         let page = pool.take(&cx, Nodes::All, false).expect("free");
         assert!(!page.is_zero(), "whoever had it may have written");
         pool.put(&cx, page, false).expect("its own");
-        set(m, &pool, 0);
+        m.set(&pool, 0);
     });
 }
 
@@ -650,7 +619,7 @@ proptest! {
                 pool.put(&cx, page, false).expect("its own");
             }
             pool.unreserve(&cx, oracle.reserved).expect("as many");
-            set(m, &pool, 0);
+            m.set(&pool, 0);
             pool.tidy(&mut cx, &m.optimizer).expect("idle");
             let sum = m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames();
             prop_assert_eq!(sum, m.all.pages());

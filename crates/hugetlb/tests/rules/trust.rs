@@ -1,7 +1,7 @@
 //! What must not happen whatever safe code does, and whenever it stops: a page in two hands, or free memory whose descriptors
 //! somebody cannot write.
 
-use crate::support::{Machine, Shape, extent, machine, run_as, with_pool};
+use crate::support::{Machine, Shape, extent, machine, run_as, with_pool, with_pools};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{Cancel, CancelFlag, CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn, with};
@@ -51,8 +51,8 @@ fn can_be_written(m: &Machine<'_, NoFaults>, frames: Extent) {
 #[test]
 fn whoever_gets_a_freed_page_can_write_its_descriptors() {
     for (policy, breaks) in POLICIES.into_iter().flat_map(|policy| [(policy, false), (policy, true)]) {
-        with_pool(&Shape { policy, breaks, ..Shape::spans(4) }, NoFaults, |m, pool, mut cx| {
-            pool.resize(&mut cx, &m.optimizer, 130, Nodes::All, &Never).expect("idle");
+        with_pool(&Shape { policy, breaks, ..Shape::spans(4) }, NoFaults, |m, pool, _| {
+            m.set(&pool, 130);
             let pages: Vec<Pfn> = pool.pages().map(|(page, _)| page).collect();
             assert_eq!((pages.len(), pool.lean_pages()), (130, 130));
             *m.map.hw().delay.lock().unwrap() = HELD_UP;
@@ -177,7 +177,7 @@ fn a_resize_that_unwinds_loses_no_page_and_blocks_nobody() {
         assert!(pool.is_consistent(&cx));
         assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 150);
         m.set(&pool, 0);
-        assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
+        m.nothing_is_lost(0);
     });
 }
 
@@ -205,7 +205,7 @@ fn poison_strikes_a_page_under_way() {
         pool.put(&cx, page, false).expect("its own");
         assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 1);
         m.set(&pool, 0);
-        assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
+        m.nothing_is_lost(0);
     });
 }
 
@@ -243,7 +243,7 @@ fn pools_that_may_share_a_block_are_resized_one_after_the_other() {
         one.put(&cx, page, false).expect("its own");
         m.set(&one, 0);
         m.set(&two, 0);
-        assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
+        m.nothing_is_lost(0);
     });
 }
 
@@ -288,9 +288,7 @@ fn a_pool_is_resized_with_the_optimizer_that_filled_it() {
 /// Each of the 512 parts of a page must have its place in the pool that takes it over.
 #[test]
 fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
-    machine(&Shape::spans(24), NoFaults, |m| {
-        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+    with_pools(&Shape::spans(24), NoFaults, |m, large, small, mut cx| {
         m.set(&large, 1);
         let page = large.pages().next().expect("one").0;
         let half = extent(page.get(), 1 << 17);
@@ -310,9 +308,7 @@ fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
 
 /// A demotion whose `at`th call of the platform unwinds; how many there were, and how many pages went if it did not.
 fn demotion(at: u64, breaks: bool) -> (u64, Option<u64>) {
-    machine(&Shape { breaks, ..Shape::spans(28) }, NoFaults, |m| {
-        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+    with_pools(&Shape { breaks, ..Shape::spans(28) }, NoFaults, |m, large, small, mut cx| {
         assert_eq!(m.set(&large, 2).entered, 2);
         let calls = AtomicU64::new(0);
         let unwinds = |_: &mut CpuCx<'_, _>| assert_ne!(calls.fetch_add(1, Ordering::Relaxed) + 1, at, "planned");
@@ -353,9 +349,7 @@ fn a_demotion_that_unwinds_loses_no_page() {
 #[test]
 fn a_page_struck_amid_its_demotion_stays() {
     let strike = |at: u64| {
-        machine(&Shape::spans(28), NoFaults, |m| {
-            let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-            let (large, small, cx) = (large.pool(), small.pool(), m.threads.cx());
+        with_pools(&Shape::spans(28), NoFaults, |m, large, small, cx| {
             assert_eq!(m.set(&large, 1).entered, 1);
             let (page, _) = large.pages().next().expect("one");
             let (calls, stays) = (AtomicU64::new(0), AtomicU64::new(0));

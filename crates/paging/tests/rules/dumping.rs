@@ -1,30 +1,28 @@
 //! A table as text: a line for what is mapped with equal rights, and none for holes.
 
-use super::support::{Heap, extent, span};
-use super::{SMALL, table};
+use super::support::{extent, span};
+use super::{SMALL, Tables};
 use hugemm_base::PageSize::{Size1G, Size2M, Size4K};
-use hugemm_base::inject::NoFaults;
 use hugemm_paging::{Aarch64, Change, Editing, Flags, Mapping, PageFormat, X86_64};
 use std::fmt::{self, Write};
 
 /// Frames that do not go on, accessed bits and the owner's make no line of their own; other rights, other leaves and holes do.
 fn lines_are_of_equal_rights<F: PageFormat>() {
-    let heap = Heap::new(NoFaults);
-    let table = table::<F, _>(&heap);
+    let table = Tables::<F>::new();
     let used = Mapping { flags: Flags::WRITE | Flags::ACCESSED | Flags::DIRTY | Flags::OWNER0, largest: Size4K };
-    table.shared(&heap).map(span(5, 3), [extent(0x1005, 1), extent(0x9000, 2)], SMALL).expect("mapped");
-    table.shared(&heap).map(span(8, 2), [extent(0x2000, 2)], used).expect("mapped");
-    table.shared(&heap).map(span(11, 1), [extent(0x2000, 1)], used).expect("mapped");
+    table.shared().map(span(5, 3), [extent(0x1005, 1), extent(0x9000, 2)], SMALL).expect("mapped");
+    table.shared().map(span(8, 2), [extent(0x2000, 2)], used).expect("mapped");
+    table.shared().map(span(11, 1), [extent(0x2000, 1)], used).expect("mapped");
     let device = Mapping { flags: Flags::WRITE | Flags::UNCACHED, largest: Size2M };
-    table.shared(&heap).map(span(512, 1024), [extent(0x10_0000, 1024)], device).expect("mapped");
-    table.shared(&heap).map(span(511, 1), [extent(0x10_0000, 1)], device).expect("mapped");
+    table.shared().map(span(512, 1024), [extent(0x10_0000, 1024)], device).expect("mapped");
+    table.shared().map(span(511, 1), [extent(0x10_0000, 1)], device).expect("mapped");
     let code = Mapping { flags: Flags::EXEC | Flags::USER, largest: Size1G };
-    table.shared(&heap).map(span(1 << 18, 1 << 18), [extent(1 << 20, 1 << 18)], code).expect("mapped");
-    table.shared(&heap).map(span(1 << 19, 2), [extent(7, 2)], SMALL).expect("mapped");
+    table.shared().map(span(1 << 18, 1 << 18), [extent(1 << 20, 1 << 18)], code).expect("mapped");
+    table.shared().map(span(1 << 19, 2), [extent(7, 2)], SMALL).expect("mapped");
     let read_only = Change { set: Flags::NONE, clear: Flags::WRITE };
-    let _ = table.exclusive(&heap).protect(span((1 << 19) + 1, 1), read_only, Editing::LIVE).expect("changed");
+    let _ = table.exclusive().protect(span((1 << 19) + 1, 1), read_only, Editing::LIVE).expect("changed");
     let mut text = String::new();
-    table.dump(&heap, &mut text).expect("a string takes everything");
+    table.dump(&table.heap, &mut text).expect("a string takes everything");
     let (name, root) = (F::NAME, table.root());
     let expected = format!(
         "{name}, root {root}
@@ -47,7 +45,7 @@ fn lines_are_of_equal_rights<F: PageFormat>() {
             Ok(())
         }
     }
-    assert_eq!([7, 8].map(|lines| table.dump(&heap, &mut Short(lines))), [Err(fmt::Error), Ok(())]);
+    assert_eq!([7, 8].map(|lines| table.dump(&table.heap, &mut Short(lines))), [Err(fmt::Error), Ok(())]);
 }
 
 #[test]

@@ -1,8 +1,7 @@
 //! Ranges at the end of what addresses can be, through every operation: refused, or done by what is there, and no panic.
 
-use crate::support::{Heap, extent, lower};
-use crate::{DATA, SMALL, runs, table};
-use hugemm_base::inject::NoFaults;
+use crate::support::{extent, lower};
+use crate::{DATA, SMALL, Tables};
 use hugemm_base::{CpuId, PageSize, Pfn, RangeSet, VirtAddr, VirtRange};
 use hugemm_paging::{
     Aarch64, Change, Counting, EditLock, Editing, Flags, Lookup, OWNER_BITS, OwnerNext, PageFormat, PageTable, TlbCpu,
@@ -20,21 +19,21 @@ fn ranges() -> impl Iterator<Item = VirtRange> {
 }
 
 fn every_range<F: PageFormat>() {
-    let heap = Heap::new(NoFaults);
+    let table = Tables::<F>::new();
+    let heap = &table.heap;
     for range in ranges() {
         // SAFETY: one heap; nothing translates by the table.
-        if let Ok(table) = unsafe { PageTable::<F, EditLock>::new(&mut &heap, range) } {
+        if let Ok(table) = unsafe { PageTable::<F, EditLock>::new(&mut &*heap, range) } {
             let _ = (table.bounds(), table.root());
             // SAFETY: as above, and nothing is mapped.
-            unsafe { table.retire(&mut &heap, |_| panic!("empty")) };
+            unsafe { table.retire(&mut &*heap, |_| panic!("empty")) };
         }
     }
-    let table = table::<F, _>(&heap);
     let mapped = VirtRange::from_pages(512, 512).expect("a range");
-    table.exclusive(&heap).map(mapped, [extent(512, 512)], SMALL).expect("mapped");
+    table.exclusive().map(mapped, [extent(512, 512)], SMALL).expect("mapped");
     for range in ranges() {
         let inside = lower::<F>().covers(range);
-        let mut guard = table.exclusive(&heap);
+        let mut guard = table.exclusive();
         assert_eq!(guard.walk(range, Flags::NONE, |_| {}).is_ok(), inside, "{range}");
         assert_eq!(guard.walk_owners(range, |_, _, _| {}).is_ok(), inside, "{range}");
         if !inside {
@@ -49,17 +48,17 @@ fn every_range<F: PageFormat>() {
         }
     }
     for at in [0, 4095, 1 << 47, 1 << 48, 1 << 63, !0 << 12, u64::MAX].map(VirtAddr::new) {
-        let mut guard = table.exclusive(&heap);
+        let mut guard = table.exclusive();
         assert_eq!((guard.lookup(at), guard.translate(at)), (Lookup::Absent, None), "{at}");
         assert!(guard.take_leaf(at, Pfn::new(u64::MAX), |_| Some(u64::MAX)).is_err());
         drop(guard);
-        let mut guard = table.shared(&heap);
+        let mut guard = table.shared();
         assert!(guard.replace_owner(at, 1, OwnerNext::Owner(2)).is_err());
         for size in PageSize::ALL {
             assert!(at.get() < 1 << 47 || guard.enter_owner(at, size, u64::MAX).is_err(), "{at}");
         }
     }
-    let mut guard = table.shared(&heap);
+    let mut guard = table.shared();
     guard.enter_owner(VirtAddr::new(0), PageSize::Size4K, u64::MAX).expect("nothing there");
     assert_eq!(guard.lookup(VirtAddr::new(0)), Lookup::Owner((1 << OWNER_BITS) - 1), "so many bits are kept");
     guard.replace_owner(VirtAddr::new(0), (1 << OWNER_BITS) - 1, OwnerNext::Owner(u64::MAX - 1)).expect("it is there");
@@ -67,7 +66,7 @@ fn every_range<F: PageFormat>() {
     guard.enter_owner(VirtAddr::new((1 << 47) - 1), PageSize::Size2M, 5).expect("it is in the last 2 MiB");
     assert_eq!(guard.lookup(VirtAddr::new((1 << 47) - (2 << 20))), Lookup::Owner(5));
     drop(guard);
-    assert_eq!(runs(&table, &heap, mapped).len(), 1, "nothing has changed");
+    assert_eq!(table.runs(mapped).len(), 1, "nothing has changed");
 }
 
 #[test]

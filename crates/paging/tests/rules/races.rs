@@ -1,8 +1,7 @@
 //! Edits beside other CPUs' edits and accesses.
 
-use crate::support::{Heap, access, at, extent, span};
-use crate::{DATA, GIB, SMALL, runs, table, unmap};
-use hugemm_base::inject::NoFaults;
+use crate::support::{Heap, at, extent, span};
+use crate::{DATA, GIB, SMALL, Tables};
 use hugemm_base::{PageSize, Pfn};
 use hugemm_paging::{Aarch64, Change, Editing, Flags, Lookup, Mapping, NoTable, TableContent, TableMemory, X86_64};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -48,15 +47,15 @@ unsafe impl<F: Fn()> TableMemory for Meanwhile<'_, F> {
 #[test]
 fn a_write_amid_a_split_is_not_lost() {
     for from in [PageSize::Size2M, PageSize::Size1G] {
-        let heap = Heap::new(NoFaults);
-        let table = table::<X86_64, _>(&heap);
+        let table = Tables::<X86_64>::new();
         let pages = from.pages();
-        table.exclusive(&heap).map(span(pages, pages), [extent(pages, pages)], DATA).expect("mapped");
-        let write = || assert!(access::<X86_64, _>(&heap, table.root(), at(pages + 7), true).is_some());
-        let memory = Meanwhile { heap: &heap, new: std::cell::Cell::new(None), looks: std::cell::Cell::new(0), write };
-        let split = table.exclusive(memory).split(span(pages + 7, 1), PageSize::Size4K, Editing::LIVE);
+        table.exclusive().map(span(pages, pages), [extent(pages, pages)], DATA).expect("mapped");
+        let write = || assert!(table.access(pages + 7, true).is_some());
+        let memory =
+            Meanwhile { heap: &table.heap, new: std::cell::Cell::new(None), looks: std::cell::Cell::new(0), write };
+        let split = table.table.exclusive(memory).split(span(pages + 7, 1), PageSize::Size4K, Editing::LIVE);
         assert!(split.expect("room").entries() >= 1);
-        let Lookup::Mapped(leaf) = table.shared(&heap).lookup(at(pages + 7)) else { panic!("unmapped") };
+        let Lookup::Mapped(leaf) = table.shared().lookup(at(pages + 7)) else { panic!("unmapped") };
         assert_eq!((leaf.size, leaf.flags & Flags::HARDWARE), (PageSize::Size4K, Flags::HARDWARE));
     }
 }
@@ -66,26 +65,25 @@ fn a_write_amid_a_split_is_not_lost() {
 fn concurrent_writers_hand_a_table_down_once() {
     const THREADS: u64 = 4;
     for _ in 0..if cfg!(miri) { 1 } else { 200 } {
-        let heap = Heap::new(NoFaults);
-        let table = table::<X86_64, _>(&heap);
-        table.exclusive(&heap).map(span(0, 512), [extent(0, 512)], SMALL).expect("mapped");
+        let table = Tables::<X86_64>::new();
+        table.exclusive().map(span(0, 512), [extent(0, 512)], SMALL).expect("mapped");
         // The entry of 512 GiB.
         let all = span(0, 1 << 27);
-        assert_eq!(table.exclusive(&heap).write_protect(all).map(|stale| stale.entries()), Ok(1));
+        assert_eq!(table.exclusive().write_protect(all).map(|stale| stale.entries()), Ok(1));
         let _watched = hugemm_threads::Watchdog::new();
         std::thread::scope(|scope| {
             for thread in 0..THREADS {
-                let (heap, table) = (&heap, &table);
+                let table = &table;
                 scope.spawn(move || {
                     let change = Change { set: Flags::WRITE, clear: Flags::NONE };
                     for page in [thread, 100 + thread] {
-                        let _ = table.shared(heap).protect(span(page, 1), change).expect("in bounds");
-                        assert!(access::<X86_64, _>(heap, table.root(), at(page), true).is_some());
+                        let _ = table.shared().protect(span(page, 1), change).expect("in bounds");
+                        assert!(table.access(page, true).is_some());
                     }
                 });
             }
         });
-        let writable = (0..512).filter(|page| access::<X86_64, _>(&heap, table.root(), at(*page), true).is_some());
+        let writable = (0..512).filter(|page| table.access(*page, true).is_some());
         assert_eq!(writable.collect::<Vec<_>>(), [0, 1, 2, 3, 100, 101, 102, 103]);
     }
 }
@@ -93,18 +91,17 @@ fn concurrent_writers_hand_a_table_down_once() {
 /// What one CPU changes below a read-only table is not undone by another that hands the table down, which it does by plain stores.
 #[test]
 fn a_change_beside_a_handing_down_is_kept() {
-    let heap = Heap::new(NoFaults);
-    let table = table::<X86_64, _>(&heap);
+    let table = Tables::<X86_64>::new();
     let settled = Mapping { flags: Flags::WRITE | Flags::HARDWARE, ..SMALL };
-    table.exclusive(&heap).map(span(0, 512), [extent(0, 512)], settled).expect("mapped");
+    table.exclusive().map(span(0, 512), [extent(0, 512)], settled).expect("mapped");
     let done = AtomicBool::new(false);
     let _watched = hugemm_threads::Watchdog::new();
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
                 for (set, clear) in [(Flags::OWNER0, Flags::NONE), (Flags::NONE, Flags::OWNER0)] {
-                    let _ = table.shared(&heap).protect(span(300, 1), Change { set, clear }).expect("in bounds");
-                    let found = table.shared(&heap).lookup(at(300));
+                    let _ = table.shared().protect(span(300, 1), Change { set, clear }).expect("in bounds");
+                    let found = table.shared().lookup(at(300));
                     let Lookup::Mapped(leaf) = found else { panic!("it is there: {found:?}") };
                     assert_eq!(leaf.flags & Flags::OWNER0, set);
                 }
@@ -113,11 +110,11 @@ fn a_change_beside_a_handing_down_is_kept() {
         for _ in 0..if cfg!(miri) { 20 } else { 20_000 } {
             let writable = Change { set: Flags::WRITE, clear: Flags::NONE };
             {
-                let mut alone = table.exclusive(&heap);
+                let mut alone = table.exclusive();
                 let _ = alone.protect(span(0, 512), writable, Editing::LIVE).expect("in bounds");
                 let _ = alone.write_protect(span(0, 512)).expect("in bounds");
             }
-            let _ = table.shared(&heap).protect(span(0, 1), writable).expect("in bounds");
+            let _ = table.shared().protect(span(0, 1), writable).expect("in bounds");
             if other.is_finished() {
                 break;
             }
@@ -133,20 +130,19 @@ fn concurrent_mappers_share_tables() {
     let rounds = if cfg!(miri) { 2 } else { 40 };
     let pages = if cfg!(miri) { 20 } else { 700 };
     for round in 0..rounds {
-        let heap = Heap::new(NoFaults);
-        let table = table::<X86_64, _>(&heap);
+        let table = Tables::<X86_64>::new();
         let _watched = hugemm_threads::Watchdog::new();
         std::thread::scope(|scope| {
             for thread in 0..THREADS {
-                let (heap, table) = (&heap, &table);
+                let table = &table;
                 scope.spawn(move || {
                     for i in 0..pages {
                         // Interleaved single pages, and now and then a range of its own.
                         let page = (1 << 27) - pages * THREADS / 2 + i * THREADS + thread;
-                        table.shared(heap).map(span(page, 1), [extent(page, 1)], DATA).expect("nobody else's");
+                        table.shared().map(span(page, 1), [extent(page, 1)], DATA).expect("nobody else's");
                         if i.is_multiple_of(64) {
                             let range = span((thread + 1) * 64 * GIB + i * 1000, 900);
-                            table.shared(heap).map(range, [extent(i, 900)], DATA).expect("nobody else's");
+                            table.shared().map(range, [extent(i, 900)], DATA).expect("nobody else's");
                         }
                     }
                 });
@@ -154,13 +150,13 @@ fn concurrent_mappers_share_tables() {
         });
         let first = (1 << 27) - pages * THREADS / 2;
         assert_eq!(
-            runs(&table, &heap, span(first, pages * THREADS)),
+            table.runs(span(first, pages * THREADS)),
             [(first, extent(first, pages * THREADS), PageSize::Size4K)],
             "round {round}"
         );
         // SAFETY: nobody translates by it.
-        unsafe { table.retire(&mut &heap, |_| ()) };
-        assert_eq!(heap.live(), 0, "tables of losers were given back");
+        unsafe { table.table.retire(&mut &table.heap, |_| ()) };
+        assert_eq!(table.heap.live(), 0, "tables of losers were given back");
     }
 }
 
@@ -168,15 +164,14 @@ fn concurrent_mappers_share_tables() {
 #[test]
 fn of_several_mappers_of_one_page_one_wins() {
     let pages = if cfg!(miri) { 10 } else { 2000 };
-    let heap = Heap::new(NoFaults);
-    let table = table::<Aarch64, _>(&heap);
+    let table = Tables::<Aarch64>::new();
     let _watched = hugemm_threads::Watchdog::new();
     let won: u64 = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..3_u64)
             .map(|thread| {
-                let (heap, table) = (&heap, &table);
+                let table = &table;
                 scope.spawn(move || {
-                    let map = |page| table.shared(heap).map(span(page, 1), [extent(thread * 100_000 + page, 1)], DATA);
+                    let map = |page| table.shared().map(span(page, 1), [extent(thread * 100_000 + page, 1)], DATA);
                     (0..pages).filter(|page| map(*page).is_ok()).count() as u64
                 })
             })
@@ -191,15 +186,14 @@ fn of_several_mappers_of_one_page_one_wins() {
 #[test]
 fn hardware_bits_survive_edits_of_live_entries() {
     const PAGES: u64 = 256;
-    let heap = Heap::new(NoFaults);
-    let table = table::<X86_64, _>(&heap);
+    let table = Tables::<X86_64>::new();
     for _ in 0..if cfg!(miri) { 1 } else { 200 } {
-        table.exclusive(&heap).map(span(0, PAGES), [extent(0, PAGES)], SMALL).expect("mapped");
+        table.exclusive().map(span(0, PAGES), [extent(0, PAGES)], SMALL).expect("mapped");
         let done = AtomicBool::new(false);
         let _watched = hugemm_threads::Watchdog::new();
         let written = std::thread::scope(|scope| {
             let writer = scope.spawn(|| {
-                let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
+                let write = |page| table.access(page, true).is_some();
                 let written: Vec<bool> = (0..PAGES).map(write).collect();
                 done.store(true, Ordering::Relaxed);
                 written
@@ -207,15 +201,15 @@ fn hardware_bits_survive_edits_of_live_entries() {
             while !done.load(Ordering::Relaxed) {
                 for (set, clear) in [(Flags::OWNER0, Flags::NONE), (Flags::NONE, Flags::OWNER0)] {
                     let change = Change { set, clear };
-                    let stale = table.exclusive(&heap).protect(span(0, PAGES), change, Editing::LIVE);
+                    let stale = table.exclusive().protect(span(0, PAGES), change, Editing::LIVE);
                     assert!(stale.expect("in bounds").entries() <= PAGES);
-                    table.shared(&heap).test_and_clear_young(span(0, PAGES), |_| ()).expect("in bounds");
-                    table.exclusive(&heap).test_and_clear_young(span(0, PAGES), |_| ()).expect("in bounds");
+                    table.shared().test_and_clear_young(span(0, PAGES), |_| ()).expect("in bounds");
+                    table.exclusive().test_and_clear_young(span(0, PAGES), |_| ()).expect("in bounds");
                 }
             }
             writer.join().expect("the writer")
         });
-        for run in unmap(&table, &heap, span(0, PAGES)) {
+        for run in table.unmap(span(0, PAGES)) {
             for page in run.extent.base().get()..run.extent.end().get() {
                 assert_eq!(run.flags.contains(Flags::DIRTY), written[page as usize], "page {page}");
             }

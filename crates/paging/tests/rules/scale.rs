@@ -1,13 +1,12 @@
 //! Ranges of hundreds of GiB, in leaves of every size, whose ends lie anywhere and beside the borders of every level, beside an oracle that
 //! knows no leaves: which pages are mapped to which frames, with which flags.
 
-use super::support::{Heap, access, at, extent, lower, span};
-use super::{DATA, GIB, SMALL, lookup, runs, table, unmap};
-use hugemm_base::inject::NoFaults;
+use super::support::{at, extent, lower, span};
+use super::{DATA, GIB, SMALL, Tables};
 use hugemm_base::{Extent, PageSize, Pfn, VirtRange};
 use hugemm_paging::{
-    Aarch64, Change, Detached, Editing, Flags, Lookup, Mapping, PageFormat, PageTable, PagingError, Run, TableMemory,
-    Unhooked, X86_64, X86_64La57,
+    Aarch64, Change, Detached, Editing, Flags, Lookup, Mapping, PageFormat, PagingError, Run, TableMemory, Unhooked,
+    X86_64, X86_64La57,
 };
 use hugemm_threads::Random;
 use std::collections::BTreeMap;
@@ -71,9 +70,8 @@ fn as_piece<F: PageFormat>((first, piece): (u64, Piece)) -> (u64, u64, u64, Flag
     (first, piece.pages, piece.frame, F::flags(piece.entry))
 }
 
-struct World<'a, F: PageFormat> {
-    heap: &'a Heap,
-    table: PageTable<F>,
+struct World<F: PageFormat> {
+    table: Tables<F>,
     oracle: Oracle,
     random: Random,
     /// Leaves are folded where they can be.
@@ -94,7 +92,7 @@ const CHANGES: [Change; 6] = [
     Change { set: Flags::USER, clear: Flags::EXEC },
 ];
 
-impl<F: PageFormat> World<'_, F> {
+impl<F: PageFormat> World<F> {
     fn below(&mut self, limit: u64) -> u64 {
         self.random.below(limit.max(1))
     }
@@ -152,12 +150,12 @@ impl<F: PageFormat> World<'_, F> {
 
     /// Whether a larger leaf lies over a page that is not its first.
     fn is_inside(&self, page: u64) -> bool {
-        let leaf = if page < Self::limit() { lookup(&self.table, self.heap, page) } else { Lookup::Absent };
+        let leaf = if page < Self::limit() { self.table.lookup(page) } else { Lookup::Absent };
         matches!(leaf, Lookup::Mapped(leaf) if !page.is_multiple_of(leaf.size.pages()))
     }
 
     fn leaf_of(&self, page: u64) -> (u64, u64) {
-        match lookup(&self.table, self.heap, page) {
+        match self.table.lookup(page) {
             Lookup::Mapped(leaf) => {
                 let first = page - page % leaf.size.pages();
                 (first, first + leaf.size.pages())
@@ -168,7 +166,7 @@ impl<F: PageFormat> World<'_, F> {
 
     fn walk(&self, (first, end): (u64, u64)) -> Vec<Run> {
         let mut found = Vec::new();
-        let guard = self.table.shared(self.heap);
+        let guard = self.table.shared();
         guard.walk(Self::range((first, end)), Flags::NONE, |run| found.push(run)).expect("in bounds");
         found
     }
@@ -189,7 +187,7 @@ impl<F: PageFormat> World<'_, F> {
             return;
         }
         // SAFETY: a table of the heap, which nobody edits now.
-        let entries = unsafe { self.heap.reach(table).cast::<[u64; 512]>().as_ref() };
+        let entries = unsafe { (&self.table.heap).reach(table).cast::<[u64; 512]>().as_ref() };
         let pages = 1 << (9 * level);
         for group in entries.chunks_exact(16) {
             let is_folded = |entry: u64| entry & 1 != 0 && F::is_leaf(entry, level) && entry & F::CONTIGUOUS != 0;
@@ -240,8 +238,8 @@ impl<F: PageFormat> World<'_, F> {
         let frames: Vec<Extent> = pieces.iter().map(|(_, pages, frame)| extent(*frame, *pages)).collect();
         let (whole, how) = (span(first, pages), Mapping { flags, largest });
         let mapped = match self.folds {
-            true => self.table.shared(self.heap).map_folded(whole, frames, how),
-            false => self.table.exclusive(self.heap).map(whole, frames, how),
+            true => self.table.shared().map_folded(whole, frames, how),
+            false => self.table.exclusive().map(whole, frames, how),
         };
         let there = self.oracle.of((first, first + pages)).next().is_some();
         match mapped {
@@ -269,16 +267,16 @@ impl<F: PageFormat> World<'_, F> {
         for page in [first, end] {
             while self.is_inside(page) {
                 let size = if page.is_multiple_of(512) { PageSize::Size2M } else { PageSize::Size4K };
-                let stale = self.table.exclusive(self.heap).split(span(page, 1), size, Self::quiet()).expect("memory");
+                let stale = self.table.exclusive().split(span(page, 1), size, Self::quiet()).expect("memory");
                 assert!(stale.entries() > 0);
             }
         }
     }
 
     fn unfold(&mut self, at: (u64, u64)) {
-        let unhooked = self.table.exclusive(self.heap).detach_folded(Self::range(at)).expect("nothing waits");
+        let unhooked = self.table.exclusive().detach_folded(Self::range(at)).expect("nothing waits");
         let detached = Self::flushed(unhooked);
-        self.table.exclusive(self.heap).attach(detached, PageSize::Size4K).expect("memory");
+        self.table.exclusive().attach(detached, PageSize::Size4K).expect("memory");
     }
 
     fn flushed(unhooked: Unhooked) -> Detached {
@@ -318,8 +316,7 @@ impl<F: PageFormat> World<'_, F> {
 
     fn unmap(&mut self) {
         let at = self.stretch(1 << 40);
-        let unhooked =
-            self.edited(at, |world, editing| world.table.exclusive(world.heap).detach(Self::range(at), editing));
+        let unhooked = self.edited(at, |world, editing| world.table.exclusive().detach(Self::range(at), editing));
         let Some(unhooked) = unhooked else { return };
         let expected = joined(self.oracle.take(at).into_iter().map(as_piece::<F>), self.blurred);
         let (mut found, mut rest) = (Vec::new(), Some(Self::flushed(unhooked)));
@@ -332,13 +329,13 @@ impl<F: PageFormat> World<'_, F> {
                     self.oracle.0.insert(first, Piece { pages, frame, entry });
                 }
                 let detached = rest.expect("all of it");
-                self.table.exclusive(self.heap).attach(detached, size).expect("memory");
+                self.table.exclusive().attach(detached, size).expect("memory");
                 return self.take_over();
             }
         }
         while let Some(detached) = rest {
             let budget = self.one_of(&[1, 700, 5000, u64::MAX]);
-            let mut table = self.table.exclusive(self.heap);
+            let mut table = self.table.exclusive();
             let done = table.harvest_some(detached, budget, Flags::NONE, |run| found.push(run), |_, _, _| ());
             rest = done.map(|(_, rest)| rest).expect("its own");
         }
@@ -352,8 +349,8 @@ impl<F: PageFormat> World<'_, F> {
         }
         let shared = self.below(3) == 0;
         let done = self.edited(at, |world, editing| match shared {
-            true => world.table.shared(world.heap).protect(Self::range(at), change),
-            false => world.table.exclusive(world.heap).protect(Self::range(at), change, editing),
+            true => world.table.shared().protect(Self::range(at), change),
+            false => world.table.exclusive().protect(Self::range(at), change, editing),
         });
         if done.is_some() {
             for (_, piece) in self.oracle.of(at) {
@@ -367,7 +364,7 @@ impl<F: PageFormat> World<'_, F> {
 
     fn write_protect(&mut self) {
         let at = self.stretch(1 << 40);
-        let done = self.edited(at, |world, _| world.table.exclusive(world.heap).write_protect(Self::range(at)));
+        let done = self.edited(at, |world, _| world.table.exclusive().write_protect(Self::range(at)));
         if done.is_some() {
             for (_, piece) in self.oracle.of(at) {
                 piece.entry = F::change(piece.entry, Flags::NONE, Flags::WRITE);
@@ -391,7 +388,7 @@ impl<F: PageFormat> World<'_, F> {
                 let set = if write { Flags::HARDWARE } else { Flags::ACCESSED };
                 piece.entry = F::change(piece.entry, set, Flags::NONE);
             }
-            assert_eq!(access::<F, _>(self.heap, self.table.root(), at(page), write), expected);
+            assert_eq!(self.table.access(page, write), expected);
         }
     }
 
@@ -400,8 +397,8 @@ impl<F: PageFormat> World<'_, F> {
         let (mut found, range) = (Vec::new(), Self::range(span));
         let ends = [self.leaf_of(span.0), self.leaf_of(span.1 - 1)];
         let young = match self.below(2) {
-            0 => self.table.shared(self.heap).test_and_clear_young(range, |run| found.push(run)),
-            _ => self.table.exclusive(self.heap).test_and_clear_young(range, |run| found.push(run)),
+            0 => self.table.shared().test_and_clear_young(range, |run| found.push(run)),
+            _ => self.table.exclusive().test_and_clear_young(range, |run| found.push(run)),
         };
         let young = young.expect("in bounds");
         if self.folds {
@@ -434,16 +431,16 @@ impl<F: PageFormat> World<'_, F> {
         }
         let delta = to.wrapping_sub(from.0);
         let meets = from.0 < to + pages && to < from.1 || self.oracle.of((to, to + pages)).next().is_some();
-        let there = runs(&self.table, self.heap, Self::range(from));
+        let there = self.table.runs(Self::range(from));
         let lies_amiss = there.iter().any(|(.., size)| !delta.is_multiple_of(size.pages()));
         let larger: Vec<u64> = there.iter().filter(|run| run.2 > PageSize::Size4K).map(|run| run.0).collect();
         if !meets && !larger.is_empty() && self.below(2) == 0 {
             // Somebody had a page there, whose table is left.
             let page = span(self.one_of(&larger).wrapping_add(delta), 1);
-            self.table.exclusive(self.heap).map(page, [extent(1, 1)], SMALL).expect("nothing is there");
-            unmap(&self.table, self.heap, page);
+            self.table.exclusive().map(page, [extent(1, 1)], SMALL).expect("nothing is there");
+            self.table.unmap(page);
         }
-        let mut moved = self.table.exclusive(self.heap).relocate(Self::range(from), at(to), Editing::LIVE);
+        let mut moved = self.table.exclusive().relocate(Self::range(from), at(to), Editing::LIVE);
         if let Err(PagingError::Overlap { .. }) = moved
             && !meets
             && !lies_amiss
@@ -452,8 +449,8 @@ impl<F: PageFormat> World<'_, F> {
             self.seen[1] += 1;
             self.check();
             assert!(!larger.is_empty());
-            assert_eq!(unmap(&self.table, self.heap, span(to, pages)), []);
-            moved = self.table.exclusive(self.heap).relocate(Self::range(from), at(to), Editing::LIVE);
+            assert_eq!(self.table.unmap(span(to, pages)), []);
+            moved = self.table.exclusive().relocate(Self::range(from), at(to), Editing::LIVE);
         }
         match moved {
             Ok(_) => {
@@ -472,19 +469,24 @@ impl<F: PageFormat> World<'_, F> {
     fn split(&mut self) {
         let (size, most) = self.one_of(&[(PageSize::Size2M, 9 * GIB), (PageSize::Size4K, 600)]);
         let at = self.stretch(most);
-        let _ = self.table.exclusive(self.heap).split(Self::range(at), size, Self::quiet()).expect("memory");
+        let _ = self.table.exclusive().split(Self::range(at), size, Self::quiet()).expect("memory");
         for page in [at.0, at.1 - 1] {
-            let leaf = lookup(&self.table, self.heap, page);
+            let leaf = self.table.lookup(page);
             assert!(!matches!(leaf, Lookup::Mapped(leaf) if leaf.size > size));
         }
     }
 }
 
 fn run<F: PageFormat>(seed: u64, folds: bool) -> [u32; 3] {
-    let heap = Heap::new(NoFaults);
     let blurred = if folds { Flags::HARDWARE } else { Flags::NONE };
-    let (table, random) = (table::<F, _>(&heap), Random(seed));
-    let mut world = World { heap: &heap, table, oracle: Oracle::default(), random, folds, blurred, seen: [0; 3] };
+    let mut world = World::<F> {
+        table: Tables::new(),
+        oracle: Oracle::default(),
+        random: Random(seed),
+        folds,
+        blurred,
+        seen: [0; 3],
+    };
     for _ in 0..60 {
         match world.below(14) {
             0..4 => world.map(),
@@ -500,8 +502,8 @@ fn run<F: PageFormat>(seed: u64, folds: bool) -> [u32; 3] {
         world.check();
     }
     world.oracle.0.clear();
-    unmap(&world.table, &heap, lower::<F>());
-    assert_eq!(heap.live(), 1, "only the root is left");
+    world.table.unmap(lower::<F>());
+    assert_eq!(world.table.heap.live(), 1, "only the root is left");
     world.seen
 }
 
@@ -522,18 +524,17 @@ fn ranges_of_every_size_are_what_their_pages_are() {
 #[test]
 fn a_table_that_was_left_is_in_the_way_of_a_larger_leaf() {
     for (pages, size) in [(512, PageSize::Size2M), (GIB, PageSize::Size1G)] {
-        let heap = Heap::new(NoFaults);
-        let table = table::<X86_64, _>(&heap);
+        let table = Tables::<X86_64>::new();
         let there = 5 * GIB;
-        table.exclusive(&heap).map(span(there + 3, 1), [extent(1, 1)], SMALL).expect("mapped");
-        unmap(&table, &heap, span(there + 3, 1));
-        table.exclusive(&heap).map(span(GIB, pages), [extent(0, pages)], DATA).expect("mapped");
-        let move_it = || table.exclusive(&heap).relocate(span(GIB, pages), at(there), Editing::LIVE);
+        table.exclusive().map(span(there + 3, 1), [extent(1, 1)], SMALL).expect("mapped");
+        table.unmap(span(there + 3, 1));
+        table.exclusive().map(span(GIB, pages), [extent(0, pages)], DATA).expect("mapped");
+        let move_it = || table.exclusive().relocate(span(GIB, pages), at(there), Editing::LIVE);
         assert_eq!(move_it(), Err(PagingError::Overlap { at: at(there) }));
-        assert_eq!(runs(&table, &heap, lower::<X86_64>()), [(GIB, extent(0, pages), size)]);
-        unmap(&table, &heap, span(there, pages));
+        assert_eq!(table.runs(lower::<X86_64>()), [(GIB, extent(0, pages), size)]);
+        table.unmap(span(there, pages));
         let _ = move_it().expect("nothing is there");
-        assert_eq!(runs(&table, &heap, lower::<X86_64>()), [(there, extent(0, pages), size)]);
+        assert_eq!(table.runs(lower::<X86_64>()), [(there, extent(0, pages), size)]);
     }
 }
 
@@ -543,28 +544,27 @@ fn groups_of_whole_tables_are_detached_for_either() {
     let sizes =
         [(3 * 512 + 40, 8, SMALL), (2 * GIB + 20 * 512, 4 * 512, Mapping { largest: PageSize::Size2M, ..DATA })];
     for ((pages, left, how), harvested) in sizes.into_iter().flat_map(|size| [(size, false), (size, true)]) {
-        let heap = Heap::new(NoFaults);
-        let table = table::<Aarch64, _>(&heap);
+        let table = Tables::<Aarch64>::new();
         let (how, all) = (Mapping { flags: Flags::WRITE | Flags::DIRTY, ..how }, span(GIB - 16 * 512, pages));
-        let map = || table.shared(&heap).map_folded(all, [extent(8 * GIB - 16 * 512, pages)], how);
+        let map = || table.shared().map_folded(all, [extent(8 * GIB - 16 * 512, pages)], how);
         map().expect("mapped");
-        let before = runs(&table, &heap, all);
-        let unhooked = table.exclusive(&heap).detach_folded(all).expect("nothing waits");
+        let before = table.runs(all);
+        let unhooked = table.exclusive().detach_folded(all).expect("nothing waits");
         assert!(unhooked.entries() >= (pages / 512).saturating_sub(16));
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };
         if harvested {
             let mut gone = 0;
-            let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |run| gone += run.extent.pages());
+            let harvest = table.exclusive().harvest(detached, Flags::NONE, |run| gone += run.extent.pages());
             assert_eq!((harvest.expect("its own").pages, gone), (pages - left, pages - left));
-            let rest: u64 = unmap(&table, &heap, all).iter().map(|run| run.extent.pages()).sum();
+            let rest: u64 = table.unmap(all).iter().map(|run| run.extent.pages()).sum();
             assert_eq!(rest, left);
             map().expect("nothing is there any more");
         } else {
-            table.exclusive(&heap).attach(detached, how.largest).expect("no table is needed");
+            table.exclusive().attach(detached, how.largest).expect("no table is needed");
             let inside = VirtRange::from_pages(GIB + 3, 5).expect("a range");
-            assert_eq!(table.exclusive(&heap).folded(inside), None);
+            assert_eq!(table.exclusive().folded(inside), None);
         }
-        assert_eq!(runs(&table, &heap, all), before);
+        assert_eq!(table.runs(all), before);
     }
 }

@@ -1,6 +1,8 @@
 //! The compressed store: rules one by one, then random operations against the model.
 
-use crate::support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, ops, run_as, with_frames};
+use crate::support::{
+    CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, evict, machine, ops, run_as, take_back, with_frames,
+};
 use hugemm_base::Order;
 use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
@@ -17,13 +19,17 @@ fn page<I: hugemm_base::inject::Inject>(machine: &Machine, frames: &Frames<'_, P
     page
 }
 
-fn with_store(pages: u64, limit: u64, test: impl FnOnce(&Machine, &Frames<'_, Plain>, &Store<'_, '_, NoFaults>)) {
+fn with_store(
+    pages: u64,
+    limit: u64,
+    test: impl FnOnce(&Machine, &Frames<'_, Plain>, &Store<'_, '_, NoFaults>, hugemm_base::CpuCx<'_, Machine>),
+) {
     let machine = machine(pages, u64::MAX);
     run_as(0);
     with_frames(&machine, NoFaults, |frames| {
         let cx = machine.cx();
         let store = Compressed::new(frames, &cx, Runs, CPUS, limit).expect("memory for work");
-        test(&machine, frames, &store);
+        test(&machine, frames, &store, machine.cx());
         store.close(&cx).expect("the test frees what it stores");
         assert_nothing_lost(&machine, frames);
     });
@@ -68,8 +74,7 @@ fn working_memory_of_another_place_changes_nothing() {
 
 #[test]
 fn filled_pages_take_no_memory_and_know_no_limit() {
-    with_store(64, 64, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(64, 64, |machine, frames, store, cx| {
         let before = frames.stats(&cx).available();
         Swap::<Machine>::set_limit(store, 0);
         let words = [0, 1, 0xa5a5_a5a5, u32::MAX];
@@ -105,8 +110,7 @@ fn a_working_area_needs_one_window_on_all_of_it() {
 
 #[test]
 fn pages_of_a_larger_block_are_stored_one_by_one() {
-    with_store(64, 64, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(64, 64, |machine, frames, store, cx| {
         let mut block = frames.alloc(&cx, AllocRequest::order(Order::new(2).expect("valid"))).expect("memory");
         let run = |block: Frozen| frames.split(block, Order::ZERO).expect("managed");
         // Fill its four pages through single handles, then store them through the whole.
@@ -141,8 +145,7 @@ fn pages_of_a_larger_block_are_stored_one_by_one() {
 #[test]
 fn a_full_store_refuses_and_loses_nothing() {
     let limit = if cfg!(miri) { 38 } else { 100 };
-    with_store(256, limit, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(256, limit, |machine, frames, store, cx| {
         let mut slots = Vec::new();
         let mut seed = 0;
         let mut refused = loop {
@@ -165,11 +168,7 @@ fn a_full_store_refuses_and_loses_nothing() {
         let slot = store.store(&cx, &refused, 0).expect("room");
         Swap::<Machine>::set_limit(store, 10);
         slots.push((slot, Content { random: 500, seed }));
-        for (slot, content) in slots {
-            store.load(&cx, &slot, &mut refused, 0).expect("stored");
-            content.assert_in(machine.page(&mut refused));
-            store.free(&cx, slot).expect("held");
-        }
+        slots.into_iter().for_each(|stored| take_back(machine, store, stored, &mut refused));
         frames.free(&cx, refused);
     });
 }
@@ -177,8 +176,7 @@ fn a_full_store_refuses_and_loses_nothing() {
 /// With no frame left anywhere, plain stores fail and evictions still free memory.
 #[test]
 fn eviction_frees_memory_when_none_is_left() {
-    with_store(if cfg!(miri) { 50 } else { 256 }, 256, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(if cfg!(miri) { 50 } else { 256 }, 256, |machine, frames, store, cx| {
         let mut pages: Vec<(Frozen, Content)> = Vec::new();
         while let Ok(mut page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
             let content = Content { random: 200, seed: pages.len() as u32 };
@@ -190,22 +188,14 @@ fn eviction_frees_memory_when_none_is_left() {
         let count = pages.len() as u64;
         let mut slots = Vec::new();
         for (page, content) in pages {
-            let evicted = store.evict(&cx, page).expect("brings its own frame");
-            if let Some(page) = evicted.freed {
-                // Kept from the store, so that every block is one of the evicted frames or one of these.
-                frames.free(&cx, page);
-            }
-            slots.push((evicted.slot, content));
+            // What is left is kept from the store, so that every block is one of the evicted frames or one of these.
+            slots.push((evict(machine, frames, store, (page, content)).expect("brings its own frame"), content));
         }
         // 200 random bytes are 400 in runs: a class of 448 bytes, nine pages to a frame.
         let available = frames.stats(&cx).available();
         assert_eq!(available, count - count.div_ceil(9), "of {count} pages");
         let mut into = page(machine, frames, Content { random: 1, seed: 1 });
-        for (slot, content) in slots {
-            store.load(&cx, &slot, &mut into, 0).expect("stored");
-            content.assert_in(machine.page(&mut into));
-            store.free(&cx, slot).expect("held");
-        }
+        slots.into_iter().for_each(|stored| take_back(machine, store, stored, &mut into));
         frames.free(&cx, into);
     });
 }
@@ -213,8 +203,7 @@ fn eviction_frees_memory_when_none_is_left() {
 /// A page that does not compress stays where it is, since its own frame is what it would take; as a part of more, it is copied.
 #[test]
 fn an_incompressible_page_is_refused_or_copied() {
-    with_store(64, 64, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(64, 64, |machine, frames, store, cx| {
         let content = Content { random: 4096, seed: 3 };
         let page = page(machine, frames, content);
         let free = frames.stats(&cx).available();
@@ -260,8 +249,7 @@ fn a_poisoned_page_is_not_evicted() {
 
 #[test]
 fn holders_are_counted_up_to_a_limit() {
-    with_store(64, 64, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(64, 64, |machine, frames, store, cx| {
         for random in [100, 4096] {
             let page = page(machine, frames, Content { random, seed: 1 });
             let mut slots = vec![store.store(&cx, &page, 0).expect("room")];
@@ -284,8 +272,7 @@ fn holders_are_counted_up_to_a_limit() {
 /// A slot of another store is refused and stays with its owner.
 #[test]
 fn slots_of_another_store_are_refused() {
-    with_store(128, 64, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(128, 64, |machine, frames, store, cx| {
         let other: Store<'_, '_, NoFaults> = Compressed::new(frames, &cx, Runs, 1, 64).expect("memory for work");
         for random in [100, 4096] {
             let mut page = page(machine, frames, Content { random, seed: 1 });
@@ -315,8 +302,7 @@ fn slots_of_another_store_are_refused() {
 /// A slot whose page has been freed is nobody's, whichever piece of its frame it was; nor is one beyond the frame's last.
 #[test]
 fn slots_that_are_free_are_refused() {
-    with_store(64, 64, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(64, 64, |machine, frames, store, cx| {
         let mut into = page(machine, frames, Content { random: 1, seed: 1 });
         let mut slots = Vec::new();
         for seed in 0..6 {
@@ -352,8 +338,7 @@ fn slots_that_are_free_are_refused() {
 /// Pages of every kind are counted once, with the frames that they take, up to the limit; what was refused is counted too.
 #[test]
 fn what_is_stored_is_counted() {
-    with_store(64, 64, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(64, 64, |machine, frames, store, cx| {
         let kinds =
             [Content { random: 0, seed: 7 }, Content { random: 40, seed: 1 }, Content { random: 4096, seed: 2 }];
         let sources = kinds.map(|content| page(machine, frames, content));
@@ -381,8 +366,7 @@ fn what_is_stored_is_counted() {
 /// Damage is an error, never an access outside: every byte of every piece is changed in turn.
 #[test]
 fn damaged_pieces_are_errors_or_wrong_pages() {
-    with_store(64, 64, |machine, frames, store| {
-        let cx = machine.cx();
+    with_store(64, 64, |machine, frames, store, cx| {
         let source = page(machine, frames, Content { random: 20, seed: 7 });
         let slot = store.store(&cx, &source, 0).expect("room");
         let mut into = page(machine, frames, Content { random: 1, seed: 1 });
@@ -446,28 +430,10 @@ fn every_allocation_point_can_fail() {
                     Err(error) => assert_eq!(error, StoreError::NoMemory),
                 }
                 content.assert_in(machine.page(&mut page));
-                let back = match store.evict(&cx, page) {
-                    Ok(evicted) => {
-                        slots.push((evicted.slot, content));
-                        evicted.freed
-                    }
-                    Err((error, page)) => {
-                        assert!(content.may_be_refused(error), "{content:?}: {error}");
-                        Some(page)
-                    }
-                };
-                back.into_iter().for_each(|page| frames.free(&cx, page));
+                slots.extend(evict(&machine, frames, &store, (page, content)).map(|slot| (slot, content)));
             }
-            let mut into = loop {
-                if let Ok(page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
-                    break page;
-                }
-            };
-            for (slot, content) in slots {
-                store.load(&cx, &slot, &mut into, 0).expect("stored");
-                content.assert_in(machine.page(&mut into));
-                store.free(&cx, slot).expect("held");
-            }
+            let mut into = crate::support::page(&machine, frames);
+            slots.into_iter().for_each(|stored| take_back(&machine, &store, stored, &mut into));
             frames.free(&cx, into);
             store.close(&cx).expect("empty");
             assert_nothing_lost(&machine, frames);
@@ -497,11 +463,7 @@ fn pages_survive_on_several_cpus() {
                     let cx = machine.cx();
                     let mut rng = Rng(u64::from(cpu) + 1);
                     let mut held: Vec<(SwapSlot, Content)> = Vec::new();
-                    let mut into = loop {
-                        if let Ok(page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
-                            break page;
-                        }
-                    };
+                    let mut into = crate::support::page(machine, frames);
                     for _ in 0..steps {
                         match rng.below(8) {
                             0..=2 => {
@@ -517,17 +479,9 @@ fn pages_survive_on_several_cpus() {
                                     }
                                     frames.free(&cx, page);
                                 } else {
-                                    let back = match store.evict(&cx, page) {
-                                        Ok(evicted) => {
-                                            held.push((evicted.slot, content));
-                                            evicted.freed
-                                        }
-                                        Err((error, page)) => {
-                                            assert!(content.may_be_refused(error), "{content:?}: {error}");
-                                            Some(page)
-                                        }
-                                    };
-                                    back.into_iter().for_each(|page| frames.free(&cx, page));
+                                    held.extend(
+                                        evict(machine, frames, store, (page, content)).map(|slot| (slot, content)),
+                                    );
                                 }
                             }
                             3 | 4 if !held.is_empty() => {
@@ -555,16 +509,12 @@ fn pages_survive_on_several_cpus() {
             }
         });
         let cx = machine.cx();
-        let mut into = loop {
-            if let Ok(page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
-                break page;
-            }
-        };
-        for (slot, content) in common.into_inner().expect("alive") {
-            store.load(&cx, &slot, &mut into, 0).expect("held");
-            content.assert_in(machine.page(&mut into));
-            store.free(&cx, slot).expect("held");
-        }
+        let mut into = crate::support::page(&machine, frames);
+        common
+            .into_inner()
+            .expect("alive")
+            .into_iter()
+            .for_each(|stored| take_back(&machine, &store, stored, &mut into));
         frames.free(&cx, into);
         store.close(&cx).expect("empty");
         assert_nothing_lost(&machine, frames);
@@ -597,8 +547,8 @@ fn errors_say_what_to_do() {
 #[cfg_attr(miri, ignore = "too much for an interpreter")]
 fn a_hundred_thousand_pages_come_back() {
     const PAGES: usize = 100_000;
-    with_store(16 << 10, 12 << 10, |machine, frames, store| {
-        let (cx, mut random) = (machine.cx(), Rng(3));
+    with_store(16 << 10, 12 << 10, |machine, frames, store, cx| {
+        let mut random = Rng(3);
         let mut block = frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
         let mut back = frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
         let mut stored: Vec<(SwapSlot, Content)> = Vec::new();

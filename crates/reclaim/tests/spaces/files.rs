@@ -1,7 +1,7 @@
 //! Files under pressure: clean pages go without being written, dirty ones when they have been; nobody waits for memory that he needs to
 //! give some back.
 
-use crate::rig::{Cx, Model, NODE, Rig, Size, span, with_cpu};
+use crate::rig::{Cx, Model, NODE, Rig, Size, span, with_cpu, with_either};
 use crate::rules::{AT, SIZE};
 use hugemm_base::{Never, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
@@ -77,41 +77,39 @@ fn all_of_it<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>) -> ShrinkProgress {
 /// a run of them.
 #[test]
 fn clean_pages_go_first_and_dirty_ones_by_runs() {
-    for policy in LruPolicy::ALL {
-        with_cpu(Size { policy, ..SIZE }, 17, |rig, cx| {
-            let file = File::new(128);
-            let object = rig.vm.open_source(cx, file).expect("memory");
-            let space = rig.vm.create(cx, span(0, 1 << 47)).expect("memory");
-            rig.vm.map(cx, &space, span(AT, 128 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            let at = |page: u64| AT + (page << 12);
-            (0..128).for_each(|page| assert_eq!(rig.get(cx, &space, at(page)), Ok(page)));
-            (64..80).for_each(|page| rig.put(cx, &space, at(page), page + 1000).expect("memory"));
-            rig.leave(cx, &space);
-            rig.enter(cx, &space);
-            let (mut freed, mut written) = (0, 0);
-            for _ in 0..40 {
-                let pass = all_of_it(rig, cx);
-                freed += pass.freed;
-                written += pass.written;
-                if freed >= 112 && written == 0 {
-                    assert_eq!(file.writes.load(Ordering::Relaxed), 0, "{policy:?}");
-                }
+    with_either(SIZE, 17, |policy, rig, cx| {
+        let file = File::new(128);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, span(0, 1 << 47)).expect("memory");
+        rig.vm.map(cx, &space, span(AT, 128 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        let at = |page: u64| AT + (page << 12);
+        (0..128).for_each(|page| assert_eq!(rig.get(cx, &space, at(page)), Ok(page)));
+        (64..80).for_each(|page| rig.put(cx, &space, at(page), page + 1000).expect("memory"));
+        rig.leave(cx, &space);
+        rig.enter(cx, &space);
+        let (mut freed, mut written) = (0, 0);
+        for _ in 0..40 {
+            let pass = all_of_it(rig, cx);
+            freed += pass.freed;
+            written += pass.written;
+            if freed >= 112 && written == 0 {
+                assert_eq!(file.writes.load(Ordering::Relaxed), 0, "{policy:?}");
             }
-            assert_eq!((freed, written), (128, 16), "{policy:?}");
-            let found = |page: u64| rig.vm.lookup(cx, &space, VirtAddr::new(at(page)));
-            assert!((0..128).map(found).all(|found| found == Lookup::Absent));
-            assert!(file.writes.load(Ordering::Relaxed) <= 2, "sixteen pages that were read together");
-            assert_eq!(rig.store.stats(cx).stores, 0, "nothing of it goes to swap");
-            assert_eq!((file.word(70 << 12), file.word(7 << 12)), (1070, 7));
-            (0..128).for_each(|page| {
-                let expected = if (64..80).contains(&page) { page + 1000 } else { page };
-                assert_eq!(rig.get(cx, &space, at(page)), Ok(expected));
-            });
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
+        }
+        assert_eq!((freed, written), (128, 16), "{policy:?}");
+        let found = |page: u64| rig.vm.lookup(cx, &space, VirtAddr::new(at(page)));
+        assert!((0..128).map(found).all(|found| found == Lookup::Absent));
+        assert!(file.writes.load(Ordering::Relaxed) <= 2, "sixteen pages that were read together");
+        assert_eq!(rig.store.stats(cx).stores, 0, "nothing of it goes to swap");
+        assert_eq!((file.word(70 << 12), file.word(7 << 12)), (1070, 7));
+        (0..128).for_each(|page| {
+            let expected = if (64..80).contains(&page) { page + 1000 } else { page };
+            assert_eq!(rig.get(cx, &space, at(page)), Ok(expected));
         });
-    }
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
 }
 
 /// A file whose reader is slow: between what it has read and its end, others use the page.
@@ -199,86 +197,80 @@ fn what_was_read_before_a_page_went_is_not_entered() {
 /// A file that does not fit into memory, all of it stored to; writing back needs memory itself.
 #[test]
 fn a_file_larger_than_memory_is_edited() {
-    for policy in LruPolicy::ALL {
-        with_cpu(Size { policy, ..SIZE }, 18, |rig, cx| {
-            let pages = rig.vm.frames().managed() + 500;
-            let file = File::new(pages);
-            file.vm.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
-            let object = rig.vm.open_source(cx, file).expect("memory");
-            let space = rig.vm.create(cx, span(0, 1 << 47)).expect("memory");
-            rig.vm.map(cx, &space, span(AT, pages << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            for page in 0..pages {
-                rig.put(cx, &space, AT + (page << 12) + 8, page + 1).expect("memory comes back");
-            }
-            assert!(file.written.load(Ordering::Relaxed) > 400, "{policy:?}");
-            for page in (0..pages).step_by(7) {
-                let at = AT + (page << 12);
-                assert_eq!((rig.get(cx, &space, at), rig.get(cx, &space, at + 8)), (Ok(page), Ok(page + 1)));
-            }
-            rig.vm.sync(cx, &object, 0, pages).expect("it takes all");
-            (0..pages).for_each(|page| assert_eq!(file.word((page << 12) + 8), page + 1));
-            file.vm.store(0, Ordering::Relaxed);
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-        });
-    }
+    with_either(SIZE, 18, |policy, rig, cx| {
+        let pages = rig.vm.frames().managed() + 500;
+        let file = File::new(pages);
+        file.vm.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.vm.create(cx, span(0, 1 << 47)).expect("memory");
+        rig.vm.map(cx, &space, span(AT, pages << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        for page in 0..pages {
+            rig.put(cx, &space, AT + (page << 12) + 8, page + 1).expect("memory comes back");
+        }
+        assert!(file.written.load(Ordering::Relaxed) > 400, "{policy:?}");
+        for page in (0..pages).step_by(7) {
+            let at = AT + (page << 12);
+            assert_eq!((rig.get(cx, &space, at), rig.get(cx, &space, at + 8)), (Ok(page), Ok(page + 1)));
+        }
+        rig.vm.sync(cx, &object, 0, pages).expect("it takes all");
+        (0..pages).for_each(|page| assert_eq!(file.word((page << 12) + 8), page + 1));
+        file.vm.store(0, Ordering::Relaxed);
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
 }
 
 /// A file that is read once from end to end takes nothing from others but what is free, however idle they are; what is read twice in a row
 /// neither.
 #[test]
 fn a_stream_pushes_nothing_out() {
-    for policy in LruPolicy::ALL {
-        with_cpu(Size { policy, ..SIZE }, 19, |rig, cx| {
-            let all = rig.vm.frames().managed();
-            let (own, pages) = (all / 2, 3 * all);
-            let object = rig.vm.open_source(cx, File::new(pages)).expect("memory");
-            let space = rig.space(cx, span(AT, own << 12), SMALL);
-            let stream = AT + (own << 12);
-            rig.vm.map(cx, &space, span(stream, pages << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            (0..own).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
-            for page in 0..pages {
-                assert_eq!(rig.get(cx, &space, stream + (page << 12)), Ok(page));
-            }
-            assert_eq!(rig.store.stats(cx).stores, 0, "{policy:?}");
-            let there = rig.vm.usage(cx, &space, span(AT, own << 12)).expect("in the space");
-            assert_eq!((there.present, there.swapped), (own, 0));
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-        });
-    }
+    with_either(SIZE, 19, |policy, rig, cx| {
+        let all = rig.vm.frames().managed();
+        let (own, pages) = (all / 2, 3 * all);
+        let object = rig.vm.open_source(cx, File::new(pages)).expect("memory");
+        let space = rig.space(cx, span(AT, own << 12), SMALL);
+        let stream = AT + (own << 12);
+        rig.vm.map(cx, &space, span(stream, pages << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        (0..own).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
+        for page in 0..pages {
+            assert_eq!(rig.get(cx, &space, stream + (page << 12)), Ok(page));
+        }
+        assert_eq!(rig.store.stats(cx).stores, 0, "{policy:?}");
+        let there = rig.vm.usage(cx, &space, span(AT, own << 12)).expect("in the space");
+        assert_eq!((there.present, there.swapped), (own, 0));
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
 }
 
 /// A file that is read again and again, and would fit if idle memory went: it does, and the file is read no more.
 #[test]
 fn idle_memory_makes_room_for_a_file_that_is_used() {
-    for policy in LruPolicy::ALL {
-        with_cpu(Size { policy, ..SIZE }, 20, |rig, cx| {
-            let all = rig.vm.frames().managed();
-            let (own, pages) = (all / 2, all * 5 / 8);
-            let file = File::new(pages);
-            let object = rig.vm.open_source(cx, file).expect("memory");
-            let space = rig.space(cx, span(AT, own << 12), SMALL);
-            let used = AT + (own << 12);
-            rig.vm.map(cx, &space, span(used, pages << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            (0..own).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
-            let mut reads = Vec::new();
-            for _ in 0..12 {
-                let before = file.read.load(Ordering::Relaxed);
-                (0..pages).for_each(|page| assert_eq!(rig.get(cx, &space, used + (page << 12)), Ok(page)));
-                reads.push(file.read.load(Ordering::Relaxed) - before);
-            }
-            assert!(reads[11] * 20 < pages, "{policy:?}: {reads:?} of {pages} pages were read");
-            assert!(rig.store.stats(cx).stores > 0);
-            assert_eq!(rig.vm.usage(cx, &space, span(used, pages << 12)).expect("in the space").swapped, 0);
-            (0..own).for_each(|page| assert_eq!(rig.get(cx, &space, AT + (page << 12)), Ok(page + 1)));
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-        });
-    }
+    with_either(SIZE, 20, |policy, rig, cx| {
+        let all = rig.vm.frames().managed();
+        let (own, pages) = (all / 2, all * 5 / 8);
+        let file = File::new(pages);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let space = rig.space(cx, span(AT, own << 12), SMALL);
+        let used = AT + (own << 12);
+        rig.vm.map(cx, &space, span(used, pages << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        (0..own).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
+        let mut reads = Vec::new();
+        for _ in 0..12 {
+            let before = file.read.load(Ordering::Relaxed);
+            (0..pages).for_each(|page| assert_eq!(rig.get(cx, &space, used + (page << 12)), Ok(page)));
+            reads.push(file.read.load(Ordering::Relaxed) - before);
+        }
+        assert!(reads[11] * 20 < pages, "{policy:?}: {reads:?} of {pages} pages were read");
+        assert!(rig.store.stats(cx).stores > 0);
+        assert_eq!(rig.vm.usage(cx, &space, span(used, pages << 12)).expect("in the space").swapped, 0);
+        (0..own).for_each(|page| assert_eq!(rig.get(cx, &space, AT + (page << 12)), Ok(page + 1)));
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
 }
 
 /// Reads 64 pages of a file that an area shows; where they are.
@@ -297,39 +289,37 @@ fn frames<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &AddressSpace<Model<'h>
 /// Swap that is full is no reason to keep what a file has, wherever that has been moved.
 #[test]
 fn files_go_though_swap_is_full() {
-    for policy in LruPolicy::ALL {
-        with_cpu(Size { policy, swap: 60, ..SIZE }, 21, |rig, cx| {
-            let object = rig.vm.open_source(cx, File::new(64)).expect("memory");
-            let space = rig.space(cx, span(AT, 256 << 12), SMALL);
-            let shown = span(2 * AT, 64 << 12);
-            rig.vm.map(cx, &space, shown, SMALL, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            let mut random = hugemm_threads::Random(21);
-            for page in 0..256 {
-                // Nothing that compresses to less than half.
-                let noise: Vec<u8> = (0..200).flat_map(|_| random.word().to_le_bytes()).collect();
-                rig.vm.write(cx, &space, VirtAddr::new(AT + (page << 12)), &noise).expect("memory");
-            }
-            let before = frames(rig, cx, &space);
-            let mut moves = || rig.vm.pager().compact(&rig.vm, cx, NODE) && frames(rig, cx, &space) != before;
-            assert!((0..4).any(|_| moves()), "{policy:?}: files stay where they are");
-            rig.leave(cx, &space);
-            rig.enter(cx, &space);
-            let mut full = false;
-            for pass in 0..40 {
-                full |= all_of_it(rig, cx).full;
-                let present = rig.vm.usage(cx, &space, shown).expect("in the space").present;
-                assert!(pass < 2 || present == 0, "{policy:?}: {present} behind what cannot go");
-            }
-            assert!(full, "{policy:?}: there was room");
-            // Brought at once, before anybody touches it.
-            rig.vm.advise(cx, &space, shown, Advice::WillNeed).expect("an area");
-            rig.vm.prefault_shared(&object, 0, 64).work(cx, &Never).expect("memory");
-            (0..64).for_each(|page| assert_eq!(rig.get(cx, &space, 2 * AT + (page << 12)), Ok(page)));
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-        });
-    }
+    with_either(Size { swap: 60, ..SIZE }, 21, |policy, rig, cx| {
+        let object = rig.vm.open_source(cx, File::new(64)).expect("memory");
+        let space = rig.space(cx, span(AT, 256 << 12), SMALL);
+        let shown = span(2 * AT, 64 << 12);
+        rig.vm.map(cx, &space, shown, SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        let mut random = hugemm_threads::Random(21);
+        for page in 0..256 {
+            // Nothing that compresses to less than half.
+            let noise: Vec<u8> = (0..200).flat_map(|_| random.word().to_le_bytes()).collect();
+            rig.vm.write(cx, &space, VirtAddr::new(AT + (page << 12)), &noise).expect("memory");
+        }
+        let before = frames(rig, cx, &space);
+        let mut moves = || rig.vm.pager().compact(&rig.vm, cx, NODE) && frames(rig, cx, &space) != before;
+        assert!((0..4).any(|_| moves()), "{policy:?}: files stay where they are");
+        rig.leave(cx, &space);
+        rig.enter(cx, &space);
+        let mut full = false;
+        for pass in 0..40 {
+            full |= all_of_it(rig, cx).full;
+            let present = rig.vm.usage(cx, &space, shown).expect("in the space").present;
+            assert!(pass < 2 || present == 0, "{policy:?}: {present} behind what cannot go");
+        }
+        assert!(full, "{policy:?}: there was room");
+        // Brought at once, before anybody touches it.
+        rig.vm.advise(cx, &space, shown, Advice::WillNeed).expect("an area");
+        rig.vm.prefault_shared(&object, 0, 64).work(cx, &Never).expect("memory");
+        (0..64).for_each(|page| assert_eq!(rig.get(cx, &space, 2 * AT + (page << 12)), Ok(page)));
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+    });
 }
 
 /// What is cold goes first, and what was given up costs no swap.
@@ -385,25 +375,23 @@ impl<'h> PageSource<Model<'h>> for Full {
 /// One dirty page that its source does not take back keeps nobody else's idle memory from going.
 #[test]
 fn one_page_that_cannot_be_written_back_keeps_no_other() {
-    for policy in LruPolicy::ALL {
-        with_cpu(Size { policy, ..SIZE }, 17, |rig, cx| {
-            let object = rig.vm.open_source(cx, Box::leak(Box::new(Full(4)))).expect("memory");
-            let space = rig.space(cx, span(AT, 400 << 12), SMALL);
-            rig.vm.map(cx, &space, span(2 * AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            (0..400).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
-            rig.put(cx, &space, 2 * AT, 1).expect("memory");
-            rig.leave(cx, &space);
-            rig.enter(cx, &space);
-            let mut freed = 0;
-            for _ in 0..20 {
-                let budget = ShrinkBudget::new(u64::MAX, 4000);
-                freed += rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never).freed;
-            }
-            let stores = rig.store.stats(cx).stores;
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-            assert!(freed >= 300, "{policy:?}: {freed} of 400 idle pages went, {stores} were stored");
-        });
-    }
+    with_either(SIZE, 17, |policy, rig, cx| {
+        let object = rig.vm.open_source(cx, Box::leak(Box::new(Full(4)))).expect("memory");
+        let space = rig.space(cx, span(AT, 400 << 12), SMALL);
+        rig.vm.map(cx, &space, span(2 * AT, 4 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        (0..400).for_each(|page| rig.put(cx, &space, AT + (page << 12), page + 1).expect("memory"));
+        rig.put(cx, &space, 2 * AT, 1).expect("memory");
+        rig.leave(cx, &space);
+        rig.enter(cx, &space);
+        let mut freed = 0;
+        for _ in 0..20 {
+            let budget = ShrinkBudget::new(u64::MAX, 4000);
+            freed += rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never).freed;
+        }
+        let stores = rig.store.stats(cx).stores;
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+        assert!(freed >= 300, "{policy:?}: {freed} of 400 idle pages went, {stores} were stored");
+    });
 }

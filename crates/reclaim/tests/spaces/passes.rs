@@ -1,6 +1,6 @@
 //! How far passes, a worker's turns and direct reclaim go: idle pages go, others stay, and each ends where it should.
 
-use crate::rig::{Cpus, Cx, Handle, Model, NODE, Rig, Size, span, with_cpu};
+use crate::rig::{Cpus, Cx, Handle, Model, NODE, Rig, Size, span, with_cpu, with_either};
 use crate::rules::{AT, SIZE, filled, size_for};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{CancelFlag, Never, NodeId, Order, PageSize, Shortfall, VirtAddr, with};
@@ -22,16 +22,14 @@ fn with_pages(
     size: Size,
     test: impl for<'v, 'h> Fn(LruPolicy, &'v Rig<'h>, &mut Cx<'_, 'h>, &Handle<'v, 'h>),
 ) {
-    for policy in LruPolicy::ALL {
-        with_cpu(Size { policy, ..size }, 17, |rig, cx| {
-            let space = filled(rig, cx, PageSize::Size4K, pages);
-            test(policy, rig, cx, &space);
-            for index in 0..pages {
-                assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index + 1), "{policy:?}");
-            }
-            rig.end(cx, space);
-        });
-    }
+    with_either(size, 17, |policy, rig, cx| {
+        let space = filled(rig, cx, PageSize::Size4K, pages);
+        test(policy, rig, cx, &space);
+        for index in 0..pages {
+            assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index + 1), "{policy:?}");
+        }
+        rig.end(cx, space);
+    });
 }
 
 fn pass<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, free: u64, scan: u64) -> ShrinkProgress {
@@ -266,34 +264,32 @@ fn store<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, index: 
 /// on none.
 #[test]
 fn new_pages_come_to_the_lists_together() {
-    for policy in LruPolicy::ALL {
-        with_cpu(Size { policy, ..SIZE }, 23, |rig, cx| {
-            let lru = rig.vm.pager().lru(NODE).expect("one");
-            let kind = VmaKind::private(PageSize::Size4K);
-            let space = rig.space(cx, span(at(0), 200 << 12), kind);
-            rig.enter(cx, &space);
-            (0..4 * NEW).for_each(|index| store(rig, cx, &space, index));
-            let stats = lru.stats(cx);
-            // The last round is that of who asks.
-            assert_eq!((stats.folios, stats.inserted, stats.lock_rounds), (4 * NEW, 4 * NEW, 4 + 1));
-            // The first, one in between, and the last of those that wait.
-            for gone in [0, 2, 4] {
-                (100..105).for_each(|index| store(rig, cx, &space, index));
-                rig.vm.unmap(cx, &space, span(at(100 + gone), 1 << 12)).expect("a page of an area");
-                assert_eq!(lru.stats(cx).folios, 4 * NEW + 4, "{gone}");
-                rig.vm.unmap(cx, &space, span(at(100), 8 << 12)).expect("they are there, or gone");
-                rig.vm.map(cx, &space, span(at(100), 8 << 12), kind, Backing::Private).expect("room");
-            }
-            // Those that wait are looked at as all others are.
-            rig.vm.unmap(cx, &space, span(at(0), (4 * NEW) << 12)).expect("pages of an area");
-            (100..103).for_each(|index| store(rig, cx, &space, index));
-            let looked_at = pass(rig, cx, u64::MAX, 100).looked_at();
-            assert!(looked_at >= 3, "{policy:?}: {looked_at}");
-            (100..103).for_each(|index| assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index + 1)));
-            rig.end(cx, space);
-            assert_eq!(lru.stats(cx).folios, 0);
-        });
-    }
+    with_either(SIZE, 23, |policy, rig, cx| {
+        let lru = rig.vm.pager().lru(NODE).expect("one");
+        let kind = VmaKind::private(PageSize::Size4K);
+        let space = rig.space(cx, span(at(0), 200 << 12), kind);
+        rig.enter(cx, &space);
+        (0..4 * NEW).for_each(|index| store(rig, cx, &space, index));
+        let stats = lru.stats(cx);
+        // The last round is that of who asks.
+        assert_eq!((stats.folios, stats.inserted, stats.lock_rounds), (4 * NEW, 4 * NEW, 4 + 1));
+        // The first, one in between, and the last of those that wait.
+        for gone in [0, 2, 4] {
+            (100..105).for_each(|index| store(rig, cx, &space, index));
+            rig.vm.unmap(cx, &space, span(at(100 + gone), 1 << 12)).expect("a page of an area");
+            assert_eq!(lru.stats(cx).folios, 4 * NEW + 4, "{gone}");
+            rig.vm.unmap(cx, &space, span(at(100), 8 << 12)).expect("they are there, or gone");
+            rig.vm.map(cx, &space, span(at(100), 8 << 12), kind, Backing::Private).expect("room");
+        }
+        // Those that wait are looked at as all others are.
+        rig.vm.unmap(cx, &space, span(at(0), (4 * NEW) << 12)).expect("pages of an area");
+        (100..103).for_each(|index| store(rig, cx, &space, index));
+        let looked_at = pass(rig, cx, u64::MAX, 100).looked_at();
+        assert!(looked_at >= 3, "{policy:?}: {looked_at}");
+        (100..103).for_each(|index| assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index + 1)));
+        rig.end(cx, space);
+        assert_eq!(lru.stats(cx).folios, 0);
+    });
 }
 
 /// Faults take what is above *min* without reclaiming, and wake the worker once there is less than *low*; below *min* they reclaim for
@@ -331,39 +327,37 @@ fn who_faults_reclaims_below_min_only() {
 /// there and become idle; who runs out frees some of them by itself, no access fails, and from then on the worker is woken again.
 #[test]
 fn what_was_hopeless_is_tried_again_when_memory_is_out() {
-    for policy in LruPolicy::ALL {
-        with_cpu(Size { policy, ..SIZE }, 33, |rig, cx| {
-            let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
-            let free = |cx: &Cx<'_, '_>| frames.node_available(cx, NODE);
-            let mut others = Vec::new();
-            while free(cx) >= pager.marks().min() {
-                others.push(frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory"));
-            }
-            assert_eq!(pager.balance(&rig.vm, cx, NODE, u64::MAX, &Never).0, Turn::Hopeless);
+    with_either(SIZE, 33, |policy, rig, cx| {
+        let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
+        let free = |cx: &Cx<'_, '_>| frames.node_available(cx, NODE);
+        let mut others = Vec::new();
+        while free(cx) >= pager.marks().min() {
+            others.push(frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory"));
+        }
+        assert_eq!(pager.balance(&rig.vm, cx, NODE, u64::MAX, &Never).0, Turn::Hopeless);
 
-            let pages = 2 * free(cx);
-            let space = rig.space(cx, span(at(0), pages << 12), VmaKind::private(PageSize::Size4K));
-            rig.enter(cx, &space);
-            let (mut least, mut woken) = (u64::MAX, None);
-            for index in 0..pages {
-                rig.put(cx, &space, at(index) + 8, index).expect("memory, or idle pages");
-                least = least.min(free(cx));
-                if pager.take_wake(NODE) {
-                    woken = woken.or(Some((index, pager.counts().direct_freed.get())));
-                }
+        let pages = 2 * free(cx);
+        let space = rig.space(cx, span(at(0), pages << 12), VmaKind::private(PageSize::Size4K));
+        rig.enter(cx, &space);
+        let (mut least, mut woken) = (u64::MAX, None);
+        for index in 0..pages {
+            rig.put(cx, &space, at(index) + 8, index).expect("memory, or idle pages");
+            least = least.min(free(cx));
+            if pager.take_wake(NODE) {
+                woken = woken.or(Some((index, pager.counts().direct_freed.get())));
             }
-            let (index, freed) = woken.expect("the worker is woken");
-            let most = pager.marks().reserve() + BATCH as u64;
-            assert!(freed > 0 && least < most, "woken at page {index}, {freed} freed, {least} were left");
-            let turn = pager.balance(&rig.vm, cx, NODE, u64::MAX, &Never);
-            assert!(turn.1.freed > 0, "{turn:?}");
-            for index in 0..pages {
-                assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index), "{policy:?}");
-            }
-            others.into_iter().for_each(|block| frames.free(cx, block));
-            rig.end(cx, space);
-        });
-    }
+        }
+        let (index, freed) = woken.expect("the worker is woken");
+        let most = pager.marks().reserve() + BATCH as u64;
+        assert!(freed > 0 && least < most, "woken at page {index}, {freed} freed, {least} were left");
+        let turn = pager.balance(&rig.vm, cx, NODE, u64::MAX, &Never);
+        assert!(turn.1.freed > 0, "{turn:?}");
+        for index in 0..pages {
+            assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index), "{policy:?}");
+        }
+        others.into_iter().for_each(|block| frames.free(cx, block));
+        rig.end(cx, space);
+    });
 }
 
 /// Is told of wakes.

@@ -176,6 +176,13 @@ pub fn with_cpu(size: Size, seed: u64, test: impl for<'h> FnOnce(&Rig<'h>, &mut 
     assert!(began, "what swap may use is too little for it to begin");
 }
 
+/// The same by either policy.
+pub fn with_either(size: Size, seed: u64, test: impl for<'h> Fn(LruPolicy, &Rig<'h>, &mut Cx<'_, 'h>)) {
+    for policy in LruPolicy::ALL {
+        with_cpu(Size { policy, ..size }, seed, |rig, cx| test(policy, rig, cx));
+    }
+}
+
 fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
     let _watched = Watchdog::new();
     let cpus = size.cpus;

@@ -5,9 +5,9 @@ pub mod ops;
 
 use hugemm_base::inject::Inject;
 use hugemm_base::platform::{PhysMap, Window};
-use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr};
-use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Frozen, Plain};
-use hugemm_reclaim::{Compressor, Corrupt, PageBytes, StoreError};
+use hugemm_base::{Dirty, Extent, NodeId, Order, PAGE_BYTES, Pfn, VirtAddr};
+use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Frozen, Plain};
+use hugemm_reclaim::{Compressor, Corrupt, PageBytes, StoreError, Swap, SwapSlot};
 use hugemm_threads::{Memory, Threads};
 pub use hugemm_threads::{Random as Rng, run_as};
 use std::alloc::Layout;
@@ -95,6 +95,44 @@ pub fn assert_nothing_lost<I: Inject>(machine: &Machine, frames: &Frames<'_, Pla
     let cx = machine.cx();
     assert_eq!(frames.stats(&cx).available(), frames.managed(), "frames lost");
     assert_eq!(machine.open_windows(), 0, "windows left open");
+}
+
+/// A page, where allocations fail now and then.
+pub fn page<I: Inject>(machine: &Machine, frames: &Frames<'_, Plain<I>>) -> Frozen {
+    let request = AllocRequest::order(Order::ZERO);
+    std::iter::repeat_with(|| frames.alloc(&machine.cx(), request)).find_map(Result::ok).expect("sooner or later")
+}
+
+/// Evicts a page that brings its own frame, or says why not; what is left of it is free again.
+pub fn evict<I: Inject>(
+    machine: &Machine,
+    frames: &Frames<'_, Plain<I>>,
+    store: &impl Swap<Machine>,
+    (page, content): (Frozen, Content),
+) -> Result<SwapSlot, StoreError> {
+    let cx = machine.cx();
+    let (slot, left) = match store.evict(&cx, page) {
+        Ok(evicted) => (Ok(evicted.slot), evicted.freed),
+        Err((error, mut page)) => {
+            assert!(content.may_be_refused(error), "{content:?}: {error}");
+            content.assert_in(machine.page(&mut page));
+            (Err(error), Some(page))
+        }
+    };
+    left.into_iter().for_each(|page| frames.free(&cx, page));
+    slot
+}
+
+/// What was stored is still there, and goes.
+pub fn take_back(
+    machine: &Machine,
+    store: &impl Swap<Machine>,
+    (slot, content): (SwapSlot, Content),
+    into: &mut Frozen,
+) {
+    store.load(&machine.cx(), &slot, into, 0).expect("stored");
+    content.assert_in(machine.page(into));
+    store.free(&machine.cx(), slot).expect("held");
 }
 
 /// Runs of equal bytes as pairs of count and byte: simple enough to trust, small enough for the interpreter.

@@ -1,7 +1,7 @@
 //! Interprets bytes as operations on a compressed store and compares every answer with a simple model. Shared by the
 //! property tests, the corpus replay, the fuzz target and the adapters' tests.
 
-use super::{CPUS, Content, Machine, assert_nothing_lost, machine, run_as, with_frames};
+use super::{CPUS, Content, Machine, assert_nothing_lost, evict, machine, run_as, take_back, with_frames};
 use hugemm_base::Order;
 use hugemm_base::inject::FaultPlan;
 use hugemm_frames::{AllocRequest, Frozen};
@@ -41,11 +41,7 @@ pub fn run<C: Compressor>(data: &[u8], compressor: C) {
         let mut hoard: Vec<Frozen> = Vec::new();
         let (mut next_id, mut stores, mut loads) = (0, 0, 0);
         // A page that is always there to load into.
-        let mut window = loop {
-            if let Ok(block) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
-                break block;
-            }
-        };
+        let mut window = super::page(&machine, frames);
         while let Some(op) = bytes.next() {
             let pick = bytes.pair() as usize;
             match op % 10 {
@@ -65,20 +61,7 @@ pub fn run<C: Compressor>(data: &[u8], compressor: C) {
                         frames.free(&cx, page);
                         stored
                     } else {
-                        match store.evict(&cx, page) {
-                            Ok(evicted) => {
-                                if let Some(page) = evicted.freed {
-                                    frames.free(&cx, page);
-                                }
-                                Ok(evicted.slot)
-                            }
-                            Err((error, mut page)) => {
-                                assert!(content.may_be_refused(error), "{content:?}: {error}");
-                                content.assert_in(machine.page(&mut page));
-                                frames.free(&cx, page);
-                                Err(error)
-                            }
-                        }
+                        evict(&machine, frames, &store, (page, content))
                     };
                     match stored {
                         Ok(slot) => {
@@ -145,11 +128,7 @@ pub fn run<C: Compressor>(data: &[u8], compressor: C) {
             assert!(usage.iter().all(|class| class.data_bytes <= class.used * u64::from(class.piece_bytes)));
         }
         // Everything is still there, once and for all holders.
-        for (slot, content, _) in held {
-            store.load(&cx, &slot, &mut window, 0).expect("stored");
-            content.assert_in(machine.page(&mut window));
-            store.free(&cx, slot).expect("held");
-        }
+        held.into_iter().for_each(|(slot, content, _)| take_back(&machine, &store, (slot, content), &mut window));
         let stats = Swap::stats(&store, &cx);
         assert_eq!((stats.pages, stats.frames), (0, working));
         hoard.drain(..).for_each(|block| frames.free(&cx, block));

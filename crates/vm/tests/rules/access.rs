@@ -1,10 +1,10 @@
 //! A space's memory from outside of it: any address and length, what is missing, shared, away and denied. On both formats.
 
-use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_cpu, with_format};
+use crate::support::{AT, Cx, Model, Rig, as_first, bounds, on_both_formats, span, with_cpu};
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_frames::HwPoisoned;
-use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
+use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_threads::Random;
 use hugemm_vm::{AccessError, AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
 
@@ -25,60 +25,50 @@ fn denied(at: VirtAddr) -> VmError {
 }
 
 fn random<F: PageFormat>(seed: u64) {
-    with_format::<F, false>(48, 1, seed, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let object = rig.vm.create_shared(cx, 512, PageSize::Size4K, false).expect("memory");
-            let space = rig.space(cx, span(AT, 2 << 20), SMALL);
-            let large = VmaKind::private(PageSize::Size2M);
-            rig.vm.map(cx, &space, span(AT + (2 << 20), 2 << 20), large, Backing::Private).expect("an area");
-            rig.vm.map(cx, &space, span(AT + (4 << 20), 2 << 20), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            let mut known = vec![0_u8; BYTES as usize];
-            let mut random = Random(seed);
-            for round in 0..200_u64 {
-                let from = random.below(BYTES) as usize;
-                let longest = [9, 5000, BYTES][random.below(3) as usize];
-                let to = (from + 1 + random.below(longest) as usize).min(known.len());
-                let at = VirtAddr::new(AT + from as u64);
-                match random.below(4) {
-                    0 => {
-                        let bytes: Vec<u8> = (from..to).map(|index| (index as u64 * 31 + round) as u8).collect();
-                        assert_eq!(rig.vm.write(cx, &space, at, &bytes), Ok(()));
-                        known[from..to].copy_from_slice(&bytes);
-                    }
-                    1 => {
-                        assert_eq!(rig.vm.zero(cx, &space, at, to - from), Ok(()));
-                        known[from..to].fill(0);
-                    }
-                    2 => {
-                        let mut bytes = vec![0xa5; to - from];
-                        assert_eq!(rig.vm.read(cx, &space, at, &mut bytes), Ok(()));
-                        assert!(bytes == known[from..to], "{from:#x}..{to:#x}");
-                    }
-                    // The process itself.
-                    _ => {
-                        let word = from & !7;
-                        assert_eq!(rig.store(cx, &space, AT + word as u64, round), Ok(()));
-                        known[word..word + 8].copy_from_slice(&round.to_ne_bytes());
-                    }
+    as_first::<F, false>(48, 1, seed, |rig, cx| {
+        let object = rig.vm.create_shared(cx, 512, PageSize::Size4K, false).expect("memory");
+        let space = rig.space(cx, span(AT, 2 << 20), SMALL);
+        let large = VmaKind::private(PageSize::Size2M);
+        rig.vm.map(cx, &space, span(AT + (2 << 20), 2 << 20), large, Backing::Private).expect("an area");
+        rig.vm.map(cx, &space, span(AT + (4 << 20), 2 << 20), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        let mut known = vec![0_u8; BYTES as usize];
+        let mut random = Random(seed);
+        for round in 0..200_u64 {
+            let from = random.below(BYTES) as usize;
+            let longest = [9, 5000, BYTES][random.below(3) as usize];
+            let to = (from + 1 + random.below(longest) as usize).min(known.len());
+            let at = VirtAddr::new(AT + from as u64);
+            match random.below(4) {
+                0 => {
+                    let bytes: Vec<u8> = (from..to).map(|index| (index as u64 * 31 + round) as u8).collect();
+                    assert_eq!(rig.vm.write(cx, &space, at, &bytes), Ok(()));
+                    known[from..to].copy_from_slice(&bytes);
+                }
+                1 => {
+                    assert_eq!(rig.vm.zero(cx, &space, at, to - from), Ok(()));
+                    known[from..to].fill(0);
+                }
+                2 => {
+                    let mut bytes = vec![0xa5; to - from];
+                    assert_eq!(rig.vm.read(cx, &space, at, &mut bytes), Ok(()));
+                    assert!(bytes == known[from..to], "{from:#x}..{to:#x}");
+                }
+                // The process itself.
+                _ => {
+                    let word = from & !7;
+                    assert_eq!(rig.store(cx, &space, AT + word as u64, round), Ok(()));
+                    known[word..word + 8].copy_from_slice(&round.to_ne_bytes());
                 }
             }
-            for word in (0..known.len()).step_by(8 * 97) {
-                let found = rig.load(cx, &space, AT + word as u64).expect("memory");
-                assert_eq!(found.to_ne_bytes(), known[word..word + 8], "{word:#x}");
-            }
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-        });
+        }
+        for word in (0..known.len()).step_by(8 * 97) {
+            let found = rig.load(cx, &space, AT + word as u64).expect("memory");
+            assert_eq!(found.to_ne_bytes(), known[word..word + 8], "{word:#x}");
+        }
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
     });
-}
-
-#[test]
-fn bytes_are_those_that_were_written_last() {
-    for seed in 0..3 {
-        random::<Metered>(seed);
-        random::<Aarch64>(seed);
-    }
 }
 
 fn leaf_flags<'h, F: PageFormat>(
@@ -94,40 +84,29 @@ fn leaf_flags<'h, F: PageFormat>(
 }
 
 fn used<F: PageFormat>(size: PageSize) {
-    with_format::<F, false>(16, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let whole = span(AT, 2 * size.bytes());
-            let space = rig.space(cx, whole, VmaKind::private(size));
-            rig.vm.prefault(&space, whole, None).work(cx, &Never).expect("memory");
-            rig.vm.test_and_clear_young(cx, &space, whole, |_| ()).expect("in the space");
-            let at = VirtAddr::new(AT + size.bytes() - 3);
-            // arm64 without a pager folds, so written it is.
-            let fresh = leaf_flags(rig, cx, &space, AT) & Flags::DIRTY;
-            rig.enter(cx, &space);
-            let flushes = rig.flushes();
-            rig.vm.read(cx, &space, at, &mut [0; 6]).expect("mapped");
-            assert_eq!(rig.flushes(), flushes, "what is not accessed is kept by nobody");
-            assert_eq!(leaf_flags(rig, cx, &space, AT) & Flags::HARDWARE, fresh | Flags::ACCESSED);
-            rig.vm.write(cx, &space, VirtAddr::new(AT + 1), &[1]).expect("mapped");
-            assert_eq!(leaf_flags(rig, cx, &space, AT) & Flags::HARDWARE, Flags::HARDWARE, "as by a store");
-            assert_eq!(leaf_flags(rig, cx, &space, AT + size.bytes()) & Flags::DIRTY, fresh);
-            rig.vm.test_and_clear_young(cx, &space, whole, |_| ()).expect("in the space");
-            let flushes = rig.flushes();
-            rig.vm.write(cx, &space, VirtAddr::new(AT + size.bytes()), &[1]).expect("mapped");
-            let owed = u64::from(!F::FAULT_DROPS);
-            assert_eq!(rig.flushes() - flushes, owed, "what was clean may be kept as read-only");
-            rig.end(cx, space);
-        });
+    as_first::<F, false>(16, 1, 5, |rig, cx| {
+        let whole = span(AT, 2 * size.bytes());
+        let space = rig.space(cx, whole, VmaKind::private(size));
+        rig.vm.prefault(&space, whole, None).work(cx, &Never).expect("memory");
+        rig.vm.test_and_clear_young(cx, &space, whole, |_| ()).expect("in the space");
+        let at = VirtAddr::new(AT + size.bytes() - 3);
+        // arm64 without a pager folds, so written it is.
+        let fresh = leaf_flags(rig, cx, &space, AT) & Flags::DIRTY;
+        rig.enter(cx, &space);
+        let flushes = rig.flushes();
+        rig.vm.read(cx, &space, at, &mut [0; 6]).expect("mapped");
+        assert_eq!(rig.flushes(), flushes, "what is not accessed is kept by nobody");
+        assert_eq!(leaf_flags(rig, cx, &space, AT) & Flags::HARDWARE, fresh | Flags::ACCESSED);
+        rig.vm.write(cx, &space, VirtAddr::new(AT + 1), &[1]).expect("mapped");
+        assert_eq!(leaf_flags(rig, cx, &space, AT) & Flags::HARDWARE, Flags::HARDWARE, "as by a store");
+        assert_eq!(leaf_flags(rig, cx, &space, AT + size.bytes()) & Flags::DIRTY, fresh);
+        rig.vm.test_and_clear_young(cx, &space, whole, |_| ()).expect("in the space");
+        let flushes = rig.flushes();
+        rig.vm.write(cx, &space, VirtAddr::new(AT + size.bytes()), &[1]).expect("mapped");
+        let owed = u64::from(!F::FAULT_DROPS);
+        assert_eq!(rig.flushes() - flushes, owed, "what was clean may be kept as read-only");
+        rig.end(cx, space);
     });
-}
-
-/// What was read is known as accessed, what was written as written.
-#[test]
-fn uses_are_noted() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        used::<Metered>(size);
-        used::<Aarch64>(size);
-    }
 }
 
 /// It ends where there is no area, or one that does not allow it, and says so; what comes before is done.
@@ -203,4 +182,10 @@ fn forked(rig: &Rig<'_>) {
 fn forks_and_exhaustion() {
     let runs = every_fault(|plan: &FaultPlan| crate::support::with_rig(8, 1, 21, plan, forked));
     assert!(runs > 10, "{runs} allocations");
+}
+
+on_both_formats! {
+    fn bytes_are_those_that_were_written_last: random (each 0..3);
+    /// What was read is known as accessed, what was written as written.
+    fn uses_are_noted: used (each [PageSize::Size4K, PageSize::Size2M]);
 }

@@ -1,10 +1,10 @@
 //! What somebody knows of a range is heeded where it costs or saves something, and changes no content. On both formats.
 
 use crate::sources::File;
-use crate::support::{AT, Metered, bounds, no_faults, span, with_cpu, with_format};
+use crate::support::{AT, Metered, as_first, bounds, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuId, PageSize, VirtAddr};
-use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
+use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Advice, Backing, Pattern, Usage, VmError, VmaKind};
 use std::sync::atomic::Ordering;
 
@@ -12,33 +12,25 @@ const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
 fn read_ahead<F: PageFormat>() {
     for (advice, around) in [(Advice::Normal, 16), (Advice::Sequential, 64), (Advice::Random, 1)] {
-        with_format::<F, false>(32, 1, 3, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                let file = File::new(200 << 12);
-                let object = rig.vm.open_source(cx, file).expect("memory");
-                let space = rig.vm.create(cx, bounds()).expect("memory");
-                let area = span(AT, 200 << 12);
-                rig.vm.map(cx, &space, area, SMALL, Backing::Shared(&object, 0)).expect("an area");
-                rig.vm.advise(cx, &space, area, advice).expect("an area");
-                let at = |page: u64| VirtAddr::new(AT + (page << 12));
-                rig.vm.fault(cx, &space, at(64), Access::Read).expect("memory");
-                assert_eq!(file.fills(), [(64, around << 12)], "{advice:?}");
-                let usage = rig.vm.usage(cx, &space, area).expect("in the space");
-                assert_eq!(usage.present, around as u64, "what was read is shown");
-                let mut word = [0; 8];
-                rig.vm.read(cx, &space, at(66), &mut word).expect("memory");
-                assert_eq!(u64::from_le_bytes(word), 66 << 12);
-                rig.vm.destroy(cx, space).expect("destroyed");
-                rig.vm.close(cx, object).expect("its own");
-            });
+        as_first::<F, false>(32, 1, 3, |rig, cx| {
+            let file = File::new(200 << 12);
+            let object = rig.vm.open_source(cx, file).expect("memory");
+            let space = rig.vm.create(cx, bounds()).expect("memory");
+            let area = span(AT, 200 << 12);
+            rig.vm.map(cx, &space, area, SMALL, Backing::Shared(&object, 0)).expect("an area");
+            rig.vm.advise(cx, &space, area, advice).expect("an area");
+            let at = |page: u64| VirtAddr::new(AT + (page << 12));
+            rig.vm.fault(cx, &space, at(64), Access::Read).expect("memory");
+            assert_eq!(file.fills(), [(64, around << 12)], "{advice:?}");
+            let usage = rig.vm.usage(cx, &space, area).expect("in the space");
+            assert_eq!(usage.present, around as u64, "what was read is shown");
+            let mut word = [0; 8];
+            rig.vm.read(cx, &space, at(66), &mut word).expect("memory");
+            assert_eq!(u64::from_le_bytes(word), 66 << 12);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object).expect("its own");
         });
     }
-}
-
-#[test]
-fn readahead_is_as_the_area_is_read() {
-    read_ahead::<Metered>();
-    read_ahead::<Aarch64>();
 }
 
 /// Areas are cut where it is said, and are one again when it is not so any more; nothing is said of a range with a hole.
@@ -75,76 +67,58 @@ fn a_pattern_is_a_word_of_an_area() {
 }
 
 fn needed<F: PageFormat>() {
-    with_format::<F, true>(32, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let file = File::new(40 << 12);
-            let object = rig.vm.open_source(cx, file).expect("memory");
-            let memory = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
-            let space = rig.space(cx, span(AT, 0x4000), SMALL);
-            rig.vm.map(cx, &space, span(AT + 0x4000, 0x4000), SMALL, Backing::Shared(&memory, 0)).expect("an area");
-            rig.vm.map(cx, &space, span(AT + 0x8000, 40 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            for page in 0..8 {
-                rig.store(cx, &space, AT + (page << 12), page + 1).expect("memory");
-                rig.page_out(cx, &space, AT + (page << 12));
-            }
-            assert_eq!(rig.vm.pager().used(), 8);
-            let all = span(AT, 48 << 12);
-            rig.vm.pager().reserves.store(true, Ordering::Relaxed);
-            rig.vm.advise(cx, &space, all, Advice::WillNeed).expect("areas");
-            assert_eq!((rig.vm.pager().used(), file.fills().len()), (8, 0), "not when memory is short");
-            rig.vm.pager().reserves.store(false, Ordering::Relaxed);
-            rig.vm.advise(cx, &space, all, Advice::WillNeed).expect("areas");
-            assert_eq!(rig.vm.pager().used(), 0);
-            assert_eq!(file.fills(), [(0, 16 << 12), (16, 16 << 12), (32, 8 << 12)]);
-            assert!((8..48).all(|page| rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12))) == Lookup::Absent));
-            (0..8).for_each(|page| assert_eq!(rig.load(cx, &space, AT + (page << 12)), Ok(page + 1)));
-            assert_eq!(rig.load(cx, &space, AT + (9 << 12)), Ok(1 << 12));
-            assert_eq!(file.fills(), [], "it was there");
-            // A source that fails says so to whoever touches its pages.
-            rig.vm.punch(cx, &object, 0, 40).expect("its own");
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-            rig.vm.close(cx, memory).expect("its own");
-        });
+    as_first::<F, true>(32, 1, 5, |rig, cx| {
+        let file = File::new(40 << 12);
+        let object = rig.vm.open_source(cx, file).expect("memory");
+        let memory = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
+        let space = rig.space(cx, span(AT, 0x4000), SMALL);
+        rig.vm.map(cx, &space, span(AT + 0x4000, 0x4000), SMALL, Backing::Shared(&memory, 0)).expect("an area");
+        rig.vm.map(cx, &space, span(AT + 0x8000, 40 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        for page in 0..8 {
+            rig.store(cx, &space, AT + (page << 12), page + 1).expect("memory");
+            rig.page_out(cx, &space, AT + (page << 12));
+        }
+        assert_eq!(rig.vm.pager().used(), 8);
+        let all = span(AT, 48 << 12);
+        rig.vm.pager().reserves.store(true, Ordering::Relaxed);
+        rig.vm.advise(cx, &space, all, Advice::WillNeed).expect("areas");
+        assert_eq!((rig.vm.pager().used(), file.fills().len()), (8, 0), "not when memory is short");
+        rig.vm.pager().reserves.store(false, Ordering::Relaxed);
+        rig.vm.advise(cx, &space, all, Advice::WillNeed).expect("areas");
+        assert_eq!(rig.vm.pager().used(), 0);
+        assert_eq!(file.fills(), [(0, 16 << 12), (16, 16 << 12), (32, 8 << 12)]);
+        assert!((8..48).all(|page| rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12))) == Lookup::Absent));
+        (0..8).for_each(|page| assert_eq!(rig.load(cx, &space, AT + (page << 12)), Ok(page + 1)));
+        assert_eq!(rig.load(cx, &space, AT + (9 << 12)), Ok(1 << 12));
+        assert_eq!(file.fills(), [], "it was there");
+        // A source that fails says so to whoever touches its pages.
+        rig.vm.punch(cx, &object, 0, 40).expect("its own");
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
+        rig.vm.close(cx, memory).expect("its own");
     });
-}
-
-#[test]
-fn what_is_needed_is_brought_and_not_shown() {
-    needed::<Metered>();
-    needed::<Aarch64>();
 }
 
 fn cold<F: PageFormat>(size: PageSize) {
-    with_format::<F, true>(32, 1, 6, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let at = |page: u64| AT + page * size.bytes();
-            let space = rig.space(cx, span(AT, 6 * size.bytes()), VmaKind::private(size));
-            rig.enter(cx, &space);
-            (0..5).for_each(|page| rig.store(cx, &space, at(page), page + 1).expect("memory"));
-            assert_eq!(rig.load(cx, &space, at(5)), Ok(0));
-            rig.leave(cx, &space);
-            let flushes = rig.flushes();
-            rig.vm.advise(cx, &space, span(at(1), 5 * size.bytes()), Advice::Cold).expect("an area");
-            let heads: Vec<_> = (1..5).map(|page| rig.leaf(cx, &space, at(page)).frame).collect();
-            assert_eq!(rig.vm.pager().unused_pages(), heads, "of those that are somebody's");
-            let young = (0..6).map(|page| rig.leaf(cx, &space, at(page)).flags.contains(Flags::ACCESSED));
-            assert!(young.eq([true, false, false, false, false, false]));
-            assert_eq!(rig.flushes(), flushes, "no CPU was asked");
-            rig.enter(cx, &space);
-            (0..5).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(page + 1)));
-            rig.end(cx, space);
-        });
+    as_first::<F, true>(32, 1, 6, |rig, cx| {
+        let at = |page: u64| AT + page * size.bytes();
+        let space = rig.space(cx, span(AT, 6 * size.bytes()), VmaKind::private(size));
+        rig.enter(cx, &space);
+        (0..5).for_each(|page| rig.store(cx, &space, at(page), page + 1).expect("memory"));
+        assert_eq!(rig.load(cx, &space, at(5)), Ok(0));
+        rig.leave(cx, &space);
+        let flushes = rig.flushes();
+        rig.vm.advise(cx, &space, span(at(1), 5 * size.bytes()), Advice::Cold).expect("an area");
+        let heads: Vec<_> = (1..5).map(|page| rig.leaf(cx, &space, at(page)).frame).collect();
+        assert_eq!(rig.vm.pager().unused_pages(), heads, "of those that are somebody's");
+        let young = (0..6).map(|page| rig.leaf(cx, &space, at(page)).flags.contains(Flags::ACCESSED));
+        assert!(young.eq([true, false, false, false, false, false]));
+        assert_eq!(rig.flushes(), flushes, "no CPU was asked");
+        rig.enter(cx, &space);
+        (0..5).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(page + 1)));
+        rig.end(cx, space);
     });
-}
-
-#[test]
-fn cold_pages_are_old_and_stay() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        cold::<Metered>(size);
-        cold::<Aarch64>(size);
-    }
 }
 
 /// Memory may be lacking everywhere: advice is taken or it is not.
@@ -170,4 +144,10 @@ fn every_allocation_may_fail() {
             });
         });
     });
+}
+
+on_both_formats! {
+    fn readahead_is_as_the_area_is_read: read_ahead ();
+    fn what_is_needed_is_brought_and_not_shown: needed ();
+    fn cold_pages_are_old_and_stay: cold (each [PageSize::Size4K, PageSize::Size2M]);
 }

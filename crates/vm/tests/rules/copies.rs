@@ -1,7 +1,7 @@
 //! Private mappings of files: what is read is the file's page, shown to all; what is stored to is one's own from then on. On both formats.
 
-use crate::sources::{File, drops, on_both};
-use crate::support::{AT, Cx, Handle, Rig, at_supply, before_flush, before_flushes, bounds, some_are_stale, span};
+use crate::sources::{File, drops};
+use crate::support::{AT, Cx, Handle, Rig, at_supply, before_flush, before_flushes, bounds, on_both_formats, span};
 use hugemm_base::{CpuId, Never, VirtAddr, with};
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, LENT, Protection, Served, SharedRef, Usage, VmError, VmaKind};
@@ -97,11 +97,6 @@ fn shown<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn what_is_read_is_the_files_page() {
-    on_both!(shown);
-}
-
 fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
     with_file(rig, |cx, file, object, space| {
         assert_eq!(rig.load(cx, space, at(3)), Ok(3 << 12));
@@ -126,11 +121,6 @@ fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.load(cx, space, at(3)), Ok(9));
         assert_eq!(file.word(3 << 12), 3 << 12);
     });
-}
-
-#[test]
-fn what_is_stored_to_is_ones_own() {
-    on_both!(stored);
 }
 
 /// Whether the other CPU had an old translation of a page that is stored to.
@@ -164,11 +154,6 @@ fn stale<F: PageFormat>(seed: u64) -> bool {
         rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.close(cx, object).expect("its own"));
     });
     stale.get()
-}
-
-#[test]
-fn no_cpu_reads_the_files_page_after_a_store() {
-    some_are_stale([stale::<crate::support::Metered>, stale::<hugemm_paging::Aarch64>]);
 }
 
 fn forked<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -206,11 +191,6 @@ fn forked<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn a_fork_shares_ones_own_and_the_file() {
-    on_both!(forked);
-}
-
 fn protected<F: PageFormat>(rig: &Rig<'_, F, true>) {
     with_file(rig, |cx, file, _, space| {
         assert_eq!(rig.load(cx, space, at(1)), Ok(1 << 12));
@@ -224,11 +204,6 @@ fn protected<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.store(cx, space, at(1), 9).expect("memory");
         assert_eq!((rig.load(cx, space, THERE + 0x1000), file.word(1 << 12)), (Ok(1 << 12), 1 << 12));
     });
-}
-
-#[test]
-fn rights_that_come_do_not_make_the_files_page_writable() {
-    on_both!(protected);
 }
 
 fn given_up<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -246,11 +221,6 @@ fn given_up<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!([1, 2, 3].map(|page| rig.load(cx, space, at(page))), [Ok(1 << 12), Ok(2 << 12), Ok(3 << 12)]);
         assert!(is_lent(rig, cx, space, 2));
     });
-}
-
-#[test]
-fn what_is_given_up_is_the_files_again() {
-    on_both!(given_up);
 }
 
 /// What is there of a space of ones own, in memory and in swap, and of the file's.
@@ -299,12 +269,6 @@ fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
         rig.vm.truncate(cx, object, 0).expect("shorter");
         assert_eq!(rig.flushes() - flushes, 1, "of what is only lent and its own");
     });
-}
-
-/// Ones own too, as everywhere.
-#[test]
-fn what_is_beyond_the_end_of_a_file_goes() {
-    on_both!(shorter);
 }
 
 /// While a fork has a page in hand of which the child is to get a copy, because it is pinned, the file ends before that page. `held`: the
@@ -387,11 +351,6 @@ fn shorter_beside_forks<F: PageFormat>(rig: &Rig<'_, F, true>) {
     [true, false].into_iter().for_each(|held| shorter_beside(rig, held));
 }
 
-#[test]
-fn a_child_gets_no_copy_of_what_a_file_loses_meanwhile() {
-    on_both!(shorter_beside_forks);
-}
-
 fn punched<F: PageFormat>(rig: &Rig<'_, F, true>) {
     with_file(rig, |cx, file, object, space| {
         // Two areas that copy it, and one that shows it.
@@ -408,11 +367,6 @@ fn punched<F: PageFormat>(rig: &Rig<'_, F, true>) {
         let found = [8, 9, 10, 11, 12].map(|page| rig.load(cx, space, at(page)));
         assert_eq!(found, [Ok(0), Ok(9), Ok(10), Ok(11), Ok(0)], "its own stays");
     });
-}
-
-#[test]
-fn a_hole_takes_what_is_lent_and_nothing_else() {
-    on_both!(punched);
 }
 
 fn reclaimed<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -436,11 +390,6 @@ fn reclaimed<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(drops(rig, cx, space, moved.get()), Err(VmError::NotWritten));
         assert_eq!(rig.load(cx, space, moved.get()), Ok(7));
     });
-}
-
-#[test]
-fn reclaim_takes_the_files_page_from_those_who_copy_it() {
-    on_both!(reclaimed);
 }
 
 fn own<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -483,11 +432,6 @@ fn own<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn who_needs_a_page_that_stays_has_its_own() {
-    on_both!(own);
-}
-
 fn poisoned<F: PageFormat>(rig: &Rig<'_, F, true>) {
     with_file(rig, |cx, _, _, space| {
         assert_eq!(rig.load(cx, space, at(5)), Ok(5 << 12));
@@ -498,7 +442,18 @@ fn poisoned<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn bad_memory_of_a_file_is_not_copied() {
-    on_both!(poisoned);
+on_both_formats! {
+    fn what_is_read_is_the_files_page: shown (rig);
+    fn what_is_stored_to_is_ones_own: stored (rig);
+    fn no_cpu_reads_the_files_page_after_a_store: stale (stale);
+    fn a_fork_shares_ones_own_and_the_file: forked (rig);
+    fn rights_that_come_do_not_make_the_files_page_writable: protected (rig);
+    fn what_is_given_up_is_the_files_again: given_up (rig);
+    /// Ones own too, as everywhere.
+    fn what_is_beyond_the_end_of_a_file_goes: shorter (rig);
+    fn a_child_gets_no_copy_of_what_a_file_loses_meanwhile: shorter_beside_forks (rig);
+    fn a_hole_takes_what_is_lent_and_nothing_else: punched (rig);
+    fn reclaim_takes_the_files_page_from_those_who_copy_it: reclaimed (rig);
+    fn who_needs_a_page_that_stays_has_its_own: own (rig);
+    fn bad_memory_of_a_file_is_not_copied: poisoned (rig);
 }

@@ -2,8 +2,8 @@
 //! `docs/vm.md` is what is counted here.
 
 use crate::sources::File;
-use crate::support::{AT, Cx, Handle, Metered, Model, Rig, lock_rounds, no_faults, span, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
+use crate::support::{AT, Cx, Handle, Metered, Model, Rig, as_first, lock_rounds, span};
+use hugemm_base::{Never, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{Aarch64, PageFormat};
 use hugemm_vm::{Access, Advice, Backing, Discard, Protection, SharedRef, VmaKind};
 
@@ -151,20 +151,18 @@ fn line(name: &str, here: Cost, arm: Cost) -> String {
 /// The cost of a verb for the middle of an area whose pages are all written.
 fn cost<F: PageFormat, const AWAY: bool>(row: usize, pages: u64) -> Cost {
     let mut cost = Cost::default();
-    with_format::<F, AWAY>(64, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = rig.space(cx, span(AT, (pages + 32) << 12), VmaKind::private(PageSize::Size4K));
-            let part = span(AT + (16 << 12), pages << 12);
-            rig.enter(cx, &space);
-            // One by one: small pages that a pool or a prefault makes at once may be folded.
-            (0..pages).for_each(|page| rig.store(cx, &space, AT + ((page + 16) << 12), page).expect("memory"));
-            let (_, before, verb) = rows::<F, AWAY>()[row];
-            before(rig, cx, &space, part);
-            cost = cost_of(rig, || verb(rig, cx, &space, part));
-            rig.vm.prefault(&space, span(AT, 0x1000), None).work(cx, &Never).expect("the space goes on");
-            assert!(space.find_vma(cx, VirtAddr::new(AT)).is_ok());
-            rig.end(cx, space);
-        });
+    as_first::<F, AWAY>(64, 1, 5, |rig, cx| {
+        let space = rig.space(cx, span(AT, (pages + 32) << 12), VmaKind::private(PageSize::Size4K));
+        let part = span(AT + (16 << 12), pages << 12);
+        rig.enter(cx, &space);
+        // One by one: small pages that a pool or a prefault makes at once may be folded.
+        (0..pages).for_each(|page| rig.store(cx, &space, AT + ((page + 16) << 12), page).expect("memory"));
+        let (_, before, verb) = rows::<F, AWAY>()[row];
+        before(rig, cx, &space, part);
+        cost = cost_of(rig, || verb(rig, cx, &space, part));
+        rig.vm.prefault(&space, span(AT, 0x1000), None).work(cx, &Never).expect("the space goes on");
+        assert!(space.find_vma(cx, VirtAddr::new(AT)).is_ok());
+        rig.end(cx, space);
     });
     cost
 }
@@ -201,17 +199,15 @@ fn the_table_is_what_is_counted() {
 /// A load where nobody has stored, the first one apart, and the first store there.
 fn zero_cost<F: PageFormat>() -> [Cost; 2] {
     let mut costs = [Cost::default(); 2];
-    with_format::<F, false>(16, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = rig.space(cx, span(AT, 16 << 12), VmaKind::private(PageSize::Size4K));
-            rig.enter(cx, &space);
-            assert_eq!(rig.load(cx, &space, AT), Ok(0));
-            for (cost, access) in costs.iter_mut().zip([Access::Read, Access::Write]) {
-                let mut fault = || rig.vm.fault(cx, &space, VirtAddr::new(AT + 0x1000), access);
-                *cost = cost_of(rig, || assert!(fault().is_ok()));
-            }
-            rig.end(cx, space);
-        });
+    as_first::<F, false>(16, 1, 5, |rig, cx| {
+        let space = rig.space(cx, span(AT, 16 << 12), VmaKind::private(PageSize::Size4K));
+        rig.enter(cx, &space);
+        assert_eq!(rig.load(cx, &space, AT), Ok(0));
+        for (cost, access) in costs.iter_mut().zip([Access::Read, Access::Write]) {
+            let mut fault = || rig.vm.fault(cx, &space, VirtAddr::new(AT + 0x1000), access);
+            *cost = cost_of(rig, || assert!(fault().is_ok()));
+        }
+        rig.end(cx, space);
     });
     costs
 }
@@ -288,19 +284,17 @@ fn of_files<'h, F: PageFormat>() -> [FileRow<'h, F>; 7] {
 
 fn file_cost<F: PageFormat>(row: usize) -> Cost {
     let mut cost = Cost::default();
-    with_format::<F, false>(16, 1, 5, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let object = rig.vm.open_source(cx, File::new(16 << 12)).expect("memory");
-            let space = rig.vm.create(cx, crate::support::bounds()).expect("memory");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
-            rig.enter(cx, &space);
-            let (_, before, verb) = of_files::<F>()[row];
-            before(rig, cx, &space, &object);
-            cost = cost_of(rig, || verb(rig, cx, &space, &object));
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-        });
+    as_first::<F, false>(16, 1, 5, |rig, cx| {
+        let object = rig.vm.open_source(cx, File::new(16 << 12)).expect("memory");
+        let space = rig.vm.create(cx, crate::support::bounds()).expect("memory");
+        let kind = VmaKind::private(PageSize::Size4K);
+        rig.vm.map(cx, &space, span(AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+        rig.enter(cx, &space);
+        let (_, before, verb) = of_files::<F>()[row];
+        before(rig, cx, &space, &object);
+        cost = cost_of(rig, || verb(rig, cx, &space, &object));
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
     });
     cost
 }

@@ -1,9 +1,9 @@
 //! What is given up: it reads as zeroes, or as its object has it, on every CPU; its memory is back; who shares it keeps it. On both formats.
 
-use crate::support::{AT, Metered, before_flush, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
+use crate::support::{AT, before_flush, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_frames::FolioRef;
-use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup, PageFormat};
+use hugemm_paging::{DeferredUnmap, Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, Usage, VmError, VmaKind};
 use std::cell::Cell;
 
@@ -43,14 +43,6 @@ fn gone<F: PageFormat>(size: PageSize) {
     });
 }
 
-#[test]
-fn what_is_given_up_reads_as_zeroes_after_one_flush() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        gone::<Metered>(size);
-        gone::<Aarch64>(size);
-    }
-}
-
 fn shared<F: PageFormat>() {
     with_format::<F, false>(32, 2, 4, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
@@ -86,13 +78,6 @@ fn shared<F: PageFormat>() {
     });
 }
 
-/// A fork's child, a device and an object keep what they have.
-#[test]
-fn who_else_has_it_keeps_it() {
-    shared::<Metered>();
-    shared::<Aarch64>();
-}
-
 fn moving<F: PageFormat>(seed: u64) {
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
@@ -115,14 +100,6 @@ fn moving<F: PageFormat>(seed: u64) {
         });
         rig.end_for_both(space);
     });
-}
-
-#[test]
-fn a_page_that_moves_does_not_come_back() {
-    for seed in 0..8 {
-        moving::<Metered>(seed);
-        moving::<Aarch64>(seed);
-    }
 }
 
 /// A refusal says where, and nothing is different after it.
@@ -181,14 +158,6 @@ fn given_up<F: PageFormat>(size: PageSize) {
         });
         rig.end_for_both(space);
     });
-}
-
-#[test]
-fn what_is_given_up_goes_unstored_unless_somebody_stores() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        given_up::<Metered>(size);
-        given_up::<Aarch64>(size);
-    }
 }
 
 /// A page goes if all who have it have given it up, and stays what it is through everything that is no store.
@@ -281,12 +250,6 @@ fn kept<F: PageFormat>() {
     });
 }
 
-#[test]
-fn what_others_have_or_may_store_to_stays() {
-    kept::<Metered>();
-    kept::<Aarch64>();
-}
-
 /// Whether the other CPU had a translation by which it would have stored unseen.
 fn unseen<F: PageFormat>(seed: u64) -> bool {
     let seen = Cell::new(false);
@@ -307,11 +270,6 @@ fn unseen<F: PageFormat>(seed: u64) -> bool {
         rig.end_for_both(space);
     });
     seen.get()
-}
-
-#[test]
-fn no_store_after_it_is_unseen() {
-    some_are_stale([unseen::<Metered>, unseen::<Aarch64>]);
 }
 
 #[test]
@@ -342,4 +300,14 @@ fn only_private_pages_go_when_memory_is_short() {
         rig.vm.close(cx, object).expect("its own");
         rig.vm.close(cx, file).expect("its own");
     });
+}
+
+on_both_formats! {
+    fn what_is_given_up_reads_as_zeroes_after_one_flush: gone (each [PageSize::Size4K, PageSize::Size2M]);
+    /// A fork's child, a device and an object keep what they have.
+    fn who_else_has_it_keeps_it: shared ();
+    fn a_page_that_moves_does_not_come_back: moving (each 0..8);
+    fn what_is_given_up_goes_unstored_unless_somebody_stores: given_up (each [PageSize::Size4K, PageSize::Size2M]);
+    fn what_others_have_or_may_store_to_stays: kept ();
+    fn no_store_after_it_is_unseen: unseen (stale);
 }

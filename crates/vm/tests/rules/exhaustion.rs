@@ -1,8 +1,6 @@
 //! Memory can run out at every allocation: whatever was going on, the space stays right, and every frame comes back.
 
-use crate::support::{
-    AT, Cpus, Cx, Handle, Metered, Rig, bounds, no_faults, parts, span, with_cpu, with_format, with_rig,
-};
+use crate::support::{AT, Cpus, Cx, Handle, Metered, Rig, as_first, bounds, parts, span, with_cpu, with_rig};
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, Order, PageSize, Relief, Shortfall, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
@@ -218,28 +216,26 @@ fn exhaustion_asks_for_relief() {
 /// anything to give or not. If there is nothing, a pager that had nothing to give is not asked again.
 #[test]
 fn what_the_pager_needs_is_taken_last() {
-    with_format::<Metered, true>(8, 1, 23, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let kind = VmaKind::private(PageSize::Size4K);
-            let space = rig.space(cx, span(AT, 1 << 20), kind);
-            let (pager, frames) = (rig.vm.pager(), rig.vm.frames());
-            let mut fault = |at, is_left, asked| {
-                let rest = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok());
-                let taken: Vec<_> = rest.take(if is_left { 0 } else { usize::MAX }).collect();
-                pager.asked.store(0, Ordering::Relaxed);
-                let served = rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Write);
-                assert_eq!(pager.asked.load(Ordering::Relaxed), asked);
-                assert_eq!(served, if is_left { Ok(Served::Mapped) } else { Err(VmError::NoMemory) });
-                taken.into_iter().for_each(|block| frames.free(cx, block));
-            };
-            fault(AT, true, 0);
-            pager.reserves.store(true, Ordering::Relaxed);
-            fault(AT + 0x1000, true, 1);
-            fault(AT + 0x2000, false, 1);
-            pager.helps.store(true, Ordering::Relaxed);
-            fault(AT + 0x2000, true, 1);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    as_first::<Metered, true>(8, 1, 23, |rig, cx| {
+        let kind = VmaKind::private(PageSize::Size4K);
+        let space = rig.space(cx, span(AT, 1 << 20), kind);
+        let (pager, frames) = (rig.vm.pager(), rig.vm.frames());
+        let mut fault = |at, is_left, asked| {
+            let rest = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+            let taken: Vec<_> = rest.take(if is_left { 0 } else { usize::MAX }).collect();
+            pager.asked.store(0, Ordering::Relaxed);
+            let served = rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Write);
+            assert_eq!(pager.asked.load(Ordering::Relaxed), asked);
+            assert_eq!(served, if is_left { Ok(Served::Mapped) } else { Err(VmError::NoMemory) });
+            taken.into_iter().for_each(|block| frames.free(cx, block));
+        };
+        fault(AT, true, 0);
+        pager.reserves.store(true, Ordering::Relaxed);
+        fault(AT + 0x1000, true, 1);
+        fault(AT + 0x2000, false, 1);
+        pager.helps.store(true, Ordering::Relaxed);
+        fault(AT + 0x2000, true, 1);
+        rig.vm.destroy(cx, space).expect("destroyed");
     });
 }
 

@@ -1,10 +1,10 @@
 //! Folded groups of leaves (arm64's contiguous bit): areas that nobody ages page by page have them, and whoever changes a part
 //! unfolds it first. The model MMU reports a group that is not whole, and two translations of one address that differ.
 
-use crate::support::{AT, Cx, Model, Rig, at_supply, no_faults, span, with_format};
+use crate::support::{AT, Cx, Model, Rig, as_first, at_supply, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup};
-use hugemm_vm::{Access, AddressSpace, Backing, Discard, Protection, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Discard, Protection, VmaKind};
 
 /// 64 KiB-aligned; four groups.
 const PAGES: u64 = 64;
@@ -148,23 +148,21 @@ fn a_part_that_changes_is_unfolded_first() {
 /// Groups whose tables lie in a range as a whole get other rights too, and are given up.
 #[test]
 fn what_concerns_whole_tables_concerns_their_groups() {
-    with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let all = span(AT, 5 << 20);
-            let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
-            rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
-            assert_eq!(folded(rig, &space), PAGES);
-            rig.enter(cx, &space);
-            let rights = Protection::USER.with(Protection::WRITE).with(Protection::EXEC);
-            rig.vm.protect(cx, &space, all, rights).expect("an area");
-            assert_eq!(folded(rig, &space), 0);
-            let mut is_mapped = |page: u64| {
-                matches!(rig.vm.lookup(cx, &space, VirtAddr::new(AT + page * 4096)), Lookup::Mapped(leaf)
-                    if leaf.flags.contains(Flags::EXEC | Flags::WRITE))
-            };
-            assert_eq!((0..5 << 8).find(|page| !is_mapped(*page)), None);
-            rig.leave(cx, &space);
-            rig.vm.destroy(cx, space).expect("nobody uses it");
-        });
+    as_first::<Aarch64, false>(32, 1, 1, |rig, cx| {
+        let all = span(AT, 5 << 20);
+        let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
+        rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
+        assert_eq!(folded(rig, &space), PAGES);
+        rig.enter(cx, &space);
+        let rights = Protection::USER.with(Protection::WRITE).with(Protection::EXEC);
+        rig.vm.protect(cx, &space, all, rights).expect("an area");
+        assert_eq!(folded(rig, &space), 0);
+        let mut is_mapped = |page: u64| {
+            matches!(rig.vm.lookup(cx, &space, VirtAddr::new(AT + page * 4096)), Lookup::Mapped(leaf)
+                if leaf.flags.contains(Flags::EXEC | Flags::WRITE))
+        };
+        assert_eq!((0..5 << 8).find(|page| !is_mapped(*page)), None);
+        rig.leave(cx, &space);
+        rig.vm.destroy(cx, space).expect("nobody uses it");
     });
 }

@@ -1,7 +1,9 @@
 //! Files while others hide, read, write back or take away what they lose or get. On both formats.
 
-use crate::sources::{File, end, enter, on_both, show};
-use crate::support::{AT, Metered, Rig, before_flush, no_faults, some_are_stale, span, with_format};
+use crate::sources::{File, end, enter, show};
+use crate::support::{
+    AT, Cx, Metered, Rig, before_flush, no_faults, on_both_formats, some_are_stale, span, with_format,
+};
 use hugemm_base::{CpuId, PageSize, VirtAddr};
 use hugemm_paging::{Aarch64, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, Protection, Served, VmaKind};
@@ -29,11 +31,6 @@ fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
             end(rig, cx, (object, space));
         });
     }
-}
-
-#[test]
-fn what_is_away_is_gone_from_a_file_too() {
-    on_both!(away);
 }
 
 /// What a file has no longer of its last page is zero when it grows again, though the page was on its way elsewhere when the file became
@@ -77,11 +74,6 @@ fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn the_rest_of_a_last_page_that_moves_is_zero_too() {
-    on_both!(moving);
-}
-
 fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(4 << 12);
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
@@ -100,11 +92,6 @@ fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
         file.calls.store(0, Ordering::Relaxed);
         end(rig, cx, (object, space));
     });
-}
-
-#[test]
-fn what_was_read_before_a_hole_is_not_entered_after_it() {
-    on_both!(read_before);
 }
 
 /// Who makes a hole, or a file shorter, goes on when nobody is about to write there what was there before.
@@ -140,55 +127,43 @@ fn overtaken<F: PageFormat>(rig: &Rig<'_, F, true>) {
     }
 }
 
-#[test]
-fn what_goes_is_not_written_afterwards() {
-    on_both!(overtaken);
-}
-
 /// What programs have stored behind a file's end is not what the file has there when it grows.
-fn longer<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let file = File::new(104);
-        let (object, space) = enter(rig, cx, file);
-        assert_eq!(object.pages(), 1);
-        rig.store(cx, &space, AT + 96, 1).expect("memory");
-        rig.store(cx, &space, AT + 200, 7).expect("memory");
-        assert_eq!(rig.vm.sync(cx, &object, 0, 1), Ok(1));
-        rig.store(cx, &space, AT + 96, 2).expect("memory");
-        file.bytes().resize(8192, 0);
-        // Also before anybody says so.
-        assert_eq!(rig.vm.sync(cx, &object, 0, 1), Ok(1));
-        assert_eq!((file.writes(), file.word(96), file.word(200)), (vec![(0, 104); 2], 2, 0));
-        assert_eq!((rig.vm.truncate(cx, &object, 8192), object.pages()), (Ok(0), 2));
-        assert_eq!([96, 104, 200, 4088].map(|at| rig.load(cx, &space, AT + at)), [Ok(2), Ok(0), Ok(0), Ok(0)]);
-        rig.store(cx, &space, AT + 4088, 3).expect("memory");
-        assert_eq!(rig.vm.sync(cx, &object, 0, 2), Ok(1));
-        assert_eq!([96, 200, 4088].map(|at| file.word(at)), [2, 0, 3]);
-        // The other way round, nothing that is stored meanwhile is lost.
-        file.bytes().truncate(6000);
-        rig.vm.truncate(cx, &object, 6000).expect("shorter");
-        rig.vm.truncate(cx, &object, 8192).expect("longer");
-        rig.vm.map(cx, &space, span(3 * AT, 0x1000), SMALL, Backing::Shared(&object, 1)).expect("an area");
-        rig.store(cx, &space, 3 * AT + 4080, 9).expect("memory");
-        file.bytes().resize(8192, 0);
-        assert_eq!(rig.vm.sync(cx, &object, 1, 2), Ok(1));
-        assert_eq!((file.word(8176), rig.load(cx, &space, 3 * AT + 4080)), (9, Ok(9)));
-        // What another task appends to the file is read, once the page that it was appended to is.
-        rig.vm.truncate(cx, &object, 8192).expect("as long");
-        file.bytes().truncate(6000);
-        rig.vm.truncate(cx, &object, 6000).expect("shorter");
-        file.bytes().resize(8192, 0xff);
-        rig.vm.truncate(cx, &object, 8192).expect("longer");
-        rig.vm.punch(cx, &object, 1, 2).expect("its own");
-        rig.vm.map(cx, &space, span(2 * AT, 0x1000), SMALL, Backing::Shared(&object, 1)).expect("an area");
-        assert_eq!(rig.load(cx, &space, 2 * AT + 4088), Ok(u64::MAX));
-        end(rig, cx, (object, space));
-    });
-}
-
-#[test]
-fn what_is_stored_behind_the_end_of_a_file_is_not_its_when_it_grows() {
-    on_both!(longer);
+fn longer<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = File::new(104);
+    let (object, space) = enter(rig, cx, file);
+    assert_eq!(object.pages(), 1);
+    rig.store(cx, &space, AT + 96, 1).expect("memory");
+    rig.store(cx, &space, AT + 200, 7).expect("memory");
+    assert_eq!(rig.vm.sync(cx, &object, 0, 1), Ok(1));
+    rig.store(cx, &space, AT + 96, 2).expect("memory");
+    file.bytes().resize(8192, 0);
+    // Also before anybody says so.
+    assert_eq!(rig.vm.sync(cx, &object, 0, 1), Ok(1));
+    assert_eq!((file.writes(), file.word(96), file.word(200)), (vec![(0, 104); 2], 2, 0));
+    assert_eq!((rig.vm.truncate(cx, &object, 8192), object.pages()), (Ok(0), 2));
+    assert_eq!([96, 104, 200, 4088].map(|at| rig.load(cx, &space, AT + at)), [Ok(2), Ok(0), Ok(0), Ok(0)]);
+    rig.store(cx, &space, AT + 4088, 3).expect("memory");
+    assert_eq!(rig.vm.sync(cx, &object, 0, 2), Ok(1));
+    assert_eq!([96, 200, 4088].map(|at| file.word(at)), [2, 0, 3]);
+    // The other way round, nothing that is stored meanwhile is lost.
+    file.bytes().truncate(6000);
+    rig.vm.truncate(cx, &object, 6000).expect("shorter");
+    rig.vm.truncate(cx, &object, 8192).expect("longer");
+    rig.vm.map(cx, &space, span(3 * AT, 0x1000), SMALL, Backing::Shared(&object, 1)).expect("an area");
+    rig.store(cx, &space, 3 * AT + 4080, 9).expect("memory");
+    file.bytes().resize(8192, 0);
+    assert_eq!(rig.vm.sync(cx, &object, 1, 2), Ok(1));
+    assert_eq!((file.word(8176), rig.load(cx, &space, 3 * AT + 4080)), (9, Ok(9)));
+    // What another task appends to the file is read, once the page that it was appended to is.
+    rig.vm.truncate(cx, &object, 8192).expect("as long");
+    file.bytes().truncate(6000);
+    rig.vm.truncate(cx, &object, 6000).expect("shorter");
+    file.bytes().resize(8192, 0xff);
+    rig.vm.truncate(cx, &object, 8192).expect("longer");
+    rig.vm.punch(cx, &object, 1, 2).expect("its own");
+    rig.vm.map(cx, &space, span(2 * AT, 0x1000), SMALL, Backing::Shared(&object, 1)).expect("an area");
+    assert_eq!(rig.load(cx, &space, 2 * AT + 4088), Ok(u64::MAX));
+    end(rig, cx, (object, space));
 }
 
 /// Another CPU writes a page back that one is just hiding, or making read-only, and has not flushed yet: nobody stores to it any more by
@@ -293,52 +268,50 @@ fn not_read_before<F: PageFormat>(seed: u64) -> bool {
     stale.get()
 }
 
-#[test]
-fn a_hole_is_shown_to_nobody_while_others_use_what_it_was() {
-    some_are_stale([not_read_before::<Metered>, not_read_before::<Aarch64>]);
-}
-
 /// Who waits for somebody who writes back has not made the file shorter yet.
-fn waits<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let file = File::new(40 << 12);
-        let (object, space) = enter(rig, cx, file);
-        rig.store(cx, &space, AT + 0x3000, 9).expect("memory");
-        file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
-        file.gate.store(7, Ordering::SeqCst);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                file.wait_for(8);
-                let begun = Barrier::new(2);
-                std::thread::scope(|scope| {
-                    let shorter = scope.spawn(|| {
-                        rig.beside_others(1, |cx| {
-                            begun.wait();
-                            rig.vm.truncate(cx, &object, 10 << 12)
-                        })
-                    });
-                    begun.wait();
-                    let stays = (0..1000).all(|_| {
-                        std::thread::yield_now();
-                        object.pages() == 40
-                    });
-                    file.gate.store(9, Ordering::SeqCst);
-                    let shorter = shorter.join().expect("it ended");
-                    file.gate.store(0, Ordering::SeqCst);
-                    assert_eq!((stays, shorter), (true, Ok(6)));
+fn waits<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = File::new(40 << 12);
+    let (object, space) = enter(rig, cx, file);
+    rig.store(cx, &space, AT + 0x3000, 9).expect("memory");
+    file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
+    file.gate.store(7, Ordering::SeqCst);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            file.wait_for(8);
+            let begun = Barrier::new(2);
+            std::thread::scope(|scope| {
+                let shorter = scope.spawn(|| {
+                    rig.beside_others(1, |cx| {
+                        begun.wait();
+                        rig.vm.truncate(cx, &object, 10 << 12)
+                    })
                 });
+                begun.wait();
+                let stays = (0..1000).all(|_| {
+                    std::thread::yield_now();
+                    object.pages() == 40
+                });
+                file.gate.store(9, Ordering::SeqCst);
+                let shorter = shorter.join().expect("it ended");
+                file.gate.store(0, Ordering::SeqCst);
+                assert_eq!((stays, shorter), (true, Ok(6)));
             });
-            assert_eq!(rig.vm.sync(cx, &object, 0, 40), Ok(1));
-            while file.gate.load(Ordering::SeqCst) != 0 {
-                rig.vm.shootdown().handle_ipi(cx);
-            }
         });
-        assert_eq!(object.pages(), 10);
-        end(rig, cx, (object, space));
+        assert_eq!(rig.vm.sync(cx, &object, 0, 40), Ok(1));
+        while file.gate.load(Ordering::SeqCst) != 0 {
+            rig.vm.shootdown().handle_ipi(cx);
+        }
     });
+    assert_eq!(object.pages(), 10);
+    end(rig, cx, (object, space));
 }
 
-#[test]
-fn a_file_is_not_shorter_while_it_is_written() {
-    on_both!(waits);
+on_both_formats! {
+    fn what_is_away_is_gone_from_a_file_too: away (rig);
+    fn the_rest_of_a_last_page_that_moves_is_zero_too: moving (rig);
+    fn what_was_read_before_a_hole_is_not_entered_after_it: read_before (rig);
+    fn what_goes_is_not_written_afterwards: overtaken (rig);
+    fn what_is_stored_behind_the_end_of_a_file_is_not_its_when_it_grows: longer (first);
+    fn a_hole_is_shown_to_nobody_while_others_use_what_it_was: not_read_before (stale);
+    fn a_file_is_not_shorter_while_it_is_written: waits (first);
 }

@@ -1,9 +1,9 @@
 //! What is locked: present at once, counted, within a limit, and in memory until it is unlocked. On both formats.
 
-use crate::support::{AT, Cx, Metered, Model, Rig, bounds, no_faults, span, with_cpu, with_format};
+use crate::support::{AT, Cx, Model, Rig, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_frames::Frozen;
-use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
+use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_vm::{AddressSpace, Backing, Discard, Protection, UnhookedPage, Usage, VmError, VmaKind};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
@@ -61,12 +61,6 @@ fn stays<F: PageFormat>() {
     });
 }
 
-#[test]
-fn what_is_locked_is_there_and_stays() {
-    stays::<Metered>();
-    stays::<Aarch64>();
-}
-
 fn shared<F: PageFormat>() {
     with_format::<F, true>(32, 2, 6, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
@@ -92,13 +86,6 @@ fn shared<F: PageFormat>() {
         });
         rig.end_for_both(space);
     });
-}
-
-/// What a fork shares is copied at once; what an object shows stays for all; a child's areas are not locked.
-#[test]
-fn what_others_have_too_is_locked() {
-    shared::<Metered>();
-    shared::<Aarch64>();
 }
 
 /// Nothing is locked then.
@@ -132,4 +119,10 @@ fn what_cannot_be_is_refused() {
         assert_eq!(space.locked(), 0);
         rig.vm.destroy(cx, space).expect("nobody uses it");
     });
+}
+
+on_both_formats! {
+    fn what_is_locked_is_there_and_stays: stays ();
+    /// What a fork shares is copied at once; what an object shows stays for all; a child's areas are not locked.
+    fn what_others_have_too_is_locked: shared ();
 }

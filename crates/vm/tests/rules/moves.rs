@@ -1,7 +1,7 @@
 //! A range at other addresses: what it has goes along, on every CPU; it becomes longer and shorter; what it costs, and what is refused. On
 //! both formats.
 
-use crate::support::{AT, Metered, Model, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
+use crate::support::{AT, Metered, Model, as_first, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::{Cpu, CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, PageFormat};
@@ -130,15 +130,6 @@ fn kept<F: PageFormat>(distance: u64) {
     });
 }
 
-/// Pages in swap, pages that a fork shares and pages that are pinned stay what they are.
-#[test]
-fn what_is_known_of_pages_goes_along() {
-    for distance in [0, 0x3000] {
-        kept::<Metered>(distance);
-        kept::<Aarch64>(distance);
-    }
-}
-
 fn moving<F: PageFormat>(seed: u64) -> bool {
     let mut stale = false;
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
@@ -166,12 +157,6 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
         rig.end_for_both(space);
     });
     stale
-}
-
-/// A page that reclaim is just taking comes back where it would be now, and nobody reaches it where it was.
-#[test]
-fn a_page_that_moves_is_found_at_the_new_place() {
-    some_are_stale([moving::<Metered>, moving::<Aarch64>]);
 }
 
 /// Two areas, one of more pages than a part has and one of a shared object, entry by entry: what is there of them is found at one of the
@@ -236,14 +221,6 @@ fn longer_and_shorter<F: PageFormat>(size: PageSize) {
         }
         rig.end_for_both(space);
     });
-}
-
-#[test]
-fn ranges_become_longer_and_shorter() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        longer_and_shorter::<Metered>(size);
-        longer_and_shorter::<Aarch64>(size);
-    }
 }
 
 /// A pool's pages and promises go along, and what a longer area needs is promised or the move refused; an object's pages end somewhere.
@@ -324,32 +301,30 @@ fn what_cannot_be_is_refused() {
 fn without_memory_nothing_moves() {
     let fails = |nth| {
         let mut failed = false;
-        with_format::<Metered, false>(8, 1, 12, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                let space = rig.space(cx, span(AT, 0x8000), SMALL);
-                rig.enter(cx, &space);
-                (0..8).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
-                let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
-                let mut held: Vec<_> = all.collect();
-                held.drain(..nth).for_each(|block| rig.vm.frames().free(cx, block));
-                let (from, to) = (span(AT + 0x2000, 0x4000), span(THERE, 0x5000));
-                let done = rig.vm.move_to(cx, &space, from, to);
-                failed = done.is_err();
-                if failed {
-                    assert_eq!(done, Err(VmError::NoMemory));
-                    assert_eq!(shape(&space), [(AT, 8, 0)]);
-                    (0..8).for_each(|page| assert_eq!(rig.load(cx, &space, AT + page * 0x1000), Ok(page + 1)));
-                }
-                held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
-                if failed {
-                    rig.vm.move_to(cx, &space, from, to).expect("memory");
-                }
-                assert_eq!(shape(&space), [(AT, 2, 0), (AT + 0x6000, 2, 6), (THERE, 5, 2)]);
-                (2..6).for_each(|page| {
-                    assert_eq!(rig.load(cx, &space, THERE + (page - 2) * 0x1000), Ok(page + 1));
-                });
-                rig.end(cx, space);
+        as_first::<Metered, false>(8, 1, 12, |rig, cx| {
+            let space = rig.space(cx, span(AT, 0x8000), SMALL);
+            rig.enter(cx, &space);
+            (0..8).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
+            let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+            let mut held: Vec<_> = all.collect();
+            held.drain(..nth).for_each(|block| rig.vm.frames().free(cx, block));
+            let (from, to) = (span(AT + 0x2000, 0x4000), span(THERE, 0x5000));
+            let done = rig.vm.move_to(cx, &space, from, to);
+            failed = done.is_err();
+            if failed {
+                assert_eq!(done, Err(VmError::NoMemory));
+                assert_eq!(shape(&space), [(AT, 8, 0)]);
+                (0..8).for_each(|page| assert_eq!(rig.load(cx, &space, AT + page * 0x1000), Ok(page + 1)));
+            }
+            held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+            if failed {
+                rig.vm.move_to(cx, &space, from, to).expect("memory");
+            }
+            assert_eq!(shape(&space), [(AT, 2, 0), (AT + 0x6000, 2, 6), (THERE, 5, 2)]);
+            (2..6).for_each(|page| {
+                assert_eq!(rig.load(cx, &space, THERE + (page - 2) * 0x1000), Ok(page + 1));
             });
+            rig.end(cx, space);
         });
         failed
     };
@@ -362,24 +337,22 @@ fn without_memory_nothing_moves() {
 fn without_memory_no_area_of_several_moves() {
     let fails = |nth| {
         let mut failed = false;
-        with_format::<Metered, false>(8, 1, 14, &no_faults(), |rig| {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                let space = rig.space(cx, span(AT, 4 << 20), SMALL);
-                let rights = Protection::USER.with(Protection::EXEC);
-                rig.vm.protect(cx, &space, span(AT + (1 << 20), 2 << 20), rights).expect("memory");
-                let pages = [0, 255, 256, 600, 767, 768, 1023];
-                pages.into_iter().for_each(|page| assert_eq!(rig.vm.read(cx, &space, at(page), &mut [0; 8]), Ok(())));
-                let areas = |from| [(from, 256, 0), (from + (1 << 20), 512, 256), (from + (3 << 20), 256, 768)];
-                let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
-                let mut held: Vec<_> = all.collect();
-                held.drain(..nth).for_each(|block| rig.vm.frames().free(cx, block));
-                let done = rig.vm.move_to(cx, &space, span(AT, 4 << 20), span(THERE, 4 << 20));
-                failed = done.is_err();
-                assert_eq!(shape(&space), areas(if failed { AT } else { THERE }), "{done:?} with {nth} frames");
-                assert!(!failed || done == Err(VmError::NoMemory));
-                held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
-                rig.vm.destroy(cx, space).expect("idle");
-            });
+        as_first::<Metered, false>(8, 1, 14, |rig, cx| {
+            let space = rig.space(cx, span(AT, 4 << 20), SMALL);
+            let rights = Protection::USER.with(Protection::EXEC);
+            rig.vm.protect(cx, &space, span(AT + (1 << 20), 2 << 20), rights).expect("memory");
+            let pages = [0, 255, 256, 600, 767, 768, 1023];
+            pages.into_iter().for_each(|page| assert_eq!(rig.vm.read(cx, &space, at(page), &mut [0; 8]), Ok(())));
+            let areas = |from| [(from, 256, 0), (from + (1 << 20), 512, 256), (from + (3 << 20), 256, 768)];
+            let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+            let mut held: Vec<_> = all.collect();
+            held.drain(..nth).for_each(|block| rig.vm.frames().free(cx, block));
+            let done = rig.vm.move_to(cx, &space, span(AT, 4 << 20), span(THERE, 4 << 20));
+            failed = done.is_err();
+            assert_eq!(shape(&space), areas(if failed { AT } else { THERE }), "{done:?} with {nth} frames");
+            assert!(!failed || done == Err(VmError::NoMemory));
+            held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+            rig.vm.destroy(cx, space).expect("idle");
         });
         failed
     };
@@ -392,27 +365,28 @@ fn at(page: u64) -> VirtAddr {
 }
 
 fn read_only<F: PageFormat>() {
-    with_format::<F, false>(32, 1, 13, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let kind = SMALL.allowing(Protection::USER);
-            let space = rig.space(cx, span(AT, 0x8000), kind);
-            rig.enter(cx, &space);
-            assert_eq!(rig.load(cx, &space, AT), Ok(0));
-            let before = rig.leaf(cx, &space, AT);
-            rig.vm.move_to(cx, &space, span(AT, 0x8000), span(THERE + 0x1000, 0x8000)).expect("nothing is there");
-            let after: Leaf = rig.leaf(cx, &space, THERE + 0x1000);
-            assert_eq!(after, before);
-            assert!(!after.flags.contains(Flags::WRITE));
-            let denied = VmError::Denied { at: VirtAddr::new(THERE + 0x1000) };
-            assert_eq!(rig.store(cx, &space, THERE + 0x1000, 1), Err(denied), "as its area says");
-            rig.end(cx, space);
-        });
+    as_first::<F, false>(32, 1, 13, |rig, cx| {
+        let kind = SMALL.allowing(Protection::USER);
+        let space = rig.space(cx, span(AT, 0x8000), kind);
+        rig.enter(cx, &space);
+        assert_eq!(rig.load(cx, &space, AT), Ok(0));
+        let before = rig.leaf(cx, &space, AT);
+        rig.vm.move_to(cx, &space, span(AT, 0x8000), span(THERE + 0x1000, 0x8000)).expect("nothing is there");
+        let after: Leaf = rig.leaf(cx, &space, THERE + 0x1000);
+        assert_eq!(after, before);
+        assert!(!after.flags.contains(Flags::WRITE));
+        let denied = VmError::Denied { at: VirtAddr::new(THERE + 0x1000) };
+        assert_eq!(rig.store(cx, &space, THERE + 0x1000, 1), Err(denied), "as its area says");
+        rig.end(cx, space);
     });
 }
 
-/// An area keeps its rights.
-#[test]
-fn rights_go_along() {
-    read_only::<Metered>();
-    read_only::<Aarch64>();
+on_both_formats! {
+    /// Pages in swap, pages that a fork shares and pages that are pinned stay what they are.
+    fn what_is_known_of_pages_goes_along: kept (each [0, 0x3000]);
+    /// A page that reclaim is just taking comes back where it would be now, and nobody reaches it where it was.
+    fn a_page_that_moves_is_found_at_the_new_place: moving (stale);
+    fn ranges_become_longer_and_shorter: longer_and_shorter (each [PageSize::Size4K, PageSize::Size2M]);
+    /// An area keeps its rights.
+    fn rights_go_along: read_only ();
 }

@@ -1,7 +1,7 @@
 //! What nobody may store to: files that take nothing back, and what devices have of areas without the right to store.
 
-use crate::sources::{File, end, on_both};
-use crate::support::{AT, Cx, Handle, Rig, bounds, span};
+use crate::sources::{File, end};
+use crate::support::{AT, Cx, Handle, Rig, bounds, on_both_formats, span};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::PageFormat;
 use hugemm_vm::{Access, Backing, Protection, VmError, VmaKind};
@@ -40,12 +40,6 @@ fn takes_nothing<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
         end(rig, cx, (object, space));
         assert!(file.writes().is_empty());
     });
-}
-
-/// Who would store where nothing can keep it is told so when he asks for the right to.
-#[test]
-fn a_source_that_takes_nothing_back_is_not_stored_to() {
-    on_both!(takes_nothing);
 }
 
 /// How many pages are pinned.
@@ -92,8 +86,9 @@ fn pinned<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-/// Who pins a page says what its device does with it: what it reads stays clean, and it stores only where the area allows that.
-#[test]
-fn a_pin_to_be_read_makes_nothing_dirty() {
-    on_both!(pinned);
+on_both_formats! {
+    /// Who would store where nothing can keep it is told so when he asks for the right to.
+    fn a_source_that_takes_nothing_back_is_not_stored_to: takes_nothing (rig);
+    /// Who pins a page says what its device does with it: what it reads stays clean, and it stores only where the area allows that.
+    fn a_pin_to_be_read_makes_nothing_dirty: pinned (rig);
 }

@@ -1,7 +1,6 @@
 //! Reading files: what is read beside each other, and errors, which say where whoever faulted was.
 
-use crate::sources::on_both;
-use crate::support::{AT, Model, Rig, bounds, span};
+use crate::support::{AT, Cx, Model, Rig, bounds, on_both_formats, span};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::PageFormat;
 use hugemm_vm::{Access, Advice, Backing, PageSource, Pattern, Served, SourceError, StoredPages, VmError, VmaKind};
@@ -78,40 +77,31 @@ impl<'h, F: PageFormat> PageSource<Model<'h, F, true>> for Ones {
     }
 }
 
-fn named<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let file = Ones::new(32);
-        let object = rig.vm.open_source(cx, file).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        for (at, backing) in [(AT, Backing::Shared(&object, 8)), (COPIED, Backing::Copied(&object, 8))] {
-            rig.vm.map(cx, &space, span(at, 16 << 12), SMALL, backing).expect("an area");
-        }
-        for (start, access) in
-            [AT, COPIED].into_iter().flat_map(|at| [Access::Read, Access::Write].map(|how| (at, how)))
-        {
-            let at = VirtAddr::new(start + 0x7008);
-            file.fails.store(7, Ordering::Relaxed);
-            assert_eq!(rig.vm.fault(cx, &space, at, access), Err(VmError::Source { at, code: 7 }), "{access:?}");
-            let page = at.align_down(0x1000);
-            let filled = rig.vm.prefault(&space, span(page.get(), 0x1000), None).work(cx, &Never);
-            assert_eq!(filled, Err(VmError::Source { at: page, code: 7 }));
-            // Shorter, of which nobody has told the object yet.
-            file.fails.store(0, Ordering::Relaxed);
-            file.bytes.store(4 << 12, Ordering::Relaxed);
-            let beyond = VmError::OutOfBounds { at };
-            assert_eq!(rig.vm.fault(cx, &space, at, access), Err(beyond), "{access:?}");
-            let read = rig.vm.read(cx, &space, at, &mut [0; 8]);
-            assert_eq!(read.map_err(|error| (error.at, error.cause)), Err((at, beyond)));
-            file.bytes.store(32 << 12, Ordering::Relaxed);
-        }
-        rig.vm.destroy(cx, space).expect("nobody uses it");
-        rig.vm.close(cx, object).expect("its own");
-    });
-}
-
-#[test]
-fn errors_name_the_address_that_was_touched() {
-    on_both!(named);
+fn named<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = Ones::new(32);
+    let object = rig.vm.open_source(cx, file).expect("memory");
+    let space = rig.vm.create(cx, bounds()).expect("memory");
+    for (at, backing) in [(AT, Backing::Shared(&object, 8)), (COPIED, Backing::Copied(&object, 8))] {
+        rig.vm.map(cx, &space, span(at, 16 << 12), SMALL, backing).expect("an area");
+    }
+    for (start, access) in [AT, COPIED].into_iter().flat_map(|at| [Access::Read, Access::Write].map(|how| (at, how))) {
+        let at = VirtAddr::new(start + 0x7008);
+        file.fails.store(7, Ordering::Relaxed);
+        assert_eq!(rig.vm.fault(cx, &space, at, access), Err(VmError::Source { at, code: 7 }), "{access:?}");
+        let page = at.align_down(0x1000);
+        let filled = rig.vm.prefault(&space, span(page.get(), 0x1000), None).work(cx, &Never);
+        assert_eq!(filled, Err(VmError::Source { at: page, code: 7 }));
+        // Shorter, of which nobody has told the object yet.
+        file.fails.store(0, Ordering::Relaxed);
+        file.bytes.store(4 << 12, Ordering::Relaxed);
+        let beyond = VmError::OutOfBounds { at };
+        assert_eq!(rig.vm.fault(cx, &space, at, access), Err(beyond), "{access:?}");
+        let read = rig.vm.read(cx, &space, at, &mut [0; 8]);
+        assert_eq!(read.map_err(|error| (error.at, error.cause)), Err((at, beyond)));
+        file.bytes.store(32 << 12, Ordering::Relaxed);
+    }
+    rig.vm.destroy(cx, space).expect("nobody uses it");
+    rig.vm.close(cx, object).expect("its own");
 }
 
 fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -155,11 +145,6 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
     }
 }
 
-#[test]
-fn a_window_is_read_by_one_at_a_time() {
-    on_both!(beside);
-}
-
 /// Who reads one page at a time does not wait for who reads another near it.
 fn alone<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = Ones::new(64);
@@ -189,33 +174,28 @@ fn alone<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-#[test]
-fn pages_read_alone_do_not_wait_for_each_other() {
-    on_both!(alone);
+fn ending<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = Ones::new(16);
+    let object = rig.vm.open_source(cx, file).expect("memory");
+    let space = rig.vm.create(cx, bounds()).expect("memory");
+    rig.vm.map(cx, &space, span(AT, 16 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+    rig.enter(cx, &space);
+    file.becomes.store((8 << 12) + 16, Ordering::Relaxed);
+    assert_eq!(
+        rig.load(cx, &space, AT + 0x8008),
+        Ok(u64::from_ne_bytes([1; 8])),
+        "its last page, of which it has this"
+    );
+    assert_eq!(rig.vm.truncate(cx, &object, (8 << 12) + 16), Ok(0));
+    assert_eq!(rig.load(cx, &space, AT + 0x8010), Ok(0));
+    rig.end(cx, space);
+    rig.vm.close(cx, object).expect("its own");
 }
 
-fn ending<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let file = Ones::new(16);
-        let object = rig.vm.open_source(cx, file).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        rig.vm.map(cx, &space, span(AT, 16 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-        rig.enter(cx, &space);
-        file.becomes.store((8 << 12) + 16, Ordering::Relaxed);
-        assert_eq!(
-            rig.load(cx, &space, AT + 0x8008),
-            Ok(u64::from_ne_bytes([1; 8])),
-            "its last page, of which it has this"
-        );
-        assert_eq!(rig.vm.truncate(cx, &object, (8 << 12) + 16), Ok(0));
-        assert_eq!(rig.load(cx, &space, AT + 0x8010), Ok(0));
-        rig.end(cx, space);
-        rig.vm.close(cx, object).expect("its own");
-    });
-}
-
-/// A file that ends within a page while that is read has the page.
-#[test]
-fn a_file_that_becomes_shorter_while_it_is_read_is_read_again() {
-    on_both!(ending);
+on_both_formats! {
+    fn errors_name_the_address_that_was_touched: named (first);
+    fn a_window_is_read_by_one_at_a_time: beside (rig);
+    fn pages_read_alone_do_not_wait_for_each_other: alone (rig);
+    /// A file that ends within a page while that is read has the page.
+    fn a_file_that_becomes_shorter_while_it_is_read_is_read_again: ending (first);
 }

@@ -1,6 +1,6 @@
 //! CPUs that go on refusing by what they keep, as arm64's may: rights that are given reach them all the same.
 
-use crate::support::{AT, Metered, no_faults, span, with_format};
+use crate::support::{AT, Metered, as_first, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_host::mmu::Fault;
 use hugemm_vm::{Access, Served, VmaKind};
@@ -46,17 +46,15 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
 /// kept the entry as one that refuses writes until they are noted.
 fn flushes_to_note<const DROPS: bool>(access: Access) -> u64 {
     let mut flushes = 0;
-    with_format::<Metered<DROPS>, false>(16, 1, 3, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let kind = VmaKind::private(PageSize::Size4K);
-            let space = rig.space(cx, span(AT, 4096), kind);
-            rig.vm.prefault(&space, span(AT, 4096), None).work(cx, &Never).expect("memory");
-            rig.vm.test_and_clear_young(cx, &space, span(AT, 4096), |_| ()).expect("in the space");
-            let before = rig.vm.shootdown().counts();
-            assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(AT), access), Ok(Served::Meanwhile));
-            flushes = rig.vm.shootdown().counts().since(before).flushes();
-            rig.vm.destroy(cx, space).expect("nobody uses it");
-        });
+    as_first::<Metered<DROPS>, false>(16, 1, 3, |rig, cx| {
+        let kind = VmaKind::private(PageSize::Size4K);
+        let space = rig.space(cx, span(AT, 4096), kind);
+        rig.vm.prefault(&space, span(AT, 4096), None).work(cx, &Never).expect("memory");
+        rig.vm.test_and_clear_young(cx, &space, span(AT, 4096), |_| ()).expect("in the space");
+        let before = rig.vm.shootdown().counts();
+        assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(AT), access), Ok(Served::Meanwhile));
+        flushes = rig.vm.shootdown().counts().since(before).flushes();
+        rig.vm.destroy(cx, space).expect("nobody uses it");
     });
     flushes
 }

@@ -75,24 +75,22 @@ fn other_rights_let_others_run() {
 #[test]
 fn forks_of_many_areas_let_others_run() {
     const AREAS: u64 = 64;
-    with_rig(16, 1, 44, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let object = rig.vm.create_shared(cx, AREAS, PageSize::Size4K, false).expect("an object");
-            for page in 0..AREAS {
-                let kind = VmaKind::private(PageSize::Size4K);
-                let area = span(AT + (page << 13), 0x1000);
-                rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, page)).expect("an area");
-            }
-            let before = cx.platform().counters().snapshot();
-            let child = rig.vm.fork(cx, &space).expect("forked");
-            let during = cx.platform().counters().snapshot().since(before);
-            assert!(during.reschedules >= AREAS, "{} in {AREAS} areas", during.reschedules);
-            for space in [child, space] {
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-            rig.vm.close(cx, object).expect("its own");
-        });
+    with_cpu(16, 1, 44, |rig, cx| {
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        let object = rig.vm.create_shared(cx, AREAS, PageSize::Size4K, false).expect("an object");
+        for page in 0..AREAS {
+            let kind = VmaKind::private(PageSize::Size4K);
+            let area = span(AT + (page << 13), 0x1000);
+            rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, page)).expect("an area");
+        }
+        let before = cx.platform().counters().snapshot();
+        let child = rig.vm.fork(cx, &space).expect("forked");
+        let during = cx.platform().counters().snapshot().since(before);
+        assert!(during.reschedules >= AREAS, "{} in {AREAS} areas", during.reschedules);
+        for space in [child, space] {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
+        rig.vm.close(cx, object).expect("its own");
     });
 }
 

@@ -1,7 +1,9 @@
 //! Other rights for a range: what they mean for what is mapped, what is shared, what is away, what moves and what is pinned; what they
 //! cost; and what is refused. On both formats.
 
-use crate::support::{AT, Metered, Model, Rig, bounds, no_faults, some_are_stale, span, with_cpu, with_format};
+use crate::support::{
+    AT, Metered, Model, Rig, as_first, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
+};
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
@@ -70,14 +72,6 @@ fn taken_and_given<F: PageFormat>(size: PageSize) {
     });
 }
 
-#[test]
-fn rights_are_taken_by_one_flush_and_given_by_none() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        taken_and_given::<Metered>(size);
-        taken_and_given::<Aarch64>(size);
-    }
-}
-
 fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
     with_format::<F, false>(32, 2, 4, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
@@ -101,15 +95,6 @@ fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
     });
 }
 
-/// What fork has made read-only in an area that allows stores is copied by the next one, whatever rights there were meanwhile.
-#[test]
-fn what_a_fork_shares_is_still_copied() {
-    for rights in [[READ, WRITE], [EXEC, WRITE], [READ, WRITE.with(Protection::EXEC)]] {
-        shared_by_fork::<Metered>(rights);
-        shared_by_fork::<Aarch64>(rights);
-    }
-}
-
 fn away<F: PageFormat>() {
     with_format::<F, true>(16, 2, 5, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
@@ -128,12 +113,6 @@ fn away<F: PageFormat>() {
         });
         rig.end_for_both(space);
     });
-}
-
-#[test]
-fn pages_in_swap_stay_there() {
-    away::<Metered>();
-    away::<Aarch64>();
 }
 
 /// Whether the other CPU still had the old translation.
@@ -162,12 +141,6 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
     stale
 }
 
-/// A page that is just moving comes back with what its area still allows, and what its flush is owed for is paid.
-#[test]
-fn a_page_that_moves_comes_back_with_the_rights_of_now() {
-    some_are_stale([moving::<Metered>, moving::<Aarch64>]);
-}
-
 fn pinned<F: PageFormat>(forks: bool) {
     with_format::<F, false>(32, 2, 7, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
@@ -193,14 +166,6 @@ fn pinned<F: PageFormat>(forks: bool) {
         assert_eq!(space.counters().copied, 0);
         rig.end_for_both(space);
     });
-}
-
-#[test]
-fn a_pinned_page_stays_under_its_device() {
-    for forks in [false, true] {
-        pinned::<Metered>(forks);
-        pinned::<Aarch64>(forks);
-    }
 }
 
 /// Also while another process's page of the same place is just moving, which may be any page: whoever stores waits until that is over.
@@ -266,33 +231,25 @@ fn what_others_have_is_copied_beside_pins() {
 }
 
 fn of_shared_objects<F: PageFormat>() {
-    with_format::<F, false>(16, 2, 9, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("memory");
-            let space = rig.vm.create(cx, bounds()).expect("memory");
-            for at in [AT, 2 * AT] {
-                rig.vm.map(cx, &space, span(at, 0x1_0000), SMALL, Backing::Shared(&object, 0)).expect("an area");
-            }
-            rig.enter(cx, &space);
-            (0..16).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
-            rig.vm.protect(cx, &space, span(AT, 0x1_0000), READ).expect("an area");
-            assert_eq!(rig.store(cx, &space, AT, 9), denied(AT));
-            assert_eq!(rig.store(cx, &space, 2 * AT, 9), Ok(()), "the other area is as it was");
-            assert_eq!(rig.load(cx, &space, AT), Ok(9));
-            rig.vm.protect(cx, &space, span(AT, 0x1_0000), WRITE).expect("an area");
-            let reused = space.counters().reused;
-            assert_eq!(rig.store(cx, &space, AT + 0x5000, 10), Ok(()));
-            assert_eq!(space.counters().reused, reused, "writable at once");
-            rig.end(cx, space);
-            rig.vm.close(cx, object).expect("its own");
-        });
+    as_first::<F, false>(16, 2, 9, |rig, cx| {
+        let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        for at in [AT, 2 * AT] {
+            rig.vm.map(cx, &space, span(at, 0x1_0000), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        }
+        rig.enter(cx, &space);
+        (0..16).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
+        rig.vm.protect(cx, &space, span(AT, 0x1_0000), READ).expect("an area");
+        assert_eq!(rig.store(cx, &space, AT, 9), denied(AT));
+        assert_eq!(rig.store(cx, &space, 2 * AT, 9), Ok(()), "the other area is as it was");
+        assert_eq!(rig.load(cx, &space, AT), Ok(9));
+        rig.vm.protect(cx, &space, span(AT, 0x1_0000), WRITE).expect("an area");
+        let reused = space.counters().reused;
+        assert_eq!(rig.store(cx, &space, AT + 0x5000, 10), Ok(()));
+        assert_eq!(space.counters().reused, reused, "writable at once");
+        rig.end(cx, space);
+        rig.vm.close(cx, object).expect("its own");
     });
-}
-
-#[test]
-fn areas_of_one_object_have_rights_of_their_own() {
-    of_shared_objects::<Metered>();
-    of_shared_objects::<Aarch64>();
 }
 
 /// Several areas, some with the rights already, of several objects: those that show adjoining pages of one object become one.
@@ -440,4 +397,15 @@ fn folded_groups_cost_one_flush_more() {
         });
         rig.end_for_both(space);
     });
+}
+
+on_both_formats! {
+    fn rights_are_taken_by_one_flush_and_given_by_none: taken_and_given (each [PageSize::Size4K, PageSize::Size2M]);
+    /// What fork has made read-only in an area that allows stores is copied by the next one, whatever rights there were meanwhile.
+    fn what_a_fork_shares_is_still_copied: shared_by_fork (each [[READ, WRITE], [EXEC, WRITE], [READ, WRITE.with(Protection::EXEC)]]);
+    fn pages_in_swap_stay_there: away ();
+    /// A page that is just moving comes back with what its area still allows, and what its flush is owed for is paid.
+    fn a_page_that_moves_comes_back_with_the_rights_of_now: moving (stale);
+    fn a_pinned_page_stays_under_its_device: pinned (each [false, true]);
+    fn areas_of_one_object_have_rights_of_their_own: of_shared_objects ();
 }

@@ -1,8 +1,8 @@
 //! Areas of TiB, few pages of which are touched, by every verb, across the borders of tables of every level, beside a model of each page
 //! that is there: what is in it, whose it is, and where. On formats of four and five levels, with and without folded groups.
 
-use crate::support::{Cx, Handle, Metered, Model, Rig, no_faults, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
+use crate::support::{Cx, Handle, Metered, Model, Rig, as_first};
+use hugemm_base::{Never, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat, X86_64La57};
 use hugemm_threads::Random;
@@ -542,18 +542,16 @@ impl<'r, 'h, F: PageFormat, const AWAY: bool> World<'r, 'h, F, AWAY> {
 }
 
 fn run<F: PageFormat, const AWAY: bool>(seed: u64) {
-    with_format::<F, AWAY>(128, 2, seed, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let mut world = World::new(rig, cx, seed);
-            rig.enter(cx, &world.spaces[0].handle);
-            for _ in 0..150 {
-                world.step(cx);
-                world.check(cx);
-            }
-            rig.leave(cx, &world.spaces[0].handle);
-            world.spaces.drain(..).for_each(|space| rig.vm.destroy(cx, space.handle).expect("idle"));
-            world.objects.drain(..).for_each(|object| rig.vm.close(cx, object.handle).expect("its own"));
-        });
+    as_first::<F, AWAY>(128, 2, seed, |rig, cx| {
+        let mut world = World::new(rig, cx, seed);
+        rig.enter(cx, &world.spaces[0].handle);
+        for _ in 0..150 {
+            world.step(cx);
+            world.check(cx);
+        }
+        rig.leave(cx, &world.spaces[0].handle);
+        world.spaces.drain(..).for_each(|space| rig.vm.destroy(cx, space.handle).expect("idle"));
+        world.objects.drain(..).for_each(|object| rig.vm.close(cx, object.handle).expect("its own"));
     });
 }
 

@@ -1,7 +1,9 @@
 //! Files: what is read, and how often; what is dirty, and what of that is written back; what goes when a file becomes shorter; copies of it;
 //! and sources that fail. On both formats.
 
-use crate::support::{AT, Cx, Handle, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
+use crate::support::{
+    AT, Cx, Handle, Metered, Model, Rig, as_first, bounds, called_back, on_both_formats, span, with_format,
+};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{CpuId, Never, PageSize, PhysMap, VirtAddr};
 use hugemm_frames::Frozen;
@@ -194,44 +196,27 @@ pub(crate) fn drops<'h, F: PageFormat>(
     })
 }
 
-/// Runs `test` on both formats.
-macro_rules! on_both {
-    ($test:ident) => {
-        use crate::support::{Metered, no_faults, with_format};
-        with_format::<Metered, true>(16, 2, 5, &no_faults(), |rig| $test(rig));
-        with_format::<hugemm_paging::Aarch64, true>(16, 2, 5, &no_faults(), |rig| $test(rig));
-    };
-}
-pub(crate) use on_both;
-
-fn read<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        // Forty pages and a part.
-        let file = File::new((40 << 12) + 100);
-        let (object, space) = enter(rig, cx, file);
-        assert_eq!(object.pages(), 41);
-        let word = |page: u64| AT + (page << 12) + 8 * (page % 10);
-        (0..41).for_each(|page| assert_eq!(rig.load(cx, &space, word(page)), Ok(word(page) - AT)));
-        let fills = [(0, 1 << 16), (16, 1 << 16), (32, 8 << 12), (40, 100)];
-        assert_eq!(file.fills(), fills, "sixteen at a time, or as many as a block has");
-        assert_eq!(space.counters().mapped, 4, "and shown");
-        let last = AT + (40 << 12);
-        assert_eq!(rig.load(cx, &space, last + 96).map(|word| word >> 32), Ok(0), "nothing is behind its end");
-        assert_eq!(rig.load(cx, &space, last + 104), Ok(0));
-        // The other way through a window, which is read at once.
-        rig.vm.punch(cx, &object, 0, 16).expect("its own");
-        assert_eq!(rig.load(cx, &space, word(9)), Ok(word(9) - AT));
-        assert_eq!(file.fills(), [(0, 1 << 16)]);
-        (0..16).for_each(|page| assert_eq!(rig.load(cx, &space, word(page)), Ok(word(page) - AT)));
-        assert!(file.fills().is_empty() && file.writes().is_empty());
-        end(rig, cx, (object, space));
-        assert_eq!((file.closed.load(Ordering::Relaxed), file.writes().len()), (1, 0), "nobody has stored");
-    });
-}
-
-#[test]
-fn pages_are_read_by_windows() {
-    on_both!(read);
+fn read<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    // Forty pages and a part.
+    let file = File::new((40 << 12) + 100);
+    let (object, space) = enter(rig, cx, file);
+    assert_eq!(object.pages(), 41);
+    let word = |page: u64| AT + (page << 12) + 8 * (page % 10);
+    (0..41).for_each(|page| assert_eq!(rig.load(cx, &space, word(page)), Ok(word(page) - AT)));
+    let fills = [(0, 1 << 16), (16, 1 << 16), (32, 8 << 12), (40, 100)];
+    assert_eq!(file.fills(), fills, "sixteen at a time, or as many as a block has");
+    assert_eq!(space.counters().mapped, 4, "and shown");
+    let last = AT + (40 << 12);
+    assert_eq!(rig.load(cx, &space, last + 96).map(|word| word >> 32), Ok(0), "nothing is behind its end");
+    assert_eq!(rig.load(cx, &space, last + 104), Ok(0));
+    // The other way through a window, which is read at once.
+    rig.vm.punch(cx, &object, 0, 16).expect("its own");
+    assert_eq!(rig.load(cx, &space, word(9)), Ok(word(9) - AT));
+    assert_eq!(file.fills(), [(0, 1 << 16)]);
+    (0..16).for_each(|page| assert_eq!(rig.load(cx, &space, word(page)), Ok(word(page) - AT)));
+    assert!(file.fills().is_empty() && file.writes().is_empty());
+    end(rig, cx, (object, space));
+    assert_eq!((file.closed.load(Ordering::Relaxed), file.writes().len()), (1, 0), "nobody has stored");
 }
 
 fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -274,48 +259,34 @@ fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
     });
 }
 
-/// A page is dirty from the first store on, and what is dirty is written, once.
-#[test]
-fn what_is_stored_is_written_back() {
-    on_both!(stored);
-}
-
-fn dropped<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let file = File::new(32 << 12);
-        let (object, space) = enter(rig, cx, file);
-        rig.vm.map(cx, &space, span(THERE, 32 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
-        let at = |page: u64| AT + (page << 12);
-        assert_eq!(rig.load(cx, &space, at(2)), Ok(2 << 12));
-        assert_eq!(rig.load(cx, &space, THERE + (2 << 12)), Ok(2 << 12));
-        file.fills();
-        assert_eq!(drops(rig, cx, &space, at(2)), Ok(1), "clean: without a word to anybody");
-        assert!(file.writes().is_empty());
-        assert!(rig.mmu.load(CpuId::new(0), VirtAddr::new(THERE + (2 << 12))).is_err(), "wherever it was shown");
-        assert_eq!(rig.load(cx, &space, at(2)), Ok(2 << 12));
-        assert_eq!(file.fills(), [(2, 1 << 12)], "only what is missing");
-        // Dirty, also where its entry has gone.
-        assert_eq!(rig.store(cx, &space, at(2), 22), Ok(()));
-        rig.vm.unmap(cx, &space, span(AT, 32 << 12)).expect("in the space");
-        assert_eq!(rig.load(cx, &space, THERE + (2 << 12)), Ok(22));
-        let there = THERE + (2 << 12);
-        assert_eq!(drops(rig, cx, &space, there), Err(VmError::NotWritten));
-        assert_eq!(rig.load(cx, &space, there), Ok(22));
-        let owner = rig.vm.owner(rig.leaf(cx, &space, there).frame).expect("the object");
-        assert_eq!(rig.vm.write_back(cx, owner), 1);
-        assert_eq!(rig.load(cx, &space, there), Ok(22));
-        assert_eq!(drops(rig, cx, &space, there), Ok(1));
-        assert_eq!((rig.load(cx, &space, there), file.word(2 << 12)), (Ok(22), 22));
-        rig.vm.lock(cx, &space, span(there, 1 << 12), 9).expect("an area");
-        assert_eq!(drops(rig, cx, &space, there), Err(VmError::InUse), "locked");
-        end(rig, cx, (object, space));
-    });
-}
-
-/// What is clean goes without being written, what is dirty not before it has been.
-#[test]
-fn clean_pages_are_dropped_and_dirty_ones_are_not() {
-    on_both!(dropped);
+fn dropped<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = File::new(32 << 12);
+    let (object, space) = enter(rig, cx, file);
+    rig.vm.map(cx, &space, span(THERE, 32 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
+    let at = |page: u64| AT + (page << 12);
+    assert_eq!(rig.load(cx, &space, at(2)), Ok(2 << 12));
+    assert_eq!(rig.load(cx, &space, THERE + (2 << 12)), Ok(2 << 12));
+    file.fills();
+    assert_eq!(drops(rig, cx, &space, at(2)), Ok(1), "clean: without a word to anybody");
+    assert!(file.writes().is_empty());
+    assert!(rig.mmu.load(CpuId::new(0), VirtAddr::new(THERE + (2 << 12))).is_err(), "wherever it was shown");
+    assert_eq!(rig.load(cx, &space, at(2)), Ok(2 << 12));
+    assert_eq!(file.fills(), [(2, 1 << 12)], "only what is missing");
+    // Dirty, also where its entry has gone.
+    assert_eq!(rig.store(cx, &space, at(2), 22), Ok(()));
+    rig.vm.unmap(cx, &space, span(AT, 32 << 12)).expect("in the space");
+    assert_eq!(rig.load(cx, &space, THERE + (2 << 12)), Ok(22));
+    let there = THERE + (2 << 12);
+    assert_eq!(drops(rig, cx, &space, there), Err(VmError::NotWritten));
+    assert_eq!(rig.load(cx, &space, there), Ok(22));
+    let owner = rig.vm.owner(rig.leaf(cx, &space, there).frame).expect("the object");
+    assert_eq!(rig.vm.write_back(cx, owner), 1);
+    assert_eq!(rig.load(cx, &space, there), Ok(22));
+    assert_eq!(drops(rig, cx, &space, there), Ok(1));
+    assert_eq!((rig.load(cx, &space, there), file.word(2 << 12)), (Ok(22), 22));
+    rig.vm.lock(cx, &space, span(there, 1 << 12), 9).expect("an area");
+    assert_eq!(drops(rig, cx, &space, there), Err(VmError::InUse), "locked");
+    end(rig, cx, (object, space));
 }
 
 fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -375,12 +346,6 @@ fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.close(cx, object).expect("its own"));
 }
 
-/// What a file has no longer is gone from every space, with one flush for each, and its frames are free.
-#[test]
-fn a_file_becomes_shorter_under_its_mappings() {
-    on_both!(shorter);
-}
-
 /// A page that reclaim finds nowhere in a space that owes a flush may be what that flush is of.
 fn owed<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(4 << 12);
@@ -402,11 +367,6 @@ fn owed<F: PageFormat>(rig: &Rig<'_, F, true>) {
         }
         end(rig, cx, (object, space));
     });
-}
-
-#[test]
-fn a_page_is_nobodys_before_a_flush_that_a_space_owes() {
-    on_both!(owed);
 }
 
 fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
@@ -434,12 +394,6 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
             assert_eq!(other.word(0x1000), 7);
         });
     }
-}
-
-/// Nobody writes back for memory that he needs to write back.
-#[test]
-fn reclaim_writes_nothing_while_others_write() {
-    on_both!(beside);
 }
 
 fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
@@ -480,139 +434,111 @@ fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
     });
 }
 
-#[test]
-fn what_a_device_stores_while_its_page_is_written_is_written_too() {
-    on_both!(unpinned);
-}
-
 /// Pages that do not adjoin are made read-only together.
-fn scattered<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let file = File::new(600 << 12);
-        let (object, space) = enter(rig, cx, file);
-        let at = |page: u64| AT + (page << 12);
-        let pages: Vec<u64> = (0..80).step_by(2).chain([511, 512, 599]).collect();
-        for page in &pages {
-            rig.store(cx, &space, at(*page), page + 1).expect("memory");
-        }
-        let before = rig.flushes();
-        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(43));
-        assert_eq!(rig.flushes() - before, 3, "32 runs of 512 pages at a time");
-        assert_eq!(file.writes(), pages.iter().map(|page| (*page, 1 << 12)).collect::<Vec<_>>());
-        for page in &pages {
-            assert!(rig.mmu.store(CpuId::new(0), VirtAddr::new(at(*page)), 9).is_err());
-            assert_eq!(file.word(page << 12), page + 1);
-        }
-        // What the source refuses is dirty, each of them.
-        rig.store(cx, &space, at(2), 9).expect("memory");
-        rig.store(cx, &space, at(4), 9).expect("memory");
-        file.fails(3);
-        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Err(VmError::Source { at: VirtAddr::new(2 << 12), code: 3 }));
-        file.fails(0);
-        assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(2));
-        end(rig, cx, (object, space));
-    });
+fn scattered<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = File::new(600 << 12);
+    let (object, space) = enter(rig, cx, file);
+    let at = |page: u64| AT + (page << 12);
+    let pages: Vec<u64> = (0..80).step_by(2).chain([511, 512, 599]).collect();
+    for page in &pages {
+        rig.store(cx, &space, at(*page), page + 1).expect("memory");
+    }
+    let before = rig.flushes();
+    assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(43));
+    assert_eq!(rig.flushes() - before, 3, "32 runs of 512 pages at a time");
+    assert_eq!(file.writes(), pages.iter().map(|page| (*page, 1 << 12)).collect::<Vec<_>>());
+    for page in &pages {
+        assert!(rig.mmu.store(CpuId::new(0), VirtAddr::new(at(*page)), 9).is_err());
+        assert_eq!(file.word(page << 12), page + 1);
+    }
+    // What the source refuses is dirty, each of them.
+    rig.store(cx, &space, at(2), 9).expect("memory");
+    rig.store(cx, &space, at(4), 9).expect("memory");
+    file.fails(3);
+    assert_eq!(rig.vm.sync(cx, &object, 0, 600), Err(VmError::Source { at: VirtAddr::new(2 << 12), code: 3 }));
+    file.fails(0);
+    assert_eq!(rig.vm.sync(cx, &object, 0, 600), Ok(2));
+    end(rig, cx, (object, space));
 }
 
-#[test]
-fn runs_that_lie_near_each_other_cost_one_flush() {
-    on_both!(scattered);
+fn failing<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = File::new(32 << 12);
+    let (object, space) = enter(rig, cx, file);
+    rig.vm.map(cx, &space, span(THERE, 16 << 12), SMALL, Backing::Copied(&object, 16)).expect("an area");
+    let used = rig.used(cx);
+    file.fails(5);
+    let failed = |at, code| VmError::Source { at: VirtAddr::new(at), code };
+    for at in [AT, THERE] {
+        assert_eq!(rig.load(cx, &space, at), Err(failed(at, 5)));
+    }
+    assert_eq!(rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never), Err(failed(0, 5)));
+    // Short by a page and a bit: what is whole is there.
+    file.fails(4096 + 200);
+    let last = AT + (15 << 12);
+    assert_eq!(rig.load(cx, &space, last), Err(failed(last, SourceError::SHORT.0)));
+    assert_eq!(rig.load(cx, &space, AT + (13 << 12)), Ok(13 << 12));
+    file.fails(0);
+    file.fills();
+    assert_eq!(rig.load(cx, &space, AT + (15 << 12)), Ok(15 << 12));
+    assert_eq!(file.fills(), [(15, 1 << 12)]);
+    rig.store(cx, &space, AT, 1).expect("memory");
+    rig.store(cx, &space, AT + (9 << 12), 9).expect("memory");
+    file.fails(6);
+    assert_eq!(rig.vm.sync(cx, &object, 0, 32), Err(failed(0, 6)));
+    let owner = rig.vm.owner(rig.leaf(cx, &space, AT).frame).expect("the object");
+    assert_eq!(rig.vm.write_back(cx, owner), 0);
+    assert_eq!(drops(rig, cx, &space, AT), Err(VmError::NotWritten), "it is dirty, still");
+    file.fails(0);
+    assert_eq!(rig.vm.sync(cx, &object, 0, 32), Ok(2));
+    assert_eq!([0, 9 << 12].map(|at| file.word(at)), [1, 9]);
+    let plain = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
+    assert_eq!(rig.vm.sync(cx, &plain, 0, 4), Err(VmError::OtherKind));
+    assert_eq!(rig.vm.truncate(cx, &plain, 0), Err(VmError::OtherKind));
+    assert_eq!(rig.vm.punch(cx, &plain, 0, 4), Err(VmError::OtherKind));
+    let beyond = |page: u64| Err(VmError::OutOfBounds { at: VirtAddr::new(page << 12) });
+    for (from, to, done) in [(5, 3, beyond(5)), (99, 98, beyond(99)), (5, 5, Ok(0)), (98, 99, Ok(0))] {
+        assert_eq!(rig.vm.sync(cx, &object, from, to), done);
+        assert_eq!(rig.vm.punch(cx, &object, from, to), done);
+        assert_eq!(rig.vm.prefault_shared(&object, from, to).work(cx, &Never).map(|()| 0), done);
+    }
+    let no_copy = rig.vm.map(cx, &space, span(2 * AT, 0x1000), SMALL, Backing::Copied(&plain, 0));
+    assert_eq!(no_copy, Err(VmError::OtherKind));
+    let large = VmaKind::private(PageSize::Size2M);
+    let no_large = rig.vm.map(cx, &space, span(2 * AT, 2 << 20), large, Backing::Shared(&object, 0));
+    assert_eq!(no_large, Err(VmError::OtherKind));
+    assert!(rig.used(cx) > used);
+    rig.end(cx, space);
+    for object in [object, plain] {
+        rig.vm.close(cx, object).expect("its own");
+    }
 }
 
-fn failing<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let file = File::new(32 << 12);
-        let (object, space) = enter(rig, cx, file);
-        rig.vm.map(cx, &space, span(THERE, 16 << 12), SMALL, Backing::Copied(&object, 16)).expect("an area");
-        let used = rig.used(cx);
-        file.fails(5);
-        let failed = |at, code| VmError::Source { at: VirtAddr::new(at), code };
-        for at in [AT, THERE] {
-            assert_eq!(rig.load(cx, &space, at), Err(failed(at, 5)));
-        }
-        assert_eq!(rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never), Err(failed(0, 5)));
-        // Short by a page and a bit: what is whole is there.
-        file.fails(4096 + 200);
-        let last = AT + (15 << 12);
-        assert_eq!(rig.load(cx, &space, last), Err(failed(last, SourceError::SHORT.0)));
-        assert_eq!(rig.load(cx, &space, AT + (13 << 12)), Ok(13 << 12));
-        file.fails(0);
-        file.fills();
-        assert_eq!(rig.load(cx, &space, AT + (15 << 12)), Ok(15 << 12));
-        assert_eq!(file.fills(), [(15, 1 << 12)]);
-        rig.store(cx, &space, AT, 1).expect("memory");
-        rig.store(cx, &space, AT + (9 << 12), 9).expect("memory");
-        file.fails(6);
-        assert_eq!(rig.vm.sync(cx, &object, 0, 32), Err(failed(0, 6)));
-        let owner = rig.vm.owner(rig.leaf(cx, &space, AT).frame).expect("the object");
-        assert_eq!(rig.vm.write_back(cx, owner), 0);
-        assert_eq!(drops(rig, cx, &space, AT), Err(VmError::NotWritten), "it is dirty, still");
-        file.fails(0);
-        assert_eq!(rig.vm.sync(cx, &object, 0, 32), Ok(2));
-        assert_eq!([0, 9 << 12].map(|at| file.word(at)), [1, 9]);
-        let plain = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
-        assert_eq!(rig.vm.sync(cx, &plain, 0, 4), Err(VmError::OtherKind));
-        assert_eq!(rig.vm.truncate(cx, &plain, 0), Err(VmError::OtherKind));
-        assert_eq!(rig.vm.punch(cx, &plain, 0, 4), Err(VmError::OtherKind));
-        let beyond = |page: u64| Err(VmError::OutOfBounds { at: VirtAddr::new(page << 12) });
-        for (from, to, done) in [(5, 3, beyond(5)), (99, 98, beyond(99)), (5, 5, Ok(0)), (98, 99, Ok(0))] {
-            assert_eq!(rig.vm.sync(cx, &object, from, to), done);
-            assert_eq!(rig.vm.punch(cx, &object, from, to), done);
-            assert_eq!(rig.vm.prefault_shared(&object, from, to).work(cx, &Never).map(|()| 0), done);
-        }
-        let no_copy = rig.vm.map(cx, &space, span(2 * AT, 0x1000), SMALL, Backing::Copied(&plain, 0));
-        assert_eq!(no_copy, Err(VmError::OtherKind));
-        let large = VmaKind::private(PageSize::Size2M);
-        let no_large = rig.vm.map(cx, &space, span(2 * AT, 2 << 20), large, Backing::Shared(&object, 0));
-        assert_eq!(no_large, Err(VmError::OtherKind));
-        assert!(rig.used(cx) > used);
-        rig.end(cx, space);
-        for object in [object, plain] {
-            rig.vm.close(cx, object).expect("its own");
-        }
-    });
-}
-
-/// What a source fails with reaches whoever wanted something of it, and nothing is different after it.
-#[test]
-fn a_source_that_fails_says_why() {
-    on_both!(failing);
-}
-
-fn empty<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        let file = File::new(0);
-        let object = rig.vm.open_source(cx, file).expect("memory");
-        let space = rig.vm.create(cx, bounds()).expect("memory");
-        rig.enter(cx, &space);
-        let map = |cx: &mut Cx<'_, 'h>| rig.vm.map(cx, &space, span(AT, 2 << 12), SMALL, Backing::Shared(&object, 0));
-        let beyond = |at: u64| VmError::OutOfBounds { at: VirtAddr::new(at) };
-        for _ in 0..2 {
-            assert_eq!(object.pages(), 0);
-            assert_eq!(map(cx), Err(beyond(0)));
-            assert_eq!((rig.vm.sync(cx, &object, 0, 9), rig.vm.punch(cx, &object, 0, 9)), (Ok(0), Ok(0)));
-            // It becomes longer.
-            assert_eq!(rig.vm.truncate(cx, &object, 0x1800), Ok(0));
-            file.bytes().resize(0x1800, 0);
-            map(cx).expect("an area");
-            assert_eq!(rig.load(cx, &space, AT + 0x1000), Ok(0));
-            rig.store(cx, &space, AT + 0x1000, 7).expect("memory");
-            assert_eq!((rig.vm.sync(cx, &object, 0, 9), file.word(0x1000)), (Ok(1), 7));
-            // And empty again.
-            file.bytes().clear();
-            assert_eq!(rig.vm.truncate(cx, &object, 0), Ok(2));
-            assert_eq!(rig.load(cx, &space, AT), Err(beyond(AT)));
-            rig.vm.unmap(cx, &space, span(AT, 2 << 12)).expect("in the space");
-        }
-        end(rig, cx, (object, space));
-        assert_eq!(file.closed.load(Ordering::Relaxed), 1);
-    });
-}
-
-/// A file begins with nothing, as most do.
-#[test]
-fn an_empty_file_becomes_longer() {
-    on_both!(empty);
+fn empty<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = File::new(0);
+    let object = rig.vm.open_source(cx, file).expect("memory");
+    let space = rig.vm.create(cx, bounds()).expect("memory");
+    rig.enter(cx, &space);
+    let map = |cx: &mut Cx<'_, 'h>| rig.vm.map(cx, &space, span(AT, 2 << 12), SMALL, Backing::Shared(&object, 0));
+    let beyond = |at: u64| VmError::OutOfBounds { at: VirtAddr::new(at) };
+    for _ in 0..2 {
+        assert_eq!(object.pages(), 0);
+        assert_eq!(map(cx), Err(beyond(0)));
+        assert_eq!((rig.vm.sync(cx, &object, 0, 9), rig.vm.punch(cx, &object, 0, 9)), (Ok(0), Ok(0)));
+        // It becomes longer.
+        assert_eq!(rig.vm.truncate(cx, &object, 0x1800), Ok(0));
+        file.bytes().resize(0x1800, 0);
+        map(cx).expect("an area");
+        assert_eq!(rig.load(cx, &space, AT + 0x1000), Ok(0));
+        rig.store(cx, &space, AT + 0x1000, 7).expect("memory");
+        assert_eq!((rig.vm.sync(cx, &object, 0, 9), file.word(0x1000)), (Ok(1), 7));
+        // And empty again.
+        file.bytes().clear();
+        assert_eq!(rig.vm.truncate(cx, &object, 0), Ok(2));
+        assert_eq!(rig.load(cx, &space, AT), Err(beyond(AT)));
+        rig.vm.unmap(cx, &space, span(AT, 2 << 12)).expect("in the space");
+    }
+    end(rig, cx, (object, space));
+    assert_eq!(file.closed.load(Ordering::Relaxed), 1);
 }
 
 /// Whatever allocation fails: what was stored is in the file, or the object says that it is not.
@@ -653,16 +579,33 @@ fn every_allocation_can_fail() {
 /// A page that is read only by what faults.
 #[test]
 fn an_instruction_is_read_like_a_word() {
-    with_format::<Metered, true>(16, 1, 6, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
-            let space = rig.vm.create(cx, bounds()).expect("memory");
-            let text = SMALL.allowing(READ.with(Protection::EXEC));
-            rig.vm.map(cx, &space, span(AT, 4 << 12), text, Backing::Shared(&object, 0)).expect("an area");
-            rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Exec).expect("memory");
-            rig.enter(cx, &space);
-            assert_eq!(rig.load(cx, &space, AT + 8), Ok(8));
-            end(rig, cx, (object, space));
-        });
+    as_first::<Metered, true>(16, 1, 6, |rig, cx| {
+        let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
+        let space = rig.vm.create(cx, bounds()).expect("memory");
+        let text = SMALL.allowing(READ.with(Protection::EXEC));
+        rig.vm.map(cx, &space, span(AT, 4 << 12), text, Backing::Shared(&object, 0)).expect("an area");
+        rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Exec).expect("memory");
+        rig.enter(cx, &space);
+        assert_eq!(rig.load(cx, &space, AT + 8), Ok(8));
+        end(rig, cx, (object, space));
     });
+}
+
+on_both_formats! {
+    /// A file begins with nothing, as most do.
+    fn an_empty_file_becomes_longer: empty (first);
+    fn pages_are_read_by_windows: read (first);
+    /// A page is dirty from the first store on, and what is dirty is written, once.
+    fn what_is_stored_is_written_back: stored (rig);
+    /// What is clean goes without being written, what is dirty not before it has been.
+    fn clean_pages_are_dropped_and_dirty_ones_are_not: dropped (first);
+    /// What a file has no longer is gone from every space, with one flush for each, and its frames are free.
+    fn a_file_becomes_shorter_under_its_mappings: shorter (rig);
+    fn a_page_is_nobodys_before_a_flush_that_a_space_owes: owed (rig);
+    /// Nobody writes back for memory that he needs to write back.
+    fn reclaim_writes_nothing_while_others_write: beside (rig);
+    fn what_a_device_stores_while_its_page_is_written_is_written_too: unpinned (rig);
+    fn runs_that_lie_near_each_other_cost_one_flush: scattered (first);
+    /// What a source fails with reaches whoever wanted something of it, and nothing is different after it.
+    fn a_source_that_fails_says_why: failing (first);
 }

@@ -1,7 +1,7 @@
 //! Unhooked pages of processes that forked: all have them again, each for itself.
 
-use super::unhooked::{SIZES, filled, let_go, page_out, unhook, with_rig};
-use crate::support::{AT, Metered, no_faults, span, with_format};
+use super::unhooked::{SIZES, filled, let_go, page_out, unhook};
+use crate::support::{AT, Metered, as_first, no_faults, span, with_format};
 use hugemm_base::{CpuId, PageSize};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,44 +11,42 @@ use std::sync::atomic::{AtomicBool, Ordering};
 fn pages_that_are_away_are_inherited() {
     for (size, children) in SIZES.into_iter().flat_map(|size| [1, 14, 15, 20].map(|children| (size, children))) {
         for pinned in [false, true] {
-            with_rig(64, 95, |rig| {
-                rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                    let parent = filled(rig, cx, size, 2);
-                    let deferred = rig.deferred();
-                    let page = unhook(rig, cx, &parent, AT, &deferred);
-                    assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
-                    let mut pins = Vec::new();
-                    if pinned {
-                        let second = span(AT + size.bytes(), size.bytes());
-                        rig.vm
-                            .pin(cx, &parent, second, hugemm_vm::Access::Write, None, &hugemm_base::Never, |pin| {
-                                pins.push(pin)
-                            })
-                            .expect("there");
-                    }
-                    rig.leave(cx, &parent);
-                    let mut spaces: Vec<_> = (0..children).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
-                    assert_eq!(rig.vm.pager().used() as u64, size.pages(), "one copy for all of them");
-                    // Frames for counters stay: of the second page, unless each has its own, and of the frame of slots, to
-                    // which whoever brings the page back takes a reference more.
-                    let of_slots = size == PageSize::Size2M && children + 1 >= 15;
-                    rig.keep(u64::from(children >= 15 && !pinned) + u64::from(of_slots));
-                    spaces.push(parent);
-                    for space in [&spaces[0], &spaces[children - 1], &spaces[children]] {
-                        rig.enter(cx, space);
-                        assert_eq!(rig.load(cx, space, AT), Ok(1));
-                        assert_eq!(rig.load(cx, space, AT + size.bytes()), Ok(2));
-                        assert_eq!(space.counters().refaulted, 1);
-                        rig.leave(cx, space);
-                    }
-                    let parent = spaces.pop().expect("the parent");
-                    for pin in pins {
-                        rig.vm.unpin(cx, &parent, pin).expect("its own");
-                    }
-                    for space in spaces.into_iter().chain([parent]) {
-                        rig.vm.destroy(cx, space).expect("destroyed");
-                    }
-                });
+            as_first::<Metered, true>(64, 2, 95, |rig, cx| {
+                let parent = filled(rig, cx, size, 2);
+                let deferred = rig.deferred();
+                let page = unhook(rig, cx, &parent, AT, &deferred);
+                assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
+                let mut pins = Vec::new();
+                if pinned {
+                    let second = span(AT + size.bytes(), size.bytes());
+                    rig.vm
+                        .pin(cx, &parent, second, hugemm_vm::Access::Write, None, &hugemm_base::Never, |pin| {
+                            pins.push(pin)
+                        })
+                        .expect("there");
+                }
+                rig.leave(cx, &parent);
+                let mut spaces: Vec<_> = (0..children).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
+                assert_eq!(rig.vm.pager().used() as u64, size.pages(), "one copy for all of them");
+                // Frames for counters stay: of the second page, unless each has its own, and of the frame of slots, to
+                // which whoever brings the page back takes a reference more.
+                let of_slots = size == PageSize::Size2M && children + 1 >= 15;
+                rig.keep(u64::from(children >= 15 && !pinned) + u64::from(of_slots));
+                spaces.push(parent);
+                for space in [&spaces[0], &spaces[children - 1], &spaces[children]] {
+                    rig.enter(cx, space);
+                    assert_eq!(rig.load(cx, space, AT), Ok(1));
+                    assert_eq!(rig.load(cx, space, AT + size.bytes()), Ok(2));
+                    assert_eq!(space.counters().refaulted, 1);
+                    rig.leave(cx, space);
+                }
+                let parent = spaces.pop().expect("the parent");
+                for pin in pins {
+                    rig.vm.unpin(cx, &parent, pin).expect("its own");
+                }
+                for space in spaces.into_iter().chain([parent]) {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
             });
         }
     }
@@ -59,35 +57,33 @@ fn pages_that_are_away_are_inherited() {
 #[test]
 fn pages_of_many_processes_go_away() {
     for (size, places) in SIZES.into_iter().flat_map(|size| [14, 15, 16, 20].map(|places| (size, places))) {
-        with_rig(32, 96, |rig| {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                let parent = filled(rig, cx, size, 1);
-                rig.leave(cx, &parent);
-                let mut spaces: Vec<_> = (1..places).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
-                spaces.push(parent);
-                let head = rig.leaf(cx, &spaces[0], AT).frame;
-                assert_eq!(rig.vm.frames().references(head), places);
-                rig.vm.widen(cx, head).expect("memory");
-                let used = rig.used(cx);
-                let deferred = rig.deferred();
-                let page = unhook(rig, cx, &spaces[0], AT, &deferred);
-                assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
-                assert_eq!(rig.vm.pager().used() as u64, size.pages());
-                let slots = u64::from(size == PageSize::Size2M);
-                let counters = if places > 15 { slots } else { 0 };
-                assert_eq!(rig.used(cx), used - size.pages() + slots + counters, "{places} places");
-                // Whoever brings the page back takes one reference more.
-                rig.keep(1 + if places >= 15 { slots } else { 0 });
-                for space in [&spaces[0], spaces.last().expect("the parent")] {
-                    rig.enter(cx, space);
-                    assert_eq!(rig.load(cx, space, AT), Ok(1));
-                    rig.store(cx, space, AT, 2).expect("its own");
-                    rig.leave(cx, space);
-                }
-                for space in spaces {
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                }
-            });
+        as_first::<Metered, true>(32, 2, 96, |rig, cx| {
+            let parent = filled(rig, cx, size, 1);
+            rig.leave(cx, &parent);
+            let mut spaces: Vec<_> = (1..places).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
+            spaces.push(parent);
+            let head = rig.leaf(cx, &spaces[0], AT).frame;
+            assert_eq!(rig.vm.frames().references(head), places);
+            rig.vm.widen(cx, head).expect("memory");
+            let used = rig.used(cx);
+            let deferred = rig.deferred();
+            let page = unhook(rig, cx, &spaces[0], AT, &deferred);
+            assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
+            assert_eq!(rig.vm.pager().used() as u64, size.pages());
+            let slots = u64::from(size == PageSize::Size2M);
+            let counters = if places > 15 { slots } else { 0 };
+            assert_eq!(rig.used(cx), used - size.pages() + slots + counters, "{places} places");
+            // Whoever brings the page back takes one reference more.
+            rig.keep(1 + if places >= 15 { slots } else { 0 });
+            for space in [&spaces[0], spaces.last().expect("the parent")] {
+                rig.enter(cx, space);
+                assert_eq!(rig.load(cx, space, AT), Ok(1));
+                rig.store(cx, space, AT, 2).expect("its own");
+                rig.leave(cx, space);
+            }
+            for space in spaces {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
         });
     }
 }
@@ -166,31 +162,29 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
 #[test]
 fn a_page_of_too_many_places_stays() {
     const MOST: usize = 1 << 12;
-    with_rig(128, 107, |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = filled(rig, cx, PageSize::Size4K, 1);
-            rig.leave(cx, &space);
-            let (head, deferred) = (rig.leaf(cx, &space, AT).frame, rig.deferred());
-            let mut children = Vec::new();
-            for (places, goes) in [(MOST, true), (MOST + 1, false)] {
-                children.resize_with(places - 1, || rig.vm.fork(cx, &space).expect("memory"));
-                match rig.vm.unhook(cx, rig.hold(head), &deferred) {
-                    Ok(page) => {
-                        assert!(goes);
-                        page.put_back(cx);
-                    }
-                    Err(folio) => {
-                        assert!(!goes);
-                        let_go(rig, cx, folio);
-                    }
+    as_first::<Metered, true>(128, 2, 107, |rig, cx| {
+        let space = filled(rig, cx, PageSize::Size4K, 1);
+        rig.leave(cx, &space);
+        let (head, deferred) = (rig.leaf(cx, &space, AT).frame, rig.deferred());
+        let mut children = Vec::new();
+        for (places, goes) in [(MOST, true), (MOST + 1, false)] {
+            children.resize_with(places - 1, || rig.vm.fork(cx, &space).expect("memory"));
+            match rig.vm.unhook(cx, rig.hold(head), &deferred) {
+                Ok(page) => {
+                    assert!(goes);
+                    page.put_back(cx);
                 }
-                assert_eq!(rig.vm.frames().references(head), places as u64);
+                Err(folio) => {
+                    assert!(!goes);
+                    let_go(rig, cx, folio);
+                }
             }
-            for space in children.into_iter().chain([space]) {
-                rig.vm.destroy(cx, space).expect("destroyed");
-            }
-            // For counts of so many references.
-            rig.keep(1);
-        });
+            assert_eq!(rig.vm.frames().references(head), places as u64);
+        }
+        for space in children.into_iter().chain([space]) {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        }
+        // For counts of so many references.
+        rig.keep(1);
     });
 }

@@ -2,7 +2,7 @@
 //! and is nobody's to pin, age or give back. On both formats.
 
 use crate::support::{
-    AT, Follower, Metered, Rig, before_flush, bounds, no_faults, some_are_stale, span, with_cpu, with_format,
+    AT, Follower, Metered, Rig, as_first, before_flush, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
 };
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange, with};
@@ -54,14 +54,6 @@ fn shown<F: PageFormat>(size: PageSize) {
     });
 }
 
-#[test]
-fn reads_show_one_page_until_somebody_stores() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        shown::<Metered>(size);
-        shown::<Aarch64>(size);
-    }
-}
-
 /// Whether the other CPU had an old translation of a page that is stored to.
 fn stale<F: PageFormat>(seed: u64) -> bool {
     let stale = Cell::new(false);
@@ -84,53 +76,38 @@ fn stale<F: PageFormat>(seed: u64) -> bool {
     stale.get()
 }
 
-#[test]
-fn no_cpu_reads_zeroes_after_a_store() {
-    some_are_stale([stale::<Metered>, stale::<Aarch64>]);
-}
-
 fn forked<F: PageFormat>(size: PageSize) {
-    with_format::<F, false>(32, 1, 8, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let (at, area) = (|page: u64| AT + page * size.bytes(), span(AT, 4 * size.bytes()));
-            let space = rig.space(cx, area, VmaKind::private(size));
-            rig.enter(cx, &space);
-            (0..3).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(0)));
-            rig.store(cx, &space, at(3), 3).expect("memory");
-            // One by one, too.
-            for pinned in [false, true] {
-                let mut pins = Vec::new();
-                if pinned {
-                    rig.vm
-                        .pin(cx, &space, span(at(3), size.bytes()), Access::Write, None, &Never, |run| pins.push(run))
-                        .expect("memory");
-                }
-                let child = rig.vm.fork(cx, &space).expect("memory");
-                rig.enter(cx, &child);
-                rig.leave(cx, &space);
-                assert_eq!(rig.leaf(cx, &child, AT).flags & LENT, LENT);
-                rig.store(cx, &child, at(1), 11).expect("memory");
-                assert_eq!([0, 1, 2, 3].map(|page| rig.load(cx, &child, at(page))), [Ok(0), Ok(11), Ok(0), Ok(3)]);
-                rig.enter(cx, &space);
-                rig.leave(cx, &child);
-                assert_eq!([0, 1, 2, 3].map(|page| rig.load(cx, &space, at(page))), [Ok(0), Ok(0), Ok(0), Ok(3)]);
-                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
-                rig.vm.destroy(cx, child).expect("destroyed");
+    as_first::<F, false>(32, 1, 8, |rig, cx| {
+        let (at, area) = (|page: u64| AT + page * size.bytes(), span(AT, 4 * size.bytes()));
+        let space = rig.space(cx, area, VmaKind::private(size));
+        rig.enter(cx, &space);
+        (0..3).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(0)));
+        rig.store(cx, &space, at(3), 3).expect("memory");
+        // One by one, too.
+        for pinned in [false, true] {
+            let mut pins = Vec::new();
+            if pinned {
+                rig.vm
+                    .pin(cx, &space, span(at(3), size.bytes()), Access::Write, None, &Never, |run| pins.push(run))
+                    .expect("memory");
             }
-            // The space's own stay, and the page stays as long as one shows it.
-            rig.vm.trim(cx);
-            assert_eq!(rig.load(cx, &space, at(2)), Ok(0));
-            rig.end(cx, space);
-        });
+            let child = rig.vm.fork(cx, &space).expect("memory");
+            rig.enter(cx, &child);
+            rig.leave(cx, &space);
+            assert_eq!(rig.leaf(cx, &child, AT).flags & LENT, LENT);
+            rig.store(cx, &child, at(1), 11).expect("memory");
+            assert_eq!([0, 1, 2, 3].map(|page| rig.load(cx, &child, at(page))), [Ok(0), Ok(11), Ok(0), Ok(3)]);
+            rig.enter(cx, &space);
+            rig.leave(cx, &child);
+            assert_eq!([0, 1, 2, 3].map(|page| rig.load(cx, &space, at(page))), [Ok(0), Ok(0), Ok(0), Ok(3)]);
+            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.vm.destroy(cx, child).expect("destroyed");
+        }
+        // The space's own stay, and the page stays as long as one shows it.
+        rig.vm.trim(cx);
+        assert_eq!(rig.load(cx, &space, at(2)), Ok(0));
+        rig.end(cx, space);
     });
-}
-
-#[test]
-fn a_fork_shows_zeroes_too() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        forked::<Metered>(size);
-        forked::<Aarch64>(size);
-    }
 }
 
 /// The child that shows it, and nobody else, keeps it.
@@ -163,73 +140,55 @@ fn the_page_stays_while_a_space_shows_it_and_goes_with_the_last() {
 }
 
 fn held<F: PageFormat>() {
-    with_format::<F, false>(16, 1, 10, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            for kind in [SMALL, READ] {
-                let space = rig.space(cx, span(AT, 0x8000), kind);
-                rig.enter(cx, &space);
-                (0..8).for_each(|page| assert_eq!(rig.load(cx, &space, AT + (page << 12)), Ok(0)));
-                let zeroes = rig.leaf(cx, &space, AT).frame;
-                let mut pins = Vec::new();
-                rig.vm
-                    .pin(cx, &space, span(AT, 0x4000), Access::Read, None, &Never, |run| pins.push(run))
-                    .expect("memory");
-                assert!(pins.iter().all(|pin| !pin.extent().contains(zeroes)), "a device was given everybody's page");
-                assert_eq!(pins.iter().map(|pin| pin.extent().pages()).sum::<u64>(), 4);
-                // What a device stores is what the space reads.
-                let first = &pins[0];
-                let memory = rig.mmu.host().address(first.extent().base()).expect("memory");
-                // SAFETY: a word of the pinned page.
-                unsafe { memory.cast::<u64>().write(77) };
-                assert_eq!(rig.load(cx, &space, first.at().get()), Ok(77));
-                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
-                // What is locked is there.
-                let part = span(AT + 0x4000, 0x2000);
-                rig.vm.lock(cx, &space, part, 2).expect("memory");
-                assert_eq!(rig.vm.usage(cx, &space, part), Ok(with!(Usage::default(), present = 2)));
-                rig.vm.unlock(cx, &space, part).expect("an area");
-                assert_eq!(rig.load(cx, &space, AT + 0x7000), Ok(0));
-                rig.end(cx, space);
-            }
-        });
+    as_first::<F, false>(16, 1, 10, |rig, cx| {
+        for kind in [SMALL, READ] {
+            let space = rig.space(cx, span(AT, 0x8000), kind);
+            rig.enter(cx, &space);
+            (0..8).for_each(|page| assert_eq!(rig.load(cx, &space, AT + (page << 12)), Ok(0)));
+            let zeroes = rig.leaf(cx, &space, AT).frame;
+            let mut pins = Vec::new();
+            rig.vm.pin(cx, &space, span(AT, 0x4000), Access::Read, None, &Never, |run| pins.push(run)).expect("memory");
+            assert!(pins.iter().all(|pin| !pin.extent().contains(zeroes)), "a device was given everybody's page");
+            assert_eq!(pins.iter().map(|pin| pin.extent().pages()).sum::<u64>(), 4);
+            // What a device stores is what the space reads.
+            let first = &pins[0];
+            let memory = rig.mmu.host().address(first.extent().base()).expect("memory");
+            // SAFETY: a word of the pinned page.
+            unsafe { memory.cast::<u64>().write(77) };
+            assert_eq!(rig.load(cx, &space, first.at().get()), Ok(77));
+            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            // What is locked is there.
+            let part = span(AT + 0x4000, 0x2000);
+            rig.vm.lock(cx, &space, part, 2).expect("memory");
+            assert_eq!(rig.vm.usage(cx, &space, part), Ok(with!(Usage::default(), present = 2)));
+            rig.vm.unlock(cx, &space, part).expect("an area");
+            assert_eq!(rig.load(cx, &space, AT + 0x7000), Ok(0));
+            rig.end(cx, space);
+        }
     });
-}
-
-#[test]
-fn who_needs_a_page_that_stays_gets_one() {
-    held::<Metered>();
-    held::<Aarch64>();
 }
 
 /// Rights that come make no page of zeroes writable, and what moves stays zeroes.
 fn changed<F: PageFormat>() {
-    with_format::<F, false>(16, 1, 11, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = rig.space(cx, span(AT, 0x4000), READ);
-            let other = rig.space(cx, span(AT, 0x4000), SMALL);
-            rig.enter(cx, &space);
-            (0..4).for_each(|page| assert_eq!(rig.load(cx, &space, AT + (page << 12)), Ok(0)));
-            rig.vm.protect(cx, &space, span(AT, 0x4000), Protection::USER.with(Protection::WRITE)).expect("an area");
-            assert!(!rig.leaf(cx, &space, AT).flags.contains(Flags::WRITE));
-            rig.vm.move_to(cx, &space, span(AT, 0x4000), span(2 * AT, 0x4000)).expect("nothing is there");
-            rig.store(cx, &space, 2 * AT, 4).expect("memory");
-            let all = [0, 1, 2, 3].map(|page| rig.load(cx, &space, 2 * AT + (page << 12)));
-            assert_eq!(all, [Ok(4), Ok(0), Ok(0), Ok(0)]);
-            rig.enter(cx, &other);
-            rig.leave(cx, &space);
-            assert_eq!(rig.load(cx, &other, AT), Ok(0));
-            // Nobody has used it, or all have: it is on no list either way.
-            assert_eq!(rig.vm.test_and_clear_young(cx, &other, span(AT, 0x4000), |_| ()), Ok(1));
-            rig.end(cx, other);
-            rig.vm.destroy(cx, space).expect("destroyed");
-        });
+    as_first::<F, false>(16, 1, 11, |rig, cx| {
+        let space = rig.space(cx, span(AT, 0x4000), READ);
+        let other = rig.space(cx, span(AT, 0x4000), SMALL);
+        rig.enter(cx, &space);
+        (0..4).for_each(|page| assert_eq!(rig.load(cx, &space, AT + (page << 12)), Ok(0)));
+        rig.vm.protect(cx, &space, span(AT, 0x4000), Protection::USER.with(Protection::WRITE)).expect("an area");
+        assert!(!rig.leaf(cx, &space, AT).flags.contains(Flags::WRITE));
+        rig.vm.move_to(cx, &space, span(AT, 0x4000), span(2 * AT, 0x4000)).expect("nothing is there");
+        rig.store(cx, &space, 2 * AT, 4).expect("memory");
+        let all = [0, 1, 2, 3].map(|page| rig.load(cx, &space, 2 * AT + (page << 12)));
+        assert_eq!(all, [Ok(4), Ok(0), Ok(0), Ok(0)]);
+        rig.enter(cx, &other);
+        rig.leave(cx, &space);
+        assert_eq!(rig.load(cx, &other, AT), Ok(0));
+        // Nobody has used it, or all have: it is on no list either way.
+        assert_eq!(rig.vm.test_and_clear_young(cx, &other, span(AT, 0x4000), |_| ()), Ok(1));
+        rig.end(cx, other);
+        rig.vm.destroy(cx, space).expect("destroyed");
     });
-}
-
-#[test]
-fn rights_and_places_change_and_it_stays_zeroes() {
-    changed::<Metered>();
-    changed::<Aarch64>();
 }
 
 /// From outside, too: reading makes none, nor does zeroing; writing does.
@@ -281,36 +240,25 @@ fn other_areas_have_their_own() {
 }
 
 fn bad<F: PageFormat>(size: PageSize) {
-    with_format::<F, false>(32, 1, 14, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let at = |page: u64| AT + page * size.bytes();
-            let space = rig.space(cx, span(AT, 4 * size.bytes()), VmaKind::private(size));
-            rig.enter(cx, &space);
-            (0..2).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(0)));
-            let zeroes = rig.leaf(cx, &space, AT).frame;
-            rig.vm.frames().hwpoison(cx, Pfn::new(zeroes.get() + size.pages() / 2));
-            let mut bytes = vec![1; size.bytes() as usize];
-            // What is not there yet, and what a fault or a read from outside meets.
-            assert_eq!(rig.vm.read(cx, &space, VirtAddr::new(at(2)), &mut bytes), Ok(()));
-            assert_eq!(rig.vm.read(cx, &space, VirtAddr::new(AT), &mut bytes), Ok(()));
-            assert!(bytes.iter().all(|byte| *byte == 0));
-            assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(at(1)), Access::Read), Ok(Served::Mapped));
-            for page in 0..3 {
-                assert_ne!(rig.leaf(cx, &space, at(page)).frame, zeroes);
-                rig.store(cx, &space, at(page), 8).expect("memory");
-            }
-            rig.end(cx, space);
-        });
+    as_first::<F, false>(32, 1, 14, |rig, cx| {
+        let at = |page: u64| AT + page * size.bytes();
+        let space = rig.space(cx, span(AT, 4 * size.bytes()), VmaKind::private(size));
+        rig.enter(cx, &space);
+        (0..2).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(0)));
+        let zeroes = rig.leaf(cx, &space, AT).frame;
+        rig.vm.frames().hwpoison(cx, Pfn::new(zeroes.get() + size.pages() / 2));
+        let mut bytes = vec![1; size.bytes() as usize];
+        // What is not there yet, and what a fault or a read from outside meets.
+        assert_eq!(rig.vm.read(cx, &space, VirtAddr::new(at(2)), &mut bytes), Ok(()));
+        assert_eq!(rig.vm.read(cx, &space, VirtAddr::new(AT), &mut bytes), Ok(()));
+        assert!(bytes.iter().all(|byte| *byte == 0));
+        assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(at(1)), Access::Read), Ok(Served::Mapped));
+        for page in 0..3 {
+            assert_ne!(rig.leaf(cx, &space, at(page)).frame, zeroes);
+            rig.store(cx, &space, at(page), 8).expect("memory");
+        }
+        rig.end(cx, space);
     });
-}
-
-/// Nobody reads it any more, and it does not come back to anybody.
-#[test]
-fn bad_memory_of_it_is_nobodys_loss() {
-    for size in [PageSize::Size4K, PageSize::Size2M] {
-        bad::<Metered>(size);
-        bad::<Aarch64>(size);
-    }
 }
 
 /// Counts what a follower is told of a page.
@@ -408,4 +356,14 @@ fn it_has_no_owner() {
         assert_eq!(rig.vm.walk_mappings(cx, leaf.frame, |_, _| panic!("nobody's")), 0);
         rig.end(cx, space);
     });
+}
+
+on_both_formats! {
+    fn reads_show_one_page_until_somebody_stores: shown (each [PageSize::Size4K, PageSize::Size2M]);
+    fn no_cpu_reads_zeroes_after_a_store: stale (stale);
+    fn a_fork_shows_zeroes_too: forked (each [PageSize::Size4K, PageSize::Size2M]);
+    fn who_needs_a_page_that_stays_gets_one: held ();
+    fn rights_and_places_change_and_it_stays_zeroes: changed ();
+    /// Nobody reads it any more, and it does not come back to anybody.
+    fn bad_memory_of_it_is_nobodys_loss: bad (each [PageSize::Size4K, PageSize::Size2M]);
 }

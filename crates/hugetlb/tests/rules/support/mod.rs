@@ -19,7 +19,7 @@ use hugemm_threads::{Memory, Random, Threads, Watchdog, this_cpu};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// One CPU's: entries by page, their frames, and the state of the dice.
@@ -50,6 +50,7 @@ impl Tlb {
 
 /// TLBs of all CPUs: 4 KiB entries, kept until flushed or evicted at random. A walk and what it leaves are one step, since a flush
 /// waits for walks.
+#[derive(Default)]
 pub struct ModelTlbs {
     cpus: Mutex<Vec<Tlb>>,
     /// Off: nothing is remembered.
@@ -79,27 +80,10 @@ fn last(left: &AtomicU64) {
 }
 
 impl ModelTlbs {
-    pub fn new(remember: bool) -> Self {
+    pub fn new(remember: bool, breaks: bool) -> Self {
         let cpus = (0..CPUS as u64).map(|cpu| Tlb { random: Random(cpu), ..Tlb::default() }).collect();
-        let cpus = Mutex::new(cpus);
-        // 0: never.
-        let none = || AtomicU64::new(0);
-        let delay = Mutex::new(Duration::ZERO);
-        let (edits_left, flushes_left, looker) = (none(), none(), Mutex::new(None));
-        ModelTlbs {
-            cpus,
-            remember,
-            breaks: false,
-            flushes: none(),
-            hits: none(),
-            helped: none(),
-            looker,
-            rounds: none(),
-            helping: none(),
-            delay,
-            edits_left,
-            flushes_left,
-        }
+        // Nothing left until one panics: never.
+        ModelTlbs { cpus: Mutex::new(cpus), remember, breaks, ..ModelTlbs::default() }
     }
 }
 
@@ -328,6 +312,18 @@ pub fn with_pool<I: Inject, R>(
     machine(shape, inject, |m| test(m, m.pool_memory(PageSize::Size2M).pool(), m.threads.cx()))
 }
 
+/// [`machine`] with empty pools of 1 GiB and 2 MiB pages.
+pub fn with_pools<I: Inject, R>(
+    shape: &Shape,
+    inject: I,
+    test: impl for<'p> FnOnce(&Machine<'_, I>, HugePool<'p>, HugePool<'p>, CpuCx<'_, Threads>) -> R,
+) -> R {
+    machine(shape, inject, |m| {
+        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+        test(m, large.pool(), small.pool(), m.threads.cx())
+    })
+}
+
 /// Builds a machine for `test`.
 pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machine<'_, I>) -> R) -> R {
     let _watched = Watchdog::new();
@@ -339,13 +335,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let flat = unsafe { FlatMemory::new(memory.start(), all) };
     let mut entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
     let first = VirtAddr::new(ORIGIN + BASE * 64);
-    let map: Map<'_> = SoftMap::new(
-        first,
-        &mut entries,
-        flat,
-        ModelTlbs { breaks: shape.breaks, ..ModelTlbs::new(shape.stale) },
-        Keep,
-    );
+    let map: Map<'_> = SoftMap::new(first, &mut entries, flat, ModelTlbs::new(shape.stale, shape.breaks), Keep);
     let descriptors = extent((BASE + shape.cut).next_multiple_of(512), spans * 512);
     for (span, frame) in (0..spans).zip((descriptors.base().get()..).step_by(512)) {
         // SAFETY: nothing is mapped or running yet.
@@ -442,6 +432,12 @@ impl<I: Inject> Machine<'_, I> {
         or_help(self.map, at, || self.map.walk(at))
     }
 
+    /// Every frame is free, a descriptor's, or shared; so many are somewhere else.
+    pub fn nothing_is_lost(&self, used: u64) {
+        let sum = self.free_frames() + self.descriptor_frames() + self.optimizer.shared_frames() + used;
+        assert_eq!(sum, self.all.pages());
+    }
+
     pub fn free_frames(&self) -> u64 {
         self.frames.drain(&self.threads.cx());
         self.frames.stats(&self.threads.cx()).available()
@@ -468,6 +464,26 @@ impl<I: Inject> Machine<'_, I> {
                 }
             })
             .sum()
+    }
+}
+
+impl Machine<'_, Faults> {
+    /// What is done while no allocation succeeds.
+    pub fn out_of_memory<R>(&self, what: impl FnOnce() -> R) -> R {
+        let faults = &self.frames.env().inject;
+        faults.arm(FaultPlan::periodic(0, 1));
+        let done = what();
+        faults.disarm();
+        done
+    }
+}
+
+/// Lets others go, also when a test fails.
+pub struct Stop<'a>(pub &'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -3,10 +3,13 @@
 
 #![allow(unreachable_pub)]
 
+mod formats;
 pub mod metered;
 mod pages;
 pub mod slots;
 
+pub(crate) use formats::on_both_formats;
+pub use formats::some_are_stale;
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::{Pause, SpinLock};
 use hugemm_base::{
@@ -26,7 +29,7 @@ use hugemm_paging::{EditLock, Keep, PageFormat, TlbCpu, TlbShootdown};
 use hugemm_threads::{Memory, Watchdog};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaKind};
 pub use metered::Metered;
-pub use pages::{AT, some_are_stale};
+pub use pages::AT;
 pub use slots::Slots;
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -274,10 +277,22 @@ pub fn with_rig(mib: u64, cpus: u32, seed: u64, inject: &FaultPlan, test: impl f
 
 /// [`with_rig`] where nothing fails, as the first CPU.
 pub fn with_cpu(mib: u64, cpus: u32, seed: u64, test: impl for<'h> FnOnce(&Rig<'h>, &mut Cx<'_, 'h>)) {
-    with_rig(mib, cpus, seed, &no_faults(), |rig| rig.mmu.as_cpu(CpuId::new(0), |cx| test(rig, cx)));
+    as_first(mib, cpus, seed, test);
 }
 
-/// The same for another format: one whose entries are x86-64's all the same, or arm64's.
+/// The same for another format, and a pager that pages out or not.
+pub fn as_first<F: PageFormat, const AWAY: bool>(
+    mib: u64,
+    cpus: u32,
+    seed: u64,
+    test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>, &mut Cx<'_, 'h>),
+) {
+    with_format(mib, cpus, seed, &no_faults(), |rig: &Rig<'_, F, AWAY>| {
+        rig.mmu.as_cpu(CpuId::new(0), |cx| test(rig, cx));
+    });
+}
+
+/// [`with_rig`] for another format: one whose entries are x86-64's all the same, or arm64's.
 pub fn with_format<F: PageFormat, const AWAY: bool>(
     mib: u64,
     cpus: u32,

@@ -74,10 +74,3 @@ impl<'h, F: PageFormat> Rig<'h, F, true> {
         assert_eq!(freed.ok(), Some(leaf.size.pages()));
     }
 }
-
-/// Runs a test of each format with twelve seeds; it says whether another CPU still had an old translation. TLBs forget at random, so some
-/// had.
-pub fn some_are_stale(tests: [fn(u64) -> bool; 2]) {
-    let stale = tests.map(|test| (0..12).filter(|seed| test(*seed)).count());
-    assert!(stale.into_iter().all(|seeds| seeds > 0), "{stale:?}");
-}
