@@ -316,7 +316,7 @@ mod tests {
         let (page, user) = (Page::Transparent, 61_010);
         let daemon = Arc::new(Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, user)));
         let mut program = {
-            let _turn = crate::preload::tests::turn();
+            let _turn = crate::own_file::tests::turn();
             Command::new("sleep").arg("600").spawn().expect("a program")
         };
         let memory = MemoryFile::new(page, page.bytes()).expect("a file").into_fd();
