@@ -16,7 +16,6 @@ mod compare;
 mod doctor;
 mod document;
 mod environment_text;
-mod explain;
 mod frames;
 mod goals;
 mod ground;
@@ -102,7 +101,6 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Lease(args)) => lease::bench::run(args),
         Command::Bench(Bench::Map(args)) => paging::map::run(args),
         Command::Bench(Bench::Scale(args)) => scale::run(args),
-        Command::Explain(args) => explain::run(args),
         // Commands that measure nothing.
         Command::Compare(args) => compare::run(args),
         Command::Report(args) => report::run(args),

@@ -1,7 +1,6 @@
 //! Options that several commands have.
 
 use clap::{Args, ValueEnum};
-use hugemm_clear::Primitive;
 use std::path::PathBuf;
 
 /// Options of every command that has results.
@@ -44,13 +43,4 @@ pub enum Kind {
     Thp,
     /// hugetlb pages; the pool is raised if need be and put back afterwards.
     Hugetlb,
-}
-
-/// Reads a primitive's name.
-pub fn primitive(name: &str) -> Result<Primitive, String> {
-    Primitive::from_name(name).filter(|p| *p != Primitive::Model).ok_or_else(|| {
-        let names: Vec<_> =
-            Primitive::ALL.into_iter().filter(|p| *p != Primitive::Model).map(Primitive::name).collect();
-        format!("no such primitive; there are {}", names.join(", "))
-    })
 }
