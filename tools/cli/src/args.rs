@@ -3,7 +3,7 @@
 use crate::boot::args::Boot;
 use crate::frames::args as frames;
 use crate::linux::args::Linux;
-use crate::options::{Calibration, Common, Kind, Warmup};
+use crate::options::{Common, Kind, Warmup};
 use crate::run::{RUN_HELP, Run};
 use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand};
@@ -126,11 +126,9 @@ pub struct Probe {
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
-    /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
-    #[arg(long, value_name = "FILE")]
+    /// Save the chosen profile as a Rust constant, for those who cannot measure at boot.
+    #[arg(long, value_name = "FILE.rs")]
     pub save_profile: Option<PathBuf>,
-    #[command(flatten)]
-    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }
@@ -151,8 +149,6 @@ pub struct Interference {
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
-    #[command(flatten)]
-    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }

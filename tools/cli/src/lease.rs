@@ -114,7 +114,7 @@ fn lease(args: &Lease) -> Result<Leased> {
         );
     }
     if args.scrub && lease.about.resumed {
-        let gbps = scrub::scrub(&lease, &args.calibration)?;
+        let gbps = scrub::scrub(&lease)?;
         eprintln!("hugemm lease: cleared what was kept, at {gbps:.1} GB/s");
     }
     Ok(lease)

@@ -33,7 +33,6 @@ mod options;
 mod paging;
 mod pool;
 mod probe;
-mod profile_file;
 mod progress;
 mod qemu;
 mod replay;

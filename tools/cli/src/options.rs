@@ -18,14 +18,6 @@ impl Common {
     }
 }
 
-/// Where the clearing policy of a command that clears comes from.
-#[derive(Debug, Args)]
-pub struct Calibration {
-    /// Use the profile saved in FILE by `hugemm probe --save-profile` instead of calibrating.
-    #[arg(long, value_name = "FILE")]
-    pub profile: Option<PathBuf>,
-}
-
 /// Runs before the measured ones.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct Warmup {

@@ -1,6 +1,6 @@
 //! Options of `hugemm pool` and `hugemm lease`.
 
-use crate::options::{Calibration, Common, Warmup};
+use crate::options::{Common, Warmup};
 use clap::{Args, Subcommand, ValueHint};
 use hugemm_inspect::topology::parse_list;
 use hugemm_lease::memory_file::Page;
@@ -57,8 +57,6 @@ pub struct Lease {
     /// Clear what was kept before the command gets it, past the caches.
     #[arg(long, requires = "keep")]
     pub scrub: bool,
-    #[command(flatten)]
-    pub calibration: Calibration,
     /// Fail where nothing can be leased, instead of running COMMAND without; a file that COMMAND cannot have leased cannot be made.
     #[arg(long)]
     pub require: bool,

@@ -3,7 +3,7 @@
 use crate::support::{misused, refused};
 
 /// Command lines that make no sense, and what the line says beside the help that says more.
-const MISUSED: [(&str, &str); 22] = [
+const MISUSED: [(&str, &str); 18] = [
     ("bench mem mmap -s 0", "larger than zero"),
     ("bench mem mmap -s 12XB", "unknown unit 'XB'"),
     ("bench mem mmap -s 99999999999999999999GB", "larger than any memory"),
@@ -13,11 +13,6 @@ const MISUSED: [(&str, &str); 22] = [
     ("run --siz 1GB", "a similar argument exists: '--size'; see 'hugemm run --help'"),
     ("bench swim", "unrecognized subcommand 'swim'; see 'hugemm bench --help'"),
     ("compare a.json b.json -t -5", "'-5' is no percentage"),
-    // Options that do nothing are not there.
-    ("bench alloc --profile x", "unexpected argument '--profile'"),
-    ("bench churn --profile x", "unexpected argument '--profile'"),
-    ("bench shootdown --profile x", "unexpected argument '--profile'"),
-    ("bench map --profile x", "unexpected argument '--profile'"),
     ("bench free --order 19", "there is no order 19; orders are 0 (4 KiB) to 18 (1 GiB)"),
     ("bench free --order 9,x", "'x' is no order"),
     ("bench free -n 99999999999", "99999999999 is not in 1..=4294967296"),
