@@ -4,8 +4,6 @@ pub mod args;
 pub mod bench;
 pub mod doctor;
 mod filter;
-mod gpu;
-mod pins;
 pub mod pool;
 mod restore;
 mod scrub;
