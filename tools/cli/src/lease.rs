@@ -7,7 +7,6 @@ mod filter;
 pub mod pool;
 mod restore;
 mod scrub;
-pub mod touch;
 
 use anyhow::{Context, Result, anyhow, bail};
 use args::Lease;

@@ -69,9 +69,6 @@ fn one_line(error: &anyhow::Error) -> String {
 }
 
 fn main() -> ExitCode {
-    if let Some(code) = lease::touch::program(std::env::args_os()) {
-        return code;
-    }
     let cli = match cli_text::parse() {
         Ok(cli) => cli,
         Err(error) => return cli_text::misused(&error),

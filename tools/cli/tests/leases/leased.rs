@@ -374,9 +374,6 @@ fn stock_qemu_starts_in_every_way() {
             let memories: Vec<_> = restored.iter().map(|row| row["memory"].as_str().expect("a name")).collect();
             assert_eq!(memories, ["leased, template", "file, page cache", "file, cold"]);
         }
-        let programs = rows(&document, "bench.lease.program");
-        assert!(programs.iter().all(|row| row["value"].as_f64() > Some(0.0)), "{programs:?}");
-        assert_eq!(programs.len(), 4, "its own memory and leased, mapped and touched");
         let filtered = &rows(&document, "bench.lease.filter_cpu")[0];
         // Whatever else the machine does.
         assert!(filtered["value"].as_f64().is_some_and(|ratio| (0.2..5.0).contains(&ratio)), "{filtered}");
