@@ -126,7 +126,7 @@ chmod 755 "$root/DEBIAN/postinst" "$root/DEBIAN/prerm" "$root/DEBIAN/postrm"
 cp "$binary" "$dist/hugemm-$version-$arch"
 if command -v dpkg-deb > /dev/null; then
     dpkg-deb --root-owner-group --build "$root" "$dist/hugemm_${version}_$deb.deb" > /dev/null
-    # It installs where nothing else is but what it names, and what its unit starts is there and starts.
+    # It installs where nothing else is, and what its unit starts is there and starts.
     fresh=$(mktemp -d)
     trap 'rm -rf "$fresh"' EXIT
     mkdir -p "$fresh/var/lib/dpkg/info" "$fresh/var/lib/dpkg/updates"
