@@ -10,6 +10,8 @@ use crate::boot::args::Boot;
 use crate::boot::machine::{Done, MAX_CPUS, VirtualMachine};
 use crate::machine::Machine;
 use crate::qemu::Accel;
+use crate::results::Results;
+use crate::run::{self, Log, RunConditions, Side};
 use crate::{age, paging, pool, progress, vm_create};
 use anyhow::Result;
 use hugemm_inspect::environment::GuestInfo;
@@ -55,10 +57,14 @@ pub fn run(args: &Boot) -> Result<()> {
         Request::Age(args) => age::of_guest(&transcript, args, boot.cpus),
         Request::Shootdown(_) => paging::shootdown::of_guest(&transcript),
         Request::Vmalloc(_) => paging::vmalloc::of_guest(&transcript),
+        Request::Run(_) => Results::default(),
         Request::Selftest(_) | Request::Dump(_) | Request::CrashTest(_) => transcript.figures(),
     };
     results.emulated = accel != Accel::Kvm;
     let goals = results.goals();
+    let run = Log::of_guest(&transcript);
+    let (sides, runs) = (&Side::ALL[..3], if let Request::Run(args) = request { args.runs } else { 0 });
+    let setting = RunConditions { bytes: boot.memory, workers: boot.cpus, flushed_cpus: boot.cpus, runs, ipis: "IPIs" };
     if !host.quiet() {
         host.print_environment();
         if accel != Accel::Kvm {
@@ -68,6 +74,14 @@ pub fn run(args: &Boot) -> Result<()> {
             println!("  note      {note}");
         }
         results.print(&goals);
+        if let Some((log, accounting)) = &run {
+            run::text::print(log, accounting, &setting, sides);
+        }
     }
-    host.save(results.rows.into_iter().chain(goals).collect())
+    let mut rows = results.rows;
+    if let Some((log, accounting)) = &run {
+        rows.extend(run::rows(log, sides, &setting, accounting));
+    }
+    rows.extend(goals);
+    host.save(rows)
 }

@@ -3,8 +3,9 @@
 
 mod host;
 mod kernel;
-mod text;
+pub mod text;
 
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
 use crate::ground;
 use crate::machine::{GIB, Machine};
@@ -18,8 +19,8 @@ use hugemm_base::{Extent, PageSize};
 use hugemm_clear::ClearPolicy;
 use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_inspect::interrupt;
-use hugemm_workloads::options::runs;
 use hugemm_workloads::record::Metric;
+use hugemm_workloads::request;
 use hugemm_workloads::size::Size;
 pub use hugemm_workloads::vm_host::HostSide as Side;
 use hugemm_workloads::vm_host::accounting::Accounting;
@@ -46,7 +47,7 @@ It is run in three ways, which are values of the same policies. Page by page is 
 descriptors edited one by one with one flush for a batch. By extent is the same by whole requests; first cleared through the \
 cache, then past it where the calibrated policy says so. This machine's kernel does what it can be asked to do. Where memory is \
 not touched, time is per page and not per byte. Interrupts are counted for CPUs that nobody plays, since a process has no TLB of \
-its own to flush; 'hugemm boot -- bench shootdown' has real ones.";
+its own to flush; 'hugemm boot' has real ones.";
 
 #[derive(Debug, Args)]
 pub struct Run {
@@ -62,9 +63,8 @@ pub struct Run {
     /// CPUs that each guest runs on, and that its flushes have to interrupt (counted, not sent).
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4))]
     pub vcpus: u32,
-    /// Runs, after one that is not counted.
-    #[arg(short, long, default_value_t = 3, value_parser = runs())]
-    pub runs: u32,
+    #[command(flatten)]
+    pub host: request::Run,
     /// Leave this machine's kernel out.
     #[arg(long)]
     pub no_kernel: bool,
@@ -82,6 +82,8 @@ pub struct RunConditions {
     /// CPUs that flushes have to reach.
     pub flushed_cpus: u32,
     pub runs: u32,
+    /// What interrupts are.
+    pub ipis: &'static str,
 }
 
 pub const MILLIS: Metric<PhaseFigures> = Metric::new("run.time", "ms", |it| it.nanos as f64 / 1e6);
@@ -97,6 +99,11 @@ impl Log {
             self.0.len() - 1
         });
         self.0[place].runs.push(*figures);
+    }
+
+    /// What the reference kernel has measured, and its accounting; `None` if it ran something else.
+    pub fn of_guest(transcript: &Transcript) -> Option<(Log, Accounting)> {
+        Some((Log(lines_of(transcript)), transcript.records().last()?.0))
     }
 
     pub fn get(&self, side: Side, phase: RunPhase) -> Option<Measured> {
@@ -148,7 +155,7 @@ pub fn run(args: &Run) -> Result<()> {
     let host = Host::new(&places, region.as_mut_slice())?;
 
     let sides = &Side::ALL[..if args.no_kernel { 3 } else { 4 }];
-    let runs = args.runs as usize + 1;
+    let runs = args.host.runs as usize + 1;
     let bar = progress::bar((runs * sides.len() * RunPhase::ALL.len()) as u64, machine.quiet());
     let (mut log, mut accounting, mut notes) = (Log::default(), None, Vec::new());
     for run in 0..runs {
@@ -179,7 +186,7 @@ pub fn run(args: &Run) -> Result<()> {
     bar.finish_and_clear();
     let Some(accounting) = accounting else { bail!("nothing was run") };
     let flushed_cpus = workers + (GUESTS as u32 + 1) * args.vcpus;
-    let setting = RunConditions { bytes, workers, flushed_cpus, runs: args.runs };
+    let setting = RunConditions { bytes, workers, flushed_cpus, runs: args.host.runs, ipis: "modelled IPIs" };
     let rows = rows(&log, sides, &setting, &accounting);
     if !machine.quiet() {
         machine.print_environment();
@@ -217,7 +224,7 @@ pub fn rows(log: &Log, sides: &[Side], setting: &RunConditions, accounting: &Acc
             }
             if *side != Side::Kernel {
                 rows.push(label(Row::single("run.flushes", figures.flushes as f64, "flushes")));
-                rows.push(label(Row::single("run.interrupts", figures.interrupts as f64, "modelled IPIs")));
+                rows.push(label(Row::single("run.interrupts", figures.interrupts as f64, setting.ipis)));
                 let used = |(of, frames)| label(Row::single("run.used", frames as f64, "frames")).label("use", of);
                 rows.extend(figures.used.each().map(used));
             }

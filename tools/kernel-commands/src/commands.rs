@@ -6,6 +6,7 @@ mod dump;
 mod pool;
 mod populate;
 mod processes;
+mod run;
 mod selftest;
 mod shootdown;
 mod swapped;
@@ -70,6 +71,7 @@ failures! {
     Vm(VmError),
     /// A request for a kernel area was refused.
     Kva(hugemm_kva::KvaError),
+    HostRun(hugemm_workloads::vm_host::HostRunError),
     Age(hugemm_workloads::age::Failed),
     Found(selftest::Finding),
 }
@@ -102,6 +104,7 @@ fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Vmalloc(args) => vmalloc::run(cx, args),
         Request::Pool(args) => pool::run(cx, args),
         Request::Age(args) => age::run(cx, args),
+        Request::Run(args) => run::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::Dump(args) => dump::run(cx, args.what),
         Request::CrashTest(args) => crash::run(cx, args.how),

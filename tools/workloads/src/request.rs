@@ -319,6 +319,11 @@ named! {
 }
 
 requests! {
+    /// The work of a virtual machine host, once through: the phases of 'hugemm run'.
+    "run" Run {
+        /// Runs, after one that is not counted.
+        runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
+    }
     /// A virtual machine's memory allocated, cleared and mapped.
     "bench vm-create" VmCreate {
         /// Memory of the virtual machine [default: a quarter of what is available, at most 8 GiB, or 512 MiB by pages of 4KB, each

@@ -4,6 +4,7 @@ use super::arch::{controller, interrupts, mmu, traps};
 use super::memory::frames;
 use super::platform::{KERNEL, Kernel};
 use super::{clock, kva, percpu, tables, tlb};
+use core::ops::Range;
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::CpuCx;
 
@@ -101,7 +102,18 @@ pub(crate) struct Work<'a> {
 /// Runs `run` on the first `cpus` CPUs, the calling boot CPU among them, with their numbers; returns when all have
 /// returned. With interrupts on.
 pub fn on_cpus(cx: &mut CpuCx<'static, Kernel>, cpus: u32, run: &(dyn Fn(&mut CpuCx<'static, Kernel>, u32) + Sync)) {
-    let others = 1..cpus.min(percpu::count());
+    beside(cx, 1..cpus, run, |cx| run(cx, 0));
+}
+
+/// Runs `f` on the calling boot CPU, and `run` with their numbers on those of `others` that there are; returns when all have
+/// returned. With interrupts on. `f` gives other CPUs nothing to run.
+pub fn beside<R>(
+    cx: &mut CpuCx<'static, Kernel>,
+    others: Range<u32>,
+    run: &(dyn Fn(&mut CpuCx<'static, Kernel>, u32) + Sync),
+    f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> R,
+) -> R {
+    let others = others.start.max(1)..others.end.min(percpu::count());
     let work = Work { run, left: AtomicU32::new(others.len() as u32) };
     for cpu in others {
         let at: *const Work<'_> = &raw const work;
@@ -110,11 +122,12 @@ pub fn on_cpus(cx: &mut CpuCx<'static, Kernel>, cpus: u32, run: &(dyn Fn(&mut Cp
         slot.store(at.cast_mut().cast(), Ordering::Release);
         controller::wake(cpu);
     }
-    run(cx, 0);
+    let result = f(cx);
     // Acquire pairs with the Release in `ap_main`.
     while work.left.load(Ordering::Acquire) > 0 {
         core::hint::spin_loop();
     }
+    result
 }
 
 /// Ends a CPU's wait for an interrupt. Any context.

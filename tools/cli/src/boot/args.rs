@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn usage_errors_are_one_line() {
         for (words, part) in [
-            ("bench churn", "it has bench vm-create, bench pool"),
+            ("bench churn", "it has run, bench vm-create"),
             ("nonsense", "no command 'nonsense'"),
             ("bench", "no command 'bench'"),
             ("bench pool --nonsense", "see 'hugemm boot -- bench pool --help'"),

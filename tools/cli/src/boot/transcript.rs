@@ -154,6 +154,7 @@ mod tests {
     use super::*;
     use hugemm_workloads::Pass;
     use hugemm_workloads::age::AgeFigures;
+    use hugemm_workloads::vm_host::PhaseFigures;
 
     fn sample(seq: u64) -> String {
         format!(
@@ -179,12 +180,12 @@ mod tests {
     #[test]
     fn records_arrive_with_their_labels() {
         let mut transcript = Transcript::default();
-        let line = r#"{"seq":0,"kind":"record","name":"age","seconds":0.5,"aged":7.0,"lru.scanned":3.0,"new":1.0,"labels":{"side":"page"}}"#;
+        let line = r#"{"seq":0,"kind":"record","name":"run.phase","nanos":7.0,"saved":-4096.0,"reclaimed.stored":3.0,"new":1.0,"labels":{"side":"page"}}"#;
         transcript.take(line).expect("valid");
-        let (figures, labels) = transcript.records::<AgeFigures>().next().expect("one");
-        assert_eq!((figures.seconds, figures.aged, figures.lru.scanned), (0.5, 7, 3));
+        let (figures, labels) = transcript.records::<PhaseFigures>().next().expect("one");
+        assert_eq!((figures.nanos, figures.saved, figures.reclaimed.stored), (7, -4096, 3));
         assert_eq!(labels["side"], "page");
-        assert_eq!(transcript.records::<Pass>().count(), 0);
+        assert_eq!(transcript.records::<AgeFigures>().count(), 0);
     }
 
     #[test]

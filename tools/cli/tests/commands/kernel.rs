@@ -324,6 +324,29 @@ mod x86 {
             "{err}"
         );
     }
+
+    /// `hugemm run` on real page tables: its accounting is checked inside, flushes and interrupts are real.
+    #[test]
+    #[ignore = "needs QEMU: make test-kernel"]
+    fn a_run_adds_up_in_the_kernel() {
+        let document = document(X86, "--cpus 4", "run -r 1");
+        let value = |metric: &str, side: &str, phase: &str| {
+            let rows = rows(&document, metric);
+            number(rows.iter().find(|row| row["side"] == side && row["phase"] == phase).expect("a row"), "value")
+        };
+        assert!(value("run.flushes", "extent", "fill pool") <= 3.0);
+        assert!(value("run.flushes", "page", "fill pool") <= 3.0, "kernels batch this too");
+        assert!(value("run.interrupts", "extent", "destroy") < value("run.interrupts", "page", "destroy"));
+        assert!(value("run.each", "cached", "destroy") > 0.0);
+        assert!(value("run.bandwidth", "extent", "prefault VM") > 0.0);
+        // The same pressure as on the host: pages go to compressed swap and come back, and ageing them flushes nothing.
+        for side in ["extent", "cached", "page"] {
+            assert!(value("run.stored", side, "pressure") > 10_000.0, "{side}");
+            assert!(value("run.loaded", side, "pressure") > 10_000.0, "{side}");
+            assert!(value("run.worker_freed", side, "pressure") > 1_000.0, "{side}: the second CPU keeps memory free");
+        }
+        assert_eq!(value("run.age_flushes", "extent", "pressure"), 0.0);
+    }
 }
 
 mod arm64 {
@@ -388,6 +411,19 @@ mod arm64 {
         for (flushes, ipis) in flushes.iter().zip(ipis) {
             let per_flush = if flushes["interrupts"] == "sent" { number(flushes, "cpus") - 1.0 } else { 0.0 };
             assert_eq!(number(ipis, "value"), per_flush * number(flushes, "value"), "{ipis}");
+        }
+    }
+
+    /// A guest that is played walks tables in software, so its CPU has to be asked, though a broadcast reaches its TLB.
+    #[test]
+    #[ignore = "needs QEMU: make test-arm"]
+    fn a_worker_asks_the_cpu_that_plays_a_guest() {
+        let document = document(ARM64, "--cpus 2", "run -r 1");
+        for metric in ["run.worker_freed", "run.interrupts"] {
+            let rows = rows(&document, metric);
+            let pressure: Vec<_> = rows.iter().filter(|row| row["phase"] == "pressure").collect();
+            assert_eq!(pressure.len(), 3, "{document}");
+            assert!(pressure.iter().all(|row| number(row, "value") > 0.0), "{metric}: {pressure:?}");
         }
     }
 

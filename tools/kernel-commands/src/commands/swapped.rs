@@ -81,6 +81,11 @@ impl Steps for Clocked<'_> {
 }
 
 impl Clocked<'_> {
+    /// Wakes that CPU for the worker's turns, and adds nothing up.
+    pub fn waking(worker: u32) -> Self {
+        Clocked { worker, ..Clocked::default() }
+    }
+
     /// Nanoseconds of all CPUs in one step.
     pub fn of(&self, step: Step) -> u64 {
         self.cpus.iter().map(|cpu| cpu.nanos[step as usize].load(Ordering::Relaxed)).sum()

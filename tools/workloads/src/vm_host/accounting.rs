@@ -2,6 +2,7 @@
 
 use super::guest::Guest;
 use super::{FramesUsed, HostRun, Site};
+use crate::record::record;
 use core::fmt;
 use hugemm_base::{Clock, CounterSnapshot, FrameUse, FramesInUse, PAGE_SHIFT};
 use hugemm_frames::NodeStats;
@@ -60,6 +61,19 @@ pub struct Accounting {
     /// Pages that wait for flushes which were forgotten, of all spaces.
     unflushed: u64,
     counters: CounterSnapshot,
+}
+
+record! {
+    Accounting = "run.accounting" {
+        frames: u64,
+        poisoned: u64,
+        kept: i64,
+        given: u64,
+        cleared: u64,
+        failed_accesses: u64,
+        refused_machines: u64,
+        checks: u64,
+    }
 }
 
 /// What there was when the run began.

@@ -1,5 +1,6 @@
 //! The parts of the run, and what each of them did.
 
+use crate::record::record;
 use crate::words::named;
 use hugemm_base::{PAGE_SHIFT, PageSize};
 use hugemm_reclaim::{ReclaimCounts, SwapStats};
@@ -65,6 +66,27 @@ impl PhaseFigures {
     /// It was about so many pages of 4 KiB.
     pub(super) fn small(&mut self, pages: u64) {
         (self.pages, self.bytes) = (pages, pages << PAGE_SHIFT);
+    }
+}
+
+record! {
+    PhaseFigures = "run.phase" {
+        nanos: u64,
+        bytes: u64,
+        pages: u64,
+        flushes: u64,
+        interrupts: u64,
+        saved: i64,
+        reclaimed.stored: u64,
+        reclaimed.worker_freed: u64,
+        reclaimed.loaded: u64,
+        reclaimed.aged: u64,
+        reclaimed.age_flushes: u64,
+        used.tables: i64,
+        used.slabs: i64,
+        used.swap: i64,
+        used.descriptors: i64,
+        used.pages: i64,
     }
 }
 
