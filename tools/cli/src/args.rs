@@ -97,7 +97,7 @@ pub enum Bench {
     Lease(crate::lease::args::BenchLease),
     /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.
     Map(crate::paging::map::Map),
-    /// What 1, 2, 4, … CPUs do at once.
+    /// What one CPU takes, and what the lines that CPUs share let 1 to 256 of them do.
     Scale(crate::scale::Scale),
 }
 

@@ -1,6 +1,7 @@
 //! What each CPU does, over and over, while all others do the same.
 
 use crate::frames::area::{Gate, together};
+use crate::stats::Samples;
 use anyhow::{Result, anyhow};
 use hugemm_base::{CpuCx, Never, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, Frozen, Plain};
@@ -28,7 +29,7 @@ pub type Run = fn(&mut Ground<'_, '_, '_, '_>) -> Result<Spent>;
 
 impl Machinery<'_, '_, '_> {
     /// Operations per second of so many CPUs at once, round by round. One round before them touches what is new.
-    pub fn rates(&self, cpus: u32, time: Duration, run: Run) -> Result<Vec<f64>> {
+    pub fn rates(&self, cpus: u32, time: Duration, run: Run) -> Result<Samples> {
         let last = AtomicBool::new(false);
         let each = together(self.host, cpus, |cx, gate| {
             let cpu = cx.pinned(|pin| pin.cpu().get());

@@ -96,10 +96,23 @@ fn churn_counts_what_is_left() {
     assert!(whole.iter().any(|row| row["when"] == "when all is freed" && row["value"] == 1.0));
 }
 
+/// What shares nothing grows with the CPUs, everything else ends somewhere, and the prediction for one CPU is what was measured.
 #[test]
-fn each_case_of_scale_is_measured_on_each_number_of_cpus() {
-    let document = document(&["bench", "scale", "--threads", "1", "--seconds", "0.02", "--json"]);
-    let rates = rows(&document, "bench.scale.rate");
-    assert_eq!(rates.len(), 11);
-    assert!(rates.iter().all(|row| row["cpus"] == 1 && row["value"].as_f64().is_some_and(|rate| rate > 0.0)));
+fn scale_is_predicted_and_measured() {
+    let document = document(&["bench", "scale", "--runs", "1", "--measure=0.02", "--json"]);
+    let of = |metric: &str, what: &Value, cpus: Option<u64>| {
+        let rows = rows(&document, metric);
+        let row = rows.into_iter().find(|row| row["what"] == *what && cpus.is_none_or(|cpus| row["cpus"] == cpus));
+        row.map(|row| row["value"].as_f64().expect("a number"))
+    };
+    let alone = rows(&document, "bench.scale.alone");
+    assert_eq!(alone.len(), 11);
+    for row in alone {
+        let (what, nanos) = (&row["what"], row["value"].as_f64().expect("a number"));
+        let rate = |cpus| of("bench.scale.rate", what, Some(cpus)).expect("a rate");
+        assert!(nanos > 0.0 && (rate(1) * nanos / 1e9 - 1.0).abs() < 1e-6, "{what}");
+        assert!(of("bench.scale.measured", what, Some(1)).is_some_and(|rate| rate > 0.0), "{what}");
+        let shares = of("bench.scale.transfers", what, None).expect("a number") > 0.0;
+        assert_eq!(rate(256) < 255.99 * rate(1), shares, "{what}");
+    }
 }
