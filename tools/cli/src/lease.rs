@@ -4,6 +4,8 @@ pub mod args;
 pub mod bench;
 pub mod doctor;
 mod filter;
+mod gpu;
+mod pins;
 pub mod pool;
 mod restore;
 mod scrub;

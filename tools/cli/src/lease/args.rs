@@ -157,6 +157,9 @@ pub struct BenchLease {
     /// Sizes of the machines. Each takes as much of the kernel's pool, which is raised for it.
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',', default_values = ["256MB", "1GB", "2GB"])]
     pub sizes: Vec<Size>,
+    /// Only how long memory takes to be pinned, by io_uring and by a GPU's runtime; without a QEMU.
+    #[arg(long, conflicts_with_all = ["threads", "qemu"])]
+    pub pins: bool,
     /// Threads of `prealloc=on` [default: as many as CPUs].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub threads: Option<u32>,

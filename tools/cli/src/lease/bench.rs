@@ -3,6 +3,7 @@
 
 use super::args::BenchLease;
 use super::filter;
+use super::pins::{self, Pins};
 use super::restore::{self, Snapshot};
 use crate::document::Row;
 use crate::interference::lines_in;
@@ -18,9 +19,9 @@ use hugemm_base::{CpuId, Never, PageSize};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::pool::HugetlbPool;
-use hugemm_lease::client::Connection;
+use hugemm_lease::client::{Connection, Lease};
 use hugemm_lease::status::{Counts, Status};
-use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
+use hugemm_lease::wire::{Answer, Forget, KeepAs, Request, Wish};
 use hugemm_workloads::chase::Chase;
 use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
@@ -106,7 +107,7 @@ const NEIGHBOUR: u64 = 16 << 20;
 const LOOK_NS: u64 = 20_000_000;
 
 pub fn run(args: &BenchLease) -> Result<()> {
-    let measured = measure(args);
+    let measured = if args.pins { pins::run(args) } else { measure(args) };
     // A terminal's signal reaches children, too, and what ends by it may be seen before this process's own comes.
     let end = Instant::now() + Duration::from_millis(500);
     while measured.is_err() && !interrupt::requested() && Instant::now() < end {
@@ -137,12 +138,12 @@ fn measure(args: &BenchLease) -> Result<()> {
     }
     let turns = args.sizes.len() * Way::ALL.len() * Repeat::new(args.runs, args.warmup.warmup).all();
     let bar = progress::bar(turns as u64, machine.quiet());
-    let (mut measured, mut left_out) = (Measured::default(), Vec::new());
+    let (mut measured, mut pins, mut left_out) = (Measured::default(), Pins::new(), Vec::new());
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
         // The machine's or the daemon's, never both.
         match HugetlbPool::new().ensure(PageSize::Size2M, bytes / PageSize::Size2M.bytes(), None) {
-            Ok(_pool) => of_size(args, &machine, bytes, threads, &mut measured, &bar)?,
+            Ok(_pool) => of_size(args, &machine, bytes, threads, &mut measured, &mut pins, &bar)?,
             Err(error) => {
                 left_out.push(format!("not measured: {size}, which takes as much of the kernel's pool: {error}"))
             }
@@ -189,6 +190,7 @@ fn measure(args: &BenchLease) -> Result<()> {
         let title = "From exec to a guest that was saved";
         results.add(title, pivot(&restored, "", &down, "", &RESTORED), &restored, &RESTORED);
     }
+    pins.add_to(&mut results);
     machine.show(results)
 }
 
@@ -199,6 +201,7 @@ fn of_size(
     bytes: u64,
     threads: usize,
     measured: &mut Measured,
+    pins: &mut Pins,
     bar: &ProgressBar,
 ) -> Result<()> {
     let repeat = Repeat::new(args.runs, args.warmup.warmup);
@@ -229,6 +232,7 @@ fn of_size(
         bar.set_message("a program that makes no memory");
         measured.filtered = Some(filter::cost(&bench.socket(), &bench.dir.dir, args.runs)?);
     }
+    pins.measure(bytes, repeat.all(), Some(&bench), bar)?;
     drop(bench);
     bar.set_message(format!("{}, a snapshot", Size(bytes)));
     let dir = Scratch::new("snapshot")?;
@@ -399,6 +403,12 @@ impl<'a> Bench<'a> {
         command.args(["lease", &self.bytes.to_string(), "--page", "2M", "--socket"]).arg(self.socket());
         command.args(options);
         Ok(command)
+    }
+
+    /// All of it leased, to this process.
+    pub(super) fn lend(&self) -> Result<Lease> {
+        self.fill()?;
+        Ok(Connection::open(&self.socket())?.lease(Wish::of(self.bytes))?)
     }
 
     /// One start. A filling leaves the caches without QEMU: it comes right before each start but two. `prealloc=off`, which the goals

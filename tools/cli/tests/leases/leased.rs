@@ -377,6 +377,8 @@ fn stock_qemu_starts_in_every_way() {
         let filtered = &rows(&document, "bench.lease.filter_cpu")[0];
         // Whatever else the machine does.
         assert!(filtered["value"].as_f64().is_some_and(|ratio| (0.2..5.0).contains(&ratio)), "{filtered}");
+        let pins = rows(&document, "bench.lease.pin");
+        assert_eq!(pins.iter().filter(|row| row["by"] == "io_uring").count(), 7);
         assert_eq!(rows(&document, "lease.vs_no_prealloc")[0]["goal"], 1.2);
         let filled = rows(&document, "bench.lease.filled")[0]["value"].as_f64();
         assert!(filled >= Some(10.0 / 32.0), "{filled:?} GiB, for 10 ways of 32 MiB");
