@@ -73,6 +73,9 @@ pub enum Bench {
     /// two.
     #[command(after_help = crate::headline::help())]
     Headline(crate::headline::Headline),
+    /// `hugemm probe` and `hugemm bench vm-create` by the names that `perf bench mem` has for their work.
+    #[command(subcommand)]
+    Mem(Mem),
     /// How much a cache-resident program on one CPU is slowed down while another CPU clears.
     Interference(Interference),
     /// Blocks split into pages and freed: as a range, and page by page.
@@ -101,6 +104,15 @@ pub enum Bench {
     Scale(crate::scale::Scale),
 }
 
+/// Names that `perf bench mem` has.
+#[derive(Debug, Subcommand)]
+pub enum Mem {
+    /// What `hugemm probe` does.
+    Memset(Probe),
+    /// What `hugemm bench vm-create` does.
+    Mmap(crate::vm_create::VmCreate),
+}
+
 #[derive(Debug, Args)]
 pub struct Probe {
     /// Memory to measure in; also the largest region [default: 1 GiB].
@@ -110,7 +122,7 @@ pub struct Probe {
     #[arg(long, value_enum, default_value_t = Kind::Thp)]
     pub kind: Kind,
     /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 7, value_parser = runs())]
+    #[arg(short, long, visible_short_alias = 'l', visible_alias = "loops", default_value_t = 7, value_parser = runs())]
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,

@@ -12,7 +12,7 @@ use crate::machine::Machine;
 use crate::qemu::Accel;
 use crate::results::Results;
 use crate::run::{self, Log, RunConditions, Side};
-use crate::{age, paging, pool, progress, vm_create};
+use crate::{age, frames, paging, pool, progress, vm_create};
 use anyhow::Result;
 use hugemm_inspect::environment::GuestInfo;
 use hugemm_workloads::request::Request;
@@ -53,6 +53,8 @@ pub fn run(args: &Boot) -> Result<()> {
     });
     let mut results = match &request {
         Request::VmCreate(_) => vm_create::of_guest(&transcript),
+        Request::Free(_) => frames::free::of_guest(&transcript),
+        Request::Alloc(_) => frames::alloc::of_guest(&transcript),
         Request::Pool(_) => pool::of_guest(&transcript),
         Request::Age(args) => age::of_guest(&transcript, args, boot.cpus),
         Request::Shootdown(_) => paging::shootdown::of_guest(&transcript),

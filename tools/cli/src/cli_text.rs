@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn the_command_is_named_as_far_as_it_is_one() {
         let of = |line: &str| named_command(line.split(' ').map(OsString::from));
-        assert_eq!(of("bench free -s 0"), "hugemm bench free");
+        assert_eq!(of("bench mem mmap -s 0"), "hugemm bench mem mmap");
         assert_eq!(of("bench swim"), "hugemm bench");
         assert_eq!(of("--frob run"), "hugemm");
     }

@@ -51,7 +51,7 @@ mod usage;
 mod vm_create;
 mod worker;
 
-use args::{Bench, Command};
+use args::{Bench, Command, Mem};
 use hugemm_inspect::interrupt;
 use std::process::ExitCode;
 
@@ -79,7 +79,7 @@ fn main() -> ExitCode {
     }
     let result = interrupt::install().and_then(|()| match &cli.command {
         Command::Run(args) => run::run(args),
-        Command::Probe(args) => probe::run(args),
+        Command::Probe(args) | Command::Bench(Bench::Mem(Mem::Memset(args))) => probe::run(args),
         Command::Bench(Bench::Headline(args)) => headline::run(args),
         Command::Bench(Bench::Interference(args)) => interference::run(args),
         Command::Replay(args) => replay::run(args),
@@ -87,7 +87,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Alloc(args)) => frames::alloc::run(args),
         Command::Bench(Bench::Churn(args)) => frames::churn::run(args),
         Command::Bench(Bench::Heap(args)) => heap::run(args),
-        Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
+        Command::Bench(Bench::VmCreate(args) | Bench::Mem(Mem::Mmap(args))) => vm_create::run(args),
         Command::Bench(Bench::Age(args)) => age::run(args),
         Command::Linux(args) => linux::run(args),
         Command::Boot(args) => boot::run(args),

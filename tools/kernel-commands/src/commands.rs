@@ -1,8 +1,10 @@
 //! What can be run. A command gets the boot CPU's context and reports samples; it fails with a reason.
 
 mod age;
+mod alloc;
 mod crash;
 mod dump;
+mod free;
 mod pool;
 mod populate;
 mod processes;
@@ -14,7 +16,7 @@ mod vm_create;
 mod vmalloc;
 
 use crate::output;
-use alloc::vec::Vec;
+use ::alloc::vec::Vec;
 use core::fmt;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_clear::{CalibrateError, ProfileError};
@@ -100,6 +102,8 @@ pub fn main(cx: Cx<'_>, boot: &BootInfo) -> ExitCode {
 fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
     match request {
         Request::VmCreate(args) => vm_create::run(cx, args),
+        Request::Free(args) => free::run(cx, args),
+        Request::Alloc(args) => alloc::run(cx, args),
         Request::Shootdown(args) => shootdown::run(cx, args),
         Request::Vmalloc(args) => vmalloc::run(cx, args),
         Request::Pool(args) => pool::run(cx, args),

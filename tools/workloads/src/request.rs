@@ -4,12 +4,12 @@
 //! `FromStr`, and commands that do the same work on the host take the same arguments.
 
 #[cfg(feature = "clap")]
-use crate::options::{bytes, bytes_from, cpus, list, named, one_of, runs, time};
+use crate::options::{bytes, bytes_from, cpus, list, named, one_of, order, runs, time};
 use crate::vm_create::CreateMethod;
 use crate::words::{List, Word, named};
 use core::fmt;
 use core::str::FromStr;
-use hugemm_base::{PageSize, PreemptModel, with};
+use hugemm_base::{Order, PageSize, PreemptModel, with};
 use hugemm_clear::ClearPolicy;
 use hugemm_reclaim::{Ageing, LruPolicy};
 
@@ -47,7 +47,7 @@ fn value<T: Word>(line: &str, name: &str) -> Option<T> {
 
 /// A command per line: its name, and a structure of its arguments, each with what a command line's parser has to know of it.
 macro_rules! requests {
-    ($($(#[$doc:meta])* $name:literal $type:ident {
+    ($($(#[$doc:meta])* $name:literal $(| $alias:literal)* $type:ident {
         $($(#[$fdoc:meta])* $field:ident: $kind:ty [$($arg:tt)*],)*
     })+) => {
         $(
@@ -94,7 +94,7 @@ macro_rules! requests {
             /// Every command, for a command line's parser and its help.
             pub fn commands() -> impl Iterator<Item = clap::Command> {
                 [$(<$type as clap::Args>::augment_args(
-                    clap::Command::new($name).bin_name(concat!("hugemm boot -- ", $name)),
+                    clap::Command::new($name)$(.alias($alias))*.bin_name(concat!("hugemm boot -- ", $name)),
                 ),)+]
                     .into_iter()
                     .map(|command| command.no_binary_name(true))
@@ -120,8 +120,12 @@ macro_rules! requests {
             ) -> Result<Option<Self>, clap::Error> {
                 for mut command in commands {
                     let name = command.get_name().to_owned();
-                    let count = name.split(' ').count();
-                    if words.iter().take(count).eq(name.split(' ')) {
+                    let words_of = |called: &str| {
+                        let count = called.split(' ').count();
+                        words.iter().take(count).eq(called.split(' ')).then_some(count)
+                    };
+                    let count = core::iter::once(&*name).chain(command.get_all_aliases()).find_map(words_of);
+                    if let Some(count) = count {
                         let matches = command.try_get_matches_from_mut(&words[count..])?;
                         return Self::from_matches(&name, &matches);
                     }
@@ -325,7 +329,7 @@ requests! {
         runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
     }
     /// A virtual machine's memory allocated, cleared and mapped.
-    "bench vm-create" VmCreate {
+    "bench vm-create" | "bench mem mmap" VmCreate {
         /// Memory of the virtual machine [default: a quarter of what is available, at most 8 GiB, or 512 MiB by pages of 4KB, each
         /// of which is a fault; 256MB in the reference kernel].
         size: Option<u64> [short, long, value_parser = bytes],
@@ -340,7 +344,25 @@ requests! {
         /// Where hugemm's huge pages come from.
         from: PagesFrom [long, default_value = "pool", value_parser = named::<PagesFrom>()],
         /// Runs of each, after an untimed one.
-        runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
+        runs: u32 [short, long, visible_short_alias = 'l', visible_alias = "loops", default_value_t = 3, value_parser = runs()],
+    }
+    /// Blocks divided into pages and freed, as ranges and page by page.
+    "bench free" Free {
+        /// Blocks per run [default: as many as make a million pages, a quarter million in the reference kernel, at least 4].
+        n: Option<u64> [short, long, value_parser = clap::value_parser!(u64).range(1..=1 << 32)],
+        /// Orders of the blocks: 0 (4 KiB) to 18 (1 GiB).
+        order: List<Order> [short, long, default_value = "0,3,9", value_parser = list(order)],
+        /// Runs of each measurement.
+        runs: u32 [short, long, default_value_t = 5, value_parser = runs()],
+    }
+    /// Blocks taken and freed at once, on one to all CPUs.
+    "bench alloc" Alloc {
+        /// Orders of the blocks: 0 (4 KiB) to 18 (1 GiB).
+        orders: List<Order> [short, long, default_value = "0,9", value_parser = list(order)],
+        /// Milliseconds of each measurement, about.
+        millis: u64 [long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=60_000)],
+        /// Runs of each measurement.
+        runs: u32 [short, long, default_value_t = 5, value_parser = runs()],
     }
     /// A huge page pool grown from nothing and shrunk to nothing.
     "bench pool" Pool {
@@ -448,8 +470,11 @@ mod tests {
 
     #[test]
     fn what_the_host_writes_the_kernel_reads() {
+        let orders = List::new([0, 9, 18].map(|order| Order::new(order).expect("an order"))).expect("short");
         for request in [
-            Request::Vmalloc(Vmalloc { areas: 7, write: Some(4096), runs: 5 }),
+            Request::Free(Free { n: Some(100_000), order: orders, runs: 5 }),
+            Request::Free(Free { n: None, order: orders, runs: 5 }),
+            Request::Alloc(Alloc { orders, millis: 20, runs: 7 }),
             Request::Age(Age {
                 procs: 8,
                 shared: None,
@@ -479,13 +504,13 @@ mod tests {
 
     #[test]
     fn what_is_no_request_is_named() {
-        for nothing in ["", "nonsense runs=1", "bench", "bench pools n=1"] {
+        for nothing in ["", "nonsense runs=1", "bench", "bench freedom n=1"] {
             assert_eq!(nothing.parse::<Request>(), Err(RequestError::NoSuchCommand), "{nothing}");
         }
         for (line, argument) in [
-            ("bench pool page=2MB", "n"),
-            ("bench pool n=1 page=x", "page"),
-            ("bench pool n=1 page=2MB hvo=on,x", "hvo"),
+            ("bench free order=0 runs=1", "n"),
+            ("bench free n=1 order=x runs=1", "order"),
+            ("bench free n=1 order=0,19 runs=1", "order"),
             ("selftest seconds=1 resizes=0 only=all plant=x", "plant"),
         ] {
             assert_eq!(line.parse::<Request>(), Err(RequestError::Argument(argument)), "{line}");

@@ -1,7 +1,7 @@
 //! How arguments are written as words of a line: numbers, values that have names, and short lists of them.
 
 use core::fmt;
-use hugemm_base::{PageSize, PreemptModel};
+use hugemm_base::{Order, PageSize, PreemptModel};
 use hugemm_clear::Warmth;
 use hugemm_reclaim::{Ageing, LruPolicy};
 
@@ -32,6 +32,16 @@ macro_rules! numbers {
 }
 
 numbers! { u32 u64 f64 }
+
+impl Word for Order {
+    fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.get().write(f)
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        Order::new(u32::read(text)?).ok()
+    }
+}
 
 /// What is left out is written as `-`.
 impl<T: Word> Word for Option<T> {

@@ -95,10 +95,14 @@ mod tests {
     #[test]
     fn commands_become_requests() {
         for (words, expected) in [
-            ("bench vmalloc -n 7", "bench vmalloc areas=7 write=- runs=3"),
+            ("bench free -n 7 -o 0,9", "bench free n=7 order=0,9 runs=5"),
+            (
+                "bench mem mmap -p 1gb -s 2GB --how demand -l 2",
+                "bench vm-create size=2147483648 page=1GB how=demand workers=- clear=page,extent,bulk from=pool runs=2",
+            ),
             ("bench pool -n 7,9 --hvo off,on --flush page", "bench pool n=7,9 page=2MB hvo=off,on flush=page runs=5"),
             (
-                "bench vm-create -p 2MB,1gb --how pin -w 4 --clear bulk --from frames",
+                "bench vm-create -p 2MB,1GB --how pin -w 4 --clear bulk --from frames",
                 "bench vm-create size=- page=2MB,1GB how=pin workers=4 clear=bulk from=frames runs=3",
             ),
             (
@@ -118,7 +122,8 @@ mod tests {
             ("bench churn", "it has run, bench vm-create"),
             ("nonsense", "no command 'nonsense'"),
             ("bench", "no command 'bench'"),
-            ("bench pool --nonsense", "see 'hugemm boot -- bench pool --help'"),
+            ("bench free --nonsense", "see 'hugemm boot -- bench free --help'"),
+            ("bench free -o 0,19", "there is no order 19"),
             ("bench pool -p 4KB", "[possible values: 2MB, 1GB]"),
             ("bench age --young batch,swim", "'swim' for '--young <YOUNG>' [possible values: noflush"),
             ("bench age --memory 1MB", "give at least 48MB"),

@@ -1,5 +1,6 @@
 //! `hugemm bench alloc`: pairs, bulk and random frees on one to N CPUs, and the cost over the number of CPUs.
 
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
 use crate::frames::area::{Area, AreaPlan, Sides, Work};
 use crate::frames::args::{Alloc, Pattern};
@@ -14,7 +15,7 @@ use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Order};
 use hugemm_host::cpu::Host;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
-use hugemm_workloads::alloc_free::pairs;
+use hugemm_workloads::alloc_free::pairs::{self, PAIR, PIN, Pair};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
 use hugemm_workloads::record::Metric;
 use hugemm_workloads::words::Named;
@@ -60,10 +61,10 @@ pub fn run(args: &Alloc) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
     let threads = machine.or_doubling(&args.threads);
     let most = threads.iter().max().copied().unwrap_or(1);
-    let largest = args.orders.iter().max().unwrap_or(Order::ZERO);
+    let largest = args.pairs.orders.iter().max().unwrap_or(Order::ZERO);
     machine.places(most as usize)?;
     let plan = AreaPlan::new(&machine, args.size, most, largest)?;
-    for order in args.orders.iter() {
+    for order in args.pairs.orders.iter() {
         if plan.extent.pages() / u64::from(most) < 2 * order.pages() {
             let block = hugemm_workloads::size::Size(order.bytes());
             bail!("{} hold too few blocks of order {order} ({block}) for {most} CPUs; use a larger --size", args.size);
@@ -76,14 +77,17 @@ pub fn run(args: &Alloc) -> Result<()> {
     let cases: Vec<Case> = args
         .pattern
         .iter()
-        .flat_map(|pattern| args.orders.iter().map(|order| Case { pattern: *pattern, order }))
+        .flat_map(|pattern| args.pairs.orders.iter().map(|order| Case { pattern: *pattern, order }))
         .collect();
     let pin = pin(&area)?;
-    let pin_note = format!("Pinning costs {pin:.1} ns here; a kernel turns interrupts off and on for it");
+    let pin_note = format!(
+        "Pinning costs {pin:.1} ns here; a kernel turns interrupts off and on for it: 'hugemm boot -- bench alloc' has the same \
+         loop both ways"
+    );
     let sides = 2 + usize::from(args.counted) + peers::count(args.measured.no_peers);
-    let turns = cases.len() * threads.len() * sides * args.measured.repeat(args.runs).all();
+    let turns = cases.len() * threads.len() * sides * args.measured.repeat(args.pairs.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
-    let intro = format!("{} of numbered frames; median of {} runs; ns per operation", args.size, args.runs);
+    let intro = format!("{} of numbered frames; median of {} runs; ns per operation", args.size, args.pairs.runs);
     let mut results = Results { intro, ..Results::default() };
     for case in cases {
         let mut lines = Vec::new();
@@ -97,7 +101,7 @@ pub fn run(args: &Alloc) -> Result<()> {
     results.remarks.extend(peers::note(args.measured.no_peers).map(str::to_owned));
     let how = "A figure is the mean over CPUs. Lock rounds are hugemm's own, per operation.";
     results.remarks.push(format!("{how} {pin_note}."));
-    results.rows.push(Row::single("bench.alloc.pin", pin, "ns").label("side", "host"));
+    results.rows.push(Row::single(PIN.name, pin, PIN.unit).label("side", "host"));
     results.rows.push(Row::median(ATOMIC, &headline::atomic(), "ns"));
     machine.show(results)
 }
@@ -203,7 +207,7 @@ fn measure<'a>(
     args: &Alloc,
     bar: &indicatif::ProgressBar,
 ) -> Result<Vec<Line<Taken>>> {
-    let mut sides = Sides::new(area, Loops { case, threads, nanos: args.millis * 1_000_000, held: args.held });
+    let mut sides = Sides::new(area, Loops { case, threads, nanos: args.pairs.millis * 1_000_000, held: args.held });
     sides.add(FROZEN, FrozenBlocks(&area.frames), true);
     if args.counted {
         sides.add(COUNTED, CountedPages(&area.frames), true);
@@ -212,7 +216,7 @@ fn measure<'a>(
         sides.add(ARRAY, Arrays::new(threads), false);
     }
     peers::each(args.measured.no_peers, &mut sides)?;
-    let lines = alternate(sides.sides, args.measured.repeat(args.runs), bar)?;
+    let lines = alternate(sides.sides, args.measured.repeat(args.pairs.runs), bar)?;
     let labels =
         [("pattern", case.pattern.name().into()), ("order", case.order.get().into()), ("cpus", threads.into())];
     Ok(labelled(lines, &labels))
@@ -225,4 +229,20 @@ fn title(case: Case) -> String {
         Pattern::Random => "taken, then freed at random",
     };
     format!("Order {}, {what}", case.order)
+}
+
+pub fn of_guest(transcript: &Transcript) -> Results {
+    let (pairs, pins): (Vec<_>, Vec<_>) =
+        lines_of(transcript).into_iter().partition(|line: &Line<Pair>| line.label("pattern") == "pair");
+    let mut results = Results::default();
+    results.record(&pins, &[PIN]);
+    for line in &pins {
+        results.remarks.push(format!("A pin takes {:.1} ns here; each pair has two.", line.samples(&PIN).median()));
+    }
+    for lines in pairs.chunk_by(|a, b| a.number("order") == b.number("order")) {
+        let Ok(order) = Order::new(lines[0].number("order") as u32) else { continue };
+        let table = pivot(lines, "", &["side", "interrupts"], "cpus", &[PAIR]);
+        results.add(title(Case { pattern: Pattern::Pair, order }), table, lines, &[PAIR]);
+    }
+    results
 }

@@ -3,10 +3,9 @@
 use crate::measure::Repeat;
 use crate::options::{Common, Warmup};
 use clap::Args;
-use hugemm_base::Order;
-use hugemm_workloads::options::{cpus, list, named, order, runs, seconds};
+use hugemm_workloads::options::{cpus, named, seconds};
+use hugemm_workloads::request;
 use hugemm_workloads::size::Size;
-use hugemm_workloads::words::List;
 
 /// Options of all of them. Runs are many short ones, so that whatever else runs disturbs a few only; sides that take long get
 /// three.
@@ -29,16 +28,11 @@ impl Measured {
 }
 
 #[derive(Debug, Args)]
+#[command(mut_arg("order", |arg| arg.default_value("0,3,9,10,18")))]
+#[command(mut_arg("runs", |arg| arg.default_value("25")))]
 pub struct Free {
-    /// Blocks per run [default: as many as make a million pages, at least 4].
-    #[arg(short, long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
-    pub n: Option<u64>,
-    /// Orders of the blocks: 0 (4 KiB) to 18 (1 GiB).
-    #[arg(short, long, default_value = "0,3,9,10,18", value_parser = list(order))]
-    pub order: List<Order>,
-    /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 25, value_parser = runs())]
-    pub runs: u32,
+    #[command(flatten)]
+    pub blocks: request::Free,
     /// Blocks taken before they are freed [default: 64, or what half the memory holds].
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     pub held: Option<u64>,
@@ -62,16 +56,11 @@ hugemm_workloads::named! {
 }
 
 #[derive(Debug, Args)]
+#[command(mut_arg("millis", |arg| arg.default_value("2")))]
+#[command(mut_arg("runs", |arg| arg.default_value("25")))]
 pub struct Alloc {
-    /// Orders of the blocks: 0 (4 KiB) to 18 (1 GiB).
-    #[arg(short, long, default_value = "0,9", value_parser = list(order))]
-    pub orders: List<Order>,
-    /// Milliseconds of each measurement, about.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=60_000))]
-    pub millis: u64,
-    /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 25, value_parser = runs())]
-    pub runs: u32,
+    #[command(flatten)]
+    pub pairs: request::Alloc,
     /// Numbers of CPUs [default: 1, 2, 4, … and all].
     #[arg(short, long, value_delimiter = ',', value_parser = cpus())]
     pub threads: Vec<u32>,

@@ -1,6 +1,7 @@
 //! `hugemm bench free`: blocks split into pages and freed as a range or page by page (the loop of
 //! "Optimize free_contig_range()"), whole frozen blocks; and contiguous claims.
 
+use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::Row;
 use crate::frames::area::{Area, AreaPlan, Sides, Work};
 use crate::frames::args::Free;
@@ -34,9 +35,9 @@ const CLAIM_PAGES: u64 = 16_384;
 
 pub fn run(args: &Free) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
-    let largest = args.order.iter().max().unwrap_or(Order::ZERO);
+    let largest = args.blocks.order.iter().max().unwrap_or(Order::ZERO);
     let plan = AreaPlan::new(&machine, args.size, 1, largest)?;
-    for order in args.order.iter() {
+    for order in args.blocks.order.iter() {
         check(args, &plan, order)?;
     }
     let mut memory = plan.memory(&machine)?;
@@ -44,16 +45,16 @@ pub fn run(args: &Free) -> Result<()> {
     let area = plan.area(&machine, &mut memory)?;
 
     let sides = 2 + peers::count(args.measured.no_peers);
-    let turns = (args.order.iter().count() * sides + 1) * args.measured.repeat(args.runs).all();
+    let turns = (args.blocks.order.iter().count() * sides + 1) * args.measured.repeat(args.blocks.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
-    let intro = format!("{} of numbered frames; median of {} runs", args.size, args.runs);
+    let intro = format!("{} of numbered frames; median of {} runs", args.size, args.blocks.runs);
     let mut results = Results { intro, ..Results::default() };
-    for order in args.order.iter() {
+    for order in args.blocks.order.iter() {
         let mut sides = Sides::new(&area, Blocks { args, order });
         sides.add(COUNTED, CountedPages(&area.frames), true);
         sides.add(FROZEN, FrozenBlocks(&area.frames), true);
         peers::each(args.measured.no_peers, &mut sides)?;
-        let lines = alternate(sides.sides, args.measured.repeat(args.runs), &bar)?;
+        let lines = alternate(sides.sides, args.measured.repeat(args.blocks.runs), &bar)?;
         let labels = [("order", order.get().into()), ("n", blocks(args, order).into())];
         let held = format!(", {} at a time", held(args, plan.extent.pages(), order));
         add(&mut results, &labelled(lines, &labels), &held);
@@ -69,7 +70,7 @@ pub fn run(args: &Free) -> Result<()> {
 
 /// How many blocks a run takes.
 fn blocks(args: &Free, order: Order) -> u64 {
-    args.n.unwrap_or((PAGES_PER_RUN >> order.get()).clamp(4, 65_536))
+    args.blocks.n.unwrap_or((PAGES_PER_RUN >> order.get()).clamp(4, 65_536))
 }
 
 /// How many it takes before it frees them.
@@ -114,7 +115,7 @@ impl<'a> Work<'a> for Blocks<'a> {
             first = if first == FreeMethod::Range { FreeMethod::EachPage } else { FreeMethod::Range };
             let divided = area.host.run_on(CpuId::new(0), |cx| {
                 let rounds = |cx: &CpuCx<'_, Host<'a>>| area.frames.stats(cx).lock_rounds;
-                ranges::divided(cx, &source, (order, n), &mut extents, first, rounds)
+                ranges::divided(cx, &source, (order, n), &mut extents, first, rounds, || ())
             });
             let mut spent = divided??;
             if !own {
@@ -146,6 +147,12 @@ where
     all.first().copied().ok_or_else(|| anyhow!("no CPU"))
 }
 
+pub fn of_guest(transcript: &Transcript) -> Results {
+    let (lines, mut results) = (lines_of(transcript), Results::default());
+    lines.chunk_by(|a, b| a.number("order") == b.number("order")).for_each(|lines| add(&mut results, lines, ""));
+    results
+}
+
 /// The figures of one order: their table and rows.
 fn add(results: &mut Results, lines: &[Line<DividedBlocks>], held: &str) {
     let Some(first) = lines.first() else { return };
@@ -167,7 +174,7 @@ fn claims(area: &Area<'_>, args: &Free, bar: &ProgressBar, results: &mut Results
         let claims = area.host.run_on(CpuId::new(0), |cx| ranges::claims(cx, &area.frames, &extents))?;
         claims.context("frames of the claimed range are in use")
     });
-    let lines = alternate(vec![claims], args.measured.repeat(args.runs), bar)?;
+    let lines = alternate(vec![claims], args.measured.repeat(args.blocks.runs), bar)?;
     let lines = labelled(lines, &[("pages", CLAIM_PAGES.into())]);
     let metrics = [
         Metric::new("bench.free.claim", "ns", |it: &(Spent, Spent)| it.0.each()).column("claim, ns"),

@@ -120,10 +120,9 @@ fn workloads_run(arch: &str, commands: &[(&str, &[&str])]) {
     }
 }
 
-/// What 1 GiB pages are taken from lies above 4 GiB.
+/// What 1 GiB blocks are taken from lies above 4 GiB.
 fn memory_above_4_gib_is_managed(arch: &str, cpus: u32) {
-    let document =
-        document(arch, &format!("--memory 6GB --cpus {cpus}"), "bench pool -n 4 -p 1GB --hvo off --flush batch -r 1");
+    let document = document(arch, &format!("--memory 6GB --cpus {cpus}"), "bench free -n 4 -o 18 -r 1");
     let guest = &document["environment"]["guest"];
     assert_eq!(guest["cpus"], cpus);
     assert!(guest["managed_bytes"].as_u64().is_some_and(|managed| managed > 5 << 30), "{guest}");
@@ -266,6 +265,9 @@ mod x86 {
         workloads_run(
             X86,
             &[
+                ("bench free -n 64 -o 0,9 -r 1", &["bench.free.free_range", "bench.free.speedup"]),
+                ("bench alloc -o 0 --millis 5 -r 1", &["bench.alloc.pair", "bench.alloc.pin"]),
+                ("bench mem mmap -s 4MB -p 4KB --how demand -l 1", &["bench.vm_create"]),
                 ("bench vm-create -s 16MB -p 4KB,2MB -r 1", &["bench.vm_create", "bench.vm_create.clear"]),
                 ("bench vm-create -s 16MB --from frames --how demand -r 1", &["bench.vm_create.map"]),
                 ("bench vmalloc -n 300 -r 1", &["bench.vmalloc.pair", "bench.vmalloc.freed"]),
@@ -395,6 +397,8 @@ mod arm64 {
         workloads_run(
             ARM64,
             &[
+                ("bench free -n 64 -o 0,9 -r 1", &["bench.free.speedup"]),
+                ("bench alloc -o 0 --millis 5 -r 1", &["bench.alloc.pair"]),
                 ("bench vm-create -s 16MB -p 4KB,2MB -r 1", &["bench.vm_create"]),
                 ("bench pool -n 50 -r 1", &["bench.pool.up_ns"]),
             ],

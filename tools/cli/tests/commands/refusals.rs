@@ -4,9 +4,9 @@ use crate::support::{misused, refused};
 
 /// Command lines that make no sense, and what the line says beside the help that says more.
 const MISUSED: [(&str, &str); 18] = [
-    ("bench vm-create -s 0", "larger than zero"),
-    ("bench vm-create -s 12XB", "unknown unit 'XB'"),
-    ("bench vm-create -s 99999999999999999999GB", "larger than any memory"),
+    ("bench mem mmap -s 0", "larger than zero"),
+    ("bench mem mmap -s 12XB", "unknown unit 'XB'"),
+    ("bench mem mmap -s 99999999999999999999GB", "larger than any memory"),
     ("probe -s 99999999999GB", "larger than any memory"),
     ("run -s -1", "no number in '-1'"),
     ("bench free -r -1", "-1 is not in 1.."),
@@ -26,8 +26,8 @@ const MISUSED: [(&str, &str); 18] = [
 
 /// What cannot be done here, and what the line says.
 const REFUSED: [(&str, &[&str]); 29] = [
-    ("bench vm-create -s 3000KB", &["not a multiple", "2MB", "next size up is 4MB"]),
-    ("bench vm-create -s 64MB -w 999", &["999 threads", "CPUs"]),
+    ("bench mem mmap -s 3000KB", &["not a multiple", "2MB", "next size up is 4MB"]),
+    ("bench mem mmap -s 64MB -w 999", &["999 threads", "CPUs"]),
     ("probe -s 2MB", &["too small", "64MB"]),
     ("probe -s 512TB", &["512"]),
     ("bench interference -w 100", &["100B", "multiple of 64"]),

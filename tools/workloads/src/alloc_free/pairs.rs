@@ -1,9 +1,27 @@
 //! One block at a time, taken and given back at once: the hot path.
 
 use super::{Exhausted, Source, Spent, timed};
+use crate::record::{Metric, record};
 use core::hint::black_box;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Order};
+
+/// What a pair took.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pair {
+    /// Nanoseconds, the mean over CPUs.
+    pub nanos: f64,
+}
+
+record! {
+    Pair = "pair" { nanos: f64, }
+}
+
+/// The time of a pair.
+pub const PAIR: Metric<Pair> = Metric::new("bench.alloc.pair", "ns", |it| it.nanos);
+
+/// The time of a pin alone, which the taking and the freeing of a block do once each.
+pub const PIN: Metric<Pair> = Metric::new("bench.alloc.pin", "ns", |it| it.nanos);
 
 /// Takes and frees a block of `order`, `rounds` times. An operation is one such pair.
 #[inline(never)]

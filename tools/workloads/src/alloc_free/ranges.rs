@@ -1,7 +1,7 @@
 //! Blocks divided into single pages and freed again: the loop of "Optimize free_contig_range()"; claims.
 
 use super::{Exhausted, Source, Spent, timed};
-use crate::record::Metric;
+use crate::record::{Metric, record};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
 
@@ -31,6 +31,20 @@ pub struct DividedBlocks {
     pub lock_rounds: f64,
 }
 
+record! {
+    DividedBlocks = "divided-blocks" {
+        taking.operations: u64,
+        taking.nanos: u64,
+        range.operations: u64,
+        range.nanos: u64,
+        each.operations: u64,
+        each.nanos: u64,
+        whole.operations: u64,
+        whole.nanos: u64,
+        lock_rounds: f64,
+    }
+}
+
 /// Nanoseconds for each; not a number if nothing was done.
 fn each(spent: Spent) -> f64 {
     if spent.operations == 0 { f64::NAN } else { spent.each() }
@@ -56,7 +70,7 @@ fn all(it: &DividedBlocks, freeing: Spent) -> f64 {
 
 /// Takes `n` blocks of `order`, divides them into pages and frees those, as many at a time as `held` has places; either way once, `first`
 /// first, each after the CPU has given back what it had cached. Nothing comes of it where blocks cannot be divided. `lock_rounds` is what
-/// the allocator has counted so far.
+/// the allocator has counted so far; `beat` is called now and then.
 pub fn divided<P: Cpu + Clock, S: Source<P>>(
     cx: &mut CpuCx<'_, P>,
     source: &S,
@@ -64,6 +78,7 @@ pub fn divided<P: Cpu + Clock, S: Source<P>>(
     held: &mut [Extent],
     first: FreeMethod,
     lock_rounds: impl Fn(&CpuCx<'_, P>) -> u64,
+    beat: impl Fn(),
 ) -> Result<DividedBlocks, Exhausted> {
     let mut spent = DividedBlocks::default();
     let other = if first == FreeMethod::Range { FreeMethod::EachPage } else { FreeMethod::Range };
@@ -71,6 +86,7 @@ pub fn divided<P: Cpu + Clock, S: Source<P>>(
         source.settle(cx);
         let (before, mut left, mut freeing) = (lock_rounds(cx), n, Spent::default());
         while left > 0 {
+            beat();
             let now = left.min(held.len() as u64);
             let held = &mut held[..now as usize];
             let Some(taking) = take(cx, source, order, held)? else { return Ok(DividedBlocks::default()) };
