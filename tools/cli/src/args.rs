@@ -51,7 +51,7 @@ pub enum Command {
     /// Compare saved results figure by figure, with their noise; fail if something got worse.
     #[command(after_help = unmeasured::COMPARE_HELP)]
     Compare(unmeasured::Compare),
-    /// Put the goals' figures of saved results into the tables of Markdown pages.
+    /// Make one self-contained HTML page with plots from saved results of any commands.
     Report(unmeasured::Report),
     /// Say what of this machine limits the results, and what to do about it.
     Doctor(unmeasured::Doctor),

@@ -21,7 +21,7 @@ const FEATURES: [&str; 12] = [
 ];
 
 /// What is known of the machine, and what makes its figures noisy: a name and a text for each.
-fn facts(e: &Environment) -> Vec<(String, String)> {
+pub fn facts(e: &Environment) -> Vec<(String, String)> {
     let size = |bytes: Option<u64>| bytes.map_or("?".into(), |bytes| Size(bytes).rounded());
     let or_unknown = |text: &Option<String>| text.clone().unwrap_or("unknown".into());
     let (usable, nodes) = (e.cpu.allowed_cpus.len(), e.numa_nodes.len());

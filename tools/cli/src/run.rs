@@ -6,13 +6,13 @@ mod kernel;
 pub mod text;
 
 use crate::boot::transcript::{Transcript, of_guest as lines_of};
-use crate::document::Row;
+use crate::document::{self, Row};
 use crate::ground;
 use crate::machine::{GIB, Machine};
 use crate::options::{Common, Kind};
 use crate::results::Line;
 use crate::stats::Samples;
-use crate::{noise, progress};
+use crate::{noise, progress, report, saved};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use hugemm_base::{Extent, PageSize};
@@ -26,6 +26,7 @@ pub use hugemm_workloads::vm_host::HostSide as Side;
 use hugemm_workloads::vm_host::accounting::Accounting;
 use hugemm_workloads::vm_host::{GUESTS, HostSizes, PhaseFigures, RunPhase};
 use hugemm_workloads::words::Named;
+use std::path::PathBuf;
 
 /// What the run consists of.
 pub const RUN_HELP: &str = "\
@@ -68,6 +69,9 @@ pub struct Run {
     /// Leave this machine's kernel out.
     #[arg(long)]
     pub no_kernel: bool,
+    /// Write an HTML page with plots to FILE.
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
     #[command(flatten)]
     pub common: Common,
 }
@@ -130,6 +134,7 @@ pub struct Measured {
 
 pub fn run(args: &Run) -> Result<()> {
     let machine = Machine::new(&args.common)?;
+    document::check_writable(args.report.as_deref())?;
     let bytes = match args.size {
         Some(size) if size.0.is_multiple_of(GRAIN) => size.0,
         Some(size) => {
@@ -199,7 +204,14 @@ pub fn run(args: &Run) -> Result<()> {
             println!("\n  {warning}");
         }
     }
-    machine.save(rows)
+    let document = machine.document(rows);
+    if let Some(file) = &args.report {
+        report::write_page(file, saved::Saved::from_document(&document)?)?;
+        if !machine.quiet() {
+            println!("\nreport written to {}", file.display());
+        }
+    }
+    document.write(args.common.json.as_deref())
 }
 
 /// One row per figure, the sides told apart by a label.

@@ -1,6 +1,7 @@
 //! What a figure's unit says about it: which way is better, and whether it was counted or measured.
 //!
-//! The one table that `hugemm compare` judges by. A unit that is not in it is compared, and judged by nobody.
+//! The one table that `hugemm compare` judges by and `hugemm report` labels axes with. A unit that is not in it is
+//! compared and plotted, and judged by nobody.
 
 use crate::document::Row;
 use crate::goals::Bound;

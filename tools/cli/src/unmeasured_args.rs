@@ -54,9 +54,12 @@ pub struct Report {
     /// Documents that any command saved with --json=FILE.
     #[arg(value_name = "FILE.json", required = true, value_hint = ValueHint::FilePath)]
     pub files: Vec<PathBuf>,
-    /// A Markdown page: what stands between its lines '<!-- goals -->' and '<!-- end -->' is made anew. Can be given several
-    /// times.
-    #[arg(long, value_name = "PAGE.md", required = true, value_hint = ValueHint::FilePath)]
+    /// Write one HTML page that needs nothing else [default without --fill: hugemm-report.html].
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub html: Option<PathBuf>,
+    /// Put the goals' figures into the tables of a Markdown page, which has a row for each and columns 'wanted', 'measured'
+    /// and 'met'. Can be given several times.
+    #[arg(long, value_name = "PAGE.md", value_hint = ValueHint::FilePath)]
     pub fill: Vec<PathBuf>,
 }
 

@@ -25,7 +25,7 @@ const MISUSED: [(&str, &str); 18] = [
 ];
 
 /// What cannot be done here, and what the line says.
-const REFUSED: [(&str, &[&str]); 29] = [
+const REFUSED: [(&str, &[&str]); 30] = [
     ("bench mem mmap -s 3000KB", &["not a multiple", "2MB", "next size up is 4MB"]),
     ("bench mem mmap -s 64MB -w 999", &["999 threads", "CPUs"]),
     ("probe -s 2MB", &["too small", "64MB"]),
@@ -37,9 +37,10 @@ const REFUSED: [(&str, &[&str]); 29] = [
     ("bench free --json=/nonexistent/a.json", CANNOT_WRITE),
     ("bench headline --json=/nonexistent/a.json", CANNOT_WRITE),
     ("doctor --json=/nonexistent/a.json", CANNOT_WRITE),
+    ("run --report /nonexistent/a.json", CANNOT_WRITE),
     ("probe --save-profile /nonexistent/a.json", CANNOT_WRITE),
     ("man /proc/nonexistent", &["cannot make the directory", "may write"]),
-    ("report /nonexistent/a.json --fill /nonexistent/page.md", &["cannot read /nonexistent/", "--json=FILE"]),
+    ("report /nonexistent/a.json", &["cannot read /nonexistent/", "--json=FILE"]),
     ("compare /nonexistent/b.json /nonexistent/a.json", &["cannot read /nonexistent/", "--json=FILE"]),
     ("bench free -s 3000KB", &["3000KB is not a multiple", "2MB", "next size up is 4MB"]),
     ("bench free -s 512MB", &["order 18 is 1GB", "512MB", "--size 1GB"]),

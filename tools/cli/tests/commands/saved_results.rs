@@ -67,13 +67,11 @@ fn documents_of_two_schemas_are_not_compared() {
     }
     assert_eq!(hugemm(&["compare", &newer, &newer]).status.code(), Some(0));
     // Nor are they in one report, and goals of old come on no page that defines those of today.
-    let page = scratch.put("page.md", "| goal |");
-    refused(&["report", &old, &newer, "--fill", &page], &["schema 1", "schema 9", "measured differently"]);
+    let (page, html) = (scratch.put("page.md", "| goal |"), scratch.path("out.html"));
+    refused(&["report", &old, &newer, "--html", &html], &["schema 1", "schema 9", "measured differently"]);
     refused(&["report", &old, "--fill", &page], &["schema 1", "measured differently", "measure again"]);
     refused(&["report", &newer, "--fill", &page], &["no mark", "goals"]);
-    let marked = scratch.put("marked.md", "<!-- goals -->\n<!-- end -->\n");
-    assert_eq!(hugemm(&["report", &newer, "--fill", &marked]).status.code(), Some(0));
-    assert!(std::fs::read_to_string(&marked).expect("a page").contains("| `clear.bulk_vs_rep_stosb` | "));
+    assert_eq!(hugemm(&["report", &old, "--html", &html]).status.code(), Some(0));
 }
 
 #[test]
@@ -123,18 +121,46 @@ fn files_that_are_no_documents_are_refused_in_a_line() {
     ];
     for (file, part) in &cases {
         refused(&["compare", &good, file], &[part]);
-        refused(&["report", file, "--fill", &scratch.path("page.md")], &[part]);
+        refused(&["report", file, "--html", &scratch.path("out.html")], &[part]);
         assert_eq!(hugemm(&["compare", file, &good]).status.code(), Some(2), "{part}");
+        assert!(!Path::new(&scratch.path("out.html")).exists(), "nothing is written after an error");
     }
     let empty = scratch.put("empty", "{\"schema\": 1, \"results\": []}");
     refused(&["compare", &good, &empty], &["no figure in common"]);
-    misused(&["report", &empty], "--fill");
+    refused(&["report", &empty], &["no figure", "nothing was written"]);
+    refused(&["report", &good, "--html", "/nonexistent/out.html"], &["cannot write /nonexistent/out.html"]);
     misused(&["compare", &good], "required");
     misused(&["compare", &good, &good, &good], "unexpected argument");
     misused(&["compare", &format!("{good},"), &good], "file name is empty");
     misused(&["compare", &good, &good, "-t", "-3"], "no percentage");
     misused(&["compare", &good, &good, "--threshold=x"], "no percentage");
     misused(&["report"], "required");
+}
+
+/// Every figure of every document is somewhere on the page, every tag is closed, and nothing is fetched.
+#[test]
+fn the_page_is_whole_and_needs_nothing_else() {
+    let scratch = Scratch::new("page");
+    let page = scratch.path("page.html");
+    let files = [data("probe.json"), data("free.json"), data("linux.json")];
+    let output = hugemm(&["report", &files[0], &files[1], &files[2], "--html", &page]);
+    assert!(output.status.success(), "{}", words(&output.stderr));
+    let text = std::fs::read_to_string(&page).expect("a page");
+    let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
+    let tree = roxmltree::Document::parse_with_options(&text, options).expect("every tag is closed");
+    let mut rows_on_page = 0;
+    for node in tree.descendants().filter(roxmltree::Node::is_element) {
+        assert!(!["script", "link", "img", "iframe"].contains(&node.tag_name().name()), "{node:?}");
+        assert!(node.attribute("src").is_none() && node.attribute("href").is_none_or(|to| to.starts_with('#')));
+        let all = node.ancestors().any(|above| above.attribute("class") == Some("all"));
+        rows_on_page += usize::from(all && node.has_tag_name("tr") && node.children().any(|c| c.has_tag_name("td")));
+    }
+    let saved = files.iter().map(|file| std::fs::read_to_string(file).expect("a fixture"));
+    let saved = saved.map(|text| serde_json::from_str::<Value>(&text).expect("JSON"));
+    assert_eq!(rows_on_page, saved.map(|one| one["results"].as_array().map_or(0, Vec::len)).sum::<usize>());
+    for part in ["Goals: ", "clear.region_cold", "linux.pool.tax_up", "bench.free.free_range"] {
+        assert!(text.contains(part), "{part}");
+    }
 }
 
 #[test]
