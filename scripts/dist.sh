@@ -1,6 +1,6 @@
 #!/bin/sh
-# What is handed to others: a static binary, the library for `--mode preload`, manual pages, the systemd units, and a Debian package of
-# all that, below target/dist. The binary needs no C library; the library is of the C library that the programs have.
+# What is handed to others: a static binary, the static library for C, manual pages, the systemd units, and a Debian package of all that,
+# below target/dist. The binary needs no C library.
 set -eu
 cd "$(dirname "$0")/.."
 arch=${ARCH:-$(uname -m)}
@@ -19,14 +19,11 @@ CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER=rust-lld ${CARGO:-cargo} build --
 binary=${CARGO_TARGET_DIR:-target}/$target/release/hugemm
 native=$arch-unknown-linux-gnu
 library=
-depends=
 if [ "$arch" = "$(uname -m)" ] && scripts/need.sh target "$native"; then
-    ${CARGO:-cargo} build --release --locked --target "$native" -p hugemm-lease-preload -p hugemm-lease-c
-    library=${CARGO_TARGET_DIR:-target}/$native/release/libhugemm_lease_preload.so
-    static=${CARGO_TARGET_DIR:-target}/$native/release/libhugemm_lease_c.a
-    depends="Depends: libc6 (>= 2.34), libgcc-s1"
+    ${CARGO:-cargo} build --release --locked --target "$native" -p hugemm-lease-c
+    library=${CARGO_TARGET_DIR:-target}/$native/release/libhugemm_lease_c.a
 else
-    echo "skipped: the libraries for --mode preload and for C (they are built on $arch alone)"
+    echo "skipped: the library for C (it is built on $arch alone)"
 fi
 
 dist=target/dist
@@ -35,8 +32,7 @@ rm -rf "$root"
 mkdir -p "$root/usr/bin" "$root/usr/share/man/man1" "$root/lib/systemd/system" "$root/etc/hugemm" "$root/usr/share/doc/hugemm" "$root/DEBIAN"
 install -m 755 "$binary" "$root/usr/bin/hugemm"
 if [ -n "$library" ]; then
-    install -D -m 644 -t "$root/usr/lib/hugemm" "$library"
-    install -D -m 644 -t "$root/usr/lib/$native" "$static"
+    install -D -m 644 -t "$root/usr/lib/$native" "$library"
     install -D -m 644 -t "$root/usr/include" services/lease-c/include/hugemm_lease.h
 fi
 install -D -m 644 -t "$root/usr/lib/python3/dist-packages/hugemm" services/lease/python/hugemm/__init__.py
@@ -95,8 +91,7 @@ Maintainer: $maintainer
 Homepage: https://github.com/hugemm/hugemm
 Section: admin
 Priority: optional
-${depends:+$depends
-}Recommends: qemu-system-x86
+Recommends: qemu-system-x86
 Installed-Size: $(du -sk --exclude=DEBIAN "$root" | cut -f1)
 Description: huge pages that are ready before a virtual machine asks for them
  A daemon fills files of huge pages in the background and lends each to one
@@ -131,24 +126,17 @@ chmod 755 "$root/DEBIAN/postinst" "$root/DEBIAN/prerm" "$root/DEBIAN/postrm"
 cp "$binary" "$dist/hugemm-$version-$arch"
 if command -v dpkg-deb > /dev/null; then
     dpkg-deb --root-owner-group --build "$root" "$dist/hugemm_${version}_$deb.deb" > /dev/null
-    # It installs where nothing else is but what it names, and what its unit starts is there and starts.
+    # It installs where nothing else is, and what its unit starts is there and starts.
     fresh=$(mktemp -d)
     trap 'rm -rf "$fresh"' EXIT
     mkdir -p "$fresh/var/lib/dpkg/info" "$fresh/var/lib/dpkg/updates"
-    for package in libc6 libgcc-s1; do
-        : > "$fresh/var/lib/dpkg/info/$package.list"
-        printf 'Package: %s\nStatus: install ok installed\nArchitecture: %s\nMaintainer: nobody\nVersion: 2.34\nDescription: named\n\n' "$package" "$deb"
-    done > "$fresh/var/lib/dpkg/status"
+    : > "$fresh/var/lib/dpkg/status"
     if [ "$(id -u)" = 0 ] && [ "$arch" = "$(uname -m)" ]; then
         dpkg --root="$fresh" --force-script-chrootless --install "$dist/hugemm_${version}_$deb.deb" > /dev/null
         start=$(sed -n 's/^ExecStart=\([^$]*\).*/\1/p' "$fresh/lib/systemd/system/hugemm-lease.service")
         # Words of the unit's own line.
         # shellcheck disable=SC2086
         chroot "$fresh" $start --help > /dev/null
-        if [ -n "$library" ]; then
-            # A program, not the shell's own `true`. Nothing is said only if the library was loaded, with all that it needs.
-            test -z "$(LD_PRELOAD="$fresh/usr/lib/hugemm/libhugemm_lease_preload.so" /bin/true 2>&1)"
-        fi
         # A static binary has another C library than the tests.
         timeout 5 "$fresh/usr/bin/hugemm" pool serve --page thp --size 2MB --socket "$fresh/socket" | grep -q "leases at"
         if command -v systemd-analyze > /dev/null; then

@@ -20,7 +20,6 @@
 //! | [`service`], [`metrics`], `log` | what a service manager, a scraper and a journal are told |
 //! | `own_file` | which file of a program a leased one may take the place of: one that nobody else can reach |
 //! | [`seccomp`], [`supervisor`] | a stock program gets the leased file in the place of its own |
-//! | [`preload`] | the same for programs that load a library, where no filter can be had |
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_debug_implementations)]
 
@@ -36,7 +35,6 @@ pub mod memory_file;
 pub mod metrics;
 mod own_file;
 pub mod policy;
-pub mod preload;
 mod reader;
 pub mod seccomp;
 pub mod server;

@@ -271,12 +271,104 @@ fn look_for(link: &Path, at: &Stat, known: usize) -> io::Result<bool> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
-    use crate::preload::tests::turn;
+    use crate::memory_file::MemoryFile;
+    use crate::wire;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::process::{Command, Stdio};
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
+    /// A process that one test starts has, for a moment, the files of all.
+    pub(crate) fn turn() -> MutexGuard<'static, ()> {
+        static TURN: Mutex<()> = Mutex::new(());
+        TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    const PAGE: Page = Page::Transparent;
+    const BYTES: u64 = 4 << 20;
+
+    fn inode(fd: impl AsFd) -> u64 {
+        fstat(fd).expect("open").st_ino
+    }
+
+    /// A program's own.
+    fn own() -> OwnedFd {
+        memfd_create("own", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("a file")
+    }
+
+    /// Leads a descriptor of this process to another file.
+    fn put_at(own: &OwnedFd) -> impl Fn(BorrowedFd<'_>) -> Result<(), Errno> + Copy + 'static {
+        let fd = own.as_raw_fd();
+        // SAFETY: the same number, which stays this test's.
+        move |file| match unsafe { libc::dup3(file.as_raw_fd(), fd, libc::O_CLOEXEC) } {
+            at if at == fd => Ok(()),
+            _ => Err(last_error()),
+        }
+    }
+
+    fn alone(own: &OwnedFd) -> Result<AloneFile, NotReplaced> {
+        let found = OwnFile::look("self", own.as_raw_fd() as u32, PAGE)?.expect("a fresh file");
+        found.alone(rustix::io::fcntl_dupfd_cloexec(own, 0).expect("a descriptor"), put_at(own))
+    }
+
+    /// A file that can be reached in a second way, from here or elsewhere, stays what it is: there would be two memories.
+    #[test]
+    fn a_file_that_somebody_else_can_reach_is_left_alone() {
+        let _turn = turn();
+        let map = |fd: &OwnedFd| {
+            let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+            // SAFETY: at an address of the kernel's choice; nothing is touched there.
+            unsafe { mmap(std::ptr::null_mut(), BYTES as usize, rights, flags, fd, 0) }.expect("mapped")
+        };
+        let left_alone = |how: &str, own: &OwnedFd| {
+            let before = inode(own);
+            assert_eq!(alone(own).err(), Some(NotReplaced::Shared), "{how}");
+            assert_eq!(inode(own), before, "{how}");
+        };
+        let own_file = own();
+        let copy = own_file.try_clone().expect("a descriptor");
+        left_alone("duplicated", &own_file);
+        assert_eq!(inode(&copy), inode(&own_file));
+        let own_file = own();
+        let _opened = File::open(format!("/proc/self/fd/{}", own_file.as_raw_fd())).expect("opened");
+        left_alone("opened by its path", &own_file);
+        let own_file = own();
+        let at = map(&own_file);
+        left_alone("mapped", &own_file);
+        // SAFETY: mapped above, and nobody uses it.
+        unsafe { munmap(at, BYTES as usize) }.expect("unmapped");
+        let own_file = own();
+        let (ours, _theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("a pair");
+        wire::send(ours.as_fd(), &(), Some(own_file.as_fd())).expect("sent");
+        left_alone("in a socket", &own_file);
+        let own_file = own();
+        let inherits = Stdio::from(own_file.try_clone().expect("a descriptor"));
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stderr(inherits).spawn().expect("cat");
+        left_alone("another process's", &own_file);
+        drop(child.stdin.take());
+        child.wait().expect("ended");
+        // That the mapping, the other process and so on are over is enough.
+        let leased = MemoryFile::new(PAGE, BYTES).expect("a file").into_fd();
+        let file = alone(&own_file).expect("nobody else has it");
+        file.replace(leased.as_fd(), put_at(&own_file)).expect("replaced");
+        assert_eq!(inode(&own_file), inode(&leased));
+    }
+
+    /// One that somebody duplicates between the look and the exchange: the program has its own file back.
+    #[test]
+    fn a_file_that_is_duplicated_meanwhile_is_left_alone() {
+        let _turn = turn();
+        let (leased, own_file) = (MemoryFile::new(PAGE, BYTES).expect("a file").into_fd(), own());
+        let before = inode(&own_file);
+        let file = alone(&own_file).expect("nobody else has it");
+        let copy = own_file.try_clone().expect("a descriptor");
+        assert_eq!(file.replace(leased.as_fd(), put_at(&own_file)), Err(NotReplaced::Shared));
+        assert_eq!((inode(&own_file), inode(&copy)), (before, before));
+    }
 
     /// As on hugetlbfs from Linux 7.0 on.
     #[test]

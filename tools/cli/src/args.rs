@@ -3,13 +3,11 @@
 use crate::boot::args::Boot;
 use crate::frames::args as frames;
 use crate::linux::args::Linux;
-use crate::options::{Calibration, Common, Kind, Warmup, primitive};
+use crate::options::{Common, Kind, Warmup};
 use crate::run::{RUN_HELP, Run};
 use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand};
-use hugemm_base::PreemptModel;
-use hugemm_clear::{Primitive, Warmth};
-use hugemm_workloads::options::{cpus, named, runs};
+use hugemm_workloads::options::{cpus, runs};
 use hugemm_workloads::size::Size;
 use std::path::PathBuf;
 
@@ -35,8 +33,6 @@ pub enum Command {
     /// Measure one workload.
     #[command(subcommand)]
     Bench(Bench),
-    /// Clear one extent and print what was done in which order, and why.
-    Explain(Explain),
     /// Replay a Linux page allocation trace (`perf script`, `trace-cmd report`) through hugemm's allocator.
     #[command(after_help = REPLAY_HELP)]
     Replay(Replay),
@@ -130,11 +126,9 @@ pub struct Probe {
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
-    /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
-    #[arg(long, value_name = "FILE")]
+    /// Save the chosen profile as a Rust constant, for those who cannot measure at boot.
+    #[arg(long, value_name = "FILE.rs")]
     pub save_profile: Option<PathBuf>,
-    #[command(flatten)]
-    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }
@@ -155,40 +149,6 @@ pub struct Interference {
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
-    #[command(flatten)]
-    pub calibration: Calibration,
-    #[command(flatten)]
-    pub common: Common,
-}
-
-#[derive(Debug, Args)]
-pub struct Explain {
-    /// Size of the extent.
-    #[arg(short, long, default_value = "2MB")]
-    pub size: Size,
-    /// Size of the whole request of which the extent is a part [default: the extent].
-    #[arg(long)]
-    pub total: Option<Size>,
-    /// Page of the extent that will be touched at once: a demand fault. Without it nobody touches it soon.
-    #[arg(long, value_name = "PAGE")]
-    pub touch: Option<u64>,
-    /// Warmth of the destination.
-    #[arg(long, default_value = "cold", value_parser = named::<Warmth>())]
-    pub warmth: Warmth,
-    /// Preemption model.
-    #[arg(long, default_value = "full", value_parser = named::<PreemptModel>())]
-    pub preempt: PreemptModel,
-    /// Largest unit under a cooperative model [default: what 2 ms allow at the measured bandwidth].
-    #[arg(long)]
-    pub unit: Option<Size>,
-    /// Request size from which on the bulk primitive is used [default: measured].
-    #[arg(long)]
-    pub threshold: Option<Size>,
-    /// Use this primitive for everything.
-    #[arg(long, value_parser = primitive)]
-    pub primitive: Option<Primitive>,
-    #[command(flatten)]
-    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }

@@ -122,8 +122,8 @@ mod tests {
             |line: &str| lease_alone(words(line).into_iter()).map(|lease| format!("{:?}", args::Command::Lease(lease)));
         for line in [
             "hugemm lease 1GB -- qemu -m 1G --help",
-            "hugemm lease 2MB --page thp --node 1 --require --mode preload --socket /s -- a",
-            "hugemm lease 4GB --keep k --secret s --scrub --profile p --fd 7 -- a @LEASE@",
+            "hugemm lease 2MB --page thp --node 1 --require --socket /s -- a",
+            "hugemm lease 4GB --keep k --secret s --scrub --fd 7 -- a @LEASE@",
             "hugemm lease 4GB --json",
         ] {
             let all = Cli::try_parse_from(words(line)).expect("makes sense").command;

@@ -29,7 +29,7 @@ pub fn run(args: &Interference) -> Result<()> {
     let largest = sets.iter().max().copied().unwrap_or(4096).next_multiple_of(2 << 20);
     let mut set_region = machine.memory(largest, PageSize::Size2M, Kind::Thp)?;
     machine.note_region("chased", &set_region);
-    let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
+    let policy = ClearPolicy::new(machine.profile(region.as_mut_slice())?.0);
     let calibrated = Clearer::new(machine.features, policy)?;
     // Nobody, the best cached primitive, and every streaming one: they differ in speed and in what they disturb.
     let mut neighbours = vec![None, Some(policy.profile.cached.any)];

@@ -9,14 +9,12 @@ mod pins;
 pub mod pool;
 mod restore;
 mod scrub;
-pub mod touch;
 
 use anyhow::{Context, Result, anyhow, bail};
-use args::{Lease, Mode};
+use args::Lease;
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
-use hugemm_lease::preload::{self, Offer};
 use hugemm_lease::supervisor::{AttachError, Lending, Say, attach, check_proc, private_by_arguments};
-use hugemm_lease::wire::{Request, Wish};
+use hugemm_lease::wire::Wish;
 use hugemm_workloads::size::Size;
 use rustix::fs::{Access, SealFlags, access};
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
@@ -27,7 +25,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 /// What becomes the memory's path in a command's arguments.
@@ -36,8 +34,7 @@ const LEASE: &str = "@LEASE@";
 /// Runs the command. Called in a process with one thread; returns only if nothing was started.
 pub fn run(args: &Lease) -> Result<()> {
     if args.command.is_empty() && !args.path && !args.json {
-        let others = if args.mode == Mode::Preload { "" } else { ", or ask for --path or --json" };
-        bail!("nothing to do with the memory; name a command behind --{others}");
+        bail!("nothing to do with the memory; name a command behind --, or ask for --path or --json");
     }
     if args.json && args.budget().is_none() && !args.command.is_empty() {
         bail!("--json is for a path, or for --up-to; leave it out");
@@ -45,8 +42,8 @@ pub fn run(args: &Lease) -> Result<()> {
     if args.verbose && args.budget().is_none() {
         bail!("--verbose is for --up-to, which may lend many files; leave it out");
     }
-    if args.budget().is_some() && (is_given(args) || args.mode == Mode::Preload) {
-        bail!("{LEASE}, --fd and --mode preload are for one file; say its SIZE, without --up-to");
+    if args.budget().is_some() && is_given(args) {
+        bail!("{LEASE} and --fd are for one file; say its SIZE, without --up-to");
     }
     if let Some((size, page)) = args.size.zip(args.page).filter(|(size, page)| !size.0.is_multiple_of(page.bytes())) {
         bail!("{size} is not a whole number of {page} pages; ask for a multiple");
@@ -55,16 +52,13 @@ pub fn run(args: &Lease) -> Result<()> {
         // Before anything is taken for it.
         find(program).map_err(|cause| NotStarted { program: program.clone(), cause })?;
     }
-    if args.mode == Mode::Preload && is_given(args) {
-        bail!("--mode is for programs that make their memory themselves; leave it out");
-    }
     // What can be missing is looked for before memory is taken that nobody would use.
     let checked = check_paths(args);
     if args.command.is_empty() {
         return checked.and_then(|()| hold(args));
     }
-    match checked.and_then(|()| libraries(args)).and_then(|libraries| Ok((had(args)?, libraries))) {
-        Ok((had, libraries)) => start_on(args, had, libraries),
+    match checked.and_then(|()| had(args)) {
+        Ok(had) => start_on(args, had),
         // A command that is to be given the memory has no other.
         Err(error) if args.require || is_given(args) => Err(error),
         Err(error) => Err(start_without(args, &error)),
@@ -119,14 +113,14 @@ fn lease(args: &Lease) -> Result<Leased> {
         );
     }
     if args.scrub && lease.about.resumed {
-        let gbps = scrub::scrub(&lease, &args.calibration)?;
+        let gbps = scrub::scrub(&lease)?;
         eprintln!("hugemm lease: cleared what was kept, at {gbps:.1} GB/s");
     }
     Ok(lease)
 }
 
-/// Starts the command; `libraries` are for the one that is to be loaded.
-fn start_on(args: &Lease, had: Had, libraries: Option<OsString>) -> Result<()> {
+/// Starts the command.
+fn start_on(args: &Lease, had: Had) -> Result<()> {
     if let Some(line) = private_by_arguments(&args.command) {
         eprintln!("hugemm lease: {line}");
     }
@@ -141,14 +135,7 @@ fn start_on(args: &Lease, had: Had, libraries: Option<OsString>) -> Result<()> {
     if is_given(args) {
         let number = inherit(&lease.file, args.fd)?;
         let command: Vec<_> = args.command.iter().map(|word| with_number(word, number)).collect();
-        return Err(exec(&command, []));
-    }
-    if let Some(libraries) = libraries {
-        return match offer(lease, libraries, args.require) {
-            Ok((environment, _socket)) => Err(exec(&args.command, environment)),
-            Err(error) if args.require => Err(error),
-            Err(error) => Err(start_without(args, &error)),
-        };
+        return Err(exec(&command));
     }
     start_lending(args, Lending::one(lease))
 }
@@ -167,16 +154,16 @@ fn start_lending(args: &Lease, lending: Lending) -> Result<()> {
         Ok(_) => {}
         Err(error) if args.require || matches!(error, AttachError::Gone(_)) => return Err(error.into()),
         Err(error) => {
-            eprintln!("hugemm lease: {error}; {} is started without; see --mode preload", name(&args.command));
+            eprintln!("hugemm lease: {error}; {} is started without", name(&args.command));
         }
     }
-    Err(exec(&args.command, []))
+    Err(exec(&args.command))
 }
 
 /// Starts the command although there is no memory for it; returns why that is not possible.
 fn start_without(args: &Lease, error: &anyhow::Error) -> anyhow::Error {
     eprintln!("hugemm lease: {error:#}; {} is started without", name(&args.command));
-    exec(&args.command, [])
+    exec(&args.command)
 }
 
 /// Whether the command is given the memory, instead of making what becomes the memory itself.
@@ -202,57 +189,10 @@ fn inherit(file: &OwnedFd, number: Option<i32>) -> Result<i32> {
     }
 }
 
-/// The library that offers a lease to the program it is loaded into.
-const LIBRARY: &str = "libhugemm_lease_preload.so";
-
-/// Has the lease wait for the command's first file of its length, and says by which variables the command finds it. The descriptor is
-/// to be open until `exec`. An error ends the lease.
-fn offer(lease: Leased, libraries: OsString, require: bool) -> Result<([(&'static str, OsString); 2], OwnedFd)> {
-    let Leased { about, file, connection } = lease;
-    let offered =
-        Offer::new(file, about.bytes, about.page, require).and_then(|(offer, socket)| Ok((offer.variable()?, socket)));
-    match offered {
-        Ok((offer, socket)) => Ok(([(PRELOAD, libraries), (preload::VARIABLE, offer.into())], socket)),
-        Err(error) => {
-            let _ = connection.ask(&Request::End {});
-            Err(error).context("no socket for the lease")
-        }
-    }
-}
-
-/// What is loaded before the command, which is what was to be loaded anyway behind our own. `None` where no library is wanted.
-fn libraries(args: &Lease) -> Result<Option<OsString>> {
-    if args.mode != Mode::Preload {
-        return Ok(None);
-    }
-    let mut libraries = library()?.into_os_string();
-    if libraries.as_bytes().iter().any(|byte| b" :".contains(byte)) {
-        bail!("{} cannot be preloaded: ld.so splits paths at spaces and colons; move it", libraries.display());
-    }
-    if let Some(others) = std::env::var_os(PRELOAD).filter(|others| !others.is_empty()) {
-        libraries.push(":");
-        libraries.push(others);
-    }
-    Ok(Some(libraries))
-}
-
-/// What ld.so(8) loads before a program's own libraries.
-const PRELOAD: &str = "LD_PRELOAD";
-
-/// Where the library is: beside this program, as cargo builds it, or where the package puts it.
-fn library() -> Result<PathBuf> {
-    let own = std::env::current_exe().context("this program's path is not known")?;
-    let places = [own.with_file_name(LIBRARY), own.with_file_name("../lib/hugemm").join(LIBRARY)];
-    let missing = || {
-        anyhow!("no {LIBRARY} at {}; build it with: cargo build --release -p hugemm-lease-preload", places[1].display())
-    };
-    places.iter().find(|place| place.exists()).cloned().ok_or_else(missing)
-}
-
 /// Becomes the command; returns why that is not possible.
-fn exec<'a>(command: &[OsString], environment: impl IntoIterator<Item = (&'a str, OsString)>) -> anyhow::Error {
+fn exec(command: &[OsString]) -> anyhow::Error {
     let Some((program, arguments)) = command.split_first() else { return anyhow!("no command") };
-    let cause = Command::new(program).args(arguments).envs(environment).exec();
+    let cause = Command::new(program).args(arguments).exec();
     NotStarted { program: program.clone(), cause }.into()
 }
 

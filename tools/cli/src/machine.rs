@@ -1,10 +1,10 @@
 //! What every command sets up before it measures: verified memory, CPUs, the environment, a profile.
 
 use crate::document::{self, Document, Row};
-use crate::options::{Calibration, Common, Kind};
+use crate::options::{Common, Kind};
 use crate::results::Results;
-use crate::{environment_text, noise, profile_file, progress};
-use anyhow::{Context, Result, anyhow, bail};
+use crate::{environment_text, noise, progress};
+use anyhow::{Result, anyhow, bail};
 use hugemm_base::{CpuId, NodeId, PageSize};
 use hugemm_clear::{Features, Profile, calibrate};
 use hugemm_host::cpu::{CpuPlace, Host};
@@ -31,12 +31,6 @@ pub struct Machine {
     /// Whether standard output belongs to JSON, and where that goes.
     quiet: bool,
     json: Option<PathBuf>,
-}
-
-pub struct Calibrated {
-    pub profile: Profile,
-    /// How long measuring it took; `None` if it was read from a file.
-    pub took: Option<Duration>,
 }
 
 impl Machine {
@@ -102,18 +96,13 @@ impl Machine {
         region
     }
 
-    /// The profile: read from the user's file, or measured in `scratch`, whose content is lost.
-    pub fn profile(&self, calibration: &Calibration, scratch: &mut [u8]) -> Result<Calibrated> {
-        if let Some(path) = &calibration.profile {
-            let profile = profile_file::load(path)?;
-            profile.check(&self.features).with_context(|| format!("the profile {} does not fit", path.display()))?;
-            return Ok(Calibrated { profile, took: None });
-        }
+    /// The profile, measured in `scratch`, whose content is lost; and how long that took.
+    pub fn profile(&self, scratch: &mut [u8]) -> Result<(Profile, Duration)> {
         let host = Host::new(&self.places(1)?, &mut [])?;
         let bytes = self.calibration_bytes().min(scratch.len());
         let start = Instant::now();
         let profile = host.run_on(CpuId::new(0), |cx| calibrate(cx, &self.features, &mut scratch[..bytes]))??;
-        Ok(Calibrated { profile, took: Some(start.elapsed()) })
+        Ok((profile, start.elapsed()))
     }
 
     /// Scratch memory that makes cold measurements cold: four times the last-level cache, but not more than 256 MiB,

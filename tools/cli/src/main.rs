@@ -16,7 +16,6 @@ mod compare;
 mod doctor;
 mod document;
 mod environment_text;
-mod explain;
 mod frames;
 mod goals;
 mod ground;
@@ -34,7 +33,6 @@ mod options;
 mod paging;
 mod pool;
 mod probe;
-mod profile_file;
 mod progress;
 mod qemu;
 mod replay;
@@ -71,9 +69,6 @@ fn one_line(error: &anyhow::Error) -> String {
 }
 
 fn main() -> ExitCode {
-    if let Some(code) = lease::touch::program(std::env::args_os()) {
-        return code;
-    }
     let cli = match cli_text::parse() {
         Ok(cli) => cli,
         Err(error) => return cli_text::misused(&error),
@@ -102,7 +97,6 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Lease(args)) => lease::bench::run(args),
         Command::Bench(Bench::Map(args)) => paging::map::run(args),
         Command::Bench(Bench::Scale(args)) => scale::run(args),
-        Command::Explain(args) => explain::run(args),
         // Commands that measure nothing.
         Command::Compare(args) => compare::run(args),
         Command::Report(args) => report::run(args),

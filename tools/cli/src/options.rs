@@ -1,7 +1,6 @@
 //! Options that several commands have.
 
 use clap::{Args, ValueEnum};
-use hugemm_clear::Primitive;
 use std::path::PathBuf;
 
 /// Options of every command that has results.
@@ -17,14 +16,6 @@ impl Common {
     pub fn json_only(&self) -> bool {
         self.json.as_ref().is_some_and(|path| path.as_os_str() == "-")
     }
-}
-
-/// Where the clearing policy of a command that clears comes from.
-#[derive(Debug, Args)]
-pub struct Calibration {
-    /// Use the profile saved in FILE by `hugemm probe --save-profile` instead of calibrating.
-    #[arg(long, value_name = "FILE")]
-    pub profile: Option<PathBuf>,
 }
 
 /// Runs before the measured ones.
@@ -44,13 +35,4 @@ pub enum Kind {
     Thp,
     /// hugetlb pages; the pool is raised if need be and put back afterwards.
     Hugetlb,
-}
-
-/// Reads a primitive's name.
-pub fn primitive(name: &str) -> Result<Primitive, String> {
-    Primitive::from_name(name).filter(|p| *p != Primitive::Model).ok_or_else(|| {
-        let names: Vec<_> =
-            Primitive::ALL.into_iter().filter(|p| *p != Primitive::Model).map(Primitive::name).collect();
-        format!("no such primitive; there are {}", names.join(", "))
-    })
 }

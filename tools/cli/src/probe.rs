@@ -2,18 +2,18 @@
 
 use crate::args::Probe;
 use crate::document::{self, Row};
-use crate::machine::{Calibrated, GIB, Machine};
+use crate::machine::{GIB, Machine};
 use crate::measure::{Field, Repeat, Subject, bandwidths};
-use crate::options::Calibration;
 use crate::results::Results;
 use crate::stats::Samples;
-use crate::{profile_file, progress, table};
-use anyhow::Result;
+use crate::{progress, table};
+use anyhow::{Context, Result};
 use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel, with};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, Profile, Unit, Warmth};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::size::Size;
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 
@@ -37,9 +37,9 @@ pub fn run(args: &Probe) -> Result<()> {
     let places = machine.places(1)?;
     let mut region = machine.memory(size, PageSize::Size2M, args.kind)?;
     machine.note_region("measured", &region);
-    let calibrated = machine.profile(&args.calibration, region.as_mut_slice())?;
-    let clearer = Clearer::new(machine.features, ClearPolicy::new(calibrated.profile))?;
-    let intro = format!("memory: {}\n{}", region.verified(), profile_text(&calibrated, &args.calibration));
+    let (profile, took) = machine.profile(region.as_mut_slice())?;
+    let clearer = Clearer::new(machine.features, ClearPolicy::new(profile))?;
+    let intro = format!("memory: {}\n{}", region.verified(), profile_text(&profile, took));
 
     let host = Host::new(&places, region.as_mut_slice())?;
     let mut subjects: Vec<Subject> =
@@ -55,19 +55,26 @@ pub fn run(args: &Probe) -> Result<()> {
     })??;
 
     if let Some(path) = &args.save_profile {
-        profile_file::save(path, &calibrated.profile)?;
+        let text = constant(&profile);
+        std::fs::write(path, text).with_context(|| format!("cannot write the profile to {}", path.display()))?;
         results.remarks.push(format!("profile written to {}", path.display()));
     }
     results.intro = intro;
     machine.show(results)
 }
 
-fn profile_text(calibrated: &Calibrated, calibration: &Calibration) -> String {
-    let Profile { cached, bulk, crossover, cached_mbps, bulk_mbps } = calibrated.profile;
-    let mut lines = vec![match (calibrated.took, &calibration.profile) {
-        (Some(took), _) => format!("calibrated in {} ms", took.as_millis()),
-        (None, path) => format!("profile read from {}", path.as_deref().unwrap_or("".as_ref()).display()),
-    }];
+/// The profile as source, to be embedded.
+fn constant(profile: &Profile) -> String {
+    format!(
+        "use hugemm_clear::Primitive::*;\nuse hugemm_clear::{{Best, Crossover, Mbps, Profile}};\n\n\
+         /// Measured by `hugemm probe`; {} is never.\npub const PROFILE: Profile = {profile:#?};\n",
+        u64::MAX
+    )
+}
+
+fn profile_text(profile: &Profile, took: Duration) -> String {
+    let Profile { cached, bulk, crossover, cached_mbps, bulk_mbps } = *profile;
+    let mut lines = vec![format!("calibrated in {} ms", took.as_millis())];
     let named = |best: hugemm_clear::Best| match best.general == best.any {
         true => best.general.to_string(),
         false => format!("{} (without vector registers {})", best.any, best.general),
@@ -91,7 +98,7 @@ fn profile_text(calibrated: &Calibrated, calibration: &Calibration) -> String {
     lines.push(format!("    and read right after  {}", from(crossover.cold_touched)));
     lines.push(format!("    on hot memory         {}", from(crossover.hot)));
     lines.push(format!("    and read right after  {}", from(crossover.hot_touched)));
-    let policy = ClearPolicy::new(calibrated.profile);
+    let policy = ClearPolicy::new(*profile);
     let unit = |p| Size(policy.unit_bytes(p, PreemptModel::None, false));
     lines.push(format!("  unit under a cooperative model: {} cached", unit(cached.any)));
     if let Some(bulk) = bulk {

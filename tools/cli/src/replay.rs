@@ -1,57 +1,64 @@
 //! `hugemm replay`: a Linux page allocation trace through hugemm's allocator, and through others.
 
 mod ops;
-mod parse;
 mod plan;
 mod run;
 mod trace;
 
 use crate::args::Replay;
 use crate::document::Row;
+use crate::frames::area::{AreaPlan, Sides};
 use crate::frames::peers;
 use crate::machine::{GIB, Machine};
-use crate::results::Results;
-use crate::sides::cell;
+use crate::measure::Repeat;
+use crate::results::{Line, Results};
+use crate::sides::{alternate, cell};
+use crate::stats::Samples;
 use crate::{progress, saved, table};
 use anyhow::{Result, bail};
 use comfy_table::{CellAlignment, Table};
-use hugemm_base::{Order, PAGE_BYTES, PageSize};
+use hugemm_base::{CpuId, Extent, Order, PAGE_BYTES, PageSize};
+use hugemm_host::cpu::{BASE_FRAME, Host};
+use hugemm_workloads::alloc_free::CountedPages;
 use hugemm_workloads::size::Size;
-use plan::Plan;
-use run::{Outcome, Played, Setup};
-use trace::Trace;
+use ops::Nobody;
+use plan::{Counts, Plan};
+use run::{Played, Replaying};
 
 pub fn run(args: &Replay) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let total = std::fs::metadata(&args.file).map_or(0, |metadata| metadata.len());
     let bar = progress::bar(total, machine.quiet());
     bar.set_message("reading the trace");
-    let trace = trace::read(&args.file, |bytes| bar.set_position(bytes))?;
-    bar.finish_and_clear();
-    let plan = &trace.plan;
-
-    let setup = Setup {
-        place: machine.places(1)?.remove(0),
-        cpus: args.cpus.unwrap_or(plan.cpus.len().clamp(1, 4096) as u32),
-        pages: pages(args, plan, &machine)?,
-    };
-    let bytes = (setup.metadata_bytes()? as u64).next_multiple_of(PAGE_BYTES);
-    let mut metadata = machine.memory(bytes, PageSize::Size4K, crate::options::Kind::Thp)?;
-    let bar = progress::bar(0, machine.quiet());
-    bar.set_message(format!("replaying {} operations", plan.ops.len()));
-    let outcome = run::run(plan, &setup, args.runs, args.no_peers, metadata.as_mut_slice(), &bar)?;
+    let (plan, lost) = trace::read(&args.file, |bytes| bar.set_position(bytes))?;
     bar.finish_and_clear();
 
-    let (counted, played) = (events(&trace), figures(plan, &setup, &outcome));
+    let cpus = args.cpus.unwrap_or(plan.cpus.len().clamp(1, 4096) as u32);
+    let area = AreaPlan::over(Extent::new(BASE_FRAME, pages(args, &plan, &machine)?)?, cpus)?;
+    let mut metadata = area.memory(&machine)?;
+    let place = machine.places(1)?.remove(0);
+    let area = area.area_on(&vec![place; cpus as usize], &mut metadata)?;
+    let mut sides = Sides::new(&area, Replaying { plan: &plan, cpus });
+    sides.add("loop", Nobody::default(), false);
+    sides.add("hugemm", CountedPages(&area.frames), true);
+    peers::each(args.no_peers, &mut sides)?;
+    // The first only warms up.
+    let repeat = Repeat::new(args.runs, 1);
+    let bar = progress::bar((sides.sides.len() * repeat.all()) as u64, machine.quiet());
+    // Binds the thread for good, so that becoming one CPU after the other never moves it.
+    let lines = Host::new(&[place], &mut [])?.run_on(CpuId::new(0), |_| alternate(sides.sides, repeat, &bar))??;
+    bar.finish_and_clear();
+
+    let (counted, played) = (events(&plan.counts, lost), figures(&plan, &lines));
     let tables = vec![
         ("In the trace".to_owned(), explained(&counted)),
         (
             format!(
                 "Replayed by one thread as {} virtual CPUs, for the trace's {}, in {} turns; {} managed: frame numbers only",
-                setup.cpus,
+                cpus,
                 plan.cpus.len(),
                 plan.turns.len(),
-                Size(setup.pages * PAGE_BYTES).rounded()
+                Size(area.extent.bytes()).rounded()
             ),
             explained(&played),
         ),
@@ -101,69 +108,47 @@ fn number(name: &str, value: u64, unit: &'static str, what: &str) -> Explained {
 }
 
 /// What the trace had.
-fn events(trace: &Trace) -> Vec<Explained> {
-    let counts = &trace.plan.counts;
-    let mut all: Vec<Explained> = [
+fn events(counts: &Counts, lost: u64) -> Vec<Explained> {
+    [
         ("allocations", counts.allocs, "mm_page_alloc"),
-        ("compound", counts.compound, "of them one folio (__GFP_COMP)"),
         ("failed_in_kernel", counts.failed, "mm_page_alloc without a page: failed in the traced kernel; not replayed"),
         ("frees", counts.frees, "mm_page_free"),
-        ("batched", counts.batched, "mm_page_free_batched: repeats mm_page_free, so it frees nothing here"),
         ("adopted", counts.adopted, "frees of pages that no event allocated: in use from the start"),
         ("adopted_pages", counts.adopted_pages, "pages of those"),
         ("supplied", counts.supplied, "frees that the trace lacks: the page is allocated again"),
-        ("folio_splits", counts.folio_splits, "folios freed in parts, so split"),
-        ("block_splits", counts.block_splits, "other blocks freed in parts"),
+        ("splits", counts.splits, "blocks freed in parts"),
+        ("lost", lost, "places where the recorder says that it lost events"),
     ]
     .map(|(name, count, what)| number(name, count, "count", what))
-    .into();
-    let (lost, what) = number("lost", trace.lost.0, "count", "places where the recorder says that it lost events");
-    all.push((lost.label("events_known", trace.lost.1), format!("{what} ({} known)", trace.lost.1)));
-    all.extend(counts.others.iter().map(|(name, count)| {
-        let (known, what) = match name.as_str() {
-            "mm_page_pcpu_drain" => (true, "pages freed already move from a CPU's cache to the buddy system"),
-            "mm_page_alloc_zone_locked" => (true, "free pages move from the buddy system to a CPU's cache"),
-            "mm_page_alloc_extfrag" => (true, "a free block changes its migratetype"),
-            _ => (false, "unknown"),
-        };
-        let (row, what) = number("other_events", *count, "events", what);
-        (row.label("event", name.as_str()).label("known", known), format!("not replayed: {what}"))
-    }));
-    all
+    .into()
 }
 
 /// What replaying it came to.
-fn figures(plan: &Plan, setup: &Setup, outcome: &Outcome) -> Vec<Explained> {
-    let idle = Row::median("replay.loop_ns", &outcome.loop_ns, "ns");
-    let mut all = vec![(idle, "per operation, for the loop and the timer: subtracted from the others".to_owned())];
-    all.extend(outcome.op_ns.iter().map(|(side, samples)| {
-        match side.as_str() {
-            "hugemm" => (
-                Row::median("replay.op_ns", samples, "ns")
-                    .label("operations", plan.ops.len())
-                    .label("virtual_cpus", setup.cpus)
-                    .label("turns", plan.turns.len())
-                    .label("managed_pages", setup.pages),
-                format!("per operation, allocator only, median of {} runs", samples.runs()),
-            ),
-            side => {
-                (Row::median("replay.peer_op_ns", samples, "ns").label("side", side), "the same, by turns".to_owned())
-            }
-        }
-    }));
-    let peak = Size(plan.peak_pages * PAGE_BYTES).rounded();
-    all.push(number("peak_pages", plan.peak_pages, "pages", &format!("in use at once: {peak}")));
-    let Played { failed, at_peak, at_end, .. } = outcome.last;
-    let live = "in use at the end; all came back when that was freed";
-    all.push(number("live_pages", setup.pages - at_end.available(), "pages", live));
-    all.push(number("failures", failed, "allocations", "for which there was no memory here"));
-    // 32 KiB, 2 MiB.
-    for order in [3, 9] {
-        for (when, stats) in [("peak", at_peak), ("end", at_end)] {
-            let share = stats.fragmentation_permille(Order::new(order).unwrap_or(Order::ZERO)) as f64 / 10.0;
-            let row = Row::single("replay.fragmentation", share, "%").label("order", order).label("when", when);
-            all.push((row, format!("percent of free memory in pieces smaller than order {order}")));
+fn figures(plan: &Plan, lines: &[Line<Played>]) -> Vec<Explained> {
+    let each = |played: &Played| played.nanos as f64 / plan.ops.len().max(1) as f64;
+    let of = |side: &str| lines.iter().find(|line| line.label("side") == side).map_or(&[][..], |line| &line.runs);
+    let (idle, Played { failed, live, at_end, .. }) = (of("loop"), of("hugemm").last().copied().unwrap_or_default());
+    let row = Row::median("replay.loop_ns", &idle.iter().map(each).collect(), "ns");
+    let mut all = vec![(row, "per operation, for the loop and the timer: subtracted from the others".to_owned())];
+    for line in lines.iter().filter(|line| line.label("side") != "loop") {
+        // One for which there was less memory did less.
+        let runs = line.runs.iter().zip(idle).filter(|(played, _)| played.failed <= failed);
+        let samples: Samples = runs.map(|(played, idle)| (each(played) - each(idle)).max(0.0)).collect();
+        if samples.runs() > 0 {
+            let row = line.labelled(Row::median("replay.op_ns", &samples, "ns"));
+            all.push((row, "per operation, allocator only; sides by turns".to_owned()));
         }
     }
+    all.extend([
+        number("peak_pages", plan.peak_pages, "pages", "in use at once"),
+        number("live_pages", live, "pages", "in use at the end; all came back when freed"),
+        number("failures", failed, "allocations", "for which there was no memory here"),
+    ]);
+    // 32 KiB, 2 MiB.
+    all.extend([3, 9].map(|order| {
+        let share = at_end.fragmentation_permille(Order::new(order).unwrap_or(Order::ZERO)) as f64 / 10.0;
+        let row = Row::single("replay.fragmentation", share, "%").label("order", order);
+        (row, format!("of free memory at the end in pieces smaller than order {order}"))
+    }));
     all
 }

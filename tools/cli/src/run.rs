@@ -9,7 +9,7 @@ use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::document::{self, Row};
 use crate::ground;
 use crate::machine::{GIB, Machine};
-use crate::options::{Calibration, Common, Kind};
+use crate::options::{Common, Kind};
 use crate::results::Line;
 use crate::stats::Samples;
 use crate::{noise, progress, report, saved};
@@ -72,8 +72,6 @@ pub struct Run {
     /// Write an HTML page with plots to FILE.
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    #[command(flatten)]
-    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }
@@ -152,7 +150,7 @@ pub fn run(args: &Run) -> Result<()> {
     let places = machine.places(workers as usize)?;
     let mut region = machine.memory(bytes, PageSize::Size2M, args.kind)?;
     machine.note_region("hugemm", &region);
-    let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
+    let policy = ClearPolicy::new(machine.profile(region.as_mut_slice())?.0);
     let all = Extent::new(BASE_FRAME, bytes / 4096).context("the memory cannot be numbered; use a smaller --size")?;
     let plan = ground::GroundPlan::over(all, workers)?;
     let metadata = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());

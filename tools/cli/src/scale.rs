@@ -6,7 +6,7 @@ mod work;
 use crate::document::Row;
 use crate::frames::area::AreaPlan;
 use crate::machine::Machine;
-use crate::options::{Calibration, Common, Kind};
+use crate::options::{Common, Kind};
 use crate::results::Results;
 use crate::sides::figure;
 use crate::stats::Samples;
@@ -35,8 +35,6 @@ pub struct Scale {
     /// Runs of each measurement on one CPU.
     #[arg(short, long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub runs: u32,
-    #[command(flatten)]
-    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }
@@ -206,7 +204,7 @@ pub fn run(args: &Scale) -> Result<()> {
     let cpus = counts.last().copied().unwrap_or(1);
     let mut memory = machine.memory(SHARE * u64::from(cpus), PageSize::Size2M, Kind::Thp)?;
     machine.note_region("memory", &memory);
-    let profile = machine.profile(&args.calibration, memory.as_mut_slice())?.profile;
+    let profile = machine.profile(memory.as_mut_slice())?.0;
     let clearer = Clearer::new(machine.features, ClearPolicy::new(profile))?;
     let host = Host::new(&machine.places(cpus as usize)?, memory.as_mut_slice())?;
     let plan = AreaPlan::over(host.frames(), cpus)?;

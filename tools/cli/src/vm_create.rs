@@ -12,7 +12,7 @@ use crate::boot::transcript::{Transcript, of_guest as lines_of};
 use crate::frames::area::AreaPlan;
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
-use crate::options::{Calibration, Common, Kind};
+use crate::options::{Common, Kind};
 use crate::results::{Line, Results};
 use crate::sides::by_turns;
 use crate::vm_create::pool::with_pool;
@@ -47,8 +47,6 @@ pub struct VmCreate {
     /// Kind of huge pages that the memory is made of.
     #[arg(long, value_enum, default_value_t = Kind::Auto)]
     pub kind: Kind,
-    #[command(flatten)]
-    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }
@@ -123,7 +121,7 @@ fn by_pages_of(page: PageSize, args: &VmCreate, machine: &Machine) -> Result<(Ve
         machine.memory(total, if page == PageSize::Size4K { page } else { PageSize::Size2M }, args.kind)?;
     machine.note_region("hugemm", &region);
     let (kernel_backing, _pool, note) = kernel_side_memory(page, from, region.backing(), bytes);
-    let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
+    let policy = ClearPolicy::new(machine.profile(region.as_mut_slice())?.0);
     let host = Host::new(&places, region.as_mut_slice())?;
 
     let plan = AreaPlan::over(host.frames(), most)?;

@@ -189,6 +189,7 @@ mod tests {
     use super::*;
     use crate::daemon::PoolConfig;
     use crate::memory_file::Page;
+    use crate::own_file::tests::turn;
     use crate::stock::Shapes;
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     use std::fs::File;
@@ -232,6 +233,7 @@ mod tests {
     /// Whose memory it is can have the kernel wait with that file, and nobody but itself with the daemon.
     #[test]
     fn nobody_waits_for_an_owner_but_itself() {
+        let _turn = turn();
         let page = Page::Transparent;
         let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
         let keep = |secret| Wish { keep: Some(KeepAs { name: "cache".to_owned(), secret }), ..Wish::of(page.bytes()) };
@@ -278,6 +280,7 @@ mod tests {
     /// daemon has: as long as it has the memory, or maps it, nobody else is given that.
     #[test]
     fn kept_memory_is_given_to_one_program_at_a_time() {
+        let _turn = turn();
         let page = Page::Transparent;
         let daemon = || Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
         let first = daemon();

@@ -10,7 +10,7 @@ use crate::sides::{Run, Side};
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PAGE_SHIFT, PageSize};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
-use hugemm_host::cpu::{BASE_FRAME, Host};
+use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host};
 use hugemm_inspect::memory::Region;
 use hugemm_workloads::alloc_free::Source;
 use hugemm_workloads::size::Size;
@@ -67,7 +67,12 @@ impl AreaPlan {
     }
 
     pub fn area<'m>(&self, machine: &Machine, memory: &'m mut Region) -> Result<Area<'m>> {
-        let host = Host::new(&machine.places(self.cpus as usize)?, &mut [])?;
+        self.area_on(&machine.places(self.cpus as usize)?, memory)
+    }
+
+    /// The same on these CPUs.
+    pub fn area_on<'m>(&self, places: &[CpuPlace], memory: &'m mut Region) -> Result<Area<'m>> {
+        let host = Host::new(places, &mut [])?;
         // SAFETY: there is no memory behind the numbers that anybody could own; the area has one host, and only its contexts reach
         // the manager.
         let frames = unsafe { self.frames(&host, memory.as_mut_slice()) }?;
@@ -170,6 +175,11 @@ pub trait Work<'a>: Copy {
         false
     }
 
+    /// Whether parts of blocks are freed: whoever cannot do that is left out.
+    fn divides(&self) -> bool {
+        false
+    }
+
     /// One run of it with an allocator. `own` says that it is the area's, whose lock rounds are then counted.
     fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Run<'a, Self::Record>
     where
@@ -200,7 +210,7 @@ impl<'a, W: Work<'a> + 'a> Sides<'a, W> {
 
 impl<'a, W: Work<'a> + 'a> Visit for Sides<'a, W> {
     fn visit<T: Peer>(&mut self) -> Result<()> {
-        if !(T::SCANS_HOLES && self.work.makes_many_holes()) {
+        if !(T::SCANS_HOLES && self.work.makes_many_holes() || !T::DIVISIBLE && self.work.divides()) {
             let peer = Managed::<T>::new(self.area.extent)?;
             self.add(T::NAME, peer, false);
         }

@@ -1,7 +1,7 @@
 //! Options of `hugemm pool` and `hugemm lease`.
 
-use crate::options::{Calibration, Common, Warmup};
-use clap::{Args, Subcommand, ValueEnum, ValueHint};
+use crate::options::{Common, Warmup};
+use clap::{Args, Subcommand, ValueHint};
 use hugemm_inspect::topology::parse_list;
 use hugemm_lease::memory_file::Page;
 use hugemm_lease::template::Template;
@@ -57,14 +57,9 @@ pub struct Lease {
     /// Clear what was kept before the command gets it, past the caches.
     #[arg(long, requires = "keep")]
     pub scrub: bool,
-    #[command(flatten)]
-    pub calibration: Calibration,
     /// Fail where nothing can be leased, instead of running COMMAND without; a file that COMMAND cannot have leased cannot be made.
     #[arg(long)]
     pub require: bool,
-    /// How a program that makes its memory itself gets the lease.
-    #[arg(long, value_enum, default_value_t = Mode::Filter, conflicts_with_all = ["fd", "path", "json", "up_to"])]
-    pub mode: Mode,
     /// COMMAND inherits the memory as this descriptor.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(3..=1023), requires = "command")]
     pub fd: Option<i32>,
@@ -88,15 +83,6 @@ impl Lease {
         let is_one = self.size.is_some() || self.template.is_some();
         self.up_to.map(|size| size.0).or((!is_one).then_some(u64::MAX))
     }
-}
-
-/// How a program's own file is seen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Mode {
-    /// A seccomp filter reports it.
-    Filter,
-    /// A library that is loaded before the program; not into static or setuid ones.
-    Preload,
 }
 
 #[derive(Debug, Subcommand)]

@@ -5,7 +5,6 @@ use super::args::BenchLease;
 use super::filter;
 use super::pins::{self, Pins};
 use super::restore::{self, Snapshot};
-use super::touch;
 use crate::document::Row;
 use crate::interference::lines_in;
 use crate::machine::{GIB, Machine};
@@ -82,7 +81,6 @@ const READY: [Metric<Start>; 2] = [
     Metric::new("bench.lease.exec_to_ready", "ms", |it: &Start| it.ms).column("ready, ms"),
     Metric::new("bench.lease.vs_no_prealloc", "ratio", |it: &Start| it.of_off).column("of prealloc=off"),
 ];
-const PROGRAM: [Metric<f64>; 1] = [Metric::new("bench.lease.program", "ms", |ms| *ms).column("ms")];
 const RESTORED: [Metric<restore::Times>; 2] = [
     Metric::new("bench.lease.restore_to_running", "ms", |it: &restore::Times| ms(it.running))
         .column("guest answers, ms"),
@@ -122,7 +120,6 @@ pub fn run(args: &BenchLease) -> Result<()> {
 #[derive(Default)]
 struct Measured {
     starts: Vec<Line<Start>>,
-    programs: Vec<Line<f64>>,
     restored: Vec<Line<restore::Times>>,
     /// What the daemons that clear have filled, and seconds of CPU time for each GiB of those that copy a template.
     filled: Counts,
@@ -153,7 +150,7 @@ fn measure(args: &BenchLease) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    let Measured { starts, programs, restored, filled, template_cpu, slowed, filtered } = measured;
+    let Measured { starts, restored, filled, template_cpu, slowed, filtered } = measured;
     if filled.filled_bytes == 0 {
         bail!("no size fits; name smaller ones with --sizes, or free memory ({})", left_out.join("; "));
     }
@@ -163,8 +160,6 @@ fn measure(args: &BenchLease) -> Result<()> {
     results.add(title, pivot(&starts, "", &down, "", &READY), &starts, &READY[..1]);
     let is_judged = |line: &&Line<Start>| JUDGED.iter().any(|way| line.label("memory") == way.name());
     results.rows.extend(starts.iter().filter(is_judged).flat_map(|line| line.rows(&READY[1..])));
-    let title = "From exec of a program that does nothing else";
-    results.add(title, pivot(&programs, "", &down, "until", &PROGRAM), &programs, &PROGRAM);
     let gib = filled.filled_bytes as f64 / GIB as f64;
     let (cpu, bandwidth) =
         (filled.fill_cpu_ns as f64 / 1e9 / gib, filled.filled_bytes as f64 / filled.fill_ns.max(1) as f64);
@@ -229,16 +224,6 @@ fn of_size(
     measured.filled.filled_bytes += counts.filled_bytes;
     measured.filled.fill_ns += counts.fill_ns;
     measured.filled.fill_cpu_ns += counts.fill_cpu_ns;
-    let own = [("its own", "mapped"), ("its own", "touched")];
-    let ways = [own, own.map(|(_, until)| (Way::Wrapper.name(), until))].concat();
-    let program = |(memory, until): &(&str, &str)| {
-        Line::new([("size", bytes.into()), ("memory", (*memory).into()), ("until", (*until).into())])
-    };
-    let mut programs: Vec<Line<f64>> = ways.iter().map(program).collect();
-    by_turns(&mut programs, repeat, bar, |index| {
-        Ok(ms(bench.program(index >= own.len(), ways[index].1 == "touched")?))
-    })?;
-    measured.programs.extend(programs);
     if machine.topology.cpus.len() > 1 {
         bar.set_message(format!("{}, a neighbour", Size(bytes)));
         measured.slowed = Some(bench.neighbour(machine)?);
@@ -424,18 +409,6 @@ impl<'a> Bench<'a> {
     pub(super) fn lend(&self) -> Result<Lease> {
         self.fill()?;
         Ok(Connection::open(&self.socket())?.lease(Wish::of(self.bytes))?)
-    }
-
-    /// How long a program takes that only maps memory, or touches it, too.
-    fn program(&self, leased: bool, touches: bool) -> Result<Duration> {
-        let placed = self.fill()?.counts.placed;
-        if !leased {
-            self.drain()?;
-            return touch::time(None, self.bytes, touches);
-        }
-        let time = touch::time(Some(self.lease(&["--require", "--"])?), self.bytes, touches)?;
-        self.check_placed(placed + 1)?;
-        Ok(time)
     }
 
     /// One start. A filling leaves the caches without QEMU: it comes right before each start but two. `prealloc=off`, which the goals

@@ -2,7 +2,7 @@
 
 use crate::clear::once;
 use crate::machine::Machine;
-use crate::options::{Calibration, Common};
+use crate::options::Common;
 use anyhow::{Result, anyhow};
 use hugemm_clear::{ClearPolicy, Clearer, Profile};
 use hugemm_host::cpu::Host;
@@ -12,20 +12,18 @@ use std::thread;
 /// Clears all of a lease. The stores are fenced when it returns: the frames come back as zeroed ones, which cannot
 /// be had without the fence. Returns GB/s.
 ///
-/// Without a saved profile the policy is the one of a machine that was not measured: measuring takes longer than clearing.
-pub fn scrub(lease: &Lease, calibration: &Calibration) -> Result<f64> {
+/// The policy is the one of a machine that was not measured: measuring takes longer than clearing.
+pub fn scrub(lease: &Lease) -> Result<f64> {
     // In a thread of its own: what clears is bound to its CPU, and the caller becomes a program that is not.
-    let done = thread::scope(|scope| scope.spawn(|| scrub_here(lease, calibration)).join());
+    let done = thread::scope(|scope| scope.spawn(|| scrub_here(lease)).join());
     done.unwrap_or_else(|_| Err(anyhow!("clearing the kept memory ended early")))
 }
 
-fn scrub_here(lease: &Lease, calibration: &Calibration) -> Result<f64> {
+fn scrub_here(lease: &Lease) -> Result<f64> {
     let mapping = lease.map()?;
     let machine = Machine::new(&Common { json: None })?;
-    let profile = match calibration.profile {
-        Some(_) => machine.profile(calibration, &mut [])?.profile,
-        None => Profile::uncalibrated(&machine.features, machine.topology.caches.last_level().map(|cache| cache.bytes)),
-    };
+    let last_level = machine.topology.caches.last_level().map(|cache| cache.bytes);
+    let profile = Profile::uncalibrated(&machine.features, last_level);
     let clearer = Clearer::new(machine.features, ClearPolicy::new(profile))?;
     let workers = machine.topology.cpus.len();
     // SAFETY: mapped, writable, as long as `mapping`; the daemon lends kept memory to one program at a time, and this is it.

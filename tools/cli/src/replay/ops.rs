@@ -7,7 +7,7 @@ use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_frames::Mobility;
 use hugemm_workloads::alloc_free::Source;
-use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
@@ -34,14 +34,18 @@ pub enum Op {
 pub type Slots<B> = [Option<B>];
 
 /// Hands out numbers, from its own on.
-pub struct Nobody(pub Cell<u64>);
+#[derive(Default)]
+pub struct Nobody(AtomicU64);
 
 impl<P: Cpu> Source<P> for Nobody {
     type Block = u64;
 
     #[inline]
     fn alloc(&self, _cx: &CpuCx<'_, P>, order: Order) -> Option<u64> {
-        Some(self.0.replace(self.0.get() + order.pages()))
+        // Relaxed, and no exchange: one thread uses it, and it is to cost nothing.
+        let first = self.0.load(Ordering::Relaxed);
+        self.0.store(first + order.pages(), Ordering::Relaxed);
+        Some(first)
     }
 
     #[inline]

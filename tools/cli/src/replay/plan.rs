@@ -1,25 +1,13 @@
 //! From events to a plan: which block each event means, and what to do with it.
 //!
-//! # What the events mean
-//!
-//! * `mm_page_free` is emitted for **every** page or folio freed, whichever way it goes: it stands where the page is
-//!   prepared for freeing. `mm_page_free_batched` comes *in addition* for pages freed as part of a list (after it since
-//!   Linux 4.15, before it in older kernels). So a batched event frees nothing here; it is counted. (Kernel
-//!   documentation, `trace/events-kmem.rst`; in our recordings each of 8 329 batched events has its `mm_page_free` on
-//!   the same CPU at most 64 lines before.)
-//! * `mm_page_pcpu_drain` and `mm_page_alloc_zone_locked` are pages moving between a CPU's cache and the buddy system:
-//!   they were freed already, or are not allocated yet. Counted, by name, like every event that is not replayed.
-//! * A free of frames that no event has allocated is **adopted**: the block is allocated before the replay starts. They
-//!   were in use before the trace, or come from paths that Linux does not trace (bulk allocation for vmalloc and
-//!   kernel stacks, compaction's targets, `take_range`).
-//! * A free of a part splits the block. A compound allocation is one folio and is split when Linux splits it (a huge page
-//!   whose tails are freed one by one); another block of order > 0 may be freed in parts at any time.
-//! * An allocation of frames that are in use means that their free was not recorded. It is supplied, and counted.
+//! * A free of frames that no event has allocated is **adopted**: the block is allocated before the replay starts. They were in use before
+//!   the trace, or come from paths that Linux does not trace (bulk allocation for vmalloc and kernel stacks, compaction's targets).
+//! * A free of a part splits the block.
+//! * An allocation of frames that are in use means that their free was not recorded. It is **supplied**, and counted.
 //!
 //! Blocks are naturally aligned powers of two, so two of them are either disjoint or one contains the other.
 
 use super::ops::Op;
-use super::parse::Event;
 use hugemm_base::{Extent, Order, Pfn};
 use hugemm_frames::Mobility;
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,20 +16,16 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     pub allocs: u64,
-    pub compound: u64,
     /// Allocations that failed in the traced kernel; they are not replayed.
     pub failed: u64,
     pub frees: u64,
-    pub batched: u64,
     /// Frees that were adopted, wholly or in part.
     pub adopted: u64,
+    pub adopted_pages: u64,
     /// Frees that the trace does not have.
     pub supplied: u64,
-    pub folio_splits: u64,
-    pub block_splits: u64,
-    pub adopted_pages: u64,
-    /// Every other event, by name.
-    pub others: BTreeMap<String, u64>,
+    /// Blocks that were freed in parts.
+    pub splits: u64,
 }
 
 /// Operations that follow each other on one CPU.
@@ -58,7 +42,6 @@ pub struct Turn {
 struct Block {
     order: Order,
     slot: u32,
-    compound: bool,
 }
 
 /// The plan under construction.
@@ -85,56 +68,42 @@ pub struct Plan {
     pub cpus: Vec<u32>,
     /// Slots of all operations.
     pub slots: u32,
-    /// The most pages in use at once, and after how many operations that was.
+    /// The most pages in use at once.
     pub peak_pages: u64,
-    pub peak_at: usize,
     pub counts: Counts,
 }
 
 impl Planner {
-    /// Adds an event. O(log blocks in use), and O(pieces) for a free of a part.
-    pub fn event(&mut self, cpu: u32, event: Event<'_>) -> Result<(), String> {
-        match event {
-            Event::Alloc { pfn: None, .. } => self.plan.counts.failed += 1,
-            Event::Alloc { pfn: Some(pfn), order, mobility, compound } => {
-                if self.first_in(pfn, order).is_some() {
-                    self.plan.counts.supplied += 1;
-                    self.release(cpu, pfn, order)?;
-                }
-                let slot = self.new_slots(1)?;
-                self.push(cpu, Op::Alloc { slot, order, mobility });
-                self.live.insert(pfn, Block { order, slot, compound });
-                self.plan.counts.allocs += 1;
-                self.plan.counts.compound += u64::from(compound);
-                self.net += order.pages() as i64;
-                if self.net > self.peak {
-                    (self.peak, self.plan.peak_at) = (self.net, self.plan.ops.len());
-                }
-            }
-            Event::Free { pfn, order } => {
-                self.plan.counts.frees += 1;
-                let gaps = self.release(cpu, pfn, order)?;
-                self.plan.counts.adopted += u64::from(!gaps.is_empty());
-                for gap in gaps {
-                    self.adopt(cpu, gap)?;
-                }
-            }
-            Event::FreeBatched => self.plan.counts.batched += 1,
-            Event::Other(name) => match self.plan.counts.others.get_mut(name) {
-                Some(count) => *count += 1,
-                None => drop(self.plan.counts.others.insert(name.to_owned(), 1)),
-            },
+    /// Adds an allocation, which has failed if it has no frames. O(log blocks in use).
+    pub fn alloc(&mut self, cpu: u32, pfn: Option<u64>, order: Order, mobility: Mobility) -> Result<(), String> {
+        let Some(pfn) = pfn else {
+            self.plan.counts.failed += 1;
+            return Ok(());
+        };
+        if self.first_in(pfn, order).is_some() {
+            self.plan.counts.supplied += 1;
+            self.release(cpu, pfn, order)?;
         }
+        let slot = self.new_slots(1)?;
+        self.push(cpu, Op::Alloc { slot, order, mobility });
+        self.live.insert(pfn, Block { order, slot });
+        self.plan.counts.allocs += 1;
+        self.net += order.pages() as i64;
+        self.peak = self.peak.max(self.net);
         Ok(())
+    }
+
+    /// Adds a free. O(log blocks in use), and O(pieces) for one of a part.
+    pub fn free(&mut self, cpu: u32, pfn: u64, order: Order) -> Result<(), String> {
+        self.plan.counts.frees += 1;
+        let gaps = self.release(cpu, pfn, order)?;
+        self.plan.counts.adopted += u64::from(!gaps.is_empty());
+        gaps.into_iter().try_for_each(|gap| self.adopt(cpu, gap))
     }
 
     /// Whether there is nothing to replay.
     pub fn is_empty(&self) -> bool {
         self.plan.ops.is_empty() && self.plan.counts.failed == 0
-    }
-
-    pub fn counts(&self) -> &Counts {
-        &self.plan.counts
     }
 
     pub fn finish(mut self) -> Plan {
@@ -191,11 +160,10 @@ impl Planner {
         let first = self.new_slots(pieces)?;
         self.push(cpu, Op::Split { slot: block.slot, order: block.order, to, first });
         // From now on these are blocks of their own.
-        let kind = if block.compound { &mut self.plan.counts.folio_splits } else { &mut self.plan.counts.block_splits };
-        *kind += 1;
+        self.plan.counts.splits += 1;
         for index in 0..pieces {
             let at = head + (u64::from(index) << to.get());
-            self.live.insert(at, Block { order: to, slot: first + index, ..block });
+            self.live.insert(at, Block { order: to, slot: first + index });
         }
         Ok(())
     }

@@ -6,19 +6,28 @@ fn order(order: u32) -> Order {
     Order::new(order).expect("valid")
 }
 
-fn alloc(pfn: u64, o: u32, compound: bool) -> Event<'static> {
-    Event::Alloc { pfn: Some(pfn), order: order(o), mobility: Mobility::Movable, compound }
+/// An allocation, or a free.
+type Event = (bool, u64, Order);
+
+fn alloc(pfn: u64, o: u32) -> Event {
+    (true, pfn, order(o))
 }
 
-fn free(pfn: u64, o: u32) -> Event<'static> {
-    Event::Free { pfn, order: order(o) }
+fn free(pfn: u64, o: u32) -> Event {
+    (false, pfn, order(o))
 }
 
-fn plan(events: &[Event<'_>]) -> Plan {
+fn add(planner: &mut Planner, cpu: u32, (allocates, pfn, order): Event) {
+    let added = match allocates {
+        true => planner.alloc(cpu, Some(pfn), order, Mobility::Movable),
+        false => planner.free(cpu, pfn, order),
+    };
+    added.expect("plannable");
+}
+
+fn plan(events: &[Event]) -> Plan {
     let mut planner = Planner::default();
-    for event in events {
-        planner.event(0, *event).expect("plannable");
-    }
+    events.iter().for_each(|event| add(&mut planner, 0, *event));
     planner.finish()
 }
 
@@ -48,63 +57,54 @@ fn check(plan: &Plan) -> u64 {
 }
 
 #[test]
-fn a_batched_free_is_not_another_free() {
-    let plan = plan(&[alloc(8, 0, true), free(8, 0), Event::FreeBatched]);
-    assert_eq!((check(&plan), plan.counts.frees, plan.counts.batched, plan.ops.len()), (0, 1, 1, 2));
-    assert_eq!((plan.counts.adopted, plan.peak_pages, plan.peak_at), (0, 1, 1));
-}
-
-#[test]
 fn a_folio_is_split_when_its_tails_are_freed() {
-    let plan = plan(&[alloc(512, 9, true), free(513, 0), free(514, 1), free(1023, 0)]);
-    assert_eq!((check(&plan), plan.counts.folio_splits, plan.counts.block_splits), (512 - 4, 1, 0));
+    let plan = plan(&[alloc(512, 9), free(513, 0), free(514, 1), free(1023, 0)]);
+    assert_eq!((check(&plan), plan.counts.splits), (512 - 4, 1));
     assert_eq!(plan.ops[1], Op::Split { slot: 0, order: order(9), to: Order::ZERO, first: 1 });
 }
 
 #[test]
 fn a_block_that_is_no_folio_is_freed_in_parts() {
     // As Linux frees the rest of a block whose first page somebody still holds.
-    let plan = plan(&[alloc(8, 3, false), free(12, 2), free(10, 1), free(9, 0), free(8, 0)]);
-    assert_eq!((check(&plan), plan.counts.folio_splits, plan.counts.block_splits), (0, 0, 3));
+    let plan = plan(&[alloc(8, 3), free(12, 2), free(10, 1), free(9, 0), free(8, 0)]);
+    assert_eq!((check(&plan), plan.counts.splits), (0, 3));
     assert_eq!((plan.counts.adopted, plan.counts.supplied), (0, 0));
 }
 
 #[test]
 fn unknown_frees_are_adopted_and_in_use_from_the_start() {
-    let plan = plan(&[free(64, 2), alloc(0, 0, true), free(64, 2)]);
+    let plan = plan(&[free(64, 2), alloc(0, 0), free(64, 2)]);
     assert_eq!((check(&plan), plan.counts.adopted, plan.counts.adopted_pages), (1, 2, 8));
     assert_eq!((plan.before.len(), plan.peak_pages), (2, 8));
 }
 
 #[test]
 fn a_free_of_more_than_was_allocated_adopts_the_rest() {
-    let plan = plan(&[alloc(2, 0, false), free(0, 2)]);
+    let plan = plan(&[alloc(2, 0), free(0, 2)]);
     assert_eq!((check(&plan), plan.counts.adopted, plan.counts.adopted_pages), (0, 1, 3));
     assert_eq!(plan.before.len(), 2, "two pages before, one after");
 }
 
 #[test]
 fn a_missing_free_is_supplied() {
-    let events = [alloc(8, 1, true), alloc(8, 0, true)];
+    let events = [alloc(8, 1), alloc(8, 0)];
     let lax = plan(&events);
     assert_eq!((check(&lax), lax.counts.supplied), (2, 1));
 }
 
 #[test]
-fn failed_allocations_and_others_are_counted() {
-    let failed = Event::Alloc { pfn: None, order: order(9), mobility: Mobility::Movable, compound: true };
-    let plan = plan(&[failed, Event::Other("sched:sched_switch"), Event::Other("sched:sched_switch")]);
+fn failed_allocations_are_counted() {
+    let mut planner = Planner::default();
+    assert!(planner.is_empty());
+    planner.alloc(0, None, order(9), Mobility::Movable).expect("plannable");
+    assert!(!planner.is_empty());
+    let plan = planner.finish();
     assert_eq!((check(&plan), plan.counts.failed, plan.ops.len()), (0, 1, 0));
-    assert_eq!(plan.counts.others.get("sched:sched_switch"), Some(&2));
 }
 
-fn any_event() -> impl Strategy<Value = (u32, Event<'static>)> {
+fn any_event() -> impl Strategy<Value = (u32, Event)> {
     let block = (0_u32..5, 0_u64..64).prop_map(|(o, n)| (o, (n << o) & 63));
-    let event = (block, 0..5, any::<bool>()).prop_map(|((o, pfn), kind, compound)| match kind {
-        0 | 1 => alloc(pfn, o, compound),
-        2 | 3 => free(pfn, o),
-        _ => Event::FreeBatched,
-    });
+    let event = (block, any::<bool>()).prop_map(|((o, pfn), allocates)| (allocates, pfn, order(o)));
     (0_u32..4, event)
 }
 
@@ -116,15 +116,10 @@ proptest! {
         let (mut pages, mut adopted) = (HashSet::new(), 0);
         let mut sizes = Vec::new();
         for (cpu, event) in &events {
-            planner.event(*cpu, *event).expect("plannable");
-            match *event {
-                Event::Alloc { pfn: Some(pfn), order, .. } => pages.extend(pfn..pfn + order.pages()),
-                Event::Free { pfn, order } => {
-                    for page in pfn..pfn + order.pages() {
-                        adopted += u64::from(!pages.remove(&page));
-                    }
-                }
-                _ => {}
+            add(&mut planner, *cpu, *event);
+            let (allocates, pfn, order) = *event;
+            for page in pfn..pfn + order.pages() {
+                adopted += u64::from(!if allocates { pages.insert(page); true } else { pages.remove(&page) });
             }
             // Pages that were adopted so far have left the start's stock.
             sizes.push(pages.len() as i64 - adopted as i64);

@@ -1,116 +1,139 @@
-//! A trace file, from its first byte to a plan.
+//! A trace: text as `perf script`, `trace-cmd report` and ftrace itself print it, read into a plan.
+//!
+//! ```text
+//!           cc  2301 [001]  6012.721314: kmem:mm_page_alloc: page=… pfn=0x1200 order=2 migratetype=1 gfp_flags=…
+//!           cc-2301  [001] d..1. 6012.721314: mm_page_free: page=… pfn=4608 order=2
+//! ```
+//!
+//! Of each line the last `[CPU]` before the event's name counts: a process's name may hold anything. Every other line is passed over, but
+//! those that say that events were lost.
+//!
+//! `mm_page_free` is emitted for **every** page or folio freed. `mm_page_free_batched` comes *in addition* for pages freed as part of a
+//! list, so it frees nothing here (kernel documentation, `trace/events-kmem.rst`). Frame numbers are hexadecimal with `0x` (since Linux
+//! 5.12) or decimal; a failed allocation has -1, or 0. `migratetype` is the kernel's number since 4.4: 1 is movable; the others that
+//! appear in `mm_page_alloc` are unmovable to us.
 
-use super::parse::{Line, line};
 use super::plan::{Plan, Planner};
 use anyhow::{Context, Result, anyhow, bail};
+use hugemm_base::{Order, Pfn};
+use hugemm_frames::Mobility;
 use hugemm_inspect::interrupt;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-/// No line of a trace is longer, in bytes: what is longer is no text.
-const LONGEST_LINE: u64 = 64 << 10;
+/// Linux's own limit on CPUs (NR_CPUS).
+const MOST_CPUS: u32 = 8192;
 
 /// Lines between looks at Ctrl-C and the progress bar.
-const BREATH: u64 = 1 << 14;
+const BREATH: usize = 1 << 14;
 
-const RECORD: &str = "record -e kmem:mm_page_alloc,kmem:mm_page_free,kmem:mm_page_free_batched -a";
+const PRINT: &str =
+    "print a recording of kmem:mm_page_alloc and kmem:mm_page_free with perf script or trace-cmd report";
 
-/// A plan, and what else was in the file.
-#[derive(Debug)]
-pub struct Trace {
-    pub plan: Plan,
-    /// How often the recorder said that it had lost events, and how many where it knew.
-    pub lost: (u64, u64),
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Line {
+    Nothing,
+    /// The recorder lost events here.
+    Lost,
+    /// By a CPU. Of the frames from `pfn` on; `None` if it failed.
+    Alloc {
+        cpu: u32,
+        pfn: Option<u64>,
+        order: Order,
+        mobility: Mobility,
+    },
+    Free {
+        cpu: u32,
+        pfn: u64,
+        order: Order,
+    },
 }
 
-/// Reads a trace file. `progress` is called with the bytes read so far.
-pub fn read(path: &Path, progress: impl FnMut(u64)) -> Result<Trace> {
+/// Reads a trace file; also how often its recorder says that it has lost events. `progress` is called with the bytes read so far.
+pub fn read(path: &Path, progress: impl FnMut(u64)) -> Result<(Plan, u64)> {
     let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-    if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
-        bail!("{} is a directory; name a file with a trace in it", path.display());
-    }
     from(BufReader::with_capacity(1 << 20, file), &path.display().to_string(), progress)
 }
 
 /// Reads a trace; `name` is for messages.
-pub fn from(mut input: impl BufRead, name: &str, mut progress: impl FnMut(u64)) -> Result<Trace> {
-    let start = input.fill_buf().with_context(|| format!("cannot read {name}"))?;
-    if let Some(remedy) = binary(start, name) {
-        bail!(remedy);
-    }
-    let mut planner = Planner::default();
-    let (mut lost, mut bytes, mut buffer) = ((0, 0), 0, Vec::new());
-    for number in 1_u64.. {
-        buffer.clear();
-        let length = (&mut input).take(LONGEST_LINE).read_until(b'\n', &mut buffer);
-        let length = length.with_context(|| format!("cannot read {name}"))?;
-        if length == 0 {
-            break;
-        }
-        bytes += length as u64;
-        if number.is_multiple_of(BREATH) {
+fn from(input: impl BufRead, name: &str, mut progress: impl FnMut(u64)) -> Result<(Plan, u64)> {
+    let (mut planner, mut lost, mut bytes) = (Planner::default(), 0, 0);
+    for (index, text) in input.split(b'\n').enumerate() {
+        let text = text.with_context(|| format!("cannot read {name}"))?;
+        bytes += text.len() as u64 + 1;
+        if index.is_multiple_of(BREATH) {
             interrupt::check()?;
             progress(bytes);
         }
-        let at = |expected: String| anyhow!("{name}, line {number}: {expected}");
-        if buffer.contains(&0) || length as u64 == LONGEST_LINE {
-            return Err(at(
-                "expected a line of text, not binary data; print the recording with perf script or trace-cmd report"
-                    .into(),
-            ));
+        let at = |why: String| anyhow!("{name}, line {}: {why}", index + 1);
+        if text.contains(&0) {
+            return Err(at(format!("binary data; {PRINT}")));
         }
-        if buffer.pop() != Some(b'\n') {
-            let cut = "expected the line to end, but the file does: it is truncated; print the trace again, or delete \
-                       this line";
-            return Err(at(cut.into()));
-        }
-        // Names of processes may hold any byte.
-        let text = String::from_utf8_lossy(&buffer);
-        match line(&text).map_err(at)? {
+        match line(&String::from_utf8_lossy(&text)).map_err(at)? {
             Line::Nothing => {}
-            Line::Lost(count) => lost = (lost.0 + 1, lost.1 + count.unwrap_or(0)),
-            Line::Event(cpu, event) => {
-                planner.event(cpu, event).map_err(|why| anyhow!("{name}, line {number}: {why}"))?;
-            }
+            Line::Lost => lost += 1,
+            Line::Alloc { cpu, pfn, order, mobility } => planner.alloc(cpu, pfn, order, mobility).map_err(at)?,
+            Line::Free { cpu, pfn, order } => planner.free(cpu, pfn, order).map_err(at)?,
         }
     }
     if planner.is_empty() {
-        bail!(nothing(&planner, name, bytes));
+        bail!("{name} has no mm_page_alloc or mm_page_free event; {PRINT}");
     }
-    if planner.counts().frees == 0 && planner.counts().batched > 0 {
-        bail!(
-            "{name} has mm_page_free_batched but no mm_page_free, which Linux emits for every page freed; perf {RECORD}"
-        );
-    }
-    Ok(Trace { plan: planner.finish(), lost })
+    Ok((planner.finish(), lost))
 }
 
-fn nothing(planner: &Planner, name: &str, bytes: u64) -> String {
-    let others = &planner.counts().others;
-    match others.iter().max_by_key(|(_, count)| **count) {
-        _ if bytes == 0 => format!("{name} is empty; record a trace (perf {RECORD}) and print it with perf script"),
-        Some((event, count)) => format!(
-            "{name} has no mm_page_alloc or mm_page_free event to replay, but {count} of {event}; perf {RECORD}"
-        ),
-        None => format!("{name} has no event in it; record a trace (perf {RECORD}) and print it with perf script"),
-    }
-}
-
-/// What to do with a recording that has not been printed yet.
-fn binary(start: &[u8], name: &str) -> Option<String> {
-    let remedy = |what: &str, command: &str| {
-        Some(format!("{name} is {what}, a binary recording; print it first: {command} -i {name} > trace.txt"))
+/// Reads a line without its end. The error says what was expected.
+fn line(text: &str) -> Result<Line, String> {
+    let event = |name| text.split_once(name).filter(|(head, _)| head.ends_with([' ', '\t', ':']));
+    let cpu = |head: &str| {
+        let number = |word: &str| word.strip_prefix('[')?.strip_suffix(']')?.parse().ok();
+        let cpu = head.split_whitespace().rev().find_map(number).filter(|cpu| *cpu < MOST_CPUS);
+        cpu.ok_or_else(|| format!("expected a CPU below {MOST_CPUS} in brackets before the event"))
     };
-    if start.starts_with(b"PERFILE2") || start.starts_with(b"2ELIFREP") || start.starts_with(b"PERFFILE") {
-        remedy("perf.data", "perf script")
-    } else if start.starts_with(b"\x17\x08\x44tracing") {
-        remedy("trace.dat of trace-cmd", "trace-cmd report")
-    } else if start.starts_with(b"\x1f\x8b") || start.starts_with(b"\x28\xb5\x2f\xfd") || start.starts_with(b"\xfd7zXZ")
-    {
-        Some(format!("{name} is compressed; decompress it first (gunzip, unzstd or unxz)"))
+    if let Some((head, fields)) = event("mm_page_alloc:") {
+        let (cpu, order) = (cpu(head)?, order(fields)?);
+        let mobility = if field(fields, "migratetype")? == "1" { Mobility::Movable } else { Mobility::Unmovable };
+        Ok(Line::Alloc { cpu, pfn: pfn(fields, order)?, order, mobility })
+    } else if let Some((head, fields)) = event("mm_page_free:") {
+        let (cpu, order) = (cpu(head)?, order(fields)?);
+        Ok(Line::Free { cpu, pfn: pfn(fields, order)?.ok_or("expected a frame, which 'pfn=' is not")?, order })
+    } else if ["LOST ", "EVENTS DROPPED"].iter().any(|word| text.contains(word)) {
+        // `CPU:1 [LOST 17 EVENTS]` of ftrace, `CPU:1 [17 EVENTS DROPPED]` of trace-cmd, perf's `PERF_RECORD_LOST … lost 17`.
+        Ok(Line::Lost)
     } else {
-        None
+        Ok(Line::Nothing)
+    }
+}
+
+fn field<'t>(fields: &'t str, name: &str) -> Result<&'t str, String> {
+    let value = |word: &'t str| word.strip_prefix(name)?.strip_prefix('=').filter(|value| !value.is_empty());
+    fields.split_whitespace().find_map(value).ok_or_else(|| format!("expected '{name}='"))
+}
+
+fn order(fields: &str) -> Result<Order, String> {
+    let value = field(fields, "order")?;
+    let order = value.parse().ok().and_then(|order| Order::new(order).ok());
+    order.ok_or_else(|| format!("expected an order of 0 to {}, not {value}", Order::MAX.get()))
+}
+
+/// The first frame of a block; `None` for a failed allocation.
+fn pfn(fields: &str, order: Order) -> Result<Option<u64>, String> {
+    let value = field(fields, "pfn")?;
+    let number = match value.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16).ok(),
+        None if value == "-1" => Some(u64::MAX),
+        None => value.parse().ok(),
+    };
+    match number {
+        None => Err(format!("expected a frame number after 'pfn=', not '{value}'")),
+        Some(0 | u64::MAX) => Ok(None),
+        Some(number) if number >= Pfn::LIMIT.get() || !number.is_multiple_of(order.pages()) => Err(format!(
+            "expected a frame aligned to its order {}, below {}, not {value}",
+            order.get(),
+            Pfn::LIMIT.get()
+        )),
+        number => Ok(number),
     }
 }
 

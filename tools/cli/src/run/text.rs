@@ -1,4 +1,4 @@
-//! The run on a terminal: one table, the accounting, and a paragraph.
+//! The run on a terminal: its table, what frames are in use for, and the accounting.
 
 use super::{Log, Measured, RunConditions, Side};
 use crate::sides::figure;
@@ -81,7 +81,12 @@ pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides:
         accounting.failed_accesses,
         accounting.refused_machines
     );
-    println!("\n{}", wrap(&verdict(log)));
+    println!(
+        "  whole runs: {:.2} s page by page, {:.2} s by extent, {:.2} s past the cache",
+        log.whole(Side::Page) / 1e3,
+        log.whole(Side::Cached) / 1e3,
+        log.whole(Side::Extent) / 1e3
+    );
 }
 
 /// What frames are in use for when each phase is over.
@@ -121,95 +126,6 @@ fn times(factor: f64) -> String {
     format!("{factor:.2}×")
 }
 
-/// Below this a gain is none, and above its inverse a loss is none.
-const GAIN: f64 = 1.1;
-
-fn words(factor: f64) -> String {
-    match factor {
-        f if f >= GAIN => format!("{f:.1} times as fast"),
-        f if f > 1.0 / GAIN => format!("no faster ({f:.2}×)"),
-        f => format!("slower: it takes {:.1} times as long", 1.0 / f),
-    }
-}
-
-/// What is done in each phase, what makes it faster by extent, and whether it clears large memory.
-const CAUSES: [(RunPhase, &str, &str, bool); 7] = [
-    (RunPhase::Fill, "filling the pool", "whole blocks of descriptors are swapped by one store each", false),
-    (RunPhase::Prefault, "creating a machine", "pages are cleared whole, not 4 KiB at a time", true),
-    (RunPhase::Guests, "filling guests", "one request takes the place of a fault for each page", false),
-    (RunPhase::WorkingSets, "finding working sets", "one walk covers an area and not one page table", false),
-    (
-        RunPhase::Pressure,
-        "running out of memory",
-        "accessed bits are read by runs of pages: what takes longest, compressing pages and restoring them, is the same page by page",
-        false,
-    ),
-    (RunPhase::Destroy, "destroying everything", "frames that were taken together go by runs", false),
-    (RunPhase::Shrink, "emptying the pool", "whole blocks of descriptors are swapped back", false),
-];
-
-/// What it comes to, in plain words: of each part how much was gained, and by what.
-fn verdict(log: &Log) -> String {
-    let mut said = format!(
-        "Verdict: the run took {:.2} s page by page, {:.2} s by extent, and {:.2} s past the cache.",
-        log.whole(Side::Page) / 1e3,
-        log.whole(Side::Cached) / 1e3,
-        log.whole(Side::Extent) / 1e3
-    );
-    for (phase, what, cause, clears) in CAUSES {
-        let of = |side| log.get(side, phase);
-        let (Some(page), Some(cached), Some(ours)) = (of(Side::Page), of(Side::Cached), of(Side::Extent)) else {
-            continue;
-        };
-        let by_extent = factor(&cached, &page);
-        let because = if by_extent >= GAIN { "because" } else { "although" };
-        said += &format!(" By extent, {what} is {}, {because} {cause}", words(by_extent));
-        if clears {
-            let past = factor(&ours, &cached);
-            let whole = factor(&ours, &page);
-            said += &format!("; clearing past the cache instead of through it is {}", words(past));
-            said += &format!(" ({} in all)", words(whole));
-        }
-        said += ".";
-    }
-    if let (Some(page), Some(ours)) = (log.get(Side::Page, RunPhase::Destroy), log.get(Side::Extent, RunPhase::Destroy))
-    {
-        let (ours, page) = (ours.figures.interrupts, page.figures.interrupts);
-        said += &match ours < page {
-            true => format!(" To destroy everything, {ours} CPUs are interrupted instead of {page}."),
-            false => {
-                format!(" Destroying everything interrupts {ours} CPUs, and page by page {page}: that is batched too.")
-            }
-        };
-    }
-    if let (Some(ours), Some(kernel)) =
-        (log.get(Side::Extent, RunPhase::Prefault), log.get(Side::Kernel, RunPhase::Prefault))
-    {
-        let factor = factor(&ours, &kernel);
-        said += &match factor >= 1.0 {
-            true => format!(" This machine's own kernel takes {factor:.1} times as long to create the same machine."),
-            false => format!(" This machine's own kernel creates the same machine in {factor:.2} of the time."),
-        };
-    }
-    said
-}
-
-/// Breaks a paragraph at 100 columns.
-fn wrap(text: &str) -> String {
-    let (mut lines, mut line) = (Vec::new(), String::new());
-    for word in text.split_whitespace() {
-        if !line.is_empty() && line.chars().count() + word.chars().count() >= 100 {
-            lines.push(std::mem::take(&mut line));
-        }
-        if !line.is_empty() {
-            line.push(' ');
-        }
-        line += word;
-    }
-    lines.push(line);
-    lines.join("\n")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -223,27 +139,6 @@ mod tests {
             log.push(side, phase, &figures);
         }
         log
-    }
-
-    /// What is gained is said with its cause, and what is not gained is said to be none, or a loss.
-    #[test]
-    fn the_verdict_follows_the_figures() {
-        let said = verdict(&log(RunPhase::Prefault, [60, 30, 10]));
-        assert!(said.contains("creating a machine is 2.0 times as fast, because pages are cleared whole"), "{said}");
-        assert!(
-            said.contains("past the cache instead of through it is 3.0 times as fast (6.0 times as fast in all)"),
-            "{said}"
-        );
-        let said = verdict(&log(RunPhase::Prefault, [31, 30, 30]));
-        assert!(
-            said.contains("is no faster (1.03×), although") && said.contains("through it is no faster (1.00×)"),
-            "{said}"
-        );
-        let said = verdict(&log(RunPhase::Destroy, [20, 30, 30]));
-        assert!(
-            said.contains("destroying everything is slower: it takes 1.5 times as long, although frames"),
-            "{said}"
-        );
     }
 
     #[test]

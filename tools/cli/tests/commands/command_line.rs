@@ -6,7 +6,7 @@ use serde_json::Value;
 #[test]
 fn a_command_that_is_refused_leaves_no_file() {
     let path = std::env::temp_dir().join(format!("hugemm-refused-{}.json", std::process::id()));
-    refused(&["explain", "-s", "3KB", &format!("--json={}", path.display())], &["not a multiple"]);
+    refused(&["probe", "-s", "3KB", &format!("--json={}", path.display())], &["not a multiple"]);
     assert!(!path.exists());
 }
 
@@ -16,7 +16,12 @@ fn a_command_that_is_refused_leaves_no_file() {
 fn output_that_nobody_takes_is_one_line_and_loses_no_file() {
     let path = std::env::temp_dir().join(format!("hugemm-kept-{}.json", std::process::id()));
     let json = format!("--json={}", path.display());
-    for args in [&["explain", &json][..], &["explain", "--json"], &["man"], &["completions", "bash"]] {
+    for args in [
+        &["bench", "map", "-s", "2MB", "--no-peers", "-r", "1", &json][..],
+        &["pool", "doctor", "--json"],
+        &["man"],
+        &["completions", "bash"],
+    ] {
         let full = std::fs::File::options().write(true).open("/dev/full").expect("Linux has it");
         let (reader, closed) = std::io::pipe().expect("a pipe");
         drop(reader);
@@ -39,60 +44,22 @@ fn output_that_nobody_takes_is_one_line_and_loses_no_file() {
 fn names_that_are_no_text_are_names() {
     use std::os::unix::ffi::OsStrExt;
     let name = std::ffi::OsStr::from_bytes(b"--json=/nonexistent/\xff.json");
-    let output = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).arg("explain").arg(name).output();
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).args(["pool", "doctor"]).arg(name).output();
     let output = output.expect("it starts");
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && err.lines().count() == 1 && err.contains("cannot write"), "{err}");
     let path = std::env::temp_dir().join(std::ffi::OsStr::from_bytes(b"hugemm-\xff.json"));
     let mut option = std::ffi::OsString::from("--json=");
     option.push(&path);
-    let output = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).arg("explain").arg(option).output();
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).args(["pool", "doctor"]).arg(option).output();
     assert!(output.expect("it starts").status.success());
     std::fs::remove_file(path).expect("it was written");
 }
 
-#[test]
-fn a_profile_that_is_none_is_refused() {
-    let path = std::env::temp_dir().join(format!("hugemm-no-profile-{}.json", std::process::id()));
-    std::fs::write(&path, "{\"cached\": 7}").expect("written");
-    refused(&["explain", "--profile", path.to_str().expect("utf-8")], &["is no profile", "--save-profile"]);
-    std::fs::remove_file(path).expect("removed");
-}
-
-/// The neighbourhood order, on real memory: right, left, then the five pages around the touch, through the cache.
-#[test]
-fn explain_traces_the_neighbourhood_order() {
-    let units = |args: &[&str]| -> Vec<(u64, u64, String, String)> {
-        let document = document(args);
-        let text = |row: &Value, key: &str| row[key].as_str().expect("a label").to_owned();
-        rows(&document, "explain.unit")
-            .into_iter()
-            .map(|row| {
-                let (first, bytes) = (row["first_page"].as_u64(), row["value"].as_f64());
-                (
-                    first.expect("a page"),
-                    bytes.expect("a size") as u64 / 4096,
-                    text(row, "part"),
-                    text(row, "primitive"),
-                )
-            })
-            .collect()
-    };
-    let demand = units(&["explain", "-s", "2MB", "--touch", "100", "--total", "64GB", "--threshold", "8MB", "--json"]);
-    let parts: Vec<_> = demand.iter().map(|(first, pages, part, _)| (*first, *pages, part.as_str())).collect();
-    assert_eq!(parts, [(103, 409, "rest"), (0, 98, "rest"), (98, 5, "around the touch")]);
-    assert_eq!(demand[0].3, demand[1].3);
-    if cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
-        assert_ne!(demand[1].3, demand[2].3, "bulk far from the touch, cached around it");
-    }
-    let paged = units(&["explain", "-s", "64KB", "--unit", "4KB", "--preempt", "none", "--json"]);
-    assert_eq!(paged.len(), 16);
-}
-
-/// Of a document of `bench mem memset -s 64MB -l 2`.
+/// Of a document of `probe -s 64MB -r 2`.
 fn has_the_promised_form(document: &Value) {
     assert_eq!(document["schema"], 9);
-    assert!(document["command"].as_str().is_some_and(|c| c.starts_with("bench mem memset -s 64MB")));
+    assert!(document["command"].as_str().is_some_and(|c| c.starts_with("probe -s 64MB")));
     assert!(document["environment"]["regions"][0]["huge_share"].as_f64().is_some_and(|share| share > 0.9));
     let all = rows(document, "clear.chunk");
     assert!(all.len() >= 5 && all.len().is_multiple_of(5));
@@ -103,10 +70,9 @@ fn has_the_promised_form(document: &Value) {
     }
 }
 
-/// Every way, by the name that `perf bench mem` has for the work.
 #[test]
 fn both_sides_of_a_creation_are_measured_and_labelled() {
-    let document = document(&["bench", "mem", "mmap", "-s", "64MB", "-l", "2", "-w", "1", "--kind", "thp", "--json"]);
+    let document = document(&["bench", "vm-create", "-s", "64MB", "-r", "2", "-w", "1", "--kind", "thp", "--json"]);
     let all = rows(&document, "bench.vm_create");
     assert_eq!(all.len(), 2 * 4 + 3);
     for row in all {
@@ -115,25 +81,18 @@ fn both_sides_of_a_creation_are_measured_and_labelled() {
     }
 }
 
-/// By the name that `perf bench` has for the work, and by its own.
 #[test]
-fn documents_have_the_promised_form_and_a_profile_can_be_used_again() {
-    let path = std::env::temp_dir().join(format!("hugemm-profile-{}.json", std::process::id()));
-    let source = path.with_extension("rs");
-    let (json, rust) = (path.to_str().expect("utf-8"), source.to_str().expect("utf-8"));
-    let memset = ["bench", "mem", "memset", "-s", "64MB", "-l", "2", "--warmup", "0"];
-    let probe = document(&[&memset[..], &["--save-profile", json, "--json"]].concat());
+fn documents_have_the_promised_form_and_a_profile_can_be_embedded() {
+    let source = std::env::temp_dir().join(format!("hugemm-profile-{}.rs", std::process::id()));
+    let rust = source.to_str().expect("utf-8");
+    let probe = document(&["probe", "-s", "64MB", "-r", "2", "--warmup", "0", "--save-profile", rust, "--json"]);
     has_the_promised_form(&probe);
     for goal in ["clear.bulk_vs_best_stream", "clear.worst_vs_best"] {
         let row = rows(&probe, goal);
         assert_eq!(row.len(), 1, "{goal}");
         assert!(row[0]["goal"].is_f64() && row[0]["verdict"].is_string());
     }
-    document(&["explain", "--profile", json, "--json"]);
-    let again =
-        ["probe", "-s", "64MB", "-r", "1", "--warmup", "0", "--profile", json, "--save-profile", rust, "--json"];
-    document(&again);
     let constant = std::fs::read_to_string(&source).expect("saved");
-    assert!(constant.contains("pub const PROFILE: Profile"), "{constant}");
-    std::fs::remove_file(path).and(std::fs::remove_file(source)).expect("removed");
+    assert!(constant.contains("pub const PROFILE: Profile") && constant.contains("hot_touched: "), "{constant}");
+    std::fs::remove_file(source).expect("removed");
 }

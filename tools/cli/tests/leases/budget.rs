@@ -223,11 +223,9 @@ fn words_that_do_not_go_together_are_named() {
     misused(&["lease", "8MB", "--up-to", "8MB", "--", "true"], "cannot be used with");
     misused(&["lease", "--up-to", "8MB"], "<COMMAND>");
     misused(&["lease", "--up-to", "8MB", "--fd", "7", "--", "true"], "cannot be used with");
-    misused(&["lease", "--up-to", "8MB", "--mode", "preload", "--", "true"], "cannot be used with");
     misused(&["lease", "--up-to", "x", "--", "true"], "--up-to");
     refused(&["lease", "--up-to", "8MB", "--", "echo", "@LEASE@"], &["@LEASE@", "one file; say its SIZE"]);
     misused(&["lease", "--keep", "name", "--secret", "x", "--", "true"], "<SIZE>");
-    refused(&["lease", "--mode", "preload", "--", "true"], &["--mode preload", "one file; say its SIZE"]);
     refused(&["lease", "--fd", "7", "--", "true"], &["--fd", "one file; say its SIZE"]);
     refused(&["lease", "8MB", "--json", "--", "true"], &["--json is for a path"]);
     refused(&["lease", "8MB", "--verbose", "--", "true"], &["--verbose is for --up-to"]);

@@ -32,7 +32,7 @@ fn the_pool_is_put_back_on_interrupt() {
 fn interrupted() {
     let before = pool();
     let mut command = Command::new(env!("CARGO_BIN_EXE_hugemm"));
-    command.args(["bench", "mem", "mmap", "-s", "128MB", "-l", "1000"]).stdout(Stdio::null()).stderr(Stdio::piped());
+    command.args(["bench", "vm-create", "-s", "128MB", "-r", "1000"]).stdout(Stdio::null()).stderr(Stdio::piped());
     // Tests that run in the background of a script inherit an ignored SIGINT, which the command respects.
     // SAFETY: between fork and exec only `signal` is called, which is async-signal-safe.
     unsafe {

@@ -325,93 +325,6 @@ fn a_policy_is_read_again() {
     });
 }
 
-/// `hugemm`, alone in a directory.
-fn alone(daemon: &Daemon, directory: &str) -> String {
-    let directory = daemon.scratch.path(directory);
-    std::fs::create_dir(&directory).expect("a directory");
-    std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), format!("{directory}/hugemm")).expect("copied");
-    directory
-}
-
-/// Runs a command in the mode with a library by the `hugemm` of that directory: whether it succeeds, what it prints, what is said.
-fn preload(daemon: &Daemon, directory: &str, options: &[&str], command: &[&str]) -> (bool, String, String) {
-    let socket = daemon.scratch.path("socket");
-    let mut program = Command::new(format!("{directory}/hugemm"));
-    program.args(["lease", "8MB", "--mode", "preload", "--socket", &socket]).args(options).arg("--").args(command);
-    let output = program.env("LD_PRELOAD", "libc.so.6").output().expect("it starts");
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("text");
-    (output.status.success(), text(output.stdout), text(output.stderr))
-}
-
-const LIBRARY: &str = "libhugemm_lease_preload.so";
-
-/// Where the library is not, or cannot be loaded, its user is told so, and which way out there is; no memory is taken for a command
-/// that runs without, however long it runs.
-#[test]
-fn preloading_without_the_library_is_said() {
-    with_pool(8, || {
-        let daemon = Daemon::start("leased-preload", 8, &[]);
-        let socket = daemon.scratch.path("socket");
-        let status = [env!("CARGO_BIN_EXE_hugemm"), "pool", "status", "--json", "--socket", &socket];
-        let (missing, split) = (alone(&daemon, "alone"), alone(&daemon, "two words"));
-        std::fs::write(format!("{split}/{LIBRARY}"), "").expect("a file");
-        for (directory, why) in
-            [(missing, "cargo build --release -p hugemm-lease-preload"), (split, "spaces and colons")]
-        {
-            let (started, said, line) = preload(&daemon, &directory, &[], &status);
-            assert!(line.lines().count() == 1 && line.contains(why), "{line}");
-            assert!(started && said.contains("\"leases\":[]") && said.contains("\"ready\":[8388608]"), "{said}");
-            let (started, said, line) = preload(&daemon, &directory, &["--require"], &["echo", "hello"]);
-            assert!(!started && said.is_empty() && line.contains(why), "{said}{line}");
-        }
-        misused(&["lease", "8MB", "--mode", "preload", "--fd", "3", "--", "true"], "--mode");
-        refused(&["lease", "8MB", "--mode", "preload", "--", "true", "@LEASE@"], &["leave it out"]);
-        refused(&["lease", "8MB", "--mode", "preload"], &["name a command behind --"]);
-    });
-}
-
-/// The command finds the library before those that were to be loaded anyway, and the lease in a socket that it has.
-#[test]
-fn a_preloaded_command_is_told_where_its_lease_waits() {
-    with_pool(8, || {
-        let daemon = Daemon::start("leased-preloaded", 8, &[]);
-        let directory = alone(&daemon, "beside");
-        let library = format!("{directory}/{LIBRARY}");
-        // Not one that can be loaded: ld.so says so, and goes on.
-        std::fs::write(&library, "").expect("a file");
-        let say = "echo $LD_PRELOAD; echo $HUGEMM_LEASE_PRELOAD; ls -l /proc/$$/fd";
-        let (started, said, line) = preload(&daemon, &directory, &["--require"], &["sh", "-c", say]);
-        assert!(started, "{line}");
-        let mut lines = said.lines();
-        assert_eq!(lines.next(), Some(format!("{library}:libc.so.6").as_str()));
-        let offer: serde_json::Value = serde_json::from_str(lines.next().expect("an offer")).expect("JSON");
-        assert_eq!(offer["bytes"], 8 << 20);
-        let socket = format!(" {} -> socket:[{}]", offer["socket"], offer["inode"]);
-        assert!(said.contains(&socket), "{socket} in {said}");
-        daemon.wait_for("\"leases\":[]");
-    });
-}
-
-/// A command that no socket can be made for runs without its lease, which is over then.
-#[test]
-fn a_lease_that_cannot_be_offered_is_over() {
-    with_pool(8, || {
-        let daemon = Daemon::start("leased-unoffered", 8, &[]);
-        let directory = alone(&daemon, "short");
-        std::fs::write(format!("{directory}/{LIBRARY}"), "").expect("a file");
-        let hugemm = format!("{directory}/hugemm");
-        let socket = daemon.scratch.path("socket");
-        // Three streams, the connection, the lease, and one end of the socket.
-        let status = format!("unset LD_PRELOAD; ulimit -S -n 64; {hugemm} pool status --json --socket {socket}");
-        let run =
-            format!("ulimit -S -n 6; exec {hugemm} lease 8MB --mode preload --socket {socket} -- sh -c '{status}'");
-        let output = Command::new("sh").args(["-c", &run]).output().expect("it starts");
-        let (said, line) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success() && line.contains("no socket for the lease"), "{line}");
-        assert!(said.contains("\"leases\":[]"), "{said}");
-    });
-}
-
 /// What is wrong is named, and what is wanted; no directories are made for what is likely a slip.
 #[test]
 fn words_that_cannot_be_meant_are_refused_by_name() {
@@ -461,9 +374,6 @@ fn stock_qemu_starts_in_every_way() {
             let memories: Vec<_> = restored.iter().map(|row| row["memory"].as_str().expect("a name")).collect();
             assert_eq!(memories, ["leased, template", "file, page cache", "file, cold"]);
         }
-        let programs = rows(&document, "bench.lease.program");
-        assert!(programs.iter().all(|row| row["value"].as_f64() > Some(0.0)), "{programs:?}");
-        assert_eq!(programs.len(), 4, "its own memory and leased, mapped and touched");
         let filtered = &rows(&document, "bench.lease.filter_cpu")[0];
         // Whatever else the machine does.
         assert!(filtered["value"].as_f64().is_some_and(|ratio| (0.2..5.0).contains(&ratio)), "{filtered}");
