@@ -16,6 +16,7 @@ const CLOSED: &[&str] = &[
     "DescriptorLeaf",
     "Dropped",
     "Evicted",
+    "FaultAccess",
     "Invalidation",
     "Leaf",
     "Mapping",
