@@ -150,7 +150,7 @@ impl State {
         let leased = self.leases.values().filter(|lease| lease.account == account).map(|lease| lease.bytes);
         let kept = self.kept.values().filter(|kept| kept.memory.account() == account && kept.lease.is_none());
         let left = self.left.iter().filter(|(_, whose, _)| *whose == account).map(|(_, _, left)| left.bytes);
-        leased.chain(kept.map(|kept| kept.memory.bytes())).chain(left).sum()
+        leased.chain(kept.map(|kept| kept.memory.bytes())).chain(left).fold(0, u64::saturating_add)
     }
 
     fn lengths(&self) -> Vec<u64> {

@@ -174,6 +174,9 @@ impl<M: Machine> Filler<'_, M> {
             let file = self.file(bytes, all, Some(reader))?;
             file.map(|file| Ok((file, version, reader.end(self.daemon)?))).transpose()
         });
+        // A disk has said nothing because nobody was to wait for it.
+        let stopped = matches!(read, Err(TemplateError::Silent { .. })) && !self.daemon.may_go_on(Duration::ZERO);
+        let read = if stopped { Ok(None) } else { read };
         match read.transpose() {
             Some(result) => self.daemon.template_ended(index, result),
             None => {
@@ -184,18 +187,18 @@ impl<M: Machine> Filler<'_, M> {
         true
     }
 
-    /// What others may want at any moment comes before more of a template, which takes as long as its disk does.
-    fn clear_first(&mut self, template: u64, done: u64) {
-        while let Some(bytes) = self.daemon.missing_clear().filter(|bytes| *bytes <= self.daemon.config().room()) {
+    /// What others may want at any moment comes before more of a template, which takes as long as its disk does. False if it cannot be had.
+    fn clear_first(&mut self, template: u64, done: u64) -> bool {
+        // One: whoever leases on and on does not keep a template from ever being full.
+        if let Some(bytes) = self.daemon.missing_clear().filter(|bytes| *bytes <= self.daemon.config().room()) {
             self.daemon.begins(bytes);
             let file = self.file(bytes, bytes, None).unwrap_or_default();
             let is_full = file.is_some();
             self.daemon.fill_ended(file);
             self.daemon.goes_on(template, done);
-            if !is_full {
-                return;
-            }
+            return is_full;
         }
+        true
     }
 
     /// A full file, or nothing if there is no going on with it. With it, `all` bytes are missing.
@@ -214,10 +217,10 @@ impl<M: Machine> Filler<'_, M> {
                 return Ok(None);
             }
         };
-        let mut done = 0;
+        let (mut done, mut may_have_clear) = (0, true);
         while done < bytes {
-            if source.is_some() {
-                self.clear_first(bytes, done);
+            if source.is_some() && may_have_clear {
+                may_have_clear = self.clear_first(bytes, done);
             }
             if self.looked.is_none_or(|looked| machine.now() - looked >= LOOK) {
                 self.throttle.observe(machine.is_busy());

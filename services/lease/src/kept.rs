@@ -38,6 +38,8 @@ struct Record {
     account: Who,
     name: String,
     secret: String,
+    /// The memory's length, which its owner may change.
+    bytes: u64,
 }
 
 /// Memory that is kept, with its record.
@@ -46,7 +48,6 @@ pub struct Kept {
     memory: OwnedFd,
     inode: u64,
     page: Page,
-    bytes: u64,
     record: Record,
     written: File,
     /// Of who asks the kernel about the memory.
@@ -63,7 +64,8 @@ impl Kept {
         let (Asker { uid, gid, .. }, account) = whose;
         let page = page_of(memory.as_fd()).ok_or(io::ErrorKind::InvalidInput)?;
         let written = File::from(memfd_create(c"hugemm-lease-record", MemfdFlags::CLOEXEC)?);
-        let record = Record { uid: *uid, gid: *gid, account, name, secret };
+        let bytes = rustix::fs::fstat(&memory)?.st_size as u64;
+        let record = Record { uid: *uid, gid: *gid, account, name, secret, bytes };
         let mut kept = Self::of(memory, page, record, written)?;
         // By a path: the kernel counts only those.
         kept.memory = kept.while_ours(|| kept.open())??;
@@ -72,13 +74,12 @@ impl Kept {
     }
 
     fn of(memory: OwnedFd, page: Page, record: Record, written: File) -> io::Result<Self> {
-        let stat = rustix::fs::fstat(&memory)?;
-        let (inode, bytes) = (stat.st_ino, stat.st_size as u64);
-        Ok(Kept { memory, inode, page, bytes, record, written, turn: Mutex::new(()) })
+        let inode = rustix::fs::fstat(&memory)?.st_ino;
+        Ok(Kept { memory, inode, page, record, written, turn: Mutex::new(()) })
     }
 
     /// What a predecessor kept, of all that it left under their names; and the rest. What an owner can write is memory, and no record.
-    pub fn find(left: Vec<(String, OwnedFd)>) -> (Vec<Self>, Vec<OwnedFd>) {
+    pub fn find(left: Vec<(String, OwnedFd)>) -> (Vec<Self>, Vec<(String, OwnedFd)>) {
         let (mut memories, mut records, mut rest, mut found) =
             (BTreeMap::new(), BTreeMap::new(), Vec::new(), Vec::new());
         for (name, fd) in left {
@@ -88,20 +89,20 @@ impl Kept {
                 Some(of) => records.insert(of, fd),
                 None => Some(fd),
             };
-            rest.extend(other);
+            rest.extend(other.map(|fd| (name, fd)));
         }
         for (inode, memory) in memories {
             let written = records.remove(&inode).map(File::from);
             let record = written.and_then(|file| Some((Record::read(&file)?, file)));
             let Some((page, (record, written))) = page_of(memory.as_fd()).zip(record) else {
-                rest.push(memory);
+                rest.push((kept_name(inode), memory));
                 continue;
             };
             // A predecessor may have ended while it asked.
             let _ = flock(&memory, FlockOperation::Unlock);
             found.extend(Self::of(memory, page, record, written).ok());
         }
-        rest.extend(records.into_values());
+        rest.extend(records.into_iter().map(|(of, record)| (kept_name(of), record)));
         (found, rest)
     }
 
@@ -122,7 +123,7 @@ impl Kept {
 
     /// Its length.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.record.bytes
     }
 
     /// What its user was given.
@@ -191,13 +192,19 @@ impl Kept {
         matches!(turn, Err(TryLockError::WouldBlock)) || self.is_locked()
     }
 
+    /// The same, in turn.
+    pub(crate) fn is_locked_now(&self) -> bool {
+        let _turn = self.has_turn();
+        self.is_locked()
+    }
+
     fn is_locked(&self) -> bool {
         let is_free = flock(&self.memory, FlockOperation::NonBlockingLockExclusive).is_ok();
         let _ = flock(&self.memory, FlockOperation::Unlock);
         !is_free
     }
 
-    /// Has it watched whether anybody has the memory. May wait, as [`lend`](Self::lend).
+    /// Has it watched whether anybody has the memory, which nobody has just now. May wait, as [`lend`](Self::lend).
     pub(crate) fn watch(&self, watches: &Watches) -> Result<Watch, Errno> {
         let _turn = self.has_turn();
         self.while_ours(|| watches.add(&self.memory))?
@@ -214,16 +221,20 @@ impl Kept {
 
     /// Does something with the memory while it is this process's own. Where it may not be, it may be opened as it is, or not at all.
     fn while_ours<R>(&self, what: impl FnOnce() -> R) -> Result<R, Errno> {
-        let Record { uid, gid, .. } = self.record;
+        // A predecessor may have ended here.
+        let gid = match rustix::fs::fstat(&self.memory)? {
+            stat if stat.st_uid == self.record.uid => stat.st_gid,
+            _ => self.record.gid,
+        };
         let _ = fchown(&self.memory, Some(geteuid()), None);
         let done = what();
-        fchown(&self.memory, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
+        fchown(&self.memory, Some(Uid::from_raw(self.record.uid)), Some(Gid::from_raw(gid)))?;
         Ok(done)
     }
 }
 
 /// What the file of that number and its record are called in a manager's store.
-pub(crate) fn kept_name(inode: u64) -> String {
+fn kept_name(inode: u64) -> String {
     format!("{NAME}{inode}")
 }
 

@@ -20,6 +20,13 @@ use std::time::Duration;
 ///
 /// The socket's.
 pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) -> io::Result<()> {
+    let served = serve_until(daemon, listener, stop);
+    // Whoever fills ends, too.
+    daemon.stop();
+    served
+}
+
+fn serve_until(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) -> io::Result<()> {
     // Somebody who opens kept memory while it is looked at has the kernel send this, and nothing is to be done.
     // SAFETY: no handler.
     unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
@@ -32,7 +39,6 @@ pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) ->
         };
         let [asked, stopped] = wait.map(|fd| !fd.revents().is_empty());
         if stopped {
-            daemon.stop();
             return Ok(());
         }
         if !asked {

@@ -1,7 +1,7 @@
 //! What a service manager and the daemon tell each other: sockets and files that the manager holds, that the daemon serves, that it
 //! stops (sd_notify(3), sd_listen_fds(3)). Without a manager nothing is said.
 
-use crate::kept::{Kept, kept_name};
+use crate::kept::Kept;
 use crate::listener::Listener;
 use crate::memory_file::MemoryFile;
 use rustix::net::sockopt::socket_acceptconn;
@@ -31,7 +31,10 @@ pub struct Inherited {
 /// Once per process, and before anything else has made descriptors of the numbers that the manager names.
 pub unsafe fn inherited() -> io::Result<Inherited> {
     let (mut inherited, mut others) = (Inherited::default(), Vec::new());
-    for (fd, called) in sd_notify::listen_fds_with_names()? {
+    // Its variables may be another process's.
+    let passed = sd_notify::listen_fds()?.len() > 0;
+    let passed: Vec<_> = if passed { sd_notify::listen_fds_with_names()?.collect() } else { Vec::new() };
+    for (fd, called) in passed {
         // SAFETY: passed to this process, and nobody else takes it, by the contract.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         if socket_acceptconn(&fd) == Ok(true) {
@@ -47,10 +50,7 @@ pub unsafe fn inherited() -> io::Result<Inherited> {
     }
     let (kept, others) = Kept::find(others);
     inherited.kept = kept;
-    for stat in others.iter().filter_map(|other| rustix::fs::fstat(other).ok()) {
-        give_up(&name(stat.st_ino));
-        give_up(&kept_name(stat.st_ino));
-    }
+    others.iter().for_each(|(called, _)| give_up(called));
     Ok(inherited)
 }
 

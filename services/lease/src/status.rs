@@ -101,7 +101,8 @@ pub struct KeptMemory {
     pub bytes: u64,
     /// The lease that has it now.
     pub lease: Option<u64>,
-    /// Whether somebody has it, by a lease or after its end.
+    /// Whether somebody has it, by a lease or after its end, as far as its lock says.
+    #[serde(default)]
     pub in_use: bool,
 }
 

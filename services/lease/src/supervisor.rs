@@ -606,11 +606,18 @@ impl Supervisor {
         match self.find(&call) {
             Ok(None) => self.answer(&call, CallAnswer::Continue),
             Err(why) => self.judge(&call, Err(why)),
-            Ok(Some(found)) => match self.lending.take(call.length) {
-                Ok(None) => self.waiting.push_back((call, Some(found))),
-                Ok(Some(lent)) => self.give(&call, found, Ok(lent)),
-                Err(why) => self.judge(&call, Err(why)),
-            },
+            Ok(Some(found)) => {
+                // One that was asked for, and for which nobody waits any more.
+                if let Some(entry) = self.waiting.iter_mut().find(|(of, it)| it.is_none() && of.length == call.length) {
+                    *entry = (call, Some(found));
+                    return;
+                }
+                match self.lending.take(call.length) {
+                    Ok(None) => self.waiting.push_back((call, Some(found))),
+                    Ok(Some(lent)) => self.give(&call, found, Ok(lent)),
+                    Err(why) => self.judge(&call, Err(why)),
+                }
+            }
         }
     }
 
@@ -688,8 +695,10 @@ impl Supervisor {
         let lease = about.lease;
         let Found { file: own, close_on_exec } = found;
         if let Err(why) = own.replace(file.as_fd(), |file| self.put(call, file, close_on_exec)) {
-            if why != NotReplaced::Shared {
-                self.lending.give_back((about, file));
+            // Somebody may have it: it is not for another file.
+            match why == NotReplaced::Shared && self.lending.is_one {
+                true => drop(file),
+                false => self.lending.give_back((about, file)),
             }
             return Err(why);
         }

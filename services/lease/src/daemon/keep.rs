@@ -3,11 +3,13 @@
 use super::lend::Entered;
 use super::{Daemon, KeptEntry, refused};
 use crate::kept::Kept;
+use crate::left::Watch;
 use crate::memory_file::{MemoryFile, node_of};
 use crate::policy::{Asker, Who};
 use crate::service;
 use crate::status::Left;
 use crate::wire::{Forget, KeepAs, Leased, Refused, RefusedKind, Wish};
+use rustix::io::Errno;
 use rustix::rand::GetRandomFlags;
 use serde_json::json;
 use std::collections::btree_map::Entry;
@@ -18,21 +20,29 @@ use std::sync::Arc;
 impl Daemon {
     /// Takes memory that a predecessor kept. Whether somebody has it, [`Kept`] knows.
     pub fn adopt_kept(&self, kept: Vec<Kept>) {
-        let entry = |memory: Kept| (memory.key(), KeptEntry { memory: Arc::new(memory), lease: None, watch: None });
-        self.state().kept.extend(kept.into_iter().map(entry));
-    }
-
-    /// Has it watched who has that. Without a watch it counts for as long as it is kept. May wait for its owners.
-    pub fn watch_kept(&self) {
-        let kept: Vec<_> = self.state().kept.values().map(|kept| Arc::clone(&kept.memory)).collect();
+        let mut state = self.state();
         for memory in kept {
-            let watch = memory.watch(&self.watches).ok();
-            let mut state = self.state();
-            let entry = state.kept.get_mut(&memory.key()).filter(|kept| Arc::ptr_eq(&kept.memory, &memory));
-            if let Some(entry) = entry.filter(|kept| kept.watch.is_none()) {
-                entry.watch = watch;
+            let entry = KeptEntry { memory: Arc::new(memory), lease: None, watch: None };
+            // A predecessor that ended had just lent a name twice.
+            if let Some(other) = state.kept.insert(entry.memory.key(), entry) {
+                service::let_go_of_kept(&other.memory);
             }
         }
+    }
+
+    /// Has it watched who has memory that a user kept with a predecessor. Without a watch it counts for as long as it is kept. May wait for
+    /// that user.
+    fn watch_kept(&self, key: &(u32, String)) -> Result<Watch, Errno> {
+        let memory = self.state().kept.get(key).map(|kept| Arc::clone(&kept.memory)).ok_or(Errno::NOENT)?;
+        let watch = memory.watch(&self.watches)?;
+        let mut state = self.state();
+        let Some(entry) = state.kept.get_mut(key) else { return Ok(watch) };
+        let lease = entry.lease;
+        entry.watch = Some(watch);
+        if let Some(lease) = lease.and_then(|lease| state.leases.get_mut(&lease)) {
+            lease.watch = Some(watch);
+        }
+        Ok(watch)
     }
 
     /// Enters a new lease among those that are kept, if its client wants that.
@@ -51,33 +61,29 @@ impl Daemon {
         };
         let refusal = match secret().map(new) {
             Some(Ok(Some((memory, lent)))) => {
-                // With nothing locked: the manager may be slow.
-                service::store_kept(&memory);
                 let mut state = self.state();
                 let watch = state.leases.get(&leased.lease).and_then(|lease| lease.watch);
                 let has = state.kept.keys().filter(|(user, _)| *user == uid).count();
                 match state.kept.entry(memory.key()) {
                     Entry::Vacant(entry) if has < MOST_KEPT => {
                         leased.secret = Some(memory.secret().to_owned());
-                        entry.insert(KeptEntry { memory: Arc::new(memory), lease: Some(leased.lease), watch });
+                        let memory = Arc::new(memory);
+                        entry.insert(KeptEntry { memory: Arc::clone(&memory), lease: Some(leased.lease), watch });
+                        drop(state);
+                        // With nothing locked: the manager may be slow. Who forgets it meanwhile has written that into it.
+                        service::store_kept(&memory);
                         return Ok((leased, lent));
                     }
-                    entry => {
-                        let is_new = matches!(entry, Entry::Vacant(_));
-                        drop(state);
-                        service::let_go_of_kept(&memory);
-                        match is_new {
-                            true => format!("this user has {has} names already; forget one (hugemm pool forget)"),
-                            false => "another program has just taken that name".to_owned(),
-                        }
-                    }
+                    Entry::Vacant(_) => format!("this user has {has} names already; forget one (hugemm pool forget)"),
+                    Entry::Occupied(_) => "another program has just taken that name".to_owned(),
                 }
             }
             Some(Err(error)) => {
                 let error: io::Error = error;
                 format!("the memory cannot be kept: {error}; lease without --keep")
             }
-            None | Some(Ok(None)) => "there is no random number for kept memory; lease without --keep".to_owned(),
+            Some(Ok(None)) => "somebody else has the memory; lease again".to_owned(),
+            None => "there is no random number for kept memory; lease without --keep".to_owned(),
         };
         Err(refused(RefusedKind::Kept, refusal))
     }
@@ -118,7 +124,19 @@ impl Daemon {
             }
             (Entered { daemon: self, lease }, memory)
         };
-        // With nothing locked: its owner can have this wait. A lease ends with whoever asked for it, and the program may go on: in the
+        // With nothing locked: its owner can have this wait.
+        let unwatched = self.state().kept.get(&key).is_some_and(|kept| kept.watch.is_none());
+        // Locked, it is in use, and stays its user's.
+        if unwatched
+            && !memory.is_locked_now()
+            && let Err(why) = self.watch_kept(&key)
+            && !self.may_command(asker)
+        {
+            return no(&format!(
+                "it cannot be known how long the memory is in use: inotify: {why}; raise fs.inotify.max_user_watches"
+            ));
+        }
+        // A lease ends with whoever asked for it, and the program may go on: in the
         // background, started by another, before a restart.
         let file = match memory.lend() {
             Ok(Some(file)) => file,
@@ -142,8 +160,11 @@ impl Daemon {
     pub fn forget(&self, asker: &Asker, forget: &Forget) -> Result<(), Refused> {
         let commands = self.may_command(asker);
         let uid = forget.uid.filter(|_| commands).unwrap_or(asker.uid);
-        let mut state = self.state();
         let key = (uid, forget.keep.name.clone());
+        if self.state().kept.get(&key).is_some_and(|kept| kept.watch.is_none()) {
+            let _ = self.watch_kept(&key);
+        }
+        let mut state = self.state();
         match state.kept.get(&key) {
             None => {
                 Err(refused(RefusedKind::Kept, format!("nothing is kept as `{}` for user {uid}", forget.keep.name)))
@@ -216,7 +237,6 @@ mod tests {
             // SAFETY: the capabilities of this thread alone; both outlive the call (capset(2), version 3).
             assert_eq!(unsafe { libc::syscall(libc::SYS_capset, head.as_ptr(), sets.as_ptr()) }, 0);
             daemon.adopt_kept(vec![kept]);
-            daemon.watch_kept();
             let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
             let wish = Wish { keep: Some(keep.clone()), ..Wish::of(page.bytes()) };
             let (leased, _) = daemon.lease(&Asker::user(1000), 7, &wish).expect("nobody has asked for it");
@@ -246,7 +266,6 @@ mod tests {
         let resumed = std::thread::scope(|scope| {
             let waits = memory.has_turn();
             let resumed = scope.spawn(|| daemon.lease(root, 8, &keep(leased.secret.clone())));
-            let watched = scope.spawn(|| daemon.watch_kept());
             while daemon.status().leases.is_empty() {
                 std::thread::yield_now();
             }
@@ -254,10 +273,44 @@ mod tests {
             let second = daemon.lease(root, 9, &keep(leased.secret.clone()));
             assert_eq!(second.expect_err("in use").message, "the kept memory is in use");
             drop(waits);
-            watched.join().expect("no panic");
             resumed.join().expect("no panic")
         });
         assert!(resumed.is_ok_and(|(resumed, _)| resumed.resumed));
+    }
+
+    /// What a predecessor kept counts as long as it was lent first, whatever its owner makes of it, and after it is forgotten as long as
+    /// somebody has it. Of a name that was lent twice when the predecessor ended one is left.
+    #[test]
+    fn what_was_kept_before_a_restart_counts() {
+        let _turn = turn();
+        let page = Page::Transparent;
+        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
+        let root = &Asker::user(0);
+        let kept = || {
+            let file = MemoryFile::new(page, page.bytes()).expect("a file").into_fd();
+            Kept::new(file, (root, Who::User(0)), "cache".to_owned(), "secret".to_owned()).expect("a record")
+        };
+        let (first, second) = (kept(), kept());
+        rustix::fs::ftruncate(first.memory(), 1 << 40).expect("its own");
+        rustix::fs::ftruncate(second.memory(), 1 << 40).expect("its own");
+        let left = [first, second].into_iter().flat_map(|kept| {
+            let name = kept.name_in_store();
+            kept.both().map(|fd| (name.clone(), fd.try_clone_to_owned().expect("a descriptor")))
+        });
+        daemon.adopt_kept(Kept::find(left.collect()).0);
+        assert_eq!(daemon.status().kept.iter().map(|kept| kept.bytes).collect::<Vec<_>>(), [page.bytes()]);
+        let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
+        let wish = Wish { keep: Some(keep.clone()), ..Wish::of(page.bytes()) };
+        assert!(daemon.lease(root, 7, &wish).expect_err("of another length").message.contains("longer or shorter"));
+        let memory = daemon.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept");
+        rustix::fs::ftruncate(memory.memory(), page.bytes()).expect("its own");
+        drop(memory);
+        let (leased, file) = daemon.lease(root, 7, &wish).expect("as it was");
+        daemon.forget(root, &Forget { keep, uid: None }).expect("its own");
+        daemon.end(leased.lease);
+        assert_eq!(daemon.status().left, [Left { uid: 0, bytes: page.bytes() }], "somebody has it");
+        drop(file);
+        assert!(daemon.status().left.is_empty());
     }
 
     /// A manager holds two files for each name, and has room for so many.

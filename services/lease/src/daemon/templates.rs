@@ -7,7 +7,7 @@ use crate::status::TemplateMemory;
 use crate::template::{Template, TemplateError, Version};
 use crate::wire::{Refused, RefusedKind};
 use serde_json::json;
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::{MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 /// How things stand with a template.
@@ -22,6 +22,9 @@ pub(super) struct Filled {
     /// Why nothing is filled, and when that was found.
     why: Option<(String, Instant)>,
 }
+
+/// For so long a client waits for a look at a file that another one has begun.
+const SOON: Duration = Duration::from_secs(2);
 
 /// After that long a file that could not be read is tried again.
 const AGAIN: Duration = Duration::from_secs(10);
@@ -58,6 +61,19 @@ impl Daemon {
         self.looks[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The same for a client: `None` if who has the turn waits for a disk that does not answer.
+    fn look_soon(&self, index: usize) -> Option<MutexGuard<'_, ()>> {
+        let end = Instant::now() + SOON;
+        loop {
+            match self.looks[index].try_lock() {
+                Err(TryLockError::WouldBlock) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+                Err(TryLockError::WouldBlock) => return None,
+                Err(TryLockError::Poisoned(turn)) => return Some(turn.into_inner()),
+                Ok(turn) => return Some(turn),
+            }
+        }
+    }
+
     fn look_at(&self, index: usize) {
         // With nothing locked that others want: the file may be far.
         let found = Version::of(&self.config.templates[index].path);
@@ -89,7 +105,11 @@ impl Daemon {
     /// [`Refused`]: there is none of that name for that user.
     pub(super) fn template(&self, asker: &Asker, name: &str) -> Result<Asked, Refused> {
         let index = self.config.templates.iter().position(|template| template.name == name);
-        let _look = index.map(|index| self.look(index));
+        let look = index.map(|index| self.look_soon(index));
+        if matches!(look, Some(None)) {
+            let message = format!("template `{name}`: its disk does not answer; ask again when it does");
+            return Err(refused(RefusedKind::Empty, message));
+        }
         let found = index.map(|index| {
             self.look_at(index);
             let filled = &self.state().templates[index];
@@ -177,6 +197,19 @@ mod tests {
     use crate::memory_file::Page;
     use crate::stock::Shapes;
     use rustix::io::Errno;
+
+    /// Who asks for a template whose disk does not answer is told so soon, and its connection is free again.
+    #[test]
+    fn nobody_waits_for_a_disk_that_does_not_answer() {
+        let page = Page::Transparent;
+        let templates = vec![Template { name: "snap".to_owned(), path: "/nowhere/snap".into() }];
+        let daemon = Daemon::new(PoolConfig { templates, ..PoolConfig::new(page, Shapes(Vec::new()), u64::MAX, 0) });
+        let refusal = || daemon.template(&Asker::user(0), "snap").expect_err("none is there").message;
+        let looks = daemon.look(0);
+        assert!(refusal().contains("its disk does not answer"));
+        drop(looks);
+        assert!(refusal().contains("cannot be read"));
+    }
 
     /// Whatever was wrong with a reading, its memory is not lent, and why is said.
     #[test]

@@ -45,7 +45,6 @@ pub(crate) fn daemon(path: &Path) {
     let (never, _open) = std::io::pipe().expect("a pipe");
     daemon.adopt(inherited.files);
     daemon.adopt_kept(inherited.kept);
-    daemon.watch_kept();
     service::ready();
     std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default()));

@@ -58,6 +58,11 @@ fn forget(args: &ForgetKept) -> Result<()> {
     say_status(&args.ask)
 }
 
+/// Does something beside everything else; what does not end by itself ends with the process.
+fn in_background(what: impl FnOnce() + Send + 'static) -> Result<thread::JoinHandle<()>> {
+    thread::Builder::new().spawn(what).context("no thread can be had; raise the limit (ulimit -u, TasksMax)")
+}
+
 /// How often it is looked whether something is different.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -118,25 +123,23 @@ fn serve(args: &Serve) -> Result<()> {
     if let Some(metrics) = metrics {
         let daemon = Arc::clone(&daemon);
         // Ends with the process.
-        thread::spawn(move || metrics::serve(&daemon, &metrics));
+        in_background(move || metrics::serve(&daemon, &metrics))?;
     }
     let (stop, told) = std::io::pipe()?;
     let watched = Arc::clone(&daemon);
     // These end with the process, each alone: an owner, or a disk, may not answer.
-    let kept = Arc::clone(&daemon);
-    thread::spawn(move || kept.watch_kept());
     for index in 0..daemon.config().templates.len() {
         let looks = Arc::clone(&daemon);
-        thread::spawn(move || {
+        in_background(move || {
             loop {
                 looks.look_at_template(index);
                 thread::sleep(LOOK);
             }
-        });
+        })?;
     }
-    let told_again = Arc::clone(&daemon);
-    policy_file.map(|path| {
-        thread::spawn(move || {
+    if let Some(path) = policy_file {
+        let told_again = Arc::clone(&daemon);
+        in_background(move || {
             loop {
                 thread::sleep(LOOK);
                 let before = std::mem::replace(&mut policy_is_of, changed(&path));
@@ -145,9 +148,9 @@ fn serve(args: &Serve) -> Result<()> {
                     told_again.log("policy", json!({ "error": read.err().map(|error| format!("{error:#}")) }));
                 }
             }
-        })
-    });
-    let waiter = thread::spawn(move || {
+        })?;
+    }
+    let waiter = in_background(move || {
         // The handler sets a flag; the socket's thread waits for a descriptor.
         let mut said = false;
         while !interrupt::requested() {
@@ -162,7 +165,7 @@ fn serve(args: &Serve) -> Result<()> {
         service::stopping();
         watched.log("stopping", json!({}));
         drop(told);
-    });
+    })?;
     thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &manners));
         println!("leases at {}", path.display());
