@@ -47,6 +47,8 @@ pub(crate) fn a_descriptor_changes(_: &Pool, role: &str) {
         let output = trace(&mut command, |stop| {
             let ioctl = (stop.call == libc::SYS_ioctl).then_some(stop.second);
             match (stop.process, ioctl) {
+                // Another thread of it asks the daemon.
+                (SUPERVISOR, _) if !stop.is_first => {}
                 (SUPERVISOR, Some(RECEIVE)) => since = Some(0),
                 (SUPERVISOR, _) if since == Some(number) && at.is_none() => {
                     at = Some(ioctl);

@@ -24,6 +24,8 @@ pub(crate) enum Then {
 pub(crate) struct Stop {
     /// Its process, in the order of their start: 0 is the program itself.
     pub(crate) process: usize,
+    /// Whether it is that process's first thread.
+    pub(crate) is_first: bool,
     /// How many calls its process has begun before.
     pub(crate) number: usize,
     /// The call.
@@ -133,7 +135,7 @@ impl Tracer {
     fn decide(&mut self, thread: i32, index: usize, call: i64, second: u64, decide: &mut impl FnMut(Stop) -> Then) {
         let (pid, number) = self.processes[index];
         self.processes[index].1 += 1;
-        match decide(Stop { process: index, number, call, second }) {
+        match decide(Stop { process: index, is_first: thread == pid, number, call, second }) {
             Then::Go => go_on(thread, 0),
             Then::Kill => kill(pid),
             Then::KillOther(other) => {
