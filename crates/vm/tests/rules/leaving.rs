@@ -1,12 +1,14 @@
-//! Areas that are being unmapped while others make what they show shorter. On both formats.
+//! Areas that are being unmapped while others write back or take away what they show. On both formats.
 
-use crate::sources::File;
+use crate::sources::{File, drop_unhooked, show};
 use crate::support::{
-    AT, Cpus, Cx, Follower, Rig, before_flush, bounds, no_faults, on_both_formats, span, with_format,
+    AT, Cpus, Cx, Follower, Metered, Model, Rig, at_unlock, before_flush, bounds, no_faults, on_both_formats,
+    some_are_stale, span, with_format,
 };
-use hugemm_base::{CpuCx, CpuId, PageSize, VirtAddr, VirtRange, with};
-use hugemm_paging::{Flags, PageFormat};
-use hugemm_vm::{Access, Backing, Notifier, VmaKind};
+use hugemm_base::{CpuCx, CpuId, PageSize, Pfn, VirtAddr, VirtRange, with};
+use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
+use hugemm_vm::{Access, Backing, Notifier, SharedRef, VmaKind};
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -145,10 +147,12 @@ fn ended<F: PageFormat>() {
                     });
                 });
             }
-            rig.beside_others(0, |cx| assert_eq!(rig.vm.punch(cx, &object, 0, PAGES), Ok(PAGES)));
-            turns.ended.store(true, Ordering::SeqCst);
-            // The others need not begin.
-            assert_eq!(turns.come.swap(OTHERS, Ordering::SeqCst), 1);
+            rig.beside_others(0, |cx| {
+                assert_eq!(rig.vm.punch(cx, &object, 0, PAGES), Ok(PAGES));
+                turns.ended.store(true, Ordering::SeqCst);
+                // The others need not begin.
+                assert_eq!(turns.come.swap(OTHERS, Ordering::SeqCst), 1);
+            });
         });
         rig.mmu.as_cpu(CpuId::new(0), |cx| {
             // SAFETY: it follows this space.
@@ -157,6 +161,84 @@ fn ended<F: PageFormat>() {
             rig.vm.close(cx, object).expect("its own");
         });
     });
+}
+
+/// Writes a file's first page back, makes it a hole, or drops it.
+fn takes<'h, F: PageFormat>(
+    rig: &Rig<'h, F, true>,
+    cx: &mut Cx<'_, 'h>,
+    object: &SharedRef<'_, Model<'h, F, true>>,
+    frame: Pfn,
+    deed: &str,
+) {
+    match deed {
+        "sync" => assert_eq!(rig.vm.sync(cx, object, 0, 1), Ok(1)),
+        "punch" => assert!(rig.vm.punch(cx, object, 0, 1).is_ok_and(|pages| pages > 0)),
+        _ => {
+            let deferred = rig.deferred();
+            let unhooked = rig.vm.unhook(cx, rig.hold(frame), &deferred).expect("nobody else has it");
+            assert_eq!(drop_unhooked(cx, unhooked), Ok(1));
+        }
+    }
+}
+
+/// An area of which whole tables have been detached, and whose flush has not begun: what of a file is written back, dropped or made a hole
+/// meanwhile no CPU reaches through a table that it keeps. Whether one did before.
+fn by_table<F: PageFormat>(seed: u64, deed: &str) -> bool {
+    const BYTES: u64 = 4 << 20;
+    let stale = Cell::new(false);
+    with_format::<F, true>(16, 3, seed, &no_faults(), |rig| {
+        // What is clean nobody may store to before.
+        let through = || match (deed, CpuId::new(1), VirtAddr::new(AT)) {
+            ("drop", cpu, at) => rig.mmu.load(cpu, at).is_ok(),
+            (_, cpu, at) => rig.mmu.store(cpu, at, 1).is_ok(),
+        };
+        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, File::new(BYTES as usize)));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 1).expect("memory");
+        });
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            if deed == "drop" {
+                assert_eq!(rig.vm.sync(cx, &object, 0, 1), Ok(1));
+            }
+            let frame = rig.leaf(cx, &space, AT).frame;
+            let meanwhile = || {
+                if rig.mmu.as_cpu(CpuId::new(2), |cx| rig.vm.lookup(cx, &space, VirtAddr::new(AT))) != Lookup::Busy {
+                    return false;
+                }
+                stale.set(through());
+                let deeds = || rig.mmu.as_cpu(CpuId::new(2), |cx| takes(rig, cx, &object, frame, deed));
+                let done = std::thread::scope(|scope| scope.spawn(deeds).join());
+                assert!(done.is_ok() && !through(), "{deed}");
+                true
+            };
+            at_unlock(&meanwhile, || {
+                rig.vm.unmap(cx, &space, span(AT, BYTES)).expect("unmapped");
+            });
+        });
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.vm.destroy(cx, space).expect("nobody uses it");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+    stale.get()
+}
+
+#[test]
+fn nobody_stores_through_a_detached_table_to_what_is_written() {
+    some_are_stale([|seed| by_table::<Metered>(seed, "sync"), |seed| by_table::<Aarch64>(seed, "sync")]);
+}
+
+#[test]
+fn nobody_stores_through_a_detached_table_to_a_hole() {
+    some_are_stale([|seed| by_table::<Metered>(seed, "punch"), |seed| by_table::<Aarch64>(seed, "punch")]);
+}
+
+#[test]
+fn nobody_reaches_what_is_dropped_through_a_detached_table() {
+    some_are_stale([|seed| by_table::<Metered>(seed, "drop"), |seed| by_table::<Aarch64>(seed, "drop")]);
 }
 
 on_both_formats! {

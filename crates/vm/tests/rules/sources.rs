@@ -186,6 +186,14 @@ pub(crate) fn drops<'h, F: PageFormat>(
 ) -> Result<u64, VmError> {
     let (leaf, deferred) = (rig.leaf(cx, space, at), rig.deferred());
     let unhooked = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+    drop_unhooked(cx, unhooked)
+}
+
+/// The same of a page that has been unhooked.
+pub(crate) fn drop_unhooked<'h, F: PageFormat>(
+    cx: &mut Cx<'_, 'h>,
+    unhooked: UnhookedPage<'_, 'h, Model<'h, F, true>>,
+) -> Result<u64, VmError> {
     type Kept<'d, 'h, F> = (VmError, UnhookedPage<'d, 'h, Model<'h, F, true>>);
     let none = |_: &Cx<'_, 'h>, _: Frozen| panic!("it goes to no swap");
     // SAFETY: no slot is made.
