@@ -9,8 +9,8 @@ use hugemm_base::{CpuId, Never, PageSize, PhysMap, VirtAddr};
 use hugemm_frames::Frozen;
 use hugemm_paging::PageFormat;
 use hugemm_vm::{
-    Access, AddressSpace, Backing, Discard, Owner, PageSource, Pinned, Protection, SharedRef, SourceError, StoredPages,
-    UnhookedPage, VmError, VmaKind,
+    Access, AddressSpace, Backing, Discard, FaultAccess, Owner, PageSource, Pinned, Protection, SharedRef, SourceError,
+    StoredPages, UnhookedPage, VmError, VmaKind,
 };
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -592,7 +592,8 @@ fn an_instruction_is_read_like_a_word() {
         let space = rig.vm.create(cx, bounds()).expect("memory");
         let text = SMALL.allowing(READ.with(Protection::EXEC));
         rig.vm.map(cx, &space, span(AT, 4 << 12), text, Backing::Shared(&object, 0)).expect("an area");
-        rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Exec).expect("memory");
+        let fetch = FaultAccess { access: Access::Exec, user: true };
+        rig.vm.fault(cx, &space, VirtAddr::new(AT), fetch).expect("memory");
         rig.enter(cx, &space);
         assert_eq!(rig.load(cx, &space, AT + 8), Ok(8));
         end(rig, cx, (object, space));
