@@ -27,6 +27,9 @@ use intrusive_collections::UnsafeRef;
 /// 2 MiB pages; a millisecond or two. Of what is away, 128 MiB and what is away of one whole GiB.
 const PART: u64 = 1 << 21;
 
+/// Areas that leave between two reschedule points: some 0.01 ms, and the end of what they showed.
+const AREAS: usize = 64;
+
 /// Takes an area out of its object's tree, after which whoever looks for what shows a page does not find it.
 ///
 /// # Safety
@@ -92,7 +95,10 @@ impl<S: Setup> Vm<'_, S> {
         })?;
         let mut report = Unmapped::default();
         if let Some(detached) = flushed {
-            for area in removed.meeting(first, end) {
+            for (left, area) in removed.meeting(first, end).enumerate() {
+                if (left + 1).is_multiple_of(AREAS) {
+                    self.cond_resched(cx);
+                }
                 // SAFETY: it is in its object's tree, because something was detached.
                 unsafe { leave_object(&UnsafeRef::from_raw(area)) };
             }
@@ -102,6 +108,9 @@ impl<S: Setup> Vm<'_, S> {
         }
         while let Some(area) = removed.take(0, u64::MAX) {
             report.areas += 1;
+            if report.areas.is_multiple_of(AREAS as u64) {
+                self.cond_resched(cx);
+            }
             let (object, info) = (area.object, area.info);
             // Relaxed: counted by this task.
             let mapped = area.harvested.load(Ordering::Relaxed);

@@ -123,32 +123,17 @@ impl<S: Setup> Vm<'_, S> {
         written
     }
 
-    /// Writes back what is dirty of `from..to`, while reclaim begins to write nothing back. `waits`: for pages that are on their way. For who
-    /// keeps others from writing pages of the object back.
+    /// Writes back what is dirty of `from..to`; while it does, and not while it waits, reclaim begins to write nothing back. `waits`: for
+    /// pages that are on their way. For who keeps others from writing pages of the object back.
     pub(crate) fn clean(
         &self,
         cx: &mut Cx<'_, S>,
         object: &Object<S>,
         index: &Index<S>,
-        part: (u64, u64),
-        waits: bool,
-    ) -> Result<u64, VmError> {
-        let Some(source) = index.source.as_ref().map(|source| source.get()) else { return Ok(0) };
-        self.writing().fetch_add(1, Ordering::AcqRel);
-        let written = self.clean_by_runs(cx, object, index, source, part, waits);
-        self.writing().fetch_sub(1, Ordering::AcqRel);
-        written
-    }
-
-    fn clean_by_runs(
-        &self,
-        cx: &mut Cx<'_, S>,
-        object: &Object<S>,
-        index: &Index<S>,
-        source: &dyn PageSource<S>,
         (from, to): (u64, u64),
         waits: bool,
     ) -> Result<u64, VmError> {
+        let Some(source) = index.source.as_ref().map(|source| source.get()) else { return Ok(0) };
         let (mut at, mut written, mut failed) = (from, 0, Ok(()));
         while at < to {
             match self.next_dirty(cx, index, (at, to))? {
@@ -157,6 +142,7 @@ impl<S: Setup> Vm<'_, S> {
                 Next::Runs(runs) => {
                     let first = runs.iter().flatten().next().map_or(at, |run| run.first);
                     at = runs.iter().flatten().next_back().map_or(at, DirtyRun::end);
+                    self.writing().fetch_add(1, Ordering::AcqRel);
                     let forbidden = self.forbid_stores(cx, object, (first, at));
                     for run in runs.iter().flatten() {
                         match self.write_run(cx, index, source, run, forbidden) {
@@ -166,6 +152,7 @@ impl<S: Setup> Vm<'_, S> {
                         self.drop_pages(cx, run.extent, PageSize::Size4K, false);
                         self.cond_resched(cx);
                     }
+                    self.writing().fetch_sub(1, Ordering::AcqRel);
                 }
             }
             self.cond_resched(cx);
