@@ -186,7 +186,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Adds an arena to a manager that is in use, with nothing free in it yet: see [`release`](Frames::release). Any number can be
-    /// added, from any CPU; what looks for a frame's arena goes through all of them. O(2 MiB blocks) without a lock or a pin, then
+    /// added, from any CPU; a frame's arena is looked for in O(log arenas). O(2 MiB blocks) without a lock or a pin, then
     /// O(arenas), during which others that [add](Frames::add) or [remove](Frames::remove) wait. Any context but NMI.
     ///
     /// **Arenas do not join**: a block lies in one arena, also where two adjoin. What is kept about an arena is its own, because it may go

@@ -18,6 +18,10 @@
 //! Each unmap also counts the space's generation, so a CPU that switches to the space later catches up by itself and
 //! need not be among those gathered.
 //!
+//! Those CPUs let go of what they keep of tables too, which costs nothing where all leaves go. What was unmapped may be in a table that
+//! somebody else has detached as a whole and not flushed yet, and by the table they would load it anew. As a receipt neither flush
+//! pays for tables: CPUs that are lazily in a space are left out, and use nothing of it.
+//!
 //! Whose CPUs are gathered is said once, by whoever answers for it:
 //!
 //! ```compile_fail,E0133
@@ -182,7 +186,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
                     // Acquire pairs with the Release in `unmapped`. Relaxed: only the flush under way uses it.
                     asked.store(gathered.swap(0, Ordering::Acquire), Ordering::Relaxed);
                 }
-                let what = Invalidation::ALL_LEAVES;
+                let what = Invalidation::ALL;
                 let request = Request { space: ANY_SPACE, generation: 0, scope: TlbScope::Space, unload: false, what };
                 shootdown.shoot(cx, asked, None, &request);
             };
@@ -227,7 +231,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     pub fn settle<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
         // Acquire pairs with the Release in `DeferredUnmap::unmapped`.
         let Some(pending) = word::pending(AtomicWord::load(&self.deferred, Ordering::Acquire)) else { return };
-        let what = Invalidation::ALL_LEAVES;
+        let what = Invalidation::ALL;
         let invalidate = |generation| {
             let request = Request { space: self.id, generation, scope: TlbScope::Space, unload: false, what };
             shootdown.shoot(cx, self.users(), Some(self.lazy()), &request);

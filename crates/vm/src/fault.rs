@@ -41,7 +41,12 @@ pub enum Access {
     Exec,
 }
 
-/// What the access was, and whose. An [`Access`] alone is the kernel's, which may use what user mode may.
+/// What the access was, and whose. An [`Access`] alone is the kernel's, which may load and store what user mode may, and run none of it
+/// (SMEP, PXN).
+///
+/// What the kernel may not access now though the area allows it, the handler ends before it asks for a fault, which would find
+/// nothing to do, again and again: an access of the kernel's to a user address with CR4.SMAP set and the saved RFLAGS.AC clear, or with the
+/// saved PSTATE.PAN set and a permission status. What is checked as user mode's is (LDTR, STTR): there the handler sets `user`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultAccess {
     /// What was tried.
@@ -57,15 +62,18 @@ impl From<Access> for FaultAccess {
 }
 
 impl FaultAccess {
-    /// What the error code of an x86 page fault says (Intel SDM, volume 3, 5.7). `None` if the CPU met a reserved bit: EFER.NXE is off, or a
-    /// table has been overwritten, and nothing that a fault's handler does cures that.
+    /// What the error code of an x86 page fault says (Intel SDM, volume 3, 5.7). `None` of what no page cures: the CPU met a reserved bit
+    /// (EFER.NXE is off, or a table has been overwritten), or a protection key, the rules of shadow stacks or those of SGX refused it.
     pub const fn from_x86_error(code: u64) -> Option<Self> {
         const WRITTEN: u64 = 1 << 1;
         const USER: u64 = 1 << 2;
-        const RESERVED: u64 = 1 << 3;
         const FETCHED: u64 = 1 << 4;
+        const RESERVED: u64 = 1 << 3;
+        const KEY: u64 = 1 << 5;
+        const SHADOW_STACK: u64 = 1 << 6;
+        const SGX: u64 = 1 << 15;
         let access = match (code & FETCHED != 0, code & WRITTEN != 0) {
-            _ if code & RESERVED != 0 => return None,
+            _ if code & (RESERVED | KEY | SHADOW_STACK | SGX) != 0 => return None,
             (true, _) => Access::Exec,
             (false, true) => Access::Write,
             (false, false) => Access::Read,
@@ -73,27 +81,32 @@ impl FaultAccess {
         Some(FaultAccess { access, user: code & USER != 0 })
     }
 
-    /// What the syndrome of an arm64 abort says, of data or of a fetch, whatever its status: ESR_EL1, or ESR_EL2 (Arm ARM, "ISS encoding
-    /// for an exception from a Data Abort"). `None` if it is another exception's. Cache maintenance reads: a page that may be read is all
-    /// that it needs. A lower exception level is user mode: of a guest's abort, whose mode a second stage does not know, only what was
+    /// What the syndrome of an arm64 abort says, of data or of a fetch: ESR_EL1, or ESR_EL2 (Arm ARM, "ISS encoding for an exception from a
+    /// Data Abort"). `None` if it is another exception's, or its status is none of translation, access flag and permission: no page cures
+    /// misalignment. Cache maintenance reads: a page that may be read is all that it needs; and so does a walk of the first stage's tables
+    /// for a fetch. A lower exception level is user mode: of a guest's abort, whose mode a second stage does not know, only what was
     /// tried counts.
     pub const fn from_arm64_syndrome(esr: u64) -> Option<Self> {
         const MAINTENANCE: u64 = 1 << 8;
+        const WALKED: u64 = 1 << 7;
         const WRITTEN: u64 = 1 << 6;
         const SAME_LEVEL: u64 = 1;
         let class = esr >> 26 & 0x3f;
         let access = match class {
-            0x20 | 0x21 => Access::Exec,
+            _ if !matches!(esr & 0x3f, 4..=15) => return None,
+            0x20 | 0x21 if esr & WALKED == 0 => Access::Exec,
             0x24 | 0x25 if esr & (WRITTEN | MAINTENANCE) == WRITTEN => Access::Write,
-            0x24 | 0x25 => Access::Read,
+            0x20 | 0x21 | 0x24 | 0x25 => Access::Read,
             _ => return None,
         };
         Some(FaultAccess { access, user: class & SAME_LEVEL == 0 })
     }
 
-    /// What an area has to allow for it.
-    const fn needs(self) -> Flags {
-        self.access.needs().with(if self.user { Flags::USER } else { Flags::NONE })
+    /// Whether an area that has these flags allows it.
+    const fn allowed_by(self, flags: Flags) -> bool {
+        let needs = self.access.needs().with(if self.user { Flags::USER } else { Flags::NONE });
+        let runs_users = matches!(self.access, Access::Exec) && !self.user && flags.contains(Flags::USER);
+        flags.contains(needs) && !runs_users
     }
 }
 
@@ -272,7 +285,7 @@ impl<S: Setup> Vm<'_, S> {
         let areas = both.areas();
         let area = areas.find(at.get() >> PAGE_SHIFT).ok_or(VmError::NoArea { at })?;
         let info = area.info;
-        if !info.kind.flags().contains(tried.needs()) {
+        if !tried.allowed_by(info.kind.flags()) {
             return Err(VmError::Denied { at });
         }
         let access = tried.access;
@@ -608,13 +621,16 @@ mod tests {
 
     #[test]
     fn what_hardware_reports_says_what_was_tried_and_by_whom() {
-        // Absent or denied, by the kernel or a program, of a page that a key guards, or of a shadow stack.
-        for more in [0, 1, 4, 5, 0x25, 0x45, 0x8005] {
+        // Absent or denied, by the kernel or a program.
+        for more in [0, 1, 4, 5] {
             let tried = [0, 2, 0x10, 0x12].map(|code| FaultAccess::from_x86_error(more | code));
             let user = more & 4 != 0;
             assert_eq!(tried, [Read, Write, Exec, Exec].map(|access| Some(FaultAccess { access, user })));
         }
-        assert_eq!(FaultAccess::from_x86_error(0xb), None, "a store met a reserved bit");
+        // A reserved bit; a key guards the page; a shadow stack; SGX.
+        for code in [0xb, 0x25, 0x47, 0x8007] {
+            assert_eq!(FaultAccess::from_x86_error(code), None, "{code:#x}");
+        }
         let program = |access| Some(FaultAccess { access, user: true });
         for (esr, expected) in [
             (0x9200_0007, program(Read)),      // a program's load, no entry at level 3
@@ -624,7 +640,12 @@ mod tests {
             (0x9600_0007, Some(Read.into())),  // its load
             (0x8200_0006, program(Exec)),      // a program's fetch
             (0x8600_000f, Some(Exec.into())),  // the kernel's
-            (0x5600_0000, None),               // SVC
+            (0x8200_0087, program(Read)),      // the second stage's, of a table that the walk for a guest's fetch read
+            (0x9200_00cf, program(Write)),     // of one in which it noted something
+            (0x9200_0061, None),               // misaligned
+            (0x9600_0050, None),               // an external abort
+            (0x8600_0030, None),               // two translations
+            (0x5600_0007, None),               // SVC
         ] {
             assert_eq!(FaultAccess::from_arm64_syndrome(esr), expected, "{esr:#x}");
         }

@@ -371,7 +371,7 @@ impl<S: Setup> Vm<'_, S> {
         let how = Mapping { flags: kind.flags(), largest: kind.page };
         let entered = {
             // Held until the copy is entered: whoever takes what a file has no longer comes to the parent first, whose area is before the
-            // child's in the lineage, and then finds the copy.
+            // child's among those of one size and offset, and then finds the copy.
             let table = parent.table().shared(self.tables(task));
             let stays = matches!(table.lookup(span.start()), Lookup::Mapped(leaf) if leaf.frame == from.base());
             let enter = || self.enter_in_child(task, child, span.first_page(), copy, how);

@@ -11,7 +11,7 @@
 //! use hugemm_clear::Clearer;
 //! use hugemm_frames::Frames;
 //! use hugemm_paging::{Counting, Lookup, TlbCpu, TlbShootdown};
-//! use hugemm_vm::{Access, Backing, DefaultSetup, Parts, Served, Vm, VmaKind};
+//! use hugemm_vm::{Backing, DefaultSetup, FaultAccess, Parts, Served, Vm, VmaKind};
 //!
 //! # let layout = std::alloc::Layout::from_size_align(16 << 20, 2 << 20)?;
 //! # let (ram, base) = (Extent::new(Pfn::new(0), 4096)?, unsafe { std::alloc::alloc_zeroed(layout) });
@@ -28,8 +28,9 @@
 //! let space = vm.create(&mut cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?)?;
 //! let at = VirtAddr::new(0x40_0000);
 //! vm.map(&mut cx, &space, VirtRange::new(at, 2 << 20)?, VmaKind::private(PageSize::Size2M), Backing::Private)?;
-//! // What a page fault handler calls: one page of 2 MiB, cleared around the touch, and mapped.
-//! assert_eq!(vm.fault(&mut cx, &space, at, Access::Write)?, Served::Mapped);
+//! // What a page fault handler calls, with the error code of a program's store: one page of 2 MiB, cleared around the touch, and mapped.
+//! let tried = FaultAccess::from_x86_error(6).expect("a page cures it");
+//! assert_eq!(vm.fault(&mut cx, &space, at, tried)?, Served::Mapped);
 //!
 //! assert_eq!(space.find_vma(&cx, at)?.range.bytes(), 2 << 20);
 //! let Lookup::Mapped(leaf) = vm.lookup(&mut cx, &space, at) else { panic!("mapped above") };

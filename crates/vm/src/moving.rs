@@ -7,7 +7,8 @@
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
-use crate::unhook::{UnhookedPage, offset_at};
+use crate::swap_entry::MOST_PLACES;
+use crate::unhook::{UnhookedPage, offset_at, places_of};
 use crate::vm::Vm;
 use crate::vma::Pattern;
 use core::cell::RefCell;
@@ -47,7 +48,8 @@ impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, '_, S, M> {
 
 impl<S: Setup> Vm<'_, S> {
     /// Takes a reference to the 4 KiB page in a frame that may be anything, if it is one that some object has: what the
-    /// descriptor says of a frame that is something else is believed only if the object agrees.
+    /// descriptor says of a frame that is something else is believed only if the object agrees. Of a private page's areas 4096 are looked
+    /// at, as [`unhook`](Vm::unhook) would.
     /// Interrupts are on; the caller holds no lock.
     ///
     /// # Safety
@@ -71,7 +73,7 @@ impl<S: Setup> Vm<'_, S> {
         match &object.index {
             Some(index) => held = !index.pooled && hold(&index.table, offset_at(owner)),
             None => {
-                looked = self.places(object, owner, |place| {
+                looked = places_of(&object.areas.shared(), owner, MOST_PLACES, |place| {
                     held = !place.area.kind.pooled && hold(place.space.table(), place.at);
                     !held
                 });

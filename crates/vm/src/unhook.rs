@@ -40,7 +40,8 @@ use hugemm_paging::{Deferred, DeferredUnmap, Flags, Keep, Leaf, Lookup, OwnerNex
 ///
 /// Whoever loses one, by dropping or forgetting it, which safe code can, stops others: a fault at the page says
 /// [`Meanwhile`](crate::Served::Meanwhile) every time (so does a store to a relative's page of the same place that is read-only, if the
-/// relative has pins), and a fork of the space, a prefault and a pin of the page wait for ever, at
+/// relative has pins), and a fork of the space, a prefault and a pin of the page wait for ever, and of a page of a file
+/// [`sync`](Vm::sync) and, if the file is to end within the page, [`truncate`](Vm::truncate), with what writes the file back later: at
 /// reschedule points and with nothing locked. Unmapping it and destroying its spaces end; its frames and its object stay lost.
 ///
 /// It knows its manager, so no other one is given it, where its frames and its object's number may be somebody else's:

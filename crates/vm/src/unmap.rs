@@ -1,8 +1,11 @@
 //! Unmapping by the range: however many pages and areas, one flush.
 //!
-//! Under the area list's lock the entries are detached and the areas cut out, so that from then on no fault maps there.
+//! Under the area list's lock the areas are cut out and the entries detached, so that from then on no fault maps there.
 //! Then one shootdown. Then, and only then, areas leave their objects' lists (whoever takes a page out of a shared object
 //! has found them until here), the detached entries are read off, and their frames are dropped by runs.
+//!
+//! Detached entries keep others' from their addresses until they are read off. Where there were none, nothing does, so the areas leave
+//! their objects' lists before the space's list is unlocked: whoever finds one there may take what its addresses have for what it shows.
 
 use crate::address_space::AddressSpace;
 use crate::cutting::Spare;
@@ -10,7 +13,7 @@ use crate::error::VmError;
 use crate::setup::{Cx, Setup, Task};
 use crate::supply::Dropping;
 use crate::vm::Vm;
-use crate::vma::Areas;
+use crate::vma::{Areas, Vma};
 use crate::zeroes::LENT;
 use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
@@ -23,6 +26,19 @@ use intrusive_collections::UnsafeRef;
 /// Entries that are read off between two reschedule points, and their pages dropped: 8 GiB of 4 KiB pages, 64 GiB of
 /// 2 MiB pages; a millisecond or two. Of what is away, 128 MiB and what is away of one whole GiB.
 const PART: u64 = 1 << 21;
+
+/// Areas that leave between two reschedule points: some 0.01 ms, and the end of what they showed.
+const AREAS: usize = 64;
+
+/// Takes an area out of its object's tree, after which whoever looks for what shows a page does not find it.
+///
+/// # Safety
+///
+/// It is in there.
+unsafe fn leave_object<S: Setup>(area: &UnsafeRef<Vma<S>>) {
+    // SAFETY: the area holds a reference to its object, in whose tree it is: the caller's promise.
+    unsafe { area.object.as_ref().peers().remove(area) };
+}
 
 /// What was unmapped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,22 +90,27 @@ impl<S: Setup> Vm<'_, S> {
         let (first, end) = (span.first_page(), span.end_page());
         let mut removed = Areas::new();
         let flushed = space.changing(cx, span, |cx| {
-            let unhooked = self.take_out(cx, space, span, &mut removed, spare);
-            unhooked.map(|unhooked| self.flush_unhooked(cx, space, unhooked))
+            let unhooked = self.take_out(cx, space, span, &mut removed, spare)?;
+            Ok::<_, VmError>(unhooked.map(|unhooked| self.flush_unhooked(cx, space, unhooked)))
         })?;
         let mut report = Unmapped::default();
-        for area in removed.meeting(first, end) {
-            report.areas += 1;
-            // SAFETY: the area holds a reference to its object, in whose tree it is until here.
-            unsafe {
-                let area = UnsafeRef::from_raw(area);
-                area.object.as_ref().peers().remove(&area);
+        if let Some(detached) = flushed {
+            for (left, area) in removed.meeting(first, end).enumerate() {
+                if (left + 1).is_multiple_of(AREAS) {
+                    self.cond_resched(cx);
+                }
+                // SAFETY: it is in its object's tree, because something was detached.
+                unsafe { leave_object(&UnsafeRef::from_raw(area)) };
+            }
+            if let Some(detached) = detached {
+                report.pages = self.harvest_areas(cx, space, detached, &removed);
             }
         }
-        if let Some(detached) = flushed {
-            report.pages = self.harvest_areas(cx, space, detached, &removed);
-        }
         while let Some(area) = removed.take(0, u64::MAX) {
+            report.areas += 1;
+            if report.areas.is_multiple_of(AREAS as u64) {
+                self.cond_resched(cx);
+            }
             let (object, info) = (area.object, area.info);
             // Relaxed: counted by this task.
             let mapped = area.harvested.load(Ordering::Relaxed);
@@ -102,7 +123,7 @@ impl<S: Setup> Vm<'_, S> {
         Ok(report)
     }
 
-    /// Detaches the entries and cuts the areas out.
+    /// Cuts the areas out and detaches the entries. If there were none, the areas have left their objects' trees too.
     fn take_out(
         &self,
         cx: &mut Cx<'_, S>,
@@ -110,7 +131,7 @@ impl<S: Setup> Vm<'_, S> {
         span: VirtRange,
         removed: &mut Areas<S>,
         spare: &mut Spare<S>,
-    ) -> Result<Unhooked, VmError> {
+    ) -> Result<Option<Unhooked>, VmError> {
         let (first, end) = (span.first_page(), span.end_page());
         loop {
             let busy = {
@@ -120,29 +141,24 @@ impl<S: Setup> Vm<'_, S> {
                 if areas.alone {
                     true
                 } else if spare.count() >= cuts {
-                    let detached = {
-                        let mut table = space.table().exclusive(self.tables(&task));
-                        let away = |_, _, word| self.drop_away(&task.borrow(), word);
-                        let detached = self
-                            .unfold(&task, space, &mut table, span)
-                            .and_then(|()| table.detach_owned(span, Editing::LIVE, away));
-                        if detached.is_ok() {
-                            // What has been unhooked there, by reclaim or to be moved, is used by no CPU any more.
-                            space.tlb().settle(self.shootdown(), &task.borrow());
-                        }
-                        detached
-                    };
-                    // The table is unlocked: areas' locks come before it.
-                    match detached {
+                    [first, end].into_iter().for_each(|at| self.cut_at(&mut areas, at, spare));
+                    match self.detach_areas(&task, space, span, &areas) {
                         Ok(unhooked) => {
-                            [first, end].into_iter().for_each(|at| self.cut_at(&mut areas, at, spare));
                             while let Some(area) = areas.take(first, end) {
+                                if unhooked.is_none() {
+                                    // SAFETY: an area is in its object's tree while it is on the list.
+                                    unsafe { leave_object(&area) };
+                                }
                                 removed.insert(area);
                             }
                             return Ok(unhooked);
                         }
+                        // The cuts stay meanwhile.
                         Err(PagingError::Busy { .. }) => true,
-                        Err(error) => return Err(error.into()),
+                        Err(error) => {
+                            self.join_areas(&task.borrow(), &mut areas, first, end);
+                            return Err(error.into());
+                        }
                     }
                 } else {
                     false
@@ -155,6 +171,29 @@ impl<S: Setup> Vm<'_, S> {
                 spare.fill(self, cx)?;
             }
         }
+    }
+
+    /// Detaches what is mapped in a span, if anything is, and says of the areas there that they leave.
+    fn detach_areas(
+        &self,
+        task: &Task<'_, '_, S>,
+        space: &AddressSpace<S>,
+        span: VirtRange,
+        areas: &Areas<S>,
+    ) -> Result<Option<Unhooked>, PagingError> {
+        let mut table = space.table().exclusive(self.tables(task));
+        self.unfold(task, space, &mut table, span)?;
+        let unhooked = table.detach_owned(span, Editing::LIVE, |_, _, word| self.drop_away(&task.borrow(), word))?;
+        // What has been unhooked there, by reclaim or to be moved, is used by no CPU any more.
+        space.tlb().settle(self.shootdown(), &task.borrow());
+        let unhooked = unhooked.flush().is_some().then_some(unhooked);
+        if unhooked.is_some() {
+            // Relaxed: read with the table alone.
+            areas
+                .meeting(span.first_page(), span.end_page())
+                .for_each(|area| area.leaving.store(true, Ordering::Relaxed));
+        }
+        Ok(unhooked)
     }
 
     /// Flushes what was detached, if anything was.

@@ -11,7 +11,7 @@ use crate::protection::Protection;
 use crate::setup::Setup;
 use crate::source::AROUND;
 use core::ptr::NonNull;
-use hugemm_base::sync::AtomicU64;
+use hugemm_base::sync::{AtomicBool, AtomicU64};
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::Placement;
 use hugemm_paging::Flags;
@@ -164,6 +164,9 @@ pub(crate) struct Vma<S: Setup> {
     pub(crate) space: NonNull<AddressSpace<S>>,
     pub(crate) object: NonNull<Object<S>>,
     pub(crate) info: VmaInfo,
+    /// What it showed has been detached for good: whoever finds it has nothing to take there, but owes the flush as whoever unmaps it
+    /// does. Set and read with the space's table alone.
+    pub(crate) leaving: AtomicBool,
     /// 4 KiB pages that were found mapped when the area was unmapped. Only whoever unmaps it looks.
     pub(crate) harvested: AtomicU64,
 }
@@ -177,7 +180,7 @@ unsafe impl<S: Setup> Sync for Vma<S> {}
 impl<S: Setup> Vma<S> {
     pub(crate) fn new(space: NonNull<AddressSpace<S>>, object: NonNull<Object<S>>, info: VmaInfo) -> Self {
         let [tree, peer, copy] = [(); 3].map(|()| RBTreeAtomicLink::new());
-        Vma { tree, peer, copy, space, object, info, harvested: AtomicU64::new(0) }
+        Vma { tree, peer, copy, space, object, info, leaving: AtomicBool::new(false), harvested: AtomicU64::new(0) }
     }
 
     /// The address at which the area shows a page of its object, if it does.

@@ -123,32 +123,17 @@ impl<S: Setup> Vm<'_, S> {
         written
     }
 
-    /// Writes back what is dirty of `from..to`, while reclaim begins to write nothing back. `waits`: for pages that are on their way. For who
-    /// keeps others from writing pages of the object back.
+    /// Writes back what is dirty of `from..to`; while it does, and not while it waits, reclaim begins to write nothing back. `waits`: for
+    /// pages that are on their way. For who keeps others from writing pages of the object back.
     pub(crate) fn clean(
         &self,
         cx: &mut Cx<'_, S>,
         object: &Object<S>,
         index: &Index<S>,
-        part: (u64, u64),
-        waits: bool,
-    ) -> Result<u64, VmError> {
-        let Some(source) = index.source.as_ref().map(|source| source.get()) else { return Ok(0) };
-        self.writing().fetch_add(1, Ordering::AcqRel);
-        let written = self.clean_by_runs(cx, object, index, source, part, waits);
-        self.writing().fetch_sub(1, Ordering::AcqRel);
-        written
-    }
-
-    fn clean_by_runs(
-        &self,
-        cx: &mut Cx<'_, S>,
-        object: &Object<S>,
-        index: &Index<S>,
-        source: &dyn PageSource<S>,
         (from, to): (u64, u64),
         waits: bool,
     ) -> Result<u64, VmError> {
+        let Some(source) = index.source.as_ref().map(|source| source.get()) else { return Ok(0) };
         let (mut at, mut written, mut failed) = (from, 0, Ok(()));
         while at < to {
             match self.next_dirty(cx, index, (at, to))? {
@@ -157,6 +142,7 @@ impl<S: Setup> Vm<'_, S> {
                 Next::Runs(runs) => {
                     let first = runs.iter().flatten().next().map_or(at, |run| run.first);
                     at = runs.iter().flatten().next_back().map_or(at, DirtyRun::end);
+                    self.writing().fetch_add(1, Ordering::AcqRel);
                     let forbidden = self.forbid_stores(cx, object, (first, at));
                     for run in runs.iter().flatten() {
                         match self.write_run(cx, index, source, run, forbidden) {
@@ -166,6 +152,7 @@ impl<S: Setup> Vm<'_, S> {
                         self.drop_pages(cx, run.extent, PageSize::Size4K, false);
                         self.cond_resched(cx);
                     }
+                    self.writing().fetch_sub(1, Ordering::AcqRel);
                 }
             }
             self.cond_resched(cx);
@@ -406,13 +393,8 @@ impl<S: Setup> Vm<'_, S> {
         hidden: Unhooked,
         copies: bool,
     ) -> Result<u64, VmError> {
-        loop {
-            match self.unmap_everywhere(cx, object, part, copies) {
-                Ok(()) => break,
-                // Another task is between its own detach and harvest there.
-                Err(VmError::Paging(PagingError::Busy { .. })) => self.cond_resched(cx),
-                Err(error) => return Err(error),
-            }
+        while !self.unmap_everywhere(cx, object, part, copies)? {
+            self.cond_resched(cx);
         }
         // One flush for each space: its first area's, which settles it.
         object.each_area(part.0, part.1, |area| {
@@ -429,7 +411,8 @@ impl<S: Setup> Vm<'_, S> {
         Ok(gone)
     }
 
-    /// After it, no entry shows some pages of an object; flushes are owed. `copies`: nor one that has been made of them, which is flushed
+    /// After it, no entry shows some pages of an object; flushes are owed. False if a task was between its own detach and harvest in an
+    /// area that stays: its entries may be there again; all others have been taken. `copies`: nor one that has been made of them, which is flushed
     /// and dropped. A fork that is under way gives its child nothing any more: the parent's area is visited before the child's, which comes
     /// behind it among [those of one size and offset](crate::area_tree::AreaTree), and a child gets what its parent has while that is locked.
     fn unmap_everywhere(
@@ -438,31 +421,42 @@ impl<S: Setup> Vm<'_, S> {
         object: &Object<S>,
         part: (u64, u64),
         copies: bool,
-    ) -> Result<(), VmError> {
-        let mut done = Ok(());
+    ) -> Result<bool, VmError> {
+        let mut done = Ok(true);
         object.each_area(part.0, part.1, |area| {
             let Some(span) = shown(area, part) else { return true };
             let (space, shared) = (space_of(area), area.info.kind.shared);
-            done = space.changing(cx, span, |cx| {
+            let taken = space.changing(cx, span, |cx| {
                 if copies && !shared {
-                    return self.take_copies(cx, space, span);
+                    return self.take_copies(cx, area, span);
                 }
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table().exclusive(self.tables(&task));
-                space.tlb().owe(table.take_leaves(span, |flags, _| shared || flags.contains(LENT))?);
+                if !leaves(area) {
+                    space.tlb().owe(table.take_leaves(span, |flags, _| shared || flags.contains(LENT))?);
+                }
                 Ok(())
             });
+            match taken {
+                Ok(()) => {}
+                Err(PagingError::Busy { .. }) => done = Ok(false),
+                Err(error) => done = Err(error.into()),
+            }
             done.is_ok()
         });
         done
     }
 
     /// Takes away what an area that copies a file has, and is lent, in a span.
-    fn take_copies(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<(), VmError> {
+    fn take_copies(&self, cx: &mut Cx<'_, S>, area: &Vma<S>, span: VirtRange) -> Result<(), PagingError> {
+        let space = space_of(area);
         let (mut dropping, mut batch) = (Dropping::new(), ShootdownBatch::new(space.tlb()));
         let unhooked = {
             let task = RefCell::new(&mut *cx);
             let mut table = space.table().exclusive(self.tables(&task));
+            if leaves(area) {
+                return Ok(());
+            }
             let unhooked =
                 table.detach_owned(span, Editing::LIVE, |_, _, word| self.drop_away(&task.borrow(), word))?;
             // What reclaim has unhooked there is used by no CPU any more.
@@ -498,6 +492,17 @@ fn end_of<S: Setup>(from: u64, to: u64, index: &Index<S>) -> Result<u64, VmError
 fn space_of<S: Setup>(area: &Vma<S>) -> &AddressSpace<S> {
     // SAFETY: a space outlives its areas, and this one is in a tree, which the callers have locked.
     unsafe { area.space.as_ref() }
+}
+
+/// Whether an area has nothing more, because somebody is unmapping it: until he has flushed, its space owes a flush. For who has the table
+/// alone.
+fn leaves<S: Setup>(area: &Vma<S>) -> bool {
+    // Relaxed: set with the table alone.
+    let leaves = area.leaving.load(Ordering::Relaxed);
+    if leaves {
+        space_of(area).tlb().owe_flush();
+    }
+    leaves
 }
 
 /// Where an area shows some pages of its object.

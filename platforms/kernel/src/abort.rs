@@ -36,18 +36,18 @@ impl Abort {
     /// What a syndrome says; `None` if it is no abort's.
     pub fn of(syndrome: u64) -> Option<Self> {
         const CONFLICT: u64 = 0x30;
-        let tried = match syndrome >> 26 & 63 {
-            FETCH | DATA => FaultAccess::from_arm64_syndrome(syndrome)?,
-            _ => return None,
-        };
+        if !matches!(syndrome >> 26 & 63, FETCH | DATA) {
+            return None;
+        }
         // The status' low two bits are the level, in those that have one.
-        Some(match syndrome & 63 {
-            4..=7 => Abort::Fault(tried, Cause::Absent),
-            8..=11 => Abort::Fault(tried, Cause::NotAccessed),
-            12..=15 => Abort::Fault(tried, Cause::Denied),
-            CONFLICT => Abort::Conflict,
-            _ => Abort::Fatal,
-        })
+        let cause = match syndrome & 63 {
+            4..=7 => Cause::Absent,
+            8..=11 => Cause::NotAccessed,
+            12..=15 => Cause::Denied,
+            CONFLICT => return Some(Abort::Conflict),
+            _ => return Some(Abort::Fatal),
+        };
+        FaultAccess::from_arm64_syndrome(syndrome).map(|tried| Abort::Fault(tried, cause))
     }
 }
 
@@ -68,8 +68,8 @@ mod tests {
                     0x30 => Abort::Conflict,
                     _ => Abort::Fatal,
                 };
-                // Bit 25 is the instruction's length, and others from 7 on say more of some aborts; 8 that nothing was stored.
-                for more in [0, 1 << 25, 0x1ff_fe80] {
+                // Bit 25 is the instruction's length, and others from 9 on say more of some aborts.
+                for more in [0, 1 << 25, 0x1ff_fe00] {
                     assert_eq!(Abort::of(class << 26 | more | bits | status), Some(expected), "{class:#x} {status:#x}");
                 }
             }

@@ -138,6 +138,10 @@ fn a_page_of_a_crowd_is_looked_for_in_some() {
                 let child = &children[child as usize];
                 rig.vm.fault(cx, child, at, Access::Write).expect("memory");
                 let head = rig.leaf(cx, child, AT).frame;
+                // SAFETY: the child has another.
+                let held = unsafe { rig.vm.hold_mapped(cx, head) };
+                assert_eq!(held.is_none(), stays, "to be moved");
+                held.into_iter().for_each(|folio| let_go(rig, cx, folio));
                 let mut refused = None;
                 let counted = locks(|| match rig.vm.unhook(cx, rig.hold(head), &deferred) {
                     Ok(page) => page.put_back(cx),

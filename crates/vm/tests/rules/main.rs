@@ -19,6 +19,7 @@ mod filling;
 mod folding;
 mod given;
 mod holes;
+mod leaving;
 mod lines;
 mod locks;
 mod moves;

@@ -98,6 +98,30 @@ fn forks_of_many_areas_let_others_run() {
 const PAGES: u64 = 16;
 const CHILDREN: u64 = 200;
 
+/// Areas leave one by one, whether something was mapped in them or not: others run between them.
+#[test]
+fn many_areas_that_leave_let_others_run() {
+    const AREAS: u64 = 200;
+    with_cpu(16, 1, 46, |rig, cx| {
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        for mapped in [false, true] {
+            for area in 0..AREAS {
+                let kind = VmaKind::private(PageSize::Size4K);
+                rig.vm.map(cx, &space, span(AT + (area << 12), 0x1000), kind, Backing::Private).expect("an area");
+            }
+            if mapped {
+                rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
+            }
+            let before = cx.platform().counters().reschedules.get();
+            let unmapped = rig.vm.unmap(cx, &space, span(AT, AREAS << 12)).expect("unmapped");
+            assert_eq!(unmapped.areas, AREAS);
+            let points = cx.platform().counters().reschedules.get() - before;
+            assert!(points >= AREAS / 64 * if mapped { 2 } else { 1 }, "{points} points");
+        }
+        rig.vm.destroy(cx, space).expect("destroyed");
+    });
+}
+
 /// Does `work` with each page; how many reschedule points it passes.
 fn with_each<'h>(
     rig: &Rig<'h>,

@@ -275,7 +275,7 @@ fn neighbours_that_say_the_same_are_one() {
     });
 }
 
-/// What user mode may not reach is refused it, mapped or not, and served to the kernel.
+/// What user mode may not reach is refused it, mapped or not, and served to the kernel, which runs nothing that user mode may reach.
 #[test]
 fn user_mode_is_denied_what_is_the_kernels() {
     const ALL: Protection = Protection::WRITE.with(Protection::EXEC);
@@ -289,6 +289,8 @@ fn user_mode_is_denied_what_is_the_kernels() {
             assert_eq!(rig.vm.fault(cx, &space, at, user), Err(VmError::Denied { at }), "{access:?} of what is there");
             rig.vm.protect(cx, &space, span(at.get(), 0x1000), ALL.with(Protection::USER)).expect("an area");
             assert_eq!(rig.vm.fault(cx, &space, at, user), Ok(Served::Meanwhile), "{access:?}");
+            let kernel = if access == Access::Exec { Err(VmError::Denied { at }) } else { Ok(Served::Meanwhile) };
+            assert_eq!(rig.vm.fault(cx, &space, at, access), kernel, "{access:?} by the kernel");
         }
         rig.vm.destroy(cx, space).expect("destroyed");
     });

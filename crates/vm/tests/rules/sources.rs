@@ -9,12 +9,13 @@ use hugemm_base::{CpuId, Never, PageSize, PhysMap, VirtAddr};
 use hugemm_frames::Frozen;
 use hugemm_paging::PageFormat;
 use hugemm_vm::{
-    Access, AddressSpace, Backing, Discard, Owner, PageSource, Pinned, Protection, SharedRef, SourceError, StoredPages,
-    UnhookedPage, VmError, VmaKind,
+    Access, AddressSpace, Backing, Discard, FaultAccess, Owner, PageSource, Pinned, Protection, SharedRef, SourceError,
+    StoredPages, UnhookedPage, VmError, VmaKind,
 };
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const READ: Protection = Protection::USER;
@@ -186,6 +187,14 @@ pub(crate) fn drops<'h, F: PageFormat>(
 ) -> Result<u64, VmError> {
     let (leaf, deferred) = (rig.leaf(cx, space, at), rig.deferred());
     let unhooked = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+    drop_unhooked(cx, unhooked)
+}
+
+/// The same of a page that has been unhooked.
+pub(crate) fn drop_unhooked<'h, F: PageFormat>(
+    cx: &mut Cx<'_, 'h>,
+    unhooked: UnhookedPage<'_, 'h, Model<'h, F, true>>,
+) -> Result<u64, VmError> {
     type Kept<'d, 'h, F> = (VmError, UnhookedPage<'d, 'h, Model<'h, F, true>>);
     let none = |_: &Cx<'_, 'h>, _: Frozen| panic!("it goes to no swap");
     // SAFETY: no slot is made.
@@ -396,6 +405,39 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
     }
 }
 
+/// Who waits for a page on its way lets reclaim write other files back.
+fn waiting<F: PageFormat>(rig: &Rig<'_, F, true>) {
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let (file, other) = (File::new(4 << 12), File::new(4 << 12));
+        let (object, space) = show(rig, cx, file);
+        let unwritten = rig.vm.open_source(cx, other).expect("memory");
+        rig.vm.map(cx, &space, span(THERE, 4 << 12), SMALL, Backing::Shared(&unwritten, 0)).expect("an area");
+        for at in [AT, AT + 0x1000, THERE] {
+            rig.vm.write(cx, &space, VirtAddr::new(at + 8), &7_u64.to_le_bytes()).expect("an area");
+        }
+        let owner = rig.vm.owner(rig.leaf(cx, &space, THERE).frame).expect("the object");
+        let (leaf, deferred) = (rig.leaf(cx, &space, AT + 0x1000), rig.deferred());
+        let away = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+        std::thread::scope(|scope| {
+            let sync = scope.spawn(|| rig.mmu.as_cpu(CpuId::new(1), |cx| rig.vm.sync(cx, &object, 0, 4)));
+            while file.word(8) != 7 {
+                std::thread::yield_now();
+            }
+            let until = Instant::now() + Duration::from_secs(2);
+            let mut written = 0;
+            while written == 0 && Instant::now() < until {
+                written = rig.vm.write_back(cx, owner);
+            }
+            assert!(!sync.is_finished(), "a page is away");
+            away.put_back(cx);
+            assert_eq!(sync.join().ok(), Some(Ok(2)));
+            assert_eq!((written, other.word(8), file.word(0x1008)), (1, 7, 7));
+        });
+        rig.vm.destroy(cx, space).expect("nobody uses it");
+        [object, unwritten].into_iter().for_each(|object| rig.vm.close(cx, object).expect("its own"));
+    });
+}
+
 fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
     rig.mmu.as_cpu(CpuId::new(0), |cx| {
         let file = File::new(4 << 12);
@@ -584,7 +626,8 @@ fn an_instruction_is_read_like_a_word() {
         let space = rig.vm.create(cx, bounds()).expect("memory");
         let text = SMALL.allowing(READ.with(Protection::EXEC));
         rig.vm.map(cx, &space, span(AT, 4 << 12), text, Backing::Shared(&object, 0)).expect("an area");
-        rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Exec).expect("memory");
+        let fetch = FaultAccess { access: Access::Exec, user: true };
+        rig.vm.fault(cx, &space, VirtAddr::new(AT), fetch).expect("memory");
         rig.enter(cx, &space);
         assert_eq!(rig.load(cx, &space, AT + 8), Ok(8));
         end(rig, cx, (object, space));
@@ -604,6 +647,7 @@ on_both_formats! {
     fn a_page_is_nobodys_before_a_flush_that_a_space_owes: owed (rig);
     /// Nobody writes back for memory that he needs to write back.
     fn reclaim_writes_nothing_while_others_write: beside (rig);
+    fn who_waits_for_a_page_lets_reclaim_write_others: waiting (rig);
     fn what_a_device_stores_while_its_page_is_written_is_written_too: unpinned (rig);
     fn runs_that_lie_near_each_other_cost_one_flush: scattered (first);
     /// What a source fails with reaches whoever wanted something of it, and nothing is different after it.

@@ -56,6 +56,8 @@ impl<'h, F: PageFormat, const AWAY: bool> Setup for Model<'h, F, AWAY> {
 thread_local! {
     /// Lock rounds of this thread.
     static LOCKS: Cell<u64> = const { Cell::new(0) };
+    /// Locks that this thread has.
+    static HELD: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Waits as [`Serving`] does; what this thread has locked is counted.
@@ -69,10 +71,15 @@ impl Pause for Counted {
 
     fn taken() {
         LOCKS.set(LOCKS.get() + 1);
+        HELD.set(HELD.get() + 1);
         Serving::taken();
     }
 
     fn given_back() {
+        if HELD.get() == 1 {
+            come_to(&AT_UNLOCK);
+        }
+        HELD.set(HELD.get() - 1);
         Serving::given_back();
     }
 }
@@ -115,6 +122,8 @@ thread_local! {
     static AT_FLUSH: Hook = const { Hook::new(None) };
     /// What happens before it asks any for a flush.
     static BEFORE_FLUSH: Hook = const { Hook::new(None) };
+    /// What happens where this thread gives back the last lock that it has.
+    static AT_UNLOCK: Hook = const { Hook::new(None) };
     /// What happens when the pager is asked whether it holds memory back: for a page, or a table.
     static AT_SUPPLY: Hook = const { Hook::new(None) };
 }
@@ -172,6 +181,11 @@ pub fn before_flush(then: &dyn Fn(), work: impl FnOnce()) {
 /// The same before each flush, until `then` says that this was it.
 pub fn before_flushes(then: &dyn Fn() -> bool, work: impl FnOnce()) {
     hooked(&BEFORE_FLUSH, then, work);
+}
+
+/// The same where it gives back the last lock that it has.
+pub fn at_unlock(then: &dyn Fn() -> bool, work: impl FnOnce()) {
+    hooked(&AT_UNLOCK, then, work);
 }
 
 /// The same where it asks for memory for a page or a table, of a rig with a pager.

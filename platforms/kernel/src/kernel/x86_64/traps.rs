@@ -232,7 +232,7 @@ fn exception(frame: &Frame) -> ! {
         6 => "invalid instruction",
         8 => "double fault",
         13 => "general protection fault",
-        14 => "page fault: an entry has reserved bits set",
+        14 => "page fault that no page cures: an entry has reserved bits set, say",
         16 | 19 => "floating point exception",
         17 => "misaligned access",
         18 => "machine check: the hardware reports an error",
