@@ -22,16 +22,9 @@ pub(crate) mod tests {
         pub(crate) static LOOKS: Cell<u64> = const { Cell::new(0) };
     }
 
-    /// The most that are looked at in one pin of `body`: an interrupt handler looks wherever one could come.
+    /// The most that are looked at in one pin of `body`.
     pub(crate) fn most_in_a_pin<M: Sync>(threads: &Threads<M>, body: impl FnOnce(&mut CpuCx<'_, Threads<M>>)) -> u64 {
-        let (mut last, mut most) = (LOOKS.get(), 0);
-        let mut look = || {
-            most = most.max(LOOKS.get() - last);
-            last = LOOKS.get();
-        };
-        threads.interrupted(|_| look(), body);
-        look();
-        most
+        threads.most_in_a_pin(|| LOOKS.get(), body)
     }
 
     fn spec(base: u64, pages: u64) -> ArenaSpec {

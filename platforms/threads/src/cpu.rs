@@ -147,6 +147,18 @@ impl<M> Threads<M> {
         let _former = Former(HANDLER.replace(Some(lent)));
         body(&mut self.cx())
     }
+
+    /// The most by which a count of this thread's grows under one pin of `body`: between two points where an interrupt could come.
+    pub fn most_in_a_pin(&self, count: impl Fn() -> u64, body: impl FnOnce(&mut CpuCx<'_, Threads<M>>)) -> u64 {
+        let (mut last, mut most) = (count(), 0);
+        let mut look = || {
+            most = most.max(count() - last);
+            last = count();
+        };
+        self.interrupted(|_| look(), body);
+        look();
+        most
+    }
 }
 
 impl<M> Deref for Threads<M> {

@@ -192,19 +192,14 @@ impl Kept {
         matches!(turn, Err(TryLockError::WouldBlock)) || self.is_locked()
     }
 
-    /// The same, in turn.
-    pub(crate) fn is_locked_now(&self) -> bool {
-        let _turn = self.has_turn();
-        self.is_locked()
-    }
-
     fn is_locked(&self) -> bool {
         let is_free = flock(&self.memory, FlockOperation::NonBlockingLockExclusive).is_ok();
         let _ = flock(&self.memory, FlockOperation::Unlock);
         !is_free
     }
 
-    /// Has it watched whether anybody has the memory, which nobody has just now. May wait, as [`lend`](Self::lend).
+    /// Has it watched whether anybody has the memory. Nobody opens it by its path meanwhile: nobody has it, or is given it yet. May wait, as
+    /// [`lend`](Self::lend).
     pub(crate) fn watch(&self, watches: &Watches) -> Result<Watch, Errno> {
         let _turn = self.has_turn();
         self.while_ours(|| watches.add(&self.memory))?

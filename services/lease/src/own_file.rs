@@ -196,7 +196,7 @@ impl Drop for AloneFile {
     }
 }
 
-pub(crate) fn open(path: &str) -> Result<OwnedFd, Errno> {
+fn open(path: &str) -> Result<OwnedFd, Errno> {
     rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY, Mode::empty())
 }
 

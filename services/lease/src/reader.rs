@@ -130,9 +130,16 @@ mod tests {
                 move || asked.send(()).expect("heard")
             }))
         });
+        reader.patience = PATIENCE;
+        daemon.drain(true);
+        let begun = Instant::now();
+        let mut other = Reader::of(&path);
+        let (_never, answers_never) = mpsc::channel::<()>();
+        silent(other.in_time(daemon, move || answers_never.recv().map_or((), |()| ())));
+        assert!(begun.elapsed() < PATIENCE, "who is told to stop waits for no disk");
+        daemon.drain(false);
         drop((answers, asked));
         assert!(asks.recv().is_err(), "no second thread");
-        reader.patience = PATIENCE;
         while reader.asks.as_ref().is_some_and(|asks| !asks.is_finished()) {
             thread::yield_now();
         }

@@ -333,6 +333,15 @@ mod tests {
             assert_eq!(said(&one, first, &all[..2]), [1, 0, 0]);
             assert_eq!(said(&one, first, &all), [1; 3]);
             assert_eq!(said(&other, second, &all[..2]), [2, 1, 1]);
+            // Whose lease it is gives it back, and nobody else does.
+            let leases = |socket: &OwnedFd| match ask(socket, &Request::Status {}) {
+                Answer::Status(status) => status.leases.iter().map(|lent| lent.lease).collect::<Vec<_>>(),
+                other => panic!("{other:?}"),
+            };
+            for (lease, left) in [(second, vec![first, second]), (first, vec![second])] {
+                wire::send(one.as_fd(), &Request::Return { lease }, None).expect("sent");
+                assert_eq!(leases(&one), left);
+            }
             ask(&other, &Request::End {});
             assert_eq!(said(&other, second, &all), [2, 1, 1], "it is over");
         });

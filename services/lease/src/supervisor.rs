@@ -804,7 +804,8 @@ mod tests {
         assert!(asker.answer().is_none() && hear().is_none(), "it asks no more");
     }
 
-    /// Whoever starts a program and reads nothing of what it says has it run all the same; whoever reads has all of it.
+    /// Whoever starts a program and reads nothing of what it says has it run all the same. Where there is room for a long line, all of it is
+    /// there.
     #[test]
     fn a_reader_who_stands_still_keeps_nobody_waiting() {
         let (mut read, write) = io::pipe().expect("a pipe");
@@ -825,6 +826,15 @@ mod tests {
             io::Read::read_to_string(&mut read, &mut text).expect("UTF-8");
             in_time.unwrap_or_else(|_| panic!("it waits for {:?}", began.elapsed()));
         });
+        let (mut read, write) = io::pipe().expect("a pipe");
+        // SAFETY: a number; nothing is in the pipe yet.
+        let room = unsafe { libc::fcntl(write.as_raw_fd(), libc::F_SETPIPE_SZ, 1 << 18) };
+        assert!(room > 100_100, "a pipe of {room} bytes");
+        let process = pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).expect("this process");
+        Ears { process, stderr: Some(write.into()) }.say(&line);
+        let mut text = String::new();
+        io::Read::read_to_string(&mut read, &mut text).expect("UTF-8");
+        assert_eq!(text, format!("hugemm lease: {line}\n"));
     }
 
     #[test]

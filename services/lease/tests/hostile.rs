@@ -12,6 +12,7 @@ use hugemm_lease::server::serve;
 use hugemm_lease::status::{Left, Status};
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::wire::{self, Answer, Forget, KeepAs, RefusedKind, Request, Wish};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -388,6 +389,14 @@ fn a_starter_does_not_wait_for_a_stopped_daemon() {
     locked.lock().expect("nobody has it locked");
     assert_eq!(refusal(), ErrorKind::TimedOut);
     drop((others, locked));
+    // Whoever may write there can put something in the way, and nobody waits for that.
+    let there = directory.join("planted.lock");
+    mknodat(CWD, &there, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe with a name");
+    assert!(Listener::bind(&directory.join("planted"), false).is_err());
+    std::fs::remove_file(&there).expect("removed");
+    std::os::unix::fs::symlink(directory.join("elsewhere"), &there).expect("a link");
+    assert!(Listener::bind(&directory.join("planted"), false).is_err() && !directory.join("elsewhere").exists());
+    std::fs::remove_file(&there).expect("removed");
     drop(stopped);
     std::fs::remove_dir(&directory).expect("empty");
 }

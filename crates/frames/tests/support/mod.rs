@@ -148,16 +148,9 @@ pub fn lock_rounds() -> u64 {
     ROUNDS.get()
 }
 
-/// The most lock rounds in one pin of `body`: an interrupt handler looks wherever one could come.
+/// The most lock rounds in one pin of `body`.
 pub fn most_rounds(threads: &Threads, body: impl FnOnce(&mut CpuCx<'_, Threads>)) -> u64 {
-    let (mut last, mut most) = (ROUNDS.get(), 0);
-    let mut look = || {
-        most = most.max(ROUNDS.get() - last);
-        last = ROUNDS.get();
-    };
-    threads.interrupted(|_| look(), body);
-    look();
-    most
+    threads.most_in_a_pin(|| ROUNDS.get(), body)
 }
 
 /// Runs `body` as an NMI that has interrupted whoever holds all locks: waiting for one is a bug.

@@ -1,6 +1,6 @@
 //! Files while others hide, read, write back or take away what they lose or get. On both formats.
 
-use crate::sources::{File, end, enter, show};
+use crate::sources::{File, end, end_of_other, enter, show};
 use crate::support::{
     AT, Cx, Metered, Rig, before_flush, no_faults, on_both_formats, some_are_stale, span, with_format,
 };
@@ -211,11 +211,7 @@ fn not_flushed<F: PageFormat>(seed: u64, hides: bool) -> bool {
             });
         });
         assert_eq!(file.word(0), if stale.get() { 2 } else { 1 });
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            rig.vm.destroy(cx, space).expect("nobody uses it");
-            rig.vm.close(cx, object).expect("its own");
-        });
+        end_of_other(rig, (object, space));
     });
     stale.get()
 }

@@ -1,6 +1,6 @@
 //! Areas that are being unmapped while others write back or take away what they show. On both formats.
 
-use crate::sources::{File, drop_unhooked, show};
+use crate::sources::{File, drop_unhooked, end_of_other, show};
 use crate::support::{
     AT, Cpus, Cx, Follower, Metered, Model, Rig, at_unlock, before_flush, bounds, no_faults, on_both_formats,
     some_are_stale, span, with_format,
@@ -217,11 +217,7 @@ fn by_table<F: PageFormat>(seed: u64, deed: &str) -> bool {
                 rig.vm.unmap(cx, &space, span(AT, BYTES)).expect("unmapped");
             });
         });
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            rig.vm.destroy(cx, space).expect("nobody uses it");
-            rig.vm.close(cx, object).expect("its own");
-        });
+        end_of_other(rig, (object, space));
     });
     stale.get()
 }

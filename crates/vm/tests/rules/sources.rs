@@ -178,6 +178,15 @@ pub(crate) fn end<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>
     rig.vm.close(cx, object).expect("its own");
 }
 
+/// The same, where it is CPU 1 that uses the space.
+pub(crate) fn end_of_other<'h, F: PageFormat>(rig: &Rig<'h, F, true>, (object, space): Shown<'_, 'h, F>) {
+    rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
+    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.vm.destroy(cx, space).expect("nobody uses it");
+        rig.vm.close(cx, object).expect("its own");
+    });
+}
+
 /// Pages that were dropped, or why not.
 pub(crate) fn drops<'h, F: PageFormat>(
     rig: &Rig<'h, F, true>,

@@ -3,7 +3,6 @@
 use super::lend::Entered;
 use super::{Daemon, KeptEntry, refused};
 use crate::kept::Kept;
-use crate::left::Watch;
 use crate::memory_file::{MemoryFile, node_of};
 use crate::policy::{Asker, Who};
 use crate::service;
@@ -30,19 +29,23 @@ impl Daemon {
         }
     }
 
-    /// Has it watched who has memory that a user kept with a predecessor. Without a watch it counts for as long as it is kept. May wait for
-    /// that user.
-    fn watch_kept(&self, key: &(u32, String)) -> Result<Watch, Errno> {
-        let memory = self.state().kept.get(key).map(|kept| Arc::clone(&kept.memory)).ok_or(Errno::NOENT)?;
-        let watch = memory.watch(&self.watches)?;
+    /// Has it watched who has memory that a user kept with a predecessor, if it is not. Without a watch it counts for as long as it is
+    /// kept. May wait for that user.
+    fn watch_kept(&self, key: &(u32, String)) -> Result<(), Errno> {
+        let unwatched = {
+            let state = self.state();
+            state.kept.get(key).filter(|kept| kept.watch.is_none()).map(|kept| Arc::clone(&kept.memory))
+        };
+        let Some(memory) = unwatched else { return Ok(()) };
+        let watch = Some(memory.watch(&self.watches)?);
         let mut state = self.state();
-        let Some(entry) = state.kept.get_mut(key) else { return Ok(watch) };
+        let Some(entry) = state.kept.get_mut(key) else { return Ok(()) };
         let lease = entry.lease;
-        entry.watch = Some(watch);
+        entry.watch = watch;
         if let Some(lease) = lease.and_then(|lease| state.leases.get_mut(&lease)) {
-            lease.watch = Some(watch);
+            lease.watch = watch;
         }
-        Ok(watch)
+        Ok(())
     }
 
     /// Enters a new lease among those that are kept, if its client wants that.
@@ -124,19 +127,7 @@ impl Daemon {
             }
             (Entered { daemon: self, lease }, memory)
         };
-        // With nothing locked: its owner can have this wait.
-        let unwatched = self.state().kept.get(&key).is_some_and(|kept| kept.watch.is_none());
-        // Locked, it is in use, and stays its user's.
-        if unwatched
-            && !memory.is_locked_now()
-            && let Err(why) = self.watch_kept(&key)
-            && !self.may_command(asker)
-        {
-            return no(&format!(
-                "it cannot be known how long the memory is in use: inotify: {why}; raise fs.inotify.max_user_watches"
-            ));
-        }
-        // A lease ends with whoever asked for it, and the program may go on: in the
+        // With nothing locked: its owner can have this wait. A lease ends with whoever asked for it, and the program may go on: in the
         // background, started by another, before a restart.
         let file = match memory.lend() {
             Ok(Some(file)) => file,
@@ -145,6 +136,14 @@ impl Daemon {
         };
         if rustix::fs::fstat(&file).map(|stat| stat.st_size as u64) != Ok(wish.bytes) {
             return no("its owner has made the kept memory longer or shorter; forget it");
+        }
+        // Now that nobody else has it.
+        if let Err(why) = self.watch_kept(&key)
+            && !self.may_command(asker)
+        {
+            return no(&format!(
+                "it cannot be known how long the memory is in use: inotify: {why}; raise fs.inotify.max_user_watches"
+            ));
         }
         let lease = entered.lease;
         std::mem::forget(entered);
@@ -161,9 +160,7 @@ impl Daemon {
         let commands = self.may_command(asker);
         let uid = forget.uid.filter(|_| commands).unwrap_or(asker.uid);
         let key = (uid, forget.keep.name.clone());
-        if self.state().kept.get(&key).is_some_and(|kept| kept.watch.is_none()) {
-            let _ = self.watch_kept(&key);
-        }
+        let _ = self.watch_kept(&key);
         let mut state = self.state();
         match state.kept.get(&key) {
             None => {

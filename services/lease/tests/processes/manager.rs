@@ -7,6 +7,7 @@ use hugemm_lease::client::{ClientError, Connection};
 use hugemm_lease::listener::Listener;
 use hugemm_lease::status::Status;
 use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
+use rustix::fs::Mode;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
@@ -157,15 +158,25 @@ pub(crate) fn kept_memory_survives_the_daemon(_: &Pool) {
     let of_kept = |manager: &Manager| manager.stored.iter().filter(|(name, _)| name.starts_with("kept-")).count();
     manager.wait_for("kept memory and its record are stored", |manager| of_kept(manager) == 2);
     restart(&mut served, &mut manager);
-    let refusal = |secret: Option<&str>| match kept(&served.socket, secret) {
+    let place = served.socket.clone();
+    let refusal = |secret: Option<&str>| match kept(&place, secret) {
         Err(ClientError::Refused(refused)) => refused.message,
         other => panic!("{other:?}"),
     };
     assert!(refusal(Some(secret)).contains("in use"), "its program still runs");
     assert!(refusal(None).contains("the secret is not the one"));
+    // Its user can make it look like a file that nobody has had; the name says what it is, once the manager has let go of the former one.
+    manager.stored.retain(|(name, _)| name.starts_with("kept-"));
+    let set = |manager: &Manager, mode| {
+        manager.stored.iter().for_each(|(_, file)| rustix::fs::fchmod(file, mode).expect("root's"));
+    };
+    set(&manager, Mode::empty());
+    restart(&mut served, &mut manager);
+    set(&manager, Mode::RUSR | Mode::WUSR);
+    assert!(refusal(Some(secret)).contains("in use"), "it is kept, and not ready");
     drop(keeper.stdin.take());
     assert!(keeper.wait().expect("ended").success());
-    let is_free = |status: &Status| matches!(&status.kept[..], [kept] if kept.lease.is_none());
+    let is_free = |status: &Status| matches!(&status.kept[..], [kept] if !kept.in_use);
     wait_for("its program is over", || served.status().is_some_and(|status| is_free(&status)));
     restart(&mut served, &mut manager);
     let lease = kept(&served.socket, Some(secret)).expect("leased again");
