@@ -128,9 +128,8 @@ fn lock(path: &Path) -> io::Result<Lock> {
             Ok(()) if file.metadata().ok().map(|meta| (meta.dev(), meta.ino())) == identity(&path) => {
                 return Ok(Lock { path, _file: file });
             }
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) if Instant::now() < end => thread::sleep(Duration::from_millis(1)),
-            Err(TryLockError::WouldBlock) => {
+            Ok(()) | Err(TryLockError::WouldBlock) if Instant::now() < end => thread::sleep(Duration::from_millis(1)),
+            Ok(()) | Err(TryLockError::WouldBlock) => {
                 return Err(io::Error::new(
                     ErrorKind::TimedOut,
                     format!("another daemon has {} locked", path.display()),

@@ -172,6 +172,7 @@ pub(crate) fn kept_memory_survives_the_daemon(_: &Pool) {
     };
     set(&manager, Mode::empty());
     restart(&mut served, &mut manager);
+    wait_for("it has taken what was stored", || served.status().is_some());
     set(&manager, Mode::RUSR | Mode::WUSR);
     assert!(refusal(Some(secret)).contains("in use"), "it is kept, and not ready");
     drop(keeper.stdin.take());
