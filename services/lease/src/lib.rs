@@ -19,6 +19,7 @@
 //! | [`wire`], [`server`], [`client`] | what is said through it |
 //! | [`service`], [`metrics`], `log` | what a service manager, a scraper and a journal are told |
 //! | `own_file` | which file of a program a leased one may take the place of: one that nobody else can reach |
+//! | `lending` | what takes the place of a program's files: leased already, or asked for |
 //! | [`seccomp`], [`supervisor`] | a stock program gets the leased file in the place of its own |
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_debug_implementations)]
@@ -29,6 +30,7 @@ pub mod daemon;
 pub mod filler;
 pub mod kept;
 mod left;
+mod lending;
 pub mod listener;
 mod log;
 pub mod memory_file;

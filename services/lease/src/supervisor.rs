@@ -8,12 +8,11 @@
 //! The supervisor is a process of its own, no child of the program, and lives as long as anything has the filter. If it is
 //! killed, a call that waits and later calls of such lengths fail with ENOSYS; nothing else changes.
 
-use crate::client::{ClientError, Connection, Lease};
-use crate::memory_file::Page;
+pub use crate::lending::Lending;
 pub use crate::own_file::check_proc;
 use crate::own_file::{AloneFile, NotReplaced, OwnFile};
 use crate::seccomp::{self, Call, CallAnswer, FilterError, Lengths};
-use crate::wire::{Leased, Refused, RefusedKind, Request, Seen, Wish};
+use crate::wire::{Leased, Request, Seen};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
@@ -24,12 +23,9 @@ use std::collections::VecDeque;
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
-use std::io::{self, PipeReader, Read, Write};
+use std::io;
 use std::mem;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// Why a program cannot be started on a lease.
@@ -55,155 +51,6 @@ pub struct Attached {
     /// Setuid programs that this process starts get no rights from that any more (`no_new_privs`).
     pub no_new_privs: bool,
 }
-
-/// What takes the place of a program's files.
-#[derive(Debug)]
-pub struct Lending {
-    /// The daemon, until it is gone.
-    connection: Option<Arc<Connection>>,
-    /// From the first file on that is asked for.
-    asker: Option<Asker>,
-    /// Leased already, and in no file's place.
-    ready: Vec<(Leased, OwnedFd)>,
-    lengths: Lengths,
-    page: Page,
-    node: Option<u32>,
-    /// How much more may be leased.
-    budget: u64,
-    /// One lease for one file, whatever else is made: there may be more files of its length.
-    is_one: bool,
-}
-
-impl Lending {
-    /// Of the files of a lease's length the first is the lease.
-    pub fn one(lease: Lease) -> Self {
-        let Lease { about, file, connection } = lease;
-        let lengths = Lengths { page: about.page.bytes(), bounds: about.bytes..=about.bytes };
-        let (page, node, ready) = (about.page, about.node, vec![(about, file)]);
-        let connection = Some(Arc::new(connection));
-        Lending { connection, asker: None, ready, lengths, page, node, budget: 0, is_one: true }
-    }
-
-    /// Every file is leased when it is made, as long as they are no more than `budget` together; none for which a ready one would be cut
-    /// to less than an eighth.
-    ///
-    /// # Errors
-    ///
-    /// As [`Connection::ask`]; [`ClientError::Refused`]: no file could be lent.
-    pub fn up_to(daemon: Connection, budget: u64, page: Option<Page>, node: Option<u32>) -> Result<Self, ClientError> {
-        let status = daemon.status()?;
-        let page = page.unwrap_or(status.page);
-        let shortest = status.wanted.iter().min().copied().unwrap_or(0);
-        let least = (shortest / LEAST_PART / page.bytes() * page.bytes()).max(page.bytes());
-        if budget < least {
-            let message =
-                format!("{budget} bytes are less than what is lent of the daemon's shortest file, {least}; lend more");
-            return Err(ClientError::Refused(Refused { kind: RefusedKind::Invalid, message }));
-        }
-        // The longest length that a file has.
-        let lengths = Lengths { page: page.bytes(), bounds: least..=i64::MAX as u64 };
-        let connection = Some(Arc::new(daemon));
-        Ok(Lending { connection, asker: None, ready: Vec::new(), lengths, page, node, budget, is_one: false })
-    }
-
-    /// A file of that length, if one is leased already; else one is asked for, and comes [later](Self::asked). Whoever has a large file
-    /// meanwhile does not wait for the daemon.
-    fn take(&mut self, bytes: u64) -> Result<Option<(Leased, OwnedFd)>, NotReplaced> {
-        if let Some(index) = self.ready.iter().position(|(about, _)| about.bytes == bytes) {
-            return Ok(Some(self.ready.swap_remove(index)));
-        }
-        if bytes > self.budget {
-            return Err(NotReplaced::NotLent(format!(
-                "{} bytes are left to be lent; lend more with --up-to",
-                self.budget
-            )));
-        }
-        let Some(connection) = &self.connection else { return Err(no_daemon()) };
-        let asker = match &mut self.asker {
-            Some(asker) => asker,
-            none => none.insert(Asker::of(connection).map_err(|error| NotReplaced::NotLent(error.to_string()))?),
-        };
-        let wish = Wish { page: Some(self.page), node: self.node, ..Wish::of(bytes) };
-        asker.wishes.send(wish).map_err(|_| no_daemon())?;
-        self.budget -= bytes;
-        Ok(None)
-    }
-
-    /// What has come of the next file of that length that was asked for.
-    fn asked(&mut self, bytes: u64) -> Result<(Leased, OwnedFd), NotReplaced> {
-        let answer = self.asker.as_mut().and_then(|asker| asker.answer());
-        let error = match answer {
-            Some(Ok(leased)) => return Ok(leased),
-            Some(Err(ClientError::Refused(refused))) => NotReplaced::NotLent(refused.message),
-            Some(Err(error)) => {
-                self.connection = None;
-                NotReplaced::NotLent(error.to_string())
-            }
-            None => no_daemon(),
-        };
-        self.budget += bytes;
-        Err(error)
-    }
-
-    /// What nobody has had: one lease is for the next file, others go back to the daemon.
-    fn give_back(&mut self, (about, file): (Leased, OwnedFd)) {
-        if self.is_one {
-            return self.ready.push((about, file));
-        }
-        drop(file);
-        self.budget += about.bytes;
-        self.connection.iter().for_each(|daemon| daemon.give_back(about.lease));
-    }
-
-    fn tell(&self, lease: u64, seen: Seen) {
-        self.connection.iter().for_each(|connection| connection.tell(lease, seen));
-    }
-
-    fn tell_of_ready(&self, seen: Seen) {
-        self.ready.iter().for_each(|(about, _)| self.tell(about.lease, seen));
-    }
-}
-
-fn no_daemon() -> NotReplaced {
-    NotReplaced::NotLent("the lease daemon is gone; programs that are started anew have leases".to_owned())
-}
-
-/// A thread that asks the daemon for leases, one after the other.
-#[derive(Debug)]
-struct Asker {
-    wishes: Sender<Wish>,
-    answers: Receiver<Result<(Leased, OwnedFd), ClientError>>,
-    /// Has a byte for each answer, and ends with the thread.
-    there: PipeReader,
-}
-
-impl Asker {
-    fn of(connection: &Arc<Connection>) -> io::Result<Self> {
-        let ((wishes, wished), (says, answers), (there, mut tell)) = (channel::<Wish>(), channel(), io::pipe()?);
-        let connection = Arc::clone(connection);
-        thread::Builder::new().name("asker".to_owned()).spawn(move || {
-            for wish in wished {
-                let answer = connection.another(wish);
-                // What comes later would be the answer to something else.
-                let is_over = answer.as_ref().is_err_and(|error| !matches!(error, ClientError::Refused(_)));
-                // Whoever would hear it ends with this process.
-                let _ = says.send(answer).map(|()| tell.write_all(&[0]));
-                if is_over {
-                    break;
-                }
-            }
-        })?;
-        Ok(Asker { wishes, answers, there })
-    }
-
-    fn answer(&mut self) -> Option<Result<(Leased, OwnedFd), ClientError>> {
-        self.there.read_exact(&mut [0]).ok()?;
-        self.answers.try_recv().ok()
-    }
-}
-
-/// Of the daemon's shortest file so much is lent at least: the rest is given back to the kernel, and was filled for nothing.
-const LEAST_PART: u64 = 8;
 
 /// What a supervisor says on its program's standard error of files that are lent or not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -782,27 +629,6 @@ fn is_private_memory(argument: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// An answer that is none to what was asked is the last: the next would be one to something else, and a file of another length.
-    #[test]
-    fn nothing_is_asked_after_a_wrong_answer() {
-        let path = std::env::temp_dir().join(format!("hugemm-asker-{}", std::process::id()));
-        let listener = crate::listener::Listener::bind(&path, false).expect("a socket");
-        let connection = Arc::new(Connection::open(&path).expect("there is room"));
-        let served = rustix::net::accept(&listener).expect("a client");
-        let mut asker = Asker::of(&connection).expect("a thread");
-        drop(connection);
-        let page = Page::Transparent;
-        [2, 4].iter().for_each(|pages| asker.wishes.send(Wish::of(pages * page.bytes())).expect("it hears"));
-        let hear = || crate::wire::receive::<Request>(served.as_fd()).expect("open").map(|(request, _)| request);
-        assert_eq!(hear(), Some(Request::Lease(Wish::of(2 * page.bytes()))));
-        let file = crate::memory_file::MemoryFile::new(page, page.bytes()).expect("a file");
-        let (lease, bytes) = (1, page.bytes());
-        let about = Leased { lease, bytes, page, node: None, filled_late: 0, secret: None, resumed: false };
-        crate::wire::send(served.as_fd(), &crate::wire::Answer::Leased(about), Some(file.as_fd())).expect("sent");
-        assert!(asker.answer().is_some_and(|answer| answer.is_err()), "of another length");
-        assert!(asker.answer().is_none() && hear().is_none(), "it asks no more");
-    }
 
     /// Whoever starts a program and reads nothing of what it says has it run all the same. Where there is room for a long line, all of it is
     /// there.
