@@ -8,7 +8,8 @@
 use crate::results::Line;
 use anyhow::{Context, Result, bail};
 use hugemm_base::PageSize;
-use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
+use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest, Verified, compact};
+use hugemm_inspect::roots::Roots;
 use hugemm_workloads::vm_create::CreateMethod;
 use std::sync::Barrier;
 use std::time::Instant;
@@ -64,8 +65,34 @@ pub fn together(bytes: u64, page: PageSize, backing: RegionBacking, how: CreateM
     })
 }
 
-/// Maps `bytes` of fresh memory and populates it as `how` says, in so many nanoseconds.
+/// Maps `bytes` of fresh memory and populates it as `how` says, in so many nanoseconds. Where too little comes in huge pages, it is done
+/// once more, after the kernel has put together what is free.
 fn populated(bytes: u64, page: PageSize, backing: RegionBacking, how: CreateMethod) -> Result<(Option<Region>, u64)> {
+    let first = populated_once(bytes, page, backing, how)?;
+    if first.0.as_ref().is_none_or(|region| has_its_share(&region.verified(), backing)) {
+        return Ok(first);
+    }
+    drop(first);
+    compact(&Roots::default());
+    let (region, nanos) = populated_once(bytes, page, backing, how)?;
+    if let Some(verified) = region.as_ref().map(Region::verified).filter(|verified| !has_its_share(verified, backing)) {
+        bail!(
+            "the kernel gave only part of the memory in huge pages ({verified}); free some memory, or use --kind hugetlb"
+        );
+    }
+    Ok((region, nanos))
+}
+
+fn has_its_share(verified: &Verified, backing: RegionBacking) -> bool {
+    backing == RegionBacking::Small || verified.huge_share() >= 0.9
+}
+
+fn populated_once(
+    bytes: u64,
+    page: PageSize,
+    backing: RegionBacking,
+    how: CreateMethod,
+) -> Result<(Option<Region>, u64)> {
     if bytes == 0 {
         return Ok((None, 0));
     }
@@ -91,11 +118,6 @@ fn populated(bytes: u64, page: PageSize, backing: RegionBacking, how: CreateMeth
         .context("the kernel refused MADV_POPULATE_WRITE (it needs Linux 5.14); use --how demand")?,
     }
     let nanos = start.elapsed().as_nanos() as u64;
-    let verified = region.verify()?;
-    if backing != RegionBacking::Small && verified.huge_share() < 0.9 {
-        bail!(
-            "the kernel gave only part of the memory in huge pages ({verified}); free some memory, or use --kind hugetlb"
-        );
-    }
+    region.verify()?;
     Ok((Some(region), nanos))
 }

@@ -117,6 +117,12 @@ impl fmt::Display for Percent {
     }
 }
 
+/// Has the kernel put its free memory together, where this process may ask for that. Takes seconds.
+pub fn compact(roots: &Roots) {
+    // Whoever may not is told how, should huge pages come short.
+    let _ = std::fs::write(roots.proc.join("sys/vm/compact_memory"), "1");
+}
+
 /// A region of private, readable and writable memory, given back on drop.
 ///
 /// It starts at a multiple of 1 GiB if it is that large, else of 2 MiB (or the page size, if larger). A page that
@@ -152,6 +158,24 @@ impl Region {
     /// # Errors
     /// As [`allocate`](Self::allocate).
     pub fn allocate_on(roots: &Roots, request: &RegionRequest, mut on_progress: impl FnMut(u64)) -> Result<Self> {
+        let mut region = Self::map(roots, request)?;
+        if request.populate {
+            region.populate(&mut on_progress)?;
+            if region.backing() == RegionBacking::Thp && region.verify()?.huge_share() < region.plan.required {
+                // What the first try reclaimed is free then, and can be put together.
+                drop(region);
+                compact(roots);
+                region = Self::map(roots, request)?;
+                region.populate(&mut on_progress)?;
+                region.collapse()?;
+            }
+            region.require_share()?;
+        }
+        Ok(region)
+    }
+
+    /// Address space, and the pool's pages if they come from one.
+    fn map(roots: &Roots, request: &RegionRequest) -> Result<Self> {
         let plan = RegionPlan::check(roots, request)?;
         let bind = bind_to(roots, request.node)?;
         let (pool, mapping) = match plan.backing {
@@ -172,14 +196,9 @@ impl Region {
             mapping.bind(node).map_err(|e| call_error(e, plan.bytes))?;
         }
         let verified = Verified { huge_bytes: 0, resident_bytes: 0, total_bytes: plan.bytes, page_size: plan.page };
-        let mut region = Self { mapping, _pool: pool, plan, verified, roots: roots.clone() };
-        if request.populate {
-            region.populate(&mut on_progress)?;
-        }
-        Ok(region)
+        Ok(Self { mapping, _pool: pool, plan, verified, roots: roots.clone() })
     }
 
-    /// Populates all of it, then verifies.
     fn populate(&mut self, on_progress: &mut dyn FnMut(u64)) -> Result<()> {
         let total = self.plan.bytes;
         let chunk = CHUNK.max(self.plan.page);
@@ -212,23 +231,23 @@ impl Region {
             done = next;
         }
         on_progress(done);
-        self.require_share()
+        Ok(())
     }
 
-    /// Verifies; where transparent huge pages are short, has the kernel collapse small pages once, and fails if that
-    /// was not enough.
-    fn require_share(&mut self) -> Result<()> {
-        let mut verified = self.verify()?;
-        let required = self.plan.required;
-        if verified.huge_share() < required && self.plan.backing == RegionBacking::Thp {
-            let total = self.plan.bytes as usize;
-            for start in (0..total).step_by(CHUNK.max(self.plan.page) as usize) {
-                interrupt::check()?;
-                // It is a second try; what it could not do shows in the report.
-                let _ = self.mapping.collapse(start..total.min(start + CHUNK.max(self.plan.page) as usize));
-            }
-            verified = self.verify()?;
+    /// Has the kernel put huge pages in place of small ones. What it could not do shows in its report.
+    fn collapse(&self) -> Result<()> {
+        let chunk = CHUNK.max(self.plan.page) as usize;
+        for start in (0..self.len()).step_by(chunk) {
+            interrupt::check()?;
+            let _ = self.mapping.collapse(start..self.len().min(start + chunk));
         }
+        Ok(())
+    }
+
+    /// Fails if too little came in pages of the size asked for, or did not stay.
+    fn require_share(&mut self) -> Result<()> {
+        let verified = self.verify()?;
+        let required = self.plan.required;
         if verified.huge_share() < required {
             let cause = shortage_cause(&self.roots, self.plan.backing);
             bail!(

@@ -21,10 +21,13 @@ fn small_pages_in_place_of_huge_ones_are_an_error() {
     put("proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 8388608 kB\n");
     put("sys/kernel/mm/transparent_hugepage/enabled", "[always] madvise never\n");
     put("sys/kernel/mm/transparent_hugepage/hpage_pmd_size", "2097152\n");
+    put("proc/sys/vm/compact_memory", "0");
     let result = Region::allocate_on(&Roots::below(&dir), &request, |_| ());
+    let compacted = std::fs::read_to_string(dir.join("proc/sys/vm/compact_memory")).unwrap();
     std::fs::remove_dir_all(&dir).unwrap();
     let err = result.unwrap_err().to_string();
     // A kernel built without transparent huge pages refuses the advice.
     let refused = err.starts_with("madvise(MADV_HUGEPAGE) of");
+    assert!(refused || compacted == "1", "the kernel was not asked to put memory together: {compacted:?}");
     assert!(refused || err.starts_with("only 0 % of 8 MiB came in huge pages, 95 % are required"), "{err}");
 }
