@@ -28,7 +28,7 @@ use core::cell::Cell;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, NodeId, Order, Pfn};
 
 /// Where every claim can be made to fail.
 pub const FAULT_CLAIM: FaultPoint = FaultPoint("frames.claim");
@@ -94,40 +94,43 @@ const PATIENCE: u32 = 10_000;
 struct Claim<'a, 'm, 'p, E: Env, P: Cpu> {
     frames: &'a Frames<'m, E>,
     cx: &'a mut CpuCx<'p, P>,
-    arena: &'a Arena<'m>,
+    node: NodeId,
     extent: Extent,
-    /// Written under the node's lock.
-    isolated: Cell<bool>,
+    /// The arena, while it has marks, which keep it from going. Written under the node's lock.
+    isolated: Cell<Option<&'m Arena<'m>>>,
 }
 
-impl<E: Env, P: Cpu> Claim<'_, '_, '_, E, P> {
+impl<'m, E: Env, P: Cpu> Claim<'_, 'm, '_, E, P> {
     /// Step 1.
-    fn isolate(&self) -> Result<(), AllocContigError> {
+    fn isolate(&self) -> Result<&'m Arena<'m>, AllocContigError> {
         let result = self.locked(|lists| {
-            let mut words = self.arena.whole_2m(self.extent);
-            if words.any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0) {
+            let arena = self.frames.arena_of(lists, self.extent)?;
+            if self.frames.any_isolated(arena, self.extent) {
                 return Err(AllocContigError::Contended);
             }
-            self.mark(lists, true);
-            Ok(())
+            self.frames.mark(lists, arena, self.extent, true);
+            self.isolated.set(Some(arena));
+            Ok(arena)
         });
         result.unwrap_or(Err(AllocContigError::NotManaged))
     }
 
-    fn mark(&self, lists: &mut FreeLists, isolated: bool) {
-        self.isolated.set(isolated);
-        self.frames.mark(lists, self.arena, self.extent, isolated);
+    /// The marks go.
+    fn unmark(&self, lists: &mut FreeLists) {
+        if let Some(arena) = self.isolated.take() {
+            self.frames.mark(lists, arena, self.extent, false);
+        }
     }
 
     fn locked<R>(&self, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
-        self.cx.pinned(|pin| self.frames.with_node(pin, self.arena.node, f))
+        self.cx.pinned(|pin| self.frames.with_node(pin, self.node, f))
     }
 }
 
 impl<E: Env, P: Cpu> Drop for Claim<'_, '_, '_, E, P> {
     fn drop(&mut self) {
-        if self.isolated.get() {
-            self.locked(|lists| self.mark(lists, false));
+        if self.isolated.get().is_some() {
+            self.locked(|lists| self.unmark(lists));
         }
     }
 }
@@ -152,10 +155,18 @@ fn not_whole(arena: &Arena<'_>, extent: Extent) -> impl Iterator<Item = Extent> 
 }
 
 impl<'m, E: Env> Frames<'m, E> {
-    /// The arena that holds all of an extent.
-    fn arena_of(&self, extent: Extent) -> Result<&'m Arena<'m>, AllocContigError> {
-        let arena = self.arena(extent.base()).filter(|_| !extent.is_empty());
-        arena.filter(|arena| arena.extent.covers(extent)).ok_or(AllocContigError::NotManaged)
+    /// The node of an extent that is in one arena. Not more, since nobody says that any frame is his: the arena may go, until its
+    /// node's lock is held.
+    fn node_of_all(&self, extent: Extent) -> Result<NodeId, AllocContigError> {
+        let place =
+            self.arena_table().place_of(extent.base()).filter(|(all, _)| !extent.is_empty() && all.covers(extent));
+        place.map(|(_, node)| node).ok_or(AllocContigError::NotManaged)
+    }
+
+    /// The arena that holds all of it, of a node whose lock the caller holds.
+    fn arena_of(&self, lists: &FreeLists, extent: Extent) -> Result<&'m Arena<'m>, AllocContigError> {
+        let arena = self.arena_table().of_any(extent.base(), lists).filter(|arena| arena.extent.covers(extent));
+        arena.ok_or(AllocContigError::NotManaged)
     }
 
     /// Takes exactly these frames if all of them are free in the node. One lock round, a line per 2 MiB of which parts are free; and one
@@ -169,11 +180,11 @@ impl<'m, E: Env> Frames<'m, E> {
     /// [`Contended`](AllocContigError::Contended) one in which another call is at work. Nothing has changed.
     #[cfg_attr(feature = "debug", track_caller)]
     pub fn take_range<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> Result<Dirty, AllocContigError> {
-        let arena = self.arena_of(extent)?;
+        let node = self.node_of_all(extent)?;
         if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
-        self.after_giving_back(cx, |pin| self.own(pin), Due::Leaving, |pin| self.take_pinned(pin, arena, extent))?;
+        self.after_giving_back(cx, |pin| self.own(pin), Due::Leaving, |pin| self.take_pinned(pin, node, extent))?;
         #[cfg(feature = "debug")]
         self.note_taken(extent, Order::ZERO, core::panic::Location::caller());
         // SAFETY: the frames were free and have just been taken out, so they are the caller's.
@@ -181,8 +192,9 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The same in one lock round.
-    fn take_pinned(&self, pin: CpuPin<'_>, arena: &Arena<'m>, extent: Extent) -> Result<(), AllocContigError> {
-        let taken = self.with_node(pin, arena.node, |lists| {
+    fn take_pinned(&self, pin: CpuPin<'_>, node: NodeId, extent: Extent) -> Result<(), AllocContigError> {
+        let taken = self.with_node(pin, node, |lists| {
+            let arena = self.arena_of(lists, extent)?;
             self.all_free(arena, extent)?;
             if self.any_isolated(arena, extent) {
                 return Err(AllocContigError::Contended);
@@ -212,7 +224,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Whether a claim is at work in any of the 2 MiB that an extent, which is not empty, touches.
-    fn any_isolated(&self, arena: &Arena<'m>, extent: Extent) -> bool {
+    pub(crate) fn any_isolated(&self, arena: &Arena<'m>, extent: Extent) -> bool {
         let (first, end) = (extent.base().get() >> BLOCK_ORDER, ((extent.end().get() - 1) >> BLOCK_ORDER) + 1);
         arena.words_2m(first, end).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0)
     }
@@ -258,7 +270,7 @@ impl<'m, E: Env> Frames<'m, E> {
         extent: Extent,
         migrate: &mut impl Migrate<P>,
     ) -> Result<Dirty, AllocContigError> {
-        let arena = self.arena_of(extent)?;
+        let node = self.node_of_all(extent)?;
         let aligned = |number: u64| number.is_multiple_of(SPAN as u64);
         if !aligned(extent.base().get()) || !aligned(extent.pages()) {
             return Err(AllocContigError::Misaligned);
@@ -266,8 +278,8 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
-        let claim = Claim { frames: self, cx, arena, extent, isolated: Cell::new(false) };
-        claim.isolate()?;
+        let claim = Claim { frames: self, cx, node, extent, isolated: Cell::new(None) };
+        let arena = claim.isolate()?;
         self.drain_everywhere(claim.cx);
         let result = self.empty(claim.cx, arena, extent, migrate);
         let taken = claim.locked(|lists| {
@@ -275,7 +287,7 @@ impl<'m, E: Env> Frames<'m, E> {
             if result.is_ok() {
                 self.take_free(lists, arena, extent);
             }
-            claim.mark(lists, false);
+            claim.unmark(lists);
             result
         });
         taken.unwrap_or(Err(AllocContigError::NotManaged))?;

@@ -49,6 +49,8 @@ pub enum RemoveError {
     NotAdded,
     /// This frame is poisoned. What is around it can be had, and kept, by [`take_range`](crate::Frames::take_range).
     HwPoisoned(Pfn),
+    /// A [claim](crate::Frames::alloc_contig_range) has come upon some of the frames, and will find that they are not free. Try again later.
+    Contended,
 }
 
 impl fmt::Display for RemoveError {
@@ -56,6 +58,7 @@ impl fmt::Display for RemoveError {
         match self {
             RemoveError::NotAdded => f.write_str("the frames are not all frames of one arena that was added"),
             RemoveError::HwPoisoned(pfn) => write!(f, "frame {pfn} is poisoned, which the manager has to remember"),
+            RemoveError::Contended => f.write_str("another claim is at work in the frames; try again later"),
         }
     }
 }
@@ -247,6 +250,15 @@ impl<'m> Arenas<'m> {
             (run, node) = (both.unwrap_or(arena.extent), Some(arena.node));
         }
         run.contains(pfn).then_some(run)
+    }
+
+    /// What the arena of any frame has, and its node. It may be gone by the time the caller knows.
+    pub(crate) fn place_of(&self, pfn: Pfn) -> Option<(Extent, NodeId)> {
+        let given = self.given(pfn).map(|arena| (arena.extent, arena.node));
+        given.or_else(|| {
+            let (_, seen) = self.added_from(pfn).filter(|(_, seen)| seen.extent.contains(pfn))?;
+            Some((seen.extent, seen.node))
+        })
     }
 
     /// The arena of any frame, if it is on a node whose lock the caller holds.

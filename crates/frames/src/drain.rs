@@ -255,7 +255,8 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// # Safety
     ///
-    /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
+    /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started. Nobody else drains it
+    /// meanwhile.
     pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
         self.empty_cache(cx, |_| self.caches().get(cpu.get() as usize), PerCpu::shrink);
     }

@@ -238,18 +238,19 @@ impl<'m, E: Env> Frames<'m, E> {
     /// # Errors
     ///
     /// The frames, and why: [`NotAdded`](RemoveError::NotAdded) if they are no arena that was added, all of it;
-    /// [`HwPoisoned`](RemoveError::HwPoisoned) if one of them is, which the manager remembers. Nothing has changed.
+    /// [`HwPoisoned`](RemoveError::HwPoisoned) if one of them is, which the manager remembers; [`Contended`](RemoveError::Contended) while
+    /// a claim is at work in them. Nothing has changed.
     ///
     /// # Safety
     ///
     /// From now on nobody asks the manager by number about a frame of the arena that is not his: no such call is at work, or comes until an
     /// arena with the frame has been added again, and no [descriptor](Frames::descriptor) of one is in use. Such calls are
     /// [`try_get`](Frames::try_get), [`head_of`](Frames::head_of), [`node_of`](Frames::node_of), [`references`](Frames::references),
-    /// [`hwpoison`](Frames::hwpoison), [`take_range`](Frames::take_range) and the like, and those with runs of numbers
-    /// of which not all are the caller's.
+    /// [`hwpoison`](Frames::hwpoison) and the like, and those with runs of numbers of which not all are the caller's.
     ///
     /// Nobody has to wait for calls that were given frames of the arena, or references to them, and are still returning: frees, puts,
-    /// [`free_range`](Frames::free_range). They look at nothing of the arena when they have let go of the last. Nor for allocations.
+    /// [`free_range`](Frames::free_range). They look at nothing of the arena when they have let go of the last. Nor for allocations and claims
+    /// ([`take_range`](Frames::take_range), [`alloc_contig_range`](Frames::alloc_contig_range)), which find or refuse it under its node's lock.
     pub unsafe fn remove<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
@@ -265,6 +266,9 @@ impl<'m, E: Env> Frames<'m, E> {
             let remove = |lists: &mut FreeLists| {
                 if let Some(pfn) = self.next_refused(arena, extent) {
                     return Err(RemoveError::HwPoisoned(pfn));
+                }
+                if self.any_isolated(arena, extent) {
+                    return Err(RemoveError::Contended);
                 }
                 // Relaxed: statistics.
                 self.managed.fetch_sub(arena.released.load(Ordering::Relaxed), Ordering::Relaxed);

@@ -5,7 +5,10 @@ use super::support::{Memory, Threads, arena, extent};
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::RawLock;
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn};
-use hugemm_frames::{ArenaSpec, Env, FolioRun, Frames, FramesConfig, Frozen, Mobility, NoMigration, Put};
+use hugemm_frames::{
+    AllocContigError, ArenaSpec, Env, FAULT_CLAIM, FolioRun, Frames, FramesConfig, Frozen, Mobility, NoMigration, Put,
+    RemoveError,
+};
 use std::cell::RefCell;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,6 +18,8 @@ thread_local! {
     static NEXT: RefCell<Option<Box<dyn FnOnce() + Send>>> = const { RefCell::new(None) };
     /// What this one does when it next comes to a lock.
     static BEFORE: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
+    /// What another does when this one has begun to claim frames by their numbers, and has no lock yet.
+    static AT_CLAIM: RefCell<Option<Box<dyn FnOnce() + Send>>> = const { RefCell::new(None) };
 }
 
 /// A lock behind which [`NEXT`] happens.
@@ -51,7 +56,12 @@ unsafe impl RawLock for Behind {
 struct Watched;
 
 impl Inject for Watched {
-    fn fault(&self, _: FaultPoint) -> bool {
+    fn fault(&self, point: FaultPoint) -> bool {
+        if point == FAULT_CLAIM
+            && let Some(next) = AT_CLAIM.take()
+        {
+            std::thread::spawn(next).join().expect("no panic");
+        }
         false
     }
 }
@@ -126,10 +136,14 @@ fn manager() -> &'static Manager {
 
 /// Another CPU does this when this one leaves its next lock.
 fn then(act: impl FnOnce(&mut CpuCx<'_, Threads>) + Send + 'static) {
-    NEXT.set(Some(Box::new(move || {
+    NEXT.set(Some(elsewhere(act)));
+}
+
+fn elsewhere(act: impl FnOnce(&mut CpuCx<'_, Threads>) + Send + 'static) -> Box<dyn FnOnce() + Send> {
+    Box::new(move || {
         hugemm_threads::run_as(1);
         act(&mut <Threads>::default().cx());
-    })));
+    })
 }
 
 /// All of two arenas that adjoin, owned.
@@ -241,4 +255,45 @@ fn what_is_kept_is_filled_before_the_lock() {
     })));
     room.add(frames, &threads.cx(), whole);
     assert!(BEFORE.take().is_none(), "a lock was taken");
+}
+
+/// A row begins in one arena; what adjoins it is looked for by number, and its arena goes at that moment.
+#[test]
+fn a_row_does_not_reach_into_an_arena_that_goes() {
+    let (frames, threads) = (manager(), <Threads>::default());
+    let (a, b) = (extent(A.0, A.1), extent(B.0, B.1));
+    Room::of(a).add(frames, &threads.cx(), a);
+    let _lower = frames.take_range(&threads.cx(), a.slice(0, 512)).expect("free");
+    Room::of(b).add(frames, &threads.cx(), b);
+    AT_CLAIM.set(Some(elsewhere(move |cx| unplug(frames, cx, b))));
+    let row = frames.alloc_row(&threads.cx(), 1024, super::request(0), |_| true);
+    assert!(AT_CLAIM.take().is_none(), "it has happened");
+    assert!(row.is_err(), "512 frames are left: {row:?}");
+    assert_eq!((frames.frames(), frames.available(&threads.cx())), (512 + 1024, 512));
+}
+
+/// Who compacts claims blocks that it has only looked at; their owner may unplug them meanwhile.
+#[test]
+fn an_arena_stays_while_a_claim_is_at_work_in_it() {
+    let (frames, threads) = (manager(), <Threads>::default());
+    let a = extent(A.0, A.1);
+    Room::of(a).add(frames, &threads.cx(), a);
+    let mut mine = Some(frames.alloc_contig_range(&mut threads.cx(), a, &mut NoMigration).expect("free"));
+    let mut remove = |cx: &CpuCx<'_, Threads>| {
+        // SAFETY: nobody asks about a frame by its number.
+        let removed = unsafe { frames.remove(cx, mine.take().expect("refused before"), |_| ()) };
+        removed.map(|removed| Room(removed.memory).give_back()).map_err(|(frames, error)| {
+            mine = Some(frames);
+            error
+        })
+    };
+    let mut tried = Vec::new();
+    let claimed = frames.alloc_contig_range(&mut threads.cx(), a, &mut |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+        tried.push(remove(cx));
+        false
+    });
+    assert_eq!(tried, [Err(RemoveError::Contended)]);
+    assert_eq!(claimed.unwrap_err(), AllocContigError::InUse(a.base()));
+    assert_eq!(remove(&threads.cx()), Ok(()));
+    assert_eq!(frames.take_range(&threads.cx(), a).unwrap_err(), AllocContigError::NotManaged);
 }

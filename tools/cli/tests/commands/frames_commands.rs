@@ -113,6 +113,7 @@ fn scale_is_predicted_and_measured() {
         assert!(nanos > 0.0 && (rate(1) * nanos / 1e9 - 1.0).abs() < 1e-6, "{what}");
         assert!(of("bench.scale.measured", what, Some(1)).is_some_and(|rate| rate > 0.0), "{what}");
         let shares = of("bench.scale.transfers", what, None).expect("a number") > 0.0;
-        assert_eq!(rate(256) < 255.99 * rate(1), shares, "{what}");
+        // However long one CPU alone took on a busy machine.
+        assert_eq!(rate(256) < (256.0 - 1e-6) * rate(1), shares, "{what}");
     }
 }
