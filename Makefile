@@ -68,6 +68,8 @@ test-examples:
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
 	    CARGO="$(CARGO)" examples/ring0/run.sh && CARGO="$(CARGO)" examples/two-cpus/run.sh; \
 	else echo "skipped: the ring-0 example, and the one with two CPUs"; fi
+	@if scripts/need.sh target $(ARM_KERNEL) && scripts/need.sh program qemu-system-aarch64 qemu-system-arm; then \
+	    CARGO="$(CARGO)" examples/el1/run.sh; else echo "skipped: the arm64 example"; fi
 
 # The optimiser's output is what ships: the dispatch is judged by disassembly, the fence stress runs at full speed, and
 # the heap believes its frees, or with the feature hardened nearly.
@@ -186,7 +188,7 @@ lint:
 	@if scripts/need.sh target x86_64-unknown-none; then \
 	    $(CARGO) clippy --locked --target x86_64-unknown-none -p hugemm-kernel -p hugemm-kernel-commands -p hugemm-example-ring0 -- -D warnings; fi
 	@if scripts/need.sh target $(ARM_KERNEL); then \
-	    $(CARGO) clippy --locked --target $(ARM_KERNEL) -p hugemm-kernel -p hugemm-kernel-commands -- -D warnings; fi
+	    $(CARGO) clippy --locked --target $(ARM_KERNEL) -p hugemm-kernel -p hugemm-kernel-commands -p hugemm-example-el1 -- -D warnings; fi
 	RUSTFLAGS="--cfg perturb" CARGO_TARGET_DIR=target/perturb $(CARGO) check --locked $(RACES)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	@if command -v cargo-deny >/dev/null 2>&1; then $(CARGO) deny --locked check bans licenses sources; \

@@ -13,7 +13,7 @@ pub struct DirectMap {
 }
 
 impl DirectMap {
-    /// `frames`, the first of which is mapped at address `at`, a multiple of 4096. Touches nothing.
+    /// `frames`, the first of which is mapped at address `at`, a multiple of 4096: one to one, that is its own address. Touches nothing.
     pub const fn new(frames: Extent, at: usize) -> Self {
         DirectMap { frames, at }
     }
