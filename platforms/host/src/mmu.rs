@@ -261,7 +261,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
     pub fn load(&self, cpu: CpuId, at: VirtAddr) -> Result<u64, Fault> {
         let ptr = self.translate(cpu, VirtAddr::new(at.get() & !7), MmuAccess::Load)?;
         if self.stores.pending_elsewhere(cpu, ptr.addr().get(), 8) {
-            self.oracle.report(Violation::Unpublished { cpu, at });
+            self.oracle.report(format!("{cpu} read {at} before it was published"));
         }
         // SAFETY: 8 aligned bytes of the host's memory, which all CPUs access atomically.
         Ok(unsafe { ptr.cast::<AtomicU64>().as_ref() }.load(Ordering::Relaxed))

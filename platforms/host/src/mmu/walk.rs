@@ -1,7 +1,6 @@
 //! Walking real tables, setting accessed and dirty bits as hardware does, and accesses.
 
 use super::entries::{GROUP, LEVELS, Tables};
-use super::oracle::Violation;
 use super::tlb::{CachedTable, CpuTlb, Translation, reach};
 use super::{Fault, Mmu, MmuAccess};
 use hugemm_base::{CpuId, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
@@ -52,12 +51,13 @@ impl Mmu<'_, '_> {
         let phys = PhysAddr::new(known.frame.start().get() + offset);
         let frame = Pfn::containing(phys);
         if self.oracle.freed_since(frame, known.seen) {
-            self.oracle.report(Violation::StaleUse { cpu, at, frame });
+            self.oracle.report(format!("{cpu} used {at} through a stale translation to {frame}, which has been freed"));
         }
         if access == MmuAccess::Store {
             self.oracle.wrote(frame);
             if self.mapped_now(tlb, at).is_some_and(|now| now != frame) {
-                self.oracle.report(Violation::LostStore { cpu, at, frame });
+                self.oracle
+                    .report(format!("{cpu} stored at {at} through a stale translation to {frame}; the store is lost"));
             }
         }
         phys
@@ -136,17 +136,17 @@ impl Mmu<'_, '_> {
         let start =
             if starts.is_empty() || tlb.random.one_in(8) { top } else { starts[tlb.random.below(starts.len())] };
         if self.oracle.freed_since(start.table, start.seen) {
-            self.oracle.report(Violation::FreedTable { cpu, at, table: start.table });
+            self.oracle.report(format!("{cpu} walked {at} through the freed table {}", start.table));
             return Err(Fault::NotPresent);
         }
         let (mut table, mut writable) = (start.table, start.writable);
         for level in (0..=start.level).rev() {
             if self.oracle.is_free(table) {
-                self.oracle.report(Violation::FreedTable { cpu, at, table });
+                self.oracle.report(format!("{cpu} walked {at} through the freed table {table}"));
                 return Err(Fault::NotPresent);
             }
             let Some(entry) = self.entry(table, at, level) else {
-                self.oracle.report(Violation::Wild { at, frame: table });
+                self.oracle.report(format!("{at} leads to {table}, which is no memory"));
                 return Err(Fault::NotPresent);
             };
             let mut value = entry.load(Ordering::Acquire);
@@ -188,7 +188,7 @@ impl Mmu<'_, '_> {
             if leaf {
                 let folded = walks.is_folded(value);
                 if folded && !self.is_group(table, at, level, value) {
-                    self.oracle.report(Violation::Group { cpu, at });
+                    self.oracle.report(format!("{cpu} found {at} in a folded group whose entries do not agree"));
                 }
                 let bytes = if folded && tlb.random.one_in(2) { reach(level) * GROUP } else { reach(level) };
                 let translation = Translation {
@@ -205,16 +205,16 @@ impl Mmu<'_, '_> {
                 };
                 let used = within(below, at, level);
                 if self.host().address(used).is_none() {
-                    self.oracle.report(Violation::Wild { at, frame: used });
+                    self.oracle.report(format!("{at} leads to {used}, which is no memory"));
                     return Err(Fault::NotPresent);
                 }
                 if self.oracle.is_free(used) {
-                    self.oracle.report(Violation::FreeMapped { cpu, at, frame: used });
+                    self.oracle.report(format!("{cpu} found {at} mapped to {used}, which is free"));
                 }
                 if let Tables::Arm64 { resizes } = walks
                     && tlb.contradicts(&translation, resizes)
                 {
-                    self.oracle.report(Violation::Conflict { cpu, at });
+                    self.conflict(cpu, at);
                 }
                 tlb.insert(translation);
                 self.fills.fetch_add(1, Ordering::Relaxed);
@@ -227,12 +227,17 @@ impl Mmu<'_, '_> {
                 if let Tables::Arm64 { resizes } = walks
                     && tlb.contradicts_table(&new, resizes)
                 {
-                    self.oracle.report(Violation::Conflict { cpu, at });
+                    self.conflict(cpu, at);
                 }
                 tlb.insert_table(new);
             }
         }
         Err(Fault::NotPresent)
+    }
+
+    fn conflict(&self, cpu: CpuId, at: VirtAddr) {
+        self.oracle
+            .report(format!("{cpu} has two translations of {at}: an entry was changed that had to be broken first"));
     }
 
     /// Something that a CPU does by itself.
