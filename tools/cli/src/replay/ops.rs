@@ -97,17 +97,3 @@ pub fn run<P: Cpu, S: Source<P>>(source: &S, cx: &CpuCx<'_, P>, ops: &[Op], slot
     }
     failed
 }
-
-/// Frees what the operations have left.
-pub fn free_rest<P: Cpu, S: Source<P>>(source: &S, cx: &CpuCx<'_, P>, ops: &[Op], slots: &mut Slots<S::Block>) {
-    for op in ops {
-        let (first, count, order) = match *op {
-            Op::Alloc { slot, order, .. } => (slot, 1, order),
-            Op::Split { order, to, first, .. } => (first, order.pages() >> to.get(), to),
-            Op::Free { .. } => continue,
-        };
-        for block in slots[first as usize..].iter_mut().take(count as usize).filter_map(Option::take) {
-            source.free(cx, block, order);
-        }
-    }
-}
