@@ -134,6 +134,7 @@ pub(crate) fn decompress(from: &[u8], page: &mut PageBytes) -> Result<(), Corrup
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hugemm_base::random::Random;
     use proptest::prelude::*;
 
     /// Bytes that a page of these words takes, if it is as it was afterwards and nothing beyond was written.
@@ -176,13 +177,8 @@ mod tests {
 
     #[test]
     fn what_half_a_page_does_not_hold_is_left_to_others() {
-        let mut random = 1_u64;
-        let words: Vec<u64> = (0..512)
-            .map(|_| {
-                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                random ^ random >> 29
-            })
-            .collect();
+        let mut random = Random(1);
+        let words: Vec<u64> = (0..512).map(|_| random.word()).collect();
         let fits = (MOST - HEAD) / 8;
         assert!(taken(&words[..fits]).is_some() && taken(&words[..fits + 1]).is_none());
         assert_eq!(taken(&words), None);

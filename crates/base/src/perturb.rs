@@ -49,6 +49,23 @@ macro_rules! perturbed {
     ($name:ident, $value:ty, [$($rmw:ident),*]) => {
         perturbed!(impl [] $name, $value, core::sync::atomic::$name, [$($rmw),*]);
     };
+    (exchange $value:ty, $exchange:ident) => {
+        /// As `core`'s.
+        ///
+        /// # Errors
+        ///
+        /// The value that was found.
+        pub fn $exchange(
+            &self,
+            current: $value,
+            new: $value,
+            success: Ordering,
+            failure: Ordering,
+        ) -> Result<$value, $value> {
+            perturb_change();
+            self.0.$exchange(current, new, success, failure)
+        }
+    };
     (impl [$($generic:ident)?] $name:ident, $value:ty, $core:ty, [$($rmw:ident),*]) => {
         #[doc = concat!("`core`'s `", stringify!($name), "`, perturbed.")]
         #[repr(transparent)]
@@ -82,37 +99,8 @@ macro_rules! perturbed {
                 self.0.store(value, order)
             }
 
-            /// As `core`'s.
-            ///
-            /// # Errors
-            ///
-            /// The value that was found.
-            pub fn compare_exchange(
-                &self,
-                current: $value,
-                new: $value,
-                success: Ordering,
-                failure: Ordering,
-            ) -> Result<$value, $value> {
-                perturb_change();
-                self.0.compare_exchange(current, new, success, failure)
-            }
-
-            /// As `core`'s.
-            ///
-            /// # Errors
-            ///
-            /// The value that was found.
-            pub fn compare_exchange_weak(
-                &self,
-                current: $value,
-                new: $value,
-                success: Ordering,
-                failure: Ordering,
-            ) -> Result<$value, $value> {
-                perturb_change();
-                self.0.compare_exchange_weak(current, new, success, failure)
-            }
+            perturbed!(exchange $value, compare_exchange);
+            perturbed!(exchange $value, compare_exchange_weak);
 
             /// As `core`'s.
             ///

@@ -1,12 +1,14 @@
 //! The smallest platform: memory, one CPU, nothing else.
 
+use crate::VirtAddr;
 use crate::addr::PAGE_BYTES;
 use crate::content::Ram;
 use crate::counters::Counters;
 use crate::cpu::CpuCx;
+use crate::direct_map::DirectMap;
 use crate::extent::Extent;
 use crate::platform::{Cpu, CpuId, LinearMap, NodeId, PhysMap, Topology, Window};
-use crate::{PAGE_SHIFT, VirtAddr};
+use core::marker::PhantomData;
 
 /// A platform to begin with: one task on one CPU, without interrupts, with memory that is mapped from an address on. It
 /// lives in the first frame of that memory.
@@ -45,10 +47,11 @@ use crate::{PAGE_SHIFT, VirtAddr};
 /// ```
 #[derive(Debug)]
 pub struct SingleCpu {
-    /// What is left of the memory, and where it is mapped. The pointer also says that this is neither `Send` nor `Sync`.
-    ram: Extent,
-    base: *mut u8,
+    /// What is left of the memory.
+    map: DirectMap,
     counters: Counters,
+    /// Neither `Send` nor `Sync`.
+    stays: PhantomData<*mut u8>,
 }
 
 // The first frame has room for it, aligned.
@@ -66,7 +69,8 @@ impl SingleCpu {
     ///   or contexts can meet with what is returned.
     pub unsafe fn start<'m>(ram: Extent, base: *mut u8) -> (CpuCx<'m, SingleCpu>, Ram) {
         let (_, rest) = ram.split_at(1);
-        let cpu = SingleCpu { ram: rest, base: base.wrapping_add(PAGE_BYTES as usize), counters: Counters::new() };
+        let map = DirectMap::new(rest, base.expose_provenance().wrapping_add(PAGE_BYTES as usize));
+        let cpu = SingleCpu { map, counters: Counters::new(), stays: PhantomData };
         let place = base.cast::<SingleCpu>();
         // SAFETY: the first frame is there, mapped, large enough, and nobody's but the platform's for `'m`. The platform is
         // new, so the task has no other context of it. The rest is the caller's promise.
@@ -106,12 +110,7 @@ unsafe impl Cpu for SingleCpu {
 unsafe impl PhysMap for SingleCpu {
     #[inline]
     fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
-        let seen = self.ram.intersection(extent);
-        if seen.is_empty() || seen.base() != extent.base() {
-            return None;
-        }
-        let offset = (seen.base().get() - self.ram.base().get()) << PAGE_SHIFT;
-        Some(Window { ptr: self.base.wrapping_add(offset as usize), pages: seen.pages() })
+        self.map.open(extent)
     }
 }
 

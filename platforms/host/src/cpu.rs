@@ -17,7 +17,6 @@ use hugemm_base::{
 };
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
-use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -44,44 +43,6 @@ pub struct CpuPlace {
 pub fn allowed_cpus() -> std::io::Result<Vec<u32>> {
     let mask = rustix::thread::sched_getaffinity(None)?;
     Ok((0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| mask.is_set(*cpu)).map(|cpu| cpu as u32).collect())
-}
-
-/// How far the system's NUMA nodes are from each other: a row of each to all, in ascending order of their numbers, 10 to itself, as
-/// `FramesConfig::with_distances` takes it. Nothing where the system does not say: then all others are as far.
-///
-/// ```
-/// use hugemm_base::{Extent, NodeId, Pfn};
-/// use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
-///
-/// let distances = hugemm_host::cpu::node_distances();
-/// let arenas = [0, 1].map(|node: u32| {
-///     let extent = Extent::new(Pfn::new(512 << node), 512)?;
-///     Ok::<_, hugemm_base::ExtentError>(ArenaSpec::new(extent, NodeId::new(node)))
-/// });
-/// let config = FramesConfig::new(&[arenas[0]?, arenas[1]?], 2).with_distances(&distances);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-pub fn node_distances() -> Vec<u8> {
-    distances_in(Path::new("/sys/devices/system/node")).unwrap_or_default()
-}
-
-/// As the kernel has them in a directory: `node0/distance` is "10 21". None if anything is missing, or a row is not as long as there are.
-fn distances_in(nodes: &Path) -> Option<Vec<u8>> {
-    let number = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_prefix("node")?.parse::<u32>().ok();
-    let mut numbers: Vec<_> = nodes.read_dir().ok()?.flatten().filter_map(number).collect();
-    numbers.sort_unstable();
-    let mut all = Vec::new();
-    for number in &numbers {
-        let row = std::fs::read_to_string(nodes.join(format!("node{number}/distance"))).ok()?;
-        let before = all.len();
-        for distance in row.split_whitespace() {
-            all.push(distance.parse().ok()?);
-        }
-        if all.len() - before != numbers.len() {
-            return None;
-        }
-    }
-    Some(all)
 }
 
 /// A host machine: CPUs over threads, frames over a mapping.
@@ -452,33 +413,3 @@ unsafe impl PhysMap for Host<'_> {
 
 // SAFETY: the mapping is borrowed, initialised, for longer than the host can be.
 unsafe impl LinearMap for Host<'_> {}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn distances_are_a_row_of_each_node_to_all() {
-        let dir = std::env::temp_dir().join(format!("hugemm-distances-{}", std::process::id()));
-        let write = |node: &str, row: &str| {
-            std::fs::create_dir_all(dir.join(node)).expect("a directory");
-            std::fs::write(dir.join(node).join("distance"), row).expect("a file");
-        };
-        assert_eq!(distances_in(&dir), None, "nothing is said");
-        // By number: 10 comes last. What is no node is none.
-        for (node, row) in [("node10", "30 15 10\n"), ("node0", "10 21 30\n"), ("node2", "21 10 15\n"), ("power", "1")]
-        {
-            write(node, row);
-        }
-        assert_eq!(distances_in(&dir).as_deref(), Some(&[10, 21, 30, 21, 10, 15, 30, 15, 10][..]));
-        for row in ["21 10\n", "21 10 256\n", "21 10 far\n", ""] {
-            write("node2", row);
-            assert_eq!(distances_in(&dir), None, "{row}");
-        }
-        std::fs::remove_dir_all(&dir).expect("removed");
-        let here = node_distances();
-        let nodes = here.len().isqrt();
-        assert_eq!(nodes * nodes, here.len());
-        assert!((0..nodes).all(|node| here[node * nodes + node] == 10));
-    }
-}

@@ -44,6 +44,7 @@ pub use oracle::Violation;
 use crate::cpu::{BASE_FRAME, Host};
 use crate::crew::replace_held;
 use crate::model::StoreModel;
+use hugemm_base::random::Random;
 use hugemm_base::{Counters, CpuCx, CpuId, Extent, Invalidation, PhysAddr, TlbScope, VirtAddr};
 use oracle::Oracle;
 use std::cell::Cell;
@@ -98,29 +99,9 @@ struct SimCpu {
     counters: Counters,
 }
 
-/// xorshift64: only has to be irregular and repeatable.
-#[derive(Debug)]
-struct Random(u64);
-
-impl Random {
-    fn new(seed: u64) -> Self {
-        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 >> 8
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound.max(1) as u64) as usize
-    }
-
-    fn one_in(&mut self, n: u64) -> bool {
-        self.next().is_multiple_of(n)
-    }
+/// Takes any one out.
+fn take_any<T>(random: &mut Random, all: &mut Vec<T>) -> Option<T> {
+    (!all.is_empty()).then(|| all.swap_remove(random.below(all.len() as u64) as usize))
 }
 
 thread_local! {
@@ -165,7 +146,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
             fills: AtomicU64::new(0),
             oracle: Oracle::new(host.frames()),
             stores: StoreModel::new(cpus.max(1) as usize, seed),
-            random: Mutex::new(Random::new(seed)),
+            random: Mutex::new(Random(seed)),
         }
     }
 
@@ -261,7 +242,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
     pub fn load(&self, cpu: CpuId, at: VirtAddr) -> Result<u64, Fault> {
         let ptr = self.translate(cpu, VirtAddr::new(at.get() & !7), MmuAccess::Load)?;
         if self.stores.pending_elsewhere(cpu, ptr.addr().get(), 8) {
-            self.oracle.report(Violation::Unpublished { cpu, at });
+            self.oracle.report(format!("{cpu} read {at} before it was published"));
         }
         // SAFETY: 8 aligned bytes of the host's memory, which all CPUs access atomically.
         Ok(unsafe { ptr.cast::<AtomicU64>().as_ref() }.load(Ordering::Relaxed))

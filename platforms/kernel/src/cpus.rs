@@ -3,7 +3,6 @@
 use crate::MAX_CPUS;
 use acpi::madt::{Madt, MadtEntry};
 use acpi::{AcpiError, AcpiHandler, AcpiTables};
-use core::fmt;
 
 /// Bit 0 of an entry's flags: the CPU is enabled. Others may only become so by being plugged in.
 const ENABLED: u32 = 1;
@@ -19,18 +18,6 @@ pub struct CpuList {
     pub apic_address: u64,
 }
 
-/// ACPI's tables are missing or broken.
-#[derive(Debug)]
-pub struct CpusError(AcpiError);
-
-impl fmt::Display for CpusError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ACPI does not say which CPUs there are ({:?})", self.0)
-    }
-}
-
-impl core::error::Error for CpusError {}
-
 impl CpuList {
     /// Reads the table; `rsdp` is where the root pointer is, or 0 to scan the BIOS's areas for it.
     ///
@@ -38,7 +25,7 @@ impl CpuList {
     ///
     /// `rsdp` is the physical address of ACPI's root pointer, or 0 on a machine with a BIOS's memory layout; the handler
     /// maps what it is asked for.
-    pub unsafe fn read<H: AcpiHandler>(handler: H, rsdp: u64) -> Result<Self, CpusError> {
+    pub unsafe fn read<H: AcpiHandler>(handler: H, rsdp: u64) -> Result<Self, AcpiError> {
         // SAFETY: the caller's promise, passed on.
         let tables = unsafe {
             match usize::try_from(rsdp) {
@@ -46,7 +33,7 @@ impl CpuList {
                 _ => AcpiTables::search_for_rsdp_bios(handler),
             }
         };
-        let madt = tables.map_err(CpusError)?.find_table::<Madt>().map_err(CpusError)?;
+        let madt = tables?.find_table::<Madt>()?;
         let madt = madt.get();
         let mut list = CpuList {
             apic_ids: [0; MAX_CPUS as usize],
@@ -149,7 +136,7 @@ mod tests {
         entry
     }
 
-    fn read(memory: &[u8], rsdp: u64) -> Result<CpuList, CpusError> {
+    fn read(memory: &[u8], rsdp: u64) -> Result<CpuList, AcpiError> {
         // SAFETY: the handler checks every access against the test's memory.
         unsafe { CpuList::read(Memory(memory), rsdp) }
     }

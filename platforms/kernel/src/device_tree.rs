@@ -3,9 +3,8 @@
 //! Source: Devicetree Specification, release 0.4; the bindings of `arm,psci`, `arm,gic-v3` and `arm,pl011`.
 
 use crate::MAX_CPUS;
-use crate::memory_map::{MapError, MemoryMap};
+use crate::memory_map::MemoryMap;
 use crate::pvh::Entry;
-use core::fmt;
 use dtoolkit::fdt::{Fdt, FdtNode};
 use dtoolkit::{Node, Property};
 use hugemm_base::{Extent, PAGE_BYTES, Pfn};
@@ -19,57 +18,13 @@ pub enum Conduit {
     Smc,
 }
 
-/// Why a machine cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum DeviceTreeError {
-    /// There is no device tree where one should be.
-    NoTree,
-    /// It is there, and broken.
-    Broken,
-    /// It names no memory.
-    NoMemory,
-    /// Memory is in too many pieces.
-    Map(MapError),
-    /// It names no firmware that starts CPUs and switches the machine off.
-    NoPsci,
-    /// It names no interrupt controller of version 3.
-    NoGic,
-    /// It names no serial port.
-    NoConsole,
-    /// The interrupt controller has fewer CPUs than the machine.
-    TooManyCpus {
-        /// CPUs that the machine has.
-        cpus: u32,
-        /// Those that the interrupt controller has.
-        interruptible: u64,
-    },
-}
-
-impl fmt::Display for DeviceTreeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            DeviceTreeError::NoTree => f.write_str(
-                "there is no device tree at the beginning of memory; boot the image on QEMU's machine 'virt'",
-            ),
-            DeviceTreeError::Broken => f.write_str("the device tree is broken"),
-            DeviceTreeError::NoMemory => f.write_str("the device tree names no memory"),
-            DeviceTreeError::Map(error) => error.fmt(f),
-            DeviceTreeError::NoPsci => {
-                f.write_str("the device tree names no PSCI firmware, which starts CPUs and switches the machine off")
-            }
-            DeviceTreeError::NoGic => {
-                f.write_str("the device tree names no GICv3; boot with -machine virt,gic-version=3")
-            }
-            DeviceTreeError::NoConsole => f.write_str("the device tree names no PL011 serial port"),
-            DeviceTreeError::TooManyCpus { cpus, interruptible } => write!(
-                f,
-                "the machine has {cpus} CPUs and its interrupt controller {interruptible}; use --cpus {interruptible} or less"
-            ),
-        }
-    }
-}
-
-impl core::error::Error for DeviceTreeError {}
+const NO_TREE: &str = "there is no device tree at the beginning of memory; boot the image on QEMU's machine 'virt'";
+const BROKEN: &str = "the device tree is broken";
+const NO_MEMORY: &str = "the device tree names no memory";
+const NO_PSCI: &str = "the device tree names no PSCI firmware, which starts CPUs and switches the machine off";
+const NO_GIC: &str = "the device tree names no GICv3; boot with -machine virt,gic-version=3";
+const NO_CONSOLE: &str = "the device tree names no PL011 serial port";
+const TOO_MANY_CPUS: &str = "the machine has more CPUs than its interrupt controller; use fewer --cpus";
 
 /// What is used of a machine.
 #[derive(Clone, Debug)]
@@ -99,19 +54,20 @@ impl<'a> Board<'a> {
     /// # Errors
     ///
     /// There is none, it is broken, or something that the kernel cannot do without is not in it.
-    pub fn read(bytes: &'a [u8]) -> Result<Self, DeviceTreeError> {
+    pub fn read(bytes: &'a [u8]) -> Result<Self, &'static str> {
         let tree = tree(bytes)?;
         let console = compatible(tree, &["arm,pl011"]).and_then(|node| registers(node).next());
-        let console = console.ok_or(DeviceTreeError::NoConsole)?;
+        let console = console.ok_or(NO_CONSOLE)?;
         conduit(bytes)?;
-        let gic = compatible(tree, &["arm,gic-v3"]).ok_or(DeviceTreeError::NoGic)?;
+        let gic = compatible(tree, &["arm,gic-v3"]).ok_or(NO_GIC)?;
         let mut parts = registers(gic);
         let (Some(distributor), Some(redistributors)) = (parts.next(), parts.next()) else {
-            return Err(DeviceTreeError::NoGic);
+            return Err(NO_GIC);
         };
-        let map = MemoryMap::new(memory(tree).chain(reserved(tree))).map_err(DeviceTreeError::Map)?;
+        let map =
+            MemoryMap::new(memory(tree).chain(reserved(tree))).map_err(|_| "the memory map has too many pieces")?;
         if map.pages() == 0 {
-            return Err(DeviceTreeError::NoMemory);
+            return Err(NO_MEMORY);
         }
         let (mut cpus, mut present) = ([0; MAX_CPUS as usize], 0);
         for id in cpu_ids(tree) {
@@ -123,9 +79,8 @@ impl<'a> Board<'a> {
         let chosen = tree.find_node("/chosen").and_then(|node| node.property("bootargs"));
         let command_line = chosen.and_then(|line| line.value_as().ok()).unwrap_or("");
         let board = Board { map, cpus, present, console, distributor, redistributors, command_line };
-        let interruptible = redistributors.bytes() / REDISTRIBUTOR;
-        if u64::from(present) > interruptible {
-            return Err(DeviceTreeError::TooManyCpus { cpus: present, interruptible });
+        if u64::from(present) > redistributors.bytes() / REDISTRIBUTOR {
+            return Err(TOO_MANY_CPUS);
         }
         Ok(board)
     }
@@ -138,14 +93,14 @@ impl<'a> Board<'a> {
 }
 
 /// The tree at the beginning of `bytes`.
-fn tree(bytes: &[u8]) -> Result<Fdt<'_>, DeviceTreeError> {
+fn tree(bytes: &[u8]) -> Result<Fdt<'_>, &'static str> {
     const MAGIC: u32 = 0xd00d_feed;
     let word = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
     if word(0) != Some(MAGIC) {
-        return Err(DeviceTreeError::NoTree);
+        return Err(NO_TREE);
     }
-    let bytes = word(4).and_then(|length| bytes.get(..length as usize)).ok_or(DeviceTreeError::Broken)?;
-    Fdt::new(bytes).map_err(|_| DeviceTreeError::Broken)
+    let bytes = word(4).and_then(|length| bytes.get(..length as usize)).ok_or(BROKEN)?;
+    Fdt::new(bytes).map_err(|_| BROKEN)
 }
 
 /// How firmware is reached: what a machine needs to be switched off because of anything else that is missing.
@@ -153,12 +108,12 @@ fn tree(bytes: &[u8]) -> Result<Fdt<'_>, DeviceTreeError> {
 /// # Errors
 ///
 /// There is no device tree, it is broken, or names no PSCI firmware.
-pub fn conduit(bytes: &[u8]) -> Result<Conduit, DeviceTreeError> {
-    let psci = compatible(tree(bytes)?, &["arm,psci-1.0", "arm,psci-0.2"]).ok_or(DeviceTreeError::NoPsci)?;
+pub fn conduit(bytes: &[u8]) -> Result<Conduit, &'static str> {
+    let psci = compatible(tree(bytes)?, &["arm,psci-1.0", "arm,psci-0.2"]).ok_or(NO_PSCI)?;
     match psci.property("method").and_then(|method| method.value_as::<&str>().ok()) {
         Some("hvc") => Ok(Conduit::Hvc),
         Some("smc") => Ok(Conduit::Smc),
-        _ => Err(DeviceTreeError::NoPsci),
+        _ => Err(NO_PSCI),
     }
 }
 
@@ -300,16 +255,14 @@ mod tests {
             let bytes = tree.to_dtb();
             Board::read(&bytes).map(|board| board.present).expect_err(name)
         };
-        assert_eq!(without("memory@40000000"), DeviceTreeError::NoMemory);
-        assert_eq!(without("psci"), DeviceTreeError::NoPsci);
-        assert_eq!(without("intc@8000000"), DeviceTreeError::NoGic);
-        assert_eq!(without("pl011@9000000"), DeviceTreeError::NoConsole);
-        assert_eq!(Board::read(&[0; 64]).map(|_| ()), Err(DeviceTreeError::NoTree));
+        assert_eq!(without("memory@40000000"), NO_MEMORY);
+        assert_eq!(without("psci"), NO_PSCI);
+        assert_eq!(without("intc@8000000"), NO_GIC);
+        assert_eq!(without("pl011@9000000"), NO_CONSOLE);
+        assert_eq!(Board::read(&[0; 64]).map(|_| ()), Err(NO_TREE));
         let bytes = virt(1, 1).to_dtb();
-        assert_eq!(Board::read(&bytes[..bytes.len() / 2]).map(|_| ()), Err(DeviceTreeError::Broken));
+        assert_eq!(Board::read(&bytes[..bytes.len() / 2]).map(|_| ()), Err(BROKEN));
         let bytes = virt(3, 2).to_dtb();
-        let error = Board::read(&bytes).map(|_| ()).expect_err("too many");
-        assert_eq!(error, DeviceTreeError::TooManyCpus { cpus: 3, interruptible: 2 });
-        assert!(error.to_string().contains("--cpus 2"), "{error}");
+        assert_eq!(Board::read(&bytes).map(|_| ()), Err(TOO_MANY_CPUS));
     }
 }

@@ -21,7 +21,6 @@
 //! | `clock.rs` | time |
 //! | `irq_lock.rs` | locks that interrupts may share; none is held at a reschedule point |
 //! | `platform.rs` | `hugemm_base`'s platform, implemented |
-//! | `once.rs` | values that are set while the boot CPU is alone |
 //! | `smp.rs` | starting CPUs, running a function on several |
 //! | `watchdog.rs` | nothing hangs |
 //! | `console.rs` | whole lines of words |
@@ -53,7 +52,6 @@ pub mod kva;
 pub mod layout;
 mod machine;
 pub mod memory;
-mod once;
 pub mod page_fault;
 pub mod percpu;
 pub mod platform;
@@ -70,8 +68,8 @@ use arch::{controller, entry, exit, firmware, interrupts, serial, traps};
 use core::sync::atomic::Ordering;
 use hugemm_base::CpuCx;
 use machine::Machine;
-use once::Once;
 use platform::{KERNEL, Kernel};
+use spin::Once;
 
 /// The boot CPU's context: what `main` gets.
 pub type Cx<'a> = &'a mut CpuCx<'static, Kernel>;
@@ -105,6 +103,11 @@ unsafe extern "Rust" {
     safe fn hugemm_kernel_main(cx: Cx<'_>, boot: &BootInfo) -> ExitCode;
 }
 
+/// What the boot CPU has set up while it was alone. Before that, a panic: the order of starting up is wrong.
+fn set_up<T>(once: &Once<T>) -> &T {
+    once.get().unwrap_or_else(|| panic!("used before it was set up"))
+}
+
 /// The machine, kept across the change of stacks.
 static MACHINE: Once<Machine> = Once::new();
 
@@ -115,8 +118,7 @@ extern "C" fn boot_main(info: u64) -> ! {
     let mut machine = firmware::look(info);
     machine.free.remove(layout::image()).unwrap_or_else(|error| panic!("{error}"));
     tables::build(&mut machine);
-    // SAFETY: alone until `smp::start`, and nobody has asked for it.
-    unsafe { MACHINE.set(machine) };
+    MACHINE.call_once(|| machine);
     let [_, top] = layout::BOOT_STACK;
     percpu::own().stack_top.store(top, Ordering::Relaxed);
     entry::continue_on(tables::root(), top, kernel_run)
@@ -124,7 +126,7 @@ extern "C" fn boot_main(info: u64) -> ! {
 
 /// The rest: on the kernel's own tables and stack.
 extern "C" fn kernel_run() -> ! {
-    let machine = MACHINE.get();
+    let machine = set_up(&MACHINE);
     controller::init();
     clock::init();
     let ids = machine.hardware_ids();

@@ -3,8 +3,6 @@
 //! Source: the PVH boot protocol (`xen/include/public/arch-x86/hvm/start_info.h`), which QEMU, Firecracker and Cloud
 //! Hypervisor implement. All fields are little-endian.
 
-use core::fmt;
-
 /// First word of a start info block.
 pub const MAGIC: u32 = 0x336e_c578;
 
@@ -27,54 +25,30 @@ pub struct StartInfo {
     pub memory_map_entries: u32,
 }
 
-/// Why a start info block cannot be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PvhError {
-    /// Not a start info block; this is its first word.
-    Magic(u32),
-    /// A block of version 0, which has no memory map.
-    NoMemoryMap,
-    /// The bytes end early.
-    Short,
+const NO_INFO: &str = "no PVH start info; boot the image with a PVH loader";
+const NO_MEMORY_MAP: &str = "the loader gave no memory map; use one that speaks version 1 of the PVH protocol";
+const SHORT: &str = "the PVH start info is cut off";
+
+fn word<const N: usize>(bytes: &[u8], at: usize) -> Result<[u8; N], &'static str> {
+    bytes.get(at..at + N).and_then(|part| part.try_into().ok()).ok_or(SHORT)
 }
 
-impl fmt::Display for PvhError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            PvhError::Magic(found) => {
-                write!(f, "no PVH start info: its first word is {found:#x}; boot the image with a PVH loader")
-            }
-            PvhError::NoMemoryMap => {
-                f.write_str("the loader gave no memory map; use one that speaks version 1 of the PVH protocol")
-            }
-            PvhError::Short => f.write_str("the PVH start info is cut off"),
-        }
-    }
-}
-
-impl core::error::Error for PvhError {}
-
-fn word<const N: usize>(bytes: &[u8], at: usize) -> Result<[u8; N], PvhError> {
-    bytes.get(at..at + N).and_then(|part| part.try_into().ok()).ok_or(PvhError::Short)
-}
-
-fn word32(bytes: &[u8], at: usize) -> Result<u32, PvhError> {
+fn word32(bytes: &[u8], at: usize) -> Result<u32, &'static str> {
     word(bytes, at).map(u32::from_le_bytes)
 }
 
-fn word64(bytes: &[u8], at: usize) -> Result<u64, PvhError> {
+fn word64(bytes: &[u8], at: usize) -> Result<u64, &'static str> {
     word(bytes, at).map(u64::from_le_bytes)
 }
 
 impl StartInfo {
-    /// Reads a block from its [`START_INFO_BYTES`] bytes.
-    pub fn parse(bytes: &[u8]) -> Result<Self, PvhError> {
-        let magic = word32(bytes, 0)?;
-        if magic != MAGIC {
-            return Err(PvhError::Magic(magic));
+    /// Reads a block from its [`START_INFO_BYTES`] bytes; the error says why it cannot be used.
+    pub fn parse(bytes: &[u8]) -> Result<Self, &'static str> {
+        if word32(bytes, 0)? != MAGIC {
+            return Err(NO_INFO);
         }
         if word32(bytes, 4)? < 1 {
-            return Err(PvhError::NoMemoryMap);
+            return Err(NO_MEMORY_MAP);
         }
         let info = StartInfo {
             command_line: word64(bytes, 24)?,
@@ -82,7 +56,7 @@ impl StartInfo {
             memory_map: word64(bytes, 40)?,
             memory_map_entries: word32(bytes, 48)?,
         };
-        if info.memory_map == 0 || info.memory_map_entries == 0 { Err(PvhError::NoMemoryMap) } else { Ok(info) }
+        if info.memory_map == 0 || info.memory_map_entries == 0 { Err(NO_MEMORY_MAP) } else { Ok(info) }
     }
 }
 
@@ -131,11 +105,11 @@ mod tests {
 
     #[test]
     fn what_is_no_block_is_refused() {
-        assert_eq!(StartInfo::parse(&block(1, 1, 0x3000, 7)), Err(PvhError::Magic(1)));
-        assert_eq!(StartInfo::parse(&block(MAGIC, 0, 0x3000, 7)), Err(PvhError::NoMemoryMap));
-        assert_eq!(StartInfo::parse(&block(MAGIC, 1, 0x3000, 0)), Err(PvhError::NoMemoryMap));
-        assert_eq!(StartInfo::parse(&block(MAGIC, 1, 0x3000, 7)[..50]), Err(PvhError::Short));
-        assert_eq!(StartInfo::parse(&[]), Err(PvhError::Short));
+        assert_eq!(StartInfo::parse(&block(1, 1, 0x3000, 7)), Err(NO_INFO));
+        assert_eq!(StartInfo::parse(&block(MAGIC, 0, 0x3000, 7)), Err(NO_MEMORY_MAP));
+        assert_eq!(StartInfo::parse(&block(MAGIC, 1, 0x3000, 0)), Err(NO_MEMORY_MAP));
+        assert_eq!(StartInfo::parse(&block(MAGIC, 1, 0x3000, 7)[..50]), Err(SHORT));
+        assert_eq!(StartInfo::parse(&[]), Err(SHORT));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Memory as frames whose numbers nobody else has.
 
 use hugemm_base::platform::{LinearMap, PhysMap, Window};
-use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, Pfn, Ram, VirtAddr};
+use hugemm_base::{DirectMap, Extent, PAGE_BYTES, PAGE_SHIFT, Pfn, Ram, VirtAddr};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -78,12 +78,7 @@ impl Drop for Memory {
 // SAFETY: the frames are the memory, in order, which is there, writable, until it is dropped.
 unsafe impl PhysMap for Memory {
     fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
-        let seen = self.frames.intersection(extent);
-        if seen.is_empty() || seen.base() != extent.base() {
-            return None;
-        }
-        let offset = (seen.base().get() - self.frames.base().get()) << PAGE_SHIFT;
-        Some(Window { ptr: self.ptr.wrapping_add(offset as usize), pages: seen.pages() })
+        DirectMap::new(self.frames, self.ptr.expose_provenance()).open(extent)
     }
 }
 

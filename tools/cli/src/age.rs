@@ -11,7 +11,6 @@ pub mod mmu;
 pub mod rig;
 pub mod run;
 pub mod steps;
-pub mod watch;
 
 use crate::age::config::RunConfig;
 use crate::age::costs::{COSTS, Cost, ageing_costs};

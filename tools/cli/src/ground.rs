@@ -87,7 +87,7 @@ impl GroundPlan {
     /// For a machine that has these frames, which begin and end at a multiple of 128 MiB.
     pub fn over(all: Extent, cpus: u32) -> Result<Self> {
         let mut plan = GroundPlan { all, metadata: 0 };
-        plan.metadata = Frames::<Soft<'_>>::required_bytes(&plan.config(&[plan.arena()], cpus))?.size();
+        plan.metadata = Frames::<Soft<'_>>::required_bytes(&FramesConfig::new(&[plan.arena()], cpus))?.size();
         Ok(plan)
     }
 
@@ -98,10 +98,6 @@ impl GroundPlan {
     fn arena(&self) -> ArenaSpec {
         let array = std::ptr::without_provenance_mut::<Descriptor>(self.first().get() as usize);
         with!(ArenaSpec::new(self.all, NodeId::new(0)), descriptors = NonNull::new(array))
-    }
-
-    fn config<'a>(&self, arenas: &'a [ArenaSpec], cpus: u32) -> FramesConfig<'a> {
-        FramesConfig::new(arenas, cpus)
     }
 
     /// Builds the machine for `f`, in memory that takes room when it is touched.
@@ -146,7 +142,7 @@ impl GroundPlan {
         let (at, bytes) = (metadata.as_mut_ptr(), metadata.len());
         let arenas = [self.arena()];
         // SAFETY: the region is borrowed exclusively, initialised and used for nothing else; one host's contexts only.
-        let frames = unsafe { Frames::new(&self.config(&arenas, cpus), Soft(&map, &spare), at, bytes) }?;
+        let frames = unsafe { Frames::new(&FramesConfig::new(&arenas, cpus), Soft(&map, &spare), at, bytes) }?;
         let claimed = host.run_on(hugemm_base::CpuId::new(0), |cx| {
             // SAFETY: released once, here; the memory is the machine's.
             unsafe { frames.release(cx, Dirty::assume_owned(self.all)) };
@@ -173,11 +169,17 @@ impl<'m> Ground<'m> {
     }
 
     pub fn with_pool<R>(&self, size: PageSize, f: impl FnOnce(&HugePool<'_>) -> Result<R>) -> Result<R> {
-        let mut areas = self.areas.clone();
-        let mut groups: Vec<Group> =
-            (0..HugePool::<SpinLock>::groups(&areas, size)).map(|_| Group::default()).collect();
-        let mut nodes = [HugePageCounts::default()];
-        let pool = HugePool::new(size, &mut areas, &mut groups, &mut nodes)?;
-        f(&pool)
+        pool_over(self.areas.clone(), size, f)
     }
+}
+
+/// Runs `f` with an empty pool over these areas, of one node.
+pub fn pool_over<R>(
+    mut areas: Vec<PoolArena>,
+    size: PageSize,
+    f: impl FnOnce(&HugePool<'_>) -> Result<R>,
+) -> Result<R> {
+    let mut groups: Vec<Group> = (0..HugePool::<SpinLock>::groups(&areas, size)).map(|_| Group::default()).collect();
+    let mut nodes = [HugePageCounts::default()];
+    f(&HugePool::new(size, &mut areas, &mut groups, &mut nodes)?)
 }

@@ -124,9 +124,7 @@ pub fn bandwidths(
                 }
                 let from = cursor;
                 cursor += span;
-                part(memory, from, span, |region| {
-                    sweep::pass(cx, how, region, field.size, field.touch).map_err(|e| e.reason.into())
-                })?
+                part(memory, from, span, |region| Ok(sweep::pass(cx, how, region, field.size, field.touch)?))?
             }
         };
         if counts {
@@ -144,7 +142,7 @@ fn hot(cx: &mut CpuCx<'_, Host<'_>>, how: ClearWith<'_>, mut region: Dirty, fiel
     let mut sum = Pass::default();
     for i in 0..untimed + field.total / field.size {
         let pass;
-        (region, pass) = sweep::pass(cx, how, region, field.size, field.touch).map_err(|e| e.reason)?;
+        (region, pass) = sweep::pass(cx, how, region, field.size, field.touch)?;
         if i >= untimed {
             sum = sum.plus(pass);
         }

@@ -8,7 +8,7 @@ mod trace;
 use crate::args::Replay;
 use crate::document::Row;
 use crate::frames::area::{AreaPlan, Sides};
-use crate::frames::peers;
+use crate::frames::peers::{self, Managed, Peer};
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
 use crate::results::{Line, Results};
@@ -39,7 +39,7 @@ pub fn run(args: &Replay) -> Result<()> {
     let place = machine.places(1)?.remove(0);
     let area = area.area_on(&vec![place; cpus as usize], &mut metadata)?;
     let mut sides = Sides::new(&area, Replaying { plan: &plan, cpus });
-    sides.add("loop", Nobody::default(), false);
+    sides.add(Nobody::NAME, Managed::<Nobody>::new(area.extent)?, false);
     sides.add("hugemm", CountedPages(&area.frames), true);
     peers::each(args.no_peers, &mut sides)?;
     // The first only warms up.

@@ -33,6 +33,15 @@ impl Steps for Wakes {
     }
 }
 
+/// Calls it in the end, however that comes.
+pub struct OnDrop<F: FnMut()>(pub F);
+
+impl<F: FnMut()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
 /// The worker's work, until it does not go on: who ends it wakes it too.
 pub fn work<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps>(
     cx: &mut Cx<'_, S>,

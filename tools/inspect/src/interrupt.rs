@@ -124,22 +124,10 @@ impl Cancel for UserStops {
     }
 }
 
-/// Ends the process as a failed one, where some of its threads cannot be ended any more: with a line that says why, and every
-/// pool put back as by a second signal.
-pub fn give_up(why: &str) -> ! {
-    eprintln!("hugemm: {why}");
-    restore_pools();
-    std::process::exit(1)
-}
-
-fn restore_pools() {
+fn end_at_once(signal: i32) -> ! {
     for line in pool::restore_all_at_once(PATIENCE) {
         eprintln!("{line}");
     }
-}
-
-fn end_at_once(signal: i32) -> ! {
-    restore_pools();
     // Ends the process as the signal does by default, so that a shell sees why.
     let _ = signal_hook::low_level::emulate_default_handler(signal);
     signal_hook::low_level::exit(signal.saturating_add(128))

@@ -6,11 +6,9 @@
 //! choose among those CPUs. How many interrupts there were is in `/proc/interrupts`.
 
 use anyhow::{Context, Result, bail};
-use hugemm_base::platform::CpuId;
-use hugemm_base::{Invalidation, PhysAddr, TlbHw, TlbScope};
 use rustix::thread::{MembarrierCommand, MembarrierQuery};
 
-/// TLB hardware whose interrupts are real and whose TLBs are not there: for timing, over tables that no CPU walks.
+/// A process whose CPUs can be interrupted.
 #[derive(Debug)]
 pub struct MembarrierIpi(());
 
@@ -30,23 +28,12 @@ impl MembarrierIpi {
             .context("cannot register for membarrier; use --counted-only")?;
         Ok(MembarrierIpi(()))
     }
-}
 
-// SAFETY: no CPU walks the tables, so there is nothing to invalidate; an interrupted CPU is a thread that polls.
-unsafe impl TlbHw for MembarrierIpi {
-    #[inline]
-    unsafe fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
-
-    fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {
+    /// Interrupts every other CPU that runs the process.
+    pub fn interrupt(&self) {
         // Fails only for processes that have not registered, which this one has.
         let _ = rustix::thread::membarrier(MembarrierCommand::PrivateExpedited);
     }
-
-    #[inline]
-    unsafe fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
-
-    #[inline]
-    unsafe fn unload(&self, _cpu: CpuId) {}
 }
 
 #[cfg(test)]

@@ -50,8 +50,6 @@ pub struct Cache {
 pub struct Caches {
     /// First-level data cache.
     pub l1d: Option<Cache>,
-    /// First-level instruction cache.
-    pub l1i: Option<Cache>,
     /// Second-level cache.
     pub l2: Option<Cache>,
     /// Third-level cache.
@@ -74,7 +72,6 @@ impl Caches {
             let kind = text(dir.join("type")).unwrap_or_default();
             let slot = match (number(dir.join("level")), kind.as_str()) {
                 (Some(1), "Data" | "Unified") => &mut caches.l1d,
-                (Some(1), "Instruction") => &mut caches.l1i,
                 (Some(2), _) => &mut caches.l2,
                 (Some(3), _) => &mut caches.l3,
                 _ => continue,

@@ -41,8 +41,14 @@ impl Machine {
     /// Starts this test program again in the given role and waits until it says that it is ready. It ignores no signal, also
     /// where this one does, which is then in the background of a script.
     fn start(&self, role: &str) -> Child {
+        self.start_by(&[], role)
+    }
+
+    /// The same by another program.
+    fn start_by(&self, program: &[&str], role: &str) -> Child {
         let mut child = Command::new("env")
             .arg(HEARS)
+            .args(program)
             .arg(std::env::current_exe().unwrap())
             .args(["child", "--exact", "--nocapture", "--test-threads=1"])
             .env(ROLE, role)
@@ -170,17 +176,7 @@ fn a_pool_that_cannot_be_put_back_is_told_with_the_command() {
 fn ignored_signals_stay_ignored() {
     let machine = Machine::new("ignored");
     // As nohup does it.
-    let mut child = Command::new("env")
-        .args([HEARS, "sh", "-c", "trap '' HUP; exec \"$0\" child --exact --nocapture --test-threads=1"])
-        .arg(std::env::current_exe().unwrap())
-        .env(ROLE, "hangs")
-        .env(MACHINE, &machine.0)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    assert!(lines.any(|line| line.unwrap().contains("ready")));
+    let mut child = machine.start_by(&["sh", "-c", "trap '' HUP; exec \"$0\" \"$@\""], "hangs");
     send(&child, Signal::HUP);
     send(&child, Signal::HUP);
     std::thread::sleep(Duration::from_millis(200));

@@ -5,7 +5,7 @@ use anyhow::{Context as _, Result, anyhow};
 use hugemm::base::lock::SpinLock;
 use hugemm::base::platform::{LinearMap, PhysMap, Window};
 use hugemm::base::sync::AtomicU64;
-use hugemm::base::{Dirty, Extent, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange, with};
+use hugemm::base::{DirectMap, Dirty, Extent, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm::clear::{ClearPolicy, Clearer, Features, Primitive, Profile};
 use hugemm::frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm::heap::Heap;
@@ -31,12 +31,7 @@ pub(crate) const FIRST: u64 = 1 << 20;
 
 /// All memory, mapped in one piece.
 #[derive(Debug)]
-pub(crate) struct Map(*mut u8);
-
-// SAFETY: it is only memory; who may use which part is the business of whoever has its frames.
-unsafe impl Send for Map {}
-// SAFETY: as above.
-unsafe impl Sync for Map {}
+pub(crate) struct Map(DirectMap);
 
 fn memory() -> Extent {
     Extent::new(Pfn::new(FIRST), MEMORY >> PAGE_SHIFT).unwrap_or_default()
@@ -45,11 +40,7 @@ fn memory() -> Extent {
 // SAFETY: the frames are the mapping's, in order, which is there for ever.
 unsafe impl PhysMap for Map {
     fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
-        let seen = memory().intersection(extent);
-        (!seen.is_empty() && seen.base() == extent.base()).then(|| {
-            let offset = (seen.base().get() - FIRST) << PAGE_SHIFT;
-            Window { ptr: self.0.wrapping_add(offset as usize), pages: seen.pages() }
-        })
+        self.0.open(extent)
     }
 }
 
@@ -149,7 +140,10 @@ impl Ground {
         let at = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags) };
         let at = at.context("cannot map memory")?.cast::<u8>();
         let at = at.map_addr(|address| address.next_multiple_of(1 << 30));
-        Ok(Ground { cpus: keep(Threads::new(Map(at))), base: at.addr() as u64 })
+        Ok(Ground {
+            cpus: keep(Threads::new(Map(DirectMap::new(memory(), at.expose_provenance())))),
+            base: at.addr() as u64,
+        })
     }
 }
 

@@ -31,11 +31,6 @@ impl<'m> Chase<'m> {
         Chase { lines }
     }
 
-    /// Bytes of the working set.
-    pub fn bytes(&self) -> u64 {
-        size_of_val(self.lines) as u64
-    }
-
     /// Follows the cycle for about `nanos` ns, or until cancelled; returns the steps made and the time they took. O(1)
     /// overhead per 4096 steps.
     pub fn run(&self, clock: &impl Clock, nanos: u64, cancel: &impl Cancel) -> (u64, u64) {

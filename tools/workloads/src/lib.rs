@@ -1,8 +1,8 @@
 //! The workloads that hugemm runs and measures: one implementation, `no_std`, for every platform.
 //!
 //! A workload does one timed pass over memory that it is given and returns what it did; repeating, ordering sides
-//! fairly and statistics are the caller's business. Memory is passed in and handed back as [`Dirty`], so a workload
-//! never allocates and first-touch costs are the caller's.
+//! fairly and statistics are the caller's business. Memory is passed in and handed back as
+//! [`Dirty`](hugemm_base::Dirty), so a workload never allocates and first-touch costs are the caller's.
 //!
 //! | module | measures |
 //! |---|---|
@@ -40,7 +40,7 @@ pub mod vm_host;
 pub mod vmalloc;
 pub mod words;
 
-use hugemm_base::{Clock, Dirty, Extent};
+use hugemm_base::Clock;
 use hugemm_clear::StopReason;
 
 /// What one timed pass did.
@@ -57,19 +57,6 @@ impl Pass {
     pub fn plus(self, other: Pass) -> Pass {
         Pass { bytes: self.bytes + other.bytes, nanos: self.nanos + other.nanos }
     }
-}
-
-record::record! {
-    Pass = "pass" { bytes: u64, nanos: u64, }
-}
-
-/// A pass that ended early; the frames come back with it.
-#[derive(Debug)]
-pub struct Interrupted {
-    /// The frames.
-    pub memory: Dirty,
-    /// Why.
-    pub reason: Reason,
 }
 
 /// Why a pass ended early.
@@ -97,26 +84,4 @@ fn timed<T>(clock: &impl Clock, f: impl FnOnce() -> T) -> (T, u64) {
     let start = clock.now_ns();
     let result = f();
     (result, clock.now_ns().saturating_sub(start))
-}
-
-/// Takes the frames apart for the time of a pass: the pieces that a workload hands to the engine are then their only
-/// owners, one after the other.
-struct Loan(Extent);
-
-impl Loan {
-    fn new(memory: Dirty) -> Self {
-        Loan(memory.into_extent())
-    }
-
-    /// A piece, until the next call.
-    fn piece(&mut self, from: u64, to: u64) -> Dirty {
-        // SAFETY: `new` consumed the owner of the frames; pieces are used one after the other (their content is dropped
-        // before the next is made) and are gone before `end`.
-        unsafe { Dirty::assume_owned(self.0.slice(from, to)) }
-    }
-
-    fn end(self) -> Dirty {
-        // SAFETY: as for `piece`: nobody else owns the frames any more.
-        unsafe { Dirty::assume_owned(self.0) }
-    }
 }

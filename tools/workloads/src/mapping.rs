@@ -46,22 +46,8 @@ pub enum MapLoopError {
     Paging(PagingError),
     /// The addresses are no range.
     Range(VirtRangeError),
-    /// A page operation was refused, at this page of the range.
-    Page(u64),
-    /// Not all pages were there in the end.
-    Lost {
-        /// How many should have been.
-        wanted: u64,
-        /// How many were.
-        found: u64,
-    },
-    /// A page can be written to and should not, or the other way round.
-    Rights {
-        /// Its number in the field.
-        page: u64,
-        /// Whether it can.
-        writable: bool,
-    },
+    /// What is wrong with a page, by its number in the field.
+    Page(u64, &'static str),
 }
 
 impl fmt::Display for MapLoopError {
@@ -69,17 +55,17 @@ impl fmt::Display for MapLoopError {
         match self {
             MapLoopError::Paging(error) => error.fmt(f),
             MapLoopError::Range(error) => error.fmt(f),
-            MapLoopError::Page(page) => write!(f, "the per-page mapper refused page {page}"),
-            MapLoopError::Lost { wanted, found } => write!(f, "{wanted} pages were mapped and {found} unmapped"),
-            MapLoopError::Rights { page, writable: true } => {
-                write!(f, "page {page} can be written to after it was protected")
-            }
-            MapLoopError::Rights { page, writable: false } => write!(f, "page {page} cannot be written to and should"),
+            MapLoopError::Page(page, what) => write!(f, "page {page} {what}"),
         }
     }
 }
 
 impl core::error::Error for MapLoopError {}
+
+/// A page operation was refused, at this page.
+pub fn refused(page: u64) -> MapLoopError {
+    MapLoopError::Page(page, "was refused by the mapper")
+}
 
 impl From<PagingError> for MapLoopError {
     fn from(error: PagingError) -> Self {
@@ -123,9 +109,9 @@ pub fn pass<W: MapperLoop>(
     rights(way, field, false)?;
     let mut found = 0;
     let unmap = spent(clock, field.pages, || way.unmap(field).map(|pages| found = pages))?;
-    match found {
-        found if found == field.pages => Ok(Times { map, protect, unmap }),
-        found => Err(MapLoopError::Lost { wanted: field.pages, found }),
+    match found == field.pages {
+        true => Ok(Times { map, protect, unmap }),
+        false => Err(MapLoopError::Page(found, "and those after it were mapped and not unmapped")),
     }
 }
 
@@ -142,9 +128,10 @@ fn spent(
 fn rights<W: MapperLoop>(way: &mut W, field: Field, wanted: bool) -> Result<(), MapLoopError> {
     let last = field.last_table();
     for page in [0, 1, last, last + 1].into_iter().filter(|page| *page < field.pages) {
-        let writable = way.is_writable(field, page)?;
-        if writable != wanted {
-            return Err(MapLoopError::Rights { page, writable });
+        match way.is_writable(field, page)? {
+            true if !wanted => return Err(MapLoopError::Page(page, "can be written to after it was protected")),
+            false if wanted => return Err(MapLoopError::Page(page, "cannot be written to and should")),
+            _ => {}
         }
     }
     Ok(())
@@ -185,7 +172,7 @@ impl<F: PageFormat, M: TableMemory> MapperLoop for ByRange<'_, F, M> {
         let found = self.table.shared(&mut self.memory).lookup(address(field, page));
         match found {
             Lookup::Mapped(leaf) => Ok(leaf.flags.contains(Flags::WRITE)),
-            _ => Err(MapLoopError::Page(page)),
+            _ => Err(refused(page)),
         }
     }
 

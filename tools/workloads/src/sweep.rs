@@ -1,6 +1,6 @@
 //! Clearing by chunk and by region: the tables of "huge page clearing optimizations", hot and cold.
 
-use crate::{Interrupted, Loan, Pass, Reason, timed};
+use crate::{Pass, Reason, timed};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, Never, Owed, PAGE_BYTES, PAGE_SHIFT, PhysMap, Unfenced, with};
 use hugemm_clear::{ClearRequest, Clearer, Features, Primitive, PrimitiveClass, Warmth, raw};
@@ -35,17 +35,18 @@ pub fn pass<P: Cpu + PhysMap + Clock>(
     memory: Dirty,
     chunk: u64,
     touch: bool,
-) -> Result<(Dirty, Pass), Interrupted> {
-    let whole = memory.extent();
+) -> Result<(Dirty, Pass), Reason> {
+    let whole = memory.into_extent();
     let divides = chunk != 0 && chunk.is_multiple_of(PAGE_BYTES) && whole.bytes().is_multiple_of(chunk);
     let available = match how {
         ClearWith::Primitive { primitive, features } => features.contains(primitive),
         ClearWith::Policy { .. } => true,
     };
     if !divides || !available {
-        return Err(Interrupted { memory, reason: Reason::BadSize });
+        return Err(Reason::BadSize);
     }
-    let mut loan = Loan::new(memory);
+    // SAFETY: `memory` was the owner; the pieces of `whole` are, one after the other, until its end.
+    let owned = |part| unsafe { Dirty::assume_owned(part) };
     let pages = chunk >> PAGE_SHIFT;
     let platform = cx.platform();
     let (result, nanos) = timed(platform, || {
@@ -55,9 +56,8 @@ pub fn pass<P: Cpu + PhysMap + Clock>(
             match how {
                 ClearWith::Primitive { primitive, features: _ } => clear_with(cx, primitive, piece)?,
                 ClearWith::Policy { clearer, warmth } => {
-                    let dirty = loan.piece(at, at + pages);
                     let request = with!(ClearRequest::bulk(chunk).with_warmth(warmth), touch_soon = touch);
-                    let zeroed = clearer.clear(cx, dirty, &request, &Never);
+                    let zeroed = clearer.clear(cx, owned(piece), &request, &Never);
                     zeroed.map_err(|stopped| Reason::Stopped(stopped.reason))?.into_extent();
                 }
             }
@@ -68,10 +68,7 @@ pub fn pass<P: Cpu + PhysMap + Clock>(
         }
         Ok(())
     });
-    match result {
-        Ok(()) => Ok((loan.end(), Pass { bytes: whole.bytes(), nanos })),
-        Err(reason) => Err(Interrupted { memory: loan.end(), reason }),
-    }
+    result.map(|()| (owned(whole), Pass { bytes: whole.bytes(), nanos }))
 }
 
 /// Clears a piece with one primitive and pays its fence.

@@ -1,8 +1,7 @@
 //! How arguments are written as words of a line: numbers, values that have names, and short lists of them.
 
 use core::fmt;
-use hugemm_base::{Order, PageSize, PreemptModel};
-use hugemm_clear::Warmth;
+use hugemm_base::{Order, PageSize};
 use hugemm_reclaim::{Ageing, LruPolicy};
 
 /// Most values that a list can have.
@@ -90,11 +89,6 @@ impl<T: Copy> List<T> {
         let mut list = [None; MOST];
         list[0] = Some(value);
         List(list)
-    }
-
-    /// A list of what `f` makes of each value.
-    pub fn map<U>(self, f: impl Fn(T) -> U) -> List<U> {
-        List(self.0.map(|value| value.map(&f)))
     }
 
     /// The values.
@@ -194,28 +188,6 @@ named! {
         Size2M = "2MB",
         /// Gigantic pages.
         Size1G = "1GB",
-    }
-}
-
-named! {
-    for PreemptModel {
-        /// Tasks give up the CPU only where they sleep.
-        None = PreemptModel::None.name(),
-        /// At reschedule points.
-        Voluntary = PreemptModel::Voluntary.name(),
-        /// Anywhere, at the next tick.
-        Lazy = PreemptModel::Lazy.name(),
-        /// Anywhere, at once.
-        Full = PreemptModel::Full.name(),
-    }
-}
-
-named! {
-    for Warmth {
-        /// In the caches.
-        Hot = "hot",
-        /// In memory.
-        Cold = "cold",
     }
 }
 

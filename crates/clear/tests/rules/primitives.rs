@@ -80,6 +80,7 @@ fn detection_finds_what_the_architecture_guarantees() {
 mod mapped {
     use super::*;
     use crate::checks::{Guarded, PAGE, clear, every_length_and_alignment, whole_pages};
+    use crate::support::memory::{file, map};
 
     #[test]
     fn every_length_at_every_alignment() {
@@ -124,29 +125,12 @@ mod mapped {
         const REPEATED: usize = (4 << 30) + BLOCK;
         const LAST: usize = PAGE / 2;
 
-        // SAFETY: the name is a C string; the descriptor is this test's own.
-        let fd = unsafe { libc::memfd_create(c"clear".as_ptr(), 0) };
-        assert!(fd >= 0);
-        // SAFETY: as above.
-        assert_eq!(unsafe { libc::ftruncate(fd, (BLOCK + PAGE) as libc::off_t) }, 0);
-        let map = |at: *mut u8, len: usize, fixed: i32, offset: usize| {
-            let flags = if fixed == 0 {
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE
-            } else {
-                libc::MAP_SHARED | fixed
-            };
-            let fd = if fixed == 0 { -1 } else { fd };
-            let rw = libc::PROT_READ | libc::PROT_WRITE;
-            // SAFETY: a fresh range, or a fixed one inside the range that this test reserved.
-            let got = unsafe { libc::mmap(at.cast(), len, rw, flags, fd, offset as libc::off_t) };
-            assert_ne!(got, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
-            got.cast::<u8>()
-        };
-        let base = map(core::ptr::null_mut(), REPEATED + PAGE, 0, 0);
+        let fd = file(BLOCK + PAGE);
+        let base = map(core::ptr::null_mut(), REPEATED + PAGE, -1, 0);
         for at in (0..REPEATED).step_by(BLOCK) {
-            map(base.wrapping_add(at), BLOCK, libc::MAP_FIXED, 0);
+            map(base.wrapping_add(at), BLOCK, fd, 0);
         }
-        let last = map(base.wrapping_add(REPEATED), PAGE, libc::MAP_FIXED, BLOCK);
+        let last = map(base.wrapping_add(REPEATED), PAGE, fd, BLOCK);
 
         for p in runnable() {
             // 4 GiB exactly (0 in 32 bits), and 4 GiB and some (a small number in 32 bits), both ending mid-page.

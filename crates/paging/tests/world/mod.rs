@@ -12,6 +12,7 @@ pub use frames::with_memory;
 pub use scenes::Resizing;
 
 use frames::{Aligned, Pool};
+use hugemm_base::random::Random;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
     Cpu, CpuCx, CpuId, Invalidation, PAGE_BYTES, PageSize, Pending, Pfn, PhysAddr, TlbFlush, TlbHw, TlbScope, VirtAddr,
@@ -23,7 +24,7 @@ use hugemm_paging::{
     Deferred, DeferredUnmap, Detached, EditLock, Keep, PageFormat, PageTable, TlbCpu, TlbShootdown, TlbSpace,
     UserSpace, X86_64,
 };
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 
 pub const CPUS: u32 = 4;
 const SPACES: usize = 3;
@@ -123,7 +124,7 @@ pub struct World<F: PageFormat = X86_64> {
     late: RefCell<Vec<Late<'static>>>,
     /// Per CPU: which space it has, and whether lazily.
     state: RefCell<Vec<(Option<usize>, bool)>>,
-    random: Cell<u64>,
+    random: RefCell<Random>,
     plant: Option<Plant>,
 }
 
@@ -168,7 +169,7 @@ impl<F: PageFormat> World<F> {
             deferred,
             late: RefCell::default(),
             state: RefCell::new(vec![(None, false); CPUS as usize]),
-            random: Cell::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            random: RefCell::new(Random(seed)),
             plant,
         }
     }
@@ -183,12 +184,7 @@ impl<F: PageFormat> World<F> {
     }
 
     fn below(&self, bound: u64) -> u64 {
-        let mut random = self.random.get();
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        self.random.set(random);
-        (random >> 8) % bound
+        self.random.borrow_mut().below(bound)
     }
 
     /// Does the planted bug here and now?

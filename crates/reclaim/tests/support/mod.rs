@@ -188,12 +188,9 @@ impl Content {
             page.as_chunks_mut::<4>().0.fill(self.seed.to_ne_bytes());
             return;
         }
-        let mut state = u64::from(self.seed) << 16 | u64::from(self.random);
+        let mut random = Rng(u64::from(self.seed) << 16 | u64::from(self.random));
         let (head, tail) = page.split_at_mut(usize::from(self.random).min(4096));
-        for byte in head.iter_mut() {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            *byte = (state >> 40) as u8;
-        }
+        head.fill_with(|| random.word() as u8);
         tail.fill(self.seed as u8);
         // Else one random byte in 256 would make it a page of one byte, of which a store keeps nothing.
         if let Some(first) = head.first_mut().filter(|first| **first == self.seed as u8) {

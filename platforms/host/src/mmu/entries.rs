@@ -35,7 +35,7 @@ pub enum Tables {
     /// x86-64, four levels.
     X86_64,
     /// arm64 with a granule of 4 KiB and hardware that notes accesses and stores (FEAT_HAFDBS). Two translations of one
-    /// address that differ in size or address are a [conflict](super::Violation::Conflict).
+    /// address that differ in size or address are a [violation](super::Violation).
     Arm64 {
         /// FEAT_BBM level 2: a leaf may give way to a table of leaves that say the same, and the other way round.
         resizes: bool,

@@ -2,7 +2,7 @@
 
 use super::entries::Tables;
 use super::tlb::Reach;
-use super::{Mmu, PLAYED, lock};
+use super::{Mmu, PLAYED, lock, take_any};
 use crate::crew::assert_none_held;
 use hugemm_base::platform::StoreBuffer;
 use hugemm_base::{
@@ -97,16 +97,15 @@ unsafe impl TlbHw for Mmu<'_, '_> {
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         let mut targets: Vec<u32> = (0..64).filter(|bit| cpus >> bit & 1 != 0).collect();
-        while !targets.is_empty() {
+        loop {
             self.meanwhile();
-            let next = lock(&self.random).below(targets.len());
-            let target = CpuId::new(first.get() + targets.swap_remove(next));
+            let Some(next) = take_any(&mut lock(&self.random), &mut targets) else { break };
+            let target = CpuId::new(first.get() + next);
             // One that another thread plays serves by itself.
             if let Some(_played) = self.try_play(target) {
                 serve(target);
             }
         }
-        self.meanwhile();
     }
 
     fn tags(&self) -> usize {

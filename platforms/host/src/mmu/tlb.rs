@@ -1,6 +1,7 @@
 //! What one CPU remembers.
 
-use super::{MmuAccess, Random};
+use super::{MmuAccess, take_any};
+use hugemm_base::random::Random;
 use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, TlbScope, VirtAddr, X86Flush};
 
 /// Translations that a CPU keeps before it has to evict.
@@ -69,6 +70,14 @@ fn replaces(table: &CachedTable, leaf: &Translation) -> bool {
     leaf.level > table.level && overlap((table.base, reach(table.level + 1)), (leaf.base, leaf.bytes))
 }
 
+/// Adds one, in any other's place if there are as many as there may be.
+fn keep<T>(random: &mut Random, all: &mut Vec<T>, most: usize, new: T) {
+    if all.len() >= most {
+        take_any(random, all);
+    }
+    all.push(new);
+}
+
 /// One CPU's registers and TLB.
 pub(super) struct CpuTlb {
     pub(super) root: Option<PhysAddr>,
@@ -87,7 +96,7 @@ impl CpuTlb {
             tag: 0,
             leaves: Vec::new(),
             tables: Vec::new(),
-            random: Random::new(seed),
+            random: Random(seed),
             recent: Vec::new(),
             paused: false,
         }
@@ -125,40 +134,26 @@ impl CpuTlb {
     }
 
     pub(super) fn insert(&mut self, translation: Translation) {
-        if self.leaves.len() >= CAPACITY {
-            let victim = self.random.below(CAPACITY);
-            self.leaves.swap_remove(victim);
-        }
-        self.leaves.push(translation);
+        keep(&mut self.random, &mut self.leaves, CAPACITY, translation);
     }
 
     pub(super) fn insert_table(&mut self, table: CachedTable) {
-        if self.tables.len() >= CAPACITY {
-            let victim = self.random.below(CAPACITY);
-            self.tables.swap_remove(victim);
-        }
-        self.tables.push(table);
+        keep(&mut self.random, &mut self.tables, CAPACITY, table);
     }
 
     /// Forgets something, now and then.
     pub(super) fn evict(&mut self) {
-        if self.random.one_in(16) && !self.leaves.is_empty() {
-            let victim = self.random.below(self.leaves.len());
-            self.leaves.swap_remove(victim);
+        if self.random.below(16) == 0 {
+            take_any(&mut self.random, &mut self.leaves);
         }
-        if self.random.one_in(32) && !self.tables.is_empty() {
-            let victim = self.random.below(self.tables.len());
-            self.tables.swap_remove(victim);
+        if self.random.below(32) == 0 {
+            take_any(&mut self.random, &mut self.tables);
         }
     }
 
     /// Remembers an access of the CPU's program, to be repeated.
     pub(super) fn remember(&mut self, at: VirtAddr, access: MmuAccess) {
-        if self.recent.len() >= RECENT {
-            let victim = self.random.below(RECENT);
-            self.recent.swap_remove(victim);
-        }
-        self.recent.push((at, access));
+        keep(&mut self.random, &mut self.recent, RECENT, (at, access));
     }
 
     /// Does exactly what an instruction does and no more: less even, where nothing more was asked for.

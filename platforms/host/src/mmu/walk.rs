@@ -1,9 +1,8 @@
 //! Walking real tables, setting accessed and dirty bits as hardware does, and accesses.
 
 use super::entries::{GROUP, LEVELS, Tables};
-use super::oracle::Violation;
 use super::tlb::{CachedTable, CpuTlb, Translation, reach};
-use super::{Fault, Mmu, MmuAccess};
+use super::{Fault, Mmu, MmuAccess, take_any};
 use hugemm_base::{CpuId, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,18 +22,16 @@ impl Mmu<'_, '_> {
         access: MmuAccess,
     ) -> Result<PhysAddr, Fault> {
         tlb.evict();
-        let matching = tlb.matching(at);
+        let mut matching = tlb.matching(at);
         if access == MmuAccess::Store
             && self.keeps_refusals.load(Ordering::Relaxed)
             && matching.iter().any(|known| !tlb.leaves[*known].writable)
         {
             return Err(Fault::Protection);
         }
-        let mut hit = None;
-        if !matching.is_empty() && !tlb.random.one_in(8) {
-            hit = Some(matching[tlb.random.below(matching.len())]);
-        }
-        if let Some(index) = hit {
+        if tlb.random.below(8) != 0
+            && let Some(index) = take_any(&mut tlb.random, &mut matching)
+        {
             let known = tlb.leaves[index];
             if access == MmuAccess::Load || known.writable && known.dirty {
                 return Ok(self.through(cpu, tlb, known, at, access));
@@ -52,12 +49,13 @@ impl Mmu<'_, '_> {
         let phys = PhysAddr::new(known.frame.start().get() + offset);
         let frame = Pfn::containing(phys);
         if self.oracle.freed_since(frame, known.seen) {
-            self.oracle.report(Violation::StaleUse { cpu, at, frame });
+            self.oracle.report(format!("{cpu} used {at} through a stale translation to {frame}, which has been freed"));
         }
         if access == MmuAccess::Store {
             self.oracle.wrote(frame);
             if self.mapped_now(tlb, at).is_some_and(|now| now != frame) {
-                self.oracle.report(Violation::LostStore { cpu, at, frame });
+                self.oracle
+                    .report(format!("{cpu} stored at {at} through a stale translation to {frame}; the store is lost"));
             }
         }
         phys
@@ -91,7 +89,7 @@ impl Mmu<'_, '_> {
     /// Notes an access in any leaf of the group that `at` is in; false if that one says otherwise by now.
     fn note_in_group(&self, tlb: &mut CpuTlb, table: Pfn, at: VirtAddr, level: u32, store: bool) -> bool {
         let group = at.get() & !(reach(level) * GROUP - 1);
-        let other = VirtAddr::new(group + tlb.random.next() % GROUP * reach(level));
+        let other = VirtAddr::new(group + tlb.random.below(GROUP) * reach(level));
         let Some(entry) = self.entry(table, other, level) else { return false };
         let value = entry.load(Ordering::Acquire);
         let noted = self.walks.noted(value, true, store);
@@ -132,21 +130,23 @@ impl Mmu<'_, '_> {
             writable: true,
             seen: self.oracle.now(),
         };
-        let starts = tlb.starts(at);
-        let start =
-            if starts.is_empty() || tlb.random.one_in(8) { top } else { starts[tlb.random.below(starts.len())] };
+        let mut starts = tlb.starts(at);
+        let start = match tlb.random.below(8) {
+            0 => top,
+            _ => take_any(&mut tlb.random, &mut starts).unwrap_or(top),
+        };
         if self.oracle.freed_since(start.table, start.seen) {
-            self.oracle.report(Violation::FreedTable { cpu, at, table: start.table });
+            self.oracle.report(format!("{cpu} walked {at} through the freed table {}", start.table));
             return Err(Fault::NotPresent);
         }
         let (mut table, mut writable) = (start.table, start.writable);
         for level in (0..=start.level).rev() {
             if self.oracle.is_free(table) {
-                self.oracle.report(Violation::FreedTable { cpu, at, table });
+                self.oracle.report(format!("{cpu} walked {at} through the freed table {table}"));
                 return Err(Fault::NotPresent);
             }
             let Some(entry) = self.entry(table, at, level) else {
-                self.oracle.report(Violation::Wild { at, frame: table });
+                self.oracle.report(format!("{at} leads to {table}, which is no memory"));
                 return Err(Fault::NotPresent);
             };
             let mut value = entry.load(Ordering::Acquire);
@@ -167,7 +167,7 @@ impl Mmu<'_, '_> {
                 // For one of a group, perhaps in another of it.
                 if leaf
                     && self.walks.is_folded(value)
-                    && tlb.random.one_in(2)
+                    && tlb.random.below(2) == 0
                     && self.note_in_group(tlb, table, at, level, store)
                 {
                     break leaf;
@@ -188,9 +188,9 @@ impl Mmu<'_, '_> {
             if leaf {
                 let folded = walks.is_folded(value);
                 if folded && !self.is_group(table, at, level, value) {
-                    self.oracle.report(Violation::Group { cpu, at });
+                    self.oracle.report(format!("{cpu} found {at} in a folded group whose entries do not agree"));
                 }
-                let bytes = if folded && tlb.random.one_in(2) { reach(level) * GROUP } else { reach(level) };
+                let bytes = if folded && tlb.random.below(2) == 0 { reach(level) * GROUP } else { reach(level) };
                 let translation = Translation {
                     tag: tlb.tag,
                     global: walks.is_global(value),
@@ -205,34 +205,39 @@ impl Mmu<'_, '_> {
                 };
                 let used = within(below, at, level);
                 if self.host().address(used).is_none() {
-                    self.oracle.report(Violation::Wild { at, frame: used });
+                    self.oracle.report(format!("{at} leads to {used}, which is no memory"));
                     return Err(Fault::NotPresent);
                 }
                 if self.oracle.is_free(used) {
-                    self.oracle.report(Violation::FreeMapped { cpu, at, frame: used });
+                    self.oracle.report(format!("{cpu} found {at} mapped to {used}, which is free"));
                 }
                 if let Tables::Arm64 { resizes } = walks
                     && tlb.contradicts(&translation, resizes)
                 {
-                    self.oracle.report(Violation::Conflict { cpu, at });
+                    self.conflict(cpu, at);
                 }
                 tlb.insert(translation);
                 self.fills.fetch_add(1, Ordering::Relaxed);
                 return Ok(translation);
             }
             table = below;
-            if tlb.random.one_in(2) {
+            if tlb.random.below(2) == 0 {
                 let base = at.get() & !(reach(level) - 1);
                 let new = CachedTable { tag: tlb.tag, base, level: level - 1, table, writable, seen };
                 if let Tables::Arm64 { resizes } = walks
                     && tlb.contradicts_table(&new, resizes)
                 {
-                    self.oracle.report(Violation::Conflict { cpu, at });
+                    self.conflict(cpu, at);
                 }
                 tlb.insert_table(new);
             }
         }
         Err(Fault::NotPresent)
+    }
+
+    fn conflict(&self, cpu: CpuId, at: VirtAddr) {
+        self.oracle
+            .report(format!("{cpu} has two translations of {at}: an entry was changed that had to be broken first"));
     }
 
     /// Something that a CPU does by itself.
@@ -241,11 +246,11 @@ impl Mmu<'_, '_> {
         if tlb.recent.is_empty() {
             return;
         }
-        let index = tlb.random.below(tlb.recent.len());
+        let index = tlb.random.below(tlb.recent.len() as u64) as usize;
         let (at, access) = tlb.recent[index];
-        if tlb.paused || tlb.random.one_in(4) {
+        if tlb.paused || tlb.random.below(4) == 0 {
             // Speculation: never a store, and a fault is nobody's business. Mostly nearby.
-            let near = tlb.random.next() % 4 * 4096;
+            let near = tlb.random.below(4) * 4096;
             let _ = self.walk(cpu, tlb, VirtAddr::new(at.get() ^ near), MmuAccess::Load);
         } else if self.access(cpu, tlb, at, access).is_err() {
             tlb.recent.swap_remove(index);

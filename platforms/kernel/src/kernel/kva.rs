@@ -3,16 +3,16 @@
 use super::arch::Format;
 use super::irq_lock::Noted;
 use super::memory::{KernelEnv, frames};
-use super::once::Once;
 use super::platform::{KERNEL, Kernel};
 use super::tlb::{Hardware, kernel_half, shootdown};
-use super::{layout, percpu, tables};
+use super::{layout, percpu, set_up, tables};
 use crate::MAX_CPUS;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, Order, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_kva::{Kva, KvaParts, KvaSetup, Place, Request};
 use hugemm_paging::EditLock;
+use spin::Once;
 
 /// The types of areas here.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ static AREAS: Once<KernelAreas> = Once::new();
 
 /// The manager. After [`init`].
 pub fn areas() -> &'static KernelAreas {
-    AREAS.get()
+    set_up(&AREAS)
 }
 
 /// Brings it up. The boot CPU, once, alone, after it has joined the [kernel's half](kernel_half).
@@ -48,8 +48,7 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>) {
     // SAFETY: nobody else maps anything in that part of the layout; every CPU joins the kernel's half as it starts; the direct map has
     // every frame. The platform grants no vector registers, so none are used.
     let areas = unsafe { Kva::new(cx, parts, range) }.unwrap_or_else(|error| panic!("{error}"));
-    // SAFETY: alone, and nobody has asked for it.
-    unsafe { AREAS.set(areas) };
+    AREAS.call_once(|| areas);
 }
 
 /// Takes what a CPU has for itself, for good.
@@ -71,7 +70,7 @@ pub(crate) fn take_stack(cx: &mut CpuCx<'static, Kernel>, cpu: u32) -> u64 {
 
 /// What an address is, if it is one for areas: for reports, in whatever context.
 pub(super) fn what_is(at: u64) -> Option<Place> {
-    let areas = AREAS.try_get()?;
+    let areas = AREAS.get()?;
     // SAFETY: a look under a lock that is only tried: it neither reschedules nor leaves debts behind.
     let cx = unsafe { CpuCx::new(&KERNEL) };
     areas.what_is(&cx, VirtAddr::new(at)).filter(|place| *place != Place::Outside)

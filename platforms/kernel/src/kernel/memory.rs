@@ -1,10 +1,9 @@
 //! Frames and descriptors come up: arenas from the memory map, descriptors in their own virtual area, the allocator.
 
 use super::irq_lock::IrqLock;
-use super::once::Once;
 use super::platform::Kernel;
 use super::tlb::{self, Hardware};
-use super::{layout, percpu, tables};
+use super::{layout, percpu, set_up, tables};
 use crate::memory_map::{MOST, MemoryMap};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -14,6 +13,7 @@ use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn
 use hugemm_frames::debug::{Finding, Record, Watch};
 use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig};
 use hugemm_paging::{TlbCpu, TlbShootdown};
+use spin::Once;
 
 /// The allocator's surroundings in this kernel: locks that spin with interrupts off.
 #[derive(Clone, Copy, Debug)]
@@ -60,7 +60,7 @@ static FINDINGS: AtomicU64 = AtomicU64::new(0);
 /// What watches this kernel's memory, after [`init`].
 #[cfg(feature = "debug")]
 pub fn watch() -> Option<&'static Watch<'static>> {
-    WATCH.try_get()
+    WATCH.get()
 }
 
 /// How much it has found.
@@ -84,7 +84,7 @@ static END: AtomicU64 = AtomicU64::new(0);
 
 /// The allocator. After [`init`].
 pub fn frames() -> &'static KernelFrames {
-    FRAMES.get()
+    set_up(&FRAMES)
 }
 
 /// Bytes that the allocator manages.
@@ -132,15 +132,14 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: Memor
     {
         let records = carve(&mut free, END.load(Ordering::Relaxed), Record::default);
         let offset = layout::direct(0).expose_provenance();
-        // SAFETY: the direct map has all frames, for good; alone, and nobody has asked for it.
-        unsafe { WATCH.set(Watch::new(Pfn::new(0), records, offset, report)) };
+        // SAFETY: the direct map has all frames, for good.
+        WATCH.call_once(|| unsafe { Watch::new(Pfn::new(0), records, offset, report) });
     }
     for piece in free.pieces() {
         // SAFETY: nobody has taken these frames; each is released once.
         unsafe { frames.release(cx, Dirty::assume_owned(*piece)) };
     }
-    // SAFETY: alone, and nobody has asked for it.
-    unsafe { FRAMES.set(frames) };
+    FRAMES.call_once(|| frames);
 }
 
 /// An array of `count` values for ever, on frames of `free`. The boot CPU, on the kernel's tables.

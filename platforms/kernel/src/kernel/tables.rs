@@ -7,11 +7,12 @@ use super::arch::{Format, mmu};
 use super::irq_lock::Noted;
 use super::layout;
 use super::machine::Machine;
-use super::once::Once;
+use super::set_up;
 use crate::memory_map::MemoryMap;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{EditLock, Editing, Flags, Mapping, NoTable, PageTable, PagingError, TableContent, TableMemory};
+use spin::Once;
 
 /// Data of the kernel. Hardware has nothing left to note.
 const DATA: Flags = Flags::WRITE.with(Flags::GLOBAL).with(Flags::ACCESSED).with(Flags::DIRTY);
@@ -25,7 +26,7 @@ static TABLE: Once<KernelTable> = Once::new();
 
 /// The kernel's half.
 pub fn kernel() -> &'static KernelTable {
-    TABLE.get()
+    set_up(&TABLE)
 }
 
 /// The same, where every address space has it under its own root.
@@ -128,8 +129,7 @@ pub(crate) fn build(machine: &mut Machine) {
     for (at, registers) in devices.iter().filter(|(_, registers)| !registers.is_empty()) {
         map(&table, free, *at, *registers, DATA | Flags::UNCACHED, Changes::Never);
     }
-    // SAFETY: only the boot CPU runs, and nobody has asked for it.
-    unsafe { TABLE.set(table) };
+    TABLE.call_once(|| table);
 }
 
 /// Maps the descriptors of an arena at their place, by 2 MiB leaves on blocks of `free`, as far as `from` says that they

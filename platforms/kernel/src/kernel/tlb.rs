@@ -1,13 +1,13 @@
 //! TLB hardware, and this kernel's shootdowns.
 
 use super::arch::{controller, interrupts, mmu};
-use super::once::Once;
 use super::platform::KERNEL;
-use super::{percpu, tables};
+use super::{percpu, set_up, tables};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Invalidation, PhysAddr, TlbHw, TlbScope, VirtAddr};
 use hugemm_paging::{KernelSpace, TlbCpu, TlbShootdown, TlbSpace};
+use spin::Once;
 
 /// The architecture's instructions and interrupts.
 #[derive(Clone, Copy, Debug)]
@@ -138,12 +138,12 @@ static KERNEL_HALF: Once<TlbSpace<KernelSpace>> = Once::new();
 
 /// The TLBs of this machine.
 pub fn shootdown() -> &'static KernelTlbs {
-    TLBS.get()
+    set_up(&TLBS)
 }
 
 /// The kernel's half of all address spaces.
 pub fn kernel_half() -> &'static TlbSpace<KernelSpace> {
-    KERNEL_HALF.get()
+    set_up(&KERNEL_HALF)
 }
 
 /// Sets up, with memory for as many CPUs as `cpus` has. The boot CPU, alone.
@@ -153,11 +153,8 @@ pub(crate) fn init(cpus: &'static [TlbCpu], inboxes: &'static [AtomicU64]) {
     // SAFETY: the kernel's own tables, which stay; there is no other space with this root.
     let half =
         unsafe { TlbSpace::new(&shootdown, PhysAddr::new(tables::root())) }.unwrap_or_else(|error| panic!("{error}"));
-    // SAFETY: alone, and nobody has asked for either.
-    unsafe {
-        TLBS.set(shootdown);
-        KERNEL_HALF.set(half);
-    }
+    TLBS.call_once(|| shootdown);
+    KERNEL_HALF.call_once(|| half);
 }
 
 /// Does what other CPUs have asked: the interrupt handler.

@@ -5,10 +5,9 @@
 
 use super::arch::Format;
 use super::memory::{self, KernelEnv, frames};
-use super::once::Once;
 use super::platform::{KERNEL, Kernel};
 use super::tlb::{Hardware, kernel_half, shootdown};
-use super::{layout, percpu, tables};
+use super::{layout, percpu, set_up, tables};
 use crate::memory_map::{MOST, MemoryMap};
 use core::sync::atomic::Ordering;
 use hugemm_base::sync::AtomicU64;
@@ -17,6 +16,7 @@ use hugemm_hugetlb::{
     DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, OptimizerPolicy, PagedMap, PoolArena, Tail, VmemmapOptimizer,
 };
 use hugemm_paging::{PageFormat, ShootdownPolicy};
+use spin::Once;
 
 /// Whether entries of the area are invalid between their edit and its flush, so that CPUs fault on them (arm64).
 pub const BREAKS: bool = Format::BREAK_BEFORE_MAKE;
@@ -45,7 +45,7 @@ static VMEMMAP: Once<Vmemmap> = Once::new();
 
 /// The areas that pools may take pages from: the allocator's arenas.
 pub fn areas() -> ([PoolArena; MOST], usize) {
-    let vmemmap = VMEMMAP.get();
+    let vmemmap = set_up(&VMEMMAP);
     (vmemmap.areas, vmemmap.count)
 }
 
@@ -55,7 +55,7 @@ pub fn areas() -> ([PoolArena; MOST], usize) {
 ///
 /// One at a time edits the area: the one before is gone, or is not used any more.
 pub unsafe fn optimizer(policy: OptimizerPolicy) -> KernelOptimizer {
-    let vmemmap = VMEMMAP.get();
+    let vmemmap = set_up(&VMEMMAP);
     // SAFETY: `init` made the frames behind the descriptors the allocator's, in use; the caller has one optimizer at a time.
     unsafe { VmemmapOptimizer::new(frames(), &vmemmap.map, &vmemmap.tails, policy) }
 }
@@ -93,8 +93,7 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>, memory: &MemoryMap) {
             own(cx, Extent::new(base, BLOCK.pages()).unwrap_or_default());
         }
     }
-    // SAFETY: alone, and nobody has asked for it.
-    unsafe { VMEMMAP.set(Vmemmap { map, tails: [Tail::default()], areas, count }) };
+    VMEMMAP.call_once(|| Vmemmap { map, tails: [Tail::default()], areas, count });
 }
 
 /// Makes frames that were taken from the memory map the allocator's, in use.
@@ -111,8 +110,7 @@ fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
 /// For a fault at an address where nothing is mapped: whether it is a descriptor on its way to another frame, so that the access
 /// is to be tried again. With whatever interrupts and locks.
 pub(crate) fn arrives(at: u64) -> bool {
-    let Some(vmemmap) = VMEMMAP.try_get().filter(|_| BREAKS && (layout::DESCRIPTORS..layout::AREAS).contains(&at))
-    else {
+    let Some(vmemmap) = VMEMMAP.get().filter(|_| BREAKS && (layout::DESCRIPTORS..layout::AREAS).contains(&at)) else {
         return false;
     };
     // SAFETY: this CPU; the kernel preempts nobody.
@@ -125,8 +123,7 @@ pub(crate) fn arrives(at: u64) -> bool {
 /// For a store that was refused at an address: whose descriptor it was meant for, and that page's head, if it met a shared tail.
 /// Only when nobody edits the area any more.
 pub(super) fn explain(at: u64) -> Option<(Pfn, Pfn)> {
-    let Vmemmap { map, tails, .. } =
-        VMEMMAP.try_get().filter(|_| (layout::DESCRIPTORS..layout::AREAS).contains(&at))?;
+    let Vmemmap { map, tails, .. } = VMEMMAP.get().filter(|_| (layout::DESCRIPTORS..layout::AREAS).contains(&at))?;
     // SAFETY: as in `optimizer`; this one edits nothing.
     let optimizer = unsafe { VmemmapOptimizer::new(frames(), map, tails, OptimizerPolicy::default()) };
     optimizer.explain(VirtAddr::new(layout::DESCRIPTORS), VirtAddr::new(at))
@@ -140,7 +137,7 @@ pub fn faults() -> u64 {
 
 /// Whether the block at an address is mapped by one leaf.
 pub fn is_whole(block: VirtAddr) -> bool {
-    matches!(VMEMMAP.get().map.mapped(block), Mapped::Whole(_))
+    matches!(set_up(&VMEMMAP).map.mapped(block), Mapped::Whole(_))
 }
 
 /// What the entries of a table map.
@@ -165,7 +162,7 @@ pub struct Audit {
 
 /// Looks at every entry of the descriptor area.
 pub fn audit() -> Audit {
-    let vmemmap = VMEMMAP.get();
+    let vmemmap = set_up(&VMEMMAP);
     // SAFETY: it only counts; whoever audits has no optimizer at work.
     let optimizer = unsafe { optimizer(OptimizerPolicy::default()) };
     let mut audit = Audit { frames: optimizer.shared_frames(), lean: None };

@@ -130,9 +130,9 @@ unsafe impl TlbHw for SoftMmu<'_, '_> {
         self.forget(cpu, what);
     }
 
-    fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
+    fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {
         if let Some(interrupts) = self.interrupts {
-            interrupts.interrupt(cpu, first, cpus, serve);
+            interrupts.interrupt();
         }
     }
 

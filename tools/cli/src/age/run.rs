@@ -2,9 +2,8 @@
 
 use crate::age::config::RunConfig;
 use crate::age::rig::{NODE, OnHost, Rig, Touches, on_machine};
-use crate::age::watch::{OnDrop, Watch};
 use crate::machine::Machine;
-use crate::worker;
+use crate::worker::{self, OnDrop};
 use anyhow::Result;
 use hugemm_base::random::Random;
 use hugemm_base::{Cpu, CpuCx, CpuId, Never};
@@ -14,15 +13,13 @@ use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_reclaim::Steps;
 use hugemm_vm::AddressSpaceRef;
 use hugemm_workloads::age::{AgeFigures, Part, Turn};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Windows that each process gets at least, however short the time.
 const LEAST_WINDOWS: usize = 16;
-
-/// Nobody is without a window for so long, however busy the machine is.
-const STUCK: Duration = Duration::from_secs(60);
 
 /// Runs the processes for a while on fresh frames.
 pub fn run(
@@ -37,14 +34,9 @@ pub fn run(
 
 impl<'h> Rig<'_, 'h> {
     fn processes(&self, config: &RunConfig) -> Result<AgeFigures> {
-        let watch = Watch::default();
-        // Threads that hang cannot be ended.
-        watch.over(STUCK, |why| interrupt::give_up(why), || self.watched(config, &watch))
-    }
-
-    fn watched(&self, config: &RunConfig, watch: &Watch) -> Result<AgeFigures> {
         let (object, spaces) = self.spaces(config)?;
-        let start = Barrier::new(self.host.cpus() as usize);
+        // All end with the first that does. Relaxed: a hint.
+        let (start, over) = (Barrier::new(self.host.cpus() as usize), AtomicBool::new(false));
         let total: Mutex<AgeFigures> = Mutex::default();
         let pager = self.vm.pager();
         let results: Vec<Result<()>> = std::thread::scope(|scope| {
@@ -54,19 +46,25 @@ impl<'h> Rig<'_, 'h> {
                     self.as_cpu(CpuId::new(config.cpus), |cx| {
                         pager.steps().work();
                         start.wait();
-                        worker::work(cx, self.vm, pager, NODE, || watch.goes_on());
+                        worker::work(cx, self.vm, pager, NODE, || !over.load(Ordering::Relaxed));
                     })
                 })
             });
             let cpus: Vec<_> = (0..config.cpus)
                 .map(|cpu| {
-                    let (spaces, start, total) = (&spaces, &start, &total);
+                    let (spaces, start, over, total) = (&spaces, &start, &over, &total);
                     scope.spawn(move || {
                         let done = self.as_cpu(CpuId::new(cpu), |cx| {
                             start.wait();
-                            // The worker ends with the first.
-                            let _wakes = OnDrop(|| pager.steps().wake(NODE));
-                            watch.cpu(|| self.play(cx, config, spaces, watch))
+                            let _ends = OnDrop(|| {
+                                over.store(true, Ordering::Relaxed);
+                                pager.steps().wake(NODE);
+                            });
+                            // Said at once: others may wait for ever because of it.
+                            self.play(cx, config, spaces, over).inspect_err(|error| match interrupt::requested() {
+                                true => {}
+                                false => eprintln!("hugemm: {error:#}"),
+                            })
                         })??;
                         let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
                         total.windows += done.windows;
@@ -97,7 +95,7 @@ impl<'h> Rig<'_, 'h> {
         cx: &mut CpuCx<'_, Host<'h>>,
         config: &RunConfig,
         spaces: &[AddressSpaceRef<'_, OnHost<'h>>],
-        watch: &Watch,
+        over: &AtomicBool,
     ) -> Result<AgeFigures> {
         let cpu = cx.platform().current();
         let touches = Touches(self.mmu);
@@ -113,7 +111,7 @@ impl<'h> Rig<'_, 'h> {
         let mut turn = 0;
         // On a machine that is busy with other things, however little time they leave, memory runs short all the same.
         let least = LEAST_WINDOWS * parts.len();
-        while (begin.elapsed() < config.time || turn < least) && watch.goes_on() {
+        while (begin.elapsed() < config.time || turn < least) && !over.load(Ordering::Relaxed) {
             interrupt::check()?;
             if is_worker && pager.take_wake(NODE) {
                 pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
@@ -129,7 +127,6 @@ impl<'h> Rig<'_, 'h> {
             let (page, random, touched) = (config.page, &mut random, &mut done.touched);
             let result = part.turn(cx, self.vm, space, &touches, Turn { page, hot: 0, forks: false, random, touched });
             done.windows += 1;
-            watch.step();
             result?;
         }
         done.seconds = begin.elapsed().as_secs_f64();
@@ -146,7 +143,8 @@ mod tests {
     use hugemm_reclaim::{Ageing, LruPolicy};
     use hugemm_vm::{Backing, VmaKind};
     use hugemm_workloads::age::{Failed, OWN_AT, Process, Touched};
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::AtomicU64;
+    use std::time::Duration;
 
     /// What comes of a machine of one CPU on which `f` does something.
     fn checked(f: impl for<'h> FnOnce(&Rig<'_, 'h>, &mut CpuCx<'_, Host<'h>>) -> Result<()>) -> Result<()> {

@@ -152,8 +152,8 @@ pub fn of_guest<R: Record>(transcript: &Transcript) -> Vec<results::Line<R>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hugemm_workloads::Pass;
     use hugemm_workloads::age::AgeFigures;
+    use hugemm_workloads::alloc_free::pairs::Pair;
     use hugemm_workloads::vm_host::PhaseFigures;
 
     fn sample(seq: u64) -> String {
@@ -167,14 +167,14 @@ mod tests {
         let mut transcript = Transcript::default();
         for (seq, (nanos, side)) in [(1, "a"), (5, "b"), (3, "a")].into_iter().enumerate() {
             let line = format!(
-                "{{\"seq\":{seq},\"kind\":\"record\",\"name\":\"pass\",\"bytes\":8.0,\"nanos\":{nanos}.0,\
+                "{{\"seq\":{seq},\"kind\":\"record\",\"name\":\"pair\",\"nanos\":{nanos}.0,\
                  \"labels\":{{\"side\":\"{side}\"}}}}"
             );
             transcript.take(&line).expect("valid");
         }
-        let lines: Vec<results::Line<Pass>> = of_guest(&transcript);
-        let nanos: Vec<Vec<u64>> = lines.iter().map(|line| line.runs.iter().map(|pass| pass.nanos).collect()).collect();
-        assert_eq!(nanos, [vec![1, 3], vec![5]]);
+        let lines: Vec<results::Line<Pair>> = of_guest(&transcript);
+        let nanos: Vec<Vec<f64>> = lines.iter().map(|line| line.runs.iter().map(|pair| pair.nanos).collect()).collect();
+        assert_eq!(nanos, [vec![1.0, 3.0], vec![5.0]]);
     }
 
     #[test]

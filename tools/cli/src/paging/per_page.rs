@@ -3,7 +3,7 @@
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, VirtAddr};
 use hugemm_frames::{Frames, Plain};
-use hugemm_workloads::mapping::{Field, MapLoopError, MapperLoop};
+use hugemm_workloads::mapping::{Field, MapLoopError, MapperLoop, refused};
 use hugemm_x86_64::FrameSource;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,7 +72,7 @@ impl<P: Cpu> PerPage<'_, '_, '_, P> {
                     self.mapper.update_flags(page, LEAF).map(MapperFlush::ignore)
                 }
             };
-            done.map_err(|_| MapLoopError::Page(at))?;
+            done.map_err(|_| refused(at))?;
         }
         Ok(())
     }
@@ -128,7 +128,7 @@ impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
                 let frame = PhysFrame::containing_address(at);
                 // SAFETY: nobody translates by this table.
                 let done = unsafe { self.mapper.map_to(page(field, index), frame, flags, &mut self.source) };
-                done.map(MapperFlush::ignore).map_err(|_| MapLoopError::Page(index))?;
+                done.map(MapperFlush::ignore).map_err(|_| refused(index))?;
                 index += 1;
             }
         }
@@ -148,7 +148,7 @@ impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
         self.update_tables(field, TABLE - PageTableFlags::WRITABLE)?;
         flush();
         for index in 0..field.pages {
-            let entry = self.entry(page(field, index)).ok_or(MapLoopError::Page(index))?;
+            let entry = self.entry(page(field, index)).ok_or(refused(index))?;
             entry.store(entry.load(Ordering::Relaxed) & !PageTableFlags::WRITABLE.bits(), Ordering::Relaxed);
         }
         self.update_tables(field, TABLE)
@@ -156,7 +156,7 @@ impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
 
     fn unmap(&mut self, field: Field) -> Result<u64, MapLoopError> {
         for index in 0..field.pages {
-            let (frame, flush) = self.mapper.unmap(page(field, index)).map_err(|_| MapLoopError::Page(index))?;
+            let (frame, flush) = self.mapper.unmap(page(field, index)).map_err(|_| refused(index))?;
             flush.ignore();
             std::hint::black_box(frame);
         }

@@ -19,6 +19,7 @@ use crate::progress;
 use crate::results::{Line, Results};
 use crate::sides::{by_turns, pivot};
 use crate::stand_in::StandIn;
+use crate::worker::OnDrop;
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use hugemm_base::sync::AtomicU64;
@@ -169,7 +170,7 @@ fn on_machine<H: TlbHw + Sync>(
     }
     let (stop, ready) = (AtomicBool::new(false), AtomicU32::new(0));
     std::thread::scope(|scope| {
-        let _stop = StopOnDrop(&stop);
+        let _stop = OnDrop(|| stop.store(true, Ordering::Relaxed));
         let peers: Vec<_> = (1..places.len() as u32)
             .map(|cpu| {
                 let (host, shootdown, space, stop, ready) = (&host, &shootdown, &space, &stop, &ready);
@@ -220,14 +221,6 @@ fn on_machine<H: TlbHw + Sync>(
         }
         measured?
     })
-}
-
-struct StopOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for StopOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
 }
 
 fn line(operation: Operation, pages: u64, cpus: u32, policy: &str, interrupts: &str) -> Line<Shot> {

@@ -3,8 +3,10 @@
 //! No text, no map from foreign frame numbers is left for the time that is measured, only the allocator and a loop. [`run`] does the
 //! work on a [`Source`]: this allocator, another, or none ([`Nobody`]): the difference is the allocator's. Memory is not touched.
 
+use crate::frames::peers::Peer;
+use anyhow::Result;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, Order, Pfn};
 use hugemm_frames::Mobility;
 use hugemm_workloads::alloc_free::Source;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,15 +35,19 @@ pub enum Op {
 /// Where the blocks are. A slot is empty before its block is allocated, after it is freed, and if allocating it failed.
 pub type Slots<B> = [Option<B>];
 
-/// Hands out numbers, from its own on.
-#[derive(Default)]
+/// Hands out numbers.
 pub struct Nobody(AtomicU64);
 
-impl<P: Cpu> Source<P> for Nobody {
-    type Block = u64;
+impl Peer for Nobody {
+    const NAME: &'static str = "loop";
+    const DIVISIBLE: bool = true;
+
+    fn new(_frames: u64) -> Result<Self> {
+        Ok(Nobody(AtomicU64::new(0)))
+    }
 
     #[inline]
-    fn alloc(&self, _cx: &CpuCx<'_, P>, order: Order) -> Option<u64> {
+    fn alloc(&self, order: Order) -> Option<u64> {
         // Relaxed, and no exchange: one thread uses it, and it is to cost nothing.
         let first = self.0.load(Ordering::Relaxed);
         self.0.store(first + order.pages(), Ordering::Relaxed);
@@ -49,23 +55,11 @@ impl<P: Cpu> Source<P> for Nobody {
     }
 
     #[inline]
-    fn free(&self, _cx: &CpuCx<'_, P>, block: u64, _order: Order) {
-        std::hint::black_box(block);
+    fn free(&self, frame: u64, _order: Order) {
+        std::hint::black_box(frame);
     }
 
-    fn head(&self, block: &u64) -> Pfn {
-        Pfn::new(*block)
-    }
-
-    #[inline]
-    fn divide(&self, block: u64, order: Order, _to: Order) -> Result<Extent, u64> {
-        Extent::new(Pfn::new(block), order.pages()).map_err(|_| block)
-    }
-
-    #[inline]
-    fn part(&self, head: Pfn, _order: Order) -> u64 {
-        head.get()
-    }
+    fn free_range(&self, _first: u64, _pages: u64) {}
 }
 
 /// Does operations; returns how many allocations there was no memory for. Frees and splits of such blocks do nothing.
@@ -96,18 +90,4 @@ pub fn run<P: Cpu, S: Source<P>>(source: &S, cx: &CpuCx<'_, P>, ops: &[Op], slot
         }
     }
     failed
-}
-
-/// Frees what the operations have left.
-pub fn free_rest<P: Cpu, S: Source<P>>(source: &S, cx: &CpuCx<'_, P>, ops: &[Op], slots: &mut Slots<S::Block>) {
-    for op in ops {
-        let (first, count, order) = match *op {
-            Op::Alloc { slot, order, .. } => (slot, 1, order),
-            Op::Split { order, to, first, .. } => (first, order.pages() >> to.get(), to),
-            Op::Free { .. } => continue,
-        };
-        for block in slots[first as usize..].iter_mut().take(count as usize).filter_map(Option::take) {
-            source.free(cx, block, order);
-        }
-    }
 }

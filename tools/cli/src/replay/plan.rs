@@ -62,7 +62,9 @@ pub struct Plan {
     /// To be run before the start: what was in use already, in the trace's order of frames.
     pub before: Vec<Op>,
     pub ops: Vec<Op>,
-    /// Whose they are.
+    /// To be run after the end: what is in use then is freed.
+    pub after: Vec<Op>,
+    /// Whose `ops` are.
     pub turns: Vec<Turn>,
     /// The trace's CPUs, ascending.
     pub cpus: Vec<u32>,
@@ -113,6 +115,7 @@ impl Planner {
         let cpus: BTreeSet<u32> = self.plan.turns.iter().map(|turn| turn.cpu).collect();
         Plan {
             before: self.adopted.into_iter().map(before).collect(),
+            after: self.live.into_values().map(|Block { order, slot }| Op::Free { slot, order }).collect(),
             cpus: cpus.into_iter().collect(),
             // Adopted pages are in use from the start.
             peak_pages: self.peak as u64 + self.plan.counts.adopted_pages,

@@ -1,6 +1,6 @@
 //! Running a plan: each operation as the CPU it happened on, by one thread.
 
-use super::ops::{Op, free_rest, run as play};
+use super::ops::{Op, run as play};
 use super::plan::Plan;
 use crate::frames::area::{Area, Work};
 use crate::sides::Run;
@@ -70,10 +70,7 @@ impl<'a> Work<'a> for Replaying<'a> {
             settle(&source)?;
             played.at_end = area.host.run_on(on(0), |cx| area.frames.stats(cx))?;
             played.live = area.frames.managed() - played.at_end.available();
-            area.host.run_on(on(0), |cx| {
-                free_rest(&source, cx, &plan.before, slots);
-                free_rest(&source, cx, &plan.ops, slots);
-            })?;
+            area.host.run_on(on(0), |cx| play(&source, cx, &plan.after, slots))?;
             settle(&source)?;
             // Whatever went wrong before, it has all of its pages back.
             let (free, all) = (area.host.run_on(on(0), |cx| area.frames.stats(cx))?.available(), area.frames.managed());

@@ -1,9 +1,8 @@
 //! The run on this machine's memory: frames, descriptors behind software tables, CPUs that nobody plays.
 
-use crate::age::watch::OnDrop;
 use crate::ground::{Ground, GroundPlan, Soft};
 use crate::stand_in::StandIn;
-use crate::worker::{self, Wakes};
+use crate::worker::{self, OnDrop, Wakes};
 use anyhow::{Context, Result, bail};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;

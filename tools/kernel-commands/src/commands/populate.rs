@@ -2,8 +2,7 @@
 //! number of CPUs, through the page fault path or by requests. As in other kernels, each page that is not from a pool goes on an
 //! LRU, from which reclaim could take it.
 
-use super::selftest::in_swap;
-use super::swapped::{Clocked, Store, Swapped};
+use super::swapped::{self, Clocked, Swapped};
 use super::{Cx, Failure, on_cpus, pool, region, vec_of};
 use crate::output::note;
 use hugemm_base::lock::{Lock, SpinLock};
@@ -13,10 +12,8 @@ use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::{layout, percpu, smp, vm, vmemmap};
-use hugemm_lz4::WordsOrLz4;
-use hugemm_paging::ShootdownPolicy;
-use hugemm_reclaim::{Lru, LruPolicy, Reclaim, Swap, Watermarks};
-use hugemm_vm::{Backing, Pinned, Pools, VmError, VmaKind};
+use hugemm_reclaim::{Ageing, LruPolicy, Swap, Watermarks};
+use hugemm_vm::{Backing, Pinned, VmError, VmaKind};
 use hugemm_workloads::request::PagesFrom;
 use hugemm_workloads::vm_create::{CreateMethod, Created, Creation};
 
@@ -81,22 +78,18 @@ impl Fill {
 }
 
 /// Makes an address space with one area, fills it, and ends it; how long filling took.
-pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, IrqLock>, fill: &Fill) -> Result<Created, Failure> {
-    let store = Store::new(frames(), cx, WordsOrLz4, percpu::count(), SWAP).map_err(|_| Failure::Memory)?;
-    let lrus = [Lru::new(frames(), LruPolicy::Generations)];
-    let marks = Watermarks::for_node(frames().available(cx));
-    let pager = Reclaim::new(&lrus, &store, marks, Clocked::default());
-    // SAFETY: the clearer is made from what `Features::detect` finds.
-    let manager = unsafe { vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, pools) }?;
-    let took = filled(cx, &manager, fill);
-    drop(manager);
-    let stored = store.stats(cx).stores;
-    match store.close(cx) {
+pub fn pass(
+    cx: Cx<'_>,
+    clearer: Clearer,
+    pool: Option<&HugePool<'_, IrqLock>>,
+    fill: &Fill,
+) -> Result<Created, Failure> {
+    let lists = (LruPolicy::Generations, Ageing::default(), Watermarks::for_node(frames().available(cx)));
+    swapped::over(cx, (clearer, pool), SWAP, lists, Clocked::default(), |cx, manager, store| {
+        let took = filled(cx, manager, fill);
         // What was filled did not fit: its time would be that of making room.
-        Ok(()) if stored > 0 => took.and(Err(VmError::NoMemory.into())),
-        Ok(()) => took,
-        Err(store) => Err(in_swap(store.stats(cx).pages).into()),
-    }
+        if store.stats(cx).stores > 0 { took.and(Err(VmError::NoMemory.into())) } else { took }
+    })
 }
 
 fn filled(cx: Cx<'_>, manager: &vm::KernelVm<'_, Swapped<'_>>, fill: &Fill) -> Result<Created, Failure> {
@@ -114,7 +107,6 @@ fn filled(cx: Cx<'_>, manager: &vm::KernelVm<'_, Swapped<'_>>, fill: &Fill) -> R
     if let Err((error, _)) = manager.destroy(cx, space) {
         return Err(error.into());
     }
-    manager.trim(cx);
     took
 }
 

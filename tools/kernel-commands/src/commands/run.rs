@@ -4,24 +4,19 @@
 //! the second CPU is the worker that keeps memory free.
 
 use super::populate::calibrated;
-use super::selftest::in_swap;
 use super::swapped::{self, Clocked, OurSpaces, Store, Swapped};
-use super::{Cx, Failure, on_cpus, vec_of};
+use super::{Cx, Failure, on_cpus, pool, vec_of};
 use crate::output::{progress, record};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::{CounterSnapshot, CpuCx, Never, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
-use hugemm_hugetlb::{Group, HugePageCounts, HugePool};
-use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::{interrupt_instead, shootdown};
 use hugemm_kernel::vm::KernelVm;
-use hugemm_kernel::{percpu, smp, vm, vmemmap};
-use hugemm_lz4::WordsOrLz4;
-use hugemm_paging::ShootdownPolicy;
-use hugemm_reclaim::{Lru, LruPolicy, Reclaim, Swap, Watermarks};
-use hugemm_vm::{AddressSpaceRef, Pinned, Pools, VmError};
+use hugemm_kernel::{percpu, smp, vmemmap};
+use hugemm_reclaim::{LruPolicy, Swap, Watermarks};
+use hugemm_vm::{AddressSpaceRef, Pinned, VmError};
 use hugemm_workloads::request::Run;
 use hugemm_workloads::vm_create::Creation;
 use hugemm_workloads::vm_host::{
@@ -64,31 +59,20 @@ fn once(
 ) -> Result<(), Failure> {
     let Ways { granularity, clear, optimizer, ageing, .. } = side.ways(policy);
     let clearer = Clearer::new(Features::detect(), clear)?;
-    let (mut areas, count) = vmemmap::areas();
-    let areas = &mut areas[..count];
-    let mut groups = vec_of(HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
-    let sizes = HostSizes::of(frames().available(cx).saturating_sub(OWN)).ok_or(Failure::Memory)?;
-    let mut nodes = [HugePageCounts::default()];
-    let pool: HugePool<'_, IrqLock> = HugePool::new(PageSize::Size2M, areas, &mut groups, &mut nodes)?;
     // SAFETY: commands run one after the other and have one optimizer each.
     let optimizer = unsafe { vmemmap::optimizer(optimizer) };
-    // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
-    let store = Store::new(frames(), cx, WordsOrLz4, percpu::count(), sizes.greedy / 8).map_err(|_| Failure::Memory)?;
-    let lrus = [Lru::new(frames(), LruPolicy::TwoList)];
-    let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(sizes.greedy), Clocked::waking(worker()));
-    pager.set_ageing(ageing);
-    // SAFETY: the clearer is made from what `Features::detect` finds.
-    let vm =
-        unsafe { vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default().with(&pool)) }?;
-    let run = HostRun { vm: &vm, pool: &pool, optimizer: &optimizer, granularity, sizes };
-    let mut pins = vec_of(sizes.pool as usize, || None)?;
-    let mut site = Here { vm: &vm, store: &store, pins: &mut pins, kept: 0 };
-    let done = run.run(cx, &mut site, tell).map_err(Failure::from);
-    drop(vm);
-    let accounting = match (store.close(cx), done) {
-        (Err(store), Ok(_)) => return Err(in_swap(store.stats(cx).pages).into()),
-        (_, done) => done?,
-    };
+    let accounting = pool::with_empty(cx, PageSize::Size2M, |cx, pool| {
+        let sizes = HostSizes::of(frames().available(cx).saturating_sub(OWN)).ok_or(Failure::Memory)?;
+        let lists = (LruPolicy::TwoList, ageing, Watermarks::for_node(sizes.greedy));
+        // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
+        let (parts, swap) = ((clearer, Some(pool)), sizes.greedy / 8);
+        swapped::over(cx, parts, swap, lists, Clocked::waking(worker()), |cx, vm, store| {
+            let run = HostRun { vm, pool, optimizer: &optimizer, granularity, sizes };
+            let mut pins = vec_of(sizes.pool as usize, || None)?;
+            let mut site = Here { vm, store, pins: &mut pins, kept: 0 };
+            Ok(run.run(cx, &mut site, tell)?)
+        })
+    })?;
     if side == HostSide::Extent {
         record(&accounting, &[]);
     }

@@ -9,7 +9,9 @@ use hugemm_base::lock::SpinLock;
 use hugemm_base::{FrameUse, Never, NodeId, Order, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::Frozen;
+use hugemm_hugetlb::HugePool;
 use hugemm_kernel::arch::interrupts;
+use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::{KernelEnv, frames};
 use hugemm_kernel::vm::{self, KernelVm, OnKernel, Paging};
 use hugemm_kernel::{clock, percpu, smp, tlb};
@@ -145,20 +147,34 @@ fn on_ration<R>(
 ) -> Result<R, Failure> {
     let features = Features::detect();
     let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
-    let store = Store::new(frames(), cx, WordsOrLz4, percpu::count(), terms.swap).map_err(|_| Failure::Memory)?;
-    let lrus = [Lru::new(frames(), terms.policy)];
-    let pager = Reclaim::new(
-        &lrus,
-        &store,
-        terms.marks,
-        Clocked { cpus: clocks, worker: terms.worker, unflushed: terms.unflushed },
-    );
-    pager.set_ageing(terms.ageing);
-    // SAFETY: the clearer is made from what `Features::detect` finds.
-    let vm = unsafe { vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default()) }?;
-    frames().keep_reserve(cx, RESERVE);
+    let steps = Clocked { cpus: clocks, worker: terms.worker, unflushed: terms.unflushed };
+    let lists = (terms.policy, terms.ageing, terms.marks);
+    over(cx, (clearer, None), terms.swap, lists, steps, |cx, vm, store| {
+        frames().keep_reserve(cx, RESERVE);
+        let result = f(cx, vm, store);
+        frames().keep_reserve(cx, 0);
+        result
+    })
+}
+
+/// Runs `f` with a manager that has this clearer and this pool, and whose pages go, as its lists say, to a store of `swap` frames.
+/// Whatever it makes it ends. The clearer is made from what [`Features::detect`] finds.
+pub fn over<R>(
+    cx: Cx<'_>,
+    (clearer, pool): (Clearer, Option<&HugePool<'_, IrqLock>>),
+    swap: u64,
+    (policy, ageing, marks): (LruPolicy, Ageing, Watermarks),
+    steps: Clocked<'_>,
+    f: impl for<'a> FnOnce(Cx<'_>, &SwapVm<'a>, &Store) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let store = Store::new(frames(), cx, WordsOrLz4, percpu::count(), swap).map_err(|_| Failure::Memory)?;
+    let lrus = [Lru::new(frames(), policy)];
+    let pager = Reclaim::new(&lrus, &store, marks, steps);
+    pager.set_ageing(ageing);
+    let pools = pool.map_or_else(Pools::default, |pool| Pools::default().with(pool));
+    // SAFETY: by the callers, the clearer is made from what `Features::detect` finds.
+    let vm = unsafe { vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, pools) }?;
     let result = f(cx, &vm, &store);
-    frames().keep_reserve(cx, 0);
     vm.trim(cx);
     drop(vm);
     match (store.close(cx), result) {

@@ -8,7 +8,6 @@ use hugemm_clear::{ClearPolicy, Clearer, Features, ProfileError};
 use hugemm_hugetlb::HugePool;
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::percpu;
-use hugemm_vm::Pools;
 use hugemm_workloads::request::{Clearing, KERNEL_SIZE, PagesFrom, VmCreate};
 use hugemm_workloads::vm_create::Created;
 use hugemm_workloads::words::{List, Named};
@@ -46,9 +45,8 @@ fn all(
         for how in args.how.iter() {
             for workers in workers.iter().flat_map(List::iter).filter(|workers| *workers <= cpus) {
                 for clearing in args.clear.iter() {
-                    let pools = pool.map_or_else(Pools::default, |pool| Pools::default().with(pool));
                     let fill = Fill { bytes, page, how, workers, pooled: pool.is_some() };
-                    let took = populate::pass(cx, clearer(clearing)?, pools, &fill)?;
+                    let took = populate::pass(cx, clearer(clearing)?, pool, &fill)?;
                     // The first pass is the hypervisor's: it gives memory when it is touched first.
                     if run > 0 {
                         report(&fill, clearing, &took);

@@ -37,14 +37,8 @@ pub enum Broken {
         /// Order of the block that was handed out second.
         order: Order,
     },
-    /// Handed out although it is not in the area.
-    Outside(Pfn),
-    /// Handed out although it does not end below the frame that was asked for.
-    NotBelow(Pfn),
-    /// Handed out although it had been poisoned before.
-    HwPoisoned(Pfn),
-    /// The allocator did not take back what it had handed out.
-    NotFreed(Extent),
+    /// What was done to a frame, or was not.
+    Frame(Pfn, &'static str),
     /// A piece of memory was not plugged in.
     NotAdded(FramesConfigError),
     /// One that belongs to nobody was not unplugged.
@@ -57,10 +51,7 @@ impl core::fmt::Display for Broken {
             Broken::Twice { frame, order } => {
                 write!(f, "frame {frame} was handed out twice, the second time in a block of order {order}")
             }
-            Broken::Outside(frame) => write!(f, "frame {frame} was handed out and is not in the area"),
-            Broken::NotBelow(limit) => write!(f, "a block was asked for below frame {limit} and does not end there"),
-            Broken::HwPoisoned(frame) => write!(f, "frame {frame} was handed out although it is poisoned"),
-            Broken::NotFreed(extent) => write!(f, "the frames from {} on were not taken back", extent.base()),
+            Broken::Frame(frame, what) => write!(f, "frame {frame} {what}"),
             Broken::NotAdded(error) => write!(f, "memory was not plugged in: {error}"),
             Broken::NotRemoved(error) => write!(f, "memory was not unplugged: {error}"),
         }
@@ -68,6 +59,10 @@ impl core::fmt::Display for Broken {
 }
 
 impl core::error::Error for Broken {}
+
+fn not_freed(extent: Extent) -> Broken {
+    Broken::Frame(extent.base(), "was not taken back")
+}
 
 impl<'a> Ownership<'a> {
     /// Nobody owns anything. `words` are zero, and one for each 64 frames of the area, whose number of frames is a
@@ -127,7 +122,7 @@ impl<'a> Ownership<'a> {
         // Relaxed: they were seen when they were counted.
         let frames = self.poisoned.iter().take(known).map(|place| Pfn::new(place.load(Ordering::Relaxed) - 1));
         match frames.into_iter().find(|frame| extent.contains(*frame)) {
-            Some(frame) => Err(Broken::HwPoisoned(frame)),
+            Some(frame) => Err(Broken::Frame(frame, "was handed out although it is poisoned")),
             None => Ok(()),
         }
     }
@@ -151,7 +146,7 @@ impl<'a> Ownership<'a> {
     /// Notes that a block was handed out.
     pub fn take(&self, extent: Extent, order: Order) -> Result<(), Broken> {
         if !self.area.covers(extent) {
-            return Err(Broken::Outside(extent.base()));
+            return Err(Broken::Frame(extent.base(), "was handed out and is not in the area"));
         }
         for (first, word, mask) in self.masks(extent) {
             // Relaxed: each bit is a question of its own; the allocator orders its owners.
@@ -216,7 +211,7 @@ pub fn run<P: Cpu, E: Env>(
                     let head = folio.into_pfn();
                     let extent = Extent::block(head, order);
                     if let Some(limit) = limit.filter(|limit| extent.end() > *limit) {
-                        return Err(Broken::NotBelow(limit));
+                        return Err(Broken::Frame(limit, "was the limit of a block that does not end there"));
                     }
                     ownership.check_sound(extent, poisoned)?;
                     ownership.take(extent, order)?;
@@ -264,7 +259,7 @@ pub fn claim<P: Cpu, E: Env>(
     // What was poisoned since is not free again.
     match frames.free_extent(cx, claimed) {
         pages if pages == size.pages() => Ok(true),
-        _ => Err(Broken::NotFreed(extent)),
+        _ => Err(not_freed(extent)),
     }
 }
 
@@ -345,7 +340,7 @@ pub fn replug<P: Cpu, E: Env>(
     let extent = both.extent();
     ownership.take(extent, Order::ZERO)?;
     ownership.give(extent);
-    if frames.free_extent(cx, both) == extent.pages() { Ok(()) } else { Err(Broken::NotFreed(extent)) }
+    if frames.free_extent(cx, both) == extent.pages() { Ok(()) } else { Err(not_freed(extent)) }
 }
 
 /// Plugs the memory in if it is not there, and unplugs it if none of it is in use. Waits for other CPUs.
@@ -379,7 +374,7 @@ pub fn unplug<P: Cpu, E: Env>(cx: &mut CpuCx<'_, P>, frames: &Frames<'_, E>, pie
             plug(cx, frames, &mut piece)?;
         }
         if piece.there {
-            return Err(Broken::NotFreed(piece.extent));
+            return Err(not_freed(piece.extent));
         }
         times += piece.unplugged;
     }
@@ -413,10 +408,10 @@ fn release<P: Cpu, E: Env>(
     let whole = Extent::block(head, order);
     // SAFETY: the entry was made of the only reference, and was taken out of where it stood.
     let folio = unsafe { FolioRef::from_pfn(head) };
-    let last = |put| if put == Ok(Put::Last) { Ok(()) } else { Err(Broken::NotFreed(whole)) };
+    let last = |put| if put == Ok(Put::Last) { Ok(()) } else { Err(not_freed(whole)) };
     match random.below(8) {
         0 => {
-            let block = frames.freeze(folio).map_err(|_| Broken::NotFreed(whole))?;
+            let block = frames.freeze(folio).map_err(|_| not_freed(whole))?;
             ownership.give(whole);
             frames.free_nowait(cx, block);
             return Ok(());
@@ -427,13 +422,13 @@ fn release<P: Cpu, E: Env>(
         }
         _ => {}
     }
-    let pages = frames.split_counted(folio, Order::ZERO).map_err(|_| Broken::NotFreed(whole))?;
+    let pages = frames.split_counted(folio, Order::ZERO).map_err(|_| not_freed(whole))?;
     // A border anywhere: a range on one side, the other page by page or as a second range.
     let (first, mut second) = pages.split_at(random.below(whole.pages() + 1));
     let free = |cx: &mut CpuCx<'_, P>, run: FolioRun| {
         let extent = run.extent();
         let done = frames.free_range(cx, run);
-        if done.freed + done.refused == extent.pages() { Ok(()) } else { Err(Broken::NotFreed(extent)) }
+        if done.freed + done.refused == extent.pages() { Ok(()) } else { Err(not_freed(extent)) }
     };
     ownership.give(first.extent());
     free(cx, first)?;

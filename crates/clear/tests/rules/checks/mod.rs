@@ -1,5 +1,6 @@
 //! Bit-exact checks of a primitive, for the tests: every byte it owns is zeroed, no other is touched.
 
+use crate::support::memory::map;
 use hugemm_clear::primitive::Primitive;
 use hugemm_clear::raw;
 
@@ -32,11 +33,7 @@ impl Guarded {
     /// `pages` pages of canaries.
     pub(crate) fn new(pages: usize) -> Self {
         let bytes = (pages + 2) * PAGE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a fresh anonymous mapping at an address that the system chooses touches nothing else.
-        let map = unsafe { libc::mmap(core::ptr::null_mut(), bytes, libc::PROT_NONE, flags, -1, 0) };
-        assert_ne!(map, libc::MAP_FAILED);
-        let map = map.cast::<u8>();
+        let map = map(core::ptr::null_mut(), bytes, -1, 0);
         // SAFETY: the pages between the guards belong to the mapping just made.
         let rc = unsafe { libc::mprotect(map.add(PAGE).cast(), pages * PAGE, libc::PROT_READ | libc::PROT_WRITE) };
         assert_eq!(rc, 0);

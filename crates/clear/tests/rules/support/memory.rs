@@ -132,8 +132,9 @@ impl Memory {
     }
 }
 
+/// A file of so many bytes.
 #[cfg(not(miri))]
-fn file(bytes: usize) -> libc::c_int {
+pub(crate) fn file(bytes: usize) -> libc::c_int {
     // SAFETY: the name is a C string and the descriptor is the caller's own.
     let fd = unsafe { libc::memfd_create(c"frames".as_ptr(), libc::MFD_CLOEXEC) };
     assert!(fd >= 0, "{}", std::io::Error::last_os_error());
@@ -144,7 +145,7 @@ fn file(bytes: usize) -> libc::c_int {
 
 /// Maps a file, or reserves addresses without one; over an own mapping at `at`, or anywhere.
 #[cfg(not(miri))]
-fn map(at: *mut u8, bytes: usize, fd: libc::c_int, offset: usize) -> *mut u8 {
+pub(crate) fn map(at: *mut u8, bytes: usize, fd: libc::c_int, offset: usize) -> *mut u8 {
     let (access, kind) = match fd {
         -1 => (libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),
         _ => (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED),

@@ -34,7 +34,8 @@ pub(crate) fn look(start_info: u64) -> Machine {
     let entries = unsafe { core::slice::from_raw_parts(info.memory_map as *const u8, map_bytes) };
     let map = MemoryMap::new(pvh::entries(entries)).unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: the loader's root pointer, or a machine with a BIOS; tables are below 4 GiB and mapped one to one.
-    let cpus = unsafe { CpuList::read(OneToOne, info.rsdp) }.unwrap_or_else(|error| panic!("{error}"));
+    let cpus = unsafe { CpuList::read(OneToOne, info.rsdp) };
+    let cpus = cpus.unwrap_or_else(|error| panic!("ACPI does not say which CPUs there are ({error:?})"));
     let cpus = cpus.from_boot_cpu(controller::boot_id());
     let mut machine = Machine::new(map, cpus.apic_ids().iter().map(|id| u64::from(*id)), cpus.present);
     let registers = Extent::new(Pfn::new(cpus.apic_address / PAGE_BYTES), 1).unwrap_or_default();
