@@ -374,8 +374,8 @@ pub(crate) mod tests {
     #[test]
     fn a_file_that_gets_its_length_meanwhile_is_left_alone() {
         let _turn = turn();
-        let grow: [fn(&OwnedFd) -> Result<(), Errno>; 2] =
-            [|own| ftruncate(own, BYTES), |own| fallocate(own, FallocateFlags::KEEP_SIZE, 0, BYTES)];
+        type Grow = fn(&OwnedFd) -> Result<(), Errno>;
+        let grow: [Grow; 2] = [|own| ftruncate(own, BYTES), |own| fallocate(own, FallocateFlags::KEEP_SIZE, 0, BYTES)];
         for grow in grow {
             let (leased, own_file) = (MemoryFile::new(PAGE, BYTES).expect("a file").into_fd(), own());
             let before = inode(&own_file);
