@@ -3,7 +3,8 @@
 #[path = "../../../../services/lease/tests/support/tracer.rs"]
 mod tracer;
 
-use crate::support::lease::{Daemon, POOLS, is_short, judged, with_pool};
+use crate::support::lease::judged::is_short;
+use crate::support::lease::{Daemon, POOLS, judged, with_pool};
 use crate::support::{Scratch, hugemm};
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::HugetlbPool;

@@ -1,13 +1,13 @@
 //! A pool of huge pages, and a daemon that lends them.
 
 #[path = "../../../../services/lease/tests/support/judged.rs"]
-mod judged;
+pub(crate) mod judged;
 
 use super::{Scratch, hugemm};
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
+pub(crate) use judged::judged;
 use judged::turn;
-pub(crate) use judged::{is_short, judged};
 use std::fs::File;
 use std::process::{Child, Command, Stdio};
 use std::thread;
