@@ -14,6 +14,7 @@ use rustix::fs::{FlockOperation, Gid, MemfdFlags, Mode, OFlags, Uid, fchown, fcn
 use rustix::io::Errno;
 use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, json};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -40,6 +41,17 @@ struct Record {
     secret: String,
     /// The memory's length, which its owner may change.
     bytes: u64,
+}
+
+/// What a predecessor left.
+#[derive(Debug, Default)]
+pub struct Found {
+    /// What it kept.
+    pub kept: Vec<Kept>,
+    /// The names of what it kept by a record that nobody here can read.
+    pub unread: Vec<String>,
+    /// What is of no use.
+    pub rest: Vec<(String, OwnedFd)>,
 }
 
 /// Memory that is kept, with its record.
@@ -79,9 +91,8 @@ impl Kept {
     }
 
     /// What a predecessor kept, of all that it left under their names; and the rest. What an owner can write is memory, and no record.
-    pub fn find(left: Vec<(String, OwnedFd)>) -> (Vec<Self>, Vec<(String, OwnedFd)>) {
-        let (mut memories, mut records, mut rest, mut found) =
-            (BTreeMap::new(), BTreeMap::new(), Vec::new(), Vec::new());
+    pub fn find(left: Vec<(String, OwnedFd)>) -> Found {
+        let (mut memories, mut records, mut found) = (BTreeMap::new(), BTreeMap::new(), Found::default());
         for (name, fd) in left {
             let inode = rustix::fs::fstat(&fd).map(|stat| stat.st_ino);
             let other = match name.strip_prefix(NAME).and_then(|of| of.parse().ok()) {
@@ -89,21 +100,26 @@ impl Kept {
                 Some(of) => records.insert(of, fd),
                 None => Some(fd),
             };
-            rest.extend(other.map(|fd| (name, fd)));
+            found.rest.extend(other.map(|fd| (name, fd)));
         }
         for (inode, memory) in memories {
-            let written = records.remove(&inode).map(File::from);
-            let record = written.and_then(|file| Some((Record::read(&file)?, file)));
-            let Some((page, (record, written))) = page_of(memory.as_fd()).zip(record) else {
-                rest.push((kept_name(inode), memory));
+            let written = records.remove(&inode).map(File::from).filter(is_record);
+            let Some((page, written)) = page_of(memory.as_fd()).zip(written) else {
+                found.rest.push((kept_name(inode), memory));
                 continue;
             };
-            // A predecessor may have ended while it asked.
-            let _ = flock(&memory, FlockOperation::Unlock);
-            found.extend(Self::of(memory, page, record, written).ok());
+            match Record::read(&written, memory.as_fd()) {
+                Ok(Some(record)) => {
+                    // A predecessor may have ended while it asked.
+                    let _ = flock(&memory, FlockOperation::Unlock);
+                    found.kept.extend(Self::of(memory, page, record, written).ok());
+                }
+                Ok(None) => found.rest.push((kept_name(inode), memory)),
+                Err(_) => found.unread.push(kept_name(inode)),
+            }
         }
-        rest.extend(records.into_iter().map(|(of, record)| (kept_name(of), record)));
-        (found, rest)
+        found.rest.extend(records.into_iter().map(|(of, record)| (kept_name(of), record)));
+        found
     }
 
     /// Whose it is, and its name.
@@ -233,16 +249,27 @@ fn kept_name(inode: u64) -> String {
     format!("{NAME}{inode}")
 }
 
+/// Only what this user's daemon has written: an owner of memory can make that as long as a record, and write one into it.
+fn is_record(file: &File) -> bool {
+    file.metadata().is_ok_and(|found| found.size() == RECORD as u64 && found.uid() == geteuid().as_raw())
+}
+
 impl Record {
-    /// Only what this user's daemon has written: an owner of memory can make that as long as a record, and write one into it.
-    fn read(file: &File) -> Option<Self> {
-        let found = file.metadata().ok()?;
-        if found.size() != RECORD as u64 || found.uid() != rustix::process::geteuid().as_raw() {
-            return None;
-        }
+    /// None of what is kept no more. What was not written down at first, the memory's file says.
+    fn read(file: &File, memory: BorrowedFd<'_>) -> io::Result<Option<Self>> {
         let mut text = [0; RECORD];
-        file.read_exact_at(&mut text, 0).ok()?;
-        serde_json::from_slice(&text).ok()
+        file.read_exact_at(&mut text, 0)?;
+        if text.trim_ascii().is_empty() {
+            return Ok(None);
+        }
+        let (mut record, stat) = (serde_json::from_slice::<Map<_, _>>(&text)?, rustix::fs::fstat(memory)?);
+        let account = json!({ "User": record.get("uid") });
+        for (name, value) in
+            [("gid", stat.st_gid.into()), ("account", account), ("bytes", (stat.st_size as u64).into())]
+        {
+            record.entry(name).or_insert(value);
+        }
+        Ok(Some(serde_json::from_value(record.into())?))
     }
 }
 
@@ -274,12 +301,37 @@ mod tests {
         let find = |order: [&Kept; 2]| {
             let stored =
                 |kept: &Kept| kept.both().map(|fd| (kept.name_in_store(), fd.try_clone_to_owned().expect("one")));
-            let (found, rest) = Kept::find(order.into_iter().flat_map(stored).rev().collect());
-            assert!(rest.is_empty());
-            found.iter().map(|kept| (kept.record.uid, kept.inode)).collect::<Vec<_>>()
+            let found = Kept::find(order.into_iter().flat_map(stored).rev().collect());
+            assert!(found.rest.is_empty() && found.unread.is_empty());
+            found.kept.iter().map(|kept| (kept.record.uid, kept.inode)).collect::<Vec<_>>()
         };
         let mut both = [(1000, owner.inode), (2000, forger.inode)];
         both.sort_by_key(|(_, inode)| *inode);
         assert_eq!([find([&owner, &forger]), find([&forger, &owner])], [both, both]);
+    }
+
+    /// A daemon that is upgraded has what the former one kept, whatever that wrote down; what it cannot read stays where it is, and it
+    /// knows which that is.
+    #[test]
+    fn a_record_of_another_version_loses_nothing() {
+        let uid = geteuid().as_raw();
+        let bytes = Page::Transparent.bytes();
+        let found = |text: &str| {
+            let memory = MemoryFile::new(Page::Transparent, bytes).expect("a file").into_fd();
+            let whose = (&Asker::user(uid), Who::User(uid));
+            let kept = Kept::new(memory, whose, "cache".to_owned(), "secret".to_owned()).expect("a record");
+            kept.write(text.as_bytes()).expect("written");
+            let name = kept.name_in_store();
+            let both = kept.both().map(|fd| (name.clone(), fd.try_clone_to_owned().expect("a descriptor")));
+            let Found { kept, unread, rest } = Kept::find(both.into());
+            let kept: Vec<_> = kept.into_iter().map(|kept| kept.record).collect();
+            (kept, unread == [name], rest.len())
+        };
+        let first = format!(r#"{{"uid":{uid},"name":"cache","secret":"secret","inode":7,"owner":null}}"#);
+        let (gid, account) = (Asker::user(uid).gid, Who::User(uid));
+        let record = Record { uid, gid, account, name: "cache".to_owned(), secret: "secret".to_owned(), bytes };
+        assert_eq!(found(&first), (vec![record], false, 0));
+        assert_eq!(found(r#"{"owners":[7]}"#), (vec![], true, 0), "of a later version");
+        assert_eq!(found(""), (vec![], false, 1), "forgotten");
     }
 }

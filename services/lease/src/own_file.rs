@@ -275,7 +275,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::memory_file::MemoryFile;
     use crate::wire;
-    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::process::{Command, Stdio};
@@ -368,6 +368,22 @@ pub(crate) mod tests {
         let copy = own_file.try_clone().expect("a descriptor");
         assert_eq!(file.replace(leased.as_fd(), put_at(&own_file)), Err(NotReplaced::Shared));
         assert_eq!((inode(&own_file), inode(&copy)), (before, before));
+    }
+
+    /// One that another thread gives a length, and pages, meanwhile has its bytes: the look from before is of no use any more.
+    #[test]
+    fn a_file_that_gets_its_length_meanwhile_is_left_alone() {
+        let _turn = turn();
+        type Grow = fn(&OwnedFd) -> Result<(), Errno>;
+        let grow: [Grow; 2] = [|own| ftruncate(own, BYTES), |own| fallocate(own, FallocateFlags::KEEP_SIZE, 0, BYTES)];
+        for grow in grow {
+            let (leased, own_file) = (MemoryFile::new(PAGE, BYTES).expect("a file").into_fd(), own());
+            let before = inode(&own_file);
+            let file = alone(&own_file).expect("nobody else has it");
+            grow(&own_file).expect("its own");
+            assert_eq!(file.replace(leased.as_fd(), put_at(&own_file)), Err(NotReplaced::Gone));
+            assert_eq!(inode(&own_file), before);
+        }
     }
 
     /// As on hugetlbfs from Linux 7.0 on.

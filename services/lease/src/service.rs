@@ -18,6 +18,8 @@ pub struct Inherited {
     pub files: Vec<MemoryFile>,
     /// Memory that it kept.
     pub kept: Vec<Kept>,
+    /// What the manager calls memory that it kept by a record of another version. The manager holds it.
+    pub unread: Vec<String>,
 }
 
 /// Takes what the manager has passed. Files that have been lent are given up, here and in the manager's store, unless they are kept.
@@ -48,9 +50,9 @@ pub unsafe fn inherited() -> io::Result<Inherited> {
             Err(other) => others.push((called, other)),
         }
     }
-    let (kept, others) = Kept::find(others);
-    inherited.kept = kept;
-    others.iter().for_each(|(called, _)| give_up(called));
+    let found = Kept::find(others);
+    (inherited.kept, inherited.unread) = (found.kept, found.unread);
+    found.rest.iter().for_each(|(called, _)| give_up(called));
     Ok(inherited)
 }
 

@@ -627,6 +627,9 @@ fn is_private_memory(argument: &str) -> bool {
 }
 
 #[cfg(test)]
+mod waiting_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

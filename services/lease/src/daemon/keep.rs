@@ -294,7 +294,7 @@ mod tests {
             let name = kept.name_in_store();
             kept.both().map(|fd| (name.clone(), fd.try_clone_to_owned().expect("a descriptor")))
         });
-        daemon.adopt_kept(Kept::find(left.collect()).0);
+        daemon.adopt_kept(Kept::find(left.collect()).kept);
         assert_eq!(daemon.status().kept.iter().map(|kept| kept.bytes).collect::<Vec<_>>(), [page.bytes()]);
         let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
         let wish = Wish { keep: Some(keep.clone()), ..Wish::of(page.bytes()) };
@@ -361,7 +361,7 @@ mod tests {
         let left = first.state().kept.values().flat_map(stored).collect();
         drop(first);
         let next = daemon();
-        next.adopt_kept(Kept::find(left).0);
+        next.adopt_kept(Kept::find(left).kept);
         refused(&next);
         let (rights, flags) = (ProtFlags::READ, MapFlags::SHARED);
         // SAFETY: at an address of the kernel's choice; nothing is touched there.

@@ -47,9 +47,8 @@ impl Served {
 
     /// Nothing is lent, and a file is ready.
     pub(crate) fn wait_until_idle(&self) {
-        wait_for("nothing lent, and a file ready", || {
-            self.status().is_some_and(|status| status.leases.is_empty() && status.ready.len() == 1)
-        });
+        wait_for("nothing is lent", || self.status().is_some_and(|status| status.leases.is_empty()));
+        wait_for("a file is ready", || self.status().is_some_and(|status| status.ready.len() == 1));
     }
 
     /// The client that becomes the program in that role.

@@ -120,6 +120,11 @@ fn serve(args: &Serve) -> Result<()> {
     let daemon = Arc::new(Daemon::with_log(config, log.into()));
     daemon.adopt(inherited.files);
     daemon.adopt_kept(inherited.kept);
+    for name in inherited.unread {
+        let why = "its record is of another version: nobody is given the memory, and the service manager holds it; run the version \
+                   that wrote it, or have it let go of (systemctl stop, systemctl clean --what=fdstore)";
+        daemon.log("unread", json!({ "kept": name, "why": why }));
+    }
     if let Some(metrics) = metrics {
         let daemon = Arc::clone(&daemon);
         // Ends with the process.

@@ -3,6 +3,7 @@
 #[path = "../../../../services/lease/tests/support/tracer.rs"]
 mod tracer;
 
+use crate::support::lease::judged::is_short;
 use crate::support::lease::{Daemon, POOLS, judged, with_pool};
 use crate::support::{Scratch, hugemm};
 use hugemm_base::PageSize;
@@ -29,7 +30,7 @@ fn pool_has() -> (u64, u64) {
 fn wait_until_pool_has(before: (u64, u64)) {
     let end = Instant::now() + Duration::from_secs(20);
     while pool_has() != before {
-        assert!(Instant::now() < end, "{:?}, and {before:?} before", pool_has());
+        assert!(Instant::now() < end, "the pool has {:?}, and had {before:?}", pool_has());
         sleep(Duration::from_millis(20));
     }
 }
@@ -299,14 +300,16 @@ fn a_tracer_waits_for_what_it_has_started() {
     assert_eq!((said.as_str(), other.wait().expect("nobody else has").code()), ("traced\n", Some(1)));
 }
 
-/// Run by the next.
+/// What the next has a test say.
+const SAYS: &str = "HUGEMM_TEST_SAYS";
+
 #[test]
 #[ignore = "a program for another test to run"]
 fn program_that_fails() {
-    judged(|| panic!("its pages are gone"));
+    judged(|| panic!("{}", std::env::var(SAYS).expect("words")));
 }
 
-/// A test that fails has failed, unless somebody else changes the pool meanwhile, who may have taken its pages.
+/// A test that fails has failed, unless it lacks pages while somebody else changes the pool, who may have taken them.
 #[test]
 fn a_test_fails_unless_somebody_else_changes_the_pool() {
     // For its lock, which the program does not wait for: it has one of its own.
@@ -317,35 +320,67 @@ fn a_test_fails_unless_somebody_else_changes_the_pool() {
             eprintln!("skipped: {error}");
             return;
         }
-        let run = || {
+        let (short, leak) = ("the file: NoPages", "lent twice: 7");
+        let run = |says| {
             let mut program = Command::new(std::env::current_exe()?);
-            program.args(["--ignored", "--nocapture", "program_that_fails"]).env("TMPDIR", scratch.path("")).output()
+            program.args(["--ignored", "--nocapture", "program_that_fails"]).env(SAYS, says);
+            program.env("TMPDIR", scratch.path("")).output()
         };
         let is_judged = |output: &std::io::Result<Output>, success, says| {
             let output = output.as_ref().expect("it starts");
             let said = String::from_utf8_lossy(&output.stderr);
-            assert!(output.status.success() == success && said.contains(says), "{said}");
+            assert!(output.status.success() == success && said.contains(says), "judged otherwise: {said}");
         };
         // Once more where somebody really does.
-        let failed = (0..5).map(|_| run()).find(|output| output.as_ref().is_ok_and(|output| !output.status.success()));
-        is_judged(&failed.expect("nobody takes from the pool at last"), false, "its pages are gone");
+        let failed =
+            (0..5).map(|_| run(short)).find(|output| output.as_ref().is_ok_and(|output| !output.status.success()));
+        is_judged(&failed.expect("nobody takes from the pool at last"), false, short);
         let over = AtomicBool::new(false);
-        let output = thread::scope(|scope| {
+        let outputs = thread::scope(|scope| {
             scope.spawn(|| {
                 for more in [1, 0].into_iter().cycle().take_while(|_| !over.load(Ordering::Relaxed)) {
                     let _ = resize(size + more);
                     sleep(Duration::from_millis(20));
                 }
             });
-            let output = run();
+            let outputs = [short, leak].map(run);
             over.store(true, Ordering::Relaxed);
-            output
+            outputs
         });
         resize(size).expect("as before");
         is_judged(
-            &output,
+            &outputs[0],
             true,
             "skipped: somebody else changes the kernel's pool of huge pages, or takes from it (1 by now)",
         );
+        is_judged(&outputs[1], false, leak);
     });
+}
+
+/// Bytes, memory that is lent twice, or is not back, and a panic of another thread are failures whoever has the pool.
+#[test]
+fn only_a_lack_of_pages_is_excused() {
+    for said in [
+        "a file: Os { code: 12, kind: OutOfMemory, message: \"Cannot allocate memory\" }",
+        "filled: NoPages",
+        "never: a file is ready",
+        "never \"ready\":[8388608]: {\"waiting\":\"8388608 bytes missing, 0 free in the kernel's pool\"}",
+        "hugemm: not all is ready after 60 s; see what it waits for, or wait longer",
+        "the pool has (3, 0), and had (4, 0)",
+    ] {
+        assert!(is_short(said), "{said}");
+    }
+    for said in [
+        "assertion `left == right` failed: the naive design leaks\n  left: [1]\n right: [2]",
+        "lent twice: leased 7",
+        "what is lent is clear",
+        "never: pages are back",
+        "never: nothing is lent",
+        "never \"leases\":[]: {\"waiting\":\"8388608 bytes missing, 0 free in the kernel's pool\"}",
+        "no panic: Any { .. }",
+        "a scoped thread panicked",
+        "index out of bounds: the len is 3 but the index is 3",
+    ] {
+        assert!(!is_short(said), "{said}");
+    }
 }

@@ -7,6 +7,7 @@ mod lease;
 mod lease_signals;
 mod leased;
 mod leased_programs;
+mod managed;
 mod pins;
 #[path = "../support/mod.rs"]
 mod support;

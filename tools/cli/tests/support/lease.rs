@@ -1,7 +1,7 @@
 //! A pool of huge pages, and a daemon that lends them.
 
 #[path = "../../../../services/lease/tests/support/judged.rs"]
-mod judged;
+pub(crate) mod judged;
 
 use super::{Scratch, hugemm};
 use hugemm_base::PageSize;
