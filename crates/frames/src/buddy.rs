@@ -2,10 +2,12 @@
 //! [`free4k`](crate::free4k), the rest in [`free2m`](crate::free2m).
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
+use crate::arenas::{Arenas, is_added};
 use crate::blockmap::{Position, SPAN};
 use crate::frames::{Env, Frames};
 use crate::free2m::{DIRTY_FIRST, ZERO, take_word};
 use crate::freelist::{FreeLists, Places};
+use crate::having::Kinds;
 use crate::node::{Content, Node, Taken};
 use crate::page_alloc::Wanted;
 use hugemm_base::lock::LockGuard;
@@ -103,9 +105,39 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Where the node's free blocks are: those of arenas that were added come last.
-    pub(crate) fn places(&self, lists: &FreeLists) -> impl Iterator<Item = Places<'m>> {
-        self.arena_table().places(lists, self.node(lists.node).map(|node| &node.rows))
+    /// Where a node may have free blocks of some kinds below a frame: arenas that were added come last.
+    pub(crate) fn places<'l>(
+        &self,
+        lists: &'l FreeLists,
+        kinds: Kinds,
+        limit: Pfn,
+    ) -> impl Iterator<Item = Places<'m>> + use<'m, 'l, E> {
+        let node = self.node(lists.node);
+        self.arena_table().places(lists, node.map(|node| &node.rows), node.map(|node| &node.added), kinds, limit)
+    }
+
+    /// All arenas of a node that have a frame from a place on, and the places of their first frames.
+    pub(crate) fn arenas_on(
+        &self,
+        lists: &FreeLists,
+        from: u64,
+    ) -> impl Iterator<Item = (u64, &'m Arena<'m>)> + use<'m, E> {
+        self.arena_table().on(lists.node, self.node(lists.node).map(|node| &node.added), from)
+    }
+
+    /// A region of an arena may have some of a kind now.
+    #[inline]
+    pub(crate) fn raise_row(&self, arena: &Arena<'m>, kind: usize, region: usize) {
+        if is_added(region) {
+            return self.raise_added(arena, kind, region);
+        }
+        arena.rows.put(kind, region, true);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn raise_added(&self, arena: &Arena<'m>, kind: usize, region: usize) {
+        Arenas::raise(arena, self.node(arena.node).map(|node| &node.added), kind, region);
     }
 
     /// Frees an extent of one arena whose ends are block borders in the map: the small chunks at its ends, and what whole

@@ -15,8 +15,8 @@
 use crate::arena::{Arena, BLOCK_ORDER, in_region};
 use crate::blockmap::{Pages, Position, WORDS, first_run};
 use crate::frames::{Env, Frames};
-use crate::free2m::Sought;
-use crate::free4k::{Place, kind};
+use crate::free2m::{PLACES, Sought};
+use crate::free4k::{Place, kind, kinds_from};
 use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
@@ -69,7 +69,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if let Some(place) = self.in_own_chunk(lists, own, order, mobility, sought) {
             return Some(place);
         }
-        for places in self.places(lists) {
+        for places in self.places(lists, kinds_from(mobility, sought, order), Pfn::LIMIT).take(PLACES) {
             let mut lowest: Option<Place<'m>> = None;
             for larger in order..BLOCK_ORDER {
                 if let Some(place) = self.in_nobodys(&places, own, order, sought, kind(mobility, sought, larger))

@@ -69,6 +69,9 @@ pub(crate) const ZERO: [Way; 2] = [(Sought::Zero, true), (Sought::Zero, false)];
 pub(crate) const DIRTY_FIRST: [Way; 4] =
     [(Sought::Dirty, true), (Sought::Any, true), (Sought::Dirty, false), (Sought::Any, false)];
 
+/// Places that whoever looks for one that is broken, or apart, looks at: the arenas that the manager was made with, and a few of the others.
+pub(crate) const PLACES: usize = 8;
+
 /// The row that has a bit for each region of which all is free.
 const WHOLE_ROW: usize = Sought::Any.row(BIG as u32 - 1);
 
@@ -218,7 +221,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let known = hints.load(Ordering::Relaxed);
         if known & rows != rows {
             for row in descending(rows & !known) {
-                arena.rows.put(SMALL_KINDS + row, arena.region_number(pfn), true);
+                self.raise_row(arena, SMALL_KINDS + row, arena.region_number(pfn));
             }
             hints.store(known | rows, Ordering::Relaxed);
         }
@@ -230,7 +233,11 @@ impl<'m, E: Env> Frames<'m, E> {
         let fits = |run: &FreeRun<'_>| run.pfn().get() + (1 << (BLOCK_ORDER + log)) <= limit.get();
         // Where nothing is known to be zero, whatever is free is dirty.
         let ways = || ways.iter().filter(|(sought, _)| *sought != Sought::Any || lists.zero_2m != 0);
-        self.places(lists)
+        let Some((last, broken)) = ways().next_back() else { return None };
+        // Whoever looks everywhere in the end finds what is of the last kind, and it is corrected where there is none.
+        let tries = if *broken { PLACES } else { usize::MAX };
+        self.places(lists, 1 << (SMALL_KINDS + last.row(log)), limit)
+            .take(tries)
             .find_map(|places| ways().find_map(|way| self.seek_in(lists, &places, log, *way).filter(fits)))
     }
 
@@ -261,22 +268,23 @@ impl<'m, E: Env> Frames<'m, E> {
         Some(run.arena.region_number(run.pfn()))
     }
 
-    /// Whether a run of an order above that of 2 MiB, below a frame, has no more than so many frames in use; of regions from number `from`
-    /// on. Where that cannot be said in one round, the number of the region with which the next begins. A word per 128 MiB.
+    /// Whether a run of an order above that of 2 MiB, below a frame, has no more than so many frames in use; of regions from a place
+    /// on. Where that cannot be said in one round, the place with which the next begins. A word per 128 MiB.
     pub(crate) fn is_nearly_free(
         &self,
         lists: &FreeLists,
-        from: usize,
+        from: u64,
         order: Order,
         limit: Pfn,
         used: u64,
-    ) -> ControlFlow<bool, usize> {
+    ) -> ControlFlow<bool, u64> {
         let log = order.get().saturating_sub(BLOCK_ORDER);
-        for arena in self.arena_table().on(lists) {
+        for (place, arena) in self.arenas_on(lists, from) {
             let first = arena.extent.base().get() >> REGION_ORDER;
-            for (at, region) in arena.regions.iter().enumerate().skip(from.saturating_sub(arena.first_region)) {
+            let before = (from >> REGION_ORDER).saturating_sub(place >> REGION_ORDER);
+            for (at, region) in arena.regions.iter().enumerate().skip(before as usize) {
                 if lists.is_spent() {
-                    return ControlFlow::Continue(arena.first_region + at);
+                    return ControlFlow::Continue(place.max(((place >> REGION_ORDER) + at as u64) << REGION_ORDER));
                 }
                 lists.looked_in_vain();
                 let base = Pfn::new((first + at as u64) << REGION_ORDER);

@@ -26,6 +26,7 @@ use crate::blockmap::{
 use crate::frames::{Env, Frames};
 use crate::free2m::{DIRTY_FIRST, Sought, Way, ZERO};
 use crate::freelist::{FreeLists, Places};
+use crate::having::Kinds;
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
 use crate::outgoing::Word;
@@ -41,6 +42,11 @@ const ROWS: usize = 3 * SMALL;
 /// The number of a kind.
 pub(crate) const fn kind(mobility: Mobility, sought: Sought, order: u32) -> usize {
     mobility.index() * ROWS + sought as usize * SMALL + order as usize
+}
+
+/// Those of one mobility and content, of an order and larger ones.
+pub(crate) const fn kinds_from(mobility: Mobility, sought: Sought, order: u32) -> Kinds {
+    (1 << kind(mobility, sought, BLOCK_ORDER)) - (1 << kind(mobility, sought, order))
 }
 
 /// What a 2 MiB has bits for: for each content the largest order plus 1, or 0, in four bits, and the mobility in bit 12.
@@ -297,7 +303,7 @@ impl<'m, E: Env> Frames<'m, E> {
             if let Some(order) = is {
                 let kind = kind(hints.mobility(), sought, order);
                 region.has[kind].put_locked(in_region(near), true);
-                arena.rows.put(kind, number, true);
+                self.raise_row(arena, kind, number);
             }
         }
         block.hints.store(hints.0, Ordering::Relaxed);
@@ -366,7 +372,9 @@ impl<'m, E: Env> Frames<'m, E> {
         limit: Pfn,
     ) -> Option<Place<'m>> {
         let fits = |place: &Place<'_>| place.pfn().get() + (1 << order) <= limit.get();
-        self.places(lists).find_map(|places| self.seek_4k_in(lists, &places, order, mobility, sought).filter(fits))
+        let kinds = kinds_from(mobility, sought, order);
+        self.places(lists, kinds, limit)
+            .find_map(|places| self.seek_4k_in(lists, &places, order, mobility, sought).filter(fits))
     }
 
     fn seek_4k_in(

@@ -1,6 +1,7 @@
 //! Which 1 GiB regions may have free memory of a kind: a bit each.
 
 use crate::blockmap::SPAN_SHIFT;
+use crate::having::Kinds;
 use hugemm_base::sync::{AtomicU64, Ordering};
 
 /// Orders of blocks inside 2 MiB.
@@ -37,11 +38,6 @@ impl<'m> Rows<'m> {
         Rows { words, width: words.len() / (SMALL_KINDS + BIG_KINDS), base }
     }
 
-    /// The same for the regions from another number on.
-    pub(crate) fn from(self, base: usize) -> Self {
-        Rows { base, ..self }
-    }
-
     // Relaxed: the lock orders.
     #[inline(never)]
     pub(crate) fn put(&self, kind: usize, region: usize, value: bool) {
@@ -50,6 +46,12 @@ impl<'m> Rows<'m> {
             let (old, bit) = (word.load(Ordering::Relaxed), 1 << (region % 64));
             word.store(if value { old | bit } else { old & !bit }, Ordering::Relaxed);
         }
+    }
+
+    /// Of some kinds, those that no region may have.
+    pub(crate) fn none_of(&self, kinds: Kinds) -> Kinds {
+        let none = (0..SMALL_KINDS + BIG_KINDS).filter(|kind| kinds >> kind & 1 != 0 && self.first(*kind).is_none());
+        none.fold(0, |none, kind| none | 1 << kind)
     }
 
     /// The lowest region that may have blocks of the kind.
