@@ -17,8 +17,7 @@
 //! A slot is used again, so what stands in it goes for something only if the tree in which it was found is still in use afterwards.
 
 use crate::arena::{Arena, ArenaSpec, REGION_ORDER, touched};
-use crate::bits::one_copy;
-use crate::freelist::{FreeLists, Places};
+use crate::freelist::{FreeLists, LOOKS, Places};
 use crate::having::{Added, Kinds};
 use crate::layout::{Carver, FramesConfigError, fill_arena, place_arena};
 use crate::refs::WideCounts;
@@ -26,6 +25,7 @@ use crate::rows::Rows;
 use crate::slots::{Link, Seen, Slot, Tree};
 use core::alloc::Layout;
 use core::fmt;
+use core::ops::Range;
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Dirty, Extent, NodeId, Pfn};
@@ -95,50 +95,32 @@ impl Kept<'_> {
     }
 }
 
-/// Arenas that were added to a node, whose lock is held, and may have something.
-struct AddedOn<'m, 'l> {
-    added: Option<&'m Added>,
-    lists: &'l FreeLists,
-    kinds: Kinds,
-    /// The first frame behind the one before.
-    from: Pfn,
-    /// None from this frame on.
+/// What is sought in a node, and how far the search has come.
+pub(crate) struct Search {
+    kinds: Range<usize>,
+    /// In no arena that was added and begins here or above.
     limit: Pfn,
+    /// The first frame behind the arena that was added and looked at last; none if nothing has been looked at.
+    from: Option<Pfn>,
+    /// How many more of those.
+    left: u32,
 }
 
-impl<'m> Iterator for AddedOn<'m, '_> {
-    type Item = &'m Arena<'m>;
+impl Search {
+    /// For some kinds. Whatever it finds nothing in is corrected, or else few are looked at.
+    pub(crate) const fn new(kinds: Range<usize>, limit: Pfn) -> Self {
+        Search { kinds, limit, from: None, left: 2 * LOOKS }
+    }
 
-    fn next(&mut self) -> Option<&'m Arena<'m>> {
-        // Few managers have any.
-        if self.added.is_some() { self.later() } else { None }
+    /// The same in a few.
+    pub(crate) const fn in_few(mut self) -> Self {
+        self.left = FEW;
+        self
     }
 }
 
-impl<'m> AddedOn<'m, '_> {
-    #[cold]
-    #[inline(never)]
-    fn later(&mut self) -> Option<&'m Arena<'m>> {
-        let added = self.added?;
-        while !self.lists.is_spent() {
-            // SAFETY: the node's lock is held, under which alone an arena of it goes.
-            unsafe {
-                let slot = added.from(self.from, self.kinds)?;
-                let seen = slot.content()?;
-                if seen.extent.base() >= self.limit {
-                    return None;
-                }
-                self.from = seen.extent.end();
-                let arena = &seen.kept().arena;
-                if added.look(slot, arena, self.kinds) != 0 {
-                    return Some(arena);
-                }
-            }
-            self.lists.looked_in_vain();
-        }
-        None
-    }
-}
+/// Arenas that were added in which is looked for what need not be found.
+const FEW: u32 = 8;
 
 /// Where the slot goes, and the rest.
 fn place(spec: &ArenaSpec) -> Result<Layout, FramesConfigError> {
@@ -154,6 +136,28 @@ fn place(spec: &ArenaSpec) -> Result<Layout, FramesConfigError> {
         carver.layout()
     };
     place().ok_or(FramesConfigError::TooLarge)
+}
+
+#[cold]
+#[inline(never)]
+fn next_added<'m>(lists: &FreeLists, added: &Added, search: &mut Search, mut from: Pfn) -> Option<Places<'m>> {
+    let kinds = Kinds::range(&search.kinds);
+    while !lists.is_spent() {
+        search.left = search.left.checked_sub(1)?;
+        // SAFETY: the node's lock is held, under which alone an arena of it goes.
+        unsafe {
+            let slot = added.from(from, kinds).filter(|slot| slot.base() < search.limit.get())?;
+            from = slot.end();
+            let arena = &slot.kept().arena;
+            if search.kinds.clone().any(|kind| arena.rows.first(kind).is_some()) {
+                search.from = Some(from);
+                return Some(Places { rows: &arena.rows, arenas: core::slice::from_ref(arena) });
+            }
+            added.lower(slot, kinds);
+        }
+        lists.looked_in_vain();
+    }
+    None
 }
 
 /// All arenas of a manager.
@@ -186,26 +190,17 @@ impl<'m> Arenas<'m> {
         core::iter::successors(next(Pfn::new(0)), move |seen| next(seen.extent.end()))
     }
 
-    /// All of a node, whose lock the caller holds, that have a frame from a place on; and the places of their first frames. O(log arenas)
-    /// for each that was added.
-    pub(crate) fn on(
-        &self,
-        node: NodeId,
-        added: Option<&'m Added>,
-        from: u64,
-    ) -> impl Iterator<Item = (u64, &'m Arena<'m>)> + use<'m> {
-        let mut given = self.given.iter();
-        let mut next = Pfn::new(if from < ADDED { 0 } else { from - ADDED });
-        one_copy(core::iter::from_fn(move || {
-            let is_there = |arena: &&Arena<'_>| arena.node == node && arena.extent.end().get() > from;
-            if let Some(arena) = given.find(is_there) {
-                return Some((arena.extent.base().get(), arena));
-            }
-            // SAFETY: the node's lock is held, under which alone an arena of it goes.
-            let arena = unsafe { &added?.any_from(next)?.content()?.kept().arena };
-            next = arena.extent.end();
-            Some((ADDED + arena.extent.base().get(), arena))
-        }))
+    /// The first arena of a node, whose lock the caller holds, that has a frame from a place on; and the place of its first frame. O(log arenas).
+    #[inline(never)]
+    pub(crate) fn on(&self, node: NodeId, added: &Added, from: u64) -> Option<(u64, &'m Arena<'m>)> {
+        let is_there = |arena: &&Arena<'_>| arena.node == node && arena.extent.end().get() > from;
+        if let Some(arena) = self.given.iter().find(is_there) {
+            return Some((arena.extent.base().get(), arena));
+        }
+        let from = Pfn::new(from.saturating_sub(ADDED));
+        // SAFETY: the node's lock is held, under which alone an arena of it goes.
+        let arena = unsafe { &added.any_from(from)?.kept().arena };
+        Some((ADDED + arena.extent.base().get(), arena))
     }
 
     /// Whether an arena that the manager was made with is on a node: only then there is such a node.
@@ -316,35 +311,36 @@ impl<'m> Arenas<'m> {
         added.map(|(_, seen)| &unsafe { seen.kept() }.arena).or(given)
     }
 
-    /// Where a node may have free blocks of some kinds, by its own rows and by those of arenas that were added, which come last, and of which
-    /// none begins at the limit or above.
-    pub(crate) fn places<'l>(
+    /// Where a node, whose lock the caller holds, may have what is sought: first by its own rows, then by those of arenas that were added.
+    #[inline]
+    pub(crate) fn next(
         &self,
-        lists: &'l FreeLists,
-        rows: Option<&'m Rows<'m>>,
-        added: Option<&'m Added>,
-        kinds: Kinds,
-        limit: Pfn,
-    ) -> impl Iterator<Item = Places<'m>> + use<'m, 'l> {
-        let mut first = rows.map(|rows| (rows, self.given));
-        // SAFETY: the manager's own.
-        let added = added.filter(|added| !unsafe { added.is_empty() });
-        let mut added = AddedOn { added, lists, kinds, from: Pfn::new(0), limit };
-        one_copy(core::iter::from_fn(move || {
-            let added = || added.next().map(|arena| (&arena.rows, core::slice::from_ref(arena)));
-            let (rows, arenas) = first.take().or_else(added)?;
-            Some(Places { rows: *rows, arenas })
-        }))
+        lists: &FreeLists,
+        rows: &'m Rows<'m>,
+        added: &Added,
+        search: &mut Search,
+    ) -> Option<Places<'m>> {
+        match search.from {
+            None => {
+                search.from = Some(Pfn::new(0));
+                Some(Places { rows, arenas: self.given })
+            }
+            // Few managers have any.
+            // SAFETY: the manager's own.
+            Some(_) if unsafe { added.is_empty() } => None,
+            Some(from) => next_added(lists, added, search, from),
+        }
     }
 
-    /// An arena that was added may have some of a kind in a region now.
-    pub(crate) fn raise(arena: &Arena<'m>, added: Option<&'m Added>, kind: usize, region: usize) {
+    /// An arena that was added may have some of a kind in a region now. O(log arenas) if it had none. The node's lock is held.
+    pub(crate) fn raise(arena: &Arena<'m>, added: &Added, kind: usize, region: usize) {
         let known = arena.rows.first(kind).is_some();
         arena.rows.put(kind, region, true);
-        if !known && let Some(added) = added {
-            // SAFETY: the node's lock is held, and they are the manager's own.
-            unsafe { added.raise(arena, kind) };
+        if known {
+            return;
         }
+        // SAFETY: the node's lock is held, and they are the manager's own.
+        unsafe { added.raise(arena.extent.base(), kind) };
     }
 
     /// Size and alignment of the metadata that [`add`](Arenas::add) needs for an arena.
@@ -585,12 +581,9 @@ mod loom_tests {
         /// How many arenas an allocation from node 0 looks at.
         fn allocate(&self) -> usize {
             let lists: MutexGuard<'_, FreeLists> = self.nodes[0].lock().unwrap();
-            // SAFETY: the world is there as long as its models.
-            let added: &'static Added = unsafe { &*core::ptr::from_ref(&self.added[0]) };
-            let looked = self.arenas.on(lists.node, Some(added), ADDED).map(|(_, arena)| {
-                self.look_at(arena, arena.extent.base().get());
-            });
-            looked.count()
+            let next = |from| self.arenas.on(lists.node, &self.added[0], from);
+            let all = core::iter::successors(next(ADDED), |(place, arena)| next(place + arena.extent.pages()));
+            all.map(|(_, arena)| self.look_at(arena, arena.extent.base().get())).count()
         }
     }
 

@@ -80,7 +80,7 @@ impl Slot {
 ///
 /// The tree, and the slot, are those of a manager that may be used for `'m`. Nobody else changes the tree, and whoever reads it meanwhile does
 /// not go by what he reads.
-pub(crate) unsafe fn change<'m>(tree: usize, root: &Link, slot: &'m Slot, comes: bool) {
+pub(crate) unsafe fn change(tree: usize, root: &Link, slot: &Slot, comes: bool) {
     // SAFETY: passed on.
     root.set(unsafe { changed(tree, root.next(), slot, comes) });
 }
@@ -125,7 +125,7 @@ unsafe fn changed<'m>(tree: usize, at: Option<&'m Slot>, slot: &'m Slot, comes: 
 /// # Safety
 ///
 /// As [`change`].
-unsafe fn lowest<'m>(tree: usize, mut at: &'m Slot) -> &'m Slot {
+unsafe fn lowest(tree: usize, mut at: &Slot) -> &Slot {
     // SAFETY: passed on.
     while let Some(below) = unsafe { at.side(tree, BELOW) } {
         at = below;
@@ -138,7 +138,7 @@ unsafe fn lowest<'m>(tree: usize, mut at: &'m Slot) -> &'m Slot {
 /// # Safety
 ///
 /// As [`change`].
-unsafe fn balanced<'m>(tree: usize, at: &'m Slot) -> &'m Slot {
+unsafe fn balanced(tree: usize, at: &Slot) -> &Slot {
     // SAFETY: passed on, here and below.
     unsafe {
         let [below, above] = at.depths(tree);
@@ -162,7 +162,7 @@ unsafe fn balanced<'m>(tree: usize, at: &'m Slot) -> &'m Slot {
 /// # Safety
 ///
 /// As [`change`].
-unsafe fn turned<'m>(tree: usize, at: &'m Slot, side: usize) -> &'m Slot {
+unsafe fn turned(tree: usize, at: &Slot, side: usize) -> &Slot {
     // SAFETY: passed on, here and below.
     unsafe {
         let Some(top) = at.side(tree, side) else { return at };

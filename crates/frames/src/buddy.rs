@@ -2,12 +2,11 @@
 //! [`free4k`](crate::free4k), the rest in [`free2m`](crate::free2m).
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
-use crate::arenas::{Arenas, is_added};
+use crate::arenas::{Arenas, Search, is_added};
 use crate::blockmap::{Position, SPAN};
 use crate::frames::{Env, Frames};
 use crate::free2m::{DIRTY_FIRST, ZERO, take_word};
 use crate::freelist::{FreeLists, Places};
-use crate::having::Kinds;
 use crate::node::{Content, Node, Taken};
 use crate::page_alloc::Wanted;
 use hugemm_base::lock::LockGuard;
@@ -105,24 +104,16 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Where a node may have free blocks of some kinds below a frame: arenas that were added come last.
-    pub(crate) fn places<'l>(
-        &self,
-        lists: &'l FreeLists,
-        kinds: Kinds,
-        limit: Pfn,
-    ) -> impl Iterator<Item = Places<'m>> + use<'m, 'l, E> {
-        let node = self.node(lists.node);
-        self.arena_table().places(lists, node.map(|node| &node.rows), node.map(|node| &node.added), kinds, limit)
+    /// Where a node may have what is sought; one after another, those of arenas that were added last.
+    #[inline(never)]
+    pub(crate) fn next_places(&self, lists: &FreeLists, search: &mut Search) -> Option<Places<'m>> {
+        let node = self.node(lists.node)?;
+        self.arena_table().next(lists, &node.rows, &node.added, search)
     }
 
-    /// All arenas of a node that have a frame from a place on, and the places of their first frames.
-    pub(crate) fn arenas_on(
-        &self,
-        lists: &FreeLists,
-        from: u64,
-    ) -> impl Iterator<Item = (u64, &'m Arena<'m>)> + use<'m, E> {
-        self.arena_table().on(lists.node, self.node(lists.node).map(|node| &node.added), from)
+    /// The first arena of a node that has a frame from a place on, and the place of its first frame.
+    pub(crate) fn arena_on(&self, lists: &FreeLists, from: u64) -> Option<(u64, &'m Arena<'m>)> {
+        self.arena_table().on(lists.node, &self.node(lists.node)?.added, from)
     }
 
     /// A region of an arena may have some of a kind now.
@@ -137,7 +128,9 @@ impl<'m, E: Env> Frames<'m, E> {
     #[cold]
     #[inline(never)]
     fn raise_added(&self, arena: &Arena<'m>, kind: usize, region: usize) {
-        Arenas::raise(arena, self.node(arena.node).map(|node| &node.added), kind, region);
+        if let Some(node) = self.node(arena.node) {
+            Arenas::raise(arena, &node.added, kind, region);
+        }
     }
 
     /// Frees an extent of one arena whose ends are block borders in the map: the small chunks at its ends, and what whole

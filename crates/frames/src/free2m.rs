@@ -18,6 +18,7 @@
 //! nothing per 2 MiB or per frame.
 
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, Region, in_region};
+use crate::arenas::Search;
 use crate::bits::{RUNS, count, descending, lowest, ones};
 use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, add, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
@@ -68,9 +69,6 @@ pub(crate) const ZERO: [Way; 2] = [(Sought::Zero, true), (Sought::Zero, false)];
 /// Whoever does not: a whole 1 GiB is worth more than that some of it is known to be zero.
 pub(crate) const DIRTY_FIRST: [Way; 4] =
     [(Sought::Dirty, true), (Sought::Any, true), (Sought::Dirty, false), (Sought::Any, false)];
-
-/// Places that whoever looks for one that is broken, or apart, looks at: the arenas that the manager was made with, and a few of the others.
-pub(crate) const PLACES: usize = 8;
 
 /// The row that has a bit for each region of which all is free.
 const WHOLE_ROW: usize = Sought::Any.row(BIG as u32 - 1);
@@ -231,14 +229,22 @@ impl<'m, E: Env> Frames<'m, E> {
     /// ways to look finds.
     fn seek(&self, lists: &FreeLists, log: u32, ways: &[Way], limit: Pfn) -> Option<FreeRun<'m>> {
         let fits = |run: &FreeRun<'_>| run.pfn().get() + (1 << (BLOCK_ORDER + log)) <= limit.get();
+        let last = ways.last()?.0;
         // Where nothing is known to be zero, whatever is free is dirty.
         let ways = || ways.iter().filter(|(sought, _)| *sought != Sought::Any || lists.zero_2m != 0);
-        let Some((last, broken)) = ways().next_back() else { return None };
-        // Whoever looks everywhere in the end finds what is of the last kind, and it is corrected where there is none.
-        let tries = if *broken { PLACES } else { usize::MAX };
-        self.places(lists, 1 << (SMALL_KINDS + last.row(log)), limit)
-            .take(tries)
-            .find_map(|places| ways().find_map(|way| self.seek_in(lists, &places, log, *way).filter(fits)))
+        // Whoever looks in several ways looks in the end for all that there is of the last content.
+        let last = match last {
+            Sought::Any if lists.zero_2m == 0 => Sought::Dirty,
+            last => last,
+        };
+        let kind = SMALL_KINDS + last.row(log);
+        let mut search = Search::new(kind..kind + 1, limit);
+        while let Some(places) = self.next_places(lists, &mut search) {
+            if let Some(run) = ways().find_map(|way| self.seek_in(lists, &places, log, *way).filter(fits)) {
+                return Some(run);
+            }
+        }
+        None
     }
 
     /// The same in one place. That a region has no run is remembered. One copy of it, for all who look.
@@ -279,7 +285,8 @@ impl<'m, E: Env> Frames<'m, E> {
         used: u64,
     ) -> ControlFlow<bool, u64> {
         let log = order.get().saturating_sub(BLOCK_ORDER);
-        for (place, arena) in self.arenas_on(lists, from) {
+        let mut from = from;
+        while let Some((place, arena)) = self.arena_on(lists, from) {
             let first = arena.extent.base().get() >> REGION_ORDER;
             let before = (from >> REGION_ORDER).saturating_sub(place >> REGION_ORDER);
             for (at, region) in arena.regions.iter().enumerate().skip(before as usize) {
@@ -299,6 +306,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     index += 1 << log;
                 }
             }
+            from = place + arena.extent.pages();
         }
         ControlFlow::Break(false)
     }

@@ -19,6 +19,7 @@
 //! Taking: the same, and a scan of the row and of the region's bits.
 
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
+use crate::arenas::Search;
 use crate::bits::{RUNS, descending, lowest, ones};
 use crate::blockmap::{
     Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, add, count_runs, every, first_run, runs_in, spans,
@@ -26,13 +27,13 @@ use crate::blockmap::{
 use crate::frames::{Env, Frames};
 use crate::free2m::{DIRTY_FIRST, Sought, Way, ZERO};
 use crate::freelist::{FreeLists, Places};
-use crate::having::Kinds;
 use crate::mobility::Mobility;
 use crate::node::{Content, Taken};
 use crate::outgoing::Word;
 use crate::page_alloc::Wanted;
 use crate::pcp::{self, PerCpu};
 use crate::rows::SMALL;
+use core::ops::Range;
 use hugemm_base::Pfn;
 use hugemm_base::sync::Ordering;
 
@@ -45,8 +46,8 @@ pub(crate) const fn kind(mobility: Mobility, sought: Sought, order: u32) -> usiz
 }
 
 /// Those of one mobility and content, of an order and larger ones.
-pub(crate) const fn kinds_from(mobility: Mobility, sought: Sought, order: u32) -> Kinds {
-    (1 << kind(mobility, sought, BLOCK_ORDER)) - (1 << kind(mobility, sought, order))
+pub(crate) const fn kinds_from(mobility: Mobility, sought: Sought, order: u32) -> Range<usize> {
+    kind(mobility, sought, order)..kind(mobility, sought, BLOCK_ORDER)
 }
 
 /// What a 2 MiB has bits for: for each content the largest order plus 1, or 0, in four bits, and the mobility in bit 12.
@@ -372,9 +373,13 @@ impl<'m, E: Env> Frames<'m, E> {
         limit: Pfn,
     ) -> Option<Place<'m>> {
         let fits = |place: &Place<'_>| place.pfn().get() + (1 << order) <= limit.get();
-        let kinds = kinds_from(mobility, sought, order);
-        self.places(lists, kinds, limit)
-            .find_map(|places| self.seek_4k_in(lists, &places, order, mobility, sought).filter(fits))
+        let mut search = Search::new(kinds_from(mobility, sought, order), limit);
+        while let Some(places) = self.next_places(lists, &mut search) {
+            if let Some(place) = self.seek_4k_in(lists, &places, order, mobility, sought).filter(fits) {
+                return Some(place);
+            }
+        }
+        None
     }
 
     fn seek_4k_in(

@@ -7,17 +7,32 @@
 //!
 //! Everything here is under the node's lock.
 
-use crate::arena::Arena;
 use crate::balance::{self, ABOVE, BELOW};
+use crate::looks;
+use crate::rows::SMALL_KINDS;
 use crate::slots::{Link, Slot};
+use core::ops::Range;
 use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, Ordering};
 
-/// Kinds, as bits.
-pub(crate) type Kinds = u128;
+/// Some kinds, of what is less than 2 MiB or of what is more: the number of the word that has their bits, and these.
+#[derive(Clone, Copy)]
+pub(crate) struct Kinds {
+    word: usize,
+    bits: u64,
+}
 
-/// What every arena has.
-const THERE: Kinds = 1 << 127;
+impl Kinds {
+    /// What every arena has.
+    const THERE: Kinds = Kinds { word: 0, bits: 1 << 63 };
+
+    /// Those of some numbers in a row.
+    pub(crate) fn range(numbers: &Range<usize>) -> Self {
+        let word = usize::from(numbers.start >= SMALL_KINDS);
+        let bits = (1 << numbers.len()) - 1;
+        Kinds { word, bits: bits << (numbers.start - word * SMALL_KINDS) }
+    }
+}
 
 /// The number of the tree among those of a slot.
 const TREE: usize = 2;
@@ -29,44 +44,37 @@ pub(crate) struct Having {
     all: [AtomicU64; 2],
 }
 
+// Relaxed: the lock orders.
 impl Having {
     pub(crate) fn new() -> Self {
         let none = || [AtomicU64::new(0), AtomicU64::new(0)];
         Having { own: none(), all: none() }
     }
-}
 
-// Relaxed: the lock orders.
-fn load(words: &[AtomicU64; 2]) -> Kinds {
-    let [low, high] = words;
-    u128::from(low.load(Ordering::Relaxed)) | u128::from(high.load(Ordering::Relaxed)) << 64
-}
+    fn own(&self, word: usize) -> u64 {
+        self.own[word].load(Ordering::Relaxed)
+    }
 
-fn store(words: &[AtomicU64; 2], kinds: Kinds) {
-    let [low, high] = words;
-    low.store(kinds as u64, Ordering::Relaxed);
-    high.store((kinds >> 64) as u64, Ordering::Relaxed);
+    fn all(&self, word: usize) -> u64 {
+        self.all[word].load(Ordering::Relaxed)
+    }
 }
 
 impl Slot {
-    /// # Safety
-    ///
-    /// As [`Slot::side`].
-    unsafe fn all_on(&self, side: usize) -> Kinds {
-        // SAFETY: passed on.
-        unsafe { self.side(TREE, side) }.map_or(0, |slot| load(&slot.having.all))
-    }
-
     /// What it, or something on one side of it in a tree, has may have changed.
     ///
     /// # Safety
     ///
     /// As [`Slot::side`].
     pub(crate) unsafe fn sum_up(&self, tree: usize) {
-        if tree == TREE {
+        if tree != TREE {
+            return;
+        }
+        for (word, all) in self.having.all.iter().enumerate() {
+            let sides = [BELOW, ABOVE].into_iter();
             // SAFETY: passed on.
-            let sides = unsafe { self.all_on(BELOW) | self.all_on(ABOVE) };
-            store(&self.having.all, load(&self.having.own) | sides);
+            let sides = sides.filter_map(|side| unsafe { self.side(TREE, side) });
+            all.store(sides.fold(self.having.own(word), |sum, slot| sum | slot.having.all(word)), Ordering::Relaxed);
         }
     }
 }
@@ -108,7 +116,7 @@ impl Added {
     /// As above.
     pub(crate) unsafe fn any_from<'m>(&self, pfn: Pfn) -> Option<&'m Slot> {
         // SAFETY: passed on.
-        unsafe { self.from(pfn, THERE) }
+        unsafe { self.from(pfn, Kinds::THERE) }
     }
 
     /// An arena has come into a slot, or goes from it. O(log arenas).
@@ -116,46 +124,46 @@ impl Added {
     /// # Safety
     ///
     /// As above.
-    pub(crate) unsafe fn change<'m>(&self, slot: &'m Slot, comes: bool) {
-        store(&slot.having.own, THERE);
+    pub(crate) unsafe fn change(&self, slot: &Slot, comes: bool) {
+        let [low, high] = &slot.having.own;
+        low.store(Kinds::THERE.bits, Ordering::Relaxed);
+        high.store(0, Ordering::Relaxed);
         // SAFETY: passed on.
         unsafe { balance::change(TREE, &self.0, slot, comes) };
     }
 
-    /// An arena may have some of a kind now. O(log arenas).
+    /// The arena that begins with a frame may have some of a kind now. O(log arenas).
     ///
     /// # Safety
     ///
     /// As above.
-    pub(crate) unsafe fn raise(&self, arena: &Arena<'_>, kind: usize) {
-        let base = arena.extent.base().get();
-        // SAFETY: passed on, here and below.
+    pub(crate) unsafe fn raise(&self, base: Pfn, kind: usize) {
+        let Kinds { word, bits } = Kinds::range(&(kind..kind + 1));
+        let raise =
+            |words: &[AtomicU64; 2]| words[word].store(words[word].load(Ordering::Relaxed) | bits, Ordering::Relaxed);
+        // SAFETY: passed on.
         let mut at = unsafe { self.0.next() };
         while let Some(slot) = at {
-            let Having { own, all } = &slot.having;
-            store(all, load(all) | 1 << kind);
-            if slot.base() == base {
-                store(own, load(own) | 1 << kind);
-                return;
+            looks::count();
+            raise(&slot.having.all);
+            if slot.base() == base.get() {
+                return raise(&slot.having.own);
             }
-            at = unsafe { slot.side(TREE, if base < slot.base() { BELOW } else { ABOVE }) };
+            // SAFETY: passed on.
+            at = unsafe { slot.side(TREE, if base.get() < slot.base() { BELOW } else { ABOVE }) };
         }
     }
 
-    /// What of some kinds the arena in a slot may have, after a look at its rows. O(log arenas) if that is not what was known.
+    /// The arena in a slot certainly has none of some kinds. O(log arenas).
     ///
     /// # Safety
     ///
-    /// As above, and the arena is the slot's.
-    pub(crate) unsafe fn look<'m>(&self, slot: &'m Slot, arena: &Arena<'_>, kinds: Kinds) -> Kinds {
-        let own = load(&slot.having.own);
-        let none = arena.rows.none_of(own & kinds);
-        if none != 0 {
-            store(&slot.having.own, own & !none);
-            // SAFETY: passed on.
-            unsafe { self.0.next().map(|root| again(root, slot)) };
-        }
-        own & kinds & !none
+    /// As above.
+    pub(crate) unsafe fn lower(&self, slot: &Slot, kinds: Kinds) {
+        let own = slot.having.own(kinds.word) & !kinds.bits;
+        slot.having.own[kinds.word].store(own, Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { again(self.0.next(), slot) };
     }
 }
 
@@ -164,12 +172,13 @@ impl Added {
 /// # Safety
 ///
 /// As [`Added::from`].
-unsafe fn again<'m>(at: &'m Slot, changed: &'m Slot) {
+unsafe fn again<'m>(at: Option<&'m Slot>, changed: &'m Slot) {
+    let Some(at) = at else { return };
     // SAFETY: passed on, here and below.
     unsafe {
         if !core::ptr::eq(at, changed) {
             let side = if changed.base() < at.base() { BELOW } else { ABOVE };
-            at.side(TREE, side).map(|next| again(next, changed));
+            again(at.side(TREE, side), changed);
         }
         at.sum_up(TREE);
     }
@@ -178,19 +187,21 @@ unsafe fn again<'m>(at: &'m Slot, changed: &'m Slot) {
 /// # Safety
 ///
 /// As [`Added::from`].
-unsafe fn first<'m>(at: Option<&'m Slot>, pfn: Pfn, kinds: Kinds) -> Option<&'m Slot> {
+#[inline(never)]
+unsafe fn first(at: Option<&Slot>, pfn: Pfn, kinds: Kinds) -> Option<&Slot> {
     let slot = at?;
-    if load(&slot.having.all) & kinds == 0 {
+    looks::count();
+    if slot.having.all(kinds.word) & kinds.bits == 0 {
         return None;
     }
     // SAFETY: passed on, here and below.
     unsafe {
-        if slot.content()?.extent.end() > pfn {
+        if slot.end() > pfn {
             let found = first(slot.side(TREE, BELOW), pfn, kinds);
             if found.is_some() {
                 return found;
             }
-            if load(&slot.having.own) & kinds != 0 {
+            if slot.having.own(kinds.word) & kinds.bits != 0 {
                 return at;
             }
         }

@@ -1,7 +1,6 @@
 //! Which 1 GiB regions may have free memory of a kind: a bit each.
 
 use crate::blockmap::SPAN_SHIFT;
-use crate::having::Kinds;
 use hugemm_base::sync::{AtomicU64, Ordering};
 
 /// Orders of blocks inside 2 MiB.
@@ -46,12 +45,6 @@ impl<'m> Rows<'m> {
             let (old, bit) = (word.load(Ordering::Relaxed), 1 << (region % 64));
             word.store(if value { old | bit } else { old & !bit }, Ordering::Relaxed);
         }
-    }
-
-    /// Of some kinds, those that no region may have.
-    pub(crate) fn none_of(&self, kinds: Kinds) -> Kinds {
-        let none = (0..SMALL_KINDS + BIG_KINDS).filter(|kind| kinds >> kind & 1 != 0 && self.first(*kind).is_none());
-        none.fold(0, |none, kind| none | 1 << kind)
     }
 
     /// The lowest region that may have blocks of the kind.

@@ -118,6 +118,22 @@ impl Slot {
         self.kept.store(kept, Ordering::Relaxed);
     }
 
+    /// What is kept about its arena.
+    ///
+    /// # Safety
+    ///
+    /// An arena is here, and does not go for `'m`, or until the caller is done.
+    pub(crate) unsafe fn kept<'m>(&self) -> &'m Kept<'m> {
+        // SAFETY: `fill` was given it, and it is there until the arena goes.
+        unsafe { &*self.kept.load(Ordering::Relaxed).cast::<Kept<'m>>() }
+    }
+
+    /// The end of its arena, for whoever holds a lock under which it stays.
+    pub(crate) fn end(&self) -> Pfn {
+        // Relaxed: the lock orders.
+        Pfn::new(self.base() + self.pages.load(Ordering::Relaxed))
+    }
+
     /// The first frame of its arena, for whoever holds a lock under which it stays.
     pub(crate) fn base(&self) -> u64 {
         // Relaxed: the lock orders.
@@ -178,7 +194,7 @@ impl Tree {
     /// # Safety
     ///
     /// Nobody else changes anything, and the tree is that of a manager that may be used for `'m`, as the slot is.
-    pub(crate) unsafe fn change<'m>(&self, slot: &'m Slot, comes: bool) {
+    pub(crate) unsafe fn change(&self, slot: &Slot, comes: bool) {
         // Relaxed: one at a time.
         let changes = self.changes.load(Ordering::Relaxed);
         let old = (changes % 2) as usize;

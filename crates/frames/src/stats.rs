@@ -113,7 +113,8 @@ impl<E: Env> Frames<'_, E> {
     /// on.
     fn count_blocks(&self, lists: &FreeLists, from: u64, stats: &mut NodeStats) -> Option<u64> {
         let mut left = BLOCKS_PER_ROUND;
-        for (place, arena) in self.arenas_on(lists, from) {
+        let mut from = from;
+        while let Some((place, arena)) = self.arena_on(lists, from) {
             let (before, first) = (arena.blocks_before(), place >> BLOCK_ORDER);
             let mut next = (from >> BLOCK_ORDER).saturating_sub(first) as usize;
             while let Some(block) = arena.blocks.get(next) {
@@ -130,6 +131,7 @@ impl<E: Env> Frames<'_, E> {
                 let is_movable = block.mobility() == Mobility::Movable;
                 count_4k(block, &mut stats.blocks, is_movable.then_some(&mut stats.movable));
             }
+            from = place + arena.extent.pages();
         }
         None
     }
