@@ -288,12 +288,6 @@ impl<'m> Arena<'m> {
         within(self.regions, (pfn.get() >> REGION_ORDER) - first)
     }
 
-    /// Its regions have the numbers from this one on. For one with rows of its own that nobody has seen yet.
-    pub(crate) fn number_regions(&mut self, first: usize) {
-        self.first_region = first;
-        self.rows = self.rows.from(first);
-    }
-
     /// The number of a frame's region among those of all arenas.
     pub(crate) fn region_number(&self, pfn: Pfn) -> usize {
         let first = self.extent.base().get() >> REGION_ORDER;

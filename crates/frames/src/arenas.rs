@@ -2,8 +2,8 @@
 //!
 //! Those that it was made with are a table. Others come while it runs: memory that is found or plugged in later. Each of them brings
 //! the memory for everything that is kept about it, its own bits that lead to what is free included; nothing of what there was is
-//! moved or grown. They stand in slots, which form a list that only ever gets longer, at its end. A node looks there last. What is in such
-//! an arena is freed to the CPUs' caches at the second look, not at the first.
+//! moved or grown. They stand in slots, which are [trees](crate::slots). A node looks there last, from the lowest on, and only where there
+//! may be [what is sought](crate::having). What is in such an arena is freed to the CPUs' caches at the second look, not at the first.
 //!
 //! # How an arena goes
 //!
@@ -12,20 +12,20 @@
 //!
 //! * those who look for a frame of it: because they have it, and then only until they have given it up, the last of several that are given
 //!   up one after another; or by its number alone, and `Frames::remove` asks its caller to promise that there are none of these;
-//! * those who hold its node's lock. It leaves the slot under that lock.
+//! * those who hold its node's lock. It leaves the slot, and the trees, under that lock.
 //!
-//! A slot is used again, so what stands in it is read between two looks at its turn. Where that has changed the slot counts as empty: an
-//! arena that comes or goes meanwhile is not the one in which somebody has a frame. That one is found by a [tree](crate::slots).
+//! A slot is used again, so what stands in it goes for something only if the tree in which it was found is still in use afterwards.
 
 use crate::arena::{Arena, ArenaSpec, REGION_ORDER, touched};
-use crate::bits::one_copy;
-use crate::freelist::{FreeLists, Places};
+use crate::freelist::{FreeLists, LOOKS, Places};
+use crate::having::{Added, Kinds};
 use crate::layout::{Carver, FramesConfigError, fill_arena, place_arena};
 use crate::refs::WideCounts;
 use crate::rows::Rows;
 use crate::slots::{Link, Seen, Slot, Tree};
 use core::alloc::Layout;
 use core::fmt;
+use core::ops::Range;
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Dirty, Extent, NodeId, Pfn};
@@ -65,9 +65,17 @@ impl fmt::Display for RemoveError {
 
 impl core::error::Error for RemoveError {}
 
-/// The regions of the arena in the first slot have the numbers from this one on, those in the second from twice this on, and so on: a
-/// node looks at places in that order.
+/// The regions of arenas that were added have the numbers from this one on: more than others have.
 const REGIONS: usize = 1 << (usize::BITS / 2);
+
+/// Whether a region is one of an arena that was added, by its number.
+#[inline]
+pub(crate) const fn is_added(region: usize) -> bool {
+    region >= REGIONS
+}
+
+/// Places of frames in arenas that were added, behind those of all others.
+const ADDED: u64 = 1 << 63;
 
 /// What is kept about an arena that was added.
 #[derive(Debug)]
@@ -90,37 +98,32 @@ impl Kept<'_> {
     }
 }
 
-/// Arenas that were added and are on a node, whose lock is held.
-struct AddedOn<'m> {
-    node: NodeId,
-    /// The slot that comes next.
-    slot: Option<&'m Slot>,
+/// What is sought in a node, and how far the search has come.
+pub(crate) struct Search {
+    kinds: Range<usize>,
+    /// In no arena that was added and begins here or above.
+    limit: Pfn,
+    /// The first frame behind the arena that was added and looked at last; none if nothing has been looked at.
+    from: Option<Pfn>,
+    /// How many more of those.
+    left: u32,
 }
 
-impl<'m> Iterator for AddedOn<'m> {
-    type Item = &'m Arena<'m>;
+impl Search {
+    /// For some kinds. Whatever it finds nothing in is corrected, or else few are looked at.
+    pub(crate) const fn new(kinds: Range<usize>, limit: Pfn) -> Self {
+        Search { kinds, limit, from: None, left: 2 * LOOKS }
+    }
 
-    fn next(&mut self) -> Option<&'m Arena<'m>> {
-        // Few managers have any.
-        if self.slot.is_some() { self.later() } else { None }
+    /// The same in a few.
+    pub(crate) const fn in_few(mut self) -> Self {
+        self.left = FEW;
+        self
     }
 }
 
-impl<'m> AddedOn<'m> {
-    #[cold]
-    #[inline(never)]
-    fn later(&mut self) -> Option<&'m Arena<'m>> {
-        while let Some(slot) = self.slot {
-            // SAFETY: a link in the manager's list.
-            self.slot = unsafe { slot.next.next() };
-            if let Some(seen) = slot.seen().filter(|seen| seen.node == self.node) {
-                // SAFETY: the node's lock is held, under which alone an arena of it goes.
-                return Some(&unsafe { seen.kept() }.arena);
-            }
-        }
-        None
-    }
-}
+/// Arenas that were added in which is looked for what need not be found.
+const FEW: u32 = 8;
 
 /// Where the slot goes, and the rest.
 fn place(spec: &ArenaSpec) -> Result<Layout, FramesConfigError> {
@@ -138,12 +141,35 @@ fn place(spec: &ArenaSpec) -> Result<Layout, FramesConfigError> {
     place().ok_or(FramesConfigError::TooLarge)
 }
 
+#[cold]
+#[inline(never)]
+fn next_added<'m>(lists: &FreeLists, added: &Added, search: &mut Search, mut from: Pfn) -> Option<Places<'m>> {
+    let kinds = Kinds::range(&search.kinds);
+    while !lists.is_spent() {
+        search.left = search.left.checked_sub(1)?;
+        // SAFETY: the node's lock is held, under which alone an arena of it goes.
+        unsafe {
+            let slot = added.from(from, kinds).filter(|slot| slot.base() < search.limit.get())?;
+            from = slot.end();
+            let arena = &slot.kept().arena;
+            if search.kinds.clone().any(|kind| arena.rows.first(kind).is_some()) {
+                search.from = Some(from);
+                return Some(Places { rows: &arena.rows, arenas: core::slice::from_ref(arena) });
+            }
+            added.lower(slot, kinds);
+        }
+        lists.looked_in_vain();
+    }
+    None
+}
+
 /// All arenas of a manager.
 #[derive(Debug)]
 pub(crate) struct Arenas<'m> {
     /// Those that it was made with, in ascending order.
     given: &'m [Arena<'m>],
-    added: Link,
+    /// Slots in which no arena is. Only who adds or removes one looks there.
+    vacant: Link,
     tree: Tree,
     /// Frames in those that it was made with.
     frames: u64,
@@ -152,7 +178,7 @@ pub(crate) struct Arenas<'m> {
 impl<'m> Arenas<'m> {
     /// These, of so many frames.
     pub(crate) fn new(given: &'m [Arena<'m>], frames: u64) -> Self {
-        Arenas { given, added: Link::new(), tree: Tree::new(), frames }
+        Arenas { given, vacant: Link::new(), tree: Tree::new(), frames }
     }
 
     /// The first of those that the manager was made with.
@@ -161,30 +187,23 @@ impl<'m> Arenas<'m> {
         self.given.first()
     }
 
-    /// The slots, in the order in which they came.
-    fn slots(&self) -> impl Iterator<Item = &'m Slot> + use<'m> {
-        // SAFETY: the manager's own link.
-        let first = unsafe { self.added.next() };
-        // SAFETY: a link in the manager's list.
-        core::iter::successors(first, |slot| unsafe { slot.next.next() })
+    /// Those that were added, in ascending order. O(log arenas) each.
+    fn added(&self) -> impl Iterator<Item = Seen> {
+        let next = |pfn| self.added_from(pfn).map(|(_, seen)| seen);
+        core::iter::successors(next(Pfn::new(0)), move |seen| next(seen.extent.end()))
     }
 
-    /// Those that were added.
-    fn added(&self) -> impl Iterator<Item = Seen> + use<'m> {
-        self.slots().filter_map(Slot::seen)
-    }
-
-    /// Those of them that are on a node, whose lock the caller holds.
-    fn added_on(&self, lists: &FreeLists) -> AddedOn<'m> {
-        // SAFETY: the manager's own link.
-        AddedOn { node: lists.node, slot: unsafe { self.added.next() } }
-    }
-
-    /// All of a node, whose lock the caller holds.
-    pub(crate) fn on(&self, lists: &FreeLists) -> impl Iterator<Item = &'m Arena<'m>> + use<'m> {
-        let (mut given, mut added) = (self.given.iter(), self.added_on(lists));
-        let node = lists.node;
-        one_copy(core::iter::from_fn(move || given.find(|arena| arena.node == node).or_else(|| added.next())))
+    /// The first arena of a node, whose lock the caller holds, that has a frame from a place on; and the place of its first frame. O(log arenas).
+    #[inline(never)]
+    pub(crate) fn on(&self, node: NodeId, added: &Added, from: u64) -> Option<(u64, &'m Arena<'m>)> {
+        let is_there = |arena: &&Arena<'_>| arena.node == node && arena.extent.end().get() > from;
+        if let Some(arena) = self.given.iter().find(is_there) {
+            return Some((arena.extent.base().get(), arena));
+        }
+        let from = Pfn::new(from.saturating_sub(ADDED));
+        // SAFETY: the node's lock is held, under which alone an arena of it goes.
+        let arena = unsafe { &added.any_from(from)?.kept().arena };
+        Some((ADDED + arena.extent.base().get(), arena))
     }
 
     /// Whether an arena that the manager was made with is on a node: only then there is such a node.
@@ -304,18 +323,36 @@ impl<'m> Arenas<'m> {
         added.map(|(_, seen)| &unsafe { seen.kept() }.arena).or(given)
     }
 
-    /// Where a node's free blocks are, by its own rows and by those of arenas that were added, which come last.
-    pub(crate) fn places(
+    /// Where a node, whose lock the caller holds, may have what is sought: first by its own rows, then by those of arenas that were added.
+    #[inline]
+    pub(crate) fn next(
         &self,
         lists: &FreeLists,
-        rows: Option<&'m Rows<'m>>,
-    ) -> impl Iterator<Item = Places<'m>> + use<'m> {
-        let (mut first, mut added) = (rows.map(|rows| (rows, self.given)), self.added_on(lists));
-        one_copy(core::iter::from_fn(move || {
-            let added = || added.next().map(|arena| (&arena.rows, core::slice::from_ref(arena)));
-            let (rows, arenas) = first.take().or_else(added)?;
-            Some(Places { rows: *rows, arenas })
-        }))
+        rows: &'m Rows<'m>,
+        added: &Added,
+        search: &mut Search,
+    ) -> Option<Places<'m>> {
+        match search.from {
+            None => {
+                search.from = Some(Pfn::new(0));
+                Some(Places { rows, arenas: self.given })
+            }
+            // Few managers have any.
+            // SAFETY: the manager's own.
+            Some(_) if unsafe { added.is_empty() } => None,
+            Some(from) => next_added(lists, added, search, from),
+        }
+    }
+
+    /// An arena that was added may have some of a kind in a region now. O(log arenas) if it had none. The node's lock is held.
+    pub(crate) fn raise(arena: &Arena<'m>, added: &Added, kind: usize, region: usize) {
+        let known = arena.rows.first(kind).is_some();
+        arena.rows.put(kind, region, true);
+        if known {
+            return;
+        }
+        // SAFETY: the node's lock is held, and they are the manager's own.
+        unsafe { added.raise(arena.extent.base(), kind) };
     }
 
     /// Size and alignment of the metadata that [`add`](Arenas::add) needs for an arena.
@@ -344,8 +381,9 @@ impl<'m> Arenas<'m> {
             let words = Rows::words(touched(spec.extent, REGION_ORDER));
             // SAFETY: the memory is as large as `place` says, which placed the same in the same order, and the caller gave it away.
             unsafe {
-                let rows = Rows::new(carver.fill(words, |_| AtomicU64::new(0))?, 0);
-                let arena = fill_arena(&mut carver, spec, rows, 0)?;
+                let first = REGIONS + (spec.extent.base().get() >> REGION_ORDER) as usize;
+                let rows = Rows::new(carver.fill(words, |_| AtomicU64::new(0))?, first);
+                let arena = fill_arena(&mut carver, spec, rows, first)?;
                 let kept = whole.add(kept).cast::<Kept<'m>>();
                 kept.write(Kept { arena, memory: NonNull::slice_from_raw_parts(whole, bytes) });
                 Some(kept)
@@ -354,25 +392,26 @@ impl<'m> Arenas<'m> {
         fill().ok_or(FramesConfigError::TooLarge)
     }
 
-    /// Adds an arena. O(arenas).
+    /// Adds an arena to a node. O(log arenas).
     ///
     /// # Safety
     ///
-    /// `filled` is from [`fill`](Arenas::fill), and nobody else's. Nobody else changes the list.
-    pub(crate) unsafe fn add(&self, mut filled: NonNull<Kept<'m>>) -> Result<(), FramesConfigError> {
+    /// `filled` is from [`fill`](Arenas::fill), and nobody else's. Nobody else changes anything; the node's lock is held.
+    pub(crate) unsafe fn add(&self, mut filled: NonNull<Kept<'m>>, added: &Added) -> Result<(), FramesConfigError> {
         let at = filled.as_ptr();
         // SAFETY: the caller's alone until it is linked.
         let kept = unsafe { filled.as_mut() };
-        let extents = self.given.iter().map(|arena| arena.extent).chain(self.added().map(|seen| seen.extent));
-        let mut common = extents.map(|extent| extent.intersection(kept.arena.extent));
-        if let Some(common) = common.find(|common| !common.is_empty()) {
-            return Err(FramesConfigError::Overlap(common.base()));
+        let extent = kept.arena.extent;
+        if let Some(other) = self.lowest(extent) {
+            return Err(FramesConfigError::Overlap(other.extent.intersection(extent).base()));
         }
-        let vacant = self.slots().enumerate().find(|(_, slot)| slot.seen().is_none());
-        let number = vacant.map_or_else(|| self.slots().count(), |(number, _)| number);
-        kept.arena.number_regions((number + 1) * REGIONS);
-        let slot = match vacant {
-            Some((_, vacant)) => vacant,
+        // SAFETY: the manager's own link.
+        let slot = match unsafe { self.vacant.next() } {
+            Some(slot) => {
+                // SAFETY: as above.
+                self.vacant.set(unsafe { slot.vacant.next() });
+                slot
+            }
             None => {
                 // The slot does not go with the arena.
                 let slot = kept.memory.cast::<Slot>();
@@ -386,36 +425,31 @@ impl<'m> Arenas<'m> {
             }
         };
         slot.fill(&kept.arena, at.cast());
-        if vacant.is_none() {
-            self.slots().last().map_or(&self.added, |slot| &slot.next).set(Some(slot));
-        }
         // SAFETY: the caller's promise.
-        unsafe { self.tree.prepare(Some(slot), None) };
-        self.tree.exchange();
+        unsafe {
+            self.tree.change(slot, true);
+            added.change(slot, true);
+        }
         Ok(())
     }
 
-    /// The arena that was added with exactly this extent; it can go then. O(arenas).
+    /// The arena that was added with exactly this extent; it can go then. O(log arenas).
     ///
     /// # Safety
     ///
-    /// Nobody else changes the list before it has gone, if it goes.
+    /// Nobody else changes anything before it has gone, if it goes.
     pub(crate) unsafe fn exactly(&self, extent: Extent) -> Option<Leaver<'_, 'm>> {
         let (slot, seen) = self.added_from(extent.base()).filter(|(_, seen)| seen.extent == extent)?;
         // SAFETY: the caller's promise, also that it stays.
-        let kept = unsafe {
-            self.tree.prepare(None, Some(slot));
-            seen.kept()
-        };
-        Some(Leaver { tree: &self.tree, slot, kept })
+        let kept = unsafe { seen.kept() };
+        Some(Leaver { arenas: self, slot, kept })
     }
 }
 
 /// An arena that may go.
 #[derive(Debug)]
 pub(crate) struct Leaver<'a, 'm> {
-    /// What comes of it when the arena goes has been prepared.
-    tree: &'a Tree,
+    arenas: &'a Arenas<'m>,
     slot: &'m Slot,
     kept: &'m Kept<'m>,
 }
@@ -426,16 +460,21 @@ impl<'m> Leaver<'_, 'm> {
         &self.kept.arena
     }
 
-    /// It goes. What was kept about it is the caller's. `lists` are its node's: their lock is held.
+    /// It goes from its node, whose lock is held. What was kept about it is the caller's. O(log arenas).
     ///
     /// # Safety
     ///
-    /// As [`Frames::remove`](crate::Frames::remove); nobody else has changed the list since it was found.
-    pub(crate) unsafe fn leave(self, lists: &mut FreeLists) -> &'m Kept<'m> {
-        debug_assert_eq!(lists.node, self.arena().node);
-        self.slot.vacate();
-        self.tree.exchange();
-        self.kept
+    /// As [`Frames::remove`](crate::Frames::remove); nobody else has changed anything since it was found.
+    pub(crate) unsafe fn leave(self, added: &Added) -> &'m Kept<'m> {
+        let Leaver { arenas, slot, kept } = self;
+        // SAFETY: the caller's promise.
+        unsafe {
+            added.change(slot, false);
+            arenas.tree.change(slot, false);
+            slot.vacant.set(arenas.vacant.next());
+        }
+        arenas.vacant.set(Some(slot));
+        kept
     }
 }
 
@@ -448,13 +487,14 @@ mod loom_tests {
     use loom::thread;
     use std::alloc::{alloc_zeroed, dealloc};
 
-    /// A manager's arenas, one of them there from the start, and memory for some that come. `changes` is the lock of who changes the
-    /// list, `nodes` those of the nodes.
+    /// A manager's arenas, one of them there from the start, and memory for some that come. `changes` is the lock of who changes
+    /// something, `nodes` those of the nodes.
     struct World {
         arenas: Arenas<'static>,
         memory: Vec<Piece>,
         changes: Mutex<()>,
         nodes: [Mutex<FreeLists>; 2],
+        added: [Added; 2],
     }
 
     /// Memory for what is kept about an arena. Loom sees accesses to the cell only, which stands for all of it.
@@ -500,7 +540,13 @@ mod loom_tests {
             let layout = Arenas::added_bytes(&spec(64)).expect("valid");
             let memory = (0..pieces).map(|_| Piece::new(layout)).collect();
             let nodes = [0, 1].map(|node| Mutex::new(FreeLists::new(NodeId::new(node))));
-            Arc::new(World { arenas: Arenas::new(given, 1), memory, changes: Mutex::new(()), nodes })
+            Arc::new(World {
+                arenas: Arenas::new(given, 1),
+                memory,
+                changes: Mutex::new(()),
+                nodes,
+                added: [Added::new(), Added::new()],
+            })
         }
 
         fn add(&self, piece: usize, base: u64) -> bool {
@@ -509,16 +555,19 @@ mod loom_tests {
             // SAFETY: zeroed, one adder's alone, and there as long as the arenas.
             let filled = unsafe { Arenas::fill(&spec(base), *at, layout.size()) }.expect("enough");
             let _one = self.changes.lock().unwrap();
-            // SAFETY: filled for this; one at a time.
-            unsafe { self.arenas.add(filled) }.is_ok()
+            let node = spec(base).node.get() as usize;
+            let _lists = self.nodes[node].lock().unwrap();
+            // SAFETY: filled for this; one at a time; the node's lock is held.
+            unsafe { self.arenas.add(filled, &self.added[node]) }.is_ok()
         }
 
         /// What was kept about the arena is somebody else's at once.
         fn remove(&self, base: u64) {
             let _one = self.changes.lock().unwrap();
-            let mut lists = self.nodes[spec(base).node.get() as usize].lock().unwrap();
+            let node = spec(base).node.get() as usize;
+            let _lists = self.nodes[node].lock().unwrap();
             // SAFETY: the models look for no frame of it; both locks are held.
-            let kept = unsafe { self.arenas.exactly(spec(base).extent).expect("there").leave(&mut lists) };
+            let kept = unsafe { self.arenas.exactly(spec(base).extent).expect("there").leave(&self.added[node]) };
             self.piece_at(kept.memory().as_ptr().cast()).all.with_mut(|_| ());
         }
 
@@ -544,11 +593,9 @@ mod loom_tests {
         /// How many arenas an allocation from node 0 looks at.
         fn allocate(&self) -> usize {
             let lists: MutexGuard<'_, FreeLists> = self.nodes[0].lock().unwrap();
-            let looked = self.arenas.places(&lists, None).map(|places| {
-                let arena = &places.arenas[0];
-                self.look_at(arena, arena.extent.base().get());
-            });
-            looked.count()
+            let next = |from| self.arenas.on(lists.node, &self.added[0], from);
+            let all = core::iter::successors(next(ADDED), |(place, arena)| next(place + arena.extent.pages()));
+            all.map(|(_, arena)| self.look_at(arena, arena.extent.base().get())).count()
         }
     }
 

@@ -2,6 +2,7 @@
 //! [`free4k`](crate::free4k), the rest in [`free2m`](crate::free2m).
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
+use crate::arenas::{Arenas, Search, is_added};
 use crate::blockmap::{Position, SPAN};
 use crate::frames::{Env, Frames};
 use crate::free2m::{DIRTY_FIRST, ZERO, take_word};
@@ -103,9 +104,33 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Where the node's free blocks are: those of arenas that were added come last.
-    pub(crate) fn places(&self, lists: &FreeLists) -> impl Iterator<Item = Places<'m>> {
-        self.arena_table().places(lists, self.node(lists.node).map(|node| &node.rows))
+    /// Where a node may have what is sought; one after another, those of arenas that were added last.
+    #[inline(never)]
+    pub(crate) fn next_places(&self, lists: &FreeLists, search: &mut Search) -> Option<Places<'m>> {
+        let node = self.node(lists.node)?;
+        self.arena_table().next(lists, &node.rows, &node.added, search)
+    }
+
+    /// The first arena of a node that has a frame from a place on, and the place of its first frame.
+    pub(crate) fn arena_on(&self, lists: &FreeLists, from: u64) -> Option<(u64, &'m Arena<'m>)> {
+        self.arena_table().on(lists.node, &self.node(lists.node)?.added, from)
+    }
+
+    /// A region of an arena may have some of a kind now.
+    #[inline]
+    pub(crate) fn raise_row(&self, arena: &Arena<'m>, kind: usize, region: usize) {
+        if is_added(region) {
+            return self.raise_added(arena, kind, region);
+        }
+        arena.rows.put(kind, region, true);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn raise_added(&self, arena: &Arena<'m>, kind: usize, region: usize) {
+        if let Some(node) = self.node(arena.node) {
+            Arenas::raise(arena, &node.added, kind, region);
+        }
     }
 
     /// Frees an extent of one arena whose ends are block borders in the map: the small chunks at its ends, and what whole

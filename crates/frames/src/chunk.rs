@@ -13,10 +13,11 @@
 //! is under the node's lock, and nothing is to be undone: what is out of date does not agree.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_region};
+use crate::arenas::Search;
 use crate::blockmap::{Pages, Position, WORDS, first_run};
 use crate::frames::{Env, Frames};
 use crate::free2m::Sought;
-use crate::free4k::{Place, kind};
+use crate::free4k::{Place, kind, kinds_from};
 use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
@@ -69,7 +70,8 @@ impl<'m, E: Env> Frames<'m, E> {
         if let Some(place) = self.in_own_chunk(lists, own, order, mobility, sought) {
             return Some(place);
         }
-        for places in self.places(lists) {
+        let mut search = Search::new(kinds_from(mobility, sought, order), Pfn::LIMIT).in_few();
+        while let Some(places) = self.next_places(lists, &mut search) {
             let mut lowest: Option<Place<'m>> = None;
             for larger in order..BLOCK_ORDER {
                 if let Some(place) = self.in_nobodys(&places, own, order, sought, kind(mobility, sought, larger))

@@ -187,7 +187,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Adds an arena to a manager that is in use, with nothing free in it yet: see [`release`](Frames::release). Any number can be
     /// added, from any CPU; a frame's arena is looked for in O(log arenas). O(2 MiB blocks) without a lock or a pin, then
-    /// O(arenas), during which others that [add](Frames::add) or [remove](Frames::remove) wait. Any context but NMI.
+    /// O(log arenas), during which others that [add](Frames::add) or [remove](Frames::remove) wait. Any context but NMI.
     ///
     /// **Arenas do not join**: a block lies in one arena, also where two adjoin. What is kept about an arena is its own, because it may go
     /// again without the others. So eight pieces of 1 MiB that are added one by one give blocks of 1 MiB. Where memory comes in small
@@ -221,15 +221,17 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         // SAFETY: the caller's promise, passed on.
         let filled = unsafe { Arenas::fill(spec, memory, bytes) }?;
+        let Some(node) = self.node(spec.node) else { return Err(FramesConfigError::NoSuchNode(spec.node)) };
         cx.pinned(|pin| {
             let _one = self.changes.lock(pin);
-            // SAFETY: filled for this; the lock is held.
-            unsafe { self.arenas.add(filled) }
+            let _lists = node.lists.lock(pin);
+            // SAFETY: filled for this; the locks are held.
+            unsafe { self.arenas.add(filled, &node.added) }
         })
     }
 
     /// Removes an arena that was [added](Frames::add): the owner of all its frames, `frames`, says which. What was kept about it comes
-    /// back. O(arenas); then a word per 128 MiB, with the node's lock held; then, without a lock, a line per 2 MiB. Any context but NMI.
+    /// back. O(log arenas); then a word per 128 MiB, with the node's lock held; then, without a lock, a line per 2 MiB. Any context but NMI.
     ///
     /// The counters with which frames of the arena were [widened](Frames::widen) go to `wide`, one after another: they are the caller's again.
     ///
@@ -263,7 +265,8 @@ impl<'m, E: Env> Frames<'m, E> {
             // SAFETY: the lock is held.
             let leaver = unsafe { self.arenas.exactly(extent) }.ok_or(RemoveError::NotAdded)?;
             let arena = leaver.arena();
-            let remove = |lists: &mut FreeLists| {
+            let Some(node) = self.node(arena.node) else { return Err(RemoveError::NotAdded) };
+            let remove = |_: &mut FreeLists| {
                 if let Some(pfn) = self.next_refused(arena, extent) {
                     return Err(RemoveError::HwPoisoned(pfn));
                 }
@@ -273,7 +276,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 // Relaxed: statistics.
                 self.managed.fetch_sub(arena.released.load(Ordering::Relaxed), Ordering::Relaxed);
                 // SAFETY: the caller's promise; the list's lock is held too.
-                Ok(unsafe { leaver.leave(lists) })
+                Ok(unsafe { leaver.leave(&node.added) })
             };
             self.with_node(pin, arena.node, remove).unwrap_or(Err(RemoveError::NotAdded))
         });

@@ -18,6 +18,7 @@
 //! nothing per 2 MiB or per frame.
 
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, Region, in_region};
+use crate::arenas::Search;
 use crate::bits::{RUNS, count, descending, lowest, ones};
 use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, add, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
@@ -218,7 +219,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let known = hints.load(Ordering::Relaxed);
         if known & rows != rows {
             for row in descending(rows & !known) {
-                arena.rows.put(SMALL_KINDS + row, arena.region_number(pfn), true);
+                self.raise_row(arena, SMALL_KINDS + row, arena.region_number(pfn));
             }
             hints.store(known | rows, Ordering::Relaxed);
         }
@@ -228,10 +229,22 @@ impl<'m, E: Env> Frames<'m, E> {
     /// ways to look finds.
     fn seek(&self, lists: &FreeLists, log: u32, ways: &[Way], limit: Pfn) -> Option<FreeRun<'m>> {
         let fits = |run: &FreeRun<'_>| run.pfn().get() + (1 << (BLOCK_ORDER + log)) <= limit.get();
+        let last = ways.last()?.0;
         // Where nothing is known to be zero, whatever is free is dirty.
         let ways = || ways.iter().filter(|(sought, _)| *sought != Sought::Any || lists.zero_2m != 0);
-        self.places(lists)
-            .find_map(|places| ways().find_map(|way| self.seek_in(lists, &places, log, *way).filter(fits)))
+        // Whoever looks in several ways looks in the end for all that there is of the last content.
+        let last = match last {
+            Sought::Any if lists.zero_2m == 0 => Sought::Dirty,
+            last => last,
+        };
+        let kind = SMALL_KINDS + last.row(log);
+        let mut search = Search::new(kind..kind + 1, limit);
+        while let Some(places) = self.next_places(lists, &mut search) {
+            if let Some(run) = ways().find_map(|way| self.seek_in(lists, &places, log, *way).filter(fits)) {
+                return Some(run);
+            }
+        }
+        None
     }
 
     /// The same in one place. That a region has no run is remembered. One copy of it, for all who look.
@@ -261,22 +274,24 @@ impl<'m, E: Env> Frames<'m, E> {
         Some(run.arena.region_number(run.pfn()))
     }
 
-    /// Whether a run of an order above that of 2 MiB, below a frame, has no more than so many frames in use; of regions from number `from`
-    /// on. Where that cannot be said in one round, the number of the region with which the next begins. A word per 128 MiB.
+    /// Whether a run of an order above that of 2 MiB, below a frame, has no more than so many frames in use; of regions from a place
+    /// on. Where that cannot be said in one round, the place with which the next begins. A word per 128 MiB.
     pub(crate) fn is_nearly_free(
         &self,
         lists: &FreeLists,
-        from: usize,
+        from: u64,
         order: Order,
         limit: Pfn,
         used: u64,
-    ) -> ControlFlow<bool, usize> {
+    ) -> ControlFlow<bool, u64> {
         let log = order.get().saturating_sub(BLOCK_ORDER);
-        for arena in self.arena_table().on(lists) {
+        let mut from = from;
+        while let Some((place, arena)) = self.arena_on(lists, from) {
             let first = arena.extent.base().get() >> REGION_ORDER;
-            for (at, region) in arena.regions.iter().enumerate().skip(from.saturating_sub(arena.first_region)) {
+            let before = (from >> REGION_ORDER).saturating_sub(place >> REGION_ORDER);
+            for (at, region) in arena.regions.iter().enumerate().skip(before as usize) {
                 if lists.is_spent() {
-                    return ControlFlow::Continue(arena.first_region + at);
+                    return ControlFlow::Continue(place.max(((place >> REGION_ORDER) + at as u64) << REGION_ORDER));
                 }
                 lists.looked_in_vain();
                 let base = Pfn::new((first + at as u64) << REGION_ORDER);
@@ -291,6 +306,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     index += 1 << log;
                 }
             }
+            from = place + arena.extent.pages();
         }
         ControlFlow::Break(false)
     }

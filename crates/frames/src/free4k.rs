@@ -19,6 +19,7 @@
 //! Taking: the same, and a scan of the row and of the region's bits.
 
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
+use crate::arenas::Search;
 use crate::bits::{RUNS, descending, lowest, ones};
 use crate::blockmap::{
     Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, add, count_runs, every, first_run, runs_in, spans,
@@ -32,6 +33,7 @@ use crate::outgoing::Word;
 use crate::page_alloc::Wanted;
 use crate::pcp::{self, PerCpu};
 use crate::rows::SMALL;
+use core::ops::Range;
 use hugemm_base::Pfn;
 use hugemm_base::sync::Ordering;
 
@@ -41,6 +43,11 @@ const ROWS: usize = 3 * SMALL;
 /// The number of a kind.
 pub(crate) const fn kind(mobility: Mobility, sought: Sought, order: u32) -> usize {
     mobility.index() * ROWS + sought as usize * SMALL + order as usize
+}
+
+/// Those of one mobility and content, of an order and larger ones.
+pub(crate) const fn kinds_from(mobility: Mobility, sought: Sought, order: u32) -> Range<usize> {
+    kind(mobility, sought, order)..kind(mobility, sought, BLOCK_ORDER)
 }
 
 /// What a 2 MiB has bits for: for each content the largest order plus 1, or 0, in four bits, and the mobility in bit 12.
@@ -297,7 +304,7 @@ impl<'m, E: Env> Frames<'m, E> {
             if let Some(order) = is {
                 let kind = kind(hints.mobility(), sought, order);
                 region.has[kind].put_locked(in_region(near), true);
-                arena.rows.put(kind, number, true);
+                self.raise_row(arena, kind, number);
             }
         }
         block.hints.store(hints.0, Ordering::Relaxed);
@@ -366,7 +373,13 @@ impl<'m, E: Env> Frames<'m, E> {
         limit: Pfn,
     ) -> Option<Place<'m>> {
         let fits = |place: &Place<'_>| place.pfn().get() + (1 << order) <= limit.get();
-        self.places(lists).find_map(|places| self.seek_4k_in(lists, &places, order, mobility, sought).filter(fits))
+        let mut search = Search::new(kinds_from(mobility, sought, order), limit);
+        while let Some(places) = self.next_places(lists, &mut search) {
+            if let Some(place) = self.seek_4k_in(lists, &places, order, mobility, sought).filter(fits) {
+                return Some(place);
+            }
+        }
+        None
     }
 
     fn seek_4k_in(

@@ -18,7 +18,7 @@ use core::cell::Cell;
 use hugemm_base::{NodeId, Pfn};
 
 /// Places that searches look at in vain in one lock round.
-const LOOKS: u32 = 64;
+pub(crate) const LOOKS: u32 = 64;
 
 /// The counts of a node, beside its lock.
 #[derive(Debug)]
@@ -85,7 +85,7 @@ impl FreeLists {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Places<'m> {
     /// The node's, of these arenas.
-    pub(crate) rows: Rows<'m>,
+    pub(crate) rows: &'m Rows<'m>,
     /// Those that the manager was made with, or one that was added.
     pub(crate) arenas: &'m [Arena<'m>],
 }

@@ -89,6 +89,7 @@
 mod alloc_contig;
 mod arena;
 mod arenas;
+mod balance;
 mod bits;
 mod blockmap;
 mod buddy;
@@ -108,6 +109,7 @@ mod free2m;
 mod free4k;
 mod freelist;
 mod frozen;
+mod having;
 mod highest;
 mod hwpoison;
 mod layout;

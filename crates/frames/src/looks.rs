@@ -36,13 +36,17 @@ pub(crate) mod tests {
         let _ = unsafe { frames.release(cx, Dirty::assume_owned(extent)) };
     }
 
-    /// However many arenas have been added, and wherever among them what is freed lies: its arena is found in a few steps.
-    #[test]
-    #[cfg_attr(miri, ignore = "a thousand arenas")]
-    fn the_arena_of_a_frame_is_one_of_a_few_slots() {
-        const ADDED: u64 = 1023;
-        const PAGES: u64 = 128;
-        let given = [spec(0, 1 << 15)];
+    const ADDED: u64 = 1023;
+    const PAGES: u64 = 128;
+    const GIVEN: u64 = 1 << 15;
+
+    /// Steps to one of as many arenas.
+    const STEPS: u64 = (ADDED + 1).ilog2() as u64;
+
+    /// A manager to which arenas have been added in an order that is neither ascending nor descending; nothing adjoins. All is free. And how
+    /// many slots were looked at in one pin of that.
+    fn with_many_arenas(test: impl FnOnce(&Frames<'_>, &Threads, u64)) {
+        let given = [spec(0, GIVEN)];
         let config = FramesConfig::new(&given, 1);
         let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
@@ -50,40 +54,110 @@ pub(crate) mod tests {
             unsafe { Frames::new(&config, Plain::default(), memory.ptr(), memory.bytes()) }.expect("enough");
         let threads: Threads = Threads::new(());
         run_as(0);
-        let cx = threads.cx();
-        release(&frames, &cx, given[0].extent);
-        // In an order that is neither ascending nor descending; nothing adjoins.
+        release(&frames, &threads.cx(), given[0].extent);
         let added: Vec<ArenaSpec> = (1..=ADDED).map(|at| spec((at * 7 % (ADDED + 1)) << 15, PAGES)).collect();
         let pieces: Vec<Memory> =
             added.iter().map(|spec| Memory::new(Frames::<Plain>::added_bytes(spec).expect("valid"))).collect();
+        let mut most = 0;
         for (spec, piece) in added.iter().zip(&pieces) {
             // SAFETY: as above; the memory stays as long as the manager.
-            unsafe { frames.add(&cx, spec, piece.ptr(), piece.bytes()) }.expect("room");
-            release(&frames, &cx, spec.extent);
+            let add = |cx: &mut CpuCx<'_, Threads>| unsafe {
+                frames.add(cx, spec, piece.ptr(), piece.bytes()).expect("room");
+            };
+            most = most.max(most_in_a_pin(&threads, add));
+            release(&frames, &threads.cx(), spec.extent);
         }
-        let request = AllocRequest::order(Order::ZERO);
-        let pages: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(&cx, request).ok()).collect();
-        assert_eq!(pages.len() as u64, (1 << 15) + ADDED * PAGES);
-        // One page of each arena in turn.
-        let (mut pages, mut most): (Vec<Option<Frozen>>, u64) = (pages.into_iter().map(Some).collect(), 0);
-        let others = pages.split_off(1 << 15);
-        let mut turns: Vec<Vec<Frozen>> = Vec::new();
-        let mut seen = std::collections::HashMap::new();
-        for page in others.into_iter().flatten() {
-            let turn = seen.entry(page.pfn().get() >> 15).or_insert(0_usize);
-            if turns.len() == *turn {
-                turns.push(Vec::new());
+        test(&frames, &threads, most);
+    }
+
+    /// However many arenas have been added, and wherever among them what is freed lies: its arena is found in a few steps.
+    #[test]
+    #[cfg_attr(miri, ignore = "a thousand arenas")]
+    fn the_arena_of_a_frame_is_one_of_a_few_slots() {
+        with_many_arenas(|frames, threads, _| {
+            let cx = threads.cx();
+            let request = AllocRequest::order(Order::ZERO);
+            let pages: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(&cx, request).ok()).collect();
+            assert_eq!(pages.len() as u64, GIVEN + ADDED * PAGES);
+            // One page of each arena in turn.
+            let (mut pages, mut most): (Vec<Option<Frozen>>, u64) = (pages.into_iter().map(Some).collect(), 0);
+            let others = pages.split_off(1 << 15);
+            let mut turns: Vec<Vec<Frozen>> = Vec::new();
+            let mut seen = std::collections::HashMap::new();
+            for page in others.into_iter().flatten() {
+                let turn = seen.entry(page.pfn().get() >> 15).or_insert(0_usize);
+                if turns.len() == *turn {
+                    turns.push(Vec::new());
+                }
+                turns[*turn].push(page);
+                *turn += 1;
             }
-            turns[*turn].push(page);
-            *turn += 1;
-        }
-        for page in turns.into_iter().flatten() {
-            most = most.max(most_in_a_pin(&threads, |cx| frames.free(cx, page)));
-        }
-        most = most.max(most_in_a_pin(&threads, |cx| frames.drain(cx)));
-        // Of each of the 64 words of a round, when it is made ready and when it is freed.
-        let steps = u64::from((ADDED + 1).ilog2());
-        assert!(most <= ROUNDS_PER_PIN * 64 * 2 * steps, "{most} slots looked at in one pin");
-        assert!(most > 64 * steps / 2, "only {most}: nothing is measured");
+            for page in turns.into_iter().flatten() {
+                most = most.max(most_in_a_pin(threads, |cx| frames.free(cx, page)));
+            }
+            most = most.max(most_in_a_pin(threads, |cx| frames.drain(cx)));
+            // Of each of the 64 words of a round, when it is made ready, when it is freed, and where its arena may have more of two kinds then.
+            assert!(most <= ROUNDS_PER_PIN * 64 * 4 * STEPS, "{most} slots looked at in one pin");
+            assert!(most > 64 * STEPS / 2, "only {most}: nothing is measured");
+        });
+    }
+
+    /// Most slots that are looked at in one pin of a request of an order, of any kind, which fails if it is so for one below a frame.
+    fn most_of(frames: &Frames<'_>, threads: &Threads, order: u32, below: Pfn, fails: bool) -> u64 {
+        let request = AllocRequest::order(Order::new(order).expect("valid"));
+        let requests = [request, request.movable(), request.prefer_zeroed()];
+        let looks = requests.map(|request| {
+            most_in_a_pin(threads, |cx| {
+                let found = frames.alloc_below(cx, below, request);
+                assert_eq!(found.is_err(), fails, "{below}: {request:?}");
+                found.into_iter().for_each(|block| frames.free(cx, block));
+            })
+            .max(most_in_a_pin(threads, |cx| {
+                let found = frames.alloc(cx, request);
+                assert!(fails || found.is_ok(), "{request:?}");
+                found.into_iter().for_each(|block| frames.free(cx, block));
+            }))
+        });
+        looks.into_iter().fold(0, u64::max)
+    }
+
+    /// However many arenas have been added, an allocation looks only at those that may have what is sought: at none of those that are full,
+    /// or have only less, or lie above what it may take. What there is, is found.
+    #[test]
+    #[cfg_attr(miri, ignore = "a thousand arenas")]
+    fn an_allocation_looks_at_few_of_many_arenas() {
+        // As often as a search looks in vain in one round.
+        const FEW: u64 = 64 * STEPS;
+        const HIGH: Pfn = Pfn::new((ADDED + 1) << 15);
+        with_many_arenas(|frames, threads, added| {
+            let cx = threads.cx();
+            assert!(added <= FEW, "{added} slots looked at to add one");
+            let request = AllocRequest::order(Order::ZERO);
+            let pages = Vec::from_iter(core::iter::from_fn(|| frames.alloc(&cx, request).ok()));
+            assert_eq!(pages.len() as u64, GIVEN + ADDED * PAGES);
+            let stats = most_in_a_pin(threads, |cx| _ = frames.node_stats(cx, NodeId::new(0)));
+            assert!(stats <= 2 * FEW, "{stats} slots looked at to count");
+            for order in [0, 1, 3, 6, 9, 10] {
+                let most = most_of(frames, threads, order, HIGH, true);
+                assert!(most <= FEW, "all is full: {most} slots looked at for order {order}");
+            }
+            // A page of each arena, then all of the highest.
+            let kept = |page: &Frozen| page.pfn().get() < GIVEN || page.pfn().get() % GIVEN != 5;
+            let (pages, ones): (Vec<_>, Vec<_>) = pages.into_iter().partition(kept);
+            ones.into_iter().for_each(|page| frames.free(&cx, page));
+            frames.drain(&cx);
+            for (order, below) in [(1, HIGH), (3, HIGH), (6, HIGH), (0, Pfn::new(GIVEN)), (9, HIGH), (10, HIGH)] {
+                let most = most_of(frames, threads, order, below, true);
+                assert!(most <= 2 * FEW, "a page is free in each: {most} slots looked at for order {order}");
+            }
+            let (_pages, highest): (Vec<_>, Vec<_>) =
+                pages.into_iter().partition(|page| page.pfn().get() < HIGH.get() - GIVEN);
+            highest.into_iter().for_each(|page| frames.free(&cx, page));
+            frames.drain(&cx);
+            for order in [0, 1, 3, 6] {
+                let most = most_of(frames, threads, order, HIGH, false);
+                assert!(most <= 2 * FEW, "some is free: {most} slots looked at for order {order}");
+            }
+        });
     }
 }

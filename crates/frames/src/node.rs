@@ -1,6 +1,7 @@
 //! One node, and what is known of a block that comes to it or leaves it.
 
 use crate::freelist::FreeLists;
+use crate::having::Added;
 use crate::rows::Rows;
 use hugemm_base::lock::{PinnedLock, RawLock};
 use hugemm_base::sync::AtomicU64;
@@ -21,6 +22,8 @@ pub(crate) struct Node<'m, L> {
     pub(crate) deferred_pages: AtomicU64,
     /// Whether known-zero blocks were free when the lock was last released: a hint.
     pub(crate) zero_hint: AtomicU64,
+    /// Arenas that were added to it. Under the lock.
+    pub(crate) added: Added,
 }
 
 impl<'m, L: RawLock> Node<'m, L> {
@@ -32,6 +35,7 @@ impl<'m, L: RawLock> Node<'m, L> {
             deferred: AtomicU64::new(0),
             deferred_pages: AtomicU64::new(0),
             zero_hint: AtomicU64::new(0),
+            added: Added::new(),
         }
     }
 }

@@ -429,7 +429,7 @@ impl<'m, E: Env> Frames<'m, E> {
         })
     }
 
-    /// One lock round of that on one node, from a region on: whether there could be such a block, or with which region the next begins.
+    /// One lock round of that on one node, from a place on: whether there could be such a block, or with which place the next begins.
     #[inline(never)]
     fn look(
         &self,
@@ -437,8 +437,8 @@ impl<'m, E: Env> Frames<'m, E> {
         node: NodeId,
         wanted: &Wanted,
         part: u64,
-        from: usize,
-    ) -> Option<ControlFlow<bool, usize>> {
+        from: u64,
+    ) -> Option<ControlFlow<bool, u64>> {
         self.with_node(pin, node, |lists| {
             if self.queued_on(node) != 0 && part < PARTS {
                 return ControlFlow::Continue(from);

@@ -37,11 +37,6 @@ impl<'m> Rows<'m> {
         Rows { words, width: words.len() / (SMALL_KINDS + BIG_KINDS), base }
     }
 
-    /// The same for the regions from another number on.
-    pub(crate) fn from(self, base: usize) -> Self {
-        Rows { base, ..self }
-    }
-
     // Relaxed: the lock orders.
     #[inline(never)]
     pub(crate) fn put(&self, kind: usize, region: usize, value: bool) {

@@ -92,9 +92,9 @@ impl<E: Env> Frames<'_, E> {
         stats
     }
 
-    /// Adds up what is counted in one round. The number with which the next goes on; in the last round, everything else.
+    /// Adds up what is counted in one round. The place with which the next goes on; in the last round, everything else.
     #[inline(never)]
-    fn count_round(&self, lists: &mut FreeLists, from: usize, stats: &mut NodeStats) -> Option<usize> {
+    fn count_round(&self, lists: &mut FreeLists, from: u64, stats: &mut NodeStats) -> Option<u64> {
         let next = self.count_blocks(lists, from, stats);
         if next.is_some() {
             lists.rounds -= 1;
@@ -109,28 +109,29 @@ impl<E: Env> Frames<'_, E> {
         None
     }
 
-    /// Adds up a node's free blocks by order, of 2 MiB from number `from` on, counted from those of the first region, as many as are looked at in
-    /// one round: the number of the one with which the next goes on.
-    fn count_blocks(&self, lists: &FreeLists, from: usize, stats: &mut NodeStats) -> Option<usize> {
+    /// Adds up a node's free blocks by order, from a place on, as many 2 MiB as are looked at in one round: the place with which the next goes
+    /// on.
+    fn count_blocks(&self, lists: &FreeLists, from: u64, stats: &mut NodeStats) -> Option<u64> {
         let mut left = BLOCKS_PER_ROUND;
-        for arena in self.arena_table().on(lists) {
-            let before = arena.blocks_before();
-            let first = arena.first_region * SPAN + before;
-            let mut next = from.saturating_sub(first);
+        let mut from = from;
+        while let Some((place, arena)) = self.arena_on(lists, from) {
+            let (before, first) = (arena.blocks_before(), place >> BLOCK_ORDER);
+            let mut next = (from >> BLOCK_ORDER).saturating_sub(first) as usize;
             while let Some(block) = arena.blocks.get(next) {
                 let at = next;
                 next += 1;
                 if left == 0 {
-                    return Some(first + at);
+                    return Some(place.max((first + at as u64) << BLOCK_ORDER));
                 }
                 left -= 1;
-                let place = before + at;
-                if at == 0 || place.is_multiple_of(SPAN) {
-                    count_2m(&arena.regions[place / SPAN], &mut stats.blocks);
+                let number = before + at;
+                if at == 0 || number.is_multiple_of(SPAN) {
+                    count_2m(&arena.regions[number / SPAN], &mut stats.blocks);
                 }
                 let is_movable = block.mobility() == Mobility::Movable;
                 count_4k(block, &mut stats.blocks, is_movable.then_some(&mut stats.movable));
             }
+            from = place + arena.extent.pages();
         }
         None
     }
