@@ -15,7 +15,7 @@ test-%: export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER = $(CURDIR)/scripts
 
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
 BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb kva vm reclaim lz4 workloads)
-LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb reclaim)
+LOOM_LIBS = $(addprefix -p hugemm-,base clear frames heap paging hugetlb vm reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames heap paging kva vm reclaim lz4 threads)
 
 .PHONY: help run build test test-host test-command test-examples test-release test-loom test-bare test-arm test-kernel test-debug test-arceos bench-arceos test-ostd bench-ostd mutants sharing soak races lint lines package semver size dist test-systemd deep clean

@@ -4,6 +4,7 @@
 //! on any list of the pager's, and stay what they are when the object goes. A fork shows them to the child, as those of every shared object.
 //! They cannot be pinned: there may be no descriptor that a reference could be counted in. Whoever gives them answers for them.
 
+use crate::cuts::Cuts;
 use crate::error::VmError;
 use crate::fault::Served;
 use crate::inflight_faults::InflightFaults;
@@ -53,7 +54,7 @@ impl<S: Setup> Vm<'_, S> {
             given: true,
             inflight: InflightFaults::new(),
             source: None,
-            cuts: AtomicU64::new(0),
+            cuts: Cuts::new(AtomicU64::new(0)),
             writer: AtomicBool::new(false),
         };
         let object = self.new_object(cx, Some(index), None).inspect_err(|_| self.free_root(cx, root))?;

@@ -68,6 +68,7 @@
 //! | `alone.rs` | having a space to oneself across reschedule points |
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
 //! | [`source`], [`write_back`] | files: pages that come from somewhere; giving them back, and taking away what is there no longer |
+//! | `cuts.rs` | what was read of a file before a part of it went |
 //! | [`pager`] | the seam to reclaim and swap |
 //! | `swap_entry.rs`, `refault.rs` | what stands for a page in swap or on the move; bringing it back |
 //! | [`unhook`] | a page that is taken out of its entries is one value; putting it back |
@@ -104,6 +105,7 @@ mod copy;
 mod cow;
 mod cpu_lines;
 mod cpu_masks;
+mod cuts;
 mod cutting;
 mod default_setup;
 mod discard;

@@ -1,6 +1,7 @@
 //! Making areas, and shared objects that exist without one.
 
 use crate::address_space::AddressSpace;
+use crate::cuts::Cuts;
 use crate::error::VmError;
 use crate::inflight_faults::InflightFaults;
 use crate::object::{Index, Object};
@@ -103,7 +104,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         let made = self.new_table(cx, bounds, None).and_then(|table| {
             let root = table.root();
             let (length, inflight) = (AtomicU64::new(bytes), InflightFaults::new());
-            let (cuts, writer) = (AtomicU64::new(0), AtomicBool::new(false));
+            let (cuts, writer) = (Cuts::new(AtomicU64::new(0)), AtomicBool::new(false));
             let index = Index { table, length, page, pooled, given: false, inflight, source, cuts, writer };
             self.new_object(cx, Some(index), None).inspect_err(|_| self.free_root(cx, root))
         });

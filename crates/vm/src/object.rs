@@ -19,6 +19,7 @@
 //! | shared | the index; entries hold none, so whoever takes a page out of the index unmaps and flushes it first |
 
 use crate::area_tree::{AreaTree, Peers};
+use crate::cuts::Cuts;
 use crate::guarded::Guarded;
 use crate::inflight_faults::InflightFaults;
 use crate::protection::Protection;
@@ -72,9 +73,8 @@ pub(crate) struct Index<S: Setup> {
     /// Pages that are being made.
     pub(crate) inflight: InflightFaults,
     pub(crate) source: Option<Source<S>>,
-    /// How often parts have been taken away; odd while the flush of one is owed. What is read from the source meanwhile is not for the
-    /// index. Changes under the table's lock, taken alone, but for the end.
-    pub(crate) cuts: AtomicU64,
+    /// Parts that have been taken away.
+    pub(crate) cuts: Cuts<AtomicU64>,
     /// A task is writing pages back: what one has written an older state of the page does not overtake.
     pub(crate) writer: AtomicBool,
 }

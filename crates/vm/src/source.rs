@@ -232,12 +232,10 @@ impl<'m, S: Setup> Vm<'m, S> {
         offset: u64,
         want: &Want,
     ) -> Result<bool, VmError> {
-        // Acquire: what is read comes after it.
-        let began = index.cuts.load(Ordering::Acquire);
-        if began % 2 == 1 {
+        let Some(began) = index.cuts.before_read() else {
             self.cond_resched(cx);
             return Ok(false);
-        }
+        };
         // However much is read around a page, it is within this; one that is read alone keeps nobody from others.
         let (around, widest) = (want.pattern.around(), Pattern::Sequential.around());
         let claimed = if around == 1 { offset | 1 << 62 } else { offset / widest };
@@ -260,8 +258,8 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Err(VmError::OutOfBounds { at });
                 }
                 failed?;
-                // What it has less may be what it no longer has. Acquire: after the read.
-                let changed = source.bytes() != length || index.cuts.load(Ordering::Acquire) != began;
+                // What it has less may be what it no longer has.
+                let changed = source.bytes() != length || !index.cuts.none_since(began);
                 return if changed { Ok(false) } else { Err(VmError::Source { at, code: SourceError::SHORT.0 }) };
             }
         };
@@ -277,8 +275,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         let mut done = 0;
         let entered = self.try_map(cx, |task| {
             let mut table = index.table.shared(self.tables(task));
-            // Whoever makes the object shorter, or takes a part away, says so before he empties the index. Relaxed: under its lock.
-            if start + good > index.pages() || index.cuts.load(Ordering::Relaxed) != began {
+            // Whoever makes the object shorter, or takes a part away, says so before he empties the index.
+            if start + good > index.pages() || !index.cuts.none_since(began) {
                 return Err(PagingError::Busy { at: VirtAddr::new(start << PAGE_SHIFT) });
             }
             while done < good {

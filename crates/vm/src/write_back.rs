@@ -301,8 +301,8 @@ impl<S: Setup> Vm<'_, S> {
             if into > 0 {
                 let task = RefCell::new(&mut *cx);
                 let _alone = index.table.exclusive(self.tables(&task));
-                // Relaxed: under the lock. What was read of that page before is not entered after it has been zeroed.
-                index.cuts.fetch_add(2, Ordering::Relaxed);
+                // What was read of that page before is not entered after it has been zeroed.
+                index.cuts.change();
             }
             while into > 0 && !self.zero_from(cx, index, page, into) {
                 self.cond_resched(cx);
@@ -359,8 +359,9 @@ impl<S: Setup> Vm<'_, S> {
                     moving |= matches!(SwapEntry::of(word), SwapEntry::Moving { .. });
                     self.drop_away(&task.borrow(), word);
                 });
-                // Relaxed: under the lock.
-                index.cuts.fetch_add(u64::from(hidden.is_ok()), Ordering::Relaxed);
+                if hidden.is_ok() {
+                    index.cuts.hide();
+                }
                 hidden
             };
             match hidden {
@@ -371,8 +372,7 @@ impl<S: Setup> Vm<'_, S> {
                     } else {
                         Ok(0)
                     };
-                    // Release: after the flush; pairs with the load of who then reads from the source.
-                    index.cuts.fetch_add(1, Ordering::Release);
+                    index.cuts.flushed();
                     gone += taken?;
                     from = end;
                 }

@@ -222,6 +222,90 @@ fn by_table<F: PageFormat>(seed: u64, deed: &str) -> bool {
     stale.get()
 }
 
+/// The middle of an area is being unmapped, and its flush has not begun, while another CPU writes the file back, makes it a hole or shorter:
+/// no CPU stores to any page of it afterwards, and nobody waits for ever. Whether one could before.
+fn in_part<F: PageFormat>(seed: u64, deed: &str) -> bool {
+    let stale = Cell::new(false);
+    with_format::<F, true>(16, 3, seed, &no_faults(), |rig| {
+        let file = File::new((PAGES as usize) << 12);
+        let store = |page: u64, value| rig.mmu.store(CpuId::new(1), VirtAddr::new(AT + (page << 12)), value).is_ok();
+        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, file));
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+            rig.enter(cx, &space);
+            (0..PAGES).for_each(|page| rig.store(cx, &space, AT + (page << 12), 1).expect("memory"));
+        });
+        let step = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while step.load(Ordering::SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                let through = rig.beside_others(2, |cx| {
+                    let done = match deed {
+                        "sync" => rig.vm.sync(cx, &object, 0, PAGES),
+                        "punch" => rig.vm.punch(cx, &object, 0, PAGES),
+                        _ => {
+                            file.bytes().clear();
+                            rig.vm.truncate(cx, &object, 0)
+                        }
+                    };
+                    assert_eq!(done, Ok(PAGES), "{deed}");
+                    (0..PAGES).any(|page| store(page, 3))
+                });
+                step.store(2, Ordering::SeqCst);
+                assert!(!through, "{deed}");
+            });
+            let meanwhile = || {
+                stale.set(store(1, 2));
+                step.store(1, Ordering::SeqCst);
+                // The other may have to wait until this has been flushed.
+                let until = Instant::now() + Duration::from_millis(20);
+                while step.load(Ordering::SeqCst) == 1 && Instant::now() < until {
+                    std::thread::yield_now();
+                }
+            };
+            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+                before_flush(&meanwhile, || {
+                    assert_eq!(rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x2000)).expect("memory").pages, 2);
+                });
+            });
+        });
+        let first = if stale.get() { 2 } else { 1 };
+        let expected = match deed {
+            "sync" => [Ok(1), Ok(first)],
+            "punch" => [Ok(0), Ok(0x1000)],
+            _ => [Err(()), Err(())],
+        };
+        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+            // Nothing of a file that is empty.
+            let _ = rig.vm.map(cx, &space, span(THERE, PAGES << 12), SHARED, Backing::Shared(&object, 0));
+            let found = [AT, THERE + 0x1000].map(|at| rig.load(cx, &space, at).map_err(|_| ()));
+            assert_eq!(found, expected, "{deed}");
+            assert!(rig.load(cx, &space, AT + 0x1000).is_err(), "unmapped");
+        });
+        if deed == "sync" {
+            assert_eq!([0, 1, 3].map(|page| file.word(page << 12)), [1, first, 1]);
+        }
+        end_of_other(rig, (object, space));
+    });
+    stale.get()
+}
+
+#[test]
+fn nobody_stores_to_what_is_written_while_a_part_is_unmapped() {
+    some_are_stale([|seed| in_part::<Metered>(seed, "sync"), |seed| in_part::<Aarch64>(seed, "sync")]);
+}
+
+#[test]
+fn nobody_stores_to_a_hole_while_a_part_is_unmapped() {
+    some_are_stale([|seed| in_part::<Metered>(seed, "punch"), |seed| in_part::<Aarch64>(seed, "punch")]);
+}
+
+#[test]
+fn nobody_stores_behind_the_end_while_a_part_is_unmapped() {
+    some_are_stale([|seed| in_part::<Metered>(seed, "truncate"), |seed| in_part::<Aarch64>(seed, "truncate")]);
+}
+
 #[test]
 fn nobody_stores_through_a_detached_table_to_what_is_written() {
     some_are_stale([|seed| by_table::<Metered>(seed, "sync"), |seed| by_table::<Aarch64>(seed, "sync")]);

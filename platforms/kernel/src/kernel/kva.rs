@@ -5,9 +5,9 @@ use super::irq_lock::Noted;
 use super::memory::{KernelEnv, frames};
 use super::platform::{KERNEL, Kernel};
 use super::tlb::{Hardware, kernel_half, shootdown};
-use super::{layout, percpu, set_up, tables};
+use super::{clock, layout, percpu, set_up, tables};
 use crate::MAX_CPUS;
-use hugemm_base::sync::AtomicU64;
+use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, Order, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_kva::{Kva, KvaParts, KvaSetup, Place, Request};
@@ -30,8 +30,11 @@ impl KvaSetup for OnKernel {
 /// The manager of this kernel's areas.
 pub type KernelAreas = Kva<'static, OnKernel>;
 
-/// How often the keeper looks at what waits for its flush while it idles: none waits for longer than twice that then.
+/// How often what waits for its flush is looked at: none waits for longer than twice that, and until the next CPU idles or reschedules.
 pub const AGE_NS: u64 = 1_000_000_000;
+
+/// When it was looked at last; `u64::MAX` while it is.
+static LOOKED: AtomicU64 = AtomicU64::new(0);
 
 static AREAS: Once<KernelAreas> = Once::new();
 
@@ -49,6 +52,20 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>) {
     // every frame. The platform grants no vector registers, so none are used.
     let areas = unsafe { Kva::new(cx, parts, range) }.unwrap_or_else(|error| panic!("{error}"));
     AREAS.call_once(|| areas);
+}
+
+/// Gives back what has waited for its flush for long, if it is time to look. A task of whichever CPU comes first, with interrupts on.
+pub(super) fn keep(cx: &mut CpuCx<'static, Kernel>) {
+    // Relaxed: it says whose turn it is, and nothing else.
+    let (now, looked) = (clock::now_ns(), LOOKED.load(Ordering::Relaxed));
+    if now.saturating_sub(looked) < AGE_NS {
+        return;
+    }
+    let Some(areas) = AREAS.get() else { return };
+    if LOOKED.compare_exchange(looked, u64::MAX, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+        areas.flush_old(cx);
+        LOOKED.store(clock::now_ns(), Ordering::Relaxed);
+    }
 }
 
 /// Takes what a CPU has for itself, for good.

@@ -1,10 +1,10 @@
 //! `hugemm_base`'s platform, implemented by this kernel.
 
 use super::arch::interrupts;
-use super::{clock, irq_lock, layout, percpu};
+use super::{clock, irq_lock, kva, layout, percpu};
 use core::sync::atomic::Ordering;
 use hugemm_base::{
-    Clock, Counters, Cpu, CpuId, Extent, LinearMap, NodeId, PhysMap, PreemptModel, Topology, VirtAddr, Window,
+    Clock, Counters, Cpu, CpuCx, CpuId, Extent, LinearMap, NodeId, PhysMap, PreemptModel, Topology, VirtAddr, Window,
 };
 
 /// The kernel as a platform: tasks run to completion on their CPU, interrupts only count and invalidate.
@@ -53,10 +53,14 @@ unsafe impl Cpu for Kernel {
         interrupts::are_enabled()
     }
 
-    /// There is nothing else to run: the point is progress, and the watchdog may know.
+    /// There is nothing else to run but what [keeps](kva::keep) areas from waiting: the point is progress, and the watchdog may know.
     unsafe fn cond_resched(&self) {
         irq_lock::assert_none_held();
         percpu::beat();
+        if self.may_sleep() {
+            // SAFETY: a task of its own, while the caller's context has no debts open and is not used.
+            kva::keep(&mut unsafe { CpuCx::new(&KERNEL) });
+        }
     }
 
     fn counters(&self) -> &Counters {

@@ -18,9 +18,6 @@ pub(crate) static AP_CPU: AtomicU64 = AtomicU64::new(0);
 /// How long a CPU may take to start.
 const START_NS: u64 = 5_000_000_000;
 
-/// Who, when it idles, sees to what has waited long.
-const KEEPER: u32 = 1;
-
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
 /// Whether the other CPUs have been started.
@@ -66,14 +63,10 @@ pub(crate) extern "C" fn ap_main(cpu: u64) -> ! {
     tlb::kernel_half().online(tlb::shootdown(), &cx);
     controller::start_timer();
     let own = percpu::own();
-    let mut looked = clock::now_ns();
     loop {
         // At the latest a tick later, who claims memory has what this CPU had cached.
         frames().serve(&cx);
-        if cpu == KEEPER && clock::now_ns() - looked > kva::AGE_NS {
-            looked = clock::now_ns();
-            kva::areas().flush_old(&mut cx);
-        }
+        kva::keep(&mut cx);
         // Interrupts off between looking and halting, so that no wake-up falls between them.
         interrupts::disable();
         // Acquire pairs with the Release in `on_cpus`.

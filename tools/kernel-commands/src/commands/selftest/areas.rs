@@ -11,7 +11,7 @@ use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::random::Random;
 use hugemm_base::{Clock, Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_kernel::kva::{AGE_NS, areas};
-use hugemm_kernel::{page_fault, percpu, tables};
+use hugemm_kernel::{page_fault, percpu, smp, tables};
 use hugemm_kva::{Area, KvaError, Place, Request};
 use hugemm_paging::{Flags, Mapping};
 use hugemm_workloads::request::Plant;
@@ -126,7 +126,7 @@ impl Marked {
     }
 }
 
-/// One round on all CPUs, until `until` at the latest. `alone` takes some seconds more, of an idle CPU.
+/// One round on all CPUs, until `until` at the latest. `alone` takes some seconds more, in which nobody frees.
 #[inline(never)]
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, alone: bool, until: u64) -> Result<(), Failure> {
     cpus_have_theirs(cx)?;
@@ -152,7 +152,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, alone: bool, until: u64) -> Re
     }
     ran?;
     waits_for_its_flush(cx)?;
-    if alone && percpu::count() > 1 {
+    if alone {
         waits_no_longer(cx)?;
     }
     areas().trim(cx);
@@ -207,18 +207,30 @@ fn cpus_have_theirs(cx: Cx<'_>) -> Result<(), Finding> {
     Ok(())
 }
 
-/// An idle CPU gives back what nobody else does.
+/// What nobody flushes is given back all the same: by an idle CPU, and where none idles, by one that reschedules.
 fn waits_no_longer(cx: Cx<'_>) -> Result<(), Failure> {
-    let Ok(area) = areas().alloc(cx, Request::new(PAGE_BYTES, "old")) else { return Ok(()) };
-    areas().free(cx, area).map_err(|(error, _)| refused(error))?;
-    let since = cx.platform().now_ns();
-    while areas().counts(cx).waiting > 0 {
-        percpu::beat();
-        // Ten times as long, of an emulated CPU.
-        if cx.platform().now_ns() - since > 20 * AGE_NS {
-            return Err(found(format_args!("an area waits for its flush for ever")).into());
+    for all_busy in [false, true] {
+        if !all_busy && percpu::count() == 1 {
+            continue;
         }
-        cx.cond_resched();
+        let Ok(area) = areas().alloc(cx, Request::new(PAGE_BYTES, "old")) else { return Ok(()) };
+        areas().free(cx, area).map_err(|(error, _)| refused(error))?;
+        let since = cx.platform().now_ns();
+        // Ten times as long, of an emulated CPU.
+        let waits = |cx: Cx<'_>| areas().counts(cx).waiting > 0 && cx.platform().now_ns() - since < 20 * AGE_NS;
+        let busy = if all_busy { percpu::count() } else { 1 };
+        smp::on_cpus(cx, busy, &|cx, _| {
+            while waits(cx) {
+                percpu::beat();
+                if all_busy {
+                    cx.cond_resched();
+                }
+            }
+        });
+        if areas().counts(cx).waiting > 0 {
+            let who = if all_busy { "CPUs reschedule" } else { "CPUs idle" };
+            return Err(found(format_args!("an area waits for its flush for ever while {who}")).into());
+        }
     }
     Ok(())
 }
@@ -235,7 +247,7 @@ fn waits_for_its_flush(cx: Cx<'_>) -> Result<(), Failure> {
         areas().free(cx, area).map_err(|(error, _)| refused(error))?;
     }
     if areas().counts(cx).batches != batches {
-        // An idle CPU's flush.
+        // It was time to look.
         return Ok(());
     }
     for (number, range) in ranges.iter().enumerate() {
