@@ -167,7 +167,8 @@ impl Daemon {
             service::let_go(&file);
             let had = file.bytes();
             // Whoever fills is told when it is certain that something is missing, and whether a program starts.
-            let prepared = if bytes.saturating_sub(had) <= self.config.room() {
+            // What is there needs no room, and a program that starts does not wait until the kernel has said what there is.
+            let prepared = if bytes <= had || bytes - had <= self.config.room() {
                 prepare(&mut file, had, bytes, self.config.node)
             } else {
                 Err(FileError::NoPages)
