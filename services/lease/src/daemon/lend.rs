@@ -274,6 +274,16 @@ mod tests {
     use std::sync::Barrier;
     use std::sync::atomic::{AtomicU32, Ordering};
 
+    /// What the kernel has is many reads, for which a program that starts would wait.
+    #[test]
+    fn a_file_that_is_long_enough_is_lent_without_a_look_at_the_kernels_pool() {
+        let page = Page::Transparent;
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0);
+        let daemon = Daemon::new(PoolConfig { free: |_, _| panic!("looked"), ..config });
+        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        daemon.lease(&Asker::user(0), 7, &Wish::of(page.bytes())).expect("it is ready");
+    }
+
     /// Who asks again and again for more than can be had does not keep what is ready from others.
     #[test]
     fn a_file_that_cannot_grow_stays_ready() {
