@@ -110,7 +110,9 @@ mod tests {
         let number = unsafe {
             start(&mut || {
                 // It is adopted before this process goes on, or soon.
-                (0..5000).take_while(|_| libc::getppid() as u32 == here).for_each(|_| drop(libc::usleep(1000)));
+                (0..5000).take_while(|_| libc::getppid() as u32 == here).for_each(|_| {
+                    libc::usleep(1000);
+                });
                 let said = [libc::getpid(), libc::getsid(0)];
                 libc::write(fd, said.as_ptr().cast(), size_of_val(&said)) as c_int
             })

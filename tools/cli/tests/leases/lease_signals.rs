@@ -248,7 +248,7 @@ fn a_bench_that_is_interrupted_keeps_what_it_has() {
         assert_eq!(end_of(&mut bench, "the bench does not end").code(), Some(130));
         let mut said = String::new();
         bench.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");
-        assert!(said.contains("filling 8 MiB takes") && said.contains(" min\n"), "{said}");
+        assert!(said.contains("filling 8MB takes") && said.contains(" min\n"), "{said}");
         let document = serde_json::from_slice(&std::fs::read(&saved).expect("saved")).expect("one JSON document");
         // The first use, and those ways that were over: the first of them starts two machines.
         let ways = rows(&document, "bench.lease.exec_to_ready").len();
