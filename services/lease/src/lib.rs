@@ -20,6 +20,7 @@
 //! | [`service`], [`metrics`], `log` | what a service manager, a scraper and a journal are told |
 //! | `own_file` | which file of a program a leased one may take the place of: one that nobody else can reach |
 //! | `lending` | what takes the place of a program's files: leased already, or asked for |
+//! | `orphan` | a process that is nobody's child |
 //! | [`seccomp`], [`supervisor`] | a stock program gets the leased file in the place of its own |
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_debug_implementations)]
@@ -35,6 +36,7 @@ pub mod listener;
 mod log;
 pub mod memory_file;
 pub mod metrics;
+mod orphan;
 mod own_file;
 pub mod policy;
 mod reader;

@@ -71,12 +71,13 @@ fn refused(what: &'static str) -> impl Fn(Errno) -> NotReplaced {
 ///
 /// What is wrong, and the way out.
 pub fn check_proc() -> io::Result<()> {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
-    if numbers.trim() == std::process::id().to_string() {
+    let status = File::open("/proc/self/status").map(BufReader::new);
+    let what = if status.is_ok() { "/proc is of another process namespace" } else { "there is no /proc" };
+    let mut lines = status.into_iter().flat_map(|status| status.lines().map_while(Result::ok));
+    let numbers = lines.find_map(|line| Some(line.strip_prefix("NSpid:")?.trim().to_owned()));
+    if numbers.is_some_and(|numbers| numbers == std::process::id().to_string()) {
         return Ok(());
     }
-    let what = if status.is_empty() { "there is no /proc" } else { "/proc is of another process namespace" };
     Err(io::Error::other(format!("{what}, so files of a process cannot be found (mount -t proc proc /proc)")))
 }
 

@@ -9,6 +9,7 @@
 //! killed, a call that waits and later calls of such lengths fail with ENOSYS; nothing else changes.
 
 pub use crate::lending::Lending;
+use crate::orphan;
 pub use crate::own_file::check_proc;
 use crate::own_file::{AloneFile, NotReplaced, OwnFile};
 use crate::seccomp::{self, Call, CallAnswer, FilterError, Lengths};
@@ -24,7 +25,6 @@ use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
 use std::io;
-use std::mem;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -72,19 +72,11 @@ pub enum Say {
 /// # Errors
 ///
 /// [`AttachError`]: the lease is over, and nothing has changed but `no_new_privs`, or as [`AttachError::Gone`] says.
-pub fn attach(lending: Lending, require: bool, say: Say) -> Result<Attached, AttachError> {
-    let attached = match start() {
-        Ok((Process::Supervisor, _, theirs, ears)) => exit(run(theirs, lending, ears, require, say).is_err().into()),
-        Ok((Process::Program, ours, theirs, _)) => {
-            // A supervisor that gets nothing ends when ours is closed.
-            drop(theirs);
-            if let Ok(Some((supervisor, _))) = crate::wire::receive::<u32>(ours.as_fd()) {
-                let_look(supervisor);
-            }
-            report_to(ours, &lending.lengths)
-        }
-        Err(error) => Err(error),
-    };
+pub fn attach(mut lending: Lending, require: bool, say: Say) -> Result<Attached, AttachError> {
+    let attached = start(&mut lending, require, say).and_then(|(ours, supervisor)| {
+        let_look(supervisor);
+        report_to(ours, &lending.lengths)
+    });
     if attached.is_err() {
         // Nobody else says so before this process ends, and a daemon that does not hear it notices that.
         drop(lending.ready);
@@ -93,13 +85,20 @@ pub fn attach(lending: Lending, require: bool, say: Say) -> Result<Attached, Att
     attached
 }
 
-/// Makes the supervisor, if it would see anything, and a way from the program to it.
-fn start() -> Result<(Process, OwnedFd, OwnedFd, Ears), AttachError> {
+/// Makes the supervisor's process, if it would see anything, and a way from the program to it.
+fn start(lending: &mut Lending, require: bool, say: Say) -> Result<(OwnedFd, u32), AttachError> {
     check_proc().map_err(AttachError::NoProc)?;
     let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let started = pair.map_err(io::Error::from).and_then(|(ours, theirs)| {
-        let ears = Ears::of_this_process()?;
-        Ok((split(theirs.as_fd())?, ours, theirs, ears))
+        // Here they are closed: a supervisor that gets nothing ends when ours is closed, too.
+        let mut its = Some((theirs, Ears::of_this_process()?));
+        let mut life = || {
+            let ran = its.take().map(|(theirs, ears)| run(theirs, lending, ears, require, say));
+            i32::from(!matches!(ran, Some(Ok(()))))
+        };
+        // SAFETY: the process has one thread, by the contract of `attach`.
+        let supervisor = unsafe { orphan::start(&mut life) }?;
+        Ok((ours, supervisor))
     });
     started.map_err(AttachError::Supervisor)
 }
@@ -163,68 +162,8 @@ fn report_to(supervisor: OwnedFd, lengths: &Lengths) -> Result<Attached, AttachE
     sent.map(|()| Attached { no_new_privs }).map_err(AttachError::Gone)
 }
 
-/// Which of the two a process is.
-enum Process {
-    Program,
-    Supervisor,
-}
-
-/// Makes the supervisor's process, as nobody's child, so that the program does not find one that it has not started; says its number to
-/// `program`, which need not wait until it runs.
-fn split(program: BorrowedFd<'_>) -> io::Result<Process> {
-    // Where SIGCHLD is ignored, which outlives an exec, nobody is told how a child ended.
-    // SAFETY: all zero is the default, with no flags and nothing blocked.
-    let default: libc::sigaction = unsafe { mem::zeroed() };
-    let own = on_child(&default)?;
-    let which = split_waiting(program);
-    on_child(&own)?;
-    which
-}
-
-/// Says what becomes of SIGCHLD, and what became of it before.
-fn on_child(action: &libc::sigaction) -> io::Result<libc::sigaction> {
-    // SAFETY: as in `split`; it is overwritten.
-    let mut before = unsafe { mem::zeroed() };
-    // SAFETY: two actions that live as long as the call; the handler, if there is one, is the program's own.
-    match unsafe { libc::sigaction(libc::SIGCHLD, action, &raw mut before) } {
-        0 => Ok(before),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-fn split_waiting(program: BorrowedFd<'_>) -> io::Result<Process> {
-    // SAFETY: the process has one thread, by the contract of `attach`, so the child may do what any program may.
-    match unsafe { libc::fork() } {
-        -1 => Err(io::Error::last_os_error()),
-        0 => {
-            let _ = rustix::process::setsid();
-            // SAFETY: as above.
-            match unsafe { libc::fork() } {
-                0 => Ok(Process::Supervisor),
-                pid => exit((pid < 0 || crate::wire::send(program, &pid, None).is_err()).into()),
-            }
-        }
-        child => {
-            let mut status = 0;
-            // SAFETY: waits for the child just made.
-            while unsafe { libc::waitpid(child, &raw mut status, 0) } < 0 {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
-                }
-            }
-            if status == 0 { Ok(Process::Program) } else { Err(io::Error::from(io::ErrorKind::OutOfMemory)) }
-        }
-    }
-}
-
-fn exit(code: i32) -> ! {
-    // SAFETY: ends the process without running what the program had registered for its own end.
-    unsafe { libc::_exit(code) }
-}
-
 /// The supervisor's life.
-fn run(from_program: OwnedFd, lending: Lending, ears: Ears, require: bool, say: Say) -> io::Result<()> {
+fn run(from_program: OwnedFd, lending: &mut Lending, ears: Ears, require: bool, say: Say) -> io::Result<()> {
     let keep = [from_program.as_fd(), ears.process.as_fd()].into_iter().chain(ears.stderr.as_ref().map(AsFd::as_fd));
     let leased = lending
         .ready
@@ -335,9 +274,9 @@ impl fmt::Display for Done {
     }
 }
 
-struct Supervisor {
+struct Supervisor<'a> {
     listener: OwnedFd,
-    lending: Lending,
+    lending: &'a mut Lending,
     require: bool,
     say: Say,
     /// Until there is nothing more to say, or the program has ended.
@@ -371,7 +310,7 @@ const LOOKS_FOR: Duration = Duration::from_secs(10);
 /// A program that has not made its memory after that long may never do so; it may run for months.
 const UNTAKEN: Duration = Duration::from_secs(10);
 
-impl Supervisor {
+impl Supervisor<'_> {
     fn serve(&mut self) -> io::Result<()> {
         loop {
             let until = self

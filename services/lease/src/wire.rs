@@ -249,7 +249,10 @@ pub fn receive_answer(socket: BorrowedFd<'_>) -> io::Result<Option<(Answer, Opti
 }
 
 fn receive_packet(socket: BorrowedFd<'_>) -> io::Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
-    let mut bytes = vec![0; MOST];
+    // As long as what comes: 64 KiB of zeros would be sixteen pages, which a program that starts waits for.
+    let length =
+        rustix::io::retry_on_intr(|| rustix::net::recv(socket, &mut [0_u8; 0], RecvFlags::PEEK | RecvFlags::TRUNC))?.1;
+    let mut bytes = vec![0; length.min(MOST)];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     // A wait that has an end is cut short where the process is stopped and goes on (signal(7)).

@@ -167,7 +167,8 @@ impl Daemon {
             service::let_go(&file);
             let had = file.bytes();
             // Whoever fills is told when it is certain that something is missing, and whether a program starts.
-            let prepared = if bytes.saturating_sub(had) <= self.config.room() {
+            // What is there needs no room, and a program that starts does not wait until the kernel has said what there is.
+            let prepared = if bytes <= had || bytes - had <= self.config.room() {
                 prepare(&mut file, had, bytes, self.config.node)
             } else {
                 Err(FileError::NoPages)
@@ -272,6 +273,16 @@ mod tests {
     use crate::stock::Shapes;
     use std::sync::Barrier;
     use std::sync::atomic::{AtomicU32, Ordering};
+
+    /// What the kernel has is many reads, for which a program that starts would wait.
+    #[test]
+    fn a_file_that_is_long_enough_is_lent_without_a_look_at_the_kernels_pool() {
+        let page = Page::Transparent;
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0);
+        let daemon = Daemon::new(PoolConfig { free: |_, _| panic!("looked"), ..config });
+        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        daemon.lease(&Asker::user(0), 7, &Wish::of(page.bytes())).expect("it is ready");
+    }
 
     /// Who asks again and again for more than can be had does not keep what is ready from others.
     #[test]

@@ -14,10 +14,11 @@ use crate::progress;
 use crate::results::{Line, Results};
 use crate::sides::{by_turns, pivot};
 use crate::stats::Samples;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, Never, PageSize};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
+use hugemm_inspect::limits::Limits;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lease::client::{Connection, Lease};
 use hugemm_lease::status::{Counts, Status};
@@ -107,13 +108,41 @@ const NEIGHBOUR: u64 = 16 << 20;
 const LOOK_NS: u64 = 20_000_000;
 
 pub fn run(args: &BenchLease) -> Result<()> {
-    let measured = if args.pins { pins::run(args) } else { measure(args) };
-    // A terminal's signal reaches children, too, and what ends by it may be seen before this process's own comes.
+    if args.pins { pins::run(args) } else { measure(args) }
+}
+
+/// What there is until now is kept if a signal was what ended the measuring. A terminal's signal reaches children, too, and what ends by
+/// it may be seen before this process's own comes.
+pub(super) fn kept_if_interrupted(measured: Result<()>) -> Result<Option<anyhow::Error>> {
+    let Err(error) = measured else { return Ok(None) };
     let end = Instant::now() + Duration::from_millis(500);
-    while measured.is_err() && !interrupt::requested() && Instant::now() < end {
+    while !interrupt::requested() {
+        if Instant::now() > end {
+            return Err(error);
+        }
         thread::sleep(Duration::from_millis(5));
     }
-    measured
+    Ok(Some(error))
+}
+
+/// Says how long all sizes take, so many fillings of each, as the first one had it.
+pub(super) fn announce(
+    machine: &Machine,
+    bar: &ProgressBar,
+    sizes: &[Size],
+    fillings: usize,
+    first: &Bench<'_>,
+) -> Result<()> {
+    let from = Instant::now();
+    first.fill()?;
+    let (took, most) = (from.elapsed().as_secs_f64(), Limits::read()?.total);
+    let all: u64 = sizes.iter().map(|size| size.0).filter(|bytes| *bytes <= most).sum();
+    let minutes = took * fillings as f64 * all as f64 / first.bytes as f64 / 60.0;
+    if !machine.quiet() {
+        let size = Size(first.bytes);
+        bar.suspend(|| eprintln!("filling {size} takes {took:.1} s; all takes some {:.0} min", minutes.ceil()));
+    }
+    Ok(())
 }
 
 /// What all sizes came to.
@@ -139,36 +168,55 @@ fn measure(args: &BenchLease) -> Result<()> {
     let turns = args.sizes.len() * Way::ALL.len() * Repeat::new(args.runs, args.warmup.warmup).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let (mut measured, mut pins, mut left_out) = (Measured::default(), Pins::new(), Vec::new());
+    let mut ended = Ok(());
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
         // The machine's or the daemon's, never both.
         match HugetlbPool::new().ensure(PageSize::Size2M, bytes / PageSize::Size2M.bytes(), None) {
-            Ok(_pool) => of_size(args, &machine, bytes, threads, &mut measured, &mut pins, &bar)?,
+            Ok(_pool) => ended = of_size(args, &machine, bytes, threads, &mut measured, &mut pins, &bar),
             Err(error) => {
-                left_out.push(format!("not measured: {size}, which takes as much of the kernel's pool: {error}"))
+                left_out.push(format!("not measured: {size}, which takes as much of the kernel's pool: {error}"));
+                ended = interrupt::check().map_err(Into::into);
             }
+        }
+        if ended.is_err() {
+            break;
         }
     }
     bar.finish_and_clear();
-    let Measured { starts, restored, filled, template_cpu, slowed, filtered } = measured;
-    if filled.filled_bytes == 0 {
-        bail!("no size fits; name smaller ones with --sizes, or free memory ({})", left_out.join("; "));
+    let stopped = kept_if_interrupted(ended)?;
+    if measured.starts.is_empty() {
+        let too_large =
+            || anyhow!("no size fits; name smaller ones with --sizes, or free memory ({})", left_out.join("; "));
+        return Err(stopped.unwrap_or_else(too_large));
     }
-    let mut results = Results { remarks: left_out, ..Results::default() };
+    let mut results = results_of(args, threads, measured);
+    results.remarks.splice(0..0, left_out);
+    pins.add_to(&mut results);
+    machine.show(results)?;
+    stopped.map_or(Ok(()), Err)
+}
+
+/// The tables, rows and remarks of what was measured, all of it or not.
+fn results_of(args: &BenchLease, threads: usize, measured: Measured) -> Results {
+    let Measured { starts, restored, filled, template_cpu, slowed, filtered } = measured;
+    let mut results = Results::default();
     let down = ["size", "memory"];
     let title = format!("From exec to a machine that answers, {threads} threads; median of {} runs", args.runs);
     results.add(title, pivot(&starts, "", &down, "", &READY), &starts, &READY[..1]);
     let is_judged = |line: &&Line<Start>| JUDGED.iter().any(|way| line.label("memory") == way.name());
     results.rows.extend(starts.iter().filter(is_judged).flat_map(|line| line.rows(&READY[1..])));
-    let gib = filled.filled_bytes as f64 / GIB as f64;
-    let (cpu, bandwidth) =
-        (filled.fill_cpu_ns as f64 / 1e9 / gib, filled.filled_bytes as f64 / filled.fill_ns.max(1) as f64);
-    results.rows.push(Row::single("bench.lease.filled", gib, "GiB"));
-    results.rows.push(Row::single("bench.lease.fill_cpu_per_gib", cpu, "s"));
-    results.rows.push(Row::single("bench.lease.fill_bandwidth", bandwidth, "GB/s"));
-    results.remarks.push(format!(
-        "filled meanwhile, and moved, not saved: {gib:.1} GiB, {cpu:.2} s of CPU time per GiB, at {bandwidth:.1} GB/s"
-    ));
+    if filled.filled_bytes > 0 {
+        let gib = filled.filled_bytes as f64 / GIB as f64;
+        let (cpu, bandwidth) =
+            (filled.fill_cpu_ns as f64 / 1e9 / gib, filled.filled_bytes as f64 / filled.fill_ns.max(1) as f64);
+        results.rows.push(Row::single("bench.lease.filled", gib, "GiB"));
+        results.rows.push(Row::single("bench.lease.fill_cpu_per_gib", cpu, "s"));
+        results.rows.push(Row::single("bench.lease.fill_bandwidth", bandwidth, "GB/s"));
+        results.remarks.push(format!(
+            "filled meanwhile, and moved, not saved: {gib:.1} GiB, {cpu:.2} s of CPU time per GiB, at {bandwidth:.1} GB/s"
+        ));
+    }
     if let Some(slowed) = &slowed {
         results.rows.push(Row::median("bench.lease.neighbour_slowdown", slowed, "×"));
         results.remarks.push(format!(
@@ -187,11 +235,18 @@ fn measure(args: &BenchLease) -> Result<()> {
         results.rows.push(Row::median("bench.lease.template_cpu_per_gib", &template_cpu, "s"));
         let took = template_cpu.median();
         results.remarks.push(format!("a template took the daemon {took:.2} s of CPU time per GiB"));
+    }
+    if !restored.is_empty() {
         let title = "From exec to a guest that was saved";
         results.add(title, pivot(&restored, "", &down, "", &RESTORED), &restored, &RESTORED);
     }
-    pins.add_to(&mut results);
-    machine.show(results)
+    results
+}
+
+/// How many times about the memory of a size is filled, by whomever.
+fn fillings(repeat: Repeat, few: Repeat, pins: &Pins) -> usize {
+    // Three ways fill once more, and what restores reads and fills.
+    repeat.all() * (Way::ALL.len() + 3 + pins.turns()) + few.all() * 2 * restore::Memory::ALL.len()
 }
 
 /// Everything with machines of one size, for which the kernel's pool has room.
@@ -209,17 +264,26 @@ fn of_size(
     bar.set_message(format!("{}, {FIRST_USE}", Size(bytes)));
     let first_use = ms(first_use(args, bytes, threads)?);
     let bench = Bench::start(args, bytes, threads, &["--size", &bytes.to_string(), "--shape", &bytes.to_string()])?;
+    let few = Repeat::new(args.runs.min(MOST_RESTORED), args.warmup.warmup.min(1));
+    if measured.starts.is_empty() {
+        announce(machine, bar, &args.sizes, fillings(repeat, few, pins), &bench)?;
+    }
     let mut starts: Vec<Line<Start>> = Way::ALL.iter().map(|way| Line::new(line(way.name()))).collect();
-    by_turns(&mut starts, repeat, bar, |index| Ok(Start { ms: ms(bench.once(Way::ALL[index])?), ..Start::default() }))?;
+    let turned = by_turns(&mut starts, repeat, bar, |index| {
+        Ok(Start { ms: ms(bench.once(Way::ALL[index])?), ..Start::default() })
+    });
     starts.push(Line { runs: vec![Start { ms: first_use, ..Start::default() }], ..Line::new(line(FIRST_USE)) });
     let off: Vec<f64> = starts[0].runs.iter().map(|start| start.ms).collect();
     for line in &mut starts {
         line.runs.iter_mut().zip(&off).for_each(|(start, off)| start.of_off = start.ms / off);
+        // One that was stopped may have no run to be held against.
+        line.runs.iter_mut().skip(off.len()).for_each(|start| start.of_off = f64::NAN);
         if line.label("memory").contains(Way::Threads.name()) {
             line.labels.insert("threads".to_owned(), threads.into());
         }
     }
-    measured.starts.extend(starts);
+    measured.starts.extend(starts.into_iter().filter(|line| !line.runs.is_empty()));
+    turned?;
     let counts = bench.status()?.counts;
     measured.filled.filled_bytes += counts.filled_bytes;
     measured.filled.fill_ns += counts.fill_ns;
@@ -241,15 +305,15 @@ fn of_size(
     let bench = Bench::start(args, bytes, threads, &["--template", &template])?;
     let memories = restore::Memory::ALL;
     let mut restored: Vec<_> = memories.iter().map(|memory| Line::new(line(memory.name()))).collect();
-    let few = Repeat::new(args.runs.min(MOST_RESTORED), args.warmup.warmup.min(1));
-    by_turns(&mut restored, few, bar, |index| {
+    let turned = by_turns(&mut restored, few, bar, |index| {
         bench.wait_until("the template is ready", || {
             let status = bench.status()?;
             Ok(status.leases.is_empty() && status.templates.iter().all(|template| template.ready))
         })?;
         snapshot.restore(memories[index], bench.lease(&["--template", restore::NAME, "--require", "--"])?)
-    })?;
-    measured.restored.extend(restored);
+    });
+    measured.restored.extend(restored.into_iter().filter(|line| !line.runs.is_empty()));
+    turned?;
     let counts = bench.status()?.counts;
     let gib = counts.filled_bytes.max(1) as f64 / GIB as f64;
     measured.template_cpu.push(counts.fill_cpu_ns as f64 / 1e9 / gib);

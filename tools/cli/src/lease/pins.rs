@@ -2,7 +2,7 @@
 //! by a GPU's runtime where there is one.
 
 use super::args::BenchLease;
-use super::bench::{Bench, ms};
+use super::bench::{Bench, announce, kept_if_interrupted, ms};
 use super::gpu::Gpu;
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
@@ -176,6 +176,11 @@ impl Pins {
         pins
     }
 
+    /// How many pins of a size make a run.
+    pub(super) fn turns(&self) -> usize {
+        Memory::ALL.len() * self.by.len()
+    }
+
     /// Pins `bytes` of each kind of memory, the pool's only with a daemon. What cannot be had is said, and the rest goes on.
     pub(super) fn measure(
         &mut self,
@@ -190,10 +195,15 @@ impl Pins {
                 bar.set_message(format!("{size}, pins of {name} by {}", by.name()));
                 let labels = [("size", bytes.into()), ("memory", name.as_str().into()), ("by", by.name().into())];
                 let mut line = Line::new(labels);
+                let mut stopped = Ok(());
                 for _ in 0..runs {
-                    interrupt::check()?;
+                    stopped = interrupt::check();
+                    if stopped.is_err() {
+                        break;
+                    }
                     match once(memory, bytes, by, bench) {
                         Ok(pin) => line.runs.push(pin),
+                        Err(_) if interrupt::requested() => {}
                         Err(error) => {
                             self.remarks.push(format!("{size}, {name}, not pinned by {}: {error:#}", by.name()));
                             break;
@@ -203,6 +213,7 @@ impl Pins {
                 if !line.runs.is_empty() {
                     self.lines.push(line);
                 }
+                stopped?;
             }
         }
         Ok(())
@@ -221,20 +232,28 @@ pub(super) fn run(args: &BenchLease) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let runs = Repeat::new(args.runs, args.warmup.warmup).all();
     let bar = progress::bar(args.sizes.len() as u64, machine.quiet());
-    let mut pins = Pins::new();
+    let (mut pins, mut ended) = (Pins::new(), Ok(()));
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
         let pool = HugetlbPool::new().ensure(PageSize::Size2M, bytes / PageSize::Size2M.bytes(), None);
         let options = ["--size", &bytes.to_string(), "--shape", &bytes.to_string()];
         let bench = pool.and_then(|pool| Ok((Bench::start(args, bytes, 1, &options)?, pool)));
         let bench = bench.map_err(|error| pins.remarks.push(format!("{size} of the pool, not pinned: {error:#}"))).ok();
-        pins.measure(bytes, runs, bench.as_ref().map(|(bench, _)| bench), &bar)?;
+        let bench = bench.as_ref().map(|(bench, _)| bench);
+        let first = bench.filter(|_| pins.lines.is_empty());
+        ended = first.map_or(Ok(()), |bench| announce(&machine, &bar, &args.sizes, runs * pins.turns(), bench));
+        ended = ended.and_then(|()| pins.measure(bytes, runs, bench, &bar));
+        if ended.is_err() {
+            break;
+        }
         bar.inc(1);
     }
     bar.finish_and_clear();
+    let stopped = kept_if_interrupted(ended)?;
     let mut results = Results::default();
     pins.add_to(&mut results);
-    machine.show(results)
+    machine.show(results)?;
+    stopped.map_or(Ok(()), Err)
 }
 
 /// Takes `bytes` of such memory, has them pinned, and gives them back.

@@ -5,7 +5,7 @@ mod tracer;
 
 use crate::support::lease::judged::is_short;
 use crate::support::lease::{Daemon, POOLS, judged, with_pool};
-use crate::support::{Scratch, hugemm};
+use crate::support::{Scratch, hugemm, rows};
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::HugetlbPool;
 use std::collections::BTreeMap;
@@ -225,11 +225,37 @@ fn the_bench_ends_at_any_time() {
 }
 
 /// A bench whose QEMU is a script that says its version and then does as it is told.
-fn bench_on(scratch: &Scratch, script: &str) -> Child {
+fn bench_on(scratch: &Scratch, script: &str) -> Command {
     let qemu = scratch.put("qemu", format!("#!/bin/sh\nbench=$PPID\n[ \"$1\" = --version ] || {{ {script}; }}\n"));
     std::fs::set_permissions(&qemu, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("executable");
     let words = ["bench", "lease", "--sizes", "8MB", "--runs", "1", "--warmup", "0", "--qemu", &qemu];
-    job(&words).stdout(Stdio::null()).spawn().expect("a bench")
+    let mut bench = job(&words);
+    bench.stdout(Stdio::null());
+    bench
+}
+
+/// What was measured before a signal came is in the document; and how long all takes is said in the beginning.
+#[test]
+fn a_bench_that_is_interrupted_keeps_what_it_has() {
+    with_pool(1, || {
+        let (before, scratch) = (pool_has(), Scratch::new("signals-kept"));
+        let (starts, saved) = (scratch.path("starts"), scratch.path("saved.json"));
+        let answers = "read a; read b; echo '\"running\"'; read c; exit 0";
+        let bench = bench_on(
+            &scratch,
+            &format!("echo >>{starts}; [ $(wc -l <{starts}) -lt 5 ] || kill -INT $bench; {answers}"),
+        );
+        let mut bench = { bench }.arg(format!("--json={saved}")).stderr(Stdio::piped()).spawn().expect("a bench");
+        assert_eq!(end_of(&mut bench, "the bench does not end").code(), Some(130));
+        let mut said = String::new();
+        bench.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");
+        assert!(said.contains("filling 8MB takes") && said.contains(" min\n"), "{said}");
+        let document = serde_json::from_slice(&std::fs::read(&saved).expect("saved")).expect("one JSON document");
+        // The first use, and those ways that were over: the first of them starts two machines.
+        let ways = rows(&document, "bench.lease.exec_to_ready").len();
+        assert!((3..6).contains(&ways), "{document}");
+        wait_until_pool_has(before);
+    });
 }
 
 /// A QEMU that does not answer keeps nobody waiting; one that ended by the bench's own signal, which comes a moment later, is no failure.
@@ -238,7 +264,7 @@ fn the_bench_does_not_wait_for_a_silent_machine() {
     with_pool(1, || {
         let (before, scratch) = (pool_has(), Scratch::new("signals-silent"));
         let there = scratch.path("there");
-        let mut bench = bench_on(&scratch, &format!("touch {there}; exec sleep 600"));
+        let mut bench = bench_on(&scratch, &format!("touch {there}; exec sleep 600")).spawn().expect("a bench");
         let end = Instant::now() + Duration::from_secs(60);
         while !std::fs::exists(&there).expect("looked") {
             assert!(Instant::now() < end, "it starts no machine");
@@ -248,7 +274,8 @@ fn the_bench_does_not_wait_for_a_silent_machine() {
         assert_eq!(unsafe { libc::kill(bench.id() as i32, libc::SIGINT) }, 0);
         assert_eq!(end_of(&mut bench, "the bench waits for QEMU").code(), Some(130));
         wait_until_pool_has(before);
-        let mut bench = bench_on(&scratch, "(sleep 0.1; kill -INT $bench) >/dev/null 2>&1 & exit 1");
+        let mut bench =
+            bench_on(&scratch, "(sleep 0.1; kill -INT $bench) >/dev/null 2>&1 & exit 1").spawn().expect("a bench");
         assert_eq!(end_of(&mut bench, "the bench does not end").code(), Some(130));
         wait_until_pool_has(before);
     });
