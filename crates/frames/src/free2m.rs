@@ -23,6 +23,7 @@ use crate::bits::{RUNS, count, descending, lowest, ones};
 use crate::blockmap::{Blocks, Position, SPAN, WORD_BITS, WORDS, add, count_runs, first_run, spans};
 use crate::frames::{Env, Frames};
 use crate::freelist::{FreeLists, Places};
+use crate::looks;
 use crate::node::{Content, Taken};
 use crate::rows::{BIG, SMALL_KINDS};
 use crate::stats::ORDERS;
@@ -293,10 +294,12 @@ impl<'m, E: Env> Frames<'m, E> {
                 if lists.is_spent() {
                     return ControlFlow::Continue(place.max(((place >> REGION_ORDER) + at as u64) << REGION_ORDER));
                 }
-                lists.looked_in_vain();
+                // A word is a place: what is said of each of its runs costs as much.
+                (0..WORDS).for_each(|_| lists.looked_in_vain());
                 let base = Pfn::new((first + at as u64) << REGION_ORDER);
                 let mut index = 0;
                 while index < SPAN {
+                    looks::count();
                     let first = Position::<Blocks>::new(index);
                     let run = Extent::block(first.pfn(base), order);
                     let may_become = arena.extent.covers(run) && run.end() <= limit;
@@ -430,12 +433,46 @@ pub(crate) fn pages(bits: u64) -> u64 {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::arena::ArenaSpec;
+    use crate::frames::Plain;
+    use crate::frozen::Frozen;
+    use crate::layout::FramesConfig;
+    use crate::looks::tests::most_in_a_pin;
+    use hugemm_base::{Dirty, NodeId};
+    use hugemm_threads::{Memory, Threads, run_as};
 
     #[test]
     fn a_batch_is_taken_apart_from_the_top() {
         let batch = Batch { base: Pfn::new(1 << 18), blocks: 1 << 63 | 0b101, zero: 1 << 63 | 0b1 };
         let taken: Vec<_> = batch.descending().map(|taken| (taken.pfn.get(), taken.zero)).collect();
         assert_eq!(taken, [((1 << 18) + (63 << 9), true), ((1 << 18) + (2 << 9), false), (1 << 18, true)]);
+    }
+
+    /// Whoever wants a block that there is not looks at every run of its size. In one pin it looks at those of 64 words.
+    #[test]
+    #[cfg_attr(miri, ignore = "gibibytes of descriptors")]
+    fn a_look_for_nearly_free_runs_has_pins_of_few() {
+        const GIB: u64 = 32;
+        let all = Extent::new(Pfn::new(0), GIB << 18).expect("in range");
+        let given = [ArenaSpec::new(all, NodeId::new(0))];
+        let config = FramesConfig::new(&given, 1);
+        let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+        // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
+        let frames: Frames<'_> =
+            unsafe { Frames::new(&config, Plain::default(), memory.ptr(), memory.bytes()) }.expect("enough");
+        let threads: Threads = Threads::new(());
+        run_as(0);
+        let cx = threads.cx();
+        // SAFETY: once; there is no memory behind the numbers.
+        let _ = unsafe { frames.release(&cx, Dirty::assume_owned(all)) };
+        let take = |order| frames.alloc(&cx, Order::new(order).expect("valid"));
+        let page = take(0).expect("memory");
+        let taken = (BLOCK_ORDER..=18).rev().flat_map(|order| core::iter::from_fn(move || take(order).ok()));
+        assert!(taken.map(Frozen::into_word).count() as u64 >= GIB);
+        frames.free(&cx, page);
+        assert!(frames.stats(&cx).cached > 0);
+        let most = most_in_a_pin(&threads, |cx| assert!(frames.alloc(cx, Order::new(10).expect("valid")).is_err()));
+        assert_eq!(most, 64 * (WORD_BITS as u64 / 2), "runs that were looked at in one pin");
     }
 
     /// Ten orders of each content, and what is freed is what whoever seeks any, or its content, finds.

@@ -193,7 +193,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Drop for Resize<'_, '_, '_, L, E, V> 
     }
 }
 
-/// The descriptor blocks of pages of a group that are staged.
+/// The descriptor blocks of pages of a group that are staged; that with the head of a 1 GiB page is its last.
 fn works<L: RawLock>(
     pool: &HugePool<'_, L>,
     index: usize,
@@ -209,7 +209,7 @@ fn works<L: RawLock>(
     let small = (size == PageSize::Size2M).then(|| work(first, mask, mask, frozen)).flatten();
     let large = if size == PageSize::Size1G { mask } else { 0 };
     let large = each(large).flat_map(move |bit| {
-        (0..size.pages() / SPAN).filter_map(move |block| {
+        (0..size.pages() / SPAN).rev().filter_map(move |block| {
             let pfn = Pfn::new(first.get() + bit * size.pages() + block * SPAN);
             work(pfn, u64::MAX, u64::from(block == 0), u64::MAX)
         })

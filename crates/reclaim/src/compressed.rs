@@ -25,7 +25,8 @@
 //!
 //! # Cost
 //!
-//! Store: one compression, pinned; one lock round of the class, a few dozen instructions. Load: one decompression, no
+//! Store: one compression and one lock round of the class, a few dozen instructions, in one pin; outside of it, a block for several pages, and
+//! one more pin. Load: one decompression, no
 //! lock, not pinned where the map reaches the piece in one window. Free: one lock round.
 
 mod back_end;

@@ -156,8 +156,8 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
         while !rest.is_empty() {
             let node = frames.node_of(rest.base());
             let (most, _) = rest.split_at(BATCH as u64 * order.pages());
-            let same = match self.lrus {
-                [_] => most.pages(),
+            let same = match frames.nodes() {
+                1 => most.pages(),
                 _ => heads(most, order).take_while(|head| frames.node_of(*head) == node).count() as u64 * order.pages(),
             };
             let (some, more) = rest.split_at(same.max(order.pages()));

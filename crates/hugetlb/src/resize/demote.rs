@@ -5,10 +5,10 @@
 //! all pages. Where the optimizer is off the descriptors are restored instead.
 
 use super::{Leaving, Resize, ResizeReport, works};
-use crate::group::PoolArena;
+use crate::group::{Group, PoolArena};
 use crate::mapping::DescriptorMap;
 use crate::pool::{HugePool, Nodes, PoolError, State};
-use crate::vmemmap::{Edit, Source, Split, VmemmapOptimizer, Work};
+use crate::vmemmap::{Edit, Split, VmemmapOptimizer, Work};
 use hugemm_base::PageSize;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
@@ -98,16 +98,11 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             let whole = |work: Work| Work { heads: u64::MAX, ..work };
             let ready = match (lean, resize.optimizer.is_enabled()) {
                 (true, false) => {
-                    let done = resize.restore(cx, index, group, page, &mut Source::Allocator);
+                    let done = resize.restore(cx, index, group, page);
                     group.lean.remove_shared(done);
                     done == page
                 }
-                (true, true) => works(resize.pool, index, group, page).map(whole).all(|work| {
-                    let mut edit = Edit::default();
-                    let reshaped = resize.optimizer.reshape(cx, &work, &mut edit);
-                    resize.debts.settle(resize.optimizer, &work, edit);
-                    reshaped.is_ok()
-                }),
+                (true, true) => resize.reshape(cx, index, group, page),
                 // It has all heads that its parts need: what can be given back besides is.
                 (false, on) => {
                     if on && resize.optimizer.policy.swap {
@@ -138,6 +133,24 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         });
         self.pay(cx);
         self.mend_and_free(cx, &Never);
+    }
+
+    /// Gives the blocks of a lean page a head for every 2 MiB, all of them or none; whether they have it. Those without a head of the page's own
+    /// become what they were without memory.
+    fn reshape<P: Cpu>(&mut self, cx: &CpuCx<'_, P>, index: usize, group: &Group, page: u64) -> bool {
+        let mut reshape = |work: Work| {
+            let mut edit = Edit::default();
+            let reshaped = self.optimizer.reshape(cx, &work, &mut edit);
+            self.debts.settle(self.optimizer, &work, edit);
+            reshaped.is_ok()
+        };
+        let blocks = || works(self.pool, index, group, page);
+        let made = blocks().take_while(|work| reshape(Work { heads: u64::MAX, ..*work })).count();
+        let all = made == blocks().count();
+        if !all {
+            blocks().take(made).for_each(|work| _ = reshape(work));
+        }
+        all
     }
 
     /// Gives every prepared page to `into`; how many pages they are there.

@@ -52,7 +52,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                 break;
             }
             let lean = pages & group.lean.get();
-            let done = self.restore(cx, index, group, lean, &mut Source::Allocator);
+            let done = self.restore(cx, index, group, lean);
             group.lean.remove_shared(done);
         }
         self.pay(cx);
@@ -62,8 +62,19 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         });
     }
 
-    /// Restores lean pages of a group; which.
-    pub(super) fn restore<P: Cpu>(
+    /// Restores lean pages of a group, with frames of the allocator; which. A 1 GiB page wholly, or not at all.
+    pub(super) fn restore<P: Cpu>(&mut self, cx: &CpuCx<'_, P>, index: usize, group: &Group, lean: u64) -> u64 {
+        if self.per_group() == 1 {
+            return self.restore_from(cx, index, group, lean, &mut Source::Allocator);
+        }
+        let Some(mut gathered) = self.optimizer.gather(cx, works(self.pool, index, group, lean)) else { return 0 };
+        let done = self.restore_from(cx, index, group, lean, &mut Source::Gathered(&mut gathered));
+        self.optimizer.scatter(cx, gathered);
+        done
+    }
+
+    /// The same with frames of a source.
+    fn restore_from<P: Cpu>(
         &mut self,
         cx: &CpuCx<'_, P>,
         index: usize,
@@ -114,7 +125,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             // The donor's own descriptors come first.
             let others = if self.per_group() == 1 { lean & !mine } else { 0 };
             for pages in [mine, others].into_iter().filter(|pages| *pages != 0) {
-                done |= self.restore(cx, index, group, pages, &mut Source::Donor(&mut donor));
+                done |= self.restore_from(cx, index, group, pages, &mut Source::Donor(&mut donor));
             }
             group.lean.remove_shared(done);
             self.pay(cx);

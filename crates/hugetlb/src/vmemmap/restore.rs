@@ -1,11 +1,14 @@
 //! Fat blocks: every descriptor has a frame of its own again.
+//!
+//! Of a 1 GiB page that is eight blocks, and with seven of them it would still have to stay: so all frames are [gathered](Source::Gathered)
+//! first.
 
 use super::{Edit, PAGES, VmemmapOptimizer, Work, one};
 use crate::group::each;
-use crate::mapping::{DescriptorLeaf, DescriptorMap, Mapped, Table};
+use crate::mapping::{DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, Table};
 use crate::tail;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, FrameUse, NodeId, Order, Pfn};
+use hugemm_base::{CpuCx, Extent, ExtentChain, FrameUse, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::Env;
 
 /// Where restoring gets frames from.
@@ -15,9 +18,68 @@ pub(crate) enum Source<'a> {
     Allocator,
     /// The end of a page that is being freed.
     Donor(&'a mut Extent),
+    /// What [`gather`](VmemmapOptimizer::gather) has taken from the allocator, block by block.
+    Gathered(&'a mut Gathered),
+}
+
+/// Frames, and what is left of those of which some have been used.
+#[derive(Debug, Default)]
+pub(crate) struct Gathered {
+    chain: ExtentChain,
+    some: Extent,
 }
 
 impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
+    /// Takes what [`restore`](Self::restore) needs for whole blocks from the allocator, in the order in which it needs it: nothing if
+    /// there is not all of it.
+    pub(crate) fn gather<P: Cpu>(&self, cx: &CpuCx<'_, P>, works: impl Iterator<Item = Work>) -> Option<Gathered> {
+        let mut gathered = Gathered::default();
+        for work in works {
+            let mut take = |order| {
+                let extent = self.alloc(cx, order, work.node).ok()?;
+                // SAFETY: taken just now; every chain is linked through the manager that it came from.
+                unsafe { gathered.chain.push(self.frames, extent) };
+                Some(extent.pages())
+            };
+            // One extent, or else a table and its frames.
+            let Some(mut left) = self.missing(&work).filter(|_| take(PageSize::Size2M.order()).is_none()) else {
+                continue;
+            };
+            let mut most = Order::MAX;
+            while let Some(fits) = Order::largest_within(left) {
+                let order = fits.min(most);
+                if let Some(pages) = take(order) {
+                    left -= pages;
+                } else if let Some(Ok(less)) = order.get().checked_sub(1).map(Order::new) {
+                    most = less;
+                } else {
+                    self.scatter(cx, gathered);
+                    return None;
+                }
+            }
+        }
+        Some(gathered)
+    }
+
+    /// How many frames a block lacks, with a table; none if it is one extent.
+    fn missing(&self, work: &Work) -> Option<u64> {
+        match self.map.mapped(work.block) {
+            Mapped::Whole(_) => None,
+            Mapped::Table(frame) if !self.is_shared(frame) => {
+                let table = self.table(frame).ok()?;
+                let lacks = |index: &usize| self.map.leaf(table.get(*index)).is_none_or(|leaf| !leaf.writable);
+                Some((0..ENTRIES).filter(lacks).count() as u64)
+            }
+            Mapped::Table(_) | Mapped::Absent => Some(1 + ENTRIES as u64),
+        }
+    }
+
+    /// Gives back what is left.
+    pub(crate) fn scatter<P: Cpu>(&self, cx: &CpuCx<'_, P>, mut gathered: Gathered) {
+        let rest = core::iter::from_fn(|| gathered.chain.pop(self.frames));
+        rest.chain([gathered.some]).filter(|extent| !extent.is_empty()).for_each(|extent| _ = self.free(cx, extent));
+    }
+
     /// Gives every descriptor of `work.mask` a frame of its own again; returns which of the mask have theirs, all of it
     /// unless memory ran out. Frames that hold nothing are mapped as they are.
     pub(crate) fn restore<P: Cpu>(
@@ -122,6 +184,16 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
         let order = Order::new(order).ok()?;
         let got = match source {
             Source::Allocator => self.alloc(cx, order, node).ok(),
+            Source::Gathered(Gathered { chain, some }) => {
+                if some.is_empty() {
+                    *some = chain.pop(self.frames)?;
+                }
+                let (first, rest) = some.split_at(order.pages());
+                (first.pages() == order.pages()).then(|| {
+                    *some = rest;
+                    first
+                })
+            }
             Source::Donor(page) if page.pages() >= order.pages() => {
                 let (rest, end) = page.split_at(page.pages() - order.pages());
                 **page = rest;
@@ -138,7 +210,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
     fn give_back<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, source: &mut Source<'_>, edit: &mut Edit) {
         edit.allocated -= extent.pages();
         match source {
-            Source::Allocator => {
+            Source::Allocator | Source::Gathered(_) => {
                 self.free(cx, extent);
             }
             // A donor gives from its end, last first; what does not fit there any more is only lost to the donor.

@@ -4,7 +4,8 @@ use crate::support::{
     BASE, CPUS, Faults, Machine, Others, SPAN, Shape, Stop, descriptor_of, machine, run_as, with_pool, with_pools,
 };
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{Cpu, CpuCx, FrameUse, Never, PageSize, Pfn, with};
+use hugemm_base::{Cpu, CpuCx, FrameUse, Never, Order, PageSize, Pfn, with};
+use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError};
 use hugemm_threads::Random;
 use std::cell::Cell;
@@ -305,6 +306,50 @@ fn a_page_is_not_demoted_without_its_descriptors() {
             assert_eq!((large.lean_pages(), large.counts(&cx).counts.free, small.counts(&cx).counts.total), (1, 1, 0));
         }
         m.set(&large, 0);
+        m.nothing_is_lost(0);
+    });
+}
+
+/// A page of 1 GiB that cannot have all its descriptors keeps none of the frames that there were: neither the few that are left in single
+/// ones, nor where memory ends after so many allocations. It is what it was, and can be used.
+#[test]
+fn a_large_page_that_stays_takes_no_frames() {
+    let policy = with!(OptimizerPolicy::default(), carve = false);
+    with_pools(&Shape { policy, ..Shape::spans(32) }, Faults::default(), |m, large, small, mut cx| {
+        assert_eq!(m.set(&large, 1).lean, 1);
+        let victim = large.pages().next().expect("one").0;
+        let faults = &m.frames.env().inject;
+        let mut stays = |allocations: u64| {
+            let what = format!("{allocations} allocations");
+            let before = (m.free_frames(), m.descriptor_frames());
+            let all = [false, true].map(|on| {
+                m.optimizer.set_enabled(on);
+                faults.arm(FaultPlan::periodic(allocations, 1));
+                assert_eq!(large.dissolve(&mut cx, &m.optimizer, victim), Err(PoolError::OutOfMemory), "{what}");
+                faults.arm(FaultPlan::periodic(allocations, 1));
+                let report = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one is free");
+                assert_eq!((report.entered, report.left), (0, 0), "{what}");
+                faults.disarm();
+                (m.free_frames(), m.descriptor_frames())
+            });
+            assert_eq!(all, [before; 2], "{what}");
+            assert_eq!((large.lean_pages(), large.counts(&m.threads.cx()).counts.free), (1, 1), "{what}");
+        };
+        (0..8).for_each(&mut stays);
+        let take = |order| m.frames.alloc(&m.threads.cx(), AllocRequest::order(Order::new(order).expect("valid"))).ok();
+        let (singles, mut held): (Vec<_>, Vec<_>) =
+            (0..800).filter_map(|_| take(0)).partition(|page| page.pfn().get() % 2 == 0);
+        held.extend((0..=18).rev().flat_map(|order| std::iter::from_fn(move || take(order))));
+        for page in singles {
+            m.frames.free(&m.threads.cx(), page);
+            m.frames.drain(&m.threads.cx());
+        }
+        assert_eq!(m.free_frames(), 400);
+        stays(u64::MAX);
+        held.into_iter().for_each(|block| m.frames.free(&m.threads.cx(), block));
+        m.optimizer.set_enabled(true);
+        assert_eq!(large.demote(&mut m.threads.cx(), &m.optimizer, &small, Nodes::All, 1).expect("free").left, 1);
+        m.set(&small, 0);
         m.nothing_is_lost(0);
     });
 }

@@ -2,6 +2,7 @@
 
 use super::bytes::Span;
 use super::classes::{HEADER, TABLE};
+use super::scratch::Turn;
 use super::slot::Place;
 use super::{Compressed, HOLDERS_AT, LENGTH_AT, MOST_HOLDERS, WHOLE};
 use crate::compressor::{Compressor, Corrupt, PageBytes};
@@ -50,7 +51,7 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
             self.compressor.decompress(core::slice::from_raw_parts(from, len), &mut *into).map_err(corrupt)
         });
         // Not in one window: through the working memory.
-        let bounced = |_: &mut C::Scratch, output: &mut [u8]| {
+        let bounced = |_: &mut C::Scratch, output: &mut [u8], _: Turn| {
             let Some(output) = output.get_mut(..len) else { return Err(SlotError::Corrupt) };
             // SAFETY: as above.
             if !unsafe { data.read(map, output) } {

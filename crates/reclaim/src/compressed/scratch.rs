@@ -1,6 +1,9 @@
 //! Working memory for compression, one area per CPU, in frames.
 //!
-//! An area is what the compressor asks for, followed by room for the largest piece; it is reached only by its CPU, pinned. A table of pointers to the areas is in frames too, so that the number of CPUs is bounded by nothing else.
+//! An area is what the compressor asks for, followed by how often it has been lent and room for the largest piece; it is reached only by its
+//! CPU, pinned. A table of pointers to the areas is in frames too, so that the number of CPUs is bounded by nothing else.
+//!
+//! Whoever leaves the pin may find in the next one what he has left: if it is the area's next [`Turn`].
 
 use crate::compressed::classes::HEADER;
 use crate::compressor::Compressor;
@@ -21,10 +24,24 @@ struct Mapped {
 /// What the table holds per CPU.
 struct Area<S> {
     scratch: NonNull<S>,
-    /// Behind the scratch, [`Scratch::ROOM`] bytes.
+    /// Behind the scratch, [`Scratch::ROOM`] bytes. In the word before them: how often the area has been lent.
     output: NonNull<u8>,
     /// The block's head.
     pfn: u64,
+}
+
+/// That an area is lent: the CPU's, and how often it had been before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Turn {
+    cpu: u32,
+    before: u64,
+}
+
+impl Turn {
+    /// The next one, if the same CPU's area has been lent to nobody else in between.
+    pub(crate) const fn next(self) -> Turn {
+        Turn { before: self.before.wrapping_add(1), ..self }
+    }
 }
 
 /// The areas of all CPUs of one platform. A CPU of the same number of another platform runs beside it, and has none.
@@ -46,7 +63,7 @@ fn order_for(bytes: usize) -> Option<Order> {
 
 impl<C: Compressor> Scratch<C> {
     /// Where the output begins in an area.
-    const OUTPUT: usize = size_of::<C::Scratch>().next_multiple_of(64);
+    const OUTPUT: usize = (size_of::<C::Scratch>() + 2 * size_of::<u64>()).next_multiple_of(64);
 
     /// Bytes of output: a piece's header and the largest data.
     const ROOM: usize = HEADER + C::WORST;
@@ -117,12 +134,13 @@ impl<C: Compressor> Scratch<C> {
         let pfn = area.block.pfn().get();
         let _ = area.block.into_dirty().into_extent();
         // SAFETY: the window is the whole block, page-aligned, writable and this value's alone; `area_order` made it
-        // large enough for the scratch and the output, whose bytes are set here so that they can be borrowed as bytes;
+        // large enough for the scratch, the count of turns, and the output, whose bytes are set here so that they can be borrowed as bytes;
         // `table_order` made the table large enough for every CPU's entry.
         unsafe {
             let scratch = core::ptr::from_mut(compressor.init(&mut *at.cast::<MaybeUninit<C::Scratch>>()));
             let output = at.add(Self::OUTPUT);
             output.write_bytes(0, Self::ROOM);
+            output.cast::<u64>().sub(1).write(0);
             let area = Area { scratch: NonNull::new_unchecked(scratch), output: NonNull::new_unchecked(output), pfn };
             self.area(self.cpus).write(area);
         }
@@ -138,7 +156,7 @@ impl<C: Compressor> Scratch<C> {
         self.table.block.pfn().get()
     }
 
-    /// Calls `f` with the CPU's area, pinned. `None` if the CPU has none.
+    /// Calls `f` with the CPU's area, pinned, and whose turn it is. `None` if the CPU has none.
     ///
     /// # Safety
     ///
@@ -146,7 +164,7 @@ impl<C: Compressor> Scratch<C> {
     pub(crate) unsafe fn with<P: Cpu, R>(
         &self,
         cx: &CpuCx<'_, P>,
-        f: impl FnOnce(&mut C::Scratch, &mut [u8]) -> R,
+        f: impl FnOnce(&mut C::Scratch, &mut [u8], Turn) -> R,
     ) -> Option<R> {
         cx.pinned(|pin| {
             let cpu = pin.cpu().get();
@@ -154,11 +172,14 @@ impl<C: Compressor> Scratch<C> {
                 return None;
             }
             // SAFETY: the entry is below `cpus`, hence written. The area is this CPU's, of this platform; the task is pinned to
-            // it and runs alone there, and `f` does not come back, so these are the only references to its scratch and output.
+            // it and runs alone there, and `f` does not come back, so these are the only references to its scratch, output and count of turns.
             unsafe {
                 let area = &*self.area(cpu);
+                let turns = area.output.cast::<u64>().sub(1);
+                let before = turns.read();
+                turns.write(before.wrapping_add(1));
                 let output = core::slice::from_raw_parts_mut(area.output.as_ptr(), Self::ROOM);
-                Some(f(&mut *area.scratch.as_ptr(), output))
+                Some(f(&mut *area.scratch.as_ptr(), output, Turn { cpu, before }))
             }
         })
     }

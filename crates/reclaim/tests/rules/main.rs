@@ -6,3 +6,4 @@ mod extremes;
 #[path = "../support/mod.rs"]
 mod support;
 mod threads;
+mod turns;

@@ -2,8 +2,8 @@
 
 use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_cpu, with_rig};
 use crate::rules::{AT, SIZE, SIZES, expect, filled, size_for};
-use hugemm_base::inject::every_fault;
-use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr, with};
+use hugemm_base::inject::{FaultPlan, every_fault};
+use hugemm_base::{CpuId, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr, with};
 use hugemm_frames::{AllocRequest, ArenaSpec, FolioRun, Frames, FramesConfig, Frozen, Mobility, Placement, Plain};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_reclaim::{Lru, LruPolicy, Reclaim, ShrinkBudget, Swap, Turn};
@@ -351,53 +351,69 @@ fn nodes_give_together_what_was_asked() {
     });
 }
 
+/// Frames of which there are only the numbers.
+type Numbers<'m, 'h> = Frames<'m, Plain<&'h FaultPlan>>;
+
+/// A manager of an arena of 2 MiB for each of these nodes, side by side.
+fn with_arenas<'h>(rig: &Rig<'h>, cx: &Cx<'_, 'h>, nodes: &[u32], test: impl FnOnce(&Numbers<'_, 'h>)) {
+    let place = |at: usize| Extent::block(Pfn::new(1 << 30 | (at as u64) << 9), PageSize::Size2M.order());
+    let arena = |(at, node): (usize, &u32)| ArenaSpec::new(place(at), NodeId::new(*node));
+    let arenas: Vec<ArenaSpec> = nodes.iter().enumerate().map(arena).collect();
+    let config = FramesConfig::new(&arenas, 1);
+    let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+    // SAFETY: zeroed, of this size, used once; one platform; nobody else has these frames' numbers.
+    let frames = unsafe { Frames::new(&config, *rig.vm.frames().env(), metadata.ptr(), metadata.bytes()) };
+    let frames = frames.expect("room");
+    // SAFETY: once.
+    arenas.iter().for_each(|arena| _ = unsafe { frames.release(cx, Dirty::assume_owned(arena.extent)) });
+    test(&frames);
+}
+
 /// A pager may have been given LRUs for some nodes only, or for other frames. Pages of the others are on none; a run that ends
-/// reaches from one to the other, and what their descriptors said before they were pages is believed by nobody.
+/// reaches from one to the other, whichever comes first, and what their descriptors said before they were pages is believed by nobody.
 #[test]
 fn pages_without_an_lru_are_on_none() {
-    with_cpu(Size { nodes: 2, ..SIZE }, 16, |rig, cx| {
-        let frames = rig.vm.frames();
-        let all = rig.mmu.host().frames();
-        let first = Pfn::new(all.base().get() + all.pages() / 2 - 1);
-        let next = Pfn::new(first.get() + 1);
-        assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId::new(1))]);
-        let nowhere = [ArenaSpec::new(Extent::block(Pfn::new(1 << 30), Order::ZERO), NODE)];
-        let config = FramesConfig::new(&nowhere, 1);
-        let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
-        // SAFETY: zeroed, of this size, used once; one platform; nobody else has the frame's number.
-        let others = unsafe { Frames::new(&config, *frames.env(), metadata.ptr(), metadata.bytes()) }.expect("room");
-        for (lru, strays) in [(Lru::new(frames, SIZE.policy), false), (Lru::new(&others, SIZE.policy), true)] {
-            let lrus = [lru];
-            frames.drain(cx);
-            let pager: Reclaim<'_, '_, Model<'_>, _> = Reclaim::new(&lrus, rig.store, rig.vm.pager().marks(), ());
-            let mut victim = frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory");
-            let victims = frames.descriptor_mut(&mut victim).expect("managed");
-            (0..8).for_each(|word| victims.store(word, 7));
-            for pfn in [first, next] {
-                let page = Extent::block(pfn, Order::ZERO);
-                let _ = frames.take_range(cx, page).expect("free").into_extent();
-                // SAFETY: taken just now.
-                let mut page = unsafe { Frozen::assume_owned(pfn, Order::ZERO, Mobility::Movable) };
-                let descriptor = frames.descriptor_mut(&mut page).expect("managed");
-                // As a folio's on a list between others.
-                for (word, value) in [(2, victim.pfn().get() + 1), (3, victim.pfn().get() + 1), (4, 1 << 16)] {
-                    descriptor.store(word, value);
-                }
-                let extent = page.extent();
-                let _ = frames.count(page).expect("managed").into_pfn();
-                // SAFETY: counted just now, and it is told once.
-                unsafe { pager.lru_add(frames, cx, extent, Order::ZERO) };
-            }
-            assert_eq!(lrus[0].stats(cx).folios, u64::from(!strays));
-            let both = Extent::new(first, 2).expect("in range");
-            // SAFETY: the references that became numbers above.
-            unsafe { pager.drop_references(frames, cx, [FolioRun::from_extent(both, Order::ZERO)]) };
-            assert_eq!(lrus[0].stats(cx).folios, 0);
-            let victims = frames.descriptor(victim.pfn()).expect("managed");
-            assert!((0..8).all(|word| victims.load(word) == 7), "a stranger was linked");
-            frames.free(cx, victim);
+    with_cpu(SIZE, 16, |rig, cx| {
+        for nodes in [[0, 1], [1, 0]] {
+            with_arenas(rig, cx, &nodes, |frames| {
+                ends_on_no_list(rig, cx, frames, frames);
+                with_arenas(rig, cx, &[0], |others| ends_on_no_list(rig, cx, frames, others));
+            });
         }
     });
+}
+
+/// Pages of two nodes are counted, and end in one run. The pager has one LRU: for the first node of the `listed` frames.
+fn ends_on_no_list<'h>(rig: &Rig<'h>, cx: &Cx<'_, 'h>, frames: &Numbers<'_, 'h>, listed: &Numbers<'_, 'h>) {
+    let lrus = [Lru::new(listed, SIZE.policy)];
+    let pager: Reclaim<'_, '_, Model<'h>, _> = Reclaim::new(&lrus, rig.store, rig.vm.pager().marks(), ());
+    let both = Extent::new(Pfn::new((1 << 30) + 511), 2).expect("in range");
+    frames.drain(cx);
+    let mut victim = frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory");
+    let victims = frames.descriptor_mut(&mut victim).expect("managed");
+    (0..8).for_each(|word| victims.store(word, 7));
+    for pfn in [both.base(), Pfn::new(both.base().get() + 1)] {
+        let _ = frames.take_range(cx, Extent::block(pfn, Order::ZERO)).expect("free").into_extent();
+        // SAFETY: taken just now.
+        let mut page = unsafe { Frozen::assume_owned(pfn, Order::ZERO, Mobility::Movable) };
+        let descriptor = frames.descriptor_mut(&mut page).expect("managed");
+        // As a folio's on a list between others.
+        for (word, value) in [(2, victim.pfn().get() + 1), (3, victim.pfn().get() + 1), (4, 1 << 16)] {
+            descriptor.store(word, value);
+        }
+        let extent = page.extent();
+        let _ = frames.count(page).expect("managed").into_pfn();
+        // SAFETY: counted just now, and it is told once.
+        unsafe { pager.lru_add(frames, cx, extent, Order::ZERO) };
+    }
+    assert_eq!(lrus[0].stats(cx).folios, u64::from(core::ptr::eq(frames, listed)));
+    // SAFETY: the references that became numbers above.
+    unsafe { pager.drop_references(frames, cx, [FolioRun::from_extent(both, Order::ZERO)]) };
+    assert_eq!(lrus[0].stats(cx).folios, 0);
+    let victims = frames.descriptor(victim.pfn()).expect("managed");
+    assert!((0..8).all(|word| victims.load(word) == 7), "a stranger was linked");
+    frames.free(cx, victim);
+    assert_eq!(frames.stats(cx).available(), frames.managed());
 }
 
 /// References of one call may be to pages of several nodes, in any order, and each leaves the LRU on which it is.

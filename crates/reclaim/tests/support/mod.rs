@@ -80,8 +80,18 @@ unsafe impl PhysMap for Bytes {
 
 /// A manager of all of a machine's frames, and the machine, for a test.
 pub fn with_frames<I: Inject, R>(machine: &Machine, inject: I, test: impl FnOnce(&Frames<'_, Plain<I>>) -> R) -> R {
+    with_frames_for(CPUS, machine, inject, test)
+}
+
+/// The same for so many CPUs.
+pub fn with_frames_for<I: Inject, R>(
+    cpus: u32,
+    machine: &Machine,
+    inject: I,
+    test: impl FnOnce(&Frames<'_, Plain<I>>) -> R,
+) -> R {
     let arenas = [ArenaSpec::new(machine.frames(), NodeId::new(0))];
-    let config = FramesConfig::new(&arenas, CPUS);
+    let config = FramesConfig::new(&arenas, cpus);
     let memory = Memory::new(Frames::<Plain<I>>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, of the size asked for, used for this manager only, whose contexts all come from `machine`.
     let frames = unsafe { Frames::new(&config, Plain(inject), memory.ptr(), memory.bytes()) }.expect("large enough");
