@@ -51,27 +51,51 @@ impl<S: KvaSetup> Kva<'_, S> {
         self.after_flush(cx, |cx| self.alloc_as(cx, &request, AreaKind::Stack)).map(Stack)
     }
 
-    /// Maps runs of frames in a row, which stay whose they are: they are in use until the area has been freed *and*
-    /// [flushed](Kva::flush). The request's `bytes` and `zeroed` are not looked at.
+    /// Maps runs of frames in a row as memory, cached, which stay whose they are. The request's `bytes` and `zeroed` are not looked at.
+    ///
+    /// ```compile_fail,E0133
+    /// # use hugemm_base::Extent;
+    /// # use hugemm_kva::{Cx, Kva, KvaSetup, Request};
+    /// # fn any<S: KvaSetup>(kva: &Kva<'_, S>, cx: &mut Cx<'_, S>, registers: Extent) {
+    /// let _area = kva.map_pages(cx, &[registers], Request::new(0, "uart")); // error: unsafe: is that memory?
+    /// # }
+    /// ```
     ///
     /// Context as of [`alloc`](Kva::alloc).
     ///
     /// # Errors
     ///
     /// As of [`alloc`](Kva::alloc), and those of [`map`](hugemm_paging::Shared::map) of frames that entries cannot hold.
-    pub fn map_pages(&self, cx: &mut Cx<'_, S>, runs: &[Extent], request: Request) -> Result<Area, KvaError> {
+    ///
+    /// # Safety
+    ///
+    /// Until the area has been freed *and* [flushed](Kva::flush), the frames stay what they are: nobody frees them or uses them for something
+    /// else, and the kernel may do with them what the request's rights say. No two mappings of a frame, the platform's own included, are of
+    /// memory types that the architecture forbids to be mixed.
+    pub unsafe fn map_pages(&self, cx: &mut Cx<'_, S>, runs: &[Extent], request: Request) -> Result<Area, KvaError> {
         self.map_runs(cx, runs, request, AreaKind::Mapped)
     }
 
-    /// Maps a device's registers or memory: uncached unless the rights say [`Flags::WRITE_THROUGH`] alone. Until it has been freed
-    /// and flushed, nobody may map them with other cache attributes.
+    /// Maps a device's registers or memory: uncached unless the rights say [`Flags::WRITE_THROUGH`] alone.
+    ///
+    /// ```compile_fail,E0133
+    /// # use hugemm_base::Extent;
+    /// # use hugemm_kva::{Cx, Kva, KvaSetup, Request};
+    /// # fn any<S: KvaSetup>(kva: &Kva<'_, S>, cx: &mut Cx<'_, S>, ram: Extent) {
+    /// let _area = kva.map_device(cx, ram, Request::new(0, "ram")); // error: unsafe: is it mapped as memory too?
+    /// # }
+    /// ```
     ///
     /// Context as of [`alloc`](Kva::alloc).
     ///
     /// # Errors
     ///
     /// As of [`map_pages`](Kva::map_pages).
-    pub fn map_device(&self, cx: &mut Cx<'_, S>, frames: Extent, request: Request) -> Result<Area, KvaError> {
+    ///
+    /// # Safety
+    ///
+    /// As of [`map_pages`](Kva::map_pages).
+    pub unsafe fn map_device(&self, cx: &mut Cx<'_, S>, frames: Extent, request: Request) -> Result<Area, KvaError> {
         let said = request.rights.contains(Flags::WRITE_THROUGH) || request.rights.contains(Flags::UNCACHED);
         let rights = if said { request.rights } else { request.rights | Flags::UNCACHED };
         self.map_runs(cx, &[frames], request.allowing(rights), AreaKind::Device)

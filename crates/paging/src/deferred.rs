@@ -22,7 +22,7 @@
 //! somebody else has detached as a whole and not flushed yet, and by the table they would load it anew. As a receipt neither flush
 //! pays for tables: CPUs that are lazily in a space are left out, and use nothing of it.
 //!
-//! Whose CPUs are gathered is said once, by whoever answers for it:
+//! Whose CPUs are gathered is said once, by whoever answers for their being there:
 //!
 //! ```compile_fail,E0133
 //! # use hugemm_paging::{Counting, DeferredUnmap, TlbShootdown};
@@ -33,7 +33,7 @@
 
 use crate::ipi::{ANY_SPACE, Request};
 use crate::stale::Stale;
-use crate::tlb_shootdown::{TlbShootdown, TlbShootdownError};
+use crate::tlb_shootdown::{TlbShootdown, TlbShootdownError, same_machine};
 use crate::tlb_space::{Keep, TlbSpace, UserSpace};
 use core::fmt;
 use hugemm_base::platform::Cpu;
@@ -80,6 +80,8 @@ pub struct DeferredUnmap<Q = Keep, M = [AtomicU64; 2]> {
     masks: M,
     /// Held by the flush under way: the next must not find the mask empty before this one's CPUs have answered.
     flushing: AtomicBool,
+    /// Whose CPUs they are: [`TlbShootdown::machine`].
+    machine: usize,
     words: usize,
 }
 
@@ -115,8 +117,8 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
     ///
     /// # Safety
     ///
-    /// Its methods are given `shootdown`, or another view of the same slices, and spaces that were made with such a view: a flush
-    /// that asks another machine's CPUs would release pages that CPUs of this one still store to.
+    /// The slices of `shootdown` are there as long as it is used. Its methods take that, or another view of them, and spaces that were made
+    /// with one, and panic otherwise.
     pub unsafe fn with_masks<H: TlbHw>(
         shootdown: &TlbShootdown<'_, H>,
         quarantine: Q,
@@ -127,8 +129,8 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
         if given < needed {
             return Err(TlbShootdownError::TooFewWords { needed, given });
         }
-        let domain = FlushDomain::new(quarantine);
-        Ok(DeferredUnmap { domain, masks, flushing: AtomicBool::new(false), words })
+        let (domain, machine) = (FlushDomain::new(quarantine), shootdown.machine());
+        Ok(DeferredUnmap { domain, masks, flushing: AtomicBool::new(false), machine, words })
     }
 
     /// Its flush domain.
@@ -148,6 +150,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
     where
         Q: Quarantine<T>,
     {
+        same_machine(self.machine, space.machine);
         // Who joins after this sees the generation; who has joined is in the mask, as in a shootdown of the space.
         space.domain.advance();
         for (gathered, users) in self.masks.as_ref().iter().zip(space.users()) {
@@ -170,6 +173,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
         shootdown: &TlbShootdown<'_, H>,
         cx: &CpuCx<'_, P>,
     ) -> Flushed<'_, Deferred, Q> {
+        same_machine(self.machine, shootdown.machine());
         let need = self.domain.due();
         // Acquire pairs with the Release below: the flush before us has had its answers.
         while self.flushing.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
@@ -190,7 +194,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
                 let request = Request { space: ANY_SPACE, generation: 0, scope: TlbScope::Space, unload: false, what };
                 shootdown.shoot(cx, asked, None, &request);
             };
-            // SAFETY: `shootdown` has the CPUs of the spaces (the promise of `with_masks`). Those that could use a translation
+            // SAFETY: `shootdown` has the CPUs of the spaces, as was asserted. Those that could use a translation
             // unmapped before the count were gathered before it; each
             // either invalidates everything now, or was taken by an earlier flush that did so after that unmap and is
             // over, or has left the space since and sees the space's generation before it uses it again.
@@ -229,6 +233,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     /// pages may still be unflushed. Called under the lock of its tables (see the [module](self)), or after it by whoever has had it,
     /// not with interrupts off. One load if there is nothing to do.
     pub fn settle<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
+        same_machine(self.machine, shootdown.machine());
         // Acquire pairs with the Release in `DeferredUnmap::unmapped`.
         let Some(pending) = word::pending(AtomicWord::load(&self.deferred, Ordering::Acquire)) else { return };
         let what = Invalidation::ALL;

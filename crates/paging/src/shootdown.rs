@@ -44,7 +44,7 @@
 use crate::detach::{Detached, Unhooked};
 use crate::ipi::Request;
 use crate::stale::Stale;
-use crate::tlb_shootdown::TlbShootdown;
+use crate::tlb_shootdown::{TlbShootdown, same_machine};
 use crate::tlb_space::{SpaceKind, TlbSpace};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
@@ -179,6 +179,10 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
     /// Flushes what has changed on every CPU that may use it and returns the receipt for it. Nothing is flushed if
     /// nothing has changed, or if somebody else's flush has covered it. Waits for other CPUs: may not be called with
     /// interrupts off, nor under a lock that is taken with interrupts off.
+    ///
+    /// # Panics
+    ///
+    /// If `shootdown` is another machine's than the space's.
     pub fn flush<P: Cpu, H: TlbHw>(
         self,
         shootdown: &TlbShootdown<'_, H>,
@@ -186,6 +190,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
         policy: &ShootdownPolicy,
     ) -> Flushed<'s, K, Q> {
         let (space, mut what) = (self.space, self.what);
+        same_machine(space.machine, shootdown.machine());
         let latest = space.domain.latest(what.tables);
         if latest.generation() >= self.need {
             if !what.ranges.is_empty() {
@@ -200,7 +205,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
             let request = Request { space: space.id, generation, scope: K::SCOPE, unload: false, what };
             shootdown.shoot(cx, space.users(), (!what.tables).then(|| space.lazy()), &request);
         };
-        // SAFETY: `shoot` reads the masks after the count, and returns when every CPU in them has invalidated `what` or
+        // SAFETY: the space's machine is asked, as was asserted. `shoot` reads the masks after the count, and returns when every CPU in them has invalidated `what` or
         // has seen this or a later generation. CPUs not in them, and lazy ones, use nothing of the space before they see
         // the generation (`TlbSpace::switch_in`), and lazy ones are left out only if no table was unhooked.
         unsafe { space.domain.flush(&what, invalidate) }

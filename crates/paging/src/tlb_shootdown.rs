@@ -176,6 +176,11 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
         }
     }
 
+    /// What tells its CPUs from others, for as long as they are there: the same for every view of them.
+    pub(crate) fn machine(&self) -> usize {
+        self.cpus.as_ptr().addr()
+    }
+
     /// The hardware.
     pub fn hw(&self) -> &H {
         &self.hw
@@ -403,6 +408,16 @@ impl Drop for Whole {
         #[cfg(not(loom))]
         panic!("a shootdown was left by unwinding: what `TlbHw` and interrupt handlers do must not panic");
     }
+}
+
+/// Ends the program unless two machines are one: what is noted for the CPUs of one is not asked of another's, so a flush there would be for
+/// nothing, and what it releases be in use.
+#[track_caller]
+pub(crate) fn same_machine(one: usize, other: usize) {
+    assert!(
+        one == other,
+        "a space, batch or deferred unmap was given another machine's TLBs: those that it was made with are its own"
+    );
 }
 
 /// The numbers of the set bits.

@@ -18,7 +18,7 @@
 //! ```
 
 use crate::ipi::Request;
-use crate::tlb_shootdown::{TlbShootdown, TlbShootdownError, WORD};
+use crate::tlb_shootdown::{TlbShootdown, TlbShootdownError, WORD, same_machine};
 use core::fmt;
 use hugemm_base::platform::{Cpu, CpuId};
 use hugemm_base::sync::{AtomicU64, FencePoint, Ordering, full_fence};
@@ -66,6 +66,8 @@ pub struct TlbSpace<K, Q = Keep, M = [AtomicU64; 2]> {
     pub(crate) domain: FlushDomain<K, Q>,
     /// Never 0 and never used twice.
     pub(crate) id: u64,
+    /// Whose CPUs load it: [`TlbShootdown::machine`].
+    pub(crate) machine: usize,
     root: PhysAddr,
     masks: M,
     words: usize,
@@ -108,7 +110,7 @@ impl<K: SpaceKind, Q, M: AsRef<[AtomicU64]>> TlbSpace<K, Q, M> {
     /// * Any CPU of `shootdown` may load `root` at any time: the tables map what runs there as those that it walks now do, and
     ///   stay until the space has been [retired](TlbSpace::retire), or for ever.
     /// * It is the only space with this root, and CPUs load the root through it only.
-    /// * Its methods are given `shootdown`, or another view of the same slices.
+    /// * The slices of `shootdown` are there as long as the space is used.
     pub unsafe fn with_masks<H: TlbHw>(
         shootdown: &TlbShootdown<'_, H>,
         root: PhysAddr,
@@ -122,7 +124,8 @@ impl<K: SpaceKind, Q, M: AsRef<[AtomicU64]>> TlbSpace<K, Q, M> {
         }
         // Relaxed: only the number counts, and a read-modify-write never gives one twice.
         let id = shootdown.cpus[0].spaces.fetch_add(1, Ordering::Relaxed) + 1;
-        Ok(TlbSpace { domain: FlushDomain::new(quarantine), id, root, masks, words, deferred: AtomicU64::new(0) })
+        let (domain, machine) = (FlushDomain::new(quarantine), shootdown.machine());
+        Ok(TlbSpace { domain, id, machine, root, masks, words, deferred: AtomicU64::new(0) })
     }
 
     /// Its flush domain.
@@ -148,7 +151,13 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     /// Loads the space on the calling CPU, or wakes the CPU if it has it loaded lazily. What was flushed while it was away
     /// is caught up with. The space that was loaded before is to be given to [`switch_out`](TlbSpace::switch_out) after
     /// this. Any context; pins. Two atomics and one full fence; the invalidation only if a flush was missed.
+    ///
+    /// # Panics
+    ///
+    /// As every method that is given a `shootdown`: if that is not the one that the space was [made](TlbSpace::with_masks) with, nor another
+    /// view of the same slices.
     pub fn switch_in<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
+        same_machine(self.machine, shootdown.machine());
         cx.pinned(|pin| {
             let cpu = pin.cpu();
             let (word, bit) = place(cpu);
@@ -196,6 +205,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     /// Ends the calling CPU's use of the space: loads the kernel's tables if nothing else has been loaded meanwhile, and
     /// is asked nothing more. Any context; pins. Two atomics.
     pub fn switch_out<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
+        same_machine(self.machine, shootdown.machine());
         cx.pinned(|pin| {
             let cpu = pin.cpu();
             let (word, bit) = place(cpu);
@@ -231,6 +241,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     ///
     /// Until then the CPU uses no address of the space: what it would use may have been freed.
     pub unsafe fn enter_lazy<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
+        same_machine(self.machine, shootdown.machine());
         cx.pinned(|pin| {
             let (word, bit) = place(pin.cpu());
             // Relaxed: only this CPU reads or writes it.
@@ -249,6 +260,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     ///
     /// The space, if a CPU uses it: switch that one out first.
     pub fn retire<P: Cpu, H: TlbHw>(self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) -> Result<(), Self> {
+        same_machine(self.machine, shootdown.machine());
         // Acquire pairs with the Release in `enter_lazy` and `switch_out`. The space is ours alone, so nobody joins.
         let busy = |(users, lazy): (&AtomicU64, &AtomicU64)| {
             users.load(Ordering::Acquire) & !lazy.load(Ordering::Acquire) != 0
@@ -269,6 +281,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<KernelSpace, Q, M> {
     /// The calling CPU may from here on hold translations of the kernel's half. At start-up, before it uses memory whose
     /// mapping may change; starts with a flush. Pins.
     pub fn online<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
+        same_machine(self.machine, shootdown.machine());
         cx.pinned(|pin| {
             let (word, bit) = place(pin.cpu());
             let own = &shootdown.cpus[pin.cpu().get() as usize];

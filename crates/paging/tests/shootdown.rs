@@ -460,6 +460,53 @@ fn parts_that_do_not_fit_are_refused() {
     assert_eq!(error.to_string(), "2 words are too few for the masks of these CPUs; give 4");
 }
 
+/// CPUs that have a space loaded are noted for one machine, and a flush asks that one's. Whatever is given another's is refused, and nothing
+/// has happened.
+#[test]
+fn another_machines_shootdown_is_refused() {
+    let (parts, others) = (Parts::new(2), Parts::new(2));
+    let (own, other) = (parts.shootdown(Counting), others.shootdown(Counting));
+    let space = || parts.space::<UserSpace, _>(&own);
+    let kernel = parts.space::<KernelSpace, _>(&own);
+    // SAFETY: one machine each, which are there until the end.
+    let [deferred, deferred_there] =
+        [&own, &other].map(|shootdown| unsafe { DeferredUnmap::new(shootdown) }.expect("fits"));
+    Player::new(0).run(|cx| {
+        let (here, lent) = (space(), space());
+        here.switch_in(&own, cx);
+        let changed = || {
+            let mut batch = ShootdownBatch::new(&here);
+            batch.changed(range(1, 1), PageSize::Size4K);
+            batch
+        };
+        type Deed<'a> = &'a dyn Fn(&TlbShootdown<'_, Counting>);
+        let deeds: [(&str, Deed<'_>); 7] = [
+            ("settle", &|shootdown| here.settle(shootdown, cx)),
+            ("flush", &|shootdown| _ = changed().flush(shootdown, cx, &ShootdownPolicy::BATCHED)),
+            // SAFETY: nothing is there to be used.
+            ("enter_lazy", &|shootdown| unsafe { here.enter_lazy(shootdown, cx) }),
+            ("switch_in", &|shootdown| lent.switch_in(shootdown, cx)),
+            ("switch_out", &|shootdown| lent.switch_out(shootdown, cx)),
+            ("retire", &|shootdown| _ = space().retire(shootdown, cx)),
+            ("deferred flush", &|shootdown| _ = deferred.flush(shootdown, cx)),
+        ];
+        let refused = |name: &str, deed: &dyn Fn()| {
+            let before = (own.counts(), other.counts());
+            let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(deed));
+            assert!(refused.is_err() && (own.counts(), other.counts()) == before, "{name}");
+        };
+        refused("online", &|| kernel.online(&other, cx));
+        refused("unmapped", &|| _ = deferred_there.unmapped(&here, (), range(1, 1)));
+        for (name, deed) in deeds {
+            here.owe_flush();
+            refused(name, &|| deed(&other));
+            assert!(here.asks_this_cpu(cx), "{name}");
+            deed(&own);
+            here.switch_in(&own, cx);
+        }
+    });
+}
+
 /// Interrupted CPUs poll.
 struct Polling;
 

@@ -153,7 +153,8 @@ pub struct SwapStats {
 /// # Safety
 ///
 /// The block that [`load`](Swap::load) is given is the same afterwards, whatever is in it, and [`evict`](Swap::evict) hands back with
-/// an error the page that it was given: page tables map them by what they were.
+/// an error the page that it was given: page tables map them by what they were. While a content has a holder, no number that has stood
+/// for it is given to another: as of [`Pager`](hugemm_vm::Pager).
 ///
 /// ```compile_fail,E0200
 /// # use hugemm_base::{Cpu, CpuCx};

@@ -12,7 +12,7 @@ use crate::setup::{Cx, Setup};
 use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
-use crate::vma::{Pattern, Vma, VmaInfo, VmaKind, pages};
+use crate::vma::{Areas, Pattern, Vma, VmaInfo, VmaKind, pages};
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Order, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
@@ -79,7 +79,8 @@ impl<S: Setup> Vm<'_, S> {
                 return Ok(());
             }
         };
-        self.say_of(cx, space, span, |kind| VmaKind { pattern, ..kind }, |areas| areas.check_no_hole(span))
+        let no_hole = |areas: &Areas<S>, next: &mut u64| areas.look_on(next, span.end_page(), |_| Ok(()));
+        self.say_of(cx, space, span, |kind| VmaKind { pattern, ..kind }, no_hole)
     }
 
     /// Brings what there is of a range elsewhere, as far as memory is free.

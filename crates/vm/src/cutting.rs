@@ -3,11 +3,12 @@
 //! Whoever changes areas has the space's list alone; what is changed about an area that stays in its object's tree is changed with that
 //! tree alone too, so that whoever walks the places of a page finds an area as it was or as it is.
 
+use crate::address_space::AddressSpace;
 use crate::area_tree::Peers;
 use crate::error::VmError;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use crate::vma::{Areas, Vma, VmaInfo, pages};
+use crate::vma::{AT_ONCE, Areas, Vma, VmaInfo, pages};
 use core::ptr::NonNull;
 use hugemm_base::{PAGE_SHIFT, VirtAddr, VirtRange};
 use intrusive_collections::UnsafeRef;
@@ -69,6 +70,25 @@ impl<S: Setup> Areas<S> {
         Ok(cuts)
     }
 
+    /// Shows the areas of a range from `next` on, until there are [many](AT_ONCE), in which case it is to be called again. An error if one
+    /// is refused, or there is a hole before it.
+    pub(crate) fn look_on(
+        &self,
+        next: &mut u64,
+        end: u64,
+        mut look: impl FnMut(&Vma<S>) -> Result<(), VmError>,
+    ) -> Result<(), VmError> {
+        for _ in 0..AT_ONCE {
+            if *next >= end {
+                break;
+            }
+            let area = self.find(*next).ok_or(VmError::NoArea { at: VirtAddr::new(*next << PAGE_SHIFT) })?;
+            look(area)?;
+            *next = area.info.range.end_page();
+        }
+        Ok(())
+    }
+
     /// An error, which says where, if there is a page in a range that is in no area.
     pub(crate) fn check_no_hole(&self, span: VirtRange) -> Result<(), VmError> {
         let mut next = span.first_page();
@@ -82,17 +102,70 @@ impl<S: Setup> Areas<S> {
     }
 }
 
-/// Changes what an area of the tree says.
-pub(crate) fn change_area<S: Setup>(peers: &mut Peers<'_, S>, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
+/// Changes what an area of both trees says.
+pub(crate) fn change_area<S: Setup>(
+    areas: &mut Areas<S>,
+    peers: &mut Peers<'_, S>,
+    area: &UnsafeRef<Vma<S>>,
+    info: VmaInfo,
+) {
+    areas.recount(&area.info, &info);
     // SAFETY: an area is in its object's tree until it has left the space's, whose list the caller has alone.
     unsafe { peers.change(area, info) };
 }
 
 impl<S: Setup> Vm<'_, S> {
     /// Changes what an area says that stays where it is in its space's tree.
-    pub(crate) fn change_area(&self, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
+    pub(crate) fn change_area(&self, areas: &mut Areas<S>, area: &UnsafeRef<Vma<S>>, info: VmaInfo) {
         // SAFETY: the area holds a reference to its object.
-        change_area(&mut unsafe { area.object.as_ref() }.peers(), area, info);
+        change_area(areas, &mut unsafe { area.object.as_ref() }.peers(), area, info);
+    }
+
+    /// Once `look` has seen what a range has, from its first page on, cuts the areas at its ends that are to be `changed` and does `change`,
+    /// all with the list locked once. If `look` takes more than one look, others run in between, and the space is the task's
+    /// [alone](crate::alone); `change` says whether it is so afterwards.
+    #[allow(clippy::too_many_arguments, reason = "what is looked for, and what is done")]
+    pub(crate) fn change_range<R>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        span: VirtRange,
+        spare: &mut Spare<S>,
+        mut look: impl FnMut(&Areas<S>, &mut u64) -> Result<(), VmError>,
+        changed: impl Fn(&VmaInfo) -> bool,
+        change: impl FnOnce(&Cx<'_, S>, &mut Areas<S>) -> R,
+    ) -> Result<R, VmError> {
+        let (first, end) = (span.first_page(), span.end_page());
+        let (mut next, mut mine) = (first, false);
+        loop {
+            let mut lacks = false;
+            {
+                let mut areas = space.areas().exclusive();
+                // A fork, or another who changes areas, looks at them as they are.
+                if mine || !areas.alone {
+                    let looked = look(&areas, &mut next).and_then(|()| areas.cuts(span, &changed));
+                    mine = looked.is_ok() && next < end;
+                    areas.alone = mine;
+                    let cuts = looked?;
+                    if !mine && spare.count() >= cuts {
+                        for at in [first, end] {
+                            if areas.find(at).is_some_and(|area| changed(&area.info)) {
+                                self.cut_at(&mut areas, at, spare);
+                            }
+                        }
+                        return Ok(change(cx, &mut areas));
+                    }
+                    lacks = !mine;
+                }
+            }
+            if lacks {
+                // Others wait for whoever has the space alone, so it is nobody's meanwhile.
+                spare.fill(self, cx)?;
+                next = first;
+            } else {
+                self.cond_resched(cx);
+            }
+        }
     }
 
     /// Cuts the area that `page` is in the middle of in two. There is memory for one.
@@ -115,7 +188,7 @@ impl<S: Setup> Vm<'_, S> {
         };
         // At once: a page that no area shows is thought to be mapped nowhere.
         let mut peers = object.peers();
-        change_area(&mut peers, &old, VmaInfo { range: before, ..info });
+        change_area(areas, &mut peers, &old, VmaInfo { range: before, ..info });
         peers.add(&new);
         areas.insert(new);
     }
@@ -147,7 +220,7 @@ impl<S: Setup> Vm<'_, S> {
                 let mut peers = object.peers();
                 // SAFETY: it is in that tree until here.
                 unsafe { peers.remove(&right) };
-                change_area(&mut peers, &left, VmaInfo { range: whole, ..before });
+                change_area(areas, &mut peers, &left, VmaInfo { range: whole, ..before });
                 let last = object.put();
                 debug_assert!(!last, "two areas had one reference");
             }

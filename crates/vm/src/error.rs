@@ -43,8 +43,8 @@ pub enum VmError {
     },
     /// The space, object or pin is another manager's, or the pin another space's.
     Foreign,
-    /// The object is of another kind (page size, pool) than the area asked for, or the pool has handed out something else
-    /// than a page of that size; that went back to it.
+    /// What an area shows is of another kind (page size, pool, cache attributes) than it asked for, or the pool has handed out something
+    /// else than a page of that size; that went back to it.
     OtherKind,
     /// The source of the page has failed: with which of its numbers.
     Source {
@@ -89,7 +89,9 @@ impl fmt::Display for VmError {
             VmError::OutOfBounds { at } => write!(f, "{at} lies outside the address space or the object"),
             VmError::LockLimit { locked } => write!(f, "{locked} pages would be locked: unlock some or allow more"),
             VmError::Foreign => f.write_str("it belongs to another manager or space"),
-            VmError::OtherKind => f.write_str("the object or the pool has other pages than the area asks for"),
+            VmError::OtherKind => {
+                f.write_str("the object, the pool or memory is of another kind than the area asks for")
+            }
             VmError::HwPoisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
             VmError::Source { at, code } => write!(f, "the source of the page at {at} has failed: {code}"),
             VmError::ReadOnly { at } => {

@@ -2,20 +2,20 @@
 //!
 //! That is a word of its areas. Whoever looks for pages to reclaim meets it at every place of a page ([`age`](Vm::age), and, for what has
 //! become locked since, [`unhook`](Vm::unhook)), and lets the page be. What had been taken away just before comes back by filling the
-//! range once more, after the word was said. How much is locked is counted by looking.
+//! range once more, after the word was said. How much is locked its list counts.
 
 use crate::address_space::AddressSpace;
 use crate::cutting::Spare;
 use crate::error::VmError;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use crate::vma::{Areas, VmaInfo, VmaKind};
+use crate::vma::{AT_ONCE, Areas, VmaInfo, VmaKind};
 use hugemm_base::{Never, VirtRange};
 
 impl<S: Setup> AddressSpace<S> {
-    /// How many 4 KiB pages of addresses are in areas that are [locked](VmaKind::locked). O(areas); the list is shared meanwhile.
+    /// How many 4 KiB pages of addresses are in areas that are [locked](VmaKind::locked). O(1); the list is shared meanwhile.
     pub fn locked(&self) -> u64 {
-        locked(&self.areas().shared(), self.bounds())
+        self.areas().shared().locked()
     }
 }
 
@@ -42,10 +42,15 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<(), VmError> {
         self.check_own(space)?;
         space.check_covers(span)?;
-        may_lock(&space.areas().shared(), space, span, limit)?;
+        let (mut next, mut may) = (span.first_page(), MayLock { span, limit, within: 0 });
+        while next < span.end_page() {
+            may.look(&space.areas().shared(), &mut next)?;
+            if next < span.end_page() {
+                self.cond_resched(cx);
+            }
+        }
         self.fill(cx, space, span)?;
-        let may = |areas: &Areas<S>| may_lock(areas, space, span, limit);
-        self.say_of(cx, space, span, |kind| VmaKind { locked: true, ..kind }, may)?;
+        self.say_of(cx, space, span, |kind| VmaKind { locked: true, ..kind }, |areas, next| may.look(areas, next))?;
         // What was taken away since.
         self.fill(cx, space, span)
     }
@@ -60,86 +65,95 @@ impl<S: Setup> Vm<'_, S> {
     pub fn unlock(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<(), VmError> {
         self.check_own(space)?;
         space.check_covers(span)?;
-        self.say_of(cx, space, span, |kind| VmaKind { locked: false, ..kind }, |_| Ok(()))
+        self.say_of(
+            cx,
+            space,
+            span,
+            |kind| VmaKind { locked: false, ..kind },
+            |_, next| {
+                *next = span.end_page();
+                Ok(())
+            },
+        )
     }
 
     fn fill(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<(), VmError> {
         self.prefault(space, span, None).writable().work(cx, &Never)
     }
 
-    /// Makes the areas of a range what `new` makes of them, if that `may` be: no entry changes.
+    /// Makes the areas of a range what `new` makes of them, if `look` lets that be: no entry changes.
     pub(crate) fn say_of(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         span: VirtRange,
         new: impl Fn(VmaKind) -> VmaKind,
-        may: impl Fn(&Areas<S>) -> Result<(), VmError>,
+        look: impl FnMut(&Areas<S>, &mut u64) -> Result<(), VmError>,
     ) -> Result<(), VmError> {
         let (first, end) = (span.first_page(), span.end_page());
         let mut spare = Spare::new();
-        let done = loop {
-            let found = {
-                let mut areas = space.areas().exclusive();
-                let changes = |area: &VmaInfo| new(area.kind) != area.kind;
-                match may(&areas).and_then(|()| areas.cuts(span, changes)) {
-                    Err(error) => Some(Err(error)),
-                    // A fork, or who changes rights, looks at areas as they are.
-                    _ if areas.alone => None,
-                    Ok(cuts) if spare.count() < cuts => Some(Ok(())),
-                    Ok(_) => {
-                        for at in [first, end] {
-                            if areas.find(at).is_some_and(|area| changes(&area.info)) {
-                                self.cut_at(&mut areas, at, &mut spare);
-                            }
-                        }
-                        self.change_areas(&areas, (first, end), &new);
-                        self.join_areas(cx, &mut areas, first, end);
-                        break Ok(());
-                    }
-                }
-            };
-            match found {
-                None => self.cond_resched(cx),
-                Some(Ok(())) => {
-                    if let Err(error) = spare.fill(self, cx) {
-                        break Err(error);
-                    }
-                }
-                Some(Err(error)) => break Err(error),
-            }
-        };
+        let changed = |area: &VmaInfo| new(area.kind) != area.kind;
+        let begin = |cx: &Cx<'_, S>, areas: &mut Areas<S>| self.say_some(cx, areas, (first, end), &new);
+        let begun = self.change_range(cx, space, span, &mut spare, look, changed, begin);
         spare.give_back(self, cx);
-        done
+        let mut next = begun?;
+        while next < end {
+            self.cond_resched(cx);
+            next = self.say_some(cx, &mut space.areas().exclusive(), (next, end), &new);
+        }
+        Ok(())
     }
 
-    /// Changes the kind of every area in a range, at whose ends areas have been cut.
-    fn change_areas(&self, areas: &Areas<S>, (first, end): (u64, u64), new: impl Fn(VmaKind) -> VmaKind) {
+    /// Changes the kind of the first areas in a range, at whose ends areas have been cut; up to where. Until that is the end the space is the
+    /// task's alone.
+    fn say_some(
+        &self,
+        cx: &Cx<'_, S>,
+        areas: &mut Areas<S>,
+        (first, end): (u64, u64),
+        new: impl Fn(VmaKind) -> VmaKind,
+    ) -> u64 {
         let mut next = first;
-        while let Some(from) =
-            areas.first_after(next).map(|area| area.info.range.first_page()).filter(|from| *from < end)
-        {
-            let Some(area) = areas.holding(from) else { return };
+        for _ in 0..AT_ONCE {
+            let from = areas.first_after(next).map(|area| area.info.range.first_page()).filter(|from| *from < end);
+            let Some(area) = from.and_then(|from| areas.holding(from)) else {
+                next = end;
+                break;
+            };
             let (info, kind) = (area.info, new(area.info.kind));
             if kind != info.kind {
-                self.change_area(&area, VmaInfo { kind, ..info });
+                self.change_area(areas, &area, VmaInfo { kind, ..info });
             }
-            next = info.range.end_page();
+            next = end.min(info.range.end_page());
         }
+        self.join_areas(cx, areas, first, next);
+        areas.alone = next < end;
+        next
     }
-}
-
-/// 4 KiB pages of a range that are in locked areas.
-fn locked<S: Setup>(areas: &Areas<S>, span: VirtRange) -> u64 {
-    let (first, end) = (span.first_page(), span.end_page());
-    let within = |range: VirtRange| range.end_page().min(end) - range.first_page().max(first);
-    areas.meeting(first, end).filter(|area| area.info.kind.locked).map(|area| within(area.info.range)).sum()
 }
 
 /// Whether a range may be locked.
-fn may_lock<S: Setup>(areas: &Areas<S>, space: &AddressSpace<S>, span: VirtRange, limit: u64) -> Result<(), VmError> {
-    areas.check_no_hole(span)?;
-    areas.cuts(span, |_| true)?;
-    let all = locked(areas, space.bounds()) + span.pages() - locked(areas, span);
-    if all > limit { Err(VmError::LockLimit { locked: all }) } else { Ok(()) }
+struct MayLock {
+    span: VirtRange,
+    limit: u64,
+    /// Pages of it that are locked already, as far as it has been looked at.
+    within: u64,
+}
+
+impl MayLock {
+    fn look<S: Setup>(&mut self, areas: &Areas<S>, next: &mut u64) -> Result<(), VmError> {
+        let (first, end) = (self.span.first_page(), self.span.end_page());
+        if *next == first {
+            self.within = 0;
+        }
+        areas.look_on(next, end, |area| {
+            let range = area.info.range;
+            let pages = range.end_page().min(end) - range.first_page().max(first);
+            self.within += if area.info.kind.locked { pages } else { 0 };
+            Ok(())
+        })?;
+        areas.cuts(self.span, |_| true)?;
+        let all = areas.locked() + self.span.pages() - self.within;
+        if *next >= end && all > self.limit { Err(VmError::LockLimit { locked: all }) } else { Ok(()) }
+    }
 }

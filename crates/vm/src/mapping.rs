@@ -5,6 +5,7 @@ use crate::cuts::Cuts;
 use crate::error::VmError;
 use crate::inflight_faults::InflightFaults;
 use crate::object::{Index, Object};
+use crate::protection::Protection;
 use crate::setup::{Cx, Setup};
 use crate::source::Source;
 use crate::supply::Dropping;
@@ -150,7 +151,8 @@ impl<'m, S: Setup> Vm<'m, S> {
     ///
     /// [`Overlap`](VmError::Overlap) names the area that is there, [`Misaligned`](VmError::Misaligned) and
     /// [`OutOfBounds`](VmError::OutOfBounds) what does not fit, [`OtherKind`](VmError::OtherKind) an object with
-    /// other pages, [`ReadOnly`](VmError::ReadOnly) stores to what takes nothing back. [`NoMemory`](VmError::NoMemory),
+    /// other pages, or cache attributes of what is not [given](Vm::create_given): the platform maps that too, as another memory type.
+    /// [`ReadOnly`](VmError::ReadOnly) stores to what takes nothing back. [`NoMemory`](VmError::NoMemory),
     /// [`NoPool`](VmError::NoPool), [`Foreign`](VmError::Foreign). Nothing has changed.
     pub fn map(
         &self,
@@ -194,7 +196,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         backing: Backing<'_, '_, S>,
     ) -> Result<(NonNull<Object<S>>, u64, VmaKind), VmError> {
         let kind = VmaKind { given: false, locked: false, ..kind };
+        let plain = kind.protection.attributes() == Protection::READ;
         match backing {
+            Backing::Private if !plain => Err(VmError::OtherKind),
             Backing::Private => {
                 let kind = VmaKind { shared: false, reserved: kind.pooled, sourced: false, ..kind };
                 if kind.pooled {
@@ -212,7 +216,8 @@ impl<'m, S: Setup> Vm<'m, S> {
                 let Some(index) = &object.index else { return Err(VmError::OtherKind) };
                 let at = VirtAddr::new(offset << PAGE_SHIFT);
                 let sourced = index.source.is_some();
-                if index.page != kind.page || index.pooled != kind.pooled || (copied && !sourced) {
+                let pages_differ = index.page != kind.page || index.pooled != kind.pooled;
+                if pages_differ || (copied && !sourced) || !(plain || index.given) {
                     return Err(VmError::OtherKind);
                 }
                 if !offset.is_multiple_of(kind.page.pages()) {

@@ -179,7 +179,7 @@ impl<S: Setup> Vm<'_, S> {
             && let Some(last) = areas.holding(the.there(end - 1))
             && let Some(range) = pages(last.info.range.first_page(), to.end_page())
         {
-            self.change_area(&last, VmaInfo { range, ..last.info });
+            self.change_area(&mut areas, &last, VmaInfo { range, ..last.info });
         }
         self.join_areas(alone.cx, &mut areas, to.first_page(), to.end_page());
         Ok(())
@@ -265,7 +265,7 @@ impl<S: Setup> Vm<'_, S> {
         let begun = follower.take().inspect(|follower| {
             let begins = follower.info.range.first_page();
             let range = pages(begins, there.end_page()).unwrap_or(there);
-            change_area(&mut peers, follower, VmaInfo { range, ..follower.info });
+            change_area(&mut areas, &mut peers, follower, VmaInfo { range, ..follower.info });
         });
         if to == ends {
             let _ = areas.take(next, next + 1);
@@ -276,14 +276,14 @@ impl<S: Setup> Vm<'_, S> {
                 debug_assert!(!last, "two areas had one reference");
                 spare.keep(area);
             } else {
-                change_area(&mut peers, &area, VmaInfo { range: there, ..info });
+                change_area(&mut areas, &mut peers, &area, VmaInfo { range: there, ..info });
                 areas.insert(area);
             }
             return Ok((to, stale));
         }
         let left = VmaInfo { range: pages(to, ends).unwrap_or(info.range), offset: info.offset_of(to), ..info };
         // It stays where it is in the list: before the next.
-        change_area(&mut peers, &area, left);
+        change_area(&mut areas, &mut peers, &area, left);
         *follower = begun.or_else(|| {
             let memory = spare.take()?;
             object.get();

@@ -3,7 +3,7 @@
 //! A follower copies translations into tables of its own, which the primary's flushes do not reach. So it is told of a
 //! range before its entries are taken away or lose rights ([`begin`](Notifier::begin)), and again when it may look the
 //! range up anew ([`end`](Notifier::end)). When `begin` returns, nothing may use the follower's translations of the range
-//! any more; until `end`, it makes none there. Frames are freed after both.
+//! any more; until `end`, it makes none there. Frames are freed after `begin`, some before `end`.
 //!
 //! A follower that looks an address up while a range is under way has to notice, and look again: see
 //! [`Following`].

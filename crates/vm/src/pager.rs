@@ -36,7 +36,9 @@ pub struct LostPage;
 ///
 /// # Safety
 ///
-/// The block that [`load`](Pager::load) is given is the same afterwards, whatever is in it: it is mapped as a page of its size.
+/// The block that [`load`](Pager::load) is given is the same afterwards, whatever is in it: it is mapped as a page of its size. While a
+/// content has a holder, no number that has stood for it is given to another: an entry that says what it said when somebody
+/// [shared](Pager::share) it stands for what he has read since.
 ///
 /// ```compile_fail,E0200
 /// # use hugemm_base::{Extent, Order, Shortfall};

@@ -149,6 +149,10 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         if self.end < self.first {
             return Err(VmError::OutOfBounds { at: VirtAddr::new(self.first.saturating_mul(PAGE_BYTES)) });
         }
+        if self.end == self.first {
+            // No piece is taken of nothing: the next may not be a number any more.
+            return Ok(());
+        }
         loop {
             if cancel.requested() {
                 return Err(VmError::Cancelled);

@@ -18,7 +18,7 @@ use crate::error::VmError;
 use crate::protection::Protection;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use crate::vma::{Areas, VmaInfo, VmaKind, pages};
+use crate::vma::{Areas, Vma, VmaInfo, VmaKind, pages};
 use core::cell::RefCell;
 use hugemm_base::VirtRange;
 use hugemm_paging::{Change, Editing, Flags, PageFormat, PagingError, Stale};
@@ -68,38 +68,21 @@ impl<S: Setup> Vm<'_, S> {
         spare: &mut Spare<S>,
     ) -> Result<(), VmError> {
         let (first, end) = (span.first_page(), span.end_page());
-        loop {
-            let busy = {
-                let mut areas = space.areas().exclusive();
-                let cuts = may_allow(&areas, span, rights)?;
-                if !areas.alone && spare.count() >= cuts {
-                    areas.alone = true;
-                    for at in [first, end] {
-                        if areas.find(at).is_some_and(|area| area.info.kind.allowing_rights(rights) != area.info.kind) {
-                            self.cut_at(&mut areas, at, spare);
-                        }
-                    }
-                    break;
-                }
-                areas.alone
-            };
-            if busy {
-                self.cond_resched(cx);
-            } else {
-                spare.fill(self, cx)?;
-            }
-        }
+        let look = |areas: &Areas<S>, next: &mut u64| areas.look_on(next, end, |area| may_allow(area, span, rights));
+        let changed = |area: &VmaInfo| area.kind.allowing_rights(rights) != area.kind;
+        self.change_range(cx, space, span, spare, look, changed, |_, areas| areas.alone = true)?;
         let mut alone = Alone::marked(self, cx, space);
         let (mut next, mut taken) = (first, Flags::NONE);
         while next < end {
             let area = {
-                let areas = space.areas().exclusive();
+                let mut areas = space.areas().exclusive();
                 let Some(area) = areas.holding(next) else { break };
                 let old = area.info;
                 let kind = old.kind.allowing_rights(rights);
                 if kind != old.kind {
-                    self.change_area(&area, VmaInfo { kind, ..old });
+                    self.change_area(&mut areas, &area, VmaInfo { kind, ..old });
                 }
+                self.join_areas(alone.cx, &mut areas, next, next);
                 old
             };
             let was = area.kind.flags();
@@ -107,6 +90,8 @@ impl<S: Setup> Vm<'_, S> {
             if was != now {
                 self.change_entries(&mut alone, &area, now)?;
                 taken = taken | was.without(now);
+            } else {
+                self.cond_resched(alone.cx);
             }
             next = area.range.end_page();
         }
@@ -116,7 +101,7 @@ impl<S: Setup> Vm<'_, S> {
             let _table = space.table().exclusive(self.tables(&task));
             space.tlb().settle(self.shootdown(), &task.borrow());
         }
-        self.join_areas(alone.cx, &mut space.areas().exclusive(), first, end);
+        self.join_areas(alone.cx, &mut space.areas().exclusive(), end, end);
         Ok(())
     }
 
@@ -186,20 +171,15 @@ impl<S: Setup> Vm<'_, S> {
     }
 }
 
-/// How many areas have to be cut so that those in a range allow `rights`, if they may.
-fn may_allow<S: Setup>(areas: &Areas<S>, span: VirtRange, rights: Protection) -> Result<usize, VmError> {
-    areas.check_no_hole(span)?;
-    for area in areas.meeting(span.first_page(), span.end_page()) {
-        let at = area.info.range.start().max(span.start());
-        if !area.info.kind.protection.contains(rights.attributes()) {
-            return Err(VmError::Denied { at });
-        }
-        // SAFETY: the area holds a reference, and stays while its list is locked.
-        if unsafe { area.object.as_ref() }.refuses(rights) {
-            return Err(VmError::ReadOnly { at });
-        }
+/// Whether an area that meets a range may allow `rights`.
+fn may_allow<S: Setup>(area: &Vma<S>, span: VirtRange, rights: Protection) -> Result<(), VmError> {
+    let at = area.info.range.start().max(span.start());
+    if !area.info.kind.protection.contains(rights.attributes()) {
+        return Err(VmError::Denied { at });
     }
-    areas.cuts(span, |area| area.kind.allowing_rights(rights) != area.kind)
+    // SAFETY: the area holds a reference, and stays while its list is locked.
+    let refuses = unsafe { area.object.as_ref() }.refuses(rights);
+    if refuses { Err(VmError::ReadOnly { at }) } else { Ok(()) }
 }
 
 impl VmaKind {

@@ -3,7 +3,8 @@
 use core::fmt;
 use hugemm_paging::Flags;
 
-/// What whoever makes an area may choose about its mappings: rights and cache attributes. Reading is always allowed.
+/// What whoever makes an area may choose about its mappings: rights, and of [given](crate::Vm::create_given) frames cache attributes.
+/// Reading is always allowed.
 ///
 /// Everything else that an entry says is the manager's: whether it is present, what is known of its use, and that it is
 /// one space's only. A *global* translation outlives the switch to another space and that space's flushes: with it another

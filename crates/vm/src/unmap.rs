@@ -13,7 +13,7 @@ use crate::error::VmError;
 use crate::setup::{Cx, Setup, Task};
 use crate::supply::Dropping;
 use crate::vm::Vm;
-use crate::vma::{Areas, Vma};
+use crate::vma::{AT_ONCE, Areas, Vma};
 use crate::zeroes::LENT;
 use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
@@ -38,6 +38,27 @@ const AREAS: usize = 64;
 unsafe fn leave_object<S: Setup>(area: &UnsafeRef<Vma<S>>) {
     // SAFETY: the area holds a reference to its object, in whose tree it is: the caller's promise.
     unsafe { area.object.as_ref().peers().remove(area) };
+}
+
+/// Says of the first areas in a range that they leave. With the table alone.
+fn say_leaving<S: Setup>(areas: &Areas<S>, (first, end): (u64, u64)) {
+    // Relaxed: read with the table alone.
+    areas.meeting(first, end).take(AT_ONCE).for_each(|area| area.leaving.store(true, Ordering::Relaxed));
+}
+
+/// Takes the first areas in a range out, of their objects' trees too unless what they showed waits for a flush; whether there are more. Until
+/// there are none the space is the task's [alone](crate::alone).
+fn take_some<S: Setup>(areas: &mut Areas<S>, (first, end): (u64, u64), removed: &mut Areas<S>, unhooked: bool) -> bool {
+    for area in core::iter::from_fn(|| areas.take(first, end)).take(AT_ONCE) {
+        if !unhooked {
+            // SAFETY: an area is in its object's tree while it is on the list.
+            unsafe { leave_object(&area) };
+        }
+        removed.insert(area);
+    }
+    let more = areas.meeting(first, end).next().is_some();
+    areas.alone = more;
+    more
 }
 
 /// What was unmapped.
@@ -133,7 +154,7 @@ impl<S: Setup> Vm<'_, S> {
         spare: &mut Spare<S>,
     ) -> Result<Option<Unhooked>, VmError> {
         let (first, end) = (span.first_page(), span.end_page());
-        loop {
+        let (unhooked, mut more) = loop {
             let busy = {
                 let task = RefCell::new(&mut *cx);
                 let mut areas = space.areas().exclusive();
@@ -144,19 +165,13 @@ impl<S: Setup> Vm<'_, S> {
                     [first, end].into_iter().for_each(|at| self.cut_at(&mut areas, at, spare));
                     match self.detach_areas(&task, space, span, &areas) {
                         Ok(unhooked) => {
-                            while let Some(area) = areas.take(first, end) {
-                                if unhooked.is_none() {
-                                    // SAFETY: an area is in its object's tree while it is on the list.
-                                    unsafe { leave_object(&area) };
-                                }
-                                removed.insert(area);
-                            }
-                            return Ok(unhooked);
+                            let more = take_some(&mut areas, (first, end), removed, unhooked.is_some());
+                            break (unhooked, more);
                         }
                         // The cuts stay meanwhile.
                         Err(PagingError::Busy { .. }) => true,
                         Err(error) => {
-                            self.join_areas(&task.borrow(), &mut areas, first, end);
+                            [first, end].iter().for_each(|at| self.join_areas(&task.borrow(), &mut areas, *at, *at));
                             return Err(error.into());
                         }
                     }
@@ -170,7 +185,18 @@ impl<S: Setup> Vm<'_, S> {
             } else {
                 spare.fill(self, cx)?;
             }
+        };
+        while more {
+            self.cond_resched(cx);
+            let task = RefCell::new(&mut *cx);
+            let mut areas = space.areas().exclusive();
+            if unhooked.is_some() {
+                let _table = space.table().exclusive(self.tables(&task));
+                say_leaving(&areas, (first, end));
+            }
+            more = take_some(&mut areas, (first, end), removed, unhooked.is_some());
         }
+        Ok(unhooked)
     }
 
     /// Detaches what is mapped in a span, if anything is, and says of the areas there that they leave.
@@ -188,10 +214,7 @@ impl<S: Setup> Vm<'_, S> {
         space.tlb().settle(self.shootdown(), &task.borrow());
         let unhooked = unhooked.flush().is_some().then_some(unhooked);
         if unhooked.is_some() {
-            // Relaxed: read with the table alone.
-            areas
-                .meeting(span.first_page(), span.end_page())
-                .for_each(|area| area.leaving.store(true, Ordering::Relaxed));
+            say_leaving(areas, (span.first_page(), span.end_page()));
         }
         Ok(unhooked)
     }

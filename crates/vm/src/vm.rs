@@ -69,6 +69,19 @@ impl<S: Setup> fmt::Debug for Parts<'_, S> {
 }
 
 /// See the [crate's documentation](crate). Everything takes `&self`; several can exist side by side over different frames.
+///
+/// What it is lent, it is lent for all of `'m`, which is neither made shorter nor longer: it may use a [source](crate::source) as long as it
+/// lives itself.
+///
+/// ```
+/// # use hugemm_vm::{Setup, Vm};
+/// fn same<'s, 'm, S: Setup>(vm: &'s Vm<'m, S>) -> &'s Vm<'m, S> { vm }
+/// ```
+///
+/// ```compile_fail
+/// # use hugemm_vm::{Setup, Vm};
+/// fn shorter<'s, 'm, S: Setup>(vm: &'s Vm<'m, S>) -> &'s Vm<'s, S> { vm } // error: lifetime may not live long enough
+/// ```
 pub struct Vm<'m, S: Setup> {
     parts: Parts<'m, S>,
     /// What every space has besides its own addresses.

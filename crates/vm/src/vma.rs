@@ -126,6 +126,11 @@ impl VmaInfo {
         self.offset + (page - self.range.first_page())
     }
 
+    /// Its 4 KiB pages if it is locked.
+    fn locked(&self) -> u64 {
+        if self.kind.locked { self.range.pages() } else { 0 }
+    }
+
     /// How far from a page on is looked, at once, for the next that is there: to the area's end or the next GiB, or so many pages of its
     /// size. Whoever goes over an area that may have few pages goes from one to the next, and passes a reschedule point between two looks.
     pub(crate) fn reach(&self, page: u64) -> u64 {
@@ -223,9 +228,14 @@ fn by_offset(info: &VmaInfo) -> (u32, u64) {
     (info.range.pages().max(1).ilog2(), info.offset)
 }
 
+/// Areas that are gone through between two reschedule points, with the list locked: 0.1 ms or so.
+pub(crate) const AT_ONCE: usize = 1 << 10;
+
 /// The areas of a space, by address.
 pub(crate) struct Areas<S: Setup> {
     tree: RBTree<ByAddress<S>>,
+    /// 4 KiB pages of those that are locked: whoever locks more asks how many there are, and would look at all.
+    locked: u64,
     /// A task has the space [to itself](crate::alone). Changed and relied on under the list's lock.
     pub(crate) alone: bool,
 }
@@ -237,7 +247,7 @@ unsafe impl<S: Setup> Sync for Areas<S> {}
 
 impl<S: Setup> Areas<S> {
     pub(crate) fn new() -> Self {
-        Areas { tree: RBTree::new(ByAddress::NEW), alone: false }
+        Areas { tree: RBTree::new(ByAddress::NEW), locked: 0, alone: false }
     }
 
     /// The area that holds a page. O(log areas).
@@ -279,13 +289,24 @@ impl<S: Setup> Areas<S> {
 
     /// Adds an area that meets none of the others.
     pub(crate) fn insert(&mut self, area: UnsafeRef<Vma<S>>) {
+        self.locked += area.info.locked();
         self.tree.insert(area);
+    }
+
+    /// 4 KiB pages of addresses that are in locked areas.
+    pub(crate) fn locked(&self) -> u64 {
+        self.locked
+    }
+
+    /// An area on the list is about to say something else.
+    pub(crate) fn recount(&mut self, old: &VmaInfo, new: &VmaInfo) {
+        self.locked = self.locked + new.locked() - old.locked();
     }
 
     /// Takes the first area that ends after `page` and begins before `end` out.
     pub(crate) fn take(&mut self, page: u64, end: u64) -> Option<UnsafeRef<Vma<S>>> {
         let first = self.first_after(page).filter(|area| area.info.range.first_page() < end)?.info.range.first_page();
-        self.tree.find_mut(&first).remove()
+        self.tree.find_mut(&first).remove().inspect(|area| self.locked -= area.info.locked())
     }
 }
 

@@ -258,6 +258,9 @@ impl<S: Setup> Vm<'_, S> {
             space.changing(cx, span, |cx| {
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table().exclusive(self.tables(&task));
+                if leaves(area) {
+                    return Ok(());
+                }
                 // What somebody has just hidden there CPUs may still store by.
                 if table.is_detached(span) {
                     space.tlb().owe_flush();

@@ -14,7 +14,6 @@ use crate::error::VmError;
 use crate::fault::Served;
 use crate::object::Owner;
 use crate::phases::{Phase, Phases};
-use crate::protection::Protection;
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
 use crate::vm::Vm;
@@ -92,8 +91,7 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
     ) -> Result<Option<Served>, VmError> {
         let kind = &area.kind;
-        let own = kind.shared || kind.sourced || kind.pooled || kind.locked;
-        if own || kind.protection.attributes() != Protection::READ {
+        if kind.shared || kind.sourced || kind.pooled || kind.locked {
             return Ok(None);
         }
         let Some(zeroes) = self.zeroes_for(cx, here.space(), kind.page) else { return Ok(None) };

@@ -168,13 +168,13 @@ on_both! {
         let block = world.on(0, |cx| world.frames.alloc(cx, Order::new(3).expect("an order"))).expect("memory");
         let base = block.pfn();
         let runs = [extent(Pfn::new(base.get() + 4), 2), extent(base, 2)];
-        let area = world.on(0, |cx| world.kva.map_pages(cx, &runs, Request::new(0, "ring"))).expect("tables");
+        let area = world.map_pages(0, &runs, Request::new(0, "ring")).expect("tables");
         let found = world.frames_of(area.range());
         assert_eq!(found, [4, 5, 0, 1].map(|place| Some(Pfn::new(base.get() + place))));
         let request = Request::new(0, "uart").allowing(Flags::WRITE);
-        let uart = world.on(0, |cx| world.kva.map_device(cx, extent(Pfn::new(0xfed00), 1), request)).expect("tables");
+        let uart = world.map_device(0, extent(Pfn::new(0xfed00), 1), request).expect("tables");
         let through = Request::new(0, "ram").allowing(Flags::WRITE | Flags::WRITE_THROUGH);
-        let ram = world.on(0, |cx| world.kva.map_device(cx, extent(Pfn::new(0xfee00), 1), through)).expect("tables");
+        let ram = world.map_device(0, extent(Pfn::new(0xfee00), 1), through).expect("tables");
         let flags = |at| world.on(0, |cx| {
             // SAFETY: the host's memory is a direct map.
             let found = world.table.shared(unsafe { FrameTables::new(world.frames, cx) }).lookup(at);
@@ -217,12 +217,12 @@ on_both! {
         assert_eq!(alloc(Request::new(64 << 20, "more than there is")), KvaError::NoMemory);
         let bad = extent(Pfn::new((1 << 40) - 2), 2);
         if F::PHYS_BITS < 52 {
-            let refused = world.on(0, |cx| world.kva.map_pages(cx, &[bad], one)).expect_err("bad");
+            let refused = world.map_pages(0, &[bad], one).expect_err("bad");
             assert_eq!(refused, KvaError::Paging(PagingError::BadFrame { frame: bad.base() }));
         }
-        assert_eq!(world.on(0, |cx| world.kva.map_pages(cx, &[], one)).expect_err("bad"), KvaError::Empty);
+        assert_eq!(world.map_pages(0, &[], one).expect_err("bad"), KvaError::Empty);
         let endless = [Extent::new(Pfn::new(0), (1 << 40) - 1).expect("frames"); 3];
-        assert!(matches!(world.on(0, |cx| world.kva.map_pages(cx, &endless, one)), Err(KvaError::NoSpace { .. })));
+        assert!(matches!(world.map_pages(0, &endless, one), Err(KvaError::NoSpace { .. })));
         assert!(world.free() + 2 >= free, "{} of {free}", world.free());
 
         let mut area = world.on(0, |cx| world.kva.alloc(cx, Request::new(HUGE, "it"))).expect("memory");

@@ -63,7 +63,7 @@ on_both! {
         // More addresses than there are, of which all wait.
         let runs = [world.mmu.host().frames()];
         for _ in 0..3 * crate::RANGE / runs[0].bytes() {
-            let area = world.on(0, |cx| world.kva.map_pages(cx, &runs, Request::new(0, "all"))).expect("what waits");
+            let area = world.map_pages(0, &runs, Request::new(0, "all")).expect("what waits");
             world.on(0, |cx| world.kva.free(cx, area)).expect("its own");
         }
         let counts = world.on(0, |cx| world.kva.counts(cx));

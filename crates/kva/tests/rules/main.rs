@@ -14,7 +14,7 @@ use hugemm_clear::Clearer;
 use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::mmu::{Fault, Mmu, Tables};
-use hugemm_kva::{Area, Kva, KvaParts, KvaSetup, Limits};
+use hugemm_kva::{Area, Kva, KvaError, KvaParts, KvaSetup, Limits, Request};
 use hugemm_paging::{EditLock, FrameTables, KernelSpace, PageFormat, PageTable, TlbCpu, TlbShootdown, TlbSpace};
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -125,6 +125,18 @@ impl<F: PageFormat> World<F> {
 
     pub(crate) fn on<R>(&self, cpu: u32, f: impl FnOnce(&mut Task<'_>) -> R) -> R {
         self.mmu.as_cpu(CpuId::new(cpu), f)
+    }
+
+    /// Runs of frames in a row.
+    pub(crate) fn map_pages(&self, cpu: u32, runs: &[Extent], request: Request) -> Result<Area, KvaError> {
+        // SAFETY: memory as the platform maps it, or none; nobody accesses what is not the test's.
+        self.on(cpu, |cx| unsafe { self.kva.map_pages(cx, runs, request) })
+    }
+
+    /// The same of a device's.
+    pub(crate) fn map_device(&self, cpu: u32, frames: Extent, request: Request) -> Result<Area, KvaError> {
+        // SAFETY: there is no such memory, and nobody accesses it.
+        self.on(cpu, |cx| unsafe { self.kva.map_device(cx, frames, request) })
     }
 
     /// Runs `f` with allocations that fail as the plan says.

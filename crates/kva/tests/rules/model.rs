@@ -116,11 +116,11 @@ impl<F: PageFormat> Run<F> {
                 (stack.map(|stack| stack.into_area()), AreaKind::Stack, vec![])
             }
             1 if self.wide => {
-                let device = self.world.on(cpu, |cx| kva.map_device(cx, runs[0], request));
+                let device = self.world.map_device(cpu, runs[0], request);
                 (device, AreaKind::Device, runs[..1].to_vec())
             }
             _ if pages > 1200 || self.wide && how < 5 => {
-                (self.world.on(cpu, |cx| kva.map_pages(cx, &runs, request)), AreaKind::Mapped, runs)
+                (self.world.map_pages(cpu, &runs, request), AreaKind::Mapped, runs)
             }
             _ => (self.world.on(cpu, |cx| kva.alloc(cx, request)), AreaKind::Pages, vec![]),
         };

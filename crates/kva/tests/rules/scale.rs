@@ -22,7 +22,7 @@ fn others_run_while_a_large_area_is_given_back() {
     let world = World::<X86_64>::of(Tables::X86_64, Limits::new(100, 3000), 7, ALL, everywhere());
     let (pages, free) = (64 << 18, world.trimmed());
     let runs = [extent(Pfn::new(1 << 30), pages)];
-    let area = world.on(0, |cx| world.kva.map_pages(cx, &runs, Request::new(0, "large"))).expect("tables");
+    let area = world.map_pages(0, &runs, Request::new(0, "large")).expect("tables");
     world.on(0, |cx| world.kva.free(cx, area)).expect("its own");
     let given = points(&world, || assert_eq!(world.on(0, |cx| world.kva.flush(cx)), 1));
     assert!(given >= 7, "{given} for {pages} pages");

@@ -2,9 +2,10 @@
 //! over what is not there.
 
 use crate::support::{bounds, span, with_cpu};
-use hugemm_base::{Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, with};
+use hugemm_base::{Cancel, Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, AgeRun, Backing, Neighbours, Recency, VmError, VmaKind};
+use std::cell::Cell;
 
 /// Addresses in 64 bits, in pages.
 const ALL: u64 = 1 << 52;
@@ -16,6 +17,15 @@ fn ranges() -> impl Iterator<Item = VirtRange> {
     let lengths = [1, 512, 1 << 18, 1 << 35, ALL - (1 << 35), ALL];
     ends.into_iter()
         .flat_map(move |first| lengths.into_iter().filter_map(move |pages| VirtRange::from_pages(first, pages).ok()))
+}
+
+/// Is cancelled after so many units.
+struct Turns(Cell<u32>);
+
+impl Cancel for Turns {
+    fn requested(&self) -> bool {
+        self.0.replace(self.0.get().saturating_sub(1)) == 0
+    }
 }
 
 /// A shared object has as many pages as it says: a number whose bytes are more than 64 bits can say is not cut off.
@@ -34,7 +44,10 @@ fn objects_are_as_large_as_they_say() {
                 for (from, to) in
                     [(0, 0), (u64::MAX, 0), (u64::MAX - 511, u64::MAX), (pages, u64::MAX), (u64::MAX, u64::MAX)]
                 {
-                    let filled = rig.vm.prefault_shared(&object, from, to).work(cx, &Never);
+                    let filling = rig.vm.prefault_shared(&object, from, to);
+                    let filled = filling.work(cx, &Never);
+                    let again = filling.work(cx, &Turns(Cell::new(3)));
+                    assert_eq!(again, if from > to { filled } else { Ok(()) }, "nothing is left");
                     let refused = matches!(filled, Err(VmError::OutOfBounds { .. }));
                     assert_eq!(refused, from > to, "{filled:?}");
                     assert!(refused || matches!(filled, Ok(()) | Err(VmError::Misaligned { .. })), "{filled:?}");

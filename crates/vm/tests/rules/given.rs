@@ -88,6 +88,34 @@ fn device_memory_is_mapped_with_its_attributes() {
     });
 }
 
+/// Cache attributes are of given frames only: all other memory is in the platform's map too, as another type.
+#[test]
+fn only_given_frames_have_attributes() {
+    with_cpu(16, 1, 35, |rig, cx| {
+        let space = rig.vm.create(cx, super::support::bounds()).expect("a space");
+        let frames = Extent::new(Pfn::new(1 << 24), 4).expect("in range");
+        // SAFETY: there is no such memory, and nobody accesses it.
+        let registers = unsafe { rig.vm.create_given(cx, frames, PageSize::Size4K) }.expect("four pages");
+        let file = rig.vm.open_source(cx, crate::sources::File::new(0x4000)).expect("memory");
+        let shared = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("memory");
+        let (uncached, through) = (Protection::UNCACHED, Protection::WRITE_THROUGH);
+        for attributes in [uncached, through, uncached.with(through)] {
+            let kind = SMALL.allowing(Protection::WRITE.with(Protection::USER).with(attributes));
+            let own =
+                [Backing::Shared(&shared, 0), Backing::Shared(&file, 0), Backing::Copied(&file, 0), Backing::Private];
+            for backing in own {
+                let refused = rig.vm.map(cx, &space, span(AT, 0x4000), kind, backing);
+                assert_eq!(refused, Err(VmError::OtherKind), "{attributes:?}");
+            }
+            let area = rig.vm.map(cx, &space, span(AT, 0x4000), kind, Backing::Shared(&registers, 0));
+            assert_eq!(area.map(|area| area.kind.protection), Ok(kind.protection));
+            rig.vm.unmap(cx, &space, span(AT, 0x4000)).expect("unmapped");
+        }
+        rig.end(cx, space);
+        [registers, file, shared].into_iter().for_each(|object| rig.vm.close(cx, object).expect("its own"));
+    });
+}
+
 /// What cannot be shown is refused, and costs nothing; so does a lack of memory at every place.
 #[test]
 fn what_cannot_be_given_is_refused() {

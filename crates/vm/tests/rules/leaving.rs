@@ -2,10 +2,10 @@
 
 use crate::sources::{File, drop_unhooked, end_of_other, show};
 use crate::support::{
-    AT, Cpus, Cx, Follower, Metered, Model, Rig, at_unlock, before_flush, bounds, no_faults, on_both_formats,
+    AT, Cpus, Cx, Follower, Metered, Model, Rig, as_first, at_unlock, before_flush, bounds, no_faults, on_both_formats,
     some_are_stale, span, with_format,
 };
-use hugemm_base::{CpuCx, CpuId, PageSize, Pfn, VirtAddr, VirtRange, with};
+use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Notifier, SharedRef, VmaKind};
 use std::cell::Cell;
@@ -75,6 +75,43 @@ fn another<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
         rig.end(cx, space);
         [file, other].into_iter().for_each(|object| rig.vm.close(cx, object).expect("its own"));
     }
+}
+
+/// The same of an area in which something was mapped, where the next one has pages, a folded group of them, before the flush has begun: what
+/// is written of the file meanwhile changes nothing of the other's.
+fn beside<'h, F: PageFormat>(rig: &Rig<'h, F>, cx: &mut Cx<'_, 'h>) {
+    const FOLDED: u64 = 16;
+    let (here, next) = (span(AT, (2 * FOLDED) << 12), span(AT + (FOLDED << 12), FOLDED << 12));
+    let object = rig.vm.open_source(cx, File::new((2 * FOLDED as usize) << 12)).expect("memory");
+    let space = rig.vm.create(cx, bounds()).expect("memory");
+    for at in [AT, THERE] {
+        rig.vm.map(cx, &space, span(at, here.bytes()), SHARED, Backing::Shared(&object, 0)).expect("an area");
+    }
+    for (at, access) in [(AT, Access::Read), (THERE, Access::Write), (THERE + (20 << 12), Access::Write)] {
+        rig.vm.fault(cx, &space, VirtAddr::new(at), access).expect("memory");
+    }
+    let deeds = |cx: &mut Cx<'_, 'h>| {
+        rig.vm.map(cx, &space, here, SMALL, Backing::Private).expect("nothing is there");
+        rig.vm.prefault(&space, next, None).work(cx, &Never).expect("memory");
+        let before = rig.leaf(cx, &space, AT + (20 << 12));
+        assert_eq!(rig.vm.sync(cx, &object, 0, 2 * FOLDED), Ok(2));
+        let after = rig.leaf(cx, &space, AT + (20 << 12));
+        assert!(after.flags.contains(Flags::WRITE) && after == before, "{after:?}");
+    };
+    let meanwhile = || {
+        let done = std::thread::scope(|scope| scope.spawn(|| rig.mmu.as_cpu(CpuId::new(1), deeds)).join());
+        assert!(done.is_ok());
+    };
+    before_flush(&meanwhile, || {
+        let unmapped = rig.vm.unmap(cx, &space, here).expect("unmapped");
+        assert_eq!((unmapped.areas, unmapped.pages), (1, FOLDED));
+    });
+    rig.vm.destroy(cx, space).expect("nobody uses it");
+    rig.vm.close(cx, object).expect("its own");
+}
+
+fn beside_others<F: PageFormat>() {
+    as_first::<F, false>(16, 2, 6, beside);
 }
 
 /// How many CPUs unmap.
@@ -323,5 +360,6 @@ fn nobody_reaches_what_is_dropped_through_a_detached_table() {
 
 on_both_formats! {
     fn what_an_area_showed_is_not_taken_from_the_next_one_there: another (first);
+    fn what_is_written_is_not_forbidden_to_the_next_one_there: beside_others ();
     fn a_hole_is_made_though_others_unmap: ended ();
 }

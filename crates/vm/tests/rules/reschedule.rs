@@ -122,6 +122,50 @@ fn many_areas_that_leave_let_others_run() {
     });
 }
 
+/// Areas of a page each.
+fn map_each<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, areas: u64) {
+    for page in 0..areas {
+        let kind = VmaKind::private(PageSize::Size4K);
+        rig.vm.map(cx, space, span(AT + (page << 12), 0x1000), kind, Backing::Private).expect("an area");
+    }
+}
+
+/// However many areas a range has, others run after a thousand, and nothing is locked then; what is refused is refused before any has changed.
+#[test]
+fn many_areas_are_gone_through_in_parts() {
+    const AREAS: u64 = 3000;
+    const PARTS: u64 = AREAS / 1024;
+    with_cpu(64, 1, 48, |rig, cx| {
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        let all = span(AT, AREAS << 12);
+        map_each(rig, cx, &space, AREAS);
+        let points = |cx: &Cx<'_, '_>| cx.platform().counters().reschedules.get();
+        let (before, last) = (points(cx), VirtAddr::new(AT + (AREAS << 12)));
+        let refused = rig.vm.protect(cx, &space, span(AT, (AREAS + 1) << 12), Protection::USER);
+        assert_eq!((refused, points(cx) - before), (Err(VmError::NoArea { at: last }), PARTS));
+        let before = points(cx);
+        assert_eq!(rig.vm.lock(cx, &space, all, AREAS - 1), Err(VmError::LockLimit { locked: AREAS }));
+        assert_eq!((points(cx) - before, space.locked()), (PARTS, 0));
+        rig.vm.lock(cx, &space, all, AREAS).expect("memory");
+        assert!(space.vmas(all).all(|area| area.kind.locked) && space.locked() == AREAS);
+        let before = points(cx);
+        rig.vm.unlock(cx, &space, all).expect("areas");
+        assert_eq!((points(cx) - before, space.locked()), (PARTS, 0));
+        assert!(space.vmas(all).all(|area| !area.kind.locked));
+        let before = points(cx);
+        rig.vm.protect(cx, &space, all, Protection::USER.with(Protection::WRITE)).expect("areas");
+        assert_eq!(points(cx) - before, PARTS + AREAS, "looked at, and nothing to change");
+        // With pages, which leave their objects by themselves, and without.
+        for (pages, goes) in [(AREAS, 2), (0, 1)] {
+            let before = points(cx);
+            assert_eq!(rig.vm.unmap(cx, &space, all).map(|unmapped| unmapped.pages), Ok(pages));
+            assert_eq!(points(cx) - before, PARTS + goes * (AREAS / 64), "{pages} pages");
+            map_each(rig, cx, &space, AREAS);
+        }
+        rig.vm.destroy(cx, space).expect("destroyed");
+    });
+}
+
 /// Does `work` with each page; how many reschedule points it passes.
 fn with_each<'h>(
     rig: &Rig<'h>,

@@ -4,7 +4,7 @@
 use crate::support::{
     AT, Metered, Model, Rig, as_first, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
 };
-use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr, with};
+use hugemm_base::{CpuId, Extent, Never, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
 use hugemm_vm::{Access, AddressSpace, Backing, FaultAccess, Protection, Served, Usage, VmError, VmaKind};
@@ -304,11 +304,13 @@ fn what_cannot_be_is_refused() {
         let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("memory");
         let large = VmaKind::private(PageSize::Size2M).pooled();
         let device = SMALL.allowing(WRITE.with(Protection::UNCACHED));
-        for (at, bytes, kind) in
-            [(0, 0x4000, SMALL), (0x5000, 0x3000, SMALL), (4 << 20, 4 << 20, large), (8 << 20, 0x2000, device)]
-        {
+        for (at, bytes, kind) in [(0, 0x4000, SMALL), (0x5000, 0x3000, SMALL), (4 << 20, 4 << 20, large)] {
             rig.vm.map(cx, &space, span(AT + at, bytes), kind, Backing::Private).expect("an area");
         }
+        let frames = Extent::new(Pfn::new(1 << 24), 2).expect("in range");
+        // SAFETY: there is no such memory, and nobody accesses it.
+        let registers = unsafe { rig.vm.create_given(cx, frames, PageSize::Size4K) }.expect("two pages");
+        rig.vm.map(cx, &space, span(AT + (8 << 20), 0x2000), device, Backing::Shared(&registers, 0)).expect("an area");
         rig.enter(cx, &space);
         [0, 0x7000, 4 << 20].into_iter().for_each(|at| rig.store(cx, &space, AT + at, 5).expect("memory"));
         let before: Vec<_> = space.vmas(span(AT, 1 << 30)).collect();
@@ -333,6 +335,7 @@ fn what_cannot_be_is_refused() {
         let kept = space.find_vma(cx, at(8 << 20)).expect("an area").kind.protection;
         assert_eq!(kept, READ.with(Protection::UNCACHED));
         rig.end(cx, space);
+        rig.vm.close(cx, registers).expect("its own");
     });
 }
 
