@@ -13,6 +13,7 @@ use rustix::fs::{MemfdFlags, fstat, memfd_create};
 use rustix::net::accept;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::os::fd::RawFd;
+use std::ptr::NonNull;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
@@ -42,7 +43,9 @@ impl Own {
 
 /// A program, the supervisor that is told of its calls, and a daemon that answers as the test says.
 struct Parts {
-    supervisor: Supervisor,
+    supervisor: Supervisor<'static>,
+    /// What the supervisor has, and nobody when it has ended.
+    lending: NonNull<Lending>,
     program: Program,
     daemon: Server,
 }
@@ -69,8 +72,11 @@ impl Parts {
         let (program, listener) = Program::start(lending.lengths.clone())?;
         let (require, say, ears, untaken, done) = (false, Say::AtEnd, None, None, Done::default());
         let (watches, waiting) = (Vec::new(), VecDeque::new());
-        let supervisor = Supervisor { listener, lending, require, say, ears, untaken, done, watches, waiting };
-        Some(Parts { supervisor, program, daemon })
+        let lending = NonNull::from(Box::leak(Box::new(lending)));
+        // SAFETY: a box, which `serve` takes back when the supervisor is gone.
+        let lent = unsafe { &mut *lending.as_ptr() };
+        let supervisor = Supervisor { listener, lending: lent, require, say, ears, untaken, done, watches, waiting };
+        Some(Parts { supervisor, lending, program, daemon })
     }
 
     /// A call for so many pages, and that the supervisor hears of it.
@@ -93,7 +99,7 @@ impl Parts {
 
     /// The supervisor goes on until the program ends, and asks for nothing more; which leases it has given back.
     fn serve(self, meanwhile: impl FnOnce(&mut Server, &Program)) -> Vec<u64> {
-        let Parts { mut supervisor, program, mut daemon } = self;
+        let Parts { mut supervisor, lending, program, mut daemon } = self;
         thread::scope(|scope| {
             let serves = scope.spawn(move || supervisor.serve());
             let program = program;
@@ -101,6 +107,8 @@ impl Parts {
             drop(program);
             serves.join().expect("no panic").expect("a listener");
         });
+        // SAFETY: made of a box; the supervisor is gone.
+        drop(unsafe { Box::from_raw(lending.as_ptr()) });
         assert_eq!(daemon.hears(), None);
         daemon.returned
     }
