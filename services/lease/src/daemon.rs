@@ -185,7 +185,7 @@ impl Daemon {
         let looks = config.templates.iter().map(|_| Mutex::new(())).collect();
         let templates = config.templates.iter().cloned().map(Filled::new).collect();
         let state = Mutex::new(State { templates, ..State::default() });
-        Daemon { config, policy, state, changed: Condvar::new(), watches: Watches::new(), log: None, looks }
+        Daemon { config, policy, state, changed: Condvar::new(), watches: Watches::default(), log: None, looks }
     }
 
     /// The same, with a line in `log` for each event.

@@ -3,6 +3,7 @@
 use super::lend::Entered;
 use super::{Daemon, KeptEntry, refused};
 use crate::kept::Kept;
+use crate::left::unknown;
 use crate::memory_file::{MemoryFile, node_of};
 use crate::policy::{Asker, Who};
 use crate::service;
@@ -141,9 +142,7 @@ impl Daemon {
         if let Err(why) = self.watch_kept(&key)
             && !self.may_command(asker)
         {
-            return no(&format!(
-                "it cannot be known how long the memory is in use: inotify: {why}; raise fs.inotify.max_user_watches"
-            ));
+            return no(&unknown(why));
         }
         let lease = entered.lease;
         std::mem::forget(entered);

@@ -147,6 +147,17 @@ impl Daemon {
         })
     }
 
+    /// Has memory ready that was taken for that and could not be lent.
+    pub(super) fn put_filled_back(&self, asked: &Asked, file: MemoryFile) {
+        let mut state = self.state();
+        let drained = state.drained;
+        let filled = &mut state.templates[asked.index];
+        // It may have been filled again, or with another file.
+        if !drained && filled.version == Some(asked.version) && filled.ready.is_none() {
+            filled.ready = Some(file);
+        }
+    }
+
     /// All of a template's bytes are in `file`, or why not.
     pub(crate) fn template_ended(&self, index: usize, result: Result<(MemoryFile, Version, String), TemplateError>) {
         let path = &self.config.templates[index].path;
