@@ -543,7 +543,7 @@ impl Supervisor {
         let Found { file: own, close_on_exec } = found;
         if let Err(why) = own.replace(file.as_fd(), |file| self.put(call, file, close_on_exec)) {
             // Somebody may have it: it is not for another file.
-            match why == NotReplaced::Shared && self.lending.is_one {
+            match matches!(why, NotReplaced::Shared | NotReplaced::Unknown) && self.lending.is_one {
                 true => drop(file),
                 false => self.lending.give_back((about, file)),
             }
