@@ -308,8 +308,9 @@ mod tests {
             };
             let lease = |socket: &OwnedFd| {
                 daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-                match ask(socket, &Request::Lease(Wish::of(page.bytes()))) {
-                    Answer::Leased(leased) => leased.lease,
+                wire::send(socket.as_fd(), &Request::Lease(Wish::of(page.bytes())), None).expect("sent");
+                match wire::receive_answer(socket.as_fd()).expect("received") {
+                    Some((Answer::Leased(leased), file)) => (leased.lease, file),
                     other => panic!("{other:?}"),
                 }
             };
@@ -326,7 +327,7 @@ mod tests {
             };
             let all = [Seen::Awaited, Seen::Placed, Seen::PrivateMapping, Seen::Unused];
             let [one, other] = [connect(), connect()];
-            let (first, second) = (lease(&one), lease(&other));
+            let ((first, _file), (second, _other)) = (lease(&one), lease(&other));
             assert_eq!(said(&one, second, &all), [0; 3], "another's");
             assert_eq!(said(&one, second + 1, &all), [0; 3], "nobody's");
             assert_eq!(said(&one, first, &all[..1]), [0; 3], "that it waits is nothing to count");

@@ -118,9 +118,9 @@ impl Daemon {
                 None => "this daemon's memory may be on any node; serve one pool per node with --node".to_owned(),
             });
         }
+        self.end_returned();
         let (entered, account) = {
             let mut state = self.state();
-            state.forget_returned(&self.watches);
             let policy = self.policy();
             let account = policy.account(asker);
             let allowed = policy.allows(asker, bytes, state.has(account), *node);
@@ -417,6 +417,37 @@ mod tests {
         assert!(lease().expect_err("it has that").message.contains("leased already"));
         daemon.set_policy(policy(2));
         lease().expect("one more");
+    }
+
+    /// Whoever leases again and again has no more than what it has not given back, whether it says so or not.
+    #[test]
+    fn what_nobody_has_any_more_does_not_count() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root gives files away");
+            return;
+        }
+        let page = Page::Transparent;
+        let size = |text: &str| text.parse().ok();
+        let policy = LendingPolicy::read(0, &format!("uid 61006 {}", 2 * page.bytes()), size).expect("a line");
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0);
+        let daemon = Daemon::new(PoolConfig { policy, ..config });
+        let lease = || {
+            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+            daemon.lease(&Asker::user(61_006), 7, &Wish::of(page.bytes()))
+        };
+        let leases = || daemon.status().leases.iter().map(|lent| lent.lease).collect::<Vec<_>>();
+        let (first, file) = lease().expect("the first");
+        for _ in 0..4 {
+            let (leased, back) = lease().expect("one of two");
+            assert_eq!(leases(), [first.lease, leased.lease]);
+            drop(back);
+            assert_eq!(leases(), [first.lease]);
+        }
+        let _second = lease().expect("one of two");
+        assert_eq!(daemon.state().leases.len(), 2);
+        assert!(lease().expect_err("it has two").message.contains("leased already"));
+        drop(file);
+        lease().expect("one is back");
     }
 
     /// What is being given counts already: two requests at once do not pass the quota together.
