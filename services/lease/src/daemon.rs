@@ -335,13 +335,16 @@ impl Daemon {
         known.map_err(|why| refused(RefusedKind::LendingPolicy, why.to_string()))
     }
 
-    /// How things stand, as far as it concerns `asker`: whoever may not give commands sees no leases but its own.
+    /// How things stand, as far as it concerns `asker`: whoever may not give commands sees no leases but its own,
+    /// and no template that it may not read.
     pub(crate) fn status_for(&self, asker: &Asker) -> Status {
         let mut status = self.status();
         if !self.may_command(asker) {
             status.leases.retain(|lease| lease.uid == asker.uid);
             status.kept.retain(|kept| kept.uid == asker.uid);
             status.left.retain(|left| left.uid == asker.uid);
+            let mut index = 0..;
+            status.templates.retain(|_| index.next().is_some_and(|index| self.may_read(asker, index)));
         }
         status
     }
