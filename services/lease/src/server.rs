@@ -117,7 +117,10 @@ fn option(socket: BorrowedFd<'_>, name: libc::c_int, into: &mut Vec<u32>) -> io:
         let got = unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, name, at, &raw mut bytes) };
         let (error, numbers) = (io::Error::last_os_error(), bytes as usize / 4);
         match got {
-            0 => return Ok(into.truncate(numbers)),
+            0 => {
+                into.truncate(numbers);
+                return Ok(());
+            }
             // There are more, and the kernel says how many.
             _ if error.raw_os_error() == Some(libc::ERANGE) && numbers > into.len() => into.resize(numbers, 0),
             _ => return Err(error),
