@@ -25,7 +25,7 @@ use crate::wire::{Refused, RefusedKind, Seen};
 pub(crate) use refill::Missing;
 use serde::Serialize;
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
@@ -138,6 +138,11 @@ impl KeptEntry {
 }
 
 impl Lease {
+    /// Whether nobody has its memory any more, though whoever leased it is there. What is kept stays with its name.
+    fn is_back(&self, alive: &BTreeSet<Watch>) -> bool {
+        self.keep.is_none() && self.watch.is_some_and(|watch| !alive.contains(&watch))
+    }
+
     fn about(&self, lease: u64) -> Lent {
         let seconds = self.since.elapsed().as_secs();
         Lent { lease, uid: self.uid, pid: self.pid, bytes: self.bytes, seconds, seen: self.seen.last().copied() }
@@ -165,12 +170,10 @@ impl State {
         self.leases_ever
     }
 
-    /// Forgets what is nobody's any more of what was left.
-    fn forget_returned(&mut self, watches: &Watches) {
-        if !self.left.is_empty() {
-            let alive = watches.alive();
-            self.left.retain(|(watch, ..)| alive.contains(watch));
-        }
+    /// Forgets what is nobody's any more of what was left, and says what is somebody's.
+    fn forget_left(&mut self, watches: &Watches) -> Option<BTreeSet<Watch>> {
+        let alive = if self.left.is_empty() && self.leases.is_empty() { None } else { watches.alive() };
+        alive.inspect(|alive| self.left.retain(|(watch, ..)| alive.contains(watch)))
     }
 }
 
@@ -185,7 +188,7 @@ impl Daemon {
         let looks = config.templates.iter().map(|_| Mutex::new(())).collect();
         let templates = config.templates.iter().cloned().map(Filled::new).collect();
         let state = Mutex::new(State { templates, ..State::default() });
-        Daemon { config, policy, state, changed: Condvar::new(), watches: Watches::new(), log: None, looks }
+        Daemon { config, policy, state, changed: Condvar::new(), watches: Watches::default(), log: None, looks }
     }
 
     /// The same, with a line in `log` for each event.
@@ -247,6 +250,17 @@ impl Daemon {
             self.state().short = None;
             self.log("ended", ended.about(lease));
         }
+    }
+
+    /// Ends leases whose memory is back, and forgets what is of others.
+    fn end_returned(&self) {
+        let mut state = self.state();
+        let Some(alive) = state.forget_left(&self.watches) else { return };
+        let is_back = state.leases.iter_mut().filter(|(_, lease)| lease.is_back(&alive));
+        // Nothing is left of it.
+        let back: Vec<_> = is_back.filter_map(|(&lease, entered)| entered.watch.take().map(|_| lease)).collect();
+        drop(state);
+        back.into_iter().for_each(|lease| self.end(lease));
     }
 
     fn remove(&self, lease: u64) -> Option<Lease> {
@@ -321,13 +335,16 @@ impl Daemon {
         known.map_err(|why| refused(RefusedKind::LendingPolicy, why.to_string()))
     }
 
-    /// How things stand, as far as it concerns `asker`: whoever may not give commands sees no leases but its own.
+    /// How things stand, as far as it concerns `asker`: whoever may not give commands sees no leases but its own,
+    /// and no template that it may not read.
     pub(crate) fn status_for(&self, asker: &Asker) -> Status {
         let mut status = self.status();
         if !self.may_command(asker) {
             status.leases.retain(|lease| lease.uid == asker.uid);
             status.kept.retain(|kept| kept.uid == asker.uid);
             status.left.retain(|left| left.uid == asker.uid);
+            let mut index = 0..;
+            status.templates.retain(|_| index.next().is_some_and(|index| self.may_read(asker, index)));
         }
         status
     }
@@ -335,7 +352,8 @@ impl Daemon {
     /// How things stand.
     pub fn status(&self) -> Status {
         let mut state = self.state();
-        state.forget_returned(&self.watches);
+        let alive = state.forget_left(&self.watches);
+        let is_out = |lease: &Lease| alive.as_ref().is_none_or(|alive| !lease.is_back(alive));
         Status {
             page: self.config.page,
             node: self.config.node,
@@ -344,7 +362,7 @@ impl Daemon {
             filling: state.filling,
             waiting: state.waiting(),
             drained: state.drained,
-            leases: state.leases.iter().map(|(&lease, l)| l.about(lease)).collect(),
+            leases: state.leases.iter().filter(|(_, l)| is_out(l)).map(|(&lease, l)| l.about(lease)).collect(),
             kept: state
                 .kept
                 .iter()

@@ -10,7 +10,9 @@ use crate::left::{Watch, Watches};
 use crate::memory_file::{Page, page_of};
 use crate::own_file::is_only_one;
 use crate::policy::{Asker, Who};
-use rustix::fs::{FlockOperation, Gid, MemfdFlags, Mode, OFlags, Uid, fchown, fcntl_setfl, flock, memfd_create};
+use rustix::fs::{
+    FlockOperation, Gid, MemfdFlags, Mode, OFlags, Uid, fchmod, fchown, fcntl_setfl, flock, memfd_create,
+};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
@@ -232,12 +234,15 @@ impl Kept {
 
     /// Does something with the memory while it is this process's own. Where it may not be, it may be opened as it is, or not at all.
     fn while_ours<R>(&self, what: impl FnOnce() -> R) -> Result<R, Errno> {
+        let stat = rustix::fs::fstat(&self.memory)?;
         // A predecessor may have ended here.
-        let gid = match rustix::fs::fstat(&self.memory)? {
-            stat if stat.st_uid == self.record.uid => stat.st_gid,
-            _ => self.record.gid,
-        };
+        let gid = if stat.st_uid == self.record.uid { stat.st_gid } else { self.record.gid };
+        let (mode, needed) = (Mode::from_raw_mode(stat.st_mode), Mode::RUSR | Mode::WUSR);
         let _ = fchown(&self.memory, Some(geteuid()), None);
+        if !mode.contains(needed) {
+            // Its owner has taken these rights from itself, and from this process.
+            let _ = fchmod(&self.memory, mode | needed);
+        }
         let done = what();
         fchown(&self.memory, Some(Uid::from_raw(self.record.uid)), Some(Gid::from_raw(gid)))?;
         Ok(done)

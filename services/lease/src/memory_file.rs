@@ -76,6 +76,12 @@ pub enum FileError {
     /// A page of it is broken; the kernel answers whoever touches it with SIGBUS.
     #[error("a page of the file is broken (hardware error)")]
     HwPoisoned,
+    /// It cannot be another user's.
+    #[error("this daemon may not give files to other users, which takes CAP_CHOWN")]
+    NotGiven,
+    /// It cannot be watched whether anybody has it.
+    #[error("{}", crate::left::unknown(*.0))]
+    Unwatched(Errno),
     /// The kernel refused.
     #[error("{call}: {errno}")]
     Refused {
@@ -247,16 +253,22 @@ impl MemoryFile {
     ///
     /// [`FileError::Refused`]: it must not be lent then.
     pub fn make_lent(&self, uid: u32, gid: u32) -> Result<(), FileError> {
-        self.make_lent_after(uid, gid, || ())
+        self.mark_ready(false)?;
+        self.give_to(uid, gid)
     }
 
-    /// The same, and what `look` finds while this process may open the file by its path and its owner may not yet.
-    pub(crate) fn make_lent_after<R>(&self, uid: u32, gid: u32, look: impl FnOnce() -> R) -> Result<R, FileError> {
-        rustix::fs::fchmod(&self.fd, LENT).map_err(refused("fchmod"))?;
-        let found = look();
+    /// The first half of it, after which this process may open the file by its path; or undoes that, of a file that nobody has had.
+    pub(crate) fn mark_ready(&self, is_ready: bool) -> Result<(), FileError> {
+        rustix::fs::fchmod(&self.fd, if is_ready { READY } else { LENT }).map_err(refused("fchmod"))
+    }
+
+    /// The other half.
+    pub(crate) fn give_to(&self, uid: u32, gid: u32) -> Result<(), FileError> {
         let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
-        rustix::fs::fchown(&self.fd, Some(uid), Some(gid)).map_err(refused("fchown"))?;
-        Ok(found)
+        rustix::fs::fchown(&self.fd, Some(uid), Some(gid)).map_err(|errno| match errno {
+            Errno::PERM => FileError::NotGiven,
+            errno => refused("fchown")(errno),
+        })
     }
 
     /// The same file, for another thread.

@@ -23,7 +23,7 @@ pub(crate) struct Reader {
 
 const STEP: Duration = Duration::from_millis(20);
 
-/// For how long nothing may be read; a slow disk reads a chunk in that time.
+/// For how long nothing may be read; a slow disk reads a part of a chunk in that time, for a thread that seldom has a CPU.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 impl Reader {
@@ -31,34 +31,38 @@ impl Reader {
         Reader { path: path.to_owned(), open: None, asks: None, patience: PATIENCE }
     }
 
-    /// What `ask` comes to, if it does so in time. No second thread is made as long as the last one waits.
+    /// What `ask` comes to, if it does so in time, or says in time that it goes on. No second thread is made as long as the last one waits.
     fn in_time<T: Send + 'static>(
         &mut self,
         daemon: &Daemon,
-        ask: impl FnOnce() -> T + Send + 'static,
+        ask: impl FnOnce(&dyn Fn()) -> T + Send + 'static,
     ) -> Result<T, TemplateError> {
         let silent = || TemplateError::Silent { path: self.path.clone(), seconds: self.patience.as_secs() };
         if self.asks.as_ref().is_some_and(|asks| !asks.is_finished()) {
             return Err(silent());
         }
         let (says, hears) = mpsc::channel();
-        let asks = thread::Builder::new().name("reader".to_owned()).spawn(move || drop(says.send(ask())));
+        let asks = thread::Builder::new().name("reader".to_owned()).spawn(move || {
+            let answer = ask(&|| drop(says.send(None)));
+            drop(says.send(Some(answer)));
+        });
         let asks = asks.map_err(|_| FileError::Refused { call: "clone", errno: Errno::AGAIN })?;
-        let end = Instant::now() + self.patience;
+        let mut end = Instant::now() + self.patience;
         let answer = loop {
             match hears.recv_timeout(STEP) {
                 // Who is told to stop does not wait for a disk.
                 Err(RecvTimeoutError::Timeout) if Instant::now() < end && daemon.may_go_on(Duration::ZERO) => {}
-                answer => break answer,
+                Ok(None) => end = Instant::now() + self.patience,
+                answer => break answer.ok().flatten(),
             }
         };
         match answer {
-            Ok(answer) => {
+            Some(answer) => {
                 // What it has open it has no more.
                 let _ = asks.join();
                 Ok(answer)
             }
-            Err(_) => {
+            None => {
                 self.asks = Some(asks);
                 Err(silent())
             }
@@ -68,7 +72,7 @@ impl Reader {
     /// Opens it, and says which one it is.
     pub(crate) fn open(&mut self, daemon: &Daemon) -> Result<Version, TemplateError> {
         let path = self.path.clone();
-        let source = self.in_time(daemon, move || Source::open(&path))??;
+        let source = self.in_time(daemon, move |_| Source::open(&path))??;
         let version = source.version;
         self.open = Some(source);
         Ok(version)
@@ -83,8 +87,8 @@ impl Reader {
         to: u64,
     ) -> Result<Duration, TemplateError> {
         let (Some(mut source), into) = (self.open.take(), into.try_clone()?) else { return Err(self.closed()) };
-        let (source, read, cpu) = self.in_time(daemon, move || {
-            let read = source.read(&into, from, to);
+        let (source, read, cpu) = self.in_time(daemon, move |goes_on| {
+            let read = source.read(&into, from, to, goes_on);
             (source, read, cpu_time())
         })?;
         self.open = Some(source);
@@ -94,7 +98,7 @@ impl Reader {
     /// Its digest.
     pub(crate) fn end(&mut self, daemon: &Daemon) -> Result<String, TemplateError> {
         let Some(source) = self.open.take() else { return Err(self.closed()) };
-        self.in_time(daemon, move || source.end())?
+        self.in_time(daemon, move |_| source.end())?
     }
 
     /// Of one that is not open.
@@ -110,6 +114,21 @@ mod tests {
     use crate::memory_file::Page;
     use crate::stock::Shapes;
 
+    /// Much is read at a time, where pages are large; a slow disk is not one that does not answer.
+    #[test]
+    fn a_file_that_is_read_slowly_is_read() {
+        let mut reader = Reader { patience: Duration::from_secs(1), ..Reader::of(Path::new("/nowhere")) };
+        let page = Page::Transparent;
+        let daemon = &Daemon::new(PoolConfig::new(page, Shapes(Vec::new()), page.bytes(), 0));
+        let slow = |goes_on: &dyn Fn()| {
+            (0..8).for_each(|_| {
+                thread::sleep(Duration::from_millis(200));
+                goes_on();
+            })
+        };
+        assert_eq!(reader.in_time(daemon, slow), Ok(()));
+    }
+
     /// A disk that does not answer has one thread that waits for it, however often it is tried; when it answers, it is read again.
     #[test]
     fn a_file_that_does_not_answer_is_left() {
@@ -122,12 +141,12 @@ mod tests {
         let silent = |result: Result<(), TemplateError>| {
             assert!(matches!(result, Err(TemplateError::Silent { .. })), "{result:?}");
         };
-        silent(reader.in_time(daemon, move || answered.recv().map_or((), |()| ())));
+        silent(reader.in_time(daemon, move |_| answered.recv().map_or((), |()| ())));
         let (asked, asks) = mpsc::channel();
         (0..3).for_each(|_| {
             silent(reader.in_time(daemon, {
                 let asked = asked.clone();
-                move || asked.send(()).expect("heard")
+                move |_| asked.send(()).expect("heard")
             }))
         });
         reader.patience = PATIENCE;
@@ -135,7 +154,7 @@ mod tests {
         let begun = Instant::now();
         let mut other = Reader::of(&path);
         let (_never, answers_never) = mpsc::channel::<()>();
-        silent(other.in_time(daemon, move || answers_never.recv().map_or((), |()| ())));
+        silent(other.in_time(daemon, move |_| answers_never.recv().map_or((), |()| ())));
         assert!(begun.elapsed() < PATIENCE, "who is told to stop waits for no disk");
         daemon.drain(false);
         drop((answers, asked));

@@ -30,7 +30,7 @@ fn serve_until(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) 
     // Somebody who opens kept memory while it is looked at has the kernel send this, and nothing is to be done.
     // SAFETY: no handler.
     unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
-    let mut users = BTreeMap::new();
+    let (mut users, room) = (BTreeMap::new(), room());
     loop {
         let mut wait = [PollFd::new(listener, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
         match poll(&mut wait, None) {
@@ -47,8 +47,13 @@ fn serve_until(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) 
         let connection = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(connection) => connection,
             Err(rustix::io::Errno::CONNABORTED | rustix::io::Errno::INTR) => continue,
-            // Out of descriptors: root has taken even those that are kept back for it.
-            Err(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => {
+            // Out of memory, or of descriptors: root has taken even those that are kept back for it.
+            Err(
+                rustix::io::Errno::MFILE
+                | rustix::io::Errno::NFILE
+                | rustix::io::Errno::NOMEM
+                | rustix::io::Errno::NOBUFS,
+            ) => {
                 thread::sleep(Duration::from_millis(100));
                 continue;
             }
@@ -56,7 +61,7 @@ fn serve_until(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) 
         };
         let Ok(peer) = Peer::of(connection.as_fd()) else { continue };
         // Whoever may have nothing, or has too much, gets no thread. The socket is new, so there is room for the answer.
-        let known = daemon.knows(&peer.asker).and_then(|()| enter(&mut users, daemon, &peer.asker, &connection));
+        let known = daemon.knows(&peer.asker).and_then(|()| enter(&mut users, daemon, &peer.asker, &connection, room));
         let user = match known {
             Ok(user) => user,
             Err(refused) => {
@@ -66,7 +71,8 @@ fn serve_until(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) 
         };
         let daemon = Arc::clone(daemon);
         // A client that is refused a thread sees its connection closed.
-        let _ = thread::Builder::new().name("client".to_owned()).spawn(move || {
+        let thread = thread::Builder::new().name("client".to_owned()).stack_size(STACK);
+        let _ = thread.spawn(move || {
             // What goes wrong with one client's connection is that client's end.
             let _ = client(&daemon, connection.as_fd(), &peer, &user);
         });
@@ -84,7 +90,7 @@ struct Peer {
 
 impl Peer {
     fn of(connection: BorrowedFd<'_>) -> io::Result<Self> {
-        let [mut about, mut groups] = [vec![0; 3], vec![0; MOST_GROUPS]];
+        let [mut about, mut groups] = [vec![0; 3], vec![0; GROUPS]];
         option(connection, libc::SO_PEERCRED, &mut about)?;
         option(connection, libc::SO_PEERGROUPS, &mut groups)?;
         let (pid, uid, gid) = (about[0], about[1], about[2]);
@@ -99,19 +105,27 @@ impl Peer {
     }
 }
 
-/// NGROUPS_MAX of the kernel.
-const MOST_GROUPS: usize = 1 << 16;
+/// More than most users have.
+const GROUPS: usize = 32;
 
 /// Reads an option that consists of numbers: as many as there are.
 fn option(socket: BorrowedFd<'_>, name: libc::c_int, into: &mut Vec<u32>) -> io::Result<()> {
-    let mut bytes = (into.len() * 4) as libc::socklen_t;
-    let at = into.as_mut_ptr().cast();
-    // SAFETY: as many bytes as the numbers have, which outlive the call.
-    if unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, name, at, &raw mut bytes) } != 0 {
-        return Err(io::Error::last_os_error());
+    loop {
+        let mut bytes = (into.len() * 4) as libc::socklen_t;
+        let at = into.as_mut_ptr().cast();
+        // SAFETY: as many bytes as the numbers have, which outlive the call.
+        let got = unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, name, at, &raw mut bytes) };
+        let (error, numbers) = (io::Error::last_os_error(), bytes as usize / 4);
+        match got {
+            0 => {
+                into.truncate(numbers);
+                return Ok(());
+            }
+            // There are more, and the kernel says how many.
+            _ if error.raw_os_error() == Some(libc::ERANGE) && numbers > into.len() => into.resize(numbers, 0),
+            _ => return Err(error),
+        }
     }
-    into.truncate(bytes as usize / 4);
-    Ok(())
 }
 
 /// What the connections of a user take in turns, so that many of them have no more of the daemon's time than one.
@@ -130,17 +144,33 @@ fn turn(of: &Mutex<()>) -> MutexGuard<'_, ()> {
 /// Most connections of one user, who has one for each program that is supervised, and for each that leases by itself.
 const MOST: u64 = 1024;
 
+/// The stack of a connection's thread, in bytes.
+const STACK: usize = 256 << 10;
+
+/// What a connection takes of the daemon's memory and the kernel's, in bytes: 50 KiB were measured.
+const EACH: u64 = 64 << 10;
+
+/// For how many connections half of the memory is enough that this process's control group may have.
+fn room() -> u64 {
+    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let group = groups.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or_default();
+    let most = std::fs::read_to_string(format!("/sys/fs/cgroup{group}/memory.max"));
+    most.ok().and_then(|most| most.trim().parse::<u64>().ok()).map_or(u64::MAX, |most| most / 2 / EACH)
+}
+
 /// One connection more. Root and the daemon's own user have as many as they want, and descriptors that nobody else gets.
 fn enter(
     users: &mut BTreeMap<u32, Arc<User>>,
     daemon: &Daemon,
     asker: &Asker,
     connection: &OwnedFd,
+    room: u64,
 ) -> Result<Arc<User>, Refused> {
     let fds = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     users.retain(|_, user| Arc::strong_count(user) > 1);
+    let all: u64 = users.values().map(|user| Arc::strong_count(user) as u64 - 1).sum();
     let user = users.entry(asker.uid).or_default();
-    let (has, most) = (Arc::strong_count(user) as u64 - 1, MOST.min(fds / 8));
+    let (has, most) = (Arc::strong_count(user) as u64 - 1, MOST.min(fds / 8).min(room / 8));
     let refusal = |message| Err(Refused { kind: RefusedKind::LendingPolicy, message });
     if !daemon.may_command(asker) {
         if has >= most {
@@ -151,6 +181,9 @@ fn enter(
         // The kernel gives the lowest number that is free.
         if connection.as_raw_fd() as u64 >= fds - fds / 8 {
             return refusal("the daemon has no descriptor left for users; raise its limit (LimitNOFILE)".to_owned());
+        }
+        if all >= room - room / 8 {
+            return refusal("the daemon has no memory left for users; raise its control group's memory.max".to_owned());
         }
     }
     Ok(Arc::clone(user))
@@ -182,6 +215,8 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User)
                 Ok(Request::Lease(_)) => Some(&user.lease),
                 // It takes a while, and none but who may have all of the daemon's time does it.
                 Ok(Request::Drain {} | Request::Fill {}) => None,
+                // Which asks their disks.
+                Ok(Request::Status {}) if !daemon.config().templates.is_empty() => None,
                 _ => Some(&user.answer),
             };
             let _turn = of.map(turn);
@@ -308,8 +343,9 @@ mod tests {
             };
             let lease = |socket: &OwnedFd| {
                 daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-                match ask(socket, &Request::Lease(Wish::of(page.bytes()))) {
-                    Answer::Leased(leased) => leased.lease,
+                wire::send(socket.as_fd(), &Request::Lease(Wish::of(page.bytes())), None).expect("sent");
+                match wire::receive_answer(socket.as_fd()).expect("received") {
+                    Some((Answer::Leased(leased), file)) => (leased.lease, file),
                     other => panic!("{other:?}"),
                 }
             };
@@ -326,7 +362,7 @@ mod tests {
             };
             let all = [Seen::Awaited, Seen::Placed, Seen::PrivateMapping, Seen::Unused];
             let [one, other] = [connect(), connect()];
-            let (first, second) = (lease(&one), lease(&other));
+            let ((first, _file), (second, _other)) = (lease(&one), lease(&other));
             assert_eq!(said(&one, second, &all), [0; 3], "another's");
             assert_eq!(said(&one, second + 1, &all), [0; 3], "nobody's");
             assert_eq!(said(&one, first, &all[..1]), [0; 3], "that it waits is nothing to count");
@@ -349,6 +385,40 @@ mod tests {
         let mut text = String::new();
         std::io::Read::read_to_string(&mut log, &mut text).expect("UTF-8");
         assert_eq!(text.lines().filter(|line| line.contains("\"event\":\"seen\"")).count(), 4, "{text}");
+    }
+
+    /// However many there are, each may be named by the policy.
+    #[test]
+    fn all_groups_of_a_peer_are_known() {
+        let groups: Vec<u32> = (0..3 * GROUPS as u32).collect();
+        let known = std::thread::spawn(move || {
+            // SAFETY: of this thread alone; as many numbers as it says.
+            if unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) } != 0 {
+                return eprintln!("skipped: only root has what groups it likes");
+            }
+            let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+            let peer = Peer::of(pair.expect("a pair").0.as_fd()).expect("it is there");
+            assert_eq!(peer.asker.groups, groups);
+        });
+        known.join().expect("no panic");
+    }
+
+    /// Connections take no more of the daemon's memory than there is, and no user's most of that.
+    #[test]
+    fn connections_fit_in_the_memory() {
+        let (mut users, room) = (BTreeMap::new(), 16);
+        let policy = (1000..1010).map(|uid| format!("uid {uid} 1\n")).collect::<String>();
+        let policy = crate::policy::LendingPolicy::read(0, &policy, |text| text.parse().ok()).expect("lines");
+        let config = PoolConfig::new(Page::Huge2M, Shapes(Vec::new()), 0, 0);
+        let daemon = Daemon::new(PoolConfig { policy, ..config });
+        let connection = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("a descriptor");
+        let mut has = |uid| {
+            let enter = |_| enter(&mut users, &daemon, &Asker::user(uid), &connection, room).ok();
+            (0..4).map_while(enter).collect::<Vec<_>>()
+        };
+        let all: Vec<_> = (1000..1010).map(&mut has).collect();
+        assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2, 2, 2, 2, 2, 2, 0, 0, 0]);
+        assert_eq!(has(0).len(), 4, "root has what it wants");
     }
 
     /// However many connections a user has, one of them is answered at a time; nobody else waits for that, and who takes no answers

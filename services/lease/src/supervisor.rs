@@ -412,18 +412,24 @@ impl Supervisor<'_> {
         let _ = seccomp::answer(self.listener.as_fd(), call, answer);
     }
 
-    /// Says by which lease a call's descriptor was replaced, or why it was not.
+    /// Answers a call, and then says by which lease its descriptor was replaced, or why it was not: a terminal may stand still.
     fn judge(&mut self, call: &Call, placed: Result<u64, NotReplaced>) {
         let answer = match &placed {
             Ok(_) => CallAnswer::Done,
             Err(why) if *why != NotReplaced::Gone && self.require => CallAnswer::NoMemory,
             Err(_) => CallAnswer::Continue,
         };
+        // As long as its thread is there.
+        let program = name_of(call.thread);
+        self.answer(call, answer);
+        if let Ok(lease) = placed {
+            self.lending.tell(lease, Seen::Placed);
+        }
         let (is_one, then) = (self.lending.is_one, if self.require { "it fails" } else { "it has its own" });
         if placed != Err(NotReplaced::Gone) {
             self.untaken = None;
             let why_not = placed.as_ref().err().map(ToString::to_string);
-            let (bytes, program, thread, descriptor) = (call.length, name_of(call.thread), call.thread, call.fd);
+            let (bytes, thread, descriptor) = (call.length, call.thread, call.fd);
             let line = match &why_not {
                 None => format!("{program} ({thread}) has {bytes} bytes, lent, as descriptor {descriptor}"),
                 Some(why) => format!("{program} ({thread}) asks for {bytes} bytes, and {then}: {why}"),
@@ -436,10 +442,6 @@ impl Supervisor<'_> {
                 self.ears = None;
             }
             self.done.add(SizedFile { bytes, program, thread, descriptor, why_not });
-        }
-        self.answer(call, answer);
-        if let Ok(lease) = placed {
-            self.lending.tell(lease, Seen::Placed);
         }
     }
 
@@ -482,7 +484,7 @@ impl Supervisor<'_> {
         let Found { file: own, close_on_exec } = found;
         if let Err(why) = own.replace(file.as_fd(), |file| self.put(call, file, close_on_exec)) {
             // Somebody may have it: it is not for another file.
-            match why == NotReplaced::Shared && self.lending.is_one {
+            match matches!(why, NotReplaced::Shared | NotReplaced::Unknown) && self.lending.is_one {
                 true => drop(file),
                 false => self.lending.give_back((about, file)),
             }

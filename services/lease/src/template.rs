@@ -144,6 +144,9 @@ pub(crate) struct Source {
 /// What a direct reading begins and ends at.
 const BLOCK: u64 = 4096;
 
+/// How much is read at a time, in bytes: whole blocks.
+const PART: u64 = 4 << 20;
+
 impl Source {
     pub(crate) fn open(path: &Path) -> Result<Self, TemplateError> {
         // No device is opened: that could do something, or wait.
@@ -159,8 +162,14 @@ impl Source {
         Ok(Source { path: path.to_owned(), file, version, is_direct, digest: Sha256::new() })
     }
 
-    /// Reads its bytes `from` to `to`, in the order of the file, into memory that is clear.
-    pub(crate) fn read(&mut self, into: &MemoryFile, from: u64, to: u64) -> Result<(), TemplateError> {
+    /// Reads its bytes `from` to `to`, in the order of the file, into memory that is clear; says at each [`PART`] that it goes on.
+    pub(crate) fn read(
+        &mut self,
+        into: &MemoryFile,
+        from: u64,
+        to: u64,
+        goes_on: &dyn Fn(),
+    ) -> Result<(), TemplateError> {
         let end = to.min(self.version.bytes);
         into.with_bytes(from, to, |memory| {
             let mut at = from;
@@ -175,20 +184,32 @@ impl Source {
                 let hole = seek(&self.file, SeekFrom::Hole(data)).unwrap_or(end);
                 let (first, last) = (data / BLOCK * BLOCK, hole.min(end));
                 if first.max(at) < last {
-                    self.read_exactly(memory, from, first.max(at), last)?;
+                    self.read_exactly(memory, from, first.max(at), last, goes_on)?;
                 }
                 at = hole.max(at + 1);
             }
-            self.digest.update(&memory[..end.saturating_sub(from) as usize]);
+            for part in memory[..end.saturating_sub(from) as usize].chunks(PART as usize) {
+                self.digest.update(part);
+                goes_on();
+            }
             Ok(())
         })?
     }
 
-    fn read_exactly(&mut self, memory: &mut [u8], from: u64, first: u64, last: u64) -> Result<(), TemplateError> {
+    fn read_exactly(
+        &mut self,
+        memory: &mut [u8],
+        from: u64,
+        first: u64,
+        last: u64,
+        goes_on: &dyn Fn(),
+    ) -> Result<(), TemplateError> {
         let mut at = first;
         while at < last {
             // Whole blocks; the memory has room for the last, for it is whole pages.
-            let room = &mut memory[(at - from) as usize..(last.next_multiple_of(BLOCK) - from) as usize];
+            goes_on();
+            let to = last.next_multiple_of(BLOCK).min(at.saturating_add(PART));
+            let room = &mut memory[(at - from) as usize..(to - from) as usize];
             match rustix::io::retry_on_intr(|| rustix::io::pread(&self.file, &mut *room, at)) {
                 Ok(0) => return Err(TemplateError::Changed(self.path.clone())),
                 Ok(got) => at += got as u64,
@@ -273,8 +294,8 @@ mod tests {
 
     fn read(source: &mut Source) -> Result<(), TemplateError> {
         let memory = MemoryFile::new(Page::Transparent, BYTES).expect("a file");
-        source.read(&memory, 0, BYTES / 2)?;
-        source.read(&memory, BYTES / 2, BYTES)
+        source.read(&memory, 0, BYTES / 2, &|| ())?;
+        source.read(&memory, BYTES / 2, BYTES, &|| ())
     }
 
     /// How many pages of a file the page cache has.

@@ -273,7 +273,9 @@ fn receive_packet(socket: BorrowedFd<'_>) -> io::Result<Option<(Vec<u8>, Option<
         return invalid("a packet longer than any that is sent");
     }
     if got.flags.contains(ReturnFlags::CTRUNC) {
-        return invalid("no free descriptor for the one that came (ulimit -n), or more than one came");
+        return invalid(
+            "the descriptor that came cannot be had: none is free (ulimit -n), SELinux or AppArmor forbids it, or more than one came",
+        );
     }
     bytes.truncate(got.bytes);
     Ok(Some((bytes, fd)))

@@ -18,6 +18,7 @@ use hugemm_lease::wire::Wish;
 use hugemm_workloads::size::Size;
 use rustix::fs::{Access, SealFlags, access};
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
+use rustix::thread::no_new_privs;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs;
@@ -147,10 +148,13 @@ fn start_lending(args: &Lease, lending: Lending) -> Result<()> {
         (_, true) => Say::Each,
         _ => Say::AtEnd,
     };
-    match attach(lending, args.require, say) {
-        Ok(attached) if attached.no_new_privs => {
-            eprintln!("hugemm lease: without CAP_SYS_ADMIN, setuid helpers of {} will not work", name(&args.command));
-        }
+    let before = no_new_privs();
+    let attached = attach(lending, args.require, say);
+    // For ever, whatever came of it.
+    if no_new_privs() != before {
+        eprintln!("hugemm lease: without CAP_SYS_ADMIN, setuid helpers of {} will not work", name(&args.command));
+    }
+    match attached {
         Ok(_) => {}
         Err(error) if args.require || matches!(error, AttachError::Gone(_)) => return Err(error.into()),
         Err(error) => {

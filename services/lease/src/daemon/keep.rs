@@ -3,6 +3,7 @@
 use super::lend::Entered;
 use super::{Daemon, KeptEntry, refused};
 use crate::kept::Kept;
+use crate::left::unknown;
 use crate::memory_file::{MemoryFile, node_of};
 use crate::policy::{Asker, Who};
 use crate::service;
@@ -39,7 +40,9 @@ impl Daemon {
         let Some(memory) = unwatched else { return Ok(()) };
         let watch = Some(memory.watch(&self.watches)?);
         let mut state = self.state();
-        let Some(entry) = state.kept.get_mut(key) else { return Ok(()) };
+        // Another may have the name by now.
+        let is_it = |entry: &&mut KeptEntry| Arc::ptr_eq(&entry.memory, &memory);
+        let Some(entry) = state.kept.get_mut(key).filter(is_it) else { return Ok(()) };
         let lease = entry.lease;
         entry.watch = watch;
         if let Some(lease) = lease.and_then(|lease| state.leases.get_mut(&lease)) {
@@ -141,9 +144,7 @@ impl Daemon {
         if let Err(why) = self.watch_kept(&key)
             && !self.may_command(asker)
         {
-            return no(&format!(
-                "it cannot be known how long the memory is in use: inotify: {why}; raise fs.inotify.max_user_watches"
-            ));
+            return no(&unknown(why));
         }
         let lease = entered.lease;
         std::mem::forget(entered);
@@ -160,7 +161,7 @@ impl Daemon {
         let commands = self.may_command(asker);
         let uid = forget.uid.filter(|_| commands).unwrap_or(asker.uid);
         let key = (uid, forget.keep.name.clone());
-        let _ = self.watch_kept(&key);
+        let watched = self.watch_kept(&key);
         let mut state = self.state();
         match state.kept.get(&key) {
             None => {
@@ -172,6 +173,10 @@ impl Daemon {
             {
                 let message = "it is in use, and the secret is not the one that the first lease was given";
                 Err(refused(RefusedKind::Kept, message))
+            }
+            // It would count no more.
+            Some(kept) if let (false, Err(why), true) = (commands, watched, kept.is_in_use()) => {
+                Err(refused(RefusedKind::Kept, unknown(why)))
             }
             Some(_) => {
                 let kept = state.kept.remove(&key);
@@ -206,6 +211,7 @@ fn secret() -> Option<String> {
 mod tests {
     use super::*;
     use crate::daemon::PoolConfig;
+    use crate::left::Watches;
     use crate::memory_file::Page;
     use crate::own_file::tests::turn;
     use crate::stock::Shapes;
@@ -223,6 +229,8 @@ mod tests {
         let page = Page::Transparent;
         let file = MemoryFile::new(page, page.bytes()).expect("a file");
         file.make_lent(1000, 1000).expect("root may");
+        // Which whoever has it may do: it takes that right from itself.
+        rustix::fs::fchmod(&file, rustix::fs::Mode::empty()).expect("root may");
         let copy = file.as_fd().try_clone_to_owned().expect("a descriptor");
         let owner = Asker { gid: 1000, ..Asker::user(1000) };
         let whose = (&owner, Who::User(1000));
@@ -245,6 +253,25 @@ mod tests {
         assert_eq!(left, [Left { uid: 1000, bytes: page.bytes() }], "somebody has it open");
         let owner = rustix::fs::fstat(&copy).expect("a file");
         assert_eq!((owner.st_uid, owner.st_gid), (1000, 1000), "and it is whose it was");
+    }
+
+    /// Whoever forgets what it has, and what nobody can watch, would have it for nothing.
+    #[test]
+    fn what_cannot_be_watched_is_not_forgotten_while_it_is_in_use() {
+        let _turn = turn();
+        let page = Page::Transparent;
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0);
+        let daemon = Daemon { watches: Watches::broken(), ..Daemon::new(config) };
+        let file = MemoryFile::new(page, page.bytes()).expect("a file").into_fd();
+        let kept = Kept::new(file, (&Asker::user(1000), Who::User(1000)), "cache".to_owned(), "secret".to_owned());
+        let kept = kept.expect("a record");
+        let lent = kept.lend().expect("it may").expect("nobody has it");
+        daemon.adopt_kept(vec![kept]);
+        let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
+        let forget = || daemon.forget(&Asker::user(1000), &Forget { keep: keep.clone(), uid: None });
+        assert!(forget().expect_err("it has it").message.contains("how long the memory is in use"));
+        drop(lent);
+        forget().expect("nobody has it");
     }
 
     /// Whose memory it is can have the kernel wait with that file, and nobody but itself with the daemon.

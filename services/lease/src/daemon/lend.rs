@@ -118,9 +118,9 @@ impl Daemon {
                 None => "this daemon's memory may be on any node; serve one pool per node with --node".to_owned(),
             });
         }
+        self.end_returned();
         let (entered, account) = {
             let mut state = self.state();
-            state.forget_returned(&self.watches);
             let policy = self.policy();
             let account = policy.account(asker);
             let allowed = policy.allows(asker, bytes, state.has(account), *node);
@@ -166,23 +166,7 @@ impl Daemon {
             let mut file = template.map_or_else(|| self.take_ready(bytes), |asked| self.take_filled(&asked))?;
             service::let_go(&file);
             let had = file.bytes();
-            // Whoever fills is told when it is certain that something is missing, and whether a program starts.
-            // What is there needs no room, and a program that starts does not wait until the kernel has said what there is.
-            let prepared = if bytes <= had || bytes - had <= self.config.room() {
-                prepare(&mut file, had, bytes, self.config.node)
-            } else {
-                Err(FileError::NoPages)
-            };
-            let watch = || self.watches.add(&file);
-            match prepared.and_then(|()| file.make_lent_after(asker.uid, asker.gid, watch)) {
-                // Whoever has a bound would have none.
-                Ok(Err(why)) if !self.may_command(asker) => {
-                    self.changed.notify_all();
-                    let message = format!(
-                        "it cannot be known how long the memory is in use: inotify: {why}; raise fs.inotify.max_user_watches"
-                    );
-                    return Err(refused(RefusedKind::Empty, message));
-                }
+            match self.prepare(asker, &mut file, bytes) {
                 Ok(watch) => {
                     let late = bytes.saturating_sub(had);
                     let mut state = self.state();
@@ -191,7 +175,7 @@ impl Daemon {
                         state.put_off = Some(Instant::now());
                     }
                     self.changed.notify_all();
-                    return Ok((file, late, watch.ok()));
+                    return Ok((file, late, watch));
                 }
                 // It goes back to the kernel, which knows which page of it is broken.
                 Err(FileError::HwPoisoned) => {
@@ -200,35 +184,63 @@ impl Daemon {
                     self.log("poisoned", json!({ "bytes": file.bytes() }));
                 }
                 Err(why) => {
-                    let whole = file.resize(had).is_ok();
-                    if whole && template.is_none() {
-                        service::store(&file);
-                    }
-                    let mut state = self.state();
                     if bytes > had {
-                        let until = Instant::now() + GROW_AGAIN.max(began.elapsed() * GROW_AGAIN_TIMES);
-                        // A short try does not end the pause after a long one.
-                        let until = state.short.map_or(until, |(_, before)| before.max(until));
-                        let less = state.growth().min((bytes - had) / 2);
-                        state.short = Some((less, until));
+                        self.grow_later(bytes - had, began.elapsed());
                     }
-                    // Of a template another is filled.
-                    state.ready.extend((whole && template.is_none()).then_some(file));
+                    // What was cut off is gone: another file is filled.
+                    if file.bytes() >= had && file.resize(had).is_ok() && file.mark_ready(true).is_ok() {
+                        match &template {
+                            Some(asked) => self.put_filled_back(asked, file),
+                            None => _ = self.make_ready(file),
+                        }
+                    }
                     self.changed.notify_all();
                     return Err(short(bytes, had, &why.to_string()));
                 }
             }
         }
     }
+
+    /// Makes a file one of `bytes` that is its owner's and no ready one any more: all there, none broken, and watched, which nobody goes
+    /// without but whoever has no bound.
+    fn prepare(&self, asker: &Asker, file: &mut MemoryFile, bytes: u64) -> Result<Option<Watch>, FileError> {
+        // What can fail without having changed the file comes first. Whoever fills is told when it is certain that something is missing,
+        // and whether a program starts.
+        file.mark_ready(false)?;
+        let watch = self.watches.add(&*file).map_err(FileError::Unwatched);
+        let watch = if self.may_command(asker) { watch.ok() } else { Some(watch?) };
+        // What is there needs no room, and a program that starts does not wait until the kernel has said what there is.
+        let had = file.bytes();
+        if bytes > had && bytes - had > self.config.room() {
+            return Err(FileError::NoPages);
+        }
+        resize(file, bytes, self.config.node)?;
+        file.give_to(asker.uid, asker.gid)?;
+        Ok(watch)
+    }
+
+    /// Has no file grow for a while by half as much as could not be had in such a time.
+    fn grow_later(&self, growth: u64, took: Duration) {
+        let mut state = self.state();
+        let until = Instant::now() + GROW_AGAIN.max(took * GROW_AGAIN_TIMES);
+        // A short try does not end the pause after a long one.
+        let until = state.short.map_or(until, |(_, before)| before.max(until));
+        let less = state.growth().min(growth / 2);
+        state.short = Some((less, until));
+    }
 }
 
 fn short(bytes: u64, had: u64, why: &str) -> Refused {
-    let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
+    let message = match had >= bytes {
+        true => format!("{bytes} bytes are ready, and cannot be lent: {why}"),
+        false => format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}"),
+    };
     refused(RefusedKind::Empty, message)
 }
 
-/// Makes a file of `had` filled bytes one of `bytes`, all there and none broken.
-fn prepare(file: &mut MemoryFile, had: u64, bytes: u64, node: Option<u32>) -> Result<(), FileError> {
+/// Makes a full file one of `bytes`, all there and none broken.
+fn resize(file: &mut MemoryFile, bytes: u64, node: Option<u32>) -> Result<(), FileError> {
+    let had = file.bytes();
     if bytes != had {
         file.resize(bytes)?;
     }
@@ -268,6 +280,7 @@ fn fill_in_parallel(file: &MemoryFile, from: u64, to: u64, node: Option<u32>) ->
 mod tests {
     use super::*;
     use crate::background::may_make_no_thread;
+    use crate::left::Watches;
     use crate::memory_file::Page;
     use crate::policy::{LendingPolicy, Who};
     use crate::stock::Shapes;
@@ -314,6 +327,58 @@ mod tests {
         assert!(daemon.state().growth() < long);
         daemon.end(leased.lease);
         assert_eq!(daemon.state().growth(), u64::MAX, "its memory is there again");
+    }
+
+    /// What cannot be lent stays ready if it is as long as it was, and is gone if not: a file that was cut has a hole where its end was.
+    #[test]
+    fn what_cannot_be_lent_is_full_or_not_ready() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root may give files to others, and can give that up");
+            return;
+        }
+        let page = Page::Transparent;
+        let size = |text: &str| text.parse().ok();
+        let policy = LendingPolicy::read(0, "uid 61010 1000000000", size).expect("a line");
+        let config = PoolConfig { policy, ..PoolConfig::new(page, Shapes(vec![2 * page.bytes()]), u64::MAX, 0) };
+        let fill = |daemon: &Daemon| {
+            daemon.fill_ended(Some(MemoryFile::new(page, 2 * page.bytes()).expect("a file")));
+        };
+        let refusal = |daemon: &Daemon, bytes| {
+            daemon.lease(&Asker::user(61_010), 7, &Wish::of(bytes)).expect_err("as planted").message
+        };
+        let is_as_it_was = |daemon: &Daemon| {
+            let state = daemon.state();
+            let found = rustix::fs::fstat(&state.ready[0]).expect("a file");
+            assert_eq!((state.ready[0].bytes(), found.st_size as u64), (2 * page.bytes(), 2 * page.bytes()));
+            assert_eq!((found.st_mode & 0o777, found.st_uid), (0, 0), "the next daemon may adopt it");
+        };
+        let daemon = Daemon::new(config.clone());
+        fill(&daemon);
+        let without_the_right = || {
+            let (head, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
+            // SAFETY: the capabilities of this thread alone; both outlive the call (capset(2), version 3).
+            assert_eq!(unsafe { libc::syscall(libc::SYS_capset, head.as_ptr(), none.as_ptr()) }, 0);
+            [2, 1].map(|pages| {
+                let message = refusal(&daemon, pages * page.bytes());
+                assert!(message.contains("CAP_CHOWN"), "{message}");
+                let ready = daemon.status().ready;
+                (pages == 2).then(|| is_as_it_was(&daemon));
+                ready
+            })
+        };
+        let ready = std::thread::scope(|scope| scope.spawn(without_the_right).join().expect("no panic"));
+        assert_eq!(ready, [vec![2 * page.bytes()], vec![]]);
+        // Where nothing can be watched nothing is cut.
+        let daemon = Daemon { watches: Watches::broken(), ..Daemon::new(config) };
+        fill(&daemon);
+        for pages in [2, 1] {
+            assert!(refusal(&daemon, pages * page.bytes()).contains("inotify"));
+            is_as_it_was(&daemon);
+        }
+        // What is drained meanwhile is not ready again.
+        daemon.state().drained = true;
+        assert!(refusal(&daemon, page.bytes()).contains("inotify"));
+        assert!(daemon.status().ready.is_empty());
     }
 
     /// The daemon's threads have a limit (TasksMax, RLIMIT_NPROC), which others may use up.
@@ -366,6 +431,37 @@ mod tests {
         lease().expect("one more");
     }
 
+    /// Whoever leases again and again has no more than what it has not given back, whether it says so or not.
+    #[test]
+    fn what_nobody_has_any_more_does_not_count() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root gives files away");
+            return;
+        }
+        let page = Page::Transparent;
+        let size = |text: &str| text.parse().ok();
+        let policy = LendingPolicy::read(0, &format!("uid 61006 {}", 2 * page.bytes()), size).expect("a line");
+        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0);
+        let daemon = Daemon::new(PoolConfig { policy, ..config });
+        let lease = || {
+            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+            daemon.lease(&Asker::user(61_006), 7, &Wish::of(page.bytes()))
+        };
+        let leases = || daemon.status().leases.iter().map(|lent| lent.lease).collect::<Vec<_>>();
+        let (first, file) = lease().expect("the first");
+        for _ in 0..4 {
+            let (leased, back) = lease().expect("one of two");
+            assert_eq!(leases(), [first.lease, leased.lease]);
+            drop(back);
+            assert_eq!(leases(), [first.lease]);
+        }
+        let _second = lease().expect("one of two");
+        assert_eq!(daemon.state().leases.len(), 2);
+        assert!(lease().expect_err("it has two").message.contains("leased already"));
+        drop(file);
+        lease().expect("one is back");
+    }
+
     /// What is being given counts already: two requests at once do not pass the quota together.
     #[test]
     fn two_at_once_do_not_pass_the_quota() {
@@ -375,7 +471,7 @@ mod tests {
             eprintln!("skipped: only root gives files away");
             return;
         }
-        // Asked when the file is taken: the first who does so stays there.
+        // Asked when a file that was taken is to grow: the first who does so stays there.
         let free = |_: Page, _| {
             if CALLS.fetch_add(1, Ordering::Relaxed) == 0 {
                 GATE.wait();
@@ -385,11 +481,12 @@ mod tests {
         };
         let page = Page::Transparent;
         let size = |text: &str| text.parse().ok();
-        let policy = LendingPolicy::read(0, &format!("uid 61007 {}", page.bytes()), size).expect("a line");
+        let bytes = 2 * page.bytes();
+        let policy = LendingPolicy::read(0, &format!("uid 61007 {bytes}"), size).expect("a line");
         let config = PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), u64::MAX, 0);
         let daemon = Daemon::new(PoolConfig { free, policy, ..config });
         (0..2).for_each(|_| daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file"))));
-        let lease = || daemon.lease(&Asker::user(61_007), 7, &Wish::of(page.bytes()));
+        let lease = || daemon.lease(&Asker::user(61_007), 7, &Wish::of(bytes));
         let (first, second) = std::thread::scope(|scope| {
             let first = scope.spawn(lease);
             GATE.wait();
@@ -397,7 +494,9 @@ mod tests {
             GATE.wait();
             (first.join().expect("no panic"), second)
         });
-        assert!(first.is_ok() && second.expect_err("one page").message.contains("leased already"));
+        assert!(second.expect_err("no more than one").message.contains("leased already"));
+        // Not every machine has huge pages for files.
+        assert!(first.is_ok() || first.is_err_and(|refused| refused.message.contains("not to be had")));
     }
 
     /// Whatever happens to the thread that leases, nothing is lent to it.

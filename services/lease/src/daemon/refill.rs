@@ -117,24 +117,24 @@ impl Daemon {
 
     /// A file is full, or was given up.
     pub(crate) fn fill_ended(&self, file: Option<MemoryFile>) {
-        if let Some(file) = &file {
-            // Before anybody can have it: the manager is told to let go of it after it was told to hold it.
-            service::store(file);
-        }
+        let bytes = file.and_then(|file| Some(file.bytes()).filter(|_| self.make_ready(file)));
+        self.state().filling = None;
+        bytes.into_iter().for_each(|bytes| self.log("filled", json!({ "bytes": bytes })));
+    }
+
+    /// Has a file ready that is full and nobody's; false if nothing is to be ready any more, and it goes back to the kernel.
+    pub(super) fn make_ready(&self, file: MemoryFile) -> bool {
+        // Before anybody can have it: the manager is told to let go of it after it was told to hold it.
+        service::store(&file);
         let mut state = self.state();
-        state.filling = None;
-        let Some(file) = file else { return };
         if state.drained {
             drop(state);
-            // In the meantime: back to the kernel.
             service::let_go(&file);
-            return;
+            return false;
         }
-        let bytes = file.bytes();
         state.ready.push(file);
         self.changed.notify_all();
-        drop(state);
-        self.log("filled", json!({ "bytes": bytes }));
+        true
     }
 }
 

@@ -26,6 +26,9 @@ pub(super) struct Filled {
 /// For so long a client waits for a look at a file that another one has begun.
 const SOON: Duration = Duration::from_secs(2);
 
+/// The same for one that does not ask for that template alone.
+const AT_ONCE: Duration = Duration::from_millis(100);
+
 /// After that long a file that could not be read is tried again.
 const AGAIN: Duration = Duration::from_secs(10);
 
@@ -61,9 +64,9 @@ impl Daemon {
         self.looks[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The same for a client: `None` if who has the turn waits for a disk that does not answer.
-    fn look_soon(&self, index: usize) -> Option<MutexGuard<'_, ()>> {
-        let end = Instant::now() + SOON;
+    /// The same for a client that waits so long: `None` if who has the turn waits for a disk that does not answer.
+    fn look_soon(&self, index: usize, patience: Duration) -> Option<MutexGuard<'_, ()>> {
+        let end = Instant::now() + patience;
         loop {
             match self.looks[index].try_lock() {
                 Err(TryLockError::WouldBlock) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
@@ -105,7 +108,7 @@ impl Daemon {
     /// [`Refused`]: there is none of that name for that user.
     pub(super) fn template(&self, asker: &Asker, name: &str) -> Result<Asked, Refused> {
         let index = self.config.templates.iter().position(|template| template.name == name);
-        let look = index.map(|index| self.look_soon(index));
+        let look = index.map(|index| self.look_soon(index, SOON));
         if matches!(look, Some(None)) {
             let message = format!("template `{name}`: its disk does not answer; ask again when it does");
             return Err(refused(RefusedKind::Empty, message));
@@ -136,6 +139,13 @@ impl Daemon {
         }
     }
 
+    /// Whether that user may read the file of a template, as it was looked at last: not while its disk does not answer.
+    pub(super) fn may_read(&self, asker: &Asker, index: usize) -> bool {
+        let Some(_look) = self.look_soon(index, AT_ONCE) else { return false };
+        let version = self.state().templates[index].version;
+        version.is_some_and(|version| version.is_readable_by(&self.config.templates[index].path, asker))
+    }
+
     /// Memory that has the bytes of the file that was asked for, which may have been replaced since.
     pub(super) fn take_filled(&self, asked: &Asked) -> Result<MemoryFile, Refused> {
         let mut state = self.state();
@@ -145,6 +155,17 @@ impl Daemon {
             let why = filled.why.as_ref().map_or("it is being filled".to_owned(), |(why, _)| why.clone());
             refused(RefusedKind::Empty, format!("template `{}`: {why}", filled.of.name))
         })
+    }
+
+    /// Has memory ready that was taken for that and could not be lent.
+    pub(super) fn put_filled_back(&self, asked: &Asked, file: MemoryFile) {
+        let mut state = self.state();
+        let drained = state.drained;
+        let filled = &mut state.templates[asked.index];
+        // It may have been filled again, or with another file.
+        if !drained && filled.version == Some(asked.version) && filled.ready.is_none() {
+            filled.ready = Some(file);
+        }
     }
 
     /// All of a template's bytes are in `file`, or why not.
@@ -209,6 +230,27 @@ mod tests {
         assert!(refusal().contains("its disk does not answer"));
         drop(looks);
         assert!(refusal().contains("cannot be read"));
+    }
+
+    #[test]
+    fn a_status_has_no_template_that_its_user_may_not_read() {
+        use std::os::unix::fs::PermissionsExt;
+        let path = std::env::temp_dir().join(format!("hugemm-templates-status-{}", std::process::id()));
+        std::fs::write(&path, "snapshot").expect("written");
+        let templates = vec![Template { name: "snap".to_owned(), path: path.clone() }];
+        let config = PoolConfig::new(Page::Transparent, Shapes(Vec::new()), u64::MAX, 0);
+        let daemon = Daemon::new(PoolConfig { templates, ..config });
+        let other = Asker { uid: u32::MAX - 1, gid: u32::MAX - 1, groups: Vec::new() };
+        let sees = |mode| {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("its own");
+            daemon.look_at_template(0);
+            [&other, &Asker::user(0)].map(|asker| daemon.status_for(asker).templates.len())
+        };
+        assert_eq!([sees(0o600), sees(0o644)], [[0, 1], [1, 1]]);
+        let look = daemon.look(0);
+        assert_eq!(daemon.status_for(&other).templates.len(), 0, "its disk does not answer");
+        drop(look);
+        std::fs::remove_file(path).expect("removed");
     }
 
     /// Whatever was wrong with a reading, its memory is not lent, and why is said.
