@@ -241,7 +241,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// The frames, and why: [`NotAdded`](RemoveError::NotAdded) if they are no arena that was added, all of it;
     /// [`HwPoisoned`](RemoveError::HwPoisoned) if one of them is, which the manager remembers; [`Contended`](RemoveError::Contended) while
-    /// a claim is at work in them. Nothing has changed.
+    /// a claim is at work in them. Nothing has changed; they are the caller's, to keep or to free.
     ///
     /// # Safety
     ///

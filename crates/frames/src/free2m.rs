@@ -230,7 +230,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// ways to look finds.
     fn seek(&self, lists: &FreeLists, log: u32, ways: &[Way], limit: Pfn) -> Option<FreeRun<'m>> {
         let fits = |run: &FreeRun<'_>| run.pfn().get() + (1 << (BLOCK_ORDER + log)) <= limit.get();
-        let last = ways.last()?.0;
+        let (last, where_broken) = *ways.last()?;
         // Where nothing is known to be zero, whatever is free is dirty.
         let ways = || ways.iter().filter(|(sought, _)| *sought != Sought::Any || lists.zero_2m != 0);
         // Whoever looks in several ways looks in the end for all that there is of the last content.
@@ -240,6 +240,10 @@ impl<'m, E: Env> Frames<'m, E> {
         };
         let kind = SMALL_KINDS + last.row(log);
         let mut search = Search::new(kind..kind + 1, limit);
+        if where_broken {
+            // Where nothing is broken nothing is found, and nothing remembered.
+            search = search.in_few();
+        }
         while let Some(places) = self.next_places(lists, &mut search) {
             if let Some(run) = ways().find_map(|way| self.seek_in(lists, &places, log, *way).filter(fits)) {
                 return Some(run);

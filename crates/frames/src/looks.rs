@@ -46,6 +46,11 @@ pub(crate) mod tests {
     /// A manager to which arenas have been added in an order that is neither ascending nor descending; nothing adjoins. All is free. And how
     /// many slots were looked at in one pin of that.
     fn with_many_arenas(test: impl FnOnce(&Frames<'_>, &Threads, u64)) {
+        let added: Vec<ArenaSpec> = (1..=ADDED).map(|at| spec((at * 7 % (ADDED + 1)) << 15, PAGES)).collect();
+        with_arenas(&added, test);
+    }
+
+    fn with_arenas(added: &[ArenaSpec], test: impl FnOnce(&Frames<'_>, &Threads, u64)) {
         let given = [spec(0, GIVEN)];
         let config = FramesConfig::new(&given, 1);
         let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
@@ -55,7 +60,6 @@ pub(crate) mod tests {
         let threads: Threads = Threads::new(());
         run_as(0);
         release(&frames, &threads.cx(), given[0].extent);
-        let added: Vec<ArenaSpec> = (1..=ADDED).map(|at| spec((at * 7 % (ADDED + 1)) << 15, PAGES)).collect();
         let pieces: Vec<Memory> =
             added.iter().map(|spec| Memory::new(Frames::<Plain>::added_bytes(spec).expect("valid"))).collect();
         let mut most = 0;
@@ -158,6 +162,27 @@ pub(crate) mod tests {
                 let most = most_of(frames, threads, order, HIGH, false);
                 assert!(most <= 2 * FEW, "some is free: {most} slots looked at for order {order}");
             }
+        });
+    }
+
+    /// Arenas that are free as a whole, as those of most machines that were given memory, have no place that is broken, and are not asked for
+    /// one each time a page is sought.
+    #[test]
+    #[cfg_attr(miri, ignore = "130 GiB of arenas")]
+    fn a_page_is_not_sought_in_all_arenas_that_are_whole() {
+        let added: Vec<ArenaSpec> = (1..=130).map(|at| spec(at << 18, 1 << 18)).collect();
+        with_arenas(&added, |frames, threads, _| {
+            let cx = threads.cx();
+            let given = frames.take_range(&cx, spec(0, GIVEN).extent).expect("free").into_extent();
+            // Some pages in each word of two groups.
+            for page in (0..1024).step_by(64).map(|at| given.slice(at, at + 1)) {
+                // SAFETY: part of what was taken.
+                frames.free_extent(&cx, unsafe { Dirty::assume_owned(page) });
+            }
+            frames.drain(&cx);
+            let request = AllocRequest::order(Order::ZERO);
+            let most = most_in_a_pin(threads, |cx| drop(frames.alloc(cx, request).expect("a page").into_dirty()));
+            assert!(most <= 2 * 64 * STEPS, "{most} slots looked at");
         });
     }
 }

@@ -64,7 +64,9 @@ mod hotplug {
         // SAFETY: the counters were a frame's, and nobody else has it.
         let page = |wide| unsafe { Frozen::assume_owned(frame_of(wide), Order::ZERO, Mobility::Unmovable) };
         // SAFETY: nobody asks about a frame of it by its number: what scans memory by numbers has been told before.
-        unsafe { frames.remove(cx, all, |wide| frames.free(cx, page(wide))) }.ok()
+        let removed = unsafe { frames.remove(cx, all, |wide| frames.free(cx, page(wide))) };
+        // Another claim, of a task that compacts, or poison.
+        removed.map_err(|(all, _)| frames.free_extent(cx, all)).ok()
     }
 }
 

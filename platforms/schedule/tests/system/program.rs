@@ -19,7 +19,7 @@ pub use book::SHARED_PAGES;
 use crate::file::File;
 use crate::world::{Cx, Follower, Handle, Model, Surroundings, World, span};
 use hugemm_base::{CpuCx, CpuId, Extent, Never, NodeId, PageSize, Pfn, VirtAddr, VirtRange};
-use hugemm_frames::{Frames, HwPoisoned, NoMigration};
+use hugemm_frames::{Frames, HwPoisoned, NoMigration, RemoveError};
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap};
 use hugemm_schedule::{Machine, has_loaded, point, progress, step};
