@@ -42,6 +42,8 @@
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
 //! | `arenas.rs` | which arena a frame is in; arenas that come and go while the manager runs |
 //! | `slots.rs` | where those are, and how the one of a frame is found |
+//! | `having.rs` | which of those that were added may have what is sought |
+//! | `balance.rs` | how their trees stay balanced |
 //! | `looks.rs` | for tests: how much a loop looks at under one pin |
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | `mobility.rs` | which allocations share 2 MiB blocks |
