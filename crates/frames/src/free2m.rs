@@ -332,25 +332,18 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of as many words at most as there is room for, so that a round ends
     /// soon. Known-zero ones come last.
+    #[inline(never)]
     pub(crate) fn take_many_2m(&self, lists: &mut FreeLists, want: u64, batches: &mut [Batch]) {
         let mut left = want;
         for batch in batches {
-            if left != 0 {
-                self.take_batch(lists, left, batch);
-                left = if batch.blocks == 0 { 0 } else { left - ones(batch.blocks) };
-            }
+            let found = if left == 0 { None } else { self.seek(lists, 0, &DIRTY_FIRST, Pfn::LIMIT) };
+            let Some(FreeRun { arena, region, base, index, sought }) = found else { return };
+            let blocks = lowest(region.available(index.word(), sought), left);
+            let base = Position::<Blocks>::in_word(index.word(), 0).pfn(base);
+            left -= ones(blocks);
+            lists.pages -= pages(blocks);
+            *batch = Batch { base, blocks, zero: take_word(lists, arena, base, blocks, false) };
         }
-    }
-
-    /// Takes those of one word.
-    #[inline(never)]
-    fn take_batch(&self, lists: &mut FreeLists, want: u64, batch: &mut Batch) {
-        let found = self.seek(lists, 0, &DIRTY_FIRST, Pfn::LIMIT);
-        let Some(FreeRun { arena, region, base, index, sought }) = found else { return };
-        let blocks = lowest(region.available(index.word(), sought), want);
-        let base = Position::<Blocks>::in_word(index.word(), 0).pfn(base);
-        lists.pages -= pages(blocks);
-        *batch = Batch { base, blocks, zero: take_word(lists, arena, base, blocks, false) };
     }
 }
 

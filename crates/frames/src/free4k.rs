@@ -20,7 +20,7 @@
 
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
 use crate::arenas::Search;
-use crate::bits::{RUNS, descending, lowest, ones};
+use crate::bits::{RUNS, descending, lowest, one_loop, ones};
 use crate::blockmap::{
     Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, add, count_runs, every, first_run, runs_in, spans,
 };
@@ -103,7 +103,7 @@ fn end_in(word: u64) -> u32 {
 /// The largest order of runs in 2 MiB plus 1, 0 if there is none.
 fn end_of(room: &[u64; WORDS]) -> u32 {
     let whole = |order: u32| first_run::<Pages>(order, room).is_some();
-    let end = room.iter().fold(0, |end, word| end.max(end_in(*word)));
+    let end = one_loop(&room[..]).iter().fold(0, |end, word| end.max(end_in(*word)));
     if end < 7 { end } else { 7 + u32::from(whole(7)) + u32::from(whole(8)) }
 }
 
