@@ -171,22 +171,21 @@ impl<'m, E: Env> Frames<'m, E> {
     ) {
         let region = arena.region(pfn);
         let careful = self.has_suspects();
+        if divided {
+            for (at, bits) in spans(in_region(pfn), count) {
+                region.split.set_shared(at, bits, false);
+            }
+        }
         let whole_words = in_region(pfn).bit() == 0 && count.is_multiple_of(WORD_BITS);
         if whole_words && content == Content::Dirty && !careful {
             let first = in_region(pfn).word();
             for at in first..(first + count / WORD_BITS).min(WORDS) {
                 region.starts.fill(at, true);
-                if divided {
-                    region.split.set_shared(at, u64::MAX, false);
-                }
                 region.zero.set_locked(at, u64::MAX, false);
                 region.free.fill(at, true);
             }
         } else {
             for (at, bits) in spans(in_region(pfn), count) {
-                if divided {
-                    region.split.set_shared(at, bits, false);
-                }
                 free_word(lists, region, at, bits, content, careful);
             }
         }
@@ -252,11 +251,9 @@ impl<'m, E: Env> Frames<'m, E> {
     fn seek_in(&self, lists: &FreeLists, places: &Places<'m>, log: u32, way: Way) -> Option<FreeRun<'m>> {
         let (sought, where_broken) = way;
         let row = SMALL_KINDS + sought.row(log);
+        let without = where_broken.then_some(SMALL_KINDS + WHOLE_ROW);
         while !lists.is_spent() {
-            let number = match where_broken {
-                true => places.rows.first_without(row, SMALL_KINDS + WHOLE_ROW)?,
-                false => places.rows.first(row)?,
-            };
+            let number = places.rows.first_without(row, without)?;
             let (arena, region, base) = places.at(number)?;
             if let Some(index) = first_run(log, &region.room(sought)) {
                 return Some(FreeRun { arena, region, base, index, sought });
@@ -288,13 +285,14 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut from = from;
         while let Some((place, arena)) = self.arena_on(lists, from) {
             let first = arena.extent.base().get() >> REGION_ORDER;
-            let before = (from >> REGION_ORDER).saturating_sub(place >> REGION_ORDER);
-            for (at, region) in arena.regions.iter().enumerate().skip(before as usize) {
+            let mut at = (from >> REGION_ORDER).saturating_sub(place >> REGION_ORDER);
+            while let Some(region) = arena.regions.get(at as usize) {
                 if lists.is_spent() {
-                    return ControlFlow::Continue(place.max(((place >> REGION_ORDER) + at as u64) << REGION_ORDER));
+                    return ControlFlow::Continue(place.max(((place >> REGION_ORDER) + at) << REGION_ORDER));
                 }
                 lists.looked_in_vain();
-                let base = Pfn::new((first + at as u64) << REGION_ORDER);
+                let base = Pfn::new((first + at) << REGION_ORDER);
+                at += 1;
                 let mut index = 0;
                 while index < SPAN {
                     let first = Position::<Blocks>::new(index);

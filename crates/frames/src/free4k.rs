@@ -206,18 +206,16 @@ impl<'m, E: Env> Frames<'m, E> {
         for (at, bits) in spans(in_block(pfn), count) {
             block.starts.set_shared(at, bits, true);
             block.free.set_locked(at, bits, true);
-            // Where nothing is free no zero bit is set.
-            if zero {
-                block.zero.set_locked(at, bits, true);
-            }
+        }
+        lists.pages += count as u64;
+        // Where nothing is free no zero bit is set.
+        if zero {
+            spans(in_block(pfn), count).for_each(|(at, bits)| block.zero.set_locked(at, bits, true));
+            note_zero(lists, block, count as u64);
         }
         let mut end = 0;
         for (at, _) in spans(in_block(pfn), count) {
             end = end.max(end_at(&block.free, at));
-        }
-        lists.pages += count as u64;
-        if zero {
-            note_zero(lists, block, count as u64);
         }
         if self.is_isolating() && arena.region(pfn).isolated.get(in_region(pfn)) {
             lists.isolated += count as u64;
