@@ -281,6 +281,7 @@ impl<'m> Arenas<'m> {
     }
 
     /// The arena of any frame, if it is on a node whose lock the caller holds.
+    #[inline(never)]
     pub(crate) fn of_any(&self, pfn: Pfn, lists: &FreeLists) -> Option<&'m Arena<'m>> {
         let given = self.given(pfn).filter(|arena| arena.node == lists.node);
         given.or_else(|| {

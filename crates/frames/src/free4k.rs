@@ -515,7 +515,7 @@ impl<'m, E: Env> Frames<'m, E> {
 fn lowest_of(lists: &FreeLists, places: &Places<'_>, kind: usize) -> Option<(usize, Position<Blocks>)> {
     while !lists.is_spent() {
         let number = places.rows.first(kind)?;
-        if let Some(at) = places.at(number)?.1.has[kind].positions().next() {
+        if let Some(at) = places.at(number)?.1.has.get(kind)?.positions().next() {
             return Some((number, at));
         }
         places.rows.put(kind, number, false);

@@ -239,6 +239,7 @@ impl<'m> PerCpu<'m> {
     }
 
     /// How many entries those are.
+    #[inline(never)]
     pub(crate) fn entries(capacities: &Capacities) -> u64 {
         2 * capacities.blocks.iter().sum::<u64>() + Outgoing::entries(capacities.words)
     }
