@@ -12,6 +12,12 @@ pub(crate) fn one_copy<I: Iterator>(mut items: I) -> impl Iterator<Item = I::Ite
     core::iter::from_fn(move || next(&mut items))
 }
 
+/// The same items, of which the compiler does not know how many there are: a loop over them stays one.
+#[inline]
+pub(crate) fn one_loop<S>(items: S) -> S {
+    core::hint::black_box(items)
+}
+
 /// How many bits of a word are set. One copy of it: without an instruction for it, it is fifteen others.
 #[inline(never)]
 pub(crate) fn ones(word: u64) -> u64 {
@@ -21,7 +27,7 @@ pub(crate) fn ones(word: u64) -> u64 {
 /// How many bits of some words are set.
 #[inline(never)]
 pub(crate) fn count(words: &[u64]) -> u64 {
-    words.iter().copied().map(ones).sum()
+    one_loop(words).iter().copied().map(ones).sum()
 }
 
 /// The lowest `count` bits of a word.

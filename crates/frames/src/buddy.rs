@@ -147,6 +147,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The same for frames that have been looked at: none is refused.
+    #[inline(never)]
     pub(crate) fn free_admitted(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, content: Content) {
         let mut rest = extent;
         while !rest.is_empty() {

@@ -98,7 +98,7 @@ impl<'m, E: Env> Frames<'m, E> {
         kind: usize,
     ) -> Option<Place<'m>> {
         let (arena, region, base) = places.at(places.rows.first(kind)?)?;
-        for at in region.has[kind].positions().filter(|at| !region.isolated.get(*at)).take(TRIES) {
+        for at in region.has.get(kind)?.positions().filter(|at| !region.isolated.get(*at)).take(TRIES) {
             let near = at.pfn(base).max(arena.extent.base());
             // What has room has bits of its own mobility only.
             let mut room = arena.block(near).room(sought);

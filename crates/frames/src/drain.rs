@@ -132,9 +132,10 @@ impl<'m, E: Env> Frames<'m, E> {
     #[cold]
     #[inline(never)]
     fn free_runs(&self, lists: &mut FreeLists, word: Word) -> u64 {
+        let content = word.content();
         for run in word.runs() {
             for (arena, part) in one_copy(self.parts(run)) {
-                self.free_chunks(lists, arena, part, word.content());
+                self.free_chunks(lists, arena, part, content);
             }
         }
         word.pages()

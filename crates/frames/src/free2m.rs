@@ -172,22 +172,21 @@ impl<'m, E: Env> Frames<'m, E> {
     ) {
         let region = arena.region(pfn);
         let careful = self.has_suspects();
+        if divided {
+            for (at, bits) in spans(in_region(pfn), count) {
+                region.split.set_shared(at, bits, false);
+            }
+        }
         let whole_words = in_region(pfn).bit() == 0 && count.is_multiple_of(WORD_BITS);
         if whole_words && content == Content::Dirty && !careful {
             let first = in_region(pfn).word();
             for at in first..(first + count / WORD_BITS).min(WORDS) {
                 region.starts.fill(at, true);
-                if divided {
-                    region.split.set_shared(at, u64::MAX, false);
-                }
                 region.zero.set_locked(at, u64::MAX, false);
                 region.free.fill(at, true);
             }
         } else {
             for (at, bits) in spans(in_region(pfn), count) {
-                if divided {
-                    region.split.set_shared(at, bits, false);
-                }
                 free_word(lists, region, at, bits, content, careful);
             }
         }
@@ -257,11 +256,9 @@ impl<'m, E: Env> Frames<'m, E> {
     fn seek_in(&self, lists: &FreeLists, places: &Places<'m>, log: u32, way: Way) -> Option<FreeRun<'m>> {
         let (sought, where_broken) = way;
         let row = SMALL_KINDS + sought.row(log);
+        let without = where_broken.then_some(SMALL_KINDS + WHOLE_ROW);
         while !lists.is_spent() {
-            let number = match where_broken {
-                true => places.rows.first_without(row, SMALL_KINDS + WHOLE_ROW)?,
-                false => places.rows.first(row)?,
-            };
+            let number = places.rows.first_without(row, without)?;
             let (arena, region, base) = places.at(number)?;
             if let Some(index) = first_run(log, &region.room(sought)) {
                 return Some(FreeRun { arena, region, base, index, sought });
@@ -293,14 +290,15 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut from = from;
         while let Some((place, arena)) = self.arena_on(lists, from) {
             let first = arena.extent.base().get() >> REGION_ORDER;
-            let before = (from >> REGION_ORDER).saturating_sub(place >> REGION_ORDER);
-            for (at, region) in arena.regions.iter().enumerate().skip(before as usize) {
+            let mut at = (from >> REGION_ORDER).saturating_sub(place >> REGION_ORDER);
+            while let Some(region) = arena.regions.get(at as usize) {
                 if lists.is_spent() {
-                    return ControlFlow::Continue(place.max(((place >> REGION_ORDER) + at as u64) << REGION_ORDER));
+                    return ControlFlow::Continue(place.max(((place >> REGION_ORDER) + at) << REGION_ORDER));
                 }
                 // A word is a place: what is said of each of its runs costs as much.
                 (0..WORDS).for_each(|_| lists.looked_in_vain());
-                let base = Pfn::new((first + at as u64) << REGION_ORDER);
+                let base = Pfn::new((first + at) << REGION_ORDER);
+                at += 1;
                 let mut index = 0;
                 while index < SPAN {
                     looks::count();
@@ -339,25 +337,18 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of as many words at most as there is room for, so that a round ends
     /// soon. Known-zero ones come last.
+    #[inline(never)]
     pub(crate) fn take_many_2m(&self, lists: &mut FreeLists, want: u64, batches: &mut [Batch]) {
         let mut left = want;
         for batch in batches {
-            if left != 0 {
-                self.take_batch(lists, left, batch);
-                left = if batch.blocks == 0 { 0 } else { left - ones(batch.blocks) };
-            }
+            let found = if left == 0 { None } else { self.seek(lists, 0, &DIRTY_FIRST, Pfn::LIMIT) };
+            let Some(FreeRun { arena, region, base, index, sought }) = found else { return };
+            let blocks = lowest(region.available(index.word(), sought), left);
+            let base = Position::<Blocks>::in_word(index.word(), 0).pfn(base);
+            left -= ones(blocks);
+            lists.pages -= pages(blocks);
+            *batch = Batch { base, blocks, zero: take_word(lists, arena, base, blocks, false) };
         }
-    }
-
-    /// Takes those of one word.
-    #[inline(never)]
-    fn take_batch(&self, lists: &mut FreeLists, want: u64, batch: &mut Batch) {
-        let found = self.seek(lists, 0, &DIRTY_FIRST, Pfn::LIMIT);
-        let Some(FreeRun { arena, region, base, index, sought }) = found else { return };
-        let blocks = lowest(region.available(index.word(), sought), want);
-        let base = Position::<Blocks>::in_word(index.word(), 0).pfn(base);
-        lists.pages -= pages(blocks);
-        *batch = Batch { base, blocks, zero: take_word(lists, arena, base, blocks, false) };
     }
 }
 

@@ -20,7 +20,7 @@
 
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
 use crate::arenas::Search;
-use crate::bits::{RUNS, descending, lowest, ones};
+use crate::bits::{RUNS, descending, lowest, one_loop, ones};
 use crate::blockmap::{
     Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, add, count_runs, every, first_run, runs_in, spans,
 };
@@ -103,7 +103,7 @@ fn end_in(word: u64) -> u32 {
 /// The largest order of runs in 2 MiB plus 1, 0 if there is none.
 fn end_of(room: &[u64; WORDS]) -> u32 {
     let whole = |order: u32| first_run::<Pages>(order, room).is_some();
-    let end = room.iter().fold(0, |end, word| end.max(end_in(*word)));
+    let end = one_loop(&room[..]).iter().fold(0, |end, word| end.max(end_in(*word)));
     if end < 7 { end } else { 7 + u32::from(whole(7)) + u32::from(whole(8)) }
 }
 
@@ -206,18 +206,16 @@ impl<'m, E: Env> Frames<'m, E> {
         for (at, bits) in spans(in_block(pfn), count) {
             block.starts.set_shared(at, bits, true);
             block.free.set_locked(at, bits, true);
-            // Where nothing is free no zero bit is set.
-            if zero {
-                block.zero.set_locked(at, bits, true);
-            }
+        }
+        lists.pages += count as u64;
+        // Where nothing is free no zero bit is set.
+        if zero {
+            spans(in_block(pfn), count).for_each(|(at, bits)| block.zero.set_locked(at, bits, true));
+            note_zero(lists, block, count as u64);
         }
         let mut end = 0;
         for (at, _) in spans(in_block(pfn), count) {
             end = end.max(end_at(&block.free, at));
-        }
-        lists.pages += count as u64;
-        if zero {
-            note_zero(lists, block, count as u64);
         }
         if self.is_isolating() && arena.region(pfn).isolated.get(in_region(pfn)) {
             lists.isolated += count as u64;
@@ -517,7 +515,7 @@ impl<'m, E: Env> Frames<'m, E> {
 fn lowest_of(lists: &FreeLists, places: &Places<'_>, kind: usize) -> Option<(usize, Position<Blocks>)> {
     while !lists.is_spent() {
         let number = places.rows.first(kind)?;
-        if let Some(at) = places.at(number)?.1.has[kind].positions().next() {
+        if let Some(at) = places.at(number)?.1.has.get(kind)?.positions().next() {
             return Some((number, at));
         }
         places.rows.put(kind, number, false);

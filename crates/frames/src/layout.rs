@@ -274,8 +274,8 @@ struct Nearest<'a> {
     /// Of which list the next entry is, and how many there are of that.
     node: u32,
     step: u32,
-    /// What [`next`](Nearest::next) found last: its place.
-    last: u64,
+    /// The place that [`next`](Nearest::next) looks for, or the least above it.
+    from: u64,
 }
 
 impl Nearest<'_> {
@@ -293,15 +293,14 @@ impl Nearest<'_> {
             // Ordered by distance, then by step.
             let further = u64::from(self.config.distance(self.other(0), other)) + 1;
             let place = (if step == 0 { 0 } else { further << 32 }) | u64::from(step);
-            if self.step == 0 || place > self.last {
+            if place >= self.from {
                 nearest = nearest.min(place);
             }
         }
         let found = self.other(nearest as u32);
-        self.last = nearest;
-        self.step += 1;
+        (self.from, self.step) = (nearest.saturating_add(1), self.step + 1);
         if self.step == self.nodes {
-            (self.node, self.step) = (self.node + 1, 0);
+            (self.node, self.step, self.from) = (self.node + 1, 0, 0);
         }
         found
     }
@@ -350,7 +349,7 @@ unsafe fn fill_parts<'m, L: RawLock + 'm>(config: &FramesConfig<'_>, memory: *mu
         let nodes_at = carver.place::<Node<'_, L>>(count)?;
         let all_rows = carver.fill(count * words, |_| AtomicU64::new(0))?;
         let rows = |node: usize| Rows::new(&all_rows[node * words as usize..(node + 1) * words as usize], 0);
-        let mut nearest = Nearest { config, nodes: count as u32, node: 0, step: 0, last: 0 };
+        let mut nearest = Nearest { config, nodes: count as u32, node: 0, step: 0, from: 0 };
         let fallbacks = carver.fill(totals.fallbacks(config)?, |_| nearest.next())?;
         let fallback = |node: usize| fallbacks.get(node * count as usize..(node + 1) * count as usize).unwrap_or(&[]);
         let nodes = carver.base.add(nodes_at).cast::<Node<'m, L>>();

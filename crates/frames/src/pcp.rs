@@ -32,6 +32,7 @@
 //! to free. Nothing of the frame itself is touched.
 
 use crate::arena::{BLOCK_ORDER, REGION_ORDER};
+use crate::bits::one_loop;
 use crate::class::Class;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
@@ -238,6 +239,7 @@ impl<'m> PerCpu<'m> {
     }
 
     /// How many entries those are.
+    #[inline(never)]
     pub(crate) fn entries(capacities: &Capacities) -> u64 {
         2 * capacities.blocks.iter().sum::<u64>() + Outgoing::entries(capacities.words)
     }
@@ -290,7 +292,7 @@ impl<'m> PerCpu<'m> {
     pub(crate) fn settle(&self, frames: Extent) {
         self.local[0].store(frames.base().get(), Ordering::Relaxed);
         self.local[1].store(frames.pages(), Ordering::Relaxed);
-        core::hint::black_box(&self.classes[..]).iter().for_each(|class| class.set_near(frames.pages()));
+        one_loop(&self.classes[..]).iter().for_each(|class| class.set_near(frames.pages()));
     }
 
     /// A refill of a class of blocks of `order` found room at a frame: that is as far as near is.
@@ -357,8 +359,7 @@ impl<'m> PerCpu<'m> {
     /// Every class is as small as it was at first. One copy of it, and of the others that look at all classes.
     #[inline(never)]
     pub(crate) fn shrink(&self) {
-        // Of a length that the compiler does not know: a loop stays one.
-        core::hint::black_box(&self.classes[..]).iter().for_each(Class::shrink);
+        one_loop(&self.classes[..]).iter().for_each(Class::shrink);
     }
 
     /// Every class with its order.

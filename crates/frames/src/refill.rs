@@ -2,6 +2,7 @@
 //! [`pcp`](crate::pcp).
 
 use crate::arena::BLOCK_ORDER;
+use crate::bits::one_loop;
 use crate::chunk;
 use crate::class::Class;
 use crate::frames::{Env, Frames};
@@ -25,11 +26,9 @@ impl<'m, E: Env> Frames<'m, E> {
         let (want, node, order) = (class.want(), own.node, wanted.order.get());
         if order == BLOCK_ORDER {
             let mut batches = [Batch::default(); BATCHES];
-            let _ = self.with_node(pin, node, |lists| self.take_many_2m(lists, want, &mut batches));
-            for batch in batches.iter().rev() {
-                self.cache_batch(own, class, wanted, batch);
-            }
-            return;
+            let batches = one_loop(&mut batches[..]);
+            let _ = self.with_node(pin, node, |lists| self.take_many_2m(lists, want, batches));
+            return self.cache_batches(own, class, wanted, batches);
         }
         let apart = chunk::is_worth_it(want).then_some(own);
         let mut runs = [Run::default(); RUNS];
@@ -68,13 +67,15 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Blocks of 2 MiB go to the cache.
     #[inline(never)]
-    fn cache_batch(&self, own: &PerCpu<'m>, class: &Class<'m>, wanted: &Wanted, batch: &Batch) {
-        for taken in batch.descending() {
-            // At most half of what the watermark allows.
-            let _ = class.push(wanted.block(taken));
+    fn cache_batches(&self, own: &PerCpu<'m>, class: &Class<'m>, wanted: &Wanted, batches: &[Batch]) {
+        for batch in batches.iter().rev() {
+            for taken in batch.descending() {
+                // At most half of what the watermark allows.
+                let _ = class.push(wanted.block(taken));
+            }
+            // Of all, the lowest comes last.
+            batch.lowest().into_iter().for_each(|pfn| self.note_found(own, class, BLOCK_ORDER, pfn));
         }
-        // Of all, the lowest comes last.
-        batch.lowest().into_iter().for_each(|pfn| self.note_found(own, class, BLOCK_ORDER, pfn));
     }
 
     /// A refill found room at a frame.

@@ -53,10 +53,11 @@ impl<'m> Rows<'m> {
         self.lowest(self.row(kind)?)
     }
 
-    /// The same of those that have none of another kind.
+    /// The same of those that have none of another kind, if one is given.
     #[inline(never)]
-    pub(crate) fn first_without(&self, kind: usize, other: usize) -> Option<usize> {
-        self.lowest(self.row(kind)?.zip(self.row(other)?).map(|(kind, other)| kind & !other))
+    pub(crate) fn first_without(&self, kind: usize, other: Option<usize>) -> Option<usize> {
+        let (other, mask) = other.map_or((kind, 0), |other| (other, u64::MAX));
+        self.lowest(self.row(kind)?.zip(self.row(other)?).map(|(kind, other)| kind & !(other & mask)))
     }
 
     fn row(&self, kind: usize) -> Option<impl Iterator<Item = u64> + use<'m>> {

@@ -165,7 +165,7 @@ impl Tree {
     #[inline(never)]
     pub(crate) unsafe fn from<'m>(&self, pfn: Pfn) -> Option<(&'m Slot, Seen)> {
         loop {
-            // Acquire pairs with the Release in `exchange`.
+            // Acquire pairs with the Release in `change`.
             let changes = self.changes.load(Ordering::Acquire);
             let tree = (changes % 2) as usize;
             // SAFETY: the manager's own links.
