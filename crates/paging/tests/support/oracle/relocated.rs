@@ -18,9 +18,14 @@ impl<F: PageFormat> State<'_, F> {
         };
         let straddled = over(first) || over(end);
         let is_taken = |page: u64| self.pages.contains_key(&page) || self.is_away(page);
+        let is_large = |page: u64| {
+            self.leaf_pages(page).1 > 1 || self.away.get(&page).is_some_and(|(_, leaf)| leaf.size.pages() > 1)
+        };
         match result {
             Err(PagingError::Overlap { .. }) => {
-                return assert!(first < to_end && to < end || (to..to_end).any(is_taken));
+                // Or a table has been left there, empty, where a larger leaf is to be.
+                let is_in_the_way = first < to_end && to < end || (to..to_end).any(is_taken);
+                return assert!(is_in_the_way || (first..end).any(is_large));
             }
             Err(PagingError::Busy { .. }) => return assert!(!self.waiting.is_empty()),
             Err(PagingError::NoTable) => return assert!(failed),
@@ -32,9 +37,7 @@ impl<F: PageFormat> State<'_, F> {
             }
             Err(PagingError::NeedsSplit { at }) => {
                 let page = at.get() >> 12;
-                let large =
-                    self.leaf_pages(page).1 > 1 || self.away.get(&page).is_some_and(|(_, leaf)| leaf.size.pages() > 1);
-                return assert!(straddled || large && !(to.wrapping_sub(first)).is_multiple_of(512));
+                return assert!(straddled || is_large(page) && !(to.wrapping_sub(first)).is_multiple_of(512));
             }
             Err(other) => panic!("{other}"),
             Ok(stale) => {
