@@ -232,9 +232,8 @@ impl<'m> Arenas<'m> {
     #[inline(never)]
     fn later(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
         self.given(pfn).or_else(|| {
-            let (_, seen) = self.added_from(pfn).filter(|(_, seen)| seen.extent.contains(pfn))?;
             // SAFETY: by the contract of `Frames::remove` nobody looks for a frame of an arena that goes.
-            Some(&unsafe { seen.kept() }.arena)
+            self.added_with(pfn).map(|seen| &unsafe { seen.kept() }.arena)
         })
     }
 
@@ -242,6 +241,11 @@ impl<'m> Arenas<'m> {
     fn added_from(&self, pfn: Pfn) -> Option<(&'m Slot, Seen)> {
         // SAFETY: the manager's own tree.
         unsafe { self.tree.from(pfn) }
+    }
+
+    /// The one of them that has a frame. O(log arenas).
+    fn added_with(&self, pfn: Pfn) -> Option<Seen> {
+        self.added_from(pfn).map(|(_, seen)| seen).filter(|seen| seen.extent.contains(pfn))
     }
 
     /// Of those that the manager was made with.
@@ -274,10 +278,7 @@ impl<'m> Arenas<'m> {
     /// What the arena of any frame has, and its node. It may be gone by the time the caller knows.
     pub(crate) fn place_of(&self, pfn: Pfn) -> Option<(Extent, NodeId)> {
         let given = self.given(pfn).map(|arena| (arena.extent, arena.node));
-        given.or_else(|| {
-            let (_, seen) = self.added_from(pfn).filter(|(_, seen)| seen.extent.contains(pfn))?;
-            Some((seen.extent, seen.node))
-        })
+        given.or_else(|| self.added_with(pfn).map(|seen| (seen.extent, seen.node)))
     }
 
     /// The arena of any frame, if it is on a node whose lock the caller holds.
@@ -285,9 +286,9 @@ impl<'m> Arenas<'m> {
     pub(crate) fn of_any(&self, pfn: Pfn, lists: &FreeLists) -> Option<&'m Arena<'m>> {
         let given = self.given(pfn).filter(|arena| arena.node == lists.node);
         given.or_else(|| {
-            let added = self.added_from(pfn).filter(|(_, seen)| seen.node == lists.node && seen.extent.contains(pfn));
+            let added = self.added_with(pfn).filter(|seen| seen.node == lists.node);
             // SAFETY: the node's lock is held, under which alone an arena of it goes.
-            added.map(|(_, seen)| &unsafe { seen.kept() }.arena)
+            added.map(|seen| &unsafe { seen.kept() }.arena)
         })
     }
 

@@ -39,9 +39,14 @@ impl Slot {
     /// # Safety
     ///
     /// As [`side`](Slot::side).
-    unsafe fn both<'m>(&self, tree: usize) -> [Option<&'m Slot>; 2] {
+    pub(crate) unsafe fn both<'m>(&self, tree: usize) -> [Option<&'m Slot>; 2] {
         // SAFETY: passed on.
         [BELOW, ABOVE].map(|side| unsafe { self.side(tree, side) })
+    }
+
+    /// On which side of it a slot lies that begins with another frame.
+    pub(crate) fn side_of(&self, base: u64) -> usize {
+        if base < self.base() { BELOW } else { ABOVE }
     }
 
     fn put(&self, tree: usize, side: usize, slot: Option<&Slot>) {
@@ -112,7 +117,7 @@ unsafe fn changed<'m>(tree: usize, at: Option<&'m Slot>, slot: &'m Slot, comes: 
                 [below, above] => return below.or(above),
             },
             Some(at) => {
-                let side = if slot.base() < at.base() { BELOW } else { ABOVE };
+                let side = at.side_of(slot.base());
                 at.put(tree, side, changed(tree, at.side(tree, side), slot, comes));
                 at
             }

@@ -216,12 +216,10 @@ impl<'m, E: Env> Frames<'m, E> {
         memory: *mut u8,
         bytes: usize,
     ) -> Result<(), FramesConfigError> {
-        if !self.arenas.is_on(spec.node) {
-            return Err(FramesConfigError::NoSuchNode(spec.node));
-        }
+        let node = self.node(spec.node).filter(|_| self.arenas.is_on(spec.node));
+        let node = node.ok_or(FramesConfigError::NoSuchNode(spec.node))?;
         // SAFETY: the caller's promise, passed on.
         let filled = unsafe { Arenas::fill(spec, memory, bytes) }?;
-        let Some(node) = self.node(spec.node) else { return Err(FramesConfigError::NoSuchNode(spec.node)) };
         cx.pinned(|pin| {
             let _one = self.changes.lock(pin);
             let _lists = node.lists.lock(pin);

@@ -428,13 +428,8 @@ pub(crate) fn pages(bits: u64) -> u64 {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::arena::ArenaSpec;
-    use crate::frames::Plain;
     use crate::frozen::Frozen;
-    use crate::layout::FramesConfig;
-    use crate::looks::tests::most_in_a_pin;
-    use hugemm_base::{Dirty, NodeId};
-    use hugemm_threads::{Memory, Threads, run_as};
+    use crate::looks::tests::{most_in_a_pin, with_frames};
 
     #[test]
     fn a_batch_is_taken_apart_from_the_top() {
@@ -448,26 +443,17 @@ mod tests {
     #[cfg_attr(miri, ignore = "gibibytes of descriptors")]
     fn a_look_for_nearly_free_runs_has_pins_of_few() {
         const GIB: u64 = 32;
-        let all = Extent::new(Pfn::new(0), GIB << 18).expect("in range");
-        let given = [ArenaSpec::new(all, NodeId::new(0))];
-        let config = FramesConfig::new(&given, 1);
-        let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
-        // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
-        let frames: Frames<'_> =
-            unsafe { Frames::new(&config, Plain::default(), memory.ptr(), memory.bytes()) }.expect("enough");
-        let threads: Threads = Threads::new(());
-        run_as(0);
-        let cx = threads.cx();
-        // SAFETY: once; there is no memory behind the numbers.
-        let _ = unsafe { frames.release(&cx, Dirty::assume_owned(all)) };
-        let take = |order| frames.alloc(&cx, Order::new(order).expect("valid"));
-        let page = take(0).expect("memory");
-        let taken = (BLOCK_ORDER..=18).rev().flat_map(|order| core::iter::from_fn(move || take(order).ok()));
-        assert!(taken.map(Frozen::into_word).count() as u64 >= GIB);
-        frames.free(&cx, page);
-        assert!(frames.stats(&cx).cached > 0);
-        let most = most_in_a_pin(&threads, |cx| assert!(frames.alloc(cx, Order::new(10).expect("valid")).is_err()));
-        assert_eq!(most, 64 * (WORD_BITS as u64 / 2), "runs that were looked at in one pin");
+        with_frames(GIB << 18, |frames, threads| {
+            let cx = threads.cx();
+            let take = |order| frames.alloc(&cx, Order::new(order).expect("valid"));
+            let page = take(0).expect("memory");
+            let taken = (BLOCK_ORDER..=18).rev().flat_map(|order| core::iter::from_fn(move || take(order).ok()));
+            assert!(taken.map(Frozen::into_word).count() as u64 >= GIB);
+            frames.free(&cx, page);
+            assert!(frames.stats(&cx).cached > 0);
+            let most = most_in_a_pin(threads, |cx| assert!(frames.alloc(cx, Order::new(10).expect("valid")).is_err()));
+            assert_eq!(most, 64 * (WORD_BITS as u64 / 2), "runs that were looked at in one pin");
+        });
     }
 
     /// Ten orders of each content, and what is freed is what whoever seeks any, or its content, finds.

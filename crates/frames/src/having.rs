@@ -71,9 +71,8 @@ impl Slot {
             return;
         }
         for (word, all) in self.having.all.iter().enumerate() {
-            let sides = [BELOW, ABOVE].into_iter();
             // SAFETY: passed on.
-            let sides = sides.filter_map(|side| unsafe { self.side(TREE, side) });
+            let sides = unsafe { self.both(TREE) }.into_iter().flatten();
             all.store(sides.fold(self.having.own(word), |sum, slot| sum | slot.having.all(word)), Ordering::Relaxed);
         }
     }
@@ -150,7 +149,7 @@ impl Added {
                 return raise(&slot.having.own);
             }
             // SAFETY: passed on.
-            at = unsafe { slot.side(TREE, if base.get() < slot.base() { BELOW } else { ABOVE }) };
+            at = unsafe { slot.side(TREE, slot.side_of(base.get())) };
         }
     }
 
@@ -177,8 +176,7 @@ unsafe fn again<'m>(at: Option<&'m Slot>, changed: &'m Slot) {
     // SAFETY: passed on, here and below.
     unsafe {
         if !core::ptr::eq(at, changed) {
-            let side = if changed.base() < at.base() { BELOW } else { ABOVE };
-            again(at.side(TREE, side), changed);
+            again(at.side(TREE, at.side_of(changed.base())), changed);
         }
         at.sum_up(TREE);
     }

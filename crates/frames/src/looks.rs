@@ -43,15 +43,15 @@ pub(crate) mod tests {
     /// Steps to one of as many arenas.
     const STEPS: u64 = (ADDED + 1).ilog2() as u64;
 
-    /// A manager to which arenas have been added in an order that is neither ascending nor descending; nothing adjoins. All is free. And how
-    /// many slots were looked at in one pin of that.
+    /// A manager to which arenas have been added in an order that is neither ascending nor descending; nothing adjoins. All is free.
     fn with_many_arenas(test: impl FnOnce(&Frames<'_>, &Threads, u64)) {
         let added: Vec<ArenaSpec> = (1..=ADDED).map(|at| spec((at * 7 % (ADDED + 1)) << 15, PAGES)).collect();
         with_arenas(&added, test);
     }
 
-    fn with_arenas(added: &[ArenaSpec], test: impl FnOnce(&Frames<'_>, &Threads, u64)) {
-        let given = [spec(0, GIVEN)];
+    /// A manager of so many frames from 0 on, on one CPU; all are free.
+    pub(crate) fn with_frames(pages: u64, test: impl FnOnce(&Frames<'_>, &Threads)) {
+        let given = [spec(0, pages)];
         let config = FramesConfig::new(&given, 1);
         let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
         // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
@@ -60,18 +60,25 @@ pub(crate) mod tests {
         let threads: Threads = Threads::new(());
         run_as(0);
         release(&frames, &threads.cx(), given[0].extent);
-        let pieces: Vec<Memory> =
-            added.iter().map(|spec| Memory::new(Frames::<Plain>::added_bytes(spec).expect("valid"))).collect();
-        let mut most = 0;
-        for (spec, piece) in added.iter().zip(&pieces) {
-            // SAFETY: as above; the memory stays as long as the manager.
-            let add = |cx: &mut CpuCx<'_, Threads>| unsafe {
-                frames.add(cx, spec, piece.ptr(), piece.bytes()).expect("room");
-            };
-            most = most.max(most_in_a_pin(&threads, add));
-            release(&frames, &threads.cx(), spec.extent);
-        }
-        test(&frames, &threads, most);
+        test(&frames, &threads);
+    }
+
+    /// The same with arenas that have been added, and how many slots were looked at in one pin of that.
+    fn with_arenas(added: &[ArenaSpec], test: impl FnOnce(&Frames<'_>, &Threads, u64)) {
+        with_frames(GIVEN, |frames, threads| {
+            let pieces: Vec<Memory> =
+                added.iter().map(|spec| Memory::new(Frames::<Plain>::added_bytes(spec).expect("valid"))).collect();
+            let mut most = 0;
+            for (spec, piece) in added.iter().zip(&pieces) {
+                // SAFETY: zeroed, as large as asked for, and used once; it stays as long as anybody uses the manager.
+                let add = |cx: &mut CpuCx<'_, Threads>| unsafe {
+                    frames.add(cx, spec, piece.ptr(), piece.bytes()).expect("room");
+                };
+                most = most.max(most_in_a_pin(threads, add));
+                release(frames, &threads.cx(), spec.extent);
+            }
+            test(frames, threads, most);
+        });
     }
 
     /// However many arenas have been added, and wherever among them what is freed lies: its arena is found in a few steps.
