@@ -8,7 +8,7 @@
 use crate::results::Line;
 use anyhow::{Context, Result, bail};
 use hugemm_base::PageSize;
-use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest, Verified, compact};
+use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest, again_if_short};
 use hugemm_inspect::roots::Roots;
 use hugemm_workloads::vm_create::CreateMethod;
 use std::sync::Barrier;
@@ -68,23 +68,18 @@ pub fn together(bytes: u64, page: PageSize, backing: RegionBacking, how: CreateM
 /// Maps `bytes` of fresh memory and populates it as `how` says, in so many nanoseconds. Where too little comes in huge pages, it is done
 /// once more, after the kernel has put together what is free.
 fn populated(bytes: u64, page: PageSize, backing: RegionBacking, how: CreateMethod) -> Result<(Option<Region>, u64)> {
-    let first = populated_once(bytes, page, backing, how)?;
-    if first.0.as_ref().is_none_or(|region| has_its_share(&region.verified(), backing)) {
-        return Ok(first);
-    }
-    drop(first);
-    compact(&Roots::default());
-    let (region, nanos) = populated_once(bytes, page, backing, how)?;
-    if let Some(verified) = region.as_ref().map(Region::verified).filter(|verified| !has_its_share(verified, backing)) {
+    let attempt = |_| populated_once(bytes, page, backing, how);
+    let lacks = |(region, _): &(Option<Region>, u64)| {
+        let verified = region.as_ref().filter(|_| backing != RegionBacking::Small).map(Region::verified);
+        verified.filter(|verified| verified.huge_share() < 0.9)
+    };
+    let populated = again_if_short(&Roots::default(), attempt, |populated| lacks(populated).is_some())?;
+    if let Some(verified) = lacks(&populated) {
         bail!(
             "the kernel gave only part of the memory in huge pages ({verified}); free some memory, or use --kind hugetlb"
         );
     }
-    Ok((region, nanos))
-}
-
-fn has_its_share(verified: &Verified, backing: RegionBacking) -> bool {
-    backing == RegionBacking::Small || verified.huge_share() >= 0.9
+    Ok(populated)
 }
 
 fn populated_once(

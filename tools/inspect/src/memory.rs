@@ -117,10 +117,25 @@ impl fmt::Display for Percent {
     }
 }
 
-/// Has the kernel put its free memory together, where this process may ask for that. Takes seconds.
-pub fn compact(roots: &Roots) {
-    // Whoever may not is told how, should huge pages come short.
+/// What an attempt has got; where that `is_short` of huge pages it goes, the kernel puts its free memory together, which takes seconds, and
+/// the attempt is made `again`: what the first one reclaimed is free then.
+///
+/// # Errors
+///
+/// The attempt's.
+pub fn again_if_short<T>(
+    roots: &Roots,
+    mut attempt: impl FnMut(bool) -> Result<T>,
+    is_short: impl Fn(&T) -> bool,
+) -> Result<T> {
+    let first = attempt(false)?;
+    if !is_short(&first) {
+        return Ok(first);
+    }
+    drop(first);
+    // Whoever may not is told how, should they come short again.
     let _ = std::fs::write(roots.proc.join("sys/vm/compact_memory"), "1");
+    attempt(true)
 }
 
 /// A region of private, readable and writable memory, given back on drop.
@@ -158,19 +173,22 @@ impl Region {
     /// # Errors
     /// As [`allocate`](Self::allocate).
     pub fn allocate_on(roots: &Roots, request: &RegionRequest, mut on_progress: impl FnMut(u64)) -> Result<Self> {
-        let mut region = Self::map(roots, request)?;
-        if request.populate {
+        if !request.populate {
+            return Self::map(roots, request);
+        }
+        let attempt = |again| {
+            let mut region = Self::map(roots, request)?;
             region.populate(&mut on_progress)?;
-            if region.backing() == RegionBacking::Thp && region.verify()?.huge_share() < region.plan.required {
-                // What the first try reclaimed is free then, and can be put together.
-                drop(region);
-                compact(roots);
-                region = Self::map(roots, request)?;
-                region.populate(&mut on_progress)?;
+            if again {
                 region.collapse()?;
             }
-            region.require_share()?;
-        }
+            region.verify()?;
+            Ok(region)
+        };
+        let is_short = |region: &Self| region.verified.huge_share() < region.plan.required;
+        let region =
+            again_if_short(roots, attempt, |region| region.backing() == RegionBacking::Thp && is_short(region))?;
+        region.require_share()?;
         Ok(region)
     }
 
@@ -245,9 +263,8 @@ impl Region {
     }
 
     /// Fails if too little came in pages of the size asked for, or did not stay.
-    fn require_share(&mut self) -> Result<()> {
-        let verified = self.verify()?;
-        let required = self.plan.required;
+    fn require_share(&self) -> Result<()> {
+        let (verified, required) = (self.verified, self.plan.required);
         if verified.huge_share() < required {
             let cause = shortage_cause(&self.roots, self.plan.backing);
             bail!(
