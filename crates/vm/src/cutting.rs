@@ -78,11 +78,13 @@ impl<S: Setup> Areas<S> {
         end: u64,
         mut look: impl FnMut(&Vma<S>) -> Result<(), VmError>,
     ) -> Result<(), VmError> {
+        let mut areas = self.meeting(*next, end);
         for _ in 0..AT_ONCE {
             if *next >= end {
                 break;
             }
-            let area = self.find(*next).ok_or(VmError::NoArea { at: VirtAddr::new(*next << PAGE_SHIFT) })?;
+            let area = areas.next().filter(|area| area.info.range.first_page() <= *next);
+            let area = area.ok_or(VmError::NoArea { at: VirtAddr::new(*next << PAGE_SHIFT) })?;
             look(area)?;
             *next = area.info.range.end_page();
         }
@@ -92,13 +94,10 @@ impl<S: Setup> Areas<S> {
     /// An error, which says where, if there is a page in a range that is in no area.
     pub(crate) fn check_no_hole(&self, span: VirtRange) -> Result<(), VmError> {
         let mut next = span.first_page();
-        for area in self.meeting(span.first_page(), span.end_page()) {
-            if area.info.range.first_page() > next {
-                break;
-            }
-            next = area.info.range.end_page();
+        while next < span.end_page() {
+            self.look_on(&mut next, span.end_page(), |_| Ok(()))?;
         }
-        if next < span.end_page() { Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) }) } else { Ok(()) }
+        Ok(())
     }
 }
 

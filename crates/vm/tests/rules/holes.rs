@@ -10,7 +10,6 @@ use hugemm_vm::{Access, Backing, Discard, Protection, Served, VmaKind};
 use std::cell::Cell;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
 
 const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
@@ -178,38 +177,21 @@ fn not_flushed<F: PageFormat>(seed: u64, hides: bool) -> bool {
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 1).expect("memory");
         });
-        let step = AtomicU32::new(0);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while step.load(Ordering::SeqCst) == 0 {
-                    std::thread::yield_now();
+        let through = rig.beside_a_flush(
+            |cx| {
+                if hides {
+                    assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1000), Discard::Now), Ok(1));
+                } else {
+                    rig.vm.protect(cx, &space, span(AT, 0x1000), Protection::USER).expect("an area");
                 }
-                let through = rig.beside_others(2, |cx| {
-                    assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1));
-                    other(3)
-                });
-                step.store(2, Ordering::SeqCst);
-                assert!(!through, "it is clean, and stored to");
-            });
-            let meanwhile = || {
-                stale.set(other(2));
-                step.store(1, Ordering::SeqCst);
-                // Who writes back may have to wait until this has been flushed.
-                let until = Instant::now() + Duration::from_millis(20);
-                while step.load(Ordering::SeqCst) == 1 && Instant::now() < until {
-                    std::thread::yield_now();
-                }
-            };
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                before_flush(&meanwhile, || {
-                    if hides {
-                        assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1000), Discard::Now), Ok(1));
-                    } else {
-                        rig.vm.protect(cx, &space, span(AT, 0x1000), Protection::USER).expect("an area");
-                    }
-                });
-            });
-        });
+            },
+            || stale.set(other(2)),
+            |cx| {
+                assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(1));
+                other(3)
+            },
+        );
+        assert!(!through, "it is clean, and stored to");
         assert_eq!(file.word(0), if stale.get() { 2 } else { 1 });
         end_of_other(rig, (object, space));
     });

@@ -271,42 +271,23 @@ fn in_part<F: PageFormat>(seed: u64, deed: &str) -> bool {
             rig.enter(cx, &space);
             (0..PAGES).for_each(|page| rig.store(cx, &space, AT + (page << 12), 1).expect("memory"));
         });
-        let step = AtomicU32::new(0);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while step.load(Ordering::SeqCst) == 0 {
-                    std::thread::yield_now();
-                }
-                let through = rig.beside_others(2, |cx| {
-                    let done = match deed {
-                        "sync" => rig.vm.sync(cx, &object, 0, PAGES),
-                        "punch" => rig.vm.punch(cx, &object, 0, PAGES),
-                        _ => {
-                            file.bytes().clear();
-                            rig.vm.truncate(cx, &object, 0)
-                        }
-                    };
-                    assert_eq!(done, Ok(PAGES), "{deed}");
-                    (0..PAGES).any(|page| store(page, 3))
-                });
-                step.store(2, Ordering::SeqCst);
-                assert!(!through, "{deed}");
-            });
-            let meanwhile = || {
-                stale.set(store(1, 2));
-                step.store(1, Ordering::SeqCst);
-                // The other may have to wait until this has been flushed.
-                let until = Instant::now() + Duration::from_millis(20);
-                while step.load(Ordering::SeqCst) == 1 && Instant::now() < until {
-                    std::thread::yield_now();
-                }
-            };
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                before_flush(&meanwhile, || {
-                    assert_eq!(rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x2000)).expect("memory").pages, 2);
-                });
-            });
-        });
+        let through = rig.beside_a_flush(
+            |cx| assert_eq!(rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x2000)).expect("memory").pages, 2),
+            || stale.set(store(1, 2)),
+            |cx| {
+                let done = match deed {
+                    "sync" => rig.vm.sync(cx, &object, 0, PAGES),
+                    "punch" => rig.vm.punch(cx, &object, 0, PAGES),
+                    _ => {
+                        file.bytes().clear();
+                        rig.vm.truncate(cx, &object, 0)
+                    }
+                };
+                assert_eq!(done, Ok(PAGES), "{deed}");
+                (0..PAGES).any(|page| store(page, 3))
+            },
+        );
+        assert!(!through, "{deed}");
         let first = if stale.get() { 2 } else { 1 };
         let expected = match deed {
             "sync" => [Ok(1), Ok(first)],

@@ -35,8 +35,9 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::thread::LocalKey;
+use std::time::{Duration, Instant};
 
 pub type Cpus<'h> = Mmu<'h, 'h>;
 
@@ -461,6 +462,37 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
     pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
         let serve = || self.mmu.as_cpu(CpuId::new(cpu), |cx| self.vm.shootdown().handle_ipi(cx));
         self.crew.work(&serve, || self.mmu.as_cpu(CpuId::new(cpu), f))
+    }
+
+    /// CPU 0 does `work`. Before its first flush something happens `meanwhile`, and CPU 2 begins with `other`, which may have to wait until
+    /// that has been flushed: what that says.
+    pub fn beside_a_flush<R: Send>(
+        &self,
+        work: impl FnOnce(&mut Cx<'_, 'h>),
+        meanwhile: impl Fn(),
+        other: impl FnOnce(&mut Cx<'_, 'h>) -> R + Send,
+    ) -> R {
+        let step = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                while step.load(Ordering::SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                let said = self.beside_others(2, other);
+                step.store(2, Ordering::SeqCst);
+                said
+            });
+            let first = || {
+                meanwhile();
+                step.store(1, Ordering::SeqCst);
+                let until = Instant::now() + Duration::from_millis(20);
+                while step.load(Ordering::SeqCst) == 1 && Instant::now() < until {
+                    std::thread::yield_now();
+                }
+            };
+            self.mmu.as_cpu(CpuId::new(0), |cx| before_flush(&first, || work(cx)));
+            other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
     }
 
     /// So many frames are not expected back at the end.
