@@ -148,7 +148,7 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
         self.by_node(frames, pages, order, |lru, some| {
             let heads = heads(some, order);
             let Some(lru) = lru.filter(|_| order.get() <= LARGEST) else {
-                // A descriptor is anything until then, and a run that ends may reach over to another node.
+                // A descriptor is anything until then, and neighbours look at it.
                 return heads.for_each(|head| frames.set_word(head, STATE, 0));
             };
             let look = if some.pages() == 1 { lru.insert_page(cx, some.base()) } else { lru.insert(cx, heads, order) };

@@ -220,8 +220,9 @@ fn is_in_memory(process: &str, path: &str, info: &str) -> bool {
     let mount = info.lines().find_map(|line| line.strip_prefix("mnt_id:"));
     let mounts = File::open(format!("/proc/{process}/mountinfo"));
     let (Some(mount), Ok(mounts)) = (mount, mounts) else { return false };
-    let lines = BufReader::new(mounts).split(b'\n').map_while(Result::ok);
-    lines.filter_map(|line| is_memory_mount(&String::from_utf8_lossy(&line), mount.trim())).next().unwrap_or(false)
+    let mut lines = BufReader::new(mounts).split(b'\n').map_while(Result::ok);
+    let found = lines.find_map(|line| is_memory_mount(&String::from_utf8_lossy(&line), mount.trim()));
+    found.unwrap_or(false)
 }
 
 /// Whether the mount of that number is one in memory, if the line is its own (proc_pid_mountinfo(5)).

@@ -45,13 +45,6 @@ pub enum AttachError {
     Gone(io::Error),
 }
 
-/// What came of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Attached {
-    /// Setuid programs that this process starts get no rights from that any more (`no_new_privs`).
-    pub no_new_privs: bool,
-}
-
 /// What a supervisor says on its program's standard error of files that are lent or not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Say {
@@ -65,14 +58,15 @@ pub enum Say {
 }
 
 /// Starts a supervisor for the calling process: from here on, files that it, or what it becomes by `exec` or starts, gives a length are
-/// leased ones. For a process with one thread that is about to `exec`.
+/// leased ones. For a process with one thread that is about to `exec`. It may have set `no_new_privs` then, with which setuid programs that
+/// this process starts get no rights.
 ///
 /// `require`: a call that asks for such memory, and cannot have a leased file, fails (ENOMEM).
 ///
 /// # Errors
 ///
 /// [`AttachError`]: the lease is over, and nothing has changed but `no_new_privs`, or as [`AttachError::Gone`] says.
-pub fn attach(mut lending: Lending, require: bool, say: Say) -> Result<Attached, AttachError> {
+pub fn attach(mut lending: Lending, require: bool, say: Say) -> Result<(), AttachError> {
     let attached = start(&mut lending, require, say).and_then(|(ours, supervisor)| {
         let_look(supervisor);
         report_to(ours, &lending.lengths)
@@ -92,11 +86,14 @@ fn start(lending: &mut Lending, require: bool, say: Say) -> Result<(OwnedFd, u32
     let started = pair.map_err(io::Error::from).and_then(|(ours, theirs)| {
         // Here they are closed: a supervisor that gets nothing ends when ours is closed, too.
         let mut its = Some((theirs, Ears::of_this_process()?));
+        if fs::read_dir("/proc/self/task")?.count() != 1 {
+            return Err(io::Error::other("this process has several threads"));
+        }
         let mut life = || {
             let ran = its.take().map(|(theirs, ears)| run(theirs, lending, ears, require, say));
             i32::from(!matches!(ran, Some(Ok(()))))
         };
-        // SAFETY: the process has one thread, by the contract of `attach`.
+        // SAFETY: the process has one thread, which makes no other here.
         let supervisor = unsafe { orphan::start(&mut life) }?;
         Ok((ours, supervisor))
     });
@@ -150,16 +147,14 @@ fn let_look(supervisor: u32) {
 }
 
 /// Installs the filter and sends its listener to the supervisor.
-fn report_to(supervisor: OwnedFd, lengths: &Lengths) -> Result<Attached, AttachError> {
-    let (listener, no_new_privs) = match seccomp::report_lengths(lengths, true) {
-        Ok(listener) => (listener, false),
-        Err(FilterError::Other(Errno::ACCESS)) => (seccomp::report_lengths(lengths, false)?, true),
-        Err(error) => return Err(error.into()),
-    };
+fn report_to(supervisor: OwnedFd, lengths: &Lengths) -> Result<(), AttachError> {
+    let listener = match seccomp::report_lengths(lengths, true) {
+        Err(FilterError::Other(Errno::ACCESS)) => seccomp::report_lengths(lengths, false),
+        listener => listener,
+    }?;
     // The supervisor gets it, or ends, and with it the filter's power over this process but for calls of those lengths.
     // Nothing is waited for: the filter is there in either case.
-    let sent = crate::wire::send(supervisor.as_fd(), &(), Some(listener.as_fd()));
-    sent.map(|()| Attached { no_new_privs }).map_err(AttachError::Gone)
+    crate::wire::send(supervisor.as_fd(), &(), Some(listener.as_fd())).map_err(AttachError::Gone)
 }
 
 /// The supervisor's life.

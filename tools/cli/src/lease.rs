@@ -155,7 +155,7 @@ fn start_lending(args: &Lease, lending: Lending) -> Result<()> {
         eprintln!("hugemm lease: without CAP_SYS_ADMIN, setuid helpers of {} will not work", name(&args.command));
     }
     match attached {
-        Ok(_) => {}
+        Ok(()) => {}
         Err(error) if args.require || matches!(error, AttachError::Gone(_)) => return Err(error.into()),
         Err(error) => {
             eprintln!("hugemm lease: {error}; {} is started without", name(&args.command));

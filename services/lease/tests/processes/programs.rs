@@ -105,6 +105,8 @@ const KINDS: &[(&str, &str)] = &[
     ("listens", "Err(Taken)\nleased"),
     #[cfg(target_arch = "x86_64")]
     ("int80", "plain"),
+    // A copy of it would have half of what its other thread does.
+    ("threads", "not attached: cannot start the lease's supervisor: this process has several threads\nplain"),
     // Whoever else can reach the file has the same memory.
     ("dup", "one"),
     ("fork", "one"),

@@ -62,6 +62,9 @@ pub(crate) fn client(socket: &Path, role: &str) {
     if role == "filtered" {
         allow_all();
     }
+    if role == "threads" {
+        std::thread::spawn(std::thread::park);
+    }
     if role == "ignores" {
         // What some shells and service managers start is started like this.
         // SAFETY: no handler.
@@ -74,10 +77,10 @@ pub(crate) fn client(socket: &Path, role: &str) {
     match lending {
         Ok(lending) => match attach(lending, role == "required", Say::Each) {
             // SAFETY: as above.
-            Ok(_) if role == "ignores" && unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) } != libc::SIG_IGN => {
+            Ok(()) if role == "ignores" && unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) } != libc::SIG_IGN => {
                 println!("SIGCHLD is not ignored any more")
             }
-            Ok(_) => {}
+            Ok(()) => {}
             Err(AttachError::Filter(FilterError::Taken)) => println!("taken"),
             Err(error) => println!("not attached: {error}"),
         },
