@@ -45,10 +45,8 @@ use std::time::{Duration, Instant};
 hugemm_workloads::named! {
     /// How QEMU gets its memory, in the order in which the daemon's file is filled least often.
     Way {
-        /// Its own, filled when the guest touches it, right after another start of the same: what nothing that fills can beat.
+        /// Its own, filled when the guest touches it: what nothing that fills can beat.
         Off = "prealloc=off",
-        /// The same after a filling, which leaves the caches without QEMU: as no user of it alone has it.
-        OffAfterFilling = "prealloc=off, after a filling",
         /// Its own, filled by one thread before the machine starts.
         OneThread = "prealloc=on, 1 thread",
         /// The same by several.
@@ -475,21 +473,18 @@ impl<'a> Bench<'a> {
         Ok(Connection::open(&self.socket())?.lease(Wish::of(self.bytes))?)
     }
 
-    /// One start. A filling leaves the caches without QEMU: it comes right before each start but two. `prealloc=off`, which the goals
-    /// are held to, is started once more before it is measured, as whoever has no daemon has it; and what is kept has its first start.
+    /// One start. A filling leaves the caches without QEMU, and comes long before most starts: so each is right behind one that is not
+    /// measured.
     fn once(&self, way: Way) -> Result<Duration> {
         let before = self.fill()?;
         let time = match way {
-            Way::Off => {
+            Way::Off | Way::OneThread | Way::Threads | Way::Empty => {
                 self.drain()?;
-                self.start_machine(way)?;
-                self.start_machine(way)?
-            }
-            Way::OffAfterFilling | Way::OneThread | Way::Threads | Way::Empty => {
-                self.drain()?;
+                self.start_ordinary()?;
                 self.start_machine(way)?
             }
             Way::Wrapper | Way::WrapperOff | Way::Path | Way::Descriptor => {
+                self.start_ordinary()?;
                 let time = self.start_machine(way)?;
                 if matches!(way, Way::Wrapper | Way::WrapperOff) {
                     self.check_placed(before.counts.placed + 1)?;
@@ -515,6 +510,13 @@ impl<'a> Bench<'a> {
         self.dir.dir.join("secret")
     }
 
+    /// Starts a machine that takes nothing of the kernel's pool.
+    fn start_ordinary(&self) -> Result<()> {
+        let mut command = Command::new(&self.args.qemu);
+        words(&mut command, self.bytes, "memory-backend-memfd,reserve=off");
+        until_ready(&mut command, Instant::now()).map(drop).context("no machine starts on ordinary memory")
+    }
+
     /// Starts a machine on whatever there is.
     fn start_machine(&self, way: Way) -> Result<Duration> {
         let (qemu, bytes) = (&self.args.qemu, self.bytes);
@@ -522,10 +524,10 @@ impl<'a> Bench<'a> {
         let mut holder = None;
         let mut command;
         match way {
-            Way::Off | Way::OffAfterFilling | Way::OneThread | Way::Threads => {
+            Way::Off | Way::OneThread | Way::Threads => {
                 command = Command::new(qemu);
                 let prealloc = match way {
-                    Way::Off | Way::OffAfterFilling => "prealloc=off".to_owned(),
+                    Way::Off => "prealloc=off".to_owned(),
                     Way::OneThread => filled_by(1),
                     _ => filled_by(self.threads),
                 };
