@@ -196,8 +196,8 @@ impl<'m> Arenas<'m> {
     /// The first arena of a node, whose lock the caller holds, that has a frame from a place on; and the place of its first frame. O(log arenas).
     #[inline(never)]
     pub(crate) fn on(&self, node: NodeId, added: &Added, from: u64) -> Option<(u64, &'m Arena<'m>)> {
-        let is_there = |arena: &&Arena<'_>| arena.node == node && arena.extent.end().get() > from;
-        if let Some(arena) = self.given.iter().find(is_there) {
+        let before = self.given.partition_point(|arena| arena.extent.end().get() <= from);
+        if let Some(arena) = self.given.iter().skip(before).find(|arena| arena.node == node) {
             return Some((arena.extent.base().get(), arena));
         }
         let from = Pfn::new(from.saturating_sub(ADDED));
@@ -261,9 +261,11 @@ impl<'m> Arenas<'m> {
     }
 
     /// The arenas around a frame that adjoin on a node, of those that the manager was made with: all of it is the manager's and on the node,
-    /// for good. What lies in a hole between two arenas is somebody else's, or that of an arena which comes later, on any node. O(arenas).
+    /// for good. What lies in a hole between two arenas is somebody else's, or that of an arena which comes later, on any node. O(arenas); O(log
+    /// arenas) for that.
     #[inline(never)]
     pub(crate) fn around(&self, pfn: Pfn) -> Option<Extent> {
+        self.given(pfn)?;
         let (mut run, mut node) = (Extent::default(), None);
         for arena in self.given {
             let both = run.join(arena.extent).filter(|_| node == Some(arena.node));
@@ -394,12 +396,17 @@ impl<'m> Arenas<'m> {
         fill().ok_or(FramesConfigError::TooLarge)
     }
 
-    /// Adds an arena to a node. O(log arenas).
+    /// Adds an arena to a node, whose lock is held: the one that the lists are under. O(log arenas).
     ///
     /// # Safety
     ///
-    /// `filled` is from [`fill`](Arenas::fill), and nobody else's. Nobody else changes anything; the node's lock is held.
-    pub(crate) unsafe fn add(&self, mut filled: NonNull<Kept<'m>>, added: &Added) -> Result<(), FramesConfigError> {
+    /// `filled` is from [`fill`](Arenas::fill), and nobody else's. Nobody else changes anything; lists and added arenas are its node's.
+    pub(crate) unsafe fn add(
+        &self,
+        mut filled: NonNull<Kept<'m>>,
+        _: &mut FreeLists,
+        added: &Added,
+    ) -> Result<(), FramesConfigError> {
         let at = filled.as_ptr();
         // SAFETY: the caller's alone until it is linked.
         let kept = unsafe { filled.as_mut() };
@@ -462,12 +469,13 @@ impl<'m> Leaver<'_, 'm> {
         &self.kept.arena
     }
 
-    /// It goes from its node, whose lock is held. What was kept about it is the caller's. O(log arenas).
+    /// It goes from its node, whose lock is held: the one that the lists are under. What was kept about it is the caller's. O(log arenas).
     ///
     /// # Safety
     ///
-    /// As [`Frames::remove`](crate::Frames::remove); nobody else has changed anything since it was found.
-    pub(crate) unsafe fn leave(self, added: &Added) -> &'m Kept<'m> {
+    /// As [`Frames::remove`](crate::Frames::remove); nobody else has changed anything since it was found; lists and added arenas are its
+    /// node's.
+    pub(crate) unsafe fn leave(self, _: &mut FreeLists, added: &Added) -> &'m Kept<'m> {
         let Leaver { arenas, slot, kept } = self;
         // SAFETY: the caller's promise.
         unsafe {
@@ -558,18 +566,20 @@ mod loom_tests {
             let filled = unsafe { Arenas::fill(&spec(base), *at, layout.size()) }.expect("enough");
             let _one = self.changes.lock().unwrap();
             let node = spec(base).node.get() as usize;
-            let _lists = self.nodes[node].lock().unwrap();
-            // SAFETY: filled for this; one at a time; the node's lock is held.
-            unsafe { self.arenas.add(filled, &self.added[node]) }.is_ok()
+            let mut lists = self.nodes[node].lock().unwrap();
+            // SAFETY: filled for this; one at a time; of that node.
+            unsafe { self.arenas.add(filled, &mut lists, &self.added[node]) }.is_ok()
         }
 
         /// What was kept about the arena is somebody else's at once.
         fn remove(&self, base: u64) {
             let _one = self.changes.lock().unwrap();
             let node = spec(base).node.get() as usize;
-            let _lists = self.nodes[node].lock().unwrap();
-            // SAFETY: the models look for no frame of it; both locks are held.
-            let kept = unsafe { self.arenas.exactly(spec(base).extent).expect("there").leave(&self.added[node]) };
+            let mut lists = self.nodes[node].lock().unwrap();
+            // SAFETY: the models look for no frame of it; one at a time; of that node.
+            let leaver = unsafe { self.arenas.exactly(spec(base).extent) }.expect("there");
+            // SAFETY: as above.
+            let kept = unsafe { leaver.leave(&mut lists, &self.added[node]) };
             self.piece_at(kept.memory().as_ptr().cast()).all.with_mut(|_| ());
         }
 
@@ -685,7 +695,7 @@ mod loom_tests {
         });
     }
 
-    /// Nobody who allocates has an arena that goes: it leaves under the node's lock.
+    /// Nobody who allocates has an arena that goes: it leaves under the node's lock, which is what `leave` and `search` ask for.
     #[test]
     fn an_arena_goes_when_nobody_allocates_from_it() {
         explore(|| {

@@ -19,6 +19,7 @@ use crate::frames::{Env, Frames};
 use crate::free2m::Sought;
 use crate::free4k::{Place, kind, kinds_from};
 use crate::freelist::{FreeLists, Places};
+use crate::looks;
 use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
 use crate::takers::{CHUNK_SHIFT, HALVES, chunk_of, half_of};
@@ -26,6 +27,9 @@ use hugemm_base::Pfn;
 
 /// 2 MiB blocks that may have room that are looked at for a place in nobody's chunk.
 const TRIES: usize = 4;
+
+/// In one search, which is under the node's lock: as many as one arena may have.
+const MOST_TRIES: usize = TRIES * BLOCK_ORDER as usize;
 
 /// Whether a refill of so many blocks should look for a place apart. Whoever fetches many fills memory rather than taking and
 /// dropping the same few again and again, and shares at the edges of what it got only; the look costs as much as the rest.
@@ -71,10 +75,14 @@ impl<'m, E: Env> Frames<'m, E> {
             return Some(place);
         }
         let mut search = Search::new(kinds_from(mobility, sought, order), Pfn::LIMIT).in_few();
-        while let Some(places) = self.next_places(lists, &mut search) {
+        let mut left = MOST_TRIES;
+        while left > 0
+            && let Some(places) = self.next_places(lists, &mut search)
+        {
             let mut lowest: Option<Place<'m>> = None;
             for larger in order..BLOCK_ORDER {
-                if let Some(place) = self.in_nobodys(&places, own, order, sought, kind(mobility, sought, larger))
+                if let Some(place) =
+                    self.in_nobodys(&places, own, order, sought, kind(mobility, sought, larger), &mut left)
                     && lowest.as_ref().is_none_or(|lowest| place.pfn() < lowest.pfn())
                 {
                     lowest = Some(place);
@@ -96,9 +104,12 @@ impl<'m, E: Env> Frames<'m, E> {
         order: u32,
         sought: Sought,
         kind: usize,
+        left: &mut usize,
     ) -> Option<Place<'m>> {
         let (arena, region, base) = places.at(places.rows.first(kind)?)?;
         for at in region.has.get(kind)?.positions().filter(|at| !region.isolated.get(*at)).take(TRIES) {
+            *left = left.checked_sub(1)?;
+            looks::count();
             let near = at.pfn(base).max(arena.extent.base());
             // What has room has bits of its own mobility only.
             let mut room = arena.block(near).room(sought);

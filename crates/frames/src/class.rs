@@ -13,6 +13,10 @@ const REFILLED: u64 = 1;
 const DRAINED: u64 = 2;
 const STREAK: u64 = 4;
 
+/// Entries that leave in one free, at most, each by another word: eight lock rounds of [`ROUNDS_PER_PIN`](crate::ROUNDS_PER_PIN), the rest of
+/// which are for what is on its way already.
+const AT_ONCE: u64 = 512;
+
 /// A stack of blocks of one order and mobility.
 #[derive(Debug)]
 #[repr(align(64))]
@@ -136,12 +140,13 @@ impl<'m> Class<'m> {
     }
 
     /// The cache is full: raises the watermark if that keeps happening, and says how many must go: three quarters, or all if
-    /// it does keep happening: whoever only frees takes nothing soon, and nobody has to choose. 0: there is room now.
+    /// it does keep happening: whoever only frees takes nothing soon, and nobody has to choose. 0: there is room now. Of a cache that was
+    /// widened so many at a time that the lock rounds of one free stay bounded.
     pub(crate) fn excess(&self) -> u64 {
         let again = self.note(DRAINED);
         let high = self.high.load(Ordering::Relaxed);
         let keep = if again { 0 } else { high / 4 };
-        if self.len() < high { 0 } else { self.len() - keep }
+        if self.len() < high { 0 } else { (self.len() - keep).min(AT_ONCE) }
     }
 
     /// Returns whether the same has happened three times in a row or more. Twice proves nothing: whoever takes and frees at

@@ -1,7 +1,8 @@
 //! Pages in a row, as many as are needed: no power of two, and anywhere.
 
 use crate::frames::{Env, Frames};
-use crate::page_alloc::{AllocError, AllocRequest};
+use crate::node::Content;
+use crate::page_alloc::{AllocError, AllocRequest, Placement};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Dirty, Extent, Order};
 
@@ -48,8 +49,9 @@ impl<E: Env> Frames<'_, E> {
         };
         match whole {
             Ok(block) => {
+                let content = Content::of(block.is_zero());
                 let (kept, rest) = block.into_dirty().split_at(pages);
-                self.free_extent(cx, rest);
+                self.free_frozen(cx, rest.into_extent(), content);
                 Ok(kept)
             }
             Err(AllocError::OutOfMemory) => self.alloc_row(cx, pages, request, |_| true),
@@ -88,7 +90,7 @@ impl<E: Env> Frames<'_, E> {
                         break;
                     }
                 };
-                match self.row_from(cx, block.extent(), pages, &mut fits) {
+                match self.row_from(cx, block.extent(), pages, &request, &mut fits) {
                     None => *place = Some(block),
                     Some(row) => {
                         // Part of the row.
@@ -99,7 +101,8 @@ impl<E: Env> Frames<'_, E> {
                 }
             }
             for block in passed.iter_mut().filter_map(Option::take) {
-                self.free_extent(cx, block.into_dirty());
+                let content = Content::of(block.is_zero());
+                self.free_frozen(cx, block.into_dirty().into_extent(), content);
             }
         }
         taken
@@ -111,9 +114,15 @@ impl<E: Env> Frames<'_, E> {
         cx: &CpuCx<'_, P>,
         first: Extent,
         pages: u64,
+        request: &AllocRequest,
         fits: &mut impl FnMut(Extent) -> bool,
     ) -> Option<Dirty> {
         let rest = Extent::new(first.end(), pages.checked_sub(first.pages())?).ok()?;
+        if let Placement::Only(node) = request.from
+            && self.arena_table().place_of(rest.base()).is_none_or(|(_, there)| there != node)
+        {
+            return None;
+        }
         // With the first block more may have come into the cache.
         self.drain(cx);
         let rest = self.take_range(cx, rest).ok()?;

@@ -102,7 +102,7 @@ impl<E: Env> fmt::Debug for Frames<'_, E> {
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Size and alignment of the metadata that a manager needs: 1.6 % of each arena of 128 MiB or more, 1.8 % of one of 2 MiB, 9 % of one of
-    /// 64 KiB, because what is kept per GiB is the same for all; and what the CPUs' caches need: 88 KiB each at most, less where a CPU's
+    /// 64 KiB, because what is kept per GiB is the same for all; and what the CPUs' caches need: 92 KiB each at most, less where a CPU's
     /// share of memory is less than 8 GiB.
     ///
     /// # Errors
@@ -222,9 +222,9 @@ impl<'m, E: Env> Frames<'m, E> {
         let filled = unsafe { Arenas::fill(spec, memory, bytes) }?;
         cx.pinned(|pin| {
             let _one = self.changes.lock(pin);
-            let _lists = node.lists.lock(pin);
+            let mut lists = node.lists.lock(pin);
             // SAFETY: filled for this; the locks are held.
-            unsafe { self.arenas.add(filled, &node.added) }
+            unsafe { self.arenas.add(filled, &mut lists, &node.added) }
         })
     }
 
@@ -264,7 +264,7 @@ impl<'m, E: Env> Frames<'m, E> {
             let leaver = unsafe { self.arenas.exactly(extent) }.ok_or(RemoveError::NotAdded)?;
             let arena = leaver.arena();
             let Some(node) = self.node(arena.node) else { return Err(RemoveError::NotAdded) };
-            let remove = |_: &mut FreeLists| {
+            let remove = |lists: &mut FreeLists| {
                 if let Some(pfn) = self.next_refused(arena, extent) {
                     return Err(RemoveError::HwPoisoned(pfn));
                 }
@@ -274,7 +274,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 // Relaxed: statistics.
                 self.managed.fetch_sub(arena.released.load(Ordering::Relaxed), Ordering::Relaxed);
                 // SAFETY: the caller's promise; the list's lock is held too.
-                Ok(unsafe { leaver.leave(&node.added) })
+                Ok(unsafe { leaver.leave(lists, &node.added) })
             };
             self.with_node(pin, arena.node, remove).unwrap_or(Err(RemoveError::NotAdded))
         });

@@ -162,12 +162,19 @@ impl<E: Env> Frames<'_, E> {
 
     /// A frame of the reserve, if it has more than so many.
     fn pop_reserve<P: Cpu>(&self, cx: &CpuCx<'_, P>, keep: u64) -> Option<Frozen> {
-        let frame = cx.pinned(|pin| {
-            let mut frames = self.reserve().frames.lock(pin);
-            if frames.pages() > keep { frames.pop(self) } else { None }
-        })?;
-        // SAFETY: an unmovable frame that the reserve owned.
-        Some(unsafe { Frozen::assume_owned(frame.base(), Order::ZERO, Mobility::Unmovable) })
+        loop {
+            let frame = cx.pinned(|pin| {
+                let mut frames = self.reserve().frames.lock(pin);
+                if frames.pages() > keep { frames.pop(self) } else { None }
+            })?;
+            // SAFETY: an unmovable frame that the reserve owned.
+            let block = unsafe { Frozen::assume_owned(frame.base(), Order::ZERO, Mobility::Unmovable) };
+            // It may have been poisoned meanwhile, and is gone then.
+            let block = if self.has_suspects() { cx.pinned(|pin| self.admit(pin, block)) } else { Some(block) };
+            if block.is_some() {
+                return block;
+            }
+        }
     }
 
     /// After an allocation has failed: what the reserve has for it.

@@ -60,7 +60,7 @@ unsafe impl Send for State {}
 #[repr(align(64))]
 struct Share<L>(PinnedLock<L, State>);
 
-/// A source of objects of one size. It does not know its manager: pass the same one to every call.
+/// A source of objects of one size. It does not know its manager: the same one is passed to every call.
 pub struct Slab<L: RawLock = SpinLock> {
     size: usize,
     per_frame: u32,
@@ -127,7 +127,12 @@ impl<L: RawLock> Slab<L> {
     ///
     /// [`OutOfMemory`](AllocError::OutOfMemory) if there is neither room nor a frame that `map` reaches; other errors
     /// as of [`Frames::alloc`].
-    pub fn alloc<E: Env, P: Cpu>(
+    ///
+    /// # Safety
+    ///
+    /// `frames` and `map` are those that the slab has always been used with, and its frames stay in reach of `map`: what it knows of them is
+    /// in them.
+    pub unsafe fn alloc<E: Env, P: Cpu>(
         &self,
         frames: &Frames<'_, E>,
         cx: &CpuCx<'_, P>,
@@ -206,8 +211,7 @@ impl<L: RawLock> Slab<L> {
     ///
     /// # Safety
     ///
-    /// `object` came from [`alloc`](Slab::alloc) on this slab with these frames and this map, is given back once, and
-    /// nobody uses it any more.
+    /// As of [`alloc`](Slab::alloc), from which the object came; it is given back once, and nobody uses it any more.
     pub unsafe fn free<E: Env, P: Cpu>(
         &self,
         frames: &Frames<'_, E>,
@@ -256,7 +260,7 @@ impl<L: RawLock> Slab<L> {
     ///
     /// # Safety
     ///
-    /// `frames` and `map` are those that the slab has always been used with.
+    /// As of [`alloc`](Slab::alloc).
     pub unsafe fn trim<E: Env, P: Cpu>(&self, frames: &Frames<'_, E>, cx: &CpuCx<'_, P>, map: &impl PhysMap) {
         let kept = |share: &Share<L>| {
             cx.pinned(|pin| {

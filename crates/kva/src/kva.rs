@@ -103,8 +103,9 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
 
     /// Memory for a record.
     fn record(&self, cx: &Cx<'_, S>) -> Result<NonNull<Record<'m>>, KvaError> {
-        let memory = self.records.alloc(self.parts.frames, cx, cx.platform()).map_err(|_| KvaError::NoMemory)?;
-        Ok(memory.cast())
+        // SAFETY: the slab is used with these frames and this platform's map only, whose windows stay by the contract of `new`.
+        let memory = unsafe { self.records.alloc(self.parts.frames, cx, cx.platform()) };
+        memory.map(NonNull::cast).map_err(|_| KvaError::NoMemory)
     }
 
     /// Gives the memory of records back.

@@ -16,7 +16,8 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     fn slab_memory<T: Kept<S>>(&self, cx: &Cx<'_, S>) -> Result<NonNull<T>, AllocError> {
-        T::slab(self.slabs()).alloc(self.frames(), cx, cx.platform()).map(NonNull::cast)
+        // SAFETY: the slabs are used with this manager's frames and platform only, which outlive it.
+        unsafe { T::slab(self.slabs()).alloc(self.frames(), cx, cx.platform()) }.map(NonNull::cast)
     }
 
     fn new_memory<T: Kept<S>>(&self, cx: &Cx<'_, S>) -> Result<NonNull<T>, AllocError> {

@@ -66,7 +66,7 @@ impl GlobalAllocator {
         "hugemm"
     }
 
-    /// Hands over the first memory, mapped where ArceOS maps memory. 1.6 % of it, and up to 88 KiB for each CPU, hold what is known of it.
+    /// Hands over the first memory, mapped where ArceOS maps memory. 1.6 % of it, and up to 92 KiB for each CPU, hold what is known of it.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
 //! Pages in a row that are no power of two.
 
-use super::support::{extent, with_one_arena};
+use super::support::{arena, extent, with_arenas, with_one_arena};
 use super::{GIB, order, request};
-use hugemm_base::{Dirty, NodeId, Order, Pfn};
+use hugemm_base::{Dirty, NodeId, Order, Pfn, Zeroed};
 use hugemm_frames::{AllocError, AllocRequest, Placement};
 
 /// Of a power of two the rest is free at once, and everything is whole again when the pages come back, in parts too.
@@ -48,6 +48,36 @@ fn a_row_is_put_together_where_no_power_of_two_is_free() {
         assert_eq!(frames.available(&cx), 1536, "what was tried is free");
         taken.into_iter().for_each(|used| _ = frames.free_extent(&cx, used));
         assert_eq!(frames.stats(&cx).extents(order(12)), 1);
+    });
+}
+
+/// What adjoins a block may be another node's: it is taken only if the request may have memory of that.
+#[test]
+fn a_row_stays_on_the_only_node() {
+    with_arenas(&[arena(0, 1024, 0), arena(1024, 1024, 1)], 1, &[], |frames, _, cx| {
+        let used = [extent(0, 512), extent(1300, 748)].map(|used| frames.take_range(&cx, used).expect("free"));
+        let only = request(0).from(Placement::Only(NodeId::new(0)));
+        assert_eq!(frames.alloc_exact(&cx, 700, only), Err(AllocError::OutOfMemory));
+        let row = frames.alloc_exact(&cx, 700, request(0)).expect("of both nodes");
+        assert_eq!(row.extent(), extent(512, 700));
+        used.into_iter().chain([row]).for_each(|part| _ = frames.free_extent(&cx, part));
+    });
+}
+
+/// What is known to be zero stays so when it is not wanted after all.
+#[test]
+fn what_a_search_gives_back_is_as_zero_as_before() {
+    with_one_arena(0, 4096, 1, |frames, _, cx| {
+        let all = frames.take_range(&cx, extent(0, 4096)).expect("free").into_extent();
+        // SAFETY: there is no memory behind the numbers.
+        frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(all) });
+        let used = [extent(512, 512), extent(1536, 2560)].map(|used| frames.take_range(&cx, used).expect("free"));
+        assert_eq!(frames.alloc_row(&cx, 700, request(0), |_| true), Err(AllocError::OutOfMemory));
+        let row = frames.alloc_exact(&cx, 300, Order::ZERO).expect("memory");
+        let rest: Vec<_> = core::iter::from_fn(|| frames.alloc(&cx, request(0).prefer_zeroed()).ok()).collect();
+        assert_eq!((rest.len(), rest.iter().filter(|page| page.is_zero()).count()), (724, 724));
+        rest.into_iter().for_each(|page| frames.free(&cx, page));
+        used.into_iter().chain([row]).for_each(|part| _ = frames.free_extent(&cx, part));
     });
 }
 

@@ -1,6 +1,7 @@
 //! How long a CPU keeps interrupts off, in lock rounds.
 
 use super::request;
+use super::slabs::alloc_piece;
 use super::support::{
     Counted, Memory, Threads, busy, counted_pages, extent, lock_rounds, meeting, most_rounds, pages, with_counted,
     with_one_arena,
@@ -107,7 +108,7 @@ const STEPS: [(&str, Step); 21] = [
     }),
     ("small objects", |frames, cx, _| {
         let (slab, map) = (Slab::<SpinLock>::new(100, 8).expect("fits"), Anywhere::default());
-        let objects: Vec<_> = (0..4000).map(|_| slab.alloc(frames, cx, &map).expect("memory")).collect();
+        let objects: Vec<_> = (0..4000).map(|_| alloc_piece(&slab, frames, cx, &map).expect("memory")).collect();
         // SAFETY: the slab's, freed once; its frames and map.
         unsafe {
             objects.into_iter().for_each(|object| slab.free(frames, cx, &map, object));
@@ -228,6 +229,21 @@ fn words_that_displace_each_other_take_no_more_rounds() {
             (8..=ROUNDS_PER_PIN).contains(&most),
             "{most} lock rounds in one pin: the bound is nearly reached, and kept"
         );
+        free(frames, &cx, pages.into_iter().flatten());
+        assert_eq!(all_free(frames, &cx, 1), 1 << 18);
+    });
+    // Whoever has taken much has a wider cache, and begins to free with a full one.
+    with_counted(&[arena(0, 1 << 18, 0)], 1, &[], |frames, threads, cx| {
+        let mut pages: Vec<Option<Frozen>> = Vec::new();
+        meeting(|| pages = take(frames, &cx, 0, 1 << 18).into_iter().map(Some).collect());
+        pages.sort_by_key(|page| page.as_ref().map(|page| page.pfn().get()));
+        let mut most = 0;
+        // One page of each word, of which 32 share each of 128 places; and so on.
+        for at in (0..2).flat_map(|page| (0..4096).filter(|word| word % 512 < 128).map(move |word| word * 64 + page)) {
+            let page = pages[at].take().expect("once");
+            most = most.max(most_rounds(threads, |cx| free_as(frames, cx, page, at % 5 == 0)));
+        }
+        assert!((4..=ROUNDS_PER_PIN).contains(&most), "{most} lock rounds in one pin");
         free(frames, &cx, pages.into_iter().flatten());
         assert_eq!(all_free(frames, &cx, 1), 1 << 18);
     });

@@ -2,7 +2,7 @@
 
 use super::{order, request};
 use hugemm_base::{CpuCx, NodeId, Order, Relief, Shortfall};
-use hugemm_frames::{AllocError, Carved, Frames, Frozen, Mobility, Placement};
+use hugemm_frames::{AllocError, Carved, Frames, Frozen, HwPoisoned, Mobility, Placement};
 use hugemm_threads::{Memory, Threads};
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -29,7 +29,7 @@ fn exhausted(test: impl FnOnce(&Threads<Memory>, &Frames<'_, Carved>, &Mutex<Vec
     test(&threads, &frames, &taken);
     frames.keep_reserve(&cx, 0);
     taken.into_inner().expect("whole").into_iter().for_each(|block| frames.free(&cx, block));
-    assert_eq!(frames.available(&cx), free);
+    assert_eq!(frames.available(&cx) + frames.stats(&cx).refused, free);
 }
 
 /// Whoever may sleep gets what the hook has freed, of what was missing; whoever finds memory asks nobody.
@@ -77,6 +77,22 @@ fn a_hook_that_frees_nothing_ends_in_an_error() {
             assert_eq!(frames.alloc_or_relieve(&mut cx, &hook, nowhere).err(), Some(AllocError::NoSuchNode));
             assert_eq!(*asked.lock().expect("whole"), 0);
         }
+    });
+}
+
+/// What is poisoned while it is in the reserve is not handed out.
+#[test]
+fn the_reserve_hands_out_no_poison() {
+    exhausted(|threads, frames, taken| {
+        let mut cx = threads.cx();
+        let kept: Vec<_> = taken.lock().expect("whole").drain(..3).collect();
+        let bad = kept[1].pfn();
+        kept.into_iter().for_each(|page| frames.free(&cx, page));
+        assert_eq!(frames.keep_reserve(&cx, 3), 3);
+        assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
+        let got: Vec<_> = cx.freeing(|cx| core::iter::from_fn(|| frames.alloc(cx, Order::ZERO).ok()).collect());
+        assert!(got.len() == 2 && got.iter().all(|page| page.pfn() != bad), "{got:?}, {bad:?}");
+        taken.lock().expect("whole").extend(got);
     });
 }
 

@@ -2,6 +2,7 @@
 
 use super::request;
 use super::slabs::Bytes;
+use super::slabs::alloc_piece;
 use super::support::{Memory, Threads, arena, extent, release};
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_frames::{FramesConfig, Mobility, NoMigration, Slab};
@@ -25,7 +26,7 @@ fn every_allocation_point_can_fail() {
         blocks.extend(frames.alloc(&cx, request(5).movable()).ok());
         blocks.extend(frames.alloc(&cx, request(3).prefer_zeroed()).ok());
         blocks.extend(frames.alloc_nowait(&cx, request(1)).ok());
-        let object = slab.alloc(&frames, &cx, &map).ok();
+        let object = alloc_piece(&slab, &frames, &cx, &map).ok();
         let exact = frames.take_range(&cx, extent(1000, 10)).ok();
         let claimed = frames.alloc_contig_range(&mut cx, extent(512, 512), &mut NoMigration).ok();
         for block in blocks {

@@ -1,9 +1,9 @@
 //! Small objects.
 
 use super::support::with_one_arena;
-use hugemm_base::platform::{PhysMap, Window};
-use hugemm_base::{Extent, VirtAddr};
-use hugemm_frames::Slab;
+use hugemm_base::platform::{Cpu, PhysMap, Window};
+use hugemm_base::{CpuCx, Extent, VirtAddr};
+use hugemm_frames::{AllocError, Env, Frames, Slab};
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -29,6 +29,17 @@ unsafe impl PhysMap for Bytes {
     }
 }
 
+/// A piece. Each of these tests uses a slab with one manager and one map.
+pub(crate) fn alloc_piece<E: Env>(
+    slab: &Slab,
+    frames: &Frames<'_, E>,
+    cx: &CpuCx<'_, impl Cpu>,
+    map: &impl PhysMap,
+) -> Result<NonNull<u8>, AllocError> {
+    // SAFETY: as said.
+    unsafe { slab.alloc(frames, cx, map) }
+}
+
 /// Where two make a frame the slab's at once, there is one more than is needed; one empty one is kept all the same.
 #[test]
 fn one_empty_frame_is_kept_however_many_there_have_been() {
@@ -38,19 +49,19 @@ fn one_empty_frame_is_kept_however_many_there_have_been() {
         assert_eq!(slab.per_frame(), 1);
         // SAFETY: each is the slab's, and freed once.
         let free = |object| unsafe { slab.free(frames, &cx, &map, object) };
-        let mut held = Some(slab.alloc(frames, &cx, &map).expect("memory"));
+        let mut held = Some(alloc_piece(&slab, frames, &cx, &map).expect("memory"));
         let (mut points, mut object) = (0, None);
         let interrupt = |cx: &mut hugemm_base::CpuCx<'_, _>| {
             points += 1;
             if points == 2 {
                 // It has found no room, and is about to take a frame.
-                free(slab.alloc(frames, cx, &map).expect("memory"));
+                free(alloc_piece(&slab, frames, cx, &map).expect("memory"));
             }
             if slab.stats(cx).frames == 3 {
                 held.take().into_iter().for_each(free);
             }
         };
-        threads.interrupted(interrupt, |cx| object = slab.alloc(frames, cx, &map).ok());
+        threads.interrupted(interrupt, |cx| object = alloc_piece(&slab, frames, cx, &map).ok());
         assert!(held.is_none(), "nobody came between");
         free(object.expect("memory"));
         let stats = slab.stats(&cx);
@@ -75,7 +86,7 @@ fn all_empty_frames_are_trimmed() {
             unsafe {
                 if points == 2 {
                     // It has found no room, and is about to take a frame.
-                    slab.free(frames, cx, &map, slab.alloc(frames, cx, &map).expect("memory"));
+                    slab.free(frames, cx, &map, alloc_piece(&slab, frames, cx, &map).expect("memory"));
                 }
                 if slab.stats(cx).frames == 2 {
                     slab.trim(frames, cx, &map);
@@ -84,7 +95,7 @@ fn all_empty_frames_are_trimmed() {
                 }
             }
         };
-        threads.interrupted(interrupt, |cx| object = slab.alloc(frames, cx, &map).ok());
+        threads.interrupted(interrupt, |cx| object = alloc_piece(&slab, frames, cx, &map).ok());
         assert_eq!(trimmed, 1, "there were no two empty frames");
         // SAFETY: as above.
         unsafe {
@@ -116,7 +127,7 @@ fn slabs_take_and_give_frames_and_never_overlap() {
         ] {
             let slab: Slab = Slab::new(size, align).expect("fits");
             let mut held: Vec<NonNull<u8>> = Vec::new();
-            while let Ok(object) = slab.alloc(frames, &cx, &map) {
+            while let Ok(object) = alloc_piece(&slab, frames, &cx, &map) {
                 // While it is free it holds a number of four bytes.
                 assert_eq!(object.as_ptr().addr() % align.max(4), 0);
                 // SAFETY: the object is `size` bytes of ours.
@@ -156,11 +167,11 @@ fn cpus_have_frames_of_their_own() {
         let map = Bytes::new(64);
         let slab: Slab = Slab::new(1000, 8).expect("fits");
         let frame = |object: &NonNull<u8>| object.as_ptr().addr() >> 12;
-        let first = slab.alloc(frames, &threads.cx(), &map).expect("memory");
+        let first = alloc_piece(&slab, frames, &threads.cx(), &map).expect("memory");
         hugemm_threads::run_as(1);
-        let mut held = vec![slab.alloc(frames, &threads.cx(), &map).expect("memory")];
+        let mut held = vec![alloc_piece(&slab, frames, &threads.cx(), &map).expect("memory")];
         assert_ne!(frame(&held[0]), frame(&first));
-        while let Ok(object) = slab.alloc(frames, &threads.cx(), &map) {
+        while let Ok(object) = alloc_piece(&slab, frames, &threads.cx(), &map) {
             held.push(object);
         }
         let shared = held.iter().filter(|object| frame(object) == frame(&first)).count();
@@ -193,9 +204,9 @@ fn a_platform_that_unwinds_costs_a_slab_no_frame() {
     with_one_arena(0, 64, 1, |frames, _, cx| {
         let map = Unwinds(Bytes::new(64), AtomicBool::new(false));
         let slab: Slab = Slab::new(100, 4).expect("fits");
-        let ended = catch_unwind(AssertUnwindSafe(|| slab.alloc(frames, &cx, &map)));
+        let ended = catch_unwind(AssertUnwindSafe(|| alloc_piece(&slab, frames, &cx, &map)));
         assert!(ended.is_err());
-        let object = slab.alloc(frames, &cx, &map).expect("memory");
+        let object = alloc_piece(&slab, frames, &cx, &map).expect("memory");
         // SAFETY: ours, once; the only manager and map.
         unsafe {
             slab.free(frames, &cx, &map, object);

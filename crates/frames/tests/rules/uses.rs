@@ -2,6 +2,7 @@
 
 use super::request;
 use super::slabs::Bytes;
+use super::slabs::alloc_piece;
 use super::support::{Threads, with_one_arena};
 use hugemm_base::{Cpu, CpuCx, FrameUse, FramesInUse};
 use hugemm_frames::Slab;
@@ -60,7 +61,7 @@ fn slabs_say_what_they_have() {
         hugemm_threads::run_as(0);
         let (cx, map) = (threads.cx(), Bytes::new(64));
         let slab: Slab = Slab::of::<[u64; 100]>().expect("fits");
-        let objects: Vec<_> = (0..11).map(|_| slab.alloc(frames, &cx, &map).expect("memory")).collect();
+        let objects: Vec<_> = (0..11).map(|_| alloc_piece(&slab, frames, &cx, &map).expect("memory")).collect();
         assert_eq!(in_use(&cx).of(FrameUse::SLABS), slab.stats(&cx).frames as i64);
         // SAFETY: each came from this slab, with these frames and this map, and is not used any more.
         objects.into_iter().for_each(|object| unsafe { slab.free(frames, &cx, &map, object) });
