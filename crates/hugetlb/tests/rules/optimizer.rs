@@ -6,7 +6,7 @@ use crate::support::{
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CancelFlag, Cpu, CpuCx, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
-use hugemm_hugetlb::{DescriptorMap, HugePool, Mapped, Nodes, OptimizerPolicy};
+use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy};
 use hugemm_threads::Threads;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -167,25 +167,6 @@ fn the_optimization_can_be_switched_while_pages_are_in_the_pool() {
         let down = m.set(&pool, 0);
         assert_eq!((down.left, down.flushes), (100, 1));
         m.nothing_is_lost(used);
-    });
-}
-
-#[test]
-fn a_block_is_whole_again_after_all_of_it_has_left() {
-    with_pool(&Shape::spans(4), NoFaults, |m, pool, _| {
-        occupy_the_first_span(m);
-        let block = VirtAddr::new(ORIGIN + (BASE + SPAN) * 64);
-        let before = m.map.mapped(block);
-        assert!(matches!(before, Mapped::Whole(_)));
-        m.set(&pool, 128);
-        assert!(matches!(m.map.mapped(block), Mapped::Table(_)));
-        m.set(&pool, 0);
-        assert!(matches!(m.map.mapped(block), Mapped::Whole(_)));
-        // Heads can be written again, each of them.
-        for frame in (BASE + SPAN..BASE + 2 * SPAN).step_by(512) {
-            // SAFETY: the words of free blocks' heads, which no queue holds.
-            unsafe { m.frames.descriptor_at(Pfn::new(frame)) }.expect("managed").store(0, frame);
-        }
     });
 }
 
